@@ -1,0 +1,144 @@
+"""attend: validate, plan, choose the engine."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ._reference import reference_attention
+from ._tiles_op import tiles
+from ._validate import (
+    check_engine,
+    check_layout,
+    check_pattern,
+    check_sizes,
+    check_tensors,
+    resolve_block_size,
+    resolve_scale,
+)
+from .masks import Layout, Mixture, Pattern
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+
+@overload
+def attend(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M D"],
+    pattern: Pattern | Mixture,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    q_offset: int = 0,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+    layout: Layout | None = None,
+    engine: str | None = None,
+    block_size: int | tuple[int, int] = 128,
+    return_lse: Literal[False] = False,
+) -> Float[Tensor, "B H N D"]: ...
+
+
+@overload
+def attend(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M D"],
+    pattern: Pattern | Mixture,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    q_offset: int = 0,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+    layout: Layout | None = None,
+    engine: str | None = None,
+    block_size: int | tuple[int, int] = 128,
+    return_lse: Literal[True],
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]: ...
+
+
+def attend(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M D"],
+    pattern: Pattern | Mixture,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    q_offset: int = 0,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+    layout: Layout | None = None,
+    engine: str | None = None,
+    block_size: int | tuple[int, int] = 128,
+    return_lse: bool = False,
+) -> Float[Tensor, "B H N D"] | tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """Attention over the pairs that `pattern` allows: exact, differentiable, without an N x M matrix.
+
+    A row without keys gives output 0 and lse -inf. The lse is the natural log of the softmax denominator, in
+    float32 (float64 for float64 inputs), and differentiable. Under autocast q, k and v are cast as
+    `scaled_dot_product_attention` casts them.
+
+    scale: factor on the scores; 1 / sqrt(D) by default.
+    enable_gqa: G may be a divisor of H; query head h reads key/value head h // (H / G).
+    q_offset: position of query 0, for queries that follow tokens already seen; keys start at position 0.
+    head_offset, num_heads_global: which of all heads these are, where heads live on several devices.
+    layout: q, k, v come in this order of tokens, and so does the output.
+    engine: "tiles" (CPU), "flex" (accelerators; on CPU one set pattern, inference) or "reference" (dense, in
+        float64). None takes tiles on CPU and flex elsewhere. A named engine that cannot serve the call raises.
+    block_size: side of the blocks of block lists, or (query side, key side).
+
+    Raises ValueError or TypeError, before any work, for inputs that do not fit together.
+    """
+    check_pattern(pattern)
+    check_engine(engine)
+    q, k, v = _autocast(q, k, v)
+    check_tensors(q, k, v, enable_gqa=enable_gqa)
+    heads = check_sizes(pattern, q, q_offset=q_offset, head_offset=head_offset, num_heads_global=num_heads_global)
+    check_layout(layout, q, k)
+    sides = resolve_block_size(block_size)
+    factor = resolve_scale(scale, q.shape[-1])
+    rate = 1 if layout is None else layout.rate
+    if engine == "reference":
+        out, lse = _reference(q, k, v, pattern, factor, q_offset, head_offset, heads, rate)
+    else:
+        out, lse = tiles(q, k, v, pattern.text, factor, q_offset, head_offset, heads, rate, list(sides))
+    return (out, lse) if return_lse else out
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    kind = q.device.type if isinstance(q, Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Mixture,
+    scale: float,
+    q_offset: int,
+    head_offset: int,
+    heads: int,
+    rate: int,
+) -> tuple[Tensor, Tensor]:
+    bound = pattern.bind(
+        num_heads=q.shape[1],
+        num_queries=q.shape[2],
+        num_keys=k.shape[2],
+        q_offset=q_offset,
+        head_offset=head_offset,
+        num_heads_global=heads,
+    )
+    queries, keys = Layout(q.shape[2], rate), Layout(k.shape[2], rate)
+    out, lse = reference_attention(queries.invert(q), keys.invert(k), keys.invert(v), bound, scale=scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return queries.apply(out), queries.apply(lse, dim=-1).to(wide)

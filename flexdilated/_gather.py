@@ -1,0 +1,155 @@
+"""Moving tokens between the input's order and a term's: gather, scatter-add, and merge in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from .masks._layout import Compact, Layout
+
+# B batch, X heads of a tensor, H heads of a term, F folds, S slots, N tokens, D head dim
+
+
+@dataclass(frozen=True)
+class Run:
+    """Heads begin to end - 1 of a term are heads first, first + step, ... of a tensor and start at one token."""
+
+    begin: int
+    end: int
+    first: int
+    step: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Strands:
+    """One side of a compact term: which tokens of which heads of a tensor are its slots."""
+
+    layout: Compact
+    runs: tuple[Run, ...]
+
+    def view(self, x: Shaped[Tensor, "B X N ..."], run: Run) -> Shaped[Tensor, "B h F S ..."]:
+        """The slots of one run of heads, as a view of x. Heads with step 0 share their memory."""
+        layout = self.layout
+        rest, rest_stride = x.shape[3:], x.stride()[3:]
+        batch, head, token = x.stride()[:3]
+        return x.as_strided(
+            (x.shape[0], run.end - run.begin, layout.folds, layout.num_slots, *rest),
+            (batch, run.step * head, layout.fold_stride * token, layout.step * token, *rest_stride),
+            x.storage_offset() + run.first * head + run.start * token,
+        )
+
+    def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
+        """The slots of all heads: a view where one exists, else a copy in the order of the slots."""
+        if len(self.runs) == 1 and self.layout.step == 1:
+            return self.view(x, self.runs[0])
+        shape = (x.shape[0], len(self.layout.heads), self.layout.folds, self.layout.num_slots, *x.shape[3:])
+        slots = x.new_empty(shape)
+        for run in self.runs:
+            slots[:, run.begin : run.end].copy_(self.view(x, run))
+        return slots
+
+    def all_tokens(self, slots: Shaped[Tensor, "B H F S ..."], heads: int, tokens: int) -> Tensor | None:
+        """The slots as (B, heads, tokens, ...) without a scatter, if they are every token of every head in order."""
+        return slots.flatten(2, 3) if self.every(heads, tokens) else None
+
+    def every(self, heads: int, tokens: int) -> bool:
+        one_run = self.runs == (Run(0, heads, 0, 1, 0),)
+        return one_run and self.layout.step == 1 and self.layout.folds * self.layout.num_slots == tokens
+
+    def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
+        """Add the slots onto the tokens of x, in place; heads that share a token's memory are summed."""
+        for run in self.runs:
+            part = slots[:, run.begin : run.end]
+            if run.step == 0:
+                part = part.sum(1, keepdim=True)
+                run = Run(run.begin, run.begin + 1, run.first, 1, run.start)
+            self.view(x, run).add_(part)
+
+    def merge(
+        self,
+        out: Float[Tensor, "B X N D"],
+        lse: Float[Tensor, "B X N"],
+        part: Float[Tensor, "B H F S D"],
+        part_lse: Float[Tensor, "B H F S"],
+    ) -> None:
+        """Merge a part into the tokens of out and lse, in place."""
+        for run in self.runs:
+            chosen = slice(run.begin, run.end)
+            merge_(self.view(out, run), self.view(lse, run), part[:, chosen], part_lse[:, chosen])
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One side of a term over all tokens, in the order of the input or a permutation of it."""
+
+    layout: Layout
+    given: Layout
+
+    def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B X 1 S ..."]:
+        return self._reorder(x).unsqueeze(2)
+
+    def every(self, heads: int, tokens: int) -> bool:
+        return True
+
+    def all_tokens(self, slots: Shaped[Tensor, "B X 1 S ..."], heads: int, tokens: int) -> Tensor | None:
+        return self._restore(slots.squeeze(2))
+
+    def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B X 1 S ..."]) -> None:
+        x.add_(self._restore(slots.squeeze(2)))
+
+    def merge(
+        self,
+        out: Float[Tensor, "B X N D"],
+        lse: Float[Tensor, "B X N"],
+        part: Float[Tensor, "B X 1 S D"],
+        part_lse: Float[Tensor, "B X 1 S"],
+    ) -> None:
+        merge_(out, lse, self._restore(part.squeeze(2)), self._restore(part_lse.squeeze(2)))
+
+    def _reorder(self, x: Tensor) -> Tensor:
+        return x if self.layout == self.given else self.layout.apply(x, dim=2)
+
+    def _restore(self, x: Tensor) -> Tensor:
+        return x if self.layout == self.given else self.layout.invert(x, dim=2)
+
+
+Side = Strands | Whole
+
+
+def side(layout: Compact | Layout, given: Layout, heads: tuple[int, ...]) -> Side:
+    """How a tensor's tokens, ordered as `given`, become a term's; `heads` are the tensor's heads it uses."""
+    return Whole(layout, given) if isinstance(layout, Layout) else Strands(layout, _runs(heads, layout.starts))
+
+
+def merge_(
+    out: Float[Tensor, "*rows D"], lse: Float[Tensor, "*rows"], part: Float[Tensor, "*rows D"], part_lse: Tensor
+) -> None:
+    """Merge a part into (out, lse) in place: one softmax over both, a key that is in both counts twice.
+
+    The part's share is sigmoid(part_lse - lse), which neither overflows nor divides; where the part is empty
+    (lse -inf) nothing changes, empty on both sides stays output 0, lse -inf.
+    Source: LongNet, arXiv 2307.02486, eq. 10.
+    """
+    share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
+    out.lerp_(part.to(out.dtype), share.unsqueeze(-1).to(out.dtype))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Run, ...]:
+    """Cut the heads of a term into the longest runs that one strided view can cover."""
+    runs: list[Run] = []
+    begin = 0
+    steps = [after - before for before, after in pairwise(heads)]
+    for index in range(1, len(heads) + 1):
+        same_start = index < len(heads) and starts[index] == starts[begin]
+        if same_start and steps[index - 1] == steps[begin] and steps[index - 1] >= 0:
+            continue
+        step = steps[begin] if index - begin > 1 else 1
+        runs.append(Run(begin, index, heads[begin], step, starts[begin]))
+        begin = index
+    return tuple(runs)

@@ -1,0 +1,107 @@
+"""ATen's flash kernels: attention of one batch of dense, causal or masked problems, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+# B batch, H query heads, G key/value heads, F folds, Q queries, K keys, D head dim
+
+_Problem = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """q, k, v of (batch, heads, folds, slots, head dim); key/value heads divide query heads when folds is 1."""
+
+    q: Float[Tensor, "B H F Q D"]
+    k: Float[Tensor, "B G F K D"]
+    v: Float[Tensor, "B G F K D"]
+
+
+def forward(
+    x: Operands, *, scale: float, is_causal: bool
+) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
+    """(out, natural lse in float32) of every fold, dense or with slots k <= q."""
+    fold = _Folding.of(x)
+    out, lse = flash_forward(*(fold.enter(part) for part in (x.q, x.k, x.v)), scale=scale, is_causal=is_causal)
+    return fold.leave(out), fold.leave(lse)
+
+
+def backward(
+    x: Operands,
+    grad_out: Float[Tensor, "B H F Q D"],
+    out: Float[Tensor, "B H F Q D"],
+    lse: Float[Tensor, "B H F Q"],
+    *,
+    scale: float,
+    is_causal: bool,
+) -> _Problem:
+    """(dq, dk, dv). With the out and lse of a whole softmax these are this part's share of its gradients."""
+    fold = _Folding.of(x)
+    parts = (fold.enter(part) for part in (grad_out, x.q, x.k, x.v, out, lse))
+    grads = flash_backward(*parts, scale=scale, is_causal=is_causal)
+    return fold.leave(grads[0]), fold.leave(grads[1]), fold.leave(grads[2])
+
+
+@dataclass(frozen=True)
+class _Folding:
+    """How batch, heads and folds become the kernel's two leading dims, without a copy where strides allow.
+
+    Tokens outermost (a transposed (B, N, H, D)) or grouped key/value heads: (B * F, H). Heads outermost:
+    (B * H * F, 1), whose output comes back with each head's tokens contiguous.
+    """
+
+    batch: int
+    folds: int
+    keep_heads: bool
+
+    @classmethod
+    def of(cls, x: Operands) -> _Folding:
+        grouped = x.k.shape[1] != x.q.shape[1]
+        tokens_outermost = x.q.shape[1] > 1 and x.q.stride(1) < x.q.stride(3)
+        return cls(x.q.shape[0], x.q.shape[2], grouped or tokens_outermost)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(0, 1) if self.keep_heads else x.flatten(0, 2).unsqueeze(1)
+
+    def leave(self, x: Tensor) -> Tensor:
+        if self.keep_heads:
+            return x.unflatten(0, (self.batch, self.folds)).transpose(1, 2)
+        return x.squeeze(1).unflatten(0, (self.batch, -1, self.folds))
+
+
+def flash_forward(
+    q: Float[Tensor, "B H Q D"],
+    k: Float[Tensor, "B G K D"],
+    v: Float[Tensor, "B G K D"],
+    *,
+    scale: float,
+    is_causal: bool = False,
+    mask: Float[Tensor, "#B #H Q K"] | None = None,
+) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
+    """(out, natural lse in float32) of ATen's flash attention. `mask` is added: 0 or -inf, in q's dtype."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+
+
+def flash_backward(
+    grad_out: Float[Tensor, "B H Q D"],
+    q: Float[Tensor, "B H Q D"],
+    k: Float[Tensor, "B G K D"],
+    v: Float[Tensor, "B G K D"],
+    out: Float[Tensor, "B H Q D"],
+    lse: Float[Tensor, "B H Q"],
+    *,
+    scale: float,
+    is_causal: bool = False,
+    mask: Float[Tensor, "#B #H Q K"] | None = None,
+) -> _Problem:
+    """(dq, dk, dv) of ATen's flash attention; a row whose lse is +inf has weight 0 everywhere."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+    )

@@ -1,0 +1,105 @@
+"""Checks on a call of `attend`, before any work: each error states the rule and what came."""
+
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from .masks import Layout, Mixture, Pattern
+
+ENGINES = ("flex", "tiles", "reference")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_pattern(pattern: object) -> None:
+    if not isinstance(pattern, Pattern | Mixture):
+        raise TypeError(f"pattern must be a pattern or mixture from flexdilated.masks; got {type(pattern).__name__}")
+
+
+def check_engine(engine: object) -> None:
+    if engine is not None and engine not in ENGINES:
+        raise ValueError(f"engine must be None or one of {', '.join(map(repr, ENGINES))}; got {engine=}")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
+    """q (B, H, N, D) and k, v (B, Hkv, M, D) must fit together."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have the 4 dims (batch, heads, tokens, head dim); got {_shape(tensor)}")
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {tensor.dtype}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape; got {_shape(k)} and {_shape(v)}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q, k and v must agree in batch and head dim; got q {_shape(q)} and k {_shape(k)}")
+    if 0 in q.shape or 0 in k.shape:
+        raise ValueError(f"q, k and v need at least one of everything; got q {_shape(q)} and k {_shape(k)}")
+    _check_heads(q.shape[1], k.shape[1], enable_gqa)
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"the query heads must be a multiple of the key/value heads; got {num_heads} and {num_kv_heads}"
+        )
+    if num_heads != num_kv_heads and not enable_gqa:
+        raise ValueError(
+            f"unequal query and key/value heads need enable_gqa=True; got {num_heads} and {num_kv_heads}"
+        )
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """The softmax scale: 1 / sqrt(head dim) unless given; a finite number."""
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale must be a real number or None; got {scale!r}")
+    if not isfinite(scale):
+        raise ValueError(f"scale must be finite; got {scale=}")
+    return float(scale)
+
+
+def check_sizes(
+    pattern: Pattern | Mixture, q: Tensor, *, q_offset: int, head_offset: int, num_heads_global: int | None
+) -> int:
+    """The global number of heads, after checks on offsets and heads."""
+    for name, value in (("q_offset", q_offset), ("head_offset", head_offset)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer; got {name}={value!r}")
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0; got {name}={value}")
+    heads = head_offset + q.shape[1] if num_heads_global is None else num_heads_global
+    if head_offset + q.shape[1] > heads:
+        raise ValueError(
+            f"num_heads_global must count all heads: {head_offset=} and {q.shape[1]} heads of q exceed {heads}"
+        )
+    pattern.check_heads(heads)
+    return heads
+
+
+def check_layout(layout: Layout | None, q: Tensor, k: Tensor) -> None:
+    """A layout must be made for the tokens of q, which must be as many as those of k."""
+    if layout is None:
+        return
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must come from masks.layout; got {type(layout).__name__}")
+    if not layout.num_tokens == q.shape[2] == k.shape[2]:
+        raise ValueError(f"the layout orders {layout.num_tokens} tokens; got {q.shape[2]} queries, {k.shape[2]} keys")
+
+
+def resolve_block_size(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    """(query side, key side), each at least 1."""
+    sides = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in sides):
+        raise ValueError(f"block_size must be a positive integer or two, (query side, key side); got {block_size=}")
+    return sides
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

@@ -1,0 +1,159 @@
+"""Set algebra: intersection, union and complement of patterns, and the set of all pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+
+from ._box import Bounds, Box
+from ._pattern import MaskMod, Pattern, all_rates, common_period
+
+
+@dataclass(frozen=True)
+class _Combination(Pattern):
+    parts: tuple[Pattern, ...]
+
+    @classmethod
+    def of(cls, *parts: Pattern) -> Pattern:
+        """Combine, with nested combinations of the same kind flattened and repeats dropped."""
+        flat = [inner for part in parts for inner in (part.parts if isinstance(part, cls) else (part,))]
+        unique = tuple(dict.fromkeys(flat))
+        return unique[0] if len(unique) == 1 else cls(unique)
+
+    def __post_init__(self) -> None:
+        if not self.parts or not all(isinstance(part, Pattern) for part in self.parts):
+            raise TypeError(f"{type(self).__name__} combines at least one set pattern; got {self.parts!r}")
+        super().__post_init__()
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__.lower(), "parts": [part.to_data() for part in self.parts]}
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return type(self).of(*(part.for_head(head, num_heads) for part in self.parts))
+
+    def period(self) -> int | None:
+        return common_period(self.parts)
+
+    def rates(self) -> tuple[int, ...]:
+        return all_rates(self.parts)
+
+    def check_heads(self, num_heads: int) -> None:
+        for part in self.parts:
+            part.check_heads(num_heads)
+
+    def _mods(self, num_heads: int, device: torch.device) -> list[MaskMod]:
+        return [part.mask_mod(num_heads=num_heads, device=device) for part in self.parts]
+
+    def _counts(self, box: Box, num_heads: int) -> list[Bounds]:
+        return [part.count(box, num_heads=num_heads) for part in self.parts]
+
+
+@dataclass(frozen=True)
+class And(_Combination):
+    """Pairs that every part allows."""
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return reduce(_both, self._mods(num_heads, device))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        area = box.area
+
+        def intersect(a: Bounds, b: Bounds) -> Bounds:
+            return Bounds((a.low + b.low - area).clamp(min=0), torch.minimum(a.high, b.high))
+
+        return reduce(intersect, self._counts(box, num_heads))
+
+
+@dataclass(frozen=True)
+class Or(_Combination):
+    """Pairs that at least one part allows."""
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return reduce(either, self._mods(num_heads, device))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        area = box.area
+
+        def unite(a: Bounds, b: Bounds) -> Bounds:
+            return Bounds(torch.maximum(a.low, b.low), torch.minimum(a.high + b.high, area))
+
+        return reduce(unite, self._counts(box, num_heads))
+
+
+@dataclass(frozen=True)
+class Every(Pattern):
+    """All pairs: what is left of an intersection without parts."""
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "every"}
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return _every
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        return Bounds(box.area, box.area)
+
+    def period(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Not(Pattern):
+    """Pairs that the part forbids."""
+
+    part: Pattern
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.part, Pattern):
+            raise TypeError(f"~ needs a set pattern; got {self.part!r}")
+        super().__post_init__()
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "not", "part": self.part.to_data()}
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return _negate(self.part.mask_mod(num_heads=num_heads, device=device))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        inner = self.part.count(box, num_heads=num_heads)
+        return Bounds(box.area - inner.high, box.area - inner.low)
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return Not(self.part.for_head(head, num_heads))
+
+    def period(self) -> int | None:
+        return self.part.period()
+
+    def rates(self) -> tuple[int, ...]:
+        return self.part.rates()
+
+    def check_heads(self, num_heads: int) -> None:
+        self.part.check_heads(num_heads)
+
+
+def _both(first: MaskMod, second: MaskMod) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return first(b, h, q, k) & second(b, h, q, k)
+
+    return mask_mod
+
+
+def either(first: MaskMod, second: MaskMod) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return first(b, h, q, k) | second(b, h, q, k)
+
+    return mask_mod
+
+
+def _negate(inner: MaskMod) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return ~inner(b, h, q, k)
+
+    return mask_mod
+
+
+def _every(b, h, q, k):
+    return (q == q) & (k == k)

@@ -1,0 +1,153 @@
+"""Blocks: which tiles of the slot matrix hold allowed pairs, found by quadtree descent over boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Int32, Int64
+from torch import Tensor
+
+from ._quadtree import descend, roots, row_roots
+from ._rule import Rule
+
+# T tables (one for each distinct head), E listed blocks
+
+_CELLS = 1 << 22  # pairs evaluated at once when blocks are settled
+_SLOTS_AT_ONCE = 1 << 17  # small tables are built together: fewer, larger tensor operations
+_SAMPLED_BLOCKS = 1 << 13  # blocks looked at for an estimate
+UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The non-empty blocks of T tables, sorted by (table, row, column).
+
+    Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on. `full`
+    blocks are whole and allow every pair. `pairs` counts a block's allowed pairs where that is known, else
+    UNKNOWN. `heads` gives the table of each head.
+    """
+
+    num_q_slots: int
+    num_k_slots: int
+    q_block: int
+    k_block: int
+    heads: tuple[int, ...]
+    table: Int32[Tensor, " E"]
+    row: Int32[Tensor, " E"]
+    column: Int32[Tensor, " E"]
+    full: Bool[Tensor, " E"]
+    pairs: Int64[Tensor, " E"]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(query slots, key slots, query side of a block, key side)."""
+        return self.num_q_slots, self.num_k_slots, self.q_block, self.k_block
+
+    @property
+    def num_rows(self) -> int:
+        return -(-self.num_q_slots // self.q_block)
+
+    @property
+    def num_columns(self) -> int:
+        return -(-self.num_k_slots // self.k_block)
+
+    @property
+    def num_tables(self) -> int:
+        return max(self.heads) + 1
+
+    def with_heads(self, heads: tuple[int, ...]) -> Blocks:
+        """The same tables, given to other heads."""
+        return replace(self, heads=heads)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.table, self.row, self.column, self.full, self.pairs))
+
+
+def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True) -> Blocks:
+    """The non-empty blocks of a rule, without looking at single pairs where bounds decide.
+
+    With settle=True the list is exact: blocks on which the bounds leave a doubt are evaluated, just those.
+    With settle=False a listed block may hold no pair, and a full one may be listed as partial.
+    Time and memory grow with the number of non-empty blocks, not with queries times keys.
+    """
+    num_q, num_k = int(rule.q.lengths.sum()), int(rule.k.lengths.sum())
+    at_once = max(1, _SLOTS_AT_ONCE // max(num_q, num_k))
+    shape = (num_q, num_k, q_block, k_block)
+    built = [
+        _build_tables(rule, range(begin, min(begin + at_once, len(rule.heads))), shape, settle)
+        for begin in range(0, len(rule.heads), at_once)
+    ]
+    table, row, column, full, pairs = (torch.cat(parts) for parts in zip(*built, strict=True))
+    return Blocks(*shape, tuple(range(len(rule.heads))), table, row, column, full, pairs)
+
+
+def _build_tables(rule: Rule, tables: range, shape: tuple[int, int, int, int], settle: bool) -> tuple[Tensor, ...]:
+    _, _, q_block, k_block = shape
+    found = list(descend(rule, roots(rule, tables), q_block, k_block))
+    table, row, column, low, high = (
+        torch.cat([getattr(leaves, name) for leaves in found]) for name in ("table", "row", "column", "low", "high")
+    )
+    table, row, column, low, high = _join_leaves(table, row, column, low, high, shape)
+    whole = q_block * k_block
+    if settle:
+        doubtful = ((low == 0) | ((low < whole) & (high >= whole))).nonzero().squeeze(1)
+        low[doubtful] = high[doubtful] = count_pairs(rule, table[doubtful], row[doubtful], column[doubtful], shape)
+        keep = high > 0
+        table, row, column, low, high = (x[keep] for x in (table, row, column, low, high))
+    pairs = torch.where(low == high, low, UNKNOWN)
+    return table.int(), row.int(), column.int(), low == whole, pairs
+
+
+def count_pairs(rule: Rule, table: Tensor, row: Tensor, column: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """Allowed pairs of each block, counted one by one, a bounded number of cells at a time."""
+    counts = [mask.sum((1, 2)) for mask in evaluate(rule, table, row, column, shape)]
+    return torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64)
+
+
+def evaluate(
+    rule: Rule, table: Tensor, row: Tensor, column: Tensor, shape: tuple[int, int, int, int]
+) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
+    """The rule on every pair of the given blocks, in order, some blocks at a time; False beyond the last slot."""
+    num_q, num_k, q_block, k_block = shape
+    for part in torch.arange(len(table)).split(max(1, _CELLS // (q_block * k_block))):
+        q = (row[part, None].long() * q_block + torch.arange(q_block))[:, :, None]
+        k = (column[part, None].long() * k_block + torch.arange(k_block))[:, None, :]
+        inside = (q < num_q) & (k < num_k)
+        tables = table[part, None, None].long()
+        yield rule.allowed(tables, q.clamp(max=num_q - 1), k.clamp(max=num_k - 1)) & inside
+
+
+def _join_leaves(
+    table: Tensor, row: Tensor, column: Tensor, low: Tensor, high: Tensor, shape: tuple[int, int, int, int]
+) -> tuple[Tensor, ...]:
+    """Sort leaves by (table, row, column) and add up those of one block."""
+    num_q, num_k, q_block, k_block = shape
+    num_rows, num_columns = -(-num_q // q_block), -(-num_k // k_block)
+    key, order = ((table * num_rows + row) * num_columns + column).sort()
+    key, index = key.unique_consecutive(return_inverse=True)
+    low = torch.zeros_like(key).index_add_(0, index, low[order])
+    high = torch.zeros_like(key).index_add_(0, index, high[order])
+    return key // (num_rows * num_columns), key // num_columns % num_rows, key % num_columns, low, high
+
+
+
+
+def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> float:
+    """About how many blocks a table lists, from a spread of rows and tables; unsettled, so rather more."""
+    rows, columns = -(-int(rule.q.lengths.sum()) // q_block), -(-int(rule.k.lengths.sum()) // k_block)
+    tables = _spread(len(rule.heads), 4)
+    sampled = _spread(rows, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
+    found = descend(rule, row_roots(rule, tables, sampled, q_block), q_block, k_block)
+    keys = [(leaves.table * rows + leaves.row) * columns + leaves.column for leaves in found]
+    return len(torch.cat(keys).unique()) * rows / (len(sampled) * len(tables))
+
+
+def _spread(size: int, number: int) -> Tensor:
+    """At most `number` of the indices below `size`: one from each equal stretch, at places that no period shares."""
+    if size <= number:
+        return torch.arange(size)
+    stretch = torch.arange(number, dtype=torch.float64)
+    return ((stretch + (stretch * 0.6180339887).frac()) * size / number).long()

@@ -1,0 +1,89 @@
+"""Boxes: products of two arithmetic progressions of token positions, and how to count inside them."""
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+Counts = Int64[Tensor, " n"]
+
+
+@dataclass(frozen=True)
+class Progression:
+    """n arithmetic progressions of positions that share one step: first, first + step, ... (count terms each)."""
+
+    first: Counts
+    step: int
+    count: Counts
+
+    @property
+    def last(self) -> Counts:
+        return self.first + self.step * (self.count - 1)
+
+    def select(self, index: Tensor) -> "Progression":
+        return Progression(self.first[index], self.step, self.count[index])
+
+
+@dataclass(frozen=True)
+class Box:
+    """n boxes: every pair of a query position and a key position; head is the global head of each."""
+
+    head: Counts
+    q: Progression
+    k: Progression
+
+    @property
+    def area(self) -> Counts:
+        return self.q.count * self.k.count
+
+    def select(self, index: Tensor) -> "Box":
+        return Box(self.head[index], self.q.select(index), self.k.select(index))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """At least `low` and at most `high` pairs of each box are allowed; equal bounds are an exact count."""
+
+    low: Counts
+    high: Counts
+
+
+def count_residue(progression: Progression, modulus: int, residue: Counts) -> Counts:
+    """How many terms of each progression are congruent to `residue` (one a progression) modulo `modulus`."""
+    divisor = gcd(progression.step, modulus)
+    period = modulus // divisor
+    inverse = pow(progression.step // divisor, -1, period) if period > 1 else 0
+    distance = torch.remainder(residue - progression.first, modulus)
+    solvable = distance.remainder(divisor) == 0
+    index = (distance.div(divisor, rounding_mode="floor") * inverse).remainder(period)
+    hits = (progression.count - 1 - index).div(period, rounding_mode="floor") + 1
+    return torch.where(solvable, hits.clamp(min=0), 0)
+
+
+def clip(progression: Progression, start: Counts, stop: Counts) -> Progression:
+    """The terms that lie in [start, stop), as progressions of the same step (count 0 where none does)."""
+    step = progression.step
+    skipped = (start - progression.first + step - 1).div(step, rounding_mode="floor").clamp(min=0)
+    end = (stop - 1 - progression.first).div(step, rounding_mode="floor") + 1
+    count = (torch.minimum(end, progression.count) - skipped).clamp(min=0)
+    return Progression(progression.first + step * skipped, step, count)
+
+
+def count_below(box: Box, shift: int) -> Bounds:
+    """Pairs with key position - query position <= shift: exact for equal steps, else exact only at the extremes."""
+    area = box.area
+    if box.q.step != box.k.step:
+        none = box.k.first - box.q.last > shift
+        every = box.k.last - box.q.first <= shift
+        low = torch.where(every, area, torch.where(none, 0, 1))
+        return Bounds(low, torch.where(none, 0, torch.where(every, area, area - 1)))
+    # key index j is allowed for query index i when j <= i + lead.
+    lead = (box.q.first - box.k.first + shift).div(box.q.step, rounding_mode="floor")
+    rows, columns = box.q.count, box.k.count
+    begin = (-lead).clamp(min=0).minimum(rows)  # first row that sees a key
+    full = (columns - 1 - lead).clamp(min=0).minimum(rows).maximum(begin)  # first row that sees all
+    ramp = full - begin
+    exact = ramp * (begin + lead + 1) + ramp * (ramp - 1) // 2 + (rows - full) * columns
+    return Bounds(exact, exact)

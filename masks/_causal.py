@@ -1,0 +1,35 @@
+"""Causal order: a query sees the keys at its own position and before."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ._box import Bounds, Box, count_below
+from ._pattern import MaskMod, Pattern
+
+
+@dataclass(frozen=True)
+class Causal(Pattern):
+    """Allowed iff key position <= query position. The corner is top-left: position 0 sees position 0."""
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "causal"}
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return _not_after
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        return count_below(box, 0)
+
+    def period(self) -> int:
+        return 1
+
+
+def causal() -> Pattern:
+    """Each query sees the keys at its own position and before."""
+    return Causal()
+
+
+def _not_after(b, h, q, k):
+    return k <= q

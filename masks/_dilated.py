@@ -1,0 +1,111 @@
+"""Dilated segments: every rate-th token of a segment attends within its segment."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._box import Bounds, Box, Counts, Progression, clip, count_residue
+from ._check import require_choice, require_int
+from ._pattern import MaskMod, Pattern
+
+OFFSET_RULES = ("interleaved", "contiguous")
+# A box over more segments than this is bounded by its area: the builder splits it anyway.
+_EXACT_SEGMENTS = 8
+
+
+@dataclass(frozen=True)
+class Dilated(Pattern):
+    """Allowed iff both positions lie in one segment and both are active: (t mod segment) mod rate == offset.
+
+    `offset` is a number, or the rule that gives one to each global head h of H: "interleaved" is
+    h mod rate (LongNet, arXiv 2307.02486, eq. 13), "contiguous" is floor(h / ceil(H / rate)) (torchscale).
+    """
+
+    segment: int
+    rate: int
+    offset: int | str = 0
+
+    def __post_init__(self) -> None:
+        require_int("segment", self.segment, minimum=1)
+        require_int("rate", self.rate, minimum=1)
+        if isinstance(self.offset, str):
+            require_choice("offset", self.offset, OFFSET_RULES)
+        elif require_int("offset", self.offset, minimum=0) >= self.rate:
+            raise ValueError(f"offset must be below the rate; got offset={self.offset}, rate={self.rate}")
+        super().__post_init__()
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "dilated", "segment": self.segment, "rate": self.rate, "offset": self.offset}
+
+    def offset_of(self, head: int, num_heads: int) -> int:
+        """The offset of one global head."""
+        if isinstance(self.offset, int):
+            return self.offset
+        if self.offset == "interleaved":
+            return head % self.rate
+        return head // -(-num_heads // self.rate)
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return Dilated(self.segment, self.rate, self.offset_of(head, num_heads))
+
+    def period(self) -> int:
+        return self.segment
+
+    def rates(self) -> tuple[int, ...]:
+        return (self.rate,)
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        segment = torch.tensor(self.segment, device=device)
+        if self.rate == 1:
+            return _same_segment(segment)
+        offsets = self._offsets(num_heads).to(device)
+        return _active_in_segment(segment, torch.tensor(self.rate, device=device), offsets)
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        start = torch.maximum(box.q.first // self.segment, box.k.first // self.segment)
+        stop = torch.minimum(box.q.last // self.segment, box.k.last // self.segment) + 1
+        spanned = (stop - start).clamp(min=0)
+        offsets = self._offsets(num_heads)[box.head]
+        pairs = torch.zeros_like(spanned)
+        for step in range(min(int(spanned.max()), _EXACT_SEGMENTS) if len(spanned) else 0):
+            segment = start + step
+            in_segment = self._active(box.q, segment, offsets) * self._active(box.k, segment, offsets)
+            pairs += torch.where(segment < stop, in_segment, 0)
+        exact = spanned <= _EXACT_SEGMENTS
+        return Bounds(torch.where(exact, pairs, 0), torch.where(exact, pairs, box.area))
+
+    def _active(self, progression: Progression, segment: Counts, offsets: Counts) -> Counts:
+        start = segment * self.segment
+        inside = clip(progression, start, start + self.segment)
+        return inside.count if self.rate == 1 else count_residue(inside, self.rate, start + offsets)
+
+    def _offsets(self, num_heads: int) -> Tensor:
+        return torch.tensor([self.offset_of(head, num_heads) for head in range(num_heads)])
+
+
+def dilated(segment: int, rate: int, offset: int = 0) -> Pattern:
+    """Every `rate`-th token of each `segment`, from `offset` on, attends to the others of its segment.
+
+    Any rate fits any segment: the last active token of a segment need not leave room for another.
+    Raises ValueError for segment or rate below 1 and for an offset outside [0, rate).
+    """
+    return Dilated(segment, rate, require_int("offset", offset, minimum=0))
+
+
+def _same_segment(segment: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return q // segment == k // segment
+
+    return mask_mod
+
+
+def _active_in_segment(segment: Tensor, rate: Tensor, offsets: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        offset = offsets[h]
+        queries = (q % segment) % rate == offset
+        keys = (k % segment) % rate == offset
+        return (q // segment == k // segment) & queries & keys
+
+    return mask_mod

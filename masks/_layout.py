@@ -1,0 +1,113 @@
+"""Layouts: which token stands in which slot of a reordered sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int64, Shaped
+from torch import Tensor
+
+from ._check import require_int
+
+# N tokens, S slots, P pieces, T tables (distinct heads)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Slots cut into runs whose positions are progressions of one step.
+
+    Run p holds the slots starts[p] to starts[p] + lengths[p] - 1; for table t the position of slot s of
+    run p is firsts[t, p] + step * (s - starts[p]).
+    """
+
+    starts: Int64[Tensor, " P"]
+    lengths: Int64[Tensor, " P"]
+    firsts: Int64[Tensor, "T P"]
+    step: int
+
+    def position(self, table: Int64[Tensor, "..."], slot: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
+        """Position of each slot in the order of each table."""
+        piece = torch.searchsorted(self.starts, slot, right=True) - 1
+        return self.firsts[table, piece] + self.step * (slot - self.starts[piece])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Residue-major order, shared by all heads: tokens sorted by (index mod rate, index div rate).
+
+    A pure permutation of any number of tokens, without padding; rate 1 is the natural order. Rates that
+    divide `rate` find the tokens of one residue class in runs of consecutive slots.
+    """
+
+    num_tokens: int
+    rate: int = 1
+
+    def __post_init__(self) -> None:
+        require_int("num_tokens", self.num_tokens, minimum=1)
+        require_int("rate", self.rate, minimum=1)
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_tokens
+
+    def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
+        """The token index that stands in each slot."""
+        rounds = -(-self.num_tokens // self.rate)
+        grid = torch.arange(rounds * self.rate, device=device).view(rounds, self.rate).t().flatten()
+        return grid[grid < self.num_tokens] if rounds * self.rate != self.num_tokens else grid
+
+    def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
+        """The slot in which each token stands: the inverse of `positions`."""
+        token = torch.arange(self.num_tokens, device=device)
+        residue = token % self.rate
+        each, longer = divmod(self.num_tokens, self.rate)
+        return residue * each + residue.clamp(max=longer) + token // self.rate
+
+    def apply(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
+        """Reorder natural tokens along `dim` into slots."""
+        self._check(x, dim)
+        return x if self.rate == 1 else x.index_select(dim, self.positions(x.device))
+
+    def invert(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
+        """Reorder slots along `dim` back into natural tokens."""
+        self._check(x, dim)
+        return x if self.rate == 1 else x.index_select(dim, self.slots(x.device))
+
+    def pieces(self, origin: int) -> Pieces:
+        """One run for each residue class; token 0 stands at position `origin`."""
+        classes = torch.arange(min(self.rate, self.num_tokens))
+        lengths = (self.num_tokens - 1 - classes) // self.rate + 1
+        starts = lengths.cumsum(0) - lengths
+        return Pieces(starts, lengths, (classes + origin)[None], self.rate)
+
+    def _check(self, x: Tensor, dim: int) -> None:
+        if x.shape[dim] != self.num_tokens:
+            raise ValueError(f"this layout orders {self.num_tokens} tokens; got {x.shape[dim]} along {dim=}")
+
+
+@dataclass(frozen=True)
+class Compact:
+    """The tokens that are active for a head, gathered: one progression a head, folded over segments.
+
+    Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step. All heads have
+    the same number of slots; heads with another number are in a Compact of their own.
+    """
+
+    heads: tuple[int, ...]
+    starts: tuple[int, ...]
+    step: int
+    num_slots: int
+    folds: int
+    fold_stride: int
+
+    def pieces(self, origin: int) -> Pieces:
+        """One run a head: the slots of fold 0; token 0 stands at position `origin`."""
+        firsts = torch.tensor(self.starts)[:, None] + origin
+        return Pieces(torch.tensor([0]), torch.tensor([self.num_slots]), firsts, self.step)
+
+    def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "heads folds S"]:
+        """The token index in each slot."""
+        starts = torch.tensor(self.starts, device=device)[:, None, None]
+        fold = torch.arange(self.folds, device=device)[:, None] * self.fold_stride
+        return starts + fold + torch.arange(self.num_slots, device=device) * self.step

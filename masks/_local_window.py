@@ -1,0 +1,49 @@
+"""Local window: a query sees the keys near its own position."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ._box import Bounds, Box, count_below
+from ._check import require_int
+from ._pattern import MaskMod, Pattern
+
+
+@dataclass(frozen=True)
+class LocalWindow(Pattern):
+    """Allowed iff query - left <= key <= query + right, both ends included; radii in tokens."""
+
+    left: int
+    right: int
+
+    def __post_init__(self) -> None:
+        require_int("left", self.left, minimum=0)
+        require_int("right", self.right, minimum=0)
+        super().__post_init__()
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "local_window", "left": self.left, "right": self.right}
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return _within(torch.tensor(self.left, device=device), torch.tensor(self.right, device=device))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        reach, missed = count_below(box, self.right), count_below(box, -self.left - 1)
+        # The difference is exact where both are; bounds that straddle can only be widened.
+        return Bounds((reach.low - missed.high).clamp(min=0), reach.high - missed.low)
+
+    def period(self) -> int:
+        return 1
+
+
+def local_window(*, left: int, right: int) -> Pattern:
+    """Each query sees `left` keys before its position, its own, and `right` keys after. Radii in tokens, >= 0."""
+    return LocalWindow(left, right)
+
+
+def _within(left: torch.Tensor, right: torch.Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return (q - k <= left) & (k - q <= right)
+
+    return mask_mod

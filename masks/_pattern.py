@@ -1,0 +1,177 @@
+"""Pattern: who attends to whom, as a value free of sizes; and Mixture, a multiset sum of patterns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ._box import Bounds, Box
+
+if TYPE_CHECKING:
+    from ._bound import Bound
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Expression:
+    """What patterns and mixtures share: plain data, a stable text, sums, and binding to sizes.
+
+    `text` is canonical JSON, computed once on construction; equal texts mean equal patterns.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", json.dumps(self.to_data(), separators=(",", ":"), sort_keys=True))
+
+    def to_data(self) -> dict[str, Any]:
+        """The expression as plain data for JSON: a `kind` and its parameters."""
+        raise NotImplementedError  # every concrete pattern states its own
+
+    def branches(self) -> tuple[Pattern, ...]:
+        """The set patterns whose multiset sum this is, one entry for each time a branch counts."""
+        raise NotImplementedError  # Pattern and Mixture
+
+    def check_heads(self, num_heads: int) -> None:
+        """Raise ValueError if the expression cannot be bound to this many (global) heads."""
+        for branch in self.branches():
+            branch.check_heads(num_heads)
+
+    def bind(
+        self,
+        *,
+        num_heads: int,
+        num_queries: int,
+        num_keys: int,
+        head_offset: int = 0,
+        num_heads_global: int | None = None,
+        q_offset: int = 0,
+        batch: int = 1,
+    ) -> Bound:
+        """The expression with its sizes. Heads are global: this device holds `num_heads` from `head_offset` on.
+
+        Query i has position q_offset + i; key j has position j. `num_heads_global` defaults to
+        head_offset + num_heads. Raises ValueError for sizes below 1 or heads the pattern has no rule for.
+        """
+        from ._bound import Bound
+
+        total = head_offset + num_heads if num_heads_global is None else num_heads_global
+        return Bound(self, num_queries, num_keys, num_heads, head_offset, total, q_offset, batch)
+
+    def __add__(self, other: object) -> Mixture:
+        if not isinstance(other, Expression):
+            return NotImplemented
+        return Mixture(self.branches() + other.branches())
+
+
+class Pattern(Expression):
+    """A set of (head, query, key) triples: a pair is allowed or it is not.
+
+    A subclass is a frozen dataclass that states the rule twice, held together by a property test:
+    `mask_mod` elementwise, the whole truth, and `count`, sound bounds over boxes.
+    """
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        """Closure (b, h, q, k) -> bool over *positions* and global heads; parameters ride in tensors."""
+        raise NotImplementedError
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        """Sound bounds on the number of allowed pairs in each box."""
+        raise NotImplementedError
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        """The same rule for one head, with every choice by head resolved."""
+        return self
+
+    def period(self) -> int | None:
+        """A shift of query and key together that leaves the rule as it is; 1 for any shift, None for no shift."""
+        return None
+
+    def rates(self) -> tuple[int, ...]:
+        """The dilation rates that the rule uses."""
+        return ()
+
+    def branches(self) -> tuple[Pattern, ...]:
+        return (self,)
+
+    def check_heads(self, num_heads: int) -> None:
+        return None
+
+    def __and__(self, other: Expression) -> Any:
+        from ._algebra import And
+
+        if isinstance(other, Mixture):
+            return other & self
+        return And.of(self, other) if isinstance(other, Pattern) else NotImplemented
+
+    def __or__(self, other: Expression) -> Pattern:
+        from ._algebra import Or
+
+        if isinstance(other, Mixture):
+            raise TypeError(_needs_set("|", self, other))
+        return Or.of(self, other) if isinstance(other, Pattern) else NotImplemented
+
+    def __invert__(self) -> Pattern:
+        from ._algebra import Not
+
+        return self.part if isinstance(self, Not) else Not(self)
+
+
+@dataclass(frozen=True)
+class Mixture(Expression):
+    """Multiset sum of set patterns: a pair allowed by m parts has attention weight m * exp(score).
+
+    Source: LongNet, arXiv 2307.02486, eqs. 9 and 10 (branches weighted by their softmax denominators).
+    """
+
+    parts: tuple[Pattern, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts or not all(isinstance(part, Pattern) for part in self.parts):
+            raise TypeError(f"a mixture sums at least one set pattern; got {self.parts!r}")
+        super().__post_init__()
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "mixture", "parts": [part.to_data() for part in self.parts]}
+
+    def branches(self) -> tuple[Pattern, ...]:
+        return self.parts
+
+    def __and__(self, other: Expression) -> Mixture:
+        if isinstance(other, Mixture):
+            raise TypeError(_needs_set("&", self, other))
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        return Mixture(tuple(part & other for part in self.parts))
+
+    def __or__(self, other: Expression) -> Mixture:
+        raise TypeError(_needs_set("|", self, other))
+
+    def __invert__(self) -> Mixture:
+        raise TypeError(f"~ needs a set pattern, where a pair is allowed or not; got the mixture {self!r}")
+
+
+def common_period(parts: tuple[Pattern, ...]) -> int | None:
+    """The least shift that leaves every part as it is, or None."""
+    periods = [part.period() for part in parts]
+    known = [period for period in periods if period is not None]
+    return reduce(lcm, known, 1) if len(known) == len(periods) else None
+
+
+def all_rates(parts: tuple[Pattern, ...]) -> tuple[int, ...]:
+    """The dilation rates that the parts use."""
+    return tuple(rate for part in parts for rate in part.rates())
+
+
+def _needs_set(operator: str, left: object, right: object) -> str:
+    return (
+        f"{operator} needs set patterns, where a pair is allowed or not; a mixture counts pairs, "
+        f"and only `mixture & set` and `+` keep that meaning. Got {left!r} {operator} {right!r}"
+    )

@@ -1,0 +1,103 @@
+"""Rules that differ by head: one pattern a head, or groups of heads that share one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._algebra import either
+from ._box import Bounds, Box
+from ._pattern import MaskMod, Pattern, all_rates, common_period
+
+
+@dataclass(frozen=True)
+class _HeadChoice(Pattern):
+    parts: tuple[Pattern, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts or not all(isinstance(part, Pattern) for part in self.parts):
+            raise TypeError(f"a choice by head needs at least one set pattern; got {self.parts!r}")
+        super().__post_init__()
+
+    def choice(self, num_heads: int) -> list[int]:
+        """The part of each global head."""
+        raise NotImplementedError
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return self.parts[self.choice(num_heads)[head]].for_head(head, num_heads)
+
+    def period(self) -> int | None:
+        return common_period(self.parts)
+
+    def rates(self) -> tuple[int, ...]:
+        return all_rates(self.parts)
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        choice = torch.tensor(self.choice(num_heads))
+        chosen = [
+            _on_heads((choice == index).to(device), part.mask_mod(num_heads=num_heads, device=device))
+            for index, part in enumerate(self.parts)
+        ]
+        return reduce(either, chosen)
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        chosen = torch.tensor(self.choice(num_heads))[box.head]
+        low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
+        for index, part in enumerate(self.parts):
+            here = (chosen == index).nonzero().squeeze(1)
+            bounds = part.count(box.select(here), num_heads=num_heads)
+            low[here], high[here] = bounds.low, bounds.high
+        return Bounds(low, high)
+
+
+@dataclass(frozen=True)
+class PerHead(_HeadChoice):
+    """Head h follows parts[h]; exactly one part for each global head."""
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "per_head", "parts": [part.to_data() for part in self.parts]}
+
+    def choice(self, num_heads: int) -> list[int]:
+        return list(range(num_heads))
+
+    def check_heads(self, num_heads: int) -> None:
+        if num_heads != len(self.parts):
+            raise ValueError(f"per_head needs one pattern a head; got {len(self.parts)} for {num_heads} heads")
+        for part in self.parts:
+            part.check_heads(num_heads)
+
+
+@dataclass(frozen=True)
+class HeadGroups(_HeadChoice):
+    """Consecutive groups of heads, one a part; where the heads do not divide, the first groups get one more."""
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "head_groups", "parts": [part.to_data() for part in self.parts]}
+
+    def choice(self, num_heads: int) -> list[int]:
+        size, larger = divmod(num_heads, len(self.parts))
+        sizes = [size + (index < larger) for index in range(len(self.parts))]
+        return [index for index, count in enumerate(sizes) for _ in range(count)]
+
+    def check_heads(self, num_heads: int) -> None:
+        if num_heads < len(self.parts):
+            raise ValueError(f"{len(self.parts)} head groups need a head each; got num_heads={num_heads}")
+        for part in self.parts:
+            part.check_heads(num_heads)
+
+
+def per_head(patterns: Sequence[Pattern]) -> Pattern:
+    """Head h follows patterns[h]: one set pattern for each head, counted over all devices."""
+    return PerHead(tuple(patterns))
+
+
+def _on_heads(chosen: Tensor, inner: MaskMod) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return chosen[h] & inner(b, h, q, k)
+
+    return mask_mod
+
+

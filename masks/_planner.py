@@ -1,0 +1,131 @@
+"""The planner: which terms compute a pattern, chosen by cost among its layouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from ._bound import Bound
+from ._cache import cache
+from ._cost import Cost, Machine, cost_of, machine_of
+from ._layout import Layout
+from ._lower import compact_terms, residue_rate, shared_terms
+from ._pattern import Expression, Pattern
+from ._term import Term
+
+# A shared permutation with more classes than this leaves no runs worth a block.
+_MAX_RESIDUE_RATE = 256
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to compute a branch: a layout's name, its terms and their cost."""
+
+    layout: str
+    terms: tuple[Term, ...]
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a bound pattern is computed: the terms to run and merge, and what they were chosen from.
+
+    `layout` is the order in which the terms expect q, k and v; `options` holds, for each distinct branch,
+    every way that was weighed, the chosen one first.
+    """
+
+    bound: Bound
+    layout: Layout
+    terms: tuple[Term, ...]
+    options: tuple[tuple[Option, ...], ...]
+
+    @property
+    def cost(self) -> Cost:
+        """The sum over the chosen options."""
+        chosen = [options[0].cost for options in self.options]
+        return Cost(
+            sum(cost.computed_pairs for cost in chosen),
+            sum(cost.gather_bytes for cost in chosen),
+            sum(cost.launches for cost in chosen),
+            sum(cost.seconds for cost in chosen),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the plan itself, which holds no tables: a few numbers a head and term."""
+        return sum(200 + 24 * len(term.heads) for options in self.options for option in options for term in option.terms)
+
+
+def plan(bound: Bound, *, device: torch.device | str = "cpu", layout: Layout | None = None) -> Plan:
+    """The cached plan of a bound pattern on this kind of device.
+
+    With `layout` the inputs arrive in that order: the plan then either runs in it, or, where that is
+    cheaper with the copies counted, in the natural order; `Plan.layout` says which.
+    """
+    kind = torch.device(device).type
+    return cache().get(
+        ("plan", bound.key(), kind, layout), lambda: _plan(bound, machine_of(torch.device(kind)), layout), _plan_bytes
+    )
+
+
+def recommended_layout(
+    pattern: Expression, num_tokens: int, *, num_heads: int, device: torch.device | str = "cpu"
+) -> Layout | None:
+    """The layout in which a whole model should hold its tokens for this pattern; None for the natural order."""
+    bound = pattern.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
+    rate = residue_rate(bound.union)
+    if rate == 1 or rate > min(_MAX_RESIDUE_RATE, num_tokens):
+        return None
+    machine = machine_of(torch.device(device))
+    residue = Layout(num_tokens, rate)
+    natural_s = _plan(bound, machine, None).cost.seconds
+    return residue if _in_layout(bound, machine, residue).cost.seconds < natural_s else None
+
+
+def _plan(bound: Bound, machine: Machine, layout: Layout | None) -> Plan:
+    natural = Plan(bound, Layout(bound.num_queries), *_choose(bound, machine))
+    if layout is None or layout.rate == 1:
+        return natural
+    in_layout = _in_layout(bound, machine, layout)
+    copies_s = _relayout_bytes(bound) / machine.bytes_per_s
+    return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copies_s else natural
+
+
+def _choose(bound: Bound, machine: Machine) -> tuple[tuple[Term, ...], tuple[tuple[Option, ...], ...]]:
+    weighed = tuple(
+        tuple(sorted(_options(branch, times, bound, machine), key=lambda option: option.cost.seconds))
+        for branch, times in Counter(bound.pattern.branches()).items()
+    )
+    return tuple(term for options in weighed for term in options[0].terms), weighed
+
+
+def _options(branch: Pattern, times: int, bound: Bound, machine: Machine) -> list[Option]:
+    options = []
+    compact = compact_terms(branch, times, bound)
+    if compact is not None:
+        options.append(Option("compact", tuple(compact), cost_of(compact, machine)))
+    rate = residue_rate(branch)
+    for each in {1, rate} if rate <= min(_MAX_RESIDUE_RATE, bound.num_queries) else {1}:
+        terms = shared_terms(branch, times, bound, each)
+        options.append(Option("natural" if each == 1 else f"residue {each}", tuple(terms), cost_of(terms, machine)))
+    return options
+
+
+def _in_layout(bound: Bound, machine: Machine, layout: Layout) -> Plan:
+    """Every branch as block lists over the order in which the inputs already are."""
+    weighed = []
+    for branch, times in Counter(bound.pattern.branches()).items():
+        terms = shared_terms(branch, times, bound, layout.rate)
+        weighed.append((Option(f"residue {layout.rate}, as given", tuple(terms), cost_of(terms, machine)),))
+    return Plan(bound, layout, tuple(term for (option,) in weighed for term in option.terms), tuple(weighed))
+
+
+def _relayout_bytes(bound: Bound) -> int:
+    """Bytes read and written to bring q, k, v into the natural order and out back."""
+    return 4 * (bound.num_queries + bound.num_keys) * bound.num_heads * 64 * 4
+
+
+def _plan_bytes(value: Plan) -> int:
+    return value.nbytes

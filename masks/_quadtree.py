@@ -1,0 +1,110 @@
+"""The quadtree: which blocks of the slot matrix can hold allowed pairs, from bounds on ever smaller boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._rule import Rule, Run, Nodes
+
+_FRONTIER = 1 << 18  # nodes classified at once: bounds the builder's memory
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Parts of blocks: a block that several pieces share has one leaf for each pair of pieces."""
+
+    table: Tensor
+    row: Tensor
+    column: Tensor
+    low: Tensor
+    high: Tensor
+
+
+def roots(rule: Rule, tables: range) -> Nodes:
+    q_piece, k_piece = torch.arange(len(rule.q.starts)), torch.arange(len(rule.k.starts))
+    table, q, k = torch.cartesian_prod(torch.arange(tables.start, tables.stop), q_piece, k_piece).unbind(1)
+    return Nodes(
+        table,
+        Run(q, rule.q.starts[q], rule.q.starts[q] + rule.q.lengths[q]),
+        Run(k, rule.k.starts[k], rule.k.starts[k] + rule.k.lengths[k]),
+    )
+
+
+def row_roots(rule: Rule, tables: Tensor, rows: Tensor, q_block: int) -> Nodes:
+    """The roots of some block rows only."""
+    whole = roots(rule, range(len(rule.heads)))
+    whole = whole.select(torch.isin(whole.table, tables).nonzero().squeeze(1))
+    node, index = torch.cartesian_prod(torch.arange(len(whole)), torch.arange(len(rows))).unbind(1)
+    start = torch.maximum(whole.q.start[node], rows[index] * q_block)
+    stop = torch.minimum(whole.q.stop[node], (rows[index] + 1) * q_block)
+    nodes = Nodes(whole.table[node], Run(whole.q.piece[node], start, stop), whole.k.select(node))
+    return nodes.select((start < stop).nonzero().squeeze(1))
+
+
+def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Leaves]:
+    stack = list(_chunks(roots))
+    while stack:
+        nodes = stack.pop()
+        box = rule.boxes(nodes)
+        bounds = rule.pattern.count(box, num_heads=rule.num_heads)
+        rows, columns = nodes.q.num_blocks(q_block), nodes.k.num_blocks(k_block)
+        single = (rows == 1) & (columns == 1)
+        occupied, certain = bounds.high > 0, bounds.low == box.area
+        leaf = (single & occupied).nonzero().squeeze(1)
+        yield Leaves(
+            nodes.table[leaf],
+            nodes.q.start[leaf] // q_block,
+            nodes.k.start[leaf] // k_block,
+            bounds.low[leaf],
+            bounds.high[leaf],
+        )
+        yield _expand(nodes.select((certain & ~single).nonzero().squeeze(1)), q_block, k_block)
+        inner = nodes.select((occupied & ~certain & ~single).nonzero().squeeze(1))
+        if len(inner):
+            stack.extend(_chunks(_split(inner, q_block, k_block)))
+
+
+def _chunks(nodes: Nodes) -> Iterator[Nodes]:
+    if len(nodes) <= _FRONTIER:
+        yield nodes
+        return
+    for part in torch.arange(len(nodes)).split(_FRONTIER):
+        yield nodes.select(part)
+
+
+def _expand(nodes: Nodes, q_block: int, k_block: int) -> Leaves:
+    """All blocks of nodes that are full."""
+    rows, columns = nodes.q.num_blocks(q_block), nodes.k.num_blocks(k_block)
+    sizes = rows * columns
+    node = torch.repeat_interleave(sizes)
+    index = torch.arange(len(node)) - (sizes.cumsum(0) - sizes)[node]
+    row = nodes.q.start[node] // q_block + index // columns[node]
+    column = nodes.k.start[node] // k_block + index % columns[node]
+    height = torch.minimum(nodes.q.stop[node], (row + 1) * q_block) - torch.maximum(nodes.q.start[node], row * q_block)
+    width = torch.minimum(nodes.k.stop[node], (column + 1) * k_block) - torch.maximum(
+        nodes.k.start[node], column * k_block
+    )
+    return Leaves(nodes.table[node], row, column, height * width, height * width)
+
+
+def _split(nodes: Nodes, q_block: int, k_block: int) -> Nodes:
+    """Halve each side that spans more than one block, at a block boundary."""
+    node_q, q = _halves(nodes.q, q_block)
+    nodes = Nodes(nodes.table[node_q], q, nodes.k.select(node_q))
+    node_k, k = _halves(nodes.k, k_block)
+    return Nodes(nodes.table[node_k], nodes.q.select(node_k), k)
+
+
+def _halves(run: Run, block: int) -> tuple[Tensor, Run]:
+    middle = (run.start // block + (run.num_blocks(block) + 1) // 2) * block
+    many = (run.num_blocks(block) > 1).nonzero().squeeze(1)
+    node = torch.cat([torch.arange(len(run.start)), many])
+    start = torch.cat([run.start, middle[many]])
+    stop = torch.cat([torch.minimum(middle, run.stop), run.stop[many]])
+    return node, Run(run.piece[node], start, stop)
+
+

@@ -1,0 +1,105 @@
+"""Term: the pairs of one branch that are computed together, in one layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ._blocks import Blocks, build_blocks
+from ._layout import Compact, Layout, Pieces
+from ._pattern import MaskMod, Pattern
+from ._rule import Rule
+
+Shape = Literal["dense", "causal", "blocks"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """Some heads of one branch over a layout of the queries and one of the keys.
+
+    `rule` is what the layout leaves to check. A folded term repeats the rule of fold 0. `shape` names structure that a kernel can use: all pairs, slots k <= q, or a list of
+    blocks. `heads` are this device's query heads. A pair of the term counts `multiplicity` times.
+    """
+
+    rule: Pattern
+    shape: Shape
+    multiplicity: int
+    heads: tuple[int, ...]
+    head_offset: int
+    num_heads_global: int
+    q: Layout | Compact
+    k: Layout | Compact
+    q_offset: int
+
+    @property
+    def folds(self) -> int:
+        return self.q.folds if isinstance(self.q, Compact) else 1
+
+    def tables(self) -> tuple[int, ...]:
+        """The table of each head: heads whose rule over slots is the same share one."""
+        seen: dict[object, int] = {}
+        return tuple(seen.setdefault(self._identity(index), len(seen)) for index in range(len(self.heads)))
+
+    def _identity(self, index: int) -> object:
+        """What a head's table depends on."""
+        starts = [side.starts[index] if isinstance(side, Compact) else 0 for side in (self.q, self.k)]
+        if self.rule.period() == 1:  # only the distance counts
+            starts = [starts[1] - starts[0], 0]
+        return (self.rule.for_head(self.heads[index] + self.head_offset, self.num_heads_global), *starts)
+
+    def table_rule(self) -> Rule:
+        """The rule over slots, once a table."""
+        tables = self.tables()
+        return self._slot_rule(tuple(tables.index(table) for table in range(max(tables) + 1)))
+
+    def _slot_rule(self, distinct: tuple[int, ...]) -> Rule:
+        heads = tuple(self.heads[index] + self.head_offset for index in distinct)
+        return Rule(
+            self.rule,
+            self.num_heads_global,
+            heads,
+            _select(self.q.pieces(self.q_offset), distinct),
+            _select(self.k.pieces(0), distinct),
+        )
+
+    def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
+        """The block lists over the slots of one fold, with a table for each distinct head."""
+        built = build_blocks(self.table_rule(), q_block=q_block, k_block=k_block, settle=settle)
+        return built.with_heads(self.tables())
+
+    def mask_mod(self, device: torch.device) -> MaskMod:
+        """Closure (b, h, q slot, k slot) -> bool over the term's own heads, for FlexAttention."""
+        rule = self._slot_rule(tuple(range(len(self.heads))))
+        inner = rule.pattern.mask_mod(num_heads=self.num_heads_global, device=device)
+        heads = torch.tensor(rule.heads, device=device)
+        if isinstance(self.q, Compact) and isinstance(self.k, Compact):
+            q, k = (pieces.firsts[:, 0].to(device) for pieces in (rule.q, rule.k))
+            return _on_progressions(inner, heads, q, k, torch.tensor(self.q.step, device=device))
+        assert isinstance(self.q, Layout)
+        assert isinstance(self.k, Layout)
+        q_positions = self.q.positions(device) + self.q_offset
+        return _on_positions(inner, heads, q_positions, self.k.positions(device))
+
+
+def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
+    """The firsts of some heads; a shared layout has one row for all of them."""
+    shared = len(pieces.firsts) == 1
+    firsts = pieces.firsts.expand(len(tables), -1) if shared else pieces.firsts[list(tables)]
+    return Pieces(pieces.starts, pieces.lengths, firsts, pieces.step)
+
+
+def _on_progressions(inner: MaskMod, heads: Tensor, q_firsts: Tensor, k_firsts: Tensor, step: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return inner(b, heads[h], q_firsts[h] + q * step, k_firsts[h] + k * step)
+
+    return mask_mod
+
+
+def _on_positions(inner: MaskMod, heads: Tensor, q_positions: Tensor, k_positions: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return inner(b, heads[h], q_positions[q], k_positions[k])
+
+    return mask_mod
