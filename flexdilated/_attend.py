@@ -8,18 +8,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ._call_key import CallKey
+from ._engines import choose_engine
+from ._flex_op import flex
 from ._reference import reference_attention
 from ._tiles_op import tiles
 from ._validate import (
-    check_engine,
     check_layout,
     check_pattern,
     check_sizes,
     check_tensors,
-    resolve_block_size,
     resolve_scale,
 )
 from .masks import Layout, Mixture, Pattern
+from .masks._block_mask import block_sides
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -96,18 +98,22 @@ def attend(
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
     """
     check_pattern(pattern)
-    check_engine(engine)
     q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     heads = check_sizes(pattern, q, q_offset=q_offset, head_offset=head_offset, num_heads_global=num_heads_global)
     check_layout(layout, q, k)
-    sides = resolve_block_size(block_size)
+    sides = block_sides(block_size)
     factor = resolve_scale(scale, q.shape[-1])
     rate = 1 if layout is None else layout.rate
-    if engine == "reference":
-        out, lse = _reference(q, k, v, pattern, factor, q_offset, head_offset, heads, rate)
-    else:
+    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    chosen = choose_engine(engine, q, k, v, pattern, return_lse=return_lse)
+    key = CallKey(pattern.text, *sizes, q_offset, head_offset, heads, rate, sides)
+    if chosen == "tiles":
         out, lse = tiles(q, k, v, pattern.text, factor, q_offset, head_offset, heads, rate, list(sides))
+    elif chosen == "flex":
+        out, lse = flex(q, k, v, key, scale=factor, return_lse=return_lse)
+    else:
+        out, lse = _reference(q, k, v, key, factor)
     return (out, lse) if return_lse else out
 
 
@@ -119,26 +125,8 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | Mixture,
-    scale: float,
-    q_offset: int,
-    head_offset: int,
-    heads: int,
-    rate: int,
-) -> tuple[Tensor, Tensor]:
-    bound = pattern.bind(
-        num_heads=q.shape[1],
-        num_queries=q.shape[2],
-        num_keys=k.shape[2],
-        q_offset=q_offset,
-        head_offset=head_offset,
-        num_heads_global=heads,
-    )
-    queries, keys = Layout(q.shape[2], rate), Layout(k.shape[2], rate)
-    out, lse = reference_attention(queries.invert(q), keys.invert(k), keys.invert(v), bound, scale=scale)
+def _reference(q: Tensor, k: Tensor, v: Tensor, key: CallKey, scale: float) -> tuple[Tensor, Tensor]:
+    queries, keys = key.layout, Layout(key.num_keys, key.rate)
+    out, lse = reference_attention(queries.invert(q), keys.invert(k), keys.invert(v), key.bound(), scale=scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     return queries.apply(out), queries.apply(lse, dim=-1).to(wide)

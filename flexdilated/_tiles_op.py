@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._call_key import CallKey
 from ._tiles import Program, Result, make_program, run_backward, run_forward
-from .masks import from_json
-from .masks._cache import cache
-from .masks._layout import Layout
+from .masks import cache
 from .masks._planner import plan
 
 
@@ -90,32 +89,14 @@ tiles.register_autograd(_backward, setup_context=_setup)
 tiles_backward.register_autograd(_no_double_backward)
 
 
-def _program(
-    q: Tensor,
-    k: Tensor,
-    pattern: str,
-    q_offset: int,
-    head_offset: int,
-    num_heads_global: int,
-    rate: int,
-    block_size: list[int],
-) -> Program:
+def _program(q: Tensor, k: Tensor, pattern: str, *options) -> Program:
     """The cached program for these sizes."""
-    num_heads, num_queries = q.shape[1:3]
-    num_kv_heads, num_keys = k.shape[1:3]
-    sides = (block_size[0], block_size[1])
+    q_offset, head_offset, num_heads_global, rate, block_size = options
+    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    key = CallKey(pattern, *sizes, q_offset, head_offset, num_heads_global, rate, tuple(block_size))
 
     def build() -> Program:
-        bound = from_json(pattern).bind(
-            num_heads=num_heads,
-            num_queries=num_queries,
-            num_keys=num_keys,
-            head_offset=head_offset,
-            num_heads_global=num_heads_global,
-            q_offset=q_offset,
-        )
-        given = Layout(num_queries, rate)
-        return make_program(plan(bound, layout=given), given, num_kv_heads=num_kv_heads, block_size=sides)
+        best = plan(key.bound(), layout=key.layout)
+        return make_program(best, key.layout, num_kv_heads=key.num_kv_heads, block_size=key.block_size)
 
-    sizes = (num_heads, num_kv_heads, num_queries, num_keys, q_offset, head_offset, num_heads_global)
-    return cache().get(("tiles", pattern, sizes, rate, sides), build, lambda program: program.nbytes)
+    return cache().get(("tiles", key), build, lambda program: program.nbytes)

@@ -7,18 +7,12 @@ from torch import Tensor
 
 from .masks import Layout, Mixture, Pattern
 
-ENGINES = ("flex", "tiles", "reference")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_pattern(pattern: object) -> None:
     if not isinstance(pattern, Pattern | Mixture):
         raise TypeError(f"pattern must be a pattern or mixture from flexdilated.masks; got {type(pattern).__name__}")
-
-
-def check_engine(engine: object) -> None:
-    if engine is not None and engine not in ENGINES:
-        raise ValueError(f"engine must be None or one of {', '.join(map(repr, ENGINES))}; got {engine=}")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
@@ -91,14 +85,6 @@ def check_layout(layout: Layout | None, q: Tensor, k: Tensor) -> None:
         raise TypeError(f"layout must come from masks.layout; got {type(layout).__name__}")
     if not layout.num_tokens == q.shape[2] == k.shape[2]:
         raise ValueError(f"the layout orders {layout.num_tokens} tokens; got {q.shape[2]} queries, {k.shape[2]} keys")
-
-
-def resolve_block_size(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    """(query side, key side), each at least 1."""
-    sides = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
-    if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in sides):
-        raise ValueError(f"block_size must be a positive integer or two, (query side, key side); got {block_size=}")
-    return sides
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

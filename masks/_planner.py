@@ -21,8 +21,10 @@ _MAX_RESIDUE_RATE = 256
 
 @dataclass(frozen=True)
 class Option:
-    """One way to compute a branch: a layout's name, its terms and their cost."""
+    """One way to compute a branch that counts `multiplicity` times: a layout's name, its terms and their cost."""
 
+    branch: Pattern
+    multiplicity: int
     layout: str
     terms: tuple[Term, ...]
     cost: Cost
@@ -105,11 +107,12 @@ def _options(branch: Pattern, times: int, bound: Bound, machine: Machine) -> lis
     options = []
     compact = compact_terms(branch, times, bound)
     if compact is not None:
-        options.append(Option("compact", tuple(compact), cost_of(compact, machine)))
+        options.append(Option(branch, times, "compact", tuple(compact), cost_of(compact, machine)))
     rate = residue_rate(branch)
     for each in {1, rate} if rate <= min(_MAX_RESIDUE_RATE, bound.num_queries) else {1}:
         terms = shared_terms(branch, times, bound, each)
-        options.append(Option("natural" if each == 1 else f"residue {each}", tuple(terms), cost_of(terms, machine)))
+        name = "natural" if each == 1 else f"residue {each}"
+        options.append(Option(branch, times, name, tuple(terms), cost_of(terms, machine)))
     return options
 
 
@@ -118,7 +121,8 @@ def _in_layout(bound: Bound, machine: Machine, layout: Layout) -> Plan:
     weighed = []
     for branch, times in Counter(bound.pattern.branches()).items():
         terms = shared_terms(branch, times, bound, layout.rate)
-        weighed.append((Option(f"residue {layout.rate}, as given", tuple(terms), cost_of(terms, machine)),))
+        name = f"residue {layout.rate}, as given"
+        weighed.append((Option(branch, times, name, tuple(terms), cost_of(terms, machine)),))
     return Plan(bound, layout, tuple(term for (option,) in weighed for term in option.terms), tuple(weighed))
 
 

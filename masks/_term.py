@@ -80,6 +80,8 @@ class Term:
             return _on_progressions(inner, heads, q, k, torch.tensor(self.q.step, device=device))
         assert isinstance(self.q, Layout)
         assert isinstance(self.k, Layout)
+        if self.q.rate == self.k.rate == 1:
+            return _shifted(inner, heads, torch.tensor(self.q_offset, device=device))
         q_positions = self.q.positions(device) + self.q_offset
         return _on_positions(inner, heads, q_positions, self.k.positions(device))
 
@@ -94,6 +96,13 @@ def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
 def _on_progressions(inner: MaskMod, heads: Tensor, q_firsts: Tensor, k_firsts: Tensor, step: Tensor) -> MaskMod:
     def mask_mod(b, h, q, k):
         return inner(b, heads[h], q_firsts[h] + q * step, k_firsts[h] + k * step)
+
+    return mask_mod
+
+
+def _shifted(inner: MaskMod, heads: Tensor, q_offset: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return inner(b, heads[h], q + q_offset, k)
 
     return mask_mod
 

@@ -1,0 +1,51 @@
+"""Which engine serves a call, and why another cannot. Nothing falls back silently."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._flex import missing_compiler
+from .masks import Mixture, Pattern
+
+ENGINES = ("flex", "tiles", "reference")
+_MIN_FLEX_HEAD_DIM = 16  # FlexAttention's Triton kernels
+
+
+def choose_engine(
+    engine: str | None, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, *, return_lse: bool
+) -> str:
+    """The engine for a call: the one named, or tiles on CPU and flex elsewhere.
+
+    Raises ValueError if it cannot serve the call, naming those that can.
+    """
+    if engine is not None and engine not in ENGINES:
+        raise ValueError(f"engine must be None or one of {', '.join(map(repr, ENGINES))}; got {engine=}")
+    chosen = engine or ("tiles" if q.device.type == "cpu" else "flex")
+    reason = None
+    if chosen == "tiles" and q.device.type != "cpu":
+        reason = f"tiles runs ATen's CPU kernels; got tensors on {q.device}. engine='flex' serves them"
+    elif chosen == "flex":
+        reason = _flex_cannot(q, k, v, pattern, return_lse)
+    if reason is not None:
+        raise ValueError(reason)
+    return chosen
+
+
+def _flex_cannot(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, return_lse: bool) -> str | None:
+    if q.dtype == torch.float64:
+        return "flex has no float64 kernels; engine='tiles' (on CPU) and 'reference' serve float64"
+    if q.device.type != "cpu":
+        if q.shape[-1] < _MIN_FLEX_HEAD_DIM:
+            return f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM}; got {q.shape[-1]}. engine='reference' serves it"
+        return None
+    serves = "engine='tiles' serves it"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return f"flex has no backward on CPU, and q, k or v requires a gradient; {serves}, or use torch.no_grad()"
+    if return_lse:
+        return f"flex gives no lse on CPU; {serves}"
+    if len(set(pattern.branches())) > 1:
+        return f"flex gives no lse on CPU and cannot join the {len(pattern.branches())} branches of a mixture; {serves}"
+    # Inside torch.compile inductor itself reports a missing compiler.
+    missing = None if torch.compiler.is_compiling() else missing_compiler()
+    return f"flex on CPU compiles C++, and {missing}; {serves} without a compiler" if missing else None

@@ -1,0 +1,80 @@
+"""block_mask and layout: what FlexAttention users call."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from ._bound import Bound
+from ._cache import cache
+from ._check import require_int
+from ._layout import Layout
+from ._lower import residue_rate, shared_terms
+from ._pattern import Expression
+from ._tables import table_bytes, to_block_mask
+from ._term import Term
+
+
+def block_mask(
+    pattern: Expression,
+    num_queries: int,
+    num_keys: int | None = None,
+    *,
+    num_heads: int,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+    q_offset: int = 0,
+    layout: Layout | None = None,
+    device: torch.device | str = "cpu",
+    block_size: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """The pattern as a BlockMask for `flex_attention`, built from closed forms and cached.
+
+    Its block lists are exactly those of `create_block_mask`; no N x M object is made on the way. A mixture
+    gives the mask of its union: pairs that count more than once need `attend`. With `layout` rows and
+    columns are slots: permute q, k and v by `layout.apply` and the output by `layout.invert`.
+    num_keys is num_queries by default; block_size is one side or (query side, key side).
+    """
+    keys = num_queries if num_keys is None else num_keys
+    bound = pattern.bind(
+        num_heads=num_heads,
+        num_queries=num_queries,
+        num_keys=keys,
+        head_offset=head_offset,
+        num_heads_global=num_heads_global,
+        q_offset=q_offset,
+    )
+    if layout is not None and not layout.num_tokens == num_queries == keys:
+        raise ValueError(f"the layout orders {layout.num_tokens} tokens; got {num_queries} queries and {keys} keys")
+    rate = 1 if layout is None else layout.rate
+    (term,) = shared_terms(bound.union, 1, bound, rate)
+    return term_mask(term, bound, device=torch.device(device), block_size=block_sides(block_size))
+
+
+def term_mask(term: Term, bound: Bound, *, device: torch.device, block_size: tuple[int, int]) -> BlockMask:
+    """The cached BlockMask of one term of a bound pattern, over its slots."""
+    return cache().get(
+        ("block_mask", bound.key(), term, device, block_size),
+        lambda: to_block_mask(term.blocks(*block_size), term.mask_mod(device), device),
+        table_bytes,
+    )
+
+
+def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    """(query side, key side) of a block size; ValueError unless both are positive integers."""
+    sides = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    if len(sides) != 2:
+        raise ValueError(f"block_size must be one side or (query side, key side); got {block_size=}")
+    return require_int("block_size", sides[0], minimum=1), require_int("block_size", sides[1], minimum=1)
+
+
+def layout(pattern: Expression, num_tokens: int) -> Layout:
+    """The residue-major order of this pattern: its rate is the least common multiple of the dilation rates.
+
+    A pattern without dilation gets the natural order (rate 1).
+    """
+    require_int("num_tokens", num_tokens, minimum=1)
+    first, *rest = pattern.branches()
+    for branch in rest:
+        first = first | branch
+    return Layout(num_tokens, residue_rate(first))
