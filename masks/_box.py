@@ -54,6 +54,8 @@ def count_residue(progression: Progression, modulus: int, residue: Counts) -> Co
     """How many terms of each progression are congruent to `residue` (one a progression) modulo `modulus`."""
     divisor = gcd(progression.step, modulus)
     period = modulus // divisor
+    if period == 1:  # all terms share a residue
+        return torch.where(progression.first.remainder(modulus) == residue.remainder(modulus), progression.count, 0)
     inverse = pow(progression.step // divisor, -1, period) if period > 1 else 0
     distance = torch.remainder(residue - progression.first, modulus)
     solvable = distance.remainder(divisor) == 0

@@ -64,10 +64,15 @@ class Dilated(Pattern):
         return _active_in_segment(segment, torch.tensor(self.rate, device=device), offsets)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        start = torch.maximum(box.q.first // self.segment, box.k.first // self.segment)
-        stop = torch.minimum(box.q.last // self.segment, box.k.last // self.segment) + 1
+        (q_first, q_last), (k_first, k_last) = self._segments(box.q), self._segments(box.k)
+        start, stop = torch.maximum(q_first, k_first), torch.minimum(q_last, k_last) + 1
         spanned = (stop - start).clamp(min=0)
         offsets = self._offsets(num_heads)[box.head]
+        if torch.equal(q_first, q_last) and torch.equal(k_first, k_last):
+            # The common case deep in the quadtree: no box crosses a segment border.
+            begin = start * self.segment + offsets
+            pairs = torch.where(spanned > 0, self._hits(box.q, begin) * self._hits(box.k, begin), 0)
+            return Bounds(pairs, pairs)
         pairs = torch.zeros_like(spanned)
         for step in range(min(int(spanned.max()), _EXACT_SEGMENTS) if len(spanned) else 0):
             segment = start + step
@@ -78,8 +83,14 @@ class Dilated(Pattern):
 
     def _active(self, progression: Progression, segment: Counts, offsets: Counts) -> Counts:
         start = segment * self.segment
-        inside = clip(progression, start, start + self.segment)
-        return inside.count if self.rate == 1 else count_residue(inside, self.rate, start + offsets)
+        return self._hits(clip(progression, start, start + self.segment), start + offsets)
+
+    def _hits(self, progression: Progression, begin: Counts) -> Counts:
+        """Active terms of progressions that lie within one segment, whose first active position is `begin`."""
+        return progression.count if self.rate == 1 else count_residue(progression, self.rate, begin)
+
+    def _segments(self, progression: Progression) -> tuple[Counts, Counts]:
+        return progression.first // self.segment, progression.last // self.segment
 
     def _offsets(self, num_heads: int) -> Tensor:
         return torch.tensor([self.offset_of(head, num_heads) for head in range(num_heads)])

@@ -58,11 +58,13 @@ def _side(
     lists = blocks.num_tables * shape[0]
     kinds = [(major[kind], minor[kind]) for kind in (~full, full)]
     counts = [torch.bincount(lines, minlength=lists) for lines, _ in kinds]
-    # One width for both kinds: torch 2.11's kernel wants partial and full tables of equal shape and strides.
-    width = max(1, *(int(count.max()) for count in counts))
+    widths = [max(1, int(count.max())) for count in counts]
+    if device.type != "cpu":
+        # torch 2.11's Triton kernels read the full table with the partial table's shape and strides.
+        widths = [max(widths)] * 2
     heads = torch.tensor(blocks.heads if blocks.num_tables > 1 else (0,))
     result: list[Tensor] = []
-    for (lines, entries), count in zip(kinds, counts, strict=True):
+    for (lines, entries), count, width in zip(kinds, counts, widths, strict=True):
         place = torch.arange(len(lines)) - (count.cumsum(0) - count)[lines]
         table = torch.zeros(lists, width, dtype=torch.int32)
         table[lines, place] = entries
