@@ -2,6 +2,14 @@
 
 from . import masks
 from ._attend import attend
+from .nn import DilatedAttention, LongNet, LongNetConfig, MultiheadDilatedAttention
 
-__all__ = ["attend", "masks"]
+__all__ = [
+    "DilatedAttention",
+    "LongNet",
+    "LongNetConfig",
+    "MultiheadDilatedAttention",
+    "attend",
+    "masks",
+]
 __version__ = "0.1.0"

@@ -12,6 +12,12 @@ ENGINES = ("flex", "tiles", "reference")
 _MIN_FLEX_HEAD_DIM = 16  # FlexAttention's Triton kernels
 
 
+def check_engine(engine: object) -> None:
+    """Raise ValueError unless engine is None or a name of one."""
+    if engine is not None and engine not in ENGINES:
+        raise ValueError(f"engine must be None or one of {', '.join(map(repr, ENGINES))}; got {engine=}")
+
+
 def choose_engine(
     engine: str | None, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, *, return_lse: bool
 ) -> str:
@@ -19,8 +25,7 @@ def choose_engine(
 
     Raises ValueError if it cannot serve the call, naming those that can.
     """
-    if engine is not None and engine not in ENGINES:
-        raise ValueError(f"engine must be None or one of {', '.join(map(repr, ENGINES))}; got {engine=}")
+    check_engine(engine)
     chosen = engine or ("tiles" if q.device.type == "cpu" else "flex")
     reason = None
     if chosen == "tiles" and q.device.type != "cpu":

@@ -75,15 +75,30 @@ def plan(bound: Bound, *, device: torch.device | str = "cpu", layout: Layout | N
 def recommended_layout(
     pattern: Expression, num_tokens: int, *, num_heads: int, device: torch.device | str = "cpu"
 ) -> Layout | None:
-    """The layout in which a whole model should hold its tokens for this pattern; None for the natural order."""
-    bound = pattern.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
-    rate = residue_rate(bound.union)
-    if rate == 1 or rate > min(_MAX_RESIDUE_RATE, num_tokens):
-        return None
-    machine = machine_of(torch.device(device))
-    residue = Layout(num_tokens, rate)
-    natural_s = _plan(bound, machine, None).cost.seconds
-    return residue if _in_layout(bound, machine, residue).cost.seconds < natural_s else None
+    """The layout in which a whole model should hold its tokens for this pattern; None for the natural order.
+
+    Inside torch.compile the answer is a constant of the graph, for the number of tokens it was traced with.
+    """
+    kind = torch.device(device).type
+    rate = _recommended_rate(pattern.text, num_tokens, num_heads, kind)
+    return None if rate == 1 else Layout(num_tokens, rate)
+
+
+@torch.compiler.assume_constant_result
+def _recommended_rate(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
+    from ._json import from_json
+
+    bound = from_json(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
+
+    def build() -> int:
+        rate = residue_rate(bound.union)
+        if rate == 1 or rate > min(_MAX_RESIDUE_RATE, num_tokens):
+            return 1
+        machine = machine_of(torch.device(kind))
+        residue = _in_layout(bound, machine, Layout(num_tokens, rate))
+        return rate if residue.cost.seconds < plan(bound, device=kind).cost.seconds else 1
+
+    return cache().get(("recommended_rate", bound.key(), kind), build, lambda rate: 8)
 
 
 def _plan(bound: Bound, machine: Machine, layout: Layout | None) -> Plan:

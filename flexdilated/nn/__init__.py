@@ -1,0 +1,8 @@
+"""Modules: dilated attention, a drop-in for `nn.MultiheadAttention`, and the LongNet model."""
+
+from ._dilated_attention import DilatedAttention
+from ._longnet import LongNet
+from ._longnet_config import LongNetConfig
+from ._multihead import MultiheadDilatedAttention
+
+__all__ = ["DilatedAttention", "LongNet", "LongNetConfig", "MultiheadDilatedAttention"]

@@ -1,0 +1,135 @@
+"""LongNet: a pre-norm transformer over long sequences, of tokens or of embedded inputs."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .. import masks
+from ..masks import Layout
+from ._longnet_block import Block
+from ._longnet_config import LongNetConfig
+from ._rotary import rotary_table
+
+# B batch, N tokens, E embed dim, V vocabulary
+
+
+class LongNet(nn.Module):
+    """Dilated attention in every block, rotary positions, one projection to logits.
+
+    Each block sees the segments of all branches, so cost grows linearly with the number of tokens while paths
+    between any two tokens of a segment stay logarithmic in it. Any number of tokens, 1 included. With
+    `config.layout` other than "natural" the tokens are permuted once at the input and back once at the
+    output, for the whole model. Source: LongNet, arXiv 2307.02486.
+    """
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(config, LongNetConfig):
+            raise TypeError(f"config must be a LongNetConfig; got {type(config).__name__}")
+        self.config, self.pattern = config, config.pattern
+        factory = {"device": device, "dtype": dtype}
+        self.embedding: nn.Embedding | None = None
+        self.head: nn.Linear | None = None
+        if config.vocab_size is not None:
+            self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, **factory)
+            if not config.tie_embeddings:
+                self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False, **factory)
+        self.blocks = nn.ModuleList(Block(config, **factory) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(config.embed_dim, bias=False, **factory)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Embeddings of variance 1, or 1 / E where they are the output projection too; logits near 0."""
+        E = self.config.embed_dim
+        if self.embedding is not None:
+            nn.init.normal_(self.embedding.weight, std=E**-0.5 if self.config.tie_embeddings else 1.0)
+        if self.head is not None:
+            nn.init.normal_(self.head.weight, std=0.1 * E**-0.5)
+
+    def forward(
+        self, tokens: Int64[Tensor, "B N"] | Float[Tensor, "B N E"]
+    ) -> Float[Tensor, "B N V"] | Float[Tensor, "B N E"]:
+        """Logits for tokens in [0, vocab_size); with vocab_size=None, features for embedded inputs.
+
+        Raises ValueError or TypeError for another shape, dtype or device; a token outside the vocabulary
+        raises IndexError, or what the device makes of it, when it is embedded.
+        """
+        self._check(tokens)
+        num_tokens = tokens.shape[1]
+        layout = self._layout(num_tokens, tokens.device)
+        if layout is None:
+            positions, x = torch.arange(num_tokens, device=tokens.device), tokens
+        else:
+            positions, x = layout.positions(tokens.device), layout.apply(tokens, dim=1)
+        if self.embedding is not None:
+            x = self.embedding(x)
+        x = self.norm(self._run_blocks(x, positions, layout))
+        if layout is not None:
+            x = layout.invert(x, dim=1)
+        return self._logits(x)
+
+    def _run_blocks(self, x: Tensor, positions: Tensor, layout: Layout | None) -> Tensor:
+        config = self.config
+        rotary = rotary_table(positions, head_dim=config.head_dim, base=config.rotary_base, dtype=x.dtype)
+        remember_inputs_only = config.checkpoint and torch.is_grad_enabled()
+        for block in self.blocks:
+            if remember_inputs_only:
+                # No block draws random numbers, so there is no generator state to restore.
+                x = checkpoint(
+                    block, x, rotary, self.pattern, layout, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x = block(x, rotary, self.pattern, layout)
+        return x
+
+    def _logits(self, x: Float[Tensor, "B N E"]) -> Tensor:
+        if self.head is not None:
+            return self.head(x)
+        return x if self.embedding is None else F.linear(x, self.embedding.weight)
+
+    def _layout(self, num_tokens: int, device: torch.device) -> Layout | None:
+        """The model's token order at this length; None for the natural one."""
+        if self.config.layout == "natural":
+            return None
+        if self.config.layout == "residue":
+            return masks.layout(self.pattern, num_tokens)
+        # Asked at the longest segment, not at num_tokens: one answer for every length compiles once.
+        longest = max(self.config.segment_lengths)
+        best = masks.recommended_layout(self.pattern, longest, num_heads=self.config.num_heads, device=device)
+        return None if best is None else masks.Layout(num_tokens, best.rate)
+
+    def _check(self, tokens: Tensor) -> None:
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"the input must be a tensor; got {type(tokens).__name__}")
+        device, shape, E = self.norm.weight.device, tuple(tokens.shape), self.config.embed_dim
+        if tokens.device != device:
+            raise ValueError(f"the input must be on the model's device {device}; got {tokens.device}")
+        if self.embedding is not None:
+            fits, rule = tokens.dim() == 2, "(batch, tokens)"
+        else:
+            fits, rule = tokens.dim() == 3 and shape[-1] == E, f"(batch, tokens, {E})"
+        if not fits or 0 in shape:
+            raise ValueError(f"the input must have shape {rule}, none of them 0; got {shape}")
+        self._check_dtype(tokens)
+
+    def _check_dtype(self, tokens: Tensor) -> None:
+        if self.embedding is not None:
+            if tokens.dtype != torch.int64:
+                raise TypeError(f"tokens must be int64; got {tokens.dtype}")
+        elif tokens.dtype != self.norm.weight.dtype and not torch.is_autocast_enabled(tokens.device.type):
+            raise TypeError(
+                f"the input must have the model's dtype {self.norm.weight.dtype}; got {tokens.dtype}"
+            )
+
+    def extra_repr(self) -> str:
+        return f"{self.pattern!r}, layout={self.config.layout!r}, engine={self.config.engine!r}"

@@ -1,0 +1,78 @@
+"""One transformer block of LongNet: dilated attention and a feed-forward, each behind a norm."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .._attend import attend
+from ..masks import Layout, Mixture, Pattern
+from ._longnet_config import LongNetConfig
+from ._rotary import RotaryTable, rotate
+
+# B batch, N tokens, E embed dim, H query heads, G key/value heads, D head dim
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); tokens in the order of `layout` throughout.
+
+    Queries, keys and values come from one projection. LayerNorm has no bias: beside RMSNorm it is one fused
+    kernel on CPU too, 10 times faster there without compilation.
+    """
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
+        self.depth, self.engine = config.depth, config.engine
+        E, hidden = config.embed_dim, config.hidden_dim
+        qkv_dim = (config.num_heads + 2 * config.kv_heads) * config.head_dim
+        self.attention_norm = nn.LayerNorm(E, bias=False, device=device, dtype=dtype)
+        self.qkv = nn.Linear(E, qkv_dim, bias=False, device=device, dtype=dtype)
+        self.attention_out = nn.Linear(E, E, bias=False, device=device, dtype=dtype)
+        self.ffn_norm = nn.LayerNorm(E, bias=False, device=device, dtype=dtype)
+        self.ffn_in = nn.Linear(E, hidden, bias=False, device=device, dtype=dtype)
+        self.ffn_out = nn.Linear(hidden, E, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights of variance 1 / fan-in; those that write to the residual stream divided by 2 * depth more.
+
+        The stream's variance then grows by a constant over the whole model, at any depth.
+        """
+        for linear in (self.qkv, self.ffn_in):
+            nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+        for linear in (self.attention_out, self.ffn_out):
+            nn.init.normal_(linear.weight, std=(2 * self.depth * linear.in_features) ** -0.5)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B N E"],
+        rotary: RotaryTable,
+        pattern: Pattern | Mixture,
+        layout: Layout | None,
+    ) -> Float[Tensor, "B N E"]:
+        x = x + self._attend(self.attention_norm(x), rotary, pattern, layout)
+        return x + self.ffn_out(F.gelu(self.ffn_in(self.ffn_norm(x)), approximate="tanh"))
+
+    def _attend(
+        self,
+        x: Float[Tensor, "B N E"],
+        rotary: RotaryTable,
+        pattern: Pattern | Mixture,
+        layout: Layout | None,
+    ) -> Float[Tensor, "B N E"]:
+        H, G = self.num_heads, self.kv_heads
+        heads = self.qkv(x).unflatten(-1, (H + 2 * G, self.head_dim))
+        qk, v = heads.split((H + G, G), dim=2)
+        q, k = rotate(qk, rotary).split((H, G), dim=2)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        out = attend(q, k, v, pattern, enable_gqa=H != G, layout=layout, engine=self.engine)
+        return self.attention_out(out.transpose(1, 2).flatten(-2))

@@ -1,0 +1,231 @@
+"""MultiheadDilatedAttention: `nn.MultiheadAttention` with LongNet's pattern in place of the dense one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .._attend import attend
+from .._engines import check_engine
+from ..masks import causal as causal_pattern
+from ..masks._check import require_finite, require_int
+from ._dilated_pattern import dilated_pattern, require_bool
+
+# B batch, N queries, M keys, E embed dim, K key dim, V value dim, D head dim
+
+
+class MultiheadDilatedAttention(nn.Module):
+    """Projections, dilated attention, output projection; parameters as in `nn.MultiheadAttention`.
+
+    `state_dict` loads from and into an `nn.MultiheadAttention` of the same sizes, and equal seeds give equal
+    parameters. With one branch that spans the sequence (segment_lengths=[N], dilation_rates=[1]) the two
+    are the same function. offsets, heads: as in `masks.longnet`; engine: as in `attend`.
+
+    Not available, each a ValueError that names the remedy: dropout above 0, add_bias_kv, add_zero_attn.
+    Inside `nn.TransformerEncoderLayer` the module is called in every mode, its fused inference path included.
+    """
+
+    # In eval without gradients `nn.TransformerEncoderLayer` runs its own dense kernel on the weights of
+    # `self_attn` and never calls it. This attribute makes it, and `nn.TransformerEncoder`, take the ordinary
+    # path instead.
+    _qkv_same_embed_dim = False
+
+    in_proj_weight: nn.Parameter | None
+    q_proj_weight: nn.Parameter | None
+    k_proj_weight: nn.Parameter | None
+    v_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        causal: bool = False,
+        offsets: str = "interleaved",
+        heads: str = "all",
+        engine: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_sizes(embed_dim, num_heads)
+        _check_unavailable(dropout, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn)
+        check_engine(engine)
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.kdim = require_int("kdim", embed_dim if kdim is None else kdim, minimum=1)
+        self.vdim = require_int("vdim", embed_dim if vdim is None else vdim, minimum=1)
+        self.batch_first = require_bool("batch_first", batch_first)
+        self.pattern = dilated_pattern(
+            segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads
+        )
+        self.pattern.check_heads(num_heads)
+        self.causal_pattern = self.pattern if causal else self.pattern & causal_pattern()
+        self.engine = engine
+        self._add_parameters(require_bool("bias", bias), device, dtype)
+        self.reset_parameters()
+
+    def _add_parameters(
+        self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        E = self.embed_dim
+        packed = self.kdim == self.vdim == E
+        shapes = {
+            "in_proj_weight": (3 * E, E) if packed else None,
+            "q_proj_weight": None if packed else (E, E),
+            "k_proj_weight": None if packed else (E, self.kdim),
+            "v_proj_weight": None if packed else (E, self.vdim),
+            "in_proj_bias": (3 * E,) if bias else None,
+        }
+        for name, shape in shapes.items():
+            empty = None if shape is None else torch.empty(shape, device=device, dtype=dtype)
+            self.register_parameter(name, None if empty is None else nn.Parameter(empty))
+        self.out_proj = nn.Linear(E, E, bias=bias, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform input projections and zero biases, drawn in the order of `nn.MultiheadAttention`."""
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        query: Float[Tensor, "*batch E"],
+        key: Float[Tensor, "*batch K"],
+        value: Float[Tensor, "*batch V"],
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Float[Tensor, "*batch E"], None]:
+        """The attended values, in the shape of query, and None for the weights, which are never formed.
+
+        Shapes: (N, B, E), or (B, N, E) with batch_first, or (N, E) unbatched; key and value likewise with M,
+        kdim and vdim. is_causal=True makes this call causal whatever the constructor said, and needs no mask.
+        average_attn_weights says how weights are returned, so it changes nothing here. Raises ValueError for
+        need_weights, attn_mask and key_padding_mask, and for inputs that do not fit.
+        """
+        _check_call(key_padding_mask, need_weights, attn_mask)
+        self._check_inputs(query, key, value)
+        pattern = self.causal_pattern if require_bool("is_causal", is_causal) else self.pattern
+        q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
+        out = attend(q, k, v, pattern, engine=self.engine)
+        return self.out_proj(self._join_heads(out, query.dim())), None
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if weight is not None and query is key and key is value:
+            return F.linear(query, weight, bias).chunk(3, dim=-1)
+        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights = [w for w in separate if w is not None] if weight is None else weight.chunk(3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        inputs = (query, key, value)
+        return [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
+
+    def _split_heads(self, x: Tensor) -> Float[Tensor, "B H N D"]:
+        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        if x.dim() == 3:
+            return x.transpose(0, 1).unsqueeze(0)
+        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
+
+    def _join_heads(self, out: Float[Tensor, "B H N D"], dims: int) -> Tensor:
+        if dims == 2:
+            return out.squeeze(0).transpose(0, 1).flatten(-2)
+        return (out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)).flatten(-2)
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        tensors = {"query": query, "key": key, "value": value}
+        for (name, x), width in zip(tensors.items(), (self.embed_dim, self.kdim, self.vdim), strict=True):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
+            if x.is_nested:
+                raise ValueError(f"{name} must be a dense tensor; got a nested one: call once a sequence")
+            if x.dim() not in (2, 3) or x.shape[-1] != width:
+                raise ValueError(
+                    f"{name} must have shape (tokens, {width}), or that with a batch dim; "
+                    f"got {tuple(x.shape)}"
+                )
+            self._check_kind(name, x)
+        _check_fit(query, key, value, batch_dim=0 if self.batch_first else 1)
+
+    def _check_kind(self, name: str, x: Tensor) -> None:
+        """Device as the parameters'; dtype too, unless autocast is there to convert it."""
+        weight = self.out_proj.weight
+        if x.device != weight.device:
+            raise ValueError(f"{name} must be on the module's device {weight.device}; got {x.device}")
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"{name} must have the module's dtype {weight.dtype}; got {x.dtype}")
+
+    def extra_repr(self) -> str:
+        sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kdim={self.kdim}, vdim={self.vdim}"
+        return f"{sizes}, batch_first={self.batch_first}, {self.pattern!r}, engine={self.engine!r}"
+
+
+def _check_sizes(embed_dim: int, num_heads: int) -> None:
+    require_int("embed_dim", embed_dim, minimum=1)
+    require_int("num_heads", num_heads, minimum=1)
+    if embed_dim % num_heads:
+        raise ValueError(f"embed_dim must be a multiple of num_heads; got {embed_dim=} and {num_heads=}")
+
+
+def _check_unavailable(dropout: float, *, add_bias_kv: bool, add_zero_attn: bool) -> None:
+    if require_finite("dropout", dropout) != 0.0:
+        raise ValueError(
+            "dropout must be 0, as attention weights are never formed: apply nn.Dropout to the module's "
+            f"output instead; got {dropout=}"
+        )
+    if require_bool("add_bias_kv", add_bias_kv):
+        raise ValueError(
+            "add_bias_kv must be False, as a key without a position is in no segment: prepend a learned "
+            "token to the sequence instead; got add_bias_kv=True"
+        )
+    if require_bool("add_zero_attn", add_zero_attn):
+        raise ValueError(
+            "add_zero_attn must be False, as a key without a position is in no segment: prepend a learned "
+            "token to the sequence instead; got add_zero_attn=True"
+        )
+
+
+def _check_call(key_padding_mask: object, need_weights: bool, attn_mask: object) -> None:
+    if require_bool("need_weights", need_weights):
+        raise ValueError(
+            "need_weights must be False, as attention weights are never formed: for a small input, read the "
+            "allowed pairs from pattern.bind(...).mask_mod(); got need_weights=True"
+        )
+    if attn_mask is not None:
+        raise ValueError(
+            "attn_mask must be None, as the pattern says who attends to whom: pass is_causal=True for a "
+            "causal mask, or call flexdilated.attend with `pattern & other` for another; got a mask"
+        )
+    if key_padding_mask is not None:
+        raise ValueError(
+            "key_padding_mask must be None: call once for each sequence length, without the padding, or pad "
+            "on the right with a causal pattern, where no real token sees the padding; got a mask"
+        )
+
+
+def _check_fit(query: Tensor, key: Tensor, value: Tensor, *, batch_dim: int) -> None:
+    shapes = f"got query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
+    if not query.dim() == key.dim() == value.dim():
+        raise ValueError(f"query, key and value must all be batched, or none of them; {shapes}")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"key and value must agree in tokens and batch; {shapes}")
+    if query.dim() == 3 and query.shape[batch_dim] != key.shape[batch_dim]:
+        raise ValueError(f"query and key must have one batch size, in dim {batch_dim}; {shapes}")
