@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from jaxtyping import Bool, Int64
@@ -15,6 +15,7 @@ from .masks._term import Term
 # n problems (a head's block row each), L blocks in a list, U distinct masks
 
 _MASK_BYTES = 64 << 20  # distinct masks kept; beyond, masks are evaluated at each call
+_MAX_JOINED_ROWS = 8  # taller problems gain no speed and split badly over threads
 
 
 @dataclass(frozen=True)
@@ -74,35 +75,71 @@ def plan_calls(term: Term, blocks: Blocks) -> Calls:
     """The calls that compute a term's block lists, with the masks of its partial blocks."""
     rule = term.table_rule()
     ids, masks = _distinct_masks(rule, blocks)
-    lists = blocks.table.long() * blocks.num_rows + blocks.row
-    found, length = lists.unique_consecutive(return_counts=True)
-    begin = length.cumsum(0) - length
-    partial = torch.zeros(len(found), dtype=torch.int64).index_add_(
-        0, torch.repeat_interleave(length), (~blocks.full).long()
-    )
-    row = found % blocks.num_rows
-    num_queries = (blocks.num_q_slots - row * blocks.q_block).clamp(max=blocks.q_block)
-    last = blocks.column[begin + length - 1].long()
-    short = ((last + 1) * blocks.k_block - blocks.num_k_slots).clamp(min=0)
-    kind = torch.stack([num_queries, length, short, (partial > 0).long()], 1)
+    lists = _join_rows(_lists(blocks), blocks)
+    kind = torch.stack([lists.num_queries, lists.length, lists.short(blocks), lists.masked.long()], 1)
     kinds, kind_of = kind.unique(dim=0, return_inverse=True)
     calls = []
-    for index, (queries, blocks_each, missing, masked) in enumerate(kinds.tolist()):
-        chosen = (kind_of == index).nonzero().squeeze(1)
-        entries = begin[chosen, None] + torch.arange(blocks_each)
-        head, which = _heads_of(blocks, found[chosen] // blocks.num_rows)
-        calls.append(
-            Call(
-                head,
-                found[chosen][which] // blocks.num_rows,
-                row[chosen][which],
-                blocks.column[entries].long()[which],
-                queries,
-                blocks_each * blocks.k_block - missing,
-                ids[entries][which] if masked else None,
-            )
-        )
+    for index, (queries, length, missing, masked) in enumerate(kinds.tolist()):
+        chosen = lists.select((kind_of == index).nonzero().squeeze(1))
+        entries = chosen.begin[:, None] + torch.arange(length)
+        head, which = _heads_of(blocks, chosen.table)
+        columns, picked = blocks.column[entries].long()[which], ids[entries][which] if masked else None
+        num_keys = length * blocks.k_block - missing
+        calls.append(Call(head, chosen.table[which], chosen.row[which], columns, queries, num_keys, picked))
     return Calls(rule, blocks, tuple(calls), masks)
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """The non-empty lists of a Blocks: entries begin to begin + length - 1 are the columns of a row of a table."""
+
+    table: Int64[Tensor, " m"]
+    row: Int64[Tensor, " m"]
+    begin: Int64[Tensor, " m"]
+    length: Int64[Tensor, " m"]
+    num_queries: Int64[Tensor, " m"]
+    masked: Bool[Tensor, " m"]
+
+    def select(self, index: Tensor) -> _Lists:
+        return _Lists(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    def short(self, blocks: Blocks) -> Int64[Tensor, " m"]:
+        """Slots by which the last block of each list reaches beyond the keys."""
+        last = blocks.column[self.begin + self.length - 1].long()
+        return ((last + 1) * blocks.k_block - blocks.num_k_slots).clamp(min=0)
+
+
+def _lists(blocks: Blocks) -> _Lists:
+    found, length = (blocks.table.long() * blocks.num_rows + blocks.row).unique_consecutive(return_counts=True)
+    row = found % blocks.num_rows
+    partial = _sum_by_list((~blocks.full).long(), length)
+    num_queries = (blocks.num_q_slots - row * blocks.q_block).clamp(max=blocks.q_block)
+    return _Lists(found // blocks.num_rows, row, length.cumsum(0) - length, length, num_queries, partial > 0)
+
+
+def _join_rows(lists: _Lists, blocks: Blocks) -> _Lists:
+    """Make one taller problem of neighbouring rows whose lists are equal and need no mask."""
+    numbers = _random_numbers((blocks.num_columns,))
+    contents = _sum_by_list(numbers[blocks.column.long()], lists.length)
+    follows = torch.zeros_like(lists.masked)
+    follows[1:] = (
+        ~(lists.masked[1:] | lists.masked[:-1])
+        & (lists.table[1:] == lists.table[:-1])
+        & (lists.row[1:] == lists.row[:-1] + 1)
+        & (lists.length[1:] == lists.length[:-1])
+        & (contents[1:] == contents[:-1])
+    )
+    index = torch.arange(len(follows))
+    since = index - torch.where(follows, 0, index).cummax(0).values if len(index) else index
+    starts = (since % _MAX_JOINED_ROWS == 0).nonzero().squeeze(1)
+    heights = torch.diff(starts, append=torch.tensor([len(index)]))
+    joined = lists.select(starts)
+    return replace(joined, num_queries=torch.where(heights > 1, heights * blocks.q_block, joined.num_queries))
+
+
+def _sum_by_list(values: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
+    sums = torch.zeros(len(length), dtype=torch.int64)
+    return sums.index_add_(0, torch.repeat_interleave(length), values)
 
 
 def _heads_of(blocks: Blocks, table: Int64[Tensor, " m"]) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
@@ -135,7 +172,10 @@ def _distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Te
 
 def _fingerprints(tiles: Bool[Tensor, "n q_block k_block"]) -> Int64[Tensor, " n"]:
     """64-bit sums of one random number a cell: equal masks agree, others do but once in 2^64 pairs."""
-    generator = torch.Generator().manual_seed(0)
+    return torch.where(tiles, _random_numbers(tiles.shape[1:]), 0).sum((1, 2))
+
+
+def _random_numbers(shape: tuple[int, ...]) -> Int64[Tensor, "..."]:
+    """64-bit numbers, the same at every call: sums of them tell sets apart."""
     bounds = torch.iinfo(torch.int64)
-    numbers = torch.randint(bounds.min, bounds.max, tiles.shape[1:], generator=generator)
-    return torch.where(tiles, numbers, 0).sum((1, 2))
+    return torch.randint(bounds.min, bounds.max, shape, generator=torch.Generator().manual_seed(0))

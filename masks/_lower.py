@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import reduce
 from math import lcm
 
-from ._algebra import And, Every
+from ._algebra import And, Every, Not, Or
 from ._bound import Bound
 from ._causal import Causal
 from ._dilated import Dilated
@@ -54,6 +54,24 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
         for strand, q_start, k_start in _strands(base, bound):
             groups.setdefault((rest, base.rate, strand), []).append((head, q_start, k_start))
     return [_compact_term(key, members, multiplicity, bound) for key, members in groups.items()]
+
+
+def disjoint_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term] | None:
+    """Terms for a union: each part compact, without the pairs of the parts before it, so every pair counts once.
+
+    Parts with the shortest segments go first: they are dense, and cheap to leave out of the others.
+    """
+    if not isinstance(branch, Or):
+        return None
+    parts = sorted(branch.parts, key=lambda part: part.period() or 0)
+    terms: list[Term] = []
+    for index, part in enumerate(parts):
+        rest = And.of(part, *(Not(before) for before in parts[:index]))
+        compact = compact_terms(rest, multiplicity, bound)
+        if compact is None:
+            return None
+        terms += compact
+    return terms
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ._bound import Bound
 from ._cache import cache
 from ._cost import Cost, Machine, cost_of, machine_of
 from ._layout import Layout
-from ._lower import compact_terms, residue_rate, shared_terms
+from ._lower import compact_terms, disjoint_terms, residue_rate, shared_terms
 from ._pattern import Expression, Pattern
 from ._term import Term
 
@@ -123,6 +123,9 @@ def _options(branch: Pattern, times: int, bound: Bound, machine: Machine) -> lis
     compact = compact_terms(branch, times, bound)
     if compact is not None:
         options.append(Option(branch, times, "compact", tuple(compact), cost_of(compact, machine)))
+    disjoint = disjoint_terms(branch, times, bound)
+    if disjoint is not None:
+        options.append(Option(branch, times, "disjoint", tuple(disjoint), cost_of(disjoint, machine)))
     rate = residue_rate(branch)
     for each in {1, rate} if rate <= min(_MAX_RESIDUE_RATE, bound.num_queries) else {1}:
         terms = shared_terms(branch, times, bound, each)
