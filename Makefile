@@ -1,0 +1,70 @@
+# Every target sets up what it needs by itself, in .venv. Needed beforehand: make and Python 3.11 or newer.
+# Arguments pass through: make test ARGS="-k layout"    make demo ARGS="--steps 5"    make PYTHON=python3.13 test
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+# Build isolation would install a torch of its own choice; `setuptools` comes from the constraints instead.
+INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint format types clean
+# One environment serves every target: two installs at once would break it.
+.NOTPARALLEL:
+.SUFFIXES:
+
+help:  ## Say what there is
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' Makefile
+
+demo: $(VENV)/.demo  ## Train a small LongNet on Python's own source text; results in demo-out/
+	$(PY) -m flexdilated demo $(ARGS)
+
+# The workers share the cores, so each runs torch and the C++ compiler on one thread.
+test: $(VENV)/.test  ## Run the tests
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
+		$(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+bench: $(VENV)/.demo  ## Measure against the targets; results in bench/results/
+	$(PY) -m bench $(ARGS)
+
+lint: $(VENV)/.dev  ## Check style and formatting
+	$(PY) -m ruff check $(ARGS)
+	$(PY) -m ruff format --check
+
+format: $(VENV)/.dev  ## Format, and mend what ruff can mend
+	$(PY) -m ruff check --fix-only --quiet
+	$(PY) -m ruff format $(ARGS)
+
+types: $(VENV)/.dev  ## Check the types
+	$(PY) -m pyright --pythonpath $(PY) $(ARGS)
+
+clean:  ## Remove builds and caches; .venv and demo-out/ stay
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	find bench flexdilated masks tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The first half of the set-up: an environment with the pinned torch and nothing that could choose another.
+$(READY): constraints.txt
+	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "flexdilated needs Python 3.11 or newer, with its venv module; '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)."; \
+		echo "Name another one: make PYTHON=python3.13 ..."; exit 1; }
+	@echo "Setting up $(VENV): a few minutes, once."
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PY) -m pip install --constraint constraints.txt torch==2.13.0
+	$(PY) -m pip install --quiet --constraint constraints.txt setuptools wheel
+	@touch $@
+
+# The second half: the project, editable, with one extra. What cannot be resolved fails in the dry run, with nothing
+# changed. An install that is interrupted leaves no $(READY) behind, so that the next run starts from an empty environment
+# instead of a half-written one. `mv` keeps its time.
+$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(READY) pyproject.toml
+	@$(INSTALL) --dry-run --editable '.[$*]'
+	@mv $(READY) $(READY).installing
+	$(INSTALL) --editable '.[$*]'
+	@mv $(READY).installing $(READY)
+	@touch $@
