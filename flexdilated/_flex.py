@@ -42,7 +42,7 @@ class FlexProgram:
     """A plan made ready for one device; `enter` and `leave` reorder tokens where the plan's order is not the input's."""
 
     steps: tuple[FlexStep, ...]
-    num_branches: int
+    shares_rows: bool
     enter: tuple[Int64[Tensor, " N"], Int64[Tensor, " M"]] | None
     leave: Int64[Tensor, " N"] | None
 
@@ -59,10 +59,10 @@ def make_flex_program(
     groups = plan.bound.num_heads // num_kv_heads
     steps = tuple(_step(term, plan, groups, block_size, device) for term in plan.terms)
     if given == plan.layout:
-        return FlexProgram(steps, len(plan.options), None, None)
+        return FlexProgram(steps, plan.shares_rows, None, None)
     keys = Layout(plan.bound.num_keys, given.rate)
     enter = (given.slots(device), keys.slots(device))
-    return FlexProgram(steps, len(plan.options), enter, given.positions(device))
+    return FlexProgram(steps, plan.shares_rows, enter, given.positions(device))
 
 
 def run_flex(
@@ -76,7 +76,7 @@ def run_flex(
     direct: bool,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
     """(out, lse if asked for). `direct` calls flex_attention itself: for graphs that compile it with the rest."""
-    dtype, needs_lse = q.dtype, return_lse or program.num_branches > 1
+    dtype, needs_lse = q.dtype, return_lse or program.shares_rows
     if program.enter is not None:
         q_order, k_order = program.enter
         q, k, v = q.index_select(2, q_order), k.index_select(2, k_order), v.index_select(2, k_order)
@@ -86,7 +86,9 @@ def run_flex(
         part, part_lse = _attend(step, q, k, v, scale, needs_lse, call or step.call)
         out, lse = step.queries.join(q, out, lse, part, part_lse)
     if out is None:
-        out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+        # No pair at all: constants, but of q, so that a backward through them finds its way (and zero gradients).
+        everywhere = torch.ones((), dtype=torch.bool, device=q.device)
+        out, lse = q.masked_fill(everywhere, 0.0), q[..., 0].float().masked_fill(everywhere, -torch.inf)
     if program.leave is not None:
         out = out.index_select(2, program.leave)
         lse = None if lse is None else lse.index_select(2, program.leave)

@@ -21,13 +21,17 @@ _MAX_RESIDUE_RATE = 256
 
 @dataclass(frozen=True)
 class Option:
-    """One way to compute a branch that counts `multiplicity` times: a layout's name, its terms and their cost."""
+    """One way to compute a branch that counts `multiplicity` times: a layout's name, its terms and their cost.
+
+    With `shares_rows` several terms compute the same rows, and an engine must merge them by their lse.
+    """
 
     branch: Pattern
     multiplicity: int
     layout: str
     terms: tuple[Term, ...]
     cost: Cost
+    shares_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,11 @@ class Plan:
     layout: Layout
     terms: tuple[Term, ...]
     options: tuple[tuple[Option, ...], ...]
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether several terms compute the same rows."""
+        return len(self.options) > 1 or any(options[0].shares_rows for options in self.options)
 
     @property
     def cost(self) -> Cost:
@@ -60,15 +69,21 @@ class Plan:
         return sum(200 + 24 * len(term.heads) for options in self.options for option in options for term in option.terms)
 
 
-def plan(bound: Bound, *, device: torch.device | str = "cpu", layout: Layout | None = None) -> Plan:
+def plan(
+    bound: Bound, *, device: torch.device | str = "cpu", layout: Layout | None = None, may_split: bool = True
+) -> Plan:
     """The cached plan of a bound pattern on this kind of device.
+
+    may_split=False leaves out the ways that split one branch into terms which share rows.
 
     With `layout` the inputs arrive in that order: the plan then either runs in it, or, where that is
     cheaper with the copies counted, in the natural order; `Plan.layout` says which.
     """
     kind = torch.device(device).type
     return cache().get(
-        ("plan", bound.key(), kind, layout), lambda: _plan(bound, machine_of(torch.device(kind)), layout), _plan_bytes
+        ("plan", bound.key(), kind, layout, may_split),
+        lambda: _plan(bound, machine_of(torch.device(kind)), layout, may_split),
+        _plan_bytes,
     )
 
 
@@ -101,8 +116,8 @@ def _recommended_rate(pattern: str, num_tokens: int, num_heads: int, kind: str) 
     return cache().get(("recommended_rate", bound.key(), kind), build, lambda rate: 8)
 
 
-def _plan(bound: Bound, machine: Machine, layout: Layout | None) -> Plan:
-    natural = Plan(bound, Layout(bound.num_queries), *_choose(bound, machine))
+def _plan(bound: Bound, machine: Machine, layout: Layout | None, may_split: bool) -> Plan:
+    natural = Plan(bound, Layout(bound.num_queries), *_choose(bound, machine, may_split))
     if layout is None or layout.rate == 1:
         return natural
     in_layout = _in_layout(bound, machine, layout)
@@ -110,22 +125,23 @@ def _plan(bound: Bound, machine: Machine, layout: Layout | None) -> Plan:
     return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copies_s else natural
 
 
-def _choose(bound: Bound, machine: Machine) -> tuple[tuple[Term, ...], tuple[tuple[Option, ...], ...]]:
+def _choose(bound: Bound, machine: Machine, may_split: bool) -> tuple[tuple[Term, ...], tuple[tuple[Option, ...], ...]]:
     weighed = tuple(
-        tuple(sorted(_options(branch, times, bound, machine), key=lambda option: option.cost.seconds))
+        tuple(sorted(_options(branch, times, bound, machine, may_split), key=lambda option: option.cost.seconds))
         for branch, times in Counter(bound.pattern.branches()).items()
     )
     return tuple(term for options in weighed for term in options[0].terms), weighed
 
 
-def _options(branch: Pattern, times: int, bound: Bound, machine: Machine) -> list[Option]:
+def _options(branch: Pattern, times: int, bound: Bound, machine: Machine, may_split: bool) -> list[Option]:
     options = []
     compact = compact_terms(branch, times, bound)
     if compact is not None:
         options.append(Option(branch, times, "compact", tuple(compact), cost_of(compact, machine)))
-    disjoint = disjoint_terms(branch, times, bound)
+    disjoint = disjoint_terms(branch, times, bound) if may_split else None
     if disjoint is not None:
-        options.append(Option(branch, times, "disjoint", tuple(disjoint), cost_of(disjoint, machine)))
+        cost = cost_of(disjoint, machine)
+        options.append(Option(branch, times, "disjoint", tuple(disjoint), cost, shares_rows=True))
     rate = residue_rate(branch)
     for each in {1, rate} if rate <= min(_MAX_RESIDUE_RATE, bound.num_queries) else {1}:
         terms = shared_terms(branch, times, bound, each)
