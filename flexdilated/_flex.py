@@ -86,13 +86,19 @@ def run_flex(
         part, part_lse = _attend(step, q, k, v, scale, needs_lse, call or step.call)
         out, lse = step.queries.join(q, out, lse, part, part_lse)
     if out is None:
-        # No pair at all: constants, but of q, so that a backward through them finds its way (and zero gradients).
-        everywhere = torch.ones((), dtype=torch.bool, device=q.device)
-        out, lse = q.masked_fill(everywhere, 0.0), q[..., 0].float().masked_fill(everywhere, -torch.inf)
+        out, lse = _nothing(q, k, v)
     if program.leave is not None:
         out = out.index_select(2, program.leave)
         lse = None if lse is None else lse.index_select(2, program.leave)
     return out.to(dtype), lse
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(zeros, lse -inf) where no pair is allowed, as functions of q, k and v: gradients exist, and are 0."""
+    everywhere = torch.ones((), dtype=torch.bool, device=q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (k, v))
+    return q.masked_fill(everywhere, 0.0) + zero, q[..., 0].to(wide).masked_fill(everywhere, -torch.inf)
 
 
 def missing_compiler() -> str | None:

@@ -37,6 +37,7 @@ class LongNet(nn.Module):
         if not isinstance(config, LongNetConfig):
             raise TypeError(f"config must be a LongNetConfig; got {type(config).__name__}")
         self.config, self.pattern = config, config.pattern
+        self.residue_rate = masks.layout(self.pattern, 1).rate
         factory = {"device": device, "dtype": dtype}
         self.embedding: nn.Embedding | None = None
         self.head: nn.Linear | None = None
@@ -102,7 +103,7 @@ class LongNet(nn.Module):
         if self.config.layout == "natural":
             return None
         if self.config.layout == "residue":
-            return masks.layout(self.pattern, num_tokens)
+            return masks.Layout(num_tokens, self.residue_rate)
         # Asked at the longest segment, not at num_tokens: one answer for every length compiles once.
         longest = max(self.config.segment_lengths)
         best = masks.recommended_layout(self.pattern, longest, num_heads=self.config.num_heads, device=device)

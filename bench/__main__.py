@@ -1,0 +1,70 @@
+"""Ask the questions of the benchmark and print one table: `python -m bench [NAME ...] [--small] [--out DIR]`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ._plot import plot_sweep
+from ._questions import QUESTIONS
+from ._run import Document, ask, question_text
+from ._table import markdown_table, terminal_table
+
+_RESULTS = Path("bench/results")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 if a question failed. A target that is not met is an answer, not a failure."""
+    options = _parser().parse_args(arguments)
+    if options.list:
+        for name in QUESTIONS:
+            print(f"{name}\t{question_text(name)}")
+        return 0
+    if options.names == ["table"]:
+        print(markdown_table(options.out or _RESULTS))
+        return 0
+    # Numbers at tiny sizes mean nothing: they are kept only where asked.
+    results = options.out or (None if options.small else _RESULTS)
+    answers = {name: ask(name, small=options.small, results=results) for name in options.names or QUESTIONS}
+    documents = [document for document in answers.values() if document is not None]
+    print(terminal_table(documents))
+    if results is not None:
+        _draw(documents, results)
+    failed = [name for name, document in answers.items() if document is None]
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", type=_name,
+        help="questions to ask (all, if none is named); or the word table: print the results in Markdown",
+    )  # fmt: skip
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"folder of the results ({_RESULTS}; none with --small)"
+    )
+    parser.add_argument("--list", action="store_true", help="print the questions")
+    return parser
+
+
+def _name(text: str) -> str:
+    for name in (*QUESTIONS, "table"):
+        if text.lower() == name.lower():
+            return name
+    raise argparse.ArgumentTypeError(f"a name must be one of {', '.join(QUESTIONS)} or table; got {text!r}")
+
+
+def _draw(documents: Sequence[Document], results: Path) -> None:
+    for document in documents:
+        if document["points"]:
+            try:
+                plot_sweep(document, results / f"{document['name']}.png")
+            except ImportError:
+                print("no plot: it needs matplotlib (pip install 'flexdilated[demo]')", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

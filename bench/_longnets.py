@@ -1,0 +1,128 @@
+"""The LongNet configurations that are measured, their exact work, and their rule, independent of the library.
+
+The rule is written here a second time, from the paper (LongNet, arXiv 2307.02486), so that every measurement also
+checks the library's.
+"""
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+import flexdilated as fd
+from flexdilated import masks
+
+from ._problem import Attention
+
+# H heads, N tokens, R sampled query rows
+
+FORWARD_FLOPS = 4  # a useful pair, times the head dim: one multiply-add in q.k and one in p.v
+BACKWARD_FLOPS = 10  # scores again, dv, dp, dq, dk
+
+
+@dataclass(frozen=True)
+class LongNet:
+    """Segment lengths and dilation rates, one each a branch; offsets interleaved: head h starts at h mod rate."""
+
+    name: str
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    causal: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {'causal' if self.causal else 'full'}"
+
+    @property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
+
+    def pattern(self) -> masks.Mixture:
+        """The same as a pattern of the library."""
+        mixture = masks.longnet(segment_lengths=self.segment_lengths, dilation_rates=self.dilation_rates)
+        return mixture & masks.causal() if self.causal else mixture
+
+    def attention(self) -> Attention:
+        """The library's attention with this pattern."""
+        pattern = self.pattern()
+        return lambda q, k, v: fd.attend(q, k, v, pattern)
+
+    def as_causal(self) -> "LongNet":
+        """The same with keys up to the query only."""
+        return replace(self, causal=True)
+
+    def shrunk(self, factor: int) -> "LongNet":
+        """Every segment length divided by `factor`."""
+        lengths = tuple(length // factor for length in self.segment_lengths)
+        return replace(self, name=f"{self.name} / {factor}", segment_lengths=lengths)
+
+    def pairs(self, *, num_tokens: int, num_heads: int) -> int:
+        """Useful (query, key) pairs of all heads, each counted once for every branch that allows it."""
+        return sum(
+            _branch_pairs(length, rate, head % rate, num_tokens, causal=self.causal)
+            for length, rate in self.branches
+            for head in range(num_heads)
+        )
+
+    def masks(
+        self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int
+    ) -> list[Bool[Tensor, "H R N"]]:
+        """The pairs of the sampled query rows that each branch allows."""
+        h = torch.arange(num_heads)[:, None, None]
+        q, k = rows[None, :, None], torch.arange(num_tokens)[None, None, :]
+        allowed = [same_branch(h, q, k, length=length, rate=rate) for length, rate in self.branches]
+        return [mask & (k <= q) for mask in allowed] if self.causal else allowed
+
+
+@dataclass(frozen=True)
+class Union:
+    """The branches of a LongNet as a set: a pair that several of them allow counts once."""
+
+    spec: LongNet
+
+    def attention(self) -> Attention:
+        """The library's attention with this pattern."""
+        pattern = reduce(or_, self.spec.pattern().branches())
+        return lambda q, k, v: fd.attend(q, k, v, pattern)
+
+    def masks(
+        self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int
+    ) -> list[Bool[Tensor, "H R N"]]:
+        """The pairs of the sampled query rows, as the one branch of a set."""
+        return [reduce(or_, self.spec.masks(rows, num_tokens=num_tokens, num_heads=num_heads))]
+
+
+def same_branch(h: Tensor, q: Tensor, k: Tensor, *, length: int, rate: int) -> Bool[Tensor, "..."]:
+    """Both positions active for the head, in one segment: eqs. 3 to 6 with the head offset of eq. 13."""
+    offset = h % rate
+    active = (q % length % rate == offset) & (k % length % rate == offset)
+    return active & (q // length == k // length)
+
+
+def dense(num_tokens: int, *, causal: bool) -> LongNet:
+    """Dense attention is one branch whose segment is the sequence."""
+    return LongNet("dense", (num_tokens,), (1,), causal)
+
+
+def _branch_pairs(length: int, rate: int, offset: int, num_tokens: int, *, causal: bool) -> int:
+    whole, tail = divmod(num_tokens, length)
+    return whole * _among(_active(length, rate, offset), causal=causal) + _among(
+        _active(tail, rate, offset), causal=causal
+    )
+
+
+def _active(length: int, rate: int, offset: int) -> int:
+    return max(0, -(-(length - offset) // rate))
+
+
+def _among(tokens: int, *, causal: bool) -> int:
+    return tokens * (tokens + 1) // 2 if causal else tokens * tokens
+
+
+LONGNET_4 = LongNet("LongNet-4", (2048, 4096, 8192, 16384), (1, 2, 4, 8))
+LONGNET_5 = LongNet("LongNet-5", (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
+PAPER_5 = LongNet("paper-5", (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+GIGAPATH_5 = LongNet("GigaPath-5", (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))

@@ -1,0 +1,52 @@
+"""The questions, in the order in which they are asked."""
+
+from typing import Any, Protocol, cast
+
+from . import (
+    bench_accuracy,
+    bench_branch_loop,
+    bench_compilations,
+    bench_computed_pairs,
+    bench_flex_natural,
+    bench_forward,
+    bench_linear_time,
+    bench_mask_build,
+    bench_memory,
+    bench_million_tokens,
+    bench_plan_lookup,
+    bench_sweep,
+    bench_training,
+)
+from ._result import Result
+
+
+class Question(Protocol):
+    """A module that asks one question, its docstring: two frozen configurations, and a function from one to a Result."""
+
+    __doc__: str
+    FULL: Any
+    SMALL: Any
+
+    def run(self, config: Any) -> Result:
+        """Verify, measure, answer."""
+        ...
+
+
+QUESTIONS: dict[str, Question] = {
+    name: cast(Question, module)
+    for name, module in {
+        "C1": bench_forward,
+        "C2": bench_flex_natural,
+        "C3": bench_training,
+        "C4": bench_branch_loop,
+        "C5": bench_mask_build,
+        "C6": bench_plan_lookup,
+        "C7": bench_million_tokens,
+        "C8": bench_accuracy,
+        "C9": bench_linear_time,
+        "C11": bench_compilations,
+        "C12": bench_computed_pairs,
+        "C13": bench_memory,
+        "sweep": bench_sweep,
+    }.items()
+}

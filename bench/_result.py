@@ -1,0 +1,100 @@
+"""What a question answers: rows of a measure against its target, with the timings behind it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each run of one job."""
+
+    name: str
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def spread_s(self) -> float:
+        """Slowest run minus fastest."""
+        return max(self.seconds) - min(self.seconds)
+
+    def to_data(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "repeats": len(self.seconds),
+            "median_s": self.median_s,
+            "spread_s": self.spread_s,
+        }
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on a measured number; both ends of "≥" and "≤" are included."""
+
+    sense: Literal["≥", "≤"]
+    bound: float
+    unit: str = ""
+
+    def met_by(self, measured: float) -> bool:
+        return measured >= self.bound if self.sense == "≥" else measured <= self.bound
+
+    def __str__(self) -> str:
+        return f"{self.sense} {with_unit(self.bound, self.unit)}"
+
+
+def at_least(bound: float, unit: str = "") -> Target:
+    return Target("≥", bound, unit)
+
+
+def at_most(bound: float, unit: str = "") -> Target:
+    return Target("≤", bound, unit)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; `detail` is plain data that explains the number."""
+
+    measure: str
+    target: Target
+    measured: float
+    timings: tuple[Timing, ...] = ()
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool:
+        return self.target.met_by(self.measured)
+
+    def to_data(self) -> dict[str, Any]:
+        return {
+            "measure": self.measure,
+            "target": str(self.target),
+            "measured": self.measured,
+            "measured_text": with_unit(self.measured, self.target.unit),
+            "met": self.met,
+            "timings": [timing.to_data() for timing in self.timings],
+            "detail": dict(self.detail),
+        }
+
+
+@dataclass(frozen=True)
+class Result:
+    """The answer to one question. `points` are measurements without a target, plain data for a plot."""
+
+    rows: tuple[Row, ...] = ()
+    points: tuple[Mapping[str, Any], ...] = ()
+
+    def to_data(self) -> dict[str, Any]:
+        return {
+            "rows": [row.to_data() for row in self.rows],
+            "points": [dict(point) for point in self.points],
+        }
+
+
+def with_unit(number: float, unit: str) -> str:
+    """Three significant digits, without exponents for what people read as plain numbers."""
+    text = f"{number:.3g}" if 1e-4 <= abs(number) < 1e3 or number == 0 else f"{number:,.0f}"
+    return f"{text} {unit}".rstrip()

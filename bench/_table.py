@@ -1,0 +1,79 @@
+"""Answers as tables: for the terminal, and in Markdown from the files of results."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from ._problem import tokens_text
+from ._questions import QUESTIONS
+
+Document = dict[str, Any]
+_HEADERS = ("#", "measure", "target", "measured", "met")
+
+
+def terminal_table(documents: Iterable[Document]) -> str:
+    """One line a row: measure, target, measured, met."""
+    lines = [(document["name"], *_cells(row)) for document in documents for row in document["rows"]]
+    return tabulate(lines, _HEADERS, disable_numparse=True)
+
+
+def markdown_table(results: Path) -> str:
+    """Every answer in the folder, each line with its file, then the sweep and what it was measured with.
+
+    Raises FileNotFoundError if the folder holds no answer.
+    """
+    documents = _read(results)
+    lines = [
+        (document["name"], *_cells(row), f"`{results.as_posix()}/{document['name']}.json`")
+        for document in documents
+        for row in document["rows"]
+    ]
+    parts = [tabulate(lines, (*_HEADERS, "file"), tablefmt="github", disable_numparse=True)] if lines else []
+    parts += [_points_table(document["points"]) for document in documents if document["points"]]
+    return "\n\n".join([*parts, *_conditions(documents)])
+
+
+def _cells(row: Document) -> tuple[str, str, str, str]:
+    return row["measure"], row["target"], row["measured_text"], "yes" if row["met"] else "no"
+
+
+def _read(results: Path) -> list[Document]:
+    paths = [path for name in QUESTIONS if (path := results / f"{name}.json").exists()]
+    if not paths:
+        raise FileNotFoundError(f"a table needs results in {results}; `python -m bench` writes them")
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def _points_table(points: list[Document]) -> str:
+    lines = [
+        (
+            tokens_text(point["num_tokens"]),
+            point["attention"],
+            f"{point['forward']['median_s']:.3g} s",
+            f"{point['backward']['median_s']:.3g} s",
+            f"{point['peak_bytes'] / 2**20:,.0f} MiB",
+        )
+        for point in points
+    ]
+    headers = ("tokens", "attention", "forward", "backward", "peak memory")
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def _conditions(documents: list[Document]) -> list[str]:
+    """One line for each set of conditions that some of the answers share."""
+    names: dict[str, list[str]] = {}
+    for document in documents:
+        names.setdefault(_condition(document), []).append(document["name"])
+    return [f"{', '.join(shared)}: {condition}" for condition, shared in names.items()]
+
+
+def _condition(document: Document) -> str:
+    machine, versions = document["machine"], document["versions"]
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {machine['memory_gib']} GiB; "
+        f"Python {versions['python']}, torch {versions['torch']}, flexdilated {versions['flexdilated']}; "
+        f"commit {document['commit']}; {document['date'][:10]}{'; tiny sizes' if document['small'] else ''}."
+    )

@@ -1,0 +1,174 @@
+"""The demo: train a small LongNet on source text, measure it, leave a table, pictures and a report."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from .. import masks
+from ..nn import LongNetConfig
+from . import _checkpoint, _extras
+from ._attention_time import measure
+from ._baselines import bigram_bits, unigram_bits
+from ._corpus import Corpus, load_corpus
+from ._evaluate import mean_bits
+from ._interrupt import Interrupt
+from ._loss_picture import save_loss_picture
+from ._mask_picture import save_mask_picture
+from ._model import PICTURE_BLOCK, PICTURE_TOKENS, build_model, model_config, picture_config
+from ._optimizer import Optimizers
+from ._out import prepare, replace
+from ._results import Results, save_report, table
+from ._run import Run
+from ._settings import Settings
+from ._train import train
+from ._usage import UsageError
+from ._windows import validation_windows
+
+_VALIDATION_WINDOWS = 12
+
+
+@dataclass(frozen=True)
+class _Validation:
+    """The windows every figure is measured on, and what simple models make of them."""
+
+    windows: UInt8[Tensor, "w m"]
+    unigram: float
+    bigram: float
+
+
+def demo(settings: Settings) -> None:
+    """Run the whole demo. Raises UsageError before any training where the settings cannot be served."""
+    _check_environment()
+    prepare(settings.out)
+    corpus = load_corpus(settings.data, context=settings.context)
+    identity = _identity(settings, corpus)
+    run = _begin(settings, identity)
+    _introduce(run, corpus)
+    validation = _validation(corpus, settings)
+    with Interrupt() as interrupt:
+        if run.step == 0:
+            run.before = mean_bits(run.model, validation.windows, run.device)
+        ended_by = train(
+            run, corpus, settings, interrupt, lambda: _checkpoint.save(settings.out, run.state(identity))
+        )
+        if interrupt.requested:
+            print("stopping early; a second Ctrl-C ends at once, without results")
+        results = _measure(run, validation, settings, interrupt, ended_by)
+        print(f"\n{table(results)}\n")
+        _leave(results, run, settings, identity)
+
+
+def _check_environment() -> None:
+    try:
+        masks.cache()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _identity(settings: Settings, corpus: Corpus) -> dict[str, Any]:
+    """What a run that goes on from a checkpoint must share with the one that wrote it."""
+    return {
+        "context": settings.context,
+        "seed": settings.seed,
+        "corpus": corpus.fingerprint,
+        "model": asdict(model_config(settings.context)),
+    }
+
+
+def _begin(settings: Settings, identity: dict[str, Any]) -> Run:
+    device = torch.device(settings.device)
+    model = build_model(settings.context, seed=settings.seed).to(device)
+    run = Run(model, Optimizers(model), device)
+    if settings.resume:
+        run.load(_checkpoint.load(settings.out, identity=identity, device=device))
+    return run
+
+
+def _introduce(run: Run, corpus: Corpus) -> None:
+    sides = [
+        f"{name} {len(text) / 1e6:.2f} MB in {len(files)} file{'s' if len(files) != 1 else ''}"
+        for name, text, files in (
+            ("training", corpus.train, corpus.train_files),
+            ("validation", corpus.validation, corpus.validation_files),
+        )
+    ]
+    print(f"text      {corpus.source}: {', '.join(sides)}")
+    print(f"model     causal LongNet, {_parameters(run):,} parameters, {_branches(run.model.trunk.config)}")
+    if run.step:
+        print(f"resumed   at step {run.step}")
+
+
+def _branches(config: LongNetConfig) -> str:
+    segments, rates = (", ".join(map(str, x)) for x in (config.segment_lengths, config.dilation_rates))
+    return f"segments {segments} at rates {rates}"
+
+
+def _parameters(run: Run) -> int:
+    return sum(parameter.numel() for parameter in run.model.parameters())
+
+
+def _validation(corpus: Corpus, settings: Settings) -> _Validation:
+    windows = validation_windows(corpus.validation, context=settings.context, limit=_VALIDATION_WINDOWS)
+    return _Validation(windows, unigram_bits(corpus.train, windows), bigram_bits(corpus.train, windows))
+
+
+def _measure(
+    run: Run, validation: _Validation, settings: Settings, interrupt: Interrupt, ended_by: str
+) -> Results:
+    trunk = run.model.trunk
+    heads, head_dim = trunk.config.num_heads, trunk.config.head_dim
+    # before the timing, which looks up plans of its own
+    stats = masks.cache().stats()
+    after = mean_bits(run.model, validation.windows, run.device) if run.step else run.before
+    sizes = {"num_heads": heads, "num_tokens": settings.context, "head_dim": head_dim}
+    time = measure(trunk.pattern, **sizes, device=run.device, interrupt=interrupt)
+    facts = masks.describe(trunk.pattern, settings.context, num_heads=heads, head_dim=head_dim)
+    return Results(
+        before=run.before,
+        after=after,
+        unigram=validation.unigram,
+        bigram=validation.bigram,
+        parameters=_parameters(run),
+        steps=run.step,
+        seconds=run.seconds,
+        ended_by=ended_by,
+        context=settings.context,
+        time=time,
+        density=facts.density,
+        block_density=facts.block_density,
+        waste=facts.waste,
+        cache=stats,
+    )
+
+
+def _leave(results: Results, run: Run, settings: Settings, identity: dict[str, Any]) -> None:
+    """Write report and pictures, and say where they are."""
+    config = {**identity, "steps": settings.steps, "minutes": settings.minutes, "device": settings.device}
+    save_report(settings.out / "report.json", results, config=config, losses=run.losses)
+    written = ["report.json", _checkpoint.FILE_NAME]
+    if _extras.find("matplotlib") is None:
+        print(_extras.missing_line("matplotlib"))
+    else:
+        _draw(results, run, settings.out)
+        written += ["mask.png", "loss.png"]
+    print("written   " + ", ".join(str(settings.out / name) for name in written))
+
+
+def _draw(results: Results, run: Run, out: Path) -> None:
+    small = picture_config()
+    title = f"Causal LongNet, {_branches(small)}"
+    sizes = {"num_tokens": PICTURE_TOKENS, "num_heads": small.num_heads, "side": PICTURE_BLOCK}
+    replace(out / "mask.png", lambda path: save_mask_picture(path, small.pattern, **sizes, title=title))
+    baselines = {"byte unigram": results.unigram, "byte bigram": results.bigram}
+    replace(
+        out / "loss.png",
+        lambda path: save_loss_picture(
+            path, run.losses, before=results.before, after=results.after, baselines=baselines
+        ),
+    )

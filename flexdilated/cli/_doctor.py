@@ -1,0 +1,137 @@
+"""The doctor: what works on this machine, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+from jaxtyping import Float
+from tabulate import tabulate
+from torch import Tensor
+
+from .. import masks
+from .._flex import missing_compiler
+from ..masks._cache import budget_from_environment
+from ..nn import DilatedAttention
+from . import _extras
+from ._settings import available_devices
+
+Finding = tuple[str, str]
+
+_OLDEST_TORCH, _NEWEST_TRIED_TORCH = "2.11", "2.15"
+_PREFIX = "FLEXDILATED_"
+# Every variable that the library reads, and what reads it: a ValueError says that it does not parse.
+_VARIABLES = {"FLEXDILATED_CACHE_BYTES": budget_from_environment}
+# A float32 result this far from the float64 one is wrong, not rounded.
+_LARGEST_ERROR = 1e-4
+
+
+def doctor() -> int:
+    """Print what was found; 0 where attention runs on a device of this machine, 1 where it runs on none."""
+    findings = [*_versions(), *_compiler(), *_engines(), *_extra_packages()]
+    variables, parse = _variables()
+    trials = {device: _trial(device) for device in available_devices()} if parse else {}
+    findings += variables
+    findings += [(f"attention on {device}", failure or "works") for device, failure in trials.items()]
+    if parse:
+        findings.append(_cache())
+    works = None in trials.values()
+    print(tabulate(findings, tablefmt="plain", disable_numparse=True))
+    print("\nAttention works on this machine." if works else "\nAttention does not work on this machine.")
+    return 0 if works else 1
+
+
+def _versions() -> list[Finding]:
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    oldest, newest = (tuple(map(int, text.split("."))) for text in (_OLDEST_TORCH, _NEWEST_TRIED_TORCH))
+    if (major, minor) < oldest:
+        support = f"too old: {_OLDEST_TORCH} or newer is needed"
+    elif (major, minor) > newest:
+        support = f"newer than {_NEWEST_TRIED_TORCH}, the newest tried"
+    else:
+        support = "supported"
+    return [
+        ("python", platform.python_version()),
+        ("torch", f"{torch.__version__}, {support}"),
+        ("devices", f"{', '.join(available_devices())}; {torch.get_num_threads()} CPU threads"),
+    ]
+
+
+def _compiler() -> list[Finding]:
+    missing = missing_compiler()
+    if missing is None:
+        return [("C++ compiler", "found: engine 'flex' and torch.compile can build for the CPU")]
+    return [
+        (
+            "C++ compiler",
+            f"{missing}: engine 'flex' and torch.compile do not work on the CPU, engine 'tiles' needs none. "
+            "Install g++ or clang++, or name one in CXX",
+        )
+    ]
+
+
+def _engines() -> list[Finding]:
+    flex = "" if missing_compiler() else ", flex (by name; inference, one set pattern)"
+    findings = [("engines on cpu", f"tiles (default){flex}, reference (dense)")]
+    findings += [
+        (f"engines on {device}", "flex (default), reference (dense)")
+        for device in available_devices()
+        if device != "cpu"
+    ]
+    return findings
+
+
+def _extra_packages() -> list[Finding]:
+    return [
+        (package, "found" if _extras.find(package) else _extras.missing_line(package))
+        for package in _extras.EXTRAS
+    ]
+
+
+def _variables() -> tuple[list[Finding], bool]:
+    """What the environment sets, and whether all that the library reads can be read."""
+    names = sorted(name for name in os.environ if name.startswith(_PREFIX))
+    findings, all_parse = [], True
+    for name in names:
+        try:
+            verdict = (
+                f"is read as {_VARIABLES[name]()}" if name in _VARIABLES else "is unknown, and has no effect"
+            )
+        except ValueError as error:
+            verdict, all_parse = f"does not parse: {error}", False
+        findings.append((name, verdict))
+    return findings or [
+        ("environment", f"no {_PREFIX}* variable is set ({', '.join(_VARIABLES)} may be)")
+    ], all_parse
+
+
+def _trial(device: str) -> str | None:
+    """What goes wrong in a small forward and backward on the device, or None."""
+    inputs = torch.randn(3, 1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
+    try:
+        ours = _forward_backward(inputs.to(device), engine=None)
+    except (RuntimeError, ImportError, OSError) as failure:
+        return f"fails: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
+    exact = _forward_backward(inputs, engine="reference")
+    error = max(float((x.cpu() - y).abs().max()) for x, y in zip(ours, exact, strict=True))
+    return None if error < _LARGEST_ERROR else f"is wrong: {error:.1e} away from the float64 result"
+
+
+def _forward_backward(inputs: Float[Tensor, "3 B H N D"], *, engine: str | None) -> tuple[Tensor, Tensor]:
+    """The output for q, k and v, and the gradient of the sum of its squares."""
+    inputs = inputs.clone().requires_grad_()
+    q, k, v = inputs
+    out = DilatedAttention((16, 64), (1, 4), causal=True, engine=engine)(q, k, v)
+    (grad,) = torch.autograd.grad(out.square().sum(), inputs)
+    return out.detach(), grad
+
+
+def _cache() -> Finding:
+    stats = masks.cache().stats()
+    budget = masks.cache().budget_bytes
+    return (
+        "plan cache",
+        f"{stats.entries} entries, {stats.bytes:,} of {budget:,} bytes; "
+        f"{stats.hits} hits, {stats.misses} misses; {1e3 * stats.build_seconds:.1f} ms to build",
+    )

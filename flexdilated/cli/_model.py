@@ -1,0 +1,78 @@
+"""The demo's language model: the last few bytes embedded, LongNet, logits of the next byte."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..nn import LongNet, LongNetConfig
+
+# B batch, N tokens, E embed dim
+_BYTES = 256
+_EMBED_DIM, _DEPTH, _NUM_HEADS = 128, 3, 4
+# The bytes that a token's embedding sees: itself and those just before it.
+_LOOKBACK = 4
+_SHORTEST_SEGMENT, _SEGMENT_RATIO, _RATE_RATIO = 256, 8, 4
+# The picture's pattern is the default one, scaled down 32 times.
+PICTURE_TOKENS, PICTURE_BLOCK = 512, 8
+_PICTURE_SHORTEST_SEGMENT = 8
+
+
+def model_config(context: int) -> LongNetConfig:
+    """A small causal LongNet: segments of 256 at rate 1, then 8 times longer at 4 times the rate."""
+    return _config(context, shortest=_SHORTEST_SEGMENT)
+
+
+def picture_config() -> LongNetConfig:
+    """The same at a size that a picture can show."""
+    return _config(PICTURE_TOKENS, shortest=_PICTURE_SHORTEST_SEGMENT)
+
+
+def _config(context: int, *, shortest: int) -> LongNetConfig:
+    segments = [shortest]
+    while segments[-1] < context:
+        segments.append(segments[-1] * _SEGMENT_RATIO)
+    segments[-1] = context
+    return LongNetConfig(
+        vocab_size=None,
+        embed_dim=_EMBED_DIM,
+        depth=_DEPTH,
+        num_heads=_NUM_HEADS,
+        segment_lengths=tuple(segments),
+        dilation_rates=tuple(_RATE_RATIO**branch for branch in range(len(segments))),
+    )
+
+
+class ByteModel(nn.Module):
+    """Logits of each next byte, from the bytes up to it.
+
+    A byte enters as the sum of an embedding of itself and, from tables of their own, of the bytes just before
+    it: what attention would learn first, and slowest, in a short training.
+    """
+
+    def __init__(self, config: LongNetConfig) -> None:
+        super().__init__()
+        E = config.embed_dim
+        tables = [nn.Embedding(_BYTES, E) for _ in range(_LOOKBACK)]
+        self.embeddings = nn.ModuleList(tables)
+        self.trunk = LongNet(config)
+        self.head = nn.Linear(E, _BYTES)
+        for table in tables:
+            nn.init.normal_(table.weight, std=_LOOKBACK**-0.5)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: Int64[Tensor, "B N"]) -> Float[Tensor, "B N 256"]:
+        x = torch.zeros((), device=tokens.device)
+        for distance, table in enumerate(self.embeddings[: tokens.shape[1]]):
+            x = x + F.pad(table(tokens[:, : tokens.shape[1] - distance]), (0, 0, distance, 0))
+        return self.head(self.trunk(x))
+
+
+def build_model(context: int, *, seed: int) -> ByteModel:
+    """The model with parameters drawn from `seed`; the caller's random state stays as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ByteModel(model_config(context))

@@ -1,0 +1,53 @@
+"""Progress of the training: a bar where tqdm is installed, a line now and then where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Protocol
+
+from . import _extras
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress(Protocol):
+    """Told after every step."""
+
+    def step(self, done: int, total: int, note: str) -> None:
+        """`done` of `total` steps are behind; `total` may change on the way."""
+        ...
+
+
+@contextmanager
+def training_progress(*, done: int, total: int) -> Iterator[Progress]:
+    """A bar on standard error, or lines on standard output."""
+    tqdm = _extras.find("tqdm")
+    if tqdm is None:
+        print(_extras.missing_line("tqdm"))
+        yield _Lines()
+        return
+    with tqdm.tqdm(initial=done, total=total, unit="step", desc="training", dynamic_ncols=True) as bar:
+        yield _Bar(bar)
+
+
+class _Bar:
+    def __init__(self, bar) -> None:
+        self._bar = bar
+
+    def step(self, done: int, total: int, note: str) -> None:
+        self._bar.total = total
+        self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update(done - self._bar.n)
+
+
+class _Lines:
+    def __init__(self) -> None:
+        self._last = monotonic()
+
+    def step(self, done: int, total: int, note: str) -> None:
+        if done < total and monotonic() - self._last < _SECONDS_BETWEEN_LINES:
+            return
+        self._last = monotonic()
+        print(f"step {done} of {total}: {note}", flush=True)

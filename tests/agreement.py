@@ -1,0 +1,55 @@
+"""Agreement of an attention with the dense oracle: output, lse, and the gradients through both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests import oracle
+
+Attention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+# float64 kernels against a float64 oracle: only the order of sums differs.
+TIGHT = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[Tensor, Tensor]:
+    """Fixed gradients to send back; none through the lse of a row without keys, which is constant."""
+    generator = torch.Generator().manual_seed(1)
+    grad_out = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    grad_lse = torch.randn(lse.shape, generator=generator, dtype=torch.float64) * through_lse
+    return grad_out, grad_lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def gradients(
+    attend: Attention, tensors: tuple[Tensor, ...], *, through_lse: bool = True
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) of a fixed functional of output and lse; without the lse nothing flows into it at all."""
+    out, lse = attend(*tensors)
+    if not out.requires_grad:
+        return tuple(torch.zeros_like(x) for x in tensors)
+    grad_out, grad_lse = cotangents(out, lse, through_lse=through_lse)
+    outputs, sent = [out], [grad_out.to(out.dtype)]
+    if through_lse:
+        outputs, sent = [out, lse], [*sent, grad_lse.to(lse.dtype)]
+    return torch.autograd.grad(outputs, tensors, sent)
+
+
+def assert_agrees(
+    attend: Attention, tensors: tuple[Tensor, ...], counts: Tensor, *, scale: float | None = None
+) -> None:
+    """The attention is the oracle's, on float64 tensors, with and without a gradient through lse."""
+
+    def expected(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return oracle.attention(q, k, v, counts, scale)
+
+    for found, truth in zip(attend(*tensors), expected(*tensors), strict=True):
+        assert_close(found, truth, **TIGHT)
+    for through_lse in (True, False):
+        found = gradients(attend, tensors, through_lse=through_lse)
+        truth = gradients(expected, tensors, through_lse=through_lse)
+        for name, grad, true_grad in zip("qkv", found, truth, strict=True):
+            assert_close(grad, true_grad, **TIGHT, msg=lambda text, name=name: f"d{name}: {text}")

@@ -1,0 +1,42 @@
+"""Set-up of the whole suite: shape checks on the modules that compute, hypothesis profiles, threads."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+# Every call is checked against its annotations, shapes included. Not here: what torch.compile traces (the
+# check would break the graph), the custom op (its schema is read from plain annotations), and what callers'
+# own values reach (the check would answer before our errors do).
+CHECKED = [
+    *(
+        f"flexdilated.masks.{name}"
+        for name in ("_blocks", "_box", "_cost", "_lower", "_planner", "_quadtree")
+    ),
+    *(f"flexdilated.masks.{name}" for name in ("_rule", "_tables")),
+    *(
+        f"flexdilated.{name}"
+        for name in ("_gather", "_kernel", "_reference", "_tile_blocks", "_tile_calls", "_tiles")
+    ),
+]
+
+with install_import_hook(CHECKED, "beartype.beartype"):
+    import flexdilated  # noqa: F401
+
+# Machines differ in speed and are shared: time is no verdict. `ci` draws the same examples every time.
+settings.register_profile("dev", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=60, derandomize=True)
+settings.register_profile("thorough", settings.get_profile("dev"), max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_a_worker():
+    """Where several workers share the cores, each computes on one thread."""
+    before = torch.get_num_threads()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,136 @@
+"""Boxes of progressions: bounds that never lie, and that are exact where the builder counts on it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexdilated import masks
+from flexdilated.masks._bound import EMPTY, FULL, PARTIAL
+from flexdilated.masks._box import Box, Progression, clip, count_below, count_residue
+from tests import oracle
+from tests.strategies import Twin, dilated, expressions, local_windows
+
+BOXES = 12
+
+
+@st.composite
+def progressions(draw: st.DrawFn, step: int | None = None) -> Progression:
+    """Twelve short progressions of one step."""
+    numbers = st.lists(st.integers(0, 30), min_size=BOXES, max_size=BOXES)
+    counts = st.lists(st.integers(1, 9), min_size=BOXES, max_size=BOXES)
+    step = draw(st.integers(1, 6)) if step is None else step
+    return Progression(torch.tensor(draw(numbers)), step, torch.tensor(draw(counts)))
+
+
+@st.composite
+def boxes(draw: st.DrawFn, num_heads: int) -> Box:
+    """Equal steps, as in a layout that both sides share, or different ones."""
+    q = draw(progressions())
+    k = draw(st.one_of(progressions(q.step), progressions()))
+    heads = st.lists(st.integers(0, num_heads - 1), min_size=BOXES, max_size=BOXES)
+    return Box(torch.tensor(draw(heads)), q, k)
+
+
+def terms(progression: Progression, index: int) -> Tensor:
+    return progression.first[index] + progression.step * torch.arange(int(progression.count[index]))
+
+
+def allowed(rule: oracle.Rule, box: Box, num_heads: int) -> Tensor:
+    """Allowed pairs of each box, one by one."""
+    return torch.stack([
+        (rule(int(head), num_heads, terms(box.q, index), terms(box.k, index)) > 0).sum()
+        for index, head in enumerate(box.head)
+    ])  # fmt: skip
+
+
+@given(st.data(), st.integers(1, 4))
+def test_bounds_hold(data, num_heads):
+    twin, box = data.draw(expressions(num_heads)), data.draw(boxes(num_heads))
+    bound = twin.pattern.bind(num_heads=num_heads, num_queries=100, num_keys=100)
+    found, truth = bound.count(box), allowed(twin.rule, box, num_heads)
+    assert (found.low >= 0).all()
+    assert (found.low <= truth).all()
+    assert (truth <= found.high).all()
+    assert (found.high <= box.area).all()
+
+
+@given(st.data(), st.integers(1, 4))
+def test_classes_are_certain(data, num_heads):
+    twin, box = data.draw(expressions(num_heads)), data.draw(boxes(num_heads))
+    verdict = twin.pattern.bind(num_heads=num_heads, num_queries=100, num_keys=100).classify(box)
+    truth = allowed(twin.rule, box, num_heads)
+    assert set(verdict.tolist()) <= {EMPTY, PARTIAL, FULL}
+    assert (truth[verdict == EMPTY] == 0).all()
+    assert torch.equal(truth[verdict == FULL], box.area[verdict == FULL])
+
+
+@given(st.data(), st.integers(1, 4))
+def test_dilated_counts_exactly(data, num_heads):
+    """Over boxes of a few segments, in any steps: this is what prunes a reordered sequence."""
+    twin, box = data.draw(dilated()), data.draw(boxes(num_heads))
+    segment, _ = twin.edges
+    assume((torch.maximum(box.q.last, box.k.last) < 8 * segment).all())
+    found, truth = twin.pattern.count(box, num_heads=num_heads), allowed(twin.rule, box, num_heads)
+    assert torch.equal(found.low, truth)
+    assert torch.equal(found.high, truth)
+
+
+@given(st.one_of(local_windows(), st.just(Twin(masks.causal(), oracle.causal()))), st.data())
+def test_order_and_windows_count_exactly_over_equal_steps(twin, data):
+    q = data.draw(progressions())
+    box = Box(torch.zeros(BOXES, dtype=torch.int64), q, data.draw(progressions(q.step)))
+    found, truth = twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1)
+    assert torch.equal(found.low, truth)
+    assert torch.equal(found.high, truth)
+
+
+@given(st.data(), st.integers(-20, 20))
+def test_order_knows_its_extremes_over_any_steps(data, shift):
+    box = data.draw(boxes(1))
+    found = count_below(box, shift)
+    truth = allowed(lambda h, H, q, k: (k[None] - q[:, None] <= shift).long(), box, 1)
+    assert torch.equal(found.high == 0, truth == 0)
+    assert torch.equal(found.low == box.area, truth == box.area)
+
+
+@given(progressions(), st.integers(1, 12), st.data())
+def test_count_residue(progression, modulus, data):
+    residue = torch.tensor(data.draw(st.lists(st.integers(0, 40), min_size=BOXES, max_size=BOXES)))
+    truth = [((terms(progression, index) - residue[index]) % modulus == 0).sum() for index in range(BOXES)]
+    assert count_residue(progression, modulus, residue).tolist() == [int(number) for number in truth]
+
+
+@given(progressions(), st.data())
+def test_clip(progression, data):
+    number = st.lists(st.integers(0, 80), min_size=BOXES, max_size=BOXES)
+    start, length = torch.tensor(data.draw(number)), torch.tensor(data.draw(number))
+    clipped = clip(progression, start, start + length)
+    for index in range(BOXES):
+        inside = [t for t in terms(progression, index) if start[index] <= t < start[index] + length[index]]
+        assert terms(clipped, index).tolist() == inside
+
+
+def test_bounds_for_no_boxes():
+    """The builder may ask about an empty list."""
+    none = torch.zeros(0, dtype=torch.int64)
+    box = Box(none, Progression(none, 1, none), Progression(none, 1, none))
+    pattern = masks.per_head([masks.dilated(4, 2) & ~masks.causal(), masks.local_window(left=1, right=1)])
+    assert len(pattern.count(box, num_heads=2).low) == 0
+
+
+@pytest.mark.parametrize("rate", [2, 3, 16])
+def test_a_residue_class_is_full_or_empty(rate):
+    """In residue-major order a dilated segment has whole blocks: no doubt is left to settle."""
+    first = torch.arange(rate)
+    residues = Progression(first, rate, torch.full_like(first, 4))
+    box = Box(torch.zeros_like(first), residues, residues)
+    bound = masks.dilated(8 * rate, rate, 1).bind(num_heads=1, num_queries=99, num_keys=99)
+    expected = torch.full_like(first, EMPTY)
+    expected[1] = FULL
+    assert torch.equal(bound.classify(box), expected)
+    crossing = replace(box, k=Progression(first.flip(0), rate, box.k.count))
+    assert (bound.classify(crossing)[first != rate - 1 - first] == EMPTY).all()

@@ -1,0 +1,136 @@
+"""attend under torch.compile: one graph, few compilations, the same numbers; and the op's own contract."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+
+# B batch, H heads, N tokens, D head dim
+
+PATTERN = masks.longnet([16, 48], [1, 3]) & masks.causal()
+
+
+class SelfAttention(torch.nn.Module):
+    """A projection, attend with its lse, and a scalar: what training compiles."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project, self.options = torch.nn.Linear(12, 3 * 4 * 8), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        out, lse = fd.attend(q, k, v, PATTERN, return_lse=True, **self.options)
+        return out.square().sum() + lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()
+
+
+def gradient(module, x: Tensor) -> tuple[Tensor, Tensor]:
+    loss = module(x)
+    (grad,) = torch.autograd.grad(loss, module.project.weight)
+    return loss.detach(), grad
+
+
+class KeepGraphs:
+    """A backend that runs its graphs as they are, and keeps them."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]):
+        self.kept.append(graph)
+        return graph
+
+
+@pytest.fixture
+def graphs():
+    torch.compiler.reset()
+    yield KeepGraphs()
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"engine": "tiles", "block_size": 32}], ids=["default", "tiles"])
+def test_training_in_one_graph_at_any_length(graphs, options):
+    """One graph for the first length and one for all others, with nothing recomputed eagerly."""
+    eager = SelfAttention(**options)
+    compiled = torch.compile(eager, fullgraph=True, backend=graphs)
+    for N in (60, 97, 1, 128, 61, 200):
+        torch.manual_seed(N)
+        x = torch.randn(2, N, 12)
+        for found, expected in zip(gradient(compiled, x), gradient(eager, x), strict=True):
+            assert_close(found, expected)
+    # A length of 1 is a specialisation of torch's own, beside the static and the dynamic graph.
+    assert len(graphs.kept) <= 3
+
+
+@pytest.mark.slow
+def test_two_lengths_or_twenty_are_two_graphs(graphs):
+    compiled = torch.compile(SelfAttention(), fullgraph=True, backend=graphs)
+    for N in range(60, 100, 2):
+        gradient(compiled, torch.randn(1, N, 12))
+    assert len(graphs.kept) <= 2
+
+
+@pytest.mark.slow
+def test_inductor_trains_as_eager_does():
+    """Through the whole compiler: functionalised, with the op's strides and dtypes taken at their word."""
+    torch.compiler.reset()
+    eager = SelfAttention()
+    compiled = torch.compile(eager, fullgraph=True, dynamic=True)
+    for N in (60, 97):
+        x = torch.randn(2, N, 12)
+        for found, expected in zip(gradient(compiled, x), gradient(eager, x), strict=True):
+            assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_autocast_compiles(graphs):
+    eager = SelfAttention()
+    compiled = torch.compile(eager, fullgraph=True, backend=graphs)
+    x = torch.randn(2, 60, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        for found, expected in zip(gradient(compiled, x), gradient(eager, x), strict=True):
+            assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_a_layout_compiles(graphs):
+    layout = masks.Layout(61, 3)
+    eager = SelfAttention(layout=layout)
+    compiled = torch.compile(eager, fullgraph=True, backend=graphs)
+    x = torch.randn(1, 61, 12)
+    for found, expected in zip(gradient(compiled, x), gradient(eager, x), strict=True):
+        assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_bad_input_is_refused_while_tracing(graphs):
+    def call(x):
+        return fd.attend(x, x, x, PATTERN, q_offset=-1)
+
+    with pytest.raises(RuntimeError, match="q_offset must be at least 0"):
+        torch.compile(call, fullgraph=True, backend=graphs)(torch.randn(1, 2, 8, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True], ids=["heads outside", "tokens outside"])
+def test_the_custom_op_keeps_its_contract(dtype, transposed):
+    """Schema, shape rule, autograd and AOT dispatch, as torch checks them."""
+
+    def tensor(heads: int) -> Tensor:
+        x = torch.randn(2, 20, heads, 4, dtype=dtype).transpose(1, 2)
+        return (x if transposed else x.contiguous()).requires_grad_()
+
+    for pattern in (PATTERN, masks.longnet([5], [4])):
+        for rate in (1, 3):
+            arguments = (tensor(4), tensor(2), tensor(2), pattern.text, 0.5, 0, 0, 4, rate, [8, 16])
+            torch.library.opcheck(
+                torch.ops.flexdilated.tiles.default,
+                arguments,
+                atol=1e-2 if dtype == torch.bfloat16 else 1e-5,
+                rtol=1e-2,
+            )

@@ -1,0 +1,254 @@
+"""The demo as a user runs it: end to end at small sizes, cut short, gone on with, and asked for nonsense."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexdilated.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ["checkpoint.pt", "loss.png", "mask.png", "report.json"]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A folder of 24 files of made-up source, 60 kB."""
+    folder = tmp_path_factory.mktemp("text")
+    words = [
+        "def ",
+        "return ",
+        "self",
+        "(",
+        ")",
+        ":\n    ",
+        "value",
+        " = ",
+        "None\n",
+        "import ",
+        "for ",
+        "in ",
+    ]
+    draw = random.Random(0)
+    for number in range(24):
+        (folder / f"{number}.py").write_text("".join(draw.choices(words, k=600)), encoding="utf-8")
+    return folder
+
+
+def run(out: Path, text: Path, *more: str) -> int:
+    return main(["demo", "--context", "256", "--steps", "6", "--out", str(out), "--data", str(text), *more])
+
+
+def report(out: Path) -> dict:
+    return json.loads((out / "report.json").read_text(encoding="utf-8"))
+
+
+def test_end_to_end(tmp_path: Path, text: Path, capsys) -> None:
+    """One command trains, prints one table and leaves four files; the numbers in table and report agree."""
+    out = tmp_path / "new" / "out"
+    assert run(out, text, "--steps", "30") == 0
+    printed = capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == FILES
+    assert all((out / name).read_bytes().startswith(PNG) for name in ("loss.png", "mask.png"))
+    results = report(out)["results"]
+    assert results["before"] == pytest.approx(8.0, abs=1e-3)
+    assert results["after"] < results["unigram"] - 0.7
+    assert results["steps"] == len(report(out)["history"]) == 30
+    assert f"{results['after']:.3f}" in printed
+    assert f"{results['time']['dense_ms']:.1f} ms" in printed
+    assert results["density"] == pytest.approx(257 / 512)
+    for measure in ("unigram", "bigram", "hits and misses", "computed / useful", "faster by"):
+        assert measure in printed
+
+
+def test_several_branches(tmp_path: Path, text: Path) -> None:
+    """At 1024 bytes the pattern is a mixture, and the loss of a causal model falls all the same."""
+    assert run(tmp_path, text, "--context", "1024") == 0
+    assert report(tmp_path)["config"]["model"]["segment_lengths"] == [256, 1024]
+    history = report(tmp_path)["history"]
+    assert history[-1] < history[0] - 0.5
+
+
+def test_equal_seeds_equal_runs(tmp_path: Path, text: Path) -> None:
+    histories = []
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        assert run(tmp_path / name, text, "--seed", seed) == 0
+        histories.append(report(tmp_path / name)["history"])
+    assert histories[0] == histories[1] != histories[2]
+
+
+def test_the_random_state_stays(tmp_path: Path, text: Path) -> None:
+    before = torch.get_rng_state()
+    assert run(tmp_path, text, "--steps", "1") == 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_resume_equals_an_uninterrupted_run(tmp_path: Path, text: Path, monkeypatch) -> None:
+    """Stopped after 4 of 9 steps and resumed: bit for bit the losses and the results of 9 steps in one go."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(whole, text, "--steps", "9") == 0
+    stop_after(4, monkeypatch)
+    assert run(parts, text, "--steps", "9") == 0
+    assert report(parts)["results"]["ended_by"] == "Ctrl-C"
+    assert report(parts)["history"] == report(whole)["history"][:4]
+    monkeypatch.undo()
+    assert run(parts, text, "--steps", "9", "--resume") == 0
+    assert report(parts)["history"] == report(whole)["history"]
+    assert report(parts)["results"]["after"] == report(whole)["results"]["after"]
+    assert report(parts)["results"]["before"] == report(whole)["results"]["before"]
+
+
+def stop_after(steps: int, monkeypatch) -> None:
+    """Send this process SIGINT, as Ctrl-C does, within the given step."""
+    from flexdilated.cli import _train
+
+    def interrupted_loss(*arguments):
+        nonlocal steps
+        steps -= 1
+        if steps == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return loss_bits(*arguments)
+
+    loss_bits = _train.loss_bits
+    monkeypatch.setattr(_train, "loss_bits", interrupted_loss)
+
+
+def test_resume_of_a_finished_run_measures_again(tmp_path: Path, text: Path) -> None:
+    assert run(tmp_path, text) == 0
+    first = report(tmp_path)
+    assert run(tmp_path, text, "--resume") == 0
+    assert report(tmp_path)["history"] == first["history"]
+    assert report(tmp_path)["results"]["after"] == first["results"]["after"]
+
+
+def test_no_steps(tmp_path: Path, text: Path) -> None:
+    """An untrained model is measured, and drawn."""
+    assert run(tmp_path, text, "--steps", "0") == 0
+    results = report(tmp_path)["results"]
+    assert results["after"] == results["before"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+
+
+def test_time_limit(tmp_path: Path, text: Path) -> None:
+    """The first step is always finished; then the limit ends the training."""
+    assert run(tmp_path, text, "--steps", "100000", "--minutes", "1e-6") == 0
+    assert report(tmp_path)["results"]["steps"] == 1
+    assert report(tmp_path)["results"]["ended_by"] == "the limit of 1e-06 minutes"
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal(tmp_path: Path, text: Path) -> None:
+    """One SIGINT during the training: status 0, table, report, pictures, no traceback; --resume goes on."""
+    command = [sys.executable, "-m", "flexdilated", "demo", "--context", "256", "--steps", "1000000"]
+    command += ["--out", str(tmp_path), "--data", str(text)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    seen = ""
+    while "bits per byte" not in seen and process.poll() is None:
+        seen += process.stderr.read(1)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+    assert "training ended by" in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+    done = report(tmp_path)["results"]["steps"]
+    assert 1 <= done < 1000000
+    assert run(tmp_path, text, "--steps", str(done + 2), "--resume") == 0
+    assert report(tmp_path)["results"]["steps"] == done + 2
+
+
+def test_ctrl_c_outside_the_training(tmp_path: Path, text: Path, monkeypatch, capsys) -> None:
+    from flexdilated.cli import _demo
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_demo, "load_corpus", interrupted)
+    assert run(tmp_path, text) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["tqdm", "matplotlib"])
+def test_without_an_extra(tmp_path: Path, text: Path, monkeypatch, capsys, missing: str) -> None:
+    """The command runs, and names what is missing and how to get it."""
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert run(tmp_path, text) == 0
+    printed = capsys.readouterr().out
+    assert f"{missing} is not installed" in printed
+    assert 'pip install "flexdilated[demo]"' in printed
+    assert ("step 6 of 6" in printed) == (missing == "tqdm")
+    assert (tmp_path / "mask.png").exists() == (missing != "matplotlib")
+
+
+BAD = {
+    "context of 1": (["--context", "1"], "--context must be at least 2; got 1"),
+    "negative steps": (["--steps", "-1"], "--steps must be at least 0; got -1"),
+    "no time": (["--minutes", "0"], "--minutes must be a positive number; got 0.0"),
+    "time that is no number": (["--minutes", "nan"], "--minutes must be a positive number; got nan"),
+    "negative seed": (["--seed", "-1"], "--seed must be in [0, 2**63); got -1"),
+    "unknown device": (["--device", "abacus"], "--device must be one of cpu"),
+    "device without storage": (["--device", "meta"], "--device must be one of cpu"),
+    "second processor": (["--device", "cpu:1"], "--device must be one of cpu"),
+    "missing data": (["--data", "/no/such/place"], "nothing is at /no/such/place"),
+    "too little data": (["--context", "65536"], "need a window of context + 1 = 65537 bytes each"),
+    "nothing to resume": (["--resume"], "--resume needs a checkpoint"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments(tmp_path: Path, text: Path, capsys, arguments: list[str], message: str) -> None:
+    """One line that states the rule and the value, status 2, and nothing written."""
+    assert run(tmp_path, text, *arguments) == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arguments_of_another_kind(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--steps", "many"])
+    assert "invalid int value: 'many'" in capsys.readouterr().err
+
+
+def test_out_that_is_a_file(tmp_path: Path, text: Path, capsys) -> None:
+    (tmp_path / "taken").write_text("mine", encoding="utf-8")
+    assert run(tmp_path / "taken", text) == 2
+    assert "--out must be a folder that can be written" in capsys.readouterr().err
+    assert (tmp_path / "taken").read_text(encoding="utf-8") == "mine"
+
+
+def test_environment_that_does_not_parse(tmp_path: Path, text: Path) -> None:
+    """In a process of its own: the cache reads the variable once."""
+    command = [sys.executable, "-m", "flexdilated", "demo", "--out", str(tmp_path), "--data", str(text)]
+    environment = {**os.environ, "FLEXDILATED_CACHE_BYTES": "lots"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2
+    assert "FLEXDILATED_CACHE_BYTES must be a whole number of bytes" in done.stderr
+
+
+def test_resume_with_other_settings(tmp_path: Path, text: Path, capsys) -> None:
+    assert run(tmp_path, text, "--steps", "1") == 0
+    kept = (tmp_path / "checkpoint.pt").read_bytes()
+    assert run(tmp_path, text, "--resume", "--seed", "1") == 2
+    assert "seed was 0, is 1" in capsys.readouterr().err
+    assert run(tmp_path, text / "0.py", "--resume", "--context", "255") == 2
+    assert "context was 256, is 255, another corpus" in capsys.readouterr().err
+    assert (tmp_path / "checkpoint.pt").read_bytes() == kept
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint"], ids=["empty", "foreign"])
+def test_resume_from_what_is_no_checkpoint(tmp_path: Path, text: Path, capsys, content: bytes) -> None:
+    (tmp_path / "checkpoint.pt").write_bytes(content)
+    assert run(tmp_path, text, "--resume") == 2
+    assert "--resume needs a checkpoint of this command" in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""The demo's parts against plain definitions: corpus, windows, baselines, schedule, interrupt, pictures."""
+
+import os
+import signal
+from math import log2
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexdilated.cli._baselines import bigram_bits, unigram_bits
+from flexdilated.cli._corpus import load_corpus
+from flexdilated.cli._interrupt import Interrupt
+from flexdilated.cli._loss_picture import running_mean
+from flexdilated.cli._mask_picture import touched_blocks
+from flexdilated.cli._model import build_model, model_config
+from flexdilated.cli._out import replace
+from flexdilated.cli._schedule import learning_rate_factor, planned_steps
+from flexdilated.cli._usage import UsageError
+from flexdilated.cli._windows import training_window, validation_windows
+
+
+def text_of(data) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def test_the_standard_library_is_split_by_file() -> None:
+    corpus = load_corpus(None, context=1024)
+    again = load_corpus(None, context=1024)
+    assert corpus.fingerprint == again.fingerprint
+    assert not set(corpus.train_files) & set(corpus.validation_files)
+    assert "argparse.py" in {*corpus.train_files, *corpus.validation_files}
+    share = len(corpus.validation) / (len(corpus.train) + len(corpus.validation))
+    assert 1 / 16 <= share < 1 / 12
+    folders = {folder for name in corpus.train_files for folder in Path(name).parts[:-1]}
+    assert not folders & {"site-packages", "test", "tests"}
+
+
+def test_a_folder_with_odd_files(tmp_path: Path) -> None:
+    """Empty files and links to nowhere are left out; bytes are kept as they are, in the order of names."""
+    for number in range(20):
+        (tmp_path / f"{number:02}.bin").write_bytes(bytes([number, 0xFF]) * 50)
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    corpus = load_corpus(tmp_path, context=8)
+    assert len(corpus.train_files) + len(corpus.validation_files) == 20
+    for side, files in ((corpus.train, corpus.train_files), (corpus.validation, corpus.validation_files)):
+        assert list(files) == sorted(files)
+        expected = b"".join((tmp_path / name).read_bytes() + b"\0" for name in files)
+        assert bytes(side.tolist()) == expected
+
+
+def test_a_long_file_is_held_out_last(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"{number}").write_bytes(b"x" * 100)
+    (tmp_path / "long").write_bytes(b"y" * 4000)
+    assert "long" in load_corpus(tmp_path, context=8).train_files
+
+
+def test_a_single_file_is_split_at_its_end(tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(bytes(range(160)))
+    corpus = load_corpus(tmp_path / "one", context=8)
+    assert bytes(corpus.train.tolist()) == bytes(range(150)) + b"\0"
+    assert bytes(corpus.validation.tolist()) == bytes(range(150, 160)) + b"\0"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"short"], ids=["no file", "empty", "too short"])
+def test_too_little_text(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "a").write_bytes(content)
+    with pytest.raises(UsageError, match=r"at least one readable file|need a window of context"):
+        load_corpus(tmp_path, context=8)
+
+
+def test_baselines_by_hand() -> None:
+    """Train on "aab", measure on "?ab" and "?ba": counts as their definitions say, a pseudo-count each."""
+    train, windows = text_of(b"aab"), torch.stack([text_of(b"aab"), text_of(b"bba")])
+    a, b = (2 + 1) / (3 + 256), (1 + 1) / (3 + 256)
+    assert unigram_bits(train, windows) == pytest.approx(-(2 * log2(a) + 2 * log2(b)) / 4)
+    after_a = {"a": (1 + a) / (2 + 1), "b": (1 + b) / (2 + 1)}
+    after_b = {"a": a, "b": b}  # never followed by anything: the unigram
+    expected = [after_a["a"], after_a["b"], after_b["b"], after_b["a"]]
+    assert bigram_bits(train, windows) == pytest.approx(-sum(log2(p) for p in expected) / 4)
+
+
+def test_training_windows_visit_everything_once_a_pass() -> None:
+    text = text_of(range(101))
+    starts = [int(training_window(text, step, context=10, seed=3)[0]) for step in range(20)]
+    first, second = starts[:10], starts[10:]
+    assert sorted(first) == list(range(first[first.index(min(first))], 100, 10))
+    assert len(set(second)) == 10
+    assert first != second
+    other = [int(training_window(text, step, context=10, seed=4)[0]) for step in range(10)]
+    assert other != first
+    shortest = text_of(range(11))
+    assert training_window(shortest, 7, context=10, seed=0).tolist() == list(range(11))
+
+
+def test_validation_windows_do_not_overlap() -> None:
+    windows = validation_windows(text_of(range(100)), context=9, limit=4)
+    assert windows[:, 0].tolist() == [0, 30, 60, 90]
+    assert validation_windows(text_of(range(25)), context=9, limit=4)[:, 0].tolist() == [0, 10]
+
+
+def test_learning_rate() -> None:
+    factors = [learning_rate_factor(step, steps=100) for step in range(100)]
+    assert max(factors) == factors[9] == pytest.approx(0.91)
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[-1] == pytest.approx(0.01)
+
+
+PACES = [
+    (0, 0.0, 100),
+    (4, 30.0, 100),
+    (10, 5.0, 100),
+    (10, 10.0, 80),
+    (20, 40.0, 50),
+    (20, 61.0, 40),
+    (1, 90.0, 21),
+]
+
+
+@pytest.mark.parametrize(("ran", "elapsed", "planned"), PACES)
+def test_planned_steps(ran: int, elapsed: float, planned: int) -> None:
+    """100 steps, 20 of them behind before, and a minute: what fits at the pace so far, once that is known."""
+    sizes = {"steps": 100, "done": 20 + ran, "ran": ran}
+    assert planned_steps(**sizes, elapsed_seconds=elapsed, limit_seconds=60.0) == planned
+
+
+def test_the_model_is_causal() -> None:
+    """A changed byte changes no logit before it: not through the look-back, nor the attention."""
+    model = build_model(300, seed=0)
+    torch.nn.init.normal_(model.head.weight)
+    tokens = torch.randint(256, (1, 300), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 150] = (tokens[0, 150] + 1) % 256
+    with torch.no_grad():
+        before, after = model(tokens)[0], model(changed)[0]
+    assert torch.equal(before[:150], after[:150])
+    assert not torch.equal(before[150], after[150])
+
+
+@pytest.mark.parametrize("context", [2, 3, 255, 256, 257, 16384, 100_000])
+def test_segments_end_at_the_context(context: int) -> None:
+    config = model_config(context)
+    assert max(config.segment_lengths) == config.segment_lengths[-1] >= context
+    assert config.segment_lengths[0] == min(256, context)
+    assert len(config.dilation_rates) == len(config.segment_lengths)
+
+
+def test_short_inputs() -> None:
+    """Fewer bytes than the look-back."""
+    model = build_model(2, seed=0)
+    assert model(torch.tensor([[65]])).shape == (1, 1, 256)
+
+
+def test_a_second_interrupt_ends_at_once() -> None:
+    earlier = signal.getsignal(signal.SIGINT)
+    with Interrupt() as interrupt:
+        assert not interrupt.requested
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is earlier
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("old", encoding="utf-8")
+
+    def fail(partial: Path) -> None:
+        partial.write_text("half", encoding="utf-8")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replace(path, fail)
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+    assert path.read_text(encoding="utf-8") == "old"
+
+
+def test_running_mean() -> None:
+    assert running_mean([4.0, 2.0, 0.0]) == [4.0, 3.0, 2.0]
+    assert running_mean([float(i) for i in range(12)])[-1] == sum(range(2, 12)) / 10
+
+
+def test_touched_blocks() -> None:
+    counts = torch.zeros(4, 4, dtype=torch.int64)
+    counts[0, 3] = 2
+    counts[3, 3] = 1
+    assert touched_blocks(counts, 2).tolist() == [[False, True], [False, True]]

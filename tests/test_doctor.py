@@ -1,0 +1,98 @@
+"""`python -m flexdilated doctor`: what it says, and the status it ends with."""
+
+import sys
+
+import pytest
+
+from flexdilated.cli import _doctor, main
+
+
+def examine(capsys) -> tuple[int, str]:
+    status = main(["doctor"])
+    return status, capsys.readouterr().out
+
+
+def test_a_sound_machine(capsys) -> None:
+    """The trial really runs attention, forward and backward, through the cache."""
+    status, printed = examine(capsys)
+    assert status == 0
+    assert "Attention works on this machine." in printed
+    for subject in (
+        "python",
+        "torch",
+        "devices",
+        "C++ compiler",
+        "engines on cpu",
+        "attention on cpu",
+        "plan cache",
+    ):
+        assert subject in printed
+
+
+def test_without_a_compiler(capsys, monkeypatch) -> None:
+    """Attention still works: tiles needs none."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    status, printed = examine(capsys)
+    assert status == 0
+    assert "no C++ compiler found (looked for no-such-compiler)" in printed
+    assert "engine 'tiles' needs none" in printed
+    assert "tiles (default), reference" in printed
+
+
+@pytest.mark.parametrize("missing", ["tqdm", "matplotlib"])
+def test_without_an_extra(capsys, monkeypatch, missing: str) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    status, printed = examine(capsys)
+    assert status == 0
+    assert f"{missing} is not installed" in printed
+    assert 'pip install "flexdilated[demo]"' in printed
+
+
+def test_environment(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("FLEXDILATED_CACHE_BYTES", "4096")
+    monkeypatch.setenv("FLEXDILATED_CASH_BYTES", "4096")
+    status, printed = examine(capsys)
+    assert status == 0
+    assert "is read as 4096" in printed
+    assert "FLEXDILATED_CASH_BYTES" in printed
+    assert "is unknown, and has no effect" in printed
+
+
+def test_environment_that_does_not_parse(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("FLEXDILATED_CACHE_BYTES", "lots")
+    status, printed = examine(capsys)
+    assert status == 1
+    assert "does not parse" in printed
+    assert "got 'lots'" in printed
+    assert "Attention does not work on this machine." in printed
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [
+        ("2.10.1", "too old: 2.11 or newer is needed"),
+        ("2.11.0+cpu", "supported"),
+        ("2.16.0.dev1", "newer than 2.15"),
+    ],
+)
+def test_versions_of_torch(capsys, monkeypatch, version: str, verdict: str) -> None:
+    monkeypatch.setattr(_doctor.torch, "__version__", version)
+    assert verdict in examine(capsys)[1]
+
+
+def test_attention_that_fails_or_is_wrong(capsys, monkeypatch) -> None:
+    """The trial has teeth."""
+    right = _doctor._forward_backward
+
+    def wrong(inputs, *, engine):
+        out, grad = right(inputs, engine=engine)
+        return (out, grad) if engine else (out + 1e-3, grad)
+
+    def failing(inputs, *, engine):
+        raise RuntimeError("no kernel\nfor this")
+
+    for broken, verdict in ((wrong, "is wrong: 1.0e-03 away"), (failing, "fails: RuntimeError: no kernel")):
+        monkeypatch.setattr(_doctor, "_forward_backward", broken)
+        status, printed = examine(capsys)
+        assert status == 1
+        assert verdict in printed

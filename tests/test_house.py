@@ -1,0 +1,196 @@
+"""The rules of the house: floors, public names, a quiet import, one place on the path, short files."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flexdilated
+from flexdilated import masks
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# The first pattern that fits a module names its floor; imports point down, or stay on the floor. The root is
+# among the commands, which use it as a user does: what lies below takes names from where they are defined.
+FLOORS = {
+    r"flexdilated\.masks\b": 0,
+    r"flexdilated\._(attend|engines|validate)\b": 2,
+    r"flexdilated\._[^_]": 1,
+    r"flexdilated\.nn\b": 3,
+    r"flexdilated(\.cli|\.__main__|$)": 4,
+}
+GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
+EXTRAS = {"matplotlib", "tqdm"}
+
+PUBLIC = {
+    flexdilated: ["DilatedAttention", "LongNet", "MultiheadDilatedAttention", "attend", "masks"],
+    masks: [
+        *("Bound", "Layout", "Mixture", "Pattern"),
+        *("block_mask", "cache", "causal", "describe", "dilated", "from_json", "layout"),
+        *("local_window", "longnet", "per_head", "recommended_layout", "to_json"),
+    ],
+}
+
+
+def sources() -> dict[str, Path]:
+    """Module name -> file, for the whole package; the symlink `flexdilated/masks` is not followed."""
+    folders = {"flexdilated": ROOT / "flexdilated", "flexdilated.masks": ROOT / "masks"}
+    return {
+        ".".join((package, *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): file
+        for package, folder in folders.items()
+        for file in sorted(folder.rglob("*.py"))
+    }
+
+
+SOURCES = sources()
+
+
+def imports(module: str, file: Path) -> Iterator[str]:
+    """Every module that this one imports, at the top or inside a function; relative names are resolved."""
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            for alias in node.names:
+                submodule = f"{origin}.{alias.name}"
+                yield submodule if submodule in SOURCES else origin
+
+
+def floor(module: str) -> int:
+    levels = [level for pattern, level in FLOORS.items() if re.match(pattern, module)]
+    assert levels, f"{module} has no floor: add it to FLOORS"
+    return levels[0]
+
+
+def run_elsewhere(code: str, folder: Path) -> str:
+    """Standard output of the code in a new, isolated interpreter that does not see the checkout."""
+    command = [sys.executable, "-I", "-c", code]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def is_installed() -> bool:
+    folders = [folder for folder in sys.path if Path(folder).resolve() != ROOT]
+    return any(importlib.metadata.distributions(name="flexdilated", path=folders))
+
+
+needs_install = pytest.mark.skipif(not is_installed(), reason="flexdilated is not installed here")
+
+
+def test_imports_point_down() -> None:
+    climbs = [
+        f"{module} (floor {floor(module)}) imports {name} (floor {floor(name)})"
+        for module, file in SOURCES.items()
+        for name in imports(module, file)
+        if name.partition(".")[0] == "flexdilated" and floor(name) > floor(module)
+    ]
+    assert climbs == []
+
+
+def test_imports_are_declared_dependencies() -> None:
+    """Only the commands may use an extra; nothing imports `masks`, `bench` or `tests` from the checkout."""
+    undeclared = [
+        f"{module} imports {name}"
+        for module, file in SOURCES.items()
+        for name in imports(module, file)
+        if name.partition(".")[0] not in GROUND | {"flexdilated"} | (EXTRAS if floor(module) == 4 else set())
+    ]
+    assert undeclared == []
+
+
+def test_floors_see_a_climb(tmp_path: Path) -> None:
+    """The rule above has teeth: relative, absolute and late imports of a higher floor are all seen."""
+    file = tmp_path / "_x.py"
+    code = "from .. import _attend\nfrom flexdilated import attend\ndef f():\n    import flexdilated.nn"
+    file.write_text(code, encoding="utf-8")
+    assert {floor(name) for name in imports("flexdilated.masks._x", file)} == {2, 3, 4}
+
+
+@pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)
+def test_public_names_are_frozen(package) -> None:
+    assert sorted(package.__all__) == PUBLIC[package]
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
+QUIET = """
+import json, os, random, signal, sys, warnings
+import torch, torch._dynamo, torch._inductor.config
+
+def settings():
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return [
+        torch.get_num_threads(), torch.get_num_interop_threads(), torch.is_grad_enabled(),
+        str(torch.get_default_dtype()), str(torch.get_default_device()), torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled(),
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch.backends.mkldnn.enabled,
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(), cuda.matmul.allow_tf32, cudnn.allow_tf32,
+        torch._dynamo.config.get_hash().hex(), torch._inductor.config.get_hash().hex(),
+        torch.get_rng_state().tolist(), hash(random.getstate()), dict(os.environ),
+        [str(entry) for entry in warnings.filters], str(signal.getsignal(signal.SIGINT)),
+    ]
+
+before, known = settings(), set(sys.modules)
+import flexdilated
+changed = [pair for pair in zip(before, settings()) if pair[0] != pair[1]]
+print(json.dumps([changed, sorted(set(sys.modules) - known)]))
+"""
+
+
+@needs_install
+def test_import_only_imports(tmp_path: Path) -> None:
+    """No setting of torch or Python changes, and no extra is loaded."""
+    changed, loaded = json.loads(run_elsewhere(QUIET, tmp_path))
+    assert changed == []
+    assert not {name.partition(".")[0] for name in loaded} & (EXTRAS | {"hypothesis", "pytest"})
+
+
+@needs_install
+def test_masks_is_not_a_top_level_module(tmp_path: Path) -> None:
+    code = "import flexdilated.masks, importlib.util as u; print(u.find_spec('masks'), u.find_spec('bench'))"
+    assert run_elsewhere(code, tmp_path).strip() == "None None"
+
+
+def test_every_package_is_listed_for_the_build() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    packages = [module for module, file in SOURCES.items() if file.name == "__init__.py"]
+    assert sorted(settings["packages"]) == sorted(packages)
+
+
+@pytest.mark.slow
+def test_wheel_holds_each_module_once(tmp_path: Path) -> None:
+    """Built from a copy: a build leaves files behind. With the setuptools at hand: nothing is fetched."""
+    copy = tmp_path / "checkout"
+    shutil.copytree(ROOT / "flexdilated", copy / "flexdilated", symlinks=True)
+    shutil.copytree(ROOT / "masks", copy / "masks")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    code = "import setuptools.build_meta as b; b.build_wheel('.')"
+    subprocess.run([sys.executable, "-c", code], cwd=copy, check=True, capture_output=True, timeout=120)
+    (wheel,) = copy.glob("*.whl")
+    held = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    modules = [
+        module.replace(".", "/") + ("/__init__.py" if file.name == "__init__.py" else ".py")
+        for module, file in SOURCES.items()
+    ]
+    assert sorted(held) == sorted([*modules, "flexdilated/py.typed"])
+
+
+def test_files_are_short() -> None:
+    folders = ("bench", "flexdilated", "masks", "tests")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    lengths = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8").count("\n") for file in files}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}

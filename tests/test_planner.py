@@ -1,0 +1,118 @@
+"""The planner: every way that it weighs computes the pattern exactly; its choice computes little in vain."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexdilated import masks
+from flexdilated.masks._layout import Compact, Layout
+from flexdilated.masks._planner import plan, recommended_layout
+from flexdilated.masks._term import Term
+from tests import oracle
+from tests.strategies import LADDERS, cases, longnets, whole_cases
+
+
+def tokens_of(side: Layout | Compact, heads: int) -> Tensor:
+    """(heads, folds, slots): the token in each slot."""
+    return side.tokens() if isinstance(side, Compact) else side.positions().expand(heads, 1, -1)
+
+
+def weight_of(term: Term, shape: tuple[int, ...]) -> Tensor:
+    """(H, N, M): how often the term counts each pair of the bound's tokens."""
+    total = torch.zeros(shape, dtype=torch.int64)
+    heads, (q, k) = len(term.heads), (tokens_of(side, len(term.heads)) for side in (term.q, term.k))
+    slots = torch.arange(q.shape[-1])[:, None], torch.arange(k.shape[-1])[None, :]
+    mod = term.mask_mod(torch.device("cpu"))
+    for index, head in enumerate(term.heads):
+        allowed = mod(torch.tensor(0), torch.tensor(index), *slots).expand(len(slots[0]), slots[1].shape[1])
+        if term.shape != "blocks":
+            assert torch.equal(
+                allowed, torch.ones_like(allowed) if term.shape == "dense" else slots[1] <= slots[0]
+            )
+        for fold in range(q.shape[1]):
+            table = total[head]
+            table[q[index, fold][:, None], k[index, fold][None, :]] += term.multiplicity * allowed
+    assert heads == len(set(term.heads))
+    return total
+
+
+def weight_of_all(terms: Iterable[Term], shape: tuple[int, ...]) -> Tensor:
+    return sum((weight_of(term, shape) for term in terms), torch.zeros(shape, dtype=torch.int64))
+
+
+@given(cases())
+def test_every_option_is_the_dense_rule(case):
+    """The terms of each way to compute a branch add up to the branch, whether or not the planner takes it."""
+    planned, counts = plan(case.bind()), case.counts()
+    for choice in range(max(len(options) for options in planned.options)):
+        terms = [term for options in planned.options for term in options[choice % len(options)].terms]
+        assert torch.equal(weight_of_all(terms, counts.shape), counts)
+    assert torch.equal(weight_of_all(planned.terms, counts.shape), counts)
+
+
+@given(whole_cases(lambda H: longnets()), st.integers(1, 7))
+def test_plans_in_a_layout_are_the_dense_rule(case, rate):
+    """Whichever order such a plan runs in, its terms add up to the pattern."""
+    planned = plan(case.bind(), layout=Layout(case.num_keys, rate))
+    assert planned.layout in (Layout(case.num_keys, rate), Layout(case.num_keys))
+    counts = case.counts()
+    assert torch.equal(weight_of_all(planned.terms, counts.shape), counts)
+
+
+@pytest.mark.parametrize("name", LADDERS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("N", [16384, 20011])
+def test_computes_little_in_vain(name, causal, N):
+    """Pairs in listed blocks of side 128, over pairs that branches allow."""
+    segments, rates = LADDERS[name]
+    pattern = masks.longnet(segments, rates)
+    pattern = pattern & masks.causal() if causal else pattern
+    computed = plan(pattern.bind(num_heads=16, num_queries=N, num_keys=N)).cost.computed_pairs
+    useful = oracle.useful_pairs(segments, rates, num_heads=16, N=N, causal=causal)
+    assert computed / useful <= 1.15
+
+
+def test_options_are_weighed():
+    bound = (masks.longnet([2048, 4096], [1, 4]) + masks.causal()).bind(
+        num_heads=4, num_queries=9000, num_keys=9000
+    )
+    planned = plan(bound)
+    assert len(planned.options) == 3
+    for options in planned.options:
+        seconds = [option.cost.seconds for option in options]
+        assert seconds == sorted(seconds)
+    assert planned.terms == tuple(term for options in planned.options for term in options[0].terms)
+    assert {option.layout for option in planned.options[1]} == {"natural", "residue 4", "compact"}
+
+
+def test_a_branch_that_counts_twice_is_computed_once():
+    window = masks.local_window(left=3, right=0)
+    planned = plan((window + window + masks.causal()).bind(num_heads=1, num_queries=20, num_keys=20))
+    assert sorted(term.multiplicity for term in planned.terms) == [1, 2]
+
+
+def test_plans_are_kept_by_their_sizes():
+    def planned(**change: int):
+        sizes = {"num_heads": 2, "num_queries": 30, "num_keys": 40} | change
+        return plan(masks.longnet([8], [2]).bind(**sizes))
+
+    assert planned() is planned()
+    for change in (
+        {"q_offset": 3},
+        {"num_queries": 29},
+        {"num_keys": 41},
+        {"head_offset": 1},
+        {"num_heads": 3},
+    ):
+        assert planned(**change) is not planned()
+        assert planned(**change).bound != planned().bound
+
+
+def test_recommends_a_layout_only_where_rates_ask_for_one():
+    assert recommended_layout(masks.causal(), 4096, num_heads=2) is None
+    assert recommended_layout(masks.longnet([8], [2]), 1, num_heads=2) is None
+    assert recommended_layout(masks.longnet([64, 96], [2, 3]), 500, num_heads=2) in (None, Layout(500, 6))

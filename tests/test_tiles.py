@@ -1,0 +1,153 @@
+"""The tiles engine against the dense oracle, forward and backward, whichever layout a plan chooses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flexdilated as fd
+from flexdilated import _tile_blocks, _tile_calls, masks
+from flexdilated._tiles import Result, make_program, run_backward, run_forward
+from flexdilated.masks import Layout, _blocks, _quadtree
+from flexdilated.masks._planner import Plan, plan
+from tests import oracle
+from tests.agreement import assert_agrees
+from tests.strategies import GIGAPATH_5, LONGNET_5, PAPER_5, block_sides, cases, scaled, tensors, whole_cases
+
+
+@given(st.data(), st.tuples(block_sides, block_sides), st.floats(-2, 2))
+def test_attend_is_the_oracle(data, sides, scale):
+    case = data.draw(cases())
+    q, k, v = data.draw(tensors(case))
+
+    def attend(q, k, v):
+        return fd.attend(
+            q, k, v, case.twin.pattern, scale=scale, enable_gqa=True, engine="tiles", block_size=sides,
+            return_lse=True, **case.sizes,
+        )  # fmt: skip
+
+    assert_agrees(attend, (q, k, v), case.counts(), scale=scale)
+
+
+@given(st.data(), st.integers(1, 7), block_sides)
+def test_attend_in_a_layout_is_the_oracle(data, rate, side):
+    """Tokens in residue-major order in and out: the oracle with its rows and columns permuted."""
+    case = data.draw(whole_cases())
+    layout = Layout(case.num_keys, rate)
+    counts = case.counts()[:, layout.positions()][:, :, layout.positions()]
+
+    def attend(q, k, v):
+        options = {"layout": layout, "enable_gqa": True, "engine": "tiles", "block_size": side}
+        return fd.attend(q, k, v, case.twin.pattern, return_lse=True, **options)
+
+    assert_agrees(attend, data.draw(tensors(case)), counts)
+
+
+class RunPlan(torch.autograd.Function):
+    """A program as a differentiable function: the engine without its op, for plans no one would choose."""
+
+    @staticmethod
+    def forward(ctx, program, q, k, v):
+        out, lse = run_forward(program, q, k, v, 0.5)
+        ctx.program = program
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        q, k, v, out, lse = ctx.saved_tensors
+        return None, *run_backward(ctx.program, q, k, v, Result(out, lse, grad_out, grad_lse), 0.5)
+
+
+def assert_plan_agrees(
+    chosen: Plan, given_order: Layout, data: tuple[Tensor, ...], counts: Tensor, side: int
+) -> None:
+    program = make_program(chosen, given_order, num_kv_heads=data[1].shape[1], block_size=(side, side))
+    assert_agrees(lambda q, k, v: RunPlan.apply(program, q, k, v), data, counts, scale=0.5)
+
+
+@given(st.data(), block_sides)
+def test_every_option_is_the_oracle(data, side):
+    """Small problems are cheapest in one layout: the others must be right all the same."""
+    case = data.draw(cases())
+    drawn, weighed = data.draw(tensors(case)), plan(case.bind())
+    for choice in range(max(len(options) for options in weighed.options)):
+        terms = tuple(term for options in weighed.options for term in options[choice % len(options)].terms)
+        given_order = Layout(case.num_queries)
+        assert_plan_agrees(replace(weighed, terms=terms), given_order, drawn, case.counts(), side)
+
+
+LADDERS = {
+    "longnet-5": scaled(LONGNET_5, 64),
+    "paper-5": scaled(PAPER_5, 64),
+    "paper-5, full size": PAPER_5,
+    "gigapath-5": scaled(GIGAPATH_5, 90),
+    "gigapath-5, full size": GIGAPATH_5,
+}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", LADDERS)
+@pytest.mark.parametrize("rate", [1, 8])
+def test_ladders(name, causal, rate):
+    """Grouped heads of different offsets; N a multiple of nothing; in the natural order and in another."""
+    segments, rates = LADDERS[name]
+    N, H, G = 701, 4, 2
+    pattern, rule = masks.longnet(segments, rates), oracle.longnet(segments, rates)
+    if causal:
+        pattern, rule = pattern & masks.causal(), oracle.both(rule, oracle.causal())
+    layout = Layout(N, rate)
+    counts = oracle.counts(rule, range(H), H, layout.positions(), layout.positions())
+    torch.manual_seed(0)
+    drawn = tuple(torch.randn(1, heads, N, 8, dtype=torch.float64, requires_grad=True) for heads in (H, G, G))
+
+    def attend(q, k, v):
+        return fd.attend(q, k, v, pattern, enable_gqa=True, layout=layout, return_lse=True)
+
+    assert_agrees(attend, drawn, counts)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "limit"),
+    [
+        (_tile_calls, "_MASK_BYTES", 0),
+        (_tile_calls, "_MASK_BYTES", 300),
+        (_tile_blocks, "_GATHERED_BYTES", 1),
+        (_blocks, "_CELLS", 100),
+        (_blocks, "_SLOTS_AT_ONCE", 1),
+        (_quadtree, "_FRONTIER", 5),
+    ],
+)
+def test_limits_change_nothing(monkeypatch, module, name, limit):
+    """What bounds memory cuts the work into parts, and only that."""
+    monkeypatch.setattr(module, name, limit)
+    N, H = 45, 4
+    pattern = masks.longnet([9, 14], [2, 3]) & masks.local_window(left=11, right=4)
+    rule = oracle.both(oracle.longnet([9, 14], [2, 3]), oracle.local_window(11, 4))
+    counts = oracle.counts(rule, range(H), H, torch.arange(N), torch.arange(N))
+    torch.manual_seed(0)
+    drawn = tuple(torch.randn(2, heads, N, 4, dtype=torch.float64, requires_grad=True) for heads in (H, 2, 2))
+    bound = pattern.bind(num_heads=H, num_queries=N, num_keys=N)
+    for choice in range(2):
+        weighed = plan(bound)
+        terms = tuple(term for options in weighed.options for term in options[choice % len(options)].terms)
+        assert_plan_agrees(replace(weighed, terms=terms), Layout(N), drawn, counts, 4)
+
+
+def test_the_output_is_laid_out_like_the_queries():
+    """The custom op promises its compiler the strides of q."""
+    x = torch.randn(2, 30, 3, 4)
+    for q in (
+        x.transpose(1, 2),
+        x.transpose(1, 2).contiguous(),
+        x.permute(2, 0, 1, 3)[:2].expand(2, 2, 30, 4),
+    ):
+        out = fd.attend(q, q, q, masks.longnet([8], [2]))
+        assert out.stride() == torch.empty_like(q).stride()
+        q = q.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(fd.attend(q, q, q, masks.longnet([8], [2])).sum(), q)
+        assert grad.stride() == torch.empty_like(q).stride()
