@@ -55,6 +55,9 @@ class _Combination(Pattern):
 class And(_Combination):
     """Pairs that every part allows."""
 
+    def confined(self) -> bool:
+        return any(part.confined() for part in self.parts)
+
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         return reduce(_both, self._mods(num_heads, device))
 
@@ -70,6 +73,9 @@ class And(_Combination):
 @dataclass(frozen=True)
 class Or(_Combination):
     """Pairs that at least one part allows."""
+
+    def confined(self) -> bool:
+        return all(part.confined() for part in self.parts)
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         return reduce(either, self._mods(num_heads, device))

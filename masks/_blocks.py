@@ -84,6 +84,32 @@ def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True)
     return Blocks(*shape, tuple(range(len(rule.heads))), table, row, column, full, pairs)
 
 
+def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
+    """The blocks of `times` squares like this one, side by side within each residue class of the slots."""
+
+    def spread(index: Tensor, total: int) -> Tensor:
+        each = total // classes
+        copies = torch.arange(times)[:, None] * each
+        return (index // each * (each * times) + index % each + copies).flatten()
+
+    row, column = spread(blocks.row.long(), blocks.num_rows), spread(blocks.column.long(), blocks.num_columns)
+    table = blocks.table.long().repeat(times)
+    rows, columns = blocks.num_rows * times, blocks.num_columns * times
+    order = ((table * rows + row) * columns + column).argsort()
+    return Blocks(
+        blocks.num_q_slots * times,
+        blocks.num_k_slots * times,
+        blocks.q_block,
+        blocks.k_block,
+        blocks.heads,
+        table[order].int(),
+        row[order].int(),
+        column[order].int(),
+        blocks.full.repeat(times)[order],
+        blocks.pairs.repeat(times)[order],
+    )
+
+
 def _build_tables(rule: Rule, tables: range, shape: tuple[int, int, int, int], settle: bool) -> tuple[Tensor, ...]:
     _, _, q_block, k_block = shape
     found = list(descend(rule, roots(rule, tables), q_block, k_block))

@@ -53,6 +53,9 @@ class Dilated(Pattern):
     def period(self) -> int:
         return self.segment
 
+    def confined(self) -> bool:
+        return True
+
     def rates(self) -> tuple[int, ...]:
         return (self.rate,)
 

@@ -94,6 +94,10 @@ class Pattern(Expression):
         """A shift of query and key together that leaves the rule as it is; 1 for any shift, None for no shift."""
         return None
 
+    def confined(self) -> bool:
+        """Whether no allowed pair crosses a multiple of the period: the rule is then copies of one square."""
+        return False
+
     def rates(self) -> tuple[int, ...]:
         """The dilation rates that the rule uses."""
         return ()

@@ -32,6 +32,9 @@ class _HeadChoice(Pattern):
     def period(self) -> int | None:
         return common_period(self.parts)
 
+    def confined(self) -> bool:
+        return all(part.confined() for part in self.parts)
+
     def rates(self) -> tuple[int, ...]:
         return all_rates(self.parts)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import lcm
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ._blocks import Blocks, build_blocks
+from ._blocks import Blocks, build_blocks, repeat_blocks
 from ._layout import Compact, Layout, Pieces
 from ._pattern import MaskMod, Pattern
 from ._rule import Rule
@@ -67,8 +68,26 @@ class Term:
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
         """The block lists over the slots of one fold, with a table for each distinct head."""
+        square = self._square(q_block, k_block)
+        if square is not None:
+            return repeat_blocks(
+                square.blocks(q_block, k_block, settle=settle),
+                classes=self.q.rate if isinstance(self.q, Layout) else 1,
+                times=self.q.num_slots // square.q.num_slots,
+            )
         built = build_blocks(self.table_rule(), q_block=q_block, k_block=k_block, settle=settle)
         return built.with_heads(self.tables())
+
+    def _square(self, q_block: int, k_block: int) -> Term | None:
+        """The term over one period, where all its blocks are copies of that one's; None where they are not."""
+        period = self.rule.period()
+        if not isinstance(self.q, Layout) or self.q != self.k or self.q_offset or period is None:
+            return None
+        rate, tokens = self.q.rate, self.q.num_tokens
+        whole = tokens % period == 0 and tokens > period and period % (rate * lcm(q_block, k_block)) == 0
+        if not whole or not self.rule.confined():
+            return None
+        return replace(self, q=Layout(period, rate), k=Layout(period, rate))
 
     def mask_mod(self, device: torch.device) -> MaskMod:
         """Closure (b, h, q slot, k slot) -> bool over the term's own heads, for FlexAttention."""
