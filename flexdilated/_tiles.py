@@ -14,11 +14,13 @@ from . import _kernel, _tile_blocks
 from ._gather import Side, side
 from ._kernel import Operands
 from ._tile_calls import Calls, plan_calls
-from .masks._layout import Layout
+from .masks._layout import Compact, Layout
 from .masks._planner import Plan
 from .masks._term import Term
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+_SLOTS_AT_ONCE = 1 << 15  # enough for a kernel to share among cores, small beside the inputs
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,19 @@ def make_program(plan: Plan, given: Layout, *, num_kv_heads: int, block_size: tu
     groups = plan.bound.num_heads // num_kv_heads
     key_layout = Layout(plan.bound.num_keys, plan.layout.rate)
     steps = []
-    for term in plan.terms:
+    for term in (part for whole in plan.terms for part in _in_portions(whole)):
         queries = side(term.q, plan.layout, term.heads)
         keys = side(term.k, key_layout, tuple(head // groups for head in term.heads))
         calls = plan_calls(term, term.blocks(*block_size)) if term.shape == "blocks" else None
         steps.append(Step(term, queries, keys, calls))
     steps.sort(key=lambda step: not step.queries.every(plan.bound.num_heads, plan.bound.num_queries))
     return Program(given, plan.layout, tuple(steps))
+
+
+def _in_portions(term: Term) -> tuple[Term, ...]:
+    """A term whose operands are copies, in terms of a few heads, so that the copies of all need not exist at once."""
+    copied = isinstance(term.q, Compact) and term.q.step > 1
+    return term.by_heads(_SLOTS_AT_ONCE) if copied else (term,)
 
 
 def run_forward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int64, Shaped
@@ -100,6 +100,10 @@ class Compact:
     num_slots: int
     folds: int
     fold_stride: int
+
+    def select(self, index: slice) -> Compact:
+        """The same for some of the heads."""
+        return replace(self, heads=self.heads[index], starts=self.starts[index])
 
     def pieces(self, origin: int) -> Pieces:
         """One run a head: the slots of fold 0; token 0 stands at position `origin`."""

@@ -39,6 +39,16 @@ class Term:
     def folds(self) -> int:
         return self.q.folds if isinstance(self.q, Compact) else 1
 
+    def by_heads(self, most_slots: int) -> tuple[Term, ...]:
+        """The same in terms of at most `most_slots` query slots, where heads can be parted; a head stays whole."""
+        if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
+            return (self,)
+        heads = max(1, most_slots // (self.q.folds * self.q.num_slots))
+        parts = [slice(begin, begin + heads) for begin in range(0, len(self.heads), heads)]
+        return tuple(
+            replace(self, heads=self.heads[part], q=self.q.select(part), k=self.k.select(part)) for part in parts
+        )
+
     def tables(self) -> tuple[int, ...]:
         """The table of each head: heads whose rule over slots is the same share one."""
         seen: dict[object, int] = {}
