@@ -1,4 +1,4 @@
-"""Ask the questions of the benchmark and print one table: `python -m bench [NAME ...] [--small] [--out DIR]`."""
+"""Ask the questions and print one table: `python -m bench [NAME ...] [--small] [--out DIR]`."""
 
 import argparse
 import sys

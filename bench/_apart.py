@@ -1,7 +1,7 @@
 """Run a function in a process of its own: a clean compiler, a clean heap, and a crash that stays there.
 
-Processes are forked from a server that has imported the questions and run nothing: a start costs milliseconds, and
-no thread pool is carried over.
+Processes are forked from a server that has imported the questions and run nothing: a start costs
+milliseconds, and no thread pool is carried over.
 """
 
 import multiprocessing

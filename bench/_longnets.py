@@ -1,7 +1,7 @@
 """The LongNet configurations that are measured, their exact work, and their rule, independent of the library.
 
-The rule is written here a second time, from the paper (LongNet, arXiv 2307.02486), so that every measurement also
-checks the library's.
+The rule is written here a second time, from the paper (LongNet, arXiv 2307.02486), so that every measurement
+also checks the library's.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ BACKWARD_FLOPS = 10  # scores again, dv, dp, dq, dk
 
 @dataclass(frozen=True)
 class LongNet:
-    """Segment lengths and dilation rates, one each a branch; offsets interleaved: head h starts at h mod rate."""
+    """Segment lengths and dilation rates, one each a branch; head h starts at h mod rate."""
 
     name: str
     segment_lengths: tuple[int, ...]
@@ -43,6 +43,7 @@ class LongNet:
     def pattern(self) -> masks.Mixture:
         """The same as a pattern of the library."""
         mixture = masks.longnet(segment_lengths=self.segment_lengths, dilation_rates=self.dilation_rates)
+        assert isinstance(mixture, masks.Mixture)
         return mixture & masks.causal() if self.causal else mixture
 
     def attention(self) -> Attention:

@@ -1,7 +1,7 @@
-"""Check an attention function against the definition, in float64, on sampled query rows of a problem of any size.
+"""Check an attention function against the definition, in float64, on sampled query rows of any problem.
 
-The gradient of the output is zero outside the sampled rows, so that every entry of dk and dv is checked, as well as
-dq, at a cost linear in the tokens.
+The gradient of the output is zero outside the sampled rows, so that every entry of dk and dv is checked, as
+well as dq, at a cost linear in the tokens.
 """
 
 from typing import Protocol
@@ -39,8 +39,8 @@ def by_definition(
 ) -> tuple[Float[Tensor, "H R D"], Float[Tensor, "H R"]]:
     """Output and lse of the query rows: each branch's softmax, weighted by the branches' denominators.
 
-    `constant_weights` takes the branch weights out of the gradient, as torchscale does. Differentiable; computed in
-    the dtype of the inputs. Every row must have a key in some branch.
+    `constant_weights` takes the branch weights out of the gradient, as torchscale does. Differentiable;
+    computed in the dtype of the inputs. Every row must have a key in some branch.
     """
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     allowed = rule.masks(rows, num_tokens=k.shape[-2], num_heads=k.shape[0])
@@ -69,7 +69,7 @@ def check_forward(attention: Attention, problem: Problem, rule: Rule) -> None:
 def check_training(
     attention: Attention, problem: Problem, rule: Rule, *, constant_weights: bool = False
 ) -> None:
-    """Raise AssertionError unless output, dq, dk and dv equal the definition's for a gradient in the sampled rows."""
+    """Raise AssertionError unless out, dq, dk and dv equal the definition's, by the sampled rows."""
     rows = _sample(problem.q.shape[-2])
     grad = torch.zeros_like(problem.grad)
     grad[:, :, rows] = problem.grad[:, :, rows]
@@ -77,8 +77,10 @@ def check_training(
     out = attention(*leaves)
     dq, dk, dv = torch.autograd.grad(out, leaves, grad)
 
-    exact = tuple(x[0].double().requires_grad_() for x in (problem.q[:, :, rows], problem.k, problem.v))
-    expected, _ = by_definition(*exact, rule, rows, constant_weights=constant_weights)
+    q, k, v = exact = tuple(
+        x[0].double().requires_grad_() for x in (problem.q[:, :, rows], problem.k, problem.v)
+    )
+    expected, _ = by_definition(q, k, v, rule, rows, constant_weights=constant_weights)
     gradients = torch.autograd.grad(expected, exact, grad[0, :, rows].double())
     got = (out[0, :, rows], dq[0, :, rows], dk[0], dv[0])
     for name, value, wanted in zip(("out", "dq", "dk", "dv"), got, (expected, *gradients), strict=True):
@@ -87,7 +89,7 @@ def check_training(
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
     """Norm of the difference over the norm of what is wanted, in float64."""
-    return float(((got.detach().double() - wanted.detach()).norm() / wanted.detach().norm()))
+    return float((got.detach().double() - wanted.detach()).norm() / wanted.detach().norm())
 
 
 def _compare(name: str, got: Tensor, wanted: Tensor) -> None:

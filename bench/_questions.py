@@ -21,7 +21,7 @@ from ._result import Result
 
 
 class Question(Protocol):
-    """A module that asks one question, its docstring: two frozen configurations, and a function from one to a Result."""
+    """A module that asks one question, its docstring; two frozen configurations; a function to a Result."""
 
     __doc__: str
     FULL: Any

@@ -73,7 +73,8 @@ def _conditions(documents: list[Document]) -> list[str]:
 def _condition(document: Document) -> str:
     machine, versions = document["machine"], document["versions"]
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {machine['memory_gib']} GiB; "
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, "
+        f"{machine['memory_gib']} GiB; "
         f"Python {versions['python']}, torch {versions['torch']}, flexdilated {versions['flexdilated']}; "
         f"commit {document['commit']}; {document['date'][:10]}{'; tiny sizes' if document['small'] else ''}."
     )

@@ -28,7 +28,7 @@ SMALL = Config((LONGNET_4.shrunk(64), LONGNET_4.shrunk(64).as_causal()), Size(25
 
 
 def run(config: Config) -> Result:
-    """C8: relative error against float64 over dense SDPA's own at the same size, the worst of all quantities."""
+    """C8: relative error against float64 over dense SDPA's own at the same size, the worst of all."""
     return Result(tuple(_row(config, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)))
 
 
@@ -61,13 +61,13 @@ def _errors(
     """Relative errors of the library with `spec`, or of dense attention without one, by name."""
     problem = Problem.draw(size)
     rounded = [x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.grad)]
-    leaves = [x.detach().requires_grad_() for x in rounded[:3]]
-    out, lse = _dense(*leaves, rule) if spec is None else fd.attend(*leaves, spec.pattern(), return_lse=True)
+    q, k, v = leaves = [x.detach().requires_grad_() for x in rounded[:3]]
+    out, lse = _dense(q, k, v, rule) if spec is None else fd.attend(q, k, v, spec.pattern(), return_lse=True)
     lse_grad = problem.grad[..., 0] if through_lse else None
     got = (out, lse, *_gradients(out, lse, leaves, rounded[3], lse_grad))
 
-    exact = [x[0].detach().double().requires_grad_() for x in rounded[:3]]
-    wanted_out, wanted_lse = by_definition(*exact, rule, torch.arange(size.num_tokens))
+    q, k, v = exact = [x[0].detach().double().requires_grad_() for x in rounded[:3]]
+    wanted_out, wanted_lse = by_definition(q, k, v, rule, torch.arange(size.num_tokens))
     exact_lse_grad = None if lse_grad is None else lse_grad[0].double()
     gradients = _gradients(wanted_out, wanted_lse, exact, rounded[3][0].double(), exact_lse_grad)
     wanted = (wanted_out, wanted_lse, *gradients)

@@ -23,7 +23,7 @@ SMALL = Config((LONGNET_4.shrunk(32), LONGNET_4.shrunk(32).as_causal()), (Size(5
 
 
 def run(config: Config) -> Result:
-    """C4: forward and backward. The loop leaves the branch weights out of its gradient; the library does not."""
+    """C4: forward and backward. The loop leaves the branch weights out of its gradient."""
     return Result(tuple(_measure(spec, size) for size in config.sizes for spec in config.specs))
 
 

@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
 
 def run(config: Config) -> Result:
-    """C11: graphs compiled over the lengths, against their buckets (powers of two), and calls not compiled."""
+    """C11: graphs compiled over the lengths, against their buckets (powers of two), and eager calls."""
     random = Random(config.seed)
     lengths = [random.randint(config.shortest, config.longest) for _ in range(config.num_lengths)]
     with torch.random.fork_rng():

@@ -48,6 +48,6 @@ def _waste(spec: LongNet, num_tokens: int, num_heads: int) -> float:
     described = masks.describe(spec.pattern(), num_tokens, num_heads=num_heads)
     useful = spec.pairs(num_tokens=num_tokens, num_heads=num_heads)
     assert described.useful_pairs == useful, (
-        f"{spec.label}, {num_tokens} tokens: describe must count {useful} useful pairs; got {described.useful_pairs}"
+        f"{spec.label}, {num_tokens} tokens: {useful} useful pairs; describe counts {described.useful_pairs}"
     )
     return described.computed_pairs / useful

@@ -37,26 +37,26 @@ def run(config: Config) -> Result:
 
 def block_lists(mask: BlockMask, num_heads: int) -> dict[str, Bool[Tensor, "H R C"]]:
     """The four tables as dense booleans: partial and full blocks, by query row and by key row."""
+    rows, columns = (
+        -(-length // side) for length, side in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True)
+    )
     tables = {
-        "partial, key side": (mask.kv_num_blocks, mask.kv_indices),
-        "full, key side": (mask.full_kv_num_blocks, mask.full_kv_indices),
-        "partial, query side": (mask.q_num_blocks, mask.q_indices),
-        "full, query side": (mask.full_q_num_blocks, mask.full_q_indices),
+        "partial, key side": (mask.kv_num_blocks, mask.kv_indices, columns),
+        "full, key side": (mask.full_kv_num_blocks, mask.full_kv_indices, columns),
+        "partial, query side": (mask.q_num_blocks, mask.q_indices, rows),
+        "full, query side": (mask.full_q_num_blocks, mask.full_q_indices, rows),
     }
-    columns = {"key side": mask.q_num_blocks.shape[-1], "query side": mask.kv_num_blocks.shape[-1]}
-    return {
-        name: _listed(counts, indices, columns[name.split(", ")[1]]).expand(num_heads, -1, -1)
-        for name, (counts, indices) in tables.items()
-    }
+    return {name: _listed(*table).expand(num_heads, -1, -1) for name, table in tables.items()}
 
 
 def _listed(
-    counts: Int32[Tensor, "1 H R"], indices: Int32[Tensor, "1 H R W"], num_columns: int
+    counts: Int32[Tensor, "1 H R"] | None, indices: Int32[Tensor, "1 H R W"] | None, num_columns: int
 ) -> Bool[Tensor, "H R C"]:
+    assert counts is not None
+    assert indices is not None
     used = torch.arange(indices.shape[-1]) < counts[0, ..., None]
-    listed = torch.zeros(
-        *counts.shape[1:], num_columns + 1, dtype=torch.bool
-    )  # the last column takes the unused
+    # One more column takes the unused entries.
+    listed = torch.zeros(*counts.shape[1:], num_columns + 1, dtype=torch.bool)
     return listed.scatter(-1, indices[0].long().where(used, num_columns), True)[..., :num_columns]
 
 

@@ -16,7 +16,7 @@ class Config:
     size: Size
 
 
-FULL = Config((LONGNET_4, LONGNET_4.as_causal()), Size(65536, num_heads=1))
+FULL = Config((LONGNET_4, LONGNET_4.as_causal()), Size(65536, num_heads=2))
 SMALL = Config((LONGNET_4.shrunk(8),), Size(4096, num_heads=1))
 
 

@@ -33,7 +33,7 @@ SMALL = Config((LONGNET_5.shrunk(8),), Size(8192, num_heads=16, repeats=1))
 
 
 def run(config: Config) -> Result:
-    """C7: bytes over those of dense tables, time to build, and peak memory of the build over what it leaves."""
+    """C7: bytes over those of dense tables, time to build, and peak memory of the build."""
     return Result(tuple(row for spec in config.specs for row in _measure(spec, config.size)))
 
 

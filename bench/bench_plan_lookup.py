@@ -51,7 +51,7 @@ def run(config: Config) -> Result:
 def _measure(name: str, look_up: Callable[[], object], config: Config) -> Row:
     assert look_up() is look_up(), f"{name}: a second look-up must find what the first built"
 
-    def many(_: None) -> None:
+    def many(given: None) -> None:
         for _ in range(config.lookups):
             look_up()
 

@@ -1,11 +1,13 @@
-"""Peer: a loop over LongNet's branches in eager PyTorch, the way torchscale computes them, on the same kernels.
+"""Peer: a loop over LongNet's branches in eager PyTorch, as torchscale computes them, on the same kernels.
 
-For each branch: cut into segments, take every rate-th token from the head's offset on, run flash attention, scatter
-output and lse back to full length; then weight the branches by the softmax of their lses. As in torchscale the
-weights are constants to autograd, so dq and dk are not those of the forward.
+For each branch: cut into segments, take every rate-th token from the head's offset on, run flash attention,
+scatter output and lse back to full length; then weight the branches by the softmax of their lses. As in
+torchscale the weights are constants to autograd, so dq and dk are not those of the forward.
 """
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 
 import torch
 from jaxtyping import Float, Int64
@@ -38,7 +40,7 @@ def _branch_loop(
         outs.append(_to_full_length(out, q.shape, length, rate, fill=0.0))
         lses.append(_to_full_length(lse[..., None], (*q.shape[:3], 1), length, rate, fill=-torch.inf))
     weights = torch.stack(lses).detach().softmax(0)
-    return sum(out * weight for out, weight in zip(outs, weights, strict=True))
+    return reduce(add, (out * weight for out, weight in zip(outs, weights, strict=True)))
 
 
 def _active(x: Float[Tensor, "B H N D"], length: int, rate: int) -> Float[Tensor, "B HF L D"]:

@@ -47,7 +47,7 @@ def natural_block_mask(spec: LongNet, *, num_heads: int, num_tokens: int) -> Blo
 
 
 def natural_attention(spec: LongNet, block_mask: BlockMask, *, mixture: bool) -> Attention:
-    """(q, k, v) -> out; with `mixture` a pair counts once for every branch, else the branches' union is a set."""
+    """(q, k, v) -> out; with `mixture` a pair counts once for every branch, else once."""
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     score_mod = multiplicity_score_mod(spec) if mixture else None
     return partial(compiled, score_mod=score_mod, block_mask=block_mask)

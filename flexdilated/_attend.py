@@ -15,13 +15,13 @@ from ._reference import reference_attention
 from ._tiles_op import tiles
 from ._validate import (
     check_layout,
-    check_pattern,
     check_sizes,
     check_tensors,
     resolve_scale,
 )
 from .masks import Layout, Mixture, Pattern
 from .masks._block_mask import block_sides
+from .masks._pattern import require_expression
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -97,7 +97,7 @@ def attend(
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
     """
-    check_pattern(pattern)
+    require_expression(pattern)
     q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     heads = check_sizes(pattern, q, q_offset=q_offset, head_offset=head_offset, num_heads_global=num_heads_global)
@@ -114,7 +114,10 @@ def attend(
         out, lse = flex(q, k, v, key, scale=factor, return_lse=return_lse)
     else:
         out, lse = _reference(q, k, v, key, factor)
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

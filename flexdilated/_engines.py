@@ -28,7 +28,9 @@ def choose_engine(
     check_engine(engine)
     chosen = engine or ("tiles" if q.device.type == "cpu" else "flex")
     reason = None
-    if chosen == "tiles" and q.device.type != "cpu":
+    if chosen == "reference" and torch.compiler.is_compiling():
+        reason = "reference runs eagerly only; engine='tiles' (on CPU) and 'flex' compile"
+    elif chosen == "tiles" and q.device.type != "cpu":
         reason = f"tiles runs ATen's CPU kernels; got tensors on {q.device}. engine='flex' serves them"
     elif chosen == "flex":
         reason = _flex_cannot(q, k, v, pattern, return_lse)
@@ -42,15 +44,17 @@ def _flex_cannot(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, re
         return "flex has no float64 kernels; engine='tiles' (on CPU) and 'reference' serve float64"
     if q.device.type != "cpu":
         if q.shape[-1] < _MIN_FLEX_HEAD_DIM:
-            return f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM}; got {q.shape[-1]}. engine='reference' serves it"
+            rule = f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {q.device.type}"
+            return f"{rule}; got {q.shape[-1]}. engine='reference' serves it"
         return None
     serves = "engine='tiles' serves it"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return f"flex has no backward on CPU, and q, k or v requires a gradient; {serves}, or use torch.no_grad()"
+        return f"flex has no backward on CPU, and q, k or v requires a gradient; {serves}; torch.no_grad() needs none"
     if return_lse:
         return f"flex gives no lse on CPU; {serves}"
     if len(set(pattern.branches())) > 1:
-        return f"flex gives no lse on CPU and cannot join the {len(pattern.branches())} branches of a mixture; {serves}"
+        branches = len(pattern.branches())
+        return f"flex gives no lse on CPU and cannot join the {branches} branches of a mixture; {serves}"
     # Inside torch.compile inductor itself reports a missing compiler.
     missing = None if torch.compiler.is_compiling() else missing_compiler()
     return f"flex on CPU compiles C++, and {missing}; {serves} without a compiler" if missing else None

@@ -39,7 +39,10 @@ class FlexStep:
 
 @dataclass(frozen=True, eq=False)
 class FlexProgram:
-    """A plan made ready for one device; `enter` and `leave` reorder tokens where the plan's order is not the input's."""
+    """A plan made ready for one device.
+
+    `enter` and `leave` reorder tokens where the plan's order is not the input's.
+    """
 
     steps: tuple[FlexStep, ...]
     shares_rows: bool
@@ -104,7 +107,8 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def missing_compiler() -> str | None:
     """What stops inductor from building CPU kernels: no C++ compiler by the names it looks for, or None."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    return None if any(shutil.which(name) for name in names) else f"no C++ compiler found (looked for {', '.join(names)})"
+    found = any(shutil.which(name) for name in names)
+    return None if found else f"no C++ compiler found (looked for {', '.join(names)})"
 
 
 def _step(term: Term, plan: Plan, groups: int, block_size: tuple[int, int], device: torch.device) -> FlexStep:

@@ -19,6 +19,9 @@ def flex(
     q: Tensor, k: Tensor, v: Tensor, key: CallKey, *, scale: float, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse if asked for). Works eagerly, where each term is compiled alone, and under fullgraph=True."""
+    if q.device.type == "cpu":
+        # FlexAttention refuses here whatever requires a gradient, even under torch.no_grad().
+        q, k, v = q.detach(), k.detach(), v.detach()
     if torch.compiler.is_compiling():
         # Tracing can read a plain dict but not build a plan; the op's shape rule runs while tracing, and can.
         _prepare(q, *key)
@@ -48,7 +51,7 @@ def _prepare(
 @_prepare.register_fake
 def _(q, *key):
     *sizes, block_size = key
-    found = CallKey(sizes[0], *(int(size) for size in sizes[1:]), tuple(block_size))
+    found = CallKey._make((sizes[0], *(int(size) for size in sizes[1:]), tuple(block_size)))
     if (found, q.device.type) not in _traced:
         with unset_fake_temporarily():
             _traced[(found, q.device.type)] = _program(found, q.device)

@@ -17,5 +17,6 @@ def merge(
     # Two infinities would make NaN, also in gradients that are not used: both are replaced before the arithmetic.
     gap = torch.where(absent, 0.0, part_lse) - torch.where(absent, 0.0, lse)
     share = torch.where(absent, 0.0, torch.sigmoid(gap))
-    joined = torch.where(absent, lse, torch.logaddexp(torch.where(absent, 0.0, lse), torch.where(absent, 0.0, part_lse)))
+    both = torch.logaddexp(torch.where(absent, 0.0, lse), torch.where(absent, 0.0, part_lse))
+    joined = torch.where(absent, lse, both)
     return torch.lerp(out, part.to(out.dtype), share.unsqueeze(-1).to(out.dtype)), joined

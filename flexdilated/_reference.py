@@ -38,8 +38,9 @@ def reference_attention(
     """
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = (q.double() @ keys.transpose(-1, -2)) * scale + multiplicity(bound, q.device).log()
-    lse = scores.logsumexp(-1)
-    empty = lse == -torch.inf
-    weights = (scores - lse.masked_fill(empty, 0.0)[..., None]).exp()
-    return (weights @ values).to(q.dtype), lse
+    scores = (q.double() @ keys.transpose(-1, -2)) * scale + multiplicity(bound, q.device).double().log()
+    empty = (scores == -torch.inf).all(-1)
+    # A row without keys has no softmax, and none of its NaN gradients: its weights come out 0 all the same.
+    lse = scores.masked_fill(empty[..., None], 0.0).logsumexp(-1)
+    weights = (scores - lse[..., None]).exp()
+    return (weights @ values).to(q.dtype), lse.masked_fill(empty, -torch.inf)

@@ -53,12 +53,10 @@ def backward(
         row_lse = _pick(lse, tiles.queries)
         if tiles.hidden is not None:
             row_lse = row_lse.masked_fill(tiles.hidden, torch.inf)
-        queries, keys = (
-            [_pick(part, tiles.queries) for part in (grad_out, q, out)],
-            [_pick(part, tiles.keys) for part in (k, v)],
-        )
+        tile_grad, tile_q, tile_out = (_pick(part, tiles.queries) for part in (grad_out, q, out))
+        tile_k, tile_v = (_pick(part, tiles.keys) for part in (k, v))
         grads = flash_backward(
-            queries[0], queries[1], *keys, queries[2], row_lse.contiguous(), scale=scale, mask=tiles.mask
+            tile_grad, tile_q, tile_k, tile_v, tile_out, row_lse.contiguous(), scale=scale, mask=tiles.mask
         )
         for total, grad, index in zip((dq, dk, dv), grads, (tiles.queries, tiles.keys, tiles.keys), strict=True):
             total.index_add_(1, index.flatten(), grad.flatten(1, 2).to(total.dtype))

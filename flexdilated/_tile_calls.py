@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from .masks._blocks import Blocks, evaluate
+from .masks._blocks import Blocks, Places, evaluate
 from .masks._rule import Rule
 from .masks._term import Term
 
@@ -68,7 +68,8 @@ class Calls:
     def _evaluated(self, call: Call) -> Tensor:
         length = call.columns.shape[1]
         table, row = (x.repeat_interleave(length) for x in (call.table, call.row))
-        return torch.cat(list(evaluate(self.rule, table, row, call.columns.flatten(), self.blocks.shape)))
+        places = Places(table, row, call.columns.flatten())
+        return torch.cat(list(evaluate(self.rule, places, self.blocks.shape)))
 
 
 def plan_calls(term: Term, blocks: Blocks) -> Calls:
@@ -145,7 +146,8 @@ def _sum_by_list(values: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> In
 def _heads_of(blocks: Blocks, table: Int64[Tensor, " m"]) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
     """(head, index into table) for every head that uses one of these tables."""
     heads = torch.tensor(blocks.heads)
-    return (heads[:, None] == table[None, :]).nonzero().unbind(1)
+    head, index = (heads[:, None] == table[None, :]).nonzero().unbind(1)
+    return head, index
 
 
 def _distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Tensor | None]:
@@ -155,8 +157,7 @@ def _distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Te
     limit = _MASK_BYTES // distinct[0].nbytes
     known: dict[int, int] = {}
     codes: list[int] = []
-    listed = (x[partial] for x in (blocks.table, blocks.row, blocks.column))
-    for tiles in evaluate(rule, *listed, blocks.shape):
+    for tiles in evaluate(rule, blocks.places(partial), blocks.shape):
         found = _fingerprints(tiles).tolist()
         for index, code in enumerate(found):
             if code not in known:

@@ -88,7 +88,11 @@ def _in_portions(term: Term) -> tuple[Term, ...]:
 
 
 def run_forward(
-    program: Program, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], scale: float
+    program: Program,
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M D"],
+    scale: float,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """(out in q's dtype and memory format, lse in float32 or wider)."""
     like = q

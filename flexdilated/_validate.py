@@ -10,11 +10,6 @@ from .masks import Layout, Mixture, Pattern
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_pattern(pattern: object) -> None:
-    if not isinstance(pattern, Pattern | Mixture):
-        raise TypeError(f"pattern must be a pattern or mixture from flexdilated.masks; got {type(pattern).__name__}")
-
-
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
     """q (B, H, N, D) and k, v (B, Hkv, M, D) must fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):

@@ -10,7 +10,7 @@ from ._cache import cache
 from ._check import require_int
 from ._layout import Layout
 from ._lower import residue_rate, shared_terms
-from ._pattern import Expression
+from ._pattern import Expression, require_expression
 from ._tables import table_bytes, to_block_mask
 from ._term import Term
 
@@ -36,7 +36,7 @@ def block_mask(
     num_keys is num_queries by default; block_size is one side or (query side, key side).
     """
     keys = num_queries if num_keys is None else num_keys
-    bound = pattern.bind(
+    bound = require_expression(pattern).bind(
         num_heads=num_heads,
         num_queries=num_queries,
         num_keys=keys,
@@ -62,7 +62,7 @@ def term_mask(term: Term, bound: Bound, *, device: torch.device, block_size: tup
 
 def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:
     """(query side, key side) of a block size; ValueError unless both are positive integers."""
-    sides = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    sides = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(sides) != 2:
         raise ValueError(f"block_size must be one side or (query side, key side); got {block_size=}")
     return require_int("block_size", sides[0], minimum=1), require_int("block_size", sides[1], minimum=1)
@@ -74,7 +74,7 @@ def layout(pattern: Expression, num_tokens: int) -> Layout:
     A pattern without dilation gets the natural order (rate 1).
     """
     require_int("num_tokens", num_tokens, minimum=1)
-    first, *rest = pattern.branches()
+    first, *rest = require_expression(pattern).branches()
     for branch in rest:
         first = first | branch
     return Layout(num_tokens, residue_rate(first))

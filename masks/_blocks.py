@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Int32, Int64, Shaped
 from torch import Tensor
 
 from ._quadtree import descend, roots, row_roots
@@ -18,6 +19,14 @@ _CELLS = 1 << 22  # pairs evaluated at once when blocks are settled
 _SLOTS_AT_ONCE = 1 << 17  # small tables are built together: fewer, larger tensor operations
 _SAMPLED_BLOCKS = 1 << 13  # blocks looked at for an estimate
 UNKNOWN = -1
+
+
+class Places(NamedTuple):
+    """Where n blocks lie."""
+
+    table: Shaped[Tensor, " n"]
+    row: Shaped[Tensor, " n"]
+    column: Shaped[Tensor, " n"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,10 @@ class Blocks:
     @property
     def num_tables(self) -> int:
         return max(self.heads) + 1
+
+    def places(self, index: Int64[Tensor, " n"]) -> Places:
+        """Where the blocks at these indices lie."""
+        return Places(self.table[index], self.row[index], self.column[index])
 
     def with_heads(self, heads: tuple[int, ...]) -> Blocks:
         """The same tables, given to other heads."""
@@ -120,29 +133,30 @@ def _build_tables(rule: Rule, tables: range, shape: tuple[int, int, int, int], s
     whole = q_block * k_block
     if settle:
         doubtful = ((low == 0) | ((low < whole) & (high >= whole))).nonzero().squeeze(1)
-        low[doubtful] = high[doubtful] = count_pairs(rule, table[doubtful], row[doubtful], column[doubtful], shape)
+        places = Places(table[doubtful], row[doubtful], column[doubtful])
+        low[doubtful] = high[doubtful] = count_pairs(rule, places, shape)
         keep = high > 0
         table, row, column, low, high = (x[keep] for x in (table, row, column, low, high))
     pairs = torch.where(low == high, low, UNKNOWN)
     return table.int(), row.int(), column.int(), low == whole, pairs
 
 
-def count_pairs(rule: Rule, table: Tensor, row: Tensor, column: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+def count_pairs(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
     """Allowed pairs of each block, counted one by one, a bounded number of cells at a time."""
-    counts = [mask.sum((1, 2)) for mask in evaluate(rule, table, row, column, shape)]
+    counts = [mask.sum((1, 2)) for mask in evaluate(rule, places, shape)]
     return torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64)
 
 
 def evaluate(
-    rule: Rule, table: Tensor, row: Tensor, column: Tensor, shape: tuple[int, int, int, int]
+    rule: Rule, places: Places, shape: tuple[int, int, int, int]
 ) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
     """The rule on every pair of the given blocks, in order, some blocks at a time; False beyond the last slot."""
     num_q, num_k, q_block, k_block = shape
-    for part in torch.arange(len(table)).split(max(1, _CELLS // (q_block * k_block))):
-        q = (row[part, None].long() * q_block + torch.arange(q_block))[:, :, None]
-        k = (column[part, None].long() * k_block + torch.arange(k_block))[:, None, :]
+    for part in torch.arange(len(places.table)).split(max(1, _CELLS // (q_block * k_block))):
+        q = (places.row[part, None].long() * q_block + torch.arange(q_block))[:, :, None]
+        k = (places.column[part, None].long() * k_block + torch.arange(k_block))[:, None, :]
         inside = (q < num_q) & (k < num_k)
-        tables = table[part, None, None].long()
+        tables = places.table[part, None, None].long()
         yield rule.allowed(tables, q.clamp(max=num_q - 1), k.clamp(max=num_k - 1)) & inside
 
 

@@ -64,13 +64,11 @@ class Cache:
                 self._entries.move_to_end(key)
                 self._hits += 1
                 return entry[0]
-            pending = self._building.get(key)
-            if pending is None:
-                self._misses += 1
-                self._building[key] = future = Future()
-            else:
-                self._hits += 1
-        return pending.result() if pending is not None else self._build(key, build, nbytes, future)
+            others = self._building.get(key)
+            mine = self._building.setdefault(key, Future())
+            self._hits += others is not None
+            self._misses += others is None
+        return self._build(key, build, nbytes, mine) if others is None else others.result()
 
     def stats(self) -> CacheStats:
         """Counts and sizes at this moment."""

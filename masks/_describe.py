@@ -8,7 +8,7 @@ import torch
 from tabulate import tabulate
 
 from ._blocks import UNKNOWN, count_pairs
-from ._pattern import Expression
+from ._pattern import Expression, require_expression
 from ._planner import Option, plan
 from ._term import Term
 
@@ -87,7 +87,8 @@ class Description:
         return sum(branch.table_bytes for branch in self.branches)
 
     def __str__(self) -> str:
-        size = f"{self.num_queries:,} queries x {self.num_keys:,} keys x {self.num_heads} heads, head dim {self.head_dim}"
+        tokens = f"{self.num_queries:,} queries x {self.num_keys:,} keys"
+        size = f"{tokens} x {self.num_heads} heads, head dim {self.head_dim}"
         facts = [
             ("size", size),
             ("density", f"{self.density:.4%} of pairs, {self.block_density:.4%} in blocks of {_SIDE}"),
@@ -96,7 +97,7 @@ class Description:
             ("block lists", f"{self.table_bytes:,} bytes"),
         ]
         rows = [_row(branch, self.all_pairs) for branch in self.branches]
-        headers = ("branch", "times", "density", "computed / useful", "layout (predicted ms)", "rejected (predicted ms)")
+        headers = ("branch", "times", "density", "computed / useful", "layout (predicted ms)", "others (predicted ms)")
         return f"{tabulate(facts, tablefmt='plain')}\n\n{tabulate(rows, headers=headers, disable_numparse=True)}"
 
 
@@ -105,7 +106,7 @@ def describe(
     num_queries: int,
     num_keys: int | None = None,
     *,
-    num_heads: int = 1,
+    num_heads: int,
     head_dim: int = 64,
     q_offset: int = 0,
     device: torch.device | str = "cpu",
@@ -116,7 +117,8 @@ def describe(
     of the cost model for one forward pass, batch 1, on this kind of device.
     """
     keys = num_queries if num_keys is None else num_keys
-    bound = pattern.bind(num_heads=num_heads, num_queries=num_queries, num_keys=keys, q_offset=q_offset)
+    sizes = {"num_heads": num_heads, "num_queries": num_queries, "num_keys": keys, "q_offset": q_offset}
+    bound = require_expression(pattern).bind(**sizes)
     branches = tuple(_describe_branch(options) for options in plan(bound, device=device).options)
     return Description(pattern, num_queries, keys, num_heads, head_dim, branches)
 
@@ -140,8 +142,7 @@ def _count(term: Term) -> tuple[int, int, int]:
     blocks = term.blocks(_SIDE, _SIDE)
     unknown = (blocks.pairs == UNKNOWN).nonzero().squeeze(1)
     pairs = blocks.pairs.clone()
-    places = (x[unknown] for x in (blocks.table, blocks.row, blocks.column))
-    pairs[unknown] = count_pairs(term.table_rule(), *places, blocks.shape)
+    pairs[unknown] = count_pairs(term.table_rule(), blocks.places(unknown), blocks.shape)
     users = torch.bincount(torch.tensor(blocks.heads))[blocks.table.long()]
     useful, listed = int((pairs * users).sum()), int(users.sum())
     return useful * term.folds, listed * _SIDE**2 * term.folds, blocks.nbytes

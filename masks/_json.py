@@ -8,20 +8,19 @@ from ._algebra import And, Every, Not, Or
 from ._causal import Causal
 from ._dilated import Dilated
 from ._local_window import LocalWindow
-from ._pattern import Expression, Mixture
+from ._pattern import Expression, Mixture, Pattern, require_expression
 from ._per_head import HeadGroups, PerHead
-
 
 
 def to_json(pattern: Expression) -> str:
     """Canonical JSON of a pattern or mixture; `from_json` gives an equal value back."""
-    if not isinstance(pattern, Expression):
-        raise TypeError(f"to_json needs a pattern or mixture; got {type(pattern).__name__}")
-    return pattern.text
+    return require_expression(pattern).text
 
 
-def from_json(text: str) -> Expression:
+def from_json(text: str) -> Pattern | Mixture:
     """The pattern or mixture that `to_json` wrote. Raises ValueError for anything else, naming the fault."""
+    if not isinstance(text, str):
+        raise TypeError(f"a pattern's JSON must be a string; got {type(text).__name__}")
     try:
         data = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -32,7 +31,7 @@ def from_json(text: str) -> Expression:
 _MAX_DEPTH = 64
 
 
-def _read(data: Any, *, depth: int) -> Expression:
+def _read(data: Any, *, depth: int) -> Pattern | Mixture:
     if depth > _MAX_DEPTH:
         raise ValueError(f"a pattern must nest at most {_MAX_DEPTH} deep")
     kind = data.get("kind") if isinstance(data, dict) else None
@@ -58,7 +57,7 @@ def _value(value: Any, field: str, depth: int) -> Any:
     return value
 
 
-_FIELDS: dict[str, tuple[Callable[..., Expression], tuple[str, ...]]] = {
+_FIELDS: dict[str, tuple[Callable[..., Pattern | Mixture], tuple[str, ...]]] = {
     "causal": (Causal, ()),
     "dilated": (Dilated, ("segment", "rate", "offset")),
     "local_window": (LocalWindow, ("left", "right")),

@@ -53,15 +53,18 @@ class Layout:
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
         """The token index that stands in each slot."""
-        rounds = -(-self.num_tokens // self.rate)
-        grid = torch.arange(rounds * self.rate, device=device).view(rounds, self.rate).t().flatten()
-        return grid[grid < self.num_tokens] if rounds * self.rate != self.num_tokens else grid
+        slot = torch.arange(self.num_tokens, device=device)
+        # The first `longer` residue classes have one token more. No data-dependent shape: this is traced.
+        each, longer = self.num_tokens // self.rate, self.num_tokens % self.rate
+        border = longer * (each + 1)
+        residue = torch.where(slot < border, slot // (each + 1), longer + (slot - border) // max(each, 1))
+        return residue + self.rate * (slot - residue * each - residue.clamp(max=longer))
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
         """The slot in which each token stands: the inverse of `positions`."""
         token = torch.arange(self.num_tokens, device=device)
         residue = token % self.rate
-        each, longer = divmod(self.num_tokens, self.rate)
+        each, longer = self.num_tokens // self.rate, self.num_tokens % self.rate
         return residue * each + residue.clamp(max=longer) + token // self.rate
 
     def apply(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:

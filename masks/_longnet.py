@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from ._check import require_choice
+from ._check import require_choice, require_int
 from ._dilated import OFFSET_RULES, Dilated
-from ._pattern import Expression, Mixture
+from ._pattern import Mixture, Pattern
 from ._per_head import HeadGroups
 
 HEAD_RULES = ("all", "grouped")
@@ -16,15 +16,21 @@ def longnet(
     *,
     offsets: str = "interleaved",
     heads: str = "all",
-) -> Expression:
+) -> Mixture | Pattern:
     """Dilated branches (segment length, dilation rate), joined as LongNet joins them.
 
     heads="all": every head runs every branch, a mixture in which a pair counts once a branch (LongNet,
     arXiv 2307.02486, eqs. 9 and 10; torchscale). heads="grouped": consecutive head groups run one branch
-    each, a set (the rule of dilated-attention-pytorch). offsets="interleaved": head h starts at
+    each, a set (the grouping of dilated-attention-pytorch, which starts every head of group i at i mod rate;
+    `per_head` gives that). offsets="interleaved": head h starts at
     h mod rate (eq. 13); "contiguous": at floor(h / ceil(H / rate)), which torchscale's checkpoints expect.
     Raises ValueError for lists that are empty or of unequal length, values below 1 and unknown rules.
     """
+    for name, value in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise TypeError(f"{name} must be a sequence of integers; got {name}={value!r}")
+        for entry in value:
+            require_int(f"each of {name}", entry, minimum=1)
     segments, rates = tuple(segment_lengths), tuple(dilation_rates)
     if not segments or len(segments) != len(rates):
         raise ValueError(

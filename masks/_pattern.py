@@ -162,6 +162,13 @@ class Mixture(Expression):
         raise TypeError(f"~ needs a set pattern, where a pair is allowed or not; got the mixture {self!r}")
 
 
+def require_expression(value: object) -> Expression:
+    """The value itself, if it is a pattern or mixture; TypeError otherwise."""
+    if not isinstance(value, Expression):
+        raise TypeError(f"pattern must be a pattern or mixture from flexdilated.masks; got {type(value).__name__}")
+    return value
+
+
 def common_period(parts: tuple[Pattern, ...]) -> int | None:
     """The least shift that leaves every part as it is, or None."""
     periods = [part.period() for part in parts]

@@ -66,7 +66,8 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Bytes of the plan itself, which holds no tables: a few numbers a head and term."""
-        return sum(200 + 24 * len(term.heads) for options in self.options for option in options for term in option.terms)
+        terms = (term for options in self.options for option in options for term in option.terms)
+        return sum(200 + 24 * len(term.heads) for term in terms)
 
 
 def plan(
@@ -99,7 +100,6 @@ def recommended_layout(
     return None if rate == 1 else Layout(num_tokens, rate)
 
 
-@torch.compiler.assume_constant_result
 def _recommended_rate(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
     from ._json import from_json
 
@@ -114,6 +114,10 @@ def _recommended_rate(pattern: str, num_tokens: int, num_heads: int, kind: str) 
         return rate if residue.cost.seconds < plan(bound, device=kind).cost.seconds else 1
 
     return cache().get(("recommended_rate", bound.key(), kind), build, lambda rate: 8)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the whole compiler with this package.
+_recommended_rate._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _plan(bound: Bound, machine: Machine, layout: Layout | None, may_split: bool) -> Plan:

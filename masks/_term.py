@@ -21,8 +21,9 @@ Shape = Literal["dense", "causal", "blocks"]
 class Term:
     """Some heads of one branch over a layout of the queries and one of the keys.
 
-    `rule` is what the layout leaves to check. A folded term repeats the rule of fold 0. `shape` names structure that a kernel can use: all pairs, slots k <= q, or a list of
-    blocks. `heads` are this device's query heads. A pair of the term counts `multiplicity` times.
+    `rule` is what the layout leaves to check. A folded term repeats the rule of fold 0. `shape` names
+    structure that a kernel can use: all pairs, slots k <= q, or a list of blocks. `heads` are this device's
+    query heads. A pair of the term counts `multiplicity` times.
     """
 
     rule: Pattern

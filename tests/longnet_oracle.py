@@ -1,45 +1,33 @@
-"""LongNet by its definition, dense, in float64: what the modules are compared with."""
+"""The LongNet model by its definition, dense, in float64, from the weights of ours."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from flexdilated.nn import LongNetConfig
+from tests import oracle
 
-# B batch, H query heads, N queries, M keys, D head dim
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 
 def multiplicity(
-    segment_lengths: tuple[int, ...],
-    dilation_rates: tuple[int, ...],
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
     *,
     num_heads: int,
     num_queries: int,
     num_keys: int,
     causal: bool,
+    **rules: str,
 ) -> Tensor:
-    """(H, N, M): how many branches allow each pair, with head h at offset h mod rate."""
-    counts = torch.zeros(num_heads, num_queries, num_keys, dtype=torch.int64)
-    q, k = torch.arange(num_queries)[:, None], torch.arange(num_keys)[None, :]
-    for w, r in zip(segment_lengths, dilation_rates, strict=True):
-        for h in range(num_heads):
-            active_q, active_k = q % w % r == h % r, k % w % r == h % r
-            counts[h] += (q // w == k // w) & active_q & active_k & ((k <= q) | (not causal))
-    return counts
-
-
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, scale: float | None = None) -> Tensor:
-    """One softmax in which a pair counts as often as it is allowed; a row without keys gives 0."""
-    q, k, v = q.double(), k.double(), v.double()
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    weights = counts * (scores - scores.detach().amax(-1, keepdim=True)).exp()
-    totals = weights.sum(-1, keepdim=True)
-    return weights / totals.masked_fill(totals == 0, 1.0) @ v
+    """(H, N, M): how many branches allow each pair; `rules` are the offsets and heads of `oracle.longnet`."""
+    rule = oracle.longnet(segment_lengths, dilation_rates, **rules)
+    rule = oracle.both(rule, oracle.causal()) if causal else rule
+    return oracle.counts(rule, range(num_heads), num_heads, torch.arange(num_queries), torch.arange(num_keys))
 
 
 def turn(x: Tensor, base: float) -> Tensor:
@@ -84,6 +72,8 @@ def _attention(config: LongNetConfig, block: Mapping[str, Tensor], x: Tensor) ->
         num_queries=N,
         num_keys=N,
         causal=config.causal,
+        offsets=config.offsets,
+        heads=config.heads,
     )
-    out = dense_attention(turn(q, config.rotary_base), turn(k, config.rotary_base), v, counts)
+    out, _ = oracle.attention(turn(q, config.rotary_base), turn(k, config.rotary_base), v, counts)
     return out.transpose(1, 2).reshape(B, N, -1) @ block["attention_out"].T

@@ -1,4 +1,4 @@
-"""The benchmark: its peers and its oracle agree with the library's reference, and every question runs at tiny sizes."""
+"""The benchmark: peers and oracle agree with the library's reference; every question runs at tiny sizes."""
 
 import json
 import os
@@ -37,7 +37,7 @@ label = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
 
 @pytest.mark.parametrize("spec", [*SPECS, replace(ODD, causal=False), ODD], ids=lambda spec: spec.label)
 def test_definition_is_the_librarys_reference(spec) -> None:
-    """Two independent formulations: branches weighted by denominators here, one softmax over the multiset there."""
+    """Two formulations: branches weighted by denominators here, one softmax over the multiset there."""
     problem = Problem.draw(Size(70, num_heads=5, head_dim=8))
     q, k, v, grad = (x.double() for x in (problem.q, problem.k, problem.v, problem.grad))
     results = []
@@ -70,7 +70,7 @@ def test_dense_peer_and_library_pass_the_check(spec) -> None:
 
 @label
 def test_branch_loop_has_the_output_but_not_the_gradient(spec) -> None:
-    """With torchscale's constant branch weights its gradient is exact; as the gradient of its output it is not."""
+    """With constant branch weights its gradient is exact; as the gradient of its output it is not."""
     problem = Problem.draw(SIZE)
     check_training(branch_loop(spec), problem, spec, constant_weights=True)
     with pytest.raises(AssertionError, match="dq must be within"):

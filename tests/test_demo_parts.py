@@ -140,6 +140,18 @@ def test_the_model_is_causal() -> None:
     assert not torch.equal(before[150], after[150])
 
 
+def test_a_byte_is_seen_with_the_three_before_it() -> None:
+    """Without the trunk, a byte changes its own logits and the next three."""
+    model = build_model(16, seed=0)
+    torch.nn.init.normal_(model.head.weight)
+    model.trunk = torch.nn.Identity()
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    changed = tokens.clone()
+    changed[0, 5] = 1
+    differs = (model(tokens) != model(changed)).any(-1)[0]
+    assert differs.nonzero().flatten().tolist() == [5, 6, 7, 8]
+
+
 @pytest.mark.parametrize("context", [2, 3, 255, 256, 257, 16384, 100_000])
 def test_segments_end_at_the_context(context: int) -> None:
     config = model_config(context)

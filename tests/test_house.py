@@ -33,7 +33,7 @@ GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
 EXTRAS = {"matplotlib", "tqdm"}
 
 PUBLIC = {
-    flexdilated: ["DilatedAttention", "LongNet", "MultiheadDilatedAttention", "attend", "masks"],
+    flexdilated: ["DilatedAttention", "LongNet", "LongNetConfig", "MultiheadDilatedAttention", "attend", "masks"],
     masks: [
         *("Bound", "Layout", "Mixture", "Pattern"),
         *("block_mask", "cache", "causal", "describe", "dilated", "from_json", "layout"),

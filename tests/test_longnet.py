@@ -12,6 +12,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated.nn import LongNetConfig
 from flexdilated.nn._longnet_block import Block
+from flexdilated.nn._rotary import rotary_table
 from tests import longnet_oracle
 
 V, N = 19, 37
@@ -25,8 +26,8 @@ TINY = LongNetConfig(
     layout="natural",
 )
 EMBEDDED = replace(TINY, vocab_size=None)
-# lse may be float32 inside an engine, whatever the inputs are; a model stacks a few such errors.
-TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
+# float64 against float64: only the order of sums differs.
+TOLERANCE = {"rtol": 1e-8, "atol": 1e-9}
 
 
 def model_of(config, seed=0, dtype=torch.float64):
@@ -72,6 +73,8 @@ def bits_of(model, tokens):
         replace(TINY, num_kv_heads=1, tie_embeddings=True, ffn_dim=10, depth=1),
         replace(TINY, segment_lengths=(8,), dilation_rates=(3,)),  # rows without keys
         replace(TINY, checkpoint=True),
+        replace(TINY, offsets="contiguous", causal=False),
+        replace(TINY, heads="grouped"),
     ],
 )
 def test_equals_the_definition(config, layout):
@@ -87,16 +90,6 @@ def test_engines_and_lengths(engine, num_tokens):
     model = model_of(config)
     weights = dict(model.named_parameters())
     assert_same_model(model, lambda x: longnet_oracle.longnet(config, weights, x), tokens_of(N=num_tokens))
-
-
-@pytest.mark.parametrize("layout", ["residue", "auto"])
-@pytest.mark.parametrize("rules", [{"offsets": "contiguous"}, {"heads": "grouped"}, {"causal": False}])
-def test_layouts_give_one_result(layout, rules):
-    natural = model_of(replace(TINY, **rules))
-    other = model_of(replace(TINY, **rules, layout=layout))
-    weights = dict(other.named_parameters())
-    assert_same_model(other, lambda x: torch.func.functional_call(natural, weights, x), tokens_of())
-    assert natural.pattern == fd.masks.from_json(fd.masks.to_json(other.pattern))
 
 
 def test_auto_takes_the_planners_layout(monkeypatch):
@@ -195,10 +188,11 @@ def test_the_residual_stream_keeps_its_scale_at_any_depth():
     for depth in (1, 16):
         model = model_of(replace(EMBEDDED, depth=depth), dtype=torch.float32)
         x = torch.randn(1, 64, TINY.embed_dim)
-        streams = []
-        model.norm.register_forward_pre_hook(lambda _, inputs, streams=streams: streams.append(*inputs))
-        model(x)
-        assert 1.0 < streams[0].square().mean() < 3.0
+        stream = x
+        table = rotary_table(torch.arange(64), head_dim=TINY.head_dim, base=1e4, dtype=x.dtype)
+        for block in model.blocks:
+            stream = block(stream, table, model.pattern, None)
+        assert 1.0 < stream.square().mean() < 3.0
 
 
 @pytest.mark.slow

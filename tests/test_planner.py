@@ -54,6 +54,19 @@ def test_every_option_is_the_dense_rule(case):
     assert torch.equal(weight_of_all(planned.terms, counts.shape), counts)
 
 
+@given(cases(), st.booleans())
+def test_plans_say_whether_terms_share_rows(case, may_split):
+    """An engine without an lse runs one branch, unsplit: its terms must write each row once."""
+    planned, counts = plan(case.bind(), may_split=may_split), case.counts()
+    assert torch.equal(weight_of_all(planned.terms, counts.shape), counts)
+    written = torch.zeros(counts.shape[:2], dtype=torch.int64)
+    for term in planned.terms:
+        for head, tokens in zip(term.heads, tokens_of(term.q, len(term.heads)).flatten(1), strict=True):
+            written[head, tokens] += 1
+    assert planned.shares_rows or (written <= 1).all()
+    assert may_split or not planned.shares_rows or len(planned.options) > 1
+
+
 @given(whole_cases(lambda H: longnets()), st.integers(1, 7))
 def test_plans_in_a_layout_are_the_dense_rule(case, rate):
     """Whichever order such a plan runs in, its terms add up to the pattern."""

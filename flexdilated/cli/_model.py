@@ -11,17 +11,17 @@ from ..nn import LongNet, LongNetConfig
 
 # B batch, N tokens, E embed dim
 _BYTES = 256
-_EMBED_DIM, _DEPTH, _NUM_HEADS = 128, 3, 4
+_EMBED_DIM, _DEPTH, _NUM_HEADS = 128, 2, 4
 # The bytes that a token's embedding sees: itself and those just before it.
 _LOOKBACK = 4
-_SHORTEST_SEGMENT, _SEGMENT_RATIO, _RATE_RATIO = 256, 8, 4
+_SHORTEST_SEGMENT, _SEGMENT_RATIO, _RATE_RATIO = 256, 4, 2
 # The picture's pattern is the default one, scaled down 32 times.
 PICTURE_TOKENS, PICTURE_BLOCK = 512, 8
 _PICTURE_SHORTEST_SEGMENT = 8
 
 
 def model_config(context: int) -> LongNetConfig:
-    """A small causal LongNet: segments of 256 at rate 1, then 8 times longer at 4 times the rate."""
+    """A small causal LongNet: segments of 256 at rate 1, then 4 times longer at twice the rate."""
     return _config(context, shortest=_SHORTEST_SEGMENT)
 
 

@@ -25,7 +25,8 @@ class LongNetConfig:
     tie_embeddings: the output projection is the transposed token embedding.
     layout: order of the tokens between the model's input and output, invisible in its results. "natural": as
     given; "residue": one permutation at the input and its inverse at the output, under which dilated
-    branches are dense; "auto": whichever the planner finds cheaper on the device, at the length of the longest segment.
+    branches are dense; "auto": whichever the planner finds cheaper on the device, at the length of the
+    longest segment.
     checkpoint: keep only the blocks' inputs in training and run each block again in the backward.
     engine: as in `attend`.
 
