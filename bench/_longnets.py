@@ -68,9 +68,7 @@ class LongNet:
             for head in range(num_heads)
         )
 
-    def masks(
-        self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int
-    ) -> list[Bool[Tensor, "H R N"]]:
+    def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
         """The pairs of the sampled query rows that each branch allows."""
         h = torch.arange(num_heads)[:, None, None]
         q, k = rows[None, :, None], torch.arange(num_tokens)[None, None, :]
@@ -89,9 +87,7 @@ class Union:
         pattern = reduce(or_, self.spec.pattern().branches())
         return lambda q, k, v: fd.attend(q, k, v, pattern)
 
-    def masks(
-        self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int
-    ) -> list[Bool[Tensor, "H R N"]]:
+    def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
         """The pairs of the sampled query rows, as the one branch of a set."""
         return [reduce(or_, self.spec.masks(rows, num_tokens=num_tokens, num_heads=num_heads))]
 

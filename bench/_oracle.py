@@ -21,9 +21,7 @@ _SAMPLED_ROWS = 12
 class Rule(Protocol):
     """Who attends to whom, written here rather than in the library."""
 
-    def masks(
-        self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int
-    ) -> list[Bool[Tensor, "H R N"]]:
+    def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
         """The pairs of the sampled query rows that each branch allows."""
         ...
 
@@ -48,9 +46,7 @@ def by_definition(
     lses = torch.stack([part.logsumexp(-1) for part in hidden])
     weights = lses.softmax(0)
     out = torch.zeros_like(q)
-    for part, lse, weight in zip(
-        hidden, lses, weights.detach() if constant_weights else weights, strict=True
-    ):
+    for part, lse, weight in zip(hidden, lses, weights.detach() if constant_weights else weights, strict=True):
         empty = lse == -torch.inf
         share = (part - lse.masked_fill(empty, 0.0)[..., None]).exp()
         out = out + weight[..., None] * (share @ v)
@@ -66,9 +62,7 @@ def check_forward(attention: Attention, problem: Problem, rule: Rule) -> None:
         _compare("out", out[0, :, rows], by_definition(q, k, v, rule, rows)[0])
 
 
-def check_training(
-    attention: Attention, problem: Problem, rule: Rule, *, constant_weights: bool = False
-) -> None:
+def check_training(attention: Attention, problem: Problem, rule: Rule, *, constant_weights: bool = False) -> None:
     """Raise AssertionError unless out, dq, dk and dv equal the definition's, by the sampled rows."""
     rows = _sample(problem.q.shape[-2])
     grad = torch.zeros_like(problem.grad)
@@ -77,9 +71,7 @@ def check_training(
     out = attention(*leaves)
     dq, dk, dv = torch.autograd.grad(out, leaves, grad)
 
-    q, k, v = exact = tuple(
-        x[0].double().requires_grad_() for x in (problem.q[:, :, rows], problem.k, problem.v)
-    )
+    q, k, v = exact = tuple(x[0].double().requires_grad_() for x in (problem.q[:, :, rows], problem.k, problem.v))
     expected, _ = by_definition(q, k, v, rule, rows, constant_weights=constant_weights)
     gradients = torch.autograd.grad(expected, exact, grad[0, :, rows].double())
     got = (out[0, :, rows], dq[0, :, rows], dk[0], dv[0])
@@ -94,9 +86,7 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 
 def _compare(name: str, got: Tensor, wanted: Tensor) -> None:
     error = relative_error(got, wanted)
-    assert error <= _TOLERANCE, (
-        f"{name} must be within {_TOLERANCE} of the definition; it is off by {error:.2e}"
-    )
+    assert error <= _TOLERANCE, f"{name} must be within {_TOLERANCE} of the definition; it is off by {error:.2e}"
 
 
 def _sample(num_tokens: int) -> Int64[Tensor, " R"]:

@@ -22,9 +22,7 @@ def plot_sweep(document: dict[str, Any], path: Path) -> None:
     for axes, (title, unit, value) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
         for name in dict.fromkeys(point["attention"] for point in points):
             own = [point for point in points if point["attention"] == name]
-            axes.loglog(
-                [point["num_tokens"] for point in own], [value(point) for point in own], "o-", label=name
-            )
+            axes.loglog([point["num_tokens"] for point in own], [value(point) for point in own], "o-", label=name)
         axes.set(title=title, xlabel="tokens", ylabel=unit)
         axes.set_xticks(tokens, [tokens_text(count) for count in tokens])
         axes.minorticks_off()

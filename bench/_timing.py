@@ -34,13 +34,9 @@ def interleave(jobs: Sequence[Job], *, repeats: int) -> tuple[Timing, ...]:
     rounds: list[list[float]] = []
     for index in range(repeats):
         rounds.append([job.seconds() for job in jobs])
-        times = ", ".join(
-            f"{job.name} {seconds:.3g} s" for job, seconds in zip(jobs, rounds[-1], strict=True)
-        )
+        times = ", ".join(f"{job.name} {seconds:.3g} s" for job, seconds in zip(jobs, rounds[-1], strict=True))
         say(f"round {index + 1} of {repeats}: {times}")
-    return tuple(
-        Timing(job.name, tuple(seconds)) for job, seconds in zip(jobs, zip(*rounds, strict=True), strict=True)
-    )
+    return tuple(Timing(job.name, tuple(seconds)) for job, seconds in zip(jobs, zip(*rounds, strict=True), strict=True))
 
 
 def ratio(slower: Timing, faster: Timing) -> float:

@@ -55,9 +55,7 @@ def _row(config: Config, dtype: torch.dtype) -> Row:
     )
 
 
-def _errors(
-    spec: LongNet | None, rule: Rule, size: Size, dtype: torch.dtype, *, through_lse: bool
-) -> dict[str, float]:
+def _errors(spec: LongNet | None, rule: Rule, size: Size, dtype: torch.dtype, *, through_lse: bool) -> dict[str, float]:
     """Relative errors of the library with `spec`, or of dense attention without one, by name."""
     problem = Problem.draw(size)
     rounded = [x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.grad)]

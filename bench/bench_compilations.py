@@ -80,9 +80,7 @@ def _rows(config: Config, lengths: list[int]) -> tuple[Row, ...]:
     detail = {"lengths": lengths, "graph_breaks": dict(counters["graph_break"]), "frames": dict(frames)}
     compilations = counters["stats"]["unique_graphs"]
     return (
-        Row(
-            f"{name}: compilations, at most one a power of two", at_most(buckets), compilations, detail=detail
-        ),
+        Row(f"{name}: compilations, at most one a power of two", at_most(buckets), compilations, detail=detail),
         Row(f"{name}: graph breaks and frames left to eager", at_most(0), not_compiled),
     )
 

@@ -19,9 +19,7 @@ class Config:
     num_heads: int
 
 
-FULL = Config(
-    (LONGNET_4, LONGNET_5, PAPER_5, GIGAPATH_5), (16384, 32768, 65536, 131072, 262144), num_heads=16
-)
+FULL = Config((LONGNET_4, LONGNET_5, PAPER_5, GIGAPATH_5), (16384, 32768, 65536, 131072, 262144), num_heads=16)
 SMALL = Config((LONGNET_4, PAPER_5, GIGAPATH_5), (4096, 16384), num_heads=4)
 
 
@@ -32,15 +30,10 @@ def run(config: Config) -> Result:
 
 
 def _measure(spec: LongNet, config: Config) -> Row:
-    ratios = {
-        tokens_text(num_tokens): _waste(spec, num_tokens, config.num_heads)
-        for num_tokens in config.num_tokens
-    }
+    ratios = {tokens_text(num_tokens): _waste(spec, num_tokens, config.num_heads) for num_tokens in config.num_tokens}
     say(f"{spec.label}: {', '.join(f'{size} {value:.3f}' for size, value in ratios.items())}")
     name = f"{spec.label}, {tokens_text(config.num_tokens[0])} to {tokens_text(config.num_tokens[-1])}"
-    return Row(
-        f"{name}: computed over useful pairs, worst size", at_most(1.15), max(ratios.values()), detail=ratios
-    )
+    return Row(f"{name}: computed over useful pairs, worst size", at_most(1.15), max(ratios.values()), detail=ratios)
 
 
 def _waste(spec: LongNet, num_tokens: int, num_heads: int) -> float:

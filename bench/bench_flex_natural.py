@@ -32,9 +32,7 @@ def run(config: Config) -> Result:
     union = natural_attention(spec, block_mask, mixture=False)
     rows = (
         _compare(f"{spec.label}, {size}, mixture", 30, spec.attention(), mixture, problem, spec, size),
-        _compare(
-            f"{spec.label}, {size}, union", 15, Union(spec).attention(), union, problem, Union(spec), size
-        ),
+        _compare(f"{spec.label}, {size}, union", 15, Union(spec).attention(), union, problem, Union(spec), size),
     )
     return Result(rows)
 

@@ -34,9 +34,7 @@ def _measure(spec: LongNet, sizes: tuple[Size, ...]) -> Row:
     problems = [Problem.draw(size) for size in sizes]
     for problem in problems:
         check_training(attention, problem, spec)
-    jobs = [
-        training_job(str(size), attention, problem) for size, problem in zip(sizes, problems, strict=True)
-    ]
+    jobs = [training_job(str(size), attention, problem) for size, problem in zip(sizes, problems, strict=True)]
     timings = interleave(jobs, repeats=sizes[0].repeats)
     token_us = [timing.median_s / size.num_tokens * 1e6 for timing, size in zip(timings, sizes, strict=True)]
     return Row(

@@ -37,9 +37,7 @@ def run(config: Config) -> Result:
 
 def block_lists(mask: BlockMask, num_heads: int) -> dict[str, Bool[Tensor, "H R C"]]:
     """The four tables as dense booleans: partial and full blocks, by query row and by key row."""
-    rows, columns = (
-        -(-length // side) for length, side in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True)
-    )
+    rows, columns = (-(-length // side) for length, side in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
     tables = {
         "partial, key side": (mask.kv_num_blocks, mask.kv_indices, columns),
         "full, key side": (mask.full_kv_num_blocks, mask.full_kv_indices, columns),

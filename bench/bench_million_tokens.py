@@ -54,9 +54,7 @@ def build(spec: LongNet, size: Size) -> BlockMask:
     pattern = spec.pattern()
     masks.cache().clear()
     layout = masks.layout(pattern, size.num_tokens)
-    return masks.block_mask(
-        pattern, size.num_tokens, num_heads=size.num_heads, block_size=_BLOCK, layout=layout
-    )
+    return masks.block_mask(pattern, size.num_tokens, num_heads=size.num_heads, block_size=_BLOCK, layout=layout)
 
 
 def prepared(spec: LongNet, size: Size) -> Callable[[], object]:

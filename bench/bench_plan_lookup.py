@@ -36,9 +36,7 @@ def run(config: Config) -> Result:
         return _program(shape_only, shape_only, pattern.text, 0, 0, size.num_heads, 1, [128, 128])
 
     def plan_of_sizes() -> object:
-        return plan(
-            pattern.bind(num_heads=size.num_heads, num_queries=size.num_tokens, num_keys=size.num_tokens)
-        )
+        return plan(pattern.bind(num_heads=size.num_heads, num_queries=size.num_tokens, num_keys=size.num_tokens))
 
     return Result(
         (

@@ -24,9 +24,7 @@ class Config:
 
 FULL = Config(
     LONGNET_4,
-    tuple(
-        Size(1024 * kilo, num_heads=1, repeats=2 if kilo > 16 else 5) for kilo in (4, 8, 16, 32, 64, 128, 256)
-    ),
+    tuple(Size(1024 * kilo, num_heads=1, repeats=2 if kilo > 16 else 5) for kilo in (4, 8, 16, 32, 64, 128, 256)),
     dense_tokens=65536,
 )
 SMALL = Config(

@@ -32,9 +32,7 @@ def _branch_loop(
     for length, rate in spec.branches:
         length = min(length, q.shape[2])
         if q.shape[2] % length or length % rate:
-            raise ValueError(
-                f"the loop needs rate | segment | tokens; got {rate=}, {length=}, {q.shape[2]} tokens"
-            )
+            raise ValueError(f"the loop needs rate | segment | tokens; got {rate=}, {length=}, {q.shape[2]} tokens")
         active = [_active(x, length, rate) for x in (q, k, v)]
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*active, 0.0, spec.causal)
         outs.append(_to_full_length(out, q.shape, length, rate, fill=0.0))

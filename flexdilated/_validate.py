@@ -38,9 +38,7 @@ def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
             f"the query heads must be a multiple of the key/value heads; got {num_heads} and {num_kv_heads}"
         )
     if num_heads != num_kv_heads and not enable_gqa:
-        raise ValueError(
-            f"unequal query and key/value heads need enable_gqa=True; got {num_heads} and {num_kv_heads}"
-        )
+        raise ValueError(f"unequal query and key/value heads need enable_gqa=True; got {num_heads} and {num_kv_heads}")
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:

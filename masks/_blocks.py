@@ -173,8 +173,6 @@ def _join_leaves(
     return key // (num_rows * num_columns), key // num_columns % num_rows, key % num_columns, low, high
 
 
-
-
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> float:
     """About how many blocks a table lists, from a spread of rows and tables; unsettled, so rather more."""
     rows, columns = -(-int(rule.q.lengths.sum()) // q_block), -(-int(rule.k.lengths.sum()) // k_block)

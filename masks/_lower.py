@@ -151,4 +151,3 @@ def _active(base: Dilated, start: int, begin: int, end: int) -> tuple[int, int]:
     first += max(0, -(-(begin - first) // base.rate)) * base.rate
     stop = min(end, start + base.segment)
     return first, max(0, -(-(stop - first) // base.rate))
-

@@ -102,5 +102,3 @@ def _on_heads(chosen: Tensor, inner: MaskMod) -> MaskMod:
         return chosen[h] & inner(b, h, q, k)
 
     return mask_mod
-
-

@@ -106,5 +106,3 @@ def _halves(run: Run, block: int) -> tuple[Tensor, Run]:
     start = torch.cat([run.start, middle[many]])
     stop = torch.cat([torch.minimum(middle, run.stop), run.stop[many]])
     return node, Run(run.piece[node], start, stop)
-
-

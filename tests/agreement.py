@@ -24,9 +24,7 @@ def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[T
     return grad_out, grad_lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-def gradients(
-    attend: Attention, tensors: tuple[Tensor, ...], *, through_lse: bool = True
-) -> tuple[Tensor, ...]:
+def gradients(attend: Attention, tensors: tuple[Tensor, ...], *, through_lse: bool = True) -> tuple[Tensor, ...]:
     """(dq, dk, dv) of a fixed functional of output and lse; without the lse nothing flows into it at all."""
     out, lse = attend(*tensors)
     if not out.requires_grad:

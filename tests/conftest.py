@@ -11,15 +11,9 @@ from jaxtyping import install_import_hook
 # check would break the graph), the custom op (its schema is read from plain annotations), and what callers'
 # own values reach (the check would answer before our errors do).
 CHECKED = [
-    *(
-        f"flexdilated.masks.{name}"
-        for name in ("_blocks", "_box", "_cost", "_lower", "_planner", "_quadtree")
-    ),
+    *(f"flexdilated.masks.{name}" for name in ("_blocks", "_box", "_cost", "_lower", "_planner", "_quadtree")),
     *(f"flexdilated.masks.{name}" for name in ("_rule", "_tables")),
-    *(
-        f"flexdilated.{name}"
-        for name in ("_gather", "_kernel", "_reference", "_tile_blocks", "_tile_calls", "_tiles")
-    ),
+    *(f"flexdilated.{name}" for name in ("_gather", "_kernel", "_reference", "_tile_blocks", "_tile_calls", "_tiles")),
 ]
 
 with install_import_hook(CHECKED, "beartype.beartype"):

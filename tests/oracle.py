@@ -90,9 +90,7 @@ def grouped(*rules: Rule) -> Rule:
     return rule
 
 
-def longnet(
-    segments: Sequence[int], rates: Sequence[int], offsets: str = "interleaved", heads: str = "all"
-) -> Rule:
+def longnet(segments: Sequence[int], rates: Sequence[int], offsets: str = "interleaved", heads: str = "all") -> Rule:
     """LongNet's branches: every head runs all of them, or groups of heads run one each."""
     branches = [dilated(w, r, offsets) for w, r in zip(segments, rates, strict=True)]
     return grouped(*branches) if heads == "grouped" else total(*branches)
@@ -103,9 +101,7 @@ def counts(rule: Rule, heads: range, num_heads: int, queries: Tensor, keys: Tens
     return torch.stack([rule(head, num_heads, queries, keys) for head in heads])
 
 
-def useful_pairs(
-    segments: Sequence[int], rates: Sequence[int], *, num_heads: int, N: int, causal: bool
-) -> int:
+def useful_pairs(segments: Sequence[int], rates: Sequence[int], *, num_heads: int, N: int, causal: bool) -> int:
     """Pairs that a LongNet with interleaved offsets allows over N tokens, summed over branches and heads."""
     pairs = 0
     for w, r in zip(segments, rates, strict=True):
@@ -115,9 +111,7 @@ def useful_pairs(
     return pairs
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse) in float64 of one softmax in which a pair weighs as often as it is allowed.
 
     A row without keys has output 0 and lse -inf. Query head h reads key/value head h // (H / G).

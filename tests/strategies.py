@@ -61,9 +61,7 @@ class Case:
     def counts(self) -> Tensor:
         """(H, N, M) from the dense rule."""
         queries = torch.arange(self.q_offset, self.q_offset + self.num_queries)
-        return oracle.counts(
-            self.twin.rule, self.heads, self.num_heads_global, queries, torch.arange(self.num_keys)
-        )
+        return oracle.counts(self.twin.rule, self.heads, self.num_heads_global, queries, torch.arange(self.num_keys))
 
 
 segments = st.integers(1, 24)
@@ -86,9 +84,7 @@ def dilated(draw: st.DrawFn) -> Twin:
 @st.composite
 def local_windows(draw: st.DrawFn) -> Twin:
     left, right = draw(st.integers(0, 8)), draw(st.integers(0, 8))
-    return Twin(
-        masks.local_window(left=left, right=right), oracle.local_window(left, right), (left + right + 1,)
-    )
+    return Twin(masks.local_window(left=left, right=right), oracle.local_window(left, right), (left + right + 1,))
 
 
 leaves = st.one_of(dilated(), dilated(), local_windows(), st.just(Twin(masks.causal(), oracle.causal())))
@@ -97,11 +93,7 @@ leaves = st.one_of(dilated(), dilated(), local_windows(), st.just(Twin(masks.cau
 @st.composite
 def sets(draw: st.DrawFn, num_heads: int, depth: int = 2) -> Twin:
     """A set pattern for this many heads, composed up to `depth` levels deep."""
-    kind = (
-        draw(st.sampled_from(["leaf", "leaf", "and", "or", "not", "per_head", "grouped"]))
-        if depth
-        else "leaf"
-    )
+    kind = draw(st.sampled_from(["leaf", "leaf", "and", "or", "not", "per_head", "grouped"])) if depth else "leaf"
     if kind == "leaf":
         return draw(leaves)
     if kind == "grouped":
@@ -124,9 +116,7 @@ def longnets(draw: st.DrawFn, heads: str = "all", max_branches: int = 4) -> Twin
     branches = draw(st.lists(st.tuples(segments, rates), min_size=1, max_size=max_branches))
     widths, steps = zip(*branches, strict=True)
     rules = {"offsets": draw(offset_rules), "heads": heads}
-    return Twin(
-        masks.longnet(widths, steps, **rules), oracle.longnet(widths, steps, **rules), (*widths, *steps)
-    )
+    return Twin(masks.longnet(widths, steps, **rules), oracle.longnet(widths, steps, **rules), (*widths, *steps))
 
 
 @st.composite
@@ -142,9 +132,7 @@ def mixtures(draw: st.DrawFn, num_heads: int) -> Twin:
         twin = draw(sets(num_heads, 1))
     if draw(st.booleans()):
         other = draw(st.one_of(sets(num_heads, 1), st.just(twin)))
-        twin = Twin(
-            twin.pattern + other.pattern, oracle.total(twin.rule, other.rule), twin.edges + other.edges
-        )
+        twin = Twin(twin.pattern + other.pattern, oracle.total(twin.rule, other.rule), twin.edges + other.edges)
     return twin
 
 
@@ -209,8 +197,6 @@ LONGNET_5 = ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
 LADDERS = {"longnet-4": LONGNET_4, "longnet-5": LONGNET_5, "paper-5": PAPER_5, "gigapath-5": GIGAPATH_5}
 
 
-def scaled(
-    ladder: tuple[tuple[int, ...], tuple[int, ...]], divisor: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def scaled(ladder: tuple[tuple[int, ...], tuple[int, ...]], divisor: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A ladder with shorter segments and the same rates."""
     return tuple(-(-w // divisor) for w in ladder[0]), ladder[1]

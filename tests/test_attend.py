@@ -36,9 +36,7 @@ def refused(error: type[Exception], says: str, *given, **options) -> None:
     with pytest.raises(error, match=says):
         fd.attend(*given, **options)
     assert masks.cache().stats() == before
-    for x, copy in zip(
-        (x for x in given if isinstance(x, Tensor) and x.device.type == "cpu"), inputs, strict=True
-    ):
+    for x, copy in zip((x for x in given if isinstance(x, Tensor) and x.device.type == "cpu"), inputs, strict=True):
         assert torch.equal(x, copy)
 
 
@@ -151,18 +149,14 @@ def test_flex_says_what_it_cannot_serve_on_cpu(given, pattern, options, says):
 def test_flex_says_that_it_needs_a_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    refused(
-        ValueError, "no C.. compiler.*engine='tiles' serves it", *tensors(), masks.causal(), engine="flex"
-    )
+    refused(ValueError, "no C.. compiler.*engine='tiles' serves it", *tensors(), masks.causal(), engine="flex")
     assert fd.attend(*tensors(), masks.causal()).isfinite().all()
 
 
 def test_tiles_says_where_it_runs():
     with FakeTensorMode():  # stands in for a device that is not there
         given = tuple(torch.empty(1, 4, 12, 8, device="cuda") for _ in range(3))
-        refused(
-            ValueError, "CPU kernels; got tensors on cuda:0. engine='flex'", *given, PATTERN, engine="tiles"
-        )
+        refused(ValueError, "CPU kernels; got tensors on cuda:0. engine='flex'", *given, PATTERN, engine="tiles")
 
 
 @pytest.mark.parametrize("engine", [None, "tiles", "reference"])

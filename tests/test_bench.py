@@ -29,9 +29,7 @@ from bench.peer_flex import natural_block_mask
 ROOT = Path(__file__).resolve().parents[1]
 SIZE = Size(256, num_heads=4, head_dim=16, repeats=1)
 SPECS = [LONGNET_4.shrunk(64), LONGNET_4.shrunk(64).as_causal()]
-ODD = LongNet(
-    "odd", (1, 100, 333, 50), (1, 3, 7, 60), causal=True
-)  # rates that divide nothing, one above its segment
+ODD = LongNet("odd", (1, 100, 333, 50), (1, 3, 7, 60), causal=True)  # rates that divide nothing, one above its segment
 label = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
 
 
@@ -119,9 +117,7 @@ def test_configurations_are_those_of_the_targets() -> None:
 
 def test_jobs_take_turns() -> None:
     order = []
-    jobs = [
-        Job(name, lambda given, name=name: order.append((name, given)), prepare=lambda: 7) for name in "ab"
-    ]
+    jobs = [Job(name, lambda given, name=name: order.append((name, given)), prepare=lambda: 7) for name in "ab"]
     timings = interleave(jobs, repeats=2)
     assert order == [("a", 7), ("b", 7)] * 2
     assert [(timing.name, len(timing.seconds)) for timing in timings] == [("a", 2), ("b", 2)]
@@ -252,9 +248,7 @@ def test_accuracy_question_measures_the_error(monkeypatch) -> None:
     config = replace(question.SMALL, specs=question.SMALL.specs[:1])
     good, *_ = question.run(config).rows
     attend = fd.attend
-    monkeypatch.setattr(
-        fd, "attend", lambda *args, **kw: tuple(x.bfloat16().float() for x in attend(*args, **kw))
-    )
+    monkeypatch.setattr(fd, "attend", lambda *args, **kw: tuple(x.bfloat16().float() for x in attend(*args, **kw)))
     bad, *_ = question.run(config).rows
     assert good.met
     assert bad.measured > 1000

@@ -49,9 +49,7 @@ def assert_equals_torch(mask: BlockMask, counts: Tensor, sides: tuple[int, int])
     """The same block lists, from both sides, and the same mask inside; counts are over slots."""
     H, N, M = counts.shape
     dense = counts > 0
-    theirs = create_block_mask(
-        lambda b, h, q, k: dense[h, q, k], None, H, N, M, device="cpu", BLOCK_SIZE=sides
-    )
+    theirs = create_block_mask(lambda b, h, q, k: dense[h, q, k], None, H, N, M, device="cpu", BLOCK_SIZE=sides)
     shape = (H, -(-N // sides[0]), -(-M // sides[1]))
     expected = verdicts(theirs, shape)
     assert torch.equal(expected[0], expected[1])

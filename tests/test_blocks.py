@@ -73,9 +73,7 @@ def test_compact_lists_are_the_dense_rule(case, q_block, k_block):
 
 def dilated_and_more(num_heads: int) -> st.SearchStrategy:
     def intersect(pair):
-        return type(pair[0])(
-            pair[0].pattern & pair[1].pattern, oracle.both(pair[0].rule, pair[1].rule), pair[0].edges
-        )
+        return type(pair[0])(pair[0].pattern & pair[1].pattern, oracle.both(pair[0].rule, pair[1].rule), pair[0].edges)
 
     return st.tuples(dilated(), sets(num_heads, 1)).map(intersect)
 

@@ -27,9 +27,7 @@ def holds(cache: Cache, key: int) -> bool:
 def test_a_value_is_built_once():
     cache, built = Cache(100), []
     for _ in range(3):
-        assert cache.get("key", lambda: built.append(1) or [7], lambda value: 10) is cache.get(
-            "key", list, len
-        )
+        assert cache.get("key", lambda: built.append(1) or [7], lambda value: 10) is cache.get("key", list, len)
     stats = cache.stats()
     assert len(built) == 1
     assert (stats.hits, stats.misses, stats.entries, stats.bytes) == (5, 1, 1, 10)

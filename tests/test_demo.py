@@ -230,9 +230,7 @@ def test_environment_that_does_not_parse(tmp_path: Path, text: Path) -> None:
     """In a process of its own: the cache reads the variable once."""
     command = [sys.executable, "-m", "flexdilated", "demo", "--out", str(tmp_path), "--data", str(text)]
     environment = {**os.environ, "FLEXDILATED_CACHE_BYTES": "lots"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "FLEXDILATED_CACHE_BYTES must be a whole number of bytes" in done.stderr
 

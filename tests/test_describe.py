@@ -49,9 +49,7 @@ def test_computed_pairs_are_those_of_blocks():
 
 
 def test_a_branch_that_counts_twice_is_useful_twice_and_computed_once():
-    once, twice = (
-        masks.describe(p, 300, num_heads=1) for p in (masks.causal(), masks.causal() + masks.causal())
-    )
+    once, twice = (masks.describe(p, 300, num_heads=1) for p in (masks.causal(), masks.causal() + masks.causal()))
     assert twice.useful_pairs == 2 * once.useful_pairs
     assert twice.computed_pairs == once.computed_pairs
 

@@ -61,9 +61,7 @@ def call_key(case: Case, kv_heads: int, side: int, rate: int = 1) -> CallKey:
 def attend_by(key: CallKey, scale: float):
     program = _program(key, CPU)
     steps = tuple(replace(step, call=dense_flex) for step in program.steps)
-    return lambda q, k, v: run_flex(
-        replace(program, steps=steps), q, k, v, scale=scale, return_lse=True, direct=False
-    )
+    return lambda q, k, v: run_flex(replace(program, steps=steps), q, k, v, scale=scale, return_lse=True, direct=False)
 
 
 @given(st.data(), block_sides)

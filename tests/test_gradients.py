@@ -34,9 +34,7 @@ def drawn(dtype: torch.dtype, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def outcome(
-    attend: Attention, tensors: tuple[Tensor, ...], dtype: torch.dtype, through_lse: bool
-) -> list[Tensor]:
+def outcome(attend: Attention, tensors: tuple[Tensor, ...], dtype: torch.dtype, through_lse: bool) -> list[Tensor]:
     """[out, lse, dq, dk, dv], with every number computed in `dtype`."""
     tensors = tuple(x.to(dtype).requires_grad_() for x in tensors)
     out, lse = attend(*tensors)
@@ -87,9 +85,7 @@ def budget(dtype: torch.dtype, kv_heads: int) -> list[float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("causal", "kv_heads"), [(False, H), (True, 1)], ids=["full, H = G", "causal, G = 1"]
-)
+@pytest.mark.parametrize(("causal", "kv_heads"), [(False, H), (True, 1)], ids=["full, H = G", "causal, G = 1"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_errors_are_within_budget(name, causal, kv_heads, dtype):
     """The gradients both without and with a part that comes in through the lse."""
@@ -110,9 +106,7 @@ def test_errors_are_within_budget(name, causal, kv_heads, dtype):
         own = errors(found, outcome(expected, tensors, torch.float64, through_lse))
         excess = {
             part: (error, limit)
-            for part, error, limit in zip(
-                ("out", "lse", "dq", "dk", "dv"), own, budget(dtype, kv_heads), strict=True
-            )
+            for part, error, limit in zip(("out", "lse", "dq", "dk", "dv"), own, budget(dtype, kv_heads), strict=True)
             if not error <= limit
         }
         assert excess == {}
@@ -124,9 +118,7 @@ def test_results_keep_their_dtypes(dtype):
     tensors = tuple(x.requires_grad_() for x in drawn(dtype, 2))
     out, lse = fd.attend(*tensors, masks.longnet([8], [2]), enable_gqa=True, return_lse=True)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    assert [grad.dtype for grad in torch.autograd.grad((out.sum(), lse[lse.isfinite()].sum()), tensors)] == [
-        dtype
-    ] * 3
+    assert [grad.dtype for grad in torch.autograd.grad((out.sum(), lse[lse.isfinite()].sum()), tensors)] == [dtype] * 3
     out, lse = fd.attend(*tensors, masks.causal(), enable_gqa=True, return_lse=True, engine="reference")
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
 
@@ -151,7 +143,5 @@ def test_double_backward_is_refused():
     (grad,) = torch.autograd.grad(fd.attend(q, k, v, pattern).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=r"no second derivative.*engine='reference'"):
         grad.sum().backward()
-    (grad,) = torch.autograd.grad(
-        fd.attend(q, k, v, pattern, engine="reference").square().sum(), q, create_graph=True
-    )
+    (grad,) = torch.autograd.grad(fd.attend(q, k, v, pattern, engine="reference").square().sum(), q, create_graph=True)
     assert torch.autograd.grad(grad.sum(), q)[0].abs().sum() > 0

@@ -73,7 +73,9 @@ def test_bad_text(text, says):
         masks.from_json(text)
 
 
-@pytest.mark.parametrize("value", [None, 3, "causal", {"kind": "causal"}, masks.causal], ids=str)
+@pytest.mark.parametrize(
+    "value", [None, 3, "causal", {"kind": "causal"}, masks.causal], ids=["none", "number", "name", "object", "function"]
+)
 def test_only_patterns_have_a_text(value):
     with pytest.raises(TypeError, match="pattern or mixture"):
         masks.to_json(value)

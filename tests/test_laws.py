@@ -116,14 +116,10 @@ def test_heads_are_strangers(data):
     groups = case.num_heads // k.shape[1]
     chosen = data.draw(st.integers(0, k.shape[1] - 1))
     changed = [x.detach().clone() for x in (q, k, v)]
-    for x, heads in zip(
-        changed, (slice(chosen * groups, (chosen + 1) * groups), chosen, chosen), strict=True
-    ):
+    for x, heads in zip(changed, (slice(chosen * groups, (chosen + 1) * groups), chosen, chosen), strict=True):
         x[:, heads] += 3.0
     kept = torch.arange(case.num_heads) // groups != chosen
-    assert_same(
-        tuple(x[:, kept] for x in attend(case, q, k, v)), tuple(x[:, kept] for x in attend(case, *changed))
-    )
+    assert_same(tuple(x[:, kept] for x in attend(case, q, k, v)), tuple(x[:, kept] for x in attend(case, *changed)))
 
 
 @given(st.data())

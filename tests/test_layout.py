@@ -70,8 +70,7 @@ def test_compact_names_tokens(heads, step, slots, folds, stride, origin):
     starts = tuple(range(2, 2 + heads))
     layout = Compact(tuple(range(heads)), starts, step, slots, folds, stride)
     expected = [
-        [[start + fold * stride + slot * step for slot in range(slots)] for fold in range(folds)]
-        for start in starts
+        [[start + fold * stride + slot * step for slot in range(slots)] for fold in range(folds)] for start in starts
     ]
     assert layout.tokens().tolist() == expected
     pieces = layout.pieces(origin)

@@ -55,9 +55,7 @@ def test_two_parts_are_one_softmax(join, N, M, most, seed):
 def test_extremes(join, dtype, lse, part_lse, joined, share):
     """Neither overflow nor NaN, whichever side weighs all or nothing."""
     out, part = torch.tensor([[0.0, 2.0]], dtype=dtype), torch.tensor([[0.0, 4.0]], dtype=dtype)
-    found, found_lse = join(
-        out, torch.tensor([lse], dtype=dtype), part, torch.tensor([part_lse], dtype=dtype)
-    )
+    found, found_lse = join(out, torch.tensor([lse], dtype=dtype), part, torch.tensor([part_lse], dtype=dtype))
     assert_close(found, torch.tensor([[0.0, 2.0 + 2.0 * share]], dtype=dtype))
     assert_close(found_lse, torch.tensor([joined], dtype=dtype))
 
@@ -65,9 +63,7 @@ def test_extremes(join, dtype, lse, part_lse, joined, share):
 @both_merges
 def test_the_order_of_parts_does_not_matter(join):
     torch.manual_seed(0)
-    parts = [
-        (torch.randn(5, 3, dtype=torch.float64), 9 * torch.randn(5, dtype=torch.float64)) for _ in range(3)
-    ]
+    parts = [(torch.randn(5, 3, dtype=torch.float64), 9 * torch.randn(5, dtype=torch.float64)) for _ in range(3)]
     forwards = join(*join(*parts[0], *parts[1]), *parts[2])
     backwards = join(*join(*parts[2], *parts[1]), *parts[0])
     for one, other in zip(forwards, backwards, strict=True):
@@ -77,9 +73,7 @@ def test_the_order_of_parts_does_not_matter(join):
 def test_gradients_of_the_traced_merge():
     """Against finite differences; rows without keys on either side pass nothing on, and no NaN."""
     torch.manual_seed(0)
-    inputs = [
-        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3), (4,), (4, 3), (4,))
-    ]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3), (4,), (4, 3), (4,))]
     absent = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
 
     def joined(out, lse, part, part_lse):

@@ -30,9 +30,7 @@ def pair(segments=(64,), rates=(1,), *, causal=False, **options):
 def inputs(*widths, batch=B, batch_first=False, lengths=(N, N, N)):
     torch.manual_seed(1)
     middle = () if batch is None else (batch,)
-    tensors = [
-        torch.randn(n, *middle, width, dtype=torch.float64) for n, width in zip(lengths, widths, strict=True)
-    ]
+    tensors = [torch.randn(n, *middle, width, dtype=torch.float64) for n, width in zip(lengths, widths, strict=True)]
     if batch is not None and batch_first:
         tensors = [x.transpose(0, 1).contiguous() for x in tensors]
     return [x.requires_grad_() for x in tensors]

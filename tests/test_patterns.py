@@ -38,18 +38,12 @@ def test_branches_count_as_the_dense_rule(case):
 def test_ladders_at_full_size(name, heads, offsets):
     """Longer segments than tokens, rates that divide neither segments nor heads; on a spread of queries."""
     rules = {"offsets": offsets, "heads": heads}
-    bound = masks.longnet(*LADDERS[name], **rules).bind(
-        num_heads=16, num_queries=1, num_keys=1501, q_offset=0
-    )
+    bound = masks.longnet(*LADDERS[name], **rules).bind(num_heads=16, num_queries=1, num_keys=1501, q_offset=0)
     queries = torch.cat([torch.arange(0, 1501, 61), torch.tensor([1023, 1024, 1500])])
-    expected = oracle.counts(
-        oracle.longnet(*LADDERS[name], **rules), range(16), 16, queries, torch.arange(1501)
-    )
+    expected = oracle.counts(oracle.longnet(*LADDERS[name], **rules), range(16), 16, queries, torch.arange(1501))
     h, k = torch.arange(16)[:, None, None], torch.arange(1501)[None, None, :]
     found = sum(
-        branch.mask_mod(num_heads=16, device=torch.device("cpu"))(
-            torch.tensor(0), h, queries[:, None], k
-        ).long()
+        branch.mask_mod(num_heads=16, device=torch.device("cpu"))(torch.tensor(0), h, queries[:, None], k).long()
         for branch in bound.pattern.branches()
     )
     assert torch.equal(found, expected)

@@ -30,9 +30,7 @@ def weight_of(term: Term, shape: tuple[int, ...]) -> Tensor:
     for index, head in enumerate(term.heads):
         allowed = mod(torch.tensor(0), torch.tensor(index), *slots).expand(len(slots[0]), slots[1].shape[1])
         if term.shape != "blocks":
-            assert torch.equal(
-                allowed, torch.ones_like(allowed) if term.shape == "dense" else slots[1] <= slots[0]
-            )
+            assert torch.equal(allowed, torch.ones_like(allowed) if term.shape == "dense" else slots[1] <= slots[0])
         for fold in range(q.shape[1]):
             table = total[head]
             table[q[index, fold][:, None], k[index, fold][None, :]] += term.multiplicity * allowed
@@ -90,9 +88,7 @@ def test_computes_little_in_vain(name, causal, N):
 
 
 def test_options_are_weighed():
-    bound = (masks.longnet([2048, 4096], [1, 4]) + masks.causal()).bind(
-        num_heads=4, num_queries=9000, num_keys=9000
-    )
+    bound = (masks.longnet([2048, 4096], [1, 4]) + masks.causal()).bind(num_heads=4, num_queries=9000, num_keys=9000)
     planned = plan(bound)
     assert len(planned.options) == 3
     for options in planned.options:

@@ -63,9 +63,7 @@ class RunPlan(torch.autograd.Function):
         return None, *run_backward(ctx.program, q, k, v, Result(out, lse, grad_out, grad_lse), 0.5)
 
 
-def assert_plan_agrees(
-    chosen: Plan, given_order: Layout, data: tuple[Tensor, ...], counts: Tensor, side: int
-) -> None:
+def assert_plan_agrees(chosen: Plan, given_order: Layout, data: tuple[Tensor, ...], counts: Tensor, side: int) -> None:
     program = make_program(chosen, given_order, num_kv_heads=data[1].shape[1], block_size=(side, side))
     assert_agrees(lambda q, k, v: RunPlan.apply(program, q, k, v), data, counts, scale=0.5)
 

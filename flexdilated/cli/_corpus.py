@@ -69,14 +69,10 @@ def load_corpus(data: Path | None, *, context: int) -> Corpus:
 
 def _standard_library() -> tuple[str, list[_Text]]:
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [
-        path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
-    ]
+    paths = [path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)]
     texts = _read_files(root, paths)
     if not texts:
-        raise UsageError(
-            "this Python has no readable source of its standard library: name a corpus with --data"
-        )
+        raise UsageError("this Python has no readable source of its standard library: name a corpus with --data")
     return "Python's standard library", texts
 
 
@@ -110,9 +106,7 @@ def _split(texts: Sequence[_Text], *, window: int) -> tuple[list[_Text], list[_T
         return [_Text(name, data[:-needed])], [_Text(name, data[-needed:])]
     held_out: set[str] = set()
     # a very long file would be most of the held-out text, and stand for nothing else
-    order = sorted(
-        texts, key=lambda t: (len(t.data) > total // _LONG_FILE_SHARE, sha256(fsencode(t.name)).digest())
-    )
+    order = sorted(texts, key=lambda t: (len(t.data) > total // _LONG_FILE_SHARE, sha256(fsencode(t.name)).digest()))
     for text in order:
         if needed <= 0:
             break

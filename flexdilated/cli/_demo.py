@@ -54,9 +54,7 @@ def demo(settings: Settings) -> None:
     with Interrupt() as interrupt:
         if run.step == 0:
             run.before = mean_bits(run.model, validation.windows, run.device)
-        ended_by = train(
-            run, corpus, settings, interrupt, lambda: _checkpoint.save(settings.out, run.state(identity))
-        )
+        ended_by = train(run, corpus, settings, interrupt, lambda: _checkpoint.save(settings.out, run.state(identity)))
         if interrupt.requested:
             print("stopping early; a second Ctrl-C ends at once, without results")
         results = _measure(run, validation, settings, interrupt, ended_by)
@@ -118,9 +116,7 @@ def _validation(corpus: Corpus, settings: Settings) -> _Validation:
     return _Validation(windows, unigram_bits(corpus.train, windows), bigram_bits(corpus.train, windows))
 
 
-def _measure(
-    run: Run, validation: _Validation, settings: Settings, interrupt: Interrupt, ended_by: str
-) -> Results:
+def _measure(run: Run, validation: _Validation, settings: Settings, interrupt: Interrupt, ended_by: str) -> Results:
     trunk = run.model.trunk
     heads, head_dim = trunk.config.num_heads, trunk.config.head_dim
     # before the timing, which looks up plans of its own

@@ -84,8 +84,7 @@ def _engines() -> list[Finding]:
 
 def _extra_packages() -> list[Finding]:
     return [
-        (package, "found" if _extras.find(package) else _extras.missing_line(package))
-        for package in _extras.EXTRAS
+        (package, "found" if _extras.find(package) else _extras.missing_line(package)) for package in _extras.EXTRAS
     ]
 
 
@@ -95,15 +94,11 @@ def _variables() -> tuple[list[Finding], bool]:
     findings, all_parse = [], True
     for name in names:
         try:
-            verdict = (
-                f"is read as {_VARIABLES[name]()}" if name in _VARIABLES else "is unknown, and has no effect"
-            )
+            verdict = f"is read as {_VARIABLES[name]()}" if name in _VARIABLES else "is unknown, and has no effect"
         except ValueError as error:
             verdict, all_parse = f"does not parse: {error}", False
         findings.append((name, verdict))
-    return findings or [
-        ("environment", f"no {_PREFIX}* variable is set ({', '.join(_VARIABLES)} may be)")
-    ], all_parse
+    return findings or [("environment", f"no {_PREFIX}* variable is set ({', '.join(_VARIABLES)} may be)")], all_parse
 
 
 def _trial(device: str) -> str | None:

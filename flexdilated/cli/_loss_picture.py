@@ -33,9 +33,7 @@ def save_loss_picture(
         label="validation, before and after",
         **validation,
     )
-    axes.annotate(
-        f"{after:.2f}", (len(losses), after), xytext=(7, -3), textcoords="offset points", color="#d94801"
-    )
+    axes.annotate(f"{after:.2f}", (len(losses), after), xytext=(7, -3), textcoords="offset points", color="#d94801")
     for (name, bits), style in zip(baselines.items(), ("--", ":"), strict=True):
         axes.axhline(bits, color="#555555", linestyle=style, linewidth=1.2, label=f"{name}, {bits:.2f}")
     axes.set_xlabel("step")

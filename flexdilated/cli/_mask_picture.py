@@ -36,9 +36,7 @@ def save_mask_picture(
     positions = masks.layout(pattern, num_tokens).positions()
     _draw(left, counts, side, title="Natural order", axis="position")
     _draw(right, counts[positions][:, positions], side, title="Residue order", axis="slot")
-    figure.suptitle(
-        f"{title}\nhead 0 of {num_heads}, {num_tokens} tokens, blocks of {side} x {side}", fontsize=13
-    )
+    figure.suptitle(f"{title}\nhead 0 of {num_heads}, {num_tokens} tokens, blocks of {side} x {side}", fontsize=13)
     figure.legend(handles=_legend(int(counts.max())), loc="outside lower center", ncols=7, frameon=False)
     figure.savefig(path, format="png")
 
@@ -89,7 +87,6 @@ def _legend(most: int) -> list:
 
     entries = [(_UNTOUCHED, "never computed"), (_WASTED, "computed, no pair")]
     entries += [
-        (shade, f"pair in {count} branch{'es' if count > 1 else ''}")
-        for count, shade in enumerate(_shades(most), 1)
+        (shade, f"pair in {count} branch{'es' if count > 1 else ''}") for count, shade in enumerate(_shades(most), 1)
     ]
     return [Patch(facecolor=colour, edgecolor="#999999", label=label) for colour, label in entries]

@@ -8,7 +8,7 @@ import torch
 
 from ._model import ByteModel
 
-_MATRIX_RATE, _OTHER_RATE = 0.04, 6e-3
+_MATRIX_RATE, _OTHER_RATE = 0.04, 0.015
 
 
 class Optimizers:

@@ -20,9 +20,7 @@ _SECONDS_BETWEEN_CHECKPOINTS = 30.0
 _GRADIENT_NORM_LIMIT = 1.0
 
 
-def train(
-    run: Run, corpus: Corpus, settings: Settings, interrupt: Interrupt, save: Callable[[], None]
-) -> str:
+def train(run: Run, corpus: Corpus, settings: Settings, interrupt: Interrupt, save: Callable[[], None]) -> str:
     """Train in place; call `save` now and then and at the end. Returns what ended it, as a phrase.
 
     Every step is finished before an interrupt or the time limit is heeded, so the run can always go on.

@@ -39,9 +39,7 @@ class DilatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_engine(engine)
-        self.pattern = dilated_pattern(
-            segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads
-        )
+        self.pattern = dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
         self.scale = None if scale is None else resolve_scale(scale, head_dim=1)
         self.enable_gqa = require_bool("enable_gqa", enable_gqa)
         self.engine = engine

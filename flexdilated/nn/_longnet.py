@@ -86,9 +86,7 @@ class LongNet(nn.Module):
         for block in self.blocks:
             if remember_inputs_only:
                 # No block draws random numbers, so there is no generator state to restore.
-                x = checkpoint(
-                    block, x, rotary, self.pattern, layout, use_reentrant=False, preserve_rng_state=False
-                )
+                x = checkpoint(block, x, rotary, self.pattern, layout, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, rotary, self.pattern, layout)
         return x
@@ -128,9 +126,7 @@ class LongNet(nn.Module):
             if tokens.dtype != torch.int64:
                 raise TypeError(f"tokens must be int64; got {tokens.dtype}")
         elif tokens.dtype != self.norm.weight.dtype and not torch.is_autocast_enabled(tokens.device.type):
-            raise TypeError(
-                f"the input must have the model's dtype {self.norm.weight.dtype}; got {tokens.dtype}"
-            )
+            raise TypeError(f"the input must have the model's dtype {self.norm.weight.dtype}; got {tokens.dtype}")
 
     def extra_repr(self) -> str:
         return f"{self.pattern!r}, layout={self.config.layout!r}, engine={self.config.engine!r}"

@@ -64,9 +64,7 @@ class LongNetConfig:
         if require_finite("rotary_base", self.rotary_base) <= 1.0:
             raise ValueError(f"rotary_base must be above 1; got rotary_base={self.rotary_base}")
         if self.tie_embeddings and self.vocab_size is None:
-            raise ValueError(
-                "tie_embeddings needs a token embedding; got tie_embeddings=True, vocab_size=None"
-            )
+            raise ValueError("tie_embeddings needs a token embedding; got tie_embeddings=True, vocab_size=None")
         for name in ("segment_lengths", "dilation_rates"):
             if not isinstance(getattr(self, name), Sequence):
                 raise TypeError(f"{name} must be a sequence of integers; got {getattr(self, name)!r}")

@@ -69,18 +69,14 @@ class MultiheadDilatedAttention(nn.Module):
         self.kdim = require_int("kdim", embed_dim if kdim is None else kdim, minimum=1)
         self.vdim = require_int("vdim", embed_dim if vdim is None else vdim, minimum=1)
         self.batch_first = require_bool("batch_first", batch_first)
-        self.pattern = dilated_pattern(
-            segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads
-        )
+        self.pattern = dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
         self.pattern.check_heads(num_heads)
         self.causal_pattern = self.pattern if causal else self.pattern & causal_pattern()
         self.engine = engine
         self._add_parameters(require_bool("bias", bias), device, dtype)
         self.reset_parameters()
 
-    def _add_parameters(
-        self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> None:
+    def _add_parameters(self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         E = self.embed_dim
         packed = self.kdim == self.vdim == E
         shapes = {
@@ -159,8 +155,7 @@ class MultiheadDilatedAttention(nn.Module):
                 raise ValueError(f"{name} must be a dense tensor; got a nested one: call once a sequence")
             if x.dim() not in (2, 3) or x.shape[-1] != width:
                 raise ValueError(
-                    f"{name} must have shape (tokens, {width}), or that with a batch dim; "
-                    f"got {tuple(x.shape)}"
+                    f"{name} must have shape (tokens, {width}), or that with a batch dim; got {tuple(x.shape)}"
                 )
             self._check_kind(name, x)
         _check_fit(query, key, value, batch_dim=0 if self.batch_first else 1)

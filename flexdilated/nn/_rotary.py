@@ -11,9 +11,7 @@ from torch import Tensor
 RotaryTable = tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]
 
 
-def rotary_table(
-    positions: Int64[Tensor, " N"], *, head_dim: int, base: float, dtype: torch.dtype
-) -> RotaryTable:
+def rotary_table(positions: Int64[Tensor, " N"], *, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
     """Cosines and signed sines for `rotate`: channels i and i + D/2 turn by position * base^(-2i/D).
 
     One table serves all layers of a forward pass. It is float32, or float64 for features of that `dtype`.
