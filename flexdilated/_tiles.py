@@ -20,7 +20,7 @@ from .masks._term import Term
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
-_SLOTS_AT_ONCE = 1 << 15  # enough for a kernel to share among cores, small beside the inputs
+_SLOTS_AT_ONCE = 1 << 14  # enough for a kernel to share among cores, small beside the inputs
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def make_program(plan: Plan, given: Layout, *, num_kv_heads: int, block_size: tu
 
 
 def _in_portions(term: Term) -> tuple[Term, ...]:
-    """A term whose operands are copies, in terms of a few heads, so that the copies of all need not exist at once."""
+    """A term whose operands are copies, in smaller terms, so that the copies of all need not exist at once."""
     copied = isinstance(term.q, Compact) and term.q.step > 1
-    return term.by_heads(_SLOTS_AT_ONCE) if copied else (term,)
+    return term.portions(_SLOTS_AT_ONCE) if copied else (term,)
 
 
 def run_forward(

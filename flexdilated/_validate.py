@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .masks import Layout, Mixture, Pattern
+from .masks._check import require_int
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -56,11 +57,10 @@ def check_sizes(
     pattern: Pattern | Mixture, q: Tensor, *, q_offset: int, head_offset: int, num_heads_global: int | None
 ) -> int:
     """The global number of heads, after checks on offsets and heads."""
-    for name, value in (("q_offset", q_offset), ("head_offset", head_offset)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer; got {name}={value!r}")
-        if value < 0:
-            raise ValueError(f"{name} must be at least 0; got {name}={value}")
+    require_int("q_offset", q_offset, minimum=0)
+    require_int("head_offset", head_offset, minimum=0)
+    if num_heads_global is not None:
+        require_int("num_heads_global", num_heads_global, minimum=1)
     heads = head_offset + q.shape[1] if num_heads_global is None else num_heads_global
     if head_offset + q.shape[1] > heads:
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from ._algebra import union
 from ._bound import Bound
 from ._cache import cache
 from ._check import require_int
@@ -74,7 +75,4 @@ def layout(pattern: Expression, num_tokens: int) -> Layout:
     A pattern without dilation gets the natural order (rate 1).
     """
     require_int("num_tokens", num_tokens, minimum=1)
-    first, *rest = require_expression(pattern).branches()
-    for branch in rest:
-        first = first | branch
-    return Layout(num_tokens, residue_rate(first))
+    return Layout(num_tokens, residue_rate(union(require_expression(pattern).branches())))

@@ -47,7 +47,7 @@ class Blocks:
     row: Int32[Tensor, " E"]
     column: Int32[Tensor, " E"]
     full: Bool[Tensor, " E"]
-    pairs: Int64[Tensor, " E"]
+    pairs: Int32[Tensor, " E"]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -137,7 +137,7 @@ def _build_tables(rule: Rule, tables: range, shape: tuple[int, int, int, int], s
         low[doubtful] = high[doubtful] = count_pairs(rule, places, shape)
         keep = high > 0
         table, row, column, low, high = (x[keep] for x in (table, row, column, low, high))
-    pairs = torch.where(low == high, low, UNKNOWN)
+    pairs = torch.where(low == high, low, UNKNOWN).int()
     return table.int(), row.int(), column.int(), low == whole, pairs
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._algebra import union
 from ._box import Bounds, Box
 from ._check import require_int
 from ._pattern import Expression, MaskMod, Pattern
@@ -44,10 +45,7 @@ class Bound:
     @property
     def union(self) -> Pattern:
         """The pairs with any weight at all, as one set pattern."""
-        first, *rest = self.pattern.branches()
-        for branch in rest:
-            first = first | branch
-        return first
+        return union(self.pattern.branches())
 
     def key(self) -> tuple[str | int, ...]:
         """Plain data: equal keys mean equal masks."""

@@ -44,10 +44,10 @@ def machine_of(device: torch.device) -> Machine:
     return CPU if device.type == "cpu" else ACCELERATOR
 
 
-def cost_of(terms: list[Term], machine: Machine) -> Cost:
-    """What the terms cost for one batch entry at head dim 64 in float32."""
+def cost_of(terms: list[Term], machine: Machine, given: Layout) -> Cost:
+    """What the terms cost for one batch entry at head dim 64 in float32, for tokens that come in the order `given`."""
     pairs = [computed_pairs(term) for term in terms]
-    moved = [_moved_bytes(term) for term in terms]
+    moved = [_moved_bytes(term, given) for term in terms]
     seconds = sum(
         4 * _HEAD_DIM * count / (machine.block_flops_per_s if term.shape == "blocks" else machine.dense_flops_per_s)
         for term, count in zip(terms, pairs, strict=True)
@@ -69,10 +69,10 @@ def computed_pairs(term: Term) -> int:
     return listed * _SIDE**2 * term.folds
 
 
-def _moved_bytes(term: Term) -> int:
-    """Copies of q, k, v into the term's layout and of out back, where the layout is not the input's own."""
+def _moved_bytes(term: Term, given: Layout) -> int:
+    """Copies of q, k, v into the term's layout and of out back, where the tokens are not given in that order."""
     if isinstance(term.q, Layout):
-        gathered = 0 if term.q.rate == 1 else 4 * term.q.num_slots * len(term.heads)
+        gathered = 0 if term.q == given else 4 * term.q.num_slots * len(term.heads)
     else:
         assert isinstance(term.k, Compact)
         slots = 2 * term.q.num_slots + 2 * term.k.num_slots

@@ -141,7 +141,7 @@ def _count(term: Term) -> tuple[int, int, int]:
     """(useful pairs, computed pairs, bytes of block lists) of a term, over its heads and folds."""
     blocks = term.blocks(_SIDE, _SIDE)
     unknown = (blocks.pairs == UNKNOWN).nonzero().squeeze(1)
-    pairs = blocks.pairs.clone()
+    pairs = blocks.pairs.long()
     pairs[unknown] = count_pairs(term.table_rule(), blocks.places(unknown), blocks.shape)
     users = torch.bincount(torch.tensor(blocks.heads))[blocks.table.long()]
     useful, listed = int((pairs * users).sum()), int(users.sum())

@@ -104,9 +104,10 @@ class Compact:
     folds: int
     fold_stride: int
 
-    def select(self, index: slice) -> Compact:
-        """The same for some of the heads."""
-        return replace(self, heads=self.heads[index], starts=self.starts[index])
+    def portion(self, heads: slice, folds: range) -> Compact:
+        """The same for some of the heads and some consecutive folds."""
+        starts = tuple(start + folds.start * self.fold_stride for start in self.starts[heads])
+        return replace(self, heads=self.heads[heads], starts=starts, folds=len(folds))
 
     def pieces(self, origin: int) -> Pieces:
         """One run a head: the slots of fold 0; token 0 stands at position `origin`."""

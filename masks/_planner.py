@@ -138,19 +138,19 @@ def _choose(bound: Bound, machine: Machine, may_split: bool) -> tuple[tuple[Term
 
 
 def _options(branch: Pattern, times: int, bound: Bound, machine: Machine, may_split: bool) -> list[Option]:
-    options = []
+    options, given = [], Layout(bound.num_queries)
     compact = compact_terms(branch, times, bound)
     if compact is not None:
-        options.append(Option(branch, times, "compact", tuple(compact), cost_of(compact, machine)))
+        options.append(Option(branch, times, "compact", tuple(compact), cost_of(compact, machine, given)))
     disjoint = disjoint_terms(branch, times, bound) if may_split else None
     if disjoint is not None:
-        cost = cost_of(disjoint, machine)
+        cost = cost_of(disjoint, machine, given)
         options.append(Option(branch, times, "disjoint", tuple(disjoint), cost, shares_rows=True))
     rate = residue_rate(branch)
     for each in {1, rate} if rate <= min(_MAX_RESIDUE_RATE, bound.num_queries) else {1}:
         terms = shared_terms(branch, times, bound, each)
         name = "natural" if each == 1 else f"residue {each}"
-        options.append(Option(branch, times, name, tuple(terms), cost_of(terms, machine)))
+        options.append(Option(branch, times, name, tuple(terms), cost_of(terms, machine, given)))
     return options
 
 
@@ -160,7 +160,7 @@ def _in_layout(bound: Bound, machine: Machine, layout: Layout) -> Plan:
     for branch, times in Counter(bound.pattern.branches()).items():
         terms = shared_terms(branch, times, bound, layout.rate)
         name = f"residue {layout.rate}, as given"
-        weighed.append((Option(branch, times, name, tuple(terms), cost_of(terms, machine)),))
+        weighed.append((Option(branch, times, name, tuple(terms), cost_of(terms, machine, layout)),))
     return Plan(bound, layout, tuple(term for (option,) in weighed for term in option.terms), tuple(weighed))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -20,9 +20,8 @@ def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device) -> Bl
     memory: entries past a row's count are the next rows' and hold valid block numbers. Elsewhere tables
     end at the longest row.
     """
-    row_major = torch.arange(len(blocks.row))
     column_major = (blocks.table.long() * blocks.num_columns + blocks.column).argsort(stable=True)
-    by_row = _side(blocks, row_major, blocks.row, blocks.column, (blocks.num_rows, blocks.num_columns), device)
+    by_row = _side(blocks, None, blocks.row, blocks.column, (blocks.num_rows, blocks.num_columns), device)
     by_column = _side(blocks, column_major, blocks.column, blocks.row, (blocks.num_columns, blocks.num_rows), device)
     kv_num, kv, full_kv_num, full_kv = by_row
     q_num, q, full_q_num, full_q = by_column
@@ -51,33 +50,57 @@ def table_bytes(mask: BlockMask) -> int:
 
 
 def _side(
-    blocks: Blocks, order: Tensor, major: Tensor, minor: Tensor, shape: tuple[int, int], device: torch.device
+    blocks: Blocks, order: Tensor | None, major: Tensor, minor: Tensor, shape: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(partial counts, partial indices, full counts, full indices) with lists along `major`."""
-    major, minor, full = blocks.table.long()[order] * shape[0] + major[order], minor[order], blocks.full[order]
+    """(partial counts, partial indices, full counts, full indices); lists run along `major`, by which `order` sorts."""
+    lines, full = blocks.table.long() * shape[0] + major, blocks.full
+    if order is not None:
+        lines, minor, full = lines[order], minor[order], full[order]
     lists = blocks.num_tables * shape[0]
-    kinds = [(major[kind], minor[kind]) for kind in (~full, full)]
-    counts = [torch.bincount(lines, minlength=lists) for lines, _ in kinds]
+    counts = [torch.bincount(lines[kind], minlength=lists) for kind in (~full, full)]
     widths = [max(1, int(count.max())) for count in counts]
     if device.type != "cpu":
         # torch 2.11's Triton kernels read the full table with the partial table's shape and strides.
         widths = [max(widths)] * 2
-    heads = torch.tensor(blocks.heads if blocks.num_tables > 1 else (0,))
     result: list[Tensor] = []
-    for (lines, entries), count, width in zip(kinds, counts, widths, strict=True):
-        place = torch.arange(len(lines)) - (count.cumsum(0) - count)[lines]
-        table = torch.zeros(lists, width, dtype=torch.int32)
-        table[lines, place] = entries
-        per_head = table.view(-1, shape[0], width)[heads]
-        num = count.int().view(-1, shape[0])[heads]
-        result += [num[None].to(device), _full_width(per_head, shape[1], device)]
+    for kind, count, width in zip((~full, full), counts, widths, strict=True):
+        indices = _indices(lines[kind], minor[kind], count, width, shape)
+        per_head = _per_head(blocks, indices)
+        num = _per_head(blocks, count.int().view(-1, shape[0], 1)).squeeze(-1)
+        result += [
+            num[None].to(device),
+            _full_width(per_head, shape[1]) if device.type == "cpu" else per_head[None].to(device),
+        ]
     return result[0], result[1], result[2], result[3]
 
 
-def _full_width(table: Int32[Tensor, "H R W"], columns: int, device: torch.device) -> Int32[Tensor, "1 H R C"]:
+def _indices(
+    lines: Int64[Tensor, " E"],
+    entries: Int32[Tensor, " E"],
+    count: Int64[Tensor, " lists"],
+    width: int,
+    shape: tuple[int, int],
+) -> Int32[Tensor, "T R W"]:
+    """Each line's entries side by side, in a storage with room to be read at full width."""
+    storage = torch.zeros(len(count) * width + shape[1] - width, dtype=torch.int32)
+    place = torch.arange(len(lines))
+    place -= (count.cumsum(0) - count)[lines]
+    place += lines * width
+    storage[place] = entries
+    return storage[: len(count) * width].view(-1, shape[0], width)
+
+
+def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor, "H R W"]:
+    """A table for each mask head: the same tensor where that is what it holds, one head where all share."""
+    if blocks.num_tables == 1 or blocks.heads == tuple(range(blocks.num_tables)):
+        return tables
+    heads, (_, rows, width) = torch.tensor(blocks.heads), tables.shape
+    storage = tables.new_zeros(len(heads) * rows * width + blocks.num_rows + blocks.num_columns)
+    copied = storage[: len(heads) * rows * width].view(-1, rows, width)
+    return torch.index_select(tables, 0, heads, out=copied)
+
+
+def _full_width(table: Int32[Tensor, "H R W"], columns: int) -> Int32[Tensor, "1 H R C"]:
+    """Rows as long as there are columns, each running on into the next rows' entries."""
     heads, rows, width = table.shape
-    if device.type != "cpu":
-        return table[None].to(device)
-    storage = torch.zeros(heads * rows * width + columns - width, dtype=torch.int32)
-    storage[: table.numel()] = table.flatten()
-    return storage.as_strided((1, heads, rows, columns), (heads * rows * width, rows * width, width, 1))
+    return table.as_strided((1, heads, rows, columns), (heads * rows * width, rows * width, width, 1))

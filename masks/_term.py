@@ -40,14 +40,16 @@ class Term:
     def folds(self) -> int:
         return self.q.folds if isinstance(self.q, Compact) else 1
 
-    def by_heads(self, most_slots: int) -> tuple[Term, ...]:
-        """The same in terms of at most `most_slots` query slots, where heads can be parted; a head stays whole."""
+    def portions(self, most_slots: int) -> tuple[Term, ...]:
+        """The same in terms of at most `most_slots` query slots, as far as heads and folds can be parted."""
         if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
             return (self,)
-        heads = max(1, most_slots // (self.q.folds * self.q.num_slots))
-        parts = [slice(begin, begin + heads) for begin in range(0, len(self.heads), heads)]
+        folds = max(1, min(self.folds, most_slots // self.q.num_slots))
+        heads = max(1, most_slots // (folds * self.q.num_slots))
         return tuple(
-            replace(self, heads=self.heads[part], q=self.q.select(part), k=self.k.select(part)) for part in parts
+            replace(self, heads=self.heads[some], q=self.q.portion(some, few), k=self.k.portion(some, few))
+            for some in (slice(begin, begin + heads) for begin in range(0, len(self.heads), heads))
+            for few in (range(begin, min(begin + folds, self.folds)) for begin in range(0, self.folds, folds))
         )
 
     def tables(self) -> tuple[int, ...]:
