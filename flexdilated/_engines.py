@@ -49,7 +49,7 @@ def _flex_cannot(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, re
         return None
     serves = "engine='tiles' serves it"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return f"flex has no backward on CPU, and q, k or v requires a gradient; {serves}; torch.no_grad() needs none"
+        return f"flex has no backward on CPU, and q, k or v requires a gradient; {serves}, or use torch.no_grad()"
     if return_lse:
         return f"flex gives no lse on CPU; {serves}"
     if len(set(pattern.branches())) > 1:

@@ -29,8 +29,8 @@ def longnet(
     for name, value in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise TypeError(f"{name} must be a sequence of integers; got {name}={value!r}")
-        for entry in value:
-            require_int(f"each of {name}", entry, minimum=1)
+        for branch, entry in enumerate(value):
+            require_int(f"{name}[{branch}]", entry, minimum=1)
     segments, rates = tuple(segment_lengths), tuple(dilation_rates)
     if not segments or len(segments) != len(rates):
         raise ValueError(

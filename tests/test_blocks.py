@@ -36,7 +36,7 @@ def assert_lists(blocks: Blocks, pairs: Tensor, *, exact: bool = True) -> None:
     assert (key.diff() > 0).all()
     listed, full, known = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
     where = (blocks.table.long(), blocks.row.long(), blocks.column.long())
-    listed[where], full[where], known[where] = 1, blocks.full.long(), blocks.pairs
+    listed[where], full[where], known[where] = 1, blocks.full.long(), blocks.pairs.long()
     listed, full, known = (x[list(blocks.heads)] for x in (listed, full, known))
     assert listed.shape == pairs.shape
     whole = pairs == blocks.q_block * blocks.k_block

@@ -87,4 +87,4 @@ def test_nothing_allowed():
 )
 def test_bad_input(change, error, says):
     with pytest.raises(error, match=says):
-        masks.describe(masks.causal(), **{"num_queries": 10} | change)
+        masks.describe(masks.causal(), **{"num_queries": 10, "num_heads": 1} | change)

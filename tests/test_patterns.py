@@ -152,8 +152,8 @@ def test_a_set_is_needed(operation):
         (lambda: masks.local_window(left=1, right=0.5), TypeError, "right=0.5"),
         (lambda: masks.longnet([], []), ValueError, "at least one"),
         (lambda: masks.longnet([4, 8], [1]), ValueError, r"\[4, 8\] and dilation_rates=\[1\]"),
-        (lambda: masks.longnet([4, 0], [1, 1]), ValueError, "segment=0"),
-        (lambda: masks.longnet([4, 8], [1, -2]), ValueError, "rate=-2"),
+        (lambda: masks.longnet([4, 0], [1, 1]), ValueError, r"segment_lengths\[1\] must be at least 1; got .*=0"),
+        (lambda: masks.longnet([4, 8], [1, -2]), ValueError, r"dilation_rates\[1\] must be at least 1; got .*=-2"),
         (
             lambda: masks.longnet([4], [1], offsets="random"),
             ValueError,
