@@ -10,6 +10,7 @@ import torch
 from ._bound import Bound
 from ._cache import cache
 from ._cost import Cost, Machine, cost_of, machine_of
+from ._json import from_json
 from ._layout import Layout
 from ._lower import compact_terms, disjoint_terms, residue_rate, shared_terms
 from ._pattern import Expression, Pattern
@@ -101,8 +102,6 @@ def recommended_layout(
 
 
 def _recommended_rate(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
-    from ._json import from_json
-
     bound = from_json(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
 
     def build() -> int:
