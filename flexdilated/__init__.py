@@ -2,10 +2,12 @@
 
 from . import masks
 from ._attend import attend
+from ._kv_cache import KVCache
 from .nn import DilatedAttention, LongNet, LongNetConfig, MultiheadDilatedAttention
 
 __all__ = [
     "DilatedAttention",
+    "KVCache",
     "LongNet",
     "LongNetConfig",
     "MultiheadDilatedAttention",

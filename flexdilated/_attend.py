@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, overload
 
 import torch
@@ -12,12 +13,17 @@ from ._call_key import CallKey
 from ._engines import choose_engine
 from ._flex_op import flex
 from ._reference import reference_attention
+from ._score_mod import ScoreMod
 from ._tiles_op import tiles
 from ._validate import (
+    check_dropout,
     check_layout,
+    check_score_mod,
+    check_sinks,
     check_sizes,
     check_tensors,
     resolve_scale,
+    run_time_tensors,
 )
 from .masks import Layout, Mixture, Pattern
 from .masks._block_mask import block_sides
@@ -33,9 +39,14 @@ def attend(
     v: Float[Tensor, "B G M D"],
     pattern: Pattern | Mixture,
     *,
+    dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
+    score_mod: ScoreMod | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    bindings: Mapping[str, Tensor] | None = None,
     q_offset: int = 0,
+    k_offset: int = 0,
     head_offset: int = 0,
     num_heads_global: int | None = None,
     layout: Layout | None = None,
@@ -52,9 +63,14 @@ def attend(
     v: Float[Tensor, "B G M D"],
     pattern: Pattern | Mixture,
     *,
+    dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
+    score_mod: ScoreMod | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    bindings: Mapping[str, Tensor] | None = None,
     q_offset: int = 0,
+    k_offset: int = 0,
     head_offset: int = 0,
     num_heads_global: int | None = None,
     layout: Layout | None = None,
@@ -70,9 +86,14 @@ def attend(
     v: Float[Tensor, "B G M D"],
     pattern: Pattern | Mixture,
     *,
+    dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
+    score_mod: ScoreMod | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    bindings: Mapping[str, Tensor] | None = None,
     q_offset: int = 0,
+    k_offset: int = 0,
     head_offset: int = 0,
     num_heads_global: int | None = None,
     layout: Layout | None = None,
@@ -86,9 +107,16 @@ def attend(
     float32 (float64 for float64 inputs), and differentiable. Under autocast q, k and v are cast as
     `scaled_dot_product_attention` casts them.
 
+    dropout_p: 0; anything above is refused.
     scale: factor on the scores; 1 / sqrt(D) by default.
     enable_gqa: G may be a divisor of H; query head h reads key/value head h // (H / G).
-    q_offset: position of query 0, for queries that follow tokens already seen; keys start at position 0.
+    score_mod: a plain function (score, b, h, q_idx, k_idx) -> score, as FlexAttention's, of each scaled score. h is
+        a global head, and q_idx and k_idx are positions, whatever the offsets and the layout are.
+    sinks: a logit for each head of q, of any float dtype: one more term exp(sink) in every row's softmax
+        denominator, with value 0. A row without keys then has output 0 and its sink for lse.
+    bindings: run-time tensors that the pattern names and does not carry, such as {"documents": ids}.
+    q_offset: position of query 0, for queries that follow tokens already seen.
+    k_offset: position of key 0, for keys that are not the first of their sequence.
     head_offset, num_heads_global: which of all heads these are, where heads live on several devices.
     layout: q, k, v come in this order of tokens, and so does the output.
     engine: "tiles" (CPU), "flex" (accelerators; on CPU one set pattern, inference) or "reference" (dense, in
@@ -98,29 +126,38 @@ def attend(
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
     """
     require_expression(pattern)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     check_tensors(q, k, v, enable_gqa=enable_gqa)
-    heads = check_sizes(pattern, q, q_offset=q_offset, head_offset=head_offset, num_heads_global=num_heads_global)
+    check_sinks(sinks, q)
+    check_score_mod(score_mod)
+    check_dropout(dropout_p)
+    heads = check_sizes(
+        pattern, q, q_offset=q_offset, k_offset=k_offset, head_offset=head_offset, num_heads_global=num_heads_global
+    )
     check_layout(layout, q, k)
+    tensors = run_time_tensors(pattern, bindings)
     sides = block_sides(block_size)
     factor = resolve_scale(scale, q.shape[-1])
     rate = 1 if layout is None else layout.rate
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-    chosen = choose_engine(engine, q, k, v, pattern, return_lse=return_lse)
-    key = CallKey(pattern.text, *sizes, q_offset, head_offset, heads, rate, sides)
+    first = (head_offset, q_offset, k_offset)
+    features = {"score_mod": score_mod, "sinks": sinks}
+    chosen = choose_engine(engine, q, k, v, pattern, first=first, return_lse=return_lse, **features)
+    key = CallKey(pattern.text, *sizes, q_offset, k_offset, head_offset, heads, rate, sides)
     if chosen == "tiles":
-        out, lse = tiles(q, k, v, pattern.text, factor, q_offset, head_offset, heads, rate, list(sides))
+        out, lse = tiles(q, k, v, sinks, tensors, pattern.text, factor, q_offset, k_offset, head_offset, heads, rate, list(sides))
     elif chosen == "flex":
-        out, lse = flex(q, k, v, key, scale=factor, return_lse=return_lse)
+        out, lse = flex(q, k, v, tensors, key, scale=factor, return_lse=return_lse, **features)
     else:
-        out, lse = _reference(q, k, v, key, factor)
+        out, lse = _reference(q, k, v, tensors, key, scale=factor, **features)
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as autocast, where it is on, wants them."""
     kind = q.device.type if isinstance(q, Tensor) else "cpu"
     if not torch.is_autocast_enabled(kind):
         return q, k, v
@@ -128,8 +165,20 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, key: CallKey, scale: float) -> tuple[Tensor, Tensor]:
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bindings: list[Tensor],
+    key: CallKey,
+    *,
+    scale: float,
+    score_mod: ScoreMod | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     queries, keys = key.layout, Layout(key.num_keys, key.rate)
-    out, lse = reference_attention(queries.invert(q), keys.invert(k), keys.invert(v), key.bound(), scale=scale)
+    natural = queries.invert(q), keys.invert(k), keys.invert(v)
+    bound = key.bound(key.rules(bindings))
+    out, lse = reference_attention(*natural, bound, scale=scale, score_mod=score_mod, sinks=sinks)
     wide = torch.promote_types(q.dtype, torch.float32)
     return queries.apply(out), queries.apply(lse, dim=-1).to(wide)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from .masks import Layout, from_json
+from torch import Tensor
+
+from .masks import Layout
 from .masks._bound import Bound
+from .masks._json import read_text
+from .masks._pattern import Expression
+from .masks._run_time import names, resolve
 
 
 class CallKey(NamedTuple):
@@ -17,6 +23,7 @@ class CallKey(NamedTuple):
     num_queries: int
     num_keys: int
     q_offset: int
+    k_offset: int
     head_offset: int
     num_heads_global: int
     rate: int
@@ -27,13 +34,24 @@ class CallKey(NamedTuple):
         """The order of the queries."""
         return Layout(self.num_queries, self.rate)
 
-    def bound(self) -> Bound:
-        """The pattern with its sizes."""
-        return from_json(self.pattern).bind(
+    @property
+    def num_positions(self) -> int:
+        """Positions from 0 on that queries and keys reach."""
+        return max(self.q_offset + self.num_queries, self.k_offset + self.num_keys)
+
+    def rules(self, bindings: Sequence[Tensor]) -> Expression:
+        """The pattern, with the values of its run-time tensors in place; these come in the order of their names."""
+        pattern = read_text(self.pattern)
+        return resolve(pattern, dict(zip(names(pattern), bindings, strict=True)), self.num_positions)
+
+    def bound(self, rule: Expression | None = None) -> Bound:
+        """The pattern, or what its run-time tensors make of it, with its sizes."""
+        return (read_text(self.pattern) if rule is None else rule).bind(
             num_heads=self.num_heads,
             num_queries=self.num_queries,
             num_keys=self.num_keys,
             q_offset=self.q_offset,
+            k_offset=self.k_offset,
             head_offset=self.head_offset,
             num_heads_global=self.num_heads_global,
         )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._flex import missing_compiler
+from ._score_mod import ScoreMod, probe
 from .masks import Mixture, Pattern
 
 ENGINES = ("flex", "tiles", "reference")
@@ -19,10 +20,20 @@ def check_engine(engine: object) -> None:
 
 
 def choose_engine(
-    engine: str | None, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, *, return_lse: bool
+    engine: str | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Mixture,
+    *,
+    score_mod: ScoreMod | None,
+    first: tuple[int, int, int],
+    sinks: Tensor | None,
+    return_lse: bool,
 ) -> str:
     """The engine for a call: the one named, or tiles on CPU and flex elsewhere.
 
+    `first` is the global head and the positions of the first head, query and key.
     Raises ValueError if it cannot serve the call, naming those that can.
     """
     check_engine(engine)
@@ -32,27 +43,47 @@ def choose_engine(
         reason = "reference runs eagerly only; engine='tiles' (on CPU) and 'flex' compile"
     elif chosen == "tiles" and q.device.type != "cpu":
         reason = f"tiles runs ATen's CPU kernels; got tensors on {q.device}. engine='flex' serves them"
+    elif chosen == "tiles" and score_mod is not None:
+        serve = "engine='flex' (on CPU: inference with one set pattern) and engine='reference' serve it"
+        reason = f"tiles runs kernels that take no score_mod; {serve}"
     elif chosen == "flex":
-        reason = _flex_cannot(q, k, v, pattern, return_lse)
+        reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse)
     if reason is not None:
         raise ValueError(reason)
     return chosen
 
 
-def _flex_cannot(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, return_lse: bool) -> str | None:
+def _flex_cannot(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Mixture,
+    score_mod: ScoreMod | None,
+    first: tuple[int, int, int],
+    sinks: Tensor | None,
+    return_lse: bool,
+) -> str | None:
     if q.dtype == torch.float64:
-        return "flex has no float64 kernels; engine='tiles' (on CPU) and 'reference' serve float64"
+        able = "engine='tiles' (on CPU) and 'reference' serve" if score_mod is None else "engine='reference' serves"
+        return f"flex has no float64 kernels; {able} float64"
     if q.device.type != "cpu":
         if q.shape[-1] < _MIN_FLEX_HEAD_DIM:
             rule = f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {q.device.type}"
             return f"{rule}; got {q.shape[-1]}. engine='reference' serves it"
         return None
-    serves = "engine='tiles' serves it"
+    serves = f"engine={'tiles' if score_mod is None else 'reference'!r} serves it"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return f"flex has no backward on CPU, and q, k or v requires a gradient; {serves}, or use torch.no_grad()"
+    if score_mod is not None and torch.is_grad_enabled() and probe(score_mod, q, *first).requires_grad:
+        return (
+            f"flex has no backward on CPU, and score_mod uses a tensor that requires a gradient; {serves}, "
+            "or use torch.no_grad()"
+        )
     if return_lse:
         return f"flex gives no lse on CPU; {serves}"
-    if len(set(pattern.branches())) > 1:
+    if sinks is not None:
+        return f"flex gives no lse on CPU, which sinks need; {serves}"
+    if len({branch.text for branch in pattern.branches()}) > 1:
         branches = len(pattern.branches())
         return f"flex gives no lse on CPU and cannot join the {branches} branches of a mixture; {serves}"
     # Inside torch.compile inductor itself reports a missing compiler.

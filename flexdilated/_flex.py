@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import log
 from types import FunctionType
 from typing import Any
@@ -16,9 +17,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ._pick import Pick, make_pick
+from ._score_mod import Indices, ScoreMod, indices_of
+from ._sinks import with_sinks
 from .masks import Layout
 from .masks._block_mask import term_mask
 from .masks._planner import Plan
+from .masks._tables import table_bytes
 from .masks._term import Term
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -31,10 +35,16 @@ class FlexStep:
     """One term ready to run: its BlockMask, and how its operands are picked and its rows put back."""
 
     mask: BlockMask
+    indices: Indices
     queries: Pick
     keys: Pick
     log_multiplicity: float
     call: Call
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what tells rows and positions."""
+        return self.indices.nbytes + self.queries.nbytes + self.keys.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,14 +61,14 @@ class FlexProgram:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the row indices; the BlockMasks are counted where they are cached."""
-        return sum(step.queries.nbytes + step.keys.nbytes for step in self.steps)
+        """Bytes of the BlockMasks and of the row indices."""
+        return sum(table_bytes(step.mask) + step.nbytes for step in self.steps)
 
 
 def make_flex_program(
     plan: Plan, given: Layout, *, num_kv_heads: int, block_size: tuple[int, int], device: torch.device
 ) -> FlexProgram:
-    """Build (or look up) each term's BlockMask and the rows it reads."""
+    """Build each term's BlockMask and the rows it reads."""
     groups = plan.bound.num_heads // num_kv_heads
     steps = tuple(_step(term, plan, groups, block_size, device) for term in plan.terms)
     if given == plan.layout:
@@ -77,19 +87,24 @@ def run_flex(
     scale: float,
     return_lse: bool,
     direct: bool,
+    score_mod: ScoreMod | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
     """(out, lse if asked for). `direct` calls flex_attention itself: for graphs that compile it with the rest."""
-    dtype, needs_lse = q.dtype, return_lse or program.shares_rows
+    dtype, needs_lse = q.dtype, return_lse or program.shares_rows or sinks is not None
     if program.enter is not None:
         q_order, k_order = program.enter
         q, k, v = q.index_select(2, q_order), k.index_select(2, k_order), v.index_select(2, k_order)
     out, lse = None, None
     call = _flex_in_graph if direct else None
     for step in program.steps:
-        part, part_lse = _attend(step, q, k, v, scale, needs_lse, call or step.call)
+        part, part_lse = _attend(step, q, k, v, scale, score_mod, needs_lse, call or step.call)
         out, lse = step.queries.join(q, out, lse, part, part_lse)
     if out is None:
         out, lse = _nothing(q, k, v)
+    if sinks is not None:
+        assert lse is not None
+        out, lse = with_sinks(out, lse, sinks)
     if program.leave is not None:
         out = out.index_select(2, program.leave)
         lse = None if lse is None else lse.index_select(2, program.leave)
@@ -117,26 +132,37 @@ def _step(term: Term, plan: Plan, groups: int, block_size: tuple[int, int], devi
     keys_given = Layout(plan.bound.num_keys, plan.layout.rate)
     return FlexStep(
         mask,
+        indices_of(term, device),
         make_pick(term.q, term.heads, plan.layout, device),
         make_pick(term.k, kv_heads, keys_given, device),
         log(term.multiplicity),
-        _compiled(device),
+        _compiled(term, block_size, device),
     )
 
 
 def _attend(
-    step: FlexStep, q: Tensor, k: Tensor, v: Tensor, scale: float, needs_lse: bool, call: Call
+    step: FlexStep,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    score_mod: ScoreMod | None,
+    needs_lse: bool,
+    call: Call,
 ) -> tuple[Tensor, Tensor | None]:
     q, k, v = step.queries.take(q), step.keys.take(k), step.keys.take(v)
     options = {"block_mask": step.mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if score_mod is not None:
+        options["score_mod"] = step.indices.at_positions(score_mod)
     if not needs_lse:
         return call(q, k, v, **options), None
     out, aux = call(q, k, v, **options, return_aux=AuxRequest(lse=True))
     return out, aux.lse + step.log_multiplicity
 
 
-def _compiled(device: torch.device) -> Call:
-    """flex_attention compiled under a code object of its own.
+@lru_cache(maxsize=256)
+def _compiled(term: Term, block_size: tuple[int, int], device: torch.device) -> Call:
+    """flex_attention compiled under a code object of its own, which outlives the tables in the plan cache.
 
     torch counts recompilations by code object and, past a limit shared by all its callers, would give up.
     Sizes are static on CPU, where dynamic ones can generate C++ that does not build.

@@ -8,7 +8,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ._call_key import CallKey
 from ._flex import FlexProgram, make_flex_program, run_flex
+from ._score_mod import ScoreMod
 from .masks import cache
+from .masks._options import Allowed
 from .masks._planner import plan
 
 # Programs that compiled graphs refer to, kept for as long as the process: a graph reads its tables from here.
@@ -16,18 +18,28 @@ _traced: dict[tuple[CallKey, str], FlexProgram] = {}
 
 
 def flex(
-    q: Tensor, k: Tensor, v: Tensor, key: CallKey, *, scale: float, return_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bindings: list[Tensor],
+    key: CallKey,
+    *,
+    scale: float,
+    score_mod: ScoreMod | None,
+    sinks: Tensor | None,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse if asked for). Works eagerly, where each term is compiled alone, and under fullgraph=True."""
     if q.device.type == "cpu":
         # FlexAttention refuses here whatever requires a gradient, even under torch.no_grad().
         q, k, v = q.detach(), k.detach(), v.detach()
+    options = {"scale": scale, "score_mod": score_mod, "sinks": sinks, "return_lse": return_lse}
     if torch.compiler.is_compiling():
         # Tracing can read a plain dict but not build a plan; the op's shape rule runs while tracing, and can.
         _prepare(q, *key)
         program = _traced[(key, q.device.type)]
-        return run_flex(program, q, k, v, scale=scale, return_lse=return_lse, direct=True)
-    return run_flex(_program(key, q.device), q, k, v, scale=scale, return_lse=return_lse, direct=False)
+        return run_flex(program, q, k, v, direct=True, **options)
+    return run_flex(_program(key, q.device), q, k, v, direct=False, **options)
 
 
 @torch.library.custom_op("flexdilated::prepare_flex", mutates_args=())
@@ -39,6 +51,7 @@ def _prepare(
     num_queries: int,
     num_keys: int,
     q_offset: int,
+    k_offset: int,
     head_offset: int,
     num_heads_global: int,
     rate: int,
@@ -63,8 +76,11 @@ def _program(key: CallKey, device: torch.device) -> FlexProgram:
 
     def build() -> FlexProgram:
         # Terms that share rows are merged by their lse, which FlexAttention on CPU does not give.
-        best = plan(key.bound(), device=device, layout=key.layout, may_split=device.type != "cpu")
+        allowed = Allowed(shared_rows=device.type != "cpu", windows=False)
+        best = plan(key.bound(), device=device, layout=key.layout, allowed=allowed)
         sides = key.block_size
         return make_flex_program(best, key.layout, num_kv_heads=key.num_kv_heads, block_size=sides, device=device)
 
-    return cache().get(("flex", key, device), build, lambda program: program.nbytes)
+    return cache().get(
+        ("flex", key, device), build, lambda program: program.nbytes, pattern=key.pattern, device=device
+    )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 # B batch, H query heads, G key/value heads, F folds, Q queries, K keys, D head dim
 
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # the kernels hold the scale in float32; below, scores are 0
 _Problem = tuple[Tensor, Tensor, Tensor]
 
 
@@ -84,6 +85,8 @@ def flash_forward(
     mask: Float[Tensor, "#B #H Q K"] | None = None,
 ) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
     """(out, natural lse in float32) of ATen's flash attention. `mask` is added: 0 or -inf, in q's dtype."""
+    factor, scale = _positive(scale, is_causal)
+    q = q if factor == 1.0 else q * factor
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
     )
@@ -102,6 +105,16 @@ def flash_backward(
     mask: Float[Tensor, "#B #H Q K"] | None = None,
 ) -> _Problem:
     """(dq, dk, dv) of ATen's flash attention; a row whose lse is +inf has weight 0 everywhere."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    factor, scale = _positive(scale, is_causal)
+    q = q if factor == 1.0 else q * factor
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
     )
+    return dq if factor == 1.0 else dq * factor, dk, dv
+
+
+def _positive(scale: float, is_causal: bool) -> tuple[float, float]:
+    """(factor on q, scale above 0) with the same scores: causal kernels hide keys by -inf before they scale."""
+    if not is_causal or scale >= _LEAST_SCALE:
+        return 1.0, scale
+    return (-1.0, -scale) if scale <= -_LEAST_SCALE else (0.0, 1.0)

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.nn.functional import pad
 
+from ._score_mod import ScoreMod, new_score
 from .masks import Bound
+from .masks._run_time import num_entries
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 
-def multiplicity(bound: Bound, device: torch.device) -> Int64[Tensor, "H N M"]:
-    """How many branches allow each pair."""
-    h = torch.arange(bound.num_heads, device=device)[:, None, None] + bound.head_offset
-    q = torch.arange(bound.num_queries, device=device)[None, :, None] + bound.q_offset
-    k = torch.arange(bound.num_keys, device=device)[None, None, :]
-    shape = (bound.num_heads, bound.num_queries, bound.num_keys)
+def multiplicity(bound: Bound, device: torch.device) -> Int64[Tensor, "B H N M"]:
+    """How many branches allow each pair; one batch entry where all are alike."""
+    b, h, q, k = _places(bound, device)
+    shape = (num_entries(bound.pattern), bound.num_heads, bound.num_queries, bound.num_keys)
     total = torch.zeros(shape, dtype=torch.int64, device=device)
     for branch in bound.pattern.branches():
         rule = branch.mask_mod(num_heads=bound.num_heads_global, device=device)
-        total += rule(torch.zeros((), dtype=torch.int64, device=device), h, q, k)
+        total += rule(b[: len(total)], h, q, k)
     return total
+
+
+def _places(bound: Bound, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Batch entries (B, 1, 1, 1), global heads (H, 1, 1), query positions (1, N, 1) and key positions (1, 1, M)."""
+    b = torch.arange(bound.batch, device=device)[:, None, None, None]
+    h = torch.arange(bound.num_heads, device=device)[:, None, None] + bound.head_offset
+    q = torch.arange(bound.num_queries, device=device)[None, :, None] + bound.q_offset
+    k = torch.arange(bound.num_keys, device=device)[None, None, :] + bound.k_offset
+    return b, h, q, k
+
+
+def _modified(scores: Float[Tensor, "B H N M"], score_mod: ScoreMod, bound: Bound) -> Float[Tensor, "B H N M"]:
+    """score_mod of all scores at once."""
+    found = new_score(score_mod(scores, *_places(bound, scores.device)))
+    return found.to(scores.dtype).expand(scores.shape)
 
 
 def reference_attention(
@@ -31,14 +49,25 @@ def reference_attention(
     bound: Bound,
     *,
     scale: float,
+    score_mod: ScoreMod | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """One softmax over the multiset union, in float64; out in q's dtype, lse in float64.
 
-    Differentiable as often as wanted. Rows without keys give output 0 and lse -inf.
+    A sink is a key more with its head's logit for score and value 0. Differentiable as often as wanted.
+    Rows without keys (and sink) give output 0 and lse -inf.
     """
+    bound = replace(bound, batch=q.shape[0])
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = (q.double() @ keys.transpose(-1, -2)) * scale + multiplicity(bound, q.device).double().log()
+    scores = (q.double() @ keys.transpose(-1, -2)) * scale
+    if score_mod is not None:
+        scores = _modified(scores, score_mod, bound)
+    times = multiplicity(bound, q.device)
+    scores = (scores + times.clamp(min=1).double().log()).masked_fill(times == 0, -torch.inf)
+    if sinks is not None:
+        column = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        scores, values = torch.cat([scores, column], -1), pad(values, (0, 0, 0, 1))
     empty = (scores == -torch.inf).all(-1)
     # A row without keys has no softmax, and none of its NaN gradients: its weights come out 0 all the same.
     lse = scores.masked_fill(empty[..., None], 0.0).logsumexp(-1)

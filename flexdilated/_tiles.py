@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from . import _kernel, _tile_blocks
 from ._gather import Side, side
 from ._kernel import Operands
+from ._sinks import add_sinks
 from ._tile_calls import Calls, plan_calls
 from .masks._layout import Compact, Layout
 from .masks._planner import Plan
@@ -93,6 +94,7 @@ def run_forward(
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M D"],
     scale: float,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """(out in q's dtype and memory format, lse in float32 or wider)."""
     like = q
@@ -108,6 +110,9 @@ def run_forward(
         step.queries.merge(out, lse, part, part_lse)
     if out is None or lse is None:
         out, lse = _nothing(q)
+    if sinks is not None:
+        # Whole rows are scaled: the backward, which is fed this out and this lse, needs to know no more of sinks.
+        out, lse = add_sinks(out, lse, sinks)
     return _as(_leave(program, out), like), _leave(program, lse).contiguous()
 
 
@@ -119,6 +124,11 @@ class Result:
     lse: Float[Tensor, "B H N"]
     grad_out: Float[Tensor, "B H N D"]
     grad_lse: Float[Tensor, "B H N"] | None
+
+    def __getitem__(self, rows: slice) -> Result:
+        """The same for some batch entries."""
+        grad_lse = None if self.grad_lse is None else self.grad_lse[rows]
+        return Result(self.out[rows], self.lse[rows], self.grad_out[rows], grad_lse)
 
 
 def run_backward(

@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from ._call_key import CallKey
+from ._sinks import sinks_gradient
 from ._tiles import Program, Result, make_program, run_backward, run_forward
 from .masks import cache
+from .masks._pattern import Expression
 from .masks._planner import plan
+from .masks._run_time import alike
 
 
 @torch.library.custom_op("flexdilated::tiles", mutates_args=())
@@ -16,21 +19,31 @@ def tiles(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
+    bindings: list[Tensor],
     pattern: str,
     scale: float,
     q_offset: int,
+    k_offset: int,
     head_offset: int,
     num_heads_global: int,
     rate: int,
     block_size: list[int],
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a pattern in JSON; the plan is looked up when the op runs, so any size needs no retracing."""
-    program = _program(q, k, pattern, q_offset, head_offset, num_heads_global, rate, block_size)
-    return run_forward(program, q, k, v, scale)
+    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    where = (q_offset, k_offset, head_offset, num_heads_global)
+    programs = _programs(CallKey(pattern, *sizes, *where, rate, tuple(block_size)), bindings, q.shape[0])
+    if len(programs) == 1:
+        return run_forward(programs[0][1], q, k, v, scale, sinks)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    for rows, program in programs:
+        out[rows], lse[rows] = run_forward(program, q[rows], k[rows], v[rows], scale, sinks)
+    return out, lse
 
 
 @tiles.register_fake
-def _(q, k, v, pattern, scale, q_offset, head_offset, num_heads_global, rate, block_size):
+def _(q, k, v, sinks, bindings, pattern, scale, q_offset, k_offset, head_offset, num_heads_global, rate, block_size):
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return torch.empty_like(q), lse
 
@@ -44,39 +57,52 @@ def tiles_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    bindings: list[Tensor],
     pattern: str,
     scale: float,
     q_offset: int,
+    k_offset: int,
     head_offset: int,
     num_heads_global: int,
     rate: int,
     block_size: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `tiles`."""
-    program = _program(q, k, pattern, q_offset, head_offset, num_heads_global, rate, block_size)
-    return run_backward(program, q, k, v, Result(out, lse, grad_out, grad_lse), scale)
+    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    where = (q_offset, k_offset, head_offset, num_heads_global)
+    programs = _programs(CallKey(pattern, *sizes, *where, rate, tuple(block_size)), bindings, q.shape[0])
+    result = Result(out, lse, grad_out, grad_lse)
+    if len(programs) == 1:
+        return run_backward(programs[0][1], q, k, v, result, scale)
+    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    for rows, program in programs:
+        for grad, part in zip(grads, run_backward(program, q[rows], k[rows], v[rows], result[rows], scale), strict=True):
+            grad[rows] = part
+    return grads
 
 
 @tiles_backward.register_fake
-def _(grad_out, grad_lse, q, k, v, out, lse, pattern, *options):
+def _(grad_out, grad_lse, q, k, v, out, lse, *options):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _setup(ctx, inputs, output) -> None:
-    q, k, v, *options = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, sinks, bindings, *options = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output, *bindings)
     ctx.options = options
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_out, grad_lse):
-    q, k, v, out, lse = ctx.saved_tensors
+    q, k, v, sinks, out, lse, *bindings = ctx.saved_tensors
     if grad_out is None and grad_lse is None:
-        return (None,) * (3 + len(ctx.options))
+        return (None,) * (5 + len(ctx.options))
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = tiles_backward(grad_out, grad_lse, q, k, v, out, lse, *ctx.options)
-    return *grads, *[None] * len(ctx.options)
+    grads = tiles_backward(grad_out, grad_lse, q, k, v, out, lse, bindings, *ctx.options)
+    wanted = sinks is not None and ctx.needs_input_grad[3]
+    grad_sinks = sinks_gradient(sinks, out, lse, grad_out, grad_lse) if wanted else None
+    return *grads, grad_sinks, [None] * len(bindings), *[None] * len(ctx.options)
 
 
 def _no_double_backward(ctx, *grads):
@@ -89,14 +115,19 @@ tiles.register_autograd(_backward, setup_context=_setup)
 tiles_backward.register_autograd(_no_double_backward)
 
 
-def _program(q: Tensor, k: Tensor, pattern: str, *options) -> Program:
+def _programs(key: CallKey, bindings: list[Tensor], batch: int) -> list[tuple[slice, Program]]:
+    """(batch entries, their program): one for all, unless run-time tensors tell entries apart."""
+    if not bindings:
+        return [(slice(None), _program(key, None))]
+    groups = alike(key.rules(bindings), batch)
+    return [(rows, _program(key._replace(pattern=rule.text), rule)) for rows, rule in groups]
+
+
+def _program(key: CallKey, rule: Expression | None) -> Program:
     """The cached program for these sizes."""
-    q_offset, head_offset, num_heads_global, rate, block_size = options
-    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-    key = CallKey(pattern, *sizes, q_offset, head_offset, num_heads_global, rate, tuple(block_size))
 
     def build() -> Program:
-        best = plan(key.bound(), layout=key.layout)
+        best = plan(key.bound(rule), layout=key.layout)
         return make_program(best, key.layout, num_kv_heads=key.num_kv_heads, block_size=key.block_size)
 
-    return cache().get(("tiles", key), build, lambda program: program.nbytes)
+    return cache().get(("tiles", key), build, lambda program: program.nbytes, pattern=key.pattern)

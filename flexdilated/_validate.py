@@ -1,12 +1,15 @@
 """Checks on a call of `attend`, before any work: each error states the rule and what came."""
 
-from math import isfinite
+from collections.abc import Mapping
+from math import inf
+from types import FunctionType
 
 import torch
 from torch import Tensor
 
 from .masks import Layout, Mixture, Pattern
 from .masks._check import require_int
+from .masks._run_time import given_tensors, missing, names
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -33,6 +36,48 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
     _check_heads(q.shape[1], k.shape[1], enable_gqa)
 
 
+def check_sinks(sinks: object, q: Tensor) -> None:
+    """sinks are None, or one float logit for each head of q, on its device."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks must be a tensor or None; got {type(sinks).__name__}")
+    if sinks.dtype not in _DTYPES:
+        raise TypeError(f"sinks must be float32, bfloat16, float16 or float64; got {sinks.dtype}")
+    if sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks must have one logit for each head of q, shape ({q.shape[1]},); got {_shape(sinks)}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on the device of q, {q.device}; got {sinks.device}")
+
+
+def check_score_mod(score_mod: object) -> None:
+    """score_mod is None, or a plain function of 5 arguments without defaults."""
+    if score_mod is None:
+        return
+    if not isinstance(score_mod, FunctionType):
+        raise TypeError(
+            "score_mod must be a plain function of (score, b, h, q_idx, k_idx), which may call anything else; "
+            f"got {type(score_mod).__name__}"
+        )
+    if score_mod.__defaults__ or score_mod.__kwdefaults__:
+        # torch 2.11 does not see that a default has changed, and goes on with the one it compiled first.
+        raise ValueError("score_mod must have no defaults: capture the value from the surrounding function instead")
+    arguments = score_mod.__code__.co_varnames[: score_mod.__code__.co_argcount]
+    if len(arguments) != 5:
+        raise TypeError(f"score_mod must take (score, b, h, q_idx, k_idx); got ({', '.join(arguments)})")
+
+
+def check_dropout(dropout_p: float) -> None:
+    """Dropout of attention weights is not available."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float):
+        raise TypeError(f"dropout_p must be a real number; got {dropout_p!r}")
+    if dropout_p != 0:
+        raise ValueError(
+            "dropout_p must be 0, as attention weights are never formed: apply "
+            f"torch.nn.functional.dropout to the output instead; got {dropout_p=}"
+        )
+
+
 def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
     if num_heads % num_kv_heads:
         raise ValueError(
@@ -48,16 +93,23 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale must be a real number or None; got {scale!r}")
-    if not isfinite(scale):
+    if not -inf < scale < inf:  # a comparison, which torch.compile can trace for a scale that varies
         raise ValueError(f"scale must be finite; got {scale=}")
     return float(scale)
 
 
 def check_sizes(
-    pattern: Pattern | Mixture, q: Tensor, *, q_offset: int, head_offset: int, num_heads_global: int | None
+    pattern: Pattern | Mixture,
+    q: Tensor,
+    *,
+    q_offset: int,
+    k_offset: int,
+    head_offset: int,
+    num_heads_global: int | None,
 ) -> int:
     """The global number of heads, after checks on offsets and heads."""
     require_int("q_offset", q_offset, minimum=0)
+    require_int("k_offset", k_offset, minimum=0)
     require_int("head_offset", head_offset, minimum=0)
     if num_heads_global is not None:
         require_int("num_heads_global", num_heads_global, minimum=1)
@@ -68,6 +120,25 @@ def check_sizes(
         )
     pattern.check_heads(heads)
     return heads
+
+
+def run_time_tensors(pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None) -> list[Tensor]:
+    """The tensors that a pattern needs when it runs, in the order of their names: those it carries and those given."""
+    carried, given = given_tensors(pattern), {} if bindings is None else dict(bindings)
+    needed = names(pattern)
+    for name, tensor in given.items():
+        if name not in needed:
+            known = f"needs {', '.join(map(repr, needed))}" if needed else "needs no run-time tensor"
+            raise ValueError(f"bindings must name run-time tensors of the pattern, which {known}; got {name!r}")
+        if name in carried:
+            raise ValueError(f"the pattern carries the run-time tensor {name!r} already; got another in bindings")
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"bindings must hold tensors; got {type(tensor).__name__} for {name!r}")
+    found = carried | given
+    for name in needed:
+        if name not in found:
+            raise ValueError(missing(name))
+    return [found[name] for name in needed]
 
 
 def check_layout(layout: Layout | None, q: Tensor, k: Tensor) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
+from math import gcd, lcm
 from typing import Any
 
 import torch
 
 from ._box import Bounds, Box
-from ._pattern import MaskMod, Pattern, all_rates, common_period
+from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period
+from ._ranges import Ranges, as_ranges, intersect_all, unite
+from ._spelling import AND, NOT, OR, Phrase, chain
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,19 @@ class _Combination(Pattern):
     def rates(self) -> tuple[int, ...]:
         return all_rates(self.parts)
 
+    def leaves(self) -> tuple[Pattern, ...]:
+        return all_leaves(self.parts)
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return type(self)(tuple(part.map_leaves(change) for part in self.parts))
+
     def check_heads(self, num_heads: int) -> None:
         for part in self.parts:
             part.check_heads(num_heads)
+
+    def check_tokens(self, queries: range, keys: range) -> None:
+        for part in self.parts:
+            part.check_tokens(queries, keys)
 
     def _mods(self, num_heads: int, device: torch.device) -> list[MaskMod]:
         return [part.mask_mod(num_heads=num_heads, device=device) for part in self.parts]
@@ -55,11 +69,17 @@ class _Combination(Pattern):
 class And(_Combination):
     """Pairs that every part allows."""
 
+    def phrase(self) -> Phrase:
+        return chain((part.phrase() for part in self.parts), AND)
+
     def confined(self) -> bool:
         return any(part.confined() for part in self.parts)
 
+    def spacing(self) -> int:
+        return lcm(*(part.spacing() for part in self.parts))
+
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return reduce(_both, self._mods(num_heads, device))
+        return reduce(both, self._mods(num_heads, device))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         area = box.area
@@ -69,13 +89,28 @@ class And(_Combination):
 
         return reduce(intersect, self._counts(box, num_heads))
 
+    def row(self, query: int, stop: int) -> Ranges | None:
+        keys: Ranges | None = (range(stop),)
+        for part in self.parts:
+            seen = part.row(query, stop)
+            if seen == ():
+                return ()
+            keys = None if keys is None or seen is None else intersect_all(keys, seen)
+        return keys
+
 
 @dataclass(frozen=True)
 class Or(_Combination):
     """Pairs that at least one part allows."""
 
+    def phrase(self) -> Phrase:
+        return chain((part.phrase() for part in self.parts), OR)
+
     def confined(self) -> bool:
         return all(part.confined() for part in self.parts)
+
+    def spacing(self) -> int:
+        return gcd(*(part.spacing() for part in self.parts))
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         return reduce(either, self._mods(num_heads, device))
@@ -87,6 +122,10 @@ class Or(_Combination):
             return Bounds(torch.maximum(a.low, b.low), torch.minimum(a.high + b.high, area))
 
         return reduce(unite, self._counts(box, num_heads))
+
+    def row(self, query: int, stop: int) -> Ranges | None:
+        rows = [part.row(query, stop) for part in self.parts]
+        return None if None in rows else unite(tuple(keys for row in rows for keys in row or ()))
 
 
 @dataclass(frozen=True)
@@ -105,6 +144,9 @@ class Every(Pattern):
     def period(self) -> int:
         return 1
 
+    def row(self, query: int, stop: int) -> Ranges:
+        return as_ranges(range(stop))
+
 
 @dataclass(frozen=True)
 class Not(Pattern):
@@ -119,6 +161,9 @@ class Not(Pattern):
 
     def to_data(self) -> dict[str, Any]:
         return {"kind": "not", "part": self.part.to_data()}
+
+    def phrase(self) -> Phrase:
+        return Phrase(f"~{self.part.phrase().inside(NOT)}", NOT)
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         return _negate(self.part.mask_mod(num_heads=num_heads, device=device))
@@ -136,8 +181,22 @@ class Not(Pattern):
     def rates(self) -> tuple[int, ...]:
         return self.part.rates()
 
+    def leaves(self) -> tuple[Pattern, ...]:
+        return self.part.leaves()
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return Not(self.part.map_leaves(change))
+
     def check_heads(self, num_heads: int) -> None:
         self.part.check_heads(num_heads)
+
+    def check_tokens(self, queries: range, keys: range) -> None:
+        self.part.check_tokens(queries, keys)
+
+
+def every() -> Pattern:
+    """Each query sees every key: dense attention, and the whole that complements are taken from."""
+    return Every()
 
 
 def union(parts: tuple[Pattern, ...]) -> Pattern:
@@ -155,7 +214,7 @@ def union(parts: tuple[Pattern, ...]) -> Pattern:
     return And.of(Or.of(*(And.of(*rest) for rest in rests)), *shared)
 
 
-def _both(first: MaskMod, second: MaskMod) -> MaskMod:
+def both(first: MaskMod, second: MaskMod) -> MaskMod:
     def mask_mod(b, h, q, k):
         return first(b, h, q, k) & second(b, h, q, k)
 

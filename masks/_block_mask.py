@@ -11,6 +11,7 @@ from ._cache import cache
 from ._check import require_int
 from ._layout import Layout
 from ._lower import residue_rate, shared_terms
+from ._packed_blocks import PackedBlocks
 from ._pattern import Expression, require_expression
 from ._tables import table_bytes, to_block_mask
 from ._term import Term
@@ -25,6 +26,7 @@ def block_mask(
     head_offset: int = 0,
     num_heads_global: int | None = None,
     q_offset: int = 0,
+    k_offset: int = 0,
     layout: Layout | None = None,
     device: torch.device | str = "cpu",
     block_size: int | tuple[int, int] = 128,
@@ -44,21 +46,36 @@ def block_mask(
         head_offset=head_offset,
         num_heads_global=num_heads_global,
         q_offset=q_offset,
+        k_offset=k_offset,
     )
     if layout is not None and not layout.num_tokens == num_queries == keys:
         raise ValueError(f"the layout orders {layout.num_tokens} tokens; got {num_queries} queries and {keys} keys")
     rate = 1 if layout is None else layout.rate
     (term,) = shared_terms(bound.union, 1, bound, rate)
-    return term_mask(term, bound, device=torch.device(device), block_size=block_sides(block_size))
+    where, sides = _indexed(torch.device(device)), block_sides(block_size)
+    return cache().get(
+        ("block_mask", bound.key(), term, where, sides),
+        lambda: term_mask(term, bound, device=where, block_size=sides),
+        table_bytes,
+        pattern=bound.pattern.text,
+        device=where,
+    )
 
 
 def term_mask(term: Term, bound: Bound, *, device: torch.device, block_size: tuple[int, int]) -> BlockMask:
-    """The cached BlockMask of one term of a bound pattern, over its slots."""
-    return cache().get(
-        ("block_mask", bound.key(), term, device, block_size),
-        lambda: to_block_mask(term.blocks(*block_size), term.mask_mod(device), device),
-        table_bytes,
+    """A new BlockMask of one term of a bound pattern, over its slots, from the cached block lists."""
+    packed = cache().get(
+        ("blocks", bound.key(), term, block_size),
+        lambda: PackedBlocks.pack(term.blocks(*block_size)),
+        lambda packed: packed.nbytes,
+        pattern=bound.pattern.text,
     )
+    return to_block_mask(packed.unpack(), term.mask_mod(device), device)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """The device with its number: `cuda` alone means another one after `torch.cuda.set_device`."""
+    return device if device.type == "cpu" else torch.empty(0, device=device).device
 
 
 def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:

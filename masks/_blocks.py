@@ -10,14 +10,15 @@ import torch
 from jaxtyping import Bool, Int32, Int64, Shaped
 from torch import Tensor
 
-from ._quadtree import descend, roots, row_roots
+from ._quadtree import Leaves, descend, range_roots, row_roots
 from ._rule import Rule
 
 # T tables (one for each distinct head), E listed blocks
 
-_CELLS = 1 << 22  # pairs evaluated at once when blocks are settled
+_CELLS = 1 << 18  # pairs evaluated at once when blocks are settled: what stays in a cache
 _SLOTS_AT_ONCE = 1 << 17  # small tables are built together: fewer, larger tensor operations
 _SAMPLED_BLOCKS = 1 << 13  # blocks looked at for an estimate
+_DOUBTS_AT_ONCE = 1 << 17  # undecided blocks held at once: beyond, fewer rows are built at a time
 UNKNOWN = -1
 
 
@@ -84,14 +85,17 @@ def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True)
 
     With settle=True the list is exact: blocks on which the bounds leave a doubt are evaluated, just those.
     With settle=False a listed block may hold no pair, and a full one may be listed as partial.
-    Time and memory grow with the number of non-empty blocks, not with queries times keys.
+    Time grows with the number of blocks that bounds cannot rule out, memory with the number listed: where a
+    rule has parts without bounds, a range of block rows is settled before the next is looked at.
     """
     num_q, num_k = int(rule.q.lengths.sum()), int(rule.k.lengths.sum())
     at_once = max(1, _SLOTS_AT_ONCE // max(num_q, num_k))
     shape = (num_q, num_k, q_block, k_block)
+    rows = range(-(-num_q // q_block))
     built = [
-        _build_tables(rule, range(begin, min(begin + at_once, len(rule.heads))), shape, settle)
+        part
         for begin in range(0, len(rule.heads), at_once)
+        for part in _build(rule, range(begin, min(begin + at_once, len(rule.heads))), rows, shape, settle)
     ]
     table, row, column, full, pairs = (torch.cat(parts) for parts in zip(*built, strict=True))
     return Blocks(*shape, tuple(range(len(rule.heads))), table, row, column, full, pairs)
@@ -123,9 +127,40 @@ def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
     )
 
 
-def _build_tables(rule: Rule, tables: range, shape: tuple[int, int, int, int], settle: bool) -> tuple[Tensor, ...]:
+def _build(
+    rule: Rule, tables: range, rows: range, shape: tuple[int, int, int, int], settle: bool
+) -> Iterator[tuple[Tensor, ...]]:
+    """The listed blocks of some tables and block rows in order, in parts that leave few doubts to hold at once."""
+    found = _look(rule, tables, rows, shape, settle)
+    if found is not None:
+        yield _list(rule, found, shape, settle)
+        return
+    for half in _halves(tables):
+        for few in _halves(rows) if len(tables) == 1 else [rows]:
+            yield from _build(rule, half, few, shape, settle)
+
+
+def _look(
+    rule: Rule, tables: range, rows: range, shape: tuple[int, int, int, int], settle: bool
+) -> list[Leaves] | None:
+    """What the quadtree finds; None if it leaves too many doubts and the range can be halved."""
     _, _, q_block, k_block = shape
-    found = list(descend(rule, roots(rule, tables), q_block, k_block))
+    found, doubts, may_stop = [], 0, settle and len(tables) * len(rows) > 1
+    for leaves in descend(rule, range_roots(rule, tables, rows, q_block), q_block, k_block):
+        doubts += int((leaves.low != leaves.high).sum())
+        if may_stop and doubts > _DOUBTS_AT_ONCE:
+            return None
+        found.append(leaves)
+    return found
+
+
+def _halves(some: range) -> list[range]:
+    middle = (len(some) + 1) // 2
+    return [half for half in (some[:middle], some[middle:]) if half]
+
+
+def _list(rule: Rule, found: list[Leaves], shape: tuple[int, int, int, int], settle: bool) -> tuple[Tensor, ...]:
+    _, _, q_block, k_block = shape
     table, row, column, low, high = (
         torch.cat([getattr(leaves, name) for leaves in found]) for name in ("table", "row", "column", "low", "high")
     )

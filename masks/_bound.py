@@ -1,6 +1,6 @@
 """Bound: a pattern with its sizes, and the three faces of its rule."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,13 +9,14 @@ from ._algebra import union
 from ._box import Bounds, Box
 from ._check import require_int
 from ._pattern import Expression, MaskMod, Pattern
+from ._run_time import entry, num_entries
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A pattern or mixture bound to sizes. Query i stands at position q_offset + i, key j at position j.
+    """A pattern or mixture bound to sizes. Query i stands at position q_offset + i, key j at k_offset + j.
 
     The rule has three faces: `mask_mod`, elementwise and exact; `classify`, sound over boxes; `key`, plain
     data for caches. For a mixture `mask_mod` and `classify` speak of the union of its branches.
@@ -28,12 +29,13 @@ class Bound:
     head_offset: int
     num_heads_global: int
     q_offset: int
+    k_offset: int
     batch: int
 
     def __post_init__(self) -> None:
         for name in ("num_queries", "num_keys", "num_heads", "batch"):
             require_int(name, getattr(self, name), minimum=1)
-        for name in ("head_offset", "q_offset"):
+        for name in ("head_offset", "q_offset", "k_offset"):
             require_int(name, getattr(self, name), minimum=0)
         if self.head_offset + self.num_heads > self.num_heads_global:
             raise ValueError(
@@ -41,31 +43,40 @@ class Bound:
                 f"num_heads_global; got num_heads_global={self.num_heads_global}"
             )
         self.pattern.check_heads(self.num_heads_global)
+        if num_entries(self.pattern) not in (1, self.batch):
+            raise ValueError(
+                f"run-time tensors must have one row, or one for each batch entry; got {num_entries(self.pattern)} "
+                f"rows for batch={self.batch}"
+            )
+        queries = range(self.q_offset, self.q_offset + self.num_queries)
+        self.pattern.check_tokens(queries, range(self.k_offset, self.k_offset + self.num_keys))
 
     @property
     def union(self) -> Pattern:
         """The pairs with any weight at all, as one set pattern."""
         return union(self.pattern.branches())
 
+    def entry(self, batch: int) -> "Bound":
+        """The same for one batch entry, with its own rows of run-time tensors."""
+        return replace(self, pattern=entry(self.pattern, batch), batch=1)
+
     def key(self) -> tuple[str | int, ...]:
         """Plain data: equal keys mean equal masks."""
         sizes = (self.num_queries, self.num_keys, self.num_heads, self.head_offset, self.num_heads_global)
-        return (self.pattern.text, *sizes, self.q_offset, self.batch)
+        return (self.pattern.text, *sizes, self.q_offset, self.k_offset, self.batch)
 
     def mask_mod(self, device: torch.device | str = "cpu") -> MaskMod:
         """Closure (b, h, q, k) -> bool over this device's head, query and key indices, for FlexAttention."""
         where = torch.device(device)
         inner = self.union.mask_mod(num_heads=self.num_heads_global, device=where)
-        if self.q_offset == 0 and self.head_offset == 0:
-            return inner
-        return _shifted(
-            inner,
-            torch.tensor(self.head_offset, device=where),
-            torch.tensor(self.q_offset, device=where),
-        )
+        offsets = (self.head_offset, self.q_offset, self.k_offset)
+        return _shifted(inner, *(torch.tensor(offset, device=where) for offset in offsets)) if any(offsets) else inner
 
     def count(self, box: Box) -> Bounds:
-        """Sound bounds on the allowed pairs of each box; boxes hold global heads and positions."""
+        """Sound bounds on the allowed pairs of each box; boxes hold global heads and positions.
+
+        Boxes know no batch: where run-time tensors differ by batch entry, ask the bound of one `entry`.
+        """
         return self.union.count(box, num_heads=self.num_heads_global)
 
     def classify(self, box: Box) -> Tensor:
@@ -77,8 +88,8 @@ class Bound:
         return verdict
 
 
-def _shifted(inner: MaskMod, head_offset: Tensor, q_offset: Tensor) -> MaskMod:
+def _shifted(inner: MaskMod, head_offset: Tensor, q_offset: Tensor, k_offset: Tensor) -> MaskMod:
     def mask_mod(b, h, q, k):
-        return inner(b, h + head_offset, q + q_offset, k)
+        return inner(b, h + head_offset, q + q_offset, k + k_offset)
 
     return mask_mod

@@ -1,118 +1,237 @@
-"""The cache: one process-wide store of plans and tables, bounded in bytes, least recently used out first."""
+"""The cache: one process-wide store of plans and tables, thread-safe, in which each value is built once."""
 
 from __future__ import annotations
 
-import os
+import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
+
+from ._cache_limits import DEFAULT_ENTRIES, Limits, limits_from_environment
+from ._cache_pins import Pins
+from ._cache_stats import CacheStats
+from ._cache_store import Entry, Store
+from ._cache_watch import Watch
+from ._pattern import Expression, require_expression
+
 T = TypeVar("T")
-_VARIABLE = "FLEXDILATED_CACHE_BYTES"
-_DEFAULT_BYTES = 1 << 30
+_log = logging.getLogger("flexdilated")
 
 
-@dataclass(frozen=True)
-class CacheStats:
-    """Counts since the last `clear`; bytes are those of the tables held now."""
+@dataclass(eq=False)
+class _Building:
+    """A value that a thread is building, and others may wait for."""
 
-    hits: int
-    misses: int
-    evictions: int
-    entries: int
-    bytes: int
-    build_seconds: float
+    pattern: str
+    thread: int = field(default_factory=threading.get_ident)
+    done: Future[Any] = field(default_factory=Future)
 
-    @property
-    def hit_rate(self) -> float:
-        """Hits over look-ups, 0 before the first."""
-        return self.hits / max(1, self.hits + self.misses)
+
+class _Inside(threading.local):
+    """The patterns of the builds that this thread is inside of."""
+
+    def __init__(self) -> None:
+        self.patterns: list[str] = []
+
+    def and_of(self, pattern: str) -> str:
+        """The texts of the innermost build's patterns, and of this one."""
+        innermost = self.patterns[-1] if self.patterns else ""
+        return innermost if pattern in innermost else f"{innermost} {pattern}"
 
 
 class Cache:
     """A thread-safe store of built values. Each is built once, however many threads ask at the same time."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, budget_entries: int = DEFAULT_ENTRIES) -> None:
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
-        self._building: dict[Hashable, Future[Any]] = {}
-        self._reset()
-        self.budget_bytes = budget_bytes
+        self._limits = Limits(budget_bytes, budget_entries)
+        self._store, self._watch = Store(self._limits), Watch()
+        self._building: dict[Hashable, _Building] = {}
+        self._open_pins: list[Pins] = []
+        self._lookups: Counter[str] = Counter()
+        self._build_seconds, self._inside = 0.0, _Inside()
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes held; setting it evicts at once."""
-        return self._budget_bytes
+        """Most bytes held, except that what is pinned stays; setting it evicts at once."""
+        return self._limits.bytes
 
     @budget_bytes.setter
     def budget_bytes(self, value: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"budget_bytes must be a number of bytes, 0 or more; got {value!r}")
-        with self._lock:
-            self._budget_bytes = value
-            self._evict()
+        self._limit(bytes=value)
 
-    def get(self, key: Hashable, build: Callable[[], T], nbytes: Callable[[T], int]) -> T:
-        """The value of `key`, built on first use. A value larger than the budget is returned but not kept."""
+    @property
+    def budget_entries(self) -> int:
+        """Most entries held, except that what is pinned stays; setting it evicts at once."""
+        return self._limits.entries
+
+    @budget_entries.setter
+    def budget_entries(self, value: int) -> None:
+        self._limit(entries=value)
+
+    def get(
+        self,
+        key: Hashable,
+        build: Callable[[], T],
+        nbytes: Callable[[T], int],
+        *,
+        pattern: str = "",
+        device: torch.device | None = None,
+    ) -> T:
+        """The value of `key`, built on first use. A value larger than the budget is returned but not kept.
+
+        `pattern` is the text of the pattern it is built for, beside the patterns of builds that ask for it.
+        `device` says that the value is a copy there, made of values that the cache holds too: copies are the
+        first to go.
+        """
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._store.find(key)
             if entry is not None:
-                self._entries.move_to_end(key)
-                self._hits += 1
-                return entry[0]
-            others = self._building.get(key)
-            mine = self._building.setdefault(key, Future())
-            self._hits += others is not None
-            self._misses += others is None
-        return self._build(key, build, nbytes, mine) if others is None else others.result()
+                self._lookups["hits"] += 1
+                for pins in self._open_pins:
+                    pins.add(entry, self._store)
+                return entry.value
+            building = self._building.get(key)
+            is_mine = building is None
+            if building is None:
+                building = self._building[key] = _Building(self._inside.and_of(pattern))
+            self._lookups["misses" if is_mine else "hits"] += 1
+        if is_mine:
+            return self._build(key, build, nbytes, building, device)
+        assert building.thread != threading.get_ident(), f"a build asks for its own result: {key!r}"
+        return building.done.result()
 
-    def stats(self) -> CacheStats:
-        """Counts and sizes at this moment."""
+    @contextmanager
+    def pin(self) -> Iterator[Pins]:
+        """Whatever any thread looks up within this context stays, until `release` of what it yields, or `clear`.
+
+        Threads are not told apart, as a backward may run in another than its forward. If the context ends
+        with an error, its pins are released.
+        """
+        pins = Pins(self._unpin)
         with self._lock:
-            return CacheStats(
-                self._hits, self._misses, self._evictions, len(self._entries), self._bytes, self._build_seconds
-            )
+            self._open_pins.append(pins)
+        finished = False
+        try:
+            yield pins
+            finished = True
+        finally:
+            with self._lock:
+                self._open_pins.remove(pins)
+            if not finished:
+                pins.release()
+
+    def forget(self, pattern: Expression) -> int:
+        """Drop all that was built for a pattern, or for a combination in which it is a part; returns how many.
+
+        Values still being built for it are not kept, and whoever asks from now on does not get them.
+        """
+        texts = [branch.text for branch in require_expression(pattern).branches()]
+
+        def concerns(built: Entry | _Building) -> bool:
+            return all(text in built.pattern for text in texts)
+
+        with self._lock:
+            self._building = {key: each for key, each in self._building.items() if not concerns(each)}
+            return self._store.drop(concerns)
 
     def clear(self) -> None:
-        """Drop every entry and set the counts to zero."""
+        """Drop every entry, pinned or not, and set the counts to zero."""
         with self._lock:
-            self._entries.clear()
-            self._reset()
+            self._store.drop(lambda entry: True)
+            self._building = {}
+            self._watch.reset()
+            self._lookups.clear()
+            self._build_seconds = 0.0
 
-    def _reset(self) -> None:
-        self._hits = self._misses = self._evictions = self._bytes = 0
-        self._build_seconds = 0.0
+    def stats(self) -> CacheStats:
+        """Counts and sizes at this moment; print them for a table."""
+        with self._lock:
+            return CacheStats.of(self._lookups, self._build_seconds, self._store.entries(), self._limits)
 
-    def _build(self, key: Hashable, build: Callable[[], T], nbytes: Callable[[T], int], future: Future[T]) -> T:
+    def _limit(self, **limits: int) -> None:
+        with self._lock:
+            self._limits = replace(self._limits, **limits)
+            gone = self._store.limit(self._limits)
+            self._watch.reset()
+            self._note(gone)
+
+    def _build(
+        self,
+        key: Hashable,
+        build: Callable[[], T],
+        nbytes: Callable[[T], int],
+        mine: _Building,
+        device: torch.device | None,
+    ) -> T:
         begin = time.perf_counter()
+        self._inside.patterns.append(mine.pattern)
         try:
-            value = build()
+            with _own_modes():
+                value = build()
+            size = nbytes(value)
         except BaseException as error:
             # Whoever waits for this key gets the same error; the next call may try again.
             with self._lock:
-                del self._building[key]
-            future.set_exception(error)
+                self._is_wanted(key, mine)
+            mine.done.set_exception(error)
             raise
-        size = nbytes(value)
+        finally:
+            self._inside.patterns.pop()
         with self._lock:
-            del self._building[key]
-            self._build_seconds += time.perf_counter() - begin
-            if size <= self._budget_bytes:
-                self._entries[key] = (value, size)
-                self._bytes += size
-                self._evict()
-        future.set_result(value)
+            if self._is_wanted(key, mine):
+                self._keep(Entry(key, value, size, pattern=mine.pattern, device=device))
+            lines = [] if self._inside.patterns else self._outermost(time.perf_counter() - begin)
+        mine.done.set_result(value)
+        for line in lines:
+            _log.warning(line)
         return value
 
-    def _evict(self) -> None:
-        while self._bytes > self._budget_bytes:
-            _, (_, size) = self._entries.popitem(last=False)
-            self._bytes -= size
-            self._evictions += 1
+    def _outermost(self, seconds: float) -> list[str]:
+        """A build that is part of no other has ended; returns what to say in the log."""
+        self._build_seconds += seconds
+        return list(self._watch.lines(self._store, self._limits))
+
+    def _is_wanted(self, key: Hashable, mine: _Building) -> bool:
+        """End a build. False if its value is not to be kept: its pattern was forgotten meanwhile."""
+        wanted = self._building.get(key) is mine
+        if wanted:
+            del self._building[key]
+        return wanted
+
+    def _keep(self, entry: Entry) -> None:
+        """Store a new entry, if it has room or is to be pinned."""
+        if not self._open_pins and not self._store.has_room(entry.nbytes):
+            self._watch.refused(entry)
+            return
+        self._watch.built(entry, self._store)
+        self._note(self._store.add(entry))
+        for pins in self._open_pins:
+            pins.add(entry, self._store)
+
+    def _unpin(self, pins: Pins) -> None:
+        with self._lock:
+            for entry in pins.take():
+                self._note(self._store.unpin(entry))
+
+    def _note(self, gone: list[Entry]) -> None:
+        self._watch.evicted(gone)
+        self._lookups["evictions"] += len(gone)
+
+
+@contextmanager
+def _own_modes() -> Iterator[None]:
+    """Values do not depend on who asks first: made on the CPU unless they say where, and fit for training."""
+    elsewhere = torch.get_default_device().type != "cpu"
+    with torch.inference_mode(False), torch.device("cpu") if elsewhere else nullcontext():
+        yield
 
 
 _cache: Cache | None = None
@@ -120,21 +239,14 @@ _cache_lock = threading.Lock()
 
 
 def cache() -> Cache:
-    """The process-wide cache. Its first budget is FLEXDILATED_CACHE_BYTES, 1 GiB if that is not set.
+    """The process-wide cache. FLEXDILATED_CACHE_BYTES and FLEXDILATED_CACHE_ENTRIES are its first budgets.
 
-    Raises ValueError if the variable is not a number of bytes.
+    They are 1 GiB and 16,384 entries if not set. Raises ValueError if one is not a number.
     """
     global _cache
     if _cache is None:
         with _cache_lock:
             if _cache is None:
-                _cache = Cache(budget_from_environment())
+                limits = limits_from_environment()
+                _cache = Cache(limits.bytes, limits.entries)
     return _cache
-
-
-def budget_from_environment() -> int:
-    """FLEXDILATED_CACHE_BYTES as a number, or the default."""
-    text = os.environ.get(_VARIABLE, str(_DEFAULT_BYTES))
-    if not text.isascii() or not text.isdigit():
-        raise ValueError(f"{_VARIABLE} must be a whole number of bytes, such as {_DEFAULT_BYTES}; got {text!r}")
-    return int(text)

@@ -7,6 +7,7 @@ import torch
 
 from ._box import Bounds, Box, count_below
 from ._pattern import MaskMod, Pattern
+from ._ranges import Ranges, as_ranges
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class Causal(Pattern):
 
     def period(self) -> int:
         return 1
+
+    def row(self, query: int, stop: int) -> Ranges:
+        return as_ranges(range(min(query + 1, stop)))
 
 
 def causal() -> Pattern:

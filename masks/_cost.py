@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +45,7 @@ def machine_of(device: torch.device) -> Machine:
     return CPU if device.type == "cpu" else ACCELERATOR
 
 
-def cost_of(terms: list[Term], machine: Machine, given: Layout) -> Cost:
+def cost_of(terms: Sequence[Term], machine: Machine, given: Layout) -> Cost:
     """What the terms cost for one batch entry at head dim 64 in float32, for tokens that come in the order `given`."""
     pairs = [computed_pairs(term) for term in terms]
     moved = [_moved_bytes(term, given) for term in terms]

@@ -109,6 +109,7 @@ def describe(
     num_heads: int,
     head_dim: int = 64,
     q_offset: int = 0,
+    k_offset: int = 0,
     device: torch.device | str = "cpu",
 ) -> Description:
     """Count what the pattern allows and what the planner's choice computes, in closed form where there is one.
@@ -117,7 +118,7 @@ def describe(
     of the cost model for one forward pass, batch 1, on this kind of device.
     """
     keys = num_queries if num_keys is None else num_keys
-    sizes = {"num_heads": num_heads, "num_queries": num_queries, "num_keys": keys, "q_offset": q_offset}
+    sizes = {"num_heads": num_heads, "num_queries": num_queries, "num_keys": keys, "q_offset": q_offset, "k_offset": k_offset}
     bound = require_expression(pattern).bind(**sizes)
     branches = tuple(_describe_branch(options) for options in plan(bound, device=device).options)
     return Description(pattern, num_queries, keys, num_heads, head_dim, branches)

@@ -9,6 +9,8 @@ from torch import Tensor
 from ._box import Bounds, Box, Counts, Progression, clip, count_residue
 from ._check import require_choice, require_int
 from ._pattern import MaskMod, Pattern
+from ._ranges import Ranges, as_ranges
+from ._spelling import Phrase, call
 
 OFFSET_RULES = ("interleaved", "contiguous")
 # A box over more segments than this is bounded by its area: the builder splits it anyway.
@@ -39,6 +41,9 @@ class Dilated(Pattern):
     def to_data(self) -> dict[str, Any]:
         return {"kind": "dilated", "segment": self.segment, "rate": self.rate, "offset": self.offset}
 
+    def phrase(self) -> Phrase:
+        return call("dilated", self.segment, self.rate, **({"offset": self.offset} if self.offset else {}))
+
     def offset_of(self, head: int, num_heads: int) -> int:
         """The offset of one global head."""
         if isinstance(self.offset, int):
@@ -58,6 +63,17 @@ class Dilated(Pattern):
 
     def rates(self) -> tuple[int, ...]:
         return (self.rate,)
+
+    def row(self, query: int, stop: int) -> Ranges:
+        assert isinstance(self.offset, int), "a rule for one head has its offset resolved"
+        place = query % self.segment
+        if place % self.rate != self.offset:
+            return ()
+        start = query - place
+        return as_ranges(range(start + self.offset, min(start + self.segment, stop), self.rate))
+
+    def spacing(self) -> int:
+        return self.rate
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         segment = torch.tensor(self.segment, device=device)
@@ -99,13 +115,14 @@ class Dilated(Pattern):
         return torch.tensor([self.offset_of(head, num_heads) for head in range(num_heads)])
 
 
-def dilated(segment: int, rate: int, offset: int = 0) -> Pattern:
+def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
     """Every `rate`-th token of each `segment`, from `offset` on, attends to the others of its segment.
 
-    Any rate fits any segment: the last active token of a segment need not leave room for another.
-    Raises ValueError for segment or rate below 1 and for an offset outside [0, rate).
+    An offset that is a string is one of `longnet`'s rules, "interleaved" or "contiguous", by which each head has
+    its own. Any rate fits any segment: the last active token of a segment need not leave room for another.
+    Raises ValueError for segment or rate below 1, for an offset outside [0, rate) and for an unknown rule.
     """
-    return Dilated(segment, rate, require_int("offset", offset, minimum=0))
+    return Dilated(segment, rate, offset)
 
 
 def _same_segment(segment: Tensor) -> MaskMod:

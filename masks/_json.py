@@ -5,20 +5,48 @@ from collections.abc import Callable
 from typing import Any
 
 from ._algebra import And, Every, Not, Or
+from ._block_list import BlockList
+from ._blockwise import Blockwise
 from ._causal import Causal
+from ._custom import read_custom
 from ._dilated import Dilated
+from ._dilated_window import DilatedWindow
+from ._documents import Documents
+from ._fixed import Fixed
+from ._global_tokens import GlobalTokens
+from ._landmark_tokens import LandmarkTokens
+from ._lengths import Lengths
 from ._local_window import LocalWindow
+from ._neighborhood import Neighborhood
 from ._pattern import Expression, Mixture, Pattern, require_expression
+from ._per_document import PerDocument
 from ._per_head import HeadGroups, PerHead
+from ._random_blocks import RandomBlocks
+from ._strided import Strided
+from ._visible_keys import VisibleKeys
 
 
 def to_json(pattern: Expression) -> str:
-    """Canonical JSON of a pattern or mixture; `from_json` gives an equal value back."""
-    return require_expression(pattern).text
+    """Canonical JSON of a pattern or mixture; `from_json` gives an equal value back.
+
+    Raises TypeError where a custom function takes part: code has no JSON.
+    """
+    text = require_expression(pattern).text
+    if _NAMES_A_FUNCTION in text:
+        raise TypeError(f"a custom function has no JSON: store what it is made from, and make it anew; got {pattern!r}")
+    return text
 
 
 def from_json(text: str) -> Pattern | Mixture:
     """The pattern or mixture that `to_json` wrote. Raises ValueError for anything else, naming the fault."""
+    pattern = read_text(text)
+    if _NAMES_A_FUNCTION in pattern.text:
+        raise ValueError(f"a custom function has no JSON: make it anew with masks.custom; got {pattern!r}")
+    return pattern
+
+
+def read_text(text: str) -> Pattern | Mixture:
+    """The pattern of a text of this process, in which custom functions are named by their digests."""
     if not isinstance(text, str):
         raise TypeError(f"a pattern's JSON must be a string; got {type(text).__name__}")
     try:
@@ -29,12 +57,15 @@ def from_json(text: str) -> Pattern | Mixture:
 
 
 _MAX_DEPTH = 64
+_NAMES_A_FUNCTION = '"kind":"custom"'
 
 
 def _read(data: Any, *, depth: int) -> Pattern | Mixture:
     if depth > _MAX_DEPTH:
         raise ValueError(f"a pattern must nest at most {_MAX_DEPTH} deep")
     kind = data.get("kind") if isinstance(data, dict) else None
+    if kind == "custom":
+        return read_custom(data)
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise ValueError(f"a pattern is an object whose kind is one of {', '.join(_FIELDS)}; got {data!r:.80}")
     build, fields = _FIELDS[kind]
@@ -48,7 +79,7 @@ def _read(data: Any, *, depth: int) -> Pattern | Mixture:
 
 
 def _value(value: Any, field: str, depth: int) -> Any:
-    if field == "part":
+    if field in ("part", "spans"):
         return _read(value, depth=depth + 1)
     if field == "parts":
         if not isinstance(value, list):
@@ -57,10 +88,27 @@ def _value(value: Any, field: str, depth: int) -> Any:
     return value
 
 
+def _lengths(name: str, padding: str) -> Lengths:
+    return Lengths(name, padding=padding)
+
+
 _FIELDS: dict[str, tuple[Callable[..., Pattern | Mixture], tuple[str, ...]]] = {
     "causal": (Causal, ()),
     "dilated": (Dilated, ("segment", "rate", "offset")),
     "local_window": (LocalWindow, ("left", "right")),
+    "dilated_window": (DilatedWindow, ("left", "right", "rate")),
+    "global_tokens": (GlobalTokens, ("tokens", "rows", "columns")),
+    "strided": (Strided, ("stride",)),
+    "landmark_tokens": (LandmarkTokens, ("stride", "rows", "columns")),
+    "blockwise": (Blockwise, ("part", "block")),
+    "fixed": (Fixed, ("stride", "summary")),
+    "random_blocks": (RandomBlocks, ("num_tokens", "block", "drawn", "seed", "head")),
+    "block_list": (BlockList, ("rows", "block")),
+    "neighborhood": (Neighborhood, ("grid", "radius", "rate")),
+    "documents": (Documents, ("name",)),
+    "lengths": (_lengths, ("name", "padding")),
+    "visible_keys": (VisibleKeys, ("name",)),
+    "per_document": (PerDocument, ("part", "spans")),
     "every": (Every, ()),
     "and": (And, ("parts",)),
     "or": (Or, ("parts",)),

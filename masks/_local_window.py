@@ -8,6 +8,7 @@ import torch
 from ._box import Bounds, Box, count_below
 from ._check import require_int
 from ._pattern import MaskMod, Pattern
+from ._ranges import Ranges, as_ranges
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class LocalWindow(Pattern):
 
     def period(self) -> int:
         return 1
+
+    def row(self, query: int, stop: int) -> Ranges:
+        return as_ranges(range(max(0, query - self.left), min(query + self.right + 1, stop)))
 
 
 def local_window(*, left: int, right: int) -> Pattern:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ._box import Bounds, Box
+from ._ranges import Ranges
+from ._spelling import Phrase, call, shortened
 
 if TYPE_CHECKING:
     from ._bound import Bound
@@ -23,10 +25,19 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Expression:
     """What patterns and mixtures share: plain data, a stable text, sums, and binding to sizes.
 
-    `text` is canonical JSON, computed once on construction; equal texts mean equal patterns.
+    `text` is canonical JSON, computed once on construction; equal texts mean equal patterns. The repr is the
+    expression that builds the value, which `parse` reads.
     """
 
     text: str
+
+    def __init_subclass__(cls) -> None:
+        # A dataclass writes a repr of its own, unless its class has one already.
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Expression.__repr__
+
+    def __repr__(self) -> str:
+        return shortened(self.phrase().text)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", json.dumps(self.to_data(), separators=(",", ":"), sort_keys=True))
@@ -35,14 +46,34 @@ class Expression:
         """The expression as plain data for JSON: a `kind` and its parameters."""
         raise NotImplementedError  # every concrete pattern states its own
 
+    def phrase(self) -> Phrase:
+        """How the value is written: its kind, called with its parameters; a single one stands without its name."""
+        data = self.to_data()
+        kind = data.pop("kind")
+        values = {name: getattr(self, name, value) for name, value in data.items()}
+        return call(kind, *values.values()) if len(values) == 1 else call(kind, **values)
+
     def branches(self) -> tuple[Pattern, ...]:
         """The set patterns whose multiset sum this is, one entry for each time a branch counts."""
         raise NotImplementedError  # Pattern and Mixture
+
+    def leaves(self) -> tuple[Pattern, ...]:
+        """The patterns without parts that this is composed of, each use of one."""
+        raise NotImplementedError  # Pattern, and whatever has parts
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+        """The same composition of changed leaves."""
+        raise NotImplementedError
 
     def check_heads(self, num_heads: int) -> None:
         """Raise ValueError if the expression cannot be bound to this many (global) heads."""
         for branch in self.branches():
             branch.check_heads(num_heads)
+
+    def check_tokens(self, queries: range, keys: range) -> None:
+        """Raise ValueError if the expression cannot be bound to queries and keys at these positions."""
+        for branch in self.branches():
+            branch.check_tokens(queries, keys)
 
     def bind(
         self,
@@ -53,17 +84,33 @@ class Expression:
         head_offset: int = 0,
         num_heads_global: int | None = None,
         q_offset: int = 0,
+        k_offset: int = 0,
         batch: int = 1,
     ) -> Bound:
         """The expression with its sizes. Heads are global: this device holds `num_heads` from `head_offset` on.
 
-        Query i has position q_offset + i; key j has position j. `num_heads_global` defaults to
-        head_offset + num_heads. Raises ValueError for sizes below 1 or heads the pattern has no rule for.
+        Query i has position q_offset + i; key j has position k_offset + j. `num_heads_global` defaults to
+        head_offset + num_heads. Tensors that the pattern carries are read now. Raises ValueError for sizes below
+        1, heads the pattern has no rule for, and tensors that are missing or do not fit.
         """
         from ._bound import Bound
+        from ._run_time import given_tensors, num_entries, resolve
 
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
-        return Bound(self, num_queries, num_keys, num_heads, head_offset, total, q_offset, batch)
+        positions = max(q_offset + num_queries, k_offset + num_keys)
+        rule = resolve(self, given_tensors(self), positions)
+        batch = num_entries(rule) if batch == 1 else batch
+        return Bound(rule, num_queries, num_keys, num_heads, head_offset, total, q_offset, k_offset, batch)
+
+    def per_document(self, documents: Any) -> Any:
+        """The rule counted anew from the start of each document, and no pair across documents.
+
+        documents: what `masks.documents` takes, or a pattern from `masks.documents` or `masks.lengths`.
+        Packed sequences then attend as they would apart. For a mixture it is each branch that starts anew.
+        """
+        from ._per_document import per_document
+
+        return per_document(self, documents)
 
     def __add__(self, other: object) -> Mixture:
         if not isinstance(other, Expression):
@@ -102,10 +149,27 @@ class Pattern(Expression):
         """The dilation rates that the rule uses."""
         return ()
 
+    def spacing(self) -> int:
+        """A number that divides the distance of every allowed pair; 1 where no more is known."""
+        return 1
+
+    def row(self, query: int, stop: int) -> Ranges | None:
+        """The keys below `stop` that one query sees, of a rule for one head; None where that has no closed form."""
+        return None
+
     def branches(self) -> tuple[Pattern, ...]:
         return (self,)
 
+    def leaves(self) -> tuple[Pattern, ...]:
+        return (self,)
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return change(self)
+
     def check_heads(self, num_heads: int) -> None:
+        return None
+
+    def check_tokens(self, queries: range, keys: range) -> None:
         return None
 
     def __and__(self, other: Expression) -> Any:
@@ -145,8 +209,19 @@ class Mixture(Expression):
     def to_data(self) -> dict[str, Any]:
         return {"kind": "mixture", "parts": [part.to_data() for part in self.parts]}
 
+    def phrase(self) -> Phrase:
+        from ._written_branches import mixture_phrase
+
+        return mixture_phrase(self.parts)
+
     def branches(self) -> tuple[Pattern, ...]:
         return self.parts
+
+    def leaves(self) -> tuple[Pattern, ...]:
+        return all_leaves(self.parts)
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return Mixture(tuple(part.map_leaves(change) for part in self.parts))
 
     def __and__(self, other: Expression) -> Mixture:
         if isinstance(other, Mixture):
@@ -174,6 +249,11 @@ def common_period(parts: tuple[Pattern, ...]) -> int | None:
     periods = [part.period() for part in parts]
     known = [period for period in periods if period is not None]
     return reduce(lcm, known, 1) if len(known) == len(periods) else None
+
+
+def all_leaves(parts: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
+    """The leaves of all parts, one after the other."""
+    return tuple(leaf for part in parts for leaf in part.leaves())
 
 
 def all_rates(parts: tuple[Pattern, ...]) -> tuple[int, ...]:

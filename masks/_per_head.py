@@ -1,6 +1,6 @@
 """Rules that differ by head: one pattern a head, or groups of heads that share one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ._algebra import either
 from ._box import Bounds, Box
-from ._pattern import MaskMod, Pattern, all_rates, common_period
+from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period
+from ._spelling import Phrase
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class _HeadChoice(Pattern):
     def for_head(self, head: int, num_heads: int) -> Pattern:
         return self.parts[self.choice(num_heads)[head]].for_head(head, num_heads)
 
+    def check_tokens(self, queries: range, keys: range) -> None:
+        for part in self.parts:
+            part.check_tokens(queries, keys)
+
     def period(self) -> int | None:
         return common_period(self.parts)
 
@@ -37,6 +42,12 @@ class _HeadChoice(Pattern):
 
     def rates(self) -> tuple[int, ...]:
         return all_rates(self.parts)
+
+    def leaves(self) -> tuple[Pattern, ...]:
+        return all_leaves(self.parts)
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return type(self)(tuple(part.map_leaves(change) for part in self.parts))
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         choice = torch.tensor(self.choice(num_heads))
@@ -80,6 +91,11 @@ class HeadGroups(_HeadChoice):
     def to_data(self) -> dict[str, Any]:
         return {"kind": "head_groups", "parts": [part.to_data() for part in self.parts]}
 
+    def phrase(self) -> Phrase:
+        from ._written_branches import head_groups_phrase
+
+        return head_groups_phrase(self.parts)
+
     def choice(self, num_heads: int) -> list[int]:
         size, larger = divmod(num_heads, len(self.parts))
         sizes = [size + (index < larger) for index in range(len(self.parts))]
@@ -95,6 +111,11 @@ class HeadGroups(_HeadChoice):
 def per_head(patterns: Sequence[Pattern]) -> Pattern:
     """Head h follows patterns[h]: one set pattern for each head, counted over all devices."""
     return PerHead(tuple(patterns))
+
+
+def head_groups(patterns: Sequence[Pattern]) -> Pattern:
+    """Consecutive groups of heads follow one pattern each; where they do not divide, the first have one head more."""
+    return HeadGroups(tuple(patterns))
 
 
 def _on_heads(chosen: Tensor, inner: MaskMod) -> MaskMod:

@@ -9,31 +9,13 @@ import torch
 
 from ._bound import Bound
 from ._cache import cache
-from ._cost import Cost, Machine, cost_of, machine_of
-from ._json import from_json
+from ._cost import Cost, Machine, machine_of
+from ._json import read_text
 from ._layout import Layout
-from ._lower import compact_terms, disjoint_terms, residue_rate, shared_terms
+from ._lower import residue_rate, shared_terms
+from ._options import ANYTHING, MAX_RESIDUE_RATE, Allowed, Option, options_of
 from ._pattern import Expression, Pattern
 from ._term import Term
-
-# A shared permutation with more classes than this leaves no runs worth a block.
-_MAX_RESIDUE_RATE = 256
-
-
-@dataclass(frozen=True)
-class Option:
-    """One way to compute a branch that counts `multiplicity` times: a layout's name, its terms and their cost.
-
-    With `shares_rows` several terms compute the same rows, and an engine must merge them by their lse.
-    """
-
-    branch: Pattern
-    multiplicity: int
-    layout: str
-    terms: tuple[Term, ...]
-    cost: Cost
-    shares_rows: bool = False
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -72,20 +54,23 @@ class Plan:
 
 
 def plan(
-    bound: Bound, *, device: torch.device | str = "cpu", layout: Layout | None = None, may_split: bool = True
+    bound: Bound,
+    *,
+    device: torch.device | str = "cpu",
+    layout: Layout | None = None,
+    allowed: Allowed = ANYTHING,
 ) -> Plan:
-    """The cached plan of a bound pattern on this kind of device.
-
-    may_split=False leaves out the ways that split one branch into terms which share rows.
+    """The cached plan of a bound pattern on this kind of device, among the ways that an engine is `allowed`.
 
     With `layout` the inputs arrive in that order: the plan then either runs in it, or, where that is
     cheaper with the copies counted, in the natural order; `Plan.layout` says which.
     """
     kind = torch.device(device).type
     return cache().get(
-        ("plan", bound.key(), kind, layout, may_split),
-        lambda: _plan(bound, machine_of(torch.device(kind)), layout, may_split),
+        ("plan", bound.key(), kind, layout, allowed),
+        lambda: _plan(bound, machine_of(torch.device(kind)), layout, allowed),
         _plan_bytes,
+        pattern=bound.pattern.text,
     )
 
 
@@ -102,25 +87,25 @@ def recommended_layout(
 
 
 def _recommended_rate(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
-    bound = from_json(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
+    bound = read_text(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
 
     def build() -> int:
         rate = residue_rate(bound.union)
-        if rate == 1 or rate > min(_MAX_RESIDUE_RATE, num_tokens):
+        if rate == 1 or rate > min(MAX_RESIDUE_RATE, num_tokens):
             return 1
         machine = machine_of(torch.device(kind))
         residue = _in_layout(bound, machine, Layout(num_tokens, rate))
         return rate if residue.cost.seconds < plan(bound, device=kind).cost.seconds else 1
 
-    return cache().get(("recommended_rate", bound.key(), kind), build, lambda rate: 8)
+    return cache().get(("recommended_rate", bound.key(), kind), build, lambda rate: 8, pattern=pattern)
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import the whole compiler with this package.
 _recommended_rate._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _plan(bound: Bound, machine: Machine, layout: Layout | None, may_split: bool) -> Plan:
-    natural = Plan(bound, Layout(bound.num_queries), *_choose(bound, machine, may_split))
+def _plan(bound: Bound, machine: Machine, layout: Layout | None, allowed: Allowed) -> Plan:
+    natural = Plan(bound, Layout(bound.num_queries), *_choose(bound, machine, allowed))
     if layout is None or layout.rate == 1:
         return natural
     in_layout = _in_layout(bound, machine, layout)
@@ -128,29 +113,12 @@ def _plan(bound: Bound, machine: Machine, layout: Layout | None, may_split: bool
     return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copies_s else natural
 
 
-def _choose(bound: Bound, machine: Machine, may_split: bool) -> tuple[tuple[Term, ...], tuple[tuple[Option, ...], ...]]:
+def _choose(bound: Bound, machine: Machine, allowed: Allowed) -> tuple[tuple[Term, ...], tuple[tuple[Option, ...], ...]]:
     weighed = tuple(
-        tuple(sorted(_options(branch, times, bound, machine, may_split), key=lambda option: option.cost.seconds))
+        options_of(branch, times, bound, machine, allowed)
         for branch, times in Counter(bound.pattern.branches()).items()
     )
     return tuple(term for options in weighed for term in options[0].terms), weighed
-
-
-def _options(branch: Pattern, times: int, bound: Bound, machine: Machine, may_split: bool) -> list[Option]:
-    options, given = [], Layout(bound.num_queries)
-    compact = compact_terms(branch, times, bound)
-    if compact is not None:
-        options.append(Option(branch, times, "compact", tuple(compact), cost_of(compact, machine, given)))
-    disjoint = disjoint_terms(branch, times, bound) if may_split else None
-    if disjoint is not None:
-        cost = cost_of(disjoint, machine, given)
-        options.append(Option(branch, times, "disjoint", tuple(disjoint), cost, shares_rows=True))
-    rate = residue_rate(branch)
-    for each in {1, rate} if rate <= min(_MAX_RESIDUE_RATE, bound.num_queries) else {1}:
-        terms = shared_terms(branch, times, bound, each)
-        name = "natural" if each == 1 else f"residue {each}"
-        options.append(Option(branch, times, name, tuple(terms), cost_of(terms, machine, given)))
-    return options
 
 
 def _in_layout(bound: Bound, machine: Machine, layout: Layout) -> Plan:
@@ -159,7 +127,7 @@ def _in_layout(bound: Bound, machine: Machine, layout: Layout) -> Plan:
     for branch, times in Counter(bound.pattern.branches()).items():
         terms = shared_terms(branch, times, bound, layout.rate)
         name = f"residue {layout.rate}, as given"
-        weighed.append((Option(branch, times, name, tuple(terms), cost_of(terms, machine, layout)),))
+        weighed.append((Option(branch, times, name, tuple(terms), machine, layout),))
     return Plan(bound, layout, tuple(term for (option,) in weighed for term in option.terms), tuple(weighed))
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._box import Bounds, Box
+from ._distances import count_by_lag
 from ._rule import Nodes, Rule, Run
 
 _FRONTIER = 1 << 18  # nodes classified at once: bounds the builder's memory
@@ -39,10 +41,20 @@ def row_roots(rule: Rule, tables: Tensor, rows: Tensor, q_block: int) -> Nodes:
     whole = roots(rule, range(len(rule.heads)))
     whole = whole.select(torch.isin(whole.table, tables).nonzero().squeeze(1))
     node, index = torch.cartesian_prod(torch.arange(len(whole)), torch.arange(len(rows))).unbind(1)
-    start = torch.maximum(whole.q.start[node], rows[index] * q_block)
-    stop = torch.minimum(whole.q.stop[node], (rows[index] + 1) * q_block)
-    nodes = Nodes(whole.table[node], Run(whole.q.piece[node], start, stop), whole.k.select(node))
-    return nodes.select((start < stop).nonzero().squeeze(1))
+    return _within(whole.select(node), rows[index] * q_block, (rows[index] + 1) * q_block)
+
+
+def range_roots(rule: Rule, tables: range, rows: range, q_block: int) -> Nodes:
+    """The roots of a range of block rows: the parts of the whole roots that lie in it."""
+    first, last = torch.tensor(rows.start * q_block), torch.tensor(rows.stop * q_block)
+    return _within(roots(rule, tables), first, last)
+
+
+def _within(nodes: Nodes, first: Tensor, last: Tensor) -> Nodes:
+    """What of each node lies in query slots first to last - 1, without those of which nothing does."""
+    start, stop = torch.maximum(nodes.q.start, first), torch.minimum(nodes.q.stop, last)
+    cut = Nodes(nodes.table, Run(nodes.q.piece, start, stop), nodes.k)
+    return cut.select((start < stop).nonzero().squeeze(1))
 
 
 def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Leaves]:
@@ -53,6 +65,7 @@ def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Le
         bounds = rule.pattern.count(box, num_heads=rule.num_heads)
         rows, columns = nodes.q.num_blocks(q_block), nodes.k.num_blocks(k_block)
         single = (rows == 1) & (columns == 1)
+        bounds = _settle_by_lag(rule, box, bounds, single)
         occupied, certain = bounds.high > 0, bounds.low == box.area
         leaf = (single & occupied).nonzero().squeeze(1)
         yield Leaves(
@@ -66,6 +79,17 @@ def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Le
         inner = nodes.select((occupied & ~certain & ~single).nonzero().squeeze(1))
         if len(inner):
             stack.extend(_chunks(_split(inner, q_block, k_block)))
+
+
+def _settle_by_lag(rule: Rule, box: Box, bounds: Bounds, single: Tensor) -> Bounds:
+    """Exact counts of the leaves in doubt, where the rule repeats along their diagonals: that is cheap to see."""
+    doubtful = (single & (bounds.low < bounds.high)).nonzero().squeeze(1)
+    period = rule.pattern.period()
+    if not len(doubtful) or period is None or box.q.step != box.k.step or box.k.step % period:
+        return bounds
+    mask_mod = rule.pattern.mask_mod(num_heads=rule.num_heads, device=torch.device("cpu"))
+    counts = count_by_lag(mask_mod, box.select(doubtful))
+    return Bounds(bounds.low.index_copy(0, doubtful, counts), bounds.high.index_copy(0, doubtful, counts))
 
 
 def _chunks(nodes: Nodes) -> Iterator[Nodes]:

@@ -58,11 +58,16 @@ class Rule:
         return Box(heads[nodes.table], _span(self.q, nodes.table, nodes.q), _span(self.k, nodes.table, nodes.k))
 
     def allowed(self, table: Tensor, q_slot: Tensor, k_slot: Tensor) -> Tensor:
-        """The rule elementwise, over broadcast tables and slots."""
+        """The rule elementwise, over broadcast tables and slots; ValueError where a table in it ends too early."""
         mod = self.pattern.mask_mod(num_heads=self.num_heads, device=torch.device("cpu"))
         heads = torch.tensor(self.heads)[table]
         q, k = self.q.position(table, q_slot), self.k.position(table, k_slot)
-        return mod(torch.zeros_like(heads), heads, q, k)
+        try:
+            return mod(torch.zeros_like(heads), heads, q, k)
+        except IndexError as error:
+            names = ("heads", "queries", "keys")
+            asked = [f"{name} {int(x.min())} to {int(x.max())}" for name, x in zip(names, (heads, q, k), strict=True)]
+            raise ValueError(f"{self.pattern!r} has no answer for {', '.join(asked)}: {error}") from error
 
 
 def _span(pieces: Pieces, table: Tensor, run: Run) -> Progression:

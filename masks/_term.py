@@ -23,7 +23,7 @@ class Term:
 
     `rule` is what the layout leaves to check. A folded term repeats the rule of fold 0. `shape` names
     structure that a kernel can use: all pairs, slots k <= q, or a list of blocks. `heads` are this device's
-    query heads. A pair of the term counts `multiplicity` times.
+    query heads; query token i stands at position q_offset + i, key token j at k_offset + j. A pair of the term counts `multiplicity` times.
     """
 
     rule: Pattern
@@ -35,6 +35,7 @@ class Term:
     q: Layout | Compact
     k: Layout | Compact
     q_offset: int
+    k_offset: int
 
     @property
     def folds(self) -> int:
@@ -76,7 +77,7 @@ class Term:
             self.num_heads_global,
             heads,
             _select(self.q.pieces(self.q_offset), distinct),
-            _select(self.k.pieces(0), distinct),
+            _select(self.k.pieces(self.k_offset), distinct),
         )
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
@@ -94,7 +95,9 @@ class Term:
     def _square(self, q_block: int, k_block: int) -> Term | None:
         """The term over one period, where all its blocks are copies of that one's; None where they are not."""
         period = self.rule.period()
-        if not isinstance(self.q, Layout) or self.q != self.k or self.q_offset or period is None:
+        if not isinstance(self.q, Layout) or self.q != self.k or period is None:
+            return None
+        if self.q_offset or self.k_offset:
             return None
         rate, tokens = self.q.rate, self.q.num_tokens
         whole = tokens % period == 0 and tokens > period and period % (rate * lcm(q_block, k_block)) == 0
@@ -113,9 +116,10 @@ class Term:
         assert isinstance(self.q, Layout)
         assert isinstance(self.k, Layout)
         if self.q.rate == self.k.rate == 1:
-            return _shifted(inner, heads, torch.tensor(self.q_offset, device=device))
-        q_positions = self.q.positions(device) + self.q_offset
-        return _on_positions(inner, heads, q_positions, self.k.positions(device))
+            offsets = (torch.tensor(offset, device=device) for offset in (self.q_offset, self.k_offset))
+            return _shifted(inner, heads, *offsets)
+        q_positions, k_positions = self.q.positions(device) + self.q_offset, self.k.positions(device) + self.k_offset
+        return _on_positions(inner, heads, q_positions, k_positions)
 
 
 def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
@@ -132,9 +136,9 @@ def _on_progressions(inner: MaskMod, heads: Tensor, q_firsts: Tensor, k_firsts: 
     return mask_mod
 
 
-def _shifted(inner: MaskMod, heads: Tensor, q_offset: Tensor) -> MaskMod:
+def _shifted(inner: MaskMod, heads: Tensor, q_offset: Tensor, k_offset: Tensor) -> MaskMod:
     def mask_mod(b, h, q, k):
-        return inner(b, heads[h], q + q_offset, k)
+        return inner(b, heads[h], q + q_offset, k + k_offset)
 
     return mask_mod
 

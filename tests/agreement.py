@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from tests import oracle
 
-Attention = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Attention = Callable[..., tuple[Tensor, Tensor]]
 
 # float64 kernels against a float64 oracle: only the order of sums differs.
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
@@ -25,7 +25,7 @@ def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[T
 
 
 def gradients(attend: Attention, tensors: tuple[Tensor, ...], *, through_lse: bool = True) -> tuple[Tensor, ...]:
-    """(dq, dk, dv) of a fixed functional of output and lse; without the lse nothing flows into it at all."""
+    """The gradients of a fixed functional of output and lse; without the lse nothing flows into it at all."""
     out, lse = attend(*tensors)
     if not out.requires_grad:
         return tuple(torch.zeros_like(x) for x in tensors)
@@ -39,15 +39,16 @@ def gradients(attend: Attention, tensors: tuple[Tensor, ...], *, through_lse: bo
 def assert_agrees(
     attend: Attention, tensors: tuple[Tensor, ...], counts: Tensor, *, scale: float | None = None
 ) -> None:
-    """The attention is the oracle's, on float64 tensors, with and without a gradient through lse."""
+    """The attention is the oracle's, on float64 q, k, v and maybe sinks, with and without a gradient through lse."""
 
-    def expected(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return oracle.attention(q, k, v, counts, scale)
+    def expected(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return oracle.attention(q, k, v, counts, scale, sinks)
 
     for found, truth in zip(attend(*tensors), expected(*tensors), strict=True):
         assert_close(found, truth, **TIGHT)
     for through_lse in (True, False):
         found = gradients(attend, tensors, through_lse=through_lse)
         truth = gradients(expected, tensors, through_lse=through_lse)
-        for name, grad, true_grad in zip("qkv", found, truth, strict=True):
+        names = ("q", "k", "v", "sinks")[: len(tensors)]
+        for name, grad, true_grad in zip(names, found, truth, strict=True):
             assert_close(grad, true_grad, **TIGHT, msg=lambda text, name=name: f"d{name}: {text}")

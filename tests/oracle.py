@@ -7,7 +7,7 @@ pair is allowed, 0 or 1 for a set. Nothing here is taken from the library.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil
+from math import ceil, prod
 
 import torch
 from torch import Tensor
@@ -25,6 +25,104 @@ def causal() -> Rule:
 def local_window(left: int, right: int) -> Rule:
     """Keys from query - left to query + right."""
     return lambda h, H, q, k: ((k[None, :] >= q[:, None] - left) & (k[None, :] <= q[:, None] + right)).long()
+
+
+def dilated_window(left: int, right: int, rate: int) -> Rule:
+    """The query's own key, and `left` keys before it and `right` after it at steps of `rate`."""
+
+    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
+        seen = [q + rate * step for step in range(-left, right + 1)]
+        return torch.stack([k[None, :] == key[:, None] for key in seen]).any(0).long()
+
+    return rule
+
+
+def strided(stride: int) -> Rule:
+    """Keys whose place in their block of `stride` tokens is the query's."""
+    return lambda h, H, q, k: (k[None, :] % stride == q[:, None] % stride).long()
+
+
+def fixed(stride: int, summary: int) -> Rule:
+    """Keys at the last `summary` places of a block of `stride` tokens."""
+
+    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
+        places = range(stride)[-summary:]
+        return torch.tensor([[int(key) % stride in places for key in k]] * len(q)).long()
+
+    return rule
+
+
+def global_tokens(count: int, rows: bool, columns: bool) -> Rule:
+    """The first `count` queries see every key (rows), every query sees the first `count` keys (columns)."""
+
+    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
+        table = torch.zeros(len(q), len(k), dtype=torch.int64)
+        if rows:
+            table[q < count] = 1
+        if columns:
+            table[:, k < count] = 1
+        return table
+
+    return rule
+
+
+def random_blocks(num_tokens: int, block: int, count: int, seed: int) -> Rule:
+    """Block rows draw their key blocks by splitmix64 and Floyd's method, in whole numbers modulo 2^64."""
+    blocks = -(-num_tokens // block)
+
+    def mixed(state: int) -> int:
+        z = (state + 0x9E3779B97F4A7C15) % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
+    def drawn(h: int, row: int) -> set[int]:
+        state, chosen = mixed(mixed(mixed(seed) + h) + row), set()
+        for number, last in enumerate(range(blocks - count, blocks)):
+            block = (mixed(state + number) >> 32) * (last + 1) >> 32
+            chosen.add(last if block in chosen else block)
+        return chosen
+
+    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
+        rows = [drawn(h, row) for row in range(blocks)]
+        seen = [[max(i, j) < num_tokens and j // block in rows[i // block] for j in k.tolist()] for i in q.tolist()]
+        return torch.tensor(seen).long()
+
+    return rule
+
+
+def block_list(tables: Sequence[Sequence[Sequence[int]]], block: int) -> Rule:
+    """One table of rows for all heads, or one a head; a query beyond the last row sees nothing."""
+
+    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
+        rows = dict(enumerate(tables[h if len(tables) > 1 else 0]))
+        seen = [[j // block in rows.get(i // block, ()) for j in k.tolist()] for i in q.tolist()]
+        return torch.tensor(seen).long()
+
+    return rule
+
+
+def neighborhood(grid: Sequence[int], radius: Sequence[int], rate: Sequence[int]) -> Rule:
+    """Along each axis: of the tokens in the query's residue class, the 2 * radius + 1 nearest in one run."""
+
+    def nearest(place: int, length: int, radius: int, rate: int) -> list[int]:
+        fellows = list(range(place % rate, length, rate))
+        runs = [fellows[start : start + 2 * radius + 1] for start in range(len(fellows) - 2 * radius)]
+        return min(runs, key=lambda run: abs(run[radius] - place))
+
+    axes = list(zip(grid, radius, rate, strict=True))
+    windows = [[nearest(place, *axis) for place in range(axis[0])] for axis in axes]
+
+    def sees(i: int, j: int) -> bool:
+        strides = [prod(grid[axis + 1 :]) for axis in range(len(grid))]
+        if max(i, j) >= prod(grid):
+            return False
+        return all(
+            j // stride % length in window[i // stride % length]
+            for stride, length, window in zip(strides, grid, windows, strict=True)
+        )
+
+    return lambda h, H, q, k: torch.tensor([[sees(i, j) for j in k.tolist()] for i in q.tolist()]).long()
 
 
 def dilated(segment: int, rate: int, offset: int | str) -> Rule:
@@ -48,6 +146,27 @@ def offset_of(offset: int | str, rate: int, head: int, num_heads: int) -> int:
         return head // ceil(num_heads / rate)
     assert isinstance(offset, int)
     return offset
+
+
+def landmark_tokens(stride: int, rows: bool, columns: bool) -> Rule:
+    """Queries (rows) and keys (columns) at the positions 0, stride, 2 * stride, ... take part in every pair."""
+
+    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
+        marks = set(range(0, int(max(q.max(), k.max())) + 1, stride))
+        pairs = [[(rows and i in marks) or (columns and j in marks) for j in k.tolist()] for i in q.tolist()]
+        return torch.tensor(pairs).long()
+
+    return rule
+
+
+def every() -> Rule:
+    """All pairs."""
+    return lambda h, H, q, k: torch.ones(len(q), len(k), dtype=torch.int64)
+
+
+def blockwise(inner: Rule, block: int) -> Rule:
+    """The inner rule between the numbers of the blocks that tokens lie in."""
+    return lambda h, H, q, k: inner(h, H, q // block, k // block)
 
 
 def both(*rules: Rule) -> Rule:
@@ -111,17 +230,23 @@ def useful_pairs(segments: Sequence[int], rates: Sequence[int], *, num_heads: in
     return pairs
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, scale: float | None = None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(out, lse) in float64 of one softmax in which a pair weighs as often as it is allowed.
 
-    A row without keys has output 0 and lse -inf. Query head h reads key/value head h // (H / G).
+    A row without keys has output 0 and lse -inf. Query head h reads key/value head h // (H / G). A sink, a logit a
+    head, weighs in every row's sum and has no value.
     """
     q, k, v = q.double(), k.double(), v.double()
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.masked_fill(counts == 0, -torch.inf)
-    empty = (counts.sum(-1) == 0).expand(scores.shape[:-1])
-    top = scores.detach().amax(-1).masked_fill(empty, 0.0)
+    sinks = None if sinks is None else sinks.double()[:, None].expand(scores.shape[:-1])
+    top = scores.detach().amax(-1) if sinks is None else torch.maximum(scores.detach().amax(-1), sinks.detach())
+    empty = top == -torch.inf
+    top = top.masked_fill(empty, 0.0)
     weights = counts * (scores - top[..., None]).exp()
-    sums = weights.sum(-1).masked_fill(empty, 1.0)
+    sums = weights.sum(-1) if sinks is None else weights.sum(-1) + (sinks - top).exp()
+    sums = sums.masked_fill(empty, 1.0)
     return weights @ v / sums[..., None], (sums.log() + top).masked_fill(empty, -torch.inf)

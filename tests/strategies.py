@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from hypothesis import strategies as st
@@ -38,6 +39,7 @@ class Case:
     num_queries: int
     num_keys: int
     q_offset: int
+    k_offset: int
     head_offset: int
     num_heads_global: int
 
@@ -46,6 +48,7 @@ class Case:
         """The keywords that `bind` and `attend` share."""
         return {
             "q_offset": self.q_offset,
+            "k_offset": self.k_offset,
             "head_offset": self.head_offset,
             "num_heads_global": self.num_heads_global,
         }
@@ -61,7 +64,8 @@ class Case:
     def counts(self) -> Tensor:
         """(H, N, M) from the dense rule."""
         queries = torch.arange(self.q_offset, self.q_offset + self.num_queries)
-        return oracle.counts(self.twin.rule, self.heads, self.num_heads_global, queries, torch.arange(self.num_keys))
+        keys = torch.arange(self.k_offset, self.k_offset + self.num_keys)
+        return oracle.counts(self.twin.rule, self.heads, self.num_heads_global, queries, keys)
 
 
 segments = st.integers(1, 24)
@@ -87,18 +91,94 @@ def local_windows(draw: st.DrawFn) -> Twin:
     return Twin(masks.local_window(left=left, right=right), oracle.local_window(left, right), (left + right + 1,))
 
 
-leaves = st.one_of(dilated(), dilated(), local_windows(), st.just(Twin(masks.causal(), oracle.causal())))
+@st.composite
+def dilated_windows(draw: st.DrawFn) -> Twin:
+    left, right, rate = draw(st.integers(0, 5)), draw(st.integers(0, 5)), draw(rates)
+    pattern = masks.dilated_window(left=left, right=right, rate=rate)
+    return Twin(pattern, oracle.dilated_window(left, right, rate), (rate, (left + right) * rate + 1))
+
+
+@st.composite
+def strided_rules(draw: st.DrawFn) -> Twin:
+    """The Sparse Transformer's two kinds, and chunks."""
+    kind, stride = draw(st.sampled_from(["strided", "fixed", "chunked"])), draw(segments)
+    if kind == "strided":
+        return Twin(masks.strided(stride), oracle.strided(stride), (stride,))
+    if kind == "chunked":
+        return Twin(masks.chunked(stride), oracle.dilated(stride, 1, 0), (stride,))
+    summary = draw(st.integers(1, stride))
+    return Twin(masks.fixed(stride, summary=summary), oracle.fixed(stride, summary), (stride,))
+
+
+@st.composite
+def global_tokens(draw: st.DrawFn) -> Twin:
+    """Global tokens in rows, columns or both, and prefixes."""
+    count, kind = draw(st.integers(1, 24)), draw(st.sampled_from(["both", "rows", "columns", "first", "prefix"]))
+    if kind == "prefix":
+        rule = oracle.either(oracle.causal(), oracle.global_tokens(count, False, True))
+        return Twin(masks.prefix_lm(count), rule, (count,))
+    if kind == "first":
+        return Twin(masks.first_tokens(count), oracle.global_tokens(count, False, True), (count,))
+    rows, columns = kind != "columns", kind != "rows"
+    pattern = masks.global_tokens(count, rows=rows, columns=columns)
+    return Twin(pattern, oracle.global_tokens(count, rows, columns), (count,))
+
+
+@st.composite
+def landmark_tokens(draw: st.DrawFn) -> Twin:
+    """Landmarks in rows, columns or both; one at every position makes all pairs."""
+    stride, (rows, columns) = draw(segments), draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+    if stride == 1 and rows and columns:
+        return Twin(masks.every(), oracle.every())
+    pattern = masks.landmark_tokens(stride, rows=rows, columns=columns)
+    return Twin(pattern, oracle.landmark_tokens(stride, rows, columns), (stride,))
+
+
+@st.composite
+def random_blocks(draw: st.DrawFn) -> Twin:
+    """Over fewer or more tokens than will be drawn."""
+    num_tokens, block = draw(st.integers(1, 100)), draw(st.integers(1, 9))
+    count = draw(st.integers(1, min(4, -(-num_tokens // block))))
+    seed = draw(st.sampled_from([0, 1, (1 << 63) - 1]))
+    pattern = masks.random_blocks(num_tokens, block=block, count=count, seed=seed)
+    return Twin(pattern, oracle.random_blocks(num_tokens, block, count, seed), (block, num_tokens))
+
+
+@st.composite
+def block_lists(draw: st.DrawFn) -> Twin:
+    """Rows name blocks up to their own: in range wherever queries and keys are the same tokens."""
+    block, height = draw(st.integers(1, 7)), draw(st.integers(1, 12))
+    rows = [sorted(draw(st.sets(st.integers(0, row), max_size=6))) for row in range(height)]
+    return Twin(masks.block_list(rows, block=block), oracle.block_list([rows], block), (block, block * height))
+
+
+@st.composite
+def neighborhoods(draw: st.DrawFn) -> Twin:
+    """Grids of 1 to 3 axes with no fewer tokens than are ever drawn."""
+    inner = draw(st.lists(st.integers(1, 8), max_size=2))
+    grid = (-(-120 // prod(inner)) + draw(st.integers(0, 3)), *inner)
+    rate = [draw(st.integers(1, min(3, length))) for length in grid]
+    radius = [draw(st.integers(0, min(4, (length // each - 1) // 2))) for length, each in zip(grid, rate, strict=True)]
+    pattern = masks.neighborhood(grid, radius, rate=rate)
+    return Twin(pattern, oracle.neighborhood(grid, radius, rate), (1, *inner, prod(inner)))
+
+
+leaves = st.one_of(
+    *(dilated(), dilated(), local_windows(), st.just(Twin(masks.causal(), oracle.causal()))),
+    *(dilated_windows(), strided_rules(), global_tokens(), landmark_tokens()),
+    *(random_blocks(), block_lists(), neighborhoods()),
+)
 
 
 @st.composite
 def sets(draw: st.DrawFn, num_heads: int, depth: int = 2) -> Twin:
     """A set pattern for this many heads, composed up to `depth` levels deep."""
-    kind = draw(st.sampled_from(["leaf", "leaf", "and", "or", "not", "per_head", "grouped"])) if depth else "leaf"
+    kind = draw(st.sampled_from(["leaf", "leaf", "and", "or", "not", "per_head", "grouped", "blockwise"])) if depth else "leaf"
     if kind == "leaf":
         return draw(leaves)
     if kind == "grouped":
         return draw(longnets("grouped", max_branches=num_heads))
-    number = {"not": 1, "per_head": num_heads}.get(kind, 2)
+    number = {"not": 1, "blockwise": 1, "per_head": num_heads}.get(kind, 2)
     parts = [draw(sets(num_heads, depth - 1)) for _ in range(number)]
     patterns, rules = [part.pattern for part in parts], [part.rule for part in parts]
     edges = tuple(edge for part in parts for edge in part.edges)
@@ -108,6 +188,10 @@ def sets(draw: st.DrawFn, num_heads: int, depth: int = 2) -> Twin:
         return Twin(patterns[0] | patterns[1], oracle.either(*rules), edges)
     if kind == "not":
         return Twin(~patterns[0], oracle.neither(*rules), edges)
+    if kind == "blockwise":
+        block = draw(st.integers(1, 6))
+        edges = (block, *(block * edge for edge in edges))
+        return Twin(masks.blockwise(patterns[0], block), oracle.blockwise(rules[0], block), edges)
     return Twin(masks.per_head(patterns), oracle.per_head(*rules), edges)
 
 
@@ -157,9 +241,21 @@ def cases(draw: st.DrawFn, twins=expressions, max_heads: int = 5, largest: int =
     here = draw(st.integers(1, H - first))
     M = draw(lengths(twin.edges, largest))
     if draw(st.booleans()):
-        return Case(twin, H, M, M, 0, 0, H)
+        return Case(twin, H, M, M, 0, 0, 0, H)
     N = draw(lengths(twin.edges, largest))
-    return Case(twin, here, N, M, draw(st.integers(0, largest)), first, H)
+    q_offset, k_offset = draw(st.integers(0, largest)), draw(st.sampled_from([0, 0, 5, draw(st.integers(0, largest))]))
+    case = Case(twin, here, N, M, q_offset, k_offset, first, H)
+    # Rows of a block list may name blocks beyond these keys, never beyond as many keys as queries.
+    return case if in_range(case) else Case(twin, H, M, M, 0, 0, 0, H)
+
+
+def in_range(case: Case) -> bool:
+    try:
+        case.bind()
+    except ValueError as error:
+        assert "block_list is out of range" in str(error)
+        return False
+    return True
 
 
 @st.composite
@@ -185,7 +281,7 @@ def whole_cases(draw: st.DrawFn, twins=expressions, max_heads: int = 4, largest:
     H = draw(st.integers(1, max_heads))
     twin = draw(twins(H))
     N = draw(lengths(twin.edges, largest))
-    return Case(twin, H, N, N, 0, 0, H)
+    return Case(twin, H, N, N, 0, 0, 0, H)
 
 
 # LongNet's own ladder (arXiv 2307.02486), where rates do not divide segments, and Prov-GigaPath's, whose last

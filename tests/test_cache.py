@@ -1,12 +1,16 @@
 """The cache: bounded in bytes, least recently used out first, one build for many threads."""
 
+import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from flexdilated import masks
-from flexdilated.masks._cache import Cache, budget_from_environment
+from flexdilated.masks._cache import Cache
+from flexdilated.masks._cache_limits import bytes_from_environment, entries_from_environment
 
 
 def size(value: int) -> int:
@@ -148,31 +152,111 @@ def test_whoever_waits_for_a_build_gets_its_error():
                 future.result(20)
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, "many", None, True])
-def test_bad_budget(value):
+def test_a_build_may_ask_for_other_values():
+    """From many threads, each asking for values that share parts: all are built once, and none waits for ever."""
+    cache, built = Cache(1 << 20), []
+
+    def build(number: int) -> list[int]:
+        built.append(number)
+        parts = [cache.get(part, lambda part=part: build(part), len) for part in range(number)]
+        return [number, *(part[0] for part in parts)]
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(cache.get, number, lambda number=number: build(number), len) for number in [9, 5, 7] * 8]
+        values = [future.result(20) for future in asked]
+    assert sorted(built) == list(range(10))
+    assert values[0] == [9, *range(9)]
+
+
+def test_a_build_that_asks_for_itself_fails_at_once():
     cache = Cache(100)
+    with pytest.raises(AssertionError, match="asks for its own result: 'key'"):
+        cache.get("key", lambda: cache.get("key", list, len), len)
+    assert cache.get("key", lambda: [1], len) == [1]
+
+
+def test_a_build_within_a_build_takes_its_time_once():
+    cache = Cache(100)
+
+    def wait() -> int:
+        time.sleep(0.05)
+        return 1
+
+    begin = time.perf_counter()
+    cache.get("outer", lambda: wait() + cache.get("inner", wait, size), size)
+    elapsed = time.perf_counter() - begin
+    assert 0.1 <= cache.stats().build_seconds <= elapsed
+
+
+def test_a_size_that_cannot_be_told_is_an_error_for_every_caller():
+    """Nobody is left waiting."""
+    cache = Cache(100)
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            cache.get("key", lambda: 3, len)
+    assert cache.stats().entries == 0
+
+
+@pytest.mark.parametrize("name", ["budget_bytes", "budget_entries"])
+@pytest.mark.parametrize("value", [-1, 1.5, "many", None, True])
+def test_bad_budget(name, value):
+    cache = Cache(100, 10)
     put(cache, 10)
-    with pytest.raises(ValueError, match="budget_bytes must be"):
-        cache.budget_bytes = value
-    assert cache.budget_bytes == 100
+    with pytest.raises(ValueError, match=f"{name} must be a number of .*, 0 or more; got {value!r}"):
+        setattr(cache, name, value)
+    assert (cache.budget_bytes, cache.budget_entries) == (100, 10)
     assert holds(cache, 10)
 
 
+VARIABLES = {
+    "FLEXDILATED_CACHE_BYTES": (bytes_from_environment, "bytes", 1 << 30),
+    "FLEXDILATED_CACHE_ENTRIES": (entries_from_environment, "entries", 1 << 14),
+}
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
 @pytest.mark.parametrize("text", ["", "1GB", "-5", "1.5", "٣", " 7"])
-def test_an_environment_variable_that_does_not_parse(monkeypatch, text):
-    monkeypatch.setenv("FLEXDILATED_CACHE_BYTES", text)
-    with pytest.raises(ValueError, match="FLEXDILATED_CACHE_BYTES must be a whole number of bytes"):
-        budget_from_environment()
+def test_an_environment_variable_that_does_not_parse(monkeypatch, variable, text):
+    read, unit, _ = VARIABLES[variable]
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ValueError, match=f"{variable} must be a whole number of {unit}, such as"):
+        read()
 
 
-def test_the_environment_sets_the_budget(monkeypatch):
-    monkeypatch.setenv("FLEXDILATED_CACHE_BYTES", "12345")
-    assert budget_from_environment() == 12345
-    monkeypatch.delenv("FLEXDILATED_CACHE_BYTES")
-    assert budget_from_environment() == 1 << 30
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_the_environment_sets_the_budget(monkeypatch, variable):
+    read, _, default = VARIABLES[variable]
+    monkeypatch.setenv(variable, "12345")
+    assert read() == 12345
+    monkeypatch.delenv(variable)
+    assert read() == default
 
 
 def test_there_is_one_cache():
     assert masks.cache() is masks.cache()
     with ThreadPoolExecutor(4) as pool:
         assert len({id(cache) for cache in pool.map(lambda _: masks.cache(), range(8))}) == 1
+
+
+def test_statistics_are_a_table():
+    cache = Cache(5000, 7)
+    cache.get("plan", lambda: 1, lambda value: 1000)
+    with cache.pin():
+        cache.get("table", lambda: 1, lambda value: 2500, device=torch.device("meta"))
+    cache.get("plan", list, len)
+    text = str(cache.stats())
+    assert re.search(r"^time to build +\d+\.\d ms$", text, re.MULTILINE)
+    lines = [line for line in text.splitlines() if line and "time to build" not in line]
+    assert [line.split() for line in lines] == [
+        ["hits", "1"],
+        ["misses", "2"],
+        ["hit", "rate", "33.3%"],
+        ["evictions", "0"],
+        ["held", "entries", "bytes"],
+        ["--------------", "---------", "-------"],
+        ["masters", "1", "1,000"],
+        ["copies", "on", "meta", "1", "2,500"],
+        ["all", "2", "3,500"],
+        ["pinned", "1", "2,500"],
+        ["budget", "7", "5,000"],
+    ]

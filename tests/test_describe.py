@@ -13,9 +13,8 @@ from tests.strategies import LADDERS, cases
 def test_pairs_are_counted(case):
     """Each pair once for each branch that allows it, whichever layout the planner counts them in."""
     assume(case.num_heads == case.num_heads_global)
-    told = masks.describe(
-        case.twin.pattern, case.num_queries, case.num_keys, num_heads=case.num_heads, q_offset=case.q_offset
-    )
+    offsets = {"q_offset": case.q_offset, "k_offset": case.k_offset}
+    told = masks.describe(case.twin.pattern, case.num_queries, case.num_keys, num_heads=case.num_heads, **offsets)
     useful, everything = int(case.counts().sum()), case.num_heads * case.num_queries * case.num_keys
     assert told.useful_pairs == useful
     assert told.density == useful / everything

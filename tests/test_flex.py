@@ -54,7 +54,7 @@ def _listed(counts: Tensor, indices: Tensor) -> Tensor:
 
 def call_key(case: Case, kv_heads: int, side: int, rate: int = 1) -> CallKey:
     sizes = (case.num_heads, kv_heads, case.num_queries, case.num_keys)
-    where = (case.q_offset, case.head_offset, case.num_heads_global)
+    where = (case.q_offset, case.k_offset, case.head_offset, case.num_heads_global)
     return CallKey(case.twin.pattern.text, *sizes, *where, rate, (side, side))
 
 
@@ -166,7 +166,7 @@ def test_what_flex_cannot_serve_on_cpu(monkeypatch):
 
 def test_no_pair_at_all_is_zero_and_differentiable():
     """Offset 5 of a rate above the segment has no active token."""
-    case_key = CallKey((masks.dilated(4, 8, 5)).text, 2, 2, 9, 9, 0, 0, 2, 1, (8, 8))
+    case_key = CallKey((masks.dilated(4, 8, 5)).text, 2, 2, 9, 9, 0, 0, 0, 2, 1, (8, 8))
     q, k, v = (x.double().requires_grad_() for x in qkv(9, heads=2, kv_heads=2))
     out, lse = attend_by(case_key, 1.0)(q, k, v)
     assert torch.equal(out, torch.zeros_like(q))

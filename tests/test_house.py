@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # among the commands, which use it as a user does: what lies below takes names from where they are defined.
 FLOORS = {
     r"flexdilated\.masks\b": 0,
-    r"flexdilated\._(attend|engines|validate)\b": 2,
+    r"flexdilated\._(attend|engines|kv_cache|validate)\b": 2,
     r"flexdilated\._[^_]": 1,
     r"flexdilated\.nn\b": 3,
     r"flexdilated(\.cli|\.__main__|$)": 4,
@@ -33,11 +33,22 @@ GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
 EXTRAS = {"matplotlib", "tqdm"}
 
 PUBLIC = {
-    flexdilated: ["DilatedAttention", "LongNet", "LongNetConfig", "MultiheadDilatedAttention", "attend", "masks"],
+    flexdilated: [
+        "DilatedAttention",
+        "KVCache",
+        "LongNet",
+        "LongNetConfig",
+        "MultiheadDilatedAttention",
+        "attend",
+        "masks",
+    ],
     masks: [
-        *("Bound", "Layout", "Mixture", "Pattern"),
-        *("block_mask", "cache", "causal", "describe", "dilated", "from_json", "layout"),
-        *("local_window", "longnet", "per_head", "recommended_layout", "to_json"),
+        *("Bound", "EMPTY", "FULL", "Layout", "Mixture", "PARTIAL", "Pattern", "block_list", "block_mask"),
+        *("blockwise", "cache", "causal", "chunked", "custom", "describe", "dilated", "dilated_window"),
+        *("documents", "every", "first_tokens", "fixed", "from_json", "global_tokens", "head_groups"),
+        *("landmark_tokens", "layout", "lengths", "local_window", "longnet", "neighborhood", "parse"),
+        *("per_head", "prefix_lm", "random_blocks", "recipes", "recommended_layout", "strided", "to_json"),
+        *("visible_keys",),
     ],
 }
 

@@ -71,7 +71,7 @@ def test_segments_are_isolated(data, segment, number):
     widths = data.draw(st.lists(st.sampled_from(divisors), min_size=1, max_size=3))
     rates = [data.draw(st.integers(1, 5)) for _ in widths]
     N = data.draw(st.integers(1, number * segment))
-    case = Case(Twin(masks.longnet(widths, rates), oracle.longnet(widths, rates)), H, N, N, 0, 0, H)
+    case = Case(Twin(masks.longnet(widths, rates), oracle.longnet(widths, rates)), H, N, N, 0, 0, 0, H)
     q, k, v = data.draw(tensors(case))
     stretch = torch.arange(N) // segment
     chosen = data.draw(st.integers(0, int(stretch.max())))

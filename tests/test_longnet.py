@@ -230,7 +230,7 @@ def test_state_and_config_round_trip(tmp_path):
 
 def test_repr_names_pattern_layout_and_engine():
     text = repr(fd.LongNet(replace(TINY, engine="reference")))
-    assert all(part in text for part in ("rate=6", "Causal", "layout='natural'", "engine='reference'"))
+    assert all(part in text for part in (" & causal()", "longnet(", "layout='natural'", "engine='reference'"))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.masks._layout import Compact, Layout
+from flexdilated.masks._options import Allowed
 from flexdilated.masks._planner import plan, recommended_layout
 from flexdilated.masks._term import Term
 from tests import oracle
@@ -55,7 +56,7 @@ def test_every_option_is_the_dense_rule(case):
 @given(cases(), st.booleans())
 def test_plans_say_whether_terms_share_rows(case, may_split):
     """An engine without an lse runs one branch, unsplit: its terms must write each row once."""
-    planned, counts = plan(case.bind(), may_split=may_split), case.counts()
+    planned, counts = plan(case.bind(), allowed=Allowed(shared_rows=may_split)), case.counts()
     assert torch.equal(weight_of_all(planned.terms, counts.shape), counts)
     written = torch.zeros(counts.shape[:2], dtype=torch.int64)
     for term in planned.terms:

@@ -1,6 +1,7 @@
 """The tiles engine against the dense oracle, forward and backward, whichever layout a plan chooses."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -134,6 +135,16 @@ def test_limits_change_nothing(monkeypatch, module, name, limit):
         weighed = plan(bound)
         terms = tuple(term for options in weighed.options for term in options[choice % len(options)].terms)
         assert_plan_agrees(replace(weighed, terms=terms), Layout(N), drawn, counts, 4)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7, 1e-300, -1e-300])
+def test_a_causal_scale_need_not_be_positive(scale):
+    """ATen's causal kernel alone would give NaN here."""
+    torch.manual_seed(0)
+    drawn = tuple(torch.randn(1, 2, 9, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    counts = oracle.counts(oracle.causal(), range(2), 2, torch.arange(9), torch.arange(9))
+    attend = partial(fd.attend, pattern=masks.causal(), scale=scale, return_lse=True)
+    assert_agrees(attend, drawn, counts, scale=scale)
 
 
 def test_the_output_is_laid_out_like_the_queries():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import masks
 from .._flex import missing_compiler
-from ..masks._cache import budget_from_environment
+from ..masks._cache_limits import BYTES_VARIABLE, ENTRIES_VARIABLE, bytes_from_environment, entries_from_environment
 from ..nn import DilatedAttention
 from . import _extras
 from ._settings import available_devices
@@ -22,7 +22,7 @@ Finding = tuple[str, str]
 _OLDEST_TORCH, _NEWEST_TRIED_TORCH = "2.11", "2.15"
 _PREFIX = "FLEXDILATED_"
 # Every variable that the library reads, and what reads it: a ValueError says that it does not parse.
-_VARIABLES = {"FLEXDILATED_CACHE_BYTES": budget_from_environment}
+_VARIABLES = {BYTES_VARIABLE: bytes_from_environment, ENTRIES_VARIABLE: entries_from_environment}
 # A float32 result this far from the float64 one is wrong, not rounded.
 _LARGEST_ERROR = 1e-4
 

@@ -1,0 +1,250 @@
+"""KVCache: attention of the next tokens over those already seen, for causal patterns."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ._attend import attend, autocast
+from ._engines import check_engine
+from ._head_groups import GroupedBranch, branch_rules, group_heads
+from ._held_keys import HeldKeys
+from ._merge import merge
+from ._row_attention import Part, Selection, row_attention
+from ._sinks import with_sinks
+from ._validate import check_sinks, check_tensors, resolve_scale
+from .masks import Mixture, Pattern, causal
+from .masks._check import require_int
+from .masks._pattern import common_period, require_expression
+from .masks._reach import causal_by_form, later_pair
+from .masks._row import Keys
+from .masks._run_time import names
+
+# B batch, H query heads, G key/value heads, N new tokens, D head dim
+
+_ROWS = 16  # so few queries are computed one by one: for more, a plan is worth its time
+_APPENDED_AT_ONCE = 4096  # tokens without queries are taken in portions, and evicted in between
+_MOST_VIEWS = 4  # a row's keys in more ranges than this are gathered
+
+
+class KVCache:
+    """The keys and values that later queries of a causal pattern can see; one cache a layer.
+
+    `attend` takes the next tokens, any number of them, and returns what one pass over all tokens would. Keys
+    that no later query can see are evicted: with bounded look-back the cache stays within about twice the keys
+    that are visible, however many tokens pass. All entries of a batch stand at the same position. Sizes, dtype
+    and device are those of the first tokens.
+
+    num_heads: query heads on this device.
+    capacity: most keys held at once, allocated with the first tokens; None means as many as it takes.
+    scale, engine, head_offset, num_heads_global: as in `attend`; an engine computes chunks of more than 16
+        tokens, and fewer go row by row.
+
+    For inference: nothing here is differentiable. Raises ValueError or TypeError for a pattern in which a query
+    sees a later key, for one with run-time tensors, and for tensors that do not continue those before.
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern | Mixture,
+        *,
+        num_heads: int,
+        capacity: int | None = None,
+        scale: float | None = None,
+        engine: str | None = None,
+        head_offset: int = 0,
+        num_heads_global: int | None = None,
+    ) -> None:
+        _check_pattern(pattern)
+        check_engine(engine)
+        if capacity is not None:
+            require_int("capacity", capacity, minimum=1)
+        sizes = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}
+        bound = pattern.bind(num_queries=1, num_keys=1, **sizes)
+        self.num_heads, self.capacity, self.engine = num_heads, capacity, engine
+        self._scale = None if scale is None else resolve_scale(scale, head_dim=1)
+        self._heads = {"head_offset": head_offset, "num_heads_global": bound.num_heads_global}
+        self._branches = branch_rules(pattern, num_heads=num_heads, **self._heads)
+        self._sources = [rule.source for branch in self._branches for rule in branch.rules]
+        self._check_causal(pattern)
+        # A search that found no later key is no proof; the intersection changes nothing, or makes it true.
+        proven = all(map(causal_by_form, pattern.branches()))
+        self.pattern: Pattern | Mixture = pattern if proven else pattern & causal()
+        self._period = common_period(self.pattern.branches())
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all tokens, and with them the sizes."""
+        self._held: HeldKeys | None = None
+        self._groups: tuple[GroupedBranch, ...] = ()
+        self._seen = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens seen, which is the position of the next one."""
+        return self._seen
+
+    @property
+    def num_kept(self) -> int:
+        """Keys held at the moment, evicted ones not counted."""
+        return 0 if self._held is None else self._held.store.num_used
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of keys and values, with their room for more."""
+        return 0 if self._held is None else self._held.store.nbytes
+
+    @torch.compiler.disable(reason="a cache changes with every call")
+    def attend(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B G N D"],
+        v: Float[Tensor, "B G N D"],
+        *,
+        sinks: Float[Tensor, " H"] | None = None,
+    ) -> Float[Tensor, "B H N D"]:
+        """Append the next N tokens, and attend from each of them over all it sees. G may be a divisor of H."""
+        q, k, v = autocast(q, k, v)
+        self._check(q, k, v)
+        check_sinks(sinks, q)
+        _check_no_gradient(q, k, v, sinks)
+        held = self._take(k, v)
+        compute = self._rows if q.shape[2] <= _ROWS else self._chunk
+        out, lse = compute(q, held)
+        if sinks is not None:
+            out, _ = with_sinks(out, lse, sinks)
+        self._seen += q.shape[2]
+        if q.shape[2] > _ROWS:
+            held.shrink(self._seen)
+        return out.to(q.dtype)
+
+    @torch.compiler.disable(reason="a cache changes with every call")
+    def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N D"]) -> None:
+        """Append the next N tokens, whose own outputs are not wanted."""
+        self._check(None, k, v)
+        _check_no_gradient(k, v)
+        for portion in zip(k.split(_APPENDED_AT_ONCE, 2), v.split(_APPENDED_AT_ONCE, 2), strict=True):
+            held = self._take(*portion)
+            self._seen += portion[0].shape[2]
+            held.shrink(self._seen)
+
+    def _take(self, k: Tensor, v: Tensor) -> HeldKeys:
+        """Hold the next tokens' keys. The tokens count as seen once the call is done."""
+        if self._held is None:
+            self._held = HeldKeys(k, self._sources, capacity=self.capacity)
+            self._groups = group_heads(
+                self._branches, num_heads=self.num_heads, num_kv_heads=k.shape[1], device=k.device
+            )
+        self._held.append(k, v, self._seen)
+        return self._held
+
+    def _rows(self, q: Tensor, held: HeldKeys) -> tuple[Tensor, Tensor]:
+        rows = [self._row(row, self._seen + index, held) for index, row in enumerate(q.split(1, dim=2))]
+        if len(rows) == 1:
+            return rows[0]
+        outs, lses = zip(*rows, strict=True)
+        return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+    def _row(self, q: Tensor, query: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
+        """One query over its keys: each group of heads that see the same keys on its own."""
+        parts: list[Part] = []
+        level = 0
+        for branch in self._groups:
+            deepest = level
+            for group in branch.groups:
+                selections = _selections(group.source.keys(query, held.oldest), held)
+                parts += [
+                    Part(group, slots, level + index, branch.log_weight) for index, slots in enumerate(selections)
+                ]
+                deepest = max(deepest, level + len(selections))
+            level = deepest
+        store = held.store
+        return row_attention(q, store.keys, store.values, parts, scale=resolve_scale(self._scale, q.shape[-1]))
+
+    def _chunk(self, q: Tensor, held: HeldKeys) -> tuple[Tensor, Tensor]:
+        """Many queries, over each run of keys that some of them see, by an engine."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros_like(q, dtype=wide)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+        for run in held.visible(self._seen, q.shape[2]):
+            (slots,) = held.store.slices(run)
+            # Shifted together by a multiple of the period, equal calls share one plan.
+            shift = run.start // self._period * self._period if self._period else 0
+            part, part_lse = attend(
+                q,
+                held.store.keys[:, :, slots],
+                held.store.values[:, :, slots],
+                self.pattern,
+                scale=self._scale,
+                enable_gqa=True,
+                q_offset=self._seen - shift,
+                k_offset=run.start - shift,
+                engine=self.engine,
+                return_lse=True,
+                **self._heads,
+            )
+            out, lse = merge(out, lse, part, part_lse)
+        return out, lse
+
+    def _check_causal(self, pattern: Pattern | Mixture) -> None:
+        for source in self._sources:
+            pair = later_pair(source)
+            if pair is not None:
+                raise ValueError(
+                    "a cache needs a causal pattern, in which no query sees a later key; here query "
+                    f"{pair[0]} sees key {pair[1]}: take pattern & masks.causal(). Got {pattern!r}"
+                )
+
+    def _check(self, q: Tensor | None, k: Tensor, v: Tensor) -> None:
+        check_tensors(k if q is None else q, k, v, enable_gqa=True)
+        if q is not None and q.shape[1:3] != (self.num_heads, k.shape[2]):
+            raise ValueError(
+                f"q must hold num_heads={self.num_heads} heads and the new tokens of k; "
+                f"got q {tuple(q.shape)} and k {tuple(k.shape)}"
+            )
+        if self.num_heads % k.shape[1]:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of the key/value heads; got {k.shape[1]}")
+        if self._held is not None:
+            _check_continues(self._held.store.keys, k)
+
+    def __repr__(self) -> str:
+        return f"KVCache({self.pattern!r}, num_heads={self.num_heads}): {self._seen} tokens, {self.num_kept} keys kept"
+
+
+def _check_pattern(pattern: Pattern | Mixture) -> None:
+    require_expression(pattern)
+    if names(pattern):
+        raise ValueError(
+            "a cache needs a pattern without run-time tensors, which are of one call and its tokens; "
+            f"got one with {', '.join(map(repr, names(pattern)))}"
+        )
+
+
+def _check_no_gradient(*tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise ValueError("a cache passes no gradient on, and an input requires one: call it under torch.no_grad()")
+
+
+def _check_continues(held: Tensor, k: Tensor) -> None:
+    """The next tokens must have the sizes, dtype and device of those before."""
+
+    def traits(x: Tensor) -> str:
+        batch, heads, _, head_dim = x.shape
+        return f"batch {batch}, {heads} key/value heads, head dim {head_dim}, {x.dtype} on {x.device}"
+
+    if traits(held) != traits(k):
+        raise ValueError(f"the next tokens must continue those before, {traits(held)}; got {traits(k)}")
+
+
+def _selections(keys: Keys, held: HeldKeys) -> list[Selection]:
+    """The slots of a row's keys: a few views, or all of them by number."""
+    store = held.store
+    if isinstance(keys, Tensor):
+        return [store.slots(keys).to(store.keys.device)] if len(keys) else []
+    slices = [part for positions in keys for part in store.slices(positions)]
+    assert sum(map(len, keys)) == sum(len(range(part.start, part.stop, part.step)) for part in slices), "key evicted"
+    if len(slices) <= _MOST_VIEWS:
+        return list(slices)
+    numbers = torch.cat([torch.arange(part.start, part.stop, part.step) for part in slices])
+    return [numbers.to(store.keys.device)]

@@ -1,0 +1,174 @@
+"""Are the bounds of `count` sound? On single cells, whole blocks and drawn progressions; then a smaller failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..masks._box import Bounds, Box, Progression
+from ._dense_rule import DenseRule
+
+# (step of queries, step of keys): natural order, layouts of one rate, and two rates
+_STEPS = ((1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (1, 2), (3, 1), (2, 5))
+_SHRINKS = 500
+
+
+class Terms(NamedTuple):
+    """A progression of positions: first, first + step, ..."""
+
+    first: int
+    step: int
+    count: int
+
+    @property
+    def last(self) -> int:
+        return self.first + self.step * (self.count - 1)
+
+    def smaller(self) -> Iterator[Terms]:
+        """Simpler progressions: shorter from either end, nearer to 0, without gaps."""
+        for count in dict.fromkeys((1, self.count // 2, self.count - 1)):
+            if 0 < count < self.count:
+                yield self._replace(count=count)
+                yield Terms(self.first + self.step * (self.count - count), self.step, count)
+        if self.step > 1:
+            yield self._replace(step=1)
+        yield from (
+            self._replace(first=first)
+            for first in dict.fromkeys((0, self.first // 2, self.first - 1))
+            if 0 <= first < self.first
+        )
+
+    def __str__(self) -> str:
+        if self.count == 1:
+            return str(self.first)
+        step = "" if self.step == 1 else f" in steps of {self.step}"
+        return f"{self.first} to {self.last}{step}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One box."""
+
+    head: int
+    q: Terms
+    k: Terms
+
+    def box(self) -> Box:
+        q, k = (Progression(_one(part.first), part.step, _one(part.count)) for part in (self.q, self.k))
+        return Box(_one(self.head), q, k)
+
+    def smaller(self) -> Iterator[Place]:
+        yield from (replace(self, q=q) for q in self.q.smaller())
+        yield from (replace(self, k=k) for k in self.k.smaller())
+        if self.head:
+            yield replace(self, head=0)
+
+    def __str__(self) -> str:
+        return f"head {self.head}, queries {self.q}, keys {self.k}"
+
+
+def check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
+    """0 <= low <= allowed pairs <= high <= area for every box that is looked at."""
+    failures = list(_failures(dense, examples, generator))
+    if failures:
+        place = _shrunk(dense, min(failures, key=lambda place: place.q.count * place.k.count))
+        raise AssertionError(_report(dense, place))
+
+
+def _failures(dense: DenseRule, examples: int, generator: torch.Generator) -> Iterator[Place]:
+    """The first failure of each kind of box."""
+    for box, truth in _all_boxes(dense, examples, generator):
+        bounds = dense.pattern.count(box, num_heads=dense.num_heads)
+        wrong = _is_wrong(bounds, truth, box.area).nonzero().flatten().tolist()
+        if wrong:
+            yield _place(box, wrong[0])
+
+
+def _all_boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Iterator[tuple[Box, Tensor]]:
+    side = 1
+    while side <= dense.num_tokens:
+        yield _blocks(dense, side)
+        side *= 2
+    for q_step, k_step in _STEPS:
+        yield _drawn(dense, q_step, k_step, examples, generator)
+
+
+def _blocks(dense: DenseRule, side: int) -> tuple[Box, Tensor]:
+    """Every block of this side of every head, with its allowed pairs; the last ones may be shorter."""
+    tokens, heads = dense.num_tokens, dense.num_heads
+    number = -(-tokens // side)
+    padded = torch.zeros(heads, number * side, number * side, dtype=torch.int64)
+    padded[:, :tokens, :tokens] = dense.table
+    head, row, column = torch.cartesian_prod(*(torch.arange(size) for size in (heads, number, number))).view(-1, 3).T
+    lengths = (tokens - torch.arange(number) * side).clamp(max=side)
+    q, k = (Progression(index * side, 1, lengths[index]) for index in (row, column))
+    return Box(head, q, k), padded.view(heads, number, side, number, side).sum((2, 4)).flatten()
+
+
+def _drawn(dense: DenseRule, q_step: int, k_step: int, examples: int, generator: torch.Generator) -> tuple[Box, Tensor]:
+    """Progressions of any length, every other one from position 0 or up to the last."""
+
+    def draw(step: int) -> Progression:
+        first, length = torch.rand(2, examples, generator=generator)
+        first = (first * dense.num_tokens).long()
+        first[::4] = 0
+        room = (dense.num_tokens - 1 - first) // step + 1
+        count = 1 + (length**2 * room).long().clamp(max=room - 1)
+        count[1::4] = room[1::4]
+        return Progression(first, step, count)
+
+    head = torch.randint(dense.num_heads, (examples,), generator=generator)
+    box = Box(head, draw(q_step), draw(k_step))
+    return box, torch.tensor([_pairs(dense, _place(box, index)) for index in range(examples)])
+
+
+def _pairs(dense: DenseRule, place: Place) -> int:
+    q, k = (slice(part.first, part.last + 1, part.step) for part in (place.q, place.k))
+    return int(dense.table[place.head, q, k].sum())
+
+
+def _place(box: Box, index: int) -> Place:
+    q, k = (Terms(int(side.first[index]), side.step, int(side.count[index])) for side in (box.q, box.k))
+    return Place(int(box.head[index]), q, k)
+
+
+def _is_wrong(bounds: Bounds, truth: Tensor, area: Tensor) -> Tensor:
+    return (bounds.low < 0) | (bounds.low > truth) | (truth > bounds.high) | (bounds.high > area)
+
+
+def _shrunk(dense: DenseRule, place: Place) -> Place:
+    """A place that fails too and of which no simpler one does, as far as some hundred tries lead."""
+    tries = 0
+    while tries < _SHRINKS:
+        for smaller in place.smaller():
+            tries += 1
+            if max(smaller.q.last, smaller.k.last) < dense.num_tokens and _fails(dense, smaller):
+                place = smaller
+                break
+        else:
+            return place
+    return place
+
+
+def _fails(dense: DenseRule, place: Place) -> bool:
+    box = place.box()
+    bounds = dense.pattern.count(box, num_heads=dense.num_heads)
+    return bool(_is_wrong(bounds, _one(_pairs(dense, place)), box.area).any())
+
+
+def _report(dense: DenseRule, place: Place) -> str:
+    box = place.box()
+    bounds = dense.pattern.count(box, num_heads=dense.num_heads)
+    low, high, area = int(bounds.low), int(bounds.high), int(box.area)
+    verdict = " (FULL)" if low == area else " (EMPTY)" if high == 0 else ""
+    truth = f"{_pairs(dense, place)} of {area} pairs are allowed"
+    rule = f"{dense.pattern!r}: count must bound the allowed pairs of each box"
+    return f"{rule}; {place}: {truth}, count says {low} to {high}{verdict}"
+
+
+def _one(value: int) -> Tensor:
+    return torch.tensor([value])

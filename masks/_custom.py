@@ -1,0 +1,245 @@
+"""Custom patterns: any FlexAttention mask_mod as a set pattern, known by its code and what it captured."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ._bound import EMPTY, FULL, PARTIAL
+from ._box import Bounds, Box
+from ._check import require_int
+from ._function_checks import Traits, check_mask_mod, require_mask_mod
+from ._function_snapshot import snapshot
+from ._pattern import MaskMod, Pattern
+from ._spelling import Phrase, call
+
+Classify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+_CLASSIFY = "(head, q_first, q_last, k_first, k_last)"
+
+
+class CustomRule:
+    """A checked function with its classify and period: one object for each digest, so identity is equality."""
+
+    def __init__(
+        self,
+        digest: str,
+        function: types.FunctionType,
+        classify: types.FunctionType | None,
+        period: int | None,
+        traits: Traits,
+        given: tuple[types.FunctionType, types.FunctionType | None],
+    ) -> None:
+        self.digest = digest
+        self.function = function
+        self.classify = classify
+        self.period = period
+        self.traits = traits
+        self.given = given  # as they came: what pickle looks up by name
+        self._elsewhere: dict[torch.device, types.FunctionType] = {}
+
+    @property
+    def name(self) -> str:
+        return self.function.__qualname__.rpartition(".")[2]
+
+    def on(self, device: torch.device) -> types.FunctionType:
+        """The function with what it captured on this device."""
+        if device.type == "cpu":
+            return self.function
+        if device not in self._elsewhere:
+            self._elsewhere[device] = snapshot(self.function, device).function
+        return self._elsewhere[device]
+
+
+# Live rules by digest: what the text of a pattern refers to. Patterns, and so cached plans, keep them alive.
+_rules: WeakValueDictionary[str, CustomRule] = WeakValueDictionary()
+_rules_lock = Lock()
+
+
+@dataclass(frozen=True)
+class Custom(Pattern):
+    """Allowed iff the function says so; for one head where `head` is given."""
+
+    rule: CustomRule
+    head: int | None = None
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def to_data(self) -> dict[str, Any]:
+        data = {"kind": "custom", "function": self.rule.digest}
+        return data if self.head is None else data | {"head": self.head}
+
+    def phrase(self) -> Phrase:
+        return call("custom", _Name(self.rule.name), **({} if self.head is None else {"head": self.head}))
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        mod: MaskMod = self.rule.on(device)
+        if not self.rule.traits.covers_pairs:
+            mod = _over_pairs(mod)
+        return mod if self.head is None else _at_head(mod, torch.tensor(self.head, device=device))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        area, classify = box.area, self.rule.classify
+        if classify is None or not len(area):
+            return Bounds(torch.zeros_like(area), area)
+        head = box.head if self.head is None else torch.full_like(box.head, self.head)
+        verdict = _classes(self.rule.name, classify, (head, box.q.first, box.q.last, box.k.first, box.k.last))
+        return Bounds(torch.where(verdict == FULL, area, 0), torch.where(verdict == EMPTY, 0, area))
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        fixed = self.head is not None or not self.rule.traits.uses_head
+        return self if fixed else Custom(self.rule, head)
+
+    def period(self) -> int | None:
+        return self.rule.period
+
+    def __copy__(self) -> Custom:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Custom:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (*self.rule.given, self.rule.period, self.head, self.rule.digest)
+
+
+def custom(fn: MaskMod, *, classify: Classify | None = None, period: int | None = None) -> Pattern:
+    """The pairs for which a FlexAttention mask_mod `fn(b, h, q, k)` is true, over positions and global heads.
+
+    `fn` is evaluated pair by pair wherever bounds leave a doubt: everywhere, unless it stands in an intersection
+    or comes with `classify(head, q_first, q_last, k_first, k_last)`. That gets int64 tensors of n boxes, queries
+    q_first to q_last and keys k_first to k_last, ends included, and returns an integer tensor of n: masks.EMPTY
+    (no pair of the box is allowed), masks.FULL (every pair) or masks.PARTIAL (neither is certain). A wrong EMPTY
+    or FULL loses or adds pairs; `flexdilated.testing.check_pattern` finds it. `period` says by what shift of
+    query and key together the rule repeats: 1 if only their distance counts.
+
+    Equal code with equal captured values is an equal pattern. What a function captured is copied now; later
+    changes have no effect. Raises TypeError or ValueError if `fn` is no plain elementwise rule.
+    """
+    given = require_mask_mod(fn), None if classify is None else _require_classify(classify)
+    if period is not None:
+        require_int("period", period, minimum=1)
+    parts = [snapshot(function, torch.device("cpu")) for function in given if function is not None]
+    digest = "+".join([part.digest for part in parts] + ([] if period is None else [f"period {period}"]))
+    with _rules_lock:
+        known = _rules.get(digest)
+    if known is not None:
+        return Custom(known)
+    traits = check_mask_mod(parts[0].function, parts[0].tensors)
+    classes = parts[1].function if len(parts) > 1 else None
+    if classes is not None:
+        _check_classify(parts[0].function.__qualname__, classes)
+    rule = CustomRule(digest, parts[0].function, classes, period, traits, given)
+    if period is not None:
+        _check_period(rule, period)
+    with _rules_lock:
+        return Custom(_rules.setdefault(digest, rule))
+
+
+def read_custom(data: dict[str, Any]) -> Pattern:
+    """The custom pattern that a text of this process names; ValueError if its function is gone."""
+    digest, head = data.get("function"), data.get("head")
+    with _rules_lock:
+        rule = _rules.get(digest) if isinstance(digest, str) else None
+    if rule is None:
+        raise ValueError(
+            "a custom pattern must be kept alive for as long as calls and their gradients use it; "
+            f"no pattern with the function {digest!r:.20} is alive in this process"
+        )
+    return Custom(rule, head)
+
+
+class _Name(str):
+    """A name that stands in a repr without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _unpickle(fn: MaskMod, classify: Classify | None, period: int | None, head: int | None, digest: str) -> Pattern:
+    pattern = custom(fn, classify=classify, period=period)
+    assert isinstance(pattern, Custom)
+    if pattern.rule.digest != digest:
+        rule = "a pickled custom pattern must find the function it was pickled with"
+        raise ValueError(f"{rule}; {pattern.rule.name!r} or what it reads has changed: build the pattern again")
+    return Custom(pattern.rule, head)
+
+
+def _require_classify(classify: object) -> types.FunctionType:
+    if not isinstance(classify, types.FunctionType):
+        raise TypeError(f"classify must be a plain function of {_CLASSIFY}; got {type(classify).__name__}")
+    code = classify.__code__
+    if code.co_argcount != 5 or code.co_kwonlyargcount or code.co_flags & 0x0C:
+        names = ", ".join(code.co_varnames[: code.co_argcount])
+        raise TypeError(f"classify must take exactly {_CLASSIFY}; got {classify.__qualname__!r} with ({names})")
+    return classify
+
+
+def _classes(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
+    """The verdicts on n boxes, checked for their form."""
+    head, q_first, q_last, k_first, k_last = boxes
+    try:
+        verdict = classify(*boxes)
+    except Exception as error:
+        where = f"queries {int(q_first.min())} to {int(q_last.max())}, keys {int(k_first.min())} to {int(k_last.max())}"
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"classify of the custom function {name!r} failed on {len(head)} boxes, {where}: {got}"
+        ) from error
+    rule = f"classify of the custom function {name!r} must return an integer tensor with a class for each box"
+    if not isinstance(verdict, Tensor) or verdict.is_floating_point() or verdict.dtype == torch.bool:
+        raise TypeError(f"{rule}; got {verdict.dtype if isinstance(verdict, Tensor) else type(verdict).__name__}")
+    if verdict.shape != head.shape:
+        raise ValueError(f"{rule}; got shape {tuple(verdict.shape)} for {len(head)} boxes")
+    if bool((verdict < EMPTY).any()) or bool((verdict > FULL).any()):
+        choices = f"masks.EMPTY ({EMPTY}), masks.PARTIAL ({PARTIAL}) or masks.FULL ({FULL})"
+        raise ValueError(f"{rule}, {choices}; got {verdict.unique().tolist()[:5]}")
+    return verdict
+
+
+def _check_classify(name: str, classify: Classify) -> None:
+    """The form of the verdicts on one box and on several."""
+    first, last = torch.tensor([0, 0, 4, 9], device="cpu"), torch.tensor([0, 3, 7, 15], device="cpu")
+    q, k = torch.cartesian_prod(torch.arange(4, device="cpu"), torch.arange(4, device="cpu")).unbind(1)
+    boxes = (torch.zeros_like(q), first[q], last[q], first[k], last[k])
+    together = _classes(name, classify, boxes)
+    alone = [_classes(name, classify, tuple(part[index, None] for part in boxes)) for index in range(len(q))]
+    if not torch.equal(together, torch.cat(alone)):
+        raise ValueError(f"classify of the custom function {name!r} must look at each box by itself; it does not")
+
+
+def _check_period(rule: CustomRule, period: int) -> None:
+    """The period on a small grid, as far as what the function captured reaches."""
+    h, t = torch.arange(3, device="cpu")[:, None, None], torch.arange(16, device="cpu")
+    b = torch.zeros((), dtype=torch.int64, device="cpu")
+    try:
+        here = rule.function(b, h, t[:, None], t)
+        there = rule.function(b, h, t[:, None] + period, t + period)
+    except IndexError:
+        return
+    if not torch.equal(here, there):
+        claim = f"the custom function {rule.name!r} must repeat after {period=}, query and key shifted together"
+        raise ValueError(f"{claim}; its answers near position 0 and near {period} differ")
+
+
+def _over_pairs(inner: MaskMod) -> MaskMod:
+    """For functions of the query alone or of the key alone: a result for every pair."""
+
+    def mask_mod(b, h, q, k):
+        return inner(b, h, q, k) & (q == q) & (k == k)
+
+    return mask_mod
+
+
+def _at_head(inner: MaskMod, head: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return inner(b, head, q, k)
+
+    return mask_mod

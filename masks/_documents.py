@@ -1,0 +1,64 @@
+"""Documents: several sequences packed into one, each seeing only itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._pattern import Pattern
+from ._run_time import RunTime, integers, of_tensor
+from ._spans import PADDING, Spans
+
+
+@dataclass(frozen=True)
+class Documents(RunTime):
+    """Allowed iff query and key belong to one document, by the document id of each position.
+
+    A document is one run of positions; ids grow from one to the next. A negative id marks padding, which sees
+    nothing and is not seen.
+    """
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "documents", "name": self.name}
+
+    def table(self, tensor: Tensor, num_positions: int) -> Spans:
+        ids = torch.atleast_2d(integers("document ids", tensor, (1, 2)))
+        if ids.shape[1] != num_positions:
+            raise ValueError(
+                f"document ids must be one for each of the {num_positions} positions; got {tuple(tensor.shape)}"
+            )
+        begins = torch.ones_like(ids, dtype=torch.bool)
+        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        _check_sorted(ids, begins)
+        positions = torch.arange(num_positions).expand_as(ids)
+        starts = torch.where(begins, positions, 0).cummax(1).values
+        return Spans.of(starts.masked_fill(ids < 0, PADDING))
+
+
+def _check_sorted(ids: Tensor, begins: Tensor) -> None:
+    """The ids of documents grow, whatever padding lies between them."""
+    real = ids >= 0
+    highest = torch.where(real, ids, -1).cummax(1).values
+    before = torch.nn.functional.pad(highest[:, :-1], (1, 0), value=-1)
+    wrong = (real & begins & (ids <= before)).nonzero()
+    if len(wrong):
+        batch, position = wrong[0].tolist()
+        raise ValueError(
+            "document ids must grow from one document to the next, and a document must be one run; got "
+            f"{int(ids[batch, position])} at position {position} after {int(before[batch, position])}, "
+            f"in batch entry {batch}"
+        )
+
+
+def documents(ids: Any, *, name: str = "documents") -> Pattern:
+    """Each token sees the tokens of its own document.
+
+    ids: integers of shape (tokens,) or (batch, tokens), a document's id for each position, growing from one
+    document to the next; negative for padding. Or a string, the name under which `attend(bindings=)` passes them.
+    Other values need no new compilation. `p & documents(ids)` cuts p at the borders; `p.per_document(ids)`
+    starts it anew in each document.
+    """
+    return of_tensor(Documents, ids, name)

@@ -1,0 +1,191 @@
+"""Does a function work as a mask_mod? Found out on small grids of positions, with an error for each way it may not."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_MAKER = "def make(window): return lambda b, h, q, k: q - k < window"
+_HEADS = (3, 2, 1)
+_TOKENS = (17, 9, 5, 3, 2, 1)
+_POINTS = 40
+# What turns a tensor's values into Python's: then the rule is no longer one expression for all positions.
+_READS_VALUES = {
+    *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__"),
+    *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
+}
+
+Grid = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the grids told: whether the rule reads the head, and whether its result has a place for every pair."""
+
+    uses_head: bool
+    covers_pairs: bool
+
+
+class _ReadsValuesError(Exception):
+    pass
+
+
+class _Watch(TorchFunctionMode):
+    """Follows two tensors through a function: everything computed from them is marked, too."""
+
+    def __init__(self, b: Tensor, h: Tensor) -> None:
+        super().__init__()
+        self._marked = {"b": [b], "h": [h]}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in _READS_VALUES:
+            raise _ReadsValuesError(f"Tensor.{name}")
+        result = func(*args, **(kwargs or {}))
+        for marked in self._marked.values():
+            if any(_is_one_of(part, marked) for part in _tensors((args, kwargs or {}))):
+                marked += _tensors(result)
+        return result
+
+    def reaches(self, name: str, result: Tensor) -> bool:
+        return _is_one_of(result, self._marked[name])
+
+
+def require_mask_mod(function: object) -> types.FunctionType:
+    """The value itself, if it is a plain function of (b, h, q, k); TypeError otherwise."""
+    if not isinstance(function, types.FunctionType):
+        rule = f"a custom function must be a plain function of (b, h, q, k), its values captured, as in `{_MAKER}`"
+        raise TypeError(f"{rule}; got {type(function).__name__}")
+    code, name = function.__code__, function.__qualname__
+    if function.__defaults__ or function.__kwdefaults__:
+        rule = f"a custom function must have no default arguments, as compilers keep stale ones: write `{_MAKER}`"
+        raise TypeError(f"{rule}; got {name!r}")
+    variable = bool(code.co_flags & (0x04 | 0x08))  # *args, **kwargs
+    if variable or code.co_argcount != 4 or code.co_kwonlyargcount:
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        got = f"{name!r} with ({', '.join(names)}{', ...' if variable else ''})"
+        raise TypeError(f"a custom function must take exactly (b, h, q, k); got {got}")
+    return function
+
+
+def check_mask_mod(function: types.FunctionType, captured: Iterable[Tensor]) -> Traits:
+    """Evaluate the function on small grids; ValueError or TypeError, naming the rule it breaks, if it breaks one."""
+    with torch.random.fork_rng(devices=[]):
+        return _check(function, tuple(captured))
+
+
+def _check(function: types.FunctionType, captured: tuple[Tensor, ...]) -> Traits:
+    name, versions = function.__qualname__, [tensor._version for tensor in captured]
+    grid = _largest_grid(function)
+    before = [part.clone() for part in grid]
+    with _Watch(grid[0], grid[1]) as watch:
+        result = _call(function, grid)
+    _check_result(name, result, grid)
+    if watch.reaches("b", result):
+        rule = f"the custom function {name!r} must not depend on the batch entry b: block lists serve all of them"
+        raise ValueError(f"{rule}; for rules by batch entry use run-time tensors, such as masks.documents")
+    if not all(map(torch.equal, before, grid)) or versions != [tensor._version for tensor in captured]:
+        raise ValueError(f"the custom function {name!r} must not change its arguments or what it captured")
+    if not torch.equal(result, _call(function, grid)):
+        raise ValueError(f"the custom function {name!r} must be a rule; two calls with the same positions differ")
+    _check_elementwise(function, grid, result.expand(_shape(grid)))
+    return Traits(watch.reaches("h", result), (1, 1, *result.shape)[-2:] == _shape(grid)[-2:])
+
+
+def _largest_grid(function: types.FunctionType) -> Grid:
+    """Positions from 0 on, fewer where what the function captured does not reach as far."""
+    grids = [_grid(heads, tokens) for tokens in _TOKENS for heads in _HEADS]
+    for grid in grids[:-1]:
+        try:
+            function(*(part.clone() for part in grid))
+        except IndexError:
+            continue
+        except Exception:  # told by the call that is checked
+            return grid
+        else:
+            return grid
+    return grids[-1]
+
+
+def _grid(heads: int, tokens: int) -> Grid:
+    """Two batch entries, some heads, and unequal numbers of queries and keys where there is room."""
+    b, h = torch.arange(2, device="cpu"), torch.arange(heads, device="cpu")
+    q, k = torch.arange(tokens, device="cpu"), torch.arange(max(1, tokens - 1), device="cpu")
+    return b[:, None, None, None], h[:, None, None], q[:, None], k
+
+
+def _shape(grid: Grid) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*(part.shape for part in grid)))
+
+
+def _call(function: types.FunctionType, grid: Grid, kind: str = "") -> Any:
+    name = function.__qualname__
+    try:
+        return function(*grid)
+    except _ReadsValuesError as error:
+        rule = f"the custom function {name!r} must not decide by values of tensors (`if`, `and`, `or`, `a < b < c`)"
+        raise ValueError(f"{rule}: write torch.where, or `&`, `|` and `~`; it called {error}") from None
+    except Exception as error:
+        where = " x ".join(str(part.numel()) for part in grid[1:])
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"the custom function {name!r} failed on {where}{kind} heads, queries and keys: {got}"
+        ) from error
+
+
+def _check_result(name: str, result: Any, grid: Grid) -> None:
+    rule = f"the custom function {name!r} must return a bool tensor"
+    if not isinstance(result, Tensor):
+        raise TypeError(f"{rule}; got {type(result).__name__}")
+    if result.dtype != torch.bool:
+        raise TypeError(f"{rule}: end with a comparison; got {result.dtype}")
+    try:
+        fits = torch.broadcast_shapes(result.shape, _shape(grid)) == _shape(grid)
+    except RuntimeError:
+        fits = False
+    if not fits:
+        shapes = ", ".join(str(tuple(part.shape)) for part in grid)
+        got = f"{tuple(result.shape)} for shapes {shapes}"
+        raise ValueError(f"the custom function {name!r} must return the broadcast shape of its arguments; got {got}")
+
+
+def _check_elementwise(function: types.FunctionType, grid: Grid, result: Tensor) -> None:
+    """The same answers for the cells in a row, in another order, one by one, and for int32 positions."""
+    cells = torch.stack([part.expand(_shape(grid)).flatten() for part in grid])
+    order = torch.randperm(cells.shape[1], generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    cells, answers = cells[:, order], result.flatten()[order]
+    once = "on a grid of positions at once and one by one"
+    _check_same(function, once, cells, answers)
+    for index in range(min(_POINTS, len(answers))):
+        _check_same(function, once, cells[:, index], answers[index])
+    _check_same(function, "for int32 positions, which kernels use, and int64", cells.int(), answers)
+
+
+def _check_same(function: types.FunctionType, when: str, cells: Tensor, expected: Tensor) -> None:
+    b, h, q, k = cells.unbind(0)
+    found = _call(function, (b, h, q, k), " int32" if cells.dtype == torch.int32 else "")
+    fits = isinstance(found, Tensor) and found.shape in (expected.shape, ())
+    differs = (found != expected).flatten().nonzero().flatten().tolist() if fits else [0]
+    if differs:
+        _, head, query, key = cells.reshape(4, -1)[:, differs[0]].tolist()
+        rule = f"the custom function {function.__qualname__!r} must look at each pair by itself"
+        got = f"its answers for head {head}, query {query}, key {key} differ"
+        raise ValueError(f"{rule} and give the same answer {when}; {got}")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, tuple | list) else []
+
+
+def _is_one_of(tensor: Tensor, marked: list[Tensor]) -> bool:
+    return any(tensor is each for each in marked)

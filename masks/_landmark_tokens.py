@@ -1,0 +1,98 @@
+"""Landmark tokens: at regular places, tokens that see every token, and that every token sees."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._box import Bounds, Box, Counts, Progression, count_residue
+from ._check import require_int
+from ._pattern import MaskMod, Pattern
+from ._ranges import Ranges, as_ranges
+from ._spelling import Phrase, call
+
+
+@dataclass(frozen=True)
+class LandmarkTokens(Pattern):
+    """Allowed iff the query (`rows`) or the key (`columns`) stands at a multiple of the stride."""
+
+    stride: int
+    rows: bool
+    columns: bool
+
+    def __post_init__(self) -> None:
+        require_int("stride", self.stride, minimum=1)
+        for name in ("rows", "columns"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False; got {name}={getattr(self, name)!r}")
+        if not (self.rows or self.columns):
+            raise ValueError(
+                "landmark tokens see everyone (rows), are seen by everyone (columns), or both; "
+                f"got rows={self.rows} and columns={self.columns}"
+            )
+        super().__post_init__()
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "landmark_tokens", "stride": self.stride, "rows": self.rows, "columns": self.columns}
+
+    def phrase(self) -> Phrase:
+        less = {name: False for name in ("rows", "columns") if not getattr(self, name)}
+        return call("landmark_tokens", self.stride, **less)
+
+    def period(self) -> int:
+        return self.stride
+
+    def rates(self) -> tuple[int, ...]:
+        # In residue-major order of this rate all landmarks stand side by side.
+        return (self.stride,)
+
+    def row(self, query: int, stop: int) -> Ranges:
+        if self.rows and query % self.stride == 0:
+            return as_ranges(range(stop))
+        return as_ranges(range(0, stop, self.stride)) if self.columns else ()
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        stride = torch.tensor(self.stride, device=device)
+        if self.rows and self.columns:
+            return _either_at_multiples(stride)
+        return _query_at_multiples(stride) if self.rows else _key_at_multiples(stride)
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        # Pairs outside are those of a query and a key that are both no landmarks.
+        queries = box.q.count - self._landmarks(box.q) if self.rows else box.q.count
+        keys = box.k.count - self._landmarks(box.k) if self.columns else box.k.count
+        pairs = box.area - queries * keys
+        return Bounds(pairs, pairs)
+
+    def _landmarks(self, progression: Progression) -> Counts:
+        return count_residue(progression, self.stride, torch.zeros_like(progression.first))
+
+
+def landmark_tokens(stride: int, *, rows: bool = True, columns: bool = True) -> Pattern:
+    """The tokens at positions 0, `stride`, 2 * `stride`, ... see every token (`rows`) and are seen by all (`columns`).
+
+    Either alone is allowed; neither is a ValueError, as is a stride below 1.
+    """
+    return LandmarkTokens(stride, rows, columns)
+
+
+def _either_at_multiples(stride: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return (q % stride == 0) | (k % stride == 0)
+
+    return mask_mod
+
+
+def _query_at_multiples(stride: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return (q % stride == 0) & (k == k)
+
+    return mask_mod
+
+
+def _key_at_multiples(stride: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return (k % stride == 0) & (q == q)
+
+    return mask_mod

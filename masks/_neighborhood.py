@@ -1,0 +1,178 @@
+"""Neighbourhood attention: a query sees a window of tokens around its own place in a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import product
+from math import gcd, prod
+from operator import mul
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._algebra import both
+from ._box import Bounds, Box
+from ._check import require_int
+from ._grid import Rectangle, fits, hull, rectangles
+from ._grid_window import count_window
+from ._pattern import MaskMod, Pattern
+from ._ranges import Ranges, within
+
+_SEQUENCES = (list, tuple)
+
+
+@dataclass(frozen=True)
+class Neighborhood(Pattern):
+    """Allowed iff along each axis of the grid the key lies in the query's window of 2 * radius + 1 tokens.
+
+    Neighbours along an axis are `rate` apart. A window that would reach over an end of the axis is shifted
+    inwards. Tokens are in row-major order; one entry of grid, radius and rate for each axis.
+    """
+
+    grid: tuple[int, ...]
+    radius: tuple[int, ...]
+    rate: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("grid", 1), ("radius", 0), ("rate", 1)):
+            object.__setattr__(self, name, _per_axis(name, getattr(self, name), minimum))
+        axes = len(self.grid)
+        if not 1 <= axes <= 3:
+            raise ValueError(f"a grid has 1, 2 or 3 axes; got grid={self.grid}")
+        for name in ("radius", "rate"):
+            if len(getattr(self, name)) != axes:
+                raise ValueError(f"{name} must be one number, or one an axis of {self.grid}; got {name}={getattr(self, name)}")
+        for axis, (length, radius, rate) in enumerate(self.axes):
+            if (2 * radius + 1) * rate > length:
+                raise ValueError(
+                    f"a window must fit its axis: (2 * radius + 1) * rate tokens; got radius={radius} and rate={rate} "
+                    f"on axis {axis} of {length}"
+                )
+        super().__post_init__()
+
+    @property
+    def axes(self) -> list[tuple[int, int, int]]:
+        """(length, radius, rate) of each axis, the outermost first."""
+        return list(zip(self.grid, self.radius, self.rate, strict=True))
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "neighborhood", "grid": self.grid, "radius": self.radius, "rate": self.rate}
+
+    def rates(self) -> tuple[int, ...]:
+        # Residue classes of positions are those of the innermost axis where they fit its rows.
+        return (self.rate[-1],) if fits(self.rate[-1], self.grid) else ()
+
+    def spacing(self) -> int:
+        return gcd(*(rate * stride for rate, stride in zip(self.rate, self._strides, strict=True)))
+
+    def row(self, query: int, stop: int) -> Ranges:
+        if query >= prod(self.grid):
+            return ()
+        places = (query // stride % length for stride, length in zip(self._strides, self.grid, strict=True))
+        *outer, inner = (_window(place, *axis) for place, axis in zip(places, self.axes, strict=True))
+        starts = (sum(map(mul, place, self._strides[:-1])) for place in product(*outer))
+        runs = (within(range(start + inner.start, start + inner.stop, inner.step), 0, stop) for start in starts)
+        return tuple(run for run in runs if run)
+
+    @property
+    def _strides(self) -> list[int]:
+        return [prod(self.grid[axis + 1 :]) for axis in range(len(self.grid))]
+
+    def check_tokens(self, queries: range, keys: range) -> None:
+        """Raise ValueError for positions beyond the grid."""
+        tokens = prod(self.grid)
+        if max(queries.stop, keys.stop) > tokens:
+            shape = "x".join(map(str, self.grid))
+            raise ValueError(
+                f"a grid of {shape} holds {tokens} tokens; got queries up to {queries.stop} and keys up to {keys.stop}"
+            )
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        windows = [
+            _in_window(*(torch.tensor(number, device=device) for number in (stride, *axis)))
+            for stride, axis in zip(self._strides, self.axes, strict=True)
+        ]
+        return reduce(both, windows, _inside(torch.tensor(prod(self.grid), device=device)))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        even = fits(box.q.step, self.grid) and fits(box.k.step, self.grid)
+        q, k = (box.q, box.k) if even else (hull(box.q), hull(box.k))
+        low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
+        for queries in rectangles(q, self.grid):
+            for keys in rectangles(k, self.grid):
+                where = ((_size(queries) > 0) & (_size(keys) > 0)).nonzero().squeeze(1)
+                bounds = self._count_rectangles(_select(queries, where), _select(keys, where))
+                low[where] += bounds.low
+                high[where] += bounds.high
+        # The hull of a progression holds other tokens too.
+        return Bounds(low, high) if even else Bounds(torch.zeros_like(low), high.minimum(box.area))
+
+    def _count_rectangles(self, queries: Rectangle, keys: Rectangle) -> Bounds:
+        """Axis by axis; the counts multiply."""
+        low, high = (torch.ones_like(queries[0].first) for _ in range(2))
+        for q, k, (length, radius, rate) in zip(queries, keys, self.axes, strict=True):
+            near = (high > 0).nonzero().squeeze(1)
+            bounds = count_window(near, q.select(near), k.select(near), length=length, radius=radius, rate=rate)
+            low[near] *= bounds.low
+            high[near] *= bounds.high
+        return Bounds(low, high)
+
+
+def neighborhood(grid: Sequence[int], radius: int | Sequence[int], *, rate: int | Sequence[int] = 1) -> Pattern:
+    """Each query of a token grid sees the (2 * radius + 1) tokens an axis around its own place, `rate` apart.
+
+    The grid has 1, 2 or 3 axes (a sequence, an image or slide, a video), its tokens in row-major order;
+    radius and rate are one number or one an axis. Near an end of an axis the window is shifted inwards, so
+    every query sees equally many keys. With a rate, tokens of the same residue along the axis are each
+    other's neighbours. Source: NATTEN, arXiv 2204.07143; with rates, arXiv 2209.15001.
+
+    Raises ValueError for a window of (2 * radius + 1) * rate tokens that exceeds its axis, for negative
+    radii and for rates or lengths below 1. Binding raises ValueError for tokens beyond the grid; fewer are fine.
+    """
+    if not isinstance(grid, _SEQUENCES):
+        raise TypeError(f"grid must be a sequence of axis lengths; got grid={grid!r}")
+    each = [value if isinstance(value, _SEQUENCES) else (value,) * len(grid) for value in (radius, rate)]
+    return Neighborhood(tuple(grid), *map(tuple, each))
+
+
+def _per_axis(name: str, values: Any, minimum: int) -> tuple[int, ...]:
+    if not isinstance(values, _SEQUENCES):
+        raise TypeError(f"{name} must have one number an axis; got {name}={values!r}")
+    return tuple(require_int(f"{name}[{axis}]", value, minimum=minimum) for axis, value in enumerate(values))
+
+
+def _window(place: int, length: int, radius: int, rate: int) -> range:
+    """The keys along one axis."""
+    number, residue = divmod(place, rate)
+    held = (length - 1 - residue) // rate + 1
+    first = min(max(number - radius, 0), held - (2 * radius + 1))
+    return range(residue + rate * first, residue + rate * (first + 2 * radius) + 1, rate)
+
+
+def _size(rectangle: Rectangle) -> Tensor:
+    return reduce(torch.mul, (side.count for side in rectangle))
+
+
+def _select(rectangle: Rectangle, index: Tensor) -> Rectangle:
+    return tuple(side.select(index) for side in rectangle)
+
+
+def _inside(tokens: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return (q < tokens) & (k < tokens)
+
+    return mask_mod
+
+
+def _in_window(stride: Tensor, length: Tensor, radius: Tensor, rate: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        query, key = q // stride % length, k // stride % length
+        held = (length - 1 - query % rate) // rate + 1  # tokens of the query's residue class
+        first = torch.minimum((query // rate - radius).clamp(min=0), held - (2 * radius + 1))
+        ahead = key // rate - first
+        return (query % rate == key % rate) & (ahead >= 0) & (ahead < 2 * radius + 1)
+
+    return mask_mod

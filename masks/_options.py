@@ -1,0 +1,105 @@
+"""Options: the ways to compute one branch, each with its terms and its cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ._algebra import And, Not, Or
+from ._bound import Bound
+from ._compact import compact_terms
+from ._cost import Cost, Machine, cost_of
+from ._layout import Layout
+from ._lower import residue_rate, shared_terms
+from ._pattern import Pattern
+from ._term import Term
+from ._windows import window_terms
+
+# A shared permutation with more classes than this leaves no runs worth a block.
+MAX_RESIDUE_RATE = 256
+# Each part of a union is lowered without the parts before it: many parts make rules that are dear to evaluate.
+_MAX_PARTS = 6
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What an engine can run: terms that share rows (it merges by lse), terms of their own for each document."""
+
+    shared_rows: bool = True
+    windows: bool = True
+
+
+ANYTHING = Allowed()
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to compute a branch that counts `multiplicity` times: a layout's name and its terms.
+
+    With `shares_rows` several terms compute the same rows, and an engine must merge them by their lse. `given`
+    is the order of the tokens for which `machine` is asked about the cost.
+    """
+
+    branch: Pattern
+    multiplicity: int
+    layout: str
+    terms: tuple[Term, ...]
+    machine: Machine
+    given: Layout
+    shares_rows: bool = False
+
+    @cached_property
+    def cost(self) -> Cost:
+        """What the terms compute and move."""
+        return cost_of(self.terms, self.machine, self.given)
+
+
+def options_of(branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed) -> tuple[Option, ...]:
+    """Every way that is worth weighing, the cheapest first."""
+    given = Layout(bound.num_queries)
+    cut = window_terms(branch, times, bound) if allowed.windows else None
+    if cut is not None:
+        return (Option(branch, times, "windows", tuple(cut), machine, given, shares_rows=True),)
+    options = [
+        Option(branch, times, "natural" if rate == 1 else f"residue {rate}", tuple(terms), machine, given)
+        for rate in _shared_rates(branch, bound)
+        for terms in [shared_terms(branch, times, bound, rate)]
+    ]
+    compact = compact_terms(branch, times, bound)
+    if compact is not None:
+        options.append(Option(branch, times, "compact", tuple(compact), machine, given))
+    disjoint = _disjoint_terms(branch, times, bound, machine) if allowed.shared_rows else None
+    if disjoint is not None:
+        options.append(Option(branch, times, "disjoint", disjoint, machine, given, shares_rows=True))
+    return tuple(sorted(options, key=lambda option: option.cost.seconds))
+
+
+def _shared_rates(branch: Pattern, bound: Bound) -> list[int]:
+    rate = residue_rate(branch)
+    return [1, rate] if 1 < rate <= min(MAX_RESIDUE_RATE, bound.num_queries) else [1]
+
+
+def _disjoint_terms(branch: Pattern, times: int, bound: Bound, machine: Machine) -> tuple[Term, ...] | None:
+    """Terms for a union: each part in the layout that suits it, without the pairs of the parts before it.
+
+    Every pair then counts once. Parts that repeat most often go first: they are cheap to leave out of the
+    others, and what they are left out of keeps repeating.
+    """
+    parts = sorted(_alternatives(branch), key=lambda part: (part.period() is None, part.period() or 0, part.spacing()))
+    if not 1 < len(parts) <= _MAX_PARTS:
+        return None
+    alone = Allowed(shared_rows=False, windows=False)
+    rests = [And.of(part, *(Not(before) for before in parts[:index])) for index, part in enumerate(parts)]
+    return tuple(term for rest in rests for term in options_of(rest, times, bound, machine, alone)[0].terms)
+
+
+def _alternatives(branch: Pattern) -> list[Pattern]:
+    """Patterns whose union is the branch: (a | b) & c is a & c or b & c."""
+    if isinstance(branch, Or):
+        return list(branch.parts)
+    unions = [part for part in branch.parts if isinstance(part, Or)] if isinstance(branch, And) else []
+    if not unions:
+        return [branch]
+    assert isinstance(branch, And)
+    others = [part for part in branch.parts if part != unions[0]]
+    return [And.of(part, *others) for part in unions[0].parts]

@@ -1,0 +1,117 @@
+"""Per document: a pattern that starts anew in each document, so that packed equals separate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._box import Bounds, Box, Progression
+from ._documents import Documents
+from ._documents import documents as documents_pattern
+from ._lengths import Lengths
+from ._pattern import Expression, MaskMod, Mixture, Pattern
+from ._run_time import run_time_leaves
+from ._spans import Spans
+from ._spelling import CALL, Phrase
+from ._spelling import CALL, Phrase
+
+
+@dataclass(frozen=True)
+class PerDocument(Pattern):
+    """Allowed iff both positions lie in one span and `part` allows them counted from the span's start.
+
+    `spans` is a run-time pattern of documents or lengths, and Spans once its values are known.
+    """
+
+    part: Pattern
+    spans: Pattern
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.part, Pattern) or not isinstance(self.spans, Documents | Lengths | Spans):
+            raise TypeError(
+                "per_document needs a set pattern and document ids, or a pattern of documents or lengths; "
+                f"got {self.part!r} and {self.spans!r}"
+            )
+        if run_time_leaves(self.part):
+            raise ValueError(
+                "per_document counts positions from each document's start, where a run-time tensor inside has no "
+                f"meaning: intersect with it outside, p.per_document(ids) & it; got {self.part!r}"
+            )
+        super().__post_init__()
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "per_document", "part": self.part.to_data(), "spans": self.spans.to_data()}
+
+    def phrase(self) -> Phrase:
+        return Phrase(f"{self.part.phrase().inside(CALL)}.per_document({self.spans!r})")
+
+    def phrase(self) -> Phrase:
+        return Phrase(f"{self.part.phrase().inside(CALL)}.per_document({self.spans.phrase().text})")
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return replace(self, part=self.part.for_head(head, num_heads))
+
+    def leaves(self) -> tuple[Pattern, ...]:
+        return (*self.part.leaves(), *self.spans.leaves())
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return PerDocument(self.part.map_leaves(change), self.spans.map_leaves(change))
+
+    def check_heads(self, num_heads: int) -> None:
+        self.part.check_heads(num_heads)
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        inner = self.part.mask_mod(num_heads=num_heads, device=device)
+        spans = self._resolved()
+        return _from_start(inner, spans.rows.to(device), spans.batch_step(device))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        spans = self._resolved()
+        span, number = spans.common(box)
+        if not len(spans.starts):
+            return Bounds(torch.zeros_like(number), torch.zeros_like(number))
+        start = spans.starts[span.clamp(max=len(spans.starts) - 1)]
+        q, k = (_shifted(spans.within(side, span), start) for side in (box.q, box.k))
+        held = (q.count > 0) & (k.count > 0) & (number > 0)
+        # A part's bounds hold for boxes that are not empty.
+        q, k = (Progression(side.first.clamp(min=0), side.step, side.count.clamp(min=1)) for side in (q, k))
+        one = self.part.count(Box(box.head, q, k), num_heads=num_heads)
+        many = number > 1
+        whole = spans.count(box, num_heads=num_heads) if bool(many.any()) else one
+        return Bounds(
+            torch.where(held & ~many, one.low, 0),
+            torch.where(many, whole.high, torch.where(held, one.high, 0)),
+        )
+
+    def _resolved(self) -> Spans:
+        if not isinstance(self.spans, Spans):
+            # A run-time pattern without its values: the same error as anywhere else.
+            self.spans.mask_mod(num_heads=1, device=torch.device("cpu"))
+        assert isinstance(self.spans, Spans)
+        return self.spans
+
+
+def per_document(pattern: Expression, documents: Any) -> Any:
+    """See `Expression.per_document`."""
+    spans = documents if isinstance(documents, Expression) else documents_pattern(documents)
+    parts = tuple(PerDocument(part, spans) for part in pattern.branches())
+    return Mixture(parts) if isinstance(pattern, Mixture) else parts[0]
+
+
+def _shifted(progression: Progression, start: Tensor) -> Progression:
+    return Progression(progression.first - start, progression.step, progression.count)
+
+
+def _from_start(inner: MaskMod, starts: Tensor, batch_step: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        row = b * batch_step
+        q_start, k_start = starts[row, q], starts[row, k]
+        # Each side is counted from its own start: a position before another document's would be no position.
+        allowed = inner(b, h, q - q_start.clamp(min=0), k - k_start.clamp(min=0))
+        return (q_start == k_start) & (q_start >= 0) & allowed
+
+    return mask_mod

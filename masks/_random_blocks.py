@@ -1,0 +1,130 @@
+"""Random blocks: each block of queries sees a few blocks of keys, drawn the same way on every machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._block_table import BlockTable, padded
+from ._box import Bounds, Box
+from ._check import require_int
+from ._pattern import MaskMod, Pattern
+from ._ranges import Ranges
+from ._spelling import Phrase, call
+
+_TABLES_KEPT = 8
+
+
+@dataclass(frozen=True)
+class RandomBlocks(Pattern):
+    """Allowed iff the query's block drew the key's block, and both positions lie below `num_tokens`.
+
+    Each global head draws for itself; with `head` all of them see what that one drew.
+    """
+
+    num_tokens: int
+    block: int
+    drawn: int
+    seed: int
+    head: int | None = None
+
+    def __post_init__(self) -> None:
+        require_int("num_tokens", self.num_tokens, minimum=1)
+        require_int("block", self.block, minimum=1)
+        require_int("count", self.drawn, minimum=1)
+        if require_int("seed", self.seed, minimum=0) >= 1 << 63:
+            raise ValueError(f"seed must be below 2**63; got seed={self.seed}")
+        if self.head is not None:
+            require_int("head", self.head, minimum=0)
+        if self.drawn > self.num_blocks:
+            raise ValueError(
+                f"count must be at most the number of key blocks; got count={self.drawn}, and "
+                f"{self.num_tokens} tokens hold {self.num_blocks} blocks of {self.block}"
+            )
+        super().__post_init__()
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of `num_tokens` tokens, the last of which may be shorter."""
+        return -(-self.num_tokens // self.block)
+
+    def to_data(self) -> dict[str, Any]:
+        data = {"num_tokens": self.num_tokens, "block": self.block, "drawn": self.drawn, "seed": self.seed}
+        return {"kind": "random_blocks", **data, "head": self.head}
+
+    def phrase(self) -> Phrase:
+        values = {"block": self.block, "count": self.drawn, "seed": self.seed}
+        chosen = {} if self.head is None else {"head": self.head}
+        return call("random_blocks", self.num_tokens, **values, **chosen)
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return replace(self, head=head) if self.head is None else self
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return self._table(num_heads).mask_mod(self._tables_of_heads(num_heads), device)
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        return self._table(num_heads).count(self._tables_of_heads(num_heads)[box.head], box)
+
+    def _table(self, num_heads: int) -> BlockTable:
+        heads = range(num_heads) if self.head is None else range(self.head, self.head + 1)
+        return _table(self.num_tokens, self.block, self.drawn, self.seed, heads)
+
+    def row(self, query: int, stop: int) -> Ranges:
+        return self._table(1).row(0, query, stop)
+
+    def _tables_of_heads(self, num_heads: int) -> Tensor:
+        return torch.arange(num_heads) if self.head is None else torch.zeros(num_heads, dtype=torch.int64)
+
+
+def random_blocks(num_tokens: int, *, block: int = 64, count: int = 3, seed: int = 0) -> Pattern:
+    """Each head and each block of `block` queries sees `count` distinct blocks of keys, drawn at random.
+
+    Blocks are those of `num_tokens` tokens; positions beyond neither see nor are seen. The draw depends on
+    the numbers given here and on the global head alone, so all ranks, platforms and versions agree on it:
+    hash the seed, the head, the block row and the number of the draw, one after the other, with splitmix64
+    (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), scale its upper 32 bits,
+    and sample without replacement by Floyd's method. Source: BigBird, arXiv 2007.14062, section 2.
+
+    Raises ValueError for numbers below 1, a negative seed, and a count above the number of blocks.
+    """
+    return RandomBlocks(num_tokens, block, count, seed)
+
+
+@lru_cache(maxsize=_TABLES_KEPT)
+def _table(num_tokens: int, block: int, drawn: int, seed: int, heads: range) -> BlockTable:
+    return BlockTable(padded(_draw(-(-num_tokens // block), drawn, seed, heads)), block, num_tokens)
+
+
+def _draw(num_blocks: int, drawn: int, seed: int, heads: range) -> Tensor:
+    """(heads, block rows, drawn): distinct key blocks, ascending.
+
+    Floyd's method: for each of the last `drawn` blocks draw one up to it; where that was drawn before, take
+    the block itself.
+    """
+    head, row = torch.tensor(heads)[:, None], torch.arange(num_blocks)
+    state = _mixed(_mixed(_mixed(torch.tensor(seed)) + head) + row)
+    chosen = torch.empty(*state.shape, drawn, dtype=torch.int64)
+    for index, last in enumerate(range(num_blocks - drawn, num_blocks)):
+        upper = _shifted_right(_mixed(state + index), 32)
+        block = (upper * (last + 1)) >> 32  # below 2^32 times below 2^31: no overflow; uniform to one in 2^32
+        repeated = (chosen[..., :index] == block[..., None]).any(-1)
+        chosen[..., index] = torch.where(repeated, last, block)
+    return chosen.sort(-1).values
+
+
+def _mixed(state: Tensor) -> Tensor:
+    """One output of splitmix64. An int64 holds the 64 bits: sums and products wrap around."""
+    z = state - 0x61C8864680B583EB  # plus 0x9E3779B97F4A7C15, modulo 2^64
+    z = (z ^ _shifted_right(z, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+    z = (z ^ _shifted_right(z, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+    return z ^ _shifted_right(z, 31)
+
+
+def _shifted_right(bits: Tensor, places: int) -> Tensor:
+    """A shift that fills with zeros, as for unsigned numbers."""
+    return (bits >> places) & ((1 << (64 - places)) - 1)

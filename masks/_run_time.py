@@ -1,0 +1,204 @@
+"""Run-time tensors: parts of a rule that are known only when it runs, such as document ids, by name until then."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from ctypes import c_char
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from ._box import Bounds, Box
+from ._pattern import Expression, MaskMod, Pattern
+from ._spelling import Phrase, call
+
+# B batch entries (or one for all of them), L positions
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """A tensor as part of a value: equal only to itself."""
+
+    tensor: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Given) and other.tensor is self.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+
+@dataclass(frozen=True)
+class RunTime(Pattern):
+    """A rule that needs the tensor of this name: carried along in `given`, or handed over with the call.
+
+    Its text holds the name and not the values, so new values neither trace nor compile anew. `table` turns
+    the tensor into the rule itself.
+    """
+
+    name: str
+    given: Given | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise ValueError(f"the name of a run-time tensor must be an identifier; got {self.name!r}")
+        super().__post_init__()
+
+    def phrase(self) -> Phrase:
+        data = self.to_data()
+        return call(data.pop("kind"), data.pop("name"), **data)
+
+    def table(self, tensor: Tensor, num_positions: int) -> Pattern:
+        """The rule with this tensor's values, checked, over positions 0 to num_positions - 1."""
+        raise NotImplementedError  # every run-time pattern knows its own
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        raise ValueError(missing(self.name))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        raise ValueError(missing(self.name))
+
+
+@dataclass(frozen=True)
+class Table(Pattern):
+    """A rule in a CPU tensor, one row for each batch entry or one for all; equal rows are equal rules.
+
+    Bounds, which know no batch, are those of a table with one row: see `entry`.
+    """
+
+    rows: Shaped[Tensor, "B L"]
+    digest: str
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and isinstance(other, Table) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Table:
+        """The rule of these rows, which must not change any more."""
+        rows = rows.contiguous()
+        content = (c_char * rows.nbytes).from_address(rows.data_ptr())
+        return cls(rows, f"{tuple(rows.shape)} {sha256(content).hexdigest()}")
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": f"{type(self).__name__.lower()} table", "digest": self.digest}
+
+    def entry(self, batch: int) -> Table:
+        """The rule of one batch entry."""
+        return self if len(self.rows) == 1 else type(self).of(self.rows[batch, None])
+
+    @property
+    def row(self) -> Shaped[Tensor, " L"]:
+        """The only row. Raises ValueError where batch entries have rows of their own."""
+        if len(self.rows) != 1:
+            raise ValueError(f"boxes know no batch: ask the bound of one entry; got {len(self.rows)} rows")
+        return self.rows[0]
+
+    def windows(self, num_positions: int) -> list[Window] | None:
+        """Rectangles without overlap that hold all allowed pairs and no others; None if they are too many."""
+        return None
+
+
+Window = tuple[range, range]  # query positions, key positions
+
+
+def given_tensors(pattern: Expression) -> dict[str, Tensor]:
+    """The tensors that a pattern carries, by name. Raises ValueError where two go by one name."""
+    found: dict[str, Tensor] = {}
+    for leaf in run_time_leaves(pattern):
+        if leaf.given is None:
+            continue
+        if found.setdefault(leaf.name, leaf.given.tensor) is not leaf.given.tensor:
+            raise ValueError(
+                f"two tensors go by the name {leaf.name!r} in one pattern: give one of them another name, "
+                f"such as name='{leaf.name}_2'"
+            )
+    return found
+
+
+def names(pattern: Expression) -> tuple[str, ...]:
+    """The run-time tensors that a pattern needs, sorted by name."""
+    return tuple(sorted({leaf.name for leaf in run_time_leaves(pattern)}))
+
+
+def run_time_leaves(pattern: Expression) -> tuple[RunTime, ...]:
+    """Every use of a run-time tensor."""
+    return tuple(leaf for leaf in pattern.leaves() if isinstance(leaf, RunTime))
+
+
+def resolve(pattern: Expression, tensors: Mapping[str, Tensor], num_positions: int) -> Expression:
+    """The pattern with its run-time tensors' values in place. Raises ValueError for one that is missing or unfit."""
+
+    def with_values(leaf: Pattern) -> Pattern:
+        if not isinstance(leaf, RunTime):
+            return leaf
+        if leaf.name not in tensors:
+            raise ValueError(missing(leaf.name))
+        return leaf.table(tensors[leaf.name], num_positions)
+
+    return pattern.map_leaves(with_values)
+
+
+def entry(pattern: Expression, batch: int) -> Expression:
+    """The resolved pattern of one batch entry."""
+    return pattern.map_leaves(lambda leaf: leaf.entry(batch) if isinstance(leaf, Table) else leaf)
+
+
+def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
+    """(batch entries, their rule) for each run of neighbours whose rows are equal. Raises ValueError for other rows."""
+    if num_entries(pattern) == 1:
+        return [(slice(None), pattern)]
+    if num_entries(pattern) != batch:
+        raise ValueError(
+            f"run-time tensors must have one row, or one for each of {batch} batch entries; "
+            f"got {num_entries(pattern)} rows"
+        )
+    groups: list[tuple[slice, Expression]] = []
+    for index in range(batch):
+        rule = entry(pattern, index)
+        if groups and groups[-1][1].text == rule.text:
+            groups[-1] = (slice(groups[-1][0].start, index + 1), rule)
+        else:
+            groups.append((slice(index, index + 1), rule))
+    return groups
+
+
+def num_entries(pattern: Expression) -> int:
+    """Batch entries that a resolved pattern tells apart; 1 if all are alike."""
+    return max((len(leaf.rows) for leaf in pattern.leaves() if isinstance(leaf, Table)), default=1)
+
+
+def missing(name: str) -> str:
+    return (
+        f"the pattern needs the run-time tensor {name!r}: build it with the tensor itself, "
+        f"or pass bindings={{{name!r}: tensor}} to attend"
+    )
+
+
+def integers(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The tensor on the CPU in int64, if it holds integers in one of these numbers of dims."""
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise TypeError(f"{name} must hold integers; got a tensor of {tensor.dtype}")
+    if tensor.dim() not in dims:
+        shapes = " or ".join({0: "()", 1: "(tokens,)", 2: "(batch, tokens)"}[dim] for dim in dims)
+        raise ValueError(f"{name} must have shape {shapes}; got {tuple(tensor.shape)}")
+    return tensor.detach().to("cpu", torch.int64)
+
+
+def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pattern:
+    """A run-time pattern from a tensor (or what makes one), or from the name under which a call will pass it."""
+    if isinstance(tensor, str):
+        return kind(tensor, **options)
+    values = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor)
+    return kind(name, Given(values), **options)
+
+

@@ -1,0 +1,45 @@
+"""How patterns are written: as the expressions that build them, with no more parentheses than precedence asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# From the loosest to the tightest, as in Python: `+` binds tighter than `&`, and `&` tighter than `|`.
+OR, AND, SUM, NOT, CALL = range(5)
+_OPERATORS = {OR: " | ", AND: " & ", SUM: " + "}
+
+# A longer text is cut: nobody reads it, and a table of blocks would fill the screen.
+LONGEST = 4096
+CUT = "…"
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """An expression as text, and how tightly its outermost operator binds."""
+
+    text: str
+    binding: int = CALL
+
+    def inside(self, binding: int) -> str:
+        """The text as an operand where everything looser than `binding` needs parentheses."""
+        return self.text if self.binding >= binding else f"({self.text})"
+
+
+def call(name: str, /, *values: object, **named: object) -> Phrase:
+    """A call of the constructor of that name."""
+    arguments = [*map(repr, values), *(f"{key}={value!r}" for key, value in named.items())]
+    return Phrase(f"{name}({', '.join(arguments)})")
+
+
+def chain(phrases: Iterable[Phrase], operator: int) -> Phrase:
+    """The phrases joined by one operator; a single one stands alone."""
+    first, *others = phrases
+    if not others:
+        return first
+    return Phrase(_OPERATORS[operator].join(each.inside(operator + 1) for each in (first, *others)), operator)
+
+
+def shortened(text: str) -> str:
+    """The text itself, or its beginning and the mark that it was cut."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}{CUT}"

@@ -1,0 +1,61 @@
+"""Strided: a query sees the keys at multiples of a stride from its own position."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._box import Bounds, Box
+from ._check import require_int
+from ._distances import count_multiples
+from ._pattern import MaskMod, Pattern
+from ._ranges import Ranges, as_ranges
+
+
+@dataclass(frozen=True)
+class Strided(Pattern):
+    """Allowed iff (query - key) mod stride == 0. Tokens then fall into `stride` classes that see themselves."""
+
+    stride: int
+
+    def __post_init__(self) -> None:
+        require_int("stride", self.stride, minimum=1)
+        super().__post_init__()
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "strided", "stride": self.stride}
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return _at_multiples(torch.tensor(self.stride, device=device))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        return count_multiples(box, self.stride)
+
+    def period(self) -> int:
+        return 1
+
+    def rates(self) -> tuple[int, ...]:
+        return (self.stride,)
+
+    def row(self, query: int, stop: int) -> Ranges:
+        return as_ranges(range(query % self.stride, stop, self.stride))
+
+    def spacing(self) -> int:
+        return self.stride
+
+
+def strided(stride: int) -> Pattern:
+    """Each query sees the keys at a distance of 0, `stride`, 2 * `stride`, ... tokens, before it and after.
+
+    With a local window of `stride` keys this is the strided form of the Sparse Transformer (arXiv 1904.10509):
+    `(local_window(left=stride, right=0) | strided(stride)) & causal()`. Raises ValueError for a stride below 1.
+    """
+    return Strided(stride)
+
+
+def _at_multiples(stride: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return (q - k) % stride == 0
+
+    return mask_mod

@@ -1,0 +1,85 @@
+"""Visible keys: any subset of the keys, known when the rule runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from ._box import Bounds, Box
+from ._pattern import MaskMod, Pattern
+from ._run_time import RunTime, Table, Window, of_tensor
+
+# B batch entries, L positions
+
+_MAX_WINDOWS = 32  # more runs of keys than this are dearer apart than as one list of blocks
+
+
+@dataclass(frozen=True)
+class VisibleKeys(RunTime):
+    """Allowed iff the key is marked as visible."""
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "visible_keys", "name": self.name}
+
+    def table(self, tensor: Tensor, num_positions: int) -> KeySet:
+        if tensor.dtype != torch.bool:
+            raise TypeError(f"visible keys must be booleans, True where a key may be seen; got {tensor.dtype}")
+        if tensor.dim() not in (1, 2) or tensor.shape[-1] != num_positions:
+            raise ValueError(
+                f"visible keys must have shape ({num_positions},) or (batch, {num_positions}), "
+                f"one for each position; got {tuple(tensor.shape)}"
+            )
+        return KeySet.of(torch.atleast_2d(tensor.detach().cpu()))
+
+
+class KeySet(Table):
+    """Allowed iff row b, entry k is True."""
+
+    rows: Bool[Tensor, "B L"]
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return _listed(self.rows.to(device), torch.tensor(int(len(self.rows) > 1), device=device))
+
+    @cached_property
+    def _before(self) -> Int64[Tensor, " L+1"]:
+        """How many keys before each position are visible."""
+        return torch.nn.functional.pad(self.row.long().cumsum(0), (1, 0))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        size = self.rows.shape[1]
+        first, last = box.k.first.clamp(0, size), (box.k.last + 1).clamp(0, size)
+        seen = self._before[last] - self._before[first]
+        if box.k.step == 1:
+            pairs = box.q.count * seen
+            return Bounds(pairs, pairs)
+        every = seen == box.k.last + 1 - box.k.first
+        high = box.q.count * torch.minimum(seen, box.k.count)
+        return Bounds(torch.where(every, box.area, 0), high)
+
+    def windows(self, num_positions: int) -> list[Window] | None:
+        edges = torch.nn.functional.pad(self.row.int(), (1, 1)).diff()
+        starts, stops = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
+        if len(starts) > _MAX_WINDOWS:
+            return None
+        return [(range(num_positions), range(*run)) for run in zip(starts.tolist(), stops.tolist(), strict=True)]
+
+
+def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
+    """Each query sees the keys that are marked True.
+
+    visible: booleans of shape (tokens,) or (batch, tokens); `~key_padding_mask` in torch's convention, the
+    attention_mask in that of transformers. Or a string, the name under which `attend(bindings=)` passes them.
+    """
+    return of_tensor(VisibleKeys, visible, name)
+
+
+def _listed(visible: Tensor, batch_step: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return visible[b * batch_step, k] & (q == q)
+
+    return mask_mod

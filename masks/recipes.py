@@ -1,0 +1,164 @@
+"""Named recipes: patterns of published models, each composed in a line from the constructors of this package.
+
+A recipe returns a plain pattern, which prints as its composition. None is causal unless its source is: intersect
+with `causal()`.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+
+from ._blockwise import blockwise
+from ._causal import causal
+from ._check import require_int
+from ._chunked import chunked
+from ._dilated_window import dilated_window
+from ._fixed import fixed
+from ._global_tokens import first_tokens, global_tokens
+from ._landmark_tokens import landmark_tokens
+from ._local_window import local_window
+from ._pattern import Pattern
+from ._random_blocks import random_blocks
+from ._strided import strided
+
+__all__ = [
+    "bigbird",
+    "darcstar_dilated_sparse",
+    "darcstar_global_local",
+    "darcstar_hierarchical",
+    "darcstar_local_window",
+    "longformer",
+    "sparse_transformer_fixed",
+    "sparse_transformer_strided",
+    "streaming_llm",
+]
+
+_ALL_BLOCKS = -1
+
+
+def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
+    """A sliding window, and global tokens that see and are seen by all.
+
+    radius: keys on each side of the query, half the paper's window size. num_global: the first so many tokens are
+    global, as a classification token is; the paper lets the task choose them. rate: tokens from one key of the
+    window to the next; the paper raises it in two heads of its upper layers, for which there is `per_head`.
+    Source: Longformer, arXiv 2004.05150, section 3.1.
+    """
+    require_int("radius", radius, minimum=0)
+    require_int("num_global", num_global, minimum=1)
+    return dilated_window(left=radius, right=radius, rate=rate) | global_tokens(num_global)
+
+
+def bigbird(
+    num_tokens: int, *, block: int = 64, radius: int = 1, num_global: int = 2, num_random: int = 3, seed: int = 0
+) -> Pattern:
+    """Window, global and random blocks.
+
+    num_tokens: the length of the sequence, over which blocks are drawn. block: tokens a block. radius: blocks on
+    each side of the query's own. num_global: the first so many blocks see and are seen by all (the paper's internal
+    transformer construction). num_random: blocks that each block of queries draws, in each head, among all
+    blocks: some may be seen already, where the paper's code draws among the rest. seed: of the draw.
+    Source: BigBird, arXiv 2007.14062, section 2; the defaults are those of its table 8.
+    """
+    require_int("radius", radius, minimum=0)
+    require_int("num_global", num_global, minimum=1)
+    require_int("num_random", num_random, minimum=1)
+    regular = blockwise(local_window(left=radius, right=radius) | global_tokens(num_global), block)
+    return regular | random_blocks(num_tokens, block=block, count=num_random, seed=seed)
+
+
+def sparse_transformer_strided(stride: int) -> Pattern:
+    """The last `stride` keys, and every `stride`-th key before; causal.
+
+    stride: the paper's l, near the square root of the length. Both of its factors in every head, as in its merged
+    form (eq. 8). Source: Sparse Transformer, arXiv 1904.10509, section 4.3.
+    """
+    return (local_window(left=require_int("stride", stride, minimum=1), right=0) | strided(stride)) & causal()
+
+
+def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
+    """The query's own block, and the last keys of every block before; causal.
+
+    stride: tokens a block, the paper's l. summary: the last so many keys of a block, its c, of 8 to 32. Both
+    factors in every head (eq. 8). Source: Sparse Transformer, arXiv 1904.10509, section 4.3.
+    """
+    require_int("stride", stride, minimum=1)
+    return (chunked(stride) | fixed(stride, summary=summary)) & causal()
+
+
+def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
+    """The first few keys for ever, and the latest; causal.
+
+    recent: the latest keys in the cache, the query's own among them. num_sinks: the first so many keys, which
+    serve as attention sinks. Positional encodings are another matter: the paper counts them within the cache.
+    Source: StreamingLLM, arXiv 2309.17453, section 3.2.
+    """
+    require_int("recent", recent, minimum=1)
+    require_int("num_sinks", num_sinks, minimum=1)
+    return (first_tokens(num_sinks) | local_window(left=recent - 1, right=0)) & causal()
+
+
+def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128) -> Pattern:
+    """Blocks near the query's own: `local_window` of dilated-attention-pytorch (the DarcStar fork).
+
+    block_size: tokens a block. local_window_size: the window in tokens, of which each side gets half, rounded
+    down to whole blocks. Source: `SparsePatternConfig` and `BlockSparseRingDilatedAttention` there.
+    """
+    radius = _radius(local_window_size, block_size)
+    return blockwise(local_window(left=radius, right=radius), block_size)
+
+
+def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 128) -> Pattern:
+    """The query's own block and those at some distances: `dilated_sparse` of dilated-attention-pytorch (DarcStar).
+
+    dilation_rates: distances in blocks, before and after; only the first three count, as there. block_size: tokens
+    a block. Source: `BlockSparseRingDilatedAttention` there.
+    """
+    if not isinstance(dilation_rates, Sequence) or isinstance(dilation_rates, str) or not dilation_rates:
+        raise ValueError(f"dilation_rates must be a sequence of at least one integer; got {dilation_rates=}")
+    steps = [require_int(f"dilation_rates[{place}]", rate, minimum=1) for place, rate in enumerate(dilation_rates)]
+    return blockwise(reduce(or_, [dilated_window(left=1, right=1, rate=step) for step in steps[:3]]), block_size)
+
+
+def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 512, block_size: int = 128) -> Pattern:
+    """Blocks near the query's own and the first ones: `global_local` of dilated-attention-pytorch (DarcStar).
+
+    global_tokens: every query sees the first so many, rounded down to whole blocks: with the defaults, which are
+    those there, none. They do not see everyone in turn. local_window_size and block_size: as in
+    `darcstar_local_window`. Source: `BlockSparseRingDilatedAttention` there.
+    """
+    radius = _radius(local_window_size, block_size)
+    window, first = local_window(left=radius, right=radius), require_int("global_tokens", global_tokens, minimum=0)
+    return blockwise(window | first_tokens(first // block_size) if first >= block_size else window, block_size)
+
+
+def darcstar_hierarchical(
+    levels: Sequence[Sequence[int]] = ((64, 256), (256, 1024), (1024, -1)), *, block_size: int = 64
+) -> Pattern:
+    """Levels of sparser queries that see farther: `hierarchical` of dilated-attention-pytorch (DarcStar).
+
+    levels: a (stride, window size) each, in tokens. The blocks of queries at multiples of the stride see the blocks
+    within half a window on each side, or all of them if it is -1. Both are rounded down to whole blocks, a stride
+    to no less than one. block_size: tokens a block, on all levels: there a level's own `block_size` has no effect.
+    Source: `HierarchicalConfig` and `BlockSparseHierarchical` there.
+    """
+    require_int("block_size", block_size, minimum=1)
+    if not isinstance(levels, Sequence) or isinstance(levels, str) or not levels:
+        raise ValueError(f"levels must be a sequence of at least one (stride, window size); got {levels=}")
+    return blockwise(reduce(or_, [_level(place, level, block_size) for place, level in enumerate(levels)]), block_size)
+
+
+def _radius(window_size: int, block_size: int) -> int:
+    require_int("block_size", block_size, minimum=1)
+    return require_int("local_window_size", window_size, minimum=0) // block_size // 2
+
+
+def _level(place: int, level: Sequence[int], block: int) -> Pattern:
+    """Over blocks: the queries of one level and what they see."""
+    if not isinstance(level, Sequence) or len(level) != 2:
+        raise ValueError(f"levels[{place}] must be a pair (stride, window size); got {level!r}")
+    stride, size = level
+    require_int(f"the stride of levels[{place}]", stride, minimum=1)
+    require_int(f"the window size of levels[{place}]", size, minimum=_ALL_BLOCKS)
+    queries, half = landmark_tokens(max(1, stride // block), columns=False), size // block // 2
+    return queries if size == _ALL_BLOCKS else queries & local_window(left=half, right=half)

@@ -1,0 +1,204 @@
+"""Attention sinks: every engine against the dense oracle, gradients of the sinks included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated._call_key import CallKey
+from flexdilated._flex import run_flex
+from flexdilated._flex_op import _program
+from tests import oracle
+from tests.agreement import TIGHT, assert_agrees
+from tests.strategies import block_sides, cases, tensors, whole_cases
+from tests.test_flex import CPU, call_key, dense_flex
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+# Some heads of longnet([8, 16], [2, 4]) have rows without keys.
+PATTERN = masks.longnet([8, 16], [2, 4]) & masks.causal()
+RULE = oracle.both(oracle.longnet([8, 16], [2, 4]), oracle.causal())
+
+
+def drawn_sinks(num_heads: int) -> st.SearchStrategy[Tensor]:
+    """No sink at all, one that takes next to nothing, ordinary ones, and one that takes all."""
+    logit = st.one_of(st.sampled_from([-torch.inf, -50.0, 0.0, 50.0]), st.floats(-3, 3))
+    logits = st.lists(logit, min_size=num_heads, max_size=num_heads)
+    return logits.map(lambda values: torch.tensor(values, dtype=torch.float64, requires_grad=True))
+
+
+@given(st.data(), block_sides)
+@pytest.mark.parametrize("engine", ["tiles", "reference"])
+def test_attend_is_the_oracle(engine, data, side):
+    """Some of the heads, grouped keys, any queries over any keys, gradients through output and lse."""
+    case = data.draw(cases())
+    inputs = *data.draw(tensors(case)), data.draw(drawn_sinks(case.num_heads))
+
+    def attend(q, k, v, sinks):
+        options = {"enable_gqa": True, "engine": engine, "block_size": side, "return_lse": True}
+        return fd.attend(q, k, v, case.twin.pattern, sinks=sinks, **options, **case.sizes)
+
+    assert_agrees(attend, inputs, case.counts())
+
+
+@given(st.data(), block_sides)
+def test_flex_around_its_kernel_is_the_oracle(data, side):
+    """Its epilogue, where the kernel gives an lse: here a dense one does."""
+    case = data.draw(cases())
+    inputs = *data.draw(tensors(case)), data.draw(drawn_sinks(case.num_heads))
+    attend = flex_around_dense(call_key(case, inputs[1].shape[1], side))
+    assert_agrees(attend, inputs, case.counts(), scale=0.5)
+
+
+def flex_around_dense(key: CallKey):
+    program = _program(key, CPU)
+    program = replace(program, steps=tuple(replace(step, call=dense_flex) for step in program.steps))
+
+    def attend(q, k, v, sinks):
+        return run_flex(program, q, k, v, scale=0.5, return_lse=True, direct=False, sinks=sinks)
+
+    return attend
+
+
+@given(st.data(), st.integers(2, 7))
+@pytest.mark.parametrize("engine", ["tiles", "reference"])
+def test_in_a_layout(engine, data, rate):
+    case = data.draw(whole_cases())
+    layout = masks.Layout(case.num_keys, rate)
+    counts = case.counts()[:, layout.positions()][:, :, layout.positions()]
+    inputs = *data.draw(tensors(case)), data.draw(drawn_sinks(case.num_heads))
+
+    def attend(q, k, v, sinks):
+        options = {"layout": layout, "enable_gqa": True, "engine": engine, "return_lse": True}
+        return fd.attend(q, k, v, case.twin.pattern, sinks=sinks, **options)
+
+    assert_agrees(attend, inputs, counts)
+
+
+def qkv(dtype: torch.dtype = torch.float64, heads: int = 4, kv_heads: int = 2, N: int = 37) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(2, count, N, 8).to(dtype).requires_grad_() for count in (heads, kv_heads, kv_heads))
+
+
+@pytest.mark.parametrize("engine", ["tiles", "reference"])
+def test_a_row_without_keys_has_its_sink_alone(engine):
+    q, k, v = qkv()
+    sinks = torch.tensor([1.5, -0.5, -torch.inf, 4.0], dtype=torch.float64)
+    nothing = masks.dilated(4, 8, 5)  # offset 5 of a segment of 4: no token is active
+    out, lse = fd.attend(q, k, v, nothing, sinks=sinks, enable_gqa=True, engine=engine, return_lse=True)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert_close(lse, sinks[:, None].expand(2, 4, 37), **TIGHT)
+
+
+@pytest.mark.parametrize("engine", ["tiles", "reference"])
+def test_a_sink_of_minus_infinity_is_none(engine):
+    q, k, v = qkv()
+    options = {"enable_gqa": True, "engine": engine, "return_lse": True}
+    found = fd.attend(q, k, v, PATTERN, sinks=torch.full((4,), -torch.inf), **options)
+    for with_sinks, without in zip(found, fd.attend(q, k, v, PATTERN, **options), strict=True):
+        assert_close(with_sinks, without, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_any_float_dtype(dtype, sink_dtype):
+    """The output has q's dtype and the lse is wide, whatever the sinks are; each gradient has its tensor's dtype."""
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=sink_dtype, requires_grad=True)
+    inputs = *qkv(dtype), sinks
+    counts = oracle.counts(RULE, range(4), 4, torch.arange(37), torch.arange(37))
+    truth, truth_lse = oracle.attention(*inputs[:3], counts, None, sinks)
+    true_grads = torch.autograd.grad(truth.sum() + truth_lse[truth_lse.isfinite()].sum(), inputs)
+    for engine in ("tiles", "reference"):
+        out, lse = fd.attend(*inputs[:3], PATTERN, sinks=sinks, enable_gqa=True, engine=engine, return_lse=True)
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+        near = 2e-2 if dtype == torch.bfloat16 else 5e-3 if dtype == torch.float16 else 1e-5
+        assert (out.double() - truth).norm() <= near * truth.norm()
+        assert (lse.double() - truth_lse).norm() <= near * truth_lse.norm()
+        grads = torch.autograd.grad(out.double().sum() + lse.double().sum(), inputs)
+        near = max(near, 1e-2 if sink_dtype == torch.bfloat16 else 0)
+        for grad, true_grad, x in zip(grads, true_grads, inputs, strict=True):
+            assert grad.dtype == x.dtype
+            assert (grad.double() - true_grad).norm() <= near * true_grad.norm()
+
+
+def test_only_the_sinks_may_want_a_gradient():
+    q, k, v = (x.detach() for x in qkv())
+    sinks = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for engine in ("tiles", "reference"):
+        out = fd.attend(q, k, v, PATTERN, sinks=sinks, enable_gqa=True, engine=engine)
+        grads += torch.autograd.grad(out.square().sum(), sinks)
+    assert_close(grads[0], grads[1], **TIGHT)
+    assert grads[0].abs().min() > 0
+
+
+def test_autocast_leaves_sinks_as_they_are():
+    q, k, v = (x.detach().float() for x in qkv())
+    sinks = torch.tensor([1.0001, 0.0, 0.0, 0.0])
+    half = tuple(x.bfloat16() for x in (q, k, v))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fd.attend(q, k, v, PATTERN, sinks=sinks, enable_gqa=True, return_lse=True)
+    for one, other in zip(found, fd.attend(*half, PATTERN, sinks=sinks, enable_gqa=True, return_lse=True), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "error", "says"),
+    [
+        ([0.0] * 4, TypeError, "sinks must be a tensor or None; got list"),
+        (1.0, TypeError, "sinks must be a tensor or None; got float"),
+        (torch.zeros(4, dtype=torch.int64), TypeError, "sinks must be float32, .*; got torch.int64"),
+        (torch.zeros(3), ValueError, r"one logit for each head of q, shape \(4,\); got \(3,\)"),
+        (torch.zeros(2), ValueError, r"shape \(4,\); got \(2,\)"),
+        (torch.zeros(()), ValueError, r"shape \(4,\); got \(\)"),
+        (torch.zeros(1, 4), ValueError, r"shape \(4,\); got \(1, 4\)"),
+        (torch.zeros(4, device="meta"), ValueError, "sinks must be on the device of q, cpu; got meta"),
+    ],
+)
+def test_bad_sinks(sinks, error, says):
+    before = masks.cache().stats()
+    with pytest.raises(error, match=says):
+        fd.attend(*qkv(), PATTERN, sinks=sinks, enable_gqa=True)
+    assert masks.cache().stats() == before
+
+
+def test_flex_on_cpu_has_no_lse_for_sinks():
+    q, k, v = (x.detach().float() for x in qkv(kv_heads=4))
+    with pytest.raises(ValueError, match="no lse on CPU, which sinks need; engine='tiles' serves it"):
+        fd.attend(q, k, v, masks.causal(), sinks=torch.zeros(4), engine="flex")
+
+
+@pytest.mark.slow
+def test_training_with_sinks_is_one_graph():
+    """At several lengths, gradients of the sinks included, through the whole compiler."""
+    torch.compiler.reset()
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)
+
+    def loss(x, sinks):
+        q, k, v = x.unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        out, lse = fd.attend(q, k, v, PATTERN, sinks=sinks, return_lse=True)
+        return out.square().sum() + lse.sin().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True)
+    for N in (40, 61):
+        torch.manual_seed(N)
+        x = torch.randn(2, N, 96, requires_grad=True)
+        found, truth = (torch.autograd.grad(run(x, sinks), (x, sinks)) for run in (compiled, loss))
+        assert_close(found, truth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_op_keeps_its_contract(dtype):
+    """Schema, shape rule, autograd and AOT dispatch with sinks, as torch checks them."""
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)
+    arguments = *qkv(dtype), sinks, PATTERN.text, 0.5, 0, 0, 0, 4, 1, [8, 16]
+    torch.library.opcheck(torch.ops.flexdilated.tiles.default, arguments, atol=1e-2, rtol=1e-2)
