@@ -5,8 +5,10 @@ from typing import Any, Protocol, cast
 from . import (
     bench_accuracy,
     bench_branch_loop,
+    bench_cache,
     bench_compilations,
     bench_computed_pairs,
+    bench_decode,
     bench_flex_natural,
     bench_forward,
     bench_linear_time,
@@ -44,9 +46,11 @@ QUESTIONS: dict[str, Question] = {
         "C7": bench_million_tokens,
         "C8": bench_accuracy,
         "C9": bench_linear_time,
+        "C10": bench_decode,
         "C11": bench_compilations,
         "C12": bench_computed_pairs,
         "C13": bench_memory,
+        "cache": bench_cache,
         "sweep": bench_sweep,
     }.items()
 }

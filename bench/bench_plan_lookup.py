@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flexdilated._tiles_op import _program
+from flexdilated._call_key import CallKey
+from flexdilated._tiles_op import _programs
 from flexdilated.masks._planner import plan
 
 from ._longnets import LONGNET_5, LongNet
@@ -30,10 +31,11 @@ SMALL = Config(LONGNET_5.shrunk(32).as_causal(), Size(2048, num_heads=16, repeat
 def run(config: Config) -> Result:
     """C6: what every call of the tiles engine looks up, and the plan behind it by pattern and sizes."""
     pattern, size = config.spec.pattern(), config.size
-    shape_only = torch.empty(1, size.num_heads, size.num_tokens, size.head_dim, device="meta")
+    heads, tokens = size.num_heads, size.num_tokens
 
     def plan_of_call() -> object:
-        return _program(shape_only, shape_only, pattern.text, 0, 0, size.num_heads, 1, [128, 128])
+        key = CallKey.of(pattern.text, heads, heads, tokens, tokens, 0, 0, 0, heads, 1, [128, 128])
+        return _programs(key, [], 1)[0][1]
 
     def plan_of_sizes() -> object:
         return plan(pattern.bind(num_heads=size.num_heads, num_queries=size.num_tokens, num_keys=size.num_tokens))

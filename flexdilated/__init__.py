@@ -1,11 +1,18 @@
 """Exact, fast sparse attention over long sequences, on PyTorch's FlexAttention."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import masks
 from ._attend import attend
 from ._kv_cache import KVCache
-from .nn import DilatedAttention, LongNet, LongNetConfig, MultiheadDilatedAttention
+from .nn import BlockSparseAttention, DilatedAttention, LongNet, LongNetConfig, MultiheadDilatedAttention
+
+if TYPE_CHECKING:
+    from . import testing
 
 __all__ = [
+    "BlockSparseAttention",
     "DilatedAttention",
     "KVCache",
     "LongNet",
@@ -13,5 +20,13 @@ __all__ = [
     "MultiheadDilatedAttention",
     "attend",
     "masks",
+    "testing",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`testing` is imported when it is first asked for."""
+    if name == "testing":
+        return import_module(".testing", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

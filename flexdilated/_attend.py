@@ -145,7 +145,8 @@ def attend(
     chosen = choose_engine(engine, q, k, v, pattern, first=first, return_lse=return_lse, **features)
     key = CallKey(pattern.text, *sizes, q_offset, k_offset, head_offset, heads, rate, sides)
     if chosen == "tiles":
-        out, lse = tiles(q, k, v, sinks, tensors, pattern.text, factor, q_offset, k_offset, head_offset, heads, rate, list(sides))
+        where = (q_offset, k_offset, head_offset, heads, rate, list(sides))
+        out, lse = tiles(q, k, v, sinks, tensors, pattern.text, factor, *where)
     elif chosen == "flex":
         out, lse = flex(q, k, v, tensors, key, scale=factor, return_lse=return_lse, **features)
     else:

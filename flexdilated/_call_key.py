@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from .masks import Layout
 from .masks._bound import Bound
 from .masks._json import read_text
 from .masks._pattern import Expression
-from .masks._run_time import names, resolve
+from .masks._run_time import Extent, blank, names, resolve
 
 
 class CallKey(NamedTuple):
@@ -29,20 +29,31 @@ class CallKey(NamedTuple):
     rate: int
     block_size: tuple[int, int]
 
+    @classmethod
+    def of(cls, pattern: str, *fields: Any) -> CallKey:
+        """From an op's arguments: tracing hands over sizes that are no plain integers, and the block size as a list."""
+        *numbers, block_size = fields
+        return cls._make((pattern, *map(int, numbers), tuple(block_size)))
+
     @property
     def layout(self) -> Layout:
         """The order of the queries."""
         return Layout(self.num_queries, self.rate)
 
     @property
-    def num_positions(self) -> int:
-        """Positions from 0 on that queries and keys reach."""
-        return max(self.q_offset + self.num_queries, self.k_offset + self.num_keys)
+    def extent(self) -> Extent:
+        """Where the positions of queries and keys end."""
+        return Extent(self.q_offset + self.num_queries, self.k_offset + self.num_keys)
 
     def rules(self, bindings: Sequence[Tensor]) -> Expression:
         """The pattern, with the values of its run-time tensors in place; these come in the order of their names."""
         pattern = read_text(self.pattern)
-        return resolve(pattern, dict(zip(names(pattern), bindings, strict=True)), self.num_positions)
+        return resolve(pattern, dict(zip(names(pattern), bindings, strict=True)), self.extent)
+
+    def blank(self, bindings: Sequence[Tensor]) -> Expression:
+        """The pattern with run-time tables of these tensors' shapes, the same for all their values."""
+        pattern = read_text(self.pattern)
+        return blank(pattern, dict(zip(names(pattern), bindings, strict=True)), self.extent)
 
     def bound(self, rule: Expression | None = None) -> Bound:
         """The pattern, or what its run-time tensors make of it, with its sizes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
 from types import FunctionType
@@ -22,6 +22,7 @@ from ._sinks import with_sinks
 from .masks import Layout
 from .masks._block_mask import term_mask
 from .masks._planner import Plan
+from .masks._run_time import Rows, tables, without_values
 from .masks._tables import table_bytes
 from .masks._term import Term
 
@@ -35,6 +36,8 @@ class FlexStep:
     """One term ready to run: its BlockMask, and how its operands are picked and its rows put back."""
 
     mask: BlockMask
+    term: Term
+    held: tuple[Rows, ...]
     indices: Indices
     queries: Pick
     keys: Pick
@@ -132,11 +135,14 @@ def _step(term: Term, plan: Plan, groups: int, block_size: tuple[int, int], devi
     keys_given = Layout(plan.bound.num_keys, plan.layout.rate)
     return FlexStep(
         mask,
+        term,
+        tuple(table.on(device) for table in tables(term.rule)),
         indices_of(term, device),
         make_pick(term.q, term.heads, plan.layout, device),
         make_pick(term.k, kv_heads, keys_given, device),
         log(term.multiplicity),
-        _compiled(term, block_size, device),
+        # New values of run-time tensors are no new program.
+        _compiled(replace(term, rule=without_values(term.rule)), block_size, device),
     )
 
 
@@ -173,9 +179,10 @@ def _compiled(term: Term, block_size: tuple[int, int], device: torch.device) -> 
 
 
 def _flex_in_graph(q, k, v, **options):
-    if q.device.type == "cpu":
-        q, k, v = (_own_buffer(x) for x in (q, k, v))
-    return flex_attention(q, k, v, **options)
+    if q.device.type != "cpu":
+        return flex_attention(q, k, v, **options)
+    # The CPU kernel takes whole buffers, and nothing that comes after it may be fused with it.
+    return _own_buffer(flex_attention(*(_own_buffer(x) for x in (q, k, v)), **options))
 
 
 @torch.library.custom_op("flexdilated::own_buffer", mutates_args=())

@@ -7,14 +7,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ._call_key import CallKey
-from ._flex import FlexProgram, make_flex_program, run_flex
+from ._flex import FlexProgram, run_flex
+from ._flex_program import blank_program, run_time_program, static_program
+from ._flex_tables import flex_tables, with_tables
 from ._score_mod import ScoreMod
-from .masks import cache
-from .masks._options import Allowed
-from .masks._planner import plan
 
 # Programs that compiled graphs refer to, kept for as long as the process: a graph reads its tables from here.
-_traced: dict[tuple[CallKey, str], FlexProgram] = {}
+_traced: dict[tuple[CallKey, tuple[tuple[int, ...], ...], str], FlexProgram] = {}
 
 
 def flex(
@@ -36,15 +35,18 @@ def flex(
     options = {"scale": scale, "score_mod": score_mod, "sinks": sinks, "return_lse": return_lse}
     if torch.compiler.is_compiling():
         # Tracing can read a plain dict but not build a plan; the op's shape rule runs while tracing, and can.
-        _prepare(q, *key)
-        program = _traced[(key, q.device.type)]
+        _prepare(q, bindings, *key)
+        program = _traced[(key, tuple([tuple(each.shape) for each in bindings]), q.device.type)]
+        program = with_tables(program, flex_tables(q, bindings, *key)) if bindings else program
         return run_flex(program, q, k, v, direct=True, **options)
-    return run_flex(_program(key, q.device), q, k, v, direct=False, **options)
+    program = run_time_program(key, q.device, bindings) if bindings else static_program(key, q.device)
+    return run_flex(program, q, k, v, direct=False, **options)
 
 
 @torch.library.custom_op("flexdilated::prepare_flex", mutates_args=())
 def _prepare(
     q: Tensor,
+    bindings: list[Tensor],
     pattern: str,
     num_heads: int,
     num_kv_heads: int,
@@ -62,25 +64,11 @@ def _prepare(
 
 
 @_prepare.register_fake
-def _(q, *key):
-    *sizes, block_size = key
-    found = CallKey._make((sizes[0], *(int(size) for size in sizes[1:]), tuple(block_size)))
-    if (found, q.device.type) not in _traced:
+def _(q, bindings, *key):
+    found = CallKey.of(*key)
+    shapes = tuple(tuple(map(int, each.shape)) for each in bindings)
+    if (found, shapes, q.device.type) not in _traced:
         with unset_fake_temporarily():
-            _traced[(found, q.device.type)] = _program(found, q.device)
+            made = blank_program(found, q.device, bindings) if bindings else static_program(found, q.device)
+        _traced[(found, shapes, q.device.type)] = made
     return q.new_empty(0)
-
-
-def _program(key: CallKey, device: torch.device) -> FlexProgram:
-    """The cached program for these sizes on this device."""
-
-    def build() -> FlexProgram:
-        # Terms that share rows are merged by their lse, which FlexAttention on CPU does not give.
-        allowed = Allowed(shared_rows=device.type != "cpu", windows=False)
-        best = plan(key.bound(), device=device, layout=key.layout, allowed=allowed)
-        sides = key.block_size
-        return make_flex_program(best, key.layout, num_kv_heads=key.num_kv_heads, block_size=sides, device=device)
-
-    return cache().get(
-        ("flex", key, device), build, lambda program: program.nbytes, pattern=key.pattern, device=device
-    )

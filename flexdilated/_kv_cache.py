@@ -14,7 +14,7 @@ from ._merge import merge
 from ._row_attention import Part, Selection, row_attention
 from ._sinks import with_sinks
 from ._validate import check_sinks, check_tensors, resolve_scale
-from .masks import Mixture, Pattern, causal
+from .masks import Bound, Mixture, Pattern, causal
 from .masks._check import require_int
 from .masks._pattern import common_period, require_expression
 from .masks._reach import causal_by_form, later_pair
@@ -60,12 +60,15 @@ class KVCache:
         check_engine(engine)
         if capacity is not None:
             require_int("capacity", capacity, minimum=1)
-        sizes = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}
-        bound = pattern.bind(num_queries=1, num_keys=1, **sizes)
+        require_int("num_heads", num_heads, minimum=1)
+        require_int("head_offset", head_offset, minimum=0)
+        total = head_offset + num_heads if num_heads_global is None else num_heads_global
+        # Bound by hand: a cache has no number of tokens yet for `bind` to check.
+        Bound(pattern, 1, 1, num_heads, head_offset, total, 0, 0, 1)
         self.num_heads, self.capacity, self.engine = num_heads, capacity, engine
+        self._head_offset, self._num_heads_global = head_offset, total
         self._scale = None if scale is None else resolve_scale(scale, head_dim=1)
-        self._heads = {"head_offset": head_offset, "num_heads_global": bound.num_heads_global}
-        self._branches = branch_rules(pattern, num_heads=num_heads, **self._heads)
+        self._branches = branch_rules(pattern, num_heads=num_heads, head_offset=head_offset, num_heads_global=total)
         self._sources = [rule.source for branch in self._branches for rule in branch.rules]
         self._check_causal(pattern)
         # A search that found no later key is no proof; the intersection changes nothing, or makes it true.
@@ -167,10 +170,14 @@ class KVCache:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=wide)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        for run in held.visible(self._seen, q.shape[2]):
+        runs = held.visible(self._seen, q.shape[2])
+        if not all(self._can_bind(q.shape[2], run) for run in runs):
+            return self._rows(q, held)
+        for run in runs:
             (slots,) = held.store.slices(run)
             # Shifted together by a multiple of the period, equal calls share one plan.
-            shift = run.start // self._period * self._period if self._period else 0
+            earliest = min(run.start, self._seen)
+            shift = earliest - earliest % self._period if self._period else 0
             part, part_lse = attend(
                 q,
                 held.store.keys[:, :, slots],
@@ -181,11 +188,20 @@ class KVCache:
                 q_offset=self._seen - shift,
                 k_offset=run.start - shift,
                 engine=self.engine,
+                head_offset=self._head_offset,
+                num_heads_global=self._num_heads_global,
                 return_lse=True,
-                **self._heads,
             )
             out, lse = merge(out, lse, part, part_lse)
         return out, lse
+
+    def _can_bind(self, num_queries: int, keys: range) -> bool:
+        """Whether the pattern accepts a call over these keys alone: some insist on all that they name."""
+        try:
+            self.pattern.check_tokens(range(self._seen, self._seen + num_queries), keys)
+        except ValueError:
+            return False
+        return True
 
     def _check_causal(self, pattern: Pattern | Mixture) -> None:
         for source in self._sources:
@@ -197,6 +213,9 @@ class KVCache:
                 )
 
     def _check(self, q: Tensor | None, k: Tensor, v: Tensor) -> None:
+        for name, x in (("k", k), ("v", v)):  # without q, errors must not speak of it
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
         check_tensors(k if q is None else q, k, v, enable_gqa=True)
         if q is not None and q.shape[1:3] != (self.num_heads, k.shape[2]):
             raise ValueError(

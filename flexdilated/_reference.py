@@ -37,9 +37,14 @@ def _places(bound: Bound, device: torch.device) -> tuple[Tensor, Tensor, Tensor,
 
 
 def _modified(scores: Float[Tensor, "B H N M"], score_mod: ScoreMod, bound: Bound) -> Float[Tensor, "B H N M"]:
-    """score_mod of all scores at once."""
-    found = new_score(score_mod(scores, *_places(bound, scores.device)))
-    return found.to(scores.dtype).expand(scores.shape)
+    """score_mod of every score, of which it sees one at a time, as in FlexAttention."""
+
+    def each(*one: Tensor) -> Tensor:
+        return new_score(score_mod(*one))
+
+    for place in (4, 3, 2, 1):  # the keys' dim is mapped innermost, the batch's outermost
+        each = torch.vmap(each, in_dims=tuple(0 if index in (0, place) else None for index in range(5)))
+    return each(scores, *(x.flatten() for x in _places(bound, scores.device))).to(scores.dtype)
 
 
 def reference_attention(

@@ -70,19 +70,18 @@ Indices = InOrder | Shifted | Folded
 
 
 def new_score(found: object) -> Tensor:
-    """What a score_mod returned; TypeError unless it is a tensor."""
+    """What a score_mod made of one score; TypeError or ValueError unless it is one score."""
     if not isinstance(found, Tensor):
         raise TypeError(f"score_mod must return the new score, a tensor; got {type(found).__name__}")
+    if found.dim() != 0:
+        raise ValueError(f"score_mod must make one score of one score; got shape {tuple(found.shape)}")
     return found
 
 
 def probe(score_mod: ScoreMod, q: Tensor, head: int, q_position: int, k_position: int) -> Tensor:
-    """score_mod of one score, 0. Raises ValueError unless it returns one."""
+    """score_mod of one score, 0."""
     indices = (torch.tensor(index, device=q.device) for index in (0, head, q_position, k_position))
-    found = new_score(score_mod(q.new_zeros(()), *indices))
-    if found.dim() != 0:
-        raise ValueError(f"score_mod must make one score of one score; got shape {tuple(found.shape)}")
-    return found
+    return new_score(score_mod(q.new_zeros(()), *indices))
 
 
 def indices_of(term: Term, device: torch.device) -> Indices:

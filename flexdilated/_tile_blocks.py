@@ -64,7 +64,7 @@ def backward(
 
 
 def _tiles(x: Operands, calls: Calls) -> Iterator[_Tiles]:
-    num_q, num_k, q_block, k_block = calls.blocks.shape
+    num_q, num_k, q_block, k_block = calls.shape
     groups = x.q.shape[1] // x.k.shape[1]
     for call in calls.calls:
         bytes_each = 2 * x.q.shape[0] * x.q.shape[2] * call.num_keys * x.q.shape[-1] * x.q.element_size()
@@ -72,7 +72,7 @@ def _tiles(x: Operands, calls: Calls) -> Iterator[_Tiles]:
         for begin in range(0, len(call.row), at_once):
             part = call.select(slice(begin, begin + at_once))
             queries = (part.head * num_q + part.row * q_block)[:, None] + torch.arange(call.num_queries)
-            first = (part.head // groups * num_k)[:, None] + part.columns * k_block
+            first = (part.head // groups * num_k)[:, None] + part.columns.long() * k_block
             keys = (first[:, :, None] + torch.arange(k_block)).flatten(1)[:, : call.num_keys]
             yield _Tiles(queries, keys, *_masks(calls, part, x.q.dtype))
 

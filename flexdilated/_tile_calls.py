@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 
 from .masks._blocks import Blocks, Places, evaluate
@@ -29,10 +29,10 @@ class Call:
     head: Int64[Tensor, " n"]
     table: Int64[Tensor, " n"]
     row: Int64[Tensor, " n"]
-    columns: Int64[Tensor, "n L"]
+    columns: Int32[Tensor, "n L"]
     num_queries: int
     num_keys: int
-    masks: Int64[Tensor, "n L"] | None
+    masks: Int32[Tensor, "n L"] | None
 
     def select(self, index: slice) -> Call:
         masks = None if self.masks is None else self.masks[index]
@@ -44,17 +44,20 @@ class Call:
 
 @dataclass(frozen=True)
 class Calls:
-    """All calls of a block list. `masks[0]` is the mask of a full block; None where masks would not fit."""
+    """All calls of a block list of this shape: query slots, key slots, query side of a block, key side.
+
+    `masks[0]` is the mask of a full block; None where masks would not fit.
+    """
 
     rule: Rule
-    blocks: Blocks
+    shape: tuple[int, int, int, int]
     calls: tuple[Call, ...]
     masks: Bool[Tensor, "U q_block k_block"] | None
 
     @property
     def nbytes(self) -> int:
-        held = sum(call.columns.nbytes + 3 * call.row.nbytes for call in self.calls)
-        return held + self.blocks.nbytes + (0 if self.masks is None else self.masks.nbytes)
+        numbers = (x for call in self.calls for x in (call.head, call.table, call.row, call.columns, call.masks))
+        return sum(x.nbytes for x in (*numbers, self.masks) if x is not None)
 
     def mask_of(self, call: Call) -> Bool[Tensor, "n Q K"] | None:
         """Which pairs of each problem are allowed; None if all."""
@@ -62,14 +65,14 @@ class Calls:
             return None
         n, length = call.columns.shape
         tiles = self._evaluated(call) if self.masks is None else self.masks[call.masks.flatten()]
-        tiles = tiles.view(n, length, self.blocks.q_block, self.blocks.k_block).transpose(1, 2).flatten(2)
+        tiles = tiles.view(n, length, *self.shape[2:]).transpose(1, 2).flatten(2)
         return tiles[:, : call.num_queries, : call.num_keys]
 
     def _evaluated(self, call: Call) -> Tensor:
         length = call.columns.shape[1]
         table, row = (x.repeat_interleave(length) for x in (call.table, call.row))
         places = Places(table, row, call.columns.flatten())
-        return torch.cat(list(evaluate(self.rule, places, self.blocks.shape)))
+        return torch.cat(list(evaluate(self.rule, places, self.shape)))
 
 
 def plan_calls(term: Term, blocks: Blocks) -> Calls:
@@ -84,10 +87,10 @@ def plan_calls(term: Term, blocks: Blocks) -> Calls:
         chosen = lists.select((kind_of == index).nonzero().squeeze(1))
         entries = chosen.begin[:, None] + torch.arange(length)
         head, which = _heads_of(blocks, chosen.table)
-        columns, picked = blocks.column[entries].long()[which], ids[entries][which] if masked else None
+        columns, picked = blocks.column[entries][which], ids[entries][which].int() if masked else None
         num_keys = length * blocks.k_block - missing
         calls.append(Call(head, chosen.table[which], chosen.row[which], columns, queries, num_keys, picked))
-    return Calls(rule, blocks, tuple(calls), masks)
+    return Calls(rule, blocks.shape, tuple(calls), masks)
 
 
 @dataclass(frozen=True)

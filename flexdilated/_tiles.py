@@ -15,6 +15,7 @@ from ._gather import Side, side
 from ._kernel import Operands
 from ._sinks import add_sinks
 from ._tile_calls import Calls, plan_calls
+from .masks import cache
 from .masks._layout import Compact, Layout
 from .masks._planner import Plan
 from .masks._term import Term
@@ -76,10 +77,20 @@ def make_program(plan: Plan, given: Layout, *, num_kv_heads: int, block_size: tu
     for term in (part for whole in plan.terms for part in _in_portions(whole)):
         queries = side(term.q, plan.layout, term.heads)
         keys = side(term.k, key_layout, tuple(head // groups for head in term.heads))
-        calls = plan_calls(term, term.blocks(*block_size)) if term.shape == "blocks" else None
+        calls = _calls(term, block_size) if term.shape == "blocks" else None
         steps.append(Step(term, queries, keys, calls))
     steps.sort(key=lambda step: not step.queries.every(plan.bound.num_heads, plan.bound.num_queries))
     return Program(given, plan.layout, tuple(steps))
+
+
+def _calls(term: Term, block_size: tuple[int, int]) -> Calls:
+    """The cached calls of a term; terms that lie elsewhere and look alike, such as equal documents, share them."""
+    alike = term.at_origin()
+    return cache().get(
+        ("calls", alike, block_size),
+        lambda: plan_calls(alike, alike.blocks(*block_size)),
+        lambda calls: calls.nbytes,
+    )
 
 
 def _in_portions(term: Term) -> tuple[Term, ...]:

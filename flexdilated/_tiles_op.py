@@ -9,6 +9,7 @@ from ._call_key import CallKey
 from ._sinks import sinks_gradient
 from ._tiles import Program, Result, make_program, run_backward, run_forward
 from .masks import cache
+from .masks._json import kept_functions
 from .masks._pattern import Expression
 from .masks._planner import plan
 from .masks._run_time import alike
@@ -33,7 +34,7 @@ def tiles(
     """(out, lse) of a pattern in JSON; the plan is looked up when the op runs, so any size needs no retracing."""
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     where = (q_offset, k_offset, head_offset, num_heads_global)
-    programs = _programs(CallKey(pattern, *sizes, *where, rate, tuple(block_size)), bindings, q.shape[0])
+    programs = _programs(CallKey.of(pattern, *sizes, *where, rate, block_size), bindings, q.shape[0])
     if len(programs) == 1:
         return run_forward(programs[0][1], q, k, v, scale, sinks)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -70,15 +71,14 @@ def tiles_backward(
     """(dq, dk, dv) of `tiles`."""
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     where = (q_offset, k_offset, head_offset, num_heads_global)
-    programs = _programs(CallKey(pattern, *sizes, *where, rate, tuple(block_size)), bindings, q.shape[0])
+    programs = _programs(CallKey.of(pattern, *sizes, *where, rate, block_size), bindings, q.shape[0])
     result = Result(out, lse, grad_out, grad_lse)
     if len(programs) == 1:
         return run_backward(programs[0][1], q, k, v, result, scale)
-    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     for rows, program in programs:
-        for grad, part in zip(grads, run_backward(program, q[rows], k[rows], v[rows], result[rows], scale), strict=True):
-            grad[rows] = part
-    return grads
+        dq[rows], dk[rows], dv[rows] = run_backward(program, q[rows], k[rows], v[rows], result[rows], scale)
+    return dq, dk, dv
 
 
 @tiles_backward.register_fake
@@ -90,6 +90,7 @@ def _setup(ctx, inputs, output) -> None:
     q, k, v, sinks, bindings, *options = inputs
     ctx.save_for_backward(q, k, v, sinks, *output, *bindings)
     ctx.options = options
+    ctx.kept = kept_functions(options[0])
     ctx.set_materialize_grads(False)
 
 
@@ -100,8 +101,9 @@ def _backward(ctx, grad_out, grad_lse):
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     grads = tiles_backward(grad_out, grad_lse, q, k, v, out, lse, bindings, *ctx.options)
-    wanted = sinks is not None and ctx.needs_input_grad[3]
-    grad_sinks = sinks_gradient(sinks, out, lse, grad_out, grad_lse) if wanted else None
+    grad_sinks = None
+    if sinks is not None and ctx.needs_input_grad[3]:
+        grad_sinks = sinks_gradient(sinks, out, lse, grad_out, grad_lse)
     return *grads, grad_sinks, [None] * len(bindings), *[None] * len(ctx.options)
 
 
@@ -118,16 +120,16 @@ tiles_backward.register_autograd(_no_double_backward)
 def _programs(key: CallKey, bindings: list[Tensor], batch: int) -> list[tuple[slice, Program]]:
     """(batch entries, their program): one for all, unless run-time tensors tell entries apart."""
     if not bindings:
-        return [(slice(None), _program(key, None))]
+        return [(slice(None), _program(key, None, written=key.pattern))]
     groups = alike(key.rules(bindings), batch)
-    return [(rows, _program(key._replace(pattern=rule.text), rule)) for rows, rule in groups]
+    return [(rows, _program(key._replace(pattern=rule.text), rule, written=key.pattern)) for rows, rule in groups]
 
 
-def _program(key: CallKey, rule: Expression | None) -> Program:
-    """The cached program for these sizes."""
+def _program(key: CallKey, rule: Expression | None, *, written: str) -> Program:
+    """The cached program for these sizes; `written` is the pattern as the caller has it, without values."""
 
     def build() -> Program:
         best = plan(key.bound(rule), layout=key.layout)
         return make_program(best, key.layout, num_kv_heads=key.num_kv_heads, block_size=key.block_size)
 
-    return cache().get(("tiles", key), build, lambda program: program.nbytes, pattern=key.pattern)
+    return cache().get(("tiles", key), build, lambda program: program.nbytes, pattern=written)

@@ -59,12 +59,13 @@ def check_score_mod(score_mod: object) -> None:
             "score_mod must be a plain function of (score, b, h, q_idx, k_idx), which may call anything else; "
             f"got {type(score_mod).__name__}"
         )
-    if score_mod.__defaults__ or score_mod.__kwdefaults__:
+    if score_mod.__defaults__:
         # torch 2.11 does not see that a default has changed, and goes on with the one it compiled first.
         raise ValueError("score_mod must have no defaults: capture the value from the surrounding function instead")
-    arguments = score_mod.__code__.co_varnames[: score_mod.__code__.co_argcount]
-    if len(arguments) != 5:
-        raise TypeError(f"score_mod must take (score, b, h, q_idx, k_idx); got ({', '.join(arguments)})")
+    code = score_mod.__code__
+    if code.co_argcount != 5 or code.co_kwonlyargcount:
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        raise TypeError(f"score_mod must take (score, b, h, q_idx, k_idx); got ({', '.join(names)})")
 
 
 def check_dropout(dropout_p: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ._box import Bounds, Box
-from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period
+from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period, written_parts
 from ._ranges import Ranges, as_ranges, intersect_all, unite
 from ._spelling import AND, NOT, OR, Phrase, chain
 
@@ -35,6 +35,9 @@ class _Combination(Pattern):
     def to_data(self) -> dict[str, Any]:
         return {"kind": type(self).__name__.lower(), "parts": [part.to_data() for part in self.parts]}
 
+    def write(self) -> str:
+        return written_parts(type(self).__name__.lower(), self.parts)
+
     def for_head(self, head: int, num_heads: int) -> Pattern:
         return type(self).of(*(part.for_head(head, num_heads) for part in self.parts))
 
@@ -49,6 +52,9 @@ class _Combination(Pattern):
 
     def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
         return type(self)(tuple(part.map_leaves(change) for part in self.parts))
+
+    def superset(self) -> Pattern:
+        return type(self).of(*(part.superset() for part in self.parts))
 
     def check_heads(self, num_heads: int) -> None:
         for part in self.parts:
@@ -162,6 +168,9 @@ class Not(Pattern):
     def to_data(self) -> dict[str, Any]:
         return {"kind": "not", "part": self.part.to_data()}
 
+    def write(self) -> str:
+        return f'{{"kind":"not","part":{self.part.text}}}'
+
     def phrase(self) -> Phrase:
         return Phrase(f"~{self.part.phrase().inside(NOT)}", NOT)
 
@@ -180,6 +189,9 @@ class Not(Pattern):
 
     def rates(self) -> tuple[int, ...]:
         return self.part.rates()
+
+    def superset(self) -> Pattern:
+        return self if self.part.superset() == self.part else Every()
 
     def leaves(self) -> tuple[Pattern, ...]:
         return self.part.leaves()

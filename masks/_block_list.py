@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._block_table import NOTHING, BlockTable, padded
-from ._box import Bounds, Box
+from ._box import Bounds, Box, Squares
 from ._check import require_int
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges
 
 _TABLES_KEPT = 8
+_HEADS_KEPT = 128
 _SEQUENCES = (list, tuple, range)
 
 
@@ -39,6 +40,11 @@ class BlockList(Pattern):
     def __hash__(self) -> int:
         return hash(self.text)  # a text remembers its hash; nested tuples would be walked each time
 
+    def write(self) -> str:
+        # Large tables again: what Python writes for nested tuples is JSON but for brackets, commas and spaces.
+        rows = str(self.rows).replace(" ", "").replace(",)", "]").replace("(", "[").replace(")", "]")
+        return f'{{"block":{self.block},"kind":"block_list","rows":{rows}}}'
+
     def to_data(self) -> dict[str, Any]:
         return {"kind": "block_list", "rows": self.rows, "block": self.block}
 
@@ -48,7 +54,7 @@ class BlockList(Pattern):
         return _is_table(self.rows[0])
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
-        return BlockList(self.rows[head], self.block) if self.by_head else self
+        return _of_head(self, head) if self.by_head else self
 
     def check_heads(self, num_heads: int) -> None:
         if self.by_head and len(self.rows) != num_heads:
@@ -72,6 +78,9 @@ class BlockList(Pattern):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         return _table(self).count(self._tables_of_heads(num_heads)[box.head], box)
+
+    def squares(self, head: int, num_heads: int) -> Squares:
+        return _table(self).squares(int(self._tables_of_heads(num_heads)[head]))
 
     def row(self, query: int, stop: int) -> Ranges:
         return _table(self).row(0, query, stop)
@@ -127,23 +136,29 @@ def _checked_table(table: Any, name: str) -> tuple[tuple[int, ...], ...]:
 def _checked_row(row: Any, name: str) -> tuple[int, ...]:
     if not isinstance(row, _SEQUENCES) or _is_table(row):
         raise TypeError(_uneven(name, row))
-    if not all(type(entry) is int and 0 <= entry < NOTHING for entry in row):
+    # Tables can be large: entries are looked at one by one only to say what is wrong with them.
+    if row and not (set(map(type, row)) == {int} and min(row) >= 0 and max(row) < NOTHING):
         for place, entry in enumerate(row):
             if require_int(f"{name}[{place}]", entry, minimum=0) >= NOTHING:
                 raise ValueError(f"{name}[{place}] must be below 2**30; got {name}[{place}]={entry}")
     ascending = tuple(sorted(row))
-    twice = [entry for entry, following in zip(ascending, ascending[1:], strict=False) if entry == following]
-    if twice:
-        raise ValueError(f"a row must name each key block once; got {name} with block {twice[0]} twice")
+    if len(set(row)) < len(row):
+        twice = next(entry for entry, following in pairwise(ascending) if entry == following)
+        raise ValueError(f"a row must name each key block once; got {name} with block {twice} twice")
     return ascending
 
 
 def _is_table(value: Any) -> bool:
-    return isinstance(value, _SEQUENCES) and any(isinstance(row, _SEQUENCES) for row in value)
+    return isinstance(value, _SEQUENCES) and any(issubclass(kind, _SEQUENCES) for kind in set(map(type, value)))
 
 
 def _uneven(name: str, value: Any) -> str:
     return f"rows must be rows of block numbers, or for each head a table of such rows; got {name}={value!r:.60}"
+
+
+@lru_cache(maxsize=_HEADS_KEPT)
+def _of_head(pattern: BlockList, head: int) -> BlockList:
+    return BlockList(pattern.rows[head], pattern.block)
 
 
 @lru_cache(maxsize=_TABLES_KEPT)

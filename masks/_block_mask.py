@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from ._algebra import union
+from ._blocks import Blocks, join_blocks
 from ._bound import Bound
 from ._cache import cache
 from ._check import require_int
@@ -13,6 +16,7 @@ from ._layout import Layout
 from ._lower import residue_rate, shared_terms
 from ._packed_blocks import PackedBlocks
 from ._pattern import Expression, require_expression
+from ._run_time import entry, num_entries
 from ._tables import table_bytes, to_block_mask
 from ._term import Term
 
@@ -57,7 +61,7 @@ def block_mask(
         ("block_mask", bound.key(), term, where, sides),
         lambda: term_mask(term, bound, device=where, block_size=sides),
         table_bytes,
-        pattern=bound.pattern.text,
+        pattern=pattern.text,
         device=where,
     )
 
@@ -66,11 +70,17 @@ def term_mask(term: Term, bound: Bound, *, device: torch.device, block_size: tup
     """A new BlockMask of one term of a bound pattern, over its slots, from the cached block lists."""
     packed = cache().get(
         ("blocks", bound.key(), term, block_size),
-        lambda: PackedBlocks.pack(term.blocks(*block_size)),
+        lambda: PackedBlocks.pack(term_blocks(term, block_size)),
         lambda packed: packed.nbytes,
         pattern=bound.pattern.text,
     )
-    return to_block_mask(packed.unpack(), term.mask_mod(device), device)
+    return to_block_mask(packed.unpack(), term.mask_mod(device), device, batch=num_entries(term.rule))
+
+
+def term_blocks(term: Term, block_size: tuple[int, int]) -> Blocks:
+    """The term's block lists; where run-time tables differ by batch entry, those of one entry after the other."""
+    entries = [replace(term, rule=entry(term.rule, index)) for index in range(num_entries(term.rule))]
+    return join_blocks([each.blocks(*block_size) for each in entries])
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -1,4 +1,4 @@
-"""Tables of key blocks: which blocks of keys each block of queries sees, looked up pair by pair and counted in boxes."""
+"""Tables of key blocks: which blocks of keys each block of queries sees, looked up by pair and counted in boxes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from ._box import Bounds, Box, Progression, clip
+from ._box import Bounds, Box, Progression, Squares, clip
 from ._pattern import MaskMod
 from ._ranges import Ranges, within
 
@@ -35,9 +35,9 @@ class BlockTable:
     def mask_mod(self, table_of_head: Tensor, device: torch.device) -> MaskMod:
         """Closure (b, h, q, k) -> bool for heads that follow these tables."""
         _, rows, width = self.entries.shape
-        numbers = [torch.tensor(number, device=device) for number in (rows, self.block, self.limit)]
+        height, block, limit = (torch.tensor(number, device=device) for number in (rows, self.block, self.limit))
         halves = [torch.tensor(1 << bit, device=device) for bit in reversed(range(width.bit_length() - 1))]
-        return _seen(self.entries.flatten(0, 1).to(device), table_of_head.to(device), *numbers, halves)
+        return _seen(self.entries.flatten(0, 1).to(device), table_of_head.to(device), height, block, limit, halves)
 
     def count(self, table: Tensor, box: Box) -> Bounds:
         """Bounds on the pairs of each box in its table: exact over a few rows of blocks, coarse over more."""
@@ -53,14 +53,19 @@ class BlockTable:
             low[many], high[many] = bounds.low, bounds.high
         return Bounds(low, high)
 
+    def squares(self, table: int) -> Squares:
+        """The listed pairs of blocks of one table."""
+        row, place = (self.entries[table] < NOTHING).nonzero().unbind(1)
+        return Squares(row * self.block, self.entries[table, row, place] * self.block, self.block)
+
     def row(self, table: int, query: int, stop: int) -> Ranges:
         """The keys below `stop` that one query sees, adjacent blocks as one run."""
         row = query // self.block
         if query >= self.limit or row >= self.entries.shape[1]:
             return ()
-        seen = [block for block in self.entries[table, row].tolist() if block < NOTHING]
-        firsts = [block for block in seen if block - 1 not in seen]
-        lasts = [block for block in seen if block + 1 not in seen]
+        seen = {block for block in self.entries[table, row].tolist() if block < NOTHING}
+        firsts = sorted(block for block in seen if block - 1 not in seen)
+        lasts = sorted(block for block in seen if block + 1 not in seen)
         runs = (range(a * self.block, (b + 1) * self.block) for a, b in zip(firsts, lasts, strict=True))
         return tuple(keys for run in runs if (keys := within(run, 0, min(stop, self.limit))))
 
@@ -118,9 +123,7 @@ def _terms_in(progression: Progression, start: Tensor, length: int) -> Tensor:
     return after.clamp(min=0).minimum(progression.count) - before.clamp(min=0).minimum(progression.count)
 
 
-def _seen(
-    entries: Tensor, tables: Tensor, rows: Tensor, block: Tensor, limit: Tensor, halves: list[Tensor]
-) -> MaskMod:
+def _seen(entries: Tensor, tables: Tensor, rows: Tensor, block: Tensor, limit: Tensor, halves: list[Tensor]) -> MaskMod:
     def mask_mod(b, h, q, k):
         row, column = q // block, k // block
         line = tables[h] * rows + torch.minimum(row, rows - 1)

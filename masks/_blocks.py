@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Int32, Int64, Shaped
 from torch import Tensor
 
-from ._quadtree import Leaves, descend, range_roots, row_roots
+from ._cover import find_leaves
+from ._quadtree import Leaves, descend, row_roots
 from ._rule import Rule
 
 # T tables (one for each distinct head), E listed blocks
@@ -127,6 +129,24 @@ def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
     )
 
 
+def join_blocks(parts: Sequence[Blocks]) -> Blocks:
+    """The lists of several rules of one shape, one rule's heads after the other's.
+
+    A rule whose heads all share a table counts as one head, if that is so for every rule.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    shared = all(part.num_tables == 1 for part in parts)
+    firsts = [0, *accumulate(part.num_tables for part in parts)]
+    heads = [first + table for first, part in zip(firsts, parts, strict=False) for table in part.heads]
+    tables = [part.table + first for first, part in zip(firsts, parts, strict=False)]
+    row, column, full, pairs = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("row", "column", "full", "pairs")
+    )
+    given = tuple(range(len(parts))) if shared else tuple(heads)
+    return Blocks(*parts[0].shape, given, torch.cat(tables), row, column, full, pairs)
+
+
 def _build(
     rule: Rule, tables: range, rows: range, shape: tuple[int, int, int, int], settle: bool
 ) -> Iterator[tuple[Tensor, ...]]:
@@ -146,7 +166,7 @@ def _look(
     """What the quadtree finds; None if it leaves too many doubts and the range can be halved."""
     _, _, q_block, k_block = shape
     found, doubts, may_stop = [], 0, settle and len(tables) * len(rows) > 1
-    for leaves in descend(rule, range_roots(rule, tables, rows, q_block), q_block, k_block):
+    for leaves in find_leaves(rule, tables, rows, q_block, k_block):
         doubts += int((leaves.low != leaves.high).sum())
         if may_stop and doubts > _DOUBTS_AT_ONCE:
             return None
@@ -178,8 +198,12 @@ def _list(rule: Rule, found: list[Leaves], shape: tuple[int, int, int, int], set
 
 def count_pairs(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
     """Allowed pairs of each block, counted one by one, a bounded number of cells at a time."""
-    counts = [mask.sum((1, 2)) for mask in evaluate(rule, places, shape)]
-    return torch.cat(counts) if counts else torch.zeros(0, dtype=torch.int64)
+    # Into one tensor: small results kept between large temporaries would fragment the heap.
+    counts, begin = torch.zeros(len(places.table), dtype=torch.int64), 0
+    for mask in evaluate(rule, places, shape):
+        counts[begin : begin + len(mask)] = mask.sum((1, 2))
+        begin += len(mask)
+    return counts
 
 
 def evaluate(
@@ -212,10 +236,13 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> float:
     """About how many blocks a table lists, from a spread of rows and tables; unsettled, so rather more."""
     rows, columns = -(-int(rule.q.lengths.sum()) // q_block), -(-int(rule.k.lengths.sum()) // k_block)
     tables = _spread(len(rule.heads), 4)
-    sampled = _spread(rows, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
+    # The first row stands for itself alone: global tokens there may see everyone.
+    others = 1 + _spread(rows - 1, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
+    sampled = torch.cat([torch.zeros(1, dtype=torch.int64), others])
     found = descend(rule, row_roots(rule, tables, sampled, q_block), q_block, k_block)
     keys = [(leaves.table * rows + leaves.row) * columns + leaves.column for leaves in found]
-    return len(torch.cat(keys).unique()) * rows / (len(sampled) * len(tables))
+    in_first = torch.cat(keys).unique() // columns % rows == 0
+    return (int(in_first.sum()) + int((~in_first).sum()) * (rows - 1) / max(len(others), 1)) / len(tables)
 
 
 def _spread(size: int, number: int) -> Tensor:

@@ -34,6 +34,9 @@ class Blockwise(Pattern):
     def to_data(self) -> dict[str, Any]:
         return {"kind": "blockwise", "part": self.part.to_data(), "block": self.block}
 
+    def write(self) -> str:
+        return f'{{"block":{self.block},"kind":"blockwise","part":{self.part.text}}}'
+
     def phrase(self) -> Phrase:
         return call("blockwise", self.part, self.block)
 
@@ -67,21 +70,31 @@ class Blockwise(Pattern):
         return _by_block(inner, torch.tensor(self.block, device=device))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        (q, most_q), (k, most_k) = self._blocks(box.q), self._blocks(box.k)
-        blocks = Box(box.head, q, k)
+        low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
+        runs = [_runs(side, self.block) for side in (box.q, box.k)]
+        if not all(runs):
+            return self._count_coarsely(box, num_heads)
+        for q, each_q in runs[0]:
+            for k, each_k in runs[1]:
+                each = each_q * each_k
+                held = each.nonzero().squeeze(1)
+                if not len(held):
+                    continue
+                part = self.part.count(Box(box.head, q, k).select(held), num_heads=num_heads)
+                low[held] += part.low * each[held]
+                high[held] += part.high * each[held]
+        return Bounds(low, high)
+
+    def _count_coarsely(self, box: Box, num_heads: int) -> Bounds:
+        """From all blocks that lie between the ends of a box, and the most pairs of it that one of them may hold."""
+        sides = [_span(side, self.block) for side in (box.q, box.k)]
+        blocks, area = Box(box.head, *sides), box.area
+        most = torch.ones_like(area)
+        for side in (box.q, box.k):
+            most = most * side.count.clamp(max=-(-self.block // side.step))
         allowed = self.part.count(blocks, num_heads=num_heads)
-        # So many pairs of the box lie in a pair of blocks at most: exactly, where the box ends where blocks do.
-        most, area = most_q * most_k, box.area
         forbidden = (blocks.area - allowed.low) * most
         return Bounds((area - forbidden).clamp(min=0), (allowed.high * most).minimum(area))
-
-    def _blocks(self, progression: Progression) -> tuple[Progression, Counts]:
-        """The blocks that each progression meets, and how many of its terms one of them holds at most."""
-        first, step = progression.first // self.block, progression.step
-        if step % self.block == 0:
-            return Progression(first, step // self.block, progression.count), torch.ones_like(first)
-        number = progression.last // self.block - first + 1
-        return Progression(first, 1, number), progression.count.clamp(max=-(-self.block // step))
 
 
 def blockwise(pattern: Pattern, block: int) -> Pattern:
@@ -92,6 +105,38 @@ def blockwise(pattern: Pattern, block: int) -> Pattern:
     1, and for a pattern with run-time tensors, which may be intersected with the result instead.
     """
     return Blockwise(pattern, block)
+
+
+def _runs(terms: Progression, block: int) -> list[tuple[Progression, Counts]]:
+    """The blocks of each progression in runs, with the number of terms that each block of a run holds.
+
+    The blocks of a run that holds none have no meaning. No runs where the step fits neither into blocks nor the
+    other way round: blocks in a row then hold now one term more, now one less.
+    """
+    if terms.step % block == 0:
+        blocks = Progression(terms.first // block, terms.step // block, terms.count)
+        return [(blocks, torch.ones_like(terms.count))]
+    if block % terms.step:
+        return []
+    span, full = _span(terms, block), torch.full_like(terms.count, block // terms.step)
+    in_first = terms.count.minimum((block - 1 - terms.first % block) // terms.step + 1)
+    in_last = torch.where(span.count > 1, terms.last % block // terms.step + 1, in_first)
+    # Most boxes begin and end where blocks do: those are one run. The ends of others stand apart.
+    cut_first, cut_last = in_first < full, (in_last < full) & (span.count > 1)
+    number = span.count - cut_first.long() - cut_last.long()
+    whole = Progression(span.first + cut_first, 1, number.clamp(min=1))
+    one = torch.ones_like(number)
+    return [
+        (whole, torch.where(number > 0, full, 0)),
+        (Progression(span.first, 1, one), torch.where(cut_first, in_first, 0)),
+        (Progression(span.last, 1, one), torch.where(cut_last, in_last, 0)),
+    ]
+
+
+def _span(terms: Progression, block: int) -> Progression:
+    """All blocks from that of the first term to that of the last."""
+    first = terms.first // block
+    return Progression(first, 1, terms.last // block - first + 1)
 
 
 def _alone(block: int) -> range:

@@ -48,8 +48,6 @@ class Bound:
                 f"run-time tensors must have one row, or one for each batch entry; got {num_entries(self.pattern)} "
                 f"rows for batch={self.batch}"
             )
-        queries = range(self.q_offset, self.q_offset + self.num_queries)
-        self.pattern.check_tokens(queries, range(self.k_offset, self.k_offset + self.num_keys))
 
     @property
     def union(self) -> Pattern:

@@ -43,6 +43,15 @@ class Box:
 
 
 @dataclass(frozen=True)
+class Squares:
+    """n squares of `side` query positions by `side` key positions; no two share a pair."""
+
+    q_first: Counts
+    k_first: Counts
+    side: int
+
+
+@dataclass(frozen=True)
 class Bounds:
     """At least `low` and at most `high` pairs of each box are allowed; equal bounds are an exact count."""
 

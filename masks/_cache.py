@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -55,8 +54,8 @@ class Cache:
         self._store, self._watch = Store(self._limits), Watch()
         self._building: dict[Hashable, _Building] = {}
         self._open_pins: list[Pins] = []
-        self._lookups: Counter[str] = Counter()
-        self._build_seconds, self._inside = 0.0, _Inside()
+        self._inside = _Inside()
+        self._start_counts()
 
     @property
     def budget_bytes(self) -> int:
@@ -94,7 +93,7 @@ class Cache:
         with self._lock:
             entry = self._store.find(key)
             if entry is not None:
-                self._lookups["hits"] += 1
+                self._hits += 1
                 for pins in self._open_pins:
                     pins.add(entry, self._store)
                 return entry.value
@@ -102,7 +101,8 @@ class Cache:
             is_mine = building is None
             if building is None:
                 building = self._building[key] = _Building(self._inside.and_of(pattern))
-            self._lookups["misses" if is_mine else "hits"] += 1
+            self._misses += is_mine
+            self._hits += not is_mine
         if is_mine:
             return self._build(key, build, nbytes, building, device)
         assert building.thread != threading.get_ident(), f"a build asks for its own result: {key!r}"
@@ -148,13 +148,17 @@ class Cache:
             self._store.drop(lambda entry: True)
             self._building = {}
             self._watch.reset()
-            self._lookups.clear()
-            self._build_seconds = 0.0
+            self._start_counts()
 
     def stats(self) -> CacheStats:
         """Counts and sizes at this moment; print them for a table."""
         with self._lock:
-            return CacheStats.of(self._lookups, self._build_seconds, self._store.entries(), self._limits)
+            counts = (self._hits, self._misses, self._evictions, self._build_seconds)
+            return CacheStats.of(*counts, self._store.entries(), self._limits)
+
+    def _start_counts(self) -> None:
+        self._hits = self._misses = self._evictions = 0
+        self._build_seconds = 0.0
 
     def _limit(self, **limits: int) -> None:
         with self._lock:
@@ -223,7 +227,7 @@ class Cache:
 
     def _note(self, gone: list[Entry]) -> None:
         self._watch.evicted(gone)
-        self._lookups["evictions"] += len(gone)
+        self._evictions += len(gone)
 
 
 @contextmanager

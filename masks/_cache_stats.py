@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -45,14 +44,16 @@ class CacheStats:
     limits: Limits
 
     @classmethod
-    def of(cls, lookups: Counter[str], build_seconds: float, held: list[Entry], limits: Limits) -> CacheStats:
-        """From counts of hits, misses and evictions, and all entries."""
+    def of(
+        cls, hits: int, misses: int, evictions: int, build_seconds: float, held: list[Entry], limits: Limits
+    ) -> CacheStats:
+        """From the counts, and all entries."""
         devices = sorted({str(entry.device) for entry in held if entry.device is not None})
         copies = {device: [entry for entry in held if str(entry.device) == device] for device in devices}
         return cls(
-            lookups["hits"],
-            lookups["misses"],
-            lookups["evictions"],
+            hits,
+            misses,
+            evictions,
             build_seconds,
             Holding.of("masters", (entry for entry in held if entry.device is None)),
             tuple(Holding.of(f"copies on {device}", entries) for device, entries in copies.items()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ._algebra import And, Every
 from ._bound import Bound
@@ -142,8 +143,7 @@ def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Strand, int,
     """(strand, first query index, first key index) of each run of classes with equal numbers of tokens."""
     lead = (bound.q_offset - bound.k_offset) % spacing  # of key indices over query indices, modulo the spacing
     edges = {0, spacing, bound.num_queries % spacing, -lead % spacing, (bound.num_keys - lead) % spacing}
-    borders = sorted(edges)
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end in pairwise(sorted(edges)):
         k_begin = (begin + lead) % spacing
         num_queries = -(-(bound.num_queries - begin) // spacing)
         num_keys = -(-(bound.num_keys - k_begin) // spacing)

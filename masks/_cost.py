@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ._blocks import estimate_blocks
 from ._layout import Compact, Layout
+from ._run_time import entry, tables
 from ._term import Term
 
 _SIDE = 128  # computed pairs are counted in blocks of this side
@@ -58,14 +59,18 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout) -> Cost:
 
 
 def computed_pairs(term: Term) -> int:
-    """Pairs in the term's listed blocks of side 128, over its heads and folds; an estimate for block lists."""
+    """Pairs in the term's listed blocks of side 128, over its heads and folds; an estimate for block lists.
+
+    Where run-time tables differ by batch entry, the first stands for all.
+    """
     rows, columns = -(-term.q.num_slots // _SIDE), -(-term.k.num_slots // _SIDE)
     if term.shape == "dense":
         listed = rows * columns * len(term.heads)
     elif term.shape == "causal":
         listed = sum(min(row + 1, columns) for row in range(rows)) * len(term.heads)
     else:
-        mean = estimate_blocks(term.table_rule(), q_block=_SIDE, k_block=_SIDE)
+        one = replace(term, rule=entry(term.rule, 0)) if tables(term.rule) else term
+        mean = estimate_blocks(one.table_rule(), q_block=_SIDE, k_block=_SIDE)
         listed = round(mean * len(term.heads))
     return listed * _SIDE**2 * term.folds
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
 
-from ._bound import EMPTY, FULL, PARTIAL
+from ._bound import EMPTY, FULL
 from ._box import Bounds, Box
 from ._check import require_int
+from ._classify import Classify, check_classify, classes_of, require_classify
 from ._function_checks import Traits, check_mask_mod, require_mask_mod
 from ._function_snapshot import snapshot
 from ._pattern import MaskMod, Pattern
 from ._spelling import Phrase, call
-
-Classify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-_CLASSIFY = "(head, q_first, q_last, k_first, k_last)"
 
 
 class CustomRule:
@@ -53,7 +49,7 @@ class CustomRule:
         if device.type == "cpu":
             return self.function
         if device not in self._elsewhere:
-            self._elsewhere[device] = snapshot(self.function, device).function
+            self._elsewhere[device], _, _ = snapshot(self.function, device)
         return self._elsewhere[device]
 
 
@@ -90,7 +86,7 @@ class Custom(Pattern):
         if classify is None or not len(area):
             return Bounds(torch.zeros_like(area), area)
         head = box.head if self.head is None else torch.full_like(box.head, self.head)
-        verdict = _classes(self.rule.name, classify, (head, box.q.first, box.q.last, box.k.first, box.k.last))
+        verdict = classes_of(self.rule.name, classify, (head, box.q.first, box.q.last, box.k.first, box.k.last))
         return Bounds(torch.where(verdict == FULL, area, 0), torch.where(verdict == EMPTY, 0, area))
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
@@ -123,20 +119,19 @@ def custom(fn: MaskMod, *, classify: Classify | None = None, period: int | None 
     Equal code with equal captured values is an equal pattern. What a function captured is copied now; later
     changes have no effect. Raises TypeError or ValueError if `fn` is no plain elementwise rule.
     """
-    given = require_mask_mod(fn), None if classify is None else _require_classify(classify)
+    given = require_mask_mod(fn), None if classify is None else require_classify(classify)
     if period is not None:
         require_int("period", period, minimum=1)
     parts = [snapshot(function, torch.device("cpu")) for function in given if function is not None]
-    digest = "+".join([part.digest for part in parts] + ([] if period is None else [f"period {period}"]))
+    digest = "+".join([part for _, part, _ in parts] + ([] if period is None else [f"period {period}"]))
     with _rules_lock:
         known = _rules.get(digest)
     if known is not None:
         return Custom(known)
-    traits = check_mask_mod(parts[0].function, parts[0].tensors)
-    classes = parts[1].function if len(parts) > 1 else None
+    function, classes = parts[0][0], parts[1][0] if len(parts) > 1 else None
+    rule = CustomRule(digest, function, classes, period, check_mask_mod(function, parts[0][2]), given)
     if classes is not None:
-        _check_classify(parts[0].function.__qualname__, classes)
-    rule = CustomRule(digest, parts[0].function, classes, period, traits, given)
+        check_classify(rule.name, classes)
     if period is not None:
         _check_period(rule, period)
     with _rules_lock:
@@ -149,10 +144,8 @@ def read_custom(data: dict[str, Any]) -> Pattern:
     with _rules_lock:
         rule = _rules.get(digest) if isinstance(digest, str) else None
     if rule is None:
-        raise ValueError(
-            "a custom pattern must be kept alive for as long as calls and their gradients use it; "
-            f"no pattern with the function {digest!r:.20} is alive in this process"
-        )
+        law = "a custom pattern lives where it was made: keep it for as long as calls and their gradients use it"
+        raise ValueError(f"{law}; no pattern that is alive here has the function {digest!r:.20}")
     return Custom(rule, head)
 
 
@@ -170,49 +163,6 @@ def _unpickle(fn: MaskMod, classify: Classify | None, period: int | None, head: 
         rule = "a pickled custom pattern must find the function it was pickled with"
         raise ValueError(f"{rule}; {pattern.rule.name!r} or what it reads has changed: build the pattern again")
     return Custom(pattern.rule, head)
-
-
-def _require_classify(classify: object) -> types.FunctionType:
-    if not isinstance(classify, types.FunctionType):
-        raise TypeError(f"classify must be a plain function of {_CLASSIFY}; got {type(classify).__name__}")
-    code = classify.__code__
-    if code.co_argcount != 5 or code.co_kwonlyargcount or code.co_flags & 0x0C:
-        names = ", ".join(code.co_varnames[: code.co_argcount])
-        raise TypeError(f"classify must take exactly {_CLASSIFY}; got {classify.__qualname__!r} with ({names})")
-    return classify
-
-
-def _classes(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
-    """The verdicts on n boxes, checked for their form."""
-    head, q_first, q_last, k_first, k_last = boxes
-    try:
-        verdict = classify(*boxes)
-    except Exception as error:
-        where = f"queries {int(q_first.min())} to {int(q_last.max())}, keys {int(k_first.min())} to {int(k_last.max())}"
-        got = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"classify of the custom function {name!r} failed on {len(head)} boxes, {where}: {got}"
-        ) from error
-    rule = f"classify of the custom function {name!r} must return an integer tensor with a class for each box"
-    if not isinstance(verdict, Tensor) or verdict.is_floating_point() or verdict.dtype == torch.bool:
-        raise TypeError(f"{rule}; got {verdict.dtype if isinstance(verdict, Tensor) else type(verdict).__name__}")
-    if verdict.shape != head.shape:
-        raise ValueError(f"{rule}; got shape {tuple(verdict.shape)} for {len(head)} boxes")
-    if bool((verdict < EMPTY).any()) or bool((verdict > FULL).any()):
-        choices = f"masks.EMPTY ({EMPTY}), masks.PARTIAL ({PARTIAL}) or masks.FULL ({FULL})"
-        raise ValueError(f"{rule}, {choices}; got {verdict.unique().tolist()[:5]}")
-    return verdict
-
-
-def _check_classify(name: str, classify: Classify) -> None:
-    """The form of the verdicts on one box and on several."""
-    first, last = torch.tensor([0, 0, 4, 9], device="cpu"), torch.tensor([0, 3, 7, 15], device="cpu")
-    q, k = torch.cartesian_prod(torch.arange(4, device="cpu"), torch.arange(4, device="cpu")).unbind(1)
-    boxes = (torch.zeros_like(q), first[q], last[q], first[k], last[k])
-    together = _classes(name, classify, boxes)
-    alone = [_classes(name, classify, tuple(part[index, None] for part in boxes)) for index in range(len(q))]
-    if not torch.equal(together, torch.cat(alone)):
-        raise ValueError(f"classify of the custom function {name!r} must look at each box by itself; it does not")
 
 
 def _check_period(rule: CustomRule, period: int) -> None:
@@ -238,7 +188,7 @@ def _over_pairs(inner: MaskMod) -> MaskMod:
     return mask_mod
 
 
-def _at_head(inner: MaskMod, head: Tensor) -> MaskMod:
+def _at_head(inner: MaskMod, head: torch.Tensor) -> MaskMod:
     def mask_mod(b, h, q, k):
         return inner(b, head, q, k)
 

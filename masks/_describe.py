@@ -118,8 +118,8 @@ def describe(
     of the cost model for one forward pass, batch 1, on this kind of device.
     """
     keys = num_queries if num_keys is None else num_keys
-    sizes = {"num_heads": num_heads, "num_queries": num_queries, "num_keys": keys, "q_offset": q_offset, "k_offset": k_offset}
-    bound = require_expression(pattern).bind(**sizes)
+    offsets = {"q_offset": q_offset, "k_offset": k_offset}
+    bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_queries, num_keys=keys, **offsets)
     branches = tuple(_describe_branch(options) for options in plan(bound, device=device).options)
     return Description(pattern, num_queries, keys, num_heads, head_dim, branches)
 

@@ -1,4 +1,4 @@
-"""Counting along diagonals: pairs of rules that repeat, without looking at each pair of a box."""
+"""Pairs whose distance is a multiple of a rate: how many a box holds, in closed form."""
 
 from math import gcd
 
@@ -6,9 +6,6 @@ import torch
 from torch import Tensor
 
 from ._box import Bounds, Box, Counts, count_residue
-from ._pattern import MaskMod
-
-_LOOKS = 1 << 21  # lags looked at together: bounds the memory
 
 
 def count_multiples(box: Box, rate: int, *, reach: tuple[int, int] | None = None) -> Bounds:
@@ -63,23 +60,3 @@ def _partners(box: Box, rate: int) -> Bounds:
     every = rate // divisor
     fitting = count_residue(box.q, divisor, box.k.first)
     return Bounds(fitting * (box.k.count // every), fitting * -(-box.k.count // every))
-
-
-def count_by_lag(mask_mod: MaskMod, box: Box) -> Counts:
-    """Allowed pairs of each box of equal steps, for a rule with a period that divides the step.
-
-    Such a rule allows all of a diagonal of the box, or nothing of it: one pair of each is looked at.
-    """
-    assert box.q.step == box.k.step
-    lag = torch.arange(1 - int(box.q.count.max()), int(box.k.count.max()))
-    parts = torch.arange(len(box.head)).split(max(1, _LOOKS // len(lag)))
-    return torch.cat([_look_at_diagonals(mask_mod, box.select(part), lag) for part in parts])
-
-
-def _look_at_diagonals(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
-    rows, columns, head = box.q.count[:, None], box.k.count[:, None], box.head[:, None]
-    row = (-lag).clamp(min=0)  # where the diagonal begins
-    query, key = box.q.first[:, None] + box.q.step * row, box.k.first[:, None] + box.k.step * (row + lag)
-    allowed = mask_mod(torch.zeros_like(head), head, query, key)
-    length = (torch.minimum(rows, columns - lag) - row).clamp(min=0)
-    return (length * allowed).sum(1)

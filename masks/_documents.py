@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._check import require_int
 from ._pattern import Pattern
-from ._run_time import RunTime, integers, of_tensor
+from ._run_time import Extent, RunTime, integers, of_tensor
 from ._spans import PADDING, Spans
+from ._spelling import Phrase, call
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,21 @@ class Documents(RunTime):
     nothing and is not seen.
     """
 
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "documents", "name": self.name}
+    longest: int | None = None
 
-    def table(self, tensor: Tensor, num_positions: int) -> Spans:
+    def __post_init__(self) -> None:
+        if self.longest is not None:
+            require_int("longest", self.longest, minimum=1)
+        super().__post_init__()
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "documents", "longest": self.longest, "name": self.name}
+
+    def phrase(self) -> Phrase:
+        return call("documents", self.name, **({} if self.longest is None else {"longest": self.longest}))
+
+    def table(self, tensor: Tensor, extent: Extent) -> Spans:
+        num_positions = extent.tokens
         ids = torch.atleast_2d(integers("document ids", tensor, (1, 2)))
         if ids.shape[1] != num_positions:
             raise ValueError(
@@ -35,7 +48,11 @@ class Documents(RunTime):
         _check_sorted(ids, begins)
         positions = torch.arange(num_positions).expand_as(ids)
         starts = torch.where(begins, positions, 0).cummax(1).values
-        return Spans.of(starts.masked_fill(ids < 0, PADDING))
+        starts = starts.masked_fill(ids < 0, PADDING)
+        if self.longest is None:
+            return Spans.of(starts)
+        _check_longest(starts, self.longest)
+        return Spans.of(starts, reach=self.longest - 1)
 
 
 def _check_sorted(ids: Tensor, begins: Tensor) -> None:
@@ -53,12 +70,23 @@ def _check_sorted(ids: Tensor, begins: Tensor) -> None:
         )
 
 
-def documents(ids: Any, *, name: str = "documents") -> Pattern:
+def _check_longest(starts: Tensor, longest: int) -> None:
+    length = (torch.arange(starts.shape[1]) - starts + 1).masked_fill(starts == PADDING, 0)
+    if int(length.max()) > longest:
+        batch, position = divmod(int(length.argmax()), starts.shape[1])
+        raise ValueError(
+            f"documents must have at most longest={longest} tokens; got one of {int(length.max())} or more that begins "
+            f"at position {int(starts[batch, position])}, in batch entry {batch}"
+        )
+
+
+def documents(ids: Any, *, longest: int | None = None, name: str = "documents") -> Pattern:
     """Each token sees the tokens of its own document.
 
     ids: integers of shape (tokens,) or (batch, tokens), a document's id for each position, growing from one
     document to the next; negative for padding. Or a string, the name under which `attend(bindings=)` passes them.
     Other values need no new compilation. `p & documents(ids)` cuts p at the borders; `p.per_document(ids)`
-    starts it anew in each document.
+    starts it anew in each document. longest: a bound on the tokens of a document, which keeps the block tables
+    of compiled graphs narrow; a longer one raises.
     """
-    return of_tensor(Documents, ids, name)
+    return of_tensor(Documents, ids, name, longest=longest)

@@ -6,10 +6,11 @@ import builtins
 import dis
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from ctypes import c_char
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -23,28 +24,20 @@ _FIXED_MODULES = ("torch", "math", "operator", "_operator", "builtins")
 _ADVICE = "hand over numbers, strings, tensors, containers of these or plain functions instead"
 
 Identity = Any  # nested lists of strings: what json.dumps writes in one way only
+Reads = Set[tuple[str, ...]]
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A function's copy, the digest by which equal functions are known, and the tensors that the copy holds."""
+def snapshot(function: types.FunctionType, device: torch.device) -> tuple[types.FunctionType, str, list[Tensor]]:
+    """(a copy of the function and of all it reads, its digest, the tensors that the copy holds on this device).
 
-    function: types.FunctionType
-    digest: str
-    tensors: tuple[Tensor, ...]
-
-
-def snapshot(function: types.FunctionType, device: torch.device) -> Snapshot:
-    """Copy a function with all it reads, tensors to this device, and identify it by code and values.
-
-    Names of functions and variables and the place in a file do not count; code, constants, defaults, captured
-    values and globals do. Raises TypeError for values without a lasting identity, and for code that assigns
-    what it captured.
+    Equal digests mean equal functions. Names of functions and variables and the place in a file do not count;
+    code, constants, defaults, captured values and globals do. Raises TypeError for values without a lasting
+    identity, and for code that assigns what it captured.
     """
     reader = _Reader(function.__qualname__, device)
     identity, copy = reader.function(function)
     digest = sha256(json.dumps(identity).encode()).hexdigest()
-    return Snapshot(copy, digest, tuple(reader.tensors))
+    return copy, digest, reader.tensors
 
 
 @dataclass
@@ -67,19 +60,22 @@ class _Reader:
         copy.__qualname__ = function.__qualname__
         self.seen[id(function)] = len(self.seen), copy
         parts = [_code_identity(code)]
-        for name in sorted(_global_names(code)):
-            if name in function.__globals__:
-                identity, scope[name] = self.value(function.__globals__[name], f"the global {name!r}")
-                parts.append([name, identity])
+        globals_read, captured_read = _reads(code, "LOAD_GLOBAL"), _reads(code, "LOAD_DEREF")
+        for name in sorted(globals_read.keys() & function.__globals__.keys()):
+            value = function.__globals__[name]
+            identity, scope[name] = self.value(value, f"the global {name!r}", globals_read[name])
+            parts.append([name, identity])
         for name, old, new in zip(code.co_freevars, cells, copy.__closure__ or (), strict=True):
-            identity, new.cell_contents = self.value(_contents(old), f"the captured {name!r}")
+            reads = captured_read.get(name, set())
+            identity, new.cell_contents = self.value(_contents(old), f"the captured {name!r}", reads)
             parts.append(identity)
         identity, copy.__defaults__ = self.value(function.__defaults__, "a default")
         parts.append(identity)
         identity, copy.__kwdefaults__ = self.value(function.__kwdefaults__, "a default")
         return ["function", *parts, identity], copy
 
-    def value(self, value: Any, what: str) -> tuple[Identity, Any]:
+    def value(self, value: Any, what: str, reads: Reads = frozenset()) -> tuple[Identity, Any]:
+        """A value's identity and copy; `reads` are the attributes that the code takes from it at once."""
         kind = type(value)
         if kind in _PLAIN or isinstance(value, _TORCH_PLAIN):
             return [kind.__name__, repr(value)], value
@@ -94,11 +90,20 @@ class _Reader:
             return ["fixed", fixed], value
         if isinstance(value, types.FunctionType):
             return self.function(value)
-        rule = f"the custom function {self.name!r} must read values whose contents identify it"
-        if isinstance(value, types.ModuleType):
-            advice = "import what it uses from that module by name"
-            raise TypeError(f"{rule}: {advice}; {what} is the module {value.__name__!r}")
-        raise TypeError(f"{rule}: {_ADVICE}; {what} is of type {kind.__name__}")
+        if isinstance(value, types.ModuleType) and reads and () not in reads:
+            return self._module(value, what, reads)
+        rule = f"the custom function {self.name!r} must read values whose contents identify it: {_ADVICE}"
+        raise TypeError(f"{rule}; {what} is of type {kind.__name__}")
+
+    def _module(self, module: types.ModuleType, what: str, reads: Reads) -> tuple[Identity, types.SimpleNamespace]:
+        """The attributes that the code reads from a module, in place of the module."""
+        identities, copy = [], types.SimpleNamespace()
+        for name in sorted({first for first, *_ in reads}):
+            rests = {tuple(rest) for first, *rest in reads if first == name}
+            identity, attribute = self.value(getattr(module, name), f"{name!r} of {what}", rests)
+            identities.append([name, identity])
+            setattr(copy, name, attribute)
+        return ["attributes", *identities], copy
 
     def _sequence(self, value: Any, what: str) -> tuple[Identity, Any]:
         identities, copies = [], []
@@ -122,7 +127,8 @@ class _Reader:
             copy = value.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
             copy = copy.resolve_conj().resolve_neg()
         self.tensors.append(copy)
-        return ["tensor", str(copy.dtype), list(copy.shape), _content_digest(copy)], copy
+        content = _content_digest(copy if copy.device.type == "cpu" else value)
+        return ["tensor", str(copy.dtype), list(copy.shape), content], copy
 
     def _check_assignments(self, code: types.CodeType) -> None:
         for inner in _codes(code):
@@ -148,9 +154,16 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _global_names(code: types.CodeType) -> set[str]:
-    steps = (step for inner in _codes(code) for step in dis.get_instructions(inner))
-    return {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+def _reads(code: types.CodeType, load: str) -> dict[str, set[tuple[str, ...]]]:
+    """The variables that the code loads so, and for each the chains of attributes that follow: () for none."""
+    reads: dict[str, set[tuple[str, ...]]] = {}
+    for inner in _codes(code):
+        steps = list(dis.get_instructions(inner))
+        for index, step in enumerate(steps):
+            if step.opname == load or (step.opname == "LOAD_NAME" and load == "LOAD_GLOBAL"):
+                chain = takewhile(lambda step: step.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[index + 1 :])
+                reads.setdefault(step.argval, set()).add(tuple(step.argval for step in chain))
+    return reads
 
 
 def _code_identity(code: types.CodeType) -> Identity:
@@ -191,5 +204,5 @@ def _fixed_name(value: Any) -> str | None:
 
 
 def _content_digest(tensor: Tensor) -> str:
-    data = tensor.cpu()
+    data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     return sha256((c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b"").hexdigest()

@@ -56,6 +56,11 @@ def read_text(text: str) -> Pattern | Mixture:
     return _read(data, depth=0)
 
 
+def kept_functions(text: str) -> object:
+    """What to hold on to for as long as this text is in use: the custom functions that it only names."""
+    return read_text(text) if _NAMES_A_FUNCTION in text else None
+
+
 _MAX_DEPTH = 64
 _NAMES_A_FUNCTION = '"kind":"custom"'
 
@@ -88,6 +93,10 @@ def _value(value: Any, field: str, depth: int) -> Any:
     return value
 
 
+def _documents(name: str, longest: int | None) -> Documents:
+    return Documents(name, longest=longest)
+
+
 def _lengths(name: str, padding: str) -> Lengths:
     return Lengths(name, padding=padding)
 
@@ -102,10 +111,10 @@ _FIELDS: dict[str, tuple[Callable[..., Pattern | Mixture], tuple[str, ...]]] = {
     "landmark_tokens": (LandmarkTokens, ("stride", "rows", "columns")),
     "blockwise": (Blockwise, ("part", "block")),
     "fixed": (Fixed, ("stride", "summary")),
-    "random_blocks": (RandomBlocks, ("num_tokens", "block", "drawn", "seed", "head")),
+    "random_blocks": (RandomBlocks, ("num_tokens", "block", "count", "seed", "head")),
     "block_list": (BlockList, ("rows", "block")),
     "neighborhood": (Neighborhood, ("grid", "radius", "rate")),
-    "documents": (Documents, ("name",)),
+    "documents": (_documents, ("name", "longest")),
     "lengths": (_lengths, ("name", "padding")),
     "visible_keys": (VisibleKeys, ("name",)),
     "per_document": (PerDocument, ("part", "spans")),

@@ -109,6 +109,11 @@ class Compact:
         starts = tuple(start + folds.start * self.fold_stride for start in self.starts[heads])
         return replace(self, heads=self.heads[heads], starts=starts, folds=len(folds))
 
+    def alone(self, shift: int) -> Compact:
+        """Fold 0, over tokens that lie `shift` further on."""
+        starts = tuple(start + shift for start in self.starts)
+        return replace(self, starts=starts, folds=1, fold_stride=0)
+
     def pieces(self, origin: int) -> Pieces:
         """One run a head: the slots of fold 0; token 0 stands at position `origin`."""
         firsts = torch.tensor(self.starts)[:, None] + origin

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._check import require_choice
 from ._pattern import Pattern
-from ._run_time import RunTime, integers, of_tensor
+from ._run_time import Extent, RunTime, integers, of_tensor
 from ._spans import PADDING, Spans
 from ._spelling import Phrase, call
 
@@ -33,7 +33,8 @@ class Lengths(RunTime):
     def phrase(self) -> Phrase:
         return call("lengths", self.name, **({} if self.padding == "right" else {"padding": self.padding}))
 
-    def table(self, tensor: Tensor, num_positions: int) -> Spans:
+    def table(self, tensor: Tensor, extent: Extent) -> Spans:
+        num_positions = extent.tokens
         lengths = torch.atleast_1d(integers("lengths", tensor, (0, 1)))[:, None]
         wrong = ((lengths < 0) | (lengths > num_positions)).nonzero()
         if len(wrong):

@@ -44,7 +44,9 @@ class Neighborhood(Pattern):
             raise ValueError(f"a grid has 1, 2 or 3 axes; got grid={self.grid}")
         for name in ("radius", "rate"):
             if len(getattr(self, name)) != axes:
-                raise ValueError(f"{name} must be one number, or one an axis of {self.grid}; got {name}={getattr(self, name)}")
+                raise ValueError(
+                    f"{name} must be one number, or one an axis of {self.grid}; got {name}={getattr(self, name)}"
+                )
         for axis, (length, radius, rate) in enumerate(self.axes):
             if (2 * radius + 1) * rate > length:
                 raise ValueError(
@@ -101,12 +103,12 @@ class Neighborhood(Pattern):
         even = fits(box.q.step, self.grid) and fits(box.k.step, self.grid)
         q, k = (box.q, box.k) if even else (hull(box.q), hull(box.k))
         low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
-        for queries in rectangles(q, self.grid):
-            for keys in rectangles(k, self.grid):
-                where = ((_size(queries) > 0) & (_size(keys) > 0)).nonzero().squeeze(1)
-                bounds = self._count_rectangles(_select(queries, where), _select(keys, where))
-                low[where] += bounds.low
-                high[where] += bounds.high
+        sides = [[(part, _holds(part)) for part in rectangles(side, self.grid)] for side in (q, k)]
+        for (queries, q_holds), (keys, k_holds) in product(*sides):
+            where = (q_holds & k_holds).nonzero().squeeze(1)
+            bounds = self._count_rectangles(_select(queries, where), _select(keys, where))
+            low[where] += bounds.low
+            high[where] += bounds.high
         # The hull of a progression holds other tokens too.
         return Bounds(low, high) if even else Bounds(torch.zeros_like(low), high.minimum(box.area))
 
@@ -129,13 +131,19 @@ def neighborhood(grid: Sequence[int], radius: int | Sequence[int], *, rate: int 
     every query sees equally many keys. With a rate, tokens of the same residue along the axis are each
     other's neighbours. Source: NATTEN, arXiv 2204.07143; with rates, arXiv 2209.15001.
 
-    Raises ValueError for a window of (2 * radius + 1) * rate tokens that exceeds its axis, for negative
-    radii and for rates or lengths below 1. Binding raises ValueError for tokens beyond the grid; fewer are fine.
+    In row-major order a block of tokens is a strip of one row or few, so small windows leave most of a block
+    unused: `describe` says how much.
+
+    Raises ValueError for a window of (2 * radius + 1) * rate tokens that exceeds its axis, for negative radii
+    and for rates or lengths below 1. Binding raises ValueError for tokens beyond the grid; fewer are fine.
     """
     if not isinstance(grid, _SEQUENCES):
         raise TypeError(f"grid must be a sequence of axis lengths; got grid={grid!r}")
-    each = [value if isinstance(value, _SEQUENCES) else (value,) * len(grid) for value in (radius, rate)]
-    return Neighborhood(tuple(grid), *map(tuple, each))
+    return Neighborhood(tuple(grid), *(_on_each_axis(value, len(grid)) for value in (radius, rate)))
+
+
+def _on_each_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, Sequence) else (value,) * axes
 
 
 def _per_axis(name: str, values: Any, minimum: int) -> tuple[int, ...]:
@@ -152,8 +160,9 @@ def _window(place: int, length: int, radius: int, rate: int) -> range:
     return range(residue + rate * first, residue + rate * (first + 2 * radius) + 1, rate)
 
 
-def _size(rectangle: Rectangle) -> Tensor:
-    return reduce(torch.mul, (side.count for side in rectangle))
+def _holds(rectangle: Rectangle) -> Tensor:
+    """Which rectangles hold any token."""
+    return reduce(torch.logical_and, (side.count > 0 for side in rectangle))
 
 
 def _select(rectangle: Rectangle, index: Tensor) -> Rectangle:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._box import Bounds, Box
+from ._box import Bounds, Box, Squares
 from ._ranges import Ranges
 from ._spelling import Phrase, call, shortened
 
@@ -40,7 +39,11 @@ class Expression:
         return shortened(self.phrase().text)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "text", json.dumps(self.to_data(), separators=(",", ":"), sort_keys=True))
+        object.__setattr__(self, "text", self.write())
+
+    def write(self) -> str:
+        """The canonical JSON of `to_data`: no spaces, sorted keys. What has parts joins their texts."""
+        return canonical(self.to_data())
 
     def to_data(self) -> dict[str, Any]:
         """The expression as plain data for JSON: a `kind` and its parameters."""
@@ -94,13 +97,14 @@ class Expression:
         1, heads the pattern has no rule for, and tensors that are missing or do not fit.
         """
         from ._bound import Bound
-        from ._run_time import given_tensors, num_entries, resolve
+        from ._run_time import Extent, given_tensors, num_entries, resolve
 
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
-        positions = max(q_offset + num_queries, k_offset + num_keys)
-        rule = resolve(self, given_tensors(self), positions)
+        rule = resolve(self, given_tensors(self), Extent(q_offset + num_queries, k_offset + num_keys))
         batch = num_entries(rule) if batch == 1 else batch
-        return Bound(rule, num_queries, num_keys, num_heads, head_offset, total, q_offset, k_offset, batch)
+        bound = Bound(rule, num_queries, num_keys, num_heads, head_offset, total, q_offset, k_offset, batch)
+        rule.check_tokens(*(range(at, at + size) for at, size in ((q_offset, num_queries), (k_offset, num_keys))))
+        return bound
 
     def per_document(self, documents: Any) -> Any:
         """The rule counted anew from the start of each document, and no pair across documents.
@@ -149,12 +153,20 @@ class Pattern(Expression):
         """The dilation rates that the rule uses."""
         return ()
 
+    def superset(self) -> Pattern:
+        """A pattern that allows at least these pairs, whatever the values of run-time tensors."""
+        return self
+
     def spacing(self) -> int:
         """A number that divides the distance of every allowed pair; 1 where no more is known."""
         return 1
 
     def row(self, query: int, stop: int) -> Ranges | None:
         """The keys below `stop` that one query sees, of a rule for one head; None where that has no closed form."""
+        return None
+
+    def squares(self, head: int, num_heads: int) -> Squares | None:
+        """Squares outside of which the head has no pair, of a rule that lists some; None for other rules."""
         return None
 
     def branches(self) -> tuple[Pattern, ...]:
@@ -209,6 +221,9 @@ class Mixture(Expression):
     def to_data(self) -> dict[str, Any]:
         return {"kind": "mixture", "parts": [part.to_data() for part in self.parts]}
 
+    def write(self) -> str:
+        return written_parts("mixture", self.parts)
+
     def phrase(self) -> Phrase:
         from ._written_branches import mixture_phrase
 
@@ -249,6 +264,24 @@ def common_period(parts: tuple[Pattern, ...]) -> int | None:
     periods = [part.period() for part in parts]
     known = [period for period in periods if period is not None]
     return reduce(lcm, known, 1) if len(known) == len(periods) else None
+
+
+def canonical(value: Any) -> str:
+    """JSON without spaces and with sorted keys, of plain data; written here, as a compiled graph may build patterns."""
+    if isinstance(value, dict):
+        return "{" + ",".join([f'"{key}":{canonical(value[key])}' for key in sorted(value)]) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join([canonical(each) for each in value]) + "]"
+    if isinstance(value, str):
+        return f'"{value}"'  # names, of letters and digits
+    if value is None:
+        return "null"
+    return str(value).lower()  # True and False, integers
+
+
+def written_parts(kind: str, parts: tuple[Pattern, ...]) -> str:
+    """The canonical JSON of a kind with parts."""
+    return f'{{"kind":"{kind}","parts":[{",".join([part.text for part in parts])}]}}'
 
 
 def all_leaves(parts: tuple[Pattern, ...]) -> tuple[Pattern, ...]:

@@ -14,9 +14,8 @@ from ._documents import Documents
 from ._documents import documents as documents_pattern
 from ._lengths import Lengths
 from ._pattern import Expression, MaskMod, Mixture, Pattern
-from ._run_time import run_time_leaves
+from ._run_time import Rows, run_time_leaves
 from ._spans import Spans
-from ._spelling import CALL, Phrase
 from ._spelling import CALL, Phrase
 
 
@@ -46,14 +45,17 @@ class PerDocument(Pattern):
     def to_data(self) -> dict[str, Any]:
         return {"kind": "per_document", "part": self.part.to_data(), "spans": self.spans.to_data()}
 
-    def phrase(self) -> Phrase:
-        return Phrase(f"{self.part.phrase().inside(CALL)}.per_document({self.spans!r})")
+    def write(self) -> str:
+        return f'{{"kind":"per_document","part":{self.part.text},"spans":{self.spans.text}}}'
 
     def phrase(self) -> Phrase:
         return Phrase(f"{self.part.phrase().inside(CALL)}.per_document({self.spans.phrase().text})")
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
         return replace(self, part=self.part.for_head(head, num_heads))
+
+    def superset(self) -> Pattern:
+        return self.spans.superset()
 
     def leaves(self) -> tuple[Pattern, ...]:
         return (*self.part.leaves(), *self.spans.leaves())
@@ -67,7 +69,7 @@ class PerDocument(Pattern):
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         inner = self.part.mask_mod(num_heads=num_heads, device=device)
         spans = self._resolved()
-        return _from_start(inner, spans.rows.to(device), spans.batch_step(device))
+        return _from_start(inner, spans.on(device), spans.batch_step(device))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         spans = self._resolved()
@@ -97,7 +99,7 @@ class PerDocument(Pattern):
 
 def per_document(pattern: Expression, documents: Any) -> Any:
     """See `Expression.per_document`."""
-    spans = documents if isinstance(documents, Expression) else documents_pattern(documents)
+    spans = documents if isinstance(documents, Pattern) else documents_pattern(documents)
     parts = tuple(PerDocument(part, spans) for part in pattern.branches())
     return Mixture(parts) if isinstance(pattern, Mixture) else parts[0]
 
@@ -106,9 +108,9 @@ def _shifted(progression: Progression, start: Tensor) -> Progression:
     return Progression(progression.first - start, progression.step, progression.count)
 
 
-def _from_start(inner: MaskMod, starts: Tensor, batch_step: Tensor) -> MaskMod:
+def _from_start(inner: MaskMod, held: Rows, batch_step: Tensor) -> MaskMod:
     def mask_mod(b, h, q, k):
-        row = b * batch_step
+        starts, row = held.rows, b * batch_step
         q_start, k_start = starts[row, q], starts[row, k]
         # Each side is counted from its own start: a position before another document's would be no position.
         allowed = inner(b, h, q - q_start.clamp(min=0), k - k_start.clamp(min=0))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._algebra import either
 from ._box import Bounds, Box
-from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period
+from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period, written_parts
 from ._spelling import Phrase
 
 
@@ -43,6 +43,9 @@ class _HeadChoice(Pattern):
     def rates(self) -> tuple[int, ...]:
         return all_rates(self.parts)
 
+    def superset(self) -> Pattern:
+        return type(self)(tuple(part.superset() for part in self.parts))
+
     def leaves(self) -> tuple[Pattern, ...]:
         return all_leaves(self.parts)
 
@@ -74,6 +77,9 @@ class PerHead(_HeadChoice):
     def to_data(self) -> dict[str, Any]:
         return {"kind": "per_head", "parts": [part.to_data() for part in self.parts]}
 
+    def write(self) -> str:
+        return written_parts("per_head", self.parts)
+
     def choice(self, num_heads: int) -> list[int]:
         return list(range(num_heads))
 
@@ -90,6 +96,9 @@ class HeadGroups(_HeadChoice):
 
     def to_data(self) -> dict[str, Any]:
         return {"kind": "head_groups", "parts": [part.to_data() for part in self.parts]}
+
+    def write(self) -> str:
+        return written_parts("head_groups", self.parts)
 
     def phrase(self) -> Phrase:
         from ._written_branches import head_groups_phrase

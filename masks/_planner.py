@@ -14,8 +14,9 @@ from ._json import read_text
 from ._layout import Layout
 from ._lower import residue_rate, shared_terms
 from ._options import ANYTHING, MAX_RESIDUE_RATE, Allowed, Option, options_of
-from ._pattern import Expression, Pattern
+from ._pattern import Expression
 from ._term import Term
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -113,7 +114,9 @@ def _plan(bound: Bound, machine: Machine, layout: Layout | None, allowed: Allowe
     return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copies_s else natural
 
 
-def _choose(bound: Bound, machine: Machine, allowed: Allowed) -> tuple[tuple[Term, ...], tuple[tuple[Option, ...], ...]]:
+def _choose(
+    bound: Bound, machine: Machine, allowed: Allowed
+) -> tuple[tuple[Term, ...], tuple[tuple[Option, ...], ...]]:
     weighed = tuple(
         options_of(branch, times, bound, machine, allowed)
         for branch, times in Counter(bound.pattern.branches()).items()

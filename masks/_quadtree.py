@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._box import Bounds, Box
-from ._distances import count_by_lag
+from ._diagonals import settle_by_diagonals
 from ._rule import Nodes, Rule, Run
 
 _FRONTIER = 1 << 18  # nodes classified at once: bounds the builder's memory
@@ -46,8 +45,12 @@ def row_roots(rule: Rule, tables: Tensor, rows: Tensor, q_block: int) -> Nodes:
 
 def range_roots(rule: Rule, tables: range, rows: range, q_block: int) -> Nodes:
     """The roots of a range of block rows: the parts of the whole roots that lie in it."""
-    first, last = torch.tensor(rows.start * q_block), torch.tensor(rows.stop * q_block)
-    return _within(roots(rule, tables), first, last)
+    return within_rows(roots(rule, tables), rows, q_block)
+
+
+def within_rows(nodes: Nodes, rows: range, q_block: int) -> Nodes:
+    """The parts of the nodes that lie in a range of block rows."""
+    return _within(nodes, torch.tensor(rows.start * q_block), torch.tensor(rows.stop * q_block))
 
 
 def _within(nodes: Nodes, first: Tensor, last: Tensor) -> Nodes:
@@ -65,7 +68,7 @@ def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Le
         bounds = rule.pattern.count(box, num_heads=rule.num_heads)
         rows, columns = nodes.q.num_blocks(q_block), nodes.k.num_blocks(k_block)
         single = (rows == 1) & (columns == 1)
-        bounds = _settle_by_lag(rule, box, bounds, single)
+        bounds = settle_by_diagonals(rule.pattern, box, bounds, num_heads=rule.num_heads, where=single)
         occupied, certain = bounds.high > 0, bounds.low == box.area
         leaf = (single & occupied).nonzero().squeeze(1)
         yield Leaves(
@@ -79,17 +82,6 @@ def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Le
         inner = nodes.select((occupied & ~certain & ~single).nonzero().squeeze(1))
         if len(inner):
             stack.extend(_chunks(_split(inner, q_block, k_block)))
-
-
-def _settle_by_lag(rule: Rule, box: Box, bounds: Bounds, single: Tensor) -> Bounds:
-    """Exact counts of the leaves in doubt, where the rule repeats along their diagonals: that is cheap to see."""
-    doubtful = (single & (bounds.low < bounds.high)).nonzero().squeeze(1)
-    period = rule.pattern.period()
-    if not len(doubtful) or period is None or box.q.step != box.k.step or box.k.step % period:
-        return bounds
-    mask_mod = rule.pattern.mask_mod(num_heads=rule.num_heads, device=torch.device("cpu"))
-    counts = count_by_lag(mask_mod, box.select(doubtful))
-    return Bounds(bounds.low.index_copy(0, doubtful, counts), bounds.high.index_copy(0, doubtful, counts))
 
 
 def _chunks(nodes: Nodes) -> Iterator[Nodes]:

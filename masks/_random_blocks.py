@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._block_table import BlockTable, padded
-from ._box import Bounds, Box
+from ._box import Bounds, Box, Squares
 from ._check import require_int
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges
@@ -53,7 +53,7 @@ class RandomBlocks(Pattern):
         return -(-self.num_tokens // self.block)
 
     def to_data(self) -> dict[str, Any]:
-        data = {"num_tokens": self.num_tokens, "block": self.block, "drawn": self.drawn, "seed": self.seed}
+        data = {"num_tokens": self.num_tokens, "block": self.block, "count": self.drawn, "seed": self.seed}
         return {"kind": "random_blocks", **data, "head": self.head}
 
     def phrase(self) -> Phrase:
@@ -74,6 +74,9 @@ class RandomBlocks(Pattern):
         heads = range(num_heads) if self.head is None else range(self.head, self.head + 1)
         return _table(self.num_tokens, self.block, self.drawn, self.seed, heads)
 
+    def squares(self, head: int, num_heads: int) -> Squares:
+        return self._table(num_heads).squares(int(self._tables_of_heads(num_heads)[head]))
+
     def row(self, query: int, stop: int) -> Ranges:
         return self._table(1).row(0, query, stop)
 
@@ -90,7 +93,9 @@ def random_blocks(num_tokens: int, *, block: int = 64, count: int = 3, seed: int
     (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), scale its upper 32 bits,
     and sample without replacement by Floyd's method. Source: BigBird, arXiv 2007.14062, section 2.
 
-    Raises ValueError for numbers below 1, a negative seed, and a count above the number of blocks.
+    Kernels compute whole blocks of their own side, 128 by default: a `block` that is a multiple of it wastes
+    nothing. Raises ValueError for numbers below 1, a seed outside [0, 2**63), and a count above the number of
+    blocks.
     """
     return RandomBlocks(num_tokens, block, count, seed)
 

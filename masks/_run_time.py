@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from ctypes import c_char
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from ._algebra import Every
 from ._box import Bounds, Box
+from ._local_window import LocalWindow
 from ._pattern import Expression, MaskMod, Pattern
 from ._spelling import Phrase, call
 
 # B batch entries (or one for all of them), L positions
-
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +46,7 @@ class RunTime(Pattern):
     given: Given | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+        if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ValueError(f"the name of a run-time tensor must be an identifier; got {self.name!r}")
         super().__post_init__()
 
@@ -55,8 +54,8 @@ class RunTime(Pattern):
         data = self.to_data()
         return call(data.pop("kind"), data.pop("name"), **data)
 
-    def table(self, tensor: Tensor, num_positions: int) -> Pattern:
-        """The rule with this tensor's values, checked, over positions 0 to num_positions - 1."""
+    def table(self, tensor: Tensor, extent: Extent) -> Table:
+        """The rule with this tensor's values, checked, over the positions of a call."""
         raise NotImplementedError  # every run-time pattern knows its own
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
@@ -70,11 +69,14 @@ class RunTime(Pattern):
 class Table(Pattern):
     """A rule in a CPU tensor, one row for each batch entry or one for all; equal rows are equal rules.
 
-    Bounds, which know no batch, are those of a table with one row: see `entry`.
+    Bounds, which know no batch, are those of a table with one row: see `entry`. `reach` is a distance that
+    allowed pairs are declared to keep.
     """
 
     rows: Shaped[Tensor, "B L"]
     digest: str
+    reach: int | None = None
+    held: dict[torch.device, Rows] = field(default_factory=dict, repr=False)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and isinstance(other, Table) and other.digest == self.digest
@@ -83,29 +85,58 @@ class Table(Pattern):
         return hash(self.digest)
 
     @classmethod
-    def of(cls, rows: Tensor) -> Table:
+    def of(cls, rows: Tensor, reach: int | None = None) -> Self:
         """The rule of these rows, which must not change any more."""
         rows = rows.contiguous()
         content = (c_char * rows.nbytes).from_address(rows.data_ptr())
-        return cls(rows, f"{tuple(rows.shape)} {sha256(content).hexdigest()}")
+        return cls(rows, f"{tuple(rows.shape)} {sha256(content).hexdigest()}", reach)
 
     def to_data(self) -> dict[str, Any]:
         return {"kind": f"{type(self).__name__.lower()} table", "digest": self.digest}
 
-    def entry(self, batch: int) -> Table:
+    def phrase(self) -> Phrase:
+        return Phrase(f"<{type(self).__name__} of shape {tuple(self.rows.shape)}>")
+
+    def on(self, device: torch.device) -> Rows:
+        """The rows on a device, in the one place from which all closures there read them."""
+        return self.held.setdefault(device, Rows(self.rows.to(device)))
+
+    def entry(self, batch: int) -> Self:
         """The rule of one batch entry."""
-        return self if len(self.rows) == 1 else type(self).of(self.rows[batch, None])
+        return self if len(self.rows) == 1 else type(self).of(self.rows[batch, None], self.reach)
 
     @property
-    def row(self) -> Shaped[Tensor, " L"]:
+    def only_row(self) -> Shaped[Tensor, " L"]:
         """The only row. Raises ValueError where batch entries have rows of their own."""
         if len(self.rows) != 1:
             raise ValueError(f"boxes know no batch: ask the bound of one entry; got {len(self.rows)} rows")
         return self.rows[0]
 
+    def superset(self) -> Pattern:
+        return Every() if self.reach is None else LocalWindow(self.reach, self.reach)
+
     def windows(self, num_positions: int) -> list[Window] | None:
         """Rectangles without overlap that hold all allowed pairs and no others; None if they are too many."""
         return None
+
+
+class Extent(NamedTuple):
+    """One past the last position of the queries, and of the keys."""
+
+    queries: int
+    keys: int
+
+    @property
+    def tokens(self) -> int:
+        """Positions that queries or keys reach."""
+        return max(self)
+
+
+class Rows:
+    """The rows that a closure reads: a compiled graph puts those of its call there."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
 
 
 Window = tuple[range, range]  # query positions, key positions
@@ -135,15 +166,17 @@ def run_time_leaves(pattern: Expression) -> tuple[RunTime, ...]:
     return tuple(leaf for leaf in pattern.leaves() if isinstance(leaf, RunTime))
 
 
-def resolve(pattern: Expression, tensors: Mapping[str, Tensor], num_positions: int) -> Expression:
+def resolve(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Expression:
     """The pattern with its run-time tensors' values in place. Raises ValueError for one that is missing or unfit."""
+    if not run_time_leaves(pattern):
+        return pattern
 
     def with_values(leaf: Pattern) -> Pattern:
         if not isinstance(leaf, RunTime):
             return leaf
         if leaf.name not in tensors:
             raise ValueError(missing(leaf.name))
-        return leaf.table(tensors[leaf.name], num_positions)
+        return leaf.table(tensors[leaf.name], extent)
 
     return pattern.map_leaves(with_values)
 
@@ -151,6 +184,19 @@ def resolve(pattern: Expression, tensors: Mapping[str, Tensor], num_positions: i
 def entry(pattern: Expression, batch: int) -> Expression:
     """The resolved pattern of one batch entry."""
     return pattern.map_leaves(lambda leaf: leaf.entry(batch) if isinstance(leaf, Table) else leaf)
+
+
+def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
+    """The pattern with tables as tensors of these shapes make them, told apart by their names and not by values."""
+
+    def with_zeros(leaf: Pattern) -> Pattern:
+        if not isinstance(leaf, RunTime):
+            return leaf
+        shape, dtype = tuple(map(int, tensors[leaf.name].shape)), tensors[leaf.name].dtype
+        table = leaf.table(torch.zeros(shape, dtype=dtype), extent)
+        return type(table)(table.rows, f"any {leaf.name} of {shape}", table.reach)
+
+    return pattern.map_leaves(with_zeros)
 
 
 def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
@@ -172,9 +218,19 @@ def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
     return groups
 
 
+def without_values(pattern: Expression) -> Any:
+    """The same for all values of run-time tables: what stays when new ones come."""
+    return pattern.map_leaves(lambda leaf: type(leaf)(leaf.rows[:0], "") if isinstance(leaf, Table) else leaf)
+
+
+def tables(pattern: Expression) -> tuple[Table, ...]:
+    """The run-time tables of a resolved pattern, in the order of its leaves."""
+    return tuple(leaf for leaf in pattern.leaves() if isinstance(leaf, Table))
+
+
 def num_entries(pattern: Expression) -> int:
     """Batch entries that a resolved pattern tells apart; 1 if all are alike."""
-    return max((len(leaf.rows) for leaf in pattern.leaves() if isinstance(leaf, Table)), default=1)
+    return max((len(table.rows) for table in tables(pattern)), default=1)
 
 
 def missing(name: str) -> str:
@@ -200,5 +256,3 @@ def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pa
         return kind(tensor, **options)
     values = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor)
     return kind(name, Given(values), **options)
-
-

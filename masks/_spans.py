@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._box import Bounds, Box, Counts, Progression, clip
 from ._pattern import MaskMod
-from ._run_time import Table, Window
+from ._run_time import Rows, Table, Window
 
 # B batch entries, L positions, S spans
 
@@ -25,7 +25,7 @@ class Spans(Table):
     rows: Int64[Tensor, "B L"]
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return _same_span(self.rows.to(device), self.batch_step(device))
+        return _same_span(self.on(device), self.batch_step(device))
 
     def batch_step(self, device: torch.device) -> Tensor:
         """1 where each batch entry has a row, 0 where all share one: row = b * step."""
@@ -43,7 +43,7 @@ class Spans(Table):
 
     @cached_property
     def _edges(self) -> tuple[Tensor, Tensor]:
-        starts, sizes = self.row.unique_consecutive(return_counts=True)
+        starts, sizes = self.only_row.unique_consecutive(return_counts=True)
         ends = sizes.cumsum(0)
         real = starts != PADDING
         return (ends - sizes)[real], ends[real]
@@ -81,9 +81,9 @@ class Spans(Table):
         return [(span, span) for span in spans]
 
 
-def _same_span(starts: Tensor, batch_step: Tensor) -> MaskMod:
+def _same_span(held: Rows, batch_step: Tensor) -> MaskMod:
     def mask_mod(b, h, q, k):
-        row = b * batch_step
+        starts, row = held.rows, b * batch_step
         return (starts[row, q] == starts[row, k]) & (starts[row, q] >= 0)
 
     return mask_mod

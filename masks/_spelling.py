@@ -37,7 +37,7 @@ def chain(phrases: Iterable[Phrase], operator: int) -> Phrase:
     first, *others = phrases
     if not others:
         return first
-    return Phrase(_OPERATORS[operator].join(each.inside(operator + 1) for each in (first, *others)), operator)
+    return Phrase(_OPERATORS[operator].join(each.inside(operator) for each in (first, *others)), operator)
 
 
 def shortened(text: str) -> str:

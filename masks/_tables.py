@@ -10,21 +10,25 @@ from torch.nn.attention.flex_attention import BlockMask
 from ._blocks import Blocks
 from ._pattern import MaskMod
 
-# H mask heads (1 if all heads share a table), R rows, C columns, W most blocks in a row
+# B batch entries (1 where they share all tables), H mask heads (1 if all heads share a table), L = B * H lists
+# of rows, R rows, C columns, W most blocks in a row
 
 
-def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device) -> BlockMask:
+def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, batch: int = 1) -> BlockMask:
     """A BlockMask with both tables, key side and query side, built without a dense table in between.
+
+    With batch > 1 the heads of `blocks` are those of each batch entry in turn.
 
     On CPU an index table has full width, as the compiled kernel there demands, but its rows overlap in
     memory: entries past a row's count are the next rows' and hold valid block numbers. Elsewhere tables
     end at the longest row.
     """
     column_major = (blocks.table.long() * blocks.num_columns + blocks.column).argsort(stable=True)
-    by_row = _side(blocks, None, blocks.row, blocks.column, (blocks.num_rows, blocks.num_columns), device)
-    by_column = _side(blocks, column_major, blocks.column, blocks.row, (blocks.num_columns, blocks.num_rows), device)
-    kv_num, kv, full_kv_num, full_kv = by_row
-    q_num, q, full_q_num, full_q = by_column
+    rows, columns = blocks.num_rows, blocks.num_columns
+    by_row = _side(blocks, None, blocks.row, blocks.column, (rows, columns), device)
+    by_column = _side(blocks, column_major, blocks.column, blocks.row, (columns, rows), device)
+    kv_num, kv, full_kv_num, full_kv = (_by_entry(table, batch) for table in by_row)
+    q_num, q, full_q_num, full_q = (_by_entry(table, batch) for table in by_column)
     return BlockMask(
         seq_lengths=(blocks.num_q_slots, blocks.num_k_slots),
         kv_num_blocks=kv_num,
@@ -68,8 +72,8 @@ def _side(
         per_head = _per_head(blocks, indices)
         num = _per_head(blocks, count.int().view(-1, shape[0], 1)).squeeze(-1)
         result += [
-            num[None].to(device),
-            _full_width(per_head, shape[1]) if device.type == "cpu" else per_head[None].to(device),
+            num.to(device),
+            _full_width(per_head, shape[1]) if device.type == "cpu" else per_head.to(device),
         ]
     return result[0], result[1], result[2], result[3]
 
@@ -90,7 +94,11 @@ def _indices(
     return storage[: len(count) * width].view(-1, shape[0], width)
 
 
-def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor, "H R W"]:
+def _by_entry(table: Shaped[Tensor, "L ..."], batch: int) -> Shaped[Tensor, "B H ..."]:
+    return table.unflatten(0, (batch, -1))
+
+
+def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor, "L R W"]:
     """A table for each mask head: the same tensor where that is what it holds, one head where all share."""
     if blocks.num_tables == 1 or blocks.heads == tuple(range(blocks.num_tables)):
         return tables
@@ -100,7 +108,7 @@ def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor,
     return torch.index_select(tables, 0, heads, out=copied)
 
 
-def _full_width(table: Int32[Tensor, "H R W"], columns: int) -> Int32[Tensor, "1 H R C"]:
+def _full_width(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L R C"]:
     """Rows as long as there are columns, each running on into the next rows' entries."""
-    heads, rows, width = table.shape
-    return table.as_strided((1, heads, rows, columns), (heads * rows * width, rows * width, width, 1))
+    lists, rows, width = table.shape
+    return table.as_strided((lists, rows, columns), (rows * width, width, 1))

@@ -23,7 +23,8 @@ class Term:
 
     `rule` is what the layout leaves to check. A folded term repeats the rule of fold 0. `shape` names
     structure that a kernel can use: all pairs, slots k <= q, or a list of blocks. `heads` are this device's
-    query heads; query token i stands at position q_offset + i, key token j at k_offset + j. A pair of the term counts `multiplicity` times.
+    query heads; query token i stands at position q_offset + i, key token j at k_offset + j. A pair
+    of the term counts `multiplicity` times.
     """
 
     rule: Pattern
@@ -79,6 +80,19 @@ class Term:
             _select(self.q.pieces(self.q_offset), distinct),
             _select(self.k.pieces(self.k_offset), distinct),
         )
+
+    def at_origin(self) -> Term:
+        """A term with the same block lists at positions as low as the rule's period allows.
+
+        Terms that differ in where they lie, and not in what they look like there, have one in common.
+        """
+        if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
+            return self
+        period = self.rule.period()
+        least = min(min(self.q.starts) + self.q_offset, min(self.k.starts) + self.k_offset)
+        shift = 0 if period is None else least // period * period
+        q, k = self.q.alone(self.q_offset - shift), self.k.alone(self.k_offset - shift)
+        return replace(self, multiplicity=1, q=q, k=k, q_offset=0, k_offset=0)
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
         """The block lists over the slots of one fold, with a table for each distinct head."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._box import Bounds, Box
 from ._pattern import MaskMod, Pattern
-from ._run_time import RunTime, Table, Window, of_tensor
+from ._run_time import Extent, Rows, RunTime, Table, Window, of_tensor
 
 # B batch entries, L positions
 
@@ -26,15 +26,28 @@ class VisibleKeys(RunTime):
     def to_data(self) -> dict[str, Any]:
         return {"kind": "visible_keys", "name": self.name}
 
-    def table(self, tensor: Tensor, num_positions: int) -> KeySet:
-        if tensor.dtype != torch.bool:
-            raise TypeError(f"visible keys must be booleans, True where a key may be seen; got {tensor.dtype}")
-        if tensor.dim() not in (1, 2) or tensor.shape[-1] != num_positions:
-            raise ValueError(
-                f"visible keys must have shape ({num_positions},) or (batch, {num_positions}), "
-                f"one for each position; got {tuple(tensor.shape)}"
+    def table(self, tensor: Tensor, extent: Extent) -> KeySet:
+        if not (tensor.dtype == torch.bool or tensor.is_floating_point()):
+            raise TypeError(
+                "visible keys must be booleans, True where a key may be seen, or floats, 0 there and -inf elsewhere; "
+                f"got {tensor.dtype}"
             )
-        return KeySet.of(torch.atleast_2d(tensor.detach().cpu()))
+        if tensor.dim() not in (1, 2) or tensor.shape[-1] != extent.keys:
+            raise ValueError(
+                f"visible keys must have shape ({extent.keys},) or (batch, {extent.keys}), "
+                f"one for each key; got {tuple(tensor.shape)}"
+            )
+        marks = torch.atleast_2d(tensor.detach().cpu())
+        return KeySet.of(marks if marks.dtype == torch.bool else _unhidden(marks))
+
+
+def _unhidden(added: Tensor) -> Tensor:
+    """Where nothing is added to the scores."""
+    visible = added == 0
+    other = added[~(visible | (added == -torch.inf))]
+    if len(other):
+        raise ValueError(f"visible keys as floats must be 0, or -inf for hidden ones; got {float(other[0])}")
+    return visible
 
 
 class KeySet(Table):
@@ -43,12 +56,12 @@ class KeySet(Table):
     rows: Bool[Tensor, "B L"]
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return _listed(self.rows.to(device), torch.tensor(int(len(self.rows) > 1), device=device))
+        return _listed(self.on(device), torch.tensor(int(len(self.rows) > 1), device=device))
 
     @cached_property
     def _before(self) -> Int64[Tensor, " L+1"]:
         """How many keys before each position are visible."""
-        return torch.nn.functional.pad(self.row.long().cumsum(0), (1, 0))
+        return torch.nn.functional.pad(self.only_row.long().cumsum(0), (1, 0))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         size = self.rows.shape[1]
@@ -62,7 +75,7 @@ class KeySet(Table):
         return Bounds(torch.where(every, box.area, 0), high)
 
     def windows(self, num_positions: int) -> list[Window] | None:
-        edges = torch.nn.functional.pad(self.row.int(), (1, 1)).diff()
+        edges = torch.nn.functional.pad(self.only_row.int(), (1, 1)).diff()
         starts, stops = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
         if len(starts) > _MAX_WINDOWS:
             return None
@@ -72,14 +85,14 @@ class KeySet(Table):
 def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
     """Each query sees the keys that are marked True.
 
-    visible: booleans of shape (tokens,) or (batch, tokens); `~key_padding_mask` in torch's convention, the
-    attention_mask in that of transformers. Or a string, the name under which `attend(bindings=)` passes them.
+    visible: booleans of shape (keys,) or (batch, keys); `~key_padding_mask` in torch's convention, the
+    attention_mask in that of transformers; or floats, 0 for True and -inf for False. Or a string, the name under which `attend(bindings=)` passes them.
     """
     return of_tensor(VisibleKeys, visible, name)
 
 
-def _listed(visible: Tensor, batch_step: Tensor) -> MaskMod:
+def _listed(held: Rows, batch_step: Tensor) -> MaskMod:
     def mask_mod(b, h, q, k):
-        return visible[b * batch_step, k] & (q == q)
+        return held.rows[b * batch_step, k] & (q == q)
 
     return mask_mod

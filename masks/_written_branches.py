@@ -48,7 +48,7 @@ def _terms(origin: _Origin, run: list[Pattern]) -> list[Phrase]:
         start = _longnet(made_by, firsts)
     else:
         inner = mixture_phrase([first.part for first in firsts if isinstance(first, PerDocument)])
-        start = Phrase(f"{inner.inside(CALL)}.per_document({made_by!r})")
+        start = Phrase(f"{inner.inside(CALL)}.per_document({made_by.phrase().text})")
     return [chain([start, *(factor.phrase() for factor in rest)], AND)]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 
+from ._algebra import every
 from ._blockwise import blockwise
 from ._causal import causal
 from ._check import require_int
@@ -58,7 +59,7 @@ def bigbird(
     each side of the query's own. num_global: the first so many blocks see and are seen by all (the paper's internal
     transformer construction). num_random: blocks that each block of queries draws, in each head, among all
     blocks: some may be seen already, where the paper's code draws among the rest. seed: of the draw.
-    Source: BigBird, arXiv 2007.14062, section 2; the defaults are those of its table 8.
+    Source: BigBird, arXiv 2007.14062, section 2; the defaults are those of its base models.
     """
     require_int("radius", radius, minimum=0)
     require_int("num_global", num_global, minimum=1)
@@ -70,8 +71,8 @@ def bigbird(
 def sparse_transformer_strided(stride: int) -> Pattern:
     """The last `stride` keys, and every `stride`-th key before; causal.
 
-    stride: the paper's l, near the square root of the length. Both of its factors in every head, as in its merged
-    form (eq. 8). Source: Sparse Transformer, arXiv 1904.10509, section 4.3.
+    stride: the paper's l, near the square root of the length. Both factors of its section 4.3 in
+    every head, the merged head of section 5.1. Source: Sparse Transformer, arXiv 1904.10509.
     """
     return (local_window(left=require_int("stride", stride, minimum=1), right=0) | strided(stride)) & causal()
 
@@ -80,7 +81,7 @@ def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
     """The query's own block, and the last keys of every block before; causal.
 
     stride: tokens a block, the paper's l. summary: the last so many keys of a block, its c, of 8 to 32. Both
-    factors in every head (eq. 8). Source: Sparse Transformer, arXiv 1904.10509, section 4.3.
+    factors of section 4.3 in every head, the merged head of section 5.1. Source: Sparse Transformer, arXiv 1904.10509.
     """
     require_int("stride", stride, minimum=1)
     return (chunked(stride) | fixed(stride, summary=summary)) & causal()
@@ -114,8 +115,10 @@ def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 
     dilation_rates: distances in blocks, before and after; only the first three count, as there. block_size: tokens
     a block. Source: `BlockSparseRingDilatedAttention` there.
     """
-    if not isinstance(dilation_rates, Sequence) or isinstance(dilation_rates, str) or not dilation_rates:
-        raise ValueError(f"dilation_rates must be a sequence of at least one integer; got {dilation_rates=}")
+    if not isinstance(dilation_rates, Sequence) or isinstance(dilation_rates, str):
+        raise TypeError(f"dilation_rates must be a sequence of integers; got {dilation_rates=}")
+    if not dilation_rates:
+        raise ValueError(f"dilation_rates must have at least one integer; got {dilation_rates=}")
     steps = [require_int(f"dilation_rates[{place}]", rate, minimum=1) for place, rate in enumerate(dilation_rates)]
     return blockwise(reduce(or_, [dilated_window(left=1, right=1, rate=step) for step in steps[:3]]), block_size)
 
@@ -143,8 +146,10 @@ def darcstar_hierarchical(
     Source: `HierarchicalConfig` and `BlockSparseHierarchical` there.
     """
     require_int("block_size", block_size, minimum=1)
-    if not isinstance(levels, Sequence) or isinstance(levels, str) or not levels:
-        raise ValueError(f"levels must be a sequence of at least one (stride, window size); got {levels=}")
+    if not isinstance(levels, Sequence) or isinstance(levels, str):
+        raise TypeError(f"levels must be a sequence of pairs (stride, window size); got {levels=}")
+    if not levels:
+        raise ValueError(f"levels must have at least one pair (stride, window size); got {levels=}")
     return blockwise(reduce(or_, [_level(place, level, block_size) for place, level in enumerate(levels)]), block_size)
 
 
@@ -155,10 +160,15 @@ def _radius(window_size: int, block_size: int) -> int:
 
 def _level(place: int, level: Sequence[int], block: int) -> Pattern:
     """Over blocks: the queries of one level and what they see."""
-    if not isinstance(level, Sequence) or len(level) != 2:
+    if not isinstance(level, Sequence) or isinstance(level, str):
+        raise TypeError(f"levels[{place}] must be a pair (stride, window size); got {level!r}")
+    if len(level) != 2:
         raise ValueError(f"levels[{place}] must be a pair (stride, window size); got {level!r}")
     stride, size = level
     require_int(f"the stride of levels[{place}]", stride, minimum=1)
     require_int(f"the window size of levels[{place}]", size, minimum=_ALL_BLOCKS)
-    queries, half = landmark_tokens(max(1, stride // block), columns=False), size // block // 2
-    return queries if size == _ALL_BLOCKS else queries & local_window(left=half, right=half)
+    step, half = max(1, stride // block), size // block // 2
+    queries = every() if step == 1 else landmark_tokens(step, columns=False)
+    keys = every() if size == _ALL_BLOCKS else local_window(left=half, right=half)
+    # All queries or all keys need no saying.
+    return keys if queries == every() else queries if keys == every() else queries & keys

@@ -37,12 +37,12 @@ def gradients(attend: Attention, tensors: tuple[Tensor, ...], *, through_lse: bo
 
 
 def assert_agrees(
-    attend: Attention, tensors: tuple[Tensor, ...], counts: Tensor, *, scale: float | None = None
+    attend: Attention, tensors: tuple[Tensor, ...], counts: Tensor, *, scale: float | None = None, **features
 ) -> None:
     """The attention is the oracle's, on float64 q, k, v and maybe sinks, with and without a gradient through lse."""
 
     def expected(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return oracle.attention(q, k, v, counts, scale, sinks)
+        return oracle.attention(q, k, v, counts, scale, sinks, **features)
 
     for found, truth in zip(attend(*tensors), expected(*tensors), strict=True):
         assert_close(found, truth, **TIGHT)

@@ -169,6 +169,30 @@ def blockwise(inner: Rule, block: int) -> Rule:
     return lambda h, H, q, k: inner(h, H, q // block, k // block)
 
 
+def documents(ids: Tensor) -> Rule:
+    """Pairs within one document, by the id of each position; negative ids are padding."""
+    return lambda h, H, q, k: ((ids[q][:, None] == ids[k][None, :]) & (ids[q] >= 0)[:, None]).long()
+
+
+def visible_keys(visible: Tensor) -> Rule:
+    """The keys that are marked."""
+    return lambda h, H, q, k: visible[k].long()[None, :].expand(len(q), -1)
+
+
+def per_document(inner: Rule, ids: Tensor) -> Rule:
+    """The rule over each document alone, put where the document lies."""
+
+    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
+        table = torch.zeros(len(ids), len(ids), dtype=torch.int64)
+        for number in ids[ids >= 0].unique():
+            where = (ids == number).nonzero().flatten()
+            alone = torch.arange(len(where))
+            table[where[:, None], where[None, :]] = inner(h, H, alone, alone)
+        return table[q][:, k]
+
+    return rule
+
+
 def both(*rules: Rule) -> Rule:
     """Pairs that every set allows; one mixture among them keeps its counts."""
 
@@ -231,16 +255,22 @@ def useful_pairs(segments: Sequence[int], rates: Sequence[int], *, num_heads: in
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, counts: Tensor, scale: float | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    counts: Tensor,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    modify: Callable[[Tensor], Tensor] = lambda scores: scores,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) in float64 of one softmax in which a pair weighs as often as it is allowed.
 
     A row without keys has output 0 and lse -inf. Query head h reads key/value head h // (H / G). A sink, a logit a
-    head, weighs in every row's sum and has no value.
+    head, weighs in every row's sum and has no value. `modify` makes new scores of the (B, H, N, M) scaled ones.
     """
     q, k, v = q.double(), k.double(), v.double()
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = modify(q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale))
     scores = scores.masked_fill(counts == 0, -torch.inf)
     sinks = None if sinks is None else sinks.double()[:, None].expand(scores.shape[:-1])
     top = scores.detach().amax(-1) if sinks is None else torch.maximum(scores.detach().amax(-1), sinks.detach())

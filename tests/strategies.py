@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 from math import prod
 
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from tests import oracle
+from tests import custom_rules, oracle
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -27,7 +28,18 @@ class Twin:
     edges: tuple[int, ...] = (1,)
 
     def __repr__(self) -> str:
-        return self.pattern.text
+        return repr(self.pattern)
+
+
+class Sizes(Protocol):
+    """What tensors are drawn for."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_queries(self) -> int: ...
+    @property
+    def num_keys(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -163,10 +175,22 @@ def neighborhoods(draw: st.DrawFn) -> Twin:
     return Twin(pattern, oracle.neighborhood(grid, radius, rate), (1, *inner, prod(inner)))
 
 
+@st.composite
+def customs(draw: st.DrawFn) -> Twin:
+    """Functions of positions, of heads and of a table; with classify and a period, and without."""
+    kind = draw(st.sampled_from(["lattice", "window", "classified", "kinds"]))
+    if kind == "lattice":
+        return Twin(*custom_rules.lattices(draw(rates), draw(rates), draw(st.integers(2, 9))))
+    if kind == "kinds":
+        return Twin(*custom_rules.kinds(draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))))
+    widths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
+    return Twin(*custom_rules.windows(widths, classified=kind == "classified"))
+
+
 leaves = st.one_of(
     *(dilated(), dilated(), local_windows(), st.just(Twin(masks.causal(), oracle.causal()))),
     *(dilated_windows(), strided_rules(), global_tokens(), landmark_tokens()),
-    *(random_blocks(), block_lists(), neighborhoods()),
+    *(random_blocks(), block_lists(), neighborhoods(), customs()),
 )
 
 
@@ -225,6 +249,11 @@ def expressions(num_heads: int) -> st.SearchStrategy[Twin]:
     return st.one_of(sets(num_heads), mixtures(num_heads))
 
 
+def written_expressions(num_heads: int) -> st.SearchStrategy[Twin]:
+    """Those that can be written down: without custom functions."""
+    return expressions(num_heads).filter(lambda twin: '"custom"' not in twin.pattern.text)
+
+
 @st.composite
 def lengths(draw: st.DrawFn, edges: tuple[int, ...], largest: int = 48) -> int:
     """1 often; one less and one more than a multiple of an edge; any."""
@@ -253,17 +282,20 @@ def in_range(case: Case) -> bool:
     try:
         case.bind()
     except ValueError as error:
-        assert "block_list is out of range" in str(error)
+        if "block_list is out of range" not in str(error):
+            raise
         return False
     return True
 
 
 @st.composite
-def tensors(draw: st.DrawFn, case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(
+    draw: st.DrawFn, case: Sizes, dtype: torch.dtype = torch.float64, batch: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v for a case, with gradients wanted: grouped heads and both memory formats drawn."""
     H = case.num_heads
     G = draw(st.sampled_from([heads for heads in range(1, H + 1) if H % heads == 0]))
-    B, D = draw(st.integers(1, 2)), draw(st.sampled_from([1, 3, 8]))
+    B, D = batch or draw(st.integers(1, 2)), draw(st.sampled_from([1, 3, 8]))
     tokens_outermost = draw(st.booleans())
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
 

@@ -35,6 +35,8 @@ SAME = {
         masks.local_window(left=2, right=2) | masks.global_tokens(5),
         gym.generate_global_sliding_window(2, FIRST_FIVE),
     ),
+    # A square, where what attention-gym calls the width of its canvas is that of both axes.
+    "neighborhood": (masks.neighborhood((15, 15), (3, 1)), gym.generate_natten(15, 15, 7, 3)),
     "prefix language model": (masks.prefix_lm(6), gym.generate_prefix_lm_mask(6)),
 }
 SIZES = [(1, 1), (5, 5), (33, 33), (200, 200), (17, 64), (64, 17)]

@@ -12,8 +12,11 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated._flex import make_flex_program
 from flexdilated.masks import _cache
 from flexdilated.masks._cache import Cache
+from flexdilated.masks._planner import plan
+from flexdilated.masks._tables import table_bytes
 from flexdilated.masks._term import Term
 
 WINDOW = masks.causal() & masks.local_window(left=40, right=0)
@@ -173,15 +176,28 @@ def test_who_asks_first_leaves_no_trace(cache):
 
 
 def test_the_tables_of_a_flex_program_are_counted_with_it(cache):
-    from flexdilated._call_key import CallKey
-    from flexdilated._flex_op import _program
+    bound = WINDOW.bind(num_heads=2, num_queries=500, num_keys=500)
+    for device in ("cpu", "meta"):
+        natural, sides = masks.Layout(500), (64, 64)
+        program = make_flex_program(plan(bound), natural, num_kv_heads=2, block_size=sides, device=torch.device(device))
+        tables = sum(table_bytes(step.mask) for step in program.steps)
+        assert program.nbytes >= tables > 8 * 2 * 4
 
-    device = torch.device("meta")
-    key = CallKey(WINDOW.text, 2, 2, 500, 500, 0, 0, 0, 2, 1, (64, 64))
-    program = _program(key, device)
-    (copies,) = cache.stats().copies
-    assert copies.name == "copies on meta"
-    assert copies.bytes == program.nbytes > 8 * 8 * 4
+
+def test_run_time_tensors_are_versions(cache):
+    """Other values are other entries; forgetting the pattern drops those of all values, and no others."""
+    q = torch.randn(1, 2, 60, 8)
+    ids = [torch.arange(60) // length for length in (20, 30)]
+    outs = [fd.attend(q, q, q, masks.causal() & masks.documents(each)) for each in ids]
+    assert not torch.equal(*outs)
+    misses = cache.stats().misses
+    for each, out in zip(ids, outs, strict=True):
+        assert torch.equal(fd.attend(q, q, q, masks.causal() & masks.documents(each.clone())), out)
+    assert cache.stats().misses == misses
+    masks.block_mask(masks.causal() & masks.documents(ids[0]), 60, num_heads=2)
+    mask()
+    assert cache.forget(masks.documents(ids[0])) >= 6  # plan and program of each, master and copy of one
+    assert cache.stats().entries == 2
 
 
 @pytest.mark.slow

@@ -120,6 +120,23 @@ def stop_after(steps: int, monkeypatch) -> None:
     monkeypatch.setattr(_train, "loss_bits", interrupted_loss)
 
 
+def test_sample(tmp_path: Path, text: Path, capsys) -> None:
+    """After a training, and from its checkpoint: the same text, in the terminal and in a file, as long as asked."""
+    assert run(tmp_path, text, "--sample", "50") == 0
+    assert "sample    50 bytes after 128 of a held-out text" in capsys.readouterr().out
+    first = (tmp_path / "sample.txt").read_text(encoding="utf-8")
+    assert run(tmp_path, text, "--resume", "--sample", "50") == 0
+    printed = capsys.readouterr().out
+    assert (tmp_path / "sample.txt").read_text(encoding="utf-8") == first
+    assert first in printed
+    assert "sample.txt" in printed
+    prompt, continuation = first.split("\n--- the model goes on ---\n")
+    assert any(prompt in file.read_text(encoding="utf-8") for file in text.iterdir())
+    assert 1 <= len(continuation) <= 51
+    assert run(tmp_path, text, "--resume", "--sample") == 0
+    assert "sample    400 bytes" in capsys.readouterr().out
+
+
 def test_resume_of_a_finished_run_measures_again(tmp_path: Path, text: Path) -> None:
     assert run(tmp_path, text) == 0
     first = report(tmp_path)
@@ -194,6 +211,7 @@ BAD = {
     "no time": (["--minutes", "0"], "--minutes must be a positive number; got 0.0"),
     "time that is no number": (["--minutes", "nan"], "--minutes must be a positive number; got nan"),
     "negative seed": (["--seed", "-1"], "--seed must be in [0, 2**63); got -1"),
+    "negative sample": (["--sample", "-1"], "--sample must be at least 0; got -1"),
     "unknown device": (["--device", "abacus"], "--device must be one of cpu"),
     "device without storage": (["--device", "meta"], "--device must be one of cpu"),
     "second processor": (["--device", "cpu:1"], "--device must be one of cpu"),

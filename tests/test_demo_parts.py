@@ -15,6 +15,7 @@ from flexdilated.cli._loss_picture import running_mean
 from flexdilated.cli._mask_picture import touched_blocks
 from flexdilated.cli._model import build_model, model_config
 from flexdilated.cli._out import replace
+from flexdilated.cli._sample import Sample, next_logits
 from flexdilated.cli._schedule import learning_rate_factor, planned_steps
 from flexdilated.cli._usage import UsageError
 from flexdilated.cli._windows import training_window, validation_windows
@@ -158,6 +159,27 @@ def test_segments_end_at_the_context(context: int) -> None:
     assert max(config.segment_lengths) == config.segment_lengths[-1] >= context
     assert config.segment_lengths[0] == min(256, context)
     assert len(config.dilation_rates) == len(config.segment_lengths)
+
+
+@pytest.mark.parametrize("sizes", [[1] * 40, [30, 1, 9], [2, 1, 37]], ids=["steps", "prompt", "short prompt"])
+def test_a_sample_is_drawn_from_the_models_logits(sizes: list[int]) -> None:
+    """Byte by byte or in chunks, through caches and look-back: the logits of a whole pass."""
+    model = build_model(40, seed=0).double()
+    torch.nn.init.normal_(model.head.weight)
+    tokens = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(0))
+    following, behind = next_logits(model), 0
+    with torch.no_grad():
+        expected = model(tokens)
+        for part in tokens.split(sizes, dim=1):
+            behind += part.shape[1]
+            torch.testing.assert_close(following(part), expected[:, behind - 1], rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_printed_of_a_sample_leaves_the_terminal_alone() -> None:
+    sample = Sample(prompt=b"a\tb\n\xc3\xa9", continuation=b"\x1b[2J\x00\xff\r\x07c", seconds=1.0)
+    shown = "\N{REPLACEMENT CHARACTER}"
+    expected = f"a\tb\n\u00e9\n--- the model goes on ---\n{shown}[2J{shown}{shown}{shown}{shown}c\n"
+    assert sample.text() == expected
 
 
 def test_short_inputs() -> None:

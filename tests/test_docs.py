@@ -99,7 +99,7 @@ def errors_namespace() -> dict[str, Any]:
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row["code"])
 def test_bad_input(row: dict[str, str], errors_namespace: dict[str, Any]) -> None:
     message = ".*".join(map(re.escape, row["message"].replace(r"\|", "|").split("...")))
-    with pytest.raises(getattr(builtins, row["error"]), match=rf"\A{message}\Z") as caught:
+    with pytest.raises(getattr(builtins, row["error"]), match=rf"(?s)\A{message}\Z") as caught:
         eval(row["code"].replace(r"\|", "|"), errors_namespace)
     assert type(caught.value) is getattr(builtins, row["error"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,8 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import flexdilated as fd
 from flexdilated import _flex, masks
 from flexdilated._call_key import CallKey
-from flexdilated._flex import run_flex
-from flexdilated._flex_op import _program
+from flexdilated._flex import FlexProgram, run_flex
+from flexdilated._flex_program import static_program
 from tests import oracle
 from tests.agreement import assert_agrees
 from tests.strategies import Case, block_sides, cases, tensors, whole_cases
@@ -26,7 +27,9 @@ from tests.strategies import Case, block_sides, cases, tensors, whole_cases
 CPU = torch.device("cpu")
 
 
-def dense_flex(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, scale, enable_gqa, return_aux):
+def dense_flex(
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, scale, enable_gqa, return_aux, score_mod=None
+):
     """What an accelerator's kernel computes: listed blocks only, the mask_mod on partial ones, with an lse."""
     H, N, M = q.shape[1], q.shape[2], k.shape[2]
     k, v = (x.repeat_interleave(H // k.shape[1], dim=1) if enable_gqa else x for x in (k, v))
@@ -37,10 +40,20 @@ def dense_flex(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, scale,
     whole = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     row_block, column_block = rows // block_mask.BLOCK_SIZE[0], columns // block_mask.BLOCK_SIZE[1]
     partial, full = (x[:, row_block][:, :, column_block] for x in (listed, whole))
-    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~(full | (partial & by_rule)), -torch.inf)
+    scores = q @ k.transpose(-1, -2) * scale
+    if score_mod is not None:
+        scores = one_by_one(score_mod)(scores, torch.arange(len(q)), heads.flatten(), rows, columns)
+    scores = scores.masked_fill(~(full | (partial & by_rule)), -torch.inf)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
     return weights @ v, SimpleNamespace(lse=lse)
+
+
+def one_by_one(score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of one score and its four indices, over (B, H, N, M) scores and the indices of each dim."""
+    for place in (4, 3, 2, 1):
+        score_mod = torch.vmap(score_mod, in_dims=(0, *(0 if dim == place else None for dim in (1, 2, 3, 4))))
+    return score_mod
 
 
 def _listed(counts: Tensor, indices: Tensor) -> Tensor:
@@ -58,10 +71,15 @@ def call_key(case: Case, kv_heads: int, side: int, rate: int = 1) -> CallKey:
     return CallKey(case.twin.pattern.text, *sizes, *where, rate, (side, side))
 
 
-def attend_by(key: CallKey, scale: float):
-    program = _program(key, CPU)
-    steps = tuple(replace(step, call=dense_flex) for step in program.steps)
-    return lambda q, k, v: run_flex(replace(program, steps=steps), q, k, v, scale=scale, return_lse=True, direct=False)
+def attend_by(key: CallKey, scale: float, **features):
+    return around_dense(static_program(key, CPU), scale, **features)
+
+
+def around_dense(program: FlexProgram, scale: float, **features):
+    """The engine with the stand-in for its kernel."""
+    program = replace(program, steps=tuple(replace(step, call=dense_flex) for step in program.steps))
+    options = {"scale": scale, "return_lse": True, "direct": False, **features}
+    return lambda q, k, v, sinks=None: run_flex(program, q, k, v, sinks=sinks, **options)
 
 
 @given(st.data(), block_sides)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import flexdilated
-from flexdilated import masks
+from flexdilated import masks, testing
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,13 +27,14 @@ FLOORS = {
     r"flexdilated\._(attend|engines|kv_cache|validate)\b": 2,
     r"flexdilated\._[^_]": 1,
     r"flexdilated\.nn\b": 3,
-    r"flexdilated(\.cli|\.__main__|$)": 4,
+    r"flexdilated(\.cli|\.testing|\.__main__|$)": 4,
 }
 GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
 EXTRAS = {"matplotlib", "tqdm"}
 
 PUBLIC = {
     flexdilated: [
+        "BlockSparseAttention",
         "DilatedAttention",
         "KVCache",
         "LongNet",
@@ -41,7 +42,9 @@ PUBLIC = {
         "MultiheadDilatedAttention",
         "attend",
         "masks",
+        "testing",
     ],
+    testing: ["check_pattern"],
     masks: [
         *("Bound", "EMPTY", "FULL", "Layout", "Mixture", "PARTIAL", "Pattern", "block_list", "block_mask"),
         *("blockwise", "cache", "causal", "chunked", "custom", "describe", "dilated", "dilated_window"),

@@ -36,10 +36,10 @@ def inputs(*widths, batch=B, batch_first=False, lengths=(N, N, N)):
     return [x.requires_grad_() for x in tensors]
 
 
-def assert_same_function(ours, torchs, tensors, *, mask=None, is_causal=False):
+def assert_same_function(ours, torchs, tensors, *, mask=None, is_causal=False, padding=None):
     """Outputs, and gradients of inputs and parameters; `tensors` may hold one tensor three times."""
-    out, weights = ours(*tensors, is_causal=is_causal)
-    expected, _ = torchs(*tensors, need_weights=False, attn_mask=mask)
+    out, weights = ours(*tensors, is_causal=is_causal, key_padding_mask=padding)
+    expected, _ = torchs(*tensors, need_weights=False, attn_mask=mask, key_padding_mask=padding)
     assert weights is None
     assert_close(out, expected, **TOLERANCE)
     cotangent = torch.randn_like(expected)
@@ -62,6 +62,40 @@ def test_one_whole_branch_is_torchs_attention(bias, batch_first, batch):
     tensors = inputs(E, E, E, batch=batch, batch_first=batch_first)
     assert_same_function(ours, torchs, tensors)
     assert_same_function(ours, torchs, tensors[:1] * 3)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("batch", [B, None])
+@pytest.mark.parametrize("num_keys", [N, 7])
+def test_any_padding_mask_is_torchs(batch_first, batch, num_keys):
+    """Booleans and floats; keys left out at either end and in the middle; self and cross attention."""
+    ours, torchs = pair(batch_first=batch_first)
+    tensors = inputs(E, E, E, batch=batch, batch_first=batch_first, lengths=(N, num_keys, num_keys))
+    padding = torch.rand(B, num_keys, generator=torch.Generator().manual_seed(3)) < 0.4
+    padding[:, 1], padding[0, :1], padding[1, -2:] = False, True, True
+    padding = padding if batch else padding[0]
+    assert_same_function(ours, torchs, tensors, padding=padding)
+    added = torch.zeros(padding.shape, dtype=torch.float64).masked_fill(padding, -torch.inf)
+    assert_same_function(ours, torchs, tensors, padding=added)
+
+
+def test_padding_with_branches_and_causal_order():
+    """A key that is left out is out of every branch; a query without any gets zeros into its projection."""
+    segments, rates = (3, 8, 64), (1, 2, 3)
+    ours, torchs = pair(segments, rates)
+    padding = torch.zeros(B, N, dtype=torch.bool)
+    padding[0, 4:], padding[1, ::3] = True, True
+    counts = multiplicity(segments, rates, num_heads=H, num_queries=N, num_keys=N, causal=False)
+    mask = counts.double().log().repeat(B, 1, 1).view(B, H, N, N)
+    mask = mask.masked_fill(padding[:, None, None, :], -torch.inf)
+    seen = (mask > -torch.inf).any(-1).all(1)  # rows that see a key in every head: torch makes NaN of others
+    x = inputs(E, E, E)
+    out, _ = ours(*x, key_padding_mask=padding)
+    expected, _ = torchs(*x, need_weights=False, attn_mask=mask.flatten(0, 1))
+    assert seen.any()
+    assert not seen.all()
+    assert_close(out.transpose(0, 1)[seen], expected.transpose(0, 1)[seen], **TOLERANCE)
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("widths", [{"kdim": 7}, {"vdim": 5}, {"kdim": 7, "vdim": 5}])
@@ -159,6 +193,18 @@ def test_encoder_calls_it_in_eval():
         assert_close(sparse(x), sparse.train()(x), **TOLERANCE)
 
 
+def test_encoder_hands_its_padding_on():
+    def encoder(layer):
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    (x,) = inputs(E, lengths=(N,), batch_first=True)
+    padding = torch.zeros(B, N, dtype=torch.bool)
+    padding[0, -2:], padding[1, -7:] = True, True
+    expected = encoder(encoder_layer())(x, src_key_padding_mask=padding)
+    found = encoder(encoder_layer(replacement((64,))))(x, src_key_padding_mask=padding)
+    assert_close(found[~padding], expected[~padding], **TOLERANCE)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_padding_in_an_encoder_built_around_dense_attention_raises():
     encoder = nn.TransformerEncoder(encoder_layer(), 1).eval()
@@ -238,7 +284,14 @@ def test_bad_arguments(options, error, message):
     [
         ({"need_weights": True}, ValueError, "need_weights must be False"),
         ({"attn_mask": torch.zeros(N, N)}, ValueError, "pass is_causal=True for a causal mask"),
-        ({"key_padding_mask": torch.zeros(B, N)}, ValueError, "pad on the right with a causal pattern"),
+        (
+            {"key_padding_mask": torch.zeros(B, N + 1)},
+            ValueError,
+            r"shape \(3, 11\), one entry for each key; got \(3, 12\)",
+        ),
+        ({"key_padding_mask": torch.ones(B, N)}, ValueError, "must be 0, or -inf for hidden ones; got 1.0"),
+        ({"key_padding_mask": torch.zeros(B, N, dtype=torch.int64)}, TypeError, "must hold booleans"),
+        ({"key_padding_mask": [True]}, TypeError, "must hold booleans, .*; got list"),
         ({"is_causal": None}, TypeError, "is_causal must be True or False"),
     ],
 )

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.masks._parse import CONSTRUCTORS
-from tests.strategies import expressions
+from tests.strategies import written_expressions
 
 NAMESPACE = {name: getattr(masks, name) for name in masks.__all__} | {"masks": masks}
 
 
-@given(st.integers(1, 4).flatmap(expressions))
+@given(st.integers(1, 4).flatmap(written_expressions))
 def test_what_is_printed_is_read_back(twin):
     text = repr(twin.pattern)
     again = masks.parse(text)
@@ -26,7 +26,7 @@ def test_what_is_printed_is_read_back(twin):
     assert repr(again) == text
 
 
-@given(st.integers(1, 4).flatmap(expressions))
+@given(st.integers(1, 4).flatmap(written_expressions))
 def test_what_is_printed_is_python(twin):
     assert eval(repr(twin.pattern), dict(NAMESPACE)) == twin.pattern
 
@@ -325,7 +325,7 @@ def test_any_text_is_answered(text):
     is_answered(text)
 
 
-@given(st.integers(1, 3).flatmap(expressions), st.data())
+@given(st.integers(1, 3).flatmap(written_expressions), st.data())
 def test_spoilt_expressions_are_answered(twin, data):
     """Characters lost, doubled, replaced and put in between."""
     text = repr(twin.pattern)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,13 +11,10 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated._call_key import CallKey
-from flexdilated._flex import run_flex
-from flexdilated._flex_op import _program
 from tests import oracle
 from tests.agreement import TIGHT, assert_agrees
 from tests.strategies import block_sides, cases, tensors, whole_cases
-from tests.test_flex import CPU, call_key, dense_flex
+from tests.test_flex import attend_by, call_key
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -54,18 +49,8 @@ def test_flex_around_its_kernel_is_the_oracle(data, side):
     """Its epilogue, where the kernel gives an lse: here a dense one does."""
     case = data.draw(cases())
     inputs = *data.draw(tensors(case)), data.draw(drawn_sinks(case.num_heads))
-    attend = flex_around_dense(call_key(case, inputs[1].shape[1], side))
+    attend = attend_by(call_key(case, inputs[1].shape[1], side), 0.5)
     assert_agrees(attend, inputs, case.counts(), scale=0.5)
-
-
-def flex_around_dense(key: CallKey):
-    program = _program(key, CPU)
-    program = replace(program, steps=tuple(replace(step, call=dense_flex) for step in program.steps))
-
-    def attend(q, k, v, sinks):
-        return run_flex(program, q, k, v, scale=0.5, return_lse=True, direct=False, sinks=sinks)
-
-    return attend
 
 
 @given(st.data(), st.integers(2, 7))
@@ -200,5 +185,5 @@ def test_training_with_sinks_is_one_graph():
 def test_the_op_keeps_its_contract(dtype):
     """Schema, shape rule, autograd and AOT dispatch with sinks, as torch checks them."""
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)
-    arguments = *qkv(dtype), sinks, PATTERN.text, 0.5, 0, 0, 0, 4, 1, [8, 16]
+    arguments = *qkv(dtype), sinks, [], PATTERN.text, 0.5, 0, 0, 0, 4, 1, [8, 16]
     torch.library.opcheck(torch.ops.flexdilated.tiles.default, arguments, atol=1e-2, rtol=1e-2)

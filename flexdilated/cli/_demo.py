@@ -25,6 +25,8 @@ from ._optimizer import Optimizers
 from ._out import prepare, replace
 from ._results import Results, save_report, table
 from ._run import Run
+from ._sample import FILE_NAME as SAMPLE_FILE
+from ._sample import draw_sample, save_sample
 from ._settings import Settings
 from ._train import train
 from ._usage import UsageError
@@ -59,6 +61,8 @@ def demo(settings: Settings) -> None:
             print("stopping early; a second Ctrl-C ends at once, without results")
         results = _measure(run, validation, settings, interrupt, ended_by)
         print(f"\n{table(results)}\n")
+        if settings.sample:
+            _sample(run, validation, settings)
         _leave(results, run, settings, identity)
 
 
@@ -143,11 +147,19 @@ def _measure(run: Run, validation: _Validation, settings: Settings, interrupt: I
     )
 
 
+def _sample(run: Run, validation: _Validation, settings: Settings) -> None:
+    """Continue the first half of the first validation window."""
+    prompt = validation.windows[0][: max(1, settings.context // 2)]
+    sample = draw_sample(run.model, prompt, num_bytes=settings.sample, seed=settings.seed)
+    print(f"{sample.summary()}\n\n{sample.text()}")
+    save_sample(settings.out, sample)
+
+
 def _leave(results: Results, run: Run, settings: Settings, identity: dict[str, Any]) -> None:
     """Write report and pictures, and say where they are."""
     config = {**identity, "steps": settings.steps, "minutes": settings.minutes, "device": settings.device}
     save_report(settings.out / "report.json", results, config=config, losses=run.losses)
-    written = ["report.json", _checkpoint.FILE_NAME]
+    written = ["report.json", _checkpoint.FILE_NAME, *([SAMPLE_FILE] if settings.sample else [])]
     if _extras.find("matplotlib") is None:
         print(_extras.missing_line("matplotlib"))
     else:

@@ -54,6 +54,8 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("demo-out"), metavar="FOLDER", help="where results go (%(default)s)")
     add("--data", type=Path, metavar="PATH", help="a file or folder to train on instead")
     add("--resume", action="store_true", help="go on from the checkpoint in --out; --steps may be raised")
+    sample = "let the model continue a held-out text by this many bytes (%(const)s if no number is given)"
+    add("--sample", type=int, nargs="?", const=400, default=0, metavar="BYTES", help=sample)
     parser.set_defaults(command=_demo)
 
 

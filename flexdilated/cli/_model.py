@@ -64,11 +64,20 @@ class ByteModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
+    @property
+    def lookback(self) -> int:
+        """The bytes that an embedding sees."""
+        return len(self.embeddings)
+
     def forward(self, tokens: Int64[Tensor, "B N"]) -> Float[Tensor, "B N 256"]:
+        return self.head(self.trunk(self.embed(tokens)))
+
+    def embed(self, tokens: Int64[Tensor, "B N"]) -> Float[Tensor, "B N E"]:
+        """Each byte with those just before it."""
         x = torch.zeros((), device=tokens.device)
         for distance, table in enumerate(self.embeddings[: tokens.shape[1]]):
             x = x + F.pad(table(tokens[:, : tokens.shape[1] - distance]), (0, 0, distance, 0))
-        return self.head(self.trunk(x))
+        return x
 
 
 def build_model(context: int, *, seed: int) -> ByteModel:

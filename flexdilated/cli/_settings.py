@@ -15,8 +15,8 @@ from ._usage import UsageError
 class Settings:
     """What the user chose. `data=None` is the standard library's source; `minutes` bounds the training alone.
 
-    Raises UsageError for a context below 2, fewer than 0 steps, a number of minutes that is not a positive
-    number, a seed outside [0, 2**63), and a device that this machine does not have.
+    Raises UsageError for a context below 2, fewer than 0 steps or bytes to sample, a number of minutes that is not a
+    positive number, a seed outside [0, 2**63), and a device that this machine does not have.
     """
 
     context: int
@@ -27,6 +27,7 @@ class Settings:
     out: Path
     data: Path | None
     resume: bool
+    sample: int
 
     def __post_init__(self) -> None:
         if self.context < 2:
@@ -35,6 +36,8 @@ class Settings:
             raise UsageError(f"--steps must be at least 0; got {self.steps}")
         if not (isfinite(self.minutes) and self.minutes > 0):
             raise UsageError(f"--minutes must be a positive number; got {self.minutes}")
+        if self.sample < 0:
+            raise UsageError(f"--sample must be at least 0; got {self.sample}")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must be in [0, 2**63); got {self.seed}")
         _check_device(self.device)

@@ -1,8 +1,9 @@
-"""Modules: dilated attention, a drop-in for `nn.MultiheadAttention`, and the LongNet model."""
+"""Modules: attention by a pattern, dilated attention, a drop-in for `nn.MultiheadAttention`, and the LongNet model."""
 
+from ._block_sparse import BlockSparseAttention
 from ._dilated_attention import DilatedAttention
 from ._longnet import LongNet
 from ._longnet_config import LongNetConfig
 from ._multihead import MultiheadDilatedAttention
 
-__all__ = ["DilatedAttention", "LongNet", "LongNetConfig", "MultiheadDilatedAttention"]
+__all__ = ["BlockSparseAttention", "DilatedAttention", "LongNet", "LongNetConfig", "MultiheadDilatedAttention"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
@@ -9,7 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .. import masks
+from .._kv_cache import KVCache
 from ..masks import Layout
+from ._generate import Sampling, generate
 from ._longnet_block import Block
 from ._longnet_config import LongNetConfig
 from ._rotary import rotary_table
@@ -58,40 +62,94 @@ class LongNet(nn.Module):
             nn.init.normal_(self.head.weight, std=0.1 * E**-0.5)
 
     def forward(
-        self, tokens: Int64[Tensor, "B N"] | Float[Tensor, "B N E"]
+        self, tokens: Int64[Tensor, "B N"] | Float[Tensor, "B N E"], *, caches: Sequence[KVCache] | None = None
     ) -> Float[Tensor, "B N V"] | Float[Tensor, "B N E"]:
         """Logits for tokens in [0, vocab_size); with vocab_size=None, features for embedded inputs.
 
-        Raises ValueError or TypeError for another shape, dtype or device; a token outside the vocabulary
-        raises IndexError, or what the device makes of it, when it is embedded.
+        With `caches`, from `new_caches`, the tokens follow those that went through them before. Raises ValueError
+        or TypeError for another shape, dtype or device; a token outside the vocabulary raises IndexError, or what
+        the device makes of it, when it is embedded.
         """
+        return self._logits(self._features(tokens, caches))
+
+    def new_caches(self, *, capacity: int | None = None) -> list[KVCache]:
+        """Empty caches, one a block, for the tokens of a batch to go through in order. For a causal model.
+
+        capacity: as in `KVCache`.
+        """
+        heads, engine = self.config.num_heads, self.config.engine
+        return [KVCache(self.pattern, num_heads=heads, capacity=capacity, engine=engine) for _ in self.blocks]
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Int64[Tensor, "B N"],
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+        stop: int | None = None,
+        prefill_chunk: int = 8192,
+    ) -> Int64[Tensor, "B N_plus_new"]:
+        """The tokens and what follows them, drawn one by one from the model's logits.
+
+        temperature: the logits' divisor; 0 takes the most likely token. top_k, top_p: only the k most likely
+        tokens, only the most likely ones that together reach probability p. generator: the source of randomness;
+        None is torch's own. stop: a token after which a sequence has nothing else; once all have drawn it the
+        result ends. prefill_chunk: tokens of the prompt that go through the model at once, which bounds memory.
+
+        Raises ValueError or TypeError for a model that is not causal or has no vocabulary, and for bad values.
+        """
+        if self.config.vocab_size is None or not self.config.causal:
+            raise ValueError(
+                "generate needs a causal model with a vocabulary; "
+                f"got vocab_size={self.config.vocab_size}, causal={self.config.causal}"
+            )
         self._check(tokens)
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        caches = self.new_caches()
+
+        def next_logits(following: Tensor) -> Tensor:
+            return self._logits(self._features(following, caches)[:, -1])
+
+        options = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
+        return torch.cat([tokens, generate(next_logits, tokens, sampling, stop=stop, **options)], dim=1)
+
+    def _features(self, tokens: Tensor, caches: Sequence[KVCache] | None) -> Float[Tensor, "B N E"]:
+        """What the last norm gives, in the order of the tokens."""
+        self._check(tokens)
+        self._check_caches(caches)
         num_tokens = tokens.shape[1]
-        layout = self._layout(num_tokens, tokens.device)
+        layout = None if caches else self._layout(num_tokens, tokens.device)
         if layout is None:
-            positions, x = torch.arange(num_tokens, device=tokens.device), tokens
+            first = caches[0].num_tokens if caches else 0
+            positions, x = torch.arange(first, first + num_tokens, device=tokens.device), tokens
         else:
             positions, x = layout.positions(tokens.device), layout.apply(tokens, dim=1)
         if self.embedding is not None:
             x = self.embedding(x)
-        x = self.norm(self._run_blocks(x, positions, layout))
-        if layout is not None:
-            x = layout.invert(x, dim=1)
-        return self._logits(x)
+        x = self.norm(self._run_blocks(x, positions, layout, caches))
+        return x if layout is None else layout.invert(x, dim=1)
 
-    def _run_blocks(self, x: Tensor, positions: Tensor, layout: Layout | None) -> Tensor:
+    def _run_blocks(
+        self, x: Tensor, positions: Tensor, layout: Layout | None, caches: Sequence[KVCache] | None
+    ) -> Tensor:
         config = self.config
         rotary = rotary_table(positions, head_dim=config.head_dim, base=config.rotary_base, dtype=x.dtype)
         remember_inputs_only = config.checkpoint and torch.is_grad_enabled()
-        for block in self.blocks:
-            if remember_inputs_only:
+        for index, block in enumerate(self.blocks):
+            if caches is not None:
+                x = block(x, rotary, self.pattern, layout, caches[index])
+            elif remember_inputs_only:
                 # No block draws random numbers, so there is no generator state to restore.
                 x = checkpoint(block, x, rotary, self.pattern, layout, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, rotary, self.pattern, layout)
         return x
 
-    def _logits(self, x: Float[Tensor, "B N E"]) -> Tensor:
+    def _logits(self, x: Float[Tensor, "... E"]) -> Tensor:
         if self.head is not None:
             return self.head(x)
         return x if self.embedding is None else F.linear(x, self.embedding.weight)
@@ -120,6 +178,16 @@ class LongNet(nn.Module):
         if not fits or 0 in shape:
             raise ValueError(f"the input must have shape {rule}, none of them 0; got {shape}")
         self._check_dtype(tokens)
+
+    def _check_caches(self, caches: Sequence[KVCache] | None) -> None:
+        if caches is None:
+            return
+        seen = [cache.num_tokens for cache in caches]
+        if len(seen) != len(self.blocks) or len(set(seen)) > 1:
+            raise ValueError(
+                f"a model of {len(self.blocks)} blocks needs as many caches that have seen the same tokens; "
+                f"got {len(seen)} that have seen {seen}"
+            )
 
     def _check_dtype(self, tokens: Tensor) -> None:
         if self.embedding is not None:

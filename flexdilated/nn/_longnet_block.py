@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._attend import attend
+from .._kv_cache import KVCache
 from ..masks import Layout, Mixture, Pattern
 from ._longnet_config import LongNetConfig
 from ._rotary import RotaryTable, rotate
@@ -58,8 +59,10 @@ class Block(nn.Module):
         rotary: RotaryTable,
         pattern: Pattern | Mixture,
         layout: Layout | None,
+        cache: KVCache | None = None,
     ) -> Float[Tensor, "B N E"]:
-        x = x + self._attend(self.attention_norm(x), rotary, pattern, layout)
+        """With a cache the tokens follow those it has seen."""
+        x = x + self._attend(self.attention_norm(x), rotary, pattern, layout, cache)
         return x + self.ffn_out(F.gelu(self.ffn_in(self.ffn_norm(x)), approximate="tanh"))
 
     def _attend(
@@ -68,11 +71,15 @@ class Block(nn.Module):
         rotary: RotaryTable,
         pattern: Pattern | Mixture,
         layout: Layout | None,
+        cache: KVCache | None,
     ) -> Float[Tensor, "B N E"]:
         H, G = self.num_heads, self.kv_heads
         heads = self.qkv(x).unflatten(-1, (H + 2 * G, self.head_dim))
         qk, v = heads.split((H + G, G), dim=2)
         q, k = rotate(qk, rotary).split((H, G), dim=2)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        out = attend(q, k, v, pattern, enable_gqa=H != G, layout=layout, engine=self.engine)
+        if cache is None:
+            out = attend(q, k, v, pattern, enable_gqa=H != G, layout=layout, engine=self.engine)
+        else:
+            out = cache.attend(q, k, v)
         return self.attention_out(out.transpose(1, 2).flatten(-2))

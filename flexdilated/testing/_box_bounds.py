@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,8 @@ _STEPS = ((1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (1, 2), (3, 1), (2, 5))
 _SHRINKS = 500
 
 
-class Terms(NamedTuple):
+@dataclass(frozen=True)
+class Terms:
     """A progression of positions: first, first + step, ..."""
 
     first: int
@@ -32,21 +32,19 @@ class Terms(NamedTuple):
         """Simpler progressions: shorter from either end, nearer to 0, without gaps."""
         for count in dict.fromkeys((1, self.count // 2, self.count - 1)):
             if 0 < count < self.count:
-                yield self._replace(count=count)
+                yield replace(self, count=count)
                 yield Terms(self.first + self.step * (self.count - count), self.step, count)
         if self.step > 1:
-            yield self._replace(step=1)
+            yield replace(self, step=1)
         yield from (
-            self._replace(first=first)
+            replace(self, first=first)
             for first in dict.fromkeys((0, self.first // 2, self.first - 1))
             if 0 <= first < self.first
         )
 
     def __str__(self) -> str:
-        if self.count == 1:
-            return str(self.first)
-        step = "" if self.step == 1 else f" in steps of {self.step}"
-        return f"{self.first} to {self.last}{step}"
+        span = str(self.first) if self.count == 1 else f"{self.first} to {self.last}"
+        return span if self.step == 1 else f"{span} in steps of {self.step}"
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,8 @@ def check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) ->
     """0 <= low <= allowed pairs <= high <= area for every box that is looked at."""
     failures = list(_failures(dense, examples, generator))
     if failures:
-        place = _shrunk(dense, min(failures, key=lambda place: place.q.count * place.k.count))
-        raise AssertionError(_report(dense, place))
+        smallest = min((_shrunk(dense, place) for place in failures), key=_size)
+        raise AssertionError(_report(dense, smallest))
 
 
 def _failures(dense: DenseRule, examples: int, generator: torch.Generator) -> Iterator[Place]:
@@ -138,6 +136,11 @@ def _place(box: Box, index: int) -> Place:
 
 def _is_wrong(bounds: Bounds, truth: Tensor, area: Tensor) -> Tensor:
     return (bounds.low < 0) | (bounds.low > truth) | (truth > bounds.high) | (bounds.high > area)
+
+
+def _size(place: Place) -> tuple[int, int]:
+    """Ranges are simpler than progressions with gaps, then fewer pairs than more."""
+    return place.q.step + place.k.step, place.q.count * place.k.count
 
 
 def _shrunk(dense: DenseRule, place: Place) -> Place:

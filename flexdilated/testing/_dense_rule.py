@@ -12,6 +12,7 @@ from ..masks import Pattern
 # H heads, T tokens
 
 _CPU = torch.device("cpu")
+_ALONE = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +51,15 @@ def ask(pattern: Pattern, num_heads: int, h: Tensor, q: Tensor, k: Tensor) -> Te
 
 
 def check_elementwise(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
-    """Pairs in a row, in any order, must get the answers that they get in a table."""
-    h = torch.randint(dense.num_heads, (examples,), generator=generator, device=_CPU)
-    q, k = torch.randint(dense.num_tokens, (2, examples), generator=generator, device=_CPU)
-    wrong = (ask(dense.pattern, dense.num_heads, h, q, k) != dense.table[h, q, k]).nonzero().flatten().tolist()
-    if wrong:
-        where = f"head {int(h[wrong[0]])}, query {int(q[wrong[0]])}, key {int(k[wrong[0]])}"
-        raise AssertionError(f"{dense.pattern!r}: mask_mod must look at each pair by itself; {where} depends on others")
+    """Pairs in a row, and alone, must get the answers that they get in a table."""
+    number = max(examples, _ALONE)
+    h = torch.randint(dense.num_heads, (number,), generator=generator, device=_CPU)
+    q, k = torch.randint(dense.num_tokens, (2, number), generator=generator, device=_CPU)
+    cells = [slice(None), *range(_ALONE)]
+    for cell in cells:
+        found = ask(dense.pattern, dense.num_heads, h[cell], q[cell], k[cell])
+        wrong = (found != dense.table[h, q, k][cell]).flatten().nonzero().flatten().tolist()
+        if wrong:
+            head, query, key = (int(side[cell].flatten()[wrong[0]]) for side in (h, q, k))
+            rule = f"{dense.pattern!r}: mask_mod must look at each pair by itself"
+            raise AssertionError(f"{rule}; for head {head}, query {query}, key {key} it depends on the others asked")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..masks import Layout
 from ..masks._blocks import UNKNOWN, Blocks
 from ..masks._lower import residue_rate, shared_terms
 from ._dense_rule import DenseRule
@@ -54,8 +55,8 @@ def _check_case(dense: DenseRule, case: _Case) -> None:
     sizes = {"num_queries": case.num_queries, "num_keys": case.num_keys, "q_offset": case.q_offset}
     bound = dense.pattern.bind(num_heads=dense.num_heads, **sizes)
     (term,) = shared_terms(dense.pattern, 1, bound, case.rate)
-    q, k = term.q.positions() + case.q_offset, term.k.positions()
-    truth = _in_blocks(dense.table[:, q][:, :, k], case.q_block, case.k_block)
+    q, k = (Layout(size, case.rate).positions() for size in (case.num_queries, case.num_keys))
+    truth = _in_blocks(dense.table[:, q + case.q_offset][:, :, k], case.q_block, case.k_block)
     whole = truth == case.q_block * case.k_block
     for settle in (False, True):
         listed, full, pairs = _as_tables(term.blocks(case.q_block, case.k_block, settle=settle))

@@ -1,0 +1,79 @@
+"""Flex programs from the cache, planned once for all values of a pattern's run-time tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ._call_key import CallKey
+from ._flex import FlexProgram, make_flex_program
+from .masks import cache
+from .masks._algebra import Every
+from .masks._block_mask import term_blocks
+from .masks._options import Allowed
+from .masks._pattern import Expression
+from .masks._planner import Plan, plan
+from .masks._term import Term
+
+
+def static_program(key: CallKey, device: torch.device) -> FlexProgram:
+    """The program of a pattern without run-time tensors."""
+    # Terms that share rows are merged by their lse, which FlexAttention on CPU does not give.
+    allowed = Allowed(shared_rows=device.type != "cpu", windows=False)
+    return _cached(key, device, lambda: plan(key.bound(), device=device, layout=key.layout, allowed=allowed))
+
+
+def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor]) -> FlexProgram:
+    """The program for these values of the run-time tensors, with the steps of `blank_program`."""
+    rule = key.rules(bindings)
+
+    def planned() -> Plan:
+        blank = key.blank(bindings)
+        real = dict(zip(blank.branches(), rule.branches(), strict=True))
+        best = _blank_plan(key, device, blank)
+        terms = tuple(replace(term, rule=real.get(term.rule, term.rule)) for term in best.terms)
+        return replace(best, bound=key.bound(rule), terms=terms)
+
+    return _cached(key._replace(pattern=rule.text), device, planned)
+
+
+def blank_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor]) -> FlexProgram:
+    """The program that all values of tensors of these shapes share, but for its tables."""
+    blank = key.blank(bindings)
+    return _cached(key._replace(pattern=blank.text), device, lambda: _blank_plan(key, device, blank))
+
+
+def list_width(term: Term, block_size: tuple[int, int], device: torch.device) -> tuple[int, int]:
+    """(longest list of a row, of a column) that a term's tables may need, whatever the run-time values."""
+    columns, rows = -(-term.k.num_slots // block_size[1]), -(-term.q.num_slots // block_size[0])
+    outer = replace(term, rule=term.rule.superset())
+    if device.type == "cpu" or outer.rule == Every():
+        return columns, rows
+
+    def measure() -> tuple[int, int]:
+        blocks = term_blocks(outer, block_size)
+        lines = ((blocks.table.long() * size + line) for size, line in ((rows, blocks.row), (columns, blocks.column)))
+        by_row, by_column = (max(1, int(torch.bincount(line).max())) if len(line) else 1 for line in lines)
+        return by_row, by_column
+
+    return cache().get(("widths", outer, block_size), measure, lambda _: 16, pattern=outer.rule.text)
+
+
+def _blank_plan(key: CallKey, device: torch.device, blank: Expression) -> Plan:
+    allowed = Allowed(shared_rows=False, windows=False)
+    return plan(key.bound(blank), device=device, layout=key.layout, allowed=allowed)
+
+
+def _cached(key: CallKey, device: torch.device, planned: Callable[[], Plan]) -> FlexProgram:
+    def build() -> FlexProgram:
+        sides = key.block_size
+        return make_flex_program(planned(), key.layout, num_kv_heads=key.num_kv_heads, block_size=sides, device=device)
+
+    return cache().get(("flex", key, device), build, _program_bytes, pattern=key.pattern, device=device)
+
+
+def _program_bytes(program: FlexProgram) -> int:
+    return program.nbytes

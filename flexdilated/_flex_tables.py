@@ -1,0 +1,90 @@
+"""Block tables of run-time tensors inside a compiled graph: an op that builds them when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
+
+from ._call_key import CallKey
+from ._flex import FlexProgram, FlexStep
+from ._flex_program import blank_program, list_width, run_time_program
+from .masks._run_time import tables
+
+# B batch entries, H mask heads, R rows, C columns, W blocks in a row at most
+
+_FIELDS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_FIELDS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+
+
+@torch.library.custom_op("flexdilated::flex_tables", mutates_args=())
+def flex_tables(
+    q: Tensor,
+    bindings: list[Tensor],
+    pattern: str,
+    num_heads: int,
+    num_kv_heads: int,
+    num_queries: int,
+    num_keys: int,
+    q_offset: int,
+    k_offset: int,
+    head_offset: int,
+    num_heads_global: int,
+    rate: int,
+    block_size: list[int],
+) -> list[Tensor]:
+    """For each step of the program its block tables, as BlockMask orders them, then the rows of its run-time tables."""
+    sizes = (num_heads, num_kv_heads, num_queries, num_keys)
+    where = (q_offset, k_offset, head_offset, num_heads_global)
+    key = CallKey.of(pattern, *sizes, *where, rate, block_size)
+    found: list[Tensor] = []
+    for step in run_time_program(key, q.device, bindings).steps:
+        for name, width in _widths(step, key).items():
+            table = getattr(step.mask, name)
+            found.append(table.clone() if width is None else pad(table, (0, width - table.shape[-1])))
+        found += [table.rows.to(q.device, copy=True) for table in tables(step.term.rule)]
+    return found
+
+
+@flex_tables.register_fake
+def _(q, bindings, *key):
+    found = CallKey.of(*key)
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
+    with unset_fake_temporarily():
+        for step in blank_program(found, q.device, bindings).steps:
+            for name, width in _widths(step, found).items():
+                table = getattr(step.mask, name)
+                shapes.append((tuple(table.shape) if width is None else (*table.shape[:-1], width), table.dtype))
+            shapes += [(tuple(table.rows.shape), table.rows.dtype) for table in tables(step.term.rule)]
+    return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+
+
+def _widths(step: FlexStep, key: CallKey) -> dict[str, int | None]:
+    """How long the lists of each table of a BlockMask are in a graph; None for tables that hold no lists."""
+    by_row, by_column = list_width(step.term, key.block_size, step.mask.kv_num_blocks.device)
+    return {name: by_row if "kv" in name else by_column for name in _FIELDS} | {
+        name: None for name in _FIELDS if name.endswith("num_blocks")
+    }
+
+
+def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
+    """The program with other tables, as `flex_tables` returned them; traced by torch.compile."""
+    steps, following = [], iter(found)
+    for step in program.steps:
+        named = {name: next(following) for name in _FIELDS}
+        for held in step.held:
+            held.rows = next(following)
+        steps.append(_with_mask(step, named))
+    return FlexProgram(tuple(steps), program.shares_rows, program.enter, program.leave)
+
+
+def _with_mask(step: FlexStep, named: dict[str, Tensor]) -> FlexStep:
+    sizes: dict[str, Any] = {"seq_lengths": step.mask.seq_lengths, "BLOCK_SIZE": step.mask.BLOCK_SIZE}
+    sizes.update(named)
+    mask = BlockMask(**sizes, mask_mod=step.mask.mask_mod)
+    return FlexStep(mask, step.term, step.held, step.indices, step.queries, step.keys, step.log_multiplicity, step.call)

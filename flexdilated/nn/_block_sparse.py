@@ -1,0 +1,102 @@
+"""BlockSparseAttention: attention by any pattern over q, k and v, as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from .._attend import attend
+from .._engines import check_engine
+from .._score_mod import ScoreMod
+from .._validate import resolve_scale
+from ..masks import Mixture, Pattern
+from ..masks._block_mask import block_sides
+from ..masks._check import require_int
+from ..masks._pattern import require_expression
+from ._dilated_pattern import require_bool
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+
+class BlockSparseAttention(nn.Module):
+    """Attention over the pairs that `pattern` allows: (q, k, v) -> out.
+
+    The module holds its pattern, a value free of sizes, and no plan: it works at any number of heads and
+    tokens, and pickles, copies and moves like any module. `pattern` may be read, and used with `attend`.
+
+    sinks: True adds a parameter of that name, a logit for each of num_heads heads of q, 0 at first: one more term
+    exp(sink) in every softmax denominator. scale, enable_gqa, engine, block_size: as in `attend`.
+    Bad values raise ValueError or TypeError.
+    """
+
+    sinks: nn.Parameter | None
+
+    def __init__(
+        self,
+        pattern: Pattern | Mixture,
+        *,
+        sinks: bool = False,
+        num_heads: int | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        engine: str | None = None,
+        block_size: int | tuple[int, int] = 128,
+    ) -> None:
+        super().__init__()
+        check_engine(engine)
+        require_expression(pattern)
+        self.pattern = pattern
+        self.scale = None if scale is None else resolve_scale(scale, head_dim=1)
+        self.enable_gqa = require_bool("enable_gqa", enable_gqa)
+        self.engine = engine
+        self.block_size = block_sides(block_size)
+        self.register_parameter("sinks", _sinks(pattern, require_bool("sinks", sinks), num_heads))
+
+    def forward(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B G M D"],
+        v: Float[Tensor, "B G M D"],
+        *,
+        score_mod: ScoreMod | None = None,
+        bindings: Mapping[str, Tensor] | None = None,
+        q_offset: int = 0,
+        k_offset: int = 0,
+    ) -> Float[Tensor, "B H N D"]:
+        """Query i stands at position q_offset + i, key j at k_offset + j. A query without keys gets output 0.
+
+        score_mod, bindings: as in `attend`.
+        """
+        return attend(
+            q,
+            k,
+            v,
+            self.pattern,
+            scale=self.scale,
+            enable_gqa=self.enable_gqa,
+            score_mod=score_mod,
+            sinks=self.sinks,
+            bindings=bindings,
+            q_offset=q_offset,
+            k_offset=k_offset,
+            engine=self.engine,
+            block_size=self.block_size,
+        )
+
+    def extra_repr(self) -> str:
+        sinks = "" if self.sinks is None else f", sinks=True, num_heads={len(self.sinks)}"
+        return f"{self.pattern!r}, scale={self.scale}, enable_gqa={self.enable_gqa}, engine={self.engine!r}{sinks}"
+
+
+def _sinks(pattern: Pattern | Mixture, wanted: bool, num_heads: int | None) -> nn.Parameter | None:
+    if wanted != (num_heads is not None):
+        raise ValueError(
+            f"sinks=True and num_heads, the number of sinks, go together; got sinks={wanted}, {num_heads=}"
+        )
+    if num_heads is None:
+        return None
+    pattern.check_heads(require_int("num_heads", num_heads, minimum=1))
+    return nn.Parameter(torch.zeros(num_heads))

@@ -1,0 +1,89 @@
+"""Generation: one token after the other, drawn from a model's logits of the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from ..masks._check import require_finite, require_int
+
+# B batch, N tokens, V vocabulary
+
+NextLogits = Callable[[Int64[Tensor, "B N"]], Float[Tensor, "B V"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn from its logits; checked once.
+
+    temperature: the logits' divisor; 0 takes the most likely token. top_k: only the k most likely tokens.
+    top_p: only the most likely tokens that together reach this probability. Both may be given; the most likely
+    token always stays. generator: the source of randomness, on the model's device; None is torch's own.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if require_finite("temperature", self.temperature) < 0:
+            raise ValueError(f"temperature must be at least 0; got temperature={self.temperature}")
+        if self.top_k is not None:
+            require_int("top_k", self.top_k, minimum=1)
+        if self.top_p is not None and not 0 < require_finite("top_p", self.top_p) <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1; got top_p={self.top_p}")
+
+    def draw(self, logits: Float[Tensor, "B V"]) -> Int64[Tensor, " B"]:
+        """One token for each sequence."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        likely, tokens = logits.double().sort(dim=-1, descending=True)
+        probabilities = (likely / self.temperature).softmax(-1)
+        if self.top_k is not None:
+            probabilities[:, self.top_k :] = 0
+        if self.top_p is not None:
+            before = probabilities.cumsum(-1) - probabilities
+            probabilities[before >= self.top_p * probabilities.sum(-1, keepdim=True)] = 0
+        drawn = torch.multinomial(probabilities, 1, generator=self.generator)
+        return tokens.gather(-1, drawn).squeeze(-1)
+
+
+def generate(
+    next_logits: NextLogits,
+    tokens: Int64[Tensor, "B N"],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    stop: int | None = None,
+    prefill_chunk: int = 8192,
+) -> Int64[Tensor, "B new"]:
+    """The tokens that follow, at most `max_new_tokens`; fewer if every sequence has drawn `stop` before.
+
+    `next_logits` is called with consecutive tokens, the prompt in chunks first, and returns the logits of what
+    follows the last; it remembers what came before. After its first `stop` a sequence has nothing else.
+    """
+    require_int("max_new_tokens", max_new_tokens, minimum=0)
+    require_int("prefill_chunk", prefill_chunk, minimum=1)
+    if stop is not None:
+        require_int("stop", stop, minimum=0)
+    new = tokens.new_empty(tokens.shape[0], 0)
+    if max_new_tokens == 0:
+        return new
+    *earlier, ahead = tokens.split(prefill_chunk, dim=1)
+    for chunk in earlier:
+        next_logits(chunk)
+    stopped = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+    while True:
+        token = sampling.draw(next_logits(ahead))
+        if stop is not None:
+            token = token.masked_fill(stopped, stop)
+            stopped = stopped | (token == stop)
+        ahead = token.unsqueeze(1)
+        new = torch.cat([new, ahead], dim=1)
+        if new.shape[1] == max_new_tokens or (stop is not None and bool(stopped.all())):
+            return new

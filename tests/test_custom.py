@@ -1,0 +1,366 @@
+"""Custom patterns: any mask_mod, exactly; known by code and captured values; refused where it is no rule."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.masks import _blocks
+from flexdilated.masks._blocks import Blocks, build_blocks, estimate_blocks
+from flexdilated.masks._lower import shared_terms
+from tests import oracle
+from tests.agreement import assert_agrees
+from tests.custom_rules import classify_window, lattice, same_kind, window_by_head
+from tests.strategies import Twin, cases, customs, sets, tensors
+
+WIDTH = 5
+TABLE = torch.tensor([3, 1, 2, 1, 3, 2])
+LOOKBACK = (1, 4, 9)
+
+
+def by_global(b, h, q, k):
+    return (q - k < WIDTH) & (q >= k)
+
+
+def diagonal(b, h, q, k):
+    return q == k
+
+
+def window(width):
+    def mask_mod(b, h, q, k):
+        return q - k < width
+
+    return mask_mod
+
+
+def mixed_with_custom(num_heads: int) -> st.SearchStrategy[Twin]:
+    """A custom function with something else, in all ways to combine the two."""
+
+    def combine(parts) -> Twin:
+        a, b, kind = parts
+        rule, pattern = {
+            "and": (oracle.both(a.rule, b.rule), lambda: a.pattern & b.pattern),
+            "or": (oracle.either(a.rule, b.rule), lambda: a.pattern | b.pattern),
+            "without": (oracle.both(a.rule, oracle.neither(b.rule)), lambda: a.pattern & ~b.pattern),
+            "sum": (oracle.total(a.rule, b.rule), lambda: a.pattern + b.pattern),
+        }[kind]
+        return Twin(pattern(), rule, a.edges + b.edges)
+
+    kinds = st.sampled_from(["and", "or", "without", "sum"])
+    return st.one_of(customs(), st.tuples(sets(num_heads, 1), customs(), kinds).map(combine))
+
+
+# What it computes
+
+
+@given(st.data())
+def test_attention_is_the_oracle(data):
+    case = data.draw(cases(mixed_with_custom))
+    assert_agrees(
+        lambda q, k, v: fd.attend(q, k, v, case.twin.pattern, **case.sizes, enable_gqa=True, return_lse=True),
+        data.draw(tensors(case)),
+        case.counts(),
+    )
+
+
+@pytest.mark.parametrize("classified", [False, True])
+def test_block_lists_are_those_of_create_block_mask(classified):
+    widths = torch.tensor([70, 300])
+    classify = classify_window(widths) if classified else None
+    pattern = masks.custom(window_by_head(widths), classify=classify)
+    slow = create_block_mask(window_by_head(widths), 1, 2, 1000, 900, device="cpu")
+    fast = masks.block_mask(pattern, 1000, 900, num_heads=2)
+    assert torch.equal(fast.to_dense(), slow.to_dense())
+    assert torch.equal(fast.full_kv_num_blocks, slow.full_kv_num_blocks)
+
+
+def test_heads_that_differ_have_tables_of_their_own():
+    """The rule reads the head, though not on the heads that the checks look at."""
+    late = masks.custom(lambda b, h, q, k: (h < 6) | (q == k))
+    assert late.for_head(7, 8) != late.for_head(6, 8) != late
+    dense = masks.block_mask(late, 256, num_heads=8, block_size=64).to_dense()[0]
+    assert dense[5].sum() == 16
+    assert torch.equal(dense[7], torch.eye(4, dtype=dense.dtype))
+    alike = masks.custom(diagonal)
+    assert alike.for_head(3, 8) is alike
+
+
+@pytest.mark.parametrize("function", [lambda b, h, q, k: q % 3 == 0, lambda b, h, q, k: k < 2], ids=["query", "key"])
+def test_functions_of_one_side_hold_for_all_of_the_other(function):
+    pattern = masks.custom(function)
+    mask = pattern.mask_mod(num_heads=1, device=torch.device("cpu"))
+    t = torch.arange(7)
+    assert mask(torch.tensor(0), torch.tensor(0), t[:, None], t).shape == (7, 7)
+    out = fd.attend(*torch.randn(3, 1, 1, 7, 4), pattern)
+    assert out.shape == (1, 1, 7, 4)
+
+
+def test_classify_prunes():
+    """With classify the builder looks at few blocks; without, at all."""
+    calls = []
+    inner = classify_window(torch.tensor([64]))
+
+    def asked(pattern: masks.Pattern) -> int:
+        calls.clear()
+        sizes = {"num_heads": 1, "num_queries": 8192, "num_keys": 8192}
+        (term,) = shared_terms(pattern, 1, pattern.bind(**sizes), 1)
+        rule = term.table_rule()
+        evaluated = type(rule).allowed
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(rule), "allowed", lambda self, t, q, k: calls.append(len(q)) or evaluated(self, t, q, k))
+            build_blocks(rule, q_block=64, k_block=64)
+        return sum(calls)
+
+    assert inner is not None
+    assert asked(masks.custom(window_by_head(torch.tensor([64])))) == 128**2
+    assert asked(masks.custom(window_by_head(torch.tensor([64])), classify=inner)) < 3 * 128
+    assert asked(masks.custom(window_by_head(torch.tensor([64]))) & masks.local_window(left=64, right=0)) < 3 * 128
+
+
+@given(st.data(), st.sampled_from([1, 7, 40]))
+def test_few_rows_at_a_time_are_all_rows(data, at_once):
+    """Where doubts are many, ranges of rows are built one after the other: the lists are the same."""
+    case, rate = data.draw(cases(lambda H: st.one_of(customs(), sets(H)))), data.draw(st.integers(1, 3))
+    (term,) = shared_terms(case.twin.pattern, 1, case.bind(), rate)
+    whole = build_blocks(term.table_rule(), q_block=3, k_block=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_blocks, "_DOUBTS_AT_ONCE", at_once)
+        parts = build_blocks(term.table_rule(), q_block=3, k_block=4)
+    for field in ("table", "row", "column", "full", "pairs"):
+        assert torch.equal(getattr(parts, field), getattr(whole, field)), field
+
+
+def test_doubts_are_settled_a_few_at_a_time():
+    """No list of all blocks is ever made: what is held at once stays small while tokens grow."""
+    most = []
+    settle = _blocks.count_pairs
+    pattern = masks.custom(diagonal)
+    for N in (2048, 8192):
+        held: list[int] = []
+
+        def noting(rule, places, shape, held=held):
+            held.append(len(places.table))
+            return settle(rule, places, shape)
+
+        (term,) = shared_terms(pattern, 1, pattern.bind(num_heads=1, num_queries=N, num_keys=N), 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_blocks, "_DOUBTS_AT_ONCE", 4096)
+            patch.setattr(_blocks, "count_pairs", noting)
+            blocks: Blocks = build_blocks(term.table_rule(), q_block=32, k_block=32)
+        assert len(blocks.row) == N // 32
+        assert sum(held) == (N // 32) ** 2
+        most.append(max(held))
+    assert max(most) <= 4096
+
+
+def test_estimates_of_opaque_rules_take_a_bounded_sample(monkeypatch):
+    """A million tokens have 2 ** 26 blocks; the planner looks at a sample of them, and evaluates none."""
+    pattern, N = masks.custom(diagonal), 1 << 20
+    (term,) = shared_terms(pattern, 1, pattern.bind(num_heads=1, num_queries=N, num_keys=N), 1)
+    rule, looked = term.table_rule(), []
+    count = type(pattern).count
+    monkeypatch.setattr(
+        type(pattern), "count", lambda self, box, **heads: looked.append(len(box.area)) or count(self, box, **heads)
+    )
+    monkeypatch.setattr(type(rule), "allowed", lambda *_: pytest.fail("evaluated"))
+    assert estimate_blocks(rule, q_block=128, k_block=128) == (N // 128) ** 2
+    assert sum(looked) < 1 << 18
+
+
+def test_describe_counts_pairs():
+    description = masks.describe(masks.custom(lattice(7, 3, 11)), 300, num_heads=2)
+    expected = sum((7 * q + 3 * k) % 11 == 0 for q in range(300) for k in range(300))
+    assert description.useful_pairs == 2 * expected
+    assert "custom(mask_mod)" in str(description)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["flex", "tiles"])
+def test_compiles_with_what_it_captured(engine):
+    """Ints, tensors by position and by head, globals and inner functions; in one graph, for changing ints."""
+    inner = window(9)
+    composite = lambda b, h, q, k: (TABLE[q % 6] == TABLE[k % 6]) & inner(b, h, q, k)  # noqa: E731
+    functions = [window(3), window(8), by_global, window_by_head(torch.tensor([5, 60])), composite]
+    q, k, v = torch.randn(3, 1, 2, 200, 16)
+    for function in functions:
+        pattern = masks.custom(function) & masks.causal()
+        exact = fd.attend(q, k, v, pattern, engine="reference")
+        with torch.no_grad():
+            torch.testing.assert_close(fd.attend(q, k, v, pattern, engine=engine), exact, rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
+    last = masks.custom(composite)
+    compiled = torch.compile(lambda q, k, v: fd.attend(q, k, v, last, engine=engine), fullgraph=True)
+    with torch.no_grad():
+        exact = fd.attend(q, k, v, last, engine="reference")
+        torch.testing.assert_close(compiled(q, k, v), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_what_it_captured_follows_the_device():
+    pattern = masks.custom(same_kind(TABLE)) | masks.custom(lambda b, h, q, k: TABLE[q % 6] > 1)
+    meta = torch.empty(3, dtype=torch.int64, device="meta")
+    mod = pattern.mask_mod(num_heads=1, device=torch.device("meta"))
+    assert mod(meta[0], meta[0], meta[:, None], meta).device.type == "meta"
+
+
+# What it is
+
+
+def test_equal_code_and_values_are_an_equal_pattern():
+    a, b, other = masks.custom(window(5)), masks.custom(window(5)), masks.custom(window(6))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a.text == b.text
+    assert a != other
+    assert a.text != other.text
+    assert a | b == a
+    assert len((a + b).branches()) == 2
+
+
+LIST = [1, 2]
+VARIANTS = {
+    "an int": [window(5), window(6), window(5.0), window(True)],
+    "a tensor": [same_kind(TABLE), same_kind(TABLE + 1), same_kind(TABLE[:3]), same_kind(TABLE.int())],
+    "a constant": [lambda b, h, q, k: q < 3 * k, lambda b, h, q, k: q < 4 * k],
+    "an operator": [lambda b, h, q, k: q < k, lambda b, h, q, k: q <= k],
+    "a function of torch": [lambda b, h, q, k: torch.lt(q, k), lambda b, h, q, k: torch.le(q, k)],
+    "a global": [lambda b, h, q, k: q - k < WIDTH, lambda b, h, q, k: q - k < LOOKBACK[1]],
+    "a shape": [same_kind(torch.ones(4)), same_kind(torch.ones(2, 2)[0])],
+    "an attribute": [lambda b, h, q, k: (q - k) % 4 == masks.FULL, lambda b, h, q, k: (q - k) % 4 == masks.PARTIAL],
+}
+
+
+def composed(inner):
+    return lambda b, h, q, k: inner(b, h, q, k) & (q >= k)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_different_rules_are_different_patterns(name):
+    for functions in (VARIANTS[name], [composed(function) for function in VARIANTS[name]]):
+        texts = [masks.custom(function).text for function in functions]
+        assert len(set(texts)) == len(functions)
+
+
+def test_containers_are_told_apart_by_what_they_hold():
+    def reach(some):
+        return lambda b, h, q, k: sum(q - k == each for each in some) > 0
+
+    values = [(1, 2), [1, 2], (2, 1), (1, 3), frozenset((1, 2)), {1: 2, 2: 1}, {1: 1, 2: 1}]
+    assert len({masks.custom(reach(each)).text for each in values}) == len(values)
+    assert masks.custom(reach({3, 1, 2})) == masks.custom(reach({2, 3, 1}))
+
+
+def test_classify_and_period_take_part():
+    function, widths = window_by_head(torch.tensor([5])), torch.tensor([5])
+    patterns = [
+        masks.custom(function),
+        masks.custom(function, period=1),
+        masks.custom(function, classify=classify_window(widths)),
+        masks.custom(function, classify=classify_window(widths), period=1),
+        masks.custom(function, classify=classify_window(widths - 1)),
+    ]
+    assert len({pattern.text for pattern in patterns}) == 5
+
+
+def test_digests_do_not_depend_on_the_process():
+    code = "from tests.test_custom import *; print(masks.custom(composed(same_kind(TABLE))).text, end='')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == masks.custom(composed(same_kind(TABLE))).text
+
+
+def test_later_changes_have_no_effect(monkeypatch):
+    """Captured and global tensors, numbers and lists, changed in place or bound anew, with and without caches."""
+    table, some, width = TABLE.clone(), [1, 2], 4
+
+    def function(b, h, q, k):
+        return (table[q % 6] == table[k % 6]) | (q - k == some[0]) | (q - k == width) | (TABLE[q % 6] == LIST[0])
+
+    monkeypatch.setitem(globals(), "TABLE", TABLE.clone())
+    monkeypatch.setitem(globals(), "LIST", [1, 2])
+    pattern = masks.custom(function)
+    q, k, v = torch.randn(3, 1, 1, 40, 4)
+    before = fd.attend(q, k, v, pattern)
+    table.zero_()
+    TABLE.zero_()
+    some[0] = LIST[0] = width = 7
+    for _ in range(2):
+        assert torch.equal(fd.attend(q, k, v, pattern), before)
+        assert torch.equal(fd.attend(q, k, v, pattern, engine="reference").argmax(-1), before.argmax(-1))
+        masks.cache().clear()
+    again = masks.custom(function)
+    assert again != pattern
+    assert not torch.allclose(fd.attend(q, k, v, again), before)
+
+
+def test_functions_that_call_themselves():
+    def steps(q, k, n):
+        return q == k if n == 0 else (q - k == n) | steps(q, k, n - 1)
+
+    pattern = masks.custom(lambda b, h, q, k: steps(q, k, 3))
+    window = masks.local_window(left=3, right=0)
+    sizes = {"num_heads": 1, "block_size": 4}
+    assert torch.equal(
+        masks.block_mask(pattern, 20, **sizes).to_dense(), masks.block_mask(window, 20, **sizes).to_dense()
+    )
+
+
+def test_the_copy_is_the_function():
+    """What it captured is copied, nothing is left behind, and it is let go with the pattern."""
+    table = torch.arange(100)
+    pattern = masks.custom(lambda b, h, q, k: table[q] > k)
+    rule = weakref.ref(pattern.rule)
+    text = pattern.text
+    assert fd.attend(*torch.randn(3, 1, 1, 40, 4), pattern).shape == (1, 1, 40, 4)
+    del pattern
+    masks.cache().clear()
+    gc.collect()
+    assert rule() is None
+    with pytest.raises(ValueError, match="keep it for as long as calls and their gradients use it"):
+        masks.from_json(text)
+
+
+def test_a_gradient_keeps_its_function():
+    q, k, v = torch.randn(3, 1, 1, 40, 4).requires_grad_().unbind()
+    out = fd.attend(q, k, v, masks.custom(window(3)))
+    masks.cache().clear()
+    gc.collect()
+    out.sum().backward()
+
+
+def test_copies_and_pickles():
+    pattern = masks.custom(by_global) & masks.causal()
+    assert copy.copy(pattern) == copy.deepcopy(pattern) == pattern
+    assert pickle.loads(pickle.dumps(pattern)) == pattern
+    local = masks.custom(window(3))
+    assert copy.deepcopy(local) is local
+    with pytest.raises((pickle.PicklingError, AttributeError), match="local"):
+        pickle.dumps(local)
+    module = copy.deepcopy(torch.nn.ModuleDict())
+    module.pattern = local
+    assert copy.deepcopy(module).pattern == local
+
+
+def test_a_pickle_does_not_outlive_its_function(monkeypatch):
+    stored = pickle.dumps(masks.custom(by_global))
+    monkeypatch.setitem(globals(), "WIDTH", 6)
+    with pytest.raises(ValueError, match="'by_global' or what it reads has changed"):
+        pickle.loads(stored)
+
+
+def test_has_no_json():
+    pattern = ~masks.custom(by_global) + masks.causal()
+    with pytest.raises(TypeError, match=r"a custom function has no JSON.*~custom\(by_global\)"):
+        masks.to_json(pattern)
+    with pytest.raises(ValueError, match="a custom function has no JSON"):
+        masks.from_json(pattern.text)

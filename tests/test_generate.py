@@ -1,0 +1,179 @@
+"""Generation: greedy equals recomputing everything at each step; draws follow the probabilities; bad input."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated.nn import LongNetConfig
+from flexdilated.nn._generate import Sampling
+
+V = 19
+TINY = LongNetConfig(
+    vocab_size=V,
+    embed_dim=24,
+    depth=2,
+    num_heads=4,
+    segment_lengths=(4, 16, 64),
+    dilation_rates=(1, 2, 6),
+)
+CONFIGS = {
+    "plain": TINY,
+    "grouped heads": replace(TINY, num_kv_heads=2, heads="grouped"),
+    "odd segments": replace(TINY, offsets="contiguous", segment_lengths=(5, 40, 80), depth=1),
+}
+
+
+def model_of(config, dtype=torch.float64):
+    torch.manual_seed(0)
+    return fd.LongNet(config, dtype=dtype)
+
+
+def prompt_of(B=2, N=23):
+    return torch.randint(V, (B, N), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def most_likely_next(model, tokens):
+    """What one pass over all tokens holds most likely after each of them."""
+    return model(tokens).argmax(-1)
+
+
+@pytest.mark.parametrize(("layout", "prefill_chunk"), [("natural", 7), ("residue", 1), ("auto", 8192)])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_greedy_equals_recomputing(config, layout, prefill_chunk) -> None:
+    """Across the ends of every segment, whatever the layout of a full pass: each token is the one that it predicts."""
+    model = model_of(replace(config, layout=layout))
+    out = model.generate(prompt_of(), max_new_tokens=70, temperature=0, prefill_chunk=prefill_chunk)
+    assert out.shape == (2, 93)
+    assert torch.equal(out[:, :23], prompt_of())
+    assert torch.equal(out[:, 23:], most_likely_next(model, out)[:, 22:-1])
+    assert len(out[:, 23:].unique()) > 4
+
+
+@pytest.mark.parametrize("vocab_size", [V, None])
+def test_a_pass_in_chunks_is_one_pass(vocab_size) -> None:
+    """Logits, or features for embedded inputs, from tokens that go through the caches bit by bit."""
+    model = model_of(replace(TINY, vocab_size=vocab_size))
+    x = prompt_of(N=60) if vocab_size else torch.randn(2, 60, 24, dtype=torch.float64)
+    caches = model.new_caches()
+    with torch.no_grad():
+        parts = [model(part, caches=caches) for part in x.split([1, 30, 1, 20, 8], dim=1)]
+        assert_close(torch.cat(parts, dim=1), model(x), rtol=1e-8, atol=1e-9)
+    assert {cache.num_tokens for cache in caches} == {60}
+
+
+def test_memory_of_a_long_generation_is_bounded() -> None:
+    model = model_of(TINY)
+    caches = model.new_caches(capacity=256)
+    with torch.no_grad():
+        for part in prompt_of(B=1, N=2000).split(50, dim=1):
+            model(part, caches=caches)
+    assert all(cache.num_kept <= 256 for cache in caches)
+
+
+def test_equal_generators_equal_tokens() -> None:
+    model = model_of(TINY)
+    drawn = [
+        model.generate(prompt_of(), max_new_tokens=20, generator=torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert torch.equal(drawn[0][:, :23], prompt_of())
+
+
+def test_nothing_else_changes() -> None:
+    """Neither the model's mode, nor torch's random state when a generator is given; no gradients."""
+    model, state = model_of(TINY), torch.get_rng_state()
+    out = model.generate(prompt_of(), max_new_tokens=3, generator=torch.Generator())
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert out.shape == (2, 26)
+    assert torch.equal(model.generate(prompt_of(), max_new_tokens=0), prompt_of())
+
+
+def test_stop() -> None:
+    """A sequence ends with its first stop token, and the result where all have."""
+    model = model_of(TINY)
+    out = model.generate(prompt_of(B=3), max_new_tokens=30, temperature=0)
+    stop = int(out[0, 30])
+    generated = model.generate(prompt_of(B=3), max_new_tokens=30, temperature=0, stop=stop)
+    for row, free in zip(generated[:, 23:], out[:, 23:], strict=True):
+        at = int((free == stop).int().argmax()) if (free == stop).any() else 30
+        assert torch.equal(row[: at + 1], free[: min(at + 1, len(row))])
+        assert (row[at + 1 :] == stop).all()
+    alone = model.generate(prompt_of(B=3)[:1], max_new_tokens=30, temperature=0, stop=stop)
+    assert alone.shape[1] <= 31
+    assert alone[0, -1] == stop
+
+
+LOGITS = torch.tensor([0.5, 0.125, 0.25, 0.125]).log()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.5, 0.125, 0.25, 0.125]),
+        ({"temperature": 0.5}, [0.25 / 0.34375, 1 / 64 / 0.34375, 0.0625 / 0.34375, 1 / 64 / 0.34375]),
+        ({"temperature": 0}, [1, 0, 0, 0]),
+        ({"top_k": 2}, [2 / 3, 0, 1 / 3, 0]),
+        ({"top_k": 100}, [0.5, 0.125, 0.25, 0.125]),
+        ({"top_p": 0.5}, [1, 0, 0, 0]),
+        ({"top_p": 0.51}, [2 / 3, 0, 1 / 3, 0]),
+        ({"top_p": 1.0}, [0.5, 0.125, 0.25, 0.125]),
+        ({"top_p": 1e-9}, [1, 0, 0, 0]),
+        ({"top_k": 2, "top_p": 0.6}, [1, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_draws_follow_the_probabilities(options, expected) -> None:
+    """20,000 draws: within five standard deviations of each probability, and none where it is 0."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = Sampling(**options, generator=generator).draw(LOGITS.expand(20000, 4))
+    shares = torch.bincount(tokens, minlength=4) / 20000
+    wanted = torch.tensor(expected)
+    assert ((shares - wanted).abs() <= 5 * (wanted * (1 - wanted) / 20000).sqrt() + 1e-9).all()
+
+
+BAD = {
+    "tokens": ({"max_new_tokens": -1}, ValueError, "max_new_tokens must be at least 0; got max_new_tokens=-1"),
+    "temperature": ({"temperature": -0.5}, ValueError, "temperature must be at least 0; got temperature=-0.5"),
+    "no number": ({"temperature": float("nan")}, ValueError, "temperature must be finite"),
+    "top_k": ({"top_k": 0}, ValueError, "top_k must be at least 1; got top_k=0"),
+    "top_p": ({"top_p": 0.0}, ValueError, "top_p must be above 0 and at most 1; got top_p=0.0"),
+    "top_p above 1": ({"top_p": 1.5}, ValueError, "top_p must be above 0 and at most 1; got top_p=1.5"),
+    "chunk": ({"prefill_chunk": 0}, ValueError, "prefill_chunk must be at least 1; got prefill_chunk=0"),
+    "stop": ({"stop": "."}, TypeError, "stop must be an integer"),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_options(options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        model_of(TINY).generate(prompt_of(), **{"max_new_tokens": 2, **options})
+
+
+def test_models_that_cannot() -> None:
+    with pytest.raises(ValueError, match="needs a causal model with a vocabulary; got vocab_size=19, causal=False"):
+        model_of(replace(TINY, causal=False)).generate(prompt_of(), max_new_tokens=1)
+    with pytest.raises(ValueError, match="got vocab_size=None, causal=True"):
+        model_of(replace(TINY, vocab_size=None)).generate(prompt_of(), max_new_tokens=1)
+    with pytest.raises(TypeError, match=r"tokens must be int64; got torch\.float32"):
+        model_of(TINY).generate(torch.zeros(1, 3), max_new_tokens=1)
+
+
+def test_caches_that_do_not_fit() -> None:
+    model = model_of(TINY)
+    with pytest.raises(ValueError, match=r"2 blocks needs as many caches .* got 1 that have seen"):
+        model(prompt_of(), caches=model.new_caches()[:1])
+    caches = model.new_caches()
+    with torch.no_grad():
+        model(prompt_of(), caches=caches)
+    caches[0].reset()
+    with pytest.raises(ValueError, match=r"got 2 that have seen \[0, 23\]"):
+        model(prompt_of(), caches=caches)
+    with pytest.raises(ValueError, match=r"call it under torch.no_grad\(\)"):
+        model(prompt_of(), caches=model.new_caches())
