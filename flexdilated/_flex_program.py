@@ -23,7 +23,7 @@ def static_program(key: CallKey, device: torch.device) -> FlexProgram:
     """The program of a pattern without run-time tensors."""
     # Terms that share rows are merged by their lse, which FlexAttention on CPU does not give.
     allowed = Allowed(shared_rows=device.type != "cpu", windows=False)
-    return _cached(key, device, lambda: plan(key.bound(), device=device, layout=key.layout, allowed=allowed))
+    return _cached(key, key.pattern, device, lambda: plan(key.bound(), device=device, layout=key.layout, allowed=allowed))
 
 
 def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor]) -> FlexProgram:
@@ -37,13 +37,13 @@ def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tens
         terms = tuple(replace(term, rule=real.get(term.rule, term.rule)) for term in best.terms)
         return replace(best, bound=key.bound(rule), terms=terms)
 
-    return _cached(key._replace(pattern=rule.text), device, planned)
+    return _cached(key, rule.text, device, planned)
 
 
 def blank_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor]) -> FlexProgram:
     """The program that all values of tensors of these shapes share, but for its tables."""
     blank = key.blank(bindings)
-    return _cached(key._replace(pattern=blank.text), device, lambda: _blank_plan(key, device, blank))
+    return _cached(key, blank.text, device, lambda: _blank_plan(key, device, blank))
 
 
 def list_width(term: Term, block_size: tuple[int, int], device: torch.device) -> tuple[int, int]:
@@ -67,12 +67,14 @@ def _blank_plan(key: CallKey, device: torch.device, blank: Expression) -> Plan:
     return plan(key.bound(blank), device=device, layout=key.layout, allowed=allowed)
 
 
-def _cached(key: CallKey, device: torch.device, planned: Callable[[], Plan]) -> FlexProgram:
+def _cached(key: CallKey, rule: str, device: torch.device, planned: Callable[[], Plan]) -> FlexProgram:
+    """The program of a rule, kept under its text and forgotten with the pattern as it was written."""
+
     def build() -> FlexProgram:
         sides = key.block_size
         return make_flex_program(planned(), key.layout, num_kv_heads=key.num_kv_heads, block_size=sides, device=device)
 
-    return cache().get(("flex", key, device), build, _program_bytes, pattern=key.pattern, device=device)
+    return cache().get(("flex", key._replace(pattern=rule), device), build, _program_bytes, pattern=key.pattern, device=device)
 
 
 def _program_bytes(program: FlexProgram) -> int:

@@ -67,7 +67,8 @@ class HeldKeys:
         By pages: a run may hold a few others.
         """
         pages = [page for run in self.store.runs for page in _pages(run.first, run.stop)]
-        firsts, lengths = (torch.tensor([number(page) for page in pages]) for number in (_first, len))
+        firsts = torch.tensor([page.start for page in pages], dtype=torch.int64)
+        lengths = torch.tensor([len(page) for page in pages], dtype=torch.int64)
         kept: list[range] = []
         for page, seen in zip(pages, visible(self.sources, firsts, lengths, query, num_queries).tolist(), strict=True):
             if seen and kept and kept[-1].stop == page.start:
@@ -80,10 +81,6 @@ class HeldKeys:
 def _pages(first: int, stop: int) -> list[range]:
     starts = range(first // _PAGE * _PAGE, stop, _PAGE)
     return [range(max(first, start), min(stop, start + _PAGE)) for start in starts]
-
-
-def _first(page: range) -> int:
-    return page.start
 
 
 def _with_room(live: int) -> int:

@@ -10,6 +10,7 @@ from ._attend import attend, autocast
 from ._engines import check_engine
 from ._head_groups import GroupedBranch, branch_rules, group_heads
 from ._held_keys import HeldKeys
+from ._key_store import KeyStore
 from ._merge import merge
 from ._row_attention import Part, Selection, row_attention
 from ._sinks import with_sinks
@@ -17,7 +18,7 @@ from ._validate import check_sinks, check_tensors, resolve_scale
 from .masks import Bound, Mixture, Pattern, causal
 from .masks._check import require_int
 from .masks._pattern import common_period, require_expression
-from .masks._reach import causal_by_form, later_pair
+from .masks._reach import FOREVER, causal_by_form, later_pair
 from .masks._row import Keys
 from .masks._run_time import names
 
@@ -75,6 +76,7 @@ class KVCache:
         proven = all(map(causal_by_form, pattern.branches()))
         self.pattern: Pattern | Mixture = pattern if proven else pattern & causal()
         self._period = common_period(self.pattern.branches())
+        self._limited = [leaf for leaf in pattern.leaves() if type(leaf).check_tokens is not Pattern.check_tokens]
         self.reset()
 
     def reset(self) -> None:
@@ -125,6 +127,7 @@ class KVCache:
     @torch.compiler.disable(reason="a cache changes with every call")
     def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N D"]) -> None:
         """Append the next N tokens, whose own outputs are not wanted."""
+        _, k, v = autocast(k, k, v)
         self._check(None, k, v)
         _check_no_gradient(k, v)
         for portion in zip(k.split(_APPENDED_AT_ONCE, 2), v.split(_APPENDED_AT_ONCE, 2), strict=True):
@@ -156,52 +159,49 @@ class KVCache:
         for branch in self._groups:
             deepest = level
             for group in branch.groups:
-                selections = _selections(group.source.keys(query, held.oldest), held)
-                parts += [
-                    Part(group, slots, level + index, branch.log_weight) for index, slots in enumerate(selections)
-                ]
-                deepest = max(deepest, level + len(selections))
+                keys = group.source.keys(query, held.oldest)
+                if len(keys):
+                    numbered = enumerate(_selections(keys, held), start=level)
+                    own = [Part(group, slots, at, branch.log_weight) for at, slots in numbered]
+                    parts += own
+                    deepest = max(deepest, level + len(own))
             level = deepest
         store = held.store
         return row_attention(q, store.keys, store.values, parts, scale=resolve_scale(self._scale, q.shape[-1]))
 
     def _chunk(self, q: Tensor, held: HeldKeys) -> tuple[Tensor, Tensor]:
         """Many queries, over each run of keys that some of them see, by an engine."""
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros_like(q, dtype=wide)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        runs = held.visible(self._seen, q.shape[2])
-        if not all(self._can_bind(q.shape[2], run) for run in runs):
-            return self._rows(q, held)
-        for run in runs:
-            (slots,) = held.store.slices(run)
-            # Shifted together by a multiple of the period, equal calls share one plan.
-            earliest = min(run.start, self._seen)
-            shift = earliest - earliest % self._period if self._period else 0
-            part, part_lse = attend(
-                q,
-                held.store.keys[:, :, slots],
-                held.store.values[:, :, slots],
-                self.pattern,
-                scale=self._scale,
-                enable_gqa=True,
-                q_offset=self._seen - shift,
-                k_offset=run.start - shift,
-                engine=self.engine,
-                head_offset=self._head_offset,
-                num_heads_global=self._num_heads_global,
-                return_lse=True,
-            )
-            out, lse = merge(out, lse, part, part_lse)
+        queries = range(self._seen, self._seen + q.shape[2])
+        runs = held.visible(queries.start, len(queries))
+        if not all(_accepts(self.pattern, queries, run) for run in runs):
+            return self._rows(q, held)  # some patterns insist on all keys that they name
+        if not runs:
+            lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+            return torch.zeros_like(q), lse.to(q.device)
+        out, lse = self._attend_run(q, runs[0], held.store)
+        for run in runs[1:]:
+            out, lse = merge(out.to(lse.dtype), lse, *self._attend_run(q, run, held.store))
         return out, lse
 
-    def _can_bind(self, num_queries: int, keys: range) -> bool:
-        """Whether the pattern accepts a call over these keys alone: some insist on all that they name."""
-        try:
-            self.pattern.check_tokens(range(self._seen, self._seen + num_queries), keys)
-        except ValueError:
-            return False
-        return True
+    def _attend_run(self, q: Tensor, run: range, store: KeyStore) -> tuple[Tensor, Tensor]:
+        (slots,) = store.slices(run)
+        # Shifted together by a multiple of the period, equal calls share one plan.
+        earliest = min(run.start, self._seen)
+        shift = earliest - earliest % self._period if self._period else 0
+        return attend(
+            q,
+            store.keys[:, :, slots],
+            store.values[:, :, slots],
+            self.pattern,
+            scale=self._scale,
+            enable_gqa=True,
+            q_offset=self._seen - shift,
+            k_offset=run.start - shift,
+            engine=self.engine,
+            head_offset=self._head_offset,
+            num_heads_global=self._num_heads_global,
+            return_lse=True,
+        )
 
     def _check_causal(self, pattern: Pattern | Mixture) -> None:
         for source in self._sources:
@@ -226,6 +226,11 @@ class KVCache:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of the key/value heads; got {k.shape[1]}")
         if self._held is not None:
             _check_continues(self._held.store.keys, k)
+        queries = range(self._seen, self._seen + k.shape[2])
+        for leaf in self._limited:
+            # A rule may name keys that are yet to come; what no keys make right is an error.
+            if not _accepts(leaf, queries, range(FOREVER)):
+                leaf.check_tokens(queries, range(queries.stop))
 
     def __repr__(self) -> str:
         return f"KVCache({self.pattern!r}, num_heads={self.num_heads}): {self._seen} tokens, {self.num_kept} keys kept"
@@ -238,6 +243,15 @@ def _check_pattern(pattern: Pattern | Mixture) -> None:
             "a cache needs a pattern without run-time tensors, which are of one call and its tokens; "
             f"got one with {', '.join(map(repr, names(pattern)))}"
         )
+
+
+def _accepts(pattern: Pattern | Mixture, queries: range, keys: range) -> bool:
+    """Whether the pattern can be bound to queries and keys at these positions."""
+    try:
+        pattern.check_tokens(queries, keys)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_no_gradient(*tensors: Tensor | None) -> None:
@@ -257,10 +271,10 @@ def _check_continues(held: Tensor, k: Tensor) -> None:
 
 
 def _selections(keys: Keys, held: HeldKeys) -> list[Selection]:
-    """The slots of a row's keys: a few views, or all of them by number."""
+    """The slots of a row's keys, at least one: a few views, or all of them by number."""
     store = held.store
     if isinstance(keys, Tensor):
-        return [store.slots(keys).to(store.keys.device)] if len(keys) else []
+        return [store.slots(keys).to(store.keys.device)]
     slices = [part for positions in keys for part in store.slices(positions)]
     assert sum(map(len, keys)) == sum(len(range(part.start, part.stop, part.step)) for part in slices), "key evicted"
     if len(slices) <= _MOST_VIEWS:

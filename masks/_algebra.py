@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._box import Bounds, Box
+from ._box import Bounds, Box, Squares
 from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period, written_parts
 from ._ranges import Ranges, as_ranges, intersect_all, unite
 from ._spelling import AND, NOT, OR, Phrase, chain
@@ -74,6 +74,10 @@ class _Combination(Pattern):
 @dataclass(frozen=True)
 class And(_Combination):
     """Pairs that every part allows."""
+
+    def squares(self, head: int, num_heads: int) -> Squares | None:
+        listed = (part.squares(head, num_heads) for part in self.parts)
+        return next((squares for squares in listed if squares is not None), None)
 
     def phrase(self) -> Phrase:
         return chain((part.phrase() for part in self.parts), AND)

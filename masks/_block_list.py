@@ -109,6 +109,8 @@ def _listed(rows: Tensor) -> list[Any]:
         raise TypeError(f"a tensor of rows must hold integers or booleans; got {rows.dtype}")
     if rows.dim() not in (2, 3):
         raise ValueError(f"a tensor of rows must have 2 dims, or 3 with heads first; got shape {tuple(rows.shape)}")
+    if 0 in rows.shape[:-1]:
+        raise ValueError(f"a table needs at least one row; got a tensor of shape {tuple(rows.shape)}")
     if rows.dtype != torch.bool:
         return rows.tolist()
     if rows.dim() == 3:

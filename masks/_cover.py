@@ -65,14 +65,12 @@ def _in_order(rule: Rule) -> bool:
 
 
 def _covering(rule: Rule, pattern: Pattern, tables: range) -> Nodes | None:
-    """Nodes that hold all of the pattern's pairs, each once; None if none of its factors lists squares."""
-    for factor in pattern.parts if isinstance(pattern, And) else (pattern,):
-        listed = [factor.squares(rule.heads[table], rule.num_heads) for table in tables]
-        known = [squares for squares in listed if squares is not None]
-        if known and len(known) == len(tables):
-            sides = zip(tables, known, strict=True)
-            return _joined([_nodes(rule, table, squares) for table, squares in sides])
-    return None
+    """Nodes that hold all of the pattern's pairs, each once; None if it lists no squares for one of the tables."""
+    listed = [pattern.squares(rule.heads[table], rule.num_heads) for table in tables]
+    known = [squares for squares in listed if squares is not None]
+    if len(known) < len(tables):
+        return None
+    return _joined([_nodes(rule, table, squares) for table, squares in zip(tables, known, strict=True)])
 
 
 def _nodes(rule: Rule, table: int, squares: Squares) -> Nodes:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._algebra import either
-from ._box import Bounds, Box
+from ._box import Bounds, Box, Squares
 from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period, written_parts
 from ._spelling import Phrase
 
@@ -29,6 +29,9 @@ class _HeadChoice(Pattern):
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
         return self.parts[self.choice(num_heads)[head]].for_head(head, num_heads)
+
+    def squares(self, head: int, num_heads: int) -> Squares | None:
+        return self.parts[self.choice(num_heads)[head]].squares(head, num_heads)
 
     def check_tokens(self, queries: range, keys: range) -> None:
         for part in self.parts:

@@ -12,7 +12,8 @@ from jaxtyping import install_import_hook
 # own values reach (the check would answer before our errors do).
 CHECKED = [
     *(f"flexdilated.masks.{name}" for name in ("_blocks", "_box", "_cost", "_lower", "_planner", "_quadtree")),
-    *(f"flexdilated.masks.{name}" for name in ("_rule", "_tables")),
+    *(f"flexdilated.masks.{name}" for name in ("_reach", "_row", "_rule", "_tables")),
+    *(f"flexdilated.{name}" for name in ("_held_keys", "_key_store", "_row_attention")),
     *(f"flexdilated.{name}" for name in ("_gather", "_kernel", "_reference", "_tile_blocks", "_tile_calls", "_tiles")),
 ]
 

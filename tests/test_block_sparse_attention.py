@@ -155,3 +155,29 @@ def test_bad_calls():
         fd.BlockSparseAttention(PATTERN)(q, k[:, :2], v[:, :2])
     with pytest.raises(ValueError, match="q_offset must be at least 0"):
         fd.BlockSparseAttention(PATTERN)(q, k, v, q_offset=-1)
+
+
+@pytest.mark.parametrize("k_offset", [0, 3])
+def test_a_padding_mask_hides_keys(k_offset):
+    """Keys that are marked are out for every query, in each batch entry its own; the rest is as without them."""
+    module = fd.BlockSparseAttention(masks.causal())
+    q, k, v = torch.randn(3, 2, 2, 9, 4, dtype=torch.float64)
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[0, 6:], padding[1, 1::3] = True, True
+    out = module(q, k, v, key_padding_mask=padding, q_offset=k_offset, k_offset=k_offset)
+    counts = torch.ones(9, 9).tril().expand(2, 2, 9, 9) * ~padding[:, None, None, :]
+    assert_close(out, oracle.attention(q, k, v, counts.long())[0])
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "says"),
+    [
+        (torch.zeros(2, 8, dtype=torch.bool), ValueError, r"shape \(2, 9\), one entry for each key; got \(2, 8\)"),
+        (torch.zeros(2, 9, dtype=torch.int64), TypeError, "got torch.int64"),
+        ([[True] * 9] * 2, TypeError, "got list"),
+    ],
+)
+def test_bad_padding_masks(mask, error, says):
+    x = torch.randn(2, 1, 9, 4)
+    with pytest.raises(error, match=says):
+        fd.BlockSparseAttention(masks.causal())(x, x, x, key_padding_mask=mask)

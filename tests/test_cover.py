@@ -10,7 +10,7 @@ from flexdilated.masks import _cover
 from flexdilated.masks._block_table import BlockTable
 from flexdilated.masks._blocks import Blocks
 from flexdilated.masks._lower import shared_terms
-from tests.strategies import block_lists, block_sides, lengths, neighborhoods, random_blocks
+from tests.strategies import block_lists, block_sides, lengths, random_blocks
 
 tables = st.one_of(random_blocks(), block_lists()).map(lambda twin: twin.pattern)
 others = st.one_of(
@@ -18,7 +18,6 @@ others = st.one_of(
     st.builds(lambda a, b: masks.local_window(left=a, right=b), st.integers(0, 9), st.integers(0, 9)),
     st.builds(masks.global_tokens, st.integers(1, 9)),
     st.builds(masks.dilated, st.integers(1, 20), st.integers(1, 3)),
-    neighborhoods().map(lambda twin: twin.pattern),
 )
 SHAPES = {
     "alone": lambda a, b, c, d: a,
@@ -31,6 +30,7 @@ SHAPES = {
     "unions that meet": lambda a, b, c, d: (a | c) & (b | d),
     "not": lambda a, b, c, d: ~a & c,
     "by head": lambda a, b, c, d: masks.per_head([a, b, c]),
+    "a table for each head": lambda a, b, c, d: masks.per_head([a & c, b, a]),
     "by head, in part": lambda a, b, c, d: masks.per_head([a, b, c]) & a | d,
 }
 
@@ -50,7 +50,7 @@ def same(one: Blocks, other: Blocks) -> bool:
 @given(data=st.data())
 def test_the_blocks_of_a_search_everywhere(shape, data):
     pattern = SHAPES[shape](*(data.draw(part) for part in (tables, tables, others, others)))
-    offset, tokens = data.draw(st.integers(0, 12)), data.draw(lengths((1, 16), 60))
+    offset, tokens = data.draw(st.integers(0, 12)), data.draw(lengths((1, 16), 40))
     sizes = {"num_queries": tokens, "num_keys": tokens, "q_offset": offset, "k_offset": offset}
     sides = data.draw(st.tuples(block_sides, block_sides))
     found = built(pattern, sizes, sides)
@@ -86,6 +86,7 @@ def test_scattered_blocks_are_found_where_they_are_listed(monkeypatch):
     pattern = masks.random_blocks(tokens)
     drawn = 3 * 3 * tokens // 64
     assert looked_at(pattern, tokens, monkeypatch) == drawn
+    assert looked_at(masks.per_head([pattern & masks.causal()] * 3), tokens, monkeypatch) == drawn
     united = (pattern | masks.local_window(left=64, right=64) | masks.global_tokens(64)) & masks.causal()
     assert looked_at(united, tokens, monkeypatch) < 4 * drawn
 

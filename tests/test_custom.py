@@ -107,6 +107,17 @@ def test_functions_of_one_side_hold_for_all_of_the_other(function):
     assert out.shape == (1, 1, 7, 4)
 
 
+def test_short_tables_hold_as_far_as_they_reach():
+    """Even one of two entries, and for rules of one side."""
+    short = torch.tensor([1, 0])
+    pattern = masks.custom(lambda b, h, q, k: short[q] > 0)
+    q, k, v = torch.randn(3, 1, 1, 2, 4)
+    assert torch.equal(fd.attend(q, k, v, pattern)[..., 1, :], torch.zeros(1, 1, 4))
+    t = torch.arange(2)
+    mod = pattern.mask_mod(num_heads=1, device=torch.device("cpu"))
+    assert mod(t[0], t[0], t[:, None], t).tolist() == [[True, True], [False, False]]
+
+
 def test_classify_prunes():
     """With classify the builder looks at few blocks; without, at all."""
     calls = []

@@ -89,7 +89,7 @@ def captures(value):
         (lambda b, h, q, k: TABLE[b] == q, ValueError, "must not depend on the batch entry b.*documents"),
         (lambda b, h, q, k: (q + b * 0) < k, ValueError, "must not depend on the batch entry b"),
         (lambda b, h, q, k: q < 1 // 0, ValueError, "failed on 3 x 17 x 16 .*ZeroDivisionError"),
-        (lambda b, h, q, k: q < unknown_name, ValueError, "NameError.*unknown_name"),  # noqa: F821 # pyright: ignore[reportUndefinedVariable]
+        (lambda b, h, q, k: torch.no_such(q) < k, ValueError, "AttributeError.*no_such"),
         (lambda b, h, q, k: torch.arange(0)[q] < k, ValueError, "failed on 1 x 1 x 1 .*IndexError"),
         (captures(object()), TypeError, "the captured 'value' is of type object"),
         (captures(torch.nn.Linear(1, 1)), TypeError, "hand over numbers, .*; the captured 'value' is of type Linear"),

@@ -41,6 +41,7 @@ from flexdilated import masks
         (lambda: masks.block_list([[0]], block=0), ValueError, "block must be at least 1; got block=0"),
         (lambda: masks.block_list(torch.zeros(2, 2), block=4), TypeError, "integers or booleans; got torch.float32"),
         (lambda: masks.block_list(torch.zeros(2).int(), block=4), ValueError, r"2 dims, .* got shape \(2,\)"),
+        (lambda: masks.block_list(torch.zeros(2, 0, 3).bool(), block=4), ValueError, r"one row; .* shape \(2, 0, 3\)"),
         (lambda: masks.block_list(torch.tensor([[1, 1]]), block=4), ValueError, r"rows\[0\] with block 1 twice"),
         (lambda: masks.neighborhood(64, 1), TypeError, "grid must be a sequence of axis lengths; got grid=64"),
         (lambda: masks.neighborhood((), 1), ValueError, r"1, 2 or 3 axes; got grid=\(\)"),

@@ -13,13 +13,11 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import _held_keys, _kv_cache, masks
-from flexdilated._head_groups import branch_rules
 from flexdilated._row_attention import matrix_forward
 from tests import oracle, strategies
 from tests.agreement import TIGHT
-from tests.strategies import Twin
+from tests.test_rows import causal_twins
 
-CAUSAL = Twin(masks.causal(), oracle.causal())
 WINDOW = masks.local_window(left=100, right=0)
 STREAMING = (masks.first_tokens(4) | masks.local_window(left=100, right=0)) & masks.causal()
 LONGNET = masks.longnet([64, 128, 256], [1, 2, 4]) & masks.causal()
@@ -30,13 +28,6 @@ UNBOUNDED = {
     "sparse transformer": (masks.local_window(left=8, right=0) | masks.strided(8)) & masks.causal(),
     "no closed form": ~masks.strided(3) & masks.causal(),
 }
-
-
-@st.composite
-def causal_twins(draw: st.DrawFn, num_heads: int) -> Twin:
-    """Any expression of the catalogue, with causal order."""
-    twin = draw(strategies.expressions(num_heads))
-    return Twin(twin.pattern & CAUSAL.pattern, oracle.both(twin.rule, CAUSAL.rule), twin.edges)
 
 
 @contextmanager
@@ -72,31 +63,6 @@ def test_decoding_equals_prefill(data: st.DataObject) -> None:
     with tiny_sizes(**sizes):
         out = decode(fd.KVCache(case.twin.pattern, num_heads=case.num_heads), q, k, v, chunks)
     assert_close(out, oracle.attention(q, k, v, case.counts())[0], **TIGHT)
-
-
-@given(data=st.data())
-def test_rows_are_the_rules(data: st.DataObject) -> None:
-    """In closed form where there is one, and by search, of one row or some ahead: the same keys, each once."""
-    case = data.draw(strategies.whole_cases(causal_twins))
-    query = case.num_keys - 1
-    expected = [oracle.counts(case.twin.rule, case.heads, case.num_heads, *[torch.arange(query + 1)] * 2)[:, -1]]
-    total = torch.zeros_like(expected[0])
-    searched = total.clone()
-    for branch in branch_rules(
-        case.twin.pattern, num_heads=case.num_heads, head_offset=0, num_heads_global=case.num_heads
-    ):
-        times = round(torch.tensor(branch.log_weight).exp().item())
-        for rule in branch.rules:
-            keys = rule.source.keys(query)
-            listed = keys.tolist() if isinstance(keys, torch.Tensor) else [key for part in keys for key in part]
-            assert len(set(listed)) == len(listed)
-            rule.source._rows_ahead = data.draw(st.integers(1, query + 1))
-            found = rule.source._search(query + 1 - rule.source._rows_ahead, 0)[query]
-            for head in rule.heads:
-                total[head, listed] += times
-                searched[head].index_add_(0, found, torch.full_like(found, times))
-    assert torch.equal(total, expected[0])
-    assert torch.equal(searched, expected[0])
 
 
 @given(data=st.data())
@@ -237,7 +203,9 @@ def test_engine_of_chunks() -> None:
 def test_autocast() -> None:
     q, k, v = draw_tensors(dtype=torch.float32, N=40)
     with torch.autocast("cpu", torch.bfloat16):
-        out = decode(fd.KVCache(LONGNET, num_heads=4), q, k, v, (30, 1))
+        cache = fd.KVCache(LONGNET, num_heads=4)
+        out = decode(cache, q, k, v, (30, 1))
+        cache.append(k, v)
     assert out.dtype == torch.bfloat16
     assert_close(out.float(), fd.attend(q, k, v, LONGNET, enable_gqa=True), rtol=0.05, atol=0.05)
 
@@ -310,9 +278,12 @@ def test_causal_without_saying_so() -> None:
 
 
 def test_rows_that_name_later_keys() -> None:
-    """A block list may name blocks that are not there yet: causal order hides them, and a later chunk has them."""
+    """A block list may name blocks that are not there yet: causal order hides them, and a later chunk has them.
+
+    A grid beside it, which holds a limited number of tokens, is asked on its own.
+    """
     rows = [[0, 3], [0, 1], [2, 5], [1, 3], [0, 4, 5], [5]]
-    pattern = masks.block_list(rows, block=20) & masks.causal()
+    pattern = (masks.block_list(rows, block=20) | masks.neighborhood((10, 12), 2)) & masks.causal()
     q, k, v = draw_tensors(N=120)
     for chunks in ((30,), (1, 19)):
         out = decode(fd.KVCache(pattern, num_heads=4), q, k, v, chunks)

@@ -44,6 +44,11 @@ BAD = {
         r"a cache passes no gradient on, .*call it under torch.no_grad\(\)",
     ),
     "sinks": (lambda: used().attend(X, X, X, sinks=torch.zeros(3)), ValueError, "sinks must have one logit for each"),
+    "tokens beyond a grid": (
+        lambda: fd.KVCache(masks.neighborhood((4, 4), 1) & WINDOW, num_heads=4).append(*[X.repeat(1, 1, 6, 1)] * 2),
+        ValueError,
+        "a grid of 4x4 holds 16 tokens; got queries up to 18 and keys up to 18",
+    ),
     "run-time tensors": (
         lambda: fd.KVCache(masks.documents(torch.tensor([0, 0, 1])) & WINDOW, num_heads=4),
         ValueError,

@@ -23,7 +23,7 @@ from flexdilated._score_mod import Folded, InOrder, Shifted
 from flexdilated.masks._planner import plan
 from tests import oracle
 from tests.agreement import TIGHT, assert_agrees
-from tests.strategies import Case, block_sides, cases, tensors, whole_cases
+from tests.strategies import Case, Twin, block_sides, cases, tensors, whole_cases
 from tests.test_flex import CPU, around_dense, attend_by, call_key, qkv
 
 # B batch, H query heads, N queries, M keys, D head dim
@@ -47,14 +47,15 @@ class Modified:
         def score_mod(score, b, h, q_idx, k_idx):
             distance = (q_idx - k_idx).clamp(-reach, reach)
             capped = cap * torch.tanh(score * factors[b] / cap)
-            return capped + table[h, distance + reach] + torch.sin(0.5 * q_idx + 0.3 * k_idx)
+            wave = torch.sin(0.5 * q_idx.to(score.dtype) + 0.3 * k_idx.to(score.dtype))
+            return capped + table[h, distance + reach] + wave
 
         return score_mod
 
     def dense(self, heads: range, queries: Tensor, keys: Tensor) -> Callable[[Tensor], Tensor]:
         reach = self.table.shape[1] // 2
         distance = (queries[:, None] - keys[None, :]).clamp(-reach, reach)
-        wave = torch.sin(0.5 * queries.double()[:, None] + 0.3 * keys.double())
+        wave = torch.sin(0.5 * queries.double()[:, None] + 0.3 * keys.double()[None, :])
         bias = torch.stack([self.table[head][distance + reach] for head in heads]) + wave
         return lambda scores: self.cap * (scores * self.factors[:, None, None, None] / self.cap).tanh() + bias
 
@@ -98,8 +99,22 @@ def test_flex_around_its_kernel_is_the_oracle(data, side):
 def test_flex_in_every_order_is_the_oracle(data, side):
     """Small problems are cheapest in one order of tokens: the others must find the positions all the same."""
     case = data.draw(cases())
-    drawn, weighed = data.draw(tensors(case)), plan(case.bind())
-    rule = data.draw(modified(len(drawn[0]), case.num_heads_global))
+    drawn = data.draw(tensors(case))
+    assert_every_order(case, drawn, data.draw(modified(len(drawn[0]), case.num_heads_global)), side)
+
+
+@given(st.data())
+def test_flex_in_every_order_with_every_offset(data):
+    """Some of the heads, and positions that begin late, where all three orders are weighed."""
+    twin = Twin(masks.dilated(24, 3, 1) & masks.causal(), oracle.both(oracle.dilated(24, 3, 1), oracle.causal()))
+    case = Case(twin, 2, 21, 30, q_offset=17, k_offset=8, head_offset=1, num_heads_global=4)
+    assert {option.layout for option in plan(case.bind()).options[0]} == {"compact", "natural", "residue 3"}
+    drawn = data.draw(tensors(case))
+    assert_every_order(case, drawn, data.draw(modified(len(drawn[0]), case.num_heads_global)), 8)
+
+
+def assert_every_order(case: Case, drawn: tuple[Tensor, ...], rule: Modified, side: int) -> None:
+    weighed = plan(case.bind())
     sizes = {"num_kv_heads": drawn[1].shape[1], "block_size": (side, side), "device": CPU}
     for choice in range(max(len(options) for options in weighed.options)):
         terms = tuple(term for options in weighed.options for term in options[choice % len(options)].terms)

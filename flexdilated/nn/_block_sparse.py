@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from .._attend import attend
@@ -17,6 +17,7 @@ from ..masks._block_mask import block_sides
 from ..masks._check import require_int
 from ..masks._pattern import require_expression
 from ._dilated_pattern import require_bool
+from ._padding import without_padding
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -63,18 +64,20 @@ class BlockSparseAttention(nn.Module):
         *,
         score_mod: ScoreMod | None = None,
         bindings: Mapping[str, Tensor] | None = None,
+        key_padding_mask: Bool[Tensor, "B M"] | None = None,
         q_offset: int = 0,
         k_offset: int = 0,
     ) -> Float[Tensor, "B H N D"]:
         """Query i stands at position q_offset + i, key j at k_offset + j. A query without keys gets output 0.
 
-        score_mod, bindings: as in `attend`.
+        score_mod, bindings: as in `attend`. key_padding_mask: True for keys to leave out.
         """
+        pattern = without_padding(self.pattern, key_padding_mask, (k.shape[0], k.shape[2]), k_offset=k_offset)
         return attend(
             q,
             k,
             v,
-            self.pattern,
+            pattern,
             scale=self.scale,
             enable_gqa=self.enable_gqa,
             score_mod=score_mod,

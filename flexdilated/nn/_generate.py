@@ -42,7 +42,8 @@ class Sampling:
         """One token for each sequence."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        likely, tokens = logits.double().sort(dim=-1, descending=True)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        likely, tokens = wide.sort(dim=-1, descending=True)
         probabilities = (likely / self.temperature).softmax(-1)
         if self.top_k is not None:
             probabilities[:, self.top_k :] = 0

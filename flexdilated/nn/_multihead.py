@@ -12,13 +12,11 @@ from torch.nn import functional as F
 from .._attend import attend
 from .._engines import check_engine
 from ..masks import causal as causal_pattern
-from ..masks import visible_keys
 from ..masks._check import require_finite, require_int
 from ._dilated_pattern import dilated_pattern, require_bool
+from ._padding import without_padding
 
 # B batch, N queries, M keys, E embed dim, K key dim, V value dim, D head dim
-
-_PADDING = "key_padding"
 
 
 class MultiheadDilatedAttention(nn.Module):
@@ -75,8 +73,6 @@ class MultiheadDilatedAttention(nn.Module):
         self.pattern = dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
         self.pattern.check_heads(num_heads)
         self.causal_pattern = self.pattern if causal else self.pattern & causal_pattern()
-        visible = visible_keys(_PADDING)
-        self.padded_pattern, self.padded_causal_pattern = self.pattern & visible, self.causal_pattern & visible
         self.engine = engine
         self._add_parameters(require_bool("bias", bias), device, dtype)
         self.reset_parameters()
@@ -121,20 +117,19 @@ class MultiheadDilatedAttention(nn.Module):
         Shapes: (N, B, E), or (B, N, E) with batch_first, or (N, E) unbatched; key and value likewise with M,
         kdim and vdim. is_causal=True makes this call causal whatever the constructor said, and needs no mask.
         key_padding_mask: booleans (B, M), or (M,) unbatched, True for keys to leave out, or floats, 0 and -inf
-        for them. A query that is left without keys attends to nothing, where torch has NaN. Positions stay as they are: with padding on the left,
-        segments begin in the padding. average_attn_weights says how weights are returned, so it changes nothing
-        here. Raises ValueError for need_weights and attn_mask, and for inputs that do not fit.
+        for them. A query that is left without keys attends to nothing, where torch has NaN. Positions stay as
+        they are: with padding on the left, segments begin in the padding. average_attn_weights says how weights
+        are returned, so it changes nothing here. Raises ValueError for need_weights and attn_mask, and for inputs
+        that do not fit.
         """
         _check_call(need_weights, attn_mask)
         self._check_inputs(query, key, value)
         is_causal = require_bool("is_causal", is_causal)
         q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
-        if key_padding_mask is None:
-            out = attend(q, k, v, self.causal_pattern if is_causal else self.pattern, engine=self.engine)
-        else:
-            visible = _visible(key_padding_mask, key, batch_first=self.batch_first)
-            pattern = self.padded_causal_pattern if is_causal else self.padded_pattern
-            out = attend(q, k, v, pattern, bindings={_PADDING: visible}, engine=self.engine)
+        keys = key.shape[:2] if self.batch_first or key.dim() == 2 else key.shape[1::-1]
+        pattern = self.causal_pattern if is_causal else self.pattern
+        pattern = without_padding(pattern, key_padding_mask, tuple(keys[: key.dim() - 1]))
+        out = attend(q, k, v, pattern, engine=self.engine)
         return self.out_proj(self._join_heads(out, query.dim())), None
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
@@ -221,22 +216,6 @@ def _check_call(need_weights: bool, attn_mask: object) -> None:
             "attn_mask must be None, as the pattern says who attends to whom: pass is_causal=True for a "
             "causal mask, or call flexdilated.attend with `pattern & other` for another; got a mask"
         )
-
-
-def _visible(mask: object, key: Tensor, *, batch_first: bool) -> Tensor:
-    """The padding mask as `masks.visible_keys` takes it; encoders make floats of booleans, 0 and -inf."""
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(
-            f"key_padding_mask must hold booleans, True for keys to leave out, or floats, -inf for them; got {kind}"
-        )
-    shape = key.shape[:2] if batch_first or key.dim() == 2 else (key.shape[1], key.shape[0])
-    expected = tuple(shape[:1] if key.dim() == 2 else shape)
-    if tuple(mask.shape) != expected:
-        raise ValueError(
-            f"key_padding_mask must have shape {expected}, one entry for each key; got {tuple(mask.shape)}"
-        )
-    return ~mask if mask.dtype == torch.bool else mask
 
 
 def _check_fit(query: Tensor, key: Tensor, value: Tensor, *, batch_dim: int) -> None:
