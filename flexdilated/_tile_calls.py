@@ -160,7 +160,8 @@ def _distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Te
     limit = _MASK_BYTES // distinct[0].nbytes
     known: dict[int, int] = {}
     codes: list[int] = []
-    for tiles in evaluate(rule, blocks.places(partial), blocks.shape):
+    looked_at, look_of = _repeats(rule, blocks, partial)
+    for tiles in evaluate(rule, blocks.places(looked_at), blocks.shape):
         found = _fingerprints(tiles).tolist()
         for index, code in enumerate(found):
             if code not in known:
@@ -170,8 +171,25 @@ def _distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Te
         if len(distinct) > limit:
             return torch.zeros(len(blocks.full), dtype=torch.int64), None
     ids = torch.zeros(len(blocks.full), dtype=torch.int64)
-    ids[partial] = torch.tensor([known[code] for code in codes], dtype=torch.int64)
+    ids[partial] = torch.tensor([known[code] for code in codes], dtype=torch.int64)[look_of]
     return ids, torch.cat(distinct)
+
+
+def _repeats(rule: Rule, blocks: Blocks, partial: Int64[Tensor, " n"]) -> tuple[Int64[Tensor, " d"], Tensor]:
+    """(blocks to look at, which of these each partial block repeats), as the rule's period tells."""
+    period = rule.pattern.period()
+    if period is None or len(rule.q.starts) > 1 or len(rule.k.starts) > 1:
+        return partial, torch.arange(len(partial))
+    table, row, column = (x.long() for x in blocks.places(partial))
+    q, k = row * blocks.q_block, column * blocks.k_block
+    q_position, k_position = (pieces.position(table, slot) for pieces, slot in ((rule.q, q), (rule.k, k)))
+    # At the ends a block is cut short.
+    height, width = (blocks.num_q_slots - q).clamp(max=blocks.q_block), (blocks.num_k_slots - k).clamp(max=blocks.k_block)
+    look = torch.stack([table, q_position - k_position, q_position % period, height, width], dim=1)
+    _, look_of = look.unique(dim=0, return_inverse=True)
+    first = torch.full((int(look_of.max()) + 1 if len(look_of) else 0,), len(partial))
+    first.scatter_reduce_(0, look_of, torch.arange(len(partial)), "amin")
+    return partial[first], look_of
 
 
 def _fingerprints(tiles: Bool[Tensor, "n q_block k_block"]) -> Int64[Tensor, " n"]:

@@ -96,15 +96,16 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad_out, grad_lse):
     q, k, v, sinks, out, lse, *bindings = ctx.saved_tensors
+    without = [None] * len(bindings), *[None] * len(ctx.options)
     if grad_out is None and grad_lse is None:
-        return (None,) * (5 + len(ctx.options))
+        return None, None, None, None, *without
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     grads = tiles_backward(grad_out, grad_lse, q, k, v, out, lse, bindings, *ctx.options)
     grad_sinks = None
     if sinks is not None and ctx.needs_input_grad[3]:
         grad_sinks = sinks_gradient(sinks, out, lse, grad_out, grad_lse)
-    return *grads, grad_sinks, [None] * len(bindings), *[None] * len(ctx.options)
+    return *grads, grad_sinks, *without
 
 
 def _no_double_backward(ctx, *grads):

@@ -21,6 +21,12 @@ _READS_VALUES = {
     *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
 }
 
+# What takes the shape of its first argument, and none of its values.
+_SHAPED_ALIKE = {
+    *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
+    *("empty_like", "full_like", "ones_like", "zeros_like"),
+}
+
 Grid = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -48,8 +54,9 @@ class _Watch(TorchFunctionMode):
         if name in _READS_VALUES:
             raise _ReadsValuesError(f"Tensor.{name}")
         result = func(*args, **(kwargs or {}))
+        given = _tensors((args[1:] if name in _SHAPED_ALIKE else args, kwargs or {}))
         for marked in self._marked.values():
-            if any(_is_one_of(part, marked) for part in _tensors((args, kwargs or {}))):
+            if any(_is_one_of(part, marked) for part in given):
                 marked += _tensors(result)
         return result
 
@@ -69,7 +76,7 @@ def require_mask_mod(function: object) -> types.FunctionType:
     variable = bool(code.co_flags & (0x04 | 0x08))  # *args, **kwargs
     if variable or code.co_argcount != 4 or code.co_kwonlyargcount:
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        got = f"{name!r} with ({', '.join(names)}{', ...' if variable else ''})"
+        got = f"{name!r} with ({', '.join((*names, '...') if variable else names)})"
         raise TypeError(f"a custom function must take exactly (b, h, q, k); got {got}")
     return function
 

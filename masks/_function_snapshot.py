@@ -194,6 +194,8 @@ def _fixed_name(value: Any) -> str | None:
             return None
         module = owner.__module__ if isinstance(owner, type) else value.__module__ or ""
         name = value.__qualname__
+    elif isinstance(value, types.FunctionType) and (value.__closure__ or "<locals>" in value.__qualname__):
+        return None  # such as torch's and_masks(a, b): what it is lies in what it captured
     elif isinstance(value, type | types.FunctionType):
         module, name = value.__module__ or "", value.__qualname__
     elif isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):

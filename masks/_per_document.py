@@ -66,6 +66,10 @@ class PerDocument(Pattern):
     def check_heads(self, num_heads: int) -> None:
         self.part.check_heads(num_heads)
 
+    def check_tokens(self, queries: range, keys: range) -> None:
+        longest = range(self._resolved().longest)
+        self.part.check_tokens(longest, longest)
+
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         inner = self.part.mask_mod(num_heads=num_heads, device=device)
         spans = self._resolved()

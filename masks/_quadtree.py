@@ -12,6 +12,7 @@ from ._diagonals import settle_by_diagonals
 from ._rule import Nodes, Rule, Run
 
 _FRONTIER = 1 << 18  # nodes classified at once: bounds the builder's memory
+_FEW_BLOCKS = 1 << 10  # so many are sooner looked at one by one than halved level by level
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Le
         yield _expand(nodes.select((certain & ~single).nonzero().squeeze(1)), q_block, k_block)
         inner = nodes.select((occupied & ~certain & ~single).nonzero().squeeze(1))
         if len(inner):
-            stack.extend(_chunks(_split(inner, q_block, k_block)))
+            few = int((inner.q.num_blocks(q_block) * inner.k.num_blocks(k_block)).sum()) <= _FEW_BLOCKS
+            stack.extend(_chunks((_single_blocks if few else _split)(inner, q_block, k_block)))
 
 
 def _chunks(nodes: Nodes) -> Iterator[Nodes]:
@@ -94,17 +96,25 @@ def _chunks(nodes: Nodes) -> Iterator[Nodes]:
 
 def _expand(nodes: Nodes, q_block: int, k_block: int) -> Leaves:
     """All blocks of nodes that are full."""
+    single = _single_blocks(nodes, q_block, k_block)
+    area = (single.q.stop - single.q.start) * (single.k.stop - single.k.start)
+    return Leaves(single.table, single.q.start // q_block, single.k.start // k_block, area, area)
+
+
+def _single_blocks(nodes: Nodes, q_block: int, k_block: int) -> Nodes:
+    """The parts of the nodes that lie in one block each."""
     rows, columns = nodes.q.num_blocks(q_block), nodes.k.num_blocks(k_block)
     sizes = rows * columns
     node = torch.repeat_interleave(sizes)
     index = torch.arange(len(node)) - (sizes.cumsum(0) - sizes)[node]
-    row = nodes.q.start[node] // q_block + index // columns[node]
-    column = nodes.k.start[node] // k_block + index % columns[node]
-    height = torch.minimum(nodes.q.stop[node], (row + 1) * q_block) - torch.maximum(nodes.q.start[node], row * q_block)
-    width = torch.minimum(nodes.k.stop[node], (column + 1) * k_block) - torch.maximum(
-        nodes.k.start[node], column * k_block
-    )
-    return Leaves(nodes.table[node], row, column, height * width, height * width)
+    q = _nth_block(nodes.q.select(node), index // columns[node], q_block)
+    return Nodes(nodes.table[node], q, _nth_block(nodes.k.select(node), index % columns[node], k_block))
+
+
+def _nth_block(run: Run, index: Tensor, block: int) -> Run:
+    """What of each run lies in the block of this number, counted from its first."""
+    first = (run.start // block + index) * block
+    return Run(run.piece, torch.maximum(run.start, first), torch.minimum(run.stop, first + block))
 
 
 def _split(nodes: Nodes, q_block: int, k_block: int) -> Nodes:

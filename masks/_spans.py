@@ -48,6 +48,12 @@ class Spans(Table):
         real = starts != PADDING
         return (ends - sizes)[real], ends[real]
 
+    @cached_property
+    def longest(self) -> int:
+        """Positions of the longest span of any row."""
+        length = torch.arange(self.rows.shape[1]) + 1 - self.rows
+        return int(length.masked_fill(self.rows == PADDING, 0).max())
+
     def reached(self, progression: Progression) -> tuple[Counts, Counts]:
         """(first, last) span that each progression may touch; first > last where it lies between two."""
         first = torch.searchsorted(self.stops, progression.first, right=True)

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 
 from ._algebra import And, Every
 from ._bound import Bound
+from ._causal import Causal
 from ._compact import compact_terms
 from ._layout import Compact, Layout
+from ._local_window import LocalWindow
 from ._lower import shared_terms
 from ._pattern import Pattern
 from ._per_document import PerDocument
@@ -39,9 +41,10 @@ def window_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term]
         q = _overlap(q_window, bound.q_offset, bound.num_queries)
         k = _overlap(k_window, bound.k_offset, bound.num_keys)
         if q and k:
-            part = _part(cut.rest, bound, q, k, origin=q_window.start if cut.from_start else 0)
+            rest = _plainest(cut.rest, q, k)
+            part = _part(rest, bound, q, k, origin=q_window.start if cut.from_start else 0)
             if part not in lowered:
-                lowered[part] = _lower(cut.rest, multiplicity, part)
+                lowered[part] = _lower(rest, multiplicity, part)
             terms += [_moved(term, q.start - bound.q_offset, k.start - bound.k_offset) for term in lowered[part]]
     return terms
 
@@ -63,6 +66,19 @@ def _cut(branch: Pattern, num_positions: int) -> Cut | None:
 
 def _overlap(window: range, offset: int, number: int) -> range:
     return range(max(window.start, offset), min(window.stop, offset + number))
+
+
+def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
+    """The same rule over these positions, without windows that reach beyond them: those need no block lists."""
+    kept = []
+    for factor in rest.parts if isinstance(rest, And) else (rest,):
+        if isinstance(factor, LocalWindow) and factor.left >= q.stop - 1 - k.start:
+            if factor.right >= k.stop - 1 - q.start:
+                continue
+            if factor.right == 0:
+                factor = Causal()
+        kept.append(factor)
+    return And.of(*kept) if kept else Every()
 
 
 def _part(rest: Pattern, bound: Bound, q: range, k: range, *, origin: int) -> Bound:

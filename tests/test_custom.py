@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
 import flexdilated as fd
 from flexdilated import masks
@@ -236,6 +236,7 @@ def test_equal_code_and_values_are_an_equal_pattern():
     assert a != other
     assert a.text != other.text
     assert a | b == a
+    assert masks.custom(lambda batch, head, i, j: i < 3 * j) == masks.custom(lambda b, h, q, k: q < 3 * k)
     assert len((a + b).branches()) == 2
 
 
@@ -270,6 +271,21 @@ def test_containers_are_told_apart_by_what_they_hold():
     values = [(1, 2), [1, 2], (2, 1), (1, 3), frozenset((1, 2)), {1: 2, 2: 1}, {1: 1, 2: 1}]
     assert len({masks.custom(reach(each)).text for each in values}) == len(values)
     assert masks.custom(reach({3, 1, 2})) == masks.custom(reach({2, 3, 1}))
+
+
+def test_functions_that_torch_composes():
+    """and_masks and or_masks, alone and inside: what they are lies in what they captured."""
+
+    def inside(function):
+        return lambda b, h, q, k: function(b, h, q, k) | (q == 0)
+
+    composed = [and_masks(window(4), by_global), and_masks(window(5), by_global), or_masks(window(4), diagonal)]
+    functions = composed + [inside(function) for function in composed]
+    assert len({masks.custom(function).text for function in functions}) == 6
+    assert masks.custom(inside(and_masks(window(4), by_global))) == masks.custom(functions[3])
+    slow = create_block_mask(composed[0], 1, 1, 50, 50, device="cpu", BLOCK_SIZE=8)
+    fast = masks.block_mask(masks.custom(composed[0]), 50, num_heads=1, block_size=8)
+    assert torch.equal(fast.to_dense(), slow.to_dense())
 
 
 def test_classify_and_period_take_part():

@@ -65,7 +65,7 @@ def captures(value):
         (operator.lt, TypeError, "plain function .*; got builtin"),
         (with_default, TypeError, "no default arguments, .*: write `def make.*; got 'with_default'"),
         (lambda b, h, q: q < 3, TypeError, r"must take exactly \(b, h, q, k\); got .* with \(b, h, q\)"),
-        (lambda *a: a[0] < 3, TypeError, r"exactly \(b, h, q, k\); got .* with \(, \.\.\.\)"),
+        (lambda *a: a[0] < 3, TypeError, r"exactly \(b, h, q, k\); got .* with \(\.\.\.\)"),
         (lambda b, h, q, k, *, w: q < 3, TypeError, r"with \(b, h, q, k, w\)"),
         (lambda b, h, q, k: True, TypeError, "must return a bool tensor; got bool"),
         (lambda b, h, q, k: q - k, TypeError, "end with a comparison; got torch.int64"),

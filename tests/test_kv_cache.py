@@ -22,11 +22,18 @@ WINDOW = masks.local_window(left=100, right=0)
 STREAMING = (masks.first_tokens(4) | masks.local_window(left=100, right=0)) & masks.causal()
 LONGNET = masks.longnet([64, 128, 256], [1, 2, 4]) & masks.causal()
 ODD_LONGNET = masks.longnet([50, 100, 333], [1, 3, 7], offsets="contiguous") & masks.causal()
-BOUNDED = {"window": WINDOW, "streaming": STREAMING, "longnet": LONGNET, "odd longnet": ODD_LONGNET}
+SEARCHED = ~masks.strided(3) & WINDOW  # no closed form
+BOUNDED = {
+    "window": WINDOW,
+    "streaming": STREAMING,
+    "longnet": LONGNET,
+    "odd longnet": ODD_LONGNET,
+    "searched": SEARCHED,
+}
 UNBOUNDED = {
     "causal": masks.causal(),
     "sparse transformer": (masks.local_window(left=8, right=0) | masks.strided(8)) & masks.causal(),
-    "no closed form": ~masks.strided(3) & masks.causal(),
+    "searched to the beginning": ~masks.strided(3) & masks.causal(),
 }
 
 
@@ -288,3 +295,16 @@ def test_rows_that_name_later_keys() -> None:
     for chunks in ((30,), (1, 19)):
         out = decode(fd.KVCache(pattern, num_heads=4), q, k, v, chunks)
         assert_close(out, fd.attend(q, k, v, pattern, enable_gqa=True), **TIGHT)
+
+
+def test_later_keys_beyond_the_search_stay_hidden() -> None:
+    """A rule that sees later keys from position 3,000 on passes for causal: it is taken with causal order then."""
+    late = masks.local_window(left=3, right=3) & ~masks.global_tokens(3000)
+    pattern = WINDOW | late
+    q, k, v = draw_tensors(N=3100, B=1)
+    expected = fd.attend(q, k, v, pattern & masks.causal(), enable_gqa=True)[:, :, 3000:]
+    for size in (1, 50):
+        cache = fd.KVCache(pattern, num_heads=4)
+        cache.append(k[:, :, :3000], v[:, :, :3000])
+        out = decode(cache, *(x[:, :, 3000:] for x in (q, k, v)), (size,))
+        assert_close(out, expected, **TIGHT)

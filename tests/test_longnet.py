@@ -128,6 +128,30 @@ def test_sequences_of_a_batch_do_not_meet():
         assert_close(model(tokens[row : row + 1]), together[row : row + 1], **TOLERANCE)
 
 
+@pytest.mark.parametrize("layout", ["natural", "residue", "auto"])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_padded_equals_unpadded(layout, checkpoint):
+    """Each sequence of a padded batch gets what it gets alone, whatever tokens the padding holds."""
+    model = model_of(replace(TINY, causal=False, layout=layout, checkpoint=checkpoint))
+    tokens, lengths = tokens_of(B=3), (N, 20, 1)
+    padding = torch.arange(N) >= torch.tensor(lengths)[:, None]
+    out = model(tokens, key_padding_mask=padding)
+    for row, length in enumerate(lengths):
+        assert_close(out[row, :length], model(tokens[row, None, :length])[0], **TOLERANCE)
+    weight = model.blocks[0].qkv.weight
+    (packed,) = torch.autograd.grad(out[~padding].sum(), weight)
+    alone = sum(model(tokens[row, None, :length]).sum() for row, length in enumerate(lengths))
+    assert_close(packed, torch.autograd.grad(alone, weight)[0], **TOLERANCE)
+
+
+def test_padding_is_checked():
+    model, tokens = model_of(TINY), tokens_of()
+    with pytest.raises(ValueError, match=r"shape \(2, 37\), one entry for each key; got \(2, 36\)"):
+        model(tokens, key_padding_mask=torch.zeros(2, N - 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="caches know no padding"):
+        model(tokens, key_padding_mask=torch.zeros(2, N, dtype=torch.bool), caches=model.new_caches())
+
+
 def test_segments_do_not_meet():
     model = model_of(replace(TINY, segment_lengths=(4, 8), dilation_rates=(1, 2)))
     tokens = tokens_of()

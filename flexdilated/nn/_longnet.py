@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .. import masks
 from .._kv_cache import KVCache
-from ..masks import Layout
+from ..masks import Layout, Mixture, Pattern
 from ._generate import Sampling, generate
 from ._longnet_block import Block
 from ._longnet_config import LongNetConfig
+from ._padding import without_padding
 from ._rotary import rotary_table
 
 # B batch, N tokens, E embed dim, V vocabulary
@@ -62,15 +63,22 @@ class LongNet(nn.Module):
             nn.init.normal_(self.head.weight, std=0.1 * E**-0.5)
 
     def forward(
-        self, tokens: Int64[Tensor, "B N"] | Float[Tensor, "B N E"], *, caches: Sequence[KVCache] | None = None
+        self,
+        tokens: Int64[Tensor, "B N"] | Float[Tensor, "B N E"],
+        *,
+        key_padding_mask: Bool[Tensor, "B N"] | None = None,
+        caches: Sequence[KVCache] | None = None,
     ) -> Float[Tensor, "B N V"] | Float[Tensor, "B N E"]:
         """Logits for tokens in [0, vocab_size); with vocab_size=None, features for embedded inputs.
 
-        With `caches`, from `new_caches`, the tokens follow those that went through them before. Raises ValueError
-        or TypeError for another shape, dtype or device; a token outside the vocabulary raises IndexError, or what
-        the device makes of it, when it is embedded.
+        key_padding_mask: True for tokens to which no token may attend; pad on the right, as positions count from
+        the first token. With `caches`, from `new_caches`, the tokens follow those that went through them before.
+        Raises ValueError or TypeError for another shape, dtype or device; a token outside the vocabulary raises
+        IndexError, or what the device makes of it, when it is embedded.
         """
-        return self._logits(self._features(tokens, caches))
+        if caches is not None and key_padding_mask is not None:
+            raise ValueError("caches know no padding: give the real tokens alone, without key_padding_mask")
+        return self._logits(self._features(tokens, caches, key_padding_mask))
 
     def new_caches(self, *, capacity: int | None = None) -> list[KVCache]:
         """Empty caches, one a block, for the tokens of a batch to go through in order. For a causal model.
@@ -117,7 +125,9 @@ class LongNet(nn.Module):
         options = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
         return torch.cat([tokens, generate(next_logits, tokens, sampling, stop=stop, **options)], dim=1)
 
-    def _features(self, tokens: Tensor, caches: Sequence[KVCache] | None) -> Float[Tensor, "B N E"]:
+    def _features(
+        self, tokens: Tensor, caches: Sequence[KVCache] | None, padding: Tensor | None = None
+    ) -> Float[Tensor, "B N E"]:
         """What the last norm gives, in the order of the tokens."""
         self._check(tokens)
         self._check_caches(caches)
@@ -130,23 +140,29 @@ class LongNet(nn.Module):
             positions, x = layout.positions(tokens.device), layout.apply(tokens, dim=1)
         if self.embedding is not None:
             x = self.embedding(x)
-        x = self.norm(self._run_blocks(x, positions, layout, caches))
+        pattern = without_padding(self.pattern, padding, tuple(tokens.shape[:2]))
+        x = self.norm(self._run_blocks(x, positions, pattern, layout, caches))
         return x if layout is None else layout.invert(x, dim=1)
 
     def _run_blocks(
-        self, x: Tensor, positions: Tensor, layout: Layout | None, caches: Sequence[KVCache] | None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        pattern: Pattern | Mixture,
+        layout: Layout | None,
+        caches: Sequence[KVCache] | None,
     ) -> Tensor:
         config = self.config
         rotary = rotary_table(positions, head_dim=config.head_dim, base=config.rotary_base, dtype=x.dtype)
         remember_inputs_only = config.checkpoint and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             if caches is not None:
-                x = block(x, rotary, self.pattern, layout, caches[index])
+                x = block(x, rotary, pattern, layout, caches[index])
             elif remember_inputs_only:
                 # No block draws random numbers, so there is no generator state to restore.
-                x = checkpoint(block, x, rotary, self.pattern, layout, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, rotary, pattern, layout, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, rotary, self.pattern, layout)
+                x = block(x, rotary, pattern, layout)
         return x
 
     def _logits(self, x: Float[Tensor, "... E"]) -> Tensor:

@@ -1,0 +1,182 @@
+"""The catalogue: each pattern with one set of parameters for long sequences, and one that is small enough to draw."""
+
+from dataclasses import dataclass
+
+from flexdilated.masks import Mixture, Pattern
+
+from ._catalogue_rules import names_for
+
+MILLION = 1 << 20
+PICTURED = 64  # tokens of a picture
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One pattern of the page. `name` is its constructor's, and what tells it from others of that constructor.
+
+    `text` is its expression, in the words of `names_for`, and `small` that of the picture. `million` stands in
+    for `text` where a grid grows with the tokens. `waste_why` and `build_why` say what keeps it from a target;
+    `largest` is the number of tokens that its tables are built for where a million are out of reach.
+    """
+
+    name: str
+    text: str
+    small: str
+    num_heads: int = 1
+    million: str = ""
+    largest: int = MILLION
+    waste_why: str = ""
+    build_why: str = ""
+
+    def pattern(self, num_tokens: int) -> Pattern | Mixture:
+        """The pattern over this many tokens."""
+        return _read(self.million if self.million and num_tokens == MILLION else self.text, num_tokens)
+
+    def pictured(self) -> Pattern | Mixture:
+        """The pattern of the picture, over `PICTURED` tokens."""
+        return _read(self.small, PICTURED)
+
+
+def _read(text: str, num_tokens: int) -> Pattern | Mixture:
+    # An expression of this file, in Python: `masks.parse` knows no tensors and no functions.
+    return eval(text, names_for(num_tokens))
+
+
+_LONGNET = "masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])"
+_LONGNET_SMALL = "masks.longnet([16, 32, 64], [1, 2, 4])"
+
+ENTRIES = (
+    Entry("causal", "masks.causal()", "masks.causal()", largest=1 << 17),
+    Entry("every", "masks.every()", "masks.every()", largest=1 << 17),
+    Entry("local_window", "masks.local_window(left=4095, right=0)", "masks.local_window(left=20, right=0)"),
+    Entry(
+        "dilated_window",
+        "masks.dilated_window(left=1023, right=0, rate=4)",
+        "masks.dilated_window(left=7, right=0, rate=4)",
+    ),
+    Entry("chunked", "masks.chunked(4096) & masks.causal()", "masks.chunked(20) & masks.causal()"),
+    Entry("strided", "masks.strided(128) & masks.causal()", "masks.strided(8) & masks.causal()"),
+    Entry(
+        "fixed",
+        "masks.fixed(128, summary=32) & masks.causal()",
+        "masks.fixed(16, summary=4) & masks.causal()",
+    ),
+    Entry("dilated", "masks.dilated(8192, 4) & masks.causal()", "masks.dilated(32, 4) & masks.causal()"),
+    Entry("longnet", f"{_LONGNET} & masks.causal()", f"{_LONGNET_SMALL} & masks.causal()", num_heads=4),
+    Entry("longnet, full", _LONGNET, _LONGNET_SMALL, num_heads=4),
+    Entry("global_tokens", "masks.global_tokens(128)", "masks.global_tokens(6)"),
+    Entry("first_tokens", "masks.first_tokens(4) & masks.causal()", "masks.first_tokens(4) & masks.causal()"),
+    Entry("landmark_tokens", "masks.landmark_tokens(256)", "masks.landmark_tokens(16)", largest=1 << 18),
+    Entry(
+        "landmark_tokens, keys",
+        "masks.landmark_tokens(64, rows=False) & masks.causal()",
+        "masks.landmark_tokens(8, rows=False) & masks.causal()",
+    ),
+    Entry("prefix_lm", "masks.prefix_lm(8192)", "masks.prefix_lm(20)", largest=1 << 17),
+    Entry(
+        "random_blocks",
+        "masks.random_blocks(num_tokens, block=128, count=3)",
+        "masks.random_blocks(num_tokens, block=16, count=1)",
+        num_heads=2,
+    ),
+    Entry(
+        "block_list",
+        "masks.block_list(block_rows(num_tokens, block=128), block=128)",
+        "masks.block_list(block_rows(num_tokens, block=8), block=8)",
+    ),
+    Entry(
+        "blockwise",
+        "masks.blockwise(masks.dilated_window(left=15, right=0, rate=2), 128)",
+        "masks.blockwise(masks.dilated_window(left=2, right=0, rate=2), 8)",
+    ),
+    Entry(
+        "neighborhood, 1-D",
+        "masks.neighborhood((num_tokens,), 1024)",
+        "masks.neighborhood((num_tokens,), 8)",
+    ),
+    Entry(
+        "neighborhood, 2-D",
+        "masks.neighborhood((256, 256), (32, 32))",
+        "masks.neighborhood((8, 8), (2, 2))",
+        million="masks.neighborhood((1024, 1024), (32, 32))",
+    ),
+    Entry(
+        "neighborhood, 3-D",
+        "masks.neighborhood((16, 64, 64), (4, 8, 8))",
+        "masks.neighborhood((4, 4, 4), (1, 1, 1))",
+        million="masks.neighborhood((64, 128, 128), (4, 8, 8))",
+    ),
+    Entry(
+        "per_head",
+        "masks.per_head([masks.local_window(left=4095, right=0), masks.dilated_window(left=1023, right=0, rate=4)])",
+        "masks.per_head([masks.local_window(left=12, right=0), masks.dilated_window(left=7, right=0, rate=4)])",
+        num_heads=2,
+    ),
+    Entry(
+        "head_groups",
+        "masks.head_groups([masks.local_window(left=4095, right=0), masks.strided(64) & masks.causal()])",
+        "masks.head_groups([masks.local_window(left=12, right=0), masks.strided(8) & masks.causal()])",
+        num_heads=4,
+    ),
+    Entry("documents", "masks.documents(ids) & masks.causal()", "masks.documents(ids) & masks.causal()"),
+    Entry(
+        "lengths",
+        "masks.lengths(length) & masks.local_window(left=2047, right=2047)",
+        "masks.lengths(length) & masks.local_window(left=12, right=12)",
+    ),
+    Entry(
+        "visible_keys",
+        "masks.visible_keys(marks) & masks.local_window(left=4095, right=0)",
+        "masks.visible_keys(marks) & masks.local_window(left=30, right=0)",
+    ),
+    Entry(
+        "per_document",
+        "masks.longnet([1024, 2048, 4096], [1, 2, 4]).per_document(ids) & masks.causal()",
+        "masks.longnet([4, 8, 16], [1, 2, 4]).per_document(ids) & masks.causal()",
+        num_heads=4,
+    ),
+    Entry(
+        "custom",
+        "masks.custom(widening(1024), classify=boxes_of_widening(1024), period=1)",
+        "masks.custom(widening(4), classify=boxes_of_widening(4), period=1)",
+        num_heads=4,
+    ),
+    Entry("longformer", "recipes.longformer(256, 16)", "recipes.longformer(8, 3)"),
+    Entry("bigbird", "recipes.bigbird(num_tokens)", "recipes.bigbird(num_tokens, block=4, num_random=2)"),
+    Entry(
+        "bigbird, block 128",
+        "recipes.bigbird(num_tokens, block=128)",
+        "recipes.bigbird(num_tokens, block=8, num_global=1, num_random=1)",
+    ),
+    Entry(
+        "sparse_transformer_strided",
+        "recipes.sparse_transformer_strided(128)",
+        "recipes.sparse_transformer_strided(8)",
+    ),
+    Entry(
+        "sparse_transformer_fixed",
+        "recipes.sparse_transformer_fixed(128, summary=32)",
+        "recipes.sparse_transformer_fixed(16, summary=4)",
+    ),
+    Entry("streaming_llm", "recipes.streaming_llm(4096)", "recipes.streaming_llm(16)"),
+    Entry(
+        "darcstar_local_window",
+        "recipes.darcstar_local_window()",
+        "recipes.darcstar_local_window(local_window_size=16, block_size=4)",
+    ),
+    Entry(
+        "darcstar_dilated_sparse",
+        "recipes.darcstar_dilated_sparse([1, 2, 4])",
+        "recipes.darcstar_dilated_sparse([1, 2, 4], block_size=4)",
+    ),
+    Entry(
+        "darcstar_global_local",
+        "recipes.darcstar_global_local(global_tokens=512)",
+        "recipes.darcstar_global_local(global_tokens=8, local_window_size=16, block_size=4)",
+    ),
+    Entry(
+        "darcstar_hierarchical",
+        "recipes.darcstar_hierarchical()",
+        "recipes.darcstar_hierarchical([(4, 16), (16, 32), (32, -1)], block_size=4)",
+    ),
+)
