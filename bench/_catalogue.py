@@ -45,9 +45,20 @@ def _read(text: str, num_tokens: int) -> Pattern | Mixture:
 _LONGNET = "masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])"
 _LONGNET_SMALL = "masks.longnet([16, 32, 64], [1, 2, 4])"
 
+_QUADRATIC = (
+    "The number of blocks grows with the square of the tokens; this is the largest power of two within both targets."
+)
+_WIDE_ROW = (
+    "A `BlockMask` is as wide as its longest row, and {} lists every block: 8,192 x 8,192 entries, once by queries "
+    "and once by keys. `attend` keeps its lists without that padding."
+)
+_QUARTER = (
+    "A residue class has 512 tokens here, four blocks: of the ten blocks on and below its diagonal, four are half used."
+)
+
 ENTRIES = (
-    Entry("causal", "masks.causal()", "masks.causal()", largest=1 << 17),
-    Entry("every", "masks.every()", "masks.every()", largest=1 << 17),
+    Entry("causal", "masks.causal()", "masks.causal()", largest=1 << 18, build_why=_QUADRATIC),
+    Entry("every", "masks.every()", "masks.every()", largest=1 << 17, build_why=_QUADRATIC),
     Entry("local_window", "masks.local_window(left=4095, right=0)", "masks.local_window(left=20, right=0)"),
     Entry(
         "dilated_window",
@@ -60,19 +71,37 @@ ENTRIES = (
         "fixed",
         "masks.fixed(128, summary=32) & masks.causal()",
         "masks.fixed(16, summary=4) & masks.causal()",
+        largest=1 << 18,
+        waste_why=_QUARTER,
+        build_why=_QUADRATIC,
     ),
     Entry("dilated", "masks.dilated(8192, 4) & masks.causal()", "masks.dilated(32, 4) & masks.causal()"),
     Entry("longnet", f"{_LONGNET} & masks.causal()", f"{_LONGNET_SMALL} & masks.causal()", num_heads=4),
     Entry("longnet, full", _LONGNET, _LONGNET_SMALL, num_heads=4),
-    Entry("global_tokens", "masks.global_tokens(128)", "masks.global_tokens(6)"),
-    Entry("first_tokens", "masks.first_tokens(4) & masks.causal()", "masks.first_tokens(4) & masks.causal()"),
-    Entry("landmark_tokens", "masks.landmark_tokens(256)", "masks.landmark_tokens(16)", largest=1 << 18),
+    Entry(
+        "global_tokens",
+        "masks.global_tokens(128)",
+        "masks.global_tokens(6)",
+        build_why=_WIDE_ROW.format("a global query"),
+    ),
+    Entry(
+        "first_tokens",
+        "masks.first_tokens(4) & masks.causal()",
+        "masks.first_tokens(4) & masks.causal()",
+        waste_why="Four keys in a block of 128. Beside a window, as in `streaming_llm`, that hardly counts.",
+    ),
+    Entry(
+        "landmark_tokens",
+        "masks.landmark_tokens(256)",
+        "masks.landmark_tokens(16)",
+        build_why=_WIDE_ROW.format("a landmark"),
+    ),
     Entry(
         "landmark_tokens, keys",
         "masks.landmark_tokens(64, rows=False) & masks.causal()",
         "masks.landmark_tokens(8, rows=False) & masks.causal()",
     ),
-    Entry("prefix_lm", "masks.prefix_lm(8192)", "masks.prefix_lm(20)", largest=1 << 17),
+    Entry("prefix_lm", "masks.prefix_lm(8192)", "masks.prefix_lm(20)", largest=1 << 18, build_why=_QUADRATIC),
     Entry(
         "random_blocks",
         "masks.random_blocks(num_tokens, block=128, count=3)",
@@ -99,12 +128,22 @@ ENTRIES = (
         "masks.neighborhood((256, 256), (32, 32))",
         "masks.neighborhood((8, 8), (2, 2))",
         million="masks.neighborhood((1024, 1024), (32, 32))",
+        waste_why=(
+            "In row-major order a block is half a row of the grid. It sees 65 rows, and 192 columns of each: two "
+            "blocks of 128, for the 65 columns that one query sees."
+        ),
+        build_why="Over a million partial blocks, none of which repeats another.",
     ),
     Entry(
         "neighborhood, 3-D",
         "masks.neighborhood((16, 64, 64), (4, 8, 8))",
         "masks.neighborhood((4, 4, 4), (1, 1, 1))",
         million="masks.neighborhood((64, 128, 128), (4, 8, 8))",
+        waste_why=(
+            "In row-major order a block is two whole rows of a plane: all 64 columns are computed, for the 17 "
+            "that a query sees."
+        ),
+        build_why="Over a million partial blocks, none of which repeats another.",
     ),
     Entry(
         "per_head",
@@ -114,8 +153,8 @@ ENTRIES = (
     ),
     Entry(
         "head_groups",
-        "masks.head_groups([masks.local_window(left=4095, right=0), masks.strided(64) & masks.causal()])",
-        "masks.head_groups([masks.local_window(left=12, right=0), masks.strided(8) & masks.causal()])",
+        "masks.head_groups([masks.local_window(left=4095, right=0), masks.dilated(16384, 4, 0) & masks.causal()])",
+        "masks.head_groups([masks.local_window(left=12, right=0), masks.dilated(32, 4, 0) & masks.causal()])",
         num_heads=4,
     ),
     Entry("documents", "masks.documents(ids) & masks.causal()", "masks.documents(ids) & masks.causal()"),
@@ -134,6 +173,8 @@ ENTRIES = (
         "masks.longnet([1024, 2048, 4096], [1, 2, 4]).per_document(ids) & masks.causal()",
         "masks.longnet([4, 8, 16], [1, 2, 4]).per_document(ids) & masks.causal()",
         num_heads=4,
+        waste_why="Documents have 128 to 4096 tokens. The shorter ones hold less than a block of each residue class.",
+        build_why="The rule starts anew in each document, so no block repeats another: each is settled by itself.",
     ),
     Entry(
         "custom",
@@ -141,22 +182,46 @@ ENTRIES = (
         "masks.custom(widening(4), classify=boxes_of_widening(4), period=1)",
         num_heads=4,
     ),
-    Entry("longformer", "recipes.longformer(256, 16)", "recipes.longformer(8, 3)"),
-    Entry("bigbird", "recipes.bigbird(num_tokens)", "recipes.bigbird(num_tokens, block=4, num_random=2)"),
+    Entry(
+        "longformer",
+        "recipes.longformer(256, 16)",
+        "recipes.longformer(8, 3)",
+        waste_why="16 global tokens in a block of 128, and a window of 513 keys in five blocks.",
+        build_why=_WIDE_ROW.format("a global query"),
+    ),
+    Entry(
+        "bigbird",
+        "recipes.bigbird(num_tokens)",
+        "recipes.bigbird(num_tokens, block=4, num_random=2)",
+        waste_why="Blocks of 64, where the kernels compute blocks of 128.",
+        build_why=_WIDE_ROW.format("a global query"),
+    ),
     Entry(
         "bigbird, block 128",
         "recipes.bigbird(num_tokens, block=128)",
         "recipes.bigbird(num_tokens, block=8, num_global=1, num_random=1)",
+        build_why=_WIDE_ROW.format("a global query"),
     ),
     Entry(
         "sparse_transformer_strided",
         "recipes.sparse_transformer_strided(128)",
         "recipes.sparse_transformer_strided(8)",
+        waste_why=(
+            "A window of 128 keys lies in two blocks, and a residue class of 512 tokens in four: of the ten on "
+            "and below its diagonal, four are half used."
+        ),
+        build_why=(
+            "One `BlockMask` has one order of the tokens, and in that of the stride the window is everywhere. "
+            "`attend` computes the two parts in an order each: see the time of its plan."
+        ),
     ),
     Entry(
         "sparse_transformer_fixed",
         "recipes.sparse_transformer_fixed(128, summary=32)",
         "recipes.sparse_transformer_fixed(16, summary=4)",
+        largest=1 << 18,
+        waste_why=_QUARTER,
+        build_why=_QUADRATIC,
     ),
     Entry("streaming_llm", "recipes.streaming_llm(4096)", "recipes.streaming_llm(16)"),
     Entry(
@@ -178,5 +243,11 @@ ENTRIES = (
         "darcstar_hierarchical",
         "recipes.darcstar_hierarchical()",
         "recipes.darcstar_hierarchical([(4, 16), (16, 32), (32, -1)], block_size=4)",
+        largest=1 << 18,
+        waste_why="Blocks of 64, where the kernels compute blocks of 128.",
+        build_why=(
+            "Its last level sees all keys from every 16th block: the number of blocks grows with the square of "
+            "the tokens."
+        ),
     ),
 )

@@ -10,22 +10,22 @@ from flexdilated import masks
 
 
 def document_ids(num_tokens: int) -> Tensor:
-    """Documents packed one after the other: a 16th to a 512th of 64 K tokens long, log-uniform, from a seed."""
-    draw = torch.rand(num_tokens, generator=_seeded())
-    longest = max(8, min(4096, num_tokens // 4))
-    lengths = (longest * 32**-draw).long().clamp(min=2)
+    """Documents packed one after the other, of 128 to 4096 tokens; in short sequences, of 7 to half of them."""
+    longest = min(4096, num_tokens // 2)
+    lengths = longest * 32 ** -torch.rand(num_tokens, generator=_seeded())  # log-uniform
+    lengths = lengths.long().clamp(min=7)
     count = int((lengths.cumsum(0) < num_tokens).sum()) + 1
     return torch.arange(count).repeat_interleave(lengths[:count])[:num_tokens]
 
 
 def real_tokens(num_tokens: int) -> Tensor:
-    """A padded sequence: an eighth of it is padding, and a little more."""
-    return torch.tensor(num_tokens - num_tokens // 8 - num_tokens // 50)
+    """The length of a sequence of which about a seventh is padding."""
+    return torch.tensor(num_tokens - num_tokens // 7)
 
 
 def key_marks(num_tokens: int) -> Tensor:
-    """Passages of an eighth of up to 16 K tokens each, padded on the right to one size; lengths from a seed."""
-    size = max(8, min(2048, num_tokens // 4))
+    """Passages padded to 2048 tokens each, of which at least half are real; in short sequences, to a quarter."""
+    size = min(2048, num_tokens // 4)
     lengths = torch.randint(size // 2, size + 1, (-(-num_tokens // size), 1), generator=_seeded())
     return (torch.arange(size) < lengths).flatten()[:num_tokens]
 

@@ -6,6 +6,7 @@ from . import (
     bench_accuracy,
     bench_branch_loop,
     bench_cache,
+    bench_catalogue,
     bench_compilations,
     bench_computed_pairs,
     bench_decode,
@@ -51,6 +52,7 @@ QUESTIONS: dict[str, Question] = {
         "C12": bench_computed_pairs,
         "C13": bench_memory,
         "cache": bench_cache,
+        "catalogue": bench_catalogue,
         "sweep": bench_sweep,
     }.items()
 }

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from .masks._layout import Compact, Layout
+from .masks._layout import Compact, Layout, Permutation
 
 # B batch, X heads of a tensor, H heads of a term, F folds, S slots, N tokens, D head dim
 
@@ -87,7 +87,7 @@ class Strands:
 class Whole:
     """One side of a term over all tokens, in the order of the input or a permutation of it."""
 
-    layout: Layout
+    layout: Permutation
     given: Layout
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B X 1 S ..."]:
@@ -121,9 +121,9 @@ class Whole:
 Side = Strands | Whole
 
 
-def side(layout: Compact | Layout, given: Layout, heads: tuple[int, ...]) -> Side:
+def side(layout: Compact | Permutation, given: Layout, heads: tuple[int, ...]) -> Side:
     """How a tensor's tokens, ordered as `given`, become a term's; `heads` are the tensor's heads it uses."""
-    return Whole(layout, given) if isinstance(layout, Layout) else Strands(layout, _runs(heads, layout.starts))
+    return Whole(layout, given) if isinstance(layout, Permutation) else Strands(layout, _runs(heads, layout.starts))
 
 
 def merge_(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._merge import merge
 from .masks import Layout
-from .masks._layout import Compact
+from .masks._layout import Compact, Permutation
 
 # B batch, X heads of a tensor, N tokens, F folds, H heads of a term, S slots, D head dim
 
@@ -83,9 +83,9 @@ class PickTokens:
 Pick = PickRows | PickTokens
 
 
-def make_pick(layout: Compact | Layout, heads: tuple[int, ...], given: Layout, device: torch.device) -> Pick:
+def make_pick(layout: Compact | Permutation, heads: tuple[int, ...], given: Layout, device: torch.device) -> Pick:
     """How a tensor's tokens, ordered as `given`, become a term's; `heads` are the tensor's heads it uses."""
-    if isinstance(layout, Layout):
+    if isinstance(layout, Permutation):
         # A term is in the given order, or the given order is the natural one.
         same = layout == given
         return PickTokens(None if same else layout.positions(device), None if same else layout.slots(device))

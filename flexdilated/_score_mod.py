@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from .masks._layout import Compact, Layout
+from .masks._layout import Compact, Permutation
 from .masks._term import Term
 
 # N query tokens, M key tokens, H heads of a term
@@ -95,9 +95,9 @@ def indices_of(term: Term, device: torch.device) -> Indices:
         q_firsts = torch.tensor(term.q.starts, device=device) + term.q_offset
         k_firsts = torch.tensor(term.k.starts, device=device) + term.k_offset
         return Folded(heads, q_firsts, k_firsts, *map(scalar, (term.q.step, term.folds, term.q.fold_stride)))
-    assert isinstance(term.q, Layout)
-    assert isinstance(term.k, Layout)
-    if term.q.rate == term.k.rate == 1:
+    assert isinstance(term.q, Permutation)
+    assert isinstance(term.k, Permutation)
+    if term.q.is_natural and term.k.is_natural:
         return Shifted(*map(scalar, (term.head_offset, term.q_offset, term.k_offset)))
     positions = (term.q.positions(device) + term.q_offset, term.k.positions(device) + term.k_offset)
     return InOrder(scalar(term.head_offset), *positions)

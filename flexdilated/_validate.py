@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .masks import Layout, Mixture, Pattern
 from .masks._check import require_int
-from .masks._run_time import given_tensors, missing, names
+from .masks._run_time import given_tensors, missing, names, require_values
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -125,6 +125,8 @@ def check_sizes(
 
 def run_time_tensors(pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None) -> list[Tensor]:
     """The tensors that a pattern needs when it runs, in the order of their names: those it carries and those given."""
+    if bindings is not None and not isinstance(bindings, Mapping):
+        raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
     carried, given = given_tensors(pattern), {} if bindings is None else dict(bindings)
     needed = names(pattern)
     for name, tensor in given.items():
@@ -133,13 +135,11 @@ def run_time_tensors(pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] 
             raise ValueError(f"bindings must name run-time tensors of the pattern, which {known}; got {name!r}")
         if name in carried:
             raise ValueError(f"the pattern carries the run-time tensor {name!r} already; got another in bindings")
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"bindings must hold tensors; got {type(tensor).__name__} for {name!r}")
     found = carried | given
     for name in needed:
         if name not in found:
             raise ValueError(missing(name))
-    return [found[name] for name in needed]
+    return [require_values(name, found[name]) for name in needed]
 
 
 def check_layout(layout: Layout | None, q: Tensor, k: Tensor) -> None:

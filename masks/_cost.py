@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ._blocks import estimate_blocks
-from ._layout import Compact, Layout
+from ._layout import Layout, Permutation
 from ._run_time import entry, tables
 from ._term import Term
 
@@ -77,10 +77,10 @@ def computed_pairs(term: Term) -> int:
 
 def _moved_bytes(term: Term, given: Layout) -> int:
     """Copies of q, k, v into the term's layout and of out back, where the tokens are not given in that order."""
-    if isinstance(term.q, Layout):
+    if isinstance(term.q, Permutation):
         gathered = 0 if term.q == given else 4 * term.q.num_slots * len(term.heads)
     else:
-        assert isinstance(term.k, Compact)
+        assert not isinstance(term.k, Permutation)
         slots = 2 * term.q.num_slots + 2 * term.k.num_slots
         gathered = 0 if term.q.step == 1 else slots * term.folds * len(term.heads)
     merged = 3 * term.q.num_slots * term.folds * len(term.heads)

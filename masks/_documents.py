@@ -54,6 +54,11 @@ class Documents(RunTime):
         _check_longest(starts, self.longest)
         return Spans.of(starts, reach=self.longest - 1)
 
+    def most(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+        """Documents as long as may be."""
+        position = torch.ones(shape, dtype=torch.int64).cumsum(-1) - 1
+        return position // (self.longest or extent.tokens)
+
 
 def _check_sorted(ids: Tensor, begins: Tensor) -> None:
     """The ids of documents grow, whatever padding lies between them."""

@@ -54,6 +54,10 @@ def rectangles(progression: Progression, grid: tuple[int, ...]) -> Iterator[Rect
         yield (*rectangle, Progression(phase, step, torch.full_like(count, width)))
 
 
+def select(rectangle: Rectangle, index: Tensor) -> Rectangle:
+    return tuple(side.select(index) for side in rectangle)
+
+
 def _coordinates(row: Tensor, grid: list[int]) -> Rectangle:
     """One row's coordinates along the outer axes; beyond the grid they go on along the outermost."""
     one = torch.ones_like(row)

@@ -32,8 +32,43 @@ class Pieces:
         return self.firsts[table, piece] + self.step * (slot - self.starts[piece])
 
 
+class Permutation:
+    """An order of all tokens that all heads share: slot s holds token positions()[s]."""
+
+    @property
+    def num_slots(self) -> int:
+        raise NotImplementedError  # every permutation states its own
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether every token stands in its own slot."""
+        raise NotImplementedError
+
+    def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
+        """The token index that stands in each slot."""
+        raise NotImplementedError
+
+    def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
+        """The slot in which each token stands: the inverse of `positions`."""
+        raise NotImplementedError
+
+    def apply(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
+        """Reorder natural tokens along `dim` into slots."""
+        self._check(x, dim)
+        return x if self.is_natural else x.index_select(dim, self.positions(x.device))
+
+    def invert(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
+        """Reorder slots along `dim` back into natural tokens."""
+        self._check(x, dim)
+        return x if self.is_natural else x.index_select(dim, self.slots(x.device))
+
+    def _check(self, x: Tensor, dim: int) -> None:
+        if x.shape[dim] != self.num_slots:
+            raise ValueError(f"this layout orders {self.num_slots} tokens; got {x.shape[dim]} along {dim=}")
+
+
 @dataclass(frozen=True)
-class Layout:
+class Layout(Permutation):
     """Residue-major order, shared by all heads: tokens sorted by (index mod rate, index div rate).
 
     A pure permutation of any number of tokens, without padding; rate 1 is the natural order. Rates that
@@ -51,6 +86,10 @@ class Layout:
     def num_slots(self) -> int:
         return self.num_tokens
 
+    @property
+    def is_natural(self) -> bool:
+        return self.rate == 1
+
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
         """The token index that stands in each slot."""
         slot = torch.arange(self.num_tokens, device=device)
@@ -67,26 +106,12 @@ class Layout:
         each, longer = self.num_tokens // self.rate, self.num_tokens % self.rate
         return residue * each + residue.clamp(max=longer) + token // self.rate
 
-    def apply(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
-        """Reorder natural tokens along `dim` into slots."""
-        self._check(x, dim)
-        return x if self.rate == 1 else x.index_select(dim, self.positions(x.device))
-
-    def invert(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
-        """Reorder slots along `dim` back into natural tokens."""
-        self._check(x, dim)
-        return x if self.rate == 1 else x.index_select(dim, self.slots(x.device))
-
     def pieces(self, origin: int) -> Pieces:
         """One run for each residue class; token 0 stands at position `origin`."""
         classes = torch.arange(min(self.rate, self.num_tokens))
         lengths = (self.num_tokens - 1 - classes) // self.rate + 1
         starts = lengths.cumsum(0) - lengths
         return Pieces(starts, lengths, (classes + origin)[None], self.rate)
-
-    def _check(self, x: Tensor, dim: int) -> None:
-        if x.shape[dim] != self.num_tokens:
-            raise ValueError(f"this layout orders {self.num_tokens} tokens; got {x.shape[dim]} along {dim=}")
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,10 @@ class Lengths(RunTime):
         real = (positions >= start) & (positions < start + lengths)
         return Spans.of(torch.where(real, start, PADDING))
 
+    def most(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+        """No padding."""
+        return torch.full(shape, extent.tokens)
+
 
 def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> Pattern:
     """Real tokens see each other; padding neither sees nor is seen.

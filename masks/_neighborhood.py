@@ -16,7 +16,7 @@ from torch import Tensor
 from ._algebra import both
 from ._box import Bounds, Box
 from ._check import require_int
-from ._grid import Rectangle, fits, hull, rectangles
+from ._grid import Rectangle, fits, hull, rectangles, select
 from ._grid_window import count_window
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, within
@@ -106,14 +106,14 @@ class Neighborhood(Pattern):
         sides = [[(part, _holds(part)) for part in rectangles(side, self.grid)] for side in (q, k)]
         for (queries, q_holds), (keys, k_holds) in product(*sides):
             where = (q_holds & k_holds).nonzero().squeeze(1)
-            bounds = self._count_rectangles(_select(queries, where), _select(keys, where))
+            bounds = self.count_rectangles(select(queries, where), select(keys, where))
             low[where] += bounds.low
             high[where] += bounds.high
         # The hull of a progression holds other tokens too.
         return Bounds(low, high) if even else Bounds(torch.zeros_like(low), high.minimum(box.area))
 
-    def _count_rectangles(self, queries: Rectangle, keys: Rectangle) -> Bounds:
-        """Axis by axis; the counts multiply."""
+    def count_rectangles(self, queries: Rectangle, keys: Rectangle) -> Bounds:
+        """Pairs of two rectangles of the grid, axis by axis: the counts multiply."""
         low, high = (torch.ones_like(queries[0].first) for _ in range(2))
         for q, k, (length, radius, rate) in zip(queries, keys, self.axes, strict=True):
             near = (high > 0).nonzero().squeeze(1)
@@ -132,7 +132,8 @@ def neighborhood(grid: Sequence[int], radius: int | Sequence[int], *, rate: int 
     other's neighbours. Source: NATTEN, arXiv 2204.07143; with rates, arXiv 2209.15001.
 
     In row-major order a block of tokens is a strip of one row or few, so small windows leave most of a block
-    unused: `describe` says how much.
+    unused. `attend` therefore sorts the tokens of a whole grid into tiles of a block each, where that pays;
+    `describe` says how much is left. With causal() or other patterns, or with fewer tokens, it does not.
 
     Raises ValueError for a window of (2 * radius + 1) * rate tokens that exceeds its axis, for negative radii
     and for rates or lengths below 1. Binding raises ValueError for tokens beyond the grid; fewer are fine.
@@ -163,10 +164,6 @@ def _window(place: int, length: int, radius: int, rate: int) -> range:
 def _holds(rectangle: Rectangle) -> Tensor:
     """Which rectangles hold any token."""
     return reduce(torch.logical_and, (side.count > 0 for side in rectangle))
-
-
-def _select(rectangle: Rectangle, index: Tensor) -> Rectangle:
-    return tuple(side.select(index) for side in rectangle)
 
 
 def _inside(tokens: Tensor) -> MaskMod:

@@ -13,6 +13,7 @@ from ._layout import Layout
 from ._lower import residue_rate, shared_terms
 from ._pattern import Pattern
 from ._term import Term
+from ._tiled_terms import tiled_terms
 from ._windows import window_terms
 
 # A shared permutation with more classes than this leaves no runs worth a block.
@@ -68,6 +69,9 @@ def options_of(branch: Pattern, times: int, bound: Bound, machine: Machine, allo
     compact = compact_terms(branch, times, bound)
     if compact is not None:
         options.append(Option(branch, times, "compact", tuple(compact), machine, given))
+    tiled = tiled_terms(branch, times, bound)
+    if tiled is not None:
+        options.append(Option(branch, times, "tiled", tuple(tiled), machine, given))
     disjoint = _disjoint_terms(branch, times, bound, machine) if allowed.shared_rows else None
     if disjoint is not None:
         options.append(Option(branch, times, "disjoint", disjoint, machine, given, shares_rows=True))

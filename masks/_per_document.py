@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._algebra import And
 from ._box import Bounds, Box, Progression
 from ._documents import Documents
 from ._documents import documents as documents_pattern
@@ -55,7 +56,8 @@ class PerDocument(Pattern):
         return replace(self, part=self.part.for_head(head, num_heads))
 
     def superset(self) -> Pattern:
-        return self.spans.superset()
+        # A rule of distances is the same counted from anywhere.
+        return And.of(self.part, self.spans.superset()) if self.part.period() == 1 else self.spans.superset()
 
     def leaves(self) -> tuple[Pattern, ...]:
         return (*self.part.leaves(), *self.spans.leaves())
@@ -67,8 +69,9 @@ class PerDocument(Pattern):
         self.part.check_heads(num_heads)
 
     def check_tokens(self, queries: range, keys: range) -> None:
-        longest = range(self._resolved().longest)
-        self.part.check_tokens(longest, longest)
+        spans = self._resolved()
+        if spans.known:
+            self.part.check_tokens(range(spans.longest), range(spans.longest))
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         inner = self.part.mask_mod(num_heads=num_heads, device=device)

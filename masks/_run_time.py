@@ -58,6 +58,10 @@ class RunTime(Pattern):
         """The rule with this tensor's values, checked, over the positions of a call."""
         raise NotImplementedError  # every run-time pattern knows its own
 
+    def most(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+        """A tensor of this shape that allows the most pairs: what is planned for where no values are known yet."""
+        raise NotImplementedError
+
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         raise ValueError(missing(self.name))
 
@@ -70,12 +74,13 @@ class Table(Pattern):
     """A rule in a CPU tensor, one row for each batch entry or one for all; equal rows are equal rules.
 
     Bounds, which know no batch, are those of a table with one row: see `entry`. `reach` is a distance that
-    allowed pairs are declared to keep.
+    allowed pairs are declared to keep. A table that is not `known` stands for all values of its shape.
     """
 
     rows: Shaped[Tensor, "B L"]
     digest: str
     reach: int | None = None
+    known: bool = True
     held: dict[torch.device, Rows] = field(default_factory=dict, repr=False)
 
     def __eq__(self, other: object) -> bool:
@@ -99,7 +104,9 @@ class Table(Pattern):
 
     def on(self, device: torch.device) -> Rows:
         """The rows on a device, in the one place from which all closures there read them."""
-        return self.held.setdefault(device, Rows(self.rows.to(device)))
+        if device not in self.held:
+            self.held.setdefault(device, Rows(self.rows.to(device)))
+        return self.held[device]
 
     def entry(self, batch: int) -> Self:
         """The rule of one batch entry."""
@@ -109,7 +116,10 @@ class Table(Pattern):
     def only_row(self) -> Shaped[Tensor, " L"]:
         """The only row. Raises ValueError where batch entries have rows of their own."""
         if len(self.rows) != 1:
-            raise ValueError(f"boxes know no batch: ask the bound of one entry; got {len(self.rows)} rows")
+            raise ValueError(
+                "bounds and block counts are those of one batch entry: give the run-time tensor of that one, such as "
+                f"ids[0], or take bound.entry(0); got {len(self.rows)} rows"
+            )
         return self.rows[0]
 
     def superset(self) -> Pattern:
@@ -176,7 +186,7 @@ def resolve(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) 
             return leaf
         if leaf.name not in tensors:
             raise ValueError(missing(leaf.name))
-        return leaf.table(tensors[leaf.name], extent)
+        return leaf.table(require_values(leaf.name, tensors[leaf.name]), extent)
 
     return pattern.map_leaves(with_values)
 
@@ -189,14 +199,14 @@ def entry(pattern: Expression, batch: int) -> Expression:
 def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
     """The pattern with tables as tensors of these shapes make them, told apart by their names and not by values."""
 
-    def with_zeros(leaf: Pattern) -> Pattern:
+    def with_any(leaf: Pattern) -> Pattern:
         if not isinstance(leaf, RunTime):
             return leaf
-        shape, dtype = tuple(map(int, tensors[leaf.name].shape)), tensors[leaf.name].dtype
-        table = leaf.table(torch.zeros(shape, dtype=dtype), extent)
-        return type(table)(table.rows, f"any {leaf.name} of {shape}", table.reach)
+        shape = tuple(map(int, tensors[leaf.name].shape))
+        table = leaf.table(leaf.most(shape, extent), extent)
+        return type(table)(table.rows, f"any {leaf.phrase().text} of {shape}", table.reach, known=False)
 
-    return pattern.map_leaves(with_zeros)
+    return pattern.map_leaves(with_any)
 
 
 def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
@@ -240,6 +250,16 @@ def missing(name: str) -> str:
     )
 
 
+def require_values(name: str, tensor: Any) -> Tensor:
+    """The tensor itself, if it is a dense one that has values."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"bindings must hold tensors; got {type(tensor).__name__} for {name!r}")
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.device.type == "meta":
+        kind = "nested" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
+        raise ValueError(f"the run-time tensor {name!r} must be a dense one with values; got a tensor that is {kind}")
+    return tensor
+
+
 def integers(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The tensor on the CPU in int64, if it holds integers in one of these numbers of dims."""
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
@@ -254,5 +274,10 @@ def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pa
     """A run-time pattern from a tensor (or what makes one), or from the name under which a call will pass it."""
     if isinstance(tensor, str):
         return kind(tensor, **options)
-    values = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor)
+    try:
+        values = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} must be a tensor, what makes one, or a name for attend's bindings; got {tensor!r:.80}: {error}"
+        ) from error
     return kind(name, Given(values), **options)

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from ._blocks import Blocks, build_blocks, repeat_blocks
-from ._layout import Compact, Layout, Pieces
+from ._layout import Compact, Layout, Permutation, Pieces
+from ._neighborhood import Neighborhood
 from ._pattern import MaskMod, Pattern
 from ._rule import Rule
+from ._tiled import Tiled
+from ._tiling import Tiling
 
 Shape = Literal["dense", "causal", "blocks"]
 
@@ -33,8 +36,8 @@ class Term:
     heads: tuple[int, ...]
     head_offset: int
     num_heads_global: int
-    q: Layout | Compact
-    k: Layout | Compact
+    q: Permutation | Compact
+    k: Permutation | Compact
     q_offset: int
     k_offset: int
 
@@ -73,13 +76,19 @@ class Term:
 
     def _slot_rule(self, distinct: tuple[int, ...]) -> Rule:
         heads = tuple(self.heads[index] + self.head_offset for index in distinct)
-        return Rule(
-            self.rule,
-            self.num_heads_global,
-            heads,
-            _select(self.q.pieces(self.q_offset), distinct),
-            _select(self.k.pieces(self.k_offset), distinct),
-        )
+        pattern, q, k = self._in_pieces()
+        return Rule(pattern, self.num_heads_global, heads, _select(q, distinct), _select(k, distinct))
+
+    def _in_pieces(self) -> tuple[Pattern, Pieces, Pieces]:
+        """A pattern, and both sides as runs of what it takes for positions."""
+        if isinstance(self.q, Tiling):
+            # Positions come in runs as short as a tile is wide. Slots are one run, over which the rule counts as well.
+            assert isinstance(self.rule, Neighborhood)
+            slots = Layout(self.q.num_slots).pieces(0)
+            return Tiled(self.rule, self.q), slots, slots
+        assert isinstance(self.q, Layout | Compact)
+        assert isinstance(self.k, Layout | Compact)
+        return self.rule, self.q.pieces(self.q_offset), self.k.pieces(self.k_offset)
 
     def at_origin(self) -> Term:
         """A term with the same block lists at positions as low as the rule's period allows.
@@ -127,9 +136,9 @@ class Term:
         if isinstance(self.q, Compact) and isinstance(self.k, Compact):
             q, k = (pieces.firsts[:, 0].to(device) for pieces in (rule.q, rule.k))
             return _on_progressions(inner, heads, q, k, torch.tensor(self.q.step, device=device))
-        assert isinstance(self.q, Layout)
-        assert isinstance(self.k, Layout)
-        if self.q.rate == self.k.rate == 1:
+        assert isinstance(self.q, Permutation)
+        assert isinstance(self.k, Permutation)
+        if self.q.is_natural and self.k.is_natural:
             offsets = (torch.tensor(offset, device=device) for offset in (self.q_offset, self.k_offset))
             return _shifted(inner, heads, *offsets)
         q_positions, k_positions = self.q.positions(device) + self.q_offset, self.k.positions(device) + self.k_offset

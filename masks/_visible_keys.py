@@ -40,6 +40,10 @@ class VisibleKeys(RunTime):
         marks = torch.atleast_2d(tensor.detach().cpu())
         return KeySet.of(marks if marks.dtype == torch.bool else _unhidden(marks))
 
+    def most(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+        """Every key."""
+        return torch.ones(shape, dtype=torch.bool)
+
 
 def _unhidden(added: Tensor) -> Tensor:
     """Where nothing is added to the scores."""
@@ -86,7 +90,8 @@ def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
     """Each query sees the keys that are marked True.
 
     visible: booleans of shape (keys,) or (batch, keys); `~key_padding_mask` in torch's convention, the
-    attention_mask in that of transformers; or floats, 0 for True and -inf for False. Or a string, the name under which `attend(bindings=)` passes them.
+    attention_mask in that of transformers; or floats, 0 for True and -inf for False. Or a string, the name under
+    which `attend(bindings=)` passes them.
     """
     return of_tensor(VisibleKeys, visible, name)
 

@@ -8,7 +8,7 @@ from ._algebra import And, Every
 from ._bound import Bound
 from ._causal import Causal
 from ._compact import compact_terms
-from ._layout import Compact, Layout
+from ._layout import Compact, Permutation
 from ._local_window import LocalWindow
 from ._lower import shared_terms
 from ._pattern import Pattern
@@ -104,7 +104,8 @@ def _moved(term: Term, q_tokens: int, k_tokens: int) -> Term:
     return replace(term, q=q, k=k, q_offset=term.q_offset - q_tokens, k_offset=term.k_offset - k_tokens)
 
 
-def _moved_side(side: Layout | Compact, heads: tuple[int, ...], tokens: int) -> Compact:
-    if isinstance(side, Layout):
-        return Compact(heads, (tokens,) * len(heads), 1, side.num_tokens, 1, side.num_tokens)
+def _moved_side(side: Permutation | Compact, heads: tuple[int, ...], tokens: int) -> Compact:
+    if isinstance(side, Permutation):
+        assert side.is_natural
+        return Compact(heads, (tokens,) * len(heads), 1, side.num_slots, 1, side.num_slots)
     return replace(side, starts=tuple(start + tokens for start in side.starts))

@@ -61,8 +61,14 @@ def _documents(draw: st.DrawFn, batch: int, extent: Extent) -> _Tensor:
         ids[:, positions - draw(st.integers(0, positions)) :] = -1
     given = ids[0] if rows == 1 and draw(st.booleans()) else ids
     ids = ids.expand(batch, -1)
-    longest = draw(st.sampled_from([None, positions]))
+    longest = draw(st.sampled_from([None, _longest(ids), positions]))
     return _Tensor(masks.documents(given, longest=longest), [oracle.documents(row) for row in ids], ids)
+
+
+def _longest(ids: Tensor) -> int:
+    """Tokens of the longest document of any row, at least 1."""
+    sizes = [row[row >= 0].unique(return_counts=True)[1] for row in ids]
+    return max([1, *(int(size) for size in torch.cat(sizes))])
 
 
 @st.composite

@@ -75,9 +75,9 @@ def attend_by(key: CallKey, scale: float, **features):
     return around_dense(static_program(key, CPU), scale, **features)
 
 
-def around_dense(program: FlexProgram, scale: float, **features):
-    """The engine with the stand-in for its kernel."""
-    program = replace(program, steps=tuple(replace(step, call=dense_flex) for step in program.steps))
+def around_dense(program: FlexProgram, scale: float, *, kernel: Callable[..., tuple] = dense_flex, **features):
+    """The engine with a stand-in for its kernel."""
+    program = replace(program, steps=tuple(replace(step, call=kernel) for step in program.steps))
     options = {"scale": scale, "return_lse": True, "direct": False, **features}
     return lambda q, k, v, sinks=None: run_flex(program, q, k, v, sinks=sinks, **options)
 

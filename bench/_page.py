@@ -1,0 +1,96 @@
+"""The catalogue's page and README's table: what stands between their marks, from the files of results."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from ._catalogue import ENTRIES, MILLION, Entry
+from ._pictures import file_name
+from ._problem import tokens_text
+from ._table import condition, markdown_table
+from .bench_catalogue import BUILD_MB, BUILD_S, WASTE
+
+Figures = Mapping[str, Any]
+
+README, PAGE = Path("README.md"), Path("docs/catalogue.md")
+_MARK = re.compile(r"(<!-- (?P<name>[^>]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
+
+
+def write_pages(results: Path) -> None:
+    """Put the results into README.md and docs/catalogue.md, between their marks."""
+    for path, parts in ((README, readme_parts(results)), (PAGE, catalogue_parts(results))):
+        path.write_text(filled(path.read_text(encoding="utf-8"), parts), encoding="utf-8")
+
+
+def filled(text: str, parts: Mapping[str, str]) -> str:
+    """The text with each part between the marks of its name. Raises ValueError if the names are not the same."""
+    found = [match["name"] for match in _MARK.finditer(text)]
+    if sorted(found) != sorted(parts):
+        raise ValueError(f"each part needs its marks, once; got marks {sorted(found)} for parts {sorted(parts)}")
+    return _MARK.sub(lambda match: f"{match[1]}{parts[match['name']]}\n{match[3]}", text)
+
+
+def readme_parts(results: Path) -> dict[str, str]:
+    """README's table."""
+    return {"bench table": f"{markdown_table(results)}\n"}
+
+
+def catalogue_parts(results: Path) -> dict[str, str]:
+    """The table of all patterns, and the figures of each."""
+    document = json.loads((results / "catalogue.json").read_text())
+    figures = document["rows"][0]["detail"]["patterns"]
+    parts = {entry.name: _section(entry, figures[entry.name]) for entry in ENTRIES}
+    return {"all patterns": _table(figures, document), **parts}
+
+
+def _section(entry: Entry, figures: Figures) -> str:
+    heads = f", {entry.num_heads} heads" if entry.num_heads > 1 else ""
+    lines = [
+        f"![{entry.name}: {entry.small}](images/catalogue/{file_name(entry)})",
+        "",
+        f"`{entry.text}`{heads}  ",
+        f"{_density(figures)} of pairs, waste {figures['waste']:.2f} ({figures['layout']}); "
+        f"{tokens_text(figures['built_tokens'])} tokens: {_build(figures)}",
+    ]
+    if not WASTE.met_by(figures["waste"]):
+        lines += ["", f"*Waste:* {entry.waste_why}"]
+    if not _built(figures):
+        lines += ["", f"*At a million tokens:* {entry.build_why}"]
+    return "\n".join(lines)
+
+
+def _table(figures: Mapping[str, Figures], document: Mapping[str, Any]) -> str:
+    headers = ("pattern", "density", "waste", "computed as", "tokens", "`BlockMask`", "plan and lists")
+    lines = [_line(entry, figures[entry.name]) for entry in ENTRIES]
+    table = tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+    return f"\n{table}\n\n{condition(document)}\n"
+
+
+def _line(entry: Entry, figures: Figures) -> tuple[str, ...]:
+    anchor = entry.name.partition(",")[0]
+    return (
+        f"[{entry.name}](#{anchor})",
+        _density(figures),
+        f"{figures['waste']:.2f}" if WASTE.met_by(figures["waste"]) else f"**{figures['waste']:.2f}**",
+        figures["layout"],
+        tokens_text(figures["built_tokens"]),
+        _build(figures) if _built(figures) else f"**{_build(figures)}**",
+        f"{figures['plan_s']:.2g} s, {figures['plan_mb']:.0f} MB",
+    )
+
+
+def _density(figures: Figures) -> str:
+    return f"{100 * figures['density']:.2g} %"
+
+
+def _build(figures: Figures) -> str:
+    return f"{figures['build_s']:.2g} s, {figures['build_mb']:.0f} MB"
+
+
+def _built(figures: Figures) -> bool:
+    within = BUILD_S.met_by(figures["build_s"]) and BUILD_MB.met_by(figures["build_mb"])
+    return within and figures["built_tokens"] == MILLION
