@@ -5,12 +5,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ._page import PAGE, write_pages
+from ._pictures import draw_all
 from ._plot import plot_sweep
 from ._questions import QUESTIONS
 from ._run import Document, ask, question_text
 from ._table import markdown_table, terminal_table
 
 _RESULTS = Path("bench/results")
+_WORDS = ("table", "pages", "pictures")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.names == ["table"]:
         print(markdown_table(options.out or _RESULTS))
+        return 0
+    if options.names == ["pages"]:
+        write_pages(options.out or _RESULTS)
+        return 0
+    if options.names == ["pictures"]:
+        draw_all(options.out or PAGE.parent / "images" / "catalogue")
         return 0
     # Numbers at tiny sizes mean nothing: they are kept only where asked.
     results = options.out or (None if options.small else _RESULTS)
@@ -40,7 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", type=_name,
-        help="questions to ask (all, if none is named); or the word table: print the results in Markdown",
+        help="questions to ask (all, if none is named); or one word: table prints the results in Markdown, "
+        "pages puts them into README.md and docs/catalogue.md, pictures draws those of the catalogue",
     )  # fmt: skip
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument(
@@ -51,10 +61,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _name(text: str) -> str:
-    for name in (*QUESTIONS, "table"):
+    for name in (*QUESTIONS, *_WORDS):
         if text.lower() == name.lower():
             return name
-    raise argparse.ArgumentTypeError(f"a name must be one of {', '.join(QUESTIONS)} or table; got {text!r}")
+    raise argparse.ArgumentTypeError(f"a name must be one of {', '.join((*QUESTIONS, *_WORDS))}; got {text!r}")
 
 
 def _draw(documents: Sequence[Document], results: Path) -> None:

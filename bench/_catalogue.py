@@ -45,15 +45,17 @@ def _read(text: str, num_tokens: int) -> Pattern | Mixture:
 _LONGNET = "masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])"
 _LONGNET_SMALL = "masks.longnet([16, 32, 64], [1, 2, 4])"
 
-_QUADRATIC = (
-    "The number of blocks grows with the square of the tokens; this is the largest power of two within both targets."
-)
+_QUADRATIC = "The number of blocks grows with the square of the tokens, so fewer tokens are measured."
 _WIDE_ROW = (
     "A `BlockMask` is as wide as its longest row, and {} lists every block: 8,192 x 8,192 entries, once by queries "
-    "and once by keys. `attend` keeps its lists without that padding."
+    "and once by keys. The lists behind it are short."
 )
 _QUARTER = (
     "A residue class has 512 tokens here, four blocks: of the ten blocks on and below its diagonal, four are half used."
+)
+_ROW_MAJOR = (
+    "A `BlockMask` over tokens in row-major order has over a million partial blocks, none of which repeats another. "
+    "`attend` computes in tiles: see its plan."
 )
 
 ENTRIES = (
@@ -128,22 +130,16 @@ ENTRIES = (
         "masks.neighborhood((256, 256), (32, 32))",
         "masks.neighborhood((8, 8), (2, 2))",
         million="masks.neighborhood((1024, 1024), (32, 32))",
-        waste_why=(
-            "In row-major order a block is half a row of the grid. It sees 65 rows, and 192 columns of each: two "
-            "blocks of 128, for the 65 columns that one query sees."
-        ),
-        build_why="Over a million partial blocks, none of which repeats another.",
+        waste_why="The windows of a tile of 8 x 16 tokens cover 72 x 80 together, that of a token 65 x 65.",
+        build_why=_ROW_MAJOR,
     ),
     Entry(
         "neighborhood, 3-D",
         "masks.neighborhood((16, 64, 64), (4, 8, 8))",
         "masks.neighborhood((4, 4, 4), (1, 1, 1))",
         million="masks.neighborhood((64, 128, 128), (4, 8, 8))",
-        waste_why=(
-            "In row-major order a block is two whole rows of a plane: all 64 columns are computed, for the 17 "
-            "that a query sees."
-        ),
-        build_why="Over a million partial blocks, none of which repeats another.",
+        waste_why="The windows of a tile of 2 x 8 x 8 tokens cover 10 x 24 x 24 together, that of a token 9 x 17 x 17.",
+        build_why=_ROW_MAJOR,
     ),
     Entry(
         "per_head",
@@ -174,7 +170,7 @@ ENTRIES = (
         "masks.longnet([4, 8, 16], [1, 2, 4]).per_document(ids) & masks.causal()",
         num_heads=4,
         waste_why="Documents have 128 to 4096 tokens. The shorter ones hold less than a block of each residue class.",
-        build_why="The rule starts anew in each document, so no block repeats another: each is settled by itself.",
+        build_why="The rule starts anew in each document. No block repeats another: doubts are settled pair by pair.",
     ),
     Entry(
         "custom",
@@ -212,7 +208,7 @@ ENTRIES = (
         ),
         build_why=(
             "One `BlockMask` has one order of the tokens, and in that of the stride the window is everywhere. "
-            "`attend` computes the two parts in an order each: see the time of its plan."
+            "`attend` computes the two parts in an order each: see its plan."
         ),
     ),
     Entry(

@@ -20,7 +20,6 @@ from ._problem import Attention
 # H heads, N tokens, R sampled query rows
 
 FORWARD_FLOPS = 4  # a useful pair, times the head dim: one multiply-add in q.k and one in p.v
-BACKWARD_FLOPS = 10  # scores again, dv, dp, dq, dk
 
 
 @dataclass(frozen=True)

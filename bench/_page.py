@@ -11,7 +11,7 @@ from tabulate import tabulate
 from ._catalogue import ENTRIES, MILLION, Entry
 from ._pictures import file_name
 from ._problem import tokens_text
-from ._table import condition, markdown_table
+from ._table import Document, condition, markdown_table
 from .bench_catalogue import BUILD_MB, BUILD_S, WASTE
 
 Figures = Mapping[str, Any]
@@ -36,7 +36,7 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
 
 def readme_parts(results: Path) -> dict[str, str]:
     """README's table."""
-    return {"bench table": f"{markdown_table(results)}\n"}
+    return {"bench table": markdown_table(results)}
 
 
 def catalogue_parts(results: Path) -> dict[str, str]:
@@ -49,21 +49,23 @@ def catalogue_parts(results: Path) -> dict[str, str]:
 
 def _section(entry: Entry, figures: Figures) -> str:
     heads = f", {entry.num_heads} heads" if entry.num_heads > 1 else ""
+    larger = f" (`{entry.million}`)" if entry.million else ""
     lines = [
-        f"![{entry.name}: {entry.small}](images/catalogue/{file_name(entry)})",
+        f"![{entry.name}](images/catalogue/{file_name(entry)})",
         "",
-        f"`{entry.text}`{heads}  ",
-        f"{_density(figures)} of pairs, waste {figures['waste']:.2f} ({figures['layout']}); "
-        f"{tokens_text(figures['built_tokens'])} tokens: {_build(figures)}",
+        f"Drawn: `{entry.small}`  ",
+        f"Measured: `{entry.text}`{heads}: {_density(figures)} of pairs, waste {figures['waste']:.3f} "
+        f"({figures['layout']})  ",
+        f"Tables for {tokens_text(figures['built_tokens'])} tokens{larger}: {_build(figures)}",
     ]
     if not WASTE.met_by(figures["waste"]):
         lines += ["", f"*Waste:* {entry.waste_why}"]
-    if not _built(figures):
+    if not _built(figures) and entry.build_why:
         lines += ["", f"*At a million tokens:* {entry.build_why}"]
     return "\n".join(lines)
 
 
-def _table(figures: Mapping[str, Figures], document: Mapping[str, Any]) -> str:
+def _table(figures: Mapping[str, Figures], document: Document) -> str:
     headers = ("pattern", "density", "waste", "computed as", "tokens", "`BlockMask`", "plan and lists")
     lines = [_line(entry, figures[entry.name]) for entry in ENTRIES]
     table = tabulate(lines, headers, tablefmt="github", disable_numparse=True)
@@ -75,7 +77,7 @@ def _line(entry: Entry, figures: Figures) -> tuple[str, ...]:
     return (
         f"[{entry.name}](#{anchor})",
         _density(figures),
-        f"{figures['waste']:.2f}" if WASTE.met_by(figures["waste"]) else f"**{figures['waste']:.2f}**",
+        f"{figures['waste']:.3f}" if WASTE.met_by(figures["waste"]) else f"**{figures['waste']:.3f}**",
         figures["layout"],
         tokens_text(figures["built_tokens"]),
         _build(figures) if _built(figures) else f"**{_build(figures)}**",
@@ -84,7 +86,8 @@ def _line(entry: Entry, figures: Figures) -> tuple[str, ...]:
 
 
 def _density(figures: Figures) -> str:
-    return f"{100 * figures['density']:.2g} %"
+    percent = 100 * figures["density"]
+    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
 
 
 def _build(figures: Figures) -> str:

@@ -16,6 +16,7 @@ from . import (
     bench_mask_build,
     bench_memory,
     bench_million_tokens,
+    bench_packing,
     bench_plan_lookup,
     bench_sweep,
     bench_training,
@@ -53,6 +54,7 @@ QUESTIONS: dict[str, Question] = {
         "C13": bench_memory,
         "cache": bench_cache,
         "catalogue": bench_catalogue,
+        "packing": bench_packing,
         "sweep": bench_sweep,
     }.items()
 }

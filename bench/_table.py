@@ -66,11 +66,12 @@ def _conditions(documents: list[Document]) -> list[str]:
     """One line for each set of conditions that some of the answers share."""
     names: dict[str, list[str]] = {}
     for document in documents:
-        names.setdefault(_condition(document), []).append(document["name"])
-    return [f"{', '.join(shared)}: {condition}" for condition, shared in names.items()]
+        names.setdefault(condition(document), []).append(document["name"])
+    return [f"{', '.join(shared)}: {text}" for text, shared in names.items()]
 
 
-def _condition(document: Document) -> str:
+def condition(document: Document) -> str:
+    """With what an answer was measured, as a line of text."""
     machine, versions = document["machine"], document["versions"]
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, "

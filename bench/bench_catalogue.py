@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from flexdilated import masks
+from flexdilated.masks import Mixture, Pattern
 
 from ._apart import run_apart
 from ._catalogue import ENTRIES, MILLION, Entry
@@ -56,7 +57,7 @@ def run(config: Config) -> Result:
 def _row(measure: str, field: str, target: Target, figures: Mapping[str, Any], whys: Mapping[str, str]) -> Row:
     can = {name: figure for name, figure in figures.items() if name not in whys}
     worst = max(can, key=lambda name: can[name][field])
-    name = f"catalogue, {measure}, worst of the {len(can)} of {len(figures)} patterns that can"
+    name = f"{measure}, worst of the {len(can)} of {len(figures)} patterns that can"
     detail = {"worst": worst, "beyond": dict(whys), "patterns": dict(figures)}
     return Row(name, target, can[worst][field], detail=detail)
 
@@ -66,56 +67,53 @@ def _measure(entry: Entry, config: Config) -> dict[str, Any]:
     check(entry, config.checked)
     described = masks.describe(entry.pattern(config.num_tokens), config.num_tokens, num_heads=entry.num_heads)
     num_tokens = min(entry.largest, config.most)
-    build, plan = (partial(prepared, work) for work in (_build, _plan))
+    # Found here: what has run in a process leaves memory there that its work would use again.
+    layout = order(entry.pattern(num_tokens), num_tokens, entry.num_heads)
+    rate = 1 if layout is None else layout.rate
+    build, plan = partial(_block_mask, rate), _plan
     figures = {
         "density": described.density,
         "block_density": described.block_density,
         "waste": described.waste,
         "layout": ", ".join(dict.fromkeys(branch.options[0].layout for branch in described.branches)),
         "built_tokens": num_tokens,
-        "build_rate": _rate(entry, num_tokens),
+        "build_rate": rate,
         "build_s": run_apart(_seconds, build, entry, num_tokens, config.repeats),
-        "build_mb": peak_bytes(build, entry, num_tokens) / 1e6,
+        "build_mb": peak_bytes(_prepared, build, entry, num_tokens) / 1e6,
         "plan_s": run_apart(_seconds, plan, entry, num_tokens, config.repeats),
-        "plan_mb": peak_bytes(plan, entry, num_tokens) / 1e6,
+        "plan_mb": peak_bytes(_prepared, plan, entry, num_tokens) / 1e6,
     }
     say(f"{entry.name}: {', '.join(f'{key} {value}' for key, value in figures.items())}")
     masks.cache().clear()
     return figures
 
 
-def _rate(entry: Entry, num_tokens: int) -> int:
-    layout = order(entry.pattern(num_tokens), num_tokens, entry.num_heads)
-    return 1 if layout is None else layout.rate
-
-
-def prepared(work: Callable[[Entry, int], Callable[[], object]], entry: Entry, num_tokens: int) -> Callable[[], object]:
-    """The work ready to run, after a run at a small size."""
-    work(entry, min(num_tokens, 4096))()
-    return work(entry, num_tokens)
-
-
-def _build(entry: Entry, num_tokens: int) -> Callable[[], object]:
+def _block_mask(rate: int, pattern: Pattern | Mixture, num_tokens: int, num_heads: int) -> object:
     """What a user of FlexAttention calls."""
-    pattern = entry.pattern(num_tokens)
-    layout = order(pattern, num_tokens, entry.num_heads)
-    masks.cache().clear()
-    return lambda: masks.block_mask(pattern, num_tokens, num_heads=entry.num_heads, block_size=_BLOCK, layout=layout)
+    layout = None if rate == 1 else masks.Layout(num_tokens, rate)
+    return masks.block_mask(pattern, num_tokens, num_heads=num_heads, block_size=_BLOCK, layout=layout)
 
 
-def _plan(entry: Entry, num_tokens: int) -> Callable[[], object]:
+def _plan(pattern: Pattern | Mixture, num_tokens: int, num_heads: int) -> object:
     """The planner's search and the lists of its choice, and the count of their pairs besides."""
+    return masks.describe(pattern, num_tokens, num_heads=num_heads)
+
+
+def _prepared(work: Callable[..., object], entry: Entry, num_tokens: int) -> Callable[[], object]:
+    """The work ready to run from scratch, after a run at a small size."""
+    small = min(num_tokens, 4096)
+    work(entry.pattern(small), small, entry.num_heads)
     pattern = entry.pattern(num_tokens)
     masks.cache().clear()
-    return lambda: masks.describe(pattern, num_tokens, num_heads=entry.num_heads)
+    return lambda: work(pattern, num_tokens, entry.num_heads)
 
 
-def _seconds(prepare: Callable[..., Callable[[], object]], entry: Entry, num_tokens: int, repeats: int) -> float:
+def _seconds(work: Callable[..., object], entry: Entry, num_tokens: int, repeats: int) -> float:
     """Median of a few runs from scratch; of one where that takes long."""
     seconds: list[float] = []
     while len(seconds) < repeats and sum(seconds) < _TIME_ENOUGH_S:
-        work = prepare(entry, num_tokens)
+        ready = _prepared(work, entry, num_tokens)
         start = perf_counter()
-        work()
+        ready()
         seconds.append(perf_counter() - start)
     return median(seconds)

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from flexdilated._call_key import CallKey
 from flexdilated._tiles_op import _programs
 from flexdilated.masks._planner import plan

@@ -158,12 +158,12 @@ def attend(
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as autocast, where it is on, wants them."""
-    kind = q.device.type if isinstance(q, Tensor) else "cpu"
-    if not torch.is_autocast_enabled(kind):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    """q, k and v as autocast, where it is on, wants them: float64 stays."""
+    if not all(isinstance(x, Tensor) for x in (q, k, v)) or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v  # what is no tensor is answered by the checks
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v
 
 
 def _reference(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from ._flex import missing_compiler
 from ._score_mod import ScoreMod, probe
@@ -41,6 +42,9 @@ def choose_engine(
     reason = None
     if chosen == "reference" and torch.compiler.is_compiling():
         reason = "reference runs eagerly only; engine='tiles' (on CPU) and 'flex' compile"
+    elif chosen != "reference" and _has_tangent(q, k, v):
+        # An op without a forward-mode rule would pass no tangent on, and say nothing.
+        reason = f"{chosen} has no forward-mode derivative; engine='reference' has (dense, small inputs)"
     elif chosen == "tiles" and q.device.type != "cpu":
         reason = f"tiles runs ATen's CPU kernels; got tensors on {q.device}. engine='flex' serves them"
     elif chosen == "tiles" and score_mod is not None:
@@ -51,6 +55,11 @@ def choose_engine(
     if reason is not None:
         raise ValueError(reason)
     return chosen
+
+
+def _has_tangent(*inputs: Tensor) -> bool:
+    """Whether forward-mode differentiation comes through these; a graph being compiled has none."""
+    return not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in inputs)
 
 
 def _flex_cannot(

@@ -39,7 +39,7 @@ def flex(
         program = _traced[(key, tuple([tuple(each.shape) for each in bindings]), q.device.type)]
         program = with_tables(program, flex_tables(q, bindings, *key)) if bindings else program
         return run_flex(program, q, k, v, direct=True, **options)
-    program = run_time_program(key, q.device, bindings) if bindings else static_program(key, q.device)
+    program = run_time_program(key, q.device, bindings, len(q)) if bindings else static_program(key, q.device)
     return run_flex(program, q, k, v, direct=False, **options)
 
 
@@ -65,10 +65,10 @@ def _prepare(
 
 @_prepare.register_fake
 def _(q, bindings, *key):
-    found = CallKey.of(*key)
+    found, batch = CallKey.of(*key), int(q.shape[0])
     shapes = tuple(tuple(map(int, each.shape)) for each in bindings)
     if (found, shapes, q.device.type) not in _traced:
         with unset_fake_temporarily():
-            made = blank_program(found, q.device, bindings) if bindings else static_program(found, q.device)
+            made = blank_program(found, q.device, bindings, batch) if bindings else static_program(found, q.device)
         _traced[(found, shapes, q.device.type)] = made
     return q.new_empty(0)

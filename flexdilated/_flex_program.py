@@ -16,6 +16,7 @@ from .masks._block_mask import term_blocks
 from .masks._options import Allowed
 from .masks._pattern import Expression
 from .masks._planner import Plan, plan
+from .masks._run_time import require_entries
 from .masks._term import Term
 
 
@@ -23,12 +24,17 @@ def static_program(key: CallKey, device: torch.device) -> FlexProgram:
     """The program of a pattern without run-time tensors."""
     # Terms that share rows are merged by their lse, which FlexAttention on CPU does not give.
     allowed = Allowed(shared_rows=device.type != "cpu", windows=False)
-    return _cached(key, key.pattern, device, lambda: plan(key.bound(), device=device, layout=key.layout, allowed=allowed))
+
+    def planned() -> Plan:
+        return plan(key.bound(), device=device, layout=key.layout, allowed=allowed)
+
+    return _cached(key, key.pattern, device, planned)
 
 
-def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor]) -> FlexProgram:
+def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int) -> FlexProgram:
     """The program for these values of the run-time tensors, with the steps of `blank_program`."""
     rule = key.rules(bindings)
+    require_entries(rule, batch)
 
     def planned() -> Plan:
         blank = key.blank(bindings)
@@ -40,9 +46,10 @@ def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tens
     return _cached(key, rule.text, device, planned)
 
 
-def blank_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor]) -> FlexProgram:
+def blank_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int) -> FlexProgram:
     """The program that all values of tensors of these shapes share, but for its tables."""
     blank = key.blank(bindings)
+    require_entries(blank, batch)
     return _cached(key, blank.text, device, lambda: _blank_plan(key, device, blank))
 
 
@@ -74,7 +81,8 @@ def _cached(key: CallKey, rule: str, device: torch.device, planned: Callable[[],
         sides = key.block_size
         return make_flex_program(planned(), key.layout, num_kv_heads=key.num_kv_heads, block_size=sides, device=device)
 
-    return cache().get(("flex", key._replace(pattern=rule), device), build, _program_bytes, pattern=key.pattern, device=device)
+    name = ("flex", key._replace(pattern=rule), device)
+    return cache().get(name, build, _program_bytes, pattern=key.pattern, device=device)
 
 
 def _program_bytes(program: FlexProgram) -> int:

@@ -43,7 +43,7 @@ def flex_tables(
     where = (q_offset, k_offset, head_offset, num_heads_global)
     key = CallKey.of(pattern, *sizes, *where, rate, block_size)
     found: list[Tensor] = []
-    for step in run_time_program(key, q.device, bindings).steps:
+    for step in run_time_program(key, q.device, bindings, len(q)).steps:
         for name, width in _widths(step, key).items():
             table = getattr(step.mask, name)
             found.append(table.clone() if width is None else pad(table, (0, width - table.shape[-1])))
@@ -56,7 +56,7 @@ def _(q, bindings, *key):
     found = CallKey.of(*key)
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
     with unset_fake_temporarily():
-        for step in blank_program(found, q.device, bindings).steps:
+        for step in blank_program(found, q.device, bindings, int(q.shape[0])).steps:
             for name, width in _widths(step, found).items():
                 table = getattr(step.mask, name)
                 shapes.append((tuple(table.shape) if width is None else (*table.shape[:-1], width), table.dtype))

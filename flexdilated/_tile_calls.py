@@ -181,13 +181,13 @@ def _repeats(rule: Rule, blocks: Blocks, partial: Int64[Tensor, " n"]) -> tuple[
     if period is None or len(rule.q.starts) > 1 or len(rule.k.starts) > 1:
         return partial, torch.arange(len(partial))
     table, row, column = (x.long() for x in blocks.places(partial))
-    q, k = row * blocks.q_block, column * blocks.k_block
-    q_position, k_position = (pieces.position(table, slot) for pieces, slot in ((rule.q, q), (rule.k, k)))
+    q_slot, k_slot = row * blocks.q_block, column * blocks.k_block
+    q, k = rule.q.position(table, q_slot), rule.k.position(table, k_slot)
     # At the ends a block is cut short.
-    height, width = (blocks.num_q_slots - q).clamp(max=blocks.q_block), (blocks.num_k_slots - k).clamp(max=blocks.k_block)
-    look = torch.stack([table, q_position - k_position, q_position % period, height, width], dim=1)
-    _, look_of = look.unique(dim=0, return_inverse=True)
-    first = torch.full((int(look_of.max()) + 1 if len(look_of) else 0,), len(partial))
+    height = (blocks.num_q_slots - q_slot).clamp(max=blocks.q_block)
+    width = (blocks.num_k_slots - k_slot).clamp(max=blocks.k_block)
+    look, look_of = torch.stack([table, q - k, q % period, height, width], dim=1).unique(dim=0, return_inverse=True)
+    first = torch.full((len(look),), len(partial))
     first.scatter_reduce_(0, look_of, torch.arange(len(partial)), "amin")
     return partial[first], look_of
 

@@ -1,7 +1,7 @@
 """Checks on a call of `attend`, before any work: each error states the rule and what came."""
 
 from collections.abc import Mapping
-from math import inf
+from sys import float_info
 from types import FunctionType
 
 import torch
@@ -94,7 +94,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale must be a real number or None; got {scale!r}")
-    if not -inf < scale < inf:  # a comparison, which torch.compile can trace for a scale that varies
+    if not -float_info.max <= scale <= float_info.max:  # torch.compile can trace it for a scale that varies
         raise ValueError(f"scale must be finite; got {scale=}")
     return float(scale)
 
@@ -129,7 +129,7 @@ def run_time_tensors(pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] 
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
     carried, given = given_tensors(pattern), {} if bindings is None else dict(bindings)
     needed = names(pattern)
-    for name, tensor in given.items():
+    for name in given:
         if name not in needed:
             known = f"needs {', '.join(map(repr, needed))}" if needed else "needs no run-time tensor"
             raise ValueError(f"bindings must name run-time tensors of the pattern, which {known}; got {name!r}")

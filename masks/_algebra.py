@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ._box import Bounds, Box, Squares
-from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period, written_parts
+from ._canonical import written_parts
+from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period
 from ._ranges import Ranges, as_ranges, intersect_all, unite
 from ._spelling import AND, NOT, OR, Phrase, chain
 

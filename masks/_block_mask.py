@@ -20,6 +20,8 @@ from ._run_time import entry, num_entries
 from ._tables import table_bytes, to_block_mask
 from ._term import Term
 
+_LARGEST_SIDE = 1 << 15  # pairs of a block are counted in int32
+
 
 def block_mask(
     pattern: Expression,
@@ -89,11 +91,12 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    """(query side, key side) of a block size; ValueError unless both are positive integers."""
+    """(query side, key side) of a block size; ValueError unless both are integers from 1 to 32768."""
     sides = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(sides) != 2:
         raise ValueError(f"block_size must be one side or (query side, key side); got {block_size=}")
-    return require_int("block_size", sides[0], minimum=1), require_int("block_size", sides[1], minimum=1)
+    rows, columns = (require_int("block_size", side, minimum=1, maximum=_LARGEST_SIDE) for side in sides)
+    return rows, columns
 
 
 def layout(pattern: Expression, num_tokens: int) -> Layout:

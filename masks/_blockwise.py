@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._box import Bounds, Box, Counts, Progression
-from ._check import require_int
+from ._check import LARGEST, require_int
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, within
 from ._run_time import run_time_leaves
@@ -53,7 +53,8 @@ class Blockwise(Pattern):
 
     def period(self) -> int | None:
         shift = self.part.period()
-        return None if shift is None else shift * self.block
+        # A longer one has no use: no sequence is as long.
+        return None if shift is None or shift * self.block > LARGEST else shift * self.block
 
     def confined(self) -> bool:
         return self.part.confined()

@@ -9,7 +9,7 @@ from ._algebra import union
 from ._box import Bounds, Box
 from ._check import require_int
 from ._pattern import Expression, MaskMod, Pattern
-from ._run_time import entry, num_entries
+from ._run_time import entry, require_entries
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -43,11 +43,7 @@ class Bound:
                 f"num_heads_global; got num_heads_global={self.num_heads_global}"
             )
         self.pattern.check_heads(self.num_heads_global)
-        if num_entries(self.pattern) not in (1, self.batch):
-            raise ValueError(
-                f"run-time tensors must have one row, or one for each batch entry; got {num_entries(self.pattern)} "
-                f"rows for batch={self.batch}"
-            )
+        require_entries(self.pattern, self.batch)
 
     @property
     def union(self) -> Pattern:

@@ -1,14 +1,26 @@
 """Checks on parameters, with errors that state the rule and the value."""
 
-from math import isfinite
+import sys
+
+# Kernels count positions in int32. The product of two such numbers, and any position plus it, fits into int64.
+LARGEST = 2**31 - 1
 
 
-def require_int(name: str, value: object, *, minimum: int) -> int:
-    """The value itself, if it is an integer of at least `minimum`; TypeError or ValueError otherwise."""
+def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGEST) -> int:
+    """The value itself, if it is an integer in [minimum, maximum]; TypeError or ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer; got {name}={value!r} of type {type(value).__name__}")
     if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}; got {name}={value}")
+        raise ValueError(f"{name} must be at least {minimum}; got {name}={_shown(value)}")
+    if value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}; got {name}={_shown(value)}")
+    return value
+
+
+def require_bool(name: str, value: object) -> bool:
+    """The value itself, if it is True or False; TypeError otherwise."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {name}={value!r}")
     return value
 
 
@@ -23,6 +35,11 @@ def require_finite(name: str, value: object) -> float:
     """The value as a float, if it is a finite real number; TypeError or ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a real number; got {name}={value!r} of type {type(value).__name__}")
-    if not isfinite(value):
-        raise ValueError(f"{name} must be finite; got {name}={value}")
+    if not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{name} must be finite; got {name}={_shown(value)}")
     return float(value)
+
+
+def _shown(value: float) -> str:
+    """A number as text; Python refuses to write an integer of thousands of digits."""
+    return f"an integer of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 1e40 else str(value)

@@ -15,6 +15,7 @@ _SIGNATURE = "(head, q_first, q_last, k_first, k_last)"
 
 
 def require_classify(classify: object) -> types.FunctionType:
+    """The value itself, if it is a plain function of five arguments; TypeError otherwise."""
     if not isinstance(classify, types.FunctionType):
         raise TypeError(f"classify must be a plain function of {_SIGNATURE}; got {type(classify).__name__}")
     code = classify.__code__

@@ -135,7 +135,7 @@ def _is_spaced(rule: Pattern, bound: Bound) -> bool:
 def _without_spacing(rule: Pattern) -> Pattern:
     """What is left to check within a residue class."""
     factors = rule.parts if isinstance(rule, And) else (rule,)
-    rest = tuple(f for f in factors if not (isinstance(f, Strided) and rule.spacing() % f.stride == 0))
+    rest = tuple(factor for factor in factors if not isinstance(factor, Strided))
     return And.of(*rest) if rest else Every()
 
 

@@ -51,8 +51,12 @@ class Fixed(Pattern):
         return (self.stride,)
 
     def row(self, query: int, stop: int) -> Ranges:
-        first = self.stride - self.summary
-        return tuple(keys for start in range(first, self.stride) if (keys := range(start, stop, self.stride)))
+        first, blocks = self.stride - self.summary, range(0, stop, self.stride)
+        if self.summary <= len(blocks):  # as few ranges as there may be
+            ranges = [range(start, stop, self.stride) for start in range(first, self.stride)]
+        else:
+            ranges = [range(block + first, min(block + self.stride, stop)) for block in blocks]
+        return tuple(keys for keys in ranges if keys)
 
 
 def fixed(stride: int, *, summary: int = 1) -> Pattern:

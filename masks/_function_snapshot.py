@@ -35,8 +35,12 @@ def snapshot(function: types.FunctionType, device: torch.device) -> tuple[types.
     identity, and for code that assigns what it captured.
     """
     reader = _Reader(function.__qualname__, device)
-    identity, copy = reader.function(function)
-    digest = sha256(json.dumps(identity).encode()).hexdigest()
+    try:
+        identity, copy = reader.function(function)
+        digest = sha256(json.dumps(identity).encode()).hexdigest()
+    except RecursionError:
+        rule = f"the custom function {function.__qualname__!r} must read values whose contents identify it"
+        raise TypeError(f"{rule}; it reads a container that holds itself or nests too deep") from None
     return copy, digest, reader.tensors
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._box import Bounds, Box, Progression, clip
-from ._check import require_int
+from ._check import require_bool, require_int
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, as_ranges
 from ._spelling import Phrase, call
@@ -23,14 +23,7 @@ class GlobalTokens(Pattern):
 
     def __post_init__(self) -> None:
         require_int("tokens", self.tokens, minimum=1)
-        for name in ("rows", "columns"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False; got {name}={getattr(self, name)!r}")
-        if not (self.rows or self.columns):
-            raise ValueError(
-                "global tokens see everyone (rows), are seen by everyone (columns), or both; "
-                f"got rows={self.rows} and columns={self.columns}"
-            )
+        check_sides("global tokens", rows=self.rows, columns=self.columns)
         super().__post_init__()
 
     def to_data(self) -> dict[str, Any]:
@@ -79,6 +72,14 @@ def first_tokens(count: int) -> Pattern:
     Source: StreamingLLM, arXiv 2309.17453. Raises ValueError for a count below 1.
     """
     return global_tokens(count, rows=False)
+
+
+def check_sides(tokens: str, *, rows: object, columns: object) -> None:
+    """At least one of two booleans must be True: tokens that neither see nor are seen are no rule."""
+    if not (require_bool("rows", rows) | require_bool("columns", columns)):
+        raise ValueError(
+            f"{tokens} see everyone (rows), are seen by everyone (columns), or both; got {rows=} and {columns=}"
+        )
 
 
 def _either_below(tokens: Tensor) -> MaskMod:

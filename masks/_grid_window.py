@@ -8,20 +8,36 @@ import torch
 from torch import Tensor
 
 from ._box import Bounds, Box, Progression, clip, count_below
+from ._distances import count_multiples
+
+_MOST_CLASSES = 64
 
 
 def count_window(head: Tensor, q: Progression, k: Progression, *, length: int, radius: int, rate: int) -> Bounds:
     """Pairs of coordinates, each n progressions, whose key lies in the query's window.
 
     Coordinates of one residue modulo `rate` are neighbours of each other; a window holds 2 * radius + 1 of
-    them. Exact for equal steps. Progressions may be empty.
+    them. Exact for equal steps and up to 64 classes; with more, exact where no window is shifted. Progressions may
+    be empty.
     """
+    if rate > _MOST_CLASSES:
+        return _count_by_distance(head, q, k, length, radius * rate, rate)
     low = high = torch.zeros_like(q.first)
     for residue in range(rate):
         box = Box(head, _of_class(q, rate, residue), _of_class(k, rate, residue))
         bounds = _count_in_class(box, (length - 1 - residue) // rate + 1, radius)
         low, high = low + bounds.low, high + bounds.high
     return Bounds(low, high)
+
+
+def _count_by_distance(head: Tensor, q: Progression, k: Progression, length: int, reach: int, rate: int) -> Bounds:
+    """All keys of the class within `reach` tokens are in the window; a shifted one holds some up to twice as far."""
+    begin = torch.zeros_like(q.first)
+    box = Box(head, *(clip(side, begin, begin + length) for side in (q, k)))
+    if q.step != k.step:
+        return Bounds(begin, count_multiples(box, rate).high)
+    near, far = (count_multiples(box, rate, reach=(-most, most)) for most in (reach, 2 * reach))
+    return Bounds(near.low, far.high)
 
 
 def _of_class(progression: Progression, rate: int, residue: int) -> Progression:

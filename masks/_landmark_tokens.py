@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ._box import Bounds, Box, Counts, Progression, count_residue
 from ._check import require_int
+from ._global_tokens import check_sides
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, as_ranges
 from ._spelling import Phrase, call
@@ -23,14 +24,7 @@ class LandmarkTokens(Pattern):
 
     def __post_init__(self) -> None:
         require_int("stride", self.stride, minimum=1)
-        for name in ("rows", "columns"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False; got {name}={getattr(self, name)!r}")
-        if not (self.rows or self.columns):
-            raise ValueError(
-                "landmark tokens see everyone (rows), are seen by everyone (columns), or both; "
-                f"got rows={self.rows} and columns={self.columns}"
-            )
+        check_sides("landmark tokens", rows=self.rows, columns=self.columns)
         super().__post_init__()
 
     def to_data(self) -> dict[str, Any]:

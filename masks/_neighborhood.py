@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ._algebra import both
 from ._box import Bounds, Box
-from ._check import require_int
+from ._check import LARGEST, require_int
 from ._grid import Rectangle, fits, hull, rectangles, select
 from ._grid_window import count_window
 from ._pattern import MaskMod, Pattern
@@ -53,6 +53,8 @@ class Neighborhood(Pattern):
                     f"a window must fit its axis: (2 * radius + 1) * rate tokens; got radius={radius} and rate={rate} "
                     f"on axis {axis} of {length}"
                 )
+        if prod(self.grid) > LARGEST:
+            raise ValueError(f"a grid must hold at most {LARGEST} tokens; got grid={self.grid}")
         super().__post_init__()
 
     @property

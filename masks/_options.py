@@ -69,9 +69,9 @@ def options_of(branch: Pattern, times: int, bound: Bound, machine: Machine, allo
     compact = compact_terms(branch, times, bound)
     if compact is not None:
         options.append(Option(branch, times, "compact", tuple(compact), machine, given))
-    tiled = tiled_terms(branch, times, bound)
-    if tiled is not None:
-        options.append(Option(branch, times, "tiled", tuple(tiled), machine, given))
+    for tile, tiled in tiled_terms(branch, times, bound).items():
+        name = f"tiled {'x'.join(map(str, tile))}"
+        options.append(Option(branch, times, name, tuple(tiled), machine, given))
     disjoint = _disjoint_terms(branch, times, bound, machine) if allowed.shared_rows else None
     if disjoint is not None:
         options.append(Option(branch, times, "disjoint", disjoint, machine, given, shares_rows=True))

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ._box import Bounds, Box, Squares
+from ._canonical import canonical, written_parts
+from ._check import LARGEST
 from ._ranges import Ranges
 from ._spelling import Phrase, call, shortened
 
@@ -260,28 +262,11 @@ def require_expression(value: object) -> Expression:
 
 
 def common_period(parts: tuple[Pattern, ...]) -> int | None:
-    """The least shift that leaves every part as it is, or None."""
+    """The least shift that leaves every part as it is, or None; None too where no sequence is as long."""
     periods = [part.period() for part in parts]
     known = [period for period in periods if period is not None]
-    return reduce(lcm, known, 1) if len(known) == len(periods) else None
-
-
-def canonical(value: Any) -> str:
-    """JSON without spaces and with sorted keys, of plain data; written here, as a compiled graph may build patterns."""
-    if isinstance(value, dict):
-        return "{" + ",".join([f'"{key}":{canonical(value[key])}' for key in sorted(value)]) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join([canonical(each) for each in value]) + "]"
-    if isinstance(value, str):
-        return f'"{value}"'  # names, of letters and digits
-    if value is None:
-        return "null"
-    return str(value).lower()  # True and False, integers
-
-
-def written_parts(kind: str, parts: tuple[Pattern, ...]) -> str:
-    """The canonical JSON of a kind with parts."""
-    return f'{{"kind":"{kind}","parts":[{",".join([part.text for part in parts])}]}}'
+    least = reduce(lcm, known, 1)
+    return least if len(known) == len(periods) and least <= LARGEST else None
 
 
 def all_leaves(parts: tuple[Pattern, ...]) -> tuple[Pattern, ...]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ._algebra import either
 from ._box import Bounds, Box, Squares
-from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period, written_parts
+from ._canonical import written_parts
+from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period
 from ._spelling import Phrase
 
 
@@ -122,12 +123,18 @@ class HeadGroups(_HeadChoice):
 
 def per_head(patterns: Sequence[Pattern]) -> Pattern:
     """Head h follows patterns[h]: one set pattern for each head, counted over all devices."""
-    return PerHead(tuple(patterns))
+    return PerHead(_listed(patterns))
 
 
 def head_groups(patterns: Sequence[Pattern]) -> Pattern:
     """Consecutive groups of heads follow one pattern each; where they do not divide, the first have one head more."""
-    return HeadGroups(tuple(patterns))
+    return HeadGroups(_listed(patterns))
+
+
+def _listed(patterns: Sequence[Pattern]) -> tuple[Pattern, ...]:
+    if not isinstance(patterns, Sequence):
+        raise TypeError(f"a choice by head needs a sequence of set patterns; got {patterns!r:.80}")
+    return tuple(patterns)
 
 
 def _on_heads(chosen: Tensor, inner: MaskMod) -> MaskMod:

@@ -17,6 +17,7 @@ from ._ranges import Ranges
 from ._spelling import Phrase, call
 
 _TABLES_KEPT = 8
+_LARGEST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,7 @@ class RandomBlocks(Pattern):
         require_int("num_tokens", self.num_tokens, minimum=1)
         require_int("block", self.block, minimum=1)
         require_int("count", self.drawn, minimum=1)
-        if require_int("seed", self.seed, minimum=0) >= 1 << 63:
-            raise ValueError(f"seed must be below 2**63; got seed={self.seed}")
+        require_int("seed", self.seed, minimum=0, maximum=_LARGEST_SEED)
         if self.head is not None:
             require_int("head", self.head, minimum=0)
         if self.drawn > self.num_blocks:

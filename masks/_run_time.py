@@ -211,13 +211,9 @@ def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) ->
 
 def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
     """(batch entries, their rule) for each run of neighbours whose rows are equal. Raises ValueError for other rows."""
+    require_entries(pattern, batch)
     if num_entries(pattern) == 1:
         return [(slice(None), pattern)]
-    if num_entries(pattern) != batch:
-        raise ValueError(
-            f"run-time tensors must have one row, or one for each of {batch} batch entries; "
-            f"got {num_entries(pattern)} rows"
-        )
     groups: list[tuple[slice, Expression]] = []
     for index in range(batch):
         rule = entry(pattern, index)
@@ -241,6 +237,16 @@ def tables(pattern: Expression) -> tuple[Table, ...]:
 def num_entries(pattern: Expression) -> int:
     """Batch entries that a resolved pattern tells apart; 1 if all are alike."""
     return max((len(table.rows) for table in tables(pattern)), default=1)
+
+
+def require_entries(pattern: Expression, batch: int) -> None:
+    """Raise ValueError unless each run-time table of a resolved pattern serves this many batch entries."""
+    for table in tables(pattern):
+        if len(table.rows) not in (1, batch):
+            raise ValueError(
+                f"run-time tensors must have one row, or one for each of {batch} batch entries; "
+                f"got {len(table.rows)} rows"
+            )
 
 
 def missing(name: str) -> str:
@@ -274,8 +280,10 @@ def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pa
     """A run-time pattern from a tensor (or what makes one), or from the name under which a call will pass it."""
     if isinstance(tensor, str):
         return kind(tensor, **options)
+    if isinstance(tensor, Tensor):
+        return kind(name, Given(tensor), **options)
     try:
-        values = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor)
+        values = torch.as_tensor(tensor)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"{name} must be a tensor, what makes one, or a name for attend's bindings; got {tensor!r:.80}: {error}"

@@ -130,11 +130,11 @@ class Term:
 
     def mask_mod(self, device: torch.device) -> MaskMod:
         """Closure (b, h, q slot, k slot) -> bool over the term's own heads, for FlexAttention."""
-        rule = self._slot_rule(tuple(range(len(self.heads))))
-        inner = rule.pattern.mask_mod(num_heads=self.num_heads_global, device=device)
-        heads = torch.tensor(rule.heads, device=device)
+        inner = self.rule.mask_mod(num_heads=self.num_heads_global, device=device)
+        heads = torch.tensor(self.heads, device=device) + self.head_offset
         if isinstance(self.q, Compact) and isinstance(self.k, Compact):
-            q, k = (pieces.firsts[:, 0].to(device) for pieces in (rule.q, rule.k))
+            q = torch.tensor(self.q.starts, device=device) + self.q_offset
+            k = torch.tensor(self.k.starts, device=device) + self.k_offset
             return _on_progressions(inner, heads, q, k, torch.tensor(self.q.step, device=device))
         assert isinstance(self.q, Permutation)
         assert isinstance(self.k, Permutation)

@@ -31,7 +31,7 @@ class Tiled(Pattern):
         return _at_slots(self.rule.mask_mod(num_heads=num_heads, device=device), self.order.positions(device))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        """Exact: a run of slots is a few rectangles of the grid, and the pairs of two rectangles are counted by axis."""
+        """Exact: a run of slots is a few rectangles, and the pairs of two rectangles are counted axis by axis."""
         assert box.q.step == box.k.step == 1, "slots come in runs"
         low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
         for part in torch.arange(len(box.head)).split(_RUNS_AT_ONCE):

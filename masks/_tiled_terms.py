@@ -18,44 +18,36 @@ from ._tiling import Tiling
 _TILE_TOKENS = 128  # a tile is a block, where tiles of that size divide the grid
 
 
-def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term] | None:
-    """One term for all heads in tiled order; None unless the branch is a neighbourhood of all tokens of its grid.
-
-    None as well where the best tiles are the lines that the natural order has already.
-    """
-    if not isinstance(branch, Neighborhood):
-        return None
-    everywhere = bound.num_queries == bound.num_keys == prod(branch.grid)
-    if not everywhere or bound.q_offset or bound.k_offset:
-        return None
-    order = Tiling(branch.grid, best_tile(branch))
-    if order.is_natural:
-        return None
-    return [replace(term, q=order, k=order) for term in shared_terms(branch, multiplicity, bound, 1)]
+def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[int, ...], list[Term]]:
+    """For each tile worth weighing, one term for all heads: where the branch is a neighbourhood of its whole grid."""
+    everywhere = bound.num_queries == bound.num_keys and bound.q_offset == bound.k_offset == 0
+    if not isinstance(branch, Neighborhood) or not everywhere or bound.num_queries != prod(branch.grid):
+        return {}
+    orders = [Tiling(branch.grid, tile) for tile in best_tiles(branch)]
+    (term,) = shared_terms(branch, multiplicity, bound, 1)
+    return {order.tile: [replace(term, q=order, k=order)] for order in orders if not order.is_natural}
 
 
-def best_tile(rule: Neighborhood) -> tuple[int, ...]:
-    """The tile whose windows reach over the fewest tokens of other tiles.
+def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
+    """The tile whose windows reach over the fewest tokens in tiles; and the next best, where that is no exact count.
 
-    Its sides are powers of two, and it holds as many tokens as such tiles in this grid can, up to a block's.
+    Sides are powers of two, and a tile holds as many tokens as such tiles in this grid can, up to a block's.
+    Where sides do not divide the grid, blocks lie across tiles.
     """
     sides = ([1 << power for power in range(min(length, _TILE_TOKENS).bit_length())] for length in rule.grid)
     tiles = [tile for tile in product(*sides) if prod(tile) <= _TILE_TOKENS]
     most = max(map(prod, tiles))
-    return min((tile for tile in tiles if prod(tile) == most), key=lambda tile: _computed_pairs(rule, tile))
+    best = sorted((tile for tile in tiles if prod(tile) == most), key=lambda tile: _reached(rule, tile))
+    divides = all(length % side == 0 for length, side in zip(rule.grid, best[0], strict=True))
+    return best[:1] if divides else best[:2]
 
 
-def _computed_pairs(rule: Neighborhood, tile: tuple[int, ...]) -> int:
-    """About how many pairs are computed where a tile is a block."""
-    *outer, inner = (_reached(side, *axis) for side, axis in zip(tile, rule.axes, strict=True))
-    if rule.grid[-1] % tile[-1]:
-        # The last tile of a row is smaller: the blocks after it lie in two tiles each, and reach over two more.
-        inner += 2 * tile[-1] * rule.grid[-1]
-    return prod(outer) * inner
+def _reached(rule: Neighborhood, tile: tuple[int, ...]) -> int:
+    """Pairs of a query and a token of any tile that some window of the query's tile touches."""
+    return prod(_reached_along(*axis, side) for side, axis in zip(tile, rule.axes, strict=True))
 
 
-def _reached(side: int, length: int, radius: int, rate: int) -> int:
-    """Pairs along one axis of a query and a token in any tile that some window of the query's tile touches."""
+def _reached_along(length: int, radius: int, rate: int, side: int) -> int:
     first = torch.arange(0, length, side)
     last = (first + side).clamp(max=length) - 1
     reach, window = radius * rate, (2 * radius + 1) * rate

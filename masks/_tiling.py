@@ -115,13 +115,11 @@ class _Runs:
 def _cut(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
     """The whole children of which the runs consist, and what is left of them, within one child each.
 
-    A run is the end of a child, whole children, and the beginning of another; or lies inside one child.
+    A run is the end of a child, whole children, and the beginning of another, for which a smaller last child
+    counts even where it is whole; or it lies inside one child.
     """
-    size, side = unit * _others(runs.box, axis), runs.box[axis]
-    # The last child may be smaller: a run that ends with its rectangle ends with it.
-    to_the_end = runs.stop == size // unit * side.count
-    begin = -(-runs.start // size)
-    end = torch.where(to_the_end, -(-side.count // unit), runs.stop // size)
+    size = unit * _others(runs.box, axis)
+    begin, end = -(-runs.start // size), runs.stop // size
     whole, before = begin < end, runs.start < begin * size
     after = (begin <= end) & (end * size < runs.stop)
     boxes = _children(runs.box, axis, unit, begin, end)

@@ -38,7 +38,8 @@ class VisibleKeys(RunTime):
                 f"one for each key; got {tuple(tensor.shape)}"
             )
         marks = torch.atleast_2d(tensor.detach().cpu())
-        return KeySet.of(marks if marks.dtype == torch.bool else _unhidden(marks))
+        # A copy: the caller may change the tensor, and what was made of these values must stay as it is.
+        return KeySet.of(marks.clone() if marks.dtype == torch.bool else _unhidden(marks))
 
     def most(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
         """Every key."""

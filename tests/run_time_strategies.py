@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.masks._run_time import Extent
 from tests import oracle
-from tests.strategies import Twin, expressions, sets
+from tests.strategies import Twin, expressions, in_range, sets
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class Packed:
     def sizes(self) -> dict[str, int]:
         named = {"num_heads": self.num_heads, "num_queries": self.num_queries, "num_keys": self.num_keys}
         return named | self.offsets | {"batch": self.batch}
+
+    def bind(self) -> masks.Bound:
+        return self.pattern.bind(**self.sizes)
 
     def __repr__(self) -> str:
         given = {leaf.name: leaf.given.tensor.tolist() for leaf in self.pattern.leaves() if hasattr(leaf, "given")}
@@ -105,7 +109,9 @@ def packed_cases(draw: st.DrawFn, max_heads: int = 3, largest: int = 40) -> Pack
     pattern, rules = draw(_composed(batch, heads, extent))
     queries, keys = torch.arange(q_offset, q_offset + num_queries), torch.arange(k_offset, k_offset + num_keys)
     counts = torch.stack([oracle.counts(rule, range(heads), heads, queries, keys) for rule in rules])
-    return Packed(pattern, counts, batch, heads, num_queries, num_keys, q_offset, k_offset)
+    packed = Packed(pattern, counts, batch, heads, num_queries, num_keys, q_offset, k_offset)
+    assume(in_range(packed))
+    return packed
 
 
 @st.composite

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import Protocol
 from math import prod
+from typing import Protocol
 
 import torch
 from hypothesis import strategies as st
@@ -40,6 +41,12 @@ class Sizes(Protocol):
     def num_queries(self) -> int: ...
     @property
     def num_keys(self) -> int: ...
+
+
+class Binds(Protocol):
+    """What can be bound to its sizes."""
+
+    def bind(self) -> masks.Bound: ...
 
 
 @dataclass(frozen=True)
@@ -197,7 +204,8 @@ leaves = st.one_of(
 @st.composite
 def sets(draw: st.DrawFn, num_heads: int, depth: int = 2) -> Twin:
     """A set pattern for this many heads, composed up to `depth` levels deep."""
-    kind = draw(st.sampled_from(["leaf", "leaf", "and", "or", "not", "per_head", "grouped", "blockwise"])) if depth else "leaf"
+    kinds = ["leaf", "leaf", "and", "or", "not", "per_head", "grouped", "blockwise"]
+    kind = draw(st.sampled_from(kinds)) if depth else "leaf"
     if kind == "leaf":
         return draw(leaves)
     if kind == "grouped":
@@ -264,6 +272,8 @@ def lengths(draw: st.DrawFn, edges: tuple[int, ...], largest: int = 48) -> int:
 @st.composite
 def cases(draw: st.DrawFn, twins=expressions, max_heads: int = 5, largest: int = 48) -> Case:
     """A pattern with sizes: self-attention, or some of the heads and any queries over any keys."""
+    if twins is expressions and draw(st.integers(0, 9)) == 5:
+        return draw(whole_grids(max_heads))
     H = draw(st.integers(1, max_heads))
     twin = draw(twins(H))
     first = draw(st.integers(0, H - 1)) if draw(st.booleans()) else 0
@@ -278,7 +288,8 @@ def cases(draw: st.DrawFn, twins=expressions, max_heads: int = 5, largest: int =
     return case if in_range(case) else Case(twin, H, M, M, 0, 0, 0, H)
 
 
-def in_range(case: Case) -> bool:
+def in_range(case: Binds) -> bool:
+    """Whether the keys hold every block that a block list names."""
     try:
         case.bind()
     except ValueError as error:
@@ -286,6 +297,21 @@ def in_range(case: Case) -> bool:
             raise
         return False
     return True
+
+
+@st.composite
+def whole_grids(draw: st.DrawFn, max_heads: int = 4) -> Case:
+    """Self-attention of every token of a small grid: a neighbourhood, in half of the cases beside another set."""
+    grid = draw(st.lists(st.integers(1, 7), min_size=2, max_size=3).filter(lambda grid: prod(grid) <= 48))
+    rate = [draw(st.integers(1, min(2, length))) for length in grid]
+    radius = [draw(st.integers(0, (length // each - 1) // 2)) for length, each in zip(grid, rate, strict=True)]
+    twin = Twin(masks.neighborhood(grid, radius, rate=rate), oracle.neighborhood(grid, radius, rate))
+    if draw(st.booleans()):
+        other = draw(local_windows())
+        joined, rule = draw(st.sampled_from([(operator.add, oracle.total), (operator.or_, oracle.either)]))
+        twin = Twin(joined(twin.pattern, other.pattern), rule(twin.rule, other.rule))
+    H, N = draw(st.integers(1, max_heads)), prod(grid)
+    return Case(twin, H, N, N, 0, 0, 0, H)
 
 
 @st.composite
@@ -310,6 +336,8 @@ def tensors(
 @st.composite
 def whole_cases(draw: st.DrawFn, twins=expressions, max_heads: int = 4, largest: int = 48) -> Case:
     """Self-attention: all heads, as many queries as keys, from position 0."""
+    if twins is expressions and draw(st.integers(0, 9)) == 5:
+        return draw(whole_grids(max_heads))
     H = draw(st.integers(1, max_heads))
     twin = draw(twins(H))
     N = draw(lengths(twin.edges, largest))

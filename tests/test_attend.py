@@ -183,10 +183,22 @@ def test_the_output_alone_or_with_its_lse():
 def test_autocast_casts_as_sdpa_does(engine, dtype):
     q, k, v = tensors()
     with torch.autocast("cpu", dtype):
-        found = fd.attend(q, k.double(), v.to(dtype), PATTERN, engine=engine)
+        found = fd.attend(q, k.half(), v.to(dtype), PATTERN, engine=engine)
         dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     assert found.dtype == dense.dtype == dtype
-    assert torch.equal(found, fd.attend(q.to(dtype), k.to(dtype), v.to(dtype), PATTERN, engine=engine))
+    assert torch.equal(found, fd.attend(q.to(dtype), k.half().to(dtype), v.to(dtype), PATTERN, engine=engine))
+
+
+@pytest.mark.parametrize("engine", ["tiles", "reference"])
+def test_autocast_leaves_what_sdpa_leaves(engine):
+    """Float64 stays float64, and integers stay an error."""
+    q, k, v = (x.double() for x in tensors())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fd.attend(q, k, v, PATTERN, engine=engine)
+        assert torch.nn.functional.scaled_dot_product_attention(q, k, v).dtype == found.dtype == torch.float64
+        with pytest.raises(TypeError, match=r"q must be float32, .*; got torch\.int64"):
+            fd.attend(q.long(), k, v, PATTERN, engine=engine)
+    assert torch.equal(found, fd.attend(q, k, v, PATTERN, engine=engine))
 
 
 def test_autocast_sends_gradients_back_in_the_input_dtype():

@@ -155,6 +155,11 @@ def test_bad_calls():
         fd.BlockSparseAttention(PATTERN)(q, k[:, :2], v[:, :2])
     with pytest.raises(ValueError, match="q_offset must be at least 0"):
         fd.BlockSparseAttention(PATTERN)(q, k, v, q_offset=-1)
+    for mask in (None, torch.zeros(2, 9, dtype=torch.bool)):
+        with pytest.raises(TypeError, match="k must be a tensor; got list"):
+            fd.BlockSparseAttention(PATTERN)(q, [1], v, key_padding_mask=mask)
+        with pytest.raises(ValueError, match="k must have the 4 dims"), torch.autocast("cpu", dtype=torch.bfloat16):
+            fd.BlockSparseAttention(PATTERN)(q, k[0, 0], v, key_padding_mask=mask)
 
 
 @pytest.mark.parametrize("k_offset", [0, 3])

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.masks._blocks import UNKNOWN, Blocks, build_blocks, estimate_blocks
-from flexdilated.masks._layout import Compact, Layout
 from flexdilated.masks._compact import compact_terms
+from flexdilated.masks._layout import Compact, Layout
 from flexdilated.masks._lower import shared_terms
 from flexdilated.masks._pattern import Pattern
 from flexdilated.masks._rule import Rule

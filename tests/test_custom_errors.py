@@ -108,6 +108,13 @@ def test_what_is_no_rule_is_refused(function, error, says):
     assert torch.equal(TABLE, before[1])
 
 
+def test_a_container_that_holds_itself_is_refused():
+    loop: list = []
+    loop.append(loop)
+    with pytest.raises(TypeError, match="it reads a container that holds itself or nests too deep"):
+        masks.custom(lambda b, h, q, k: q - k < len(loop))
+
+
 def test_errors_keep_their_cause():
     with pytest.raises(ValueError, match="failed on") as caught:
         masks.custom(lambda b, h, q, k: q < 1 // 0)

@@ -156,6 +156,13 @@ def test_bad_options(options, error, message) -> None:
         model_of(TINY).generate(prompt_of(), **{"max_new_tokens": 2, **options})
 
 
+@pytest.mark.parametrize("options", [{"temperature": 1e-40}, {"temperature": 1e-300}, {"top_p": 1e-300}, {"top_k": 1}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_most_likely_token_always_stays(options, dtype) -> None:
+    logits = 50 * torch.randn(4, V, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(Sampling(**options).draw(logits), logits.argmax(-1))
+
+
 def test_models_that_cannot() -> None:
     with pytest.raises(ValueError, match="needs a causal model with a vocabulary; got vocab_size=19, causal=False"):
         model_of(replace(TINY, causal=False)).generate(prompt_of(), max_new_tokens=1)
@@ -172,6 +179,9 @@ def test_caches_that_do_not_fit() -> None:
     caches = model.new_caches()
     with torch.no_grad():
         model(prompt_of(), caches=caches)
+    for wrong in (3, [None, None], [caches, caches]):
+        with pytest.raises(TypeError, match="caches must be a sequence of KVCache, as new_caches makes them"):
+            model(prompt_of(), caches=wrong)
     caches[0].reset()
     with pytest.raises(ValueError, match=r"got 2 that have seen \[0, 23\]"):
         model(prompt_of(), caches=caches)

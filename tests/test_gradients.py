@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import flexdilated as fd
 from flexdilated import masks
@@ -145,3 +146,18 @@ def test_double_backward_is_refused():
         grad.sum().backward()
     (grad,) = torch.autograd.grad(fd.attend(q, k, v, pattern, engine="reference").square().sum(), q, create_graph=True)
     assert torch.autograd.grad(grad.sum(), q)[0].abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own rules use it
+def test_forward_mode_is_refused():
+    """No tangent is silently dropped; the reference has one."""
+    q, k, v = (x[:1, :1, :9] for x in drawn(torch.float32, H))
+    pattern = masks.longnet([4], [2])
+    for name in range(3):
+        with forward_ad.dual_level():
+            x = [q, k, v]
+            x[name] = forward_ad.make_dual(x[name], x[name].clone())
+            with pytest.raises(ValueError, match=r"tiles has no forward-mode derivative; engine='reference' has"):
+                fd.attend(*x, pattern)
+            out = fd.attend(*x, pattern, engine="reference")
+            assert forward_ad.unpack_dual(out).tangent.abs().sum() > 0

@@ -232,7 +232,7 @@ BAD = [
     ("dilated(-8, 2)", 1, "dilated: segment must be at least 1; got segment=-8"),
     ("dilated('8', 2)", 1, "dilated: segment must be an integer; got segment='8'"),
     ("dilated(None, 2)", 1, "segment=None"),
-    ("per_head(3)", 1, "per_head: 'int' object is not iterable"),
+    ("per_head(3)", 1, "per_head: a choice by head needs a sequence of set patterns; got 3"),
     ("causal() & 3", 10, "& takes patterns; got 3"),
     ("~[causal()]", 1, "~ takes patterns; got [causal()]"),
     ("causal() | longnet([8], [1])", 10, "| needs set patterns"),

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks._layout import Compact, Layout
+from flexdilated.masks._layout import Compact, Layout, Permutation
 from flexdilated.masks._options import Allowed
 from flexdilated.masks._planner import plan, recommended_layout
 from flexdilated.masks._term import Term
 from tests import oracle
-from tests.strategies import LADDERS, cases, longnets, whole_cases
+from tests.strategies import LADDERS, Case, Twin, cases, longnets, whole_cases
 
 
-def tokens_of(side: Layout | Compact, heads: int) -> Tensor:
+def tokens_of(side: Permutation | Compact, heads: int) -> Tensor:
     """(heads, folds, slots): the token in each slot."""
     return side.tokens() if isinstance(side, Compact) else side.positions().expand(heads, 1, -1)
 
@@ -51,6 +51,38 @@ def test_every_option_is_the_dense_rule(case):
         terms = [term for options in planned.options for term in options[choice % len(options)].terms]
         assert torch.equal(weight_of_all(terms, counts.shape), counts)
     assert torch.equal(weight_of_all(planned.terms, counts.shape), counts)
+
+
+@st.composite
+def spaced(draw: st.DrawFn) -> Case:
+    """Rules of distances that are multiples of a spacing, over at least as many tokens, from any positions on."""
+    rate = draw(st.integers(2, 7))
+    left, right, window = draw(st.integers(0, 4)), draw(st.integers(0, 4)), draw(st.integers(0, 9))
+    twin = draw(
+        st.sampled_from(
+            [
+                Twin(masks.strided(rate), oracle.strided(rate)),
+                Twin(masks.dilated_window(left=left, right=right, rate=rate), oracle.dilated_window(left, right, rate)),
+            ]
+        )
+    )
+    others = [
+        Twin(masks.every(), lambda h, H, q, k: torch.ones(len(q), len(k), dtype=torch.int64)),
+        Twin(masks.causal(), oracle.causal()),
+        Twin(masks.local_window(left=window, right=0), oracle.local_window(window, 0)),
+    ]
+    other = draw(st.sampled_from(others))
+    twin = Twin(twin.pattern & other.pattern, oracle.both(twin.rule, other.rule))
+    N, M = draw(st.integers(rate, 30)), draw(st.integers(rate, 30))
+    return Case(twin, 2, N, M, draw(st.integers(0, 12)), draw(st.integers(0, 12)), 0, 2)
+
+
+@given(spaced())
+def test_residue_classes_are_the_dense_rule(case):
+    """Tokens a spacing apart are gathered, whatever positions queries and keys begin at."""
+    (options,) = plan(case.bind()).options
+    (compact,) = (option for option in options if option.layout == "compact")
+    assert torch.equal(weight_of_all(compact.terms, case.counts().shape), case.counts())
 
 
 @given(cases(), st.booleans())

@@ -183,6 +183,7 @@ ROW, PAIR = torch.tensor([0, 0, 1, 1]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]
         (lambda: masks.documents(ROW.float()), TypeError, "integers; got a tensor of torch.float32"),
         (lambda: masks.documents(ROW[None, None]), ValueError, r"\(tokens,\) or \(batch, tokens\); got \(1, 1, 4\)"),
         (lambda: masks.documents(PAIR.repeat(2, 1)), ValueError, "one for each .*batch entr.*; got 4 rows"),
+        (lambda: masks.documents(PAIR) & masks.lengths([1, 2, 3]), ValueError, "each of . batch entries; got . rows"),
         (lambda: masks.documents(ROW, longest=1), ValueError, "at most longest=1 tokens; got one of 2"),
         (lambda: masks.documents(ROW, longest=0), ValueError, "longest must be at least 1"),
         (lambda: masks.documents(ROW, name="a b"), ValueError, "must be an identifier; got 'a b'"),
@@ -203,7 +204,7 @@ ROW, PAIR = torch.tensor([0, 0, 1, 1]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]
         (lambda: masks.documents("ids"), ValueError, "needs the run-time tensor 'ids'"),
     ],
 )
-@pytest.mark.parametrize("engine", ["tiles", "reference"])
+@pytest.mark.parametrize("engine", ["tiles", "flex", "reference"])
 def test_bad_tensors(pattern, error, says, engine):
     x = torch.randn(2, 1, 4, 4)
     with pytest.raises(error, match=says):

@@ -28,9 +28,7 @@ ACCELERATOR = torch.device("meta")  # any device but the CPU: there tables are a
 
 def key_of(packed: Packed, kv_heads: int, side: int) -> CallKey:
     sizes = (packed.num_heads, kv_heads, packed.num_queries, packed.num_keys)
-    return CallKey(
-        packed.pattern.text, *sizes, packed.q_offset, packed.k_offset, 0, packed.num_heads, 1, (side, side)
-    )
+    return CallKey(packed.pattern.text, *sizes, packed.q_offset, packed.k_offset, 0, packed.num_heads, 1, (side, side))
 
 
 def entry_by_entry(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, **options: Any):
@@ -57,7 +55,7 @@ def test_the_engine_around_the_kernel_is_the_oracle(packed: Packed, data, side):
     """One plan for all values, the tables of these: what each batch entry gets, with its gradients."""
     drawn = data.draw(tensors(packed, batch=packed.batch))
     key = key_of(packed, drawn[1].shape[1], side)
-    program = run_time_program(key, CPU, run_time_tensors(packed.pattern, None))
+    program = run_time_program(key, CPU, run_time_tensors(packed.pattern, None), packed.batch)
     assert_agrees(around_dense(program, 0.5, kernel=entry_by_entry), drawn, packed.counts, scale=0.5)
 
 
@@ -65,8 +63,8 @@ def test_the_engine_around_the_kernel_is_the_oracle(packed: Packed, data, side):
 def test_no_list_is_longer_than_a_compiled_table(packed: Packed, side):
     """Widths are known before the values: by the shapes of the tensors, and what the pattern declares."""
     key, bindings = key_of(packed, packed.num_heads, side), run_time_tensors(packed.pattern, None)
-    known: FlexProgram = run_time_program(key, CPU, bindings)
-    blank = blank_program(key, CPU, bindings)
+    known: FlexProgram = run_time_program(key, CPU, bindings, packed.batch)
+    blank = blank_program(key, CPU, bindings, packed.batch)
     for step, planned in zip(known.steps, blank.steps, strict=True):
         by_row, by_column = list_width(planned.term, key.block_size, ACCELERATOR)
         assert list_width(step.term, key.block_size, ACCELERATOR) == (by_row, by_column)
@@ -80,7 +78,7 @@ def test_no_list_is_longer_than_a_compiled_table(packed: Packed, side):
 
 def widths(pattern: masks.Pattern, num_tokens: int, side: int) -> list[tuple[int, int]]:
     key = CallKey(pattern.text, 2, 2, num_tokens, num_tokens, 0, 0, 0, 2, 1, (side, side))
-    program = blank_program(key, CPU, [torch.zeros(num_tokens, dtype=torch.int64)])
+    program = blank_program(key, CPU, [torch.zeros(num_tokens, dtype=torch.int64)], 1)
     return [list_width(step.term, key.block_size, ACCELERATOR) for step in program.steps]
 
 
@@ -99,7 +97,7 @@ def test_branches_that_name_one_tensor_stay_apart():
     causal, rows = masks.causal(), torch.tensor([3, 7])
     pattern = (causal & masks.lengths("n")) + (causal & masks.lengths("n", padding="left"))
     key = CallKey(pattern.text, 1, 1, 8, 8, 0, 0, 0, 1, 1, (8, 8))
-    program = run_time_program(key, CPU, [rows])
+    program = run_time_program(key, CPU, [rows], 2)
     assert [step.log_multiplicity for step in program.steps] == [0.0, 0.0]
     q, k, v = torch.randn(3, 2, 1, 8, 4, dtype=torch.float64)
     found = around_dense(program, 0.5, kernel=entry_by_entry)(q, k, v)

@@ -8,15 +8,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from .._attend import attend
+from .._attend import attend, autocast
 from .._engines import check_engine
 from .._score_mod import ScoreMod
-from .._validate import resolve_scale
+from .._validate import check_tensors, resolve_scale
 from ..masks import Mixture, Pattern
 from ..masks._block_mask import block_sides
-from ..masks._check import require_int
+from ..masks._check import require_bool, require_int
 from ..masks._pattern import require_expression
-from ._dilated_pattern import require_bool
 from ._padding import without_padding
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -72,7 +71,10 @@ class BlockSparseAttention(nn.Module):
 
         score_mod, bindings: as in `attend`. key_padding_mask: True for keys to leave out.
         """
-        pattern = without_padding(self.pattern, key_padding_mask, (k.shape[0], k.shape[2]), k_offset=k_offset)
+        pattern = self.pattern
+        if key_padding_mask is not None:
+            check_tensors(*autocast(q, k, v), enable_gqa=self.enable_gqa)
+            pattern = without_padding(pattern, key_padding_mask, (k.shape[0], k.shape[2]), k_offset=k_offset)
         return attend(
             q,
             k,

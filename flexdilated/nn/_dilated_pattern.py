@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from .. import masks
 from ..masks import Mixture, Pattern
+from ..masks._check import require_bool
 
 
 def dilated_pattern(
@@ -20,10 +21,3 @@ def dilated_pattern(
     require_bool("causal", causal)
     pattern = masks.longnet(segment_lengths, dilation_rates, offsets=offsets, heads=heads)
     return pattern & masks.causal() if causal else pattern
-
-
-def require_bool(name: str, value: object) -> bool:
-    """The value itself, if it is True or False; TypeError otherwise."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False; got {name}={value!r}")
-    return value

@@ -44,12 +44,15 @@ class Sampling:
             return logits.argmax(-1)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         likely, tokens = wide.sort(dim=-1, descending=True)
-        probabilities = (likely / self.temperature).softmax(-1)
+        # Taken from the largest, logits do not overflow however small the temperature is.
+        temperature = max(self.temperature, torch.finfo(wide.dtype).tiny)
+        probabilities = ((likely - likely[:, :1]) / temperature).softmax(-1)
         if self.top_k is not None:
             probabilities[:, self.top_k :] = 0
         if self.top_p is not None:
             before = probabilities.cumsum(-1) - probabilities
-            probabilities[before >= self.top_p * probabilities.sum(-1, keepdim=True)] = 0
+            beyond = before >= self.top_p * probabilities.sum(-1, keepdim=True)
+            probabilities[:, 1:][beyond[:, 1:]] = 0
         drawn = torch.multinomial(probabilities, 1, generator=self.generator)
         return tokens.gather(-1, drawn).squeeze(-1)
 

@@ -198,6 +198,8 @@ class LongNet(nn.Module):
     def _check_caches(self, caches: Sequence[KVCache] | None) -> None:
         if caches is None:
             return
+        if not isinstance(caches, Sequence) or not all(isinstance(cache, KVCache) for cache in caches):
+            raise TypeError(f"caches must be a sequence of KVCache, as new_caches makes them; got {caches!r:.80}")
         seen = [cache.num_tokens for cache in caches]
         if len(seen) != len(self.blocks) or len(set(seen)) > 1:
             raise ValueError(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from .._engines import check_engine
 from ..masks import Mixture, Pattern
-from ..masks._check import require_choice, require_finite, require_int
-from ._dilated_pattern import dilated_pattern, require_bool
+from ..masks._check import require_bool, require_choice, require_finite, require_int
+from ._dilated_pattern import dilated_pattern
 
 LAYOUTS = ("auto", "natural", "residue")
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from .._attend import attend
 from .._engines import check_engine
 from ..masks import causal as causal_pattern
-from ..masks._check import require_finite, require_int
-from ._dilated_pattern import dilated_pattern, require_bool
+from ..masks._check import require_bool, require_finite, require_int
+from ._dilated_pattern import dilated_pattern
 from ._padding import without_padding
 
 # B batch, N queries, M keys, E embed dim, K key dim, V value dim, D head dim

@@ -8,6 +8,7 @@ from ..masks import Mixture, Pattern
 from ..masks._algebra import union
 from ..masks._check import require_int
 from ..masks._pattern import require_expression
+from ..masks._run_time import names
 from ._box_bounds import check_bounds
 from ._claims import check_confined, check_for_head, check_period, check_text
 from ._dense_rule import DenseRule, check_elementwise
@@ -25,13 +26,18 @@ def check_pattern(
     the pattern back, if it has one. About `examples` boxes are drawn for each pair of steps, from `seed`.
 
     Raises AssertionError with the smallest counterexample found, ValueError if the pattern does not take
-    `num_heads`, or if a table in it ends before `max_tokens`.
+    `num_heads`, if a table in it ends before `max_tokens`, or if it has run-time tensors.
     """
     require_expression(pattern)
     require_int("num_heads", num_heads, minimum=1)
     require_int("max_tokens", max_tokens, minimum=1)
     require_int("examples", examples, minimum=1)
     pattern.check_heads(num_heads)
+    if needed := names(pattern):
+        raise ValueError(
+            "check_pattern draws positions of its own, to which a run-time tensor does not fit: check the pattern "
+            f"without it; got one with {', '.join(map(repr, needed))}"
+        )
     generator = torch.Generator("cpu").manual_seed(seed)
     parts = tuple(dict.fromkeys(pattern.branches()))
     for part in dict.fromkeys((*parts, union(parts))):

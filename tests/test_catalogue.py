@@ -1,0 +1,202 @@
+"""The catalogue's page: every pattern and recipe has its section, its picture and its figures, none is left over."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import bench_catalogue
+from bench.__main__ import main
+from bench._catalogue import ENTRIES, MILLION, PICTURED, Entry
+from bench._catalogue_check import check, dense
+from bench._page import PAGE, README, catalogue_parts, filled
+from bench._pictures import OVERVIEW, SIDE, draw_all, file_name, panels, shades
+from flexdilated import masks
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
+PICTURES = ROOT / "docs/images/catalogue"
+RESULTS = ROOT / "bench/results"
+
+NOT_PATTERNS = {
+    "EMPTY", "FULL", "PARTIAL", "Bound", "Layout", "Mixture", "Pattern", "block_mask", "cache", "describe", "from_json",
+    "layout", "parse", "recipes", "recommended_layout", "to_json",
+}  # fmt: skip
+PATTERNS = {*masks.__all__} - NOT_PATTERNS | {"per_document"}
+each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+
+
+def kind(entry: Entry) -> str:
+    return entry.name.partition(",")[0]
+
+
+def figures() -> dict[str, dict]:
+    return document()["rows"][0]["detail"]["patterns"]
+
+
+def document() -> dict:
+    return json.loads((RESULTS / "catalogue.json").read_text())
+
+
+def test_every_pattern_and_every_recipe_has_a_section_and_an_entry() -> None:
+    """Who adds a pattern adds it here: docs/adding_a_pattern.md says how."""
+    wanted = PATTERNS | {*masks.recipes.__all__}
+    assert {kind(entry) for entry in ENTRIES} == wanted
+    assert set(re.findall(r"^### (\w+)$", TEXT, re.MULTILINE)) == wanted
+    assert len({entry.name for entry in ENTRIES}) == len(ENTRIES)
+
+
+@each_entry
+def test_an_entry_is_of_the_pattern_it_is_named_for(entry: Entry) -> None:
+    prefix = {"per_document": ".", **dict.fromkeys(masks.recipes.__all__, "recipes.")}.get(kind(entry), "masks.")
+    assert all(f"{prefix}{kind(entry)}(" in text for text in (entry.text, entry.small, entry.million or entry.text))
+
+
+@each_entry
+def test_every_picture_exists_and_stands_in_the_section_of_its_pattern(entry: Entry) -> None:
+    section = re.split(r"^##+ ", TEXT, flags=re.MULTILINE)
+    (mine,) = (text for text in section if text.startswith(f"{kind(entry)}\n"))
+    assert f"(images/catalogue/{file_name(entry)})" in mine
+    assert f"`{entry.text}`" in mine
+
+
+def test_pictures_are_those_of_the_entries() -> None:
+    names = sorted(path.name for path in PICTURES.iterdir())
+    assert names == sorted([*map(file_name, ENTRIES), OVERVIEW])
+    assert f"(images/catalogue/{OVERVIEW})" in TEXT
+
+
+@pytest.mark.slow
+def test_the_same_pictures_are_drawn_again(tmp_path: Path) -> None:
+    drawn = draw_all(tmp_path)
+    assert sorted(path.name for path in drawn) == sorted(path.name for path in PICTURES.iterdir())
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+    assert all(path.stat().st_size < 15_000 for path in drawn if path.name != OVERVIEW)
+
+
+@each_entry
+def test_what_is_drawn(entry: Entry) -> None:
+    """A sane picture: pairs, but (bar one) not all of them, and a second head only where it differs."""
+    drawn = panels(entry)
+    assert all(allowed.shape == (PICTURED, PICTURED) and allowed.any() for allowed in drawn.values())
+    assert all(allowed.all() for allowed in drawn.values()) == (entry.name == "every")
+    first, *others = drawn.values()
+    assert [torch.equal(first, other) for other in others] in ([], [False])
+    assert entry.num_heads > 1 or not others
+
+
+def test_shades() -> None:
+    """White, sand, light and dark, by blocks of 8."""
+    allowed = torch.zeros(PICTURED, PICTURED, dtype=torch.bool)
+    allowed[:SIDE, :SIDE] = True
+    allowed[SIDE, SIDE] = True
+    shade = shades(allowed)
+    assert shade[:SIDE, :SIDE].unique().tolist() == [3]
+    assert shade[SIDE, SIDE] == 2
+    assert int((shade[SIDE : 2 * SIDE, SIDE : 2 * SIDE] == 1).sum()) == SIDE**2 - 1
+    assert int(shade.sum()) == 3 * SIDE**2 + 2 + SIDE**2 - 1
+
+
+def test_the_page_shows_the_figures_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No number without its file: between the marks stands what `python -m bench pages` writes."""
+    monkeypatch.chdir(ROOT)
+    assert filled(TEXT, catalogue_parts(Path("bench/results"))) == TEXT
+
+
+def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = {path: (ROOT / path).read_text(encoding="utf-8") for path in (README, PAGE)}
+    shutil.copytree(RESULTS, tmp_path / "bench/results")
+    for path, text in pages.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text.replace("| yes ", "| perhaps ").replace("waste 1.", "waste 9."), "utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["pages"]) == 0
+    assert {path: path.read_text(encoding="utf-8") for path in pages} == pages
+
+
+def test_figures_are_those_of_the_expressions_shown() -> None:
+    measured = [{key: entry[key] for key in ("name", "text", "million", "num_heads", "largest")} for entry in entries()]
+    shown = [{key: getattr(entry, key) for key in measured[0]} for entry in ENTRIES]
+    assert measured == shown
+    assert not document()["small"]
+
+
+def entries() -> list[dict]:
+    return document()["config"]["entries"]
+
+
+@each_entry
+def test_waste_is_on_target_or_has_its_reason(entry: Entry) -> None:
+    """A reason that has become untrue goes, too; and no pattern computes more than its page says."""
+    measured = figures()[entry.name]
+    assert bool(entry.waste_why) == (not bench_catalogue.WASTE.met_by(measured["waste"]))
+    described = masks.describe(entry.pattern(65536), 65536, num_heads=entry.num_heads)
+    assert described.density == pytest.approx(measured["density"], rel=1e-9)
+    assert described.waste <= 1.001 * measured["waste"]
+
+
+@each_entry
+def test_tables_for_a_million_tokens_or_the_reason(entry: Entry) -> None:
+    assert entry.largest == MILLION or entry.build_why
+    assert figures()[entry.name]["built_tokens"] == entry.largest
+
+
+def test_bold_figures_have_a_reason_below() -> None:
+    parts = catalogue_parts(RESULTS)
+    for entry in ENTRIES:
+        (line,) = (line for line in parts["all patterns"].splitlines() if line.startswith(f"| [{entry.name}]"))
+        reasons = [f"*Waste:* {entry.waste_why}", f"*At a million tokens:* {entry.build_why}"]
+        shown = [reason for reason in reasons if reason in parts[entry.name].splitlines()]
+        beyond = line.count("**") // 2
+        assert beyond == len(shown) or (beyond > len(shown) and not entry.build_why and not all_met())
+
+
+def all_met() -> bool:
+    return all(row["met"] for row in document()["rows"])
+
+
+def test_a_wrong_pattern_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = next(entry for entry in ENTRIES if entry.name == "local_window")
+    check(entry, 512)
+    pattern = masks.local_window(left=100, right=0)
+    monkeypatch.setattr(Entry, "pattern", lambda entry, num_tokens: pattern)
+    check(entry, 512)
+    for name, error in (
+        ("describe", r"local_window: 46662 useful pairs; describe counts 512"),
+        ("block_mask", r"local_window, head 0: the block list is not that of its mask"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(masks, name, of_another(getattr(masks, name)))
+            with pytest.raises(AssertionError, match=error):
+                check(entry, 512)
+
+
+def of_another(function):
+    return lambda pattern, *args, **kw: function(masks.local_window(left=0, right=0), *args, **kw)
+
+
+def test_marks_must_be_those_of_the_parts() -> None:
+    text = "a\n<!-- one -->\nold\n<!-- end one -->\nb\n"
+    assert filled(text, {"one": "new"}) == "a\n<!-- one -->\nnew\n<!-- end one -->\nb\n"
+    with pytest.raises(ValueError, match=r"got marks \['one'\] for parts \['one', 'two'\]"):
+        filled(text, {"one": "new", "two": "x"})
+
+
+def test_dense_is_the_rule_of_one_head() -> None:
+    both = masks.per_head([masks.causal(), masks.every()])
+    assert torch.equal(dense(both, 0, 2, 5), torch.ones(5, 5).tril().bool())
+    assert dense(both, 1, 2, 5).all()
+
+
+@pytest.mark.slow
+def test_the_question_runs_at_small_sizes() -> None:
+    config = replace(bench_catalogue.SMALL, entries=bench_catalogue.SMALL.entries[:2])
+    waste, seconds, megabytes = bench_catalogue.run(config).rows
+    assert waste.detail["patterns"].keys() == {entry.name for entry in config.entries}
+    assert waste.measured == max(each["waste"] for each in waste.detail["patterns"].values())
+    assert 0 < seconds.measured < 2
+    assert megabytes.met

@@ -1,0 +1,98 @@
+"""Large parameters: numbers above 2**31 - 1 are refused, and those up to it are counted without overflow."""
+
+import pytest
+import torch
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.masks._check import LARGEST, require_finite, require_int
+
+BUILDERS = {
+    "window": lambda n: masks.local_window(left=n, right=0),
+    "window ahead": lambda n: masks.local_window(left=0, right=n),
+    "dilated window": lambda n: masks.dilated_window(left=1, right=1, rate=n),
+    "strided": masks.strided,
+    "fixed": masks.fixed,
+    "chunked": masks.chunked,
+    "segment": lambda n: masks.dilated(n, 2),
+    "rate": lambda n: masks.dilated(8, n),
+    "branch": lambda n: masks.longnet([8, n], [1, 2]),
+    "global": masks.global_tokens,
+    "first": masks.first_tokens,
+    "prefix": masks.prefix_lm,
+    "landmarks": masks.landmark_tokens,
+    "block of blocks": lambda n: masks.blockwise(masks.causal(), n),
+    "block of a list": lambda n: masks.block_list([[0]], block=n),
+    "drawn blocks": lambda n: masks.random_blocks(n, block=n, count=1),
+    "grid": lambda n: masks.neighborhood((4, n), 1),
+    "period": lambda n: masks.custom(lambda b, h, q, k: q >= k, period=n),
+}
+
+
+@pytest.mark.parametrize("number", [LARGEST + 1, 2**63, 10**5000], ids=["2^31", "2^63", "10^5000"])
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+def test_larger_numbers_are_refused(build, number):
+    with pytest.raises(ValueError, match="must be at most 2147483647; got"):
+        build(number)
+
+
+def test_a_grid_of_more_tokens_is_refused():
+    with pytest.raises(ValueError, match="a grid must hold at most 2147483647 tokens; got grid="):
+        masks.neighborhood((2**11, 2**10, 2**10), 1)
+
+
+# For 40 tokens, what the rule is with the largest parameters.
+TWINS = {
+    "window": (masks.local_window(left=LARGEST, right=LARGEST), masks.every()),
+    "dilated window": (masks.dilated_window(left=LARGEST, right=LARGEST, rate=LARGEST), masks.strided(64)),
+    "near and far": (
+        masks.dilated_window(left=LARGEST, right=1, rate=3),
+        masks.dilated_window(left=64, right=1, rate=3),
+    ),
+    "strided twice": (masks.strided(LARGEST) & masks.strided(LARGEST - 1), masks.strided(64)),
+    "fixed": (masks.fixed(LARGEST, summary=LARGEST), masks.every()),
+    "no summary yet": (masks.fixed(LARGEST) | masks.chunked(8), masks.chunked(8)),
+    "rate": (masks.dilated(LARGEST, LARGEST, LARGEST - 1) | masks.strided(8), masks.strided(8)),
+    "branches": (masks.longnet([8, LARGEST, LARGEST - 1], [1, 2, 3]), masks.longnet([8, 64, 64], [1, 2, 3])),
+    "three periods": (
+        masks.chunked(LARGEST) & masks.chunked(LARGEST - 1) & masks.chunked(LARGEST - 2) & masks.causal(),
+        masks.causal(),
+    ),
+    "blocks of blocks": (
+        masks.blockwise(masks.blockwise(masks.chunked(LARGEST), LARGEST), LARGEST) & masks.causal(),
+        masks.causal(),
+    ),
+    "blocks of windows": (masks.blockwise(masks.local_window(left=LARGEST, right=LARGEST), LARGEST), masks.every()),
+    "grid": (masks.neighborhood((LARGEST,), 2, rate=LARGEST // 5), masks.strided(64)),
+}
+
+
+@pytest.mark.parametrize("engine", ["tiles", "reference"])
+@pytest.mark.parametrize(("large", "small"), TWINS.values(), ids=TWINS)
+def test_large_numbers_do_not_overflow(large, small, engine):
+    q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = fd.attend(q, k, v, small, engine="reference")
+    torch.testing.assert_close(fd.attend(q, k, v, large, engine=engine), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_row_of_large_numbers_is_short_work():
+    assert masks.fixed(LARGEST, summary=LARGEST).row(39, 40) == (range(40),)
+    assert masks.fixed(2**30, summary=2**29).row(39, 40) == ()
+
+
+def test_periods_beyond_any_sequence_are_none():
+    chunks = masks.chunked(LARGEST) & masks.chunked(LARGEST - 1)
+    assert chunks.period() is None
+    assert masks.blockwise(masks.chunked(LARGEST), 2).period() is None
+    assert masks.blockwise(masks.chunked(2**30), 1).period() == 2**30
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_too_long_to_write_are_answered(sign):
+    with pytest.raises(ValueError, match="got rate=an integer of 16610 bits"):
+        require_int("rate", sign * 10**5000, minimum=1)
+    with pytest.raises(ValueError, match="scale must be finite; got scale=an integer of 16610 bits"):
+        require_finite("scale", sign * 10**5000)
+    q = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(ValueError, match="scale must be finite; got "):
+        fd.attend(q, q, q, masks.causal(), scale=sign * 10**400)
