@@ -22,6 +22,7 @@ _SLOTS_AT_ONCE = 1 << 17  # small tables are built together: fewer, larger tenso
 _SAMPLED_BLOCKS = 1 << 13  # blocks looked at for an estimate
 _DOUBTS_AT_ONCE = 1 << 17  # undecided blocks held at once: beyond, fewer rows are built at a time
 UNKNOWN = -1
+LISTED_BYTES = 17  # of each block in `Blocks`: four int32 and a bool
 
 
 class Places(NamedTuple):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from tabulate import tabulate
 
-from ._blocks import UNKNOWN, count_pairs
+from ._blocks import LISTED_BYTES, UNKNOWN, count_pairs
+from ._cost import computed_pairs
 from ._pattern import Expression, require_expression
 from ._planner import Option, plan
 from ._term import Term
@@ -140,6 +141,8 @@ def _describe_branch(options: tuple[Option, ...]) -> BranchDescription:
 
 def _count(term: Term) -> tuple[int, int, int]:
     """(useful pairs, computed pairs, bytes of block lists) of a term, over its heads and folds."""
+    if term.shape != "blocks":
+        return _count_plain(term)
     blocks = term.blocks(_SIDE, _SIDE)
     unknown = (blocks.pairs == UNKNOWN).nonzero().squeeze(1)
     pairs = blocks.pairs.long()
@@ -147,6 +150,18 @@ def _count(term: Term) -> tuple[int, int, int]:
     users = torch.bincount(torch.tensor(blocks.heads))[blocks.table.long()]
     useful, listed = int((pairs * users).sum()), int(users.sum())
     return useful * term.folds, listed * _SIDE**2 * term.folds, blocks.nbytes
+
+
+def _count_plain(term: Term) -> tuple[int, int, int]:
+    """The same for all pairs, or for slots k <= q: nothing has to be listed to be counted."""
+    queries, keys, problems = term.q.num_slots, term.k.num_slots, len(term.heads) * term.folds
+    useful = queries * keys
+    if term.shape == "causal":
+        seen = min(queries, keys)
+        useful = seen * (seen + 1) // 2 + (queries - seen) * keys
+    computed = computed_pairs(term)
+    listed = computed // (_SIDE**2 * problems) * (max(term.tables()) + 1)
+    return useful * problems, computed, listed * LISTED_BYTES
 
 
 def _row(branch: BranchDescription, all_pairs: int) -> tuple[str, ...]:

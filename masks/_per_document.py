@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ._algebra import And
-from ._box import Bounds, Box, Progression
+from ._box import Bounds, Box, Counts, Progression
 from ._documents import Documents
 from ._documents import documents as documents_pattern
 from ._lengths import Lengths
 from ._pattern import Expression, MaskMod, Mixture, Pattern
 from ._run_time import Rows, run_time_leaves
-from ._spans import Spans
+from ._spans import EXACT_SPANS, Spans
 from ._spelling import CALL, Phrase
 
 
@@ -80,21 +80,24 @@ class PerDocument(Pattern):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         spans = self._resolved()
-        span, number = spans.common(box)
-        if not len(spans.starts):
-            return Bounds(torch.zeros_like(number), torch.zeros_like(number))
-        start = spans.starts[span.clamp(max=len(spans.starts) - 1)]
+        first, number = spans.common(box)
+        low, high = torch.zeros_like(number), torch.where(number > EXACT_SPANS, box.area, 0)
+        for step in range(min(int(number.max()), EXACT_SPANS) if len(number) else 0):
+            here = ((step < number) & (number <= EXACT_SPANS)).nonzero().squeeze(1)
+            bounds = self._count_within(spans, box.select(here), first[here] + step, num_heads)
+            low[here] += bounds.low
+            high[here] += bounds.high
+        return Bounds(low, high)
+
+    def _count_within(self, spans: Spans, box: Box, span: Counts, num_heads: int) -> Bounds:
+        """Bounds on the pairs that lie in one span of each box, counted from its start."""
+        start = spans.starts[span]
         q, k = (_shifted(spans.within(side, span), start) for side in (box.q, box.k))
-        held = (q.count > 0) & (k.count > 0) & (number > 0)
+        held = (q.count > 0) & (k.count > 0)
         # A part's bounds hold for boxes that are not empty.
         q, k = (Progression(side.first.clamp(min=0), side.step, side.count.clamp(min=1)) for side in (q, k))
-        one = self.part.count(Box(box.head, q, k), num_heads=num_heads)
-        many = number > 1
-        whole = spans.count(box, num_heads=num_heads) if bool(many.any()) else one
-        return Bounds(
-            torch.where(held & ~many, one.low, 0),
-            torch.where(many, whole.high, torch.where(held, one.high, 0)),
-        )
+        bounds = self.part.count(Box(box.head, q, k), num_heads=num_heads)
+        return Bounds(torch.where(held, bounds.low, 0), torch.where(held, bounds.high, 0))
 
     def _resolved(self) -> Spans:
         if not isinstance(self.spans, Spans):

@@ -16,7 +16,7 @@ from ._run_time import Rows, Table, Window
 
 PADDING = -1
 # A box over more spans than this is bounded by its area: the builder splits it anyway.
-_EXACT_SPANS = 8
+EXACT_SPANS = 8
 
 
 class Spans(Table):
@@ -76,10 +76,10 @@ class Spans(Table):
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         first, number = self.common(box)
         pairs = torch.zeros_like(number)
-        for step in range(min(int(number.max()), _EXACT_SPANS) if len(number) else 0):
+        for step in range(min(int(number.max()), EXACT_SPANS) if len(number) else 0):
             both = self.within(box.q, first + step).count * self.within(box.k, first + step).count
             pairs += torch.where(step < number, both, 0)
-        exact = number <= _EXACT_SPANS
+        exact = number <= EXACT_SPANS
         return Bounds(torch.where(exact, pairs, 0), torch.where(exact, pairs, box.area))
 
     def windows(self, num_positions: int) -> list[Window]:

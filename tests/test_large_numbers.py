@@ -5,7 +5,9 @@ import torch
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.masks import _grid_window
 from flexdilated.masks._check import LARGEST, require_finite, require_int
+from flexdilated.testing import check_pattern
 
 BUILDERS = {
     "window": lambda n: masks.local_window(left=n, right=0),
@@ -73,6 +75,15 @@ def test_large_numbers_do_not_overflow(large, small, engine):
     q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = fd.attend(q, k, v, small, engine="reference")
     torch.testing.assert_close(fd.attend(q, k, v, large, engine=engine), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("grid", "radius", "rate"), [((96,), 2, 3), ((97,), 3, 5), ((12, 8), (1, 0), (2, 5)), ((4, 5, 6), 1, (1, 1, 2))]
+)
+def test_bounds_by_distance_are_sound(grid, radius, rate, monkeypatch):
+    """As large rates have them, at every rate."""
+    monkeypatch.setattr(_grid_window, "_MOST_CLASSES", 0)
+    check_pattern(masks.neighborhood(grid, radius, rate=rate), num_heads=1, max_tokens=96, examples=40)
 
 
 def test_a_row_of_large_numbers_is_short_work():
