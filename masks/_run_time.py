@@ -47,7 +47,7 @@ class RunTime(Pattern):
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
-            raise ValueError(f"the name of a run-time tensor must be an identifier; got {self.name!r}")
+            raise ValueError(f"the name of a run-time tensor must be an identifier; got {self.name!r:.80}")
         super().__post_init__()
 
     def phrase(self) -> Phrase:
