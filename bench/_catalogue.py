@@ -170,7 +170,7 @@ ENTRIES = (
         "masks.longnet([4, 8, 16], [1, 2, 4]).per_document(ids) & masks.causal()",
         num_heads=4,
         waste_why="Documents have 128 to 4096 tokens. The shorter ones hold less than a block of each residue class.",
-        build_why="The rule starts anew in each document. No block repeats another: doubts are settled pair by pair.",
+        build_why="The rule starts anew in each document. No block repeats another, and some are settled pair by pair.",
     ),
     Entry(
         "custom",

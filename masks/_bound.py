@@ -43,7 +43,8 @@ class Bound:
                 f"num_heads_global; got num_heads_global={self.num_heads_global}"
             )
         self.pattern.check_heads(self.num_heads_global)
-        require_entries(self.pattern, self.batch)
+        if self.pattern.varies:
+            require_entries(self.pattern, self.batch)
 
     @property
     def union(self) -> Pattern:

@@ -18,7 +18,7 @@ _LOOKS = 1 << 21  # diagonals looked at together: bounds the memory
 def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads: int, where: Tensor) -> Bounds:
     """The bounds, made exact for those boxes of `where` that they leave in doubt and that diagonals decide."""
     doubtful = (where & (bounds.low < bounds.high)).nonzero().squeeze(1)
-    if not len(doubtful) or box.q.step != box.k.step:
+    if not len(doubtful) or box.q.step != box.k.step or not _any_repeats(pattern, box.k.step):
         return bounds
     doubtful = doubtful[_repeats(pattern, box.select(doubtful), num_heads)]
     if not len(doubtful):
@@ -46,6 +46,12 @@ def _look(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
     row, column = torch.where(length > 0, row, 0), torch.where(length > 0, row + lag, 0)
     query, key = box.q.first[:, None] + box.q.step * row, box.k.first[:, None] + box.k.step * column
     return (length * mask_mod(torch.zeros_like(head), head, query, key)).sum(1)
+
+
+def _any_repeats(pattern: Pattern, step: int) -> bool:
+    """Whether a part repeats along diagonals at all: where each is all or nothing, their bounds leave no doubt."""
+    periods = (part.period() for part in _atoms(pattern))
+    return any(period is not None and step % period == 0 for period in periods)
 
 
 def _repeats(pattern: Pattern, box: Box, num_heads: int) -> Tensor:

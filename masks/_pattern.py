@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,13 @@ class Expression:
         """The same composition of changed leaves."""
         raise NotImplementedError
 
+    @cached_property
+    def varies(self) -> bool:
+        """Whether run-time tensors take part, by name or with their values in place."""
+        from ._run_time import RunTime, Table
+
+        return any(isinstance(leaf, RunTime | Table) for leaf in self.leaves())
+
     def check_heads(self, num_heads: int) -> None:
         """Raise ValueError if the expression cannot be bound to this many (global) heads."""
         for branch in self.branches():
@@ -102,8 +109,10 @@ class Expression:
         from ._run_time import Extent, given_tensors, num_entries, resolve
 
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
-        rule = resolve(self, given_tensors(self), Extent(q_offset + num_queries, k_offset + num_keys))
-        batch = num_entries(rule) if batch == 1 else batch
+        rule = self
+        if self.varies:
+            rule = resolve(self, given_tensors(self), Extent(q_offset + num_queries, k_offset + num_keys))
+            batch = num_entries(rule) if batch == 1 else batch
         bound = Bound(rule, num_queries, num_keys, num_heads, head_offset, total, q_offset, k_offset, batch)
         rule.check_tokens(*(range(at, at + size) for at, size in ((q_offset, num_queries), (k_offset, num_keys))))
         return bound
