@@ -56,7 +56,7 @@ def _section(entry: Entry, figures: Figures) -> str:
         f"Drawn: `{entry.small}`  ",
         f"Measured: `{entry.text}`{heads}: {_density(figures)} of pairs, waste {figures['waste']:.3f} "
         f"({figures['layout']})  ",
-        f"Tables for {tokens_text(figures['built_tokens'])} tokens{larger}: {_build(figures)}",
+        f"Tables for {tokens_text(figures['built_tokens'])} tokens{larger}: {_cost(figures, 'build')}",
     ]
     if not WASTE.met_by(figures["waste"]):
         lines += ["", f"*Waste:* {entry.waste_why}"]
@@ -80,8 +80,8 @@ def _line(entry: Entry, figures: Figures) -> tuple[str, ...]:
         f"{figures['waste']:.3f}" if WASTE.met_by(figures["waste"]) else f"**{figures['waste']:.3f}**",
         figures["layout"],
         tokens_text(figures["built_tokens"]),
-        _build(figures) if _built(figures) else f"**{_build(figures)}**",
-        f"{figures['plan_s']:.2g} s, {figures['plan_mb']:.0f} MB",
+        _cost(figures, "build") if _built(figures) else f"**{_cost(figures, 'build')}**",
+        _cost(figures, "plan"),
     )
 
 
@@ -90,8 +90,9 @@ def _density(figures: Figures) -> str:
     return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
 
 
-def _build(figures: Figures) -> str:
-    return f"{figures['build_s']:.2g} s, {figures['build_mb']:.0f} MB"
+def _cost(figures: Figures, what: str) -> str:
+    """Time and memory; a peak below the page size of the measurement is no memory."""
+    return f"{figures[f'{what}_s']:.2g} s, {max(0.0, figures[f'{what}_mb']):.0f} MB"
 
 
 def _built(figures: Figures) -> bool:
