@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format types clean
+.PHONY: help demo test guard bench lint format types clean
 # One environment serves every target: two installs at once would break it.
 .NOTPARALLEL:
 .SUFFIXES:
@@ -29,6 +29,9 @@ demo: $(VENV)/.demo  ## Train a small LongNet on Python's own source text; resul
 test: $(VENV)/.test  ## Run the tests
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 		$(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+guard: $(VENV)/.test  ## See within seconds whether anything became twice as slow
+	$(PY) -m bench guard $(ARGS)
 
 bench: $(VENV)/.demo  ## Measure against the targets; results in bench/results/
 	$(PY) -m bench $(ARGS)

@@ -1,10 +1,15 @@
-"""Ask the questions and print one table: `python -m bench [NAME ...] [--small] [--out DIR]`."""
+"""Ask the questions and print one table: `python -m bench [NAME ...] [--small] [--out DIR]`.
+
+Two commands beside: `python -m bench compare A B` sets two sets of results side by side, and `python -m bench guard`
+sees what has become slower; `--help` after either says more.
+"""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import _compare, _guard
 from ._page import PAGE, write_pages
 from ._pictures import draw_all
 from ._plot import plot_sweep
@@ -14,10 +19,15 @@ from ._table import markdown_table, terminal_table
 
 _RESULTS = Path("bench/results")
 _WORDS = ("table", "pages", "pictures")
+# These have arguments of their own.
+_COMMANDS = {"compare": _compare.main, "guard": _guard.main}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 if a question failed. A target that is not met is an answer, not a failure."""
+    first, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    if first in _COMMANDS:
+        return _COMMANDS[first](rest)
     options = _parser().parse_args(arguments)
     if options.list:
         for name in QUESTIONS:

@@ -69,8 +69,8 @@ class LongNet:
 
     def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
         """The pairs of the sampled query rows that each branch allows."""
-        h = torch.arange(num_heads)[:, None, None]
-        q, k = rows[None, :, None], torch.arange(num_tokens)[None, None, :]
+        h = torch.arange(num_heads, device=rows.device)[:, None, None]
+        q, k = rows[None, :, None], torch.arange(num_tokens, device=rows.device)[None, None, :]
         allowed = [same_branch(h, q, k, length=length, rate=rate) for length, rate in self.branches]
         return [mask & (k <= q) for mask in allowed] if self.causal else allowed
 

@@ -3,33 +3,44 @@
 import os
 import platform
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import flexdilated
+from flexdilated.cli._flash import active_implementation
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
+_READ_OUT = {
+    "driver": "driver_version",
+    "sm_clock": "clocks.sm",
+    "memory_clock": "clocks.mem",
+    "largest_sm_clock": "clocks.max.sm",
+    "power_limit": "power.limit",
+}
 
 
-def machine() -> dict[str, Any]:
-    """The processor and the memory; nothing that names the host."""
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """The processor and the memory, and the accelerator if that is meant; nothing that names the host."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.system(),
+        **(_accelerator(device) if torch.device(device).type == "cuda" else {}),
     }
 
 
-def versions() -> dict[str, str]:
-    """Python, torch and the library."""
+def versions(device: str = "cpu") -> dict[str, str]:
+    """Python, torch and the library; on an accelerator also what torch was built with and what it finds."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "flexdilated": flexdilated.__version__,
+        **(_accelerator_versions() if torch.device(device).type == "cuda" else {}),
     }
 
 
@@ -41,6 +52,50 @@ def commit() -> str | None:
     except (FileNotFoundError, subprocess.CalledProcessError):
         return None  # no git, no repository, or no commit yet
     return f"{head}+changes" if changes else head
+
+
+def _accelerator(device: str) -> dict[str, Any]:
+    """Name, size and, where its own tool tells, driver, clocks and power limit as they stand."""
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": found.name,
+        "gpu_memory_gib": round(found.total_memory / 2**30, 1),
+        "multiprocessors": found.multi_processor_count,
+        "compute_capability": f"{found.major}.{found.minor}",
+        "l2_cache_mib": round(found.L2_cache_size / 2**20, 1),
+        **_read_out(),
+    }
+
+
+def _read_out() -> dict[str, str]:
+    """Read only: nothing of the accelerator is set."""
+    query = f"--query-gpu={','.join(_READ_OUT.values())}"
+    try:
+        command = ("nvidia-smi", query, "--format=csv,noheader")
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return {}  # no such tool, or one that does not answer
+    first_line = done.stdout.partition("\n")[0]
+    return dict(zip(_READ_OUT, (value.strip() for value in first_line.split(",")), strict=False))
+
+
+def _accelerator_versions() -> dict[str, str]:
+    names = {"triton": "triton", "flash_attn_4": "flash-attn-4", "flash_attn_3": "flash-attn-3"}
+    found = {key: _package_version(name) for key, name in names.items()}
+    cudnn = torch.backends.cudnn.version()
+    return {
+        "cuda": torch.version.cuda or "none",
+        "cudnn": "none" if cudnn is None else str(cudnn),
+        **{key: version for key, version in found.items() if version is not None},
+        "flash_attention": active_implementation(),
+    }
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _git(*args: str) -> str:

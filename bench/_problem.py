@@ -29,7 +29,7 @@ class Size:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Tensors to attend over and the gradient of the output, float32, drawn from a seed."""
+    """Tensors to attend over and the gradient of the output, drawn from a seed."""
 
     q: Float[Tensor, "1 H N D"]
     k: Float[Tensor, "1 H N D"]
@@ -37,10 +37,13 @@ class Problem:
     grad: Float[Tensor, "1 H N D"]
 
     @classmethod
-    def draw(cls, size: Size, *, seed: int = 0) -> "Problem":
-        generator = torch.Generator().manual_seed(seed)
+    def draw(
+        cls, size: Size, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> "Problem":
+        generator = torch.Generator(device).manual_seed(seed)
         shape = (1, size.num_heads, size.num_tokens, size.head_dim)
-        return cls(*(torch.randn(shape, generator=generator) for _ in range(4)))
+        kind = {"device": device, "dtype": dtype}
+        return cls(*(torch.randn(shape, generator=generator, **kind) for _ in range(4)))
 
     @property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ from . import (
     bench_branch_loop,
     bench_cache,
     bench_catalogue,
+    bench_claims,
     bench_compilations,
     bench_computed_pairs,
     bench_decode,
@@ -54,6 +55,7 @@ QUESTIONS: dict[str, Question] = {
         "C13": bench_memory,
         "cache": bench_cache,
         "catalogue": bench_catalogue,
+        "claims": bench_claims,
         "packing": bench_packing,
         "sweep": bench_sweep,
     }.items()

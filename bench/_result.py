@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
+from textwrap import shorten
 from typing import Any, Literal
 
 
@@ -56,13 +57,17 @@ def at_most(bound: float, unit: str = "") -> Target:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `detail` is plain data that explains the number."""
+    """One line of the table; `detail` is plain data that explains the number.
+
+    `not_verified` says which checks failed of what the number depends on.
+    """
 
     measure: str
     target: Target
     measured: float
     timings: tuple[Timing, ...] = ()
     detail: Mapping[str, Any] = field(default_factory=dict)
+    not_verified: tuple[str, ...] = ()
 
     @property
     def met(self) -> bool:
@@ -77,6 +82,28 @@ class Row:
             "met": self.met,
             "timings": [timing.to_data() for timing in self.timings],
             "detail": dict(self.detail),
+            **({"not_verified": list(self.not_verified)} if self.not_verified else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A line of the table without a number, and why there is none."""
+
+    measure: str
+    target: Target
+    reason: str
+
+    def to_data(self) -> dict[str, Any]:
+        first_line = self.reason.partition("\n")[0]
+        return {
+            "measure": self.measure,
+            "target": str(self.target),
+            "measured": None,
+            "measured_text": f"not measured: {shorten(first_line, 120, placeholder=' ...')}",
+            "met": None,
+            "timings": [],
+            "detail": {"reason": self.reason},
         }
 
 
@@ -84,7 +111,7 @@ class Row:
 class Result:
     """The answer to one question. `points` are measurements without a target, plain data for a plot."""
 
-    rows: tuple[Row, ...] = ()
+    rows: tuple[Row | Gap, ...] = ()
     points: tuple[Mapping[str, Any], ...] = ()
 
     def to_data(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from tabulate import tabulate
 
 from ._problem import tokens_text
 from ._questions import QUESTIONS
+from .device._suite import NAMES as DEVICE_NAMES
 
 Document = dict[str, Any]
 _HEADERS = ("#", "measure", "target", "measured", "met")
@@ -37,11 +38,12 @@ def markdown_table(results: Path) -> str:
 
 
 def _cells(row: Document) -> tuple[str, str, str, str]:
-    return row["measure"], row["target"], row["measured_text"], "yes" if row["met"] else "no"
+    verdict = {True: "yes", False: "no", None: "—"}[row["met"]]
+    return row["measure"], row["target"], row["measured_text"], "not verified" if "not_verified" in row else verdict
 
 
 def _read(results: Path) -> list[Document]:
-    paths = [path for name in QUESTIONS if (path := results / f"{name}.json").exists()]
+    paths = [path for name in (*QUESTIONS, *DEVICE_NAMES) if (path := results / f"{name}.json").exists()]
     if not paths:
         raise FileNotFoundError(f"a table needs results in {results}; `python -m bench` writes them")
     return [json.loads(path.read_text()) for path in paths]
@@ -73,8 +75,9 @@ def _conditions(documents: list[Document]) -> list[str]:
 def condition(document: Document) -> str:
     """With what an answer was measured, as a line of text."""
     machine, versions = document["machine"], document["versions"]
+    gpu = f"{machine['gpu']}, {machine['gpu_memory_gib']} GiB; " if "gpu" in machine else ""
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, "
+        f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, "
         f"{machine['memory_gib']} GiB; "
         f"Python {versions['python']}, torch {versions['torch']}, flexdilated {versions['flexdilated']}; "
         f"commit {document['commit']}; {document['date'][:10]}{'; tiny sizes' if document['small'] else ''}."

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import masks
 from ._attend import attend
+from ._compilations import compilations
 from ._kv_cache import KVCache
 from .nn import BlockSparseAttention, DilatedAttention, LongNet, LongNetConfig, MultiheadDilatedAttention
 
@@ -19,6 +20,7 @@ __all__ = [
     "LongNetConfig",
     "MultiheadDilatedAttention",
     "attend",
+    "compilations",
     "masks",
     "testing",
 ]

@@ -51,7 +51,7 @@ def attend(
     num_heads_global: int | None = None,
     layout: Layout | None = None,
     engine: str | None = None,
-    block_size: int | tuple[int, int] = 128,
+    block_size: int | tuple[int, int] | None = None,
     return_lse: Literal[False] = False,
 ) -> Float[Tensor, "B H N D"]: ...
 
@@ -75,7 +75,7 @@ def attend(
     num_heads_global: int | None = None,
     layout: Layout | None = None,
     engine: str | None = None,
-    block_size: int | tuple[int, int] = 128,
+    block_size: int | tuple[int, int] | None = None,
     return_lse: Literal[True],
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]: ...
 
@@ -98,7 +98,7 @@ def attend(
     num_heads_global: int | None = None,
     layout: Layout | None = None,
     engine: str | None = None,
-    block_size: int | tuple[int, int] = 128,
+    block_size: int | tuple[int, int] | None = None,
     return_lse: bool = False,
 ) -> Float[Tensor, "B H N D"] | tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """Attention over the pairs that `pattern` allows: exact, differentiable, without an N x M matrix.
@@ -121,7 +121,8 @@ def attend(
     layout: q, k, v come in this order of tokens, and so does the output.
     engine: "tiles" (CPU), "flex" (accelerators; on CPU one set pattern, inference) or "reference" (dense, in
         float64). None takes tiles on CPU and flex elsewhere. A named engine that cannot serve the call raises.
-    block_size: side of the blocks of block lists, or (query side, key side).
+    block_size: side of the blocks of block lists, or (query side, key side). None takes what suits the pattern on
+        CPU, and 128 elsewhere.
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
     """
@@ -136,21 +137,21 @@ def attend(
     )
     check_layout(layout, q, k)
     tensors = run_time_tensors(pattern, bindings)
-    sides = block_sides(block_size)
+    sides = () if block_size is None else block_sides(block_size)
     factor = resolve_scale(scale, q.shape[-1])
     rate = 1 if layout is None else layout.rate
-    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     first = (head_offset, q_offset, k_offset)
     features = {"score_mod": score_mod, "sinks": sinks}
     chosen = choose_engine(engine, q, k, v, pattern, first=first, return_lse=return_lse, **features)
-    key = CallKey(pattern.text, *sizes, q_offset, k_offset, head_offset, heads, rate, sides)
+    where = (q_offset, k_offset, head_offset, heads, rate)
     if chosen == "tiles":
-        where = (q_offset, k_offset, head_offset, heads, rate, list(sides))
-        out, lse = tiles(q, k, v, sinks, tensors, pattern.text, factor, *where)
-    elif chosen == "flex":
-        out, lse = flex(q, k, v, tensors, key, scale=factor, return_lse=return_lse, **features)
+        out, lse = tiles(q, k, v, sinks, tensors, pattern.text, factor, *where, list(sides))
     else:
-        out, lse = _reference(q, k, v, tensors, key, scale=factor, **features)
+        key = CallKey(pattern.text, q.shape[1], k.shape[1], q.shape[2], k.shape[2], *where, sides)
+        if chosen == "flex":
+            out, lse = flex(q, k, v, tensors, key, scale=factor, return_lse=return_lse, **features)
+        else:
+            out, lse = _reference(q, k, v, tensors, key, scale=factor, **features)
     if not return_lse:
         return out
     assert lse is not None
@@ -159,8 +160,10 @@ def attend(
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as autocast, where it is on, wants them: float64 stays."""
-    if not all(isinstance(x, Tensor) for x in (q, k, v)) or not torch.is_autocast_enabled(q.device.type):
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return q, k, v  # what is no tensor is answered by the checks
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     return q, k, v

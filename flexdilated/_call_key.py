@@ -15,7 +15,11 @@ from .masks._run_time import Extent, blank, names, resolve
 
 
 class CallKey(NamedTuple):
-    """One call's pattern (as JSON) and sizes. `rate` is that of the layout in which its tokens come."""
+    """One call's pattern (as JSON) and sizes.
+
+    `rate` is that of the layout in which its tokens come. `block_size` is two sides, or nothing where each term
+    takes its own.
+    """
 
     pattern: str
     num_heads: int
@@ -27,13 +31,19 @@ class CallKey(NamedTuple):
     head_offset: int
     num_heads_global: int
     rate: int
-    block_size: tuple[int, int]
+    block_size: tuple[int, ...]
 
     @classmethod
     def of(cls, pattern: str, *fields: Any) -> CallKey:
         """From an op's arguments: tracing hands over sizes that are no plain integers, and the block size as a list."""
         *numbers, block_size = fields
         return cls._make((pattern, *map(int, numbers), tuple(block_size)))
+
+    @property
+    def flex_sides(self) -> tuple[int, int]:
+        """The sides of FlexAttention's blocks: as asked for, or those that all its kernels take."""
+        rows, columns = self.block_size or (128, 128)
+        return rows, columns
 
     @property
     def layout(self) -> Layout:

@@ -45,11 +45,8 @@ def choose_engine(
     elif chosen != "reference" and _has_tangent(q, k, v):
         # An op without a forward-mode rule would pass no tangent on, and say nothing.
         reason = f"{chosen} has no forward-mode derivative; engine='reference' has (dense, small inputs)"
-    elif chosen == "tiles" and q.device.type != "cpu":
-        reason = f"tiles runs ATen's CPU kernels; got tensors on {q.device}. engine='flex' serves them"
-    elif chosen == "tiles" and score_mod is not None:
-        serve = "engine='flex' (on CPU: inference with one set pattern) and engine='reference' serve it"
-        reason = f"tiles runs kernels that take no score_mod; {serve}"
+    elif chosen == "tiles":
+        reason = _tiles_cannot(q, score_mod)
     elif chosen == "flex":
         reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse)
     if reason is not None:
@@ -60,6 +57,17 @@ def choose_engine(
 def _has_tangent(*inputs: Tensor) -> bool:
     """Whether forward-mode differentiation comes through these; a graph being compiled has none."""
     return not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in inputs)
+
+
+def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None) -> str | None:
+    if q.device.type not in ("cpu", "cuda"):
+        return f"tiles runs ATen's kernels on CPU and CUDA; got tensors on {q.device}. engine='flex' serves them"
+    if q.device.type == "cuda" and q.dtype == torch.float64:
+        return "tiles has no float64 kernels on cuda; engine='reference' serves float64"
+    if score_mod is not None:
+        serve = "engine='flex' (on CPU: inference with one set pattern) and engine='reference' serve it"
+        return f"tiles runs kernels that take no score_mod; {serve}"
+    return None
 
 
 def _flex_cannot(

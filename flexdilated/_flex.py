@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import log
-from types import FunctionType
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from ._pick import Pick, make_pick
-from ._score_mod import Indices, ScoreMod, indices_of
+from ._flex_function import Call, compiled_flex
+from ._pick import Pick, join, make_pick, take, take_ahead
+from ._score_mod import Indices, ScoreMod, indices_of, with_bias
 from ._sinks import with_sinks
 from .masks import Layout
 from .masks._block_mask import term_mask
@@ -28,12 +25,13 @@ from .masks._term import Term
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
-Call = Callable[..., Any]
-
 
 @dataclass(frozen=True, eq=False)
 class FlexStep:
-    """One term ready to run: its BlockMask, and how its operands are picked and its rows put back."""
+    """One term ready to run: its BlockMask, and how its operands are picked and its rows put back.
+
+    `bias` is added to the scores, after a caller's score_mod.
+    """
 
     mask: BlockMask
     term: Term
@@ -42,12 +40,14 @@ class FlexStep:
     queries: Pick
     keys: Pick
     log_multiplicity: float
+    bias: Float[Tensor, "H Q K"] | None
     call: Call
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what tells rows and positions."""
-        return self.indices.nbytes + self.queries.nbytes + self.keys.nbytes
+        """Bytes of what tells rows, positions and weights."""
+        bias = 0 if self.bias is None else self.bias.untyped_storage().nbytes()
+        return self.indices.nbytes + self.queries.nbytes + self.keys.nbytes + bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,13 +98,7 @@ def run_flex(
     if program.enter is not None:
         q_order, k_order = program.enter
         q, k, v = q.index_select(2, q_order), k.index_select(2, k_order), v.index_select(2, k_order)
-    out, lse = None, None
-    call = _flex_in_graph if direct else None
-    for step in program.steps:
-        part, part_lse = _attend(step, q, k, v, scale, score_mod, needs_lse, call or step.call)
-        out, lse = step.queries.join(q, out, lse, part, part_lse)
-    if out is None:
-        out, lse = _nothing(q, k, v)
+    out, lse = _run_steps(program.steps, q, k, v, scale, score_mod, needs_lse, direct)
     if sinks is not None:
         assert lse is not None
         out, lse = with_sinks(out, lse, sinks)
@@ -112,6 +106,32 @@ def run_flex(
         out = out.index_select(2, program.leave)
         lse = None if lse is None else lse.index_select(2, program.leave)
     return out.to(dtype), lse
+
+
+def _run_steps(
+    steps: tuple[FlexStep, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    score_mod: ScoreMod | None,
+    needs_lse: bool,
+    direct: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if not steps:
+        return _nothing(q, k, v)
+    queries, keys = [step.queries for step in steps], [step.keys for step in steps]
+    ahead = zip(take_ahead(q, queries), take_ahead(k, keys), take_ahead(v, keys), strict=True)
+    parts, lses = [], []
+    for step, (taken_q, taken_k, taken_v) in zip(steps, ahead, strict=True):
+        step_q, step_k = take(q, step.queries, taken_q), take(k, step.keys, taken_k)
+        step_v = take(v, step.keys, taken_v)
+        call = _flex_in_graph if direct else step.call
+        part, lse = _attend(step, step_q, step_k, step_v, scale, score_mod, needs_lse, call)
+        parts.append(part)
+        if lse is not None:
+            lses.append(lse)
+    return join(queries, parts, lses, (q.shape[0], q.shape[1], q.shape[2]))
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,9 +161,16 @@ def _step(term: Term, plan: Plan, groups: int, block_size: tuple[int, int], devi
         make_pick(term.q, term.heads, plan.layout, device),
         make_pick(term.k, kv_heads, keys_given, device),
         log(term.multiplicity),
+        _bias(term, device),
         # New values of run-time tensors are no new program.
-        _compiled(replace(term, rule=without_values(term.rule)), block_size, device),
+        compiled_flex(replace(term, rule=without_values(term.rule)), block_size, device),
     )
+
+
+def _bias(term: Term, device: torch.device) -> Float[Tensor, "H Q K"] | None:
+    """What the weights of a term add to its scores, as a view that any head and slots index."""
+    bias = term.bias(torch.float32)
+    return None if bias is None else bias.to(device).expand(len(term.heads), term.q.num_slots, term.k.num_slots)
 
 
 def _attend(
@@ -156,26 +183,15 @@ def _attend(
     needs_lse: bool,
     call: Call,
 ) -> tuple[Tensor, Tensor | None]:
-    q, k, v = step.queries.take(q), step.keys.take(k), step.keys.take(v)
     options = {"block_mask": step.mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    if score_mod is not None:
-        options["score_mod"] = step.indices.at_positions(score_mod)
+    inner = None if score_mod is None else step.indices.at_positions(score_mod)
+    outer = inner if step.bias is None else with_bias(inner, step.bias)
+    if outer is not None:
+        options["score_mod"] = outer
     if not needs_lse:
         return call(q, k, v, **options), None
     out, aux = call(q, k, v, **options, return_aux=AuxRequest(lse=True))
     return out, aux.lse + step.log_multiplicity
-
-
-@lru_cache(maxsize=256)
-def _compiled(term: Term, block_size: tuple[int, int], device: torch.device) -> Call:
-    """flex_attention compiled under a code object of its own, which outlives the tables in the plan cache.
-
-    torch counts recompilations by code object and, past a limit shared by all its callers, would give up.
-    Sizes are static on CPU, where dynamic ones can generate C++ that does not build.
-    """
-    code = _call_flex.__code__.replace(co_name=f"flex_attention_on_{device.type}")
-    own = FunctionType(code, _call_flex.__globals__, code.co_name)
-    return torch.compile(own, fullgraph=True, dynamic=False if device.type == "cpu" else None)
 
 
 def _flex_in_graph(q, k, v, **options):
@@ -194,7 +210,3 @@ def _own_buffer(x: Tensor) -> Tensor:
 @_own_buffer.register_fake
 def _(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _call_flex(q, k, v, **options):
-    return flex_attention(q, k, v, **options)

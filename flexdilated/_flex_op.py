@@ -12,8 +12,10 @@ from ._flex_program import blank_program, run_time_program, static_program
 from ._flex_tables import flex_tables, with_tables
 from ._score_mod import ScoreMod
 
-# Programs that compiled graphs refer to, kept for as long as the process: a graph reads its tables from here.
+# Programs that compiled graphs refer to: a graph reads its tables from here, at every run. The oldest go first; a
+# graph whose program has gone is traced anew.
 _traced: dict[tuple[CallKey, tuple[tuple[int, ...], ...], str], FlexProgram] = {}
+_MOST_TRACED = 256
 
 
 def flex(
@@ -70,5 +72,7 @@ def _(q, bindings, *key):
     if (found, shapes, q.device.type) not in _traced:
         with unset_fake_temporarily():
             made = blank_program(found, q.device, bindings, batch) if bindings else static_program(found, q.device)
+        while len(_traced) >= _MOST_TRACED:
+            del _traced[next(iter(_traced))]
         _traced[(found, shapes, q.device.type)] = made
     return q.new_empty(0)

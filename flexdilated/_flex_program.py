@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ._call_key import CallKey
 from ._flex import FlexProgram, make_flex_program
+from ._run_time_rules import rules_of
 from .masks import cache
 from .masks._algebra import Every
 from .masks._block_mask import term_blocks
+from .masks._machine_in_use import machine_of
 from .masks._options import Allowed
 from .masks._pattern import Expression
 from .masks._planner import Plan, plan
@@ -22,18 +24,21 @@ from .masks._term import Term
 
 def static_program(key: CallKey, device: torch.device) -> FlexProgram:
     """The program of a pattern without run-time tensors."""
-    # Terms that share rows are merged by their lse, which FlexAttention on CPU does not give.
-    allowed = Allowed(shared_rows=device.type != "cpu", windows=False)
 
     def planned() -> Plan:
-        return plan(key.bound(), device=device, layout=key.layout, allowed=allowed)
+        return plan(key.bound(), device=device, layout=key.layout, allowed=allowed_on(device))
 
     return _cached(key, key.pattern, device, planned)
 
 
+def allowed_on(device: torch.device) -> Allowed:
+    """What terms the engine runs: those that share rows are merged by their lse, which there is none of on CPU."""
+    return Allowed(shared_rows=device.type != "cpu", windows=False, key_weights=False)
+
+
 def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int) -> FlexProgram:
     """The program for these values of the run-time tensors, with the steps of `blank_program`."""
-    rule = key.rules(bindings)
+    rule = rules_of(key, bindings)
     require_entries(rule, batch)
 
     def planned() -> Plan:
@@ -78,10 +83,10 @@ def _cached(key: CallKey, rule: str, device: torch.device, planned: Callable[[],
     """The program of a rule, kept under its text and forgotten with the pattern as it was written."""
 
     def build() -> FlexProgram:
-        sides = key.block_size
+        sides = key.flex_sides
         return make_flex_program(planned(), key.layout, num_kv_heads=key.num_kv_heads, block_size=sides, device=device)
 
-    name = ("flex", key._replace(pattern=rule), device)
+    name = ("flex", key._replace(pattern=rule), device, machine_of(device.type).text)
     return cache().get(name, build, _program_bytes, pattern=key.pattern, device=device)
 
 

@@ -66,7 +66,7 @@ def _(q, bindings, *key):
 
 def _widths(step: FlexStep, key: CallKey) -> dict[str, int | None]:
     """How long the lists of each table of a BlockMask are in a graph; None for tables that hold no lists."""
-    by_row, by_column = list_width(step.term, key.block_size, step.mask.kv_num_blocks.device)
+    by_row, by_column = list_width(step.term, key.flex_sides, step.mask.kv_num_blocks.device)
     return {name: by_row if "kv" in name else by_column for name in _FIELDS} | {
         name: None for name in _FIELDS if name.endswith("num_blocks")
     }
@@ -87,4 +87,5 @@ def _with_mask(step: FlexStep, named: dict[str, Tensor]) -> FlexStep:
     sizes: dict[str, Any] = {"seq_lengths": step.mask.seq_lengths, "BLOCK_SIZE": step.mask.BLOCK_SIZE}
     sizes.update(named)
     mask = BlockMask(**sizes, mask_mod=step.mask.mask_mod)
-    return FlexStep(mask, step.term, step.held, step.indices, step.queries, step.keys, step.log_multiplicity, step.call)
+    picks, weights = (step.queries, step.keys), (step.log_multiplicity, step.bias)
+    return FlexStep(mask, step.term, step.held, step.indices, *picks, *weights, step.call)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from .masks._layout import Compact, Layout, Permutation
@@ -70,6 +70,19 @@ class Strands:
                 run = Run(run.begin, run.begin + 1, run.first, 1, run.start)
             self.view(x, run).add_(part)
 
+    def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
+        """Write the slots to the tokens of x, in place."""
+        for run in self.runs:
+            self.view(x, run).copy_(slots[:, run.begin : run.end])
+
+    def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
+        """Mark these tokens as reached; whether none of them was."""
+        views = [self.view(reached, run) for run in self.runs]
+        fresh = not any(bool(view.any()) for view in views)
+        for view in views:
+            view.fill_(True)
+        return fresh
+
     def merge(
         self,
         out: Float[Tensor, "B X N D"],
@@ -101,6 +114,14 @@ class Whole:
 
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B X 1 S ..."]) -> None:
         x.add_(self._restore(slots.squeeze(2)))
+
+    def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B X 1 S ..."]) -> None:
+        x.copy_(self._restore(slots.squeeze(2)))
+
+    def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
+        fresh = not bool(reached.any())
+        reached.fill_(True)
+        return fresh
 
     def merge(
         self,

@@ -1,4 +1,4 @@
-"""ATen's flash kernels: attention of one batch of dense, causal or masked problems, forward and backward."""
+"""ATen's attention kernels: one batch of dense, causal or (on CPU) masked problems, forward and backward."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from . import _kernel_cuda
 
 # B batch, H query heads, G key/value heads, F folds, Q queries, K keys, D head dim
 
@@ -24,11 +26,12 @@ class Operands:
 
 
 def forward(
-    x: Operands, *, scale: float, is_causal: bool
+    x: Operands, *, scale: float, is_causal: bool, bias: Float[Tensor, "#H #Q K"] | None = None
 ) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
-    """(out, natural lse in float32) of every fold, dense or with slots k <= q."""
+    """(out, natural lse in float32) of every fold, dense or with slots k <= q; `bias` is added to the scores."""
     fold = _Folding.of(x)
-    out, lse = flash_forward(*(fold.enter(part) for part in (x.q, x.k, x.v)), scale=scale, is_causal=is_causal)
+    parts = (fold.enter(part) for part in (x.q, x.k, x.v))
+    out, lse = flash_forward(*parts, scale=scale, is_causal=is_causal, mask=fold.mask(bias))
     return fold.leave(out), fold.leave(lse)
 
 
@@ -40,11 +43,12 @@ def backward(
     *,
     scale: float,
     is_causal: bool,
+    bias: Float[Tensor, "#H #Q K"] | None = None,
 ) -> _Problem:
     """(dq, dk, dv). With the out and lse of a whole softmax these are this part's share of its gradients."""
     fold = _Folding.of(x)
     parts = (fold.enter(part) for part in (grad_out, x.q, x.k, x.v, out, lse))
-    grads = flash_backward(*parts, scale=scale, is_causal=is_causal)
+    grads = flash_backward(*parts, scale=scale, is_causal=is_causal, mask=fold.mask(bias))
     return fold.leave(grads[0]), fold.leave(grads[1]), fold.leave(grads[2])
 
 
@@ -74,6 +78,12 @@ class _Folding:
             return x.unflatten(0, (self.batch, self.folds)).transpose(1, 2)
         return x.squeeze(1).unflatten(0, (self.batch, -1, self.folds))
 
+    def mask(self, bias: Float[Tensor, "#H #Q K"] | None) -> Tensor | None:
+        """The mask of the kernel's problems that adds a number to the scores of every fold."""
+        if bias is None or self.keep_heads or len(bias) == 1:
+            return None if bias is None else bias[None]
+        return bias[None, :, None].expand(self.batch, -1, self.folds, -1, -1).flatten(0, 2).unsqueeze(1)
+
 
 def flash_forward(
     q: Float[Tensor, "B H Q D"],
@@ -82,11 +92,14 @@ def flash_forward(
     *,
     scale: float,
     is_causal: bool = False,
-    mask: Float[Tensor, "#B #H Q K"] | None = None,
+    mask: Float[Tensor, "#B #H #Q K"] | None = None,
 ) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
-    """(out, natural lse in float32) of ATen's flash attention. `mask` is added: 0 or -inf, in q's dtype."""
-    factor, scale = _positive(scale, is_causal)
+    """(out, natural lse in float32) of ATen's attention. `mask` is added, in q's dtype or float32, on CPU only."""
+    factor, scale = _positive(scale, is_causal or not _is_here(q))
     q = q if factor == 1.0 else q * factor
+    if not _is_here(q):
+        assert mask is None
+        return _kernel_cuda.forward(q, k, v, scale=scale, is_causal=is_causal)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
     )
@@ -102,19 +115,28 @@ def flash_backward(
     *,
     scale: float,
     is_causal: bool = False,
-    mask: Float[Tensor, "#B #H Q K"] | None = None,
+    mask: Float[Tensor, "#B #H #Q K"] | None = None,
 ) -> _Problem:
-    """(dq, dk, dv) of ATen's flash attention; a row whose lse is +inf has weight 0 everywhere."""
-    factor, scale = _positive(scale, is_causal)
+    """(dq, dk, dv) of ATen's attention; a row whose lse is +inf has weight 0 everywhere."""
+    factor, scale = _positive(scale, is_causal or not _is_here(q))
     q = q if factor == 1.0 else q * factor
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
-    )
+    if _is_here(q):
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+    else:
+        assert mask is None
+        dq, dk, dv = _kernel_cuda.backward(grad_out, q, k, v, out, lse, scale=scale, is_causal=is_causal)
     return dq if factor == 1.0 else dq * factor, dk, dv
 
 
-def _positive(scale: float, is_causal: bool) -> tuple[float, float]:
-    """(factor on q, scale above 0) with the same scores: causal kernels hide keys by -inf before they scale."""
-    if not is_causal or scale >= _LEAST_SCALE:
+def _is_here(x: Tensor) -> bool:
+    """Whether the CPU's kernels run it."""
+    return x.device.type == "cpu"
+
+
+def _positive(scale: float, needed: bool) -> tuple[float, float]:
+    """(factor on q, scale above 0) with the same scores: kernels that hide keys by -inf do so before they scale."""
+    if not needed or scale >= _LEAST_SCALE:
         return 1.0, scale
     return (-1.0, -scale) if scale <= -_LEAST_SCALE else (0.0, 1.0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Self
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -45,6 +48,10 @@ class KVCache:
     For inference: nothing here is differentiable. Raises ValueError or TypeError for a pattern in which a query
     sees a later key, for one with run-time tensors, and for tensors that do not continue those before.
     """
+
+    def __new__(cls, *args: object, **options: object) -> Self:
+        _stay_out_of_graphs()  # here, and not in __init__, which unpickling does not call
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -100,7 +107,6 @@ class KVCache:
         """Bytes of the buffers of keys and values, with their room for more."""
         return 0 if self._held is None else self._held.store.nbytes
 
-    @torch.compiler.disable(reason="a cache changes with every call")
     def attend(
         self,
         q: Float[Tensor, "B H N D"],
@@ -124,7 +130,6 @@ class KVCache:
             held.shrink(self._seen)
         return out.to(q.dtype)
 
-    @torch.compiler.disable(reason="a cache changes with every call")
     def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N D"]) -> None:
         """Append the next N tokens, whose own outputs are not wanted."""
         _, k, v = autocast(k, k, v)
@@ -234,6 +239,14 @@ class KVCache:
 
     def __repr__(self) -> str:
         return f"KVCache({self.pattern!r}, num_heads={self.num_heads}): {self._seen} tokens, {self.num_kept} keys kept"
+
+
+@cache
+def _stay_out_of_graphs() -> None:
+    """Let torch.compile break its graph at a cache, from the first one on: asking for it imports the whole compiler."""
+    for name in ("attend", "append"):
+        method = getattr(KVCache, name)
+        setattr(KVCache, name, torch.compiler.disable(method, reason="a cache changes with every call"))
 
 
 def _check_pattern(pattern: Pattern | Mixture) -> None:

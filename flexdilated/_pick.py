@@ -1,14 +1,16 @@
-"""Picking a term's operands and joining its results, as expressions that autograd and torch.compile follow."""
+"""Picking a term's operands and joining the terms' results, as expressions that autograd and torch.compile follow."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from ._merge import merge
+from ._gather import Run, Strands, side
+from ._slots_op import encoded, join_slots, take_slots
 from .masks import Layout
 from .masks._layout import Compact, Permutation
 
@@ -17,67 +19,50 @@ from .masks._layout import Compact, Permutation
 
 @dataclass(frozen=True, eq=False)
 class PickRows:
-    """A compact term's slots: rows of (heads * tokens) in (fold, head, slot) order."""
+    """A compact term's slots: tokens of some heads, in (fold, head, slot) order. `numbers` are these as an op's."""
 
-    index: Int64[Tensor, " F*H*S"]
-    folds: int
-    heads: int
-    slots: int
+    side: Strands
+    numbers: tuple[int, ...]
+    nbytes = 0
 
     @property
-    def nbytes(self) -> int:
-        return self.index.nbytes
+    def is_view(self) -> bool:
+        """Whether the slots of all folds are consecutive tokens, the same of every head."""
+        layout = self.side.layout
+        together = layout.folds == 1 or layout.fold_stride == layout.num_slots
+        return layout.step == 1 and together and len(self.side.runs) == 1
 
-    def take(self, x: Float[Tensor, "B X N D"]) -> Float[Tensor, "B*F H S D"]:
-        rows = x.flatten(1, 2).index_select(1, self.index)
-        return rows.view(x.shape[0] * self.folds, self.heads, self.slots, x.shape[3])
+    def view(self, x: Float[Tensor, "B X N D"]) -> Float[Tensor, "B*F H S D"]:
+        """The slots, copied only where folds and batch entries do not make one dim."""
+        (run,), layout = self.side.runs, self.side.layout
+        length = layout.folds * layout.num_slots
+        x = _heads(x, run)
+        x = x if length == x.shape[2] else x.narrow(2, run.start, length)
+        return x.unflatten(2, (layout.folds, layout.num_slots)).transpose(1, 2).flatten(0, 1)
 
-    def join(
-        self, q: Float[Tensor, "B X N D"], out: Tensor | None, lse: Tensor | None, part: Tensor, part_lse: Tensor | None
-    ) -> tuple[Float[Tensor, "B X N D"], Float[Tensor, "B X N"] | None]:
-        """Merge a part into the rows it computed; without lses the parts must have no row in common."""
-        batch, heads, tokens, dim = q.shape
-        wide = torch.promote_types(q.dtype, torch.float32)
-        rows = q.new_zeros(batch, heads * tokens, dim, dtype=wide) if out is None else out.flatten(1, 2)
-        part = part.reshape(batch, -1, dim).to(wide)
-        if part_lse is None:
-            return rows.index_copy(1, self.index, part).view(q.shape), None
-        row_lse = q.new_full((batch, heads * tokens), -torch.inf, dtype=wide) if lse is None else lse.flatten(1, 2)
-        joined, joined_lse = merge(
-            rows.index_select(1, self.index),
-            row_lse.index_select(1, self.index),
-            part,
-            part_lse.reshape(batch, -1).to(wide),
-        )
-        rows, row_lse = rows.index_copy(1, self.index, joined), row_lse.index_copy(1, self.index, joined_lse)
-        return rows.view(q.shape), row_lse.view(q.shape[:3])
+    def restore(self, slots: Tensor) -> Tensor:
+        return slots
 
 
 @dataclass(frozen=True, eq=False)
 class PickTokens:
-    """A shared term's slots: every token, reordered where `slots` and `positions` say so."""
+    """A shared term's slots: every token of every head, reordered where `slots` and `positions` say so."""
 
+    numbers: tuple[int, ...]
     positions: Int64[Tensor, " N"] | None
     slots: Int64[Tensor, " N"] | None
+    is_view = True
 
     @property
     def nbytes(self) -> int:
         return sum(order.nbytes for order in (self.positions, self.slots) if order is not None)
 
-    def take(self, x: Float[Tensor, "B X N D"]) -> Float[Tensor, "B X N D"]:
+    def view(self, x: Float[Tensor, "B X N D"]) -> Float[Tensor, "B X N D"]:
         return x if self.positions is None else x.index_select(2, self.positions)
 
-    def join(
-        self, q: Float[Tensor, "B X N D"], out: Tensor | None, lse: Tensor | None, part: Tensor, part_lse: Tensor | None
-    ) -> tuple[Float[Tensor, "B X N D"], Float[Tensor, "B X N"] | None]:
-        """Merge a part that computed every row."""
-        if self.slots is not None:
-            part = part.index_select(2, self.slots)
-            part_lse = None if part_lse is None else part_lse.index_select(2, self.slots)
-        if out is None or lse is None or part_lse is None:
-            wide = torch.promote_types(q.dtype, torch.float32)
-            return part.to(wide), None if part_lse is None else part_lse.to(wide)
-        return merge(out, lse, part, part_lse)
+    def restore(self, slots: Shaped[Tensor, "B X S ..."]) -> Shaped[Tensor, "B X N ..."]:
+        """Slots, or numbers about them, in the order of the tokens."""
+        return slots if self.slots is None else slots.index_select(2, self.slots)
 
 
 Pick = PickRows | PickTokens
@@ -87,8 +72,60 @@ def make_pick(layout: Compact | Permutation, heads: tuple[int, ...], given: Layo
     """How a tensor's tokens, ordered as `given`, become a term's; `heads` are the tensor's heads it uses."""
     if isinstance(layout, Permutation):
         # A term is in the given order, or the given order is the natural one.
-        same = layout == given
-        return PickTokens(None if same else layout.positions(device), None if same else layout.slots(device))
-    first_row = torch.tensor(heads, device=device)[:, None, None] * given.num_tokens
-    index = (first_row + layout.tokens(device)).transpose(0, 1).flatten()
-    return PickRows(index, layout.folds, len(heads), layout.num_slots)
+        orders = (None, None) if layout == given else (layout.positions(device), layout.slots(device))
+        every = Compact(heads, (0,) * len(heads), 1, layout.num_slots, 1, 0)
+        return PickTokens(_numbers(every, given, heads), *orders)
+    found = side(layout, given, heads)
+    assert isinstance(found, Strands)
+    return PickRows(found, _numbers(layout, given, heads))
+
+
+def take_ahead(x: Float[Tensor, "B X N D"], picks: Sequence[Pick]) -> list[Tensor | None]:
+    """The slots of the picks that have to be copied, all at once: their gradients are then summed in one tensor.
+
+    None for the others, and for all where no gradient is wanted: then `take` copies one after the other.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return [None] * len(picks)
+    numbers = [number for pick in picks if not pick.is_view for number in pick.numbers]
+    copies = take_slots(x, numbers) if numbers else []
+    found, following = [], 0
+    for pick in picks:
+        found.append(None if pick.is_view else copies[following])
+        following += not pick.is_view
+    return found
+
+
+def take(x: Float[Tensor, "B X N D"], pick: Pick, taken: Tensor | None) -> Float[Tensor, "B*F H S D"]:
+    """A pick's slots of x, which `take_ahead` may have copied."""
+    if taken is not None:
+        return taken
+    return pick.view(x) if pick.is_view else take_slots(x, list(pick.numbers))[0]
+
+
+def join(
+    picks: Sequence[Pick], parts: Sequence[Tensor], lses: Sequence[Tensor], rows: tuple[int, int, int]
+) -> tuple[Float[Tensor, "B X N D"], Float[Tensor, "B X N"] | None]:
+    """(out, lse) of all rows, (B, X, N), from the slots of each pick; without lses the parts must share no row."""
+    parts = [pick.restore(part) for pick, part in zip(picks, parts, strict=True)]
+    lses = [pick.restore(lse) for pick, lse in zip(picks, lses, strict=True)] if lses else []
+    if len(parts) == 1 and isinstance(picks[0], PickTokens):
+        return parts[0], lses[0] if lses else None
+    numbers = [number for pick in picks for number in pick.numbers]
+    out, lse = join_slots(parts, lses, numbers, list(rows))
+    return out, lse if lses else None
+
+
+def _numbers(layout: Compact, given: Layout, heads: tuple[int, ...]) -> tuple[int, ...]:
+    found = side(layout, given, heads)
+    assert isinstance(found, Strands)
+    return tuple(encoded([found]))
+
+
+def _heads(x: Float[Tensor, "B X N D"], run: Run) -> Float[Tensor, "B H N D"]:
+    """The heads of a run, as a view."""
+    number = run.end - run.begin
+    if run.step == 0:
+        return x.narrow(1, run.first, 1).expand(-1, number, -1, -1)
+    whole = number == x.shape[1] and run.first == 0
+    return x if whole else x[:, run.first : run.first + (number - 1) * run.step + 1 : run.step]

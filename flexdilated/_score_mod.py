@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from .masks._layout import Compact, Permutation
@@ -48,12 +48,13 @@ class Shifted:
 
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """A compact term's indices: slots a rate apart, from each head's first on, with segments in the batch."""
+    """A compact term's indices: slots a step apart, from each head's first on, with segments in the batch."""
 
     heads: Int64[Tensor, " H"]
     q_firsts: Int64[Tensor, " H"]
     k_firsts: Int64[Tensor, " H"]
-    step: Int64[Tensor, ""]
+    q_step: Int64[Tensor, ""]
+    k_step: Int64[Tensor, ""]
     folds: Int64[Tensor, ""]
     fold_stride: Int64[Tensor, ""]
 
@@ -62,8 +63,8 @@ class Folded:
         return self.heads.nbytes + self.q_firsts.nbytes + self.k_firsts.nbytes
 
     def at_positions(self, score_mod: ScoreMod) -> ScoreMod:
-        firsts = self.q_firsts, self.k_firsts
-        return _folded(score_mod, self.heads, *firsts, self.step, self.folds, self.fold_stride)
+        progressions = self.q_firsts, self.k_firsts, self.q_step, self.k_step
+        return _folded(score_mod, self.heads, *progressions, self.folds, self.fold_stride)
 
 
 Indices = InOrder | Shifted | Folded
@@ -94,13 +95,19 @@ def indices_of(term: Term, device: torch.device) -> Indices:
         heads = torch.tensor(term.heads, device=device) + term.head_offset
         q_firsts = torch.tensor(term.q.starts, device=device) + term.q_offset
         k_firsts = torch.tensor(term.k.starts, device=device) + term.k_offset
-        return Folded(heads, q_firsts, k_firsts, *map(scalar, (term.q.step, term.folds, term.q.fold_stride)))
+        numbers = map(scalar, (term.q.step, term.k.step, term.folds, term.q.fold_stride))
+        return Folded(heads, q_firsts, k_firsts, *numbers)
     assert isinstance(term.q, Permutation)
     assert isinstance(term.k, Permutation)
     if term.q.is_natural and term.k.is_natural:
         return Shifted(*map(scalar, (term.head_offset, term.q_offset, term.k_offset)))
     positions = (term.q.positions(device) + term.q_offset, term.k.positions(device) + term.k_offset)
     return InOrder(scalar(term.head_offset), *positions)
+
+
+def with_bias(score_mod: ScoreMod | None, bias: Float[Tensor, "H Q K"]) -> ScoreMod:
+    """A caller's score_mod, if any, and then a number for each head and pair of slots."""
+    return _biased(bias) if score_mod is None else _also_biased(score_mod, bias)
 
 
 # FlexAttention wants one plain closure, with its parameters in tensors.
@@ -125,13 +132,28 @@ def _folded(
     heads: Tensor,
     q_firsts: Tensor,
     k_firsts: Tensor,
-    step: Tensor,
+    q_step: Tensor,
+    k_step: Tensor,
     folds: Tensor,
     fold_stride: Tensor,
 ) -> ScoreMod:
     def at_positions(score, b, h, q, k):
         start = b % folds * fold_stride
-        q_position, k_position = start + q_firsts[h] + q * step, start + k_firsts[h] + k * step
+        q_position, k_position = start + q_firsts[h] + q * q_step, start + k_firsts[h] + k * k_step
         return new_score(score_mod(score, b // folds, heads[h], q_position, k_position))
 
     return at_positions
+
+
+def _biased(bias: Tensor) -> ScoreMod:
+    def biased(score, b, h, q, k):
+        return score + bias[h, q, k]
+
+    return biased
+
+
+def _also_biased(score_mod: ScoreMod, bias: Tensor) -> ScoreMod:
+    def biased(score, b, h, q, k):
+        return score_mod(score, b, h, q, k) + bias[h, q, k]
+
+    return biased

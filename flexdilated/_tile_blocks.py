@@ -1,4 +1,4 @@
-"""Running block lists: gather the tiles of each call, run the kernel, put the rows back."""
+"""Running block lists: each call's queries and keys as views or gathered blocks, the kernel, its rows put back."""
 
 from __future__ import annotations
 
@@ -6,99 +6,132 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ._kernel import Operands, flash_backward, flash_forward
 from ._tile_calls import Call, Calls
 
-# B batch, H query heads, G key/value heads, F folds, Q query slots, K key slots, D head dim, n problems
+# B batch, H query heads, G key/value heads, F folds, Q query slots, K key slots, D head dim
+# X heads or folds that run together, n problems
 
-_GATHERED_BYTES = 32 << 20  # keys and values gathered at once
+_GATHERED_BYTES = 8 << 20  # keys, values, masks or their gradients held at once: what stays in a cache
+_PAIRS_AT_ONCE = 1 << 20  # pairs that keep a kernel busy: with fewer in a head, heads run together
+
+_Index = tuple[int, int | slice, int | slice]
 
 
 @dataclass(frozen=True)
-class _Tiles:
-    """Where the problems of a call lie in rows of (heads * slots)."""
+class _Portion:
+    """A call, for some heads or folds: `at_q` finds them among the queries', `at_k` among the keys'."""
 
-    queries: Int64[Tensor, "n q"]
-    keys: Int64[Tensor, "n k"]
-    mask: Float[Tensor, "1 n q k"] | None
-    hidden: Tensor | None  # (1, n, q): rows without any key
+    call: Call
+    at_q: _Index
+    at_k: _Index
+    mask: Float[Tensor, "#n 1 Q K"] | None
+    hidden: Tensor | None  # (X or 1, n or 1, Q): rows without any key
 
 
 def forward(x: Operands, calls: Calls, *, scale: float) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
     """(out, lse); rows in no list give output 0 and lse -inf."""
-    q, k, v = (_rows(part) for part in (x.q, x.k, x.v))
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=_lse_dtype(q))
-    for tiles in _tiles(x, calls):
-        part, part_lse = flash_forward(
-            _pick(q, tiles.queries), _pick(k, tiles.keys), _pick(v, tiles.keys), scale=scale, mask=tiles.mask
-        )
-        if tiles.hidden is not None:
-            part_lse = part_lse.masked_fill(tiles.hidden, -torch.inf)
-        index = tiles.queries.flatten()
-        out.index_copy_(1, index, part.flatten(1, 2))
-        lse.index_copy_(1, index, part_lse.flatten(1, 2))
-    return _unrows(out, x.q), _unrows(lse, x.q)
+    q, k, v = (_readable(part) for part in (x.q, x.k, x.v))
+    k, v = (_padded(part, calls.key_slots) for part in (k, v))
+    out = torch.empty_like(q) if calls.complete else torch.zeros_like(q)
+    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=_wide(q))
+    for each in _portions(x, calls):
+        queries, keys = each.call.queries, each.call.keys
+        tile_q = queries.of(q[each.at_q])
+        tile_k, tile_v = (_problems(keys.of(part[each.at_k])) for part in (k, v))
+        part, part_lse = flash_forward(_problems(tile_q), tile_k, tile_v, scale=scale, mask=each.mask)
+        part, part_lse = part.view(tile_q.shape), part_lse.view(tile_q.shape[:-1])
+        if each.hidden is not None:
+            part_lse = part_lse.masked_fill(each.hidden, -torch.inf)
+        queries.put(out[each.at_q], part)
+        queries.put(lse[each.at_q], part_lse)
+    return out, lse
 
 
 def backward(
     x: Operands, calls: Calls, grad_out: Tensor, out: Tensor, lse: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in float32 or wider; `lse` is +inf where a row has no key."""
-    q, k, v, grad_out, out, lse = (_rows(part) for part in (x.q, x.k, x.v, grad_out, out, lse))
-    dq, dk, dv = (torch.zeros_like(part, dtype=lse.dtype) for part in (q, k, v))
-    for tiles in _tiles(x, calls):
-        row_lse = _pick(lse, tiles.queries)
-        if tiles.hidden is not None:
-            row_lse = row_lse.masked_fill(tiles.hidden, torch.inf)
-        tile_grad, tile_q, tile_out = (_pick(part, tiles.queries) for part in (grad_out, q, out))
-        tile_k, tile_v = (_pick(part, tiles.keys) for part in (k, v))
-        grads = flash_backward(
-            tile_grad, tile_q, tile_k, tile_v, tile_out, row_lse.contiguous(), scale=scale, mask=tiles.mask
-        )
-        for total, grad, index in zip((dq, dk, dv), grads, (tiles.queries, tiles.keys, tiles.keys), strict=True):
-            total.index_add_(1, index.flatten(), grad.flatten(1, 2).to(total.dtype))
-    return _unrows(dq, x.q), _unrows(dk, x.k), _unrows(dv, x.v)
+    q, k, v, grad_out, out = (_readable(part) for part in (x.q, x.k, x.v, grad_out, out))
+    k, v = (_padded(part, calls.key_slots) for part in (k, v))
+    dq = (torch.empty_like if calls.complete else torch.zeros_like)(q, dtype=lse.dtype)
+    dk, dv = (torch.zeros_like(part, dtype=lse.dtype) for part in (k, v))
+    for each in _portions(x, calls):
+        queries, keys = each.call.queries, each.call.keys
+        tile_grad, tile_q, tile_out = (queries.of(part[each.at_q]) for part in (grad_out, q, out))
+        tile_k, tile_v = (keys.of(part[each.at_k]) for part in (k, v))
+        operands = (_problems(part) for part in (tile_grad, tile_q, tile_k, tile_v, tile_out))
+        row_lse = _problems(queries.of(lse[each.at_q])).contiguous()
+        grad_q, grad_k, grad_v = flash_backward(*operands, row_lse, scale=scale, mask=each.mask)
+        queries.put(dq[each.at_q], grad_q.view(tile_q.shape))
+        keys.add(dk[each.at_k], grad_k.view(tile_k.shape))
+        keys.add(dv[each.at_k], grad_v.view(tile_v.shape))
+    return dq, dk[:, :, :, : x.k.shape[3]], dv[:, :, :, : x.v.shape[3]]
 
 
-def _tiles(x: Operands, calls: Calls) -> Iterator[_Tiles]:
-    num_q, num_k, q_block, k_block = calls.shape
-    groups = x.q.shape[1] // x.k.shape[1]
+def _portions(x: Operands, calls: Calls) -> Iterator[_Portion]:
+    """All calls for all heads; a mask is made once for those that share it."""
     for call in calls.calls:
-        bytes_each = 2 * x.q.shape[0] * x.q.shape[2] * call.num_keys * x.q.shape[-1] * x.q.element_size()
-        at_once = max(1, _GATHERED_BYTES // bytes_each)
-        for begin in range(0, len(call.row), at_once):
-            part = call.select(slice(begin, begin + at_once))
-            queries = (part.head * num_q + part.row * q_block)[:, None] + torch.arange(call.num_queries)
-            first = (part.head // groups * num_k)[:, None] + part.columns.long() * k_block
-            keys = (first[:, :, None] + torch.arange(k_block)).flatten(1)[:, : call.num_keys]
-            yield _Tiles(queries, keys, *_masks(calls, part, x.q.dtype))
+        own_masks = call.masks is not None and len(call.masks) > 1
+        mask, hidden = (None, None) if own_masks else calls.mask_of(call, x.q.dtype)
+        mask_row = call.queries.length if own_masks else 0
+        bytes_each = (2 * x.q.shape[-1] + mask_row) * call.keys.length * x.q.element_size()
+        for part in call.parts(max(1, _GATHERED_BYTES // bytes_each)):
+            if own_masks:
+                mask, hidden = calls.mask_of(part, x.q.dtype)
+            together = max(1, _PAIRS_AT_ONCE // (len(part.row) * part.num_pairs))
+            for at_q, at_k in _places(x, calls.heads[call.table], together):
+                yield _Portion(part, at_q, at_k, *_repeated(mask, hidden, x.q[at_q].shape[0]))
 
 
-def _masks(calls: Calls, call: Call, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """(the mask to add to the scores, rows it hides wholly), or None for both."""
-    allowed = calls.mask_of(call)
-    if allowed is None:
+def _places(x: Operands, heads: tuple[int, ...], together: int) -> Iterator[tuple[_Index, _Index]]:
+    """Where these heads lie in every batch entry: some folds of a head at a time, or some heads that have one fold."""
+    groups, folds = x.q.shape[1] // x.k.shape[1], x.q.shape[2]
+    for batch in range(x.q.shape[0]):
+        if folds > 1 or groups > 1:
+            for head in heads:
+                for begin in range(0, folds, together):
+                    some = slice(begin, begin + together)
+                    yield (batch, head, some), (batch, head // groups, some)
+        else:
+            for some in _adjacent(heads, together):
+                yield (batch, some, 0), (batch, some, 0)
+
+
+def _adjacent(heads: tuple[int, ...], together: int) -> Iterator[slice]:
+    """Runs of at most so many consecutive heads."""
+    begin = 0
+    for index in range(1, len(heads) + 1):
+        if index == len(heads) or heads[index] != heads[index - 1] + 1 or index - begin == together:
+            yield slice(heads[begin], heads[index - 1] + 1)
+            begin = index
+
+
+def _repeated(mask: Tensor | None, hidden: Tensor | None, times: int) -> tuple[Tensor | None, Tensor | None]:
+    """A mask of (m, Q, K) for the problems of so many heads, and rows it hides."""
+    if mask is None:
         return None, None
-    added = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
-    return added[None], ~allowed.any(-1)[None]
+    several = mask if len(mask) == 1 else mask.repeat(times, 1, 1)
+    return several.unsqueeze(1), None if hidden is None else hidden.unsqueeze(0)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """(batch * folds, heads * slots, ...)."""
-    return x.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+def _problems(tiles: Tensor) -> Tensor:
+    """(X, n, slots, ...) as the kernel's batch; one head each, whose output comes back contiguous."""
+    return tiles.flatten(0, 1).unsqueeze(1)
 
 
-def _unrows(x: Tensor, like: Tensor) -> Tensor:
-    batch, heads, folds, slots = like.shape[:4]
-    return x.unflatten(1, (heads, slots)).unflatten(0, (batch, folds)).transpose(1, 2)
+def _readable(x: Tensor) -> Tensor:
+    """x with each token's numbers side by side, which the kernels rely on."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _pick(rows: Tensor, index: Int64[Tensor, "n m"]) -> Tensor:
-    return rows.index_select(1, index.flatten()).unflatten(1, index.shape)
+def _padded(x: Tensor, slots: int) -> Tensor:
+    return x if x.shape[3] == slots else pad(x, (0, 0, 0, slots - x.shape[3]))
 
 
-def _lse_dtype(q: Tensor) -> torch.dtype:
+def _wide(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)

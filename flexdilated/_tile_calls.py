@@ -1,130 +1,163 @@
-"""Block lists as kernel calls: rows whose lists have equal lengths are gathered into one batch."""
+"""Block lists as kernel calls: a tile of query slots against its keys is a problem, equal problems are one call."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
+from ._tile_masks import added, distinct_masks, random_numbers
+from ._tile_stretches import Listed, Stretches, evenly
 from .masks._blocks import Blocks, Places, evaluate
 from .masks._rule import Rule
 from .masks._term import Term
 
-# n problems (a head's block row each), L blocks in a list, U distinct masks
+# n problems (a block row of a table each), L blocks in a list, U distinct masks
 
-_MASK_BYTES = 64 << 20  # distinct masks kept; beyond, masks are evaluated at each call
 _MAX_JOINED_ROWS = 8  # taller problems gain no speed and split badly over threads
+_LEAST_PAIRS = 1 << 18  # a call that pays for itself: about a millisecond of a kernel, beside its 50 us of Python
 
 
 @dataclass(frozen=True)
 class Call:
-    """n problems of one shape: a tile of query slots against a list of key blocks.
+    """n problems of one shape in a table: a stretch of query slots against a stretch of key slots each.
 
-    `head` and `table` say whose slots and whose rule; `row` and `columns` count blocks. The last column may
-    be short: the problem has `num_keys` keys. `masks` picks a mask for each block; None: every pair.
+    `row` and `columns` are the blocks they are made of. `masks` picks a mask for each block, in one row where all
+    problems have the same; None: every pair.
     """
 
-    head: Int64[Tensor, " n"]
-    table: Int64[Tensor, " n"]
+    table: int
     row: Int64[Tensor, " n"]
     columns: Int32[Tensor, "n L"]
-    num_queries: int
-    num_keys: int
-    masks: Int32[Tensor, "n L"] | None
+    queries: Stretches
+    keys: Stretches
+    masks: Int32[Tensor, "m L"] | None
 
-    def select(self, index: slice) -> Call:
-        masks = None if self.masks is None else self.masks[index]
-        return Call(
-            self.head[index], self.table[index], self.row[index], self.columns[index],
-            self.num_queries, self.num_keys, masks,
-        )  # fmt: skip
+    @property
+    def num_pairs(self) -> int:
+        """Pairs that a problem computes."""
+        return self.queries.length * self.keys.length
+
+    def parts(self, at_once: int) -> Iterator[Call]:
+        """The same in calls of at most so many problems."""
+        for begin in range(0, len(self.row), at_once):
+            end = begin + at_once
+            own_masks = self.masks is not None and len(self.masks) > 1
+            yield Call(
+                self.table, self.row[begin:end], self.columns[begin:end],
+                self.queries.select(begin, end), self.keys.select(begin, end),
+                self.masks[begin:end] if own_masks and self.masks is not None else self.masks,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Calls:
     """All calls of a block list of this shape: query slots, key slots, query side of a block, key side.
 
-    `masks[0]` is the mask of a full block; None where masks would not fit.
+    `heads` gives the heads of each table. `complete`: every query is in a problem. `key_slots`: how many the keys
+    must be padded to. `masks[0]` is the mask of a full block; None where masks would not fit.
     """
 
     rule: Rule
     shape: tuple[int, int, int, int]
+    heads: tuple[tuple[int, ...], ...]
     calls: tuple[Call, ...]
+    complete: bool
+    key_slots: int
     masks: Bool[Tensor, "U q_block k_block"] | None
 
     @property
     def nbytes(self) -> int:
-        numbers = (x for call in self.calls for x in (call.head, call.table, call.row, call.columns, call.masks))
+        numbers = (x for call in self.calls for x in (call.row, call.columns, call.masks))
         return sum(x.nbytes for x in (*numbers, self.masks) if x is not None)
 
-    def mask_of(self, call: Call) -> Bool[Tensor, "n Q K"] | None:
-        """Which pairs of each problem are allowed; None if all."""
+    def mask_of(
+        self, call: Call, dtype: torch.dtype
+    ) -> tuple[Float[Tensor, "m Q K"] | None, Bool[Tensor, "m Q"] | None]:
+        """(what is added to the scores of each problem, or of all; rows it hides wholly), None for nothing."""
         if call.masks is None:
-            return None
-        n, length = call.columns.shape
-        tiles = self._evaluated(call) if self.masks is None else self.masks[call.masks.flatten()]
-        tiles = tiles.view(n, length, *self.shape[2:]).transpose(1, 2).flatten(2)
-        return tiles[:, : call.num_queries, : call.num_keys]
+            return None, None
+        if self.masks is None:
+            tiles, which = self._evaluated(call), torch.arange(call.masks.numel())
+        else:
+            distinct, which = call.masks.flatten().unique(return_inverse=True)
+            tiles = self.masks[distinct]
+        rows, columns = slice(call.queries.length), slice(call.keys.length)
+        mask = added(tiles, dtype).index_select(0, which).unflatten(0, call.masks.shape)
+        hidden = ~tiles.any(-1).index_select(0, which).unflatten(0, call.masks.shape).any(1)[:, rows]
+        return mask.transpose(1, 2).flatten(2)[:, rows, columns], hidden if bool(hidden.any()) else None
 
     def _evaluated(self, call: Call) -> Tensor:
         length = call.columns.shape[1]
-        table, row = (x.repeat_interleave(length) for x in (call.table, call.row))
-        places = Places(table, row, call.columns.flatten())
+        row = call.row.repeat_interleave(length)
+        places = Places(torch.full_like(row, call.table), row, call.columns.flatten())
         return torch.cat(list(evaluate(self.rule, places, self.shape)))
 
 
 def plan_calls(term: Term, blocks: Blocks) -> Calls:
     """The calls that compute a term's block lists, with the masks of its partial blocks."""
     rule = term.table_rule()
-    ids, masks = _distinct_masks(rule, blocks)
-    lists = _join_rows(_lists(blocks), blocks)
-    kind = torch.stack([lists.num_queries, lists.length, lists.short(blocks), lists.masked.long()], 1)
-    kinds, kind_of = kind.unique(dim=0, return_inverse=True)
-    calls = []
-    for index, (queries, length, missing, masked) in enumerate(kinds.tolist()):
-        chosen = lists.select((kind_of == index).nonzero().squeeze(1))
-        entries = chosen.begin[:, None] + torch.arange(length)
-        head, which = _heads_of(blocks, chosen.table)
-        columns, picked = blocks.column[entries][which], ids[entries][which].int() if masked else None
-        num_keys = length * blocks.k_block - missing
-        calls.append(Call(head, chosen.table[which], chosen.row[which], columns, queries, num_keys, picked))
-    return Calls(rule, blocks.shape, tuple(calls), masks)
+    ids, masks = distinct_masks(rule, blocks)
+    lists = _join_rows(_lists(blocks, ids, told_apart=masks is not None), blocks)
+    calls = list(_grouped(lists, blocks, ids))
+    complete = int(lists.num_queries.sum()) == blocks.num_tables * blocks.num_q_slots
+    cut = any(isinstance(call.keys, Listed) and _is_cut(call.keys) for call in calls)
+    key_slots = blocks.num_columns * blocks.k_block if cut else blocks.num_k_slots
+    heads = tuple(
+        tuple(head for head, own in enumerate(blocks.heads) if own == table) for table in range(blocks.num_tables)
+    )
+    return Calls(rule, blocks.shape, heads, tuple(calls), complete, key_slots, masks)
+
+
+def _is_cut(keys: Listed) -> bool:
+    return keys.length < keys.blocks.shape[1] * keys.side
 
 
 @dataclass(frozen=True)
 class _Lists:
-    """The non-empty lists of a Blocks: entries begin to begin + length - 1 are the columns of a row of a table."""
+    """The non-empty lists of a Blocks: entries begin to begin + length - 1 are the columns of a row of a table.
+
+    `code` is the same for lists of a length whose masks are the same.
+    """
 
     table: Int64[Tensor, " m"]
     row: Int64[Tensor, " m"]
     begin: Int64[Tensor, " m"]
     length: Int64[Tensor, " m"]
     num_queries: Int64[Tensor, " m"]
+    num_keys: Int64[Tensor, " m"]
     masked: Bool[Tensor, " m"]
+    code: Int64[Tensor, " m"]
 
     def select(self, index: Tensor) -> _Lists:
         return _Lists(*(getattr(self, field.name)[index] for field in fields(self)))
 
-    def short(self, blocks: Blocks) -> Int64[Tensor, " m"]:
-        """Slots by which the last block of each list reaches beyond the keys."""
-        last = blocks.column[self.begin + self.length - 1].long()
-        return ((last + 1) * blocks.k_block - blocks.num_k_slots).clamp(min=0)
 
-
-def _lists(blocks: Blocks) -> _Lists:
+def _lists(blocks: Blocks, ids: Int64[Tensor, " E"], *, told_apart: bool) -> _Lists:
     found, length = (blocks.table.long() * blocks.num_rows + blocks.row).unique_consecutive(return_counts=True)
-    row = found % blocks.num_rows
-    partial = _sum_by_list((~blocks.full).long(), length)
+    row, begin = found % blocks.num_rows, length.cumsum(0) - length
+    masked = _sum_by_list((~blocks.full).long(), length) > 0
     num_queries = (blocks.num_q_slots - row * blocks.q_block).clamp(max=blocks.q_block)
-    return _Lists(found // blocks.num_rows, row, length.cumsum(0) - length, length, num_queries, partial > 0)
+    last = blocks.column[begin + length - 1].long()
+    short = ((last + 1) * blocks.k_block - blocks.num_k_slots).clamp(min=0)
+    if told_apart:
+        place = torch.arange(len(ids)) - begin.repeat_interleave(length)
+        numbers = random_numbers((int(ids.max()) + 1,)) if len(ids) else ids
+        code = _sum_by_list(numbers[ids] * (2 * place + 1), length)
+    else:
+        code = torch.arange(len(row))
+    num_keys = length * blocks.k_block - short
+    return _Lists(found // blocks.num_rows, row, begin, length, num_queries, num_keys, masked, code * masked)
 
 
 def _join_rows(lists: _Lists, blocks: Blocks) -> _Lists:
     """Make one taller problem of neighbouring rows whose lists are equal and need no mask."""
-    numbers = _random_numbers((blocks.num_columns,))
-    contents = _sum_by_list(numbers[blocks.column.long()], lists.length)
+    numbers = random_numbers((blocks.num_columns,))
+    columns = torch.repeat_interleave(lists.begin - lists.length.cumsum(0) + lists.length, lists.length)
+    contents = _sum_by_list(numbers[blocks.column[columns + torch.arange(len(columns))].long()], lists.length)
     follows = torch.zeros_like(lists.masked)
     follows[1:] = (
         ~(lists.masked[1:] | lists.masked[:-1])
@@ -146,58 +179,77 @@ def _sum_by_list(values: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> In
     return sums.index_add_(0, torch.repeat_interleave(length), values)
 
 
-def _heads_of(blocks: Blocks, table: Int64[Tensor, " m"]) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
-    """(head, index into table) for every head that uses one of these tables."""
-    heads = torch.tensor(blocks.heads)
-    head, index = (heads[:, None] == table[None, :]).nonzero().unbind(1)
-    return head, index
+def _grouped(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[Call]:
+    """The calls: first of problems with the same masks, as far as these are enough for a call; then of the others."""
+    shape = [lists.table, lists.num_queries, lists.length, lists.num_keys, lists.masked.long()]
+    left = torch.arange(len(lists.row))
+    for key in ([*shape, lists.code], shape):
+        last, others = key is shape, []
+        for group in _equal(torch.stack(key, 1)[left]):
+            group = left[group]
+            pairs = int(lists.num_queries[group[0]] * lists.num_keys[group[0]])
+            least = 1 if last else -(-_LEAST_PAIRS // pairs)
+            if len(group) < least:
+                others.append(group)
+                continue
+            chosen = lists.select(group)
+            columns = blocks.column[chosen.begin[:, None] + torch.arange(int(chosen.length[0]))]
+            for some in _even_runs(chosen.row, columns, -(-_LEAST_PAIRS // pairs)):
+                if len(some) < least:
+                    others.append(group[some])
+                else:
+                    yield _call(chosen.select(some), columns[some], blocks, ids, shared=not last)
+        left = torch.cat(others).sort().values if others else left[:0]
 
 
-def _distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Tensor | None]:
-    """(mask of each block, the distinct masks); mask 0 allows every pair."""
-    partial = (~blocks.full).nonzero().squeeze(1)
-    distinct = [torch.ones(1, blocks.q_block, blocks.k_block, dtype=torch.bool)]
-    limit = _MASK_BYTES // distinct[0].nbytes
-    known: dict[int, int] = {}
-    codes: list[int] = []
-    looked_at, look_of = _repeats(rule, blocks, partial)
-    for tiles in evaluate(rule, blocks.places(looked_at), blocks.shape):
-        found = _fingerprints(tiles).tolist()
-        for index, code in enumerate(found):
-            if code not in known:
-                known[code] = len(distinct)
-                distinct.append(tiles[index : index + 1])
-        codes += found
-        if len(distinct) > limit:
-            return torch.zeros(len(blocks.full), dtype=torch.int64), None
-    ids = torch.zeros(len(blocks.full), dtype=torch.int64)
-    ids[partial] = torch.tensor([known[code] for code in codes], dtype=torch.int64)[look_of]
-    return ids, torch.cat(distinct)
+def _equal(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
+    """Indices of equal rows, ascending, a tensor for each distinct one."""
+    if not len(key):
+        return ()
+    _, group, sizes = key.unique(dim=0, return_inverse=True, return_counts=True)
+    return group.argsort(stable=True).split(sizes.tolist())
 
 
-def _repeats(rule: Rule, blocks: Blocks, partial: Int64[Tensor, " n"]) -> tuple[Int64[Tensor, " d"], Tensor]:
-    """(blocks to look at, which of these each partial block repeats), as the rule's period tells."""
-    period = rule.pattern.period()
-    if period is None or len(rule.q.starts) > 1 or len(rule.k.starts) > 1:
-        return partial, torch.arange(len(partial))
-    table, row, column = (x.long() for x in blocks.places(partial))
-    q_slot, k_slot = row * blocks.q_block, column * blocks.k_block
-    q, k = rule.q.position(table, q_slot), rule.k.position(table, k_slot)
-    # At the ends a block is cut short.
-    height = (blocks.num_q_slots - q_slot).clamp(max=blocks.q_block)
-    width = (blocks.num_k_slots - k_slot).clamp(max=blocks.k_block)
-    look, look_of = torch.stack([table, q - k, q % period, height, width], dim=1).unique(dim=0, return_inverse=True)
-    first = torch.full((len(look),), len(partial))
-    first.scatter_reduce_(0, look_of, torch.arange(len(partial)), "amin")
-    return partial[first], look_of
+def _even_runs(
+    row: Int64[Tensor, " n"], columns: Int32[Tensor, "n L"], least: int
+) -> Iterator[Int64[Tensor, " m"]]:
+    """Problems whose queries and keys lie evenly, for each run of at least so many; then all others together."""
+    first = columns[:, 0].long()
+    unbroken = columns[:, -1].long() - first == columns.shape[1] - 1
+    gap = torch.stack([row.diff(), first.diff()], 1)
+    steady = unbroken[1:] & unbroken[:-1] & (gap[:, 1] >= 0)
+    changes = torch.ones(len(gap) + 1, dtype=torch.bool)
+    changes[1:-1] = ~(steady[1:] & steady[:-1] & (gap[1:] == gap[:-1]).all(1))
+    # The gap before a problem says which run it is in; where there is none, the gap after it.
+    run = changes.cumsum(0)
+    before, after = torch.cat([torch.tensor([0]), run[:-1]]), run
+    no_before = torch.cat([torch.tensor([True]), ~steady])
+    run_of = torch.where(no_before & torch.cat([steady, torch.tensor([False])]), after, before)
+    _, sizes = run_of.unique_consecutive(return_counts=True)
+    others = []
+    for run in torch.arange(len(row)).split(sizes.tolist()):
+        if len(run) >= least and unbroken[run].all():
+            yield run
+        else:
+            others.append(run)
+    if others:
+        yield torch.cat(others)
 
 
-def _fingerprints(tiles: Bool[Tensor, "n q_block k_block"]) -> Int64[Tensor, " n"]:
-    """64-bit sums of one random number a cell: equal masks agree, others do but once in 2^64 pairs."""
-    return torch.where(tiles, _random_numbers(tiles.shape[1:]), 0).sum((1, 2))
-
-
-def _random_numbers(shape: tuple[int, ...]) -> Int64[Tensor, "..."]:
-    """64-bit numbers, the same at every call: sums of them tell sets apart."""
-    bounds = torch.iinfo(torch.int64)
-    return torch.randint(bounds.min, bounds.max, shape, generator=torch.Generator().manual_seed(0))
+def _call(
+    chosen: _Lists, columns: Int32[Tensor, "n L"], blocks: Blocks, ids: Int64[Tensor, " E"], *, shared: bool
+) -> Call:
+    length, height, width = (int(x[0]) for x in (chosen.length, chosen.num_queries, chosen.num_keys))
+    unbroken = bool((columns[:, -1] - columns[:, 0] == length - 1).all())
+    queries: Stretches | None = evenly(chosen.row * blocks.q_block, height)
+    keys: Stretches | None = evenly(columns[:, 0].long() * blocks.k_block, width) if unbroken else None
+    if queries is None:
+        rows = chosen.row[:, None] + torch.arange(-(-height // blocks.q_block))
+        queries = Listed(rows, blocks.q_block, height)
+    if keys is None:
+        keys = Listed(columns, blocks.k_block, width)
+    masks = None
+    if bool(chosen.masked[0]):
+        begin = chosen.begin[:1] if shared else chosen.begin
+        masks = ids[begin[:, None] + torch.arange(length)].int()
+    return Call(int(chosen.table[0]), chosen.row, columns, queries, keys, masks)

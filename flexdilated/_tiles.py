@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import log
 
@@ -16,32 +17,33 @@ from ._kernel import Operands
 from ._sinks import add_sinks
 from ._tile_calls import Calls, plan_calls
 from .masks import cache
+from .masks._bound import Bound
+from .masks._cost import SLOTS_AT_ONCE
 from .masks._layout import Compact, Layout
 from .masks._planner import Plan
 from .masks._term import Term
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
-_SLOTS_AT_ONCE = 1 << 14  # enough for a kernel to share among cores, small beside the inputs
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
-    """One term ready to run: where its operands lie, and its calls if it is a list of blocks."""
+    """One term ready to run: where its operands lie, and its calls if it is a list of blocks.
+
+    A `fresh` step is the first to reach its rows.
+    """
 
     term: Term
     queries: Side
     keys: Side
     calls: Calls | None
-
-    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
-        return Operands(self.queries.take(q), self.keys.take(k), self.keys.take(v))
+    fresh: bool
 
     def forward(self, x: Operands, scale: float) -> tuple[Tensor, Tensor]:
         if self.calls is not None:
             out, lse = _tile_blocks.forward(x, self.calls, scale=scale)
         else:
-            out, lse = _kernel.forward(x, scale=scale, is_causal=self.term.shape == "causal")
+            out, lse = _kernel.forward(x, scale=scale, is_causal=self.term.shape == "causal", bias=self._bias(x))
         return out, lse + log(self.term.multiplicity) if self.term.multiplicity > 1 else lse
 
     def backward(self, x: Operands, grad_out: Tensor, out: Tensor, lse: Tensor, scale: float) -> tuple[Tensor, ...]:
@@ -50,53 +52,95 @@ class Step:
         lse = (lse - log(self.term.multiplicity)).masked_fill(lse == -torch.inf, torch.inf)
         if self.calls is not None:
             return _tile_blocks.backward(x, self.calls, grad_out, out, lse, scale=scale)
-        return _kernel.backward(x, grad_out, out, lse, scale=scale, is_causal=self.term.shape == "causal")
+        is_causal = self.term.shape == "causal"
+        return _kernel.backward(x, grad_out, out, lse, scale=scale, is_causal=is_causal, bias=self._bias(x))
+
+    def _bias(self, x: Operands) -> Tensor | None:
+        return self.term.bias(_wide(x.q))
 
 
 @dataclass(frozen=True)
 class Program:
     """A plan made ready for tensors of some head counts, in the order in which they are given.
 
-    Steps that reach every query come first: they start the sum without a merge.
+    Steps that reach every query come first, and steps over the same keys one after the other. `complete`: the
+    fresh steps reach every row.
     """
 
     given: Layout
     layout: Layout
     steps: tuple[Step, ...]
+    complete: bool
 
     @property
     def nbytes(self) -> int:
         return 1000 * len(self.steps) + sum(step.calls.nbytes for step in self.steps if step.calls is not None)
 
 
-def make_program(plan: Plan, given: Layout, *, num_kv_heads: int, block_size: tuple[int, int]) -> Program:
-    """Lay out each term's operands and, where it needs them, its block lists and calls."""
+def make_program(
+    plan: Plan,
+    given: Layout,
+    *,
+    num_kv_heads: int,
+    block_size: tuple[int, ...] = (),
+    slots_at_once: int = SLOTS_AT_ONCE,
+) -> Program:
+    """Lay out each term's operands and, where it needs them, its block lists and calls.
+
+    Blocks have sides `block_size`, or those of their term. Operands that are copies are made for `slots_at_once`
+    slots at a time, as far as a term can be parted.
+    """
     groups = plan.bound.num_heads // num_kv_heads
     key_layout = Layout(plan.bound.num_keys, plan.layout.rate)
-    steps = []
-    for term in (part for whole in plan.terms for part in _in_portions(whole)):
-        queries = side(term.q, plan.layout, term.heads)
-        keys = side(term.k, key_layout, tuple(head // groups for head in term.heads))
-        calls = _calls(term, block_size) if term.shape == "blocks" else None
-        steps.append(Step(term, queries, keys, calls))
-    steps.sort(key=lambda step: not step.queries.every(plan.bound.num_heads, plan.bound.num_queries))
-    return Program(given, plan.layout, tuple(steps))
+    laid_out = [
+        (side(term.q, plan.layout, term.heads), _key_side(term, key_layout, groups), term)
+        for term in (part for whole in plan.terms for part in _in_portions(whole, slots_at_once))
+    ]
+    laid_out = _in_order(laid_out, plan.bound)
+    reached = torch.zeros(1, plan.bound.num_heads, plan.bound.num_queries, dtype=torch.bool)
+    steps = tuple(
+        Step(
+            term,
+            queries,
+            keys,
+            _calls(term, block_size) if term.shape == "blocks" else None,
+            queries.claim(reached),
+        )
+        for queries, keys, term in laid_out
+    )
+    return Program(given, plan.layout, steps, bool(reached.all()))
 
 
-def _calls(term: Term, block_size: tuple[int, int]) -> Calls:
+def _key_side(term: Term, given: Layout, groups: int) -> Side:
+    return side(term.k, given, tuple(head // groups for head in term.heads))
+
+
+def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tuple[Side, Side, Term]]:
+    """Where a sum can start first, then by keys: those of one step may serve the next."""
+    seen: dict[Side, int] = {}
+    places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]
+
+    def rank(index: int) -> tuple[bool, int]:
+        return not laid_out[index][0].every(bound.num_heads, bound.num_queries), places[index]
+
+    return [laid_out[index] for index in sorted(range(len(laid_out)), key=rank)]
+
+
+def _calls(term: Term, block_size: tuple[int, ...]) -> Calls:
     """The cached calls of a term; terms that lie elsewhere and look alike, such as equal documents, share them."""
     alike = term.at_origin()
+    q_block, k_block = block_size or (term.block_side, term.block_side)
     return cache().get(
-        ("calls", alike, block_size),
-        lambda: plan_calls(alike, alike.blocks(*block_size)),
+        ("calls", alike, q_block, k_block),
+        lambda: plan_calls(alike, alike.blocks(q_block, k_block)),
         lambda calls: calls.nbytes,
     )
 
 
-def _in_portions(term: Term) -> tuple[Term, ...]:
+def _in_portions(term: Term, most_slots: int) -> tuple[Term, ...]:
     """A term whose operands are copies, in smaller terms, so that the copies of all need not exist at once."""
     copied = isinstance(term.q, Compact) and term.q.step > 1
-    return term.portions(_SLOTS_AT_ONCE) if copied else (term,)
+    return term.portions(most_slots) if copied else (term,)
 
 
 def run_forward(
@@ -110,17 +154,21 @@ def run_forward(
     """(out in q's dtype and memory format, lse in float32 or wider)."""
     like = q
     q, k, v = (_enter(program, x) for x in (q, k, v))
-    out, lse = None, None
-    for step in program.steps:
-        part, part_lse = step.forward(step.operands(q, k, v), scale)
-        if out is None or lse is None:
-            out, lse = _start(step.queries, part, q), _start(step.queries, part_lse, q)
+    sums: tuple[Tensor, Tensor] | None = None
+    for step, operands in _operands(program, q, k, v):
+        part = step.forward(operands, scale)
+        if sums is None:
+            out, lse = (_start(step.queries, each, q) for each in part)
             if out is not None and lse is not None:
+                sums = out, lse
                 continue
-            out, lse = _nothing(q)
-        step.queries.merge(out, lse, part, part_lse)
-    if out is None or lse is None:
-        out, lse = _nothing(q)
+            sums = _empty(q) if program.complete else _nothing(q)
+        if step.fresh:
+            step.queries.put(sums[0], part[0])
+            step.queries.put(sums[1], part[1])
+        else:
+            step.queries.merge(*sums, *part)
+    out, lse = _nothing(q) if sums is None else sums
     if sinks is not None:
         # Whole rows are scaled: the backward, which is fed this out and this lse, needs to know no more of sinks.
         out, lse = add_sinks(out, lse, sinks)
@@ -162,8 +210,8 @@ def run_backward(
     operands = tuple(_enter(program, x) for x in operands)
     grad_out, out, lse = (_enter(program, x) for x in (grad_out, out, result.lse))
     totals: list[Tensor | None] = [None, None, None]
-    for step in program.steps:
-        grads = step.backward(step.operands(*operands), grad_out, out, lse, scale)
+    for step, x in _operands(program, *operands):
+        grads = step.backward(x, grad_out, out, lse, scale)
         sides = (step.queries, step.keys, step.keys)
         totals = [
             _accumulate(total, grad, side, x)
@@ -176,10 +224,26 @@ def run_backward(
     return dq, dk, dv
 
 
+def _operands(program: Program, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Operands]]:
+    """Each step with its operands; neighbours over the same keys share the copy."""
+    side, keys = None, None
+    for step in program.steps:
+        if keys is None or step.keys != side:
+            side, keys = step.keys, None  # the copy before goes first
+            keys = step.keys.take(k), step.keys.take(v)
+        yield step, Operands(step.queries.take(q), *keys)
+
+
 def _start(side: Side, slots: Tensor, x: Tensor) -> Tensor | None:
     """A sum's first part as the sum itself, if it reaches every token; it is then widened, not copied."""
     tokens = side.all_tokens(slots, x.shape[1], x.shape[2])
     return None if tokens is None else tokens.to(_wide(x))
+
+
+def _empty(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for (out, lse) that steps will fill."""
+    wide = _wide(x)
+    return torch.empty_like(x, dtype=wide), x.new_empty(x.shape[:3], dtype=wide)
 
 
 def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,8 +273,8 @@ def _leave(program: Program, x: Tensor) -> Tensor:
 
 def _as(x: Tensor, like: Tensor) -> Tensor:
     """x in the dtype and memory format of `like`: what the op's shape rule promises."""
-    target = torch.empty_like(like)
-    return x if x.dtype == like.dtype and x.stride() == target.stride() else target.copy_(x)
+    strides = torch.empty_like(like, device="meta").stride()
+    return x if x.dtype == like.dtype and x.stride() == strides else torch.empty_like(like).copy_(x)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from ._call_key import CallKey
+from ._run_time_rules import rules_of
 from ._sinks import sinks_gradient
+from ._tile_plan import plan_tiles, portions_on
 from ._tiles import Program, Result, make_program, run_backward, run_forward
 from .masks import cache
-from .masks._json import kept_functions
+from .masks._json import kept_functions, read_text
+from .masks._machine_in_use import machine_of
 from .masks._pattern import Expression
-from .masks._planner import plan
 from .masks._run_time import alike
 
 
@@ -34,7 +36,7 @@ def tiles(
     """(out, lse) of a pattern in JSON; the plan is looked up when the op runs, so any size needs no retracing."""
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     where = (q_offset, k_offset, head_offset, num_heads_global)
-    programs = _programs(CallKey.of(pattern, *sizes, *where, rate, block_size), bindings, q.shape[0])
+    programs = _programs(CallKey.of(pattern, *sizes, *where, rate, block_size), bindings, q.shape[0], q.device.type)
     if len(programs) == 1:
         return run_forward(programs[0][1], q, k, v, scale, sinks)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -45,6 +47,7 @@ def tiles(
 
 @tiles.register_fake
 def _(q, k, v, sinks, bindings, pattern, scale, q_offset, k_offset, head_offset, num_heads_global, rate, block_size):
+    read_text(pattern).check_heads(int(num_heads_global))  # `attend` leaves it to this rule where it is traced
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return torch.empty_like(q), lse
 
@@ -71,7 +74,7 @@ def tiles_backward(
     """(dq, dk, dv) of `tiles`."""
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     where = (q_offset, k_offset, head_offset, num_heads_global)
-    programs = _programs(CallKey.of(pattern, *sizes, *where, rate, block_size), bindings, q.shape[0])
+    programs = _programs(CallKey.of(pattern, *sizes, *where, rate, block_size), bindings, q.shape[0], q.device.type)
     result = Result(out, lse, grad_out, grad_lse)
     if len(programs) == 1:
         return run_backward(programs[0][1], q, k, v, result, scale)
@@ -96,7 +99,8 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad_out, grad_lse):
     q, k, v, sinks, out, lse, *bindings = ctx.saved_tensors
-    without = [None] * len(bindings), *[None] * len(ctx.options)
+    # An empty list, such as a block size that was left open, counts as a list of tensors there.
+    without = [None] * len(bindings), *([] if option == [] else None for option in ctx.options)
     if grad_out is None and grad_lse is None:
         return None, None, None, None, *without
     if grad_out is None:
@@ -118,19 +122,21 @@ tiles.register_autograd(_backward, setup_context=_setup)
 tiles_backward.register_autograd(_no_double_backward)
 
 
-def _programs(key: CallKey, bindings: list[Tensor], batch: int) -> list[tuple[slice, Program]]:
+def _programs(key: CallKey, bindings: list[Tensor], batch: int, kind: str = "cpu") -> list[tuple[slice, Program]]:
     """(batch entries, their program): one for all, unless run-time tensors tell entries apart."""
     if not bindings:
-        return [(slice(None), _program(key, None, written=key.pattern))]
-    groups = alike(key.rules(bindings), batch)
-    return [(rows, _program(key._replace(pattern=rule.text), rule, written=key.pattern)) for rows, rule in groups]
+        return [(slice(None), _program(key, None, kind, written=key.pattern))]
+    groups = alike(rules_of(key, bindings), batch)
+    return [(rows, _program(key._replace(pattern=rule.text), rule, kind, written=key.pattern)) for rows, rule in groups]
 
 
-def _program(key: CallKey, rule: Expression | None, *, written: str) -> Program:
-    """The cached program for these sizes; `written` is the pattern as the caller has it, without values."""
+def _program(key: CallKey, rule: Expression | None, kind: str, *, written: str) -> Program:
+    """The cached program for these sizes on a kind of device; `written` is the pattern as the caller has it."""
 
     def build() -> Program:
-        best = plan(key.bound(rule), layout=key.layout)
-        return make_program(best, key.layout, num_kv_heads=key.num_kv_heads, block_size=key.block_size)
+        best = plan_tiles(key.bound(rule), key.layout, kind)
+        portions = portions_on(kind)
+        return make_program(best, key.layout, num_kv_heads=key.num_kv_heads, block_size=key.block_size, **portions)
 
-    return cache().get(("tiles", key), build, lambda program: program.nbytes, pattern=written)
+    name = ("tiles", key, kind, machine_of(kind).text)
+    return cache().get(name, build, lambda program: program.nbytes, pattern=written)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .masks import Layout, Mixture, Pattern
 from .masks._check import require_int
+from .masks._json import read_text
 from .masks._run_time import given_tensors, missing, names, require_values
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -119,7 +120,8 @@ def check_sizes(
         raise ValueError(
             f"num_heads_global must count all heads: {head_offset=} and {q.shape[1]} heads of q exceed {heads}"
         )
-    pattern.check_heads(heads)
+    if not torch.compiler.is_compiling():  # there the op's shape rule checks the pattern, untraced
+        pattern.check_heads(heads)
     return heads
 
 
@@ -127,8 +129,10 @@ def run_time_tensors(pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] 
     """The tensors that a pattern needs when it runs, in the order of their names: those it carries and those given."""
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
+    needed = _needed(pattern.text) if torch.compiler.is_compiling() else names(pattern)
+    if not needed and not bindings:
+        return []
     carried, given = given_tensors(pattern), {} if bindings is None else dict(bindings)
-    needed = names(pattern)
     for name in given:
         if name not in needed:
             known = f"needs {', '.join(map(repr, needed))}" if needed else "needs no run-time tensor"
@@ -140,6 +144,14 @@ def run_time_tensors(pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] 
         if name not in found:
             raise ValueError(missing(name))
     return [require_values(name, found[name]) for name in needed]
+
+
+def _needed(pattern: str) -> tuple[str, ...]:
+    return names(read_text(pattern))
+
+
+# Tracing through every part of a pattern takes longer than all the other checks together.
+_needed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_layout(layout: Layout | None, q: Tensor, k: Tensor) -> None:

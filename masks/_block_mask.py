@@ -95,7 +95,9 @@ def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:
     sides = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(sides) != 2:
         raise ValueError(f"block_size must be one side or (query side, key side); got {block_size=}")
-    rows, columns = (require_int("block_size", side, minimum=1, maximum=_LARGEST_SIDE) for side in sides)
+    rows, columns = sides
+    require_int("block_size", rows, minimum=1, maximum=_LARGEST_SIDE)
+    require_int("block_size", columns, minimum=1, maximum=_LARGEST_SIDE)
     return rows, columns
 
 

@@ -12,14 +12,13 @@ from jaxtyping import Bool, Int32, Int64, Shaped
 from torch import Tensor
 
 from ._cover import find_leaves
-from ._quadtree import Leaves, descend, row_roots
+from ._quadtree import Leaves
 from ._rule import Rule
 
 # T tables (one for each distinct head), E listed blocks
 
 _CELLS = 1 << 18  # pairs evaluated at once when blocks are settled: what stays in a cache
 _SLOTS_AT_ONCE = 1 << 17  # small tables are built together: fewer, larger tensor operations
-_SAMPLED_BLOCKS = 1 << 13  # blocks looked at for an estimate
 _DOUBTS_AT_ONCE = 1 << 17  # undecided blocks held at once: beyond, fewer rows are built at a time
 UNKNOWN = -1
 LISTED_BYTES = 17  # of each block in `Blocks`: four int32 and a bool
@@ -231,24 +230,3 @@ def _join_leaves(
     low = torch.zeros_like(key).index_add_(0, index, low[order])
     high = torch.zeros_like(key).index_add_(0, index, high[order])
     return key // (num_rows * num_columns), key // num_columns % num_rows, key % num_columns, low, high
-
-
-def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> float:
-    """About how many blocks a table lists, from a spread of rows and tables; unsettled, so rather more."""
-    rows, columns = -(-int(rule.q.lengths.sum()) // q_block), -(-int(rule.k.lengths.sum()) // k_block)
-    tables = _spread(len(rule.heads), 4)
-    # The first row stands for itself alone: global tokens there may see everyone.
-    others = 1 + _spread(rows - 1, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
-    sampled = torch.cat([torch.zeros(1, dtype=torch.int64), others])
-    found = descend(rule, row_roots(rule, tables, sampled, q_block), q_block, k_block)
-    keys = [(leaves.table * rows + leaves.row) * columns + leaves.column for leaves in found]
-    in_first = torch.cat(keys).unique() // columns % rows == 0
-    return (int(in_first.sum()) + int((~in_first).sum()) * (rows - 1) / max(len(others), 1)) / len(tables)
-
-
-def _spread(size: int, number: int) -> Tensor:
-    """At most `number` of the indices below `size`: one from each equal stretch, at places that no period shares."""
-    if size <= number:
-        return torch.arange(size)
-    stretch = torch.arange(number, dtype=torch.float64)
-    return ((stretch + (stretch * 0.6180339887).frac()) * size / number).long()

@@ -5,31 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
-from ._blocks import estimate_blocks
-from ._layout import Layout, Permutation
+from ._estimate import Listed, estimate_blocks
+from ._layout import Compact, Layout, Permutation
+from ._machine import Machine
 from ._run_time import entry, tables
 from ._term import Term
 
-_SIDE = 128  # computed pairs are counted in blocks of this side
+SLOTS_AT_ONCE = 1 << 14  # of a term's copies: enough for a kernel to share among cores, small beside the inputs
 _HEAD_DIM = 64
-_ELEMENT_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Rates of a device: what the cost model divides by."""
-
-    dense_flops_per_s: float  # attention over long runs of slots
-    block_flops_per_s: float  # attention over gathered blocks
-    bytes_per_s: float
-    launch_s: float
-
-
-# Orders of magnitude are enough: the options differ by factors.
-CPU = Machine(dense_flops_per_s=90e9, block_flops_per_s=50e9, bytes_per_s=8e9, launch_s=50e-6)
-ACCELERATOR = Machine(dense_flops_per_s=400e12, block_flops_per_s=400e12, bytes_per_s=3e12, launch_s=20e-6)
 
 
 @dataclass(frozen=True)
@@ -42,46 +25,63 @@ class Cost:
     seconds: float
 
 
-def machine_of(device: torch.device) -> Machine:
-    return CPU if device.type == "cpu" else ACCELERATOR
+def cost_of(
+    terms: Sequence[Term], machine: Machine, given: Layout, *, head_dim: int = _HEAD_DIM, element_bytes: int = 4
+) -> Cost:
+    """What the terms cost for one batch entry, for tokens that come in the order `given`.
 
-
-def cost_of(terms: Sequence[Term], machine: Machine, given: Layout) -> Cost:
-    """What the terms cost for one batch entry at head dim 64 in float32, for tokens that come in the order `given`."""
-    pairs = [computed_pairs(term) for term in terms]
-    moved = [_moved_bytes(term, given) for term in terms]
-    seconds = sum(
-        4 * _HEAD_DIM * count / (machine.block_flops_per_s if term.shape == "blocks" else machine.dense_flops_per_s)
-        for term, count in zip(terms, pairs, strict=True)
-    )
-    seconds += sum(moved) / machine.bytes_per_s + len(terms) * machine.launch_s
-    return Cost(sum(pairs), sum(moved), len(terms), seconds)
+    The machine's rates are those at head dim 64 in float32; they are taken to hold for others.
+    """
+    work = [_work(term, machine) for term in terms]
+    moved = sum(_moved_numbers(term, given) for term in terms) * head_dim * element_bytes
+    launches = sum(_launches(term) for term in terms)
+    seconds = 4 * head_dim * sum(at_rate for _, at_rate in work)
+    seconds += moved / machine.bytes_per_s + launches * machine.launch_s
+    return Cost(sum(pairs for pairs, _ in work), moved, launches, seconds)
 
 
 def computed_pairs(term: Term) -> int:
-    """Pairs in the term's listed blocks of side 128, over its heads and folds; an estimate for block lists.
+    """Pairs in the term's listed blocks, over its heads and folds; an estimate for block lists."""
+    return round(sum(_listed(term)) * term.block_side**2)
 
-    Where run-time tables differ by batch entry, the first stands for all.
-    """
-    rows, columns = -(-term.q.num_slots // _SIDE), -(-term.k.num_slots // _SIDE)
-    if term.shape == "dense":
-        listed = rows * columns * len(term.heads)
-    elif term.shape == "causal":
-        listed = sum(min(row + 1, columns) for row in range(rows)) * len(term.heads)
+
+def _work(term: Term, machine: Machine) -> tuple[int, float]:
+    """(computed pairs, the sum of these over the rate of each)."""
+    plain, masked = (blocks * term.block_side**2 for blocks in _listed(term))
+    if term.shape == "blocks":
+        rates = machine.rates(term.block_side)
+        slowness = plain / rates.plain_flops_per_s + masked / rates.masked_flops_per_s
     else:
-        one = replace(term, rule=entry(term.rule, 0)) if tables(term.rule) else term
-        mean = estimate_blocks(one.table_rule(), q_block=_SIDE, k_block=_SIDE)
-        listed = round(mean * len(term.heads))
-    return listed * _SIDE**2 * term.folds
+        slowness = plain / (machine.causal_flops_per_s if term.shape == "causal" else machine.dense_flops_per_s)
+    return round(plain + masked), slowness
 
 
-def _moved_bytes(term: Term, given: Layout) -> int:
-    """Copies of q, k, v into the term's layout and of out back, where the tokens are not given in that order."""
+def _listed(term: Term) -> Listed:
+    """Blocks over all heads and folds. Where run-time tables differ by batch entry, the first stands for all."""
+    problems = len(term.heads) * term.folds
+    rows, columns = (-(-side.num_slots // term.block_side) for side in (term.q, term.k))
+    if term.shape in ("dense", "strip"):
+        return Listed(rows * columns * problems, 0)
+    if term.shape == "causal":
+        return Listed(sum(min(row + 1, columns) for row in range(rows)) * problems, 0)
+    one = replace(term, rule=entry(term.rule, 0)) if tables(term.rule) else term
+    found = estimate_blocks(one.table_rule(), q_block=term.block_side, k_block=term.block_side)
+    return Listed(found.plain * problems, found.masked * problems)
+
+
+def _launches(term: Term) -> int:
+    """Kernel calls: one, or one for each portion of what is copied."""
+    copied = isinstance(term.q, Compact) and term.q.step > 1
+    return -(-term.q.num_slots * term.folds * len(term.heads) // SLOTS_AT_ONCE) if copied else 1
+
+
+def _moved_numbers(term: Term, given: Layout) -> int:
+    """Rows copied of q, k, v into the term's layout and of out back, where the tokens are not given in that order."""
     if isinstance(term.q, Permutation):
         gathered = 0 if term.q == given else 4 * term.q.num_slots * len(term.heads)
     else:
         assert not isinstance(term.k, Permutation)
-        slots = 2 * term.q.num_slots + 2 * term.k.num_slots
-        gathered = 0 if term.q.step == 1 else slots * term.folds * len(term.heads)
+        slots = sum(2 * side.num_slots for side in (term.q, term.k) if side.step > 1)
+        gathered = slots * term.folds * len(term.heads)
     merged = 3 * term.q.num_slots * term.folds * len(term.heads)
-    return (gathered * 2 + merged) * _HEAD_DIM * _ELEMENT_BYTES
+    return gathered * 2 + merged

@@ -10,7 +10,7 @@ from tabulate import tabulate
 from ._blocks import LISTED_BYTES, UNKNOWN, count_pairs
 from ._cost import computed_pairs
 from ._pattern import Expression, require_expression
-from ._planner import Option, plan
+from ._planner import Option, Plan, plan
 from ._term import Term
 
 _SIDE = 128
@@ -121,18 +121,22 @@ def describe(
     keys = num_queries if num_keys is None else num_keys
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_queries, num_keys=keys, **offsets)
-    branches = tuple(_describe_branch(options) for options in plan(bound, device=device).options)
-    return Description(pattern, num_queries, keys, num_heads, head_dim, branches)
+    return describe_plan(plan(bound, device=device), head_dim=head_dim)
+
+
+def describe_plan(plan: Plan, *, head_dim: int) -> Description:
+    """The same of a plan that was made."""
+    bound, branches = plan.bound, tuple(_describe_branch(options) for options in plan.options)
+    return Description(bound.pattern, bound.num_queries, bound.num_keys, bound.num_heads, head_dim, branches)
 
 
 def _describe_branch(options: tuple[Option, ...]) -> BranchDescription:
     chosen = options[0]
     counts = [_count(term) for term in chosen.terms]
-    times = chosen.multiplicity
     return BranchDescription(
         chosen.branch,
-        times,
-        times * sum(useful for useful, _, _ in counts),
+        chosen.multiplicity,
+        sum(useful for useful, _, _ in counts),
         sum(computed for _, computed, _ in counts),
         sum(held for _, _, held in counts),
         options,
@@ -140,7 +144,7 @@ def _describe_branch(options: tuple[Option, ...]) -> BranchDescription:
 
 
 def _count(term: Term) -> tuple[int, int, int]:
-    """(useful pairs, computed pairs, bytes of block lists) of a term, over its heads and folds."""
+    """(useful pairs as often as they count, computed pairs, bytes of block lists) of a term."""
     if term.shape != "blocks":
         return _count_plain(term)
     blocks = term.blocks(_SIDE, _SIDE)
@@ -149,19 +153,14 @@ def _count(term: Term) -> tuple[int, int, int]:
     pairs[unknown] = count_pairs(term.table_rule(), blocks.places(unknown), blocks.shape)
     users = torch.bincount(torch.tensor(blocks.heads))[blocks.table.long()]
     useful, listed = int((pairs * users).sum()), int(users.sum())
-    return useful * term.folds, listed * _SIDE**2 * term.folds, blocks.nbytes
+    return term.multiplicity * useful * term.folds, listed * _SIDE**2 * term.folds, blocks.nbytes
 
 
 def _count_plain(term: Term) -> tuple[int, int, int]:
-    """The same for all pairs, or for slots k <= q: nothing has to be listed to be counted."""
-    queries, keys, problems = term.q.num_slots, term.k.num_slots, len(term.heads) * term.folds
-    useful = queries * keys
-    if term.shape == "causal":
-        seen = min(queries, keys)
-        useful = seen * (seen + 1) // 2 + (queries - seen) * keys
+    """The same for what is no list of blocks: nothing has to be listed to be counted."""
     computed = computed_pairs(term)
-    listed = computed // (_SIDE**2 * problems) * (max(term.tables()) + 1)
-    return useful * problems, computed, listed * LISTED_BYTES
+    listed = computed // (_SIDE**2 * len(term.heads) * term.folds) * (max(term.tables()) + 1)
+    return term.counted_pairs(), computed, listed * LISTED_BYTES
 
 
 def _row(branch: BranchDescription, all_pairs: int) -> tuple[str, ...]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ._algebra import And, Not, Or
 from ._bound import Bound
 from ._compact import compact_terms
-from ._cost import Cost, Machine, cost_of
+from ._cost import Cost, cost_of
 from ._layout import Layout
 from ._lower import residue_rate, shared_terms
-from ._pattern import Pattern
+from ._machine import Machine
+from ._nested import nested_terms
+from ._pattern import Expression, Pattern
 from ._term import Term
 from ._tiled_terms import tiled_terms
 from ._windows import window_terms
@@ -20,14 +23,20 @@ from ._windows import window_terms
 MAX_RESIDUE_RATE = 256
 # Each part of a union is lowered without the parts before it: many parts make rules that are dear to evaluate.
 _MAX_PARTS = 6
+# In blocks of another side an option may gain as much as this over its cost in blocks of 128.
+_WORTH_OTHER_BLOCKS = 4
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What an engine can run: terms that share rows (it merges by lse), terms of their own for each document."""
+    """What an engine can run.
+
+    Terms that share rows (it merges by lse), terms of their own for each document, keys with weights.
+    """
 
     shared_rows: bool = True
     windows: bool = True
+    key_weights: bool = True
 
 
 ANYTHING = Allowed()
@@ -35,13 +44,13 @@ ANYTHING = Allowed()
 
 @dataclass(frozen=True)
 class Option:
-    """One way to compute a branch that counts `multiplicity` times: a layout's name and its terms.
+    """One way to compute a branch, or a mixture, that counts `multiplicity` times: a layout's name and its terms.
 
     With `shares_rows` several terms compute the same rows, and an engine must merge them by their lse. `given`
     is the order of the tokens for which `machine` is asked about the cost.
     """
 
-    branch: Pattern
+    branch: Expression
     multiplicity: int
     layout: str
     terms: tuple[Term, ...]
@@ -75,6 +84,34 @@ def options_of(branch: Pattern, times: int, bound: Bound, machine: Machine, allo
     disjoint = _disjoint_terms(branch, times, bound, machine) if allowed.shared_rows else None
     if disjoint is not None:
         options.append(Option(branch, times, "disjoint", disjoint, machine, given, shares_rows=True))
+    return _in_best_blocks(options, machine)
+
+
+def nested_option(branches: Mapping[Pattern, int], bound: Bound, machine: Machine, allowed: Allowed) -> Option | None:
+    """All branches of a mixture together, the pairs that they share computed once; None where they do not nest."""
+    if not (allowed.shared_rows and allowed.key_weights):
+        return None
+    terms = nested_terms(branches, bound)
+    if terms is None:
+        return None
+    return Option(bound.pattern, 1, "nested", tuple(terms), machine, Layout(bound.num_queries), shares_rows=True)
+
+
+def in_blocks_of(option: Option, side: int) -> Option:
+    """The option with all that it lists in blocks of this side."""
+    terms = (replace(term, block_side=side) if term.shape == "blocks" else term for term in option.terms)
+    return replace(option, terms=tuple(terms))
+
+
+def _in_best_blocks(options: list[Option], machine: Machine) -> tuple[Option, ...]:
+    """The options in order of their cost, those that come into question in the blocks that suit them best."""
+    least = min(option.cost.seconds for option in options)
+    for index, option in enumerate(options):
+        # "disjoint" has chosen part by part.
+        listed = any(term.shape == "blocks" for term in option.terms) and option.layout != "disjoint"
+        if listed and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least:
+            sides = (in_blocks_of(option, side) for side in machine.sides)
+            options[index] = min((option, *sides), key=lambda each: each.cost.seconds)
     return tuple(sorted(options, key=lambda option: option.cost.seconds))
 
 

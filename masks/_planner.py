@@ -9,11 +9,14 @@ import torch
 
 from ._bound import Bound
 from ._cache import cache
-from ._cost import Cost, Machine, machine_of
+from ._choice import Candidates, Choice
+from ._cost import Cost
 from ._json import read_text
 from ._layout import Layout
 from ._lower import residue_rate, shared_terms
-from ._options import ANYTHING, MAX_RESIDUE_RATE, Allowed, Option, options_of
+from ._machine import Machine
+from ._machine_in_use import machine_of
+from ._options import ANYTHING, MAX_RESIDUE_RATE, Allowed, Option, nested_option, options_of
 from ._pattern import Expression
 from ._term import Term
 
@@ -23,13 +26,15 @@ class Plan:
     """How a bound pattern is computed: the terms to run and merge, and what they were chosen from.
 
     `layout` is the order in which the terms expect q, k and v; `options` holds, for each distinct branch,
-    every way that was weighed, the chosen one first.
+    every way that was weighed, the chosen one first. Where all branches are computed together there is one
+    such tuple for all of them; where they could have been, `together` is that way.
     """
 
     bound: Bound
     layout: Layout
     terms: tuple[Term, ...]
     options: tuple[tuple[Option, ...], ...]
+    together: Option | None = None
 
     @property
     def shares_rows(self) -> bool:
@@ -60,16 +65,19 @@ def plan(
     device: torch.device | str = "cpu",
     layout: Layout | None = None,
     allowed: Allowed = ANYTHING,
+    choice: Choice | None = None,
 ) -> Plan:
     """The cached plan of a bound pattern on this kind of device, among the ways that an engine is `allowed`.
 
     With `layout` the inputs arrive in that order: the plan then either runs in it, or, where that is
-    cheaper with the copies counted, in the natural order; `Plan.layout` says which.
+    cheaper with the copies counted, in the natural order; `Plan.layout` says which. A `choice` is followed in the
+    natural order, in place of the predicted costs.
     """
     kind = torch.device(device).type
+    machine = machine_of(kind)
     return cache().get(
-        ("plan", bound.key(), kind, layout, allowed),
-        lambda: _plan(bound, machine_of(torch.device(kind)), layout, allowed),
+        ("plan", bound.key(), kind, machine.text, layout, allowed, choice),
+        lambda: _plan(bound, machine, layout, allowed, choice),
         _plan_bytes,
         pattern=bound.pattern.text,
     )
@@ -90,23 +98,27 @@ def recommended_layout(
 def _recommended_rate(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
     bound = read_text(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
 
+    machine = machine_of(kind)
+
     def build() -> int:
         rate = residue_rate(bound.union)
         if rate == 1 or rate > min(MAX_RESIDUE_RATE, num_tokens):
             return 1
-        machine = machine_of(torch.device(kind))
         residue = _in_layout(bound, machine, Layout(num_tokens, rate))
         return rate if residue.cost.seconds < plan(bound, device=kind).cost.seconds else 1
 
-    return cache().get(("recommended_rate", bound.key(), kind), build, lambda rate: 8, pattern=pattern)
+    return cache().get(("recommended_rate", bound.key(), kind, machine.text), build, lambda rate: 8, pattern=pattern)
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import the whole compiler with this package.
 _recommended_rate._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _plan(bound: Bound, machine: Machine, layout: Layout | None, allowed: Allowed) -> Plan:
-    natural = Plan(bound, Layout(bound.num_queries), *_choose(bound, machine, allowed))
+def _plan(
+    bound: Bound, machine: Machine, layout: Layout | None, allowed: Allowed, choice: Choice | None = None
+) -> Plan:
+    natural = None if choice is None else _follow(choice, bound, machine, allowed)
+    natural = natural or _choose(bound, machine, allowed)
     if layout is None or layout.rate == 1:
         return natural
     in_layout = _in_layout(bound, machine, layout)
@@ -114,14 +126,28 @@ def _plan(bound: Bound, machine: Machine, layout: Layout | None, allowed: Allowe
     return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copies_s else natural
 
 
-def _choose(
-    bound: Bound, machine: Machine, allowed: Allowed
-) -> tuple[tuple[Term, ...], tuple[tuple[Option, ...], ...]]:
-    weighed = tuple(
-        options_of(branch, times, bound, machine, allowed)
-        for branch, times in Counter(bound.pattern.branches()).items()
-    )
-    return tuple(term for options in weighed for term in options[0].terms), weighed
+def _choose(bound: Bound, machine: Machine, allowed: Allowed) -> Plan:
+    """The cheapest way for each branch, or for all branches together."""
+    branches, layout = Counter(bound.pattern.branches()), Layout(bound.num_queries)
+    weighed = tuple(options_of(branch, times, bound, machine, allowed) for branch, times in branches.items())
+    terms = tuple(term for options in weighed for term in options[0].terms)
+    together = nested_option(branches, bound, machine, allowed)
+    if together is None:
+        return Plan(bound, layout, terms, weighed)
+    apart = Option(bound.pattern, 1, "branch by branch", terms, machine, layout, shares_rows=True)
+    if apart.cost.seconds <= together.cost.seconds:
+        return Plan(bound, layout, terms, weighed, together)
+    return Plan(bound, layout, together.terms, ((together, apart),), together)
+
+
+def _follow(choice: Choice, bound: Bound, machine: Machine, allowed: Allowed) -> Plan | None:
+    """The plan that a measurement chose; None where the choice names what there is not."""
+    candidates = Candidates.of(bound, machine, allowed)
+    chosen = candidates.chosen(choice)
+    if chosen is None:
+        return None
+    terms = tuple(term for options in chosen for term in options[0].terms)
+    return Plan(bound, Layout(bound.num_queries), terms, chosen, candidates.together)
 
 
 def _in_layout(bound: Bound, machine: Machine, layout: Layout) -> Plan:

@@ -7,6 +7,7 @@ from math import lcm
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ._blocks import Blocks, build_blocks, repeat_blocks
@@ -16,8 +17,9 @@ from ._pattern import MaskMod, Pattern
 from ._rule import Rule
 from ._tiled import Tiled
 from ._tiling import Tiling
+from ._weights import PairWeights, Weights
 
-Shape = Literal["dense", "causal", "blocks"]
+Shape = Literal["dense", "causal", "strip", "blocks"]
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,10 @@ class Term:
     """Some heads of one branch over a layout of the queries and one of the keys.
 
     `rule` is what the layout leaves to check. A folded term repeats the rule of fold 0. `shape` names
-    structure that a kernel can use: all pairs, slots k <= q, or a list of blocks. `heads` are this device's
-    query heads; query token i stands at position q_offset + i, key token j at k_offset + j. A pair
-    of the term counts `multiplicity` times.
+    structure that a kernel can use: all pairs; slots k <= q; the same where the queries are the last of the
+    key slots (a strip); or a list of blocks, of the side `block_side` where none is asked for. `heads` are this
+    device's query heads; query token i stands at position q_offset + i, key token j at k_offset + j. A pair
+    of the term counts `multiplicity` times, and with `weights` that often times its weight.
     """
 
     rule: Pattern
@@ -40,22 +43,48 @@ class Term:
     k: Permutation | Compact
     q_offset: int
     k_offset: int
+    weights: Weights | None = None
+    block_side: int = 128
 
     @property
     def folds(self) -> int:
         return self.q.folds if isinstance(self.q, Compact) else 1
 
     def portions(self, most_slots: int) -> tuple[Term, ...]:
-        """The same in terms of at most `most_slots` query slots, as far as heads and folds can be parted."""
+        """The same in terms of at most `most_slots` slots a side, as far as heads and folds can be parted."""
         if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
             return (self,)
-        folds = max(1, min(self.folds, most_slots // self.q.num_slots))
-        heads = max(1, most_slots // (folds * self.q.num_slots))
+        slots = max(self.q.num_slots, self.k.num_slots)
+        folds = max(1, min(self.folds, most_slots // slots))
+        heads = max(1, most_slots // (folds * slots))
         return tuple(
-            replace(self, heads=self.heads[some], q=self.q.portion(some, few), k=self.k.portion(some, few))
+            replace(
+                self,
+                heads=self.heads[some],
+                q=self.q.portion(some, few),
+                k=self.k.portion(some, few),
+                weights=self.weights and self.weights.of_heads(some),
+            )
             for some in (slice(begin, begin + heads) for begin in range(0, len(self.heads), heads))
             for few in (range(begin, min(begin + folds, self.folds)) for begin in range(0, self.folds, folds))
         )
+
+    def bias(self, dtype: torch.dtype) -> Float[Tensor, "#H #Q K"] | None:
+        """What the weights add to the scores of a fold, -inf for hidden keys; None for a term without weights."""
+        return None if self.weights is None else self.weights.bias(self.q.num_slots, self.k.num_slots, dtype)
+
+    def counted_pairs(self) -> int:
+        """Pairs of a term without block lists, over its heads and folds, each as often as it counts."""
+        queries, keys, heads = self.q.num_slots, self.k.num_slots, len(self.heads)
+        if self.weights is not None:
+            pairs = self.weights.counted(queries, keys) * (heads if isinstance(self.weights, PairWeights) else 1)
+        elif self.shape == "dense":
+            pairs = queries * keys * heads
+        else:
+            lead = keys - queries if self.shape == "strip" else 0
+            seen = min(queries, keys - lead)
+            pairs = (seen * (seen + 1) // 2 + queries * lead + (queries - seen) * (keys - lead)) * heads
+        return self.multiplicity * pairs * self.folds
 
     def tables(self) -> tuple[int, ...]:
         """The table of each head: heads whose rule over slots is the same share one."""
@@ -101,7 +130,7 @@ class Term:
         least = min(min(self.q.starts) + self.q_offset, min(self.k.starts) + self.k_offset)
         shift = 0 if period is None else least // period * period
         q, k = self.q.alone(self.q_offset - shift), self.k.alone(self.k_offset - shift)
-        return replace(self, multiplicity=1, q=q, k=k, q_offset=0, k_offset=0)
+        return replace(self, multiplicity=1, q=q, k=k, q_offset=0, k_offset=0, weights=None)
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
         """The block lists over the slots of one fold, with a table for each distinct head."""
@@ -135,7 +164,8 @@ class Term:
         if isinstance(self.q, Compact) and isinstance(self.k, Compact):
             q = torch.tensor(self.q.starts, device=device) + self.q_offset
             k = torch.tensor(self.k.starts, device=device) + self.k_offset
-            return _on_progressions(inner, heads, q, k, torch.tensor(self.q.step, device=device))
+            steps = (torch.tensor(side.step, device=device) for side in (self.q, self.k))
+            return _on_progressions(inner, heads, q, k, *steps)
         assert isinstance(self.q, Permutation)
         assert isinstance(self.k, Permutation)
         if self.q.is_natural and self.k.is_natural:
@@ -152,9 +182,11 @@ def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
     return Pieces(pieces.starts, pieces.lengths, firsts, pieces.step)
 
 
-def _on_progressions(inner: MaskMod, heads: Tensor, q_firsts: Tensor, k_firsts: Tensor, step: Tensor) -> MaskMod:
+def _on_progressions(
+    inner: MaskMod, heads: Tensor, q_firsts: Tensor, k_firsts: Tensor, q_step: Tensor, k_step: Tensor
+) -> MaskMod:
     def mask_mod(b, h, q, k):
-        return inner(b, heads[h], q_firsts[h] + q * step, k_firsts[h] + k * step)
+        return inner(b, heads[h], q_firsts[h] + q * q_step, k_firsts[h] + k * k_step)
 
     return mask_mod
 

@@ -18,7 +18,8 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_m
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks import _blocks
-from flexdilated.masks._blocks import Blocks, build_blocks, estimate_blocks
+from flexdilated.masks._blocks import Blocks, build_blocks
+from flexdilated.masks._estimate import estimate_blocks
 from flexdilated.masks._lower import shared_terms
 from tests import oracle
 from tests.agreement import assert_agrees
@@ -186,7 +187,7 @@ def test_estimates_of_opaque_rules_take_a_bounded_sample(monkeypatch):
         type(pattern), "count", lambda self, box, **heads: looked.append(len(box.area)) or count(self, box, **heads)
     )
     monkeypatch.setattr(type(rule), "allowed", lambda *_: pytest.fail("evaluated"))
-    assert estimate_blocks(rule, q_block=128, k_block=128) == (N // 128) ** 2
+    assert estimate_blocks(rule, q_block=128, k_block=128).blocks == (N // 128) ** 2
     assert sum(looked) < 1 << 18
 
 

@@ -32,7 +32,8 @@ def test_ladders(name, causal):
     told = masks.describe(pattern, N, num_heads=H, head_dim=D)
     useful = oracle.useful_pairs(segments, rates, num_heads=H, N=N, causal=causal)
     assert told.useful_pairs == useful
-    assert 1.0 <= told.waste <= 1.15
+    # Segments that double share pairs, which are computed once.
+    assert 0.75 <= told.waste <= 1.15
     assert told.waste == told.computed_pairs / useful
     assert told.forward_flops == 4 * D * useful
     assert told.backward_flops == 10 * D * useful

@@ -3,6 +3,8 @@
 import sys
 
 import pytest
+import torch
+from torch._dynamo.utils import clear_compilation_metrics, counters
 
 from flexdilated.cli import _doctor, main
 
@@ -25,6 +27,7 @@ def test_a_sound_machine(capsys) -> None:
         "engines on cpu",
         "attention on cpu",
         "plan cache",
+        "compilations",
     ):
         assert subject in printed
 
@@ -96,3 +99,42 @@ def test_attention_that_fails_or_is_wrong(capsys, monkeypatch) -> None:
         status, printed = examine(capsys)
         assert status == 1
         assert verdict in printed
+
+
+def test_torch_compile_is_tried_and_counted(capsys) -> None:
+    """The trial compiles: the counter that is printed after it has seen the graph."""
+    clear_counts()
+    status, printed = examine(capsys)
+    assert status == 0
+    lines = dict(line.split(maxsplit=1) for line in printed.splitlines() if line.startswith(("torch.", "compil")))
+    assert lines["torch.compile"] == "works, traced in one graph"
+    assert lines["compilations"].startswith("1 in ")
+    assert lines["compilations"].endswith(", 0 of them again; 0 graph breaks, 0 left to eager")
+
+
+def test_torch_compile_that_is_off_fails_or_is_wrong(capsys, monkeypatch) -> None:
+    """The trial has teeth; attention itself still works."""
+    with torch.compiler.set_stance("force_eager"):
+        assert "is switched off: everything runs eagerly" in examine(capsys)[1]
+    gradients = iter((torch.zeros(3), torch.ones(3)))
+
+    def wrong(attention, inputs):
+        attention(*inputs.unbind())
+        return next(gradients)
+
+    def failing(attention, inputs):
+        raise RuntimeError("no backend\nfor this")
+
+    for broken, verdict in ((wrong, "is wrong: 1.0e+00 away"), (failing, "fails: RuntimeError: no backend")):
+        monkeypatch.setattr(_doctor, "_gradient", broken)
+        clear_counts()
+        status, printed = examine(capsys)
+        assert status == 0
+        assert verdict in printed
+
+
+def clear_counts() -> None:
+    """As in a new process: nothing compiled, nothing counted."""
+    torch.compiler.reset()
+    counters.clear()
+    clear_compilation_metrics()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,8 +17,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import flexdilated as fd
 from flexdilated import _flex, masks
 from flexdilated._call_key import CallKey
-from flexdilated._flex import FlexProgram, run_flex
+from flexdilated._flex import FlexProgram, make_flex_program, run_flex
 from flexdilated._flex_program import static_program
+from flexdilated.masks._nested import nested_terms
+from flexdilated.masks._planner import Plan, plan
 from tests import oracle
 from tests.agreement import assert_agrees
 from tests.strategies import Case, block_sides, cases, tensors, whole_cases
@@ -192,6 +195,36 @@ def test_no_pair_at_all_is_zero_and_differentiable():
     assert (lse == -torch.inf).all()
     (grad,) = torch.autograd.grad(out.sum(), q)
     assert torch.equal(grad, torch.zeros_like(q))
+
+
+@given(st.data(), block_sides)
+def test_terms_with_weights(data, side):
+    """Pairs that several branches share, computed once: their weights come after a caller's score_mod."""
+    causal, H = data.draw(st.booleans()), data.draw(st.integers(1, 3))
+    N = data.draw(st.integers(8, 70))
+    ladder = ([8, 16, 32], [1, 2, 4])
+    pattern, rule = masks.longnet(*ladder), oracle.longnet(*ladder)
+    if causal:
+        pattern, rule = pattern & masks.causal(), oracle.both(rule, oracle.causal())
+    bound = pattern.bind(num_heads=H, num_queries=N, num_keys=N)
+    terms = nested_terms(Counter(bound.pattern.branches()), bound)
+    assert terms is not None
+    assert any(term.weights is not None for term in terms) or N == 8
+    chosen = Plan(bound, masks.Layout(N), tuple(terms), plan(bound).options)
+    program = make_flex_program(chosen, masks.Layout(N), num_kv_heads=H, block_size=(side, side), device=CPU)
+    torch.manual_seed(N)
+    drawn = tuple(torch.randn(1, H, N, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    counts = oracle.counts(rule, range(H), H, torch.arange(N), torch.arange(N))
+    assert_agrees(around_dense(program, 0.5), drawn, counts, scale=0.5)
+    q, k, v = (x.detach() for x in drawn)
+    found = around_dense(program, 0.5, score_mod=slanted)(q, k, v)
+    exact = fd.attend(q, k, v, pattern, scale=0.5, score_mod=slanted, engine="reference", return_lse=True)
+    torch.testing.assert_close(found, exact)
+
+
+def slanted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+    """Every index moves the score, so that one taken for another shows."""
+    return score * 0.5 + (q_idx - k_idx) * 0.01 * (h + 1)
 
 
 @pytest.mark.device

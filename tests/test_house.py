@@ -41,6 +41,7 @@ PUBLIC = {
         "LongNetConfig",
         "MultiheadDilatedAttention",
         "attend",
+        "compilations",
         "masks",
         "testing",
     ],

@@ -28,15 +28,26 @@ def weight_of(term: Term, shape: tuple[int, ...]) -> Tensor:
     heads, (q, k) = len(term.heads), (tokens_of(side, len(term.heads)) for side in (term.q, term.k))
     slots = torch.arange(q.shape[-1])[:, None], torch.arange(k.shape[-1])[None, :]
     mod = term.mask_mod(torch.device("cpu"))
+    weights = weights_of(term)
     for index, head in enumerate(term.heads):
         allowed = mod(torch.tensor(0), torch.tensor(index), *slots).expand(len(slots[0]), slots[1].shape[1])
         if term.shape != "blocks":
-            assert torch.equal(allowed, torch.ones_like(allowed) if term.shape == "dense" else slots[1] <= slots[0])
+            lead = len(slots[1][0]) - len(slots[0]) if term.shape == "strip" else 0
+            plain = torch.ones_like(allowed) if term.shape == "dense" else slots[1] <= slots[0] + lead
+            assert torch.equal(allowed, plain)
+        times = term.multiplicity * weights[index] * allowed
         for fold in range(q.shape[1]):
             table = total[head]
-            table[q[index, fold][:, None], k[index, fold][None, :]] += term.multiplicity * allowed
+            table[q[index, fold][:, None], k[index, fold][None, :]] += times
     assert heads == len(set(term.heads))
     return total
+
+
+def weights_of(term: Term) -> Tensor:
+    """(heads, queries or 1, key slots): how often each pair counts, 0 where it is hidden."""
+    bias = term.bias(torch.float64)
+    times = torch.ones(1, 1, 1, dtype=torch.int64) if bias is None else bias.exp().round().long()
+    return times.expand(len(term.heads), -1, -1)
 
 
 def weight_of_all(terms: Iterable[Term], shape: tuple[int, ...]) -> Tensor:

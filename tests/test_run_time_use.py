@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated import _tile_calls, masks
+from flexdilated import _tile_masks, masks
 from flexdilated._reference import multiplicity
 from flexdilated.masks import _blocks
 from flexdilated.masks._planner import plan
@@ -180,7 +180,7 @@ def test_blocks_at_equal_distances_are_looked_at_once(monkeypatch):
         looked_at.append(len(places.table))
         return _blocks.evaluate(rule, places, shape)
 
-    monkeypatch.setattr(_tile_calls, "evaluate", evaluate)
+    monkeypatch.setattr(_tile_masks, "evaluate", evaluate)
     masks.cache().clear()
     x, window = qkv(num_tokens=301), masks.local_window(left=37, right=0)
     assert_exact(window, *x, block_size=16)

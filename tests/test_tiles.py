@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flexdilated as fd
-from flexdilated import _tile_blocks, _tile_calls, masks
+from flexdilated import _tile_blocks, _tile_masks, masks
 from flexdilated._tiles import Result, make_program, run_backward, run_forward
 from flexdilated.masks import Layout, _blocks, _quadtree
 from flexdilated.masks._planner import Plan, plan
@@ -113,8 +113,8 @@ def test_ladders(name, causal, rate):
 @pytest.mark.parametrize(
     ("module", "name", "limit"),
     [
-        (_tile_calls, "_MASK_BYTES", 0),
-        (_tile_calls, "_MASK_BYTES", 300),
+        (_tile_masks, "_MASK_BYTES", 0),
+        (_tile_masks, "_MASK_BYTES", 300),
         (_tile_blocks, "_GATHERED_BYTES", 1),
         (_blocks, "_CELLS", 100),
         (_blocks, "_SLOTS_AT_ONCE", 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -11,10 +12,12 @@ from tabulate import tabulate
 from torch import Tensor
 
 from .. import masks
+from .._compilations import compilations
 from .._flex import missing_compiler
 from ..masks._cache_limits import BYTES_VARIABLE, ENTRIES_VARIABLE, bytes_from_environment, entries_from_environment
 from ..nn import DilatedAttention
 from . import _extras
+from ._flash import active_implementation, is_flash_backend_importable, other_implementations
 from ._settings import available_devices
 
 Finding = tuple[str, str]
@@ -29,13 +32,13 @@ _LARGEST_ERROR = 1e-4
 
 def doctor() -> int:
     """Print what was found; 0 where attention runs on a device of this machine, 1 where it runs on none."""
-    findings = [*_versions(), *_compiler(), *_engines(), *_extra_packages()]
+    findings = [*_versions(), *_compiler(), *_engines(), *_flash(), *_extra_packages()]
     variables, parse = _variables()
     trials = {device: _trial(device) for device in available_devices()} if parse else {}
     findings += variables
     findings += [(f"attention on {device}", failure or "works") for device, failure in trials.items()]
     if parse:
-        findings.append(_cache())
+        findings += [("torch.compile", _compiled_trial() or "works, traced in one graph"), _cache(), _compilations()]
     works = None in trials.values()
     print(tabulate(findings, tablefmt="plain", disable_numparse=True))
     print("\nAttention works on this machine." if works else "\nAttention does not work on this machine.")
@@ -82,6 +85,17 @@ def _engines() -> list[Finding]:
     return findings
 
 
+def _flash() -> list[Finding]:
+    """What is active is named, never changed: it holds for the whole process."""
+    active, others = active_implementation(), ", ".join(other_implementations())
+    known = f"; torch.nn.attention.activate_flash_attention_impl knows {others}" if others else ""
+    importable = "flash_attn.cute is importable" if is_flash_backend_importable() else "no flash_attn.cute"
+    return [
+        ("flash attention on cuda", f"{active} is active{known}"),
+        ("FLASH backend of flex", f"{importable}; it serves CUDA only, where kernel_options ask for it"),
+    ]
+
+
 def _extra_packages() -> list[Finding]:
     return [
         (package, "found" if _extras.find(package) else _extras.missing_line(package)) for package in _extras.EXTRAS
@@ -120,6 +134,39 @@ def _forward_backward(inputs: Float[Tensor, "3 B H N D"], *, engine: str | None)
     out = DilatedAttention((16, 64), (1, 4), causal=True, engine=engine)(q, k, v)
     (grad,) = torch.autograd.grad(out.square().sum(), inputs)
     return out.detach(), grad
+
+
+def _compiled_trial() -> str | None:
+    """What goes wrong where torch.compile traces a small forward and backward on the CPU, or None.
+
+    No kernel is built: that takes a compiler, and many seconds.
+    """
+    attention = DilatedAttention((16, 64), (1, 4), causal=True)
+    before = compilations().graphs
+    inputs = torch.randn(3, 1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
+    try:
+        found = _gradient(torch.compile(attention, fullgraph=True, backend="aot_eager"), inputs)
+    except (RuntimeError, ImportError, OSError) as failure:
+        return f"fails: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
+    if compilations().graphs == before:
+        return "is switched off: everything runs eagerly, and engine 'flex' not at all"
+    error = float((found - _gradient(attention, inputs)).abs().max())
+    return None if error < _LARGEST_ERROR else f"is wrong: {error:.1e} away from the eager result"
+
+
+def _gradient(attention: Callable[..., Tensor], inputs: Float[Tensor, "3 B H N D"]) -> Float[Tensor, "3 B H N D"]:
+    q, k, v = (each.clone().requires_grad_() for each in inputs)
+    return torch.stack(torch.autograd.grad(attention(q, k, v).square().sum(), (q, k, v)))
+
+
+def _compilations() -> Finding:
+    found = compilations()
+    breaks = sum(times for _, times in found.graph_breaks)
+    return (
+        "compilations",
+        f"{found.graphs} in {found.seconds:.1f} s, {len(found.recompilations)} of them again; "
+        f"{breaks} graph breaks, {found.left_to_eager} left to eager",
+    )
 
 
 def _cache() -> Finding:

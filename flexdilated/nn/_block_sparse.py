@@ -43,7 +43,7 @@ class BlockSparseAttention(nn.Module):
         scale: float | None = None,
         enable_gqa: bool = False,
         engine: str | None = None,
-        block_size: int | tuple[int, int] = 128,
+        block_size: int | tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         check_engine(engine)
@@ -52,7 +52,7 @@ class BlockSparseAttention(nn.Module):
         self.scale = None if scale is None else resolve_scale(scale, head_dim=1)
         self.enable_gqa = require_bool("enable_gqa", enable_gqa)
         self.engine = engine
-        self.block_size = block_sides(block_size)
+        self.block_size = None if block_size is None else block_sides(block_size)
         self.register_parameter("sinks", _sinks(pattern, require_bool("sinks", sinks), num_heads))
 
     def forward(

@@ -1,0 +1,201 @@
+"""The guard: is anything twice as slow as it was? Ratios to plain jobs, on one thread, within seconds.
+
+The rule. Each case runs the library and a plain job in turns. Its figure is the fastest run of the library over
+the fastest plain run: whatever else the machine does only ever adds time, so both end near their true cost. A
+case fails if its figure is above `bound` times the recorded one, after further rounds in up to three tries whose
+runs are pooled. That forgives noise, while what really takes twice as long stays above the bound.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from ._guard_cases import CASES, Pair
+from ._machine import commit, machine, versions
+
+RECORDED = Path("bench/guard.json")
+BOUND = 1.7
+
+_TRIES = 3
+_ROUNDS_A_TRY = 8  # at least
+_SECONDS_A_TRY = 0.5  # at least, and more where rounds take longer
+
+
+@dataclass
+class Runs:
+    """Seconds of all runs of a case so far."""
+
+    library: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """Fastest over fastest."""
+        return min(self.library) / min(self.plain)
+
+    def add(self, pair: Pair) -> None:
+        """One more try: rounds in which both take turns."""
+        start, rounds = perf_counter(), 0
+        while rounds < _ROUNDS_A_TRY or perf_counter() - start < _SECONDS_A_TRY:
+            self.plain.append(pair.plain.seconds())
+            self.library.append(pair.library.seconds())
+            rounds += 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A case's figure beside the recorded one."""
+
+    name: str
+    recorded: float
+    ratio: float
+    tries: int
+    bound: float
+
+    @property
+    def failed(self) -> bool:
+        return self.ratio > self.bound * self.recorded
+
+    @property
+    def text(self) -> str:
+        if self.failed:
+            return "SLOWER"
+        return "faster: record it anew" if self.ratio * self.bound < self.recorded else "ok"
+
+
+def check(name: str, case: Callable[[], Pair], *, recorded: float, bound: float = BOUND) -> Verdict:
+    """Measure a case until it is within the bound, in at most three tries."""
+    pair, runs, tries = case(), Runs(), 0
+    while True:
+        tries += 1
+        runs.add(pair)
+        verdict = Verdict(name, recorded, runs.ratio, tries, bound)
+        if not verdict.failed or tries == _TRIES:
+            return verdict
+
+
+def record(names: Iterable[str], path: Path) -> None:
+    """Measure the cases, in as many tries as a failure would take, and write their figures; others stay."""
+    ratios = dict(read(path)) if path.exists() else {}
+    for name in names:
+        pair, runs = CASES[name](), Runs()
+        for _ in range(_TRIES):
+            runs.add(pair)
+        ratios[name] = round(runs.ratio, 3)
+        print(f"{name}: {ratios[name]}")
+    document = {
+        "ratios": {name: ratios[name] for name in CASES if name in ratios},
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def read(path: Path) -> Mapping[str, float]:
+    """The recorded figures. Raises ValueError for a file that holds none."""
+    try:
+        document: Any = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ValueError(f"the guard needs recorded ratios, which `--record` writes; there is no {path}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"recorded ratios must be JSON; {path} is not: {error}") from error
+    ratios = document.get("ratios") if isinstance(document, dict) else None
+    if not isinstance(ratios, dict) or not all(_is_ratio(value) for value in ratios.values()):
+        raise ValueError(f"{path} must hold positive numbers under 'ratios'; got {ratios!r:.80}")
+    return ratios
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit status: 0, 1 if a case is slower than the bound allows, or 2 for a call or a file that is wrong."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    names = options.cases or list(CASES)
+    with _one_thread():
+        if options.record:
+            record(names, options.file)
+            return 0
+        try:
+            recorded = read(options.file)
+        except ValueError as error:
+            parser.error(str(error))
+        missing = [name for name in names if name not in recorded]
+        if missing:
+            parser.error(f"{options.file} has no ratio of {', '.join(missing)}; `--record` measures it")
+        verdicts = [check(name, CASES[name], recorded=recorded[name], bound=options.bound) for name in names]
+    print(_table(verdicts))
+    failed = [verdict.name for verdict in verdicts if verdict.failed]
+    if failed:
+        print(f"slower than {options.bound} times the recorded ratio: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench guard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", type=_case, help=f"all, or some of {', '.join(CASES)}")
+    parser.add_argument("--record", action="store_true", help="measure, and write the ratios down as those to hold")
+    parser.add_argument(
+        "--bound", type=_bound, default=BOUND, metavar="FACTOR", help=f"times the recorded ratio ({BOUND})"
+    )
+    parser.add_argument("--file", type=Path, default=RECORDED, metavar="FILE", help=f"recorded ratios ({RECORDED})")
+    return parser
+
+
+def _case(text: str) -> str:
+    if text not in CASES:
+        raise argparse.ArgumentTypeError(f"a case must be one of {', '.join(CASES)}; got {text!r}")
+    return text
+
+
+def _bound(text: str) -> float:
+    try:
+        bound = float(text)
+    except ValueError:
+        bound = 0.0
+    if not 1.0 < bound < float("inf"):
+        raise argparse.ArgumentTypeError(f"a bound must be a number above 1; got {text!r}")
+    return bound
+
+
+def _is_ratio(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _table(verdicts: Sequence[Verdict]) -> str:
+    headers = ("case", "recorded", "now", "now / recorded", "tries", "")
+    lines = [
+        (
+            each.name,
+            f"{each.recorded:.3g}",
+            f"{each.ratio:.3g}",
+            f"{each.ratio / each.recorded:.2f}",
+            each.tries,
+            each.text,
+        )
+        for each in verdicts
+    ]
+    return tabulate(lines, headers, disable_numparse=True)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """More would wait for each other where the machine is shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

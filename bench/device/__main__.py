@@ -1,0 +1,115 @@
+"""Measure on an accelerator: the odd cases first, then G1 to G11, and a table last.
+
+A row that fails is reported, and the others go on. One JSON file a row and summary.json, which holds them all, are
+written as the rows end.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .._table import condition, terminal_table
+from ._run import Document, Suite, question_text
+from ._suite import NAMES, SUITE
+from ._where import Where
+
+_RESULTS = Path("bench/results")
+_LIMIT_S = 520.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 if a row gave no number where there should be one or a check failed."""
+    options = _parser().parse_args(arguments)
+    if options.list:
+        for name, entry in SUITE.items():
+            print(f"{name}\t{question_text(entry)}")
+        return 0
+    if reason := _unfit(options.device, options.small):
+        print(reason, file=sys.stderr)
+        return 2
+    names = tuple(name for name in NAMES if not options.names or name in options.names)
+    suite = Suite(Where(options.device), options.small, names, options.flash_impl, options.commit)
+    documents: list[Document] = []
+
+    def keep(document: Document) -> None:
+        documents.append(document)
+        if results is not None:
+            write(documents, results)
+
+    # Numbers at tiny sizes mean nothing: they are kept only where asked.
+    results = options.out or (None if options.small else _RESULTS)
+    suite.run(options.limit, keep)
+    print(terminal_table(documents))
+    print(f"\n{condition(documents[-1])}")
+    return 1 if any(is_failed(document) for document in documents) else 0
+
+
+def write(documents: Sequence[Document], results: Path) -> None:
+    """The last document to its own file, and all so far to summary.json."""
+    results.mkdir(parents=True, exist_ok=True)
+    for name, content in ((documents[-1]["name"], documents[-1]), ("summary", {"documents": list(documents)})):
+        (results / f"{name}.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def is_failed(document: Document) -> bool:
+    """Whether it gave no number at all, or one that a failed check stands against."""
+    rows = document["rows"]
+    wrong = document["name"] == "G0" and any(row["met"] is False for row in rows)
+    return wrong or all(row["measured"] is None for row in rows) or any("not_verified" in row for row in rows)
+
+
+def _unfit(device: str, small: bool) -> str | None:
+    """Why the suite cannot run there."""
+    kind = torch.device(device).type
+    if kind == "cuda" and not torch.cuda.is_available():
+        return "PyTorch finds no CUDA device here; --device cpu --small goes through the same rows"
+    if kind == "cpu" and not small:
+        return "the sizes of the targets are for an accelerator; --device cpu needs --small"
+    return None
+
+
+def _device(text: str) -> str:
+    if text in ("cuda", "cpu"):
+        return text
+    raise argparse.ArgumentTypeError(f"the device must be cuda or cpu; got {text!r}")
+
+
+def _limit(text: str) -> float:
+    seconds = float(text)
+    if seconds > 0:
+        return seconds
+    raise argparse.ArgumentTypeError(f"the limit must be above 0 seconds; got {text}")
+
+
+def _name(text: str) -> str:
+    if text.upper() in NAMES:
+        return text.upper()
+    raise argparse.ArgumentTypeError(f"a name must be one of {', '.join(NAMES)}; got {text!r}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench/h200.sh", description=__doc__)
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", type=_name, help="rows to measure: G0 (the odd cases) to G11"
+    )
+    parser.add_argument("--device", type=_device, default="cuda", help="cuda, or cpu for a dry run with --small")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"folder of the results ({_RESULTS}; none with --small)"
+    )
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--limit", type=_limit, default=_LIMIT_S, metavar="S", help="seconds for the whole suite")
+    parser.add_argument("--commit", metavar="ID", help="the commit to record where there is no git")
+    parser.add_argument(
+        "--flash-impl", metavar="NAME",
+        help="have each of the suite's own processes activate this flash attention of PyTorch's list, such as FA3",
+    )  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="print the questions")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Run the suite: the odd cases first, then row by row, each in a process of its own and within its time.
+
+An error on the device poisons the process that met it, so nothing is measured in the process of another row. Caches
+of compiled kernels on disk are shared: many small processes cost little more than one.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from time import perf_counter
+from typing import Any
+
+import torch.nn.attention
+
+from .._apart import DiedApart, TookTooLong, run_apart
+from .._machine import commit, machine, versions
+from ._correctness import QUESTION, Trial, Verdict, failure, judge, summary, trials
+from ._device_tests import run_device_tests
+from ._suite import SUITE, Entry
+from ._ways import ways
+from ._where import Where
+
+Document = dict[str, Any]
+
+_CASE_LIMIT_S = 120.0
+_WORKERS = {True: 8, False: 2}  # on CUDA compilation keeps them busy, not the device
+_LEAST_S = 5.0  # with less left, a row is not begun
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process gave no result."""
+
+    reason: str
+
+
+class Clock:
+    """How much is left of the whole suite's time."""
+
+    def __init__(self, total_s: float) -> None:
+        self._end = perf_counter() + total_s
+
+    def left_s(self, most: float) -> float:
+        """Seconds that something may take which should take no more than `most`."""
+        return min(most, self._end - perf_counter())
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Where to run which rows, small or in full, and which commit that is if there is no git to ask."""
+
+    where: Where
+    small: bool
+    names: tuple[str, ...]
+    flash_impl: str | None = None
+    commit: str | None = None
+
+    def run(self, total_s: float, keep: Callable[[Document], None]) -> None:
+        """Measure every row and hand its document to `keep` as soon as there is one."""
+        clock = Clock(total_s)
+        conditions = self._conditions()
+        spoiled: dict[str, list[str]] = {}
+        if "G0" in self.names:
+            verdicts, tests, seconds = self._beforehand(clock)
+            for verdict in verdicts.values():
+                for figure in verdict.spoils:
+                    spoiled.setdefault(figure, []).append(verdict.row.measure)
+            rows = [*summary(list(verdicts.values())), tests]
+            document = {"name": "G0", "question": QUESTION, "rows": [row.to_data() for row in rows]}
+            keep({**document, "seconds": seconds, **conditions})
+        for name in self.names:
+            if name in SUITE:
+                keep({**self._measure(name, clock, spoiled), **conditions})
+
+    def _beforehand(self, clock: Clock) -> tuple[dict[Trial, Verdict], Any, float]:
+        """The odd cases, and on CUDA a rehearsal of the rows that fills the caches of compiled kernels."""
+        start = perf_counter()
+        found = self._apart(trials, self.where, limit_s=clock.left_s(_CASE_LIMIT_S))
+        if isinstance(found, Failure):
+            raise SystemExit(f"nothing runs on {self.where.device}: {found.reason}")
+        rehearsed = [name for name in self.names if self.where.is_cuda and name in SUITE and SUITE[name].rehearsed]
+        with ThreadPoolExecutor(_WORKERS[self.where.is_cuda]) as pool:
+            judged = [pool.submit(self._judge, trial, clock) for trial in found]
+            tests = pool.submit(run_device_tests, self.where, clock.left_s(_CASE_LIMIT_S))
+            list(pool.map(lambda name: self._rehearse(name, clock), rehearsed))
+            verdicts = dict(zip(found, (each.result() for each in judged), strict=True))
+            return verdicts, tests.result(), perf_counter() - start
+
+    def _judge(self, trial: Trial, clock: Clock) -> Verdict:
+        found = self._apart(judge, trial, self.where, limit_s=clock.left_s(_CASE_LIMIT_S))
+        verdict = failure(trial, found.reason) if isinstance(found, Failure) else found
+        say(f"G0: {trial.measure}: {verdict.row.to_data()['measured_text']}")
+        return verdict
+
+    def _rehearse(self, name: str, clock: Clock) -> None:
+        """Its numbers mean nothing, and what fails here fails again when it counts."""
+        where = replace(self.where, rehearsing=True)
+        self._apart(rehearse, name, self.small, where, limit_s=clock.left_s(SUITE[name].limit_s))
+
+    def _measure(self, name: str, clock: Clock, spoiled: dict[str, list[str]]) -> Document:
+        entry = SUITE[name]
+        document = {"name": name, "question": question_text(entry)}
+        limit_s, start = clock.left_s(entry.limit_s), perf_counter()
+        if limit_s < _LEAST_S:
+            found: Any = Failure("the suite's time was up")
+        else:
+            say(f"{name}: {document['question']}")
+            found = self._apart(answer, name, self.small, self.where, limit_s=limit_s)
+        seconds = perf_counter() - start
+        if isinstance(found, Failure):
+            say(f"{name} failed: {found.reason}")
+            return document | {"rows": [_blank(name, found.reason)], "seconds": seconds}
+        say(f"{name}: {seconds:.0f} s")
+        rows = [_marked(row, entry.question.NEEDS, spoiled, found["default_way"]) for row in found["rows"]]
+        return document | found | {"rows": rows, "seconds": seconds}
+
+    def _apart(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Any:
+        try:
+            return run_apart(_guarded, self.flash_impl, function, args, limit_s=max(limit_s, 0.0))
+        except TookTooLong as error:
+            return Failure(str(error))
+        except DiedApart as error:
+            return Failure(f"{error}; its last words are above")
+
+    def _conditions(self) -> Document:
+        here = self._apart(_here, self.where, limit_s=_CASE_LIMIT_S)
+        if isinstance(here, Failure):
+            raise SystemExit(f"nothing runs on {self.where.device}: {here.reason}")
+        return {
+            "small": self.small,
+            "points": [],
+            **here,
+            "commit": self.commit or commit(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+
+
+def question_text(entry: Entry) -> str:
+    """The question in words."""
+    return entry.question.__doc__.splitlines()[0]
+
+
+def answer(name: str, small: bool, where: Where) -> Document:
+    """Configuration and rows of one question, as plain data."""
+    question = SUITE[name].question
+    config = question.SMALL if small else question.FULL
+    data = {"config": asdict(config), **question.run(config, where).to_data()}
+    return data | {"default_way": ways(where)[0].name}
+
+
+def rehearse(name: str, small: bool, where: Where) -> None:
+    """One round of a question."""
+    question = SUITE[name].question
+    config = question.SMALL if small else question.FULL
+    question.run(replace(config, size=replace(config.size, repeats=1)), where)
+
+
+def say(text: str) -> None:
+    """Progress, on stderr: stdout holds the table alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _guarded(flash_impl: str | None, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """The result, or a Failure for whatever was raised: here every error is a line in a report."""
+    try:
+        if flash_impl is not None:
+            torch.nn.attention.activate_flash_attention_impl(flash_impl)
+        return function(*args)
+    except Exception as error:
+        traceback.print_exc()
+        return Failure(f"{type(error).__name__}: {error}")
+
+
+def _here(where: Where) -> Document:
+    return {"machine": machine(where.device), "versions": versions(where.device)}
+
+
+def _blank(name: str, reason: str) -> Document:
+    """The row of a question that gave no rows."""
+    first_line = reason.partition("\n")[0]
+    return {
+        "measure": question_text(SUITE[name]),
+        "target": "",
+        "measured": None,
+        "measured_text": f"not measured: {first_line[:120]}",
+        "met": None,
+        "timings": [],
+        "detail": {"reason": reason},
+    }
+
+
+def _marked(row: Document, needs: Iterable[str], spoiled: dict[str, list[str]], default: str) -> Document:
+    """The row, with the failed cases that its figures depend on: those of the way that it names."""
+    failed = list(dict.fromkeys(case for need in needs for case in spoiled.get(need, [])))
+    named = {way for case in failed if f", {(way := _way_of(case))}:" in row["measure"]} or {default}
+    failed = [case for case in failed if _way_of(case) in named]
+    if row["measured"] is None or not failed:
+        return row
+    return row | {"not_verified": [*row.get("not_verified", []), *failed]}
+
+
+def _way_of(case: str) -> str:
+    return case.rpartition(", ")[2]

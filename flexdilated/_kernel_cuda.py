@@ -1,0 +1,204 @@
+"""ATen's attention kernels on CUDA, dense or causal: flash, cuDNN and memory-efficient, called in one way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+# B batch, H query heads, G key/value heads, Q queries, K keys, D head dim
+
+_aten: Any = torch.ops.aten
+_PROBLEMS_AT_ONCE = 1 << 15  # batch and heads are dims of the launch grid, which ends at 65535
+_DIM_STEP, _ALIGNED_BYTES = 8, 16  # the kernels load 16 bytes at once
+_LSE_STEP = 32  # the memory-efficient kernels pad rows of the lse
+
+_Problem = tuple[Tensor, Tensor, Tensor]
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One of ATen's kernels.
+
+    `forward` takes (q, k, v, scale, is_causal) and gives (out, natural lse); `backward` takes (grad_out, q, k, v,
+    out, lse, scale, is_causal) and gives (dq, dk, dv), for any out and lse of its rows: it recomputes weights as
+    exp(score - lse), and delta from out. Operands have equal heads and a head dim that is a multiple of 8; a causal
+    problem has as many queries as keys. `switch` tells whether `scaled_dot_product_attention` may use the kernel.
+    """
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    most_dim: int
+    least_capability: tuple[int, int]
+    switch: Callable[[], bool]
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., _Problem]
+
+    def serves(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+        fits = dtype in self.dtypes and -(-head_dim // _DIM_STEP) * _DIM_STEP <= self.most_dim
+        return fits and self.switch() and torch.cuda.get_device_capability(device) >= self.least_capability
+
+
+def choose(dtype: torch.dtype, head_dim: int, device: torch.device) -> Kernel:
+    """The first kernel that serves, of those that torch's own switches leave on: see torch.nn.attention.sdpa_kernel.
+
+    Raises ValueError where none does.
+    """
+    for kernel in KERNELS:
+        if kernel.serves(dtype, head_dim, device):
+            return kernel
+    raise ValueError(
+        f"tiles needs one of ATen's {', '.join(kernel.name for kernel in KERNELS)} kernels on {device}, and none that "
+        f"is switched on (torch.nn.attention.sdpa_kernel) serves {dtype} at head dim {head_dim}; engine='flex' may"
+    )
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """(out, natural lse in float32) of (B, H, Q, D) by (B, G, K, D); scale must be above 0."""
+    kernel, dim = choose(q.dtype, q.shape[-1], q.device), q.shape[-1]
+    q, k, v = (_loadable(x) for x in (q, _per_query_head(k, q), _per_query_head(v, q)))
+
+    def attend(rows: slice, keys: slice, causal: bool) -> tuple[Tensor, ...]:
+        return _in_batches(lambda *x: kernel.forward(*x, scale, causal), q[:, :, rows], k[:, :, keys], v[:, :, keys])
+
+    parts = [attend(*square) for square in _squares(q.shape[2], k.shape[2], is_causal)]
+    out, lse = parts[0] if len(parts) == 1 else (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+    return out[..., :dim], lse
+
+
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, is_causal: bool
+) -> _Problem:
+    """(dq, dk, dv) for the out and lse of these rows, which may be those of a larger softmax."""
+    kernel, dim, groups = choose(q.dtype, q.shape[-1], q.device), q.shape[-1], q.shape[1] // k.shape[1]
+    k, v = _per_query_head(k, q), _per_query_head(v, q)
+    grad_out, q, k, v, out = (_loadable(x) for x in (grad_out, q, k, v, out))
+
+    def gradients(rows: slice, keys: slice, causal: bool) -> tuple[Tensor, ...]:
+        by_row, by_key = (x[:, :, rows] for x in (grad_out, q, out, lse)), (x[:, :, keys] for x in (k, v))
+        (grad, queries, result, sums), (key, value) = by_row, by_key
+        sides = (grad, queries, key, value, result, sums)
+        return _in_batches(lambda *x: kernel.backward(*x, scale, causal), *sides)
+
+    squares = list(_squares(q.shape[2], k.shape[2], is_causal))
+    if len(squares) == 1 and squares[0][1].stop == k.shape[2]:
+        dq, dk, dv = gradients(*squares[0])
+    else:
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows, keys, causal in squares:
+            dq[:, :, rows], *others = gradients(rows, keys, causal)
+            for total, grad in zip((dk, dv), others, strict=True):
+                total[:, :, keys] += grad
+    dk, dv = (_per_key_head(x, groups)[..., :dim] for x in (dk, dv))
+    return dq[..., :dim], dk, dv
+
+
+def _squares(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+    """(queries, keys, causal) of problems the kernels agree on: they differ on causal ones that are not square."""
+    square = min(queries, keys) if is_causal else 0
+    if square:
+        yield slice(0, square), slice(0, square), True
+    if square < queries:
+        yield slice(square, queries), slice(0, keys), False
+
+
+def _in_batches(call: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
+    """The call, in portions of the batch that a launch can count."""
+    at_once = max(1, _PROBLEMS_AT_ONCE // operands[0].shape[1])
+    if len(operands[0]) <= at_once:
+        return call(*operands)
+    portions = zip(*(x.split(at_once) for x in operands), strict=True)
+    return tuple(torch.cat(each) for each in zip(*(call(*portion) for portion in portions), strict=True))
+
+
+def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
+    groups = q.shape[1] // x.shape[1]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def _per_key_head(x: Tensor, groups: int) -> Tensor:
+    """The gradient of what `_per_query_head` repeated, summed in float32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2, dtype=wide).to(x.dtype)
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """x with a head dim that the kernels take, and rows that begin where they can load; padding is 0."""
+    missing = -x.shape[-1] % _DIM_STEP
+    if missing:
+        return pad(x, (0, missing))
+    begins = (*x.stride()[:-1], x.storage_offset())
+    aligned = x.stride(-1) == 1 and all(begin * x.element_size() % _ALIGNED_BYTES == 0 for begin in begins)
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, is_causal, False, scale=scale)
+    return out, lse
+
+
+def _flash_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, is_causal: bool
+) -> _Problem:
+    seed, offset = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)  # read for dropout only
+    return _aten._scaled_dot_product_flash_attention_backward.default(
+        grad_out, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, is_causal, seed, offset,
+        scale=scale,
+    )  # fmt: skip
+
+
+# cuDNN orders its lse, in some versions, as its operands are; with heads in the batch there is one order.
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+    one_head = (x.flatten(0, 1).unsqueeze(1) for x in (q, k, v))
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention.default(
+        *one_head, None, True, 0.0, is_causal, False, scale=scale
+    )
+    return out.view(q.shape), lse.view(q.shape[:3])
+
+
+def _cudnn_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, is_causal: bool
+) -> _Problem:
+    one_head = (x.flatten(0, 1).unsqueeze(1) for x in (grad_out, q, k, v, out))
+    stats = lse.flatten(0, 1)[:, None, :, None].contiguous()
+    seed, offset = (q.new_empty((), dtype=torch.int64) for _ in range(2))  # read for dropout only
+    dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward.default(
+        *one_head, stats, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, is_causal, scale=scale
+    )
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(
+        q, k, v, None, True, 0.0, is_causal, scale=scale
+    )
+    return out, lse[..., : q.shape[2]]
+
+
+def _efficient_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, is_causal: bool
+) -> _Problem:
+    padded = pad(lse, (0, -lse.shape[2] % _LSE_STEP), value=torch.inf).contiguous()
+    seed, offset = (q.new_empty((), dtype=torch.int64) for _ in range(2))  # read for dropout only
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward.default(
+        grad_out, q, k, v, None, out, padded, seed, offset, 0.0, [True, True, True, False], is_causal, scale=scale
+    )
+    return dq, dk, dv
+
+
+_cuda = torch.backends.cuda
+KERNELS = (
+    Kernel("flash", _HALVES, 256, (8, 0), _cuda.flash_sdp_enabled, _flash_forward, _flash_backward),
+    Kernel("cuDNN", _HALVES, 128, (8, 0), _cuda.cudnn_sdp_enabled, _cudnn_forward, _cudnn_backward),
+    Kernel(
+        "memory-efficient", (*_HALVES, torch.float32), 1 << 16, (5, 0), _cuda.mem_efficient_sdp_enabled,
+        _efficient_forward, _efficient_backward,
+    ),
+)  # fmt: skip

@@ -1,0 +1,143 @@
+"""Measuring the ways to compute a pattern: each one's predicted and measured time, and which is the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ._flex_program import allowed_on
+from ._tune_trial import Inputs, Run, Times, check_alike, interleave, trial
+from .masks._bound import Bound
+from .masks._choice import Candidates, Choice, in_other_blocks, way_of
+from .masks._cost import cost_of
+from .masks._layout import Layout
+from .masks._machine_in_use import machine_of
+from .masks._options import ANYTHING, Allowed, Option
+from .masks._planner import Plan
+
+WORTH_MEASURING = 4.0  # times the cheapest prediction
+
+
+@dataclass(frozen=True)
+class Trialled:
+    """One option with what was predicted of it and what it took. `branch` counts from 0; None: all branches."""
+
+    branch: int | None
+    option: Option
+    predicted_s: float
+    times: Times
+
+    @property
+    def name(self) -> str:
+        """The layout, with the side of its blocks where that is not 128."""
+        sides = sorted(set(way_of(self.option)[1]))
+        return self.option.layout + (f", blocks of {'/'.join(map(str, sides))}" if sides not in ([], [128]) else "")
+
+
+@dataclass(frozen=True)
+class Trials:
+    """All that was measured of a pattern, and the ways that won."""
+
+    all: tuple[Trialled, ...]
+    choice: Choice
+
+
+def measure_options(
+    bound: Bound,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_kv_heads: int,
+    backward: bool,
+) -> list[tuple[str, float, float]]:
+    """(option, predicted seconds, measured seconds) of each way to compute a pattern that may be the fastest.
+
+    Forward, or with `backward` forward and backward, of one batch entry. For a mixture an option's name says
+    which branch it computes.
+    """
+    found = measure(bound, torch.device(device), dtype, head_dim, num_kv_heads, backward=backward)
+    many = len(bound.pattern.branches()) > 1
+    return [(_label(each, many), each.predicted_s, each.times.median_s) for each in found.all]
+
+
+def measure(
+    bound: Bound,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_kv_heads: int,
+    *,
+    backward: bool,
+    batch: int = 1,
+    engine: str | None = None,
+    block_size: tuple[int, ...] = (),
+    seconds: float = 1.0,
+) -> Trials:
+    """Run the options that are predicted within 4 times of the cheapest, branch by branch, and then together.
+
+    `seconds` is how long the rounds of each branch may take beyond the first three. With a `block_size` no other
+    is tried. Raises RuntimeError where two options differ in their results.
+    """
+    engine = engine or ("tiles" if device.type == "cpu" else "flex")
+    machine = machine_of(device.type)
+    sides = engine == "tiles" and not block_size
+    candidates = Candidates.of(bound, machine, allowed_by(engine, device))
+    sizes = {"num_heads": bound.num_heads, "num_queries": bound.num_queries, "num_keys": bound.num_keys}
+    x = Inputs.draw(
+        batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=device, **sizes
+    )
+
+    def timed(branch: int | None, options: Sequence[Option]) -> list[Trialled]:
+        runs = [_run(bound, option, x, engine, backward, block_size) for option in options]
+        check_alike(runs, dtype)
+        times = interleave(runs, seconds=seconds, device=device)
+        predicted = [predicted_seconds(option, x, backward=backward) for option in options]
+        return [Trialled(branch, *each) for each in zip(options, predicted, times, strict=True)]
+
+    found: list[Trialled] = []
+    ways: list[Option] = []
+    for index, options in enumerate(candidates.branches):
+        measured = timed(index, _worth_measuring(options, sides))
+        ways.append(min(measured, key=lambda each: each.times.median_s).option)
+        found += measured
+    choice = Choice(False, tuple(way_of(option) for option in ways))
+    if candidates.together is None:
+        return Trials(tuple(found), choice)
+    terms = tuple(term for option in ways for term in option.terms)
+    apart = replace(candidates.together, layout="branch by branch", terms=terms)
+    whole = timed(None, (apart, candidates.together))
+    if whole[1].times.median_s < whole[0].times.median_s:
+        choice = Choice(True, (way_of(candidates.together),))
+    return Trials((*found, *whole), choice)
+
+
+def allowed_by(engine: str, device: torch.device) -> Allowed:
+    """What terms an engine runs on a device."""
+    return ANYTHING if engine == "tiles" else allowed_on(device)
+
+
+def predicted_seconds(option: Option, x: Inputs, *, backward: bool) -> float:
+    """The cost model's time for tensors like these."""
+    sizes = {"head_dim": x.q.shape[-1], "element_bytes": x.q.element_size()}
+    forward = cost_of(option.terms, option.machine, option.given, **sizes).seconds * len(x.q)
+    return forward * (1 + option.machine.backward_ratio) if backward else forward
+
+
+def _worth_measuring(options: tuple[Option, ...], sides: bool) -> list[Option]:
+    """The options that may be the fastest, in blocks of all sides that may be."""
+    every = [each for option in options for each in (in_other_blocks(option) if sides else (option,))]
+    least = min(each.cost.seconds for each in every)
+    return [each for each in every if each.cost.seconds <= WORTH_MEASURING * least]
+
+
+def _run(
+    bound: Bound, option: Option, x: Inputs, engine: str, backward: bool, block_size: tuple[int, ...]
+) -> Run:
+    alone = Plan(bound, Layout(bound.num_queries), option.terms, ((option,),))
+    return trial(alone, x, engine=engine, backward=backward, block_size=block_size)
+
+
+def _label(each: Trialled, many: bool) -> str:
+    return f"branch {each.branch + 1}: {each.name}" if many and each.branch is not None else each.name

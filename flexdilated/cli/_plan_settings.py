@@ -1,0 +1,137 @@
+"""What `plan` is asked: a pattern and sizes, checked once."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .. import masks
+from .._memory import AttentionSize
+from ..masks._pattern import Expression
+from ..masks._run_time import names
+from ..nn._model_memory import ModelSize
+from ._sizes import parse_bytes, parse_tokens
+from ._usage import UsageError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEVICES = ("cpu", "cuda")
+TABLE = "table"
+# Memories of accelerators and of small machines.
+BUDGETS = tuple(size << 30 for size in (8, 16, 24, 40, 48, 80, 96, 141))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """`budgets` are in bytes, and empty where none was asked for; `layers` and `embed_dim` are a LongNet's."""
+
+    pattern: Expression
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    device: str
+    batch: int
+    layers: int
+    embed_dim: int
+    budgets: tuple[int, ...]
+    measure: bool
+    as_json: bool
+
+    def attention(self, num_tokens: int) -> AttentionSize:
+        """A call of `attend` of these sizes."""
+        heads = self.num_heads, self.head_dim
+        return AttentionSize(num_tokens, *heads, DTYPES[self.dtype], self.batch, self.num_kv_heads)
+
+    @property
+    def model(self) -> ModelSize:
+        """A LongNet around it."""
+        kv_heads = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
+        return ModelSize(self.embed_dim, self.layers, self.num_heads, DTYPES[self.dtype], self.batch, kv_heads)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `settings_from` reads."""
+    add = parser.add_argument
+    add("pattern", metavar="PATTERN", help="an expression, such as 'causal() & local_window(left=1023, right=0)', or a JSON file")
+    add("-n", "--tokens", default="64K", metavar="N", help="queries, and as many keys: 65536, 64K, 1M (%(default)s)")
+    add("--heads", type=int, default=8, metavar="H", help="query heads (%(default)s)")
+    add("--kv-heads", type=int, metavar="G", help="key/value heads, a divisor of H (H)")
+    add("--head-dim", type=int, metavar="D", help="(64, or E / H where --embed-dim is given)")
+    add("--dtype", choices=tuple(DTYPES), default="fp32", help="of tensors and weights (%(default)s)")
+    add("--device", choices=DEVICES, default="cpu", help="cuda is predicted, and needs none (%(default)s)")
+    add("--batch", type=int, default=1, metavar="B", help="sequences at once (%(default)s)")
+    add("--layers", type=int, default=12, metavar="L", help="of the LongNet whose memory is told (%(default)s)")
+    add("--embed-dim", type=int, metavar="E", help="of that LongNet (H * D)")
+    add("--budget", nargs="?", const=TABLE, metavar="8GiB",
+        help="the longest N that fits into so much memory; a table of budgets where no size is given")  # fmt: skip
+    add("--measure", action="store_true", help="time the ways to compute each branch on this machine, besides")
+    add("--json", action="store_true", help="print plain data instead of tables")
+
+
+def settings_from(options: argparse.Namespace) -> PlanSettings:
+    """Raises UsageError for a pattern that does not read and for sizes that do not fit together."""
+    for name in ("heads", "kv_heads", "head_dim", "batch", "layers", "embed_dim"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
+    head_dim, embed_dim = _widths(options)
+    kv_heads = options.heads if options.kv_heads is None else options.kv_heads
+    if options.heads % kv_heads:
+        raise UsageError(f"--kv-heads must divide --heads; got {kv_heads} and {options.heads}")
+    if options.measure and options.device != "cpu":
+        raise UsageError(f"--measure times this machine's CPU; got it with --device {options.device}")
+    return PlanSettings(
+        pattern=read_pattern(options.pattern),
+        num_tokens=parse_tokens(options.tokens),
+        num_heads=options.heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=options.dtype,
+        device=options.device,
+        batch=options.batch,
+        layers=options.layers,
+        embed_dim=embed_dim,
+        budgets=_budgets(options.budget),
+        measure=options.measure,
+        as_json=options.json,
+    )
+
+
+def read_pattern(text: str) -> Expression:
+    """The pattern of an expression, or of a JSON file. Raises UsageError where it is neither."""
+    path = Path(text)
+    try:
+        if path.suffix == ".json":
+            pattern = masks.from_json(path.read_text(encoding="utf-8"))
+        else:
+            pattern = masks.parse(text)
+    except OSError as error:
+        raise UsageError(f"PATTERN must be an expression or a file that can be read; {error}") from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    missing = names(pattern)
+    if missing:
+        raise UsageError(f"a pattern is planned without a batch; got one that needs {', '.join(missing)} with each call")
+    return pattern
+
+
+def _widths(options: argparse.Namespace) -> tuple[int, int]:
+    """(head dim, embed dim), of which one gives the other."""
+    heads, head_dim, embed_dim = options.heads, options.head_dim, options.embed_dim
+    if embed_dim is None:
+        head_dim = 64 if head_dim is None else head_dim
+        return head_dim, heads * head_dim
+    if embed_dim % heads or head_dim not in (None, embed_dim // heads):
+        given = f"--embed-dim {embed_dim}, --heads {heads}" + ("" if head_dim is None else f", --head-dim {head_dim}")
+        raise UsageError(f"--embed-dim must be --heads times --head-dim; got {given}")
+    return embed_dim // heads, embed_dim
+
+
+def _budgets(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    return BUDGETS if text == TABLE else (parse_bytes(text),)

@@ -1,0 +1,55 @@
+"""Sizes as people write them: 8GiB, 64K."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from ._usage import UsageError
+
+_BYTES = {"B": 1} | {f"{letter}{middle}B": (1024 if middle else 1000) ** power
+                     for power, letter in enumerate("KMGT", start=1) for middle in ("", "i")}  # fmt: skip
+_TOKENS = {"": 1, "K": 1 << 10, "M": 1 << 20}
+_NUMBER = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "8GiB", "24GB" or "500 MB". Raises UsageError for anything else."""
+    units = {name.lower(): size for name, size in _BYTES.items()}
+    number = _parse(text, units)
+    if number is None or number < 1:
+        raise UsageError(f"a budget must be a number above 0 with a unit, one of {', '.join(_BYTES)}; got {text!r}")
+    return number
+
+
+def parse_tokens(text: str) -> int:
+    """Tokens of "65536", "64K" or "1M", where K is 1,024. Raises UsageError for anything else."""
+    number = _parse(text, {name.lower(): size for name, size in _TOKENS.items()})
+    if number is None or number < 1:
+        raise UsageError(f"--tokens must be a whole number above 0, in K of 1,024 or M of 1,048,576 or in full; got {text!r}")
+    return number
+
+
+def _parse(text: str, units: dict[str, int]) -> int | None:
+    """Number times unit, rounded down to a whole one; None for what is no such thing."""
+    found = _NUMBER.fullmatch(text.strip())
+    if found is None or found["unit"].lower() not in units or len(found["number"]) > 20:
+        return None
+    return int(Fraction(found["number"]) * units[found["unit"].lower()])
+
+
+def bytes_text(number: float) -> str:
+    """Three digits and a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:,.0f} TiB" if number >= 100 else f"{number:.3g} TiB"
+
+
+def tokens_text(number: int) -> str:
+    """16384 as 16K, 1048576 as 1M; other numbers in full."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if number and number % size == 0:
+            return f"{number // size}{unit}"
+    return f"{number:,}"

@@ -1,0 +1,121 @@
+"""What a LongNet of some size holds in memory, in training and without: its own code, run without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import masks
+from .._live_bytes import Hidden, LiveBytes, fake_tensors, nbytes
+from .._memory import AttentionMemory, AttentionSize
+from ..masks._pattern import Expression
+from ._longnet import LongNet
+from ._longnet_config import LongNetConfig
+
+# B batch, N tokens, E embed dim
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A LongNet's sizes beside its pattern: embedded tokens in, features out, feed-forwards of 4 * embed_dim."""
+
+    embed_dim: int
+    depth: int
+    num_heads: int
+    dtype: torch.dtype
+    batch: int = 1
+    num_kv_heads: int | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """Bytes; each peak is of all that is alive at once.
+
+    weights: the parameters; their gradients are as large. optimizer: AdamW's two moments, in the weights' dtype.
+    inference_peak: a forward without gradients, weights and input included. step_peak: a forward and a backward, with
+    input, weights, their gradients and the gradient of the features. training_peak: that with the optimizer's state.
+    """
+
+    weights: int
+    inference_peak: int
+    step_peak: int
+
+    @property
+    def optimizer(self) -> int:
+        return 2 * self.weights
+
+    @property
+    def training_peak(self) -> int:
+        return self.step_peak + self.optimizer
+
+
+def longnet_around(pattern: Expression, size: ModelSize, *, checkpoint: bool) -> LongNet:
+    """A LongNet whose blocks attend by this pattern, tokens in natural order."""
+    config = LongNetConfig(
+        vocab_size=None,
+        embed_dim=size.embed_dim,
+        depth=size.depth,
+        num_heads=size.num_heads,
+        num_kv_heads=size.num_kv_heads,
+        segment_lengths=(1,),
+        dilation_rates=(1,),
+        layout="natural",
+        checkpoint=checkpoint,
+    )
+    pattern.check_heads(size.num_heads)
+    model = LongNet(config, dtype=size.dtype)
+    model.pattern = pattern
+    return model
+
+
+def training_step(model: LongNet, x: Tensor) -> Tensor:
+    """A forward, and the backward of the features' mean square; returns the features."""
+    features = model(x)
+    features.backward(features.detach() * (2 / features.numel()))
+    return features
+
+
+def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *, checkpoint: bool) -> ModelMemory:
+    """Memory of a LongNet in which one attention call of `attention_size` takes so much.
+
+    The model's code runs once over tensors without memory. Nothing is computed.
+    """
+    with fake_tensors():
+        model = longnet_around(masks.every(), size, checkpoint=checkpoint)
+        weights = list(model.parameters())
+        x = torch.empty(size.batch, num_tokens, size.embed_dim, dtype=size.dtype)
+        with torch.no_grad(), LiveBytes(x, *weights, hidden=_inside_inference(attention)) as inference:
+            model(x)
+        with LiveBytes(x, *weights, hidden=_inside_training(attention)) as training:
+            training_step(model, x)
+    return ModelMemory(nbytes(*weights), inference.peak, training.peak)
+
+
+def attention_size(size: ModelSize, num_tokens: int) -> AttentionSize:
+    """That of the attention calls in the model: q, k and v come from projections of its tokens."""
+    return AttentionSize(
+        num_tokens, size.num_heads, size.head_dim, size.dtype, size.batch, size.num_kv_heads, tokens_outermost=True
+    )
+
+
+def _inside_inference(attention: AttentionMemory) -> Mapping[object, Hidden]:
+    """What the attention operator holds besides its inputs."""
+    return {torch.ops.flexdilated.tiles.default: Hidden(attention.inference_peak - attention.inputs)}
+
+
+def _inside_training(attention: AttentionMemory) -> Mapping[object, Hidden]:
+    """The same, and what is kept for the backward besides inputs and results."""
+    forward = Hidden(attention.forward_peak - attention.inputs, attention.kept - attention.shown)
+    # The gradient that comes in is as large as q.
+    backward = Hidden(attention.backward_peak - attention.kept - attention.queries)
+    return {
+        torch.ops.flexdilated.tiles.default: forward,
+        torch.ops.flexdilated.tiles_backward.default: backward,
+    }

@@ -1,0 +1,63 @@
+"""Estimates: about how many blocks a rule lists, from a sample of its rows; what the planner weighs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._quadtree import descend, row_roots
+from ._rule import Rule
+
+_SAMPLED_BLOCKS = 1 << 14  # blocks looked at, beside those of the first rows
+_FIRST_ROWS = 8  # global tokens there may see everyone: each stands for itself alone
+
+
+class Listed(NamedTuple):
+    """Blocks that a table lists: in rows whose blocks are all full, and in rows that need a mask."""
+
+    plain: float
+    masked: float
+
+    @property
+    def blocks(self) -> float:
+        return self.plain + self.masked
+
+
+def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> Listed:
+    """The mean over tables, from a spread of rows and tables; doubts are not settled, so it is rather more."""
+    rows, columns = -(-int(rule.q.lengths.sum()) // q_block), -(-int(rule.k.lengths.sum()) // k_block)
+    tables = _spread(len(rule.heads), 4)
+    first = min(rows, _FIRST_ROWS)
+    others = first + _spread(rows - first, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
+    line, length, masked = _rows_of(rule, tables, torch.cat([torch.arange(first), others]), q_block, k_block)
+    each = torch.where(line % rows < first, 1.0, (rows - first) / max(len(others), 1)) * length / len(tables)
+    return Listed(float(each[~masked].sum()), float(each[masked].sum()))
+
+
+def _rows_of(rule: Rule, tables: Tensor, sampled: Tensor, q_block: int, k_block: int) -> tuple[Tensor, ...]:
+    """(table and row in one number, blocks listed, whether any is partial) of each sampled row with a block."""
+    shape = [int(side.lengths.sum()) for side in (rule.q, rule.k)]
+    rows, columns = -(-shape[0] // q_block), -(-shape[1] // k_block)
+    parts = [
+        ((leaves.table * rows + leaves.row) * columns + leaves.column, leaves.low)
+        for leaves in descend(rule, row_roots(rule, tables, sampled, q_block), q_block, k_block)
+    ]
+    # A block that pieces share has a leaf for each, and is full where these together are.
+    block, index = torch.cat([block for block, _ in parts]).unique(return_inverse=True)
+    allowed = torch.zeros_like(block).index_add_(0, index, torch.cat([low for _, low in parts]))
+    row, column = block // columns % rows, block % columns
+    height = (shape[0] - row * q_block).clamp(max=q_block)
+    width = (shape[1] - column * k_block).clamp(max=k_block)
+    line, of, length = (block // columns).unique_consecutive(return_inverse=True, return_counts=True)
+    partial = torch.zeros(len(line), dtype=torch.int64).index_add_(0, of, (allowed < height * width).long())
+    return line, length, partial > 0
+
+
+def _spread(size: int, number: int) -> Tensor:
+    """At most `number` of the indices below `size`: one from each equal stretch, at places that no period shares."""
+    if size <= number:
+        return torch.arange(size)
+    stretch = torch.arange(number, dtype=torch.float64)
+    return ((stretch + (stretch * 0.6180339887).frac()) * size / number).long()

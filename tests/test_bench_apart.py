@@ -1,0 +1,90 @@
+"""Processes of the benchmark end with whoever asked for them, however that one is ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench._apart import DiedApart, run_apart
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A process within a process, as for a peak of memory; the inner one writes down who they are and works on.
+ASK = """
+import sys
+from tests.test_bench_apart import outer
+from bench._apart import run_apart
+if __name__ == "__main__":
+    run_apart(outer, sys.argv[1])
+"""
+
+
+def outer(path):
+    run_apart(inner, path, os.getpid())
+
+
+def inner(path, outer_id):
+    written = Path(f"{path}.part")
+    written.write_text(f"{os.getpid()} {outer_id} {server_id()}")
+    written.rename(path)
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        sum(range(10**5))
+
+
+def server_id():
+    """Both processes are children of the server that forks them."""
+    return os.getppid()
+
+
+def alive(process_id) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def until(condition, seconds=30) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="tells living processes by /proc")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda sent: sent.name)
+def test_no_process_outlives_the_one_that_asked(tmp_path, sent) -> None:
+    """The signal goes to that one alone, not to its group as Ctrl-C in a terminal does."""
+    path = tmp_path / "ids"
+    asking = subprocess.Popen([sys.executable, "-c", ASK, str(path)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        assert until(path.exists, seconds=120)
+        ids = [int(word) for word in path.read_text().split()]
+        assert all(map(alive, ids))
+        asking.send_signal(sent)
+        asking.wait(timeout=30)
+        assert asking.returncode != 0
+        assert until(lambda: not any(map(alive, ids))), f"{sent.name} left a process of {ids} behind"
+    finally:
+        asking.kill()
+        asking.wait()
+
+
+def test_the_process_lives_while_its_parent_waits() -> None:
+    """Nothing ends it early, and what it raises is told apart from a result."""
+    assert run_apart(slowly, 0.5) == "done"
+    with pytest.raises(DiedApart, match="exit code 1"):
+        run_apart(int, "no number")
+
+
+def slowly(seconds):
+    time.sleep(seconds)
+    return "done"

@@ -1,0 +1,383 @@
+"""The device suite: its dry run on CPU, what it does with rows that fail, and the parts that only a GPU would run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import flexdilated as fd
+from bench import _machine
+from bench.__main__ import main as bench_main
+from bench._longnets import GIGAPATH_5, LONGNET_5, LongNet, dense
+from bench._oracle import check_forward, check_training
+from bench._problem import Problem, Size
+from bench._result import Gap, Row, at_least
+from bench._timing import Job
+from bench.device import _correctness, _device_tests, _run, _ways, _where
+from bench.device.__main__ import main
+from bench.device._cases import CASES
+from bench.device._compare import Contestant, compare
+from bench.device._correctness import Trial, Verdict, failure, judge, summary, trials
+from bench.device._suite import NAMES, SUITE
+from bench.device._where import Where
+from bench.device.row_ranks import on_ranks, shards
+from bench.device.row_window import ALIGNED, CUT
+from bench.peer_branch_loop import branch_loop, cuda_flash
+
+ROOT = Path(__file__).resolve().parents[1]
+HERE = Where("cpu")
+TINY = LONGNET_5.shrunk(64)
+SIZE = Size(1024, num_heads=4, head_dim=16, repeats=1)
+
+
+@pytest.mark.slow
+def test_dry_run(tmp_path, capsys) -> None:
+    """The whole command: every row has a number or says why not, and the files make README's table."""
+    environment = {**os.environ, "PYTHON": sys.executable}
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "build" / "inductor"))
+    command = [ROOT / "bench" / "h200.sh", "--device", "cpu", "--small", "--out", tmp_path, "--commit", "abc123"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    documents = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in NAMES}
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"documents": list(documents.values())}
+    for document in documents.values():
+        assert document["commit"] == "abc123"
+        assert document["small"] is True
+        assert document["rows"]
+        for row in document["rows"]:
+            assert "not_verified" not in row
+            assert row["measure"] in done.stdout
+    gaps = [row["measure"] for document in documents.values() for row in document["rows"] if row["measured"] is None]
+    assert [gap.partition(":")[0].rpartition(", ")[2] for gap in gaps] == ["tests marked device", "ring backward"]
+    assert bench_main(["table", "--out", str(tmp_path)]) == 0
+    markdown = capsys.readouterr().out
+    assert all(f"`{tmp_path}/{name}.json`" in markdown for name in NAMES)
+    assert markdown.count("not measured: the ring schedule is not built yet") == 1
+
+
+def fail_some(name, small, where):
+    """`answer`, but G3 raises, G5 ends its process, and G8 takes too long."""
+    if name == "G3":
+        raise RuntimeError("planted\nmore")
+    if name == "G5":
+        os._exit(7)
+    if name == "G8":
+        time.sleep(60)
+    return ANSWER(name, small, where)
+
+
+ANSWER = _run.answer
+
+
+@pytest.mark.slow
+def test_rows_that_fail_are_reported_and_the_others_go_on(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(_run, "answer", fail_some)
+    monkeypatch.setitem(SUITE, "G8", replace(SUITE["G8"], limit_s=6.0))
+    names = ["G3", "G5", "G7", "G8", "G10"]
+    assert main([*names, "--device", "cpu", "--small", "--out", str(tmp_path)]) == 1
+    table = capsys.readouterr().out
+    for reason in ("RuntimeError: planted ", "exit code 7", "no result within 6 s"):
+        assert f"not measured: {reason}" in table.replace("the process ended with ", "")
+    documents = [json.loads((tmp_path / f"{name}.json").read_text()) for name in names]
+    assert [[row["measured"] is None for row in document["rows"]] for document in documents] == [
+        [True], [True], [False, False], [True], [False]
+    ]  # fmt: skip
+    assert documents[0]["rows"][0]["detail"]["reason"] == "RuntimeError: planted\nmore"
+
+
+def test_no_row_is_begun_without_time(monkeypatch) -> None:
+    kept = []
+    monkeypatch.setattr(_run.Suite, "_conditions", lambda suite: {})
+    _run.Suite(HERE, True, ("G2", "G9")).run(1.0, kept.append)
+    assert [(document["name"], document["rows"][0]["measured_text"]) for document in kept] == [
+        ("G2", "not measured: the suite's time was up"),
+        ("G9", "not measured: the suite's time was up"),
+    ]
+
+
+def distorted(change):
+    """attend, with an output, an lse or a gradient that is wrong, except in the reference."""
+    right = fd.attend
+
+    def attend(q, k, v, pattern, **options):
+        if options.get("engine") == "reference":
+            return right(q, k, v, pattern, **options)
+        if change == "dk":
+            k = k * 1.05 - 0.05 * k.detach()
+        out, lse = right(q, k, v, pattern, **options)
+        return out * 1.05 if change == "out" else out, lse + 0.69 if change == "lse" else lse
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("change", "spoils"),
+    [
+        (None, ()),
+        ("out", ("longnet forward", "longnet backward")),
+        ("lse", ("longnet forward", "longnet backward")),
+        ("dk", ("longnet backward",)),
+    ],
+)
+@pytest.mark.parametrize("case", ["mixture, head dim 48", "one token"])
+def test_odd_cases_see_a_wrong_kernel(monkeypatch, case, change, spoils) -> None:
+    if case == "one token" and change == "dk":
+        pytest.skip("the gradient of one token's key is 0")
+    if change is not None:
+        monkeypatch.setattr(_correctness.fd, "attend", distorted(change))
+    verdict = judge(Trial(case, "tiles on CPU"), HERE)
+    assert verdict.row.met is (change is None)
+    assert verdict.spoils == spoils
+
+
+def test_not_a_number_is_wrong() -> None:
+    row = Row("nan", _correctness._TARGET, torch.nan)
+    right = Row("right", _correctness._TARGET, 0.5)
+    assert not row.met
+    for order in ([row, right], [right, row]):
+        worst, *bad = summary([Verdict(each) for each in order])
+        assert worst.measured != worst.measured
+        assert bad == [row]
+    assert list(_correctness._spoiled({"out": torch.nan}, ("set forward",))) == ["set forward"]
+
+
+def test_a_case_without_numbers_spoils_what_it_is_about() -> None:
+    trial = Trial("window, odd length", "Triton")
+    verdict = failure(trial, "AcceleratorError: illegal memory access")
+    assert verdict.spoils == ("set forward", "set backward")
+    assert "illegal memory access" in verdict.row.to_data()["measured_text"]
+    assert failure(Trial("sinks", "Triton"), "x").spoils == ()
+
+
+def test_a_way_may_refuse_a_pattern(monkeypatch) -> None:
+    """On CPU FlexAttention refuses mixtures: no fault where it is not the default, and one where it is."""
+    other = judge(Trial("mixture, head dim 48", "FlexAttention on CPU"), HERE)
+    assert (other.refused, other.spoils) == (True, ())
+    assert "engine='tiles' serves it" in other.row.reason
+    monkeypatch.setattr(_correctness, "_default", lambda case, where: _ways.inference(where))
+    assert judge(Trial("mixture, head dim 48", "FlexAttention on CPU"), HERE).spoils[0] == "longnet forward"
+    assert len(summary([other])) == 1
+
+
+def test_every_case_runs_in_the_default_way_and_plain_ones_in_all(monkeypatch) -> None:
+    monkeypatch.setattr(_ways, "_tiles", lambda where: (_ways.Way("tiles", "tiles"),))
+    monkeypatch.setattr(_ways, "is_flash_backend_importable", lambda: True)
+    planned = trials(Where("cuda"))
+    names = {way: [trial.case for trial in planned if trial.way == way] for way in ("Triton", "FLASH", "tiles")}
+    assert names["Triton"] == [case.name for case in CASES]
+    assert names["FLASH"] == names["tiles"] == [case.name for case in CASES if case.is_plain]
+    assert not {"sinks", "score_mod", "documents", "in one compiled graph"} & set(names["FLASH"])
+
+
+def test_figures_of_a_wrong_kernel_are_marked() -> None:
+    row = {"measure": "LongNet-5, forward, FLASH: rate", "measured": 1.0}
+    spoiled = {"longnet forward": ["causal, FLASH"], "set forward": ["window, Triton"]}
+    needs = ("longnet forward",)
+    assert _run._marked(row, needs, spoiled, "Triton")["not_verified"] == ["causal, FLASH"]
+    other = row | {"measure": "LongNet-5, forward, Triton: rate"}
+    assert _run._marked(other, needs, spoiled, "Triton") == other
+    assert _run._marked(other, ("set forward",), spoiled, "Triton")["not_verified"] == ["window, Triton"]
+    unnamed = row | {"measure": "LongNet-5, forward: share", "not_verified": ["own check"]}
+    assert _run._marked(unnamed, ("set forward",), spoiled, "Triton")["not_verified"] == ["own check", "window, Triton"]
+    gap = row | {"measured": None}
+    assert _run._marked(gap, needs, spoiled, "Triton") == gap
+
+
+def test_contestants_that_fail_or_are_wrong() -> None:
+    """The one is left out and named, the other timed and named; a job beside them may fail too."""
+    problem = HERE.draw(SIZE)
+
+    def broken(q, k, v):
+        raise RuntimeError("out of memory")
+
+    def wrong(q, k, v):
+        return TINY.attention()(q, k, v) * 1.1
+
+    contestants = [
+        Contestant(name, attention, problem, TINY)
+        for name, attention in (("right", TINY.attention()), ("wrong", wrong), ("broken", broken))
+    ]
+    jobs = [Job("beside", lambda _: None), Job("odd job", lambda _: broken(1, 2, 3))]
+    for part in ("forward", "backward", "forward + backward"):
+        found = compare(contestants, HERE, part=part, repeats=2, extra=jobs)
+        assert list(found.timings) == ["right", "wrong", "beside"]
+        assert all(len(timing.seconds) == 2 for timing in found.timings.values())
+        assert found.failed == dict.fromkeys(("odd job", "broken"), "RuntimeError: out of memory")
+        assert found.missing("right") is None
+        assert found.missing("right", "broken") == "broken: RuntimeError: out of memory"
+        assert [text.partition(":")[0] for text in found.objections] == ["wrong"]
+    rehearsed = compare(contestants, replace(HERE, rehearsing=True), part="forward", repeats=1)
+    assert rehearsed.objections == ()
+
+
+def test_targets_are_those_of_the_page() -> None:
+    """Each row's target, as docs/device.md states it."""
+    page = (ROOT / "docs" / "device.md").read_text(encoding="utf-8")
+    for name, entry in SUITE.items():
+        (line,) = re.findall(rf"^\| {name} \|.*$", page, re.MULTILINE)
+        source = Path(sys.modules[entry.question.__name__].__file__).read_text(encoding="utf-8")
+        bounds = [float(number) for number in re.findall(r"at_(?:least|most)\((\d[\d.]*)", source)]
+        bounds += {"G3": [0.70, 0.55], "G4": [ALIGNED.bound, CUT.bound]}.get(name, [])
+        bounds += [branch.bound for branch in getattr(entry.question.FULL, "branches", ())]
+        assert bounds
+        stated = [float(number) for number in re.findall(r"[≥≤] (\d[\d.]*)", line)]
+        assert sorted(stated) == sorted(set(bounds) if name == "G11" else bounds), line
+
+
+@pytest.mark.parametrize("window", [ALIGNED, CUT, replace(ALIGNED, left=1, right=0), replace(CUT, left=3, right=9)])
+def test_window_rule_and_count(window) -> None:
+    num_tokens = 512
+    (allowed,) = window.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=2)
+    assert window.pairs(num_tokens=num_tokens, num_heads=2) == int(allowed.sum())
+    tokens = torch.arange(num_tokens)
+    mask_mod = window.pattern().bind(num_heads=2, num_queries=num_tokens, num_keys=num_tokens).mask_mod()
+    assert torch.equal(mask_mod(0, 0, tokens[:, None], tokens[None]).expand_as(allowed[0]), allowed[0])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [LONGNET_5.shrunk(256), LONGNET_5.shrunk(256).as_causal(), GIGAPATH_5.shrunk(256), LongNet("odd", (100, 7), (3, 2))],
+    ids=lambda spec: spec.label,
+)
+def test_ranks_have_every_key_that_their_queries_reach(spec) -> None:
+    """And the first and last of these are reached, but where a segment has an odd end or its first tokens are idle."""
+    num_tokens, num_heads = 1000, 2
+    parts = shards(spec, num_tokens, 8)
+    assert [token for shard in parts for token in shard.queries] == list(range(num_tokens))
+    for shard in parts:
+        rows = torch.tensor(shard.queries)
+        reached = torch.zeros(num_tokens, dtype=torch.bool)
+        for allowed in spec.masks(rows, num_tokens=num_tokens, num_heads=num_heads):
+            reached |= allowed.any(0).any(0)
+        outside = torch.ones(num_tokens, dtype=torch.bool)
+        outside[shard.keys.start : shard.keys.stop] = False
+        assert not (reached & outside).any()
+        assert shard.keys.stop - int(reached.nonzero().max()) <= max(spec.dilation_rates)
+
+
+@pytest.mark.parametrize("spec", [TINY, TINY.as_causal()], ids=lambda spec: spec.label)
+def test_ranks_compute_what_one_call_does(spec) -> None:
+    check_training(on_ranks(spec, shards(spec, 1024, 8)), Problem.draw(SIZE), spec)
+
+
+@pytest.mark.slow
+def test_other_kernels_behind_the_same_program() -> None:
+    """On CPU the backend's name has no effect: the program is `attend`'s."""
+    window = replace(CUT, left=40, right=9)
+    problem = Problem.draw(SIZE)
+    flash = _ways.Way("FLASH", "flex", "FLASH").attention(window.pattern())
+    check_forward(flash, problem, window)
+    check_forward(_ways.natural(window.pattern()), problem, window)
+
+
+def test_loop_over_branches_takes_the_kernel_of_the_device() -> None:
+    """Shapes and signature only: there is no such kernel on CPU."""
+    q = torch.empty(1, 4, 1024, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    out = branch_loop(TINY.as_causal(), cuda_flash)(q, q, q)
+    assert out.shape == q.shape
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert grad.shape == q.shape
+
+
+def test_dense_kernel_by_name() -> None:
+    problem = Problem.draw(SIZE)
+    check_forward(_ways.sdpa("FLASH_ATTENTION", causal=True), problem, dense(1024, causal=True))
+    with pytest.raises(RuntimeError, match="No available kernel"), pytest.warns(UserWarning):
+        _ways.sdpa("CUDNN_ATTENTION", causal=True)(problem.q, problem.k, problem.v)
+
+
+def test_device_clock(monkeypatch) -> None:
+    """Prepared and flushed before the first event, waited for after the second; milliseconds become seconds."""
+    order = []
+
+    class Event:
+        def __init__(self, *, enable_timing) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("record")
+
+        def elapsed_time(self, end) -> float:
+            return 250.0
+
+    monkeypatch.setattr(_where.torch.cuda, "Event", Event)
+    monkeypatch.setattr(_where.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_where.torch.cuda, "synchronize", lambda: order.append("wait"))
+    monkeypatch.setattr(_where, "_flush_buffer", lambda device: SimpleNamespace(zero_=lambda: order.append("flush")))
+    job = Job("job", lambda given: order.append(f"run {given}"), prepare=lambda: order.append("prepare") or 7)
+    (timing,) = Where("cuda").time([job], repeats=1)
+    assert timing.seconds == (0.25,)
+    assert order == ["prepare", *["flush"] * _where._FLUSHED, "record", "run 7", "record", "wait"]
+
+
+def test_machine_with_an_accelerator(monkeypatch) -> None:
+    found = SimpleNamespace(
+        name="NVIDIA H200", total_memory=150 << 30, multi_processor_count=132, major=9, minor=0, L2_cache_size=60 << 20
+    )
+    monkeypatch.setattr(_machine.torch.cuda, "get_device_properties", lambda device: found)
+    printed = SimpleNamespace(stdout="580.1, 1980 MHz, 3201 MHz, 1980 MHz, 700.00 W\n")
+    monkeypatch.setattr(_machine.subprocess, "run", lambda *args, **options: printed)
+    told = _machine.machine("cuda")
+    assert told["gpu"] == "NVIDIA H200"
+    assert (told["driver"], told["sm_clock"], told["power_limit"]) == ("580.1", "1980 MHz", "700.00 W")
+
+    def missing(*args, **options):
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(_machine.subprocess, "run", missing)
+    assert "driver" not in _machine.machine("cuda")
+    assert _machine.versions("cuda")["flash_attention"] == "FA2"
+    assert "gpu" not in _machine.machine()
+
+
+@pytest.mark.parametrize(
+    ("last", "wrong"),
+    [("5 passed, 3 warnings in 2.1s", 0), ("1 failed, 4 passed, 9 deselected in 60s", 1), ("1 passed, 2 errors in 1s", 2)],
+)
+def test_outcome_of_the_device_tests(last, wrong) -> None:
+    assert _device_tests.read_outcome(f"....\n{last}\n").measured == wrong
+    assert isinstance(_device_tests.read_outcome("4 deselected in 1s\n"), Gap)
+
+
+def test_gap_as_data() -> None:
+    data = Gap("speed", at_least(1), "RuntimeError: one line\nanother").to_data()
+    assert (data["measured"], data["met"]) == (None, None)
+    assert data["measured_text"] == "not measured: RuntimeError: one line"
+    assert data["detail"]["reason"].endswith("another")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "tpu"], "the device must be cuda or cpu; got 'tpu'"),
+        (["G12"], "a name must be one of G0, G1, G2"),
+        (["--limit", "0"], "the limit must be above 0 seconds; got 0"),
+    ],
+)
+def test_bad_arguments(capsys, arguments, message) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_devices_that_will_not_do(capsys) -> None:
+    assert main(["--device", "cpu"]) == 2
+    assert "--device cpu needs --small" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main([]) == 2
+        assert "PyTorch finds no CUDA device here" in capsys.readouterr().err
+
+
+def test_questions_are_listed(capsys) -> None:
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("\t")[0] for line in lines] == list(SUITE)
+    assert all(line.endswith("?") for line in lines)

@@ -1,0 +1,174 @@
+"""The guard bites: what takes twice as long ends with status 1, and noise does not."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import flexdilated as fd
+from bench import _guard, _guard_cases
+from bench.__main__ import main
+from bench._guard import BOUND, RECORDED, Verdict, check, read
+from bench._guard_cases import CASES, Pair
+from flexdilated import _tiles_op
+from flexdilated._call_key import CallKey
+from flexdilated.masks._cache import Cache
+
+# What each case spends its time in, and how often it is made to do that: twice, unless it is a part only.
+SLOWED = {
+    "longnet_training": (2, [(_tiles_op, "run_forward"), (_tiles_op, "run_backward")]),
+    "window_training": (2, [(_tiles_op, "run_forward"), (_tiles_op, "run_backward")]),
+    "block_list_forward": (2, [(_tiles_op, "run_forward")]),
+    "small_call": (2, [(fd, "attend")]),
+    "plan_look_up": (2, [(_guard_cases, "_programs"), (CallKey, "of")]),
+    "mask_build": (2, []),
+    "planning": (2, []),
+    "decoding": (3, [(fd.KVCache, "_rows")]),
+}
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    times, parts = SLOWED[name]
+    for where, attribute in parts:
+        monkeypatch.setattr(where, attribute, repeated(getattr(where, attribute), times))
+    build = Cache._build
+    monkeypatch.setattr(
+        Cache, "_build", lambda self, key, function, *rest: build(self, key, repeated(function, times), *rest)
+    )
+
+
+def repeated(function: Callable, times: int) -> Callable:
+    def run(*args, **kw):
+        for _ in range(times - 1):
+            function(*args, **kw)
+        return function(*args, **kw)
+
+    return run
+
+
+class Scripted:
+    """A job that takes what the script says, and its last entry from then on."""
+
+    def __init__(self, *seconds: float) -> None:
+        self._left, self.runs = list(seconds), 0
+
+    def seconds(self) -> float:
+        self.runs += 1
+        return self._left.pop(0) if len(self._left) > 1 else self._left[0]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A try is one round."""
+    monkeypatch.setattr(_guard, "_ROUNDS_A_TRY", 1)
+    monkeypatch.setattr(_guard, "_SECONDS_A_TRY", 0.0)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_case_within_the_bound_needs_one_try() -> None:
+    verdict = check("case", lambda: Pair(Scripted(3.0), Scripted(2.0)), recorded=1.0, bound=1.6)
+    assert (verdict.ratio, verdict.tries, verdict.failed, verdict.text) == (1.5, 1, False, "ok")
+
+
+@pytest.mark.usefixtures("quick")
+def test_noise_is_forgiven_by_further_tries() -> None:
+    """The fastest runs of all tries count, each side's own."""
+    verdict = check("case", lambda: Pair(Scripted(9.0, 4.0, 3.0), Scripted(2.0, 8.0)), recorded=1.0, bound=1.6)
+    assert (verdict.ratio, verdict.tries, verdict.failed) == (1.5, 3, False)
+
+
+@pytest.mark.usefixtures("quick")
+def test_twice_as_slow_fails_every_try() -> None:
+    """A plain job that is slowed down for a while does not hide it."""
+    library = Scripted(2.0)
+    verdict = check("case", lambda: Pair(library, Scripted(9.0, 1.0)), recorded=1.0)
+    assert not verdict.failed  # the first try alone saw a slow plain job
+    verdict = check("case", lambda: Pair(library, Scripted(1.0, 9.0)), recorded=1.0)
+    assert (verdict.ratio, verdict.tries, verdict.failed, verdict.text) == (2.0, 3, True, "SLOWER")
+
+
+def test_a_much_faster_case_asks_to_be_recorded() -> None:
+    assert Verdict("case", 2.0, 1.0, 1, 1.7).text == "faster: record it anew"
+    assert Verdict("case", 2.0, 1.3, 1, 1.7).text == "ok"
+
+
+def test_a_try_takes_turns_for_its_time(monkeypatch) -> None:
+    monkeypatch.setattr(_guard, "_SECONDS_A_TRY", 0.0)
+    library, plain = Scripted(1.0), Scripted(1.0)
+    _guard.Runs().add(Pair(library, plain))
+    assert library.runs == plain.runs == _guard._ROUNDS_A_TRY
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_jobs_of_a_case_run(name) -> None:
+    """A case checks its outputs itself; its times are positive."""
+    pair = CASES[name]()
+    assert pair.library.seconds() > 0
+    assert pair.plain.seconds() > 0
+
+
+def test_every_case_is_recorded_and_nothing_else() -> None:
+    recorded = read(RECORDED)
+    assert list(recorded) == list(CASES)
+    assert set(SLOWED) == set(CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_planted_slow_down_is_caught(name, tmp_path, monkeypatch, capsys) -> None:
+    """Recorded here and now, since another machine's ratios are for the guard alone."""
+    file = tmp_path / "guard.json"
+    assert main(["guard", name, "--record", "--file", str(file)]) == 0
+    assert main(["guard", name, "--file", str(file)]) == 0
+    slow_down(monkeypatch, name)
+    capsys.readouterr()
+    assert main(["guard", name, "--file", str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert "SLOWER" in out
+    assert err == f"slower than {BOUND} times the recorded ratio: {name}\n"
+
+
+def test_recording_some_keeps_the_others(tmp_path, monkeypatch, quick) -> None:
+    file = tmp_path / "guard.json"
+    file.write_text(json.dumps({"ratios": {"decoding": 7.5, "gone": 1.0}}))
+    monkeypatch.setitem(CASES, "small_call", lambda: Pair(Scripted(3.0), Scripted(2.0)))
+    assert main(["guard", "small_call", "--record", "--file", str(file)]) == 0
+    document = json.loads(file.read_text())
+    assert document["ratios"] == {"small_call": 1.5, "decoding": 7.5}
+    assert set(document) == {"ratios", "machine", "versions", "commit", "date"}
+
+
+def test_the_number_of_threads_stays_as_it_was(tmp_path, quick, monkeypatch) -> None:
+    before, seen = torch.get_num_threads(), []
+
+    def case() -> Pair:
+        seen.append(torch.get_num_threads())
+        return Pair(Scripted(1.0), Scripted(1.0))
+
+    monkeypatch.setitem(CASES, "small_call", case)
+    assert main(["guard", "small_call", "--record", "--file", str(tmp_path / "guard.json")]) == 0
+    assert (seen, torch.get_num_threads()) == ([1], before)
+
+
+BAD_CALLS = {
+    "a case must be one of longnet_training, ": ["nothing"],
+    "a bound must be a number above 1; got '1'": ["--bound", "1"],
+    "a bound must be a number above 1; got 'nan'": ["--bound", "nan"],
+    "which `--record` writes; there is no ": ["--file", "missing.json"],
+    "recorded ratios must be JSON; ": ["--file", "text.json"],
+    "must hold positive numbers under 'ratios'; got None": ["--file", "list.json"],
+    "must hold positive numbers under 'ratios'; got {'decoding': 0}": ["--file", "zero.json"],
+    "has no ratio of decoding; `--record` measures it": ["decoding", "--file", "empty.json"],
+}
+
+
+@pytest.mark.parametrize("message", BAD_CALLS)
+def test_bad_calls(message, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = {"text": "no", "list": "[1]", "zero": '{"ratios": {"decoding": 0}}', "empty": '{"ratios": {}}'}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        main(["guard", *BAD_CALLS[message]])
+    assert message in capsys.readouterr().err

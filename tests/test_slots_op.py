@@ -1,0 +1,166 @@
+"""Gathering and joining by strides: the ops against index arithmetic, their gradients, and torch's own op checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.library import opcheck
+
+from flexdilated import _slots_op
+from flexdilated._merge import merge
+from flexdilated._pick import make_pick, take, take_ahead
+from flexdilated._slots_op import add_slots, join_slots, take_slots
+from flexdilated.masks import Layout
+from flexdilated.masks._layout import Compact
+
+CPU = torch.device("cpu")
+
+# B batch, X heads of a tensor, N tokens; a term has H heads, F folds, S slots; D head dim
+
+
+@st.composite
+def compacts(draw, num_heads: int, num_tokens: int) -> Compact:
+    """Some heads' slots, in folds that do not overlap, anywhere among the tokens."""
+    slots, step = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    length = (slots - 1) * step + 1
+    apart = draw(st.booleans())
+    folds = draw(st.integers(1, num_tokens // (length + 2)) if apart else st.integers(1, step))
+    stride = draw(st.integers(length, length + 2)) if apart else 1
+    most = num_tokens - length - (folds - 1) * stride
+    heads = tuple(sorted(draw(st.sets(st.integers(0, num_heads - 1), min_size=1))))
+    starts = tuple(draw(st.integers(0, most)) for _ in heads)
+    return Compact(heads, starts, step, slots, folds, stride)
+
+
+def rows_of(layout: Compact, heads: tuple[int, ...], num_tokens: int) -> Tensor:
+    """The rows of (heads * tokens) that the slots are: (F, H, S)."""
+    return (torch.tensor(heads)[:, None, None] * num_tokens + layout.tokens()).transpose(0, 1)
+
+
+@st.composite
+def problems(draw) -> tuple[int, int, int, list[Compact]]:
+    batch, heads, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 4)), draw(st.integers(14, 24))
+    return batch, heads, tokens, draw(st.lists(compacts(heads, tokens), min_size=1, max_size=3))
+
+
+@given(problems(), st.booleans())
+def test_slots_are_the_tokens_that_indices_pick(problem, ahead):
+    """In values and gradients; with grouped heads, which share keys, and from tensors that are views."""
+    B, X, N, layouts = problem
+    torch.manual_seed(0)
+    x = torch.randn(B, N, -(-X // 2), 3, dtype=torch.float64).transpose(1, 2).requires_grad_(ahead)
+    owners = [tuple(head // 2 for head in layout.heads) for layout in layouts]
+    picks = [make_pick(layout, heads, Layout(N), CPU) for layout, heads in zip(layouts, owners, strict=True)]
+    found = [take(x, pick, taken) for pick, taken in zip(picks, take_ahead(x, picks), strict=True)]
+    rows = [rows_of(layout, heads, N) for layout, heads in zip(layouts, owners, strict=True)]
+    truth = [x.flatten(1, 2)[:, index].flatten(0, 1) for index in rows]
+    for slots, expected in zip(found, truth, strict=True):
+        assert torch.equal(slots, expected)
+    if ahead:
+        sent = [torch.randn_like(slots) for slots in found]
+        grads = [torch.autograd.grad(each, x, sent)[0] for each in (found, truth)]
+        torch.testing.assert_close(*grads)
+
+
+def reference_join(parts: list[Tensor], lses: list[Tensor], rows: list[Tensor], shape: tuple[int, int, int]):
+    """One part after the other, into copies of the rows."""
+    B, X, N = shape
+    out = parts[0].new_zeros(B, X * N, parts[0].shape[-1])
+    lse = out.new_full(out.shape[:2], -torch.inf)
+    for part, part_lse, index in zip(parts, lses, rows, strict=True):
+        flat = index.flatten()
+        sides = out[:, flat], lse[:, flat], part.reshape(B, len(flat), -1), part_lse.reshape(B, len(flat))
+        joined, joined_lse = merge(*sides)
+        out, lse = out.index_copy(1, flat, joined), lse.index_copy(1, flat, joined_lse)
+    return out.view(B, X, N, -1), lse.view(B, X, N)
+
+
+def drawn_parts(B: int, layouts: list[Compact]) -> tuple[list[Tensor], list[Tensor]]:
+    """Parts and lses as a kernel gives them: rows without keys among them."""
+    torch.manual_seed(1)
+    shapes = [(B * layout.folds, len(layout.heads), layout.num_slots) for layout in layouts]
+    parts = [torch.randn(*shape, 3, dtype=torch.float64) for shape in shapes]
+    lses = [torch.randn(shape, dtype=torch.float64) * 5 for shape in shapes]
+    for part, lse in zip(parts, lses, strict=True):
+        empty = torch.rand_like(lse) < 0.2
+        lse.masked_fill_(empty, -torch.inf)
+        part.masked_fill_(empty[..., None], 0.0)
+    return [x.requires_grad_() for x in parts], [x.requires_grad_() for x in lses]
+
+
+@given(problems(), st.sampled_from(["out", "lse", "both"]))
+def test_joining_is_merging_one_by_one(problem, through):
+    """Values and gradients, through either result: rows in many parts, in one, in none, and without keys."""
+    B, X, N, layouts = problem
+    parts, lses = drawn_parts(B, layouts)
+    found = join_slots(parts, lses, numbers_of(layouts, N), [B, X, N])
+    truth = reference_join(parts, lses, [rows_of(layout, layout.heads, N) for layout in layouts], (B, X, N))
+    for each, expected in zip(found, truth, strict=True):
+        torch.testing.assert_close(each, expected)
+    empty = truth[1] == -torch.inf
+    sent = [torch.randn_like(truth[0]), torch.randn_like(truth[1]).masked_fill(empty, 0.0)]
+    chosen = {"out": [0], "lse": [1], "both": [0, 1]}[through]
+
+    def gradients(results: tuple[Tensor, Tensor]) -> list[Tensor]:
+        outputs, cotangents, inputs = [results[i] for i in chosen], [sent[i] for i in chosen], [*parts, *lses]
+        grads = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+        return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads, strict=True)]
+
+    for grad, expected in zip(gradients(found), gradients(truth), strict=True):
+        torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-11)
+
+
+def numbers_of(layouts: list[Compact], num_tokens: int) -> list[int]:
+    return [n for layout in layouts for n in make_pick(layout, layout.heads, Layout(num_tokens), CPU).numbers]
+
+
+APART = [Compact((0, 2), (0, 3), 2, 3, 2, 6), Compact((1,), (1,), 1, 4, 1, 0)]
+
+
+def test_parts_that_share_no_row_need_no_lse():
+    """They are put where they belong, in their own type; other rows are 0."""
+    parts = [x.float().detach().requires_grad_() for x in drawn_parts(2, APART)[0]]
+    out, lse = join_slots(parts, [], numbers_of(APART, 16), [2, 3, 16])
+    assert (out.dtype, len(lse)) == (torch.float32, 0)
+    expected = torch.zeros(2, 48, 3)
+    for layout, part in zip(APART, parts, strict=True):
+        expected[:, rows_of(layout, layout.heads, 16).flatten()] = part.detach().reshape(2, -1, 3)
+    assert torch.equal(out, expected.view(2, 3, 16, 3))
+    sent = torch.randn_like(out)
+    taken = take_slots(sent, numbers_of(APART, 16))
+    assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(out, parts, sent), taken, strict=True))
+
+
+def test_the_ops_keep_what_they_promise():
+    """Schemas, shape rules with static and dynamic sizes, autograd registration: torch's own checks."""
+    sides, (parts, lses) = numbers_of(APART, 16), drawn_parts(2, APART)
+    x = torch.randn(2, 3, 16, 3, requires_grad=True)
+    opcheck(take_slots, (x, sides))
+    opcheck(add_slots, ([part.detach() for part in parts], sides, [2, 3, 16, 3]))
+    opcheck(join_slots, (parts, lses, sides, [2, 3, 16]))
+    opcheck(join_slots, (parts, [], sides, [2, 3, 16]))
+
+
+def test_sums_over_terms_are_kept_wide():
+    """Many small gradients on one large one: bfloat16 would lose them."""
+    layout = Compact((0,), (0,), 1, 4, 1, 0)
+    slots = [torch.full((1, 1, 4, 2), value, dtype=torch.bfloat16) for value in (256.0, *[1.0] * 64)]
+    total = add_slots(slots, numbers_of([layout] * 65, 4), [1, 1, 4, 2])
+    assert total.dtype == torch.bfloat16
+    assert (total == 320).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_words(dtype):
+    """Rows in units of 16 bytes, where all of them consist of such: the same bits."""
+    x = torch.randn(2, 9, 40).to(dtype)
+    x[0, 0, 0] = torch.nan
+    assert _slots_op._in_words(x[:, ::2, 8:24])
+    assert not any(_slots_op._in_words(y) for y in (x[..., :9], x[..., 1:17], x[..., ::2], x.mT[:, :8].mT[..., :7]))
+    target = torch.zeros(2, 5, 24, dtype=dtype)[..., 8:]
+    source = x[:, ::2, 8:24]
+    target.view(_slots_op._WORD).copy_(source.view(_slots_op._WORD))
+    assert torch.equal(target.view(torch.uint8), source.contiguous().view(torch.uint8))
