@@ -39,7 +39,7 @@ class Pair:
 
 def longnet_training() -> Pair:
     """A causal LongNet, forward and backward, beside a loop over its branches."""
-    spec, problem = _small_longnet(), Problem.draw(Size(1024, num_heads=4, head_dim=32))
+    spec, problem = _small_longnet(), Problem.draw(Size(1024, num_heads=2, head_dim=32))
     ours, theirs = spec.attention(), branch_loop(spec)
     _check_equal(ours, theirs, problem)
     return Pair(training_job("library", ours, problem), training_job("plain", theirs, problem))
@@ -47,7 +47,7 @@ def longnet_training() -> Pair:
 
 def window_training() -> Pair:
     """A local window, forward and backward, beside one masked call on gathered keys."""
-    radius, problem = 2 * _BLOCK, Problem.draw(Size(1024, num_heads=2, head_dim=32))
+    radius, problem = 2 * _BLOCK, Problem.draw(Size(1024, num_heads=1, head_dim=32))
     rows = problem.q.shape[2] // _BLOCK
     columns = (torch.arange(rows) - 2).clamp(0, rows - 5)[:, None] + torch.arange(5)
     keys = (columns[:, :, None] * _BLOCK + torch.arange(_BLOCK)).flatten(1)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from ._result import Timing
 
@@ -17,14 +17,28 @@ class Job:
     run: Callable[[Any], object]
     prepare: Callable[[], Any] | None = None
 
-    def seconds(self) -> float:
+    def seconds(self, clock: Callable[[], float] = perf_counter) -> float:
+        """Of one run, by this clock."""
         given = self.prepare() if self.prepare else None
-        start = perf_counter()
+        start = clock()
         self.run(given)
-        return perf_counter() - start
+        return clock() - start
 
 
-def interleave(jobs: Sequence[Job], *, repeats: int) -> tuple[Timing, ...]:
+class Timed(Protocol):
+    """Something with a name that can be run and timed: a Job, or one by another clock."""
+
+    @property
+    def name(self) -> str:
+        """What the timing is called."""
+        ...
+
+    def seconds(self) -> float:
+        """Of one run."""
+        ...
+
+
+def interleave(jobs: Sequence[Timed], *, repeats: int) -> tuple[Timing, ...]:
     """Run every job once a round for `repeats` rounds; a Timing a job.
 
     There is no warm-up: the caller has verified each job's output, and so run it.

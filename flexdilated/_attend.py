@@ -15,6 +15,7 @@ from ._flex_op import flex
 from ._reference import reference_attention
 from ._score_mod import ScoreMod
 from ._tiles_op import tiles
+from ._tune_choices import autotune as measure_call
 from ._validate import (
     check_dropout,
     check_layout,
@@ -27,6 +28,7 @@ from ._validate import (
 )
 from .masks import Layout, Mixture, Pattern
 from .masks._block_mask import block_sides
+from .masks._check import require_bool
 from .masks._pattern import require_expression
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -52,6 +54,7 @@ def attend(
     layout: Layout | None = None,
     engine: str | None = None,
     block_size: int | tuple[int, int] | None = None,
+    autotune: bool = False,
     return_lse: Literal[False] = False,
 ) -> Float[Tensor, "B H N D"]: ...
 
@@ -76,6 +79,7 @@ def attend(
     layout: Layout | None = None,
     engine: str | None = None,
     block_size: int | tuple[int, int] | None = None,
+    autotune: bool = False,
     return_lse: Literal[True],
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]: ...
 
@@ -99,6 +103,7 @@ def attend(
     layout: Layout | None = None,
     engine: str | None = None,
     block_size: int | tuple[int, int] | None = None,
+    autotune: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "B H N D"] | tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """Attention over the pairs that `pattern` allows: exact, differentiable, without an N x M matrix.
@@ -119,10 +124,13 @@ def attend(
     k_offset: position of key 0, for keys that are not the first of their sequence.
     head_offset, num_heads_global: which of all heads these are, where heads live on several devices.
     layout: q, k, v come in this order of tokens, and so does the output.
-    engine: "tiles" (CPU), "flex" (accelerators; on CPU one set pattern, inference) or "reference" (dense, in
-        float64). None takes tiles on CPU and flex elsewhere. A named engine that cannot serve the call raises.
+    engine: "tiles" (CPU; on CUDA branches that are dense or causal), "flex" (accelerators; on CPU one set pattern,
+        inference) or "reference" (dense, in float64). None takes tiles on CPU and flex elsewhere. A named engine
+        that cannot serve the call raises.
     block_size: side of the blocks of block lists, or (query side, key side). None takes what suits the pattern on
         CPU, and 128 elsewhere.
+    autotune: measure, at the first sight of a call like this, the ways to compute it, and take the fastest from now on,
+        in calls without it as well. Inside torch.compile nothing is measured, and what was found is used.
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
     """
@@ -144,6 +152,9 @@ def attend(
     features = {"score_mod": score_mod, "sinks": sinks}
     chosen = choose_engine(engine, q, k, v, pattern, first=first, return_lse=return_lse, **features)
     where = (q_offset, k_offset, head_offset, heads, rate)
+    if require_bool("autotune", autotune) and not torch.compiler.is_compiling():
+        call = CallKey(pattern.text, q.shape[1], k.shape[1], q.shape[2], k.shape[2], *where, sides)
+        measure_call(call, q, k, v, engine=chosen, has_bindings=bool(tensors))
     if chosen == "tiles":
         out, lse = tiles(q, k, v, sinks, tensors, pattern.text, factor, *where, list(sides))
     else:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ._call_key import CallKey
 from ._flex import FlexProgram, run_flex
+from ._flex_parts import heads_of_part, joined, key_of_part, kv_head_parts
 from ._flex_program import blank_program, run_time_program, static_program
 from ._flex_tables import flex_tables, with_tables
 from ._score_mod import ScoreMod
+from ._tune_choices import chosen
 
 # Programs that compiled graphs refer to: a graph reads its tables from here, at every run. The oldest go first; a
 # graph whose program has gone is traced anew.
@@ -34,14 +38,31 @@ def flex(
     if q.device.type == "cpu":
         # FlexAttention refuses here whatever requires a gradient, even under torch.no_grad().
         q, k, v = q.detach(), k.detach(), v.detach()
-    options = {"scale": scale, "score_mod": score_mod, "sinks": sinks, "return_lse": return_lse}
+    options = {"scale": scale, "score_mod": score_mod, "return_lse": return_lse}
+    parts = kv_head_parts(q, k)
+    if len(parts) == 1:
+        return _flex(q, k, v, bindings, key, sinks=sinks, **options)
+    found = []
+    for part in parts:
+        some_q, some_k, some_v = (heads_of_part(x, part, k.shape[1]) for x in (q, k, v))
+        some_sinks = None if sinks is None else heads_of_part(sinks, part, k.shape[1])
+        found.append(_flex(some_q, some_k, some_v, bindings, key_of_part(key, part), sinks=some_sinks, **options))
+    return joined(found)
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: CallKey, **options: Any
+) -> tuple[Tensor, Tensor | None]:
     if torch.compiler.is_compiling():
         # Tracing can read a plain dict but not build a plan; the op's shape rule runs while tracing, and can.
         _prepare(q, bindings, *key)
         program = _traced[(key, tuple([tuple(each.shape) for each in bindings]), q.device.type)]
         program = with_tables(program, flex_tables(q, bindings, *key)) if bindings else program
         return run_flex(program, q, k, v, direct=True, **options)
-    program = run_time_program(key, q.device, bindings, len(q)) if bindings else static_program(key, q.device)
+    if bindings:
+        program = run_time_program(key, q.device, bindings, len(q))
+    else:
+        program = static_program(key, q.device, chosen(key, q))
     return run_flex(program, q, k, v, direct=False, **options)
 
 
@@ -71,7 +92,10 @@ def _(q, bindings, *key):
     shapes = tuple(tuple(map(int, each.shape)) for each in bindings)
     if (found, shapes, q.device.type) not in _traced:
         with unset_fake_temporarily():
-            made = blank_program(found, q.device, bindings, batch) if bindings else static_program(found, q.device)
+            if bindings:
+                made = blank_program(found, q.device, bindings, batch)
+            else:
+                made = static_program(found, q.device, chosen(found, q))
         while len(_traced) >= _MOST_TRACED:
             del _traced[next(iter(_traced))]
         _traced[(found, shapes, q.device.type)] = made

@@ -14,6 +14,7 @@ from ._run_time_rules import rules_of
 from .masks import cache
 from .masks._algebra import Every
 from .masks._block_mask import term_blocks
+from .masks._choice import Choice
 from .masks._machine_in_use import machine_of
 from .masks._options import Allowed
 from .masks._pattern import Expression
@@ -22,13 +23,13 @@ from .masks._run_time import require_entries
 from .masks._term import Term
 
 
-def static_program(key: CallKey, device: torch.device) -> FlexProgram:
-    """The program of a pattern without run-time tensors."""
+def static_program(key: CallKey, device: torch.device, choice: Choice | None = None) -> FlexProgram:
+    """The program of a pattern without run-time tensors, as a measurement chose it or as the planner does."""
 
     def planned() -> Plan:
-        return plan(key.bound(), device=device, layout=key.layout, allowed=allowed_on(device))
+        return plan(key.bound(), device=device, layout=key.layout, allowed=allowed_on(device), choice=choice)
 
-    return _cached(key, key.pattern, device, planned)
+    return _cached(key, key.pattern, device, planned, choice)
 
 
 def allowed_on(device: torch.device) -> Allowed:
@@ -79,14 +80,16 @@ def _blank_plan(key: CallKey, device: torch.device, blank: Expression) -> Plan:
     return plan(key.bound(blank), device=device, layout=key.layout, allowed=allowed)
 
 
-def _cached(key: CallKey, rule: str, device: torch.device, planned: Callable[[], Plan]) -> FlexProgram:
+def _cached(
+    key: CallKey, rule: str, device: torch.device, planned: Callable[[], Plan], choice: Choice | None = None
+) -> FlexProgram:
     """The program of a rule, kept under its text and forgotten with the pattern as it was written."""
 
     def build() -> FlexProgram:
         sides = key.flex_sides
         return make_flex_program(planned(), key.layout, num_kv_heads=key.num_kv_heads, block_size=sides, device=device)
 
-    name = ("flex", key._replace(pattern=rule), device, machine_of(device.type).text)
+    name = ("flex", key._replace(pattern=rule), device, machine_of(device.type).text, choice)
     return cache().get(name, build, _program_bytes, pattern=key.pattern, device=device)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from .masks import Layout
 from .masks._bound import Bound
+from .masks._choice import Choice
 from .masks._options import Allowed, Option
 from .masks._planner import Plan, plan
 
@@ -17,14 +18,14 @@ def portions_on(kind: str) -> dict[str, int]:
     return {} if kind == "cpu" else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
 
 
-def plan_tiles(bound: Bound, layout: Layout, kind: str) -> Plan:
-    """The plan for tokens that come in this layout.
+def plan_tiles(bound: Bound, layout: Layout, kind: str, choice: Choice | None = None) -> Plan:
+    """The plan for tokens that come in this layout; on CPU it follows a choice.
 
     On CUDA the cheapest of those ways whose terms are all dense or causal: there are no kernels for lists of blocks.
     Raises ValueError where a branch has no such way.
     """
     if kind == "cpu":
-        return plan(bound, layout=layout)
+        return plan(bound, layout=layout, choice=choice)
     best = plan(bound, device=kind, allowed=Allowed(key_weights=False))
     chosen = tuple(_plain_first(options, kind) for options in best.options)
     return replace(best, terms=tuple(term for options in chosen for term in options[0].terms), options=chosen)

@@ -10,7 +10,9 @@ from ._run_time_rules import rules_of
 from ._sinks import sinks_gradient
 from ._tile_plan import plan_tiles, portions_on
 from ._tiles import Program, Result, make_program, run_backward, run_forward
+from ._tune_choices import chosen
 from .masks import cache
+from .masks._choice import Choice
 from .masks._json import kept_functions, read_text
 from .masks._machine_in_use import machine_of
 from .masks._pattern import Expression
@@ -36,7 +38,7 @@ def tiles(
     """(out, lse) of a pattern in JSON; the plan is looked up when the op runs, so any size needs no retracing."""
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     where = (q_offset, k_offset, head_offset, num_heads_global)
-    programs = _programs(CallKey.of(pattern, *sizes, *where, rate, block_size), bindings, q.shape[0], q.device.type)
+    programs = _programs_for(CallKey.of(pattern, *sizes, *where, rate, block_size), bindings, q)
     if len(programs) == 1:
         return run_forward(programs[0][1], q, k, v, scale, sinks)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -74,7 +76,7 @@ def tiles_backward(
     """(dq, dk, dv) of `tiles`."""
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     where = (q_offset, k_offset, head_offset, num_heads_global)
-    programs = _programs(CallKey.of(pattern, *sizes, *where, rate, block_size), bindings, q.shape[0], q.device.type)
+    programs = _programs_for(CallKey.of(pattern, *sizes, *where, rate, block_size), bindings, q)
     result = Result(out, lse, grad_out, grad_lse)
     if len(programs) == 1:
         return run_backward(programs[0][1], q, k, v, result, scale)
@@ -122,21 +124,30 @@ tiles.register_autograd(_backward, setup_context=_setup)
 tiles_backward.register_autograd(_no_double_backward)
 
 
-def _programs(key: CallKey, bindings: list[Tensor], batch: int, kind: str = "cpu") -> list[tuple[slice, Program]]:
+def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> list[tuple[slice, Program]]:
+    return _programs(key, bindings, q.shape[0], q.device.type, chosen(key, q))
+
+
+def _programs(
+    key: CallKey, bindings: list[Tensor], batch: int, kind: str = "cpu", choice: Choice | None = None
+) -> list[tuple[slice, Program]]:
     """(batch entries, their program): one for all, unless run-time tensors tell entries apart."""
     if not bindings:
-        return [(slice(None), _program(key, None, kind, written=key.pattern))]
+        return [(slice(None), _program(key, None, kind, choice, written=key.pattern))]
     groups = alike(rules_of(key, bindings), batch)
-    return [(rows, _program(key._replace(pattern=rule.text), rule, kind, written=key.pattern)) for rows, rule in groups]
+    return [
+        (rows, _program(key._replace(pattern=rule.text), rule, kind, choice, written=key.pattern))
+        for rows, rule in groups
+    ]
 
 
-def _program(key: CallKey, rule: Expression | None, kind: str, *, written: str) -> Program:
+def _program(key: CallKey, rule: Expression | None, kind: str, choice: Choice | None, *, written: str) -> Program:
     """The cached program for these sizes on a kind of device; `written` is the pattern as the caller has it."""
 
     def build() -> Program:
-        best = plan_tiles(key.bound(rule), key.layout, kind)
+        best = plan_tiles(key.bound(rule), key.layout, kind, choice)
         portions = portions_on(kind)
         return make_program(best, key.layout, num_kv_heads=key.num_kv_heads, block_size=key.block_size, **portions)
 
-    name = ("tiles", key, kind, machine_of(kind).text)
+    name = ("tiles", key, kind, machine_of(kind).text, choice)
     return cache().get(name, build, lambda program: program.nbytes, pattern=written)

@@ -17,6 +17,7 @@ from .masks._machine_in_use import machine_of
 from .masks._options import ANYTHING, Allowed, Option
 from .masks._planner import Plan
 
+BRANCH_BY_BRANCH = "branch by branch"
 WORTH_MEASURING = 4.0  # times the cheapest prediction
 
 
@@ -43,6 +44,12 @@ class Trials:
     all: tuple[Trialled, ...]
     choice: Choice
 
+    def won(self, each: Trialled) -> bool:
+        """Whether this is a way that was chosen; where branches are computed together, theirs are none."""
+        if each.branch is None:
+            return self.choice.together == (each.option.layout != BRANCH_BY_BRANCH)
+        return not self.choice.together and way_of(each.option) == self.choice.ways[each.branch]
+
 
 def measure_options(
     bound: Bound,
@@ -57,20 +64,17 @@ def measure_options(
     Forward, or with `backward` forward and backward, of one batch entry. For a mixture an option's name says
     which branch it computes.
     """
-    found = measure(bound, torch.device(device), dtype, head_dim, num_kv_heads, backward=backward)
+    x = Inputs.of(bound, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=torch.device(device))
+    found = measure(bound, x, backward=backward)
     many = len(bound.pattern.branches()) > 1
     return [(_label(each, many), each.predicted_s, each.times.median_s) for each in found.all]
 
 
 def measure(
     bound: Bound,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    num_kv_heads: int,
+    x: Inputs,
     *,
     backward: bool,
-    batch: int = 1,
     engine: str | None = None,
     block_size: tuple[int, ...] = (),
     seconds: float = 1.0,
@@ -80,18 +84,14 @@ def measure(
     `seconds` is how long the rounds of each branch may take beyond the first three. With a `block_size` no other
     is tried. Raises RuntimeError where two options differ in their results.
     """
+    device = x.q.device
     engine = engine or ("tiles" if device.type == "cpu" else "flex")
-    machine = machine_of(device.type)
     sides = engine == "tiles" and not block_size
-    candidates = Candidates.of(bound, machine, allowed_by(engine, device))
-    sizes = {"num_heads": bound.num_heads, "num_queries": bound.num_queries, "num_keys": bound.num_keys}
-    x = Inputs.draw(
-        batch=batch, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=device, **sizes
-    )
+    candidates = Candidates.of(bound, machine_of(device.type), allowed_by(engine, device))
 
     def timed(branch: int | None, options: Sequence[Option]) -> list[Trialled]:
         runs = [_run(bound, option, x, engine, backward, block_size) for option in options]
-        check_alike(runs, dtype)
+        check_alike(runs, x.q.dtype)
         times = interleave(runs, seconds=seconds, device=device)
         predicted = [predicted_seconds(option, x, backward=backward) for option in options]
         return [Trialled(branch, *each) for each in zip(options, predicted, times, strict=True)]
@@ -106,7 +106,7 @@ def measure(
     if candidates.together is None:
         return Trials(tuple(found), choice)
     terms = tuple(term for option in ways for term in option.terms)
-    apart = replace(candidates.together, layout="branch by branch", terms=terms)
+    apart = replace(candidates.together, layout=BRANCH_BY_BRANCH, terms=terms)
     whole = timed(None, (apart, candidates.together))
     if whole[1].times.median_s < whole[0].times.median_s:
         choice = Choice(True, (way_of(candidates.together),))
@@ -132,9 +132,7 @@ def _worth_measuring(options: tuple[Option, ...], sides: bool) -> list[Option]:
     return [each for each in every if each.cost.seconds <= WORTH_MEASURING * least]
 
 
-def _run(
-    bound: Bound, option: Option, x: Inputs, engine: str, backward: bool, block_size: tuple[int, ...]
-) -> Run:
+def _run(bound: Bound, option: Option, x: Inputs, engine: str, backward: bool, block_size: tuple[int, ...]) -> Run:
     alone = Plan(bound, Layout(bound.num_queries), option.terms, ((option,),))
     return trial(alone, x, engine=engine, backward=backward, block_size=block_size)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ._flex import make_flex_program, run_flex
 from ._tiles import Result, make_program, run_backward, run_forward
+from .masks._bound import Bound
 from .masks._planner import Plan
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -31,23 +32,19 @@ class Inputs:
     grad: Float[Tensor, "B H N D"]
 
     @classmethod
-    def draw(
-        cls,
-        *,
-        batch: int,
-        num_heads: int,
-        num_kv_heads: int,
-        num_queries: int,
-        num_keys: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+    def of(
+        cls, bound: Bound, *, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, batch: int = 1
     ) -> Inputs:
-        """From a seed of their own: torch's generators stay as they are."""
+        """Drawn from a seed of their own: torch's generators stay as they are."""
         generator = torch.Generator().manual_seed(0)
-        sizes = ((num_heads, num_queries), (num_kv_heads, num_keys), (num_kv_heads, num_keys), (num_heads, num_queries))
-        drawn = (torch.randn(batch, *size, head_dim, generator=generator) for size in sizes)
+        queries, keys = (bound.num_heads, bound.num_queries), (num_kv_heads, bound.num_keys)
+        drawn = (torch.randn(batch, *size, head_dim, generator=generator) for size in (queries, keys, keys, queries))
         return cls(*(x.to(device, dtype) for x in drawn))
+
+    @classmethod
+    def like(cls, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+        """A call's own tensors; what stands for the gradient makes no difference to its time."""
+        return cls(q.detach(), k.detach(), v.detach(), q.detach())
 
 
 @dataclass(frozen=True)
@@ -71,30 +68,37 @@ Run = Callable[[], tuple[Tensor, ...]]
 
 def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tuple[int, ...] = ()) -> Run:
     """A function that runs the plan: to the output, or with `backward` to the output and dq, dk, dv."""
-    scale, num_kv_heads = x.q.shape[-1] ** -0.5, x.k.shape[1]
     if engine == "flex":
-        sides = (block_size[0], block_size[1]) if block_size else (128, 128)
-        program = make_flex_program(
-            plan, plan.layout, num_kv_heads=num_kv_heads, block_size=sides, device=x.q.device
-        )
+        return _compiled(plan, x, backward, block_size)
+    return _tiled(plan, x, backward, block_size)
 
-        def run_compiled() -> tuple[Tensor, ...]:
-            with torch.set_grad_enabled(backward):
-                leaves = [each.detach().requires_grad_(backward) for each in (x.q, x.k, x.v)]
-                out, _ = run_flex(program, *leaves, scale=scale, return_lse=False, direct=False)
-                return (out.detach(), *(torch.autograd.grad(out, leaves, x.grad) if backward else ()))
 
-        return run_compiled
-    tiled = make_program(plan, plan.layout, num_kv_heads=num_kv_heads, block_size=block_size)
+def _compiled(plan: Plan, x: Inputs, backward: bool, block_size: tuple[int, ...]) -> Run:
+    sides = (block_size[0], block_size[1]) if block_size else (128, 128)
+    num_kv_heads, scale = x.k.shape[1], x.q.shape[-1] ** -0.5
+    program = make_flex_program(plan, plan.layout, num_kv_heads=num_kv_heads, block_size=sides, device=x.q.device)
 
-    def run_tiles() -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            out, lse = run_forward(tiled, x.q, x.k, x.v, scale)
+    def run() -> tuple[Tensor, ...]:
+        with torch.set_grad_enabled(backward), torch.autocast(x.q.device.type, enabled=False):
+            leaves = [each.detach().requires_grad_(backward) for each in (x.q, x.k, x.v)]
+            out, _ = run_flex(program, *leaves, scale=scale, return_lse=False, direct=False)
+            return (out.detach(), *(torch.autograd.grad(out, leaves, x.grad) if backward else ()))
+
+    return run
+
+
+def _tiled(plan: Plan, x: Inputs, backward: bool, block_size: tuple[int, ...]) -> Run:
+    program = make_program(plan, plan.layout, num_kv_heads=x.k.shape[1], block_size=block_size)
+    scale = x.q.shape[-1] ** -0.5
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.no_grad(), torch.autocast(x.q.device.type, enabled=False):
+            out, lse = run_forward(program, x.q, x.k, x.v, scale)
             if not backward:
                 return (out,)
-            return (out, *run_backward(tiled, x.q, x.k, x.v, Result(out, lse, x.grad, None), scale))
+            return (out, *run_backward(program, x.q, x.k, x.v, Result(out, lse, x.grad, None), scale))
 
-    return run_tiles
+    return run
 
 
 def check_alike(runs: Sequence[Run], dtype: torch.dtype) -> None:

@@ -22,6 +22,8 @@ from ._layout import Layout
 from ._lengths import lengths
 from ._local_window import local_window
 from ._longnet import longnet
+from ._machine import BlockRates, Machine
+from ._machine_in_use import machine, set_machine
 from ._neighborhood import neighborhood
 from ._parse import parse
 from ._pattern import Mixture, Pattern
@@ -36,8 +38,10 @@ __all__ = [
     "EMPTY",
     "FULL",
     "PARTIAL",
+    "BlockRates",
     "Bound",
     "Layout",
+    "Machine",
     "Mixture",
     "Pattern",
     "block_list",
@@ -62,6 +66,7 @@ __all__ = [
     "lengths",
     "local_window",
     "longnet",
+    "machine",
     "neighborhood",
     "parse",
     "per_head",
@@ -69,6 +74,7 @@ __all__ = [
     "random_blocks",
     "recipes",
     "recommended_layout",
+    "set_machine",
     "strided",
     "to_json",
     "visible_keys",

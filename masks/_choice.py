@@ -32,7 +32,8 @@ class Candidates:
     def of(cls, bound: Bound, machine: Machine, allowed: Allowed) -> Candidates:
         branches = Counter(bound.pattern.branches())
         ways = tuple(options_of(branch, times, bound, machine, allowed) for branch, times in branches.items())
-        return cls(ways, nested_option(branches, bound, machine, allowed))
+        cheapest = {branch: options[0] for branch, options in zip(branches, ways, strict=True)}
+        return cls(ways, nested_option(cheapest, bound, machine, allowed))
 
     def chosen(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
         """The options of each group of terms with the chosen one in front; None where the choice does not fit."""

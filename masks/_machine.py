@@ -77,10 +77,10 @@ def _require_positive(value: Any, *names: str) -> None:
 
 # Orders of magnitude are enough where nothing was measured: the options differ by factors.
 CPU = Machine(
-    dense_flops_per_s=75e9,
-    causal_flops_per_s=60e9,
-    blocks=(BlockRates(64, 55e9, 30e9), BlockRates(128, 65e9, 33e9), BlockRates(256, 68e9, 34e9)),
-    bytes_per_s=8e9,
+    dense_flops_per_s=80e9,
+    causal_flops_per_s=70e9,
+    blocks=(BlockRates(64, 45e9, 28e9), BlockRates(128, 55e9, 33e9), BlockRates(256, 62e9, 33e9)),
+    bytes_per_s=10e9,
     launch_s=50e-6,
     backward_ratio=2.6,
 )

@@ -25,24 +25,40 @@ _MAX_PERIOD = 64
 _STRIP_ROWS = 256
 
 
-def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term] | None:
+def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, int]]:
+    """The branches in groups that nest, as few as a greedy choice finds; the others alone."""
+    groups: list[dict[Pattern, int]] = []
+    for branch, times in sorted(branches.items(), key=lambda item: _size(item[0])):
+        for group in groups:
+            if _Chain.of({**group, branch: times}, bound) is not None:
+                group[branch] = times
+                break
+        else:
+            groups.append({branch: times})
+    return groups
+
+
+def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     """Terms that compute every allowed pair once, with the number of branches that allow it as its weight.
 
-    `branches` are the distinct branches of a mixture and how often each counts. They must be dilated segments
-    that nest: segment lengths and rates divide the next ones, and a token that is active in a branch is active in
-    all before it. Then a token has a level, the last branch in which it is active, and a pair a branch in which its
-    tokens first lie in one segment; it counts in the branches from that one to the lower of its two levels.
-    None for other mixtures.
+    `branches` are one of the `chains`: dilated segments that nest. Segment lengths and rates divide the next ones,
+    and a token that is active in a branch is active in all before it. Then a token has a level, the last branch in
+    which it is active, and a pair a branch in which its tokens first lie in one segment; it counts in the branches
+    from that one to the lower of its two levels.
     """
     chain = _Chain.of(branches, bound)
-    if chain is None:
-        return None
+    assert chain is not None
     causal = chain.rest == Causal()
     terms = list(_strips(chain, bound)) if causal else []
     for index in range(causal, len(chain.bases)):
         for rectangle in _rectangles(chain, index, bound):
             terms += _terms(chain, index, rectangle, bound)
     return terms
+
+
+def _size(branch: Pattern) -> tuple[int, int]:
+    base, _ = _split(branch)
+    return (0, 0) if base is None else (base.segment, base.rate)
 
 
 @dataclass(frozen=True)

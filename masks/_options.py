@@ -13,7 +13,7 @@ from ._cost import Cost, cost_of
 from ._layout import Layout
 from ._lower import residue_rate, shared_terms
 from ._machine import Machine
-from ._nested import nested_terms
+from ._nested import chains, nested_terms
 from ._pattern import Expression, Pattern
 from ._term import Term
 from ._tiled_terms import tiled_terms
@@ -87,13 +87,21 @@ def options_of(branch: Pattern, times: int, bound: Bound, machine: Machine, allo
     return _in_best_blocks(options, machine)
 
 
-def nested_option(branches: Mapping[Pattern, int], bound: Bound, machine: Machine, allowed: Allowed) -> Option | None:
-    """All branches of a mixture together, the pairs that they share computed once; None where they do not nest."""
+def nested_option(apart: Mapping[Pattern, Option], bound: Bound, machine: Machine, allowed: Allowed) -> Option | None:
+    """All branches of a mixture, those that nest together, and the others as they are chosen `apart`.
+
+    Pairs that nested branches share are computed once. None where no two branches nest.
+    """
     if not (allowed.shared_rows and allowed.key_weights):
         return None
-    terms = nested_terms(branches, bound)
-    if terms is None:
+    groups = chains({branch: option.multiplicity for branch, option in apart.items()}, bound)
+    if len(groups) == len(apart):
         return None
+    terms = [
+        term
+        for group in groups
+        for term in (nested_terms(group, bound) if len(group) > 1 else apart[next(iter(group))].terms)
+    ]
     return Option(bound.pattern, 1, "nested", tuple(terms), machine, Layout(bound.num_queries), shares_rows=True)
 
 

@@ -131,7 +131,8 @@ def _choose(bound: Bound, machine: Machine, allowed: Allowed) -> Plan:
     branches, layout = Counter(bound.pattern.branches()), Layout(bound.num_queries)
     weighed = tuple(options_of(branch, times, bound, machine, allowed) for branch, times in branches.items())
     terms = tuple(term for options in weighed for term in options[0].terms)
-    together = nested_option(branches, bound, machine, allowed)
+    chosen = {branch: options[0] for branch, options in zip(branches, weighed, strict=True)}
+    together = nested_option(chosen, bound, machine, allowed)
     if together is None:
         return Plan(bound, layout, terms, weighed)
     apart = Option(bound.pattern, 1, "branch by branch", terms, machine, layout, shares_rows=True)

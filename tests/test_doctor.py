@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import clear_compilation_metrics, counters
 
-from flexdilated.cli import _doctor, main
+from flexdilated.cli import _doctor, _flash, main
 
 
 def examine(capsys) -> tuple[int, str]:
@@ -40,6 +40,23 @@ def test_without_a_compiler(capsys, monkeypatch) -> None:
     assert "no C++ compiler found (looked for no-such-compiler)" in printed
     assert "engine 'tiles' needs none" in printed
     assert "tiles (default), reference" in printed
+
+
+def test_flash_attention_is_named_and_left_alone(capsys, monkeypatch) -> None:
+    """Which implementation is active holds for the process: the doctor reads it."""
+    assert "FA2 is active" in examine(capsys)[1]
+    assert "no flash_attn.cute" in examine(capsys)[1]
+    monkeypatch.setattr(_flash.torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+    monkeypatch.setattr(_doctor, "is_flash_backend_importable", lambda: True)
+    printed = examine(capsys)[1]
+    assert "FA3 is active" in printed
+    assert "flash_attn.cute is importable" in printed
+
+
+def test_flash_attention_of_an_older_torch(monkeypatch) -> None:
+    for name in ("current_flash_attention_impl", "list_flash_attention_impls"):
+        monkeypatch.delattr(_flash.torch.nn.attention, name, raising=False)
+    assert (_flash.active_implementation(), _flash.other_implementations()) == ("FA2", [])
 
 
 @pytest.mark.parametrize("missing", ["tqdm", "matplotlib"])

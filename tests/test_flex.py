@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import flexdilated as fd
 from flexdilated import _flex, masks
 from flexdilated._call_key import CallKey
-from flexdilated._flex import FlexProgram, make_flex_program, run_flex
+from flexdilated._flex import FlexProgram, FlexStep, make_flex_program, run_flex
 from flexdilated._flex_program import static_program
 from flexdilated.masks._nested import nested_terms
 from flexdilated.masks._planner import Plan, plan
@@ -212,6 +212,7 @@ def test_terms_with_weights(data, side):
     assert any(term.weights is not None for term in terms) or N == 8
     chosen = Plan(bound, masks.Layout(N), tuple(terms), plan(bound).options)
     program = make_flex_program(chosen, masks.Layout(N), num_kv_heads=H, block_size=(side, side), device=CPU)
+    program = replace(program, steps=tuple(replace(step, bias=double_bias(step)) for step in program.steps))
     torch.manual_seed(N)
     drawn = tuple(torch.randn(1, H, N, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     counts = oracle.counts(rule, range(H), H, torch.arange(N), torch.arange(N))
@@ -220,6 +221,12 @@ def test_terms_with_weights(data, side):
     found = around_dense(program, 0.5, score_mod=slanted)(q, k, v)
     exact = fd.attend(q, k, v, pattern, scale=0.5, score_mod=slanted, engine="reference", return_lse=True)
     torch.testing.assert_close(found, exact)
+
+
+def double_bias(step: FlexStep) -> Tensor | None:
+    """The weights as exact as the oracle."""
+    bias = step.term.bias(torch.float64)
+    return None if bias is None or step.bias is None else bias.expand(step.bias.shape)
 
 
 def slanted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:

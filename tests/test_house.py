@@ -47,11 +47,12 @@ PUBLIC = {
     ],
     testing: ["check_pattern"],
     masks: [
-        *("Bound", "EMPTY", "FULL", "Layout", "Mixture", "PARTIAL", "Pattern", "block_list", "block_mask"),
+        *("BlockRates", "Bound", "EMPTY", "FULL", "Layout", "Machine", "Mixture", "PARTIAL", "Pattern", "block_list"),
+        "block_mask",
         *("blockwise", "cache", "causal", "chunked", "custom", "describe", "dilated", "dilated_window"),
         *("documents", "every", "first_tokens", "fixed", "from_json", "global_tokens", "head_groups"),
-        *("landmark_tokens", "layout", "lengths", "local_window", "longnet", "neighborhood", "parse"),
-        *("per_head", "prefix_lm", "random_blocks", "recipes", "recommended_layout", "strided", "to_json"),
+        *("landmark_tokens", "layout", "lengths", "local_window", "longnet", "machine", "neighborhood", "parse"),
+        *("per_head", "prefix_lm", "random_blocks", "recipes", "recommended_layout", "set_machine", "strided", "to_json"),
         *("visible_keys",),
     ],
 }

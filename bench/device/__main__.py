@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from flexdilated.cli._flash import other_implementations
+
 from .._table import condition, terminal_table
 from ._run import Document, Suite, question_text
 from ._suite import NAMES, SUITE
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, entry in SUITE.items():
             print(f"{name}\t{question_text(entry)}")
         return 0
-    if reason := _unfit(options.device, options.small):
+    if reason := _unfit(options.device, options.small, options.flash_impl):
         print(reason, file=sys.stderr)
         return 2
     names = tuple(name for name in NAMES if not options.names or name in options.names)
@@ -62,13 +64,15 @@ def is_failed(document: Document) -> bool:
     return wrong or all(row["measured"] is None for row in rows) or any("not_verified" in row for row in rows)
 
 
-def _unfit(device: str, small: bool) -> str | None:
-    """Why the suite cannot run there."""
+def _unfit(device: str, small: bool, flash_impl: str | None) -> str | None:
+    """Why the suite cannot run so."""
     kind = torch.device(device).type
     if kind == "cuda" and not torch.cuda.is_available():
         return "PyTorch finds no CUDA device here; --device cpu --small goes through the same rows"
     if kind == "cpu" and not small:
         return "the sizes of the targets are for an accelerator; --device cpu needs --small"
+    if flash_impl is not None and flash_impl not in (known := other_implementations()):
+        return f"--flash-impl must be one that PyTorch lists ({', '.join(known) or 'none'}); got {flash_impl!r}"
     return None
 
 

@@ -25,8 +25,8 @@ from ._where import Where
 
 Document = dict[str, Any]
 
-_CASE_LIMIT_S = 120.0
-_WORKERS = {True: 8, False: 2}  # on CUDA compilation keeps them busy, not the device
+_CASE_LIMIT_S, _REHEARSAL_LIMIT_S = 120.0, 150.0
+_WORKERS = {True: 12, False: 2}  # on CUDA compilation keeps them busy, not the device
 _LEAST_S = 5.0  # with less left, a row is not begun
 
 
@@ -81,11 +81,12 @@ class Suite:
         found = self._apart(trials, self.where, limit_s=clock.left_s(_CASE_LIMIT_S))
         if isinstance(found, Failure):
             raise SystemExit(f"nothing runs on {self.where.device}: {found.reason}")
-        rehearsed = [name for name in self.names if self.where.is_cuda and name in SUITE and SUITE[name].rehearsed]
+        names = [name for name in self.names if self.where.is_cuda and name in SUITE]
+        rehearsals = [(name, config) for name in names for config in SUITE[name].rehearsals(small=self.small)]
         with ThreadPoolExecutor(_WORKERS[self.where.is_cuda]) as pool:
             judged = [pool.submit(self._judge, trial, clock) for trial in found]
             tests = pool.submit(run_device_tests, self.where, clock.left_s(_CASE_LIMIT_S))
-            list(pool.map(lambda name: self._rehearse(name, clock), rehearsed))
+            list(pool.map(lambda rehearsal: self._rehearse(rehearsal[0], rehearsal[1], clock), rehearsals))
             verdicts = dict(zip(found, (each.result() for each in judged), strict=True))
             return verdicts, tests.result(), perf_counter() - start
 
@@ -95,10 +96,11 @@ class Suite:
         say(f"G0: {trial.measure}: {verdict.row.to_data()['measured_text']}")
         return verdict
 
-    def _rehearse(self, name: str, clock: Clock) -> None:
+    def _rehearse(self, name: str, config: Any, clock: Clock) -> None:
         """Its numbers mean nothing, and what fails here fails again when it counts."""
-        where = replace(self.where, rehearsing=True)
-        self._apart(rehearse, name, self.small, where, limit_s=clock.left_s(SUITE[name].limit_s))
+        start, where = perf_counter(), replace(self.where, rehearsing=True)
+        self._apart(rehearse, name, config, where, limit_s=clock.left_s(_REHEARSAL_LIMIT_S))
+        say(f"{name} rehearsed: {perf_counter() - start:.0f} s")
 
     def _measure(self, name: str, clock: Clock, spoiled: dict[str, list[str]]) -> Document:
         entry = SUITE[name]
@@ -151,11 +153,9 @@ def answer(name: str, small: bool, where: Where) -> Document:
     return data | {"default_way": ways(where)[0].name}
 
 
-def rehearse(name: str, small: bool, where: Where) -> None:
-    """One round of a question."""
-    question = SUITE[name].question
-    config = question.SMALL if small else question.FULL
-    question.run(replace(config, size=replace(config.size, repeats=1)), where)
+def rehearse(name: str, config: Any, where: Where) -> None:
+    """A part of a question, once."""
+    SUITE[name].question.run(config, where)
 
 
 def say(text: str) -> None:

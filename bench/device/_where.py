@@ -66,23 +66,28 @@ class Where:
 
     def time(self, jobs: Sequence[Job], *, repeats: int) -> tuple[Timing, ...]:
         """The jobs in turns, each from a cold cache; on CUDA by the device's own events."""
-        if self.is_cuda:
-            jobs = [_DeviceJob(job.name, job.run, job.prepare) for job in jobs]
-        return interleave(jobs, repeats=repeats)
+        timed = [_ByEvents(job) for job in jobs] if self.is_cuda else jobs
+        return interleave(timed, repeats=repeats)
 
 
 @dataclass(frozen=True)
-class _DeviceJob(Job):
-    """Timed between two events, with nothing of an earlier run in the second-level cache."""
+class _ByEvents:
+    """A job timed between two events, with nothing of an earlier run in the second-level cache."""
+
+    job: Job
+
+    @property
+    def name(self) -> str:
+        return self.job.name
 
     def seconds(self) -> float:
-        given = self.prepare() if self.prepare else None
+        given = self.job.prepare() if self.job.prepare else None
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flush = _flush_buffer(torch.cuda.current_device())
         for _ in range(_FLUSHED):
             flush.zero_()
         start.record()
-        self.run(given)
+        self.job.run(given)
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3

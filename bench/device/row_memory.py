@@ -33,7 +33,7 @@ def _measure(spec: LongNet, size: Size, way: Way, where: Where) -> Row | Gap:
         else:
             # The resident memory of processes of their own, in float32.
             ours, theirs = library_step_bytes(spec, size), dense_step_bytes(size, causal=spec.causal)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return Gap(measure, target, f"{type(error).__name__}: {error}")
     if ours <= 0 or theirs <= 0:
         return Gap(measure, target, "too small: the step shows no memory of its own")

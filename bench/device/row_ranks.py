@@ -7,6 +7,7 @@ the rank's segments; within these the plan leaves them out.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -38,8 +39,14 @@ class Shard:
     keys: range
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: LongNet) -> Tensor:
-        """The rank's output from the rank's own tensors."""
-        return fd.attend(q, k, v, spec.pattern(), q_offset=self.queries.start, k_offset=self.keys.start)
+        """The rank's output from the rank's own tensors.
+
+        Positions are counted from the last place before the keys at which every branch begins a segment: the rule is
+        the same from there, and ranks that lie alike share what is compiled, as they would not in one process else.
+        """
+        period = lcm(*spec.segment_lengths)
+        start = self.keys.start // period * period
+        return fd.attend(q, k, v, spec.pattern(), q_offset=self.queries.start - start, k_offset=self.keys.start - start)
 
     def cut(self, problem: Problem) -> Problem:
         """The rank's own copies."""

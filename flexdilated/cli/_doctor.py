@@ -15,6 +15,8 @@ from .. import masks
 from .._compilations import compilations
 from .._flex import missing_compiler
 from ..masks._cache_limits import BYTES_VARIABLE, ENTRIES_VARIABLE, bytes_from_environment, entries_from_environment
+from ..masks._machine_in_use import VARIABLE as MACHINE_VARIABLE
+from ..masks._machine_in_use import machine_from_environment
 from ..nn import DilatedAttention
 from . import _extras
 from ._flash import active_implementation, is_flash_backend_importable, other_implementations
@@ -25,7 +27,11 @@ Finding = tuple[str, str]
 _OLDEST_TORCH, _NEWEST_TRIED_TORCH = "2.11", "2.15"
 _PREFIX = "FLEXDILATED_"
 # Every variable that the library reads, and what reads it: a ValueError says that it does not parse.
-_VARIABLES = {BYTES_VARIABLE: bytes_from_environment, ENTRIES_VARIABLE: entries_from_environment}
+_VARIABLES = {
+    BYTES_VARIABLE: bytes_from_environment,
+    ENTRIES_VARIABLE: entries_from_environment,
+    MACHINE_VARIABLE: machine_from_environment,
+}
 # A float32 result this far from the float64 one is wrong, not rounded.
 _LARGEST_ERROR = 1e-4
 
@@ -39,6 +45,7 @@ def doctor() -> int:
     findings += [(f"attention on {device}", failure or "works") for device, failure in trials.items()]
     if parse:
         findings += [("torch.compile", _compiled_trial() or "works, traced in one graph"), _cache(), _compilations()]
+        findings.append(("plans on the CPU", f"by constants {masks.machine().source}"))
     works = None in trials.values()
     print(tabulate(findings, tablefmt="plain", disable_numparse=True))
     print("\nAttention works on this machine." if works else "\nAttention does not work on this machine.")

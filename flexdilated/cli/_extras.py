@@ -9,6 +9,7 @@ from types import ModuleType
 EXTRAS = {
     "tqdm": ("demo", "plain lines instead of a progress bar"),
     "matplotlib": ("demo", "no pictures"),
+    "platformdirs": ("tune", "no measured constants are kept for the next run"),
 }
 
 

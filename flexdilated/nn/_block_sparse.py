@@ -28,7 +28,7 @@ class BlockSparseAttention(nn.Module):
     tokens, and pickles, copies and moves like any module. `pattern` may be read, and used with `attend`.
 
     sinks: True adds a parameter of that name, a logit for each of num_heads heads of q, 0 at first: one more term
-    exp(sink) in every softmax denominator. scale, enable_gqa, engine, block_size: as in `attend`.
+    exp(sink) in every softmax denominator. scale, enable_gqa, engine, block_size, autotune: as in `attend`.
     Bad values raise ValueError or TypeError.
     """
 
@@ -44,6 +44,7 @@ class BlockSparseAttention(nn.Module):
         enable_gqa: bool = False,
         engine: str | None = None,
         block_size: int | tuple[int, int] | None = None,
+        autotune: bool = False,
     ) -> None:
         super().__init__()
         check_engine(engine)
@@ -52,6 +53,7 @@ class BlockSparseAttention(nn.Module):
         self.scale = None if scale is None else resolve_scale(scale, head_dim=1)
         self.enable_gqa = require_bool("enable_gqa", enable_gqa)
         self.engine = engine
+        self.autotune = require_bool("autotune", autotune)
         self.block_size = None if block_size is None else block_sides(block_size)
         self.register_parameter("sinks", _sinks(pattern, require_bool("sinks", sinks), num_heads))
 
@@ -89,6 +91,7 @@ class BlockSparseAttention(nn.Module):
             k_offset=k_offset,
             engine=self.engine,
             block_size=self.block_size,
+            autotune=self.autotune,
         )
 
     def extra_repr(self) -> str:

@@ -26,6 +26,7 @@ class DilatedAttention(BlockSparseAttention):
         scale: float | None = None,
         enable_gqa: bool = False,
         engine: str | None = None,
+        autotune: bool = False,
     ) -> None:
         pattern = dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
-        super().__init__(pattern, scale=scale, enable_gqa=enable_gqa, engine=engine)
+        super().__init__(pattern, scale=scale, enable_gqa=enable_gqa, engine=engine, autotune=autotune)
