@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", type=_name,
         help="questions to ask (all, if none is named); or one word: table prints the results in Markdown, "
-        "pages puts them into README.md and docs/catalogue.md, pictures draws those of the catalogue",
+        "pages puts them into README.md and the pages of docs/, pictures draws those of the catalogue",
     )  # fmt: skip
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument(

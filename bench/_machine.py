@@ -63,12 +63,12 @@ def _accelerator(device: str) -> dict[str, Any]:
         "multiprocessors": found.multi_processor_count,
         "compute_capability": f"{found.major}.{found.minor}",
         "l2_cache_mib": round(found.L2_cache_size / 2**20, 1),
-        **_read_out(),
+        **driver_and_clocks(),
     }
 
 
-def _read_out() -> dict[str, str]:
-    """Read only: nothing of the accelerator is set."""
+def driver_and_clocks() -> dict[str, str]:
+    """As they stand at this moment, from the accelerator's own tool, if it is there. Nothing is set."""
     query = f"--query-gpu={','.join(_READ_OUT.values())}"
     try:
         command = ("nvidia-smi", query, "--format=csv,noheader")

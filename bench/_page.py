@@ -1,14 +1,19 @@
-"""The catalogue's page and README's table: what stands between their marks, from the files of results."""
+"""The pages of results and README's table: what stands between their marks, from the files of results."""
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
+from ._benchmarks_page import BENCHMARKS, benchmarks_parts
 from ._catalogue import ENTRIES, MILLION, Entry
+from ._claims_page import CLAIMS, claims_parts
+from ._compiling_page import COMPILING, compiling_parts
+from ._performance_page import PERFORMANCE, performance_parts
 from ._pictures import file_name
 from ._problem import tokens_text
 from ._table import Document, condition, markdown_table
@@ -21,8 +26,26 @@ _MARK = re.compile(r"(<!-- (?P<name>[^>]+) -->\n).*?(<!-- end \2 -->)", re.DOTAL
 
 
 def write_pages(results: Path) -> None:
-    """Put the results into README.md and docs/catalogue.md, between their marks."""
-    for path, parts in ((README, readme_parts(results)), (PAGE, catalogue_parts(results))):
+    """Put the results into README.md and the pages that show figures, between their marks.
+
+    A page whose file of results is not there stays as it is, which is said on stderr.
+    """
+    pages = {
+        README: readme_parts,
+        PAGE: catalogue_parts,
+        PERFORMANCE: performance_parts,
+        COMPILING: compiling_parts,
+        CLAIMS: claims_parts,
+        BENCHMARKS: lambda _: benchmarks_parts(),
+    }
+    for path, parts_from in pages.items():
+        try:
+            parts = parts_from(results)
+        except FileNotFoundError as error:
+            if error.filename is None:
+                raise  # there is no result at all
+            print(f"{path} stays as it is; it shows {error.filename}, which is not there", file=sys.stderr)
+            continue
         path.write_text(filled(path.read_text(encoding="utf-8"), parts), encoding="utf-8")
 
 

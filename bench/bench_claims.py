@@ -24,9 +24,9 @@ class Config:
 _CACHED = LongNet("LongNet-3", (1024, 2048, 4096), (1, 2, 4))
 
 FULL = Config(
-    Caching(_CACHED, Size(4096, num_heads=8, repeats=9), lengths=(1024, 2048, 4096), steps=24),
+    Caching(_CACHED, Size(4096, num_heads=8, repeats=5), lengths=(256, 512, 1024), steps=24),
     Size(8192, num_heads=8),
-    Kernels(Size(16384, num_heads=4, repeats=7), Size(32768, num_heads=2, repeats=9), projected=(8192, 512)),
+    Kernels(Size(8192, num_heads=2, repeats=5), Size(32768, num_heads=2, repeats=7), projected=(8192, 512)),
     Length((8192, 16384, 32768), (1, 2, 8), Size(131072, num_heads=4, head_dim=8, repeats=3), 4096, 32768),
 )
 SMALL = Config(

@@ -53,6 +53,11 @@ class Compilations:
     latest: tuple[Compilation, ...]
 
     @property
+    def num_graph_breaks(self) -> int:
+        """All of them, for whatever reason."""
+        return sum(times for _, times in self.graph_breaks)
+
+    @property
     def recompilations(self) -> tuple[Compilation, ...]:
         """Those of the latest that compiled a function again."""
         return tuple(each for each in self.latest if each.reason is not None and each.failure is None)
@@ -67,13 +72,12 @@ class Compilations:
         return "\n\n".join(text for text in (self._numbers(), self._reasons()) if text)
 
     def _numbers(self) -> str:
-        breaks = sum(times for _, times in self.graph_breaks)
         rows = [
             ("graphs compiled", f"{self.graphs:,}"),
             ("found on disk", f"{self.found_on_disk:,}"),
             ("time to compile", f"{self.seconds:,.1f} s"),
             ("compiled again", f"{len(self.recompilations):,}"),
-            ("graph breaks", f"{breaks:,}"),
+            ("graph breaks", f"{self.num_graph_breaks:,}"),
             ("left to eager", f"{self.left_to_eager:,}"),
             ("flex functions", f"{self.flex_functions:,}"),
         ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
 
 from ._gather import Run, Strands, side
@@ -49,8 +49,8 @@ class PickTokens:
     """A shared term's slots: every token of every head, reordered where `slots` and `positions` say so."""
 
     numbers: tuple[int, ...]
-    positions: Int64[Tensor, " N"] | None
-    slots: Int64[Tensor, " N"] | None
+    positions: Int32[Tensor, " N"] | None
+    slots: Int32[Tensor, " N"] | None
     is_view = True
 
     @property
@@ -72,7 +72,7 @@ def make_pick(layout: Compact | Permutation, heads: tuple[int, ...], given: Layo
     """How a tensor's tokens, ordered as `given`, become a term's; `heads` are the tensor's heads it uses."""
     if isinstance(layout, Permutation):
         # A term is in the given order, or the given order is the natural one.
-        orders = (None, None) if layout == given else (layout.positions(device), layout.slots(device))
+        orders = (None, None) if layout == given else (layout.positions(device).int(), layout.slots(device).int())
         every = Compact(heads, (0,) * len(heads), 1, layout.num_slots, 1, 0)
         return PickTokens(_numbers(every, given, heads), *orders)
     found = side(layout, given, heads)

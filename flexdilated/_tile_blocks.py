@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -30,7 +30,7 @@ class _Portion:
     at_q: _Index
     at_k: _Index
     mask: Float[Tensor, "#n 1 Q K"] | None
-    hidden: Tensor | None  # (X or 1, n or 1, Q): rows without any key
+    hidden: Bool[Tensor, "#n Q"] | None  # rows without any key, the same in all heads
 
 
 def forward(x: Operands, calls: Calls, *, scale: float) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
@@ -64,9 +64,11 @@ def backward(
         queries, keys = each.call.queries, each.call.keys
         tile_grad, tile_q, tile_out = (queries.of(part[each.at_q]) for part in (grad_out, q, out))
         tile_k, tile_v = (keys.of(part[each.at_k]) for part in (k, v))
-        operands = (_problems(part) for part in (tile_grad, tile_q, tile_k, tile_v, tile_out))
         row_lse = _problems(queries.of(lse[each.at_q])).contiguous()
-        grad_q, grad_k, grad_v = flash_backward(*operands, row_lse, scale=scale, mask=each.mask)
+        grad_q, grad_k, grad_v = flash_backward(
+            _problems(tile_grad), _problems(tile_q), _problems(tile_k), _problems(tile_v), _problems(tile_out),
+            row_lse, scale=scale, mask=each.mask,
+        )  # fmt: skip
         queries.put(dq[each.at_q], grad_q.view(tile_q.shape))
         keys.add(dk[each.at_k], grad_k.view(tile_k.shape))
         keys.add(dv[each.at_k], grad_v.view(tile_v.shape))
@@ -85,7 +87,8 @@ def _portions(x: Operands, calls: Calls) -> Iterator[_Portion]:
                 mask, hidden = calls.mask_of(part, x.q.dtype)
             together = max(1, _PAIRS_AT_ONCE // (len(part.row) * part.num_pairs))
             for at_q, at_k in _places(x, calls.heads[call.table], together):
-                yield _Portion(part, at_q, at_k, *_repeated(mask, hidden, x.q[at_q].shape[0]))
+                added = None if mask is None else _repeated(mask, times=x.q[at_q].shape[0])
+                yield _Portion(part, at_q, at_k, added, hidden)
 
 
 def _places(x: Operands, heads: tuple[int, ...], together: int) -> Iterator[tuple[_Index, _Index]]:
@@ -111,12 +114,9 @@ def _adjacent(heads: tuple[int, ...], together: int) -> Iterator[slice]:
             begin = index
 
 
-def _repeated(mask: Tensor | None, hidden: Tensor | None, times: int) -> tuple[Tensor | None, Tensor | None]:
-    """A mask of (m, Q, K) for the problems of so many heads, and rows it hides."""
-    if mask is None:
-        return None, None
-    several = mask if len(mask) == 1 else mask.repeat(times, 1, 1)
-    return several.unsqueeze(1), None if hidden is None else hidden.unsqueeze(0)
+def _repeated(mask: Float[Tensor, "m Q K"], *, times: int) -> Float[Tensor, "n 1 Q K"]:
+    """The masks of a head's problems for those of several heads."""
+    return (mask if len(mask) == 1 or times == 1 else mask.repeat(times, 1, 1)).unsqueeze(1)
 
 
 def _problems(tiles: Tensor) -> Tensor:

@@ -14,9 +14,7 @@ from .masks._rule import Rule
 _MASK_BYTES = 64 << 20  # distinct masks kept; beyond, masks are evaluated at each call
 
 
-def distinct_masks(
-    rule: Rule, blocks: Blocks
-) -> tuple[Int64[Tensor, " E"], Bool[Tensor, "U q_block k_block"] | None]:
+def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Bool[Tensor, "U q_block k_block"] | None]:
     """(mask of each block, the distinct masks); mask 0 allows every pair. No masks where they would not fit."""
     partial = (~blocks.full).nonzero().squeeze(1)
     distinct = [torch.ones(1, blocks.q_block, blocks.k_block, dtype=torch.bool)]

@@ -34,7 +34,7 @@ def plan_tiles(bound: Bound, layout: Layout, kind: str, choice: Choice | None = 
 def _plain_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
     """The options with the cheapest one in front that lists no blocks."""
     for index, option in enumerate(options):
-        if all(term.shape in ("dense", "causal") and term.weights is None for term in option.terms):
+        if all(term.shape in ("dense", "causal") for term in option.terms):
             return (option, *options[:index], *options[index + 1 :])
     raise ValueError(
         f"tiles on {kind} runs ATen's kernels, which take branches that are dense or causal in some order of their "

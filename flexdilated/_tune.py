@@ -86,31 +86,52 @@ def measure(
     """
     device = x.q.device
     engine = engine or ("tiles" if device.type == "cpu" else "flex")
-    sides = engine == "tiles" and not block_size
+    stand = _Stand(bound, x, backward, engine, block_size, seconds)
     candidates = Candidates.of(bound, machine_of(device.type), allowed_by(engine, device))
+    branches = [stand.time(index, stand.worth_measuring(ways)) for index, ways in enumerate(candidates.branches)]
+    fastest = [min(measured, key=lambda each: each.times.median_s).option for measured in branches]
+    found = tuple(each for measured in branches for each in measured)
+    choice = Choice(False, tuple(way_of(option) for option in fastest))
+    if candidates.together is None:
+        return Trials(found, choice)
+    terms = tuple(term for option in fastest for term in option.terms)
+    apart, together = stand.time(
+        None, [replace(candidates.together, layout=BRANCH_BY_BRANCH, terms=terms), candidates.together]
+    )
+    if together.times.median_s < apart.times.median_s:
+        choice = Choice(True, (way_of(candidates.together),))
+    return Trials((*found, apart, together), choice)
 
-    def timed(branch: int | None, options: Sequence[Option]) -> list[Trialled]:
-        runs = [_run(bound, option, x, engine, backward, block_size) for option in options]
-        check_alike(runs, x.q.dtype)
-        times = interleave(runs, seconds=seconds, device=device)
-        predicted = [predicted_seconds(option, x, backward=backward) for option in options]
+
+@dataclass(frozen=True)
+class _Stand:
+    """Where options of one pattern are run side by side."""
+
+    bound: Bound
+    x: Inputs
+    backward: bool
+    engine: str
+    block_size: tuple[int, ...]
+    seconds: float
+
+    def time(self, branch: int | None, options: Sequence[Option]) -> list[Trialled]:
+        """Each option's times, after a look at whether they agree."""
+        runs = [self._run(option) for option in options]
+        check_alike(runs, self.x.q.dtype)
+        times = interleave(runs, seconds=self.seconds, device=self.x.q.device)
+        predicted = [predicted_seconds(option, self.x, backward=self.backward) for option in options]
         return [Trialled(branch, *each) for each in zip(options, predicted, times, strict=True)]
 
-    found: list[Trialled] = []
-    ways: list[Option] = []
-    for index, options in enumerate(candidates.branches):
-        measured = timed(index, _worth_measuring(options, sides))
-        ways.append(min(measured, key=lambda each: each.times.median_s).option)
-        found += measured
-    choice = Choice(False, tuple(way_of(option) for option in ways))
-    if candidates.together is None:
-        return Trials(tuple(found), choice)
-    terms = tuple(term for option in ways for term in option.terms)
-    apart = replace(candidates.together, layout=BRANCH_BY_BRANCH, terms=terms)
-    whole = timed(None, (apart, candidates.together))
-    if whole[1].times.median_s < whole[0].times.median_s:
-        choice = Choice(True, (way_of(candidates.together),))
-    return Trials((*found, *whole), choice)
+    def worth_measuring(self, options: tuple[Option, ...]) -> list[Option]:
+        """The options that may be the fastest, in blocks of all sides that may be."""
+        other_sides = self.engine == "tiles" and not self.block_size
+        every = [each for option in options for each in (in_other_blocks(option) if other_sides else (option,))]
+        least = min(each.cost.seconds for each in every)
+        return [each for each in every if each.cost.seconds <= WORTH_MEASURING * least]
+
+    def _run(self, option: Option) -> Run:
+        alone = Plan(self.bound, Layout(self.bound.num_queries), option.terms, ((option,),))
+        return trial(alone, self.x, engine=self.engine, backward=self.backward, block_size=self.block_size)
 
 
 def allowed_by(engine: str, device: torch.device) -> Allowed:
@@ -123,18 +144,6 @@ def predicted_seconds(option: Option, x: Inputs, *, backward: bool) -> float:
     sizes = {"head_dim": x.q.shape[-1], "element_bytes": x.q.element_size()}
     forward = cost_of(option.terms, option.machine, option.given, **sizes).seconds * len(x.q)
     return forward * (1 + option.machine.backward_ratio) if backward else forward
-
-
-def _worth_measuring(options: tuple[Option, ...], sides: bool) -> list[Option]:
-    """The options that may be the fastest, in blocks of all sides that may be."""
-    every = [each for option in options for each in (in_other_blocks(option) if sides else (option,))]
-    least = min(each.cost.seconds for each in every)
-    return [each for each in every if each.cost.seconds <= WORTH_MEASURING * least]
-
-
-def _run(bound: Bound, option: Option, x: Inputs, engine: str, backward: bool, block_size: tuple[int, ...]) -> Run:
-    alone = Plan(bound, Layout(bound.num_queries), option.terms, ((option,),))
-    return trial(alone, x, engine=engine, backward=backward, block_size=block_size)
 
 
 def _label(each: Trialled, many: bool) -> str:

@@ -77,12 +77,12 @@ def _require_positive(value: Any, *names: str) -> None:
 
 # Orders of magnitude are enough where nothing was measured: the options differ by factors.
 CPU = Machine(
-    dense_flops_per_s=80e9,
-    causal_flops_per_s=70e9,
-    blocks=(BlockRates(64, 45e9, 28e9), BlockRates(128, 55e9, 33e9), BlockRates(256, 62e9, 33e9)),
+    dense_flops_per_s=85e9,
+    causal_flops_per_s=77e9,
+    blocks=(BlockRates(64, 52e9, 52e9), BlockRates(128, 63e9, 60e9), BlockRates(256, 72e9, 66e9)),
     bytes_per_s=10e9,
-    launch_s=50e-6,
-    backward_ratio=2.6,
+    launch_s=100e-6,
+    backward_ratio=2.8,
 )
 # The one side that FlexAttention's kernels take on all accelerators.
 ACCELERATOR = Machine(

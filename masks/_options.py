@@ -107,6 +107,8 @@ def nested_option(apart: Mapping[Pattern, Option], bound: Bound, machine: Machin
 
 def in_blocks_of(option: Option, side: int) -> Option:
     """The option with all that it lists in blocks of this side."""
+    if all(term.block_side == side for term in option.terms if term.shape == "blocks"):
+        return option  # whose cost may be known
     terms = (replace(term, block_side=side) if term.shape == "blocks" else term for term in option.terms)
     return replace(option, terms=tuple(terms))
 

@@ -146,9 +146,10 @@ def test_on_another_machine_times_are_not_compared(before, run) -> None:
     assert run(before, after)[0] == 1
 
 
-def test_more_memory_is_no_other_machine(before, run) -> None:
+@pytest.mark.parametrize("field", ["memory_gib", "sm_clock", "memory_clock"])
+def test_memory_and_clocks_of_a_moment_are_no_other_machine(before, run, field) -> None:
     after = copy.deepcopy(before)
-    after["machine"]["memory_gib"] = 15.9
+    after["machine"][field] = "other"
     assert "different machines" not in run(before, after)[1]
 
 

@@ -123,6 +123,28 @@ def test_tables_stay_small():
     assert all(((table >= 0) & (table < N // 128)).all() for table in tables)
 
 
+@given(cases(), block_sides, block_sides)
+def test_tables_for_accelerators_end_at_the_longest_list(case, q_block, k_block):
+    """Kernels there read partial and full tables by one shape and strides, and batch entries and heads as one dim."""
+
+    def made(device: str) -> BlockMask:
+        sizes = {"num_heads": case.num_heads, "block_size": (q_block, k_block), **case.sizes}
+        return masks.block_mask(case.twin.pattern, case.num_queries, case.num_keys, device=device, **sizes)
+
+    here, there = made("cpu"), made("meta")
+    for side in ("kv", "q"):
+        counts = [getattr(here, f"{kind}{side}_num_blocks") for kind in ("", "full_")]
+        partial, full = (getattr(there, f"{kind}{side}_indices") for kind in ("", "full_"))
+        assert partial.shape == full.shape == (*counts[0].shape, max(1, *(int(count.max()) for count in counts)))
+        assert partial.is_contiguous()
+        assert full.is_contiguous()
+        assert partial.dtype == full.dtype == torch.int32
+        for kind, count in zip(("", "full_"), counts, strict=True):
+            found = getattr(there, f"{kind}{side}_num_blocks")
+            assert (found.shape, found.stride(), found.dtype) == (count.shape, count.contiguous().stride(), torch.int32)
+    assert there.seq_lengths == here.seq_lengths
+
+
 def test_masks_are_kept_by_their_sizes():
     pattern = masks.longnet([8], [2])
 

@@ -115,7 +115,7 @@ def test_graph_breaks() -> None:
     found = fd.compilations()
     assert found.graphs == 2
     ((reason, times),) = found.graph_breaks
-    assert times == 1
+    assert times == found.num_graph_breaks == 1
     assert "a break for the test" in reason
     assert "graph break  " in str(found)
 
@@ -290,6 +290,19 @@ def test_tracing_takes_no_longer_for_a_larger_pattern(monkeypatch) -> None:
     monkeypatch.setattr(symbolic_convert.InstructionTranslatorBase, "step", counted)
     small, large = (masks.longnet([16] * count, [1] * count) & masks.causal() for count in (2, 20))
     assert 0 < num_steps(small) == num_steps(large)
+
+
+@pytest.mark.parametrize("engine", ["tiles", "flex"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_pattern_that_does_not_fit_is_refused_while_tracing(engine: str, dynamic: bool | None) -> None:
+    """The check that is not traced is made all the same, with the same words."""
+    pattern = masks.per_head([masks.causal()] * 3)
+
+    def attend(q: Tensor) -> Tensor:
+        return fd.attend(q, q, q, pattern, engine=engine)
+
+    with pytest.raises(RuntimeError, match="per_head needs one pattern a head; got 3 for 2 heads"):
+        torch.compile(attend, backend=as_it_is, fullgraph=True, dynamic=dynamic)(draw(20))
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_dry_run(tmp_path, capsys) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     documents = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in NAMES}
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"documents": list(documents.values())}
+    assert json.loads((tmp_path / "summary.json").read_text())["documents"] == list(documents.values())
     for document in documents.values():
         assert document["commit"] == "abc123"
         assert document["small"] is True
@@ -55,6 +55,11 @@ def test_dry_run(tmp_path, capsys) -> None:
     assert bench_main(["table", "--out", str(tmp_path)]) == 0
     markdown = capsys.readouterr().out
     assert all(f"`{tmp_path}/{name}.json`" in markdown for name in NAMES)
+    unpacked = tmp_path / "unpacked"
+    assert main(["--unpack", str(tmp_path / "summary.json"), "--out", str(unpacked)]) == 0
+    assert {path.name: path.read_text() for path in unpacked.iterdir()} == {
+        f"{name}.json": (tmp_path / f"{name}.json").read_text() for name in NAMES
+    }
     assert markdown.count("not measured: the ring schedule is not built yet") == 1
 
 

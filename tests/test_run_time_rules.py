@@ -61,9 +61,10 @@ def test_what_changes_is_read_again(reads):
 
 
 def test_other_tensors_and_sizes_are_others(reads):
-    ids, longer = ids_of(3), KEY._replace(num_queries=20)
+    ids, shorter = ids_of(3), KEY._replace(num_queries=20, num_keys=20)
     assert rules_of(KEY, [ids]) is not rules_of(KEY, [ids.clone()])
-    assert rules_of(longer, [ids]) == longer.rules([ids])
+    with pytest.raises(ValueError, match="one for each of the 20 positions"):
+        rules_of(shorter, [ids])
     other = KEY._replace(pattern=(PATTERN & masks.local_window(left=3, right=0)).text)
     assert rules_of(other, [ids]) == other.rules([ids])
 
@@ -84,6 +85,15 @@ def test_what_is_remembered_goes_with_its_tensors(reads, monkeypatch):
     for ids in held:
         rules_of(KEY, [ids])
     assert len(_run_time_rules._reads) == 2
+
+
+def test_an_address_is_not_a_tensor(reads):
+    """A tensor at whose address another was remembered is read for itself."""
+    before, after = ids_of(3), ids_of(5)
+    rules_of(KEY, [before])
+    ((*name, _), entry), *_ = _run_time_rules._reads.items()
+    _run_time_rules._reads[(*name, id(after))] = entry
+    assert rules_of(KEY, [after]) == KEY.rules([after]) != entry.rule
 
 
 def test_what_counts_no_versions_is_read_every_time(reads):

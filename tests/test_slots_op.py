@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,12 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
-from flexdilated import _slots_op
+from flexdilated import _slots_op, masks
+from flexdilated._flex import make_flex_program
+from flexdilated._flex_program import allowed_on
 from flexdilated._merge import merge
-from flexdilated._pick import make_pick, take, take_ahead
+from flexdilated._pick import join, make_pick, take, take_ahead
 from flexdilated._slots_op import add_slots, join_slots, take_slots
 from flexdilated.masks import Layout
 from flexdilated.masks._layout import Compact
+from flexdilated.masks._planner import plan
+from tests.strategies import LONGNET_5
 
 CPU = torch.device("cpu")
 
@@ -63,6 +69,21 @@ def test_slots_are_the_tokens_that_indices_pick(problem, ahead):
         sent = [torch.randn_like(slots) for slots in found]
         grads = [torch.autograd.grad(each, x, sent)[0] for each in (found, truth)]
         torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("heads", [(0, 2, 4), (1, 2), (3,), (2, 2, 2), (0, 1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize(("start", "slots", "folds"), [(0, 15, 1), (0, 3, 5), (3, 4, 2), (6, 1, 7)])
+def test_consecutive_tokens_are_views(heads, start, slots, folds):
+    """Runs of heads, also with gaps or all of one, need no copy; gradients come back to where they belong."""
+    x = torch.randn(1, 5, 15, 3, dtype=torch.float64, requires_grad=True)
+    layout = Compact(tuple(range(len(heads))), (start,) * len(heads), 1, slots, folds, slots)
+    pick = make_pick(layout, heads, Layout(15), CPU)
+    assert pick.is_view
+    found, expected = take(x, pick, None), x.flatten(1, 2)[:, rows_of(layout, heads, 15)].flatten(0, 1)
+    assert torch.equal(found, expected)
+    assert found.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    sent = torch.randn_like(found)
+    torch.testing.assert_close(*(torch.autograd.grad(each, x, sent)[0] for each in (found, expected)))
 
 
 def reference_join(parts: list[Tensor], lses: list[Tensor], rows: list[Tensor], shape: tuple[int, int, int]):
@@ -144,6 +165,38 @@ def test_the_ops_keep_what_they_promise():
     opcheck(join_slots, (parts, [], sides, [2, 3, 16]))
 
 
+def test_slots_that_no_gradient_reaches():
+    """Of several sides taken at once, some may be unused."""
+    x = torch.randn(2, 3, 16, 3, dtype=torch.float64, requires_grad=True)
+    for index, layout in enumerate(APART):
+        slots = take_slots(x, numbers_of(APART, 16))[index]
+        expected = x.flatten(1, 2)[:, rows_of(layout, layout.heads, 16)].flatten(0, 1)
+        grads = [torch.autograd.grad(each.square().sum(), x)[0] for each in (slots, expected)]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.slow
+def test_a_graph_trains_through_them():
+    """Gathered, changed, joined and sent back by inductor as by autograd: what a compiled training step does."""
+    picks = [make_pick(layout, layout.heads, Layout(16), CPU) for layout in APART]
+
+    def step(x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        taken = [take(x, pick, ahead) for pick, ahead in zip(picks, take_ahead(x, picks), strict=True)]
+        out, lse = join(picks, [each.sin() for each in taken], [each.sum(-1) + shift for each in taken], (2, 3, 16))
+        assert lse is not None
+        return out, lse
+
+    x, shift = torch.randn(2, 3, 16, 3, requires_grad=True), torch.ones((), requires_grad=True)
+    torch.compiler.reset()
+    results = []
+    for run in (step, torch.compile(step, fullgraph=True, dynamic=False)):
+        out, lse = run(x, shift)
+        reached = torch.where(lse == -torch.inf, 0.0, lse)
+        grads = torch.autograd.grad(out.square().sum() + reached.sum(), (x, shift))
+        results.append((out, lse, *grads))
+    torch.testing.assert_close(*results)
+
+
 def test_sums_over_terms_are_kept_wide():
     """Many small gradients on one large one: bfloat16 would lose them."""
     layout = Compact((0,), (0,), 1, 4, 1, 0)
@@ -164,3 +217,18 @@ def test_words(dtype):
     source = x[:, ::2, 8:24]
     target.view(_slots_op._WORD).copy_(source.view(_slots_op._WORD))
     assert torch.equal(target.view(torch.uint8), source.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("pattern", [masks.longnet(*LONGNET_5), masks.longnet(*LONGNET_5) & masks.causal()])
+def test_a_million_tokens_hold_little(pattern):
+    """All that a call keeps on an accelerator, tables included, is small beside q: 2 GiB in bfloat16."""
+    N, H = 1 << 20, 8
+    bound = pattern.bind(num_heads=H, num_queries=N, num_keys=N)
+    chosen = plan(bound, device="cuda", allowed=allowed_on(torch.device("cuda")))
+    options = {"num_kv_heads": H, "block_size": (128, 128), "device": torch.device("meta")}
+    assert make_flex_program(chosen, Layout(N), **options).nbytes < (2 << 30) / 32
+    compact = [next(each for each in options if each.layout == "compact") for options in chosen.options]
+    terms = tuple(term for option in compact for term in option.terms)
+    program = make_flex_program(replace(chosen, terms=terms), Layout(N), **options)
+    assert sum(step.nbytes for step in program.steps) < 1 << 10
+    assert program.nbytes < 1 << 20

@@ -30,6 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, entry in SUITE.items():
             print(f"{name}\t{question_text(entry)}")
         return 0
+    if options.unpack is not None:
+        documents = json.loads(options.unpack.read_text())["documents"]
+        for document in documents:
+            write(document, options.out or _RESULTS)
+        print(terminal_table(documents))
+        return 0
     if reason := _unfit(options.device, options.small, options.flash_impl):
         print(reason, file=sys.stderr)
         return 2
@@ -40,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def keep(document: Document) -> None:
         documents.append(document)
         if results is not None:
-            write(documents, results)
+            write(document, results)
+            write({"name": "summary", "documents": documents}, results)
 
     # Numbers at tiny sizes mean nothing: they are kept only where asked.
     results = options.out or (None if options.small else _RESULTS)
@@ -50,11 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(is_failed(document) for document in documents) else 0
 
 
-def write(documents: Sequence[Document], results: Path) -> None:
-    """The last document to its own file, and all so far to summary.json."""
+def write(document: Document, results: Path) -> None:
+    """To a file of its name."""
     results.mkdir(parents=True, exist_ok=True)
-    for name, content in ((documents[-1]["name"], documents[-1]), ("summary", {"documents": list(documents)})):
-        (results / f"{name}.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    (results / f"{document['name']}.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
 def is_failed(document: Document) -> bool:
@@ -111,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         "--flash-impl", metavar="NAME",
         help="have each of the suite's own processes activate this flash attention of PyTorch's list, such as FA3",
     )  # fmt: skip
+    parser.add_argument("--unpack", type=Path, metavar="FILE", help="only write the rows of a summary.json to files")
     parser.add_argument("--list", action="store_true", help="print the questions")
     return parser
 

@@ -50,7 +50,7 @@ def measure_parts(spec: LongNet, size: Size, where: Where) -> Parts | str:
     way, problem = ways(where)[0], where.draw(size)
     program = _program(spec, size, where.device)
     gathered = _gather(program, problem)
-    source = torch.ones(_COPIED_BYTES[where.is_cuda] // 2, dtype=torch.int8, device=where.device)
+    source = torch.randint(256, (_COPIED_BYTES[where.is_cuda] // 2,), dtype=torch.uint8, device=where.device)
     target = torch.empty_like(source)
     jobs = [
         Job("gathers", lambda _: _gather(program, problem)),

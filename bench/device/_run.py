@@ -69,7 +69,7 @@ class Suite:
                 for figure in verdict.spoils:
                     spoiled.setdefault(figure, []).append(verdict.row.measure)
             rows = [*summary(list(verdicts.values())), tests]
-            document = {"name": "G0", "question": QUESTION, "rows": [row.to_data() for row in rows]}
+            document = {"name": "G0", "question": QUESTION, "config": {}, "rows": [row.to_data() for row in rows]}
             keep({**document, "seconds": seconds, **conditions})
         for name in self.names:
             if name in SUITE:
@@ -104,7 +104,7 @@ class Suite:
 
     def _measure(self, name: str, clock: Clock, spoiled: dict[str, list[str]]) -> Document:
         entry = SUITE[name]
-        document = {"name": name, "question": question_text(entry)}
+        document = {"name": name, "question": question_text(entry), "config": {}}
         limit_s, start = clock.left_s(entry.limit_s), perf_counter()
         if limit_s < _LEAST_S:
             found: Any = Failure("the suite's time was up")

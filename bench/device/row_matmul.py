@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from .._longnets import LONGNET_5, LongNet
+from .._machine import driver_and_clocks
 from .._problem import Size
 from .._result import Gap, Result, Row, at_least
 from .._timing import Job
@@ -49,7 +50,15 @@ def _best(config: Config, where: Where, part: Part) -> Row | Gap:
         return Gap(measure, target, reason)
     product = 2 * config.side**3 / found.median_s("matrix product") / 1e12
     best = max(rates, key=lambda name: rates[name])
-    detail = {"matmul_tflop_per_s": product, "useful_tflop_per_s": rates, "best": best, "failed": found.failed}
+    # Read while the device is still warm from the runs.
+    clocks = driver_and_clocks() if where.is_cuda else {}
+    detail = {
+        "clocks": clocks,
+        "matmul_tflop_per_s": product,
+        "useful_tflop_per_s": rates,
+        "best": best,
+        "failed": found.failed,
+    }
     # A check that another way failed says nothing about the best one.
     objections = tuple(text for text in found.objections if text.startswith(f"{best}: "))
     return Row(measure, target, rates[best] / product, tuple(found.timings.values()), detail, objections)

@@ -168,11 +168,10 @@ def _gradient(attention: Callable[..., Tensor], inputs: Float[Tensor, "3 B H N D
 
 def _compilations() -> Finding:
     found = compilations()
-    breaks = sum(times for _, times in found.graph_breaks)
     return (
         "compilations",
         f"{found.graphs} in {found.seconds:.1f} s, {len(found.recompilations)} of them again; "
-        f"{breaks} graph breaks, {found.left_to_eager} left to eager",
+        f"{found.num_graph_breaks} graph breaks, {found.left_to_eager} left to eager",
     )
 
 

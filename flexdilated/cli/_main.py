@@ -31,6 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands.add_parser("demo", help="train a small LongNet on Python's own source text"))
     doctor = commands.add_parser("doctor", help="say what works on this machine, and what is missing")
     doctor.set_defaults(command=_doctor)
+    plan = commands.add_parser("plan", help="say how a pattern is computed, what it takes, and what fits into memory")
+    _add_plan(plan)
     _add_tune(commands.add_parser("tune", help="measure this device, or the ways to compute one pattern"))
     return parser
 
@@ -58,6 +60,36 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     sample = "let the model continue a held-out text by this many bytes (%(const)s if no number is given)"
     add("--sample", type=int, nargs="?", const=400, default=0, metavar="BYTES", help=sample)
     parser.set_defaults(command=_demo)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "How a pattern is computed at a size: the terms chosen, the ways weighed, pairs, FLOPs and memory. With "
+        "--budget the longest sequence that fits, in inference and in training, with checkpointing and without."
+    )
+    add = parser.add_argument
+    add("pattern", metavar="PATTERN", help="an expression, or a .json file, such as masks.to_json writes")
+    add("-n", "--tokens", default="64K", metavar="N", help="queries, and as many keys (%(default)s)")
+    add("--heads", type=int, default=8, metavar="H", help="query heads (%(default)s)")
+    add("--kv-heads", type=int, metavar="G", help="key/value heads, a divisor of H (H)")
+    add("--head-dim", type=int, metavar="D", help="(64, or E / H where --embed-dim is given)")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of tensors and weights (%(default)s)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda is predicted, and needs none (%(default)s)")
+    add("--batch", type=int, default=1, metavar="B", help="sequences at once (%(default)s)")
+    add("--layers", type=int, default=12, metavar="L", help="of the LongNet whose memory is told (%(default)s)")
+    add("--embed-dim", type=int, metavar="E", help="of that LongNet (H * D)")
+    budget = "the longest N that fits into so much memory; without a SIZE a table of budgets"
+    add("--budget", nargs="?", const="table", metavar="SIZE", help=budget)
+    add("--measure", action="store_true", help="time the ways to compute it on this machine, besides")
+    add("--json", action="store_true", help="print plain data instead of tables")
+    parser.set_defaults(command=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from ._plan import plan
+    from ._plan_settings import settings_from
+
+    return plan(settings_from(options))
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:

@@ -81,6 +81,7 @@ def rounded(num_tokens: int) -> int:
 @cache
 def longest_bound(pattern: Expression) -> int:
     """The most tokens that the pattern binds to: those of its grid, if it has one. Raises UsageError for none."""
+
     def binds(num_tokens: int) -> bool:
         try:
             pattern.check_tokens(range(num_tokens), range(num_tokens))

@@ -17,8 +17,7 @@ from ._sizes import parse_bytes, parse_tokens
 from ._usage import UsageError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DEVICES = ("cpu", "cuda")
-TABLE = "table"
+_TABLE = "table"
 # Memories of accelerators and of small machines.
 BUDGETS = tuple(size << 30 for size in (8, 16, 24, 40, 48, 80, 96, 141))
 
@@ -51,25 +50,6 @@ class PlanSettings:
         """A LongNet around it."""
         kv_heads = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
         return ModelSize(self.embed_dim, self.layers, self.num_heads, DTYPES[self.dtype], self.batch, kv_heads)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `settings_from` reads."""
-    add = parser.add_argument
-    add("pattern", metavar="PATTERN", help="an expression, such as 'causal() & local_window(left=1023, right=0)', or a JSON file")
-    add("-n", "--tokens", default="64K", metavar="N", help="queries, and as many keys: 65536, 64K, 1M (%(default)s)")
-    add("--heads", type=int, default=8, metavar="H", help="query heads (%(default)s)")
-    add("--kv-heads", type=int, metavar="G", help="key/value heads, a divisor of H (H)")
-    add("--head-dim", type=int, metavar="D", help="(64, or E / H where --embed-dim is given)")
-    add("--dtype", choices=tuple(DTYPES), default="fp32", help="of tensors and weights (%(default)s)")
-    add("--device", choices=DEVICES, default="cpu", help="cuda is predicted, and needs none (%(default)s)")
-    add("--batch", type=int, default=1, metavar="B", help="sequences at once (%(default)s)")
-    add("--layers", type=int, default=12, metavar="L", help="of the LongNet whose memory is told (%(default)s)")
-    add("--embed-dim", type=int, metavar="E", help="of that LongNet (H * D)")
-    add("--budget", nargs="?", const=TABLE, metavar="8GiB",
-        help="the longest N that fits into so much memory; a table of budgets where no size is given")  # fmt: skip
-    add("--measure", action="store_true", help="time the ways to compute each branch on this machine, besides")
-    add("--json", action="store_true", help="print plain data instead of tables")
 
 
 def settings_from(options: argparse.Namespace) -> PlanSettings:
@@ -105,17 +85,16 @@ def read_pattern(text: str) -> Expression:
     """The pattern of an expression, or of a JSON file. Raises UsageError where it is neither."""
     path = Path(text)
     try:
-        if path.suffix == ".json":
-            pattern = masks.from_json(path.read_text(encoding="utf-8"))
-        else:
-            pattern = masks.parse(text)
+        pattern = masks.from_json(path.read_text("utf-8")) if path.suffix == ".json" else masks.parse(text)
     except OSError as error:
         raise UsageError(f"PATTERN must be an expression or a file that can be read; {error}") from None
     except ValueError as error:
         raise UsageError(str(error)) from None
     missing = names(pattern)
     if missing:
-        raise UsageError(f"a pattern is planned without a batch; got one that needs {', '.join(missing)} with each call")
+        raise UsageError(
+            f"a pattern is planned without a batch; got one that needs {', '.join(missing)} with each call"
+        )
     return pattern
 
 
@@ -134,4 +113,4 @@ def _widths(options: argparse.Namespace) -> tuple[int, int]:
 def _budgets(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
-    return BUDGETS if text == TABLE else (parse_bytes(text),)
+    return BUDGETS if text == _TABLE else (parse_bytes(text),)

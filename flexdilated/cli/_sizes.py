@@ -26,7 +26,9 @@ def parse_tokens(text: str) -> int:
     """Tokens of "65536", "64K" or "1M", where K is 1,024. Raises UsageError for anything else."""
     number = _parse(text, {name.lower(): size for name, size in _TOKENS.items()})
     if number is None or number < 1:
-        raise UsageError(f"--tokens must be a whole number above 0, in K of 1,024 or M of 1,048,576 or in full; got {text!r}")
+        raise UsageError(
+            f"--tokens must be a whole number above 0, in K of 1,024 or M of 1,048,576 or in full; got {text!r}"
+        )
     return number
 
 

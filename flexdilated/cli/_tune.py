@@ -24,6 +24,7 @@ from ._settings import available_devices
 from ._sizes import parse_tokens
 from ._usage import UsageError
 
+_FAR_APART = 1.5  # slowest over fastest, beyond which constants say little
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -83,6 +84,8 @@ def _tune_machine(settings: TuneSettings, device: torch.device) -> int:
         raise UsageError(f"the constants must be stored in a file that can be written; {path}: {error}") from None
     forget_machines()
     print(_table(found))
+    if max(found.spread.values()) > _FAR_APART:
+        print("\nRuns of one problem lay far apart: the machine was busy. Measure again when it is not.")
     print(f"\nStored in {path}.")
     if settings.out is not None:
         print(f"Plans use it where FLEXDILATED_MACHINE={path} is set.")

@@ -1,0 +1,52 @@
+"""The page of claims: its table and its notes, from the file of results."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from ._result import with_unit
+from ._table import condition
+
+CLAIMS = Path("docs/claims.md")
+_TEXTS = ("claimed", "source", "here")
+_UNITS = {"bytes": (2**20, "MiB"), "percent": (1, "%")}
+
+
+def claims_parts(results: Path) -> dict[str, str]:
+    """The table, and for each claim where it stands and what was measured."""
+    document = json.loads((results / "claims.json").read_text())
+    rows = document["rows"]
+    headers = ("", "claim", "claimed", "here", "reached")
+    lines = [
+        (str(number), row["measure"], row["detail"]["claimed"], row["measured_text"], "yes" if row["met"] else "**no**")
+        for number, row in enumerate(rows, start=1)
+    ]
+    table = tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+    notes = "\n".join(_note(number, row) for number, row in enumerate(rows, start=1))
+    return {"claims": f"\n{table}\n\n{condition(document)}\n", "notes": f"\n{notes}\n"}
+
+
+def _note(number: int, row: Mapping[str, Any]) -> str:
+    detail = row["detail"]
+    times = [f"{timing['name']} {with_unit(timing['median_s'] * 1e3, 'ms')}" for timing in row["timings"]]
+    beside = [_beside(name, value) for name, value in detail.items() if name not in _TEXTS]
+    figures = "; ".join((*times, *beside))
+    return f"{number}. {_sentence(detail['here'])} {_sentence(figures)} Source: {detail['source']}."
+
+
+def _beside(name: str, value: float | str) -> str:
+    """A detail in words: its name, and its value in the unit that the name holds."""
+    words = name.replace("_", " ")
+    if isinstance(value, str):
+        return f"{words}: {value}"
+    for word, (size, unit) in _UNITS.items():
+        if word in name.split("_"):
+            return f"{' '.join(words.replace(word, '').split())}: {with_unit(value / size, unit)}"
+    return f"{words}: {value:,}" if isinstance(value, int) else f"{words}: {value:.3g}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."

@@ -1,0 +1,148 @@
+"""Published claims: what stands for each is what it says, and the pages show the results as they are."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from bench import _claims, _claims_length, _claims_memory, bench_claims
+from bench._benchmarks_page import BENCHMARKS, benchmarks_parts
+from bench._claims import Claim
+from bench._claims_length import Length
+from bench._claims_page import CLAIMS, claims_parts
+from bench._longnets import same_branch
+from bench._page import filled
+from bench._problem import Problem, Size
+from bench._questions import QUESTIONS
+from bench._run import answer_to
+from bench.peer_block_rows import block_rows
+from bench.peer_dense import dense_attention
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench/results"
+ALL = [value for value in vars(_claims).values() if isinstance(value, Claim)]
+
+
+def dense_rows(problem: Problem, allowed: torch.Tensor) -> torch.Tensor:
+    scores = problem.q.double() @ problem.k.double().transpose(-1, -2) * problem.q.shape[-1] ** -0.5
+    return (scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ problem.v.double()).float()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["flash", "matmuls"])
+@pytest.mark.parametrize("masked", [True, False], ids=["masked", "whole blocks"])
+@pytest.mark.parametrize("rows_at_once", [1, 3, 100])
+def test_rows_of_blocks_are_those_of_the_definition(fused, masked, rows_at_once) -> None:
+    """In any order, any number of rows at once, with two heads and pairs hidden within the blocks."""
+    problem, block = Problem.draw(Size(40, num_heads=2, head_dim=4)), 8
+    columns = torch.tensor([[0, 1], [4, 1], [2, 3], [0, 2], [3, 4]])
+    allowed = torch.rand(5, block, 2 * block, generator=torch.Generator().manual_seed(0)) < 0.5
+    allowed[..., 0] = True
+    wanted = torch.zeros(40, 40, dtype=torch.bool)
+    for row, listed in enumerate(columns.tolist()):
+        for place, column in enumerate(listed):
+            tile = allowed[row, :, place * block : (place + 1) * block] if masked else True
+            wanted[row * block : (row + 1) * block, column * block : (column + 1) * block] = tile
+    for order in (None, torch.tensor([3, 0, 4, 2, 1])):
+        found = block_rows(
+            columns,
+            block=block,
+            allowed=allowed if masked else None,
+            rows_at_once=rows_at_once,
+            order=order,
+            fused=fused,
+        )
+        assert_close(found(problem.q, problem.k, problem.v), dense_rows(problem, wanted), rtol=1e-4, atol=1e-5)
+
+
+def test_naive_attention_forms_all_pairs_and_is_dense() -> None:
+    problem = Problem.draw(Size(50, num_heads=2, head_dim=4))
+    q, k, v = problem.q, problem.k, problem.v
+    assert_close(_claims_memory._naive(q, k, v), dense_attention(causal=False)(q, k, v), rtol=1e-4, atol=1e-5)
+
+
+def test_branches_of_the_length_claim() -> None:
+    """The sizes of the source: four heads over three branches, and as many times the pairs as the figure shows."""
+    length = bench_claims.FULL.length
+    assert length.branch_of_head == [(8192, 1, 0), (8192, 1, 0), (16384, 2, 1), (32768, 8, 2)]
+    assert (length.size.num_tokens, length.size.num_heads, length.size.head_dim) == (131072, 4, 8)
+    assert _claims_length._ratio_of_pairs(length) == pytest.approx(25, rel=0.002)
+
+
+def test_pairs_of_the_length_claim_are_counted_right() -> None:
+    length = Length((16, 32, 64), (1, 2, 8), Size(128, num_heads=5, head_dim=4), rows=16, check_tokens=64)
+    t = torch.arange(128)
+    pairs = sum(
+        int(same_branch(torch.tensor(branch), t[:, None], t[None], length=segment, rate=rate).sum())
+        for segment, rate, branch in length.branch_of_head
+    )
+    assert _claims_length._ratio_of_pairs(length) == 5 * 128**2 / pairs
+
+
+def test_a_wrong_pattern_is_not_timed(monkeypatch) -> None:
+    length = bench_claims.SMALL.length
+    wrong = replace(length, dilation_rates=(1, 4, 8))
+    monkeypatch.setattr(
+        Length, "branch_of_head", property(lambda self: [(128, 1, 0), (128, 1, 0), (256, 2, 1), (512, 8, 2)])
+    )
+    pattern = _claims_length.masks.per_head([_claims_length.masks.dilated(128, rate) for rate in (1, 1, 4, 8)])
+    with pytest.raises(AssertionError):
+        _claims_length._check(wrong, Problem.draw(wrong.size), pattern)
+
+
+@pytest.mark.parametrize("claim", ALL, ids=lambda claim: claim.says)
+def test_a_claim_names_its_source(claim) -> None:
+    """Repository, commit and file, and a figure that is the target's."""
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+, commit [0-9a-f]{7}, \S+\.(md|png)( and \S+\.py)?", claim.source)
+    bound = claim.target.bound
+    figures = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", claim.claimed)]
+    assert {bound, round(100 * (bound - 1), 6), 2.04 if bound == 2 else bound} & set(figures)
+
+
+@pytest.mark.slow
+def test_each_claim_is_measured_once() -> None:
+    answer = answer_to("claims", small=True)
+    assert [row["measure"] for row in answer["rows"]] == [claim.says for claim in ALL]
+    for row in answer["rows"]:
+        assert {"claimed", "source", "here"} <= set(row["detail"])
+    found = {row["measure"]: row for row in answer["rows"]}
+    hits = found[_claims.HITS.says]
+    counts = hits["detail"]
+    assert hits["measured"] == pytest.approx(100 * counts["hits"] / (counts["hits"] + counts["misses"]))
+    long = found[_claims.LONG.says]
+    dense, ours = (timing["median_s"] for timing in long["timings"])
+    assert long["measured"] == pytest.approx(dense / ours * 2048 / 128)
+
+
+def test_the_page_shows_the_results() -> None:
+    text = (ROOT / CLAIMS).read_text(encoding="utf-8")
+    assert filled(text, claims_parts(RESULTS)) == text
+    document = json.loads((RESULTS / "claims.json").read_text())
+    assert not document["small"]
+    assert [row["measure"] for row in document["rows"]] == [claim.says for claim in ALL]
+
+
+def test_the_page_says_what_is_missed(tmp_path) -> None:
+    document = json.loads((RESULTS / "claims.json").read_text())
+    row = {"measure": "m", "measured_text": "1 ×", "met": False, "timings": [{"name": "job", "median_s": 0.25}]}
+    row["detail"] = {
+        "claimed": "2 times",
+        "source": "a/b",
+        "here": "this",
+        "peak_bytes": 3 << 20,
+        "some_percent": 5.0,
+        "n": 1234,
+    }
+    (tmp_path / "claims.json").write_text(json.dumps(document | {"rows": [row]}))
+    parts = claims_parts(tmp_path)
+    assert "| m       | 2 times   | 1 ×    | **no**    |" in parts["claims"]
+    assert parts["notes"].strip() == "1. This. Job 250 ms; peak: 3 MiB; some: 5 %; n: 1,234. Source: a/b."
+
+
+def test_the_page_of_benchmarks_lists_all_questions_and_cases() -> None:
+    text = (ROOT / BENCHMARKS).read_text(encoding="utf-8")
+    assert filled(text, benchmarks_parts()) == text, "`python -m bench pages` lists them"
+    assert all(f"| `{name}`" in text for name in QUESTIONS)

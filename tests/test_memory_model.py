@@ -1,0 +1,242 @@
+"""What `plan` says of memory: counts of live bytes are right, and predictions are those of real runs."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bench._memory import peak_bytes
+from bench.bench_fits import prepared_step
+from flexdilated import _memory, masks
+from flexdilated._call_key import CallKey
+from flexdilated._live_bytes import Hidden, LiveBytes, fake_tensors, nbytes
+from flexdilated._memory import AttentionSize, attention_memory
+from flexdilated._tiles import Result, run_backward, run_forward
+from flexdilated._tiles_op import _programs
+from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
+
+PATTERNS = {
+    "causal": "causal()",
+    "longnet": "longnet((256, 1024), (1, 4)) & causal()",
+    "grouped": "longnet((256, 1024), (1, 4), heads='grouped')",
+    "window": "local_window(left=127, right=0)",
+    "longformer": "local_window(left=64, right=64) | global_tokens(8)",
+    "dilated window": "dilated_window(left=64, right=0, rate=4)",
+}
+each_pattern = pytest.mark.parametrize("text", PATTERNS.values(), ids=PATTERNS)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def within(found: float, expected: float, share: float) -> bool:
+    return abs(found - expected) <= share * expected
+
+
+def test_live_bytes_counts_storages_not_views() -> None:
+    with LiveBytes() as live:
+        x = torch.empty(1000)
+        y, z = x[:10], x.view(10, 100).t()
+        assert live.live == 4000
+        w = x + 1
+        assert live.live == 8000
+        del x, w
+        assert (live.live, live.peak) == (4000, 8000)  # y and z hold x's storage
+        del y, z
+        assert live.live == 0
+        live.restart()
+        assert live.peak == 0
+
+
+def test_live_bytes_counts_what_is_held_from_the_start() -> None:
+    x = torch.empty(8)
+    with LiveBytes(x, x.view(2, 4)) as live:
+        x.add_(1)
+        assert (live.live, live.peak) == (32, 32)
+
+
+def test_meta_tensors_take_no_memory() -> None:
+    with LiveBytes() as live:
+        assert torch.empty(1000, device="meta").shape == (1000,)
+    assert live.peak == 0
+
+
+@torch.library.custom_op("tests::opaque_copy", mutates_args=())
+def opaque_copy(x: Tensor) -> Tensor:
+    """Holds three times x while it runs."""
+    return (torch.cat([x, x, x])[: len(x)] * 1).clone()
+
+
+def test_hidden_work_counts_while_an_operator_runs_and_hidden_state_as_long_as_its_result() -> None:
+    x = torch.ones(250)
+    with LiveBytes(x, hidden={torch.ops.tests.opaque_copy.default: Hidden(work=5000, kept=700)}) as live:
+        y = opaque_copy(x)
+        assert (live.live, live.peak) == (2700, 6000)
+        del y
+        assert live.live == 1000
+
+
+def test_fake_tensors_count_as_real_ones() -> None:
+    def work(x: Tensor, linear: nn.Module) -> tuple[int, int]:
+        with LiveBytes(x, *linear.parameters()) as live:
+            linear(x).relu().square().sum().backward()
+        return live.live, live.peak
+
+    real = work(torch.ones(64, 32), nn.Linear(32, 16))
+    with fake_tensors():
+        fake = work(torch.ones(64, 32), nn.Linear(32, 16))
+    assert fake == real
+    assert real[0] > nbytes(torch.ones(64, 32))
+
+
+def real_run(text: str, size: AttentionSize) -> tuple[int, int]:
+    """Peaks of a real forward and a real backward of the tiles engine, all of its steps, inputs included."""
+    shape = size.batch, size.num_tokens, size.num_heads, size.head_dim
+    make = torch.randn(shape, dtype=size.dtype)
+    q, k, v = (make.clone() if size.tokens_outermost else make.transpose(1, 2).contiguous() for _ in range(3))
+    if size.tokens_outermost:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x[:, : size.kv_heads].clone() for x in (k, v))
+    heads, tokens = (size.num_heads, size.kv_heads), (size.num_tokens, size.num_tokens)
+    key = CallKey(masks.parse(text).text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
+    ((_, program),) = _programs(key, [], size.batch)
+    with LiveBytes(q, k, v) as forward:
+        out, lse = run_forward(program, q, k, v, 1.0)
+    grad = torch.ones_like(out)
+    with LiveBytes(q, k, v, out, lse, grad) as backward:
+        run_backward(program, q, k, v, Result(out, lse, grad, None), 1.0)
+    return forward.peak, backward.peak
+
+
+@each_dtype
+@each_pattern
+@pytest.mark.parametrize("tokens_outermost", [False, True])
+def test_attention_memory_is_that_of_the_real_engine(text, dtype, tokens_outermost) -> None:
+    """Every allocation of every step, counted in a real run, against the dry one of a few steps of each kind."""
+    size = AttentionSize(3000, 4, 32, dtype, tokens_outermost=tokens_outermost)
+    found = attention_memory(masks.parse(text), size)
+    forward, backward = real_run(text, size)
+    assert within(found.forward_peak, forward, 0.03)
+    assert within(found.inference_peak, forward, 0.03)
+    assert within(found.backward_peak, backward, 0.03)
+    shown = 4 * 4 * 3000 * 32 * dtype.itemsize + 4 * 3000 * 4
+    assert found.shown == shown
+    assert shown <= found.kept < 1.05 * shown  # q, k, v, out, lse and nothing else
+
+
+def test_batches_and_grouped_heads_count() -> None:
+    one = AttentionSize(2048, 4, 32, torch.float32)
+    pattern = masks.parse(PATTERNS["longnet"])
+    grouped = attention_memory(pattern, AttentionSize(2048, 4, 32, torch.float32, batch=2, num_kv_heads=1))
+    assert (grouped.queries, grouped.keys) == (2 * 2048 * 4 * 32 * 4, 2 * 2 * 2048 * 32 * 4)
+    forward, backward = real_run(PATTERNS["longnet"], AttentionSize(2048, 4, 32, torch.float32, num_kv_heads=1))
+    alone = attention_memory(pattern, AttentionSize(2048, 4, 32, torch.float32, num_kv_heads=1))
+    assert within(alone.forward_peak, forward, 0.03)
+    assert within(alone.backward_peak, backward, 0.03)
+    assert attention_memory(pattern, one).keys == 4 * alone.keys
+
+
+@each_pattern
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("num_tokens", [49152, 50000])
+def test_beyond_the_largest_run_memory_goes_on_growing(text, device, num_tokens, monkeypatch) -> None:
+    size = AttentionSize(num_tokens, 4, 16, torch.float32)
+    exact = attention_memory(masks.parse(text), size, device=device)
+    monkeypatch.setattr(_memory, "LARGEST_RUN", 16384)
+    monkeypatch.setattr(_memory, "_SAME_ENDING", 1024)
+    sizes: list[int] = []
+    dry_run = _memory._dry_run
+    monkeypatch.setattr(_memory, "_dry_run", lambda *args: (sizes.append(args[1].num_tokens), dry_run(*args))[1])
+    extended = attention_memory(masks.parse(text), size, device=device)
+    ending = num_tokens % 1024
+    assert sizes == [8192 + ending, 16384 + ending]
+    for name in ("kept", "inference_peak", "forward_peak", "backward_peak"):
+        assert within(getattr(extended, name), getattr(exact, name), 0.05), name
+
+
+def test_flex_keeps_copies_that_tiles_does_not() -> None:
+    """One causal branch: q, k, v, out, lse on both; branches that are gathered are kept gathered."""
+    size = AttentionSize(4096, 4, 32, torch.float32)
+    plain = attention_memory(masks.causal(), size, device="cuda")
+    assert plain.shown <= plain.kept <= plain.shown + plain.lse
+    longnet = masks.parse(PATTERNS["longnet"])
+    assert attention_memory(longnet, size, device="cuda").kept > 1.2 * attention_memory(longnet, size).kept
+
+
+def test_what_has_no_memory_yet_is_refused() -> None:
+    size = AttentionSize(64, 2, 16, torch.float32)
+    with pytest.raises(ValueError, match="a pattern's memory is known with its values; got one that needs ids"):
+        attention_memory(masks.documents("ids"), size)
+    with pytest.raises(ValueError, match="num_tokens must be at least 1"):
+        attention_memory(masks.causal(), AttentionSize(0, 2, 16, torch.float32))
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("name", ["longnet", "window"])
+def test_model_memory_is_that_of_a_real_model(name, checkpoint) -> None:
+    """The model is real; what its attention operators hold inside is what the test above has checked."""
+    size, num_tokens, pattern = ModelSize(64, 3, 2, torch.float32), 2048, masks.parse(PATTERNS[name])
+    call = attention_memory(pattern, attention_size(size, num_tokens))
+    found = model_memory(size, num_tokens, call, checkpoint=checkpoint)
+    model = longnet_around(pattern, size, checkpoint=checkpoint)
+    x = torch.randn(1, num_tokens, 64)
+    ops = torch.ops.flexdilated
+    hidden = {
+        ops.tiles.default: Hidden(call.forward_peak - call.inputs),
+        ops.tiles_backward.default: Hidden(call.backward_peak - call.kept - call.queries),
+    }
+    with LiveBytes(x, *model.parameters(), hidden=hidden) as live:
+        training_step(model, x)
+    assert within(found.step_peak, live.peak, 0.03)
+    weights = 3 * 12 * 64 * 64 * 4
+    assert weights <= found.weights < 1.05 * weights
+    assert found.optimizer == 2 * found.weights
+    assert found.training_peak == found.step_peak + found.optimizer
+
+
+def test_checkpointing_keeps_little_more_than_the_blocks_inputs() -> None:
+    """Of one layer more: its input (E), against all that its backward needs (about 18 E)."""
+    num_tokens, pattern = 4096, masks.causal()
+
+    def growth(checkpoint: bool) -> float:
+        peaks = []
+        for depth in (4, 8):
+            size = ModelSize(64, depth, 2, torch.float32)
+            call = attention_memory(pattern, attention_size(size, num_tokens))
+            peaks.append(model_memory(size, num_tokens, call, checkpoint=checkpoint).step_peak)
+        return (peaks[1] - peaks[0]) / (4 * num_tokens * 64 * 4)
+
+    assert 1.0 <= growth(True) < 1.5
+    assert 17 < growth(False) < 20
+
+
+def test_longnet_around_a_pattern_attends_by_it() -> None:
+    size, pattern = ModelSize(32, 1, 2, torch.float32), masks.parse(PATTERNS["window"])
+    model = longnet_around(pattern, size, checkpoint=True)
+    assert (model.pattern, model.config.checkpoint) == (pattern, True)
+    x = torch.randn(1, 300, 32)
+    changed = x.clone()
+    changed[:, :100] += 1
+    difference = (model(x) - model(changed)).detach().abs().amax(-1)[0]
+    assert bool((difference[:227] > 0).any())
+    assert float(difference[227:].max()) == 0  # a window of 127 keys before
+    with pytest.raises(ValueError, match="head"):
+        longnet_around(masks.per_head([masks.causal()] * 3), size, checkpoint=False)
+
+
+def test_a_training_step_has_the_gradient_of_the_mean_square() -> None:
+    size = ModelSize(32, 1, 2, torch.float64)
+    models = [longnet_around(masks.causal(), size, checkpoint=False) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    x = torch.randn(2, 50, 32, dtype=torch.float64)
+    training_step(models[0], x)
+    models[1](x).square().mean().backward()
+    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_predicted_peak_is_within_a_tenth_of_a_measured_one(checkpoint) -> None:
+    """Resident memory of a process of its own, kernels' scratch and all."""
+    size, num_tokens, text = ModelSize(128, 2, 2, torch.float32), 32768, PATTERNS["longnet"]
+    call = attention_memory(masks.parse(text), attention_size(size, num_tokens))
+    found = model_memory(size, num_tokens, call, checkpoint=checkpoint)
+    assert within(found.step_peak, peak_bytes(prepared_step, text, size, num_tokens, checkpoint), 0.10)
