@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.nn.functional import linear
 from torch.testing import assert_close
 
 import flexdilated as fd
@@ -11,7 +12,7 @@ from flexdilated import masks
 
 from ._claims import BLOCK_ORDER, FUSED_KERNEL, FUSED_QKV, TUNED_BLOCKS
 from ._problem import Attention, Problem, Size, forward_job
-from ._result import Row
+from ._result import Row, Timing
 from ._timing import Job, interleave, ratio
 from .peer_block_rows import block_rows
 
@@ -61,7 +62,7 @@ def _rows(size: Size) -> list[Row]:
     ]
 
 
-def _compared(attentions: dict[str, Attention], problem: Problem, repeats: int):
+def _compared(attentions: dict[str, Attention], problem: Problem, repeats: int) -> tuple[Timing, ...]:
     """Timings of attentions that have been seen to compute the same."""
     q, k, v = problem.q, problem.k, problem.v
     with torch.no_grad():
@@ -71,20 +72,15 @@ def _compared(attentions: dict[str, Attention], problem: Problem, repeats: int):
     return interleave([forward_job(name, each, problem) for name, each in attentions.items()], repeats=repeats)
 
 
-@torch.no_grad()
 def _projections(tokens: int, width: int, repeats: int) -> Row:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(tokens, width, generator=generator), torch.randn(3 * width, width, generator=generator)
     parts = [part.clone() for part in weight.chunk(3)]
-
-    def three(_: None = None) -> list[torch.Tensor]:
-        with torch.no_grad():
-            return [torch.nn.functional.linear(x, part) for part in parts]
-
-    def one(_: None = None) -> torch.Tensor:
-        with torch.no_grad():
-            return torch.nn.functional.linear(x, weight)
-
-    assert_close(torch.cat(three(), dim=1), one(), rtol=1e-4, atol=1e-3)
-    timings = interleave((Job("three projections", three), Job("one projection", one)), repeats=repeats)
+    three, one = [linear(x, part) for part in parts], linear(x, weight)
+    assert_close(torch.cat(three, dim=1), one, rtol=1e-4, atol=1e-3)
+    jobs = (
+        Job("three projections", lambda _: [linear(x, part) for part in parts]),
+        Job("one projection", lambda _: linear(x, weight)),
+    )
+    timings = interleave(jobs, repeats=repeats)
     return FUSED_QKV.row(ratio(*timings), timings)

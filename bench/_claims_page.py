@@ -7,34 +7,34 @@ from typing import Any
 
 from tabulate import tabulate
 
+from ._claims import CLAIMS, Claim
 from ._result import with_unit
 from ._table import condition
 
-CLAIMS = Path("docs/claims.md")
-_TEXTS = ("claimed", "source", "here")
+PAGE = Path("docs/claims.md")
+_TEXTS = ("claimed", "source")
 _UNITS = {"bytes": (2**20, "MiB"), "percent": (1, "%")}
 
 
 def claims_parts(results: Path) -> dict[str, str]:
-    """The table, and for each claim where it stands and what was measured."""
+    """The table, and for each claim what was measured and where it stands."""
     document = json.loads((results / "claims.json").read_text())
-    rows = document["rows"]
+    rows = {row["measure"]: row for row in document["rows"]}
+    numbered = [(number, claim, rows[claim.says]) for number, claim in enumerate(CLAIMS, start=1)]
     headers = ("", "claim", "claimed", "here", "reached")
     lines = [
-        (str(number), row["measure"], row["detail"]["claimed"], row["measured_text"], "yes" if row["met"] else "**no**")
-        for number, row in enumerate(rows, start=1)
+        (str(number), claim.says, claim.claimed, row["measured_text"], "yes" if row["met"] else "**no**")
+        for number, claim, row in numbered
     ]
     table = tabulate(lines, headers, tablefmt="github", disable_numparse=True)
-    notes = "\n".join(_note(number, row) for number, row in enumerate(rows, start=1))
+    notes = "\n".join(f"{number}. {_note(claim, row)}" for number, claim, row in numbered)
     return {"claims": f"\n{table}\n\n{condition(document)}\n", "notes": f"\n{notes}\n"}
 
 
-def _note(number: int, row: Mapping[str, Any]) -> str:
-    detail = row["detail"]
+def _note(claim: Claim, row: Mapping[str, Any]) -> str:
     times = [f"{timing['name']} {with_unit(timing['median_s'] * 1e3, 'ms')}" for timing in row["timings"]]
-    beside = [_beside(name, value) for name, value in detail.items() if name not in _TEXTS]
-    figures = "; ".join((*times, *beside))
-    return f"{number}. {_sentence(detail['here'])} {_sentence(figures)} Source: {detail['source']}."
+    beside = [_beside(name, value) for name, value in row["detail"].items() if name not in _TEXTS]
+    return f"{_sentence(claim.here)} {_sentence('; '.join((*times, *beside)))} Source: {claim.source}."
 
 
 def _beside(name: str, value: float | str) -> str:

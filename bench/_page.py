@@ -11,7 +11,8 @@ from tabulate import tabulate
 
 from ._benchmarks_page import BENCHMARKS, benchmarks_parts
 from ._catalogue import ENTRIES, MILLION, Entry
-from ._claims_page import CLAIMS, claims_parts
+from ._claims_page import PAGE as CLAIMS
+from ._claims_page import claims_parts
 from ._compiling_page import COMPILING, compiling_parts
 from ._performance_page import PERFORMANCE, performance_parts
 from ._pictures import file_name

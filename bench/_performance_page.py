@@ -21,8 +21,15 @@ def performance_parts(results: Path) -> dict[str, str]:
     document = json.loads((results / "roofline.json").read_text())
     detail = document["rows"][0]["detail"]
     parts = {direction: f"\n{_table(figures)}\n" for direction, figures in detail["patterns"].items()}
+    parts["kernel"] = f"\n{_kernel_table(detail['kernel_rates'], detail['matmul_rate'])}\n"
     rate = detail["matmul_rate"] / 1e9
     return {**parts, "machine": f"\nThe matmul ran at {rate:.0f} GFLOP/s. {condition(document)}\n"}
+
+
+def _kernel_table(rates: Mapping[str, Figures], matmul_rate: float) -> str:
+    lines = [(shape, *(_percent(rate / matmul_rate) for rate in both.values())) for shape, both in rates.items()]
+    headers = ("queries × keys", "forward, of matmul", "backward, of matmul")
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 
 def _table(figures: Mapping[str, Figures]) -> str:

@@ -40,7 +40,9 @@ def ask(name: str, *, small: bool, results: Path | None) -> Document | None:
     }
     if results is not None:
         results.mkdir(parents=True, exist_ok=True)
-        (results / f"{name}.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        written = results / f"{name}.part"  # a command that is killed here leaves the earlier file whole
+        written.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        written.replace(results / f"{name}.json")
     return document
 
 

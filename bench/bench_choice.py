@@ -1,17 +1,15 @@
 """Is the planner's choice the fastest way, and how far are its predictions off?"""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flexdilated import masks
-from flexdilated._tile_calls import Calls
-from flexdilated._tiles import make_program, run_forward
 from flexdilated._tune import BRANCH_BY_BRANCH, Trialled, Trials, measure
 from flexdilated._tune_machine import ON_CPU, Sizes, measure_machine
-from flexdilated._tune_trial import Inputs, Run, check_alike, interleave
-from flexdilated.masks import Layout, recipes
+from flexdilated._tune_trial import Inputs
+from flexdilated.masks import recipes
 from flexdilated.masks._choice import way_of
 from flexdilated.masks._planner import Plan, plan
 
@@ -21,7 +19,6 @@ from ._result import Result, Row, at_most
 from ._timing import say
 
 _CPU = torch.device("cpu")
-_LISTS = ("local window", "BigBird")  # computed as lists of blocks
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,6 @@ def run(config: Config) -> Result:
     masks.set_machine(constants.machine)
     try:
         detail = {name: _measure(name, pattern, config) for name, pattern in patterns.items()}
-        order = {name: _shuffled_over_in_order(pattern, config) for name, pattern in patterns.items() if name in _LISTS}
     finally:
         masks.set_machine(None)
     worst = max(each["over_best"] for each in detail.values())
@@ -52,7 +48,7 @@ def run(config: Config) -> Result:
         f"planner's choice, {config.size}, forward + backward: time over that of the fastest way, the worst pattern",
         at_most(1.10),
         worst,
-        detail={"patterns": detail, "rows_shuffled_over_in_order": order, "constants": constants.to_data()},
+        detail={"patterns": detail, "constants": constants.to_data()},
     )
     return Result((row,))
 
@@ -115,27 +111,6 @@ def _seconds(found: Trials, some: list[Trialled]) -> float:
         for index in {each.branch for each in found.all if each.branch is not None}
     ]
     return total / sum(fastest) * whole.times.median_s
-
-
-def _shuffled_over_in_order(pattern: masks.Pattern | masks.Mixture, config: Config) -> float:
-    """Forward with the rows of all lists in random order, over that with rows that share keys side by side."""
-    size = config.size
-    bound = pattern.bind(num_heads=size.num_heads, num_queries=size.num_tokens, num_keys=size.num_tokens)
-    program = make_program(plan(bound), Layout(size.num_tokens), num_kv_heads=size.num_heads)
-    x = Inputs.of(bound, num_kv_heads=size.num_heads, head_dim=size.head_dim, dtype=torch.float32, device=_CPU)
-    steps = tuple(replace(step, calls=None if step.calls is None else _shuffled(step.calls)) for step in program.steps)
-    runs: list[Run] = []
-    for each in (program, replace(program, steps=steps)):
-        runs.append(lambda each=each: run_forward(each, x.q, x.k, x.v, size.head_dim**-0.5)[:1])
-    check_alike(runs, torch.float32)
-    in_order, shuffled = interleave(runs, seconds=config.seconds, device=_CPU)
-    return shuffled.median_s / in_order.median_s
-
-
-def _shuffled(calls: Calls) -> Calls:
-    generator = torch.Generator().manual_seed(0)
-    drawn = (torch.randperm(len(call.row), generator=generator) for call in calls.calls)
-    return replace(calls, calls=tuple(call.select(order) for call, order in zip(calls.calls, drawn, strict=True)))
 
 
 def _way(each: Trialled) -> dict[str, object]:

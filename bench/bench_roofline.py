@@ -13,6 +13,7 @@ import flexdilated as fd
 from flexdilated import masks
 
 from ._catalogue_rules import names_for
+from ._kernel_rates import Shape, kernel_jobs, kernel_rate
 from ._oracle import check_training
 from ._parts import KINDS, parts_of
 from ._problem import Attention, Problem, Size, backward_job, forward_job
@@ -39,11 +40,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Config:
-    """The patterns; the first of them is held to the targets of a window. `matmul` is the side of the product."""
+    """The patterns, of which the first is held to the targets; the side of the product; shapes of the kernel alone."""
 
     cases: tuple[Case, ...]
     size: Size
     matmul: int
+    shapes: tuple[Shape, ...]
 
 
 _LONGNET_4 = "masks.longnet([2048, 4096, 8192, 16384], [1, 2, 4, 8])"
@@ -68,8 +70,10 @@ CASES = (
     Case("128 global tokens", "masks.global_tokens(128)"),
     Case("documents, causal", "masks.documents(ids) & masks.causal()"),
 )
-FULL = Config(CASES, Size(16384, num_heads=2, repeats=3), 4096)
-SMALL = Config(CASES[:2], Size(512, num_heads=2, repeats=1), 64)
+_SIDES = ((128, 384), (128, 1152), (256, 512), (256, 1280), (512, 1536), (1024, 2048), (2048, 2048))
+SHAPES = tuple(Shape(*sides, pairs=1 << 24) for sides in _SIDES)
+FULL = Config(CASES, Size(16384, num_heads=2, repeats=3), 4096, SHAPES)
+SMALL = Config(CASES[:2], Size(512, num_heads=2, repeats=1), 64, (Shape(8, 16, pairs=1 << 8),))
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,9 @@ def run(config: Config) -> Result:
         works[case.name] = partial(fd.attend, pattern=pattern), problem
         check_training(works[case.name][0], problem, Rule(pattern))
     matrix = torch.randn(config.matmul, config.matmul)
-    jobs = [
-        Job(MATMUL, lambda _: matrix @ matrix),
-        *(job for name, work in works.items() for job in _jobs(name, *work)),
-    ]
+    jobs = [Job(MATMUL, lambda _: matrix @ matrix)]
+    jobs += [job for name, work in works.items() for job in _jobs(name, *work)]
+    jobs += [job for shape in config.shapes for job in kernel_jobs(shape)]
     timings = {timing.name: timing for timing in interleave(jobs, repeats=size.repeats)}
     matmul_rate = 2 * config.matmul**3 / timings[MATMUL].median_s
     figures = {}
@@ -161,7 +164,11 @@ def _figures(
 
 
 def _rows(config: Config, figures: Mapping[str, Any], timings: Mapping[str, Timing], matmul_rate: float) -> list[Row]:
-    detail = {"matmul_rate": matmul_rate, "patterns": figures}
+    kernel = {
+        str(shape): {direction: kernel_rate(shape, direction, flops, timings) for direction, flops in _FLOPS.items()}
+        for shape in config.shapes
+    }
+    detail = {"matmul_rate": matmul_rate, "kernel_rates": kernel, "patterns": figures}
     window, rows = config.cases[0].name, []
     for direction, bound in (("forward", 0.6), ("backward", 0.7)):
         ours, dense = figures[direction][window], figures[direction][DENSE]

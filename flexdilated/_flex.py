@@ -98,7 +98,7 @@ def run_flex(
     if program.enter is not None:
         q_order, k_order = program.enter
         q, k, v = q.index_select(2, q_order), k.index_select(2, k_order), v.index_select(2, k_order)
-    out, lse = _run_steps(program.steps, q, k, v, scale, score_mod, needs_lse, direct)
+    out, lse = _run_steps(program.steps, q, k, v, scale, score_mod, needs_lse, direct, sinks is not None)
     if sinks is not None:
         assert lse is not None
         out, lse = with_sinks(out, lse, sinks)
@@ -117,6 +117,7 @@ def _run_steps(
     score_mod: ScoreMod | None,
     needs_lse: bool,
     direct: bool,
+    keep_wide: bool,
 ) -> tuple[Tensor, Tensor | None]:
     if not steps:
         return _nothing(q, k, v)
@@ -131,7 +132,7 @@ def _run_steps(
         parts.append(part)
         if lse is not None:
             lses.append(lse)
-    return join(queries, parts, lses, (q.shape[0], q.shape[1], q.shape[2]))
+    return join(queries, parts, lses, (q.shape[0], q.shape[1], q.shape[2]), keep_wide=keep_wide)
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

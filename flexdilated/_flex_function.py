@@ -54,8 +54,8 @@ def _compiled(device: torch.device) -> Call:
 def _call_flex(q, k, v, **options):
     if not torch.compiler.is_compiling():
         raise RuntimeError(
-            "engine 'flex' needs torch.compile, which is switched off here (by TORCH_COMPILE_DISABLE, "
-            "TORCHDYNAMO_DISABLE or torch.compiler.set_stance): uncompiled, flex_attention forms all pairs. "
+            "engine 'flex' needs torch.compile, which is switched off here or gave up (TORCH_COMPILE_DISABLE, "
+            "TORCHDYNAMO_DISABLE, set_stance and suppress_errors do that): uncompiled, flex_attention forms all pairs. "
             "On CPU engine='tiles' compiles nothing; engine='reference' is dense, for small inputs"
         )
     return flex_attention(q, k, v, **options)

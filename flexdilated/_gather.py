@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from .masks._layout import Compact, Layout, Permutation
@@ -133,10 +133,10 @@ class Whole:
         merge_(out, lse, self._restore(part.squeeze(2)), self._restore(part_lse.squeeze(2)))
 
     def _reorder(self, x: Tensor) -> Tensor:
-        return x if self.layout == self.given else self.layout.apply(x, dim=2)
+        return x if self.layout == self.given else _select_tokens(x, self.layout.positions(x.device))
 
     def _restore(self, x: Tensor) -> Tensor:
-        return x if self.layout == self.given else self.layout.invert(x, dim=2)
+        return x if self.layout == self.given else _select_tokens(x, self.layout.slots(x.device))
 
 
 Side = Strands | Whole
@@ -159,6 +159,14 @@ def merge_(
     share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
     out.lerp_(part.to(out.dtype), share.unsqueeze(-1).to(out.dtype))
     torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _select_tokens(x: Shaped[Tensor, "B X N ..."], index: Int64[Tensor, " S"]) -> Shaped[Tensor, "B X S ..."]:
+    """The tokens at an index, in all heads. Along a first dim PyTorch moves all numbers of a token at once."""
+    if not x.is_contiguous():
+        return x.index_select(2, index)
+    heads = torch.arange(x.shape[0] * x.shape[1], device=x.device)[:, None] * x.shape[2]
+    return x.flatten(0, 2).index_select(0, (heads + index).flatten()).view(*x.shape[:2], len(index), *x.shape[3:])
 
 
 def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Run, ...]:

@@ -104,15 +104,23 @@ def take(x: Float[Tensor, "B X N D"], pick: Pick, taken: Tensor | None) -> Float
 
 
 def join(
-    picks: Sequence[Pick], parts: Sequence[Tensor], lses: Sequence[Tensor], rows: tuple[int, int, int]
+    picks: Sequence[Pick],
+    parts: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    rows: tuple[int, int, int],
+    *,
+    keep_wide: bool = False,
 ) -> tuple[Float[Tensor, "B X N D"], Float[Tensor, "B X N"] | None]:
-    """(out, lse) of all rows, (B, X, N), from the slots of each pick; without lses the parts must share no row."""
+    """(out, lse) of all rows, (B, X, N), from the slots of each pick; without lses the parts must share no row.
+
+    out has the parts' type, or, where more is to be done with it, that of the sums.
+    """
     parts = [pick.restore(part) for pick, part in zip(picks, parts, strict=True)]
     lses = [pick.restore(lse) for pick, lse in zip(picks, lses, strict=True)] if lses else []
     if len(parts) == 1 and isinstance(picks[0], PickTokens):
         return parts[0], lses[0] if lses else None
     numbers = [number for pick in picks for number in pick.numbers]
-    out, lse = join_slots(parts, lses, numbers, list(rows))
+    out, lse = join_slots(parts, lses, numbers, list(rows), keep_wide)
     return out, lse if lses else None
 
 

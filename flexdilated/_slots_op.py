@@ -94,16 +94,19 @@ add_slots.register_autograd(_add_backward, setup_context=_remember_slots)
 
 
 @torch.library.custom_op("flexdilated::join_slots", mutates_args=())
-def join_slots(parts: list[Tensor], lses: list[Tensor], sides: list[int], rows: list[int]) -> tuple[Tensor, Tensor]:
+def join_slots(
+    parts: list[Tensor], lses: list[Tensor], sides: list[int], rows: list[int], keep_wide: bool
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of `rows`, (B, X, N), from each side's slots: one softmax over all parts of a row.
 
     Rows in no side get output 0 and lse -inf. Without lses no row may be in two sides; the lse is then empty.
+    Sums are kept in float32 or wider; out comes in the parts' type unless it is to stay wide.
     """
     order = _order(tuple(sides), tuple(rows[1:]))
-    wide = torch.promote_types(parts[0].dtype, torch.float32) if lses else parts[0].dtype
-    shape, fill = (*rows, parts[0].shape[-1]), 0.0 if not order.complete else None
-    out = _filled(parts[0], shape, wide, fill)
-    lse = _filled(parts[0], tuple(rows), wide, None if fill is None else -torch.inf) if lses else out.new_empty(0)
+    dtype = parts[0].dtype
+    wide = torch.promote_types(dtype, torch.float32) if lses else dtype
+    out = _room(parts[0], (*rows, parts[0].shape[-1]), wide, None if order.complete else 0.0)
+    lse = _room(parts[0], tuple(rows), wide, None if order.complete else -torch.inf) if lses else out.new_empty(0)
     for index, side, fresh in order.steps:
         part = _by_head(parts[index], rows[0])
         if not lses:
@@ -113,19 +116,19 @@ def join_slots(parts: list[Tensor], lses: list[Tensor], sides: list[int], rows: 
             side.put(lse, _by_head(lses[index], rows[0]))
         else:
             side.merge(out, lse, part, _by_head(lses[index], rows[0]))
-    return out, lse
+    return out if keep_wide else out.to(dtype), lse
 
 
 @join_slots.register_fake
-def _(parts, lses, sides, rows):
+def _(parts, lses, sides, rows, keep_wide):
     wide = torch.promote_types(parts[0].dtype, torch.float32) if lses else parts[0].dtype
-    out = parts[0].new_empty((*rows, parts[0].shape[-1]), dtype=wide)
-    return out, out.new_empty(rows if lses else 0)
+    out = parts[0].new_empty((*rows, parts[0].shape[-1]), dtype=wide if keep_wide else parts[0].dtype)
+    return out, out.new_empty(rows if lses else 0, dtype=wide)
 
 
 def _remember_parts(ctx, inputs, output) -> None:
-    parts, lses, ctx.sides, _ = inputs
-    ctx.num_parts, ctx.has_lses, ctx.part = len(parts), bool(lses), parts[0].dtype
+    parts, lses, ctx.sides, *_ = inputs
+    ctx.num_parts, ctx.has_lses = len(parts), bool(lses)
     ctx.save_for_backward(*parts, *lses, *output) if lses else ctx.save_for_backward()
     ctx.set_materialize_grads(False)
 
@@ -133,20 +136,25 @@ def _remember_parts(ctx, inputs, output) -> None:
 def _join_backward(ctx, grad_out, grad_lse):
     if not ctx.has_lses:
         grads = [None] * ctx.num_parts if grad_out is None else take_slots(grad_out, ctx.sides)
-        return grads, [], None, None
+        return grads, [], None, None, None
     *saved, out, lse = ctx.saved_tensors
     parts, lses = saved[: ctx.num_parts], saved[ctx.num_parts :]
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    # A part's weight in a row is exp(its lse - lse), and moves out by part - out and lse by 1 for each of its own.
-    delta = (grad_out * out).sum(-1, keepdim=True) - (0.0 if grad_lse is None else grad_lse[..., None])
-    grads, sums, deltas = (take_slots(x, ctx.sides) for x in (grad_out, lse[..., None], delta))
+    # A part's weight in a row is exp(its lse - lse). Its lse moves out by weight * (part - out), and lse by weight.
+    delta = _dot(grad_out, out, lse.dtype) - (0.0 if grad_lse is None else grad_lse)
+    grads, sums, deltas = (take_slots(x, ctx.sides) for x in (grad_out, lse[..., None], delta[..., None]))
     grad_parts, grad_lses = [], []
     for part, part_lse, grad, row_lse, row_delta in zip(parts, lses, grads, sums, deltas, strict=True):
         absent = part_lse == -torch.inf
         weight = torch.where(absent, 0.0, (part_lse - torch.where(absent, 0.0, row_lse[..., 0])).exp())
         grad_parts.append((weight[..., None] * grad).to(part.dtype))
-        grad_lses.append((weight * ((grad * part).sum(-1) - row_delta[..., 0])).to(part_lse.dtype))
-    return grad_parts, grad_lses, None, None
+        grad_lses.append((weight * (_dot(grad, part, lse.dtype) - row_delta[..., 0])).to(part_lse.dtype))
+    return grad_parts, grad_lses, None, None, None
+
+
+def _dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product of each two rows, in a type that is wide enough for it."""
+    return (x.to(dtype) * y).sum(-1)
 
 
 join_slots.register_autograd(_join_backward, setup_context=_remember_parts)
@@ -168,7 +176,7 @@ def _order(sides: tuple[int, ...], rows: tuple[int, int]) -> _Order:
     return _Order(steps, bool(reached.all()))
 
 
-def _filled(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, value: float | None) -> Tensor:
+def _room(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, value: float | None) -> Tensor:
     """A tensor full of a value, or, where all of it will be written, of nothing in particular."""
     return like.new_empty(shape, dtype=dtype) if value is None else like.new_full(shape, value, dtype=dtype)
 

@@ -145,14 +145,20 @@ def _lists(blocks: Blocks, ids: Int64[Tensor, " E"], *, told_apart: bool) -> _Li
     num_queries = (blocks.num_q_slots - row * blocks.q_block).clamp(max=blocks.q_block)
     last = blocks.column[begin + length - 1].long()
     short = ((last + 1) * blocks.k_block - blocks.num_k_slots).clamp(min=0)
-    if told_apart:
-        place = torch.arange(len(ids)) - begin.repeat_interleave(length)
-        numbers = random_numbers((int(ids.max()) + 1,)) if len(ids) else ids
-        code = _sum_by_list(numbers[ids] * (2 * place + 1), length)
-    else:
-        code = torch.arange(len(row))
+    code = _codes(ids, length) if told_apart else torch.arange(len(row))
     num_keys = length * blocks.k_block - short
     return _Lists(found // blocks.num_rows, row, begin, length, num_queries, num_keys, masked, code * masked)
+
+
+def _codes(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
+    """A 64-bit number for each list of ids: equal lists agree, others of their length do but once in 2^57 pairs."""
+    if not len(ids):
+        return length
+    place = torch.arange(len(ids)) - (length.cumsum(0) - length).repeat_interleave(length)
+    numbers = random_numbers((int(ids.max()) + 1 + int(length.max()),))
+    # A factor for each place that is as random as the ids' own: any regular one has lists that add up to the same.
+    of_place, of_id = numbers.split([int(length.max()), int(ids.max()) + 1])
+    return _sum_by_list(of_place[place] * of_id[ids], length)
 
 
 def _join_rows(lists: _Lists, blocks: Blocks) -> _Lists:

@@ -29,6 +29,7 @@ from .masks._planner import Plan
 from .masks._random_blocks import random_blocks
 
 _HEAD_DIM = 64
+KINDS = ("neighbouring", "plain", "masked")  # in the order of the rates in BlockRates
 _CHECKED_ROWS = 16
 _LAUNCHES = 50
 _LARGEST_ERROR = 1e-3  # relative; what is further from the definition is wrong, not rounded
@@ -80,7 +81,7 @@ def _constants(works: Mapping[str, _Work], timed: Mapping[str, Times], device: t
     return Machine(
         dense_flops_per_s=rate("dense"),
         causal_flops_per_s=rate("causal"),
-        blocks=tuple(BlockRates(n, rate(f"plain blocks of {n}"), rate(f"masked blocks of {n}")) for n in builtin.sides),
+        blocks=tuple(BlockRates(n, *(rate(f"{kind} blocks of {n}") for kind in KINDS)) for n in builtin.sides),
         bytes_per_s=rate("copies"),
         launch_s=1 / rate("launch"),
         backward_ratio=max(timed["dense, forward and backward"].median_s / timed["dense"].median_s - 1, 0.1),
@@ -101,9 +102,10 @@ def _works(device: torch.device, sizes: Sizes) -> dict[str, _Work]:
     }
     for block in builtin.sides:
         count = max(1, sizes.listed_keys // block)
-        listed = random_blocks(tokens, block=block, count=count)
-        works[f"plain blocks of {block}"] = _attention(listed, tokens, sizes, device, block=block)
-        works[f"masked blocks of {block}"] = _attention(window, tokens, sizes, device, block=block)
+        # Blocks of half the side leave those of the whole side partial.
+        listed = (window, *(random_blocks(tokens, block=side, count=count) for side in (block, block // 2)))
+        for kind, pattern in zip(KINDS, listed, strict=True):
+            works[f"{kind} blocks of {block}"] = _attention(pattern, tokens, sizes, device, block=block)
     return works
 
 

@@ -47,13 +47,13 @@ def computed_pairs(term: Term) -> int:
 
 def _work(term: Term, machine: Machine) -> tuple[int, float]:
     """(computed pairs, the sum of these over the rate of each)."""
-    plain, masked = (blocks * term.block_side**2 for blocks in _listed(term))
+    runs, plain, masked = (blocks * term.block_side**2 for blocks in _listed(term))
     if term.shape == "blocks":
         rates = machine.rates(term.block_side)
-        slowness = plain / rates.plain_flops_per_s + masked / rates.masked_flops_per_s
+        slowness = runs / rates.runs_flops_per_s + plain / rates.plain_flops_per_s + masked / rates.masked_flops_per_s
     else:
         slowness = plain / (machine.causal_flops_per_s if term.shape == "causal" else machine.dense_flops_per_s)
-    return round(plain + masked), slowness
+    return round(runs + plain + masked), slowness
 
 
 def _listed(term: Term) -> Listed:
@@ -61,12 +61,12 @@ def _listed(term: Term) -> Listed:
     problems = len(term.heads) * term.folds
     rows, columns = (-(-side.num_slots // term.block_side) for side in (term.q, term.k))
     if term.shape in ("dense", "strip"):
-        return Listed(rows * columns * problems, 0)
+        return Listed(0, rows * columns * problems, 0)
     if term.shape == "causal":
-        return Listed(sum(min(row + 1, columns) for row in range(rows)) * problems, 0)
+        return Listed(0, sum(min(row + 1, columns) for row in range(rows)) * problems, 0)
     one = replace(term, rule=entry(term.rule, 0)) if tables(term.rule) else term
     found = estimate_blocks(one.table_rule(), q_block=term.block_side, k_block=term.block_side)
-    return Listed(found.plain * problems, found.masked * problems)
+    return Listed(*(blocks * problems for blocks in found))
 
 
 def _launches(term: Term) -> int:

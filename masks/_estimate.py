@@ -11,18 +11,19 @@ from ._quadtree import descend, row_roots
 from ._rule import Rule
 
 _SAMPLED_BLOCKS = 1 << 14  # blocks looked at, beside those of the first rows
-_FIRST_ROWS = 8  # global tokens there may see everyone: each stands for itself alone
+_FIRST_ROWS = 4  # global tokens there may see everyone: each stands for itself alone
 
 
 class Listed(NamedTuple):
-    """Blocks that a table lists: in rows whose blocks are all full, and in rows that need a mask."""
+    """Blocks that a table lists: in rows of neighbouring blocks, and of the others in rows without and with a mask."""
 
+    runs: float
     plain: float
     masked: float
 
     @property
     def blocks(self) -> float:
-        return self.plain + self.masked
+        return self.runs + self.plain + self.masked
 
 
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> Listed:
@@ -31,13 +32,13 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> Listed:
     tables = _spread(len(rule.heads), 4)
     first = min(rows, _FIRST_ROWS)
     others = first + _spread(rows - first, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
-    line, length, masked = _rows_of(rule, tables, torch.cat([torch.arange(first), others]), q_block, k_block)
+    line, length, run, masked = _rows_of(rule, tables, torch.cat([torch.arange(first), others]), q_block, k_block)
     each = torch.where(line % rows < first, 1.0, (rows - first) / max(len(others), 1)) * length / len(tables)
-    return Listed(float(each[~masked].sum()), float(each[masked].sum()))
+    return Listed(*(float(each[kind].sum()) for kind in (run, ~run & ~masked, ~run & masked)))
 
 
 def _rows_of(rule: Rule, tables: Tensor, sampled: Tensor, q_block: int, k_block: int) -> tuple[Tensor, ...]:
-    """(table and row in one number, blocks listed, whether any is partial) of each sampled row with a block."""
+    """(table and row in one number, blocks listed, whether they are neighbours, whether any is partial) by row."""
     shape = [int(side.lengths.sum()) for side in (rule.q, rule.k)]
     rows, columns = -(-shape[0] // q_block), -(-shape[1] // k_block)
     parts = [
@@ -52,7 +53,8 @@ def _rows_of(rule: Rule, tables: Tensor, sampled: Tensor, q_block: int, k_block:
     width = (shape[1] - column * k_block).clamp(max=k_block)
     line, of, length = (block // columns).unique_consecutive(return_inverse=True, return_counts=True)
     partial = torch.zeros(len(line), dtype=torch.int64).index_add_(0, of, (allowed < height * width).long())
-    return line, length, partial > 0
+    last = length.cumsum(0) - 1
+    return line, length, column[last] - column[last - length + 1] == length - 1, partial > 0
 
 
 def _spread(size: int, number: int) -> Tensor:

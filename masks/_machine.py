@@ -12,16 +12,20 @@ BUILTIN = "builtin"
 
 @dataclass(frozen=True)
 class BlockRates:
-    """FLOP/s of lists of blocks of one side: rows whose blocks are all full, and rows that need a mask."""
+    """FLOP/s of lists of blocks of one side.
+
+    Of rows that list neighbouring blocks; and of others where all blocks are full, and where a mask is needed.
+    """
 
     side: int
+    runs_flops_per_s: float
     plain_flops_per_s: float
     masked_flops_per_s: float
 
     def __post_init__(self) -> None:
         if isinstance(self.side, bool) or not isinstance(self.side, int) or self.side < 1:
             raise ValueError(f"side must be a whole number, 1 or more; got side={self.side!r}")
-        _require_positive(self, "plain_flops_per_s", "masked_flops_per_s")
+        _require_positive(self, "runs_flops_per_s", "plain_flops_per_s", "masked_flops_per_s")
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def _require_positive(value: Any, *names: str) -> None:
 CPU = Machine(
     dense_flops_per_s=85e9,
     causal_flops_per_s=77e9,
-    blocks=(BlockRates(64, 52e9, 52e9), BlockRates(128, 63e9, 60e9), BlockRates(256, 72e9, 66e9)),
+    blocks=(BlockRates(64, 63e9, 52e9, 40e9), BlockRates(128, 67e9, 63e9, 43e9), BlockRates(256, 70e9, 72e9, 45e9)),
     bytes_per_s=10e9,
     launch_s=100e-6,
     backward_ratio=2.8,
@@ -88,7 +92,7 @@ CPU = Machine(
 ACCELERATOR = Machine(
     dense_flops_per_s=400e12,
     causal_flops_per_s=400e12,
-    blocks=(BlockRates(128, 400e12, 400e12),),
+    blocks=(BlockRates(128, 400e12, 400e12, 400e12),),
     bytes_per_s=3e12,
     launch_s=20e-6,
     backward_ratio=2.5,

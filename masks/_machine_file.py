@@ -16,7 +16,7 @@ from ._machine_key import MachineKey
 
 FORMAT, VERSION = "flexdilated machine constants", 1
 _FIELDS = {"format", "version", "measured_on", "date", "versions", "constants", "spread"}
-_BLOCK_FIELDS = {"side", "plain_flops_per_s", "masked_flops_per_s"}
+_BLOCK_FIELDS = {"side", "runs_flops_per_s", "plain_flops_per_s", "masked_flops_per_s"}
 
 
 @dataclass(frozen=True)

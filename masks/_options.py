@@ -24,7 +24,7 @@ MAX_RESIDUE_RATE = 256
 # Each part of a union is lowered without the parts before it: many parts make rules that are dear to evaluate.
 _MAX_PARTS = 6
 # In blocks of another side an option may gain as much as this over its cost in blocks of 128.
-_WORTH_OTHER_BLOCKS = 4
+_WORTH_OTHER_BLOCKS = 2
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def _in_best_blocks(options: list[Option], machine: Machine) -> tuple[Option, ..
         # "disjoint" has chosen part by part.
         listed = any(term.shape == "blocks" for term in option.terms) and option.layout != "disjoint"
         if listed and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least:
-            sides = (in_blocks_of(option, side) for side in machine.sides)
-            options[index] = min((option, *sides), key=lambda each: each.cost.seconds)
+            others = (in_blocks_of(option, side) for side in machine.sides if side != Term.block_side)
+            options[index] = min((option, *others), key=lambda each: each.cost.seconds)
     return tuple(sorted(options, key=lambda option: option.cost.seconds))
 
 

@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bench import _claims, _claims_length, _claims_memory, bench_claims
+from bench import _claims, _claims_length, _claims_memory, _claims_page, _comparable, _compare, _guard, bench_claims
 from bench._benchmarks_page import BENCHMARKS, benchmarks_parts
-from bench._claims import Claim
+from bench._claims import CLAIMS, Claim
 from bench._claims_length import Length
-from bench._claims_page import CLAIMS, claims_parts
+from bench._claims_page import PAGE, claims_parts
 from bench._longnets import same_branch
 from bench._page import filled
 from bench._problem import Problem, Size
 from bench._questions import QUESTIONS
+from bench._result import Timing
 from bench._run import answer_to
 from bench.peer_block_rows import block_rows
 from bench.peer_dense import dense_attention
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench/results"
-ALL = [value for value in vars(_claims).values() if isinstance(value, Claim)]
 
 
 def dense_rows(problem: Problem, allowed: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ def test_a_wrong_pattern_is_not_timed(monkeypatch) -> None:
         _claims_length._check(wrong, Problem.draw(wrong.size), pattern)
 
 
-@pytest.mark.parametrize("claim", ALL, ids=lambda claim: claim.says)
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.says)
 def test_a_claim_names_its_source(claim) -> None:
     """Repository, commit and file, and a figure that is the target's."""
     assert re.fullmatch(r"[\w.-]+/[\w.-]+, commit [0-9a-f]{7}, \S+\.(md|png)( and \S+\.py)?", claim.source)
@@ -105,9 +105,9 @@ def test_a_claim_names_its_source(claim) -> None:
 @pytest.mark.slow
 def test_each_claim_is_measured_once() -> None:
     answer = answer_to("claims", small=True)
-    assert [row["measure"] for row in answer["rows"]] == [claim.says for claim in ALL]
+    assert [row["measure"] for row in answer["rows"]] == [claim.says for claim in CLAIMS]
     for row in answer["rows"]:
-        assert {"claimed", "source", "here"} <= set(row["detail"])
+        assert {"claimed", "source"} <= set(row["detail"])
     found = {row["measure"]: row for row in answer["rows"]}
     hits = found[_claims.HITS.says]
     counts = hits["detail"]
@@ -118,31 +118,37 @@ def test_each_claim_is_measured_once() -> None:
 
 
 def test_the_page_shows_the_results() -> None:
-    text = (ROOT / CLAIMS).read_text(encoding="utf-8")
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
     assert filled(text, claims_parts(RESULTS)) == text
     document = json.loads((RESULTS / "claims.json").read_text())
     assert not document["small"]
-    assert [row["measure"] for row in document["rows"]] == [claim.says for claim in ALL]
+    assert [row["measure"] for row in document["rows"]] == [claim.says for claim in CLAIMS]
 
 
-def test_the_page_says_what_is_missed(tmp_path) -> None:
+def test_every_claim_is_in_the_table() -> None:
+    assert list(CLAIMS) == [value for value in vars(_claims).values() if isinstance(value, Claim)]
+
+
+def test_the_page_says_what_is_missed(tmp_path, monkeypatch) -> None:
+    """With times in ms, and details in the unit of their names."""
     document = json.loads((RESULTS / "claims.json").read_text())
-    row = {"measure": "m", "measured_text": "1 ×", "met": False, "timings": [{"name": "job", "median_s": 0.25}]}
-    row["detail"] = {
-        "claimed": "2 times",
-        "source": "a/b",
-        "here": "this",
-        "peak_bytes": 3 << 20,
-        "some_percent": 5.0,
-        "n": 1234,
-    }
+    claim = Claim("m", "2 times", "a/b", "this", _claims.at_least(2, "×"))
+    row = claim.row(1.0, (Timing("job", (0.25,)),), peak_bytes=3 << 20, some_percent=5.0, n=1234, best="x").to_data()
     (tmp_path / "claims.json").write_text(json.dumps(document | {"rows": [row]}))
+    monkeypatch.setattr(_claims_page, "CLAIMS", (claim,))
     parts = claims_parts(tmp_path)
     assert "| m       | 2 times   | 1 ×    | **no**    |" in parts["claims"]
-    assert parts["notes"].strip() == "1. This. Job 250 ms; peak: 3 MiB; some: 5 %; n: 1,234. Source: a/b."
+    assert parts["notes"].strip() == "1. This. Job 250 ms; peak: 3 MiB; some: 5 %; n: 1,234; best: x. Source: a/b."
 
 
 def test_the_page_of_benchmarks_lists_all_questions_and_cases() -> None:
     text = (ROOT / BENCHMARKS).read_text(encoding="utf-8")
     assert filled(text, benchmarks_parts()) == text, "`python -m bench pages` lists them"
     assert all(f"| `{name}`" in text for name in QUESTIONS)
+
+
+def test_the_page_of_benchmarks_names_the_bounds() -> None:
+    text = (ROOT / BENCHMARKS).read_text(encoding="utf-8")
+    assert f"the bound, {_compare.BOUND:g} unless you say otherwise" in " ".join(text.split())
+    assert f"It may be {_guard.BOUND:g} times the ratio" in text
+    assert f"{_comparable.LEAST_NOISE:.0%}".replace("%", " %") in text

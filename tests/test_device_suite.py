@@ -80,7 +80,7 @@ ANSWER = _run.answer
 @pytest.mark.slow
 def test_rows_that_fail_are_reported_and_the_others_go_on(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(_run, "answer", fail_some)
-    monkeypatch.setitem(SUITE, "G8", replace(SUITE["G8"], limit_s=6.0))
+    monkeypatch.setitem(SUITE, "G8", replace(SUITE["G8"], limit_s=2.0))
     names = ["G3", "G5", "G7", "G8", "G10"]
     assert main([*names, "--device", "cpu", "--small", "--out", str(tmp_path)]) == 1
     table = capsys.readouterr().out
@@ -103,6 +103,20 @@ def test_no_row_is_begun_without_time(monkeypatch) -> None:
     ]
 
 
+def test_flash_implementation_is_activated_only_when_asked(monkeypatch) -> None:
+    """In the process that measures, before it does; what PyTorch then raises is a reason like any other."""
+    order = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", order.append)
+    assert _run._guarded(None, lambda: order.append("run"), ()) is None
+    assert order == ["run"]
+    _run._guarded("FA3", lambda: order.append("run"), ())
+    assert order == ["run", "FA3", "run"]
+    monkeypatch.undo()
+    found = _run._guarded("FA0", lambda: order.append("run"), ())
+    assert "ValueError: Unknown flash attention impl 'FA0'" in found.reason
+    assert len(order) == 3
+
+
 def distorted(change):
     """attend, with an output, an lse or a gradient that is wrong, except in the reference."""
     right = fd.attend
@@ -113,6 +127,8 @@ def distorted(change):
         if change == "dk":
             k = k * 1.05 - 0.05 * k.detach()
         out, lse = right(q, k, v, pattern, **options)
+        if change == "nan":
+            lse = lse * torch.nan
         return out * 1.05 if change == "out" else out, lse + 0.69 if change == "lse" else lse
 
     return attend
@@ -125,6 +141,7 @@ def distorted(change):
         ("mixture, head dim 48", "out", ("longnet forward", "longnet backward")),
         ("mixture, head dim 48", "lse", ("longnet forward", "longnet backward")),
         ("mixture, head dim 48", "dk", ("longnet backward",)),
+        ("mixture, head dim 48", "nan", ("longnet forward", "longnet backward")),
         ("one token", None, ()),
         ("one token", "out", ("longnet forward", "longnet backward")),
         ("hidden rows, rate not dividing segment", "lse", ("longnet forward", "longnet backward")),
@@ -178,17 +195,23 @@ def test_every_case_runs_in_the_default_way_and_plain_ones_in_all(monkeypatch) -
 
 
 def test_figures_of_a_wrong_kernel_are_marked() -> None:
-    row = {"measure": "LongNet-5, forward, FLASH: rate", "measured": 1.0}
+    """By way and by what the row needs; a row that names no way is the default's, or that of the best."""
+    row = {"measure": "LongNet-5, forward, FLASH: rate", "measured": 1.0, "detail": {}}
     spoiled = {"longnet forward": ["causal, FLASH"], "set forward": ["window, Triton"]}
-    needs = ("longnet forward",)
-    assert _run._marked(row, needs, spoiled, "Triton")["not_verified"] == ["causal, FLASH"]
-    other = row | {"measure": "LongNet-5, forward, Triton: rate"}
-    assert _run._marked(other, needs, spoiled, "Triton") == other
-    assert _run._marked(other, ("set forward",), spoiled, "Triton")["not_verified"] == ["window, Triton"]
-    unnamed = row | {"measure": "LongNet-5, forward: share", "not_verified": ["own check"]}
-    assert _run._marked(unnamed, ("set forward",), spoiled, "Triton")["not_verified"] == ["own check", "window, Triton"]
-    gap = row | {"measured": None}
-    assert _run._marked(gap, needs, spoiled, "Triton") == gap
+    longnet, either = ("longnet forward",), ("longnet forward", "set forward")
+
+    def marks(changes, needs):
+        return _run._marked(row | changes, needs, spoiled, ["Triton", "FLASH", "tiles"]).get("not_verified")
+
+    assert marks({}, either) == ["causal, FLASH"]
+    other = {"measure": "LongNet-5, forward, Triton: rate"}
+    assert marks(other, longnet) is None
+    assert marks(other, either) == ["window, Triton"]
+    assert marks({"measure": "LongNet-5, forward, tiles: rate"}, either) is None
+    unnamed = {"measure": "LongNet-5, forward: share"}
+    assert marks(unnamed | {"not_verified": ["own check"]}, either) == ["own check", "window, Triton"]
+    assert marks(unnamed | {"detail": {"best": "FLASH"}}, either) == ["causal, FLASH"]
+    assert marks({"measured": None}, either) is None
 
 
 def test_contestants_that_fail_or_are_wrong() -> None:
@@ -264,6 +287,9 @@ def test_gap_as_data() -> None:
         (["--device", "tpu"], "the device must be cuda or cpu; got 'tpu'"),
         (["G12"], "a name must be one of G0, G1, G2"),
         (["--limit", "0"], "the limit must be above 0 seconds; got 0"),
+        (["--out", __file__], "the results need a folder"),
+        (["--unpack", __file__], "it must be a summary.json of this suite"),
+        (["--unpack", "no/such.json"], "it must be a summary.json of this suite"),
         (["--limit", "soon"], "argument --limit: invalid"),
     ],
 )

@@ -143,15 +143,21 @@ def test_recording_some_keeps_the_others(tmp_path, monkeypatch, quick) -> None:
 
 
 def test_the_number_of_threads_stays_as_it_was(tmp_path, quick, monkeypatch) -> None:
-    before, seen = torch.get_num_threads(), []
+    seen = []
 
     def case() -> Pair:
         seen.append(torch.get_num_threads())
         return Pair(Scripted(1.0), Scripted(1.0))
 
     monkeypatch.setitem(CASES, "small_call", case)
-    assert main(["guard", "small_call", "--record", "--file", str(tmp_path / "guard.json")]) == 0
-    assert (seen, torch.get_num_threads()) == ([1], before)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert main(["guard", "small_call", "--record", "--file", str(tmp_path / "guard.json")]) == 0
+        seen.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 3]
 
 
 BAD_CALLS = {

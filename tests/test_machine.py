@@ -57,9 +57,9 @@ def test_constants_must_be_positive_finite_numbers():
             replace(CPU, blocks=blocks)
     for side in (0, True, 1.5):
         with pytest.raises(ValueError, match="side must be a whole number"):
-            masks.BlockRates(side, 1.0, 1.0)
+            masks.BlockRates(side, 1.0, 1.0, 1.0)
     with pytest.raises(ValueError, match="masked_flops_per_s must be"):
-        masks.BlockRates(64, 1.0, 0.0)
+        masks.BlockRates(64, 1.0, 1.0, 0.0)
 
 
 def test_rates_of_a_side_that_was_not_measured_are_those_of_the_nearest():

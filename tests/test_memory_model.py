@@ -133,22 +133,22 @@ def test_batches_and_grouped_heads_count() -> None:
     assert attention_memory(pattern, one).keys == 4 * alone.keys
 
 
-@each_pattern
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("num_tokens", [49152, 50000])
-def test_beyond_the_largest_run_memory_goes_on_growing(text, device, num_tokens, monkeypatch) -> None:
-    size = AttentionSize(num_tokens, 4, 16, torch.float32)
-    exact = attention_memory(masks.parse(text), size, device=device)
-    monkeypatch.setattr(_memory, "LARGEST_RUN", 16384)
+@pytest.mark.parametrize("name", ["longnet", "longformer"])
+def test_beyond_the_largest_run_memory_goes_on_growing(name, device, monkeypatch) -> None:
+    size, ending = AttentionSize(400_000, 4, 32, torch.float32), 400_000 % 1024
+    monkeypatch.setattr(_memory, "LARGEST_RUN", 1 << 19)
+    exact = attention_memory(masks.parse(PATTERNS[name]), size, device=device)
+    monkeypatch.setattr(_memory, "LARGEST_RUN", 1 << 17)
     monkeypatch.setattr(_memory, "_SAME_ENDING", 1024)
     sizes: list[int] = []
     dry_run = _memory._dry_run
     monkeypatch.setattr(_memory, "_dry_run", lambda *args: (sizes.append(args[1].num_tokens), dry_run(*args))[1])
-    extended = attention_memory(masks.parse(text), size, device=device)
-    ending = num_tokens % 1024
-    assert sizes == [8192 + ending, 16384 + ending]
-    for name in ("kept", "inference_peak", "forward_peak", "backward_peak"):
-        assert within(getattr(extended, name), getattr(exact, name), 0.05), name
+    extended = attention_memory(masks.parse(PATTERNS[name]), size, device=device)
+    assert sizes == [(1 << 16) + ending, (1 << 17) + ending]
+    for part in ("queries", "keys", "lse", "kept", "inference_peak", "forward_peak", "backward_peak"):
+        assert within(getattr(extended, part), getattr(exact, part), 0.05), part
 
 
 def test_flex_keeps_copies_that_tiles_does_not() -> None:

@@ -117,7 +117,7 @@ def test_joining_is_merging_one_by_one(problem, through):
     """Values and gradients, through either result: rows in many parts, in one, in none, and without keys."""
     B, X, N, layouts = problem
     parts, lses = drawn_parts(B, layouts)
-    found = join_slots(parts, lses, numbers_of(layouts, N), [B, X, N])
+    found = join_slots(parts, lses, numbers_of(layouts, N), [B, X, N], False)
     truth = reference_join(parts, lses, [rows_of(layout, layout.heads, N) for layout in layouts], (B, X, N))
     for each, expected in zip(found, truth, strict=True):
         torch.testing.assert_close(each, expected)
@@ -144,7 +144,7 @@ APART = [Compact((0, 2), (0, 3), 2, 3, 2, 6), Compact((1,), (1,), 1, 4, 1, 0)]
 def test_parts_that_share_no_row_need_no_lse():
     """They are put where they belong, in their own type; other rows are 0."""
     parts = [x.float().detach().requires_grad_() for x in drawn_parts(2, APART)[0]]
-    out, lse = join_slots(parts, [], numbers_of(APART, 16), [2, 3, 16])
+    out, lse = join_slots(parts, [], numbers_of(APART, 16), [2, 3, 16], True)
     assert (out.dtype, len(lse)) == (torch.float32, 0)
     expected = torch.zeros(2, 48, 3)
     for layout, part in zip(APART, parts, strict=True):
@@ -161,8 +161,40 @@ def test_the_ops_keep_what_they_promise():
     x = torch.randn(2, 3, 16, 3, requires_grad=True)
     opcheck(take_slots, (x, sides))
     opcheck(add_slots, ([part.detach() for part in parts], sides, [2, 3, 16, 3]))
-    opcheck(join_slots, (parts, lses, sides, [2, 3, 16]))
-    opcheck(join_slots, (parts, [], sides, [2, 3, 16]))
+    for keep_wide in (False, True):
+        opcheck(join_slots, (parts, lses, sides, [2, 3, 16], keep_wide))
+        opcheck(join_slots, (parts, [], sides, [2, 3, 16], keep_wide))
+
+
+@pytest.mark.parametrize("keep_wide", [False, True])
+def test_the_type_of_what_is_joined(keep_wide):
+    """Sums are wide; out is rounded once, and its gradient is that of the rounded parts' own type."""
+    exact, lses = drawn_parts(2, APART)
+    parts = [part.detach().bfloat16().requires_grad_() for part in exact]
+    sums = [lse.detach().float().requires_grad_() for lse in lses]
+    out, lse = join_slots(parts, sums, numbers_of(APART, 16), [2, 3, 16], keep_wide)
+    assert (out.dtype, lse.dtype) == (torch.float32 if keep_wide else torch.bfloat16, torch.float32)
+    wide = [[x.detach().double().requires_grad_() for x in each] for each in (parts, sums)]
+    truth = reference_join(*wide, [rows_of(layout, layout.heads, 16) for layout in APART], (2, 3, 16))
+    sent = torch.randn_like(truth[0]).to(out.dtype)
+    torch.testing.assert_close(out, truth[0].to(out.dtype))
+    grads = torch.autograd.grad(out, [*parts, *sums], sent)
+    true_grads = torch.autograd.grad(truth[0], [*wide[0], *wide[1]], sent.double())
+    for grad, expected in zip(grads, true_grads, strict=True):
+        assert (grad.double() - expected).norm() <= 1e-2 * expected.norm()
+
+
+def test_views_and_copies_side_by_side():
+    """What is copied ahead goes to the pick it was copied for."""
+    x = torch.randn(2, 3, 16, 3, dtype=torch.float64, requires_grad=True)
+    layouts = [APART[1], APART[0], APART[1], Compact((0,), (2,), 3, 3, 1, 0)]
+    picks = [make_pick(layout, layout.heads, Layout(16), CPU) for layout in layouts]
+    ahead = take_ahead(x, picks)
+    assert [each is None for each in ahead] == [pick.is_view for pick in picks] == [True, False, True, False]
+    for layout, pick, taken in zip(layouts, picks, ahead, strict=True):
+        expected = x.flatten(1, 2)[:, rows_of(layout, layout.heads, 16)].flatten(0, 1)
+        assert torch.equal(take(x, pick, taken), expected)
+    assert take_ahead(x.detach(), picks) == [None] * 4
 
 
 def test_slots_that_no_gradient_reaches():

@@ -151,6 +151,14 @@ def test_a_run_begins_where_the_one_before_it_ends():
     assert [run.tolist() for run in runs] == [[0, 1, 2, 3], [6, 7, 8], [9, 10, 11], [4, 5]]
 
 
+def test_lists_of_masks_are_told_apart():
+    """Whatever the order of their ids: all lists of five out of four, and the same ones again."""
+    ids = torch.cartesian_prod(*[torch.arange(4)] * 5).repeat(2, 1)
+    codes = _tile_calls._codes(ids.flatten(), torch.full((len(ids),), 5))
+    assert torch.equal(codes[: 4**5], codes[4**5 :])
+    assert len(codes.unique()) == 4**5
+
+
 def test_broken_lists_are_in_no_run():
     columns = torch.tensor([[0, 2], [1, 3], [2, 4]]).int()
     (others,) = _tile_calls._even_runs(torch.arange(3), columns, 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flexdilated as fd
-from flexdilated import _tune, _tune_choices, _tune_machine, _tune_trial, masks
+from flexdilated import _tiles_op, _tune, _tune_choices, _tune_machine, _tune_trial, masks
 from flexdilated._call_key import CallKey
 from flexdilated._tune import BRANCH_BY_BRANCH, measure, measure_options
 from flexdilated._tune_choices import Sight, choices_path, chosen, forget_choices
@@ -74,6 +74,19 @@ def winning(monkeypatch, name: str) -> list[bool]:
     return calls
 
 
+def sides_run(monkeypatch) -> list[int]:
+    """Fills with the block side of each call's program."""
+    sides: list[int] = []
+    real = _tiles_op.run_forward
+
+    def run_forward(program, *given):
+        sides.extend(step.calls.shape[2] for step in program.steps if step.calls is not None)
+        return real(program, *given)
+
+    monkeypatch.setattr(_tiles_op, "run_forward", run_forward)
+    return sides
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("pattern", [WINDOW, MIXTURE, MIXTURE & masks.causal(), WINDOW | masks.strided(16)], ids=str)
 def test_every_way_is_measured_and_predicted(pattern, backward):
@@ -127,7 +140,7 @@ def test_ways_that_disagree_are_an_error(monkeypatch):
 def test_autotune_measures_once_and_calls_without_it_follow(monkeypatch):
     q, k, v = qkv()
     exact = fd.attend(q, k, v, WINDOW, engine="reference")
-    calls = winning(monkeypatch, "natural, blocks of 256")
+    calls, sides = winning(monkeypatch, "natural, blocks of 256"), sides_run(monkeypatch)
     before = fd.attend(q, k, v, WINDOW)
     assert calls == []
     for _ in range(2):
@@ -138,6 +151,7 @@ def test_autotune_measures_once_and_calls_without_it_follow(monkeypatch):
     misses = masks.cache().stats().misses
     after = fd.attend(q, k, v, WINDOW)
     assert masks.cache().stats().misses == misses
+    assert sides == [64, 256, 256, 256]
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
     assert chosen(call, q.double()) is None, "another dtype is another call"
     assert chosen(call, q[..., :4]) is None
@@ -156,8 +170,9 @@ def test_a_gradient_asks_for_the_backward_too(monkeypatch):
     found = torch.autograd.grad(out.square().sum(), leaves)
     exact = torch.autograd.grad(fd.attend(*leaves, WINDOW, engine="reference").square().sum(), leaves)
     torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-4)
-    fd.attend(*qkv(), WINDOW, autotune=True)
-    assert calls == [False, True]
+    for leaves in (qkv(), qkv(wants_grad=True)):
+        fd.attend(*leaves, WINDOW, autotune=True)
+        assert calls == [False, True]
 
 
 @pytest.mark.parametrize("pattern", [MIXTURE, MIXTURE & masks.causal(), WINDOW | masks.strided(16)], ids=str)

@@ -31,10 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}\t{question_text(entry)}")
         return 0
     if options.unpack is not None:
-        documents = json.loads(options.unpack.read_text())["documents"]
-        for document in documents:
+        for document in options.unpack:
             write(document, options.out or _RESULTS)
-        print(terminal_table(documents))
+        print(terminal_table(options.unpack))
         return 0
     if reason := _unfit(options.device, options.small, options.flash_impl):
         print(reason, file=sys.stderr)
@@ -95,6 +94,19 @@ def _limit(text: str) -> float:
     raise argparse.ArgumentTypeError(f"the limit must be above 0 seconds; got {text}")
 
 
+def _folder(text: str) -> Path:
+    if not Path(text).exists() or Path(text).is_dir():
+        return Path(text)
+    raise argparse.ArgumentTypeError(f"the results need a folder; {text} is a file")
+
+
+def _summary(text: str) -> list[Document]:
+    try:
+        return json.loads(Path(text).read_text())["documents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"it must be a summary.json of this suite; got {text} ({error!r})") from error
+
+
 def _name(text: str) -> str:
     if text.upper() in NAMES:
         return text.upper()
@@ -108,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", type=_device, default="cuda", help="cuda, or cpu for a dry run with --small")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help=f"folder of the results ({_RESULTS}; none with --small)"
+        "--out", type=_folder, metavar="DIR", help=f"folder of the results ({_RESULTS}; none with --small)"
     )
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--limit", type=_limit, default=_LIMIT_S, metavar="S", help="seconds for the whole suite")
@@ -117,7 +129,9 @@ def _parser() -> argparse.ArgumentParser:
         "--flash-impl", metavar="NAME",
         help="have each of the suite's own processes activate this flash attention of PyTorch's list, such as FA3",
     )  # fmt: skip
-    parser.add_argument("--unpack", type=Path, metavar="FILE", help="only write the rows of a summary.json to files")
+    parser.add_argument(
+        "--unpack", type=_summary, metavar="FILE", help="only write the rows of a summary.json to files"
+    )
     parser.add_argument("--list", action="store_true", help="print the questions")
     return parser
 

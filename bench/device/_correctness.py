@@ -1,6 +1,6 @@
 """Output, lse and gradients of the odd cases against the dense float64 reference, each within a stated budget."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ def judge(trial: Trial, where: Where) -> Verdict:
         refused = way != _default(case, where)  # which serves all
         row = Gap(trial.measure, _TARGET, f"{type(error).__name__}: {error}")
         return Verdict(row, () if refused else figures, refused)
-    row = Row(trial.measure, _TARGET, max(shares.values()), detail={"share_of_budget": shares})
+    row = Row(trial.measure, _TARGET, _worst(shares.values()), detail={"share_of_budget": shares})
     return Verdict(row, tuple(_spoiled(shares, figures)))
 
 
@@ -100,14 +100,18 @@ def summary(verdicts: Sequence[Verdict]) -> list[Row | Gap]:
         for verdict in verdicts
         if not verdict.refused and (isinstance(verdict.row, Gap) or not verdict.row.met)
     ]
-    # The largest that is not a number is that: max() would pass over it.
-    worst = max((row.measured for row in measured), key=lambda share: (share != share, share), default=torch.nan)
+    worst = _worst(row.measured for row in measured)
     detail = {row.measure: row.to_data()["detail"] for row in rows}
     which = f"{len(measured)} of {len(rows)} odd cases"
     return [Row(f"worst error of out, lse, dq, dk, dv in {which}", _TARGET, worst, detail=detail), *bad]
 
 
-def _spoiled(shares: Mapping[str, float], figures: tuple[str, ...]):
+def _worst(shares: Iterable[float]) -> float:
+    """The largest; not a number if one of them is not, which max() might pass over, or if there is none."""
+    return max(shares, key=lambda share: (share != share, share), default=torch.nan)
+
+
+def _spoiled(shares: Mapping[str, float], figures: tuple[str, ...]) -> Iterator[str]:
     """A wrong forward spoils both, a wrong gradient the backward alone. NaN is above any bound."""
     wrong = [name.split(", ")[-1] for name, share in shares.items() if not share <= 1]
     for figure in figures:

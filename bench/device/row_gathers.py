@@ -29,6 +29,7 @@ def run(config: Config, where: Where) -> Result:
         speed = parts.gathered_bytes / gathers_s
         detail = {"gathered_bytes": parts.gathered_bytes, "gather_gb_per_s": speed / 1e9}
         detail |= {"copy_gb_per_s": parts.copy_rate / 1e9, "way": parts.way}
+        detail |= {"first_call_s": parts.found.first_call_s}
         rows += [
             Row(share, _SHARE, 100 * gathers_s / parts.whole_s, timings, detail, objections),
             Row(rate, _RATE, 100 * speed / parts.copy_rate, timings, detail, objections),

@@ -58,6 +58,7 @@ def _best(config: Config, where: Where, part: Part) -> Row | Gap:
         "useful_tflop_per_s": rates,
         "best": best,
         "failed": found.failed,
+        "first_call_s": found.first_call_s,
     }
     # A check that another way failed says nothing about the best one.
     objections = tuple(text for text in found.objections if text.startswith(f"{best}: "))

@@ -25,4 +25,5 @@ def _measure(spec: LongNet, config: Config, where: Where) -> Row | Gap:
         return Gap(measure, _TARGET, parts)
     share = 100 * parts.merges.median_s / parts.whole_s
     timings = (parts.found.timings[parts.way], parts.merges)
-    return Row(measure, _TARGET, share, timings, {"way": parts.way}, parts.found.objections)
+    detail = {"way": parts.way, "first_call_s": parts.found.first_call_s}
+    return Row(measure, _TARGET, share, timings, detail, parts.found.objections)

@@ -14,10 +14,10 @@ from ._usage import UsageError
 Peak = Callable[[int], int]
 
 # Between two of these, and beyond the last, memory is taken to grow in proportion to the tokens.
-_RUNGS = tuple(1 << power for power in (10, 12, 14, 16, 20, 24))
+_RUNGS = tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24))
 _FIRST = 1 << 16
 _MOST = 1 << 30
-# The attention call's parts are measured at these two, and lie on a line from the first of _RUNGS above them on.
+# Up to the first of these an attention call is run dry at its size, beyond it is taken from the line through both.
 _LINE = (1 << 17, 1 << 18)
 
 

@@ -19,25 +19,25 @@ def parse_bytes(text: str) -> int:
     number = _parse(text, units)
     if number is None or number < 1:
         raise UsageError(f"a budget must be a number above 0 with a unit, one of {', '.join(_BYTES)}; got {text!r}")
-    return number
+    return int(number)
 
 
 def parse_tokens(text: str) -> int:
     """Tokens of "65536", "64K" or "1M", where K is 1,024. Raises UsageError for anything else."""
     number = _parse(text, {name.lower(): size for name, size in _TOKENS.items()})
-    if number is None or number < 1:
+    if number is None or number < 1 or number.denominator > 1:
         raise UsageError(
             f"--tokens must be a whole number above 0, in K of 1,024 or M of 1,048,576 or in full; got {text!r}"
         )
-    return number
+    return int(number)
 
 
-def _parse(text: str, units: dict[str, int]) -> int | None:
-    """Number times unit, rounded down to a whole one; None for what is no such thing."""
+def _parse(text: str, units: dict[str, int]) -> Fraction | None:
+    """Number times unit; None for what is no such thing."""
     found = _NUMBER.fullmatch(text.strip())
     if found is None or found["unit"].lower() not in units or len(found["number"]) > 20:
         return None
-    return int(Fraction(found["number"]) * units[found["unit"].lower()])
+    return Fraction(found["number"]) * units[found["unit"].lower()]
 
 
 def bytes_text(number: float) -> str:

@@ -11,7 +11,7 @@ from tabulate import tabulate
 from .._call_key import CallKey
 from .._tune import Trialled, Trials, measure
 from .._tune_choices import Sight, remember
-from .._tune_machine import measure_machine
+from .._tune_machine import KINDS, measure_machine
 from .._tune_trial import Inputs
 from ..masks._machine import Machine
 from ..masks._machine_file import Measured, stored_path, write_json
@@ -117,10 +117,10 @@ def _block_rows(now: Machine, found: Measured) -> list[tuple[str, str, float]]:
     return [
         (name, _rate(value), found.spread[name])
         for each in now.blocks
-        for name, value in (
-            (f"plain blocks of {each.side}", each.plain_flops_per_s),
-            (f"masked blocks of {each.side}", each.masked_flops_per_s),
+        for kind, value in zip(
+            KINDS, (each.runs_flops_per_s, each.plain_flops_per_s, each.masked_flops_per_s), strict=True
         )
+        for name in (f"{kind} blocks of {each.side}",)
     ]
 
 
