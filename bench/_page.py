@@ -14,6 +14,7 @@ from ._catalogue import ENTRIES, MILLION, Entry
 from ._claims_page import PAGE as CLAIMS
 from ._claims_page import claims_parts
 from ._compiling_page import COMPILING, compiling_parts
+from ._memory_page import MEMORY, memory_parts
 from ._performance_page import PERFORMANCE, performance_parts
 from ._pictures import file_name
 from ._problem import tokens_text
@@ -36,6 +37,7 @@ def write_pages(results: Path) -> None:
         PAGE: catalogue_parts,
         PERFORMANCE: performance_parts,
         COMPILING: compiling_parts,
+        MEMORY: memory_parts,
         CLAIMS: claims_parts,
         BENCHMARKS: lambda _: benchmarks_parts(),
     }

@@ -52,7 +52,7 @@ def run(config: Config) -> Result:
     size = tokens_text(config.num_tokens)
     return Result(
         (
-            _row(f"attend, {size}", [_attention(config, *each) for each in every]),
+            _row(f"attend, {size}", [_attention(config, *each) for each in every], {"longest": _longest(config)}),
             _row(
                 f"LongNet of {config.depth} layers, {size}",
                 [_model(config, *each, checkpoint) for each in every for checkpoint in (False, True)],
@@ -61,10 +61,18 @@ def run(config: Config) -> Result:
     )
 
 
-def _row(what: str, points: list[Point]) -> Row:
+def _longest(config: Config) -> dict[str, Any]:
+    """What `plan --budget` prints for the first pattern in float16, by device: for the page of documentation."""
+    parser, (_, text) = argparse.ArgumentParser(), config.patterns[0]
+    add_plan_arguments(parser)
+    asked = [text, "--dtype", "fp16", "--budget", "--device"]
+    return {device: budget_data(settings_from(parser.parse_args([*asked, device]))) for device in ("cpu", "cuda")}
+
+
+def _row(what: str, points: list[Point], more: Mapping[str, Any] | None = None) -> Row:
     deviations = [100 * abs(point["predicted_bytes"] / point["measured_bytes"] - 1) for point in points]
     name = f"{what}, forward + backward: deviation of the predicted peak memory, largest of {len(points)}"
-    return Row(name, at_most(10, "%"), max(deviations), detail={"peaks": points})
+    return Row(name, at_most(10, "%"), max(deviations), detail={"peaks": points, **(more or {})})
 
 
 def _attention(config: Config, name: str, text: str, dtype: str) -> Point:

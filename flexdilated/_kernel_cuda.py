@@ -28,39 +28,43 @@ class Kernel:
     `forward` takes (q, k, v, scale, is_causal) and gives (out, natural lse); `backward` takes (grad_out, q, k, v,
     out, lse, scale, is_causal) and gives (dq, dk, dv), for any out and lse of its rows: it recomputes weights as
     exp(score - lse), and delta from out. Operands have equal heads and a head dim that is a multiple of 8; a causal
-    problem has as many queries as keys. `switch` tells whether `scaled_dot_product_attention` may use the kernel.
+    problem has as many queries as keys. `switch` tells whether `scaled_dot_product_attention` may use the kernel, and
+    `most_dim` the largest head dim on devices of a capability. These limits are those of torch's own sdp_utils.cpp.
     """
 
     name: str
     dtypes: tuple[torch.dtype, ...]
-    most_dim: int
-    least_capability: tuple[int, int]
+    least_keys: int
+    most_dim: Callable[[tuple[int, int]], int]
     switch: Callable[[], bool]
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., _Problem]
 
-    def serves(self, dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-        fits = dtype in self.dtypes and -(-head_dim // _DIM_STEP) * _DIM_STEP <= self.most_dim
-        return fits and self.switch() and torch.cuda.get_device_capability(device) >= self.least_capability
+    def serves(self, dtype: torch.dtype, head_dim: int, num_keys: int, capability: tuple[int, int]) -> bool:
+        known = dtype in self.dtypes and (dtype != torch.bfloat16 or capability >= (8, 0))
+        padded = head_dim + -head_dim % _DIM_STEP
+        return known and num_keys >= self.least_keys and padded <= self.most_dim(capability) and self.switch()
 
 
-def choose(dtype: torch.dtype, head_dim: int, device: torch.device) -> Kernel:
+def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.device) -> Kernel:
     """The first kernel that serves, of those that torch's own switches leave on: see torch.nn.attention.sdpa_kernel.
 
     Raises ValueError where none does.
     """
+    capability = torch.cuda.get_device_capability(device)
     for kernel in KERNELS:
-        if kernel.serves(dtype, head_dim, device):
+        if kernel.serves(dtype, head_dim, num_keys, capability):
             return kernel
     raise ValueError(
         f"tiles needs one of ATen's {', '.join(kernel.name for kernel in KERNELS)} kernels on {device}, and none that "
-        f"is switched on (torch.nn.attention.sdpa_kernel) serves {dtype} at head dim {head_dim}; engine='flex' may"
+        f"is switched on (torch.nn.attention.sdpa_kernel) serves {dtype} at head dim {head_dim} with {num_keys} keys; "
+        "engine='flex' may"
     )
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
     """(out, natural lse in float32) of (B, H, Q, D) by (B, G, K, D); scale must be above 0."""
-    kernel, dim = choose(q.dtype, q.shape[-1], q.device), q.shape[-1]
+    kernel, dim = _kernel_of(q, k, is_causal), q.shape[-1]
     q, k, v = (_loadable(x) for x in (q, _per_query_head(k, q), _per_query_head(v, q)))
 
     def attend(rows: slice, keys: slice, causal: bool) -> tuple[Tensor, ...]:
@@ -75,7 +79,7 @@ def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, is_causal: bool
 ) -> _Problem:
     """(dq, dk, dv) for the out and lse of these rows, which may be those of a larger softmax."""
-    kernel, dim, groups = choose(q.dtype, q.shape[-1], q.device), q.shape[-1], q.shape[1] // k.shape[1]
+    kernel, dim, groups = _kernel_of(q, k, is_causal), q.shape[-1], q.shape[1] // k.shape[1]
     k, v = _per_query_head(k, q), _per_query_head(v, q)
     grad_out, q, k, v, out = (_loadable(x) for x in (grad_out, q, k, v, out))
 
@@ -96,6 +100,12 @@ def backward(
                 total[:, :, keys] += grad
     dk, dv = (_per_key_head(x, groups)[..., :dim] for x in (dk, dv))
     return dq[..., :dim], dk, dv
+
+
+def _kernel_of(q: Tensor, k: Tensor, is_causal: bool) -> Kernel:
+    """What serves all problems that `_squares` makes of these."""
+    least = min(keys.stop for _, keys, _ in _squares(q.shape[2], k.shape[2], is_causal))
+    return choose(q.dtype, q.shape[-1], least, q.device)
 
 
 def _squares(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
@@ -193,12 +203,30 @@ def _efficient_backward(
     return dq, dk, dv
 
 
-_cuda = torch.backends.cuda
+def _flash_dims(capability: tuple[int, int]) -> int:
+    # Its backward at larger head dims needs the shared memory of the data centre's devices.
+    return 0 if capability < (8, 0) else 256 if capability == (8, 0) or capability[0] in (9, 10) else 192
+
+
+def _cudnn_dims(capability: tuple[int, int]) -> int:
+    return 128 if capability >= (8, 0) else 0
+
+
+def _efficient_dims(capability: tuple[int, int]) -> int:
+    return 1 << 16
+
+
+def _cudnn_switch() -> bool:
+    """cuDNN's backward is not deterministic."""
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.backends.cuda.cudnn_sdp_enabled() and not strict
+
+
+_flash_switch, _efficient_switch = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled
+_ANY = (*_HALVES, torch.float32)
+
 KERNELS = (
-    Kernel("flash", _HALVES, 256, (8, 0), _cuda.flash_sdp_enabled, _flash_forward, _flash_backward),
-    Kernel("cuDNN", _HALVES, 128, (8, 0), _cuda.cudnn_sdp_enabled, _cudnn_forward, _cudnn_backward),
-    Kernel(
-        "memory-efficient", (*_HALVES, torch.float32), 1 << 16, (5, 0), _cuda.mem_efficient_sdp_enabled,
-        _efficient_forward, _efficient_backward,
-    ),
-)  # fmt: skip
+    Kernel("flash", _HALVES, 1, _flash_dims, _flash_switch, _flash_forward, _flash_backward),
+    Kernel("cuDNN", _HALVES, 2, _cudnn_dims, _cudnn_switch, _cudnn_forward, _cudnn_backward),
+    Kernel("memory-efficient", _ANY, 1, _efficient_dims, _efficient_switch, _efficient_forward, _efficient_backward),
+)

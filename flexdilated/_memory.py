@@ -19,7 +19,7 @@ from .masks._run_time import names
 # B batch, H query heads, G key/value heads, N tokens, D head dim
 
 # Beyond, every part grows in proportion to the tokens: whole tensors do, and what is gathered at once has a bound.
-LARGEST_RUN = 1 << 18
+LARGEST_RUN = 1 << 20
 _SAME_ENDING = 1 << 15  # what a segment cut short at the end costs is the same for tokens that differ by this
 
 Attention = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
@@ -85,9 +85,9 @@ class AttentionMemory:
 def attention_memory(pattern: Expression, size: AttentionSize, *, device: str = "cpu") -> AttentionMemory:
     """Memory of `attend` on this kind of device with its default engine: tiles on "cpu", flex elsewhere.
 
-    Up to 262,144 tokens the engine's code runs once at that size, over tensors without memory, and all that it
+    Up to 1,048,576 tokens the engine's code runs once at that size, over tensors without memory, and all that it
     holds is counted; beyond, parts go on growing as they do up to there. What kernels allocate inside is not counted:
-    on CPU a few MB a thread. Nothing is computed, and no other device than the CPU is needed.
+    on CPU a few MB a thread. Nothing is computed, and no accelerator is needed.
     Raises ValueError for a pattern that needs run-time tensors, and for what does not bind.
     """
     missing = names(pattern)

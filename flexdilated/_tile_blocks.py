@@ -30,7 +30,7 @@ class _Portion:
     at_q: _Index
     at_k: _Index
     mask: Float[Tensor, "#n 1 Q K"] | None
-    hidden: Bool[Tensor, "#n Q"] | None  # rows without any key, the same in all heads
+    hidden: Bool[Tensor, "#m Q"] | None  # rows without any key, the same in all heads
 
 
 def forward(x: Operands, calls: Calls, *, scale: float) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -124,6 +125,27 @@ def test_a_table_without_compilations_has_no_reasons() -> None:
     numbers = str(Compilations(0, 0, 0.0, (), 0, 0, ()))
     assert "graphs compiled" in numbers
     assert "why" not in numbers
+
+
+STARTS = """
+import torch, flexdilated as fd
+pattern = fd.masks.longnet([16, 48], [1, 3]) & fd.masks.causal()
+q = torch.randn(1, 2, 40, 16)
+out = torch.compile(lambda q: fd.attend(q, q, q, pattern), fullgraph=True)(q)
+assert torch.equal(out, fd.attend(q, q, q, pattern))
+print(fd.compilations().graphs, fd.compilations().found_on_disk)
+"""
+
+
+@pytest.mark.slow
+def test_a_warm_start_finds_its_graph_on_disk(tmp_path) -> None:
+    """The operator can be part of what torch keeps: the second process compiles nothing."""
+    for found in ("1 0", "1 1"):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", STARTS], capture_output=True, text=True, env=environment, timeout=300
+        )
+        assert done.stdout.strip() == found, done.stderr
 
 
 @pytest.mark.slow

@@ -151,20 +151,49 @@ def test_shapes_and_types_are_those_of_the_operators(monkeypatch, chosen):
 
 
 def test_which_kernel(monkeypatch):
-    """By type and head dim, of those that torch's own switches leave on."""
-    device = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    flash, cudnn, efficient = KERNELS
-    assert choose(torch.bfloat16, 128, device) is choose(torch.float16, 250, device) is flash
-    assert choose(torch.float32, 64, device) is choose(torch.float16, 257, device) is efficient
+    """By type, head dim, keys and device, of those that torch's own switches leave on."""
+    half, brain, single = torch.float16, torch.bfloat16, torch.float32
+
+    def name(dtype: torch.dtype, dim: int, keys: int = 64, capability: tuple[int, int] = (9, 0)) -> str:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        return choose(dtype, dim, keys, torch.device("cuda")).name
+
+    assert name(brain, 128) == name(half, 250) == name(half, 200, capability=(8, 0)) == "flash"
+    assert name(half, 192, capability=(8, 9)) == "flash"
+    assert name(half, 193, capability=(8, 9)) == name(single, 64) == name(half, 257) == "memory-efficient"
+    assert name(half, 64, capability=(7, 5)) == "memory-efficient"
+    with pytest.raises(ValueError, match=r"torch.bfloat16 at head dim 64 with 64 keys"):
+        name(brain, 64, capability=(7, 5))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        assert choose(torch.float16, 121, device) is cudnn
+        assert name(half, 121, 2) == "cuDNN"
         with pytest.raises(ValueError, match=r"cuDNN.*sdpa_kernel.*torch.bfloat16 at head dim 129.*engine='flex'"):
-            choose(torch.bfloat16, 129, device)
+            name(brain, 129)
+        with pytest.raises(ValueError, match="with 1 keys"):
+            name(brain, 64, 1)
+        torch.use_deterministic_algorithms(True)
+        try:
+            with pytest.raises(ValueError, match="switched on"):
+                name(half, 64)
+        finally:
+            torch.use_deterministic_algorithms(False)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
-        assert choose(torch.bfloat16, 129, device) is efficient
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert choose(torch.float16, 64, device) is efficient
+        assert name(brain, 129) == name(brain, 64, 1) == "memory-efficient"
+
+
+def test_a_kernel_is_asked_for_the_fewest_keys_it_will_see(monkeypatch):
+    """A causal problem of few queries sees as few keys."""
+    asked: list[int] = []
+
+    def ask(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.device) -> Kernel:
+        asked.append(num_keys)
+        return KERNELS[0]
+
+    monkeypatch.setattr(_kernel_cuda, "choose", ask)
+    monkeypatch.setattr(_kernel_cuda, "_aten", StandIns())
+    for queries, keys, is_causal in ((1, 6, True), (6, 1, True), (1, 6, False), (4, 4, True)):
+        q, k = torch.randn(1, 1, queries, 8), torch.randn(1, 1, keys, 8)
+        _kernel_cuda.forward(q, k, k, scale=1.0, is_causal=is_causal)
+    assert asked == [1, 1, 6, 4]
 
 
 @pytest.mark.parametrize(

@@ -137,16 +137,15 @@ def test_batches_and_grouped_heads_count() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["longnet", "longformer"])
 def test_beyond_the_largest_run_memory_goes_on_growing(name, device, monkeypatch) -> None:
-    size, ending = AttentionSize(400_000, 4, 32, torch.float32), 400_000 % 1024
-    monkeypatch.setattr(_memory, "LARGEST_RUN", 1 << 19)
-    exact = attention_memory(masks.parse(PATTERNS[name]), size, device=device)
-    monkeypatch.setattr(_memory, "LARGEST_RUN", 1 << 17)
-    monkeypatch.setattr(_memory, "_SAME_ENDING", 1024)
+    size, largest = AttentionSize(1_200_000, 2, 32, torch.float32), _memory.LARGEST_RUN
     sizes: list[int] = []
     dry_run = _memory._dry_run
     monkeypatch.setattr(_memory, "_dry_run", lambda *args: (sizes.append(args[1].num_tokens), dry_run(*args))[1])
     extended = attention_memory(masks.parse(PATTERNS[name]), size, device=device)
-    assert sizes == [(1 << 16) + ending, (1 << 17) + ending]
+    monkeypatch.setattr(_memory, "LARGEST_RUN", 1 << 21)
+    exact = attention_memory(masks.parse(PATTERNS[name]), size, device=device)
+    ending = 1_200_000 % (1 << 15)
+    assert sizes == [largest // 2 + ending, largest + ending, 1_200_000]
     for part in ("queries", "keys", "lse", "kept", "inference_peak", "forward_peak", "backward_peak"):
         assert within(getattr(extended, part), getattr(exact, part), 0.05), part
 

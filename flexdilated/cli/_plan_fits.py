@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from .._memory import AttentionMemory, attention_memory
+from .._memory import LARGEST_RUN, AttentionMemory, attention_memory
 from ..masks._pattern import Expression
 from ..nn._model_memory import ModelMemory, attention_size, model_memory
 from ._plan_settings import PlanSettings
@@ -17,8 +17,7 @@ Peak = Callable[[int], int]
 _RUNGS = tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24))
 _FIRST = 1 << 16
 _MOST = 1 << 30
-# Up to the first of these an attention call is run dry at its size, beyond it is taken from the line through both.
-_LINE = (1 << 17, 1 << 18)
+_LINE = LARGEST_RUN // 2, LARGEST_RUN
 
 
 class Memories:
@@ -38,7 +37,8 @@ class Memories:
         return model_memory(self._settings.model, num_tokens, call, checkpoint=checkpoint)
 
     def _on_line(self, num_tokens: int, *, in_model: bool) -> AttentionMemory:
-        if num_tokens <= _LINE[0] or longest_bound(self._settings.pattern) < _LINE[1]:
+        """A call at its size, or, where that takes long to run dry, on the line through two that are smaller."""
+        if num_tokens < _LINE[0] or longest_bound(self._settings.pattern) < _LINE[1]:
             return self._call(num_tokens, in_model)
         smaller, larger = (self._call(number, in_model) for number in _LINE)
         return smaller.at(num_tokens, larger, _LINE)
