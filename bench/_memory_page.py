@@ -1,4 +1,4 @@
-"""The figures of docs/memory.md: peaks predicted and measured, checkpointing, and what fits, from the files of results."""
+"""The figures of docs/memory.md: peaks, checkpointing, and what fits, from the files of results."""
 
 import json
 from collections.abc import Callable, Mapping

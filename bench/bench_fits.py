@@ -9,6 +9,8 @@ import torch
 
 from flexdilated import attend, masks
 from flexdilated._memory import attention_memory
+from flexdilated.cli._plan_budget import budget_data
+from flexdilated.cli._plan_settings import BUDGETS, PlanSettings
 from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
 
 from ._memory import peak_bytes
@@ -24,7 +26,10 @@ _M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 @dataclass(frozen=True)
 class Config:
-    """Patterns, as expressions by name, in a LongNet of each dtype, with and without gradient checkpointing."""
+    """Patterns, as expressions by name, in a LongNet of each dtype, with and without gradient checkpointing.
+
+    The `budgets`, in bytes, are those for which the longest sequence is told beside.
+    """
 
     patterns: tuple[tuple[str, str], ...]
     dtypes: tuple[str, ...]
@@ -32,6 +37,7 @@ class Config:
     embed_dim: int
     depth: int
     num_heads: int
+    budgets: tuple[int, ...] = BUDGETS
 
     def size(self, dtype: str) -> ModelSize:
         return ModelSize(self.embed_dim, self.depth, self.num_heads, getattr(torch, dtype))
@@ -43,7 +49,7 @@ LONGFORMER = "local_window(left=256, right=256) | global_tokens(16)"
 _PATTERNS = (("LongNet-4, causal", LONGNET_4), ("window of 512, causal", WINDOW), ("window, global tokens", LONGFORMER))
 
 FULL = Config(_PATTERNS, ("float32", "bfloat16"), 65536, embed_dim=128, depth=2, num_heads=2)
-SMALL = Config(_PATTERNS[:1], ("float32",), 8192, embed_dim=64, depth=2, num_heads=1)
+SMALL = Config(_PATTERNS[:1], ("float32",), 8192, embed_dim=64, depth=2, num_heads=1, budgets=())
 
 
 def run(config: Config) -> Result:
@@ -62,11 +68,23 @@ def run(config: Config) -> Result:
 
 
 def _longest(config: Config) -> dict[str, Any]:
-    """What `plan --budget` prints for the first pattern in float16, by device: for the page of documentation."""
-    parser, (_, text) = argparse.ArgumentParser(), config.patterns[0]
-    add_plan_arguments(parser)
-    asked = [text, "--dtype", "fp16", "--budget", "--device"]
-    return {device: budget_data(settings_from(parser.parse_args([*asked, device]))) for device in ("cpu", "cuda")}
+    """What `plan --budget` tells of the first pattern in float16, by device."""
+    return {device: budget_data(_settings(config, device)) for device in ("cpu", "cuda")} if config.budgets else {}
+
+
+def _settings(config: Config, device: str) -> PlanSettings:
+    heads = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "layers": 12, "embed_dim": 512}
+    return PlanSettings(
+        pattern=masks.parse(config.patterns[0][1]),
+        num_tokens=config.num_tokens,
+        **heads,
+        dtype="fp16",
+        device=device,
+        batch=1,
+        budgets=config.budgets,
+        measure=False,
+        as_json=True,
+    )
 
 
 def _row(what: str, points: list[Point], more: Mapping[str, Any] | None = None) -> Row:

@@ -17,7 +17,7 @@ from .masks._term import Term
 
 # n problems (a block row of a table each), L blocks in a list, U distinct masks
 
-_MAX_JOINED_ROWS = 8  # taller problems gain no speed and split badly over threads
+_MAX_JOINED_SLOTS = 1024  # taller problems gain no speed and split badly over threads
 _LEAST_PAIRS = 1 << 18  # a call that pays for itself: about a millisecond of a kernel, beside its 50 us of Python
 
 
@@ -176,7 +176,7 @@ def _join_rows(lists: _Lists, blocks: Blocks) -> _Lists:
     )
     index = torch.arange(len(follows))
     since = index - torch.where(follows, 0, index).cummax(0).values if len(index) else index
-    starts = (since % _MAX_JOINED_ROWS == 0).nonzero().squeeze(1)
+    starts = (since % max(1, _MAX_JOINED_SLOTS // blocks.q_block) == 0).nonzero().squeeze(1)
     heights = torch.diff(starts, append=torch.tensor([len(index)]))
     joined = lists.select(starts)
     return replace(joined, num_queries=torch.where(heights > 1, heights * blocks.q_block, joined.num_queries))

@@ -24,8 +24,8 @@ PICTURES = ROOT / "docs/images/catalogue"
 RESULTS = ROOT / "bench/results"
 
 NOT_PATTERNS = {
-    "EMPTY", "FULL", "PARTIAL", "Bound", "Layout", "Machine", "Mixture", "Pattern", "block_mask", "cache", "describe",
-    "from_json", "layout", "machine", "parse", "recipes", "recommended_layout", "set_machine", "to_json",
+    "EMPTY", "FULL", "PARTIAL", "BlockRates", "Bound", "Layout", "Machine", "Mixture", "Pattern", "block_mask", "cache",
+    "describe", "from_json", "layout", "machine", "parse", "recipes", "recommended_layout", "set_machine", "to_json",
 }  # fmt: skip
 PATTERNS = {*masks.__all__} - NOT_PATTERNS | {"per_document"}
 each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)

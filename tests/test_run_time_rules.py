@@ -91,8 +91,8 @@ def test_an_address_is_not_a_tensor(reads):
     """A tensor at whose address another was remembered is read for itself."""
     before, after = ids_of(3), ids_of(5)
     rules_of(KEY, [before])
-    ((*name, _), entry), *_ = _run_time_rules._reads.items()
-    _run_time_rules._reads[(*name, id(after))] = entry
+    (entry,) = _run_time_rules._reads.values()
+    _run_time_rules._reads[(KEY.pattern, KEY.extent, id(after))] = entry
     assert rules_of(KEY, [after]) == KEY.rules([after]) != entry.rule
 
 

@@ -24,11 +24,12 @@ TOGETHER = [1, 100, 1 << 20]  # heads one by one, some, all at once
 
 
 @contextmanager
-def limits(*, least: int = 1, together: int = 1 << 20, gathered: int = 8 << 20) -> Iterator[None]:
+def limits(*, least: int = 1, together: int = 1 << 20, gathered: int = 8 << 20, joined: int = 1024) -> Iterator[None]:
     """Other limits, and no calls or programs made with the usual ones, on either side."""
     masks.cache().clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_tile_calls, "_LEAST_PAIRS", least)
+        patch.setattr(_tile_calls, "_MAX_JOINED_SLOTS", joined)
         patch.setattr(_tile_blocks, "_PAIRS_AT_ONCE", together)
         patch.setattr(_tile_blocks, "_GATHERED_BYTES", gathered)
         yield
@@ -40,6 +41,7 @@ limited = st.builds(
     least=st.sampled_from(LEAST_PAIRS),
     together=st.sampled_from(TOGETHER),
     gathered=st.sampled_from([1, 2000, 8 << 20]),
+    joined=st.sampled_from([1, 12, 1024]),
 )
 
 
@@ -128,9 +130,10 @@ def test_a_band_is_a_view_with_one_mask():
 def test_rows_that_share_keys_are_a_view():
     """Global keys: tall problems over the same keys, which none of them copies."""
     with limits():
-        calls = calls_of(masks.first_tokens(8), 8 * 33, 8)
-    (most,) = [call for call in calls.calls if len(call.row) > 1]
-    assert (most.queries, most.keys, most.masks) == (Even(0, 64, 4, 64), Even(0, 0, 4, 8), None)
+        calls = calls_of(masks.first_tokens(64), 64 * 33, 64)
+    most, last = calls.calls if len(calls.calls[0].row) > 1 else calls.calls[::-1]
+    assert (most.queries, most.keys, most.masks) == (Even(0, 1024, 2, 1024), Even(0, 0, 2, 64), None)
+    assert (last.queries, last.keys, last.masks) == (Even(2048, 64, 1, 64), Even(0, 64, 1, 64), None)
 
 
 def test_scattered_blocks_are_gathered():
