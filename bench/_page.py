@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,7 @@ def write_pages(results: Path) -> None:
 
     A page whose file of results is not there stays as it is, which is said on stderr.
     """
-    pages = {
-        README: readme_parts,
-        PAGE: catalogue_parts,
-        PERFORMANCE: performance_parts,
-        COMPILING: compiling_parts,
-        MEMORY: memory_parts,
-        CLAIMS: claims_parts,
-        BENCHMARKS: lambda _: benchmarks_parts(),
-    }
-    for path, parts_from in pages.items():
+    for path, parts_from in PAGES.items():
         try:
             parts = parts_from(results)
         except FileNotFoundError as error:
@@ -124,3 +115,14 @@ def _cost(figures: Figures, what: str) -> str:
 def _built(figures: Figures) -> bool:
     within = BUILD_S.met_by(figures["build_s"]) and BUILD_MB.met_by(figures["build_mb"])
     return within and figures["built_tokens"] == MILLION
+
+
+PAGES: dict[Path, Callable[[Path], Mapping[str, str]]] = {
+    README: readme_parts,
+    PAGE: catalogue_parts,
+    PERFORMANCE: performance_parts,
+    COMPILING: compiling_parts,
+    MEMORY: memory_parts,
+    CLAIMS: claims_parts,
+    BENCHMARKS: lambda _: benchmarks_parts(),
+}

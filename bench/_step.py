@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
-from ._longnets import LongNet
 from ._memory import peak_bytes
 from ._problem import Attention, Problem, Size, train
 from ._timing import say
@@ -12,7 +12,15 @@ from .peer_dense import dense_attention
 _WARM_UP_TOKENS = 64
 
 
-def library_step_bytes(spec: LongNet, size: Size) -> int:
+class Sparse(Protocol):
+    """What has an attention of the library; it must pickle."""
+
+    def attention(self) -> Attention:
+        """The library's attention with this pattern."""
+        ...
+
+
+def library_step_bytes(spec: Sparse, size: Size) -> int:
     """Peak bytes of a forward and backward: inputs, the output's gradient, results, plan and temporaries."""
     return _said("flexdilated", size, peak_bytes(_library_step, spec, size))
 
@@ -22,7 +30,7 @@ def dense_step_bytes(size: Size, *, causal: bool) -> int:
     return _said("dense SDPA", size, peak_bytes(_dense_step, causal, size))
 
 
-def _library_step(spec: LongNet, size: Size) -> Callable[[], object]:
+def _library_step(spec: Sparse, size: Size) -> Callable[[], object]:
     return _step(spec.attention(), size)
 
 

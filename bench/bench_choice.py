@@ -30,7 +30,7 @@ class Config:
     seconds: float
 
 
-FULL = Config(Size(16384, num_heads=2), ON_CPU, seconds=1.5)
+FULL = Config(Size(16384, num_heads=2), ON_CPU, seconds=1.0)
 SMALL = Config(Size(512, num_heads=2, head_dim=16), Sizes(512, 2, 256), seconds=0.0)
 
 

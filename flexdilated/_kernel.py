@@ -56,8 +56,8 @@ def backward(
 class _Folding:
     """How batch, heads and folds become the kernel's two leading dims, without a copy where strides allow.
 
-    Tokens outermost (a transposed (B, N, H, D)) or grouped key/value heads: (B * F, H). Heads outermost:
-    (B * H * F, 1), whose output comes back with each head's tokens contiguous.
+    Tokens outermost (a transposed (B, N, H, D)), grouped key/value heads, or folds that are not all of one batch
+    entry's tokens: (B * F, H). Otherwise (B * H * F, 1), whose output comes back with each head's tokens contiguous.
     """
 
     batch: int
@@ -67,8 +67,11 @@ class _Folding:
     @classmethod
     def of(cls, x: Operands) -> _Folding:
         grouped = x.k.shape[1] != x.q.shape[1]
-        tokens_outermost = x.q.shape[1] > 1 and x.q.stride(1) < x.q.stride(3)
-        return cls(x.q.shape[0], x.q.shape[2], grouped or tokens_outermost)
+        batch, heads, folds = x.q.shape[:3]
+        tokens_outermost = heads > 1 and x.q.stride(1) < x.q.stride(3)
+        # Folds that leave tokens over become one dim with their heads by a copy only; alone, one batch entry's do not.
+        leave_some = batch == 1 and heads > 1 and folds > 1 and x.q.stride(1) != folds * x.q.stride(2)
+        return cls(batch, folds, grouped or tokens_outermost or leave_some)
 
     def enter(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2).flatten(0, 1) if self.keep_heads else x.flatten(0, 2).unsqueeze(1)

@@ -44,7 +44,7 @@ def forward(x: Operands, calls: Calls, *, scale: float) -> tuple[Float[Tensor, "
         tile_q = queries.of(q[each.at_q])
         tile_k, tile_v = (_problems(keys.of(part[each.at_k])) for part in (k, v))
         part, part_lse = flash_forward(_problems(tile_q), tile_k, tile_v, scale=scale, mask=each.mask)
-        part, part_lse = part.view(tile_q.shape), part_lse.view(tile_q.shape[:-1])
+        part, part_lse = part.reshape(tile_q.shape), part_lse.reshape(tile_q.shape[:-1])
         if each.hidden is not None:
             part_lse = part_lse.masked_fill(each.hidden, -torch.inf)
         queries.put(out[each.at_q], part)
@@ -69,9 +69,9 @@ def backward(
             _problems(tile_grad), _problems(tile_q), _problems(tile_k), _problems(tile_v), _problems(tile_out),
             row_lse, scale=scale, mask=each.mask,
         )  # fmt: skip
-        queries.put(dq[each.at_q], grad_q.view(tile_q.shape))
-        keys.add(dk[each.at_k], grad_k.view(tile_k.shape))
-        keys.add(dv[each.at_k], grad_v.view(tile_v.shape))
+        queries.put(dq[each.at_q], grad_q.reshape(tile_q.shape))
+        keys.add(dk[each.at_k], grad_k.reshape(tile_k.shape))
+        keys.add(dv[each.at_k], grad_v.reshape(tile_v.shape))
     return dq, dk[:, :, :, : x.k.shape[3]], dv[:, :, :, : x.v.shape[3]]
 
 

@@ -164,8 +164,7 @@ def _codes(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tenso
 def _join_rows(lists: _Lists, blocks: Blocks) -> _Lists:
     """Make one taller problem of neighbouring rows whose lists are equal and need no mask."""
     numbers = random_numbers((blocks.num_columns,))
-    columns = torch.repeat_interleave(lists.begin - lists.length.cumsum(0) + lists.length, lists.length)
-    contents = _sum_by_list(numbers[blocks.column[columns + torch.arange(len(columns))].long()], lists.length)
+    contents = _sum_by_list(numbers[blocks.column.long()], lists.length)
     follows = torch.zeros_like(lists.masked)
     follows[1:] = (
         ~(lists.masked[1:] | lists.masked[:-1])
@@ -227,10 +226,10 @@ def _even_runs(row: Int64[Tensor, " n"], columns: Int32[Tensor, "n L"], least: i
     changes = torch.ones(len(gap) + 1, dtype=torch.bool)
     changes[1:-1] = ~(steady[1:] & steady[:-1] & (gap[1:] == gap[:-1]).all(1))
     # The gap before a problem says which run it is in; where there is none, the gap after it.
-    run = changes.cumsum(0)
-    before, after = torch.cat([torch.tensor([0]), run[:-1]]), run
-    no_before = torch.cat([torch.tensor([True]), ~steady])
-    run_of = torch.where(no_before & torch.cat([steady, torch.tensor([False])]), after, before)
+    after = changes.cumsum(0)
+    before = torch.cat([torch.tensor([0]), after[:-1]])
+    no_before, some_after = torch.cat([torch.tensor([True]), ~steady]), torch.cat([steady, torch.tensor([False])])
+    run_of = torch.where(no_before & some_after, after, before)
     _, sizes = run_of.unique_consecutive(return_counts=True)
     others = []
     for run in torch.arange(len(row)).split(sizes.tolist()):

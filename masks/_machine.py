@@ -81,10 +81,14 @@ def _require_positive(value: Any, *names: str) -> None:
 
 # Orders of magnitude are enough where nothing was measured: the options differ by factors.
 CPU = Machine(
-    dense_flops_per_s=85e9,
-    causal_flops_per_s=77e9,
-    blocks=(BlockRates(64, 63e9, 52e9, 40e9), BlockRates(128, 67e9, 63e9, 43e9), BlockRates(256, 70e9, 72e9, 45e9)),
-    bytes_per_s=10e9,
+    dense_flops_per_s=100e9,
+    causal_flops_per_s=80e9,
+    blocks=(
+        BlockRates(64, runs_flops_per_s=55e9, plain_flops_per_s=45e9, masked_flops_per_s=34e9),
+        BlockRates(128, runs_flops_per_s=75e9, plain_flops_per_s=55e9, masked_flops_per_s=35e9),
+        BlockRates(256, runs_flops_per_s=78e9, plain_flops_per_s=62e9, masked_flops_per_s=35e9),
+    ),
+    bytes_per_s=12e9,
     launch_s=100e-6,
     backward_ratio=2.8,
 )

@@ -154,9 +154,11 @@ def test_flex_says_that_it_needs_a_compiler(monkeypatch):
 
 
 def test_tiles_says_where_it_runs():
-    with FakeTensorMode():  # stands in for a device that is not there
-        given = tuple(torch.empty(1, 4, 12, 8, device="cuda") for _ in range(3))
-        refused(ValueError, "CPU kernels; got tensors on cuda:0. engine='flex'", *given, PATTERN, engine="tiles")
+    with FakeTensorMode():  # stands in for devices that are not there
+        given = tuple(torch.empty(1, 4, 12, 8, device="xpu") for _ in range(3))
+        refused(ValueError, "on CPU and CUDA; got tensors on xpu:0. engine='flex'", *given, PATTERN, engine="tiles")
+        given = tuple(torch.empty(1, 4, 12, 8, device="cuda", dtype=torch.float64) for _ in range(3))
+        refused(ValueError, "no float64 kernels on cuda; engine='reference'", *given, PATTERN, engine="tiles")
 
 
 @pytest.mark.parametrize("engine", [None, "tiles", "reference"])

@@ -13,8 +13,7 @@ from bench import bench_catalogue
 from bench.__main__ import main
 from bench._catalogue import ENTRIES, MILLION, PICTURED, Entry
 from bench._catalogue_check import check, dense
-from bench._compiling_page import COMPILING
-from bench._page import BENCHMARKS, CLAIMS, PAGE, PERFORMANCE, README, catalogue_parts, filled
+from bench._page import PAGE, PAGES, catalogue_parts, filled
 from bench._pictures import OVERVIEW, SIDE, draw_all, file_name, panels, shades
 from flexdilated import masks
 
@@ -109,8 +108,7 @@ def test_the_page_shows_the_figures_of_the_results(monkeypatch: pytest.MonkeyPat
 
 
 def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = (README, PAGE, PERFORMANCE, COMPILING, CLAIMS, BENCHMARKS)
-    pages = {path: (ROOT / path).read_text(encoding="utf-8") for path in shown}
+    pages = {path: (ROOT / path).read_text(encoding="utf-8") for path in PAGES}
     shutil.copytree(RESULTS, tmp_path / "bench/results")
     for path, text in pages.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)

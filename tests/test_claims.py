@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bench import _claims, _claims_length, _claims_memory, _claims_page, _comparable, _compare, _guard, bench_claims
+from bench import (
+    _claims,
+    _claims_length,
+    _claims_memory,
+    _claims_page,
+    _comparable,
+    _compare,
+    _guard,
+    _page,
+    bench_claims,
+)
+from bench.__main__ import main
 from bench._benchmarks_page import BENCHMARKS, benchmarks_parts
 from bench._claims import CLAIMS, Claim
 from bench._claims_length import Length
@@ -152,3 +163,18 @@ def test_the_page_of_benchmarks_names_the_bounds() -> None:
     assert f"the bound, {_compare.BOUND:g} unless you say otherwise" in " ".join(text.split())
     assert f"It may be {_guard.BOUND:g} times the ratio" in text
     assert f"{_comparable.LEAST_NOISE:.0%}".replace("%", " %") in text
+
+
+def test_a_page_without_its_results_stays_as_it_is(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (PAGE, BENCHMARKS):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            (ROOT / path).read_text(encoding="utf-8").replace("| yes ", "| perhaps ").replace("`C1`", "`C0`")
+        )
+    before = PAGE.read_text(encoding="utf-8")
+    monkeypatch.setattr(_page, "PAGES", {path: _page.PAGES[path] for path in (PAGE, BENCHMARKS)})
+    assert main(["pages"]) == 0
+    assert f"{PAGE} stays as it is; it shows bench/results/claims.json, which is not there" in capsys.readouterr().err
+    assert PAGE.read_text(encoding="utf-8") == before
+    assert BENCHMARKS.read_text(encoding="utf-8") == (ROOT / BENCHMARKS).read_text(encoding="utf-8")

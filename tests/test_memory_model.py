@@ -1,10 +1,16 @@
 """What `plan` says of memory: counts of live bytes are right, and predictions are those of real runs."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from bench._memory import peak_bytes
+from bench._memory_page import MEMORY, memory_parts
+from bench._page import filled
 from bench.bench_fits import prepared_step
 from flexdilated import _memory, masks
 from flexdilated._call_key import CallKey
@@ -239,3 +245,38 @@ def test_predicted_peak_is_within_a_tenth_of_a_measured_one(checkpoint) -> None:
     call = attention_memory(masks.parse(text), attention_size(size, num_tokens))
     found = model_memory(size, num_tokens, call, checkpoint=checkpoint)
     assert within(found.step_peak, peak_bytes(prepared_step, text, size, num_tokens, checkpoint), 0.10)
+
+
+def document(*rows: dict[str, Any]) -> str:
+    machine = {"cpu": "a processor", "cores": 4, "threads": 2, "memory_gib": 24}
+    versions = {"python": "3.11", "torch": "2.13.0", "flexdilated": "0.1.0"}
+    about = {"machine": machine, "versions": versions, "commit": "abc", "date": "2026-11-21", "small": False}
+    return json.dumps({"rows": rows, **about})
+
+
+def test_page_of_memory_shows_the_results(tmp_path: Path) -> None:
+    peak = {"pattern": "causal", "dtype": "float32", "predicted_bytes": 99 << 20, "measured_bytes": 100 << 20}
+    fits = {
+        "bytes_a_token": {"model, training": 2048.0},
+        "longest": [{"budget_bytes": 8 << 30, "model, training": 4096}],
+    }
+    peaks = [peak | {"checkpoint": kind} for kind in (None, False, True)]
+    row = {
+        "measure": "attend, 64K, forward + backward",
+        "detail": {"peaks": peaks, "longest": {"cpu": fits, "cuda": fits}},
+    }
+    (tmp_path / "fits.json").write_text(document(row))
+    names = ("peak_bytes", "checkpointed_peak_bytes", "predicted_bytes", "predicted_checkpointed_bytes")
+    timings = [{"name": "plain", "median_s": 1.0}, {"name": "checkpointed", "median_s": 1.25}]
+    memory = {"measure": "8 layers, forward", "detail": dict.fromkeys(names, 1 << 30), "measured_text": "3 ×"}
+    time = {"measure": "8 layers, forward", "timings": timings, "measured_text": "1.25 ×"}
+    (tmp_path / "checkpointing.json").write_text(document(memory, time))
+    parts = memory_parts(tmp_path)
+    assert parts["against dense"] == ""  # nothing measured
+    for kind in ("`attend`", "LongNet, checkpointed"):
+        assert f"{kind} " in parts["predicted and measured"]
+    assert parts["predicted and measured"].count("| 99 MiB      | 100 MiB    | -1.0 %") == 3
+    assert "| 8 GiB         | 4K" in parts["what fits on cuda"]
+    assert "1.25 s" in parts["checkpointing"]
+    page = filled(MEMORY.read_text(encoding="utf-8"), parts)
+    assert all(part in page for part in parts.values())
