@@ -18,7 +18,7 @@ from .masks._term import Term
 # n problems (a block row of a table each), L blocks in a list, U distinct masks
 
 _MAX_JOINED_SLOTS = 1024  # taller problems gain no speed and split badly over threads
-_LEAST_PAIRS = 1 << 18  # a call that pays for itself: about a millisecond of a kernel, beside its 50 us of Python
+_LEAST_PAIRS = 1 << 20  # a call that pays for itself: some milliseconds of a kernel, beside 100 us of Python
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _grouped(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterato
                 if len(some) < least:
                     others.append(group[some])
                 else:
-                    yield _call(chosen.select(some), columns[some], blocks, ids, shared=not last)
+                    yield _call(chosen.select(some), columns[some], blocks, ids)
         left = torch.cat(others).sort().values if others else left[:0]
 
 
@@ -241,9 +241,7 @@ def _even_runs(row: Int64[Tensor, " n"], columns: Int32[Tensor, "n L"], least: i
         yield torch.cat(others)
 
 
-def _call(
-    chosen: _Lists, columns: Int32[Tensor, "n L"], blocks: Blocks, ids: Int64[Tensor, " E"], *, shared: bool
-) -> Call:
+def _call(chosen: _Lists, columns: Int32[Tensor, "n L"], blocks: Blocks, ids: Int64[Tensor, " E"]) -> Call:
     length, height, width = (int(x[0]) for x in (chosen.length, chosen.num_queries, chosen.num_keys))
     unbroken = bool((columns[:, -1] - columns[:, 0] == length - 1).all())
     queries: Stretches | None = evenly(chosen.row * blocks.q_block, height)
@@ -255,6 +253,6 @@ def _call(
         keys = Listed(columns, blocks.k_block, width)
     masks = None
     if bool(chosen.masked[0]):
-        begin = chosen.begin[:1] if shared else chosen.begin
+        begin = chosen.begin[:1] if len(chosen.code.unique()) == 1 else chosen.begin
         masks = ids[begin[:, None] + torch.arange(length)].int()
     return Call(int(chosen.table[0]), chosen.row, columns, queries, keys, masks)

@@ -65,7 +65,7 @@ class Listed:
 
     def put(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
         """Write stretches that do not overlap, in place."""
-        self._cut(x).index_copy_(1, self.blocks.flatten().long(), self._cut(part.flatten(1, 2)))
+        self._cut(x).index_copy_(1, self.blocks.flatten().long(), self._cut(part.flatten(1, 2)).to(x.dtype))
 
     def add(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
         """Add the stretches onto the slots of x, in place."""

@@ -23,6 +23,7 @@ from .masks._lower import shared_terms
 from .masks._machine import ACCELERATOR, CPU, BlockRates, Machine
 from .masks._machine_file import Measured
 from .masks._machine_key import MachineKey
+from .masks._neighborhood import neighborhood
 from .masks._options import Option
 from .masks._pattern import Pattern
 from .masks._planner import Plan
@@ -102,11 +103,16 @@ def _works(device: torch.device, sizes: Sizes) -> dict[str, _Work]:
     }
     for block in builtin.sides:
         count = max(1, sizes.listed_keys // block)
-        # Blocks of half the side leave those of the whole side partial.
-        listed = (window, *(random_blocks(tokens, block=side, count=count) for side in (block, block // 2)))
+        listed = (window, random_blocks(tokens, block=block, count=count), _scattered(tokens, block))
         for kind, pattern in zip(KINDS, listed, strict=True):
             works[f"{kind} blocks of {block}"] = _attention(pattern, tokens, sizes, device, block=block)
     return works
+
+
+def _scattered(tokens: int, block: int) -> Pattern:
+    """Partial blocks in several places of each row: windows in a grid whose rows are some blocks wide."""
+    width = min(4 * block, tokens // 8)
+    return neighborhood((tokens // width, width), (3, width // 16))
 
 
 def _attention(

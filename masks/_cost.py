@@ -40,6 +40,14 @@ def cost_of(
     return Cost(sum(pairs for pairs, _ in work), moved, launches, seconds)
 
 
+def least_seconds(terms: Sequence[Term], wanted_pairs: int, machine: Machine, given: Layout) -> float:
+    """What block lists cost at least that hold these pairs and nothing else, at the fastest rate of any side."""
+    fastest = max(max(rates.runs_flops_per_s, rates.plain_flops_per_s) for rates in machine.blocks)
+    moved = sum(_moved_numbers(term, given) for term in terms) * _HEAD_DIM * 4
+    launches = sum(_launches(term) for term in terms)
+    return 4 * _HEAD_DIM * wanted_pairs / fastest + moved / machine.bytes_per_s + launches * machine.launch_s
+
+
 def computed_pairs(term: Term) -> int:
     """Pairs in the term's listed blocks, over its heads and folds; an estimate for block lists."""
     return round(sum(_listed(term)) * term.block_side**2)

@@ -81,16 +81,16 @@ def _require_positive(value: Any, *names: str) -> None:
 
 # Orders of magnitude are enough where nothing was measured: the options differ by factors.
 CPU = Machine(
-    dense_flops_per_s=100e9,
-    causal_flops_per_s=80e9,
+    dense_flops_per_s=85e9,
+    causal_flops_per_s=77e9,
     blocks=(
-        BlockRates(64, runs_flops_per_s=55e9, plain_flops_per_s=45e9, masked_flops_per_s=34e9),
-        BlockRates(128, runs_flops_per_s=75e9, plain_flops_per_s=55e9, masked_flops_per_s=35e9),
-        BlockRates(256, runs_flops_per_s=78e9, plain_flops_per_s=62e9, masked_flops_per_s=35e9),
+        BlockRates(64, runs_flops_per_s=62e9, plain_flops_per_s=52e9, masked_flops_per_s=50e9),
+        BlockRates(128, runs_flops_per_s=66e9, plain_flops_per_s=60e9, masked_flops_per_s=58e9),
+        BlockRates(256, runs_flops_per_s=71e9, plain_flops_per_s=67e9, masked_flops_per_s=65e9),
     ),
-    bytes_per_s=12e9,
-    launch_s=100e-6,
-    backward_ratio=2.8,
+    bytes_per_s=9e9,
+    launch_s=65e-6,
+    backward_ratio=2.6,
 )
 # The one side that FlexAttention's kernels take on all accelerators.
 ACCELERATOR = Machine(

@@ -9,7 +9,7 @@ from functools import cached_property
 from ._algebra import And, Not, Or
 from ._bound import Bound
 from ._compact import compact_terms
-from ._cost import Cost, cost_of
+from ._cost import Cost, cost_of, least_seconds
 from ._layout import Layout
 from ._lower import residue_rate, shared_terms
 from ._machine import Machine
@@ -114,15 +114,35 @@ def in_blocks_of(option: Option, side: int) -> Option:
 
 
 def _in_best_blocks(options: list[Option], machine: Machine) -> tuple[Option, ...]:
-    """The options in order of their cost, those that come into question in the blocks that suit them best."""
-    least = min(option.cost.seconds for option in options)
-    for index, option in enumerate(options):
+    """The options, the cheapest first, those that come into question in the blocks that suit them best.
+
+    Options that cannot be the cheapest come last, and what they cost is left to whoever asks.
+    """
+    hopeless = [option for option in options if _is_hopeless(option, options)]
+    weighed = [option for option in options if option not in hopeless]
+    least = min(option.cost.seconds for option in weighed)
+    for index, option in enumerate(weighed):
         # "disjoint" has chosen part by part.
-        listed = any(term.shape == "blocks" for term in option.terms) and option.layout != "disjoint"
-        if listed and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least:
+        if _is_listed(option) and option.layout != "disjoint" and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least:
             others = (in_blocks_of(option, side) for side in machine.sides if side != Term.block_side)
-            options[index] = min((option, *others), key=lambda each: each.cost.seconds)
-    return tuple(sorted(options, key=lambda option: option.cost.seconds))
+            weighed[index] = min((option, *others), key=lambda each: each.cost.seconds)
+    return (*sorted(weighed, key=lambda option: option.cost.seconds), *hopeless)
+
+
+def _is_listed(option: Option) -> bool:
+    return any(term.shape == "blocks" for term in option.terms)
+
+
+def _is_hopeless(option: Option, options: list[Option]) -> bool:
+    """Whether the pairs that are wanted would alone cost more, in block lists, than all that a way without them does.
+
+    Counting blocks is what takes time in planning.
+    """
+    plain = [each for each in options if not _is_listed(each)]
+    if not plain or not _is_listed(option):
+        return False
+    wanted = sum(term.counted_pairs() // term.multiplicity for term in plain[0].terms)
+    return least_seconds(option.terms, wanted, option.machine, option.given) > min(each.cost.seconds for each in plain)
 
 
 def _shared_rates(branch: Pattern, bound: Bound) -> list[int]:

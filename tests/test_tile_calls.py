@@ -19,7 +19,7 @@ from tests import oracle
 from tests.agreement import assert_agrees, gradients
 from tests.strategies import block_sides, cases, tensors
 
-LEAST_PAIRS = [1, 40, 500, 1 << 18]  # the last keeps small problems together; a band is found with the first
+LEAST_PAIRS = [1, 40, 500, 1 << 20]  # the last keeps small problems together; a band is found with the first
 TOGETHER = [1, 100, 1 << 20]  # heads one by one, some, all at once
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import masks
 from .._live_bytes import Hidden, LiveBytes, fake_tensors, nbytes
 from .._memory import AttentionMemory, AttentionSize
-from ..masks._pattern import Expression
+from ..masks import Mixture, Pattern
 from ._longnet import LongNet
 from ._longnet_config import LongNetConfig
 
@@ -56,7 +56,7 @@ class ModelMemory:
         return self.step_peak + self.optimizer
 
 
-def longnet_around(pattern: Expression, size: ModelSize, *, checkpoint: bool) -> LongNet:
+def longnet_around(pattern: Pattern | Mixture, size: ModelSize, *, checkpoint: bool) -> LongNet:
     """A LongNet whose blocks attend by this pattern, tokens in natural order."""
     config = LongNetConfig(
         vocab_size=None,
