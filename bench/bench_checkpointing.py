@@ -35,7 +35,7 @@ class Config:
         return ModelSize(self.embed_dim, self.depth, self.num_heads, torch.float32)
 
 
-FULL = Config("LongNet-4, causal", LONGNET_4, 16384, embed_dim=256, depth=8, num_heads=4, repeats=3)
+FULL = Config("LongNet-4, causal", LONGNET_4, 16384, embed_dim=128, depth=8, num_heads=2, repeats=3)
 SMALL = replace(FULL, num_tokens=1024, embed_dim=32, depth=2, num_heads=2, repeats=1)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.masks._planner import plan
 
 from ._catalogue_rules import names_for
 from ._kernel_rates import Shape, kernel_jobs, kernel_rate
@@ -128,9 +129,11 @@ def _jobs(name: str, attention: Attention, problem: Problem) -> tuple[Job, Job]:
 
 
 def _pairs(case: Case, size: Size) -> tuple[float, float]:
-    """(useful, computed) pairs of all heads."""
-    described = masks.describe(case.pattern(size.num_tokens), size.num_tokens, num_heads=size.num_heads)
-    return described.useful_pairs, described.computed_pairs
+    """(useful pairs, pairs in what the planner chose to compute) of all heads."""
+    pattern, num_tokens = case.pattern(size.num_tokens), size.num_tokens
+    useful = masks.describe(pattern, num_tokens, num_heads=size.num_heads).useful_pairs
+    bound = pattern.bind(num_heads=size.num_heads, num_queries=num_tokens, num_keys=num_tokens)
+    return useful, plan(bound).cost.computed_pairs
 
 
 def _figures(

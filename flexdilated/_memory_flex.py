@@ -57,7 +57,7 @@ class _Kernel(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, _, lse = ctx.saved_tensors
         delta = torch.empty_like(lse)
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +44,9 @@ class _Tiles(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse):
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        return *run_backward(ctx.program, q, k, v, Result(out, lse, grad_out, grad_lse), 1.0), None
+        return *run_backward(ctx.program, q, k, v, Result(out, lse, *grad_outputs), 1.0), None
 
 
 def _few_of_each_kind(program: Program, key_bytes: int) -> Program:

@@ -25,6 +25,8 @@ MAX_RESIDUE_RATE = 256
 _MAX_PARTS = 6
 # In blocks of another side an option may gain as much as this over its cost in blocks of 128.
 _WORTH_OTHER_BLOCKS = 2
+# A smaller gain is within what costs are estimated to: then blocks stay as they are.
+_CLEARLY = 0.95
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ def _in_best_blocks(options: list[Option], machine: Machine) -> tuple[Option, ..
         # "disjoint" has chosen part by part.
         if _is_listed(option) and option.layout != "disjoint" and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least:
             others = (in_blocks_of(option, side) for side in machine.sides if side != Term.block_side)
-            weighed[index] = min((option, *others), key=lambda each: each.cost.seconds)
+            best = min(others, key=lambda each: each.cost.seconds, default=option)
+            weighed[index] = best if best.cost.seconds < _CLEARLY * option.cost.seconds else option
     return (*sorted(weighed, key=lambda option: option.cost.seconds), *hopeless)
 
 

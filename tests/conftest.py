@@ -14,7 +14,8 @@ CHECKED = [
     *(f"flexdilated.masks.{name}" for name in ("_blocks", "_box", "_cost", "_lower", "_planner", "_quadtree")),
     *(f"flexdilated.masks.{name}" for name in ("_reach", "_row", "_rule", "_tables")),
     *(f"flexdilated.{name}" for name in ("_held_keys", "_key_store", "_row_attention")),
-    *(f"flexdilated.{name}" for name in ("_gather", "_kernel", "_reference", "_tile_blocks", "_tile_calls", "_tiles")),
+    *(f"flexdilated.{name}" for name in ("_gather", "_kernel", "_reference", "_tiles")),
+    *(f"flexdilated._tile_{name}" for name in ("blocks", "calls", "masks", "stretches")),
 ]
 
 # Plans are those of the constants that come with the library, whatever was measured on this machine.

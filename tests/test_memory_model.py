@@ -16,7 +16,8 @@ from flexdilated import _memory, masks
 from flexdilated._call_key import CallKey
 from flexdilated._live_bytes import Hidden, LiveBytes, fake_tensors, nbytes
 from flexdilated._memory import AttentionSize, attention_memory
-from flexdilated._tiles import Result, run_backward, run_forward
+from flexdilated._memory_tiles import _few_of_each_kind
+from flexdilated._tiles import Program, Result, run_backward, run_forward
 from flexdilated._tiles_op import _programs
 from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
 
@@ -125,6 +126,20 @@ def test_attention_memory_is_that_of_the_real_engine(text, dtype, tokens_outermo
     shown = 4 * 4 * 3000 * 32 * dtype.itemsize + 4 * 3000 * 4
     assert found.shown == shown
     assert shown <= found.kept < 1.05 * shown  # q, k, v, out, lse and nothing else
+
+
+def test_a_dry_run_takes_steps_of_every_size() -> None:
+    pattern = masks.parse("longnet((64, 128, 200), (1, 2, 7))")
+    key = CallKey(pattern.text, 4, 4, 100_000, 100_000, 0, 0, 0, 4, 1, ())
+    ((_, program),) = _programs(key, [], 1)
+    few = _few_of_each_kind(program, key_bytes=256)
+
+    def sizes(some: Program) -> set[tuple[int, ...]]:
+        terms = (step.term for step in some.steps)
+        return {(len(term.heads), term.folds, term.q.num_slots, term.k.num_slots) for term in terms}
+
+    assert sizes(few) == sizes(program)
+    assert len(few.steps) < len(program.steps)
 
 
 def test_batches_and_grouped_heads_count() -> None:

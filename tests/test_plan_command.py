@@ -190,6 +190,7 @@ REFUSED = {
     "too many": (["causal()", "-n", "4000M"], "must be at most 2147483647"),
     "budget": (["causal()", "--budget", "8"], "a budget must be a number above 0 with a unit"),
     "measure": (["causal()", "--measure", "--device", "cuda"], "--measure times this machine's CPU"),
+    "head dim on cuda": (["causal()", "--head-dim", "8", "--device", "cuda"], "at least 16 on cuda; got 8"),
     "values": (["documents('ids')"], "needs ids with each call"),
     "grid": (["neighborhood((8, 8), 1)", "-n", "65"], "a grid of 8x8 holds 64 tokens"),
     "by head": (["per_head([causal(), causal()])", "-n", "64"], "2"),

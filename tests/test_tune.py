@@ -151,7 +151,8 @@ def test_autotune_measures_once_and_calls_without_it_follow(monkeypatch):
     misses = masks.cache().stats().misses
     after = fd.attend(q, k, v, WINDOW)
     assert masks.cache().stats().misses == misses
-    assert sides == [64, 256, 256, 256]
+    assert sides[0] != 256
+    assert sides[1:] == [256, 256, 256]
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
     assert chosen(call, q.double()) is None, "another dtype is another call"
     assert chosen(call, q[..., :4]) is None

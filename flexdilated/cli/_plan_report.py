@@ -78,7 +78,7 @@ def _terms(best: Plan) -> list[dict[str, Any]]:
 
 def _term(term: Term) -> dict[str, Any]:
     return {
-        "shape": term.shape,
+        "shape": f"blocks of {term.block_side}" if term.shape == "blocks" else term.shape,
         "rule": repr(term.rule),
         "times": term.multiplicity,
         "heads": len(term.heads),
@@ -156,7 +156,7 @@ def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
         ("size", f"{tokens_text(data['num_tokens'])} tokens, {heads}, head dim {data['head_dim']}, {kind}"),
         ("engine", f"{data['engine']} on {data['device']}"),
         ("useful pairs", f"{useful:,}, {useful / data['all_pairs']:.4%} of all"),
-        ("computed", f"{computed:,}{waste}"),
+        ("computed", f"{computed:,} in blocks of 128{waste}"),
         ("FLOPs", f"{data['forward_flops']:.3e} forward, {data['backward_flops']:.3e} backward"),
         ("block lists", bytes_text(data["block_list_bytes"])),
     ]  # fmt: skip
@@ -200,6 +200,10 @@ def _measured_table(measured: Sequence[dict[str, Any]]) -> str:
     return tabulate(lines, ("option", "predicted ms", "measured ms"), disable_numparse=True)
 
 
+def _layers(model: dict[str, Any]) -> str:
+    return f"{model['layers']} layer{'s' if model['layers'] != 1 else ''}"
+
+
 def _memory_table(data: dict[str, Any]) -> str:
     attention, model, tokens = data["memory"]["attention"], data["memory"]["model"], data["batch"] * data["num_tokens"]
     lines = [
@@ -214,6 +218,6 @@ def _memory_table(data: dict[str, Any]) -> str:
         ("model: training with checkpointing, peak", model["checkpointed_training_peak"]),
     ]
     table = [(name, bytes_text(held), bytes_text(held / tokens)) for name, held in lines]
-    note = f"The model is a LongNet of {model['layers']} layers, embed dim {model['embed_dim']}, without vocabulary."
+    note = f"The model is a LongNet of {_layers(model)}, embed dim {model['embed_dim']}, without vocabulary."
     aligned = {"disable_numparse": True, "colalign": ("left", "right", "right")}
     return f"{tabulate(table, ('', 'bytes', 'a token'), **aligned)}\n\n{note}"

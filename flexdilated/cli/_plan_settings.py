@@ -18,6 +18,7 @@ from ._usage import UsageError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TABLE = "table"
+_MIN_FLEX_HEAD_DIM = 16
 # Memories of accelerators and of small machines.
 BUDGETS = tuple(size << 30 for size in (8, 16, 24, 40, 48, 80, 96, 141))
 
@@ -62,6 +63,8 @@ def settings_from(options: argparse.Namespace) -> PlanSettings:
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     if options.heads % kv_heads:
         raise UsageError(f"--kv-heads must divide --heads; got {kv_heads} and {options.heads}")
+    if options.device != "cpu" and head_dim < _MIN_FLEX_HEAD_DIM:
+        raise UsageError(f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {options.device}; got {head_dim}")
     if options.measure and options.device != "cpu":
         raise UsageError(f"--measure times this machine's CPU; got it with --device {options.device}")
     return PlanSettings(
