@@ -13,8 +13,6 @@ from ._pattern import Expression, require_expression
 from ._planner import Option, Plan, plan
 from ._term import Term
 
-_SIDE = 128
-
 
 @dataclass(frozen=True)
 class BranchDescription:
@@ -54,7 +52,7 @@ class Description:
 
     @property
     def computed_pairs(self) -> int:
-        """Pairs in the listed blocks of side 128, in the planner's layouts."""
+        """Pairs in the listed blocks, in the planner's layouts and block sides."""
         return sum(branch.computed_pairs for branch in self.branches)
 
     @property
@@ -92,7 +90,7 @@ class Description:
         size = f"{tokens} x {self.num_heads} heads, head dim {self.head_dim}"
         facts = [
             ("size", size),
-            ("density", f"{self.density:.4%} of pairs, {self.block_density:.4%} in blocks of {_SIDE}"),
+            ("density", f"{self.density:.4%} of pairs, {self.block_density:.4%} in blocks"),
             ("pairs", f"{self.useful_pairs:,} useful, {self.computed_pairs:,} computed: {self.waste:.3f} to 1"),
             ("FLOPs", f"{self.forward_flops:.3e} forward, {self.backward_flops:.3e} backward"),
             ("block lists", f"{self.table_bytes:,} bytes"),
@@ -147,19 +145,20 @@ def _count(term: Term) -> tuple[int, int, int]:
     """(useful pairs as often as they count, computed pairs, bytes of block lists) of a term."""
     if term.shape != "blocks":
         return _count_plain(term)
-    blocks = term.blocks(_SIDE, _SIDE)
+    side = term.block_side
+    blocks = term.blocks(side, side)
     unknown = (blocks.pairs == UNKNOWN).nonzero().squeeze(1)
     pairs = blocks.pairs.long()
     pairs[unknown] = count_pairs(term.table_rule(), blocks.places(unknown), blocks.shape)
     users = torch.bincount(torch.tensor(blocks.heads))[blocks.table.long()]
     useful, listed = int((pairs * users).sum()), int(users.sum())
-    return term.multiplicity * useful * term.folds, listed * _SIDE**2 * term.folds, blocks.nbytes
+    return term.multiplicity * useful * term.folds, listed * side**2 * term.folds, blocks.nbytes
 
 
 def _count_plain(term: Term) -> tuple[int, int, int]:
     """The same for what is no list of blocks: nothing has to be listed to be counted."""
     computed = computed_pairs(term)
-    listed = computed // (_SIDE**2 * len(term.heads) * term.folds) * (max(term.tables()) + 1)
+    listed = computed // (term.block_side**2 * len(term.heads) * term.folds) * (max(term.tables()) + 1)
     return term.counted_pairs(), computed, listed * LISTED_BYTES
 
 
