@@ -37,9 +37,7 @@ class Problem:
     grad: Float[Tensor, "1 H N D"]
 
     @classmethod
-    def draw(
-        cls, size: Size, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32
-    ) -> "Problem":
+    def draw(cls, size: Size, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> "Problem":
         generator = torch.Generator(device).manual_seed(seed)
         shape = (1, size.num_heads, size.num_tokens, size.head_dim)
         kind = {"device": device, "dtype": dtype}

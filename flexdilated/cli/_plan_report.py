@@ -15,6 +15,7 @@ from .._tune import measure_options
 from ..masks._bound import Bound
 from ..masks._describe import Description, describe_plan
 from ..masks._options import ANYTHING, Option
+from ..masks._pattern import Mixture
 from ..masks._planner import Plan, plan
 from ..masks._term import Term
 from ..nn._model_memory import attention_size, model_memory
@@ -71,7 +72,7 @@ def _terms(best: Plan) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for number, options in enumerate(best.options, start=1):
         alike = Counter(tuple(_term(term).items()) for term in options[0].terms)
-        shared = {"branch": number, "layout": options[0].layout}
+        shared = {"branch": _branch(number, options[0]), "layout": options[0].layout}
         found += [{**shared, **dict(term), "terms": times} for term, times in alike.items()]
     return found
 
@@ -88,10 +89,15 @@ def _term(term: Term) -> dict[str, Any]:
     }
 
 
+def _branch(number: int, option: Option) -> int | str:
+    """The number of an option's branch, or that it computes all of a mixture."""
+    return "all" if isinstance(option.branch, Mixture) else number
+
+
 def _option(number: int, option: Option, chosen: bool) -> dict[str, Any]:
     cost = option.cost
     return {
-        "branch": number,
+        "branch": _branch(number, option),
         "layout": option.layout,
         "computed_pairs": cost.computed_pairs,
         "moved_bytes": cost.gather_bytes,
