@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.masks._box import Box
+from flexdilated.masks._dilated import _EXACT_SEGMENTS, Dilated
 from flexdilated.masks._distances import count_multiples
 from flexdilated.masks._estimate import estimate_blocks
 from flexdilated.masks._fixed import sum_of_quotients
