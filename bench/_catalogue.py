@@ -189,7 +189,6 @@ ENTRIES = (
         "bigbird",
         "recipes.bigbird(num_tokens)",
         "recipes.bigbird(num_tokens, block=4, num_random=2)",
-        waste_why="Blocks of 64, where the kernels compute blocks of 128.",
         build_why=_WIDE_ROW.format("a global query"),
     ),
     Entry(
@@ -240,7 +239,6 @@ ENTRIES = (
         "recipes.darcstar_hierarchical()",
         "recipes.darcstar_hierarchical([(4, 16), (16, 32), (32, -1)], block_size=4)",
         largest=1 << 18,
-        waste_why="Blocks of 64, where the kernels compute blocks of 128.",
         build_why=(
             "Its last level sees all keys from every 16th block: the number of blocks grows with the square of "
             "the tokens."

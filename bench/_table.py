@@ -1,7 +1,7 @@
 """Answers as tables: for the terminal, and in Markdown from the files of results."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,17 @@ def terminal_table(documents: Iterable[Document]) -> str:
     return tabulate(lines, _HEADERS, disable_numparse=True)
 
 
-def markdown_table(results: Path) -> str:
-    """Every answer in the folder, each line with its file, then the sweep and what it was measured with.
+def is_headline(name: str) -> bool:
+    """Whether README shows this question: those with targets from the start, C on CPU and G on a GPU, and the sweep."""
+    return name == "sweep" or (name[0] in "CG" and name[1:].isdigit())
 
-    Raises FileNotFoundError if the folder holds no answer.
+
+def markdown_table(results: Path, shown: Callable[[str], bool] = lambda name: True) -> str:
+    """The answers in the folder, each line with its file, then the sweep and what it was measured with.
+
+    `shown` chooses by name. Raises FileNotFoundError if the folder holds no answer.
     """
-    documents = _read(results)
+    documents = [document for document in _read(results) if shown(document["name"])]
     lines = [
         (document["name"], *_cells(row), f"`{results.as_posix()}/{document['name']}.json`")
         for document in documents

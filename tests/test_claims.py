@@ -21,12 +21,12 @@ from bench import (
     bench_claims,
 )
 from bench.__main__ import main
-from bench._benchmarks_page import BENCHMARKS, benchmarks_parts
+from bench._benchmarks_page import BENCHMARKS
 from bench._claims import CLAIMS, Claim
 from bench._claims_length import Length
 from bench._claims_page import PAGE, claims_parts
 from bench._longnets import same_branch
-from bench._page import filled
+from bench._page import all_benchmarks_parts, filled
 from bench._problem import Problem, Size
 from bench._questions import QUESTIONS
 from bench._result import Timing
@@ -154,7 +154,7 @@ def test_the_page_says_what_is_missed(tmp_path, monkeypatch) -> None:
 
 def test_the_page_of_benchmarks_lists_all_questions_and_cases() -> None:
     text = (ROOT / BENCHMARKS).read_text(encoding="utf-8")
-    assert filled(text, benchmarks_parts()) == text, "`python -m bench pages` lists them"
+    assert filled(text, all_benchmarks_parts(ROOT / "bench/results")) == text, "`python -m bench pages` lists them"
     assert all(f"| `{name}`" in text for name in QUESTIONS)
 
 
@@ -167,14 +167,13 @@ def test_the_page_of_benchmarks_names_the_bounds() -> None:
 
 def test_a_page_without_its_results_stays_as_it_is(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    for path in (PAGE, BENCHMARKS):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(
-            (ROOT / path).read_text(encoding="utf-8").replace("| yes ", "| perhaps ").replace("`C1`", "`C0`")
-        )
-    before = PAGE.read_text(encoding="utf-8")
-    monkeypatch.setattr(_page, "PAGES", {path: _page.PAGES[path] for path in (PAGE, BENCHMARKS)})
+    other = PAGE.parent / "other.md"
+    PAGE.parent.mkdir()
+    before = (ROOT / PAGE).read_text(encoding="utf-8").replace("| yes ", "| perhaps ")
+    PAGE.write_text(before, encoding="utf-8")
+    other.write_text("<!-- figure -->\nold\n<!-- end figure -->\n", encoding="utf-8")
+    monkeypatch.setattr(_page, "PAGES", {PAGE: _page.PAGES[PAGE], other: lambda _: {"figure": "new"}})
     assert main(["pages"]) == 0
     assert f"{PAGE} stays as it is; it shows bench/results/claims.json, which is not there" in capsys.readouterr().err
     assert PAGE.read_text(encoding="utf-8") == before
-    assert BENCHMARKS.read_text(encoding="utf-8") == (ROOT / BENCHMARKS).read_text(encoding="utf-8")
+    assert other.read_text(encoding="utf-8") == "<!-- figure -->\nnew\n<!-- end figure -->\n"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench._table import markdown_table
+from bench._table import is_headline, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -142,9 +142,9 @@ def test_every_page_can_be_reached() -> None:
 
 
 def test_measured_table_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No number without its file: between the marks stands what `python -m bench table` prints."""
+    """No number without its file: between the marks stands the table of the results."""
     monkeypatch.chdir(ROOT)
     results = Path("bench/results")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"<!-- bench table -->\n(.*?)<!-- end bench table -->", text, re.DOTALL)
-    assert table.strip() == (markdown_table(results) if list(results.glob("*.json")) else "")
+    assert table.strip() == (markdown_table(results, is_headline) if list(results.glob("*.json")) else "")
