@@ -162,7 +162,7 @@ def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
         ("size", f"{tokens_text(data['num_tokens'])} tokens, {heads}, head dim {data['head_dim']}, {kind}"),
         ("engine", f"{data['engine']} on {data['device']}"),
         ("useful pairs", f"{useful:,}, {useful / data['all_pairs']:.4%} of all"),
-        ("computed", f"{computed:,} in blocks of 128{waste}"),
+        ("computed", f"{computed:,} in blocks{waste}"),
         ("FLOPs", f"{data['forward_flops']:.3e} forward, {data['backward_flops']:.3e} backward"),
         ("block lists", bytes_text(data["block_list_bytes"])),
     ]  # fmt: skip
