@@ -16,7 +16,7 @@ from ._layout import Layout
 from ._lower import residue_rate, shared_terms
 from ._machine import Machine
 from ._machine_in_use import machine_of
-from ._options import ANYTHING, MAX_RESIDUE_RATE, Allowed, Option, nested_option, options_of
+from ._options import ANYTHING, MAX_RESIDUE_RATE, Allowed, Option
 from ._pattern import Expression
 from ._term import Term
 
@@ -117,8 +117,9 @@ _recommended_rate._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _plan(
     bound: Bound, machine: Machine, layout: Layout | None, allowed: Allowed, choice: Choice | None = None
 ) -> Plan:
-    natural = None if choice is None else _follow(choice, bound, machine, allowed)
-    natural = natural or _choose(bound, machine, allowed)
+    candidates = Candidates.of(bound, machine, allowed)
+    natural = None if choice is None else _follow(choice, candidates, bound)
+    natural = natural or _choose(candidates, bound, machine)
     if layout is None or layout.rate == 1:
         return natural
     in_layout = _in_layout(bound, machine, layout)
@@ -126,24 +127,20 @@ def _plan(
     return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copies_s else natural
 
 
-def _choose(bound: Bound, machine: Machine, allowed: Allowed) -> Plan:
+def _choose(candidates: Candidates, bound: Bound, machine: Machine) -> Plan:
     """The cheapest way for each branch, or for all branches together."""
-    branches, layout = Counter(bound.pattern.branches()), Layout(bound.num_queries)
-    weighed = tuple(options_of(branch, times, bound, machine, allowed) for branch, times in branches.items())
-    terms = tuple(term for options in weighed for term in options[0].terms)
-    chosen = {branch: options[0] for branch, options in zip(branches, weighed, strict=True)}
-    together = nested_option(chosen, bound, machine, allowed)
+    layout, together = Layout(bound.num_queries), candidates.together
+    terms = tuple(term for options in candidates.branches for term in options[0].terms)
     if together is None:
-        return Plan(bound, layout, terms, weighed)
+        return Plan(bound, layout, terms, candidates.branches)
     apart = Option(bound.pattern, 1, "branch by branch", terms, machine, layout, shares_rows=True)
     if apart.cost.seconds <= together.cost.seconds:
-        return Plan(bound, layout, terms, weighed, together)
+        return Plan(bound, layout, terms, candidates.branches, together)
     return Plan(bound, layout, together.terms, ((together, apart),), together)
 
 
-def _follow(choice: Choice, bound: Bound, machine: Machine, allowed: Allowed) -> Plan | None:
+def _follow(choice: Choice, candidates: Candidates, bound: Bound) -> Plan | None:
     """The plan that a measurement chose; None where the choice names what there is not."""
-    candidates = Candidates.of(bound, machine, allowed)
     chosen = candidates.chosen(choice)
     if chosen is None:
         return None
