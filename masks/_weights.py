@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int64
@@ -54,8 +55,7 @@ class PairWeights:
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 Q K"]:
         """The log of the weights, -inf for keys after the query: a view of memory that many strips share."""
         period, lead = len(self.table), num_keys - num_queries
-        # Heads of other offsets have the same table, shifted: one strip holds all shifts.
-        table, shift = min((_shifted(self.table, shift), shift) for shift in range(period))
+        table, shift = self._least_shifted
         rows, before = _power_of_two(num_queries), _power_of_two(lead) if lead else 0
         strip = cache().get(
             ("pair weights", table, rows, before, dtype),
@@ -64,6 +64,11 @@ class PairWeights:
         )
         first = before - lead + shift
         return strip[None, shift : shift + num_queries, first : first + num_keys]
+
+    @cached_property
+    def _least_shifted(self) -> tuple[_Table, int]:
+        """(the table shifted, by how much): heads of other offsets share it, and one strip holds all shifts."""
+        return min((_shifted(self.table, shift), shift) for shift in range(len(self.table)))
 
 
 Weights = KeyWeights | PairWeights
