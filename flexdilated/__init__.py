@@ -10,7 +10,7 @@ from ._kv_cache import KVCache
 from .nn import BlockSparseAttention, DilatedAttention, LongNet, LongNetConfig, MultiheadDilatedAttention
 
 if TYPE_CHECKING:
-    from . import testing
+    from . import distributed, testing
 
 __all__ = [
     "BlockSparseAttention",
@@ -21,6 +21,7 @@ __all__ = [
     "MultiheadDilatedAttention",
     "attend",
     "compilations",
+    "distributed",
     "masks",
     "testing",
 ]
@@ -28,7 +29,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`testing` is imported when it is first asked for."""
-    if name == "testing":
-        return import_module(".testing", __name__)
+    """`distributed` and `testing` are imported when they are first asked for."""
+    if name in ("distributed", "testing"):
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

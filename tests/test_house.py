@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import flexdilated
-from flexdilated import masks, testing
+from flexdilated import distributed, masks, testing
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,8 +26,9 @@ FLOORS = {
     r"flexdilated\.masks\b": 0,
     r"flexdilated\._(attend|engines|kv_cache|validate)\b": 2,
     r"flexdilated\._[^_]": 1,
-    r"flexdilated\.nn\b": 3,
-    r"flexdilated(\.cli|\.testing|\.__main__|$)": 4,
+    r"flexdilated\.distributed\b": 3,
+    r"flexdilated\.nn\b": 4,
+    r"flexdilated(\.cli|\.testing|\.__main__|$)": 5,
 }
 GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
 EXTRAS = {"matplotlib", "platformdirs", "tqdm"}
@@ -44,9 +45,11 @@ PUBLIC = {
         "MultiheadDilatedAttention",
         "attend",
         "compilations",
+        "distributed",
         "masks",
         "testing",
     ],
+    distributed: ["Traffic", "traffic"],
     testing: ["check_pattern"],
     masks: [
         *("BlockRates", "Bound", "EMPTY", "FULL", "Layout", "Machine", "Mixture", "PARTIAL", "Pattern", "block_list"),
@@ -122,7 +125,7 @@ def test_imports_are_declared_dependencies() -> None:
     """Only the commands may use an extra, and who imports one late; nothing imports from the checkout."""
 
     def allowed(module: str) -> set[str]:
-        return GROUND | {"flexdilated"} | (EXTRAS if floor(module) == 4 else LATE.get(module, set()))
+        return GROUND | {"flexdilated"} | (EXTRAS if floor(module) == 5 else LATE.get(module, set()))
 
     undeclared = [
         f"{module} imports {name}"
@@ -138,7 +141,7 @@ def test_floors_see_a_climb(tmp_path: Path) -> None:
     file = tmp_path / "_x.py"
     code = "from .. import _attend\nfrom flexdilated import attend\ndef f():\n    import flexdilated.nn"
     file.write_text(code, encoding="utf-8")
-    assert {floor(name) for name in imports("flexdilated.masks._x", file)} == {2, 3, 4}
+    assert {floor(name) for name in imports("flexdilated.masks._x", file)} == {2, 4, 5}
 
 
 @pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)

@@ -1,0 +1,54 @@
+"""Ranks: one axis of a DeviceMesh as plain values, which a custom op and a compiled graph can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+_groups: dict[str, ProcessGroup] = {}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process group's name, the number of its ranks, this process's place among them, and the kind of device."""
+
+    name: str
+    size: int
+    rank: int
+    device_type: str
+
+    @classmethod
+    def of(cls, mesh: object) -> Ranks:
+        """The ranks of a mesh of one dimension. Raises TypeError or ValueError for anything else."""
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh must be a torch.distributed DeviceMesh; got {type(mesh).__name__}")
+        if mesh.ndim != 1:
+            names = mesh.mesh_dim_names
+            choose = f'mesh["{names[0]}"]' if names else "one with mesh_dim_names, and then mesh[name]"
+            raise ValueError(
+                f"mesh must have one dimension, that of the ranks that share a sequence; got {mesh.ndim} dimensions"
+                f"{f' {names}' if names else ''}: give one of them, as {choose}"
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError("this process is not among the ranks of the mesh")
+        return _ranks_of(mesh)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """All ranks but this one."""
+        return tuple(rank for rank in range(self.size) if rank != self.rank)
+
+
+def _ranks_of(mesh: DeviceMesh) -> Ranks:
+    group = mesh.get_group()
+    _groups[group.group_name] = group
+    return Ranks(group.group_name, group.size(), group.rank(), mesh.device_type)
+
+
+def group_of(name: str) -> ProcessGroup:
+    """The process group of ranks that were made in this process."""
+    if name not in _groups:
+        raise RuntimeError(f"the process group {name!r} was not made in this process, or has been destroyed")
+    return _groups[name]

@@ -1,0 +1,53 @@
+"""Traffic: what this process has sent and received, counted by what it was."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Literal, get_args
+
+Role = Literal["keys", "gradients", "heads", "shards", "set-up"]
+
+
+@dataclass
+class Traffic:
+    """Bytes of payload to and from other ranks, and transfers, by role, since the process began or since `reset`.
+
+    keys: K and V on their way to queries. gradients: of K and V on their way back. heads: what head parallelism
+    exchanges. shards: `shard` and `unshard`. set-up: the check that all ranks agree. A transfer is one collective, or
+    one message to or from another rank.
+    """
+
+    sent: Counter[Role] = field(default_factory=Counter)
+    received: Counter[Role] = field(default_factory=Counter)
+    transfers: Counter[Role] = field(default_factory=Counter)
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def reset(self) -> None:
+        """Count from 0 again."""
+        with self._lock:
+            for counter in (self.sent, self.received, self.transfers):
+                counter.clear()
+
+    def add(self, role: Role, sent: int, received: int) -> None:
+        """Count one transfer."""
+        if role not in get_args(Role):
+            raise ValueError(f"role must be one of {', '.join(map(repr, get_args(Role)))}; got {role!r}")
+        with self._lock:
+            self.sent[role] += sent
+            self.received[role] += received
+            self.transfers[role] += 1
+
+
+_traffic = Traffic()
+
+
+def traffic() -> Traffic:
+    """The counts of this process."""
+    return _traffic
+
+
+def record(role: Role, *, sent: int = 0, received: int = 0) -> None:
+    """Count a transfer of this process, in bytes."""
+    _traffic.add(role, sent, received)
