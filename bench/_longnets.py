@@ -103,6 +103,14 @@ def dense(num_tokens: int, *, causal: bool) -> LongNet:
     return LongNet("dense", (num_tokens,), (1,), causal)
 
 
+def longnet_n(num_tokens: int) -> LongNet:
+    """LongNet-N: segments that double from 2048 to the sequence, each with 2048 active tokens."""
+    lengths = [2048]
+    while lengths[-1] < num_tokens:
+        lengths.append(2 * lengths[-1])
+    return LongNet("LongNet-N", tuple(lengths), tuple(length // 2048 for length in lengths))
+
+
 def _branch_pairs(length: int, rate: int, offset: int, num_tokens: int, *, causal: bool) -> int:
     whole, tail = divmod(num_tokens, length)
     return whole * _among(_active(length, rate, offset), causal=causal) + _among(

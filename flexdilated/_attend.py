@@ -156,7 +156,7 @@ def attend(
         call = CallKey(pattern.text, q.shape[1], k.shape[1], q.shape[2], k.shape[2], *where, sides)
         measure_call(call, q, k, v, engine=chosen, has_bindings=bool(tensors))
     if chosen == "tiles":
-        out, lse = tiles(q, k, v, sinks, tensors, pattern.text, factor, *where, list(sides))
+        out, lse = tiles(q, k, v, sinks, tensors, pattern.text, factor, *where, list(sides), "")
     else:
         key = CallKey(pattern.text, q.shape[1], k.shape[1], q.shape[2], k.shape[2], *where, sides)
         if chosen == "flex":

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .masks import Layout
 from .masks._bound import Bound
+from .masks._choice import Choice
 from .masks._json import read_text
+from .masks._options import ANYTHING, Allowed
 from .masks._pattern import Expression
+from .masks._placed import plan_at
+from .masks._placement import Placement
+from .masks._planner import Plan, plan
 from .masks._run_time import Extent, blank, names, resolve
 
 
@@ -18,7 +24,7 @@ class CallKey(NamedTuple):
     """One call's pattern (as JSON) and sizes.
 
     `rate` is that of the layout in which its tokens come. `block_size` is two sides, or nothing where each term
-    takes its own.
+    takes its own. `placement` is the text of one, where tokens stand at stated positions; offsets are then 0.
     """
 
     pattern: str
@@ -32,12 +38,13 @@ class CallKey(NamedTuple):
     num_heads_global: int
     rate: int
     block_size: tuple[int, ...]
+    placement: str = ""
 
     @classmethod
     def of(cls, pattern: str, *fields: Any) -> CallKey:
         """From an op's arguments: tracing hands over sizes that are no plain integers, and the block size as a list."""
-        *numbers, block_size = fields
-        return cls._make((pattern, *map(int, numbers), tuple(block_size)))
+        *numbers, block_size, placement = fields if isinstance(fields[-1], str) else (*fields, "")
+        return cls._make((pattern, *map(int, numbers), tuple(block_size), placement))
 
     @property
     def flex_sides(self) -> tuple[int, int]:
@@ -53,6 +60,8 @@ class CallKey(NamedTuple):
     @property
     def extent(self) -> Extent:
         """Where the positions of queries and keys end."""
+        if self.placement:
+            return Extent(*Placement.read(self.placement).end)
         return Extent(self.q_offset + self.num_queries, self.k_offset + self.num_keys)
 
     def rules(self, bindings: Sequence[Tensor]) -> Expression:
@@ -75,4 +84,25 @@ class CallKey(NamedTuple):
             k_offset=self.k_offset,
             head_offset=self.head_offset,
             num_heads_global=self.num_heads_global,
+        )
+
+    def plan(
+        self,
+        rule: Expression | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        allowed: Allowed = ANYTHING,
+        choice: Choice | None = None,
+    ) -> Plan:
+        """How the pattern, or what its run-time tensors make of it, is computed on this kind of device."""
+        if not self.placement:
+            return plan(self.bound(rule), device=device, layout=self.layout, allowed=allowed, choice=choice)
+        heads = {"num_heads": self.num_heads, "head_offset": self.head_offset}
+        return plan_at(
+            read_text(self.pattern) if rule is None else rule,
+            Placement.read(self.placement),
+            **heads,
+            num_heads_global=self.num_heads_global,
+            device=device,
+            allowed=allowed,
         )

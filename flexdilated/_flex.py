@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ._flex_function import Call, compiled_flex
-from ._pick import Pick, join, make_pick, take, take_ahead
+from ._pick import Pick, join, make_pick, pick_of, take, take_ahead
+from ._placed_sides import key_side, query_side
 from ._score_mod import Indices, ScoreMod, indices_of, with_bias
 from ._sinks import with_sinks
 from .masks import Layout
 from .masks._block_mask import term_mask
+from .masks._layout import Listed
+from .masks._placement import Placement
 from .masks._planner import Plan
 from .masks._run_time import Rows, tables, without_values
 from .masks._tables import table_bytes
@@ -69,11 +72,18 @@ class FlexProgram:
 
 
 def make_flex_program(
-    plan: Plan, given: Layout, *, num_kv_heads: int, block_size: tuple[int, int], device: torch.device
+    plan: Plan,
+    given: Layout,
+    *,
+    num_kv_heads: int,
+    block_size: tuple[int, int],
+    device: torch.device,
+    placement: Placement | None = None,
 ) -> FlexProgram:
-    """Build each term's BlockMask and the rows it reads."""
+    """Build each term's BlockMask and the rows it reads. A placed plan comes with its `placement`."""
     groups = plan.bound.num_heads // num_kv_heads
-    steps = tuple(_step(term, plan, groups, block_size, device) for term in plan.terms)
+    picks = (_picks(term, plan, groups, placement, device) for term in plan.terms)
+    steps = tuple(_step(term, plan, pick, block_size, device) for term, pick in zip(plan.terms, picks, strict=True))
     if given == plan.layout:
         return FlexProgram(steps, plan.shares_rows, None, None)
     keys = Layout(plan.bound.num_keys, given.rate)
@@ -150,22 +160,35 @@ def missing_compiler() -> str | None:
     return None if found else f"no C++ compiler found (looked for {', '.join(names)})"
 
 
-def _step(term: Term, plan: Plan, groups: int, block_size: tuple[int, int], device: torch.device) -> FlexStep:
+def _step(
+    term: Term, plan: Plan, picks: tuple[Pick, Pick], block_size: tuple[int, int], device: torch.device
+) -> FlexStep:
     mask = term_mask(term, plan.bound, device=device, block_size=block_size)
-    kv_heads = tuple(head // groups for head in term.heads)
-    keys_given = Layout(plan.bound.num_keys, plan.layout.rate)
     return FlexStep(
         mask,
         term,
         tuple(table.on(device) for table in tables(term.rule)),
         indices_of(term, device),
-        make_pick(term.q, term.heads, plan.layout, device),
-        make_pick(term.k, kv_heads, keys_given, device),
+        *picks,
         log(term.multiplicity),
         _bias(term, device),
         # New values of run-time tensors are no new program.
         compiled_flex(replace(term, rule=without_values(term.rule)), block_size, device),
     )
+
+
+def _picks(
+    term: Term, plan: Plan, groups: int, placement: Placement | None, device: torch.device
+) -> tuple[Pick, Pick]:
+    """How queries and keys are picked from tensors of all tokens, or of those that are held."""
+    if placement is not None:
+        queries, keys = query_side(term), key_side(term, placement, groups)
+        return pick_of(queries, plan.bound.num_queries, device), pick_of(keys, plan.bound.num_keys, device)
+    assert not isinstance(term.q, Listed)
+    assert not isinstance(term.k, Listed)
+    kv_heads = tuple(head // groups for head in term.heads)
+    keys_given = Layout(plan.bound.num_keys, plan.layout.rate)
+    return make_pick(term.q, term.heads, plan.layout, device), make_pick(term.k, kv_heads, keys_given, device)
 
 
 def _bias(term: Term, device: torch.device) -> Float[Tensor, "H Q K"] | None:

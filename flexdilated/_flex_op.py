@@ -81,6 +81,7 @@ def _prepare(
     num_heads_global: int,
     rate: int,
     block_size: list[int],
+    placement: str,
 ) -> Tensor:
     """Nothing at run time; while tracing, its shape rule puts the program of these sizes where the trace finds it."""
     return q.new_empty(0)

@@ -18,16 +18,19 @@ from .masks._choice import Choice
 from .masks._machine_in_use import machine_of
 from .masks._options import Allowed
 from .masks._pattern import Expression
-from .masks._planner import Plan, plan
-from .masks._run_time import require_entries
+from .masks._placement import Placement
+from .masks._planner import Plan
+from .masks._run_time import num_entries, require_entries
 from .masks._term import Term
 
 
 def static_program(key: CallKey, device: torch.device, choice: Choice | None = None) -> FlexProgram:
     """The program of a pattern without run-time tensors, as a measurement chose it or as the planner does."""
 
+    allowed = replace(allowed_on(device), residues=not key.placement)  # queries at stated positions stay in order
+
     def planned() -> Plan:
-        return plan(key.bound(), device=device, layout=key.layout, allowed=allowed_on(device), choice=choice)
+        return key.plan(device=device, allowed=allowed, choice=choice)
 
     return _cached(key, key.pattern, device, planned, choice)
 
@@ -47,7 +50,7 @@ def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tens
         real = dict(zip(blank.branches(), rule.branches(), strict=True))
         best = _blank_plan(key, device, blank)
         terms = tuple(replace(term, rule=real.get(term.rule, term.rule)) for term in best.terms)
-        return replace(best, bound=key.bound(rule), terms=terms)
+        return replace(best, bound=replace(best.bound, pattern=rule, batch=num_entries(rule)), terms=terms)
 
     return _cached(key, rule.text, device, planned)
 
@@ -76,8 +79,8 @@ def list_width(term: Term, block_size: tuple[int, int], device: torch.device) ->
 
 
 def _blank_plan(key: CallKey, device: torch.device, blank: Expression) -> Plan:
-    allowed = Allowed(shared_rows=False, windows=False)
-    return plan(key.bound(blank), device=device, layout=key.layout, allowed=allowed)
+    allowed = Allowed(shared_rows=False, windows=False, residues=not key.placement)
+    return key.plan(blank, device=device, allowed=allowed)
 
 
 def _cached(
@@ -87,7 +90,9 @@ def _cached(
 
     def build() -> FlexProgram:
         sides = key.flex_sides
-        return make_flex_program(planned(), key.layout, num_kv_heads=key.num_kv_heads, block_size=sides, device=device)
+        placement = Placement.read(key.placement) if key.placement else None
+        options = {"num_kv_heads": key.num_kv_heads, "block_size": sides, "device": device}
+        return make_flex_program(planned(), key.layout, placement=placement, **options)
 
     name = ("flex", key._replace(pattern=rule), device, machine_of(device.type).text, choice)
     return cache().get(name, build, _program_bytes, pattern=key.pattern, device=device)

@@ -37,11 +37,12 @@ def flex_tables(
     num_heads_global: int,
     rate: int,
     block_size: list[int],
+    placement: str,
 ) -> list[Tensor]:
     """For each step of the program its block tables, as BlockMask orders them, then the rows of its run-time tables."""
     sizes = (num_heads, num_kv_heads, num_queries, num_keys)
     where = (q_offset, k_offset, head_offset, num_heads_global)
-    key = CallKey.of(pattern, *sizes, *where, rate, block_size)
+    key = CallKey.of(pattern, *sizes, *where, rate, block_size, placement)
     found: list[Tensor] = []
     for step in run_time_program(key, q.device, bindings, len(q)).steps:
         for name, width in _widths(step, key).items():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from jaxtyping import Bool, Float, Int64, Shaped
+from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from .masks._layout import Compact, Layout, Permutation
@@ -139,12 +140,84 @@ class Whole:
         return x if self.layout == self.given else _select_tokens(x, self.layout.slots(x.device))
 
 
-Side = Strands | Whole
+@dataclass(frozen=True, eq=False)
+class Picked:
+    """One side of a term by index: slot s of fold f of head h is token index[h, f, s] of head heads[h] of a tensor."""
+
+    heads: tuple[int, ...]
+    index: Int32[Tensor, "H F S"]
+
+    @property
+    def nbytes(self) -> int:
+        return self.index.nbytes
+
+    def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
+        """The slots, copied."""
+        if x.is_contiguous():
+            return x.flatten(1, 2).index_select(1, self.rows(x)).unflatten(1, self.index.shape)
+        return torch.stack([x[:, head][:, index] for head, index in self._by_head(x)], dim=1)
+
+    def rows(self, x: Shaped[Tensor, "B X N ..."]) -> Int64[Tensor, " n"]:
+        """Each slot's place among the tokens of all heads, those of one head after the other's."""
+        first = torch.tensor(self.heads)[:, None, None] * x.shape[2]
+        return (first + self.index).flatten().to(x.device)
+
+    def every(self, heads: int, tokens: int) -> bool:
+        return False
+
+    def all_tokens(self, slots: Shaped[Tensor, "B H F S ..."], heads: int, tokens: int) -> Tensor | None:
+        return None
+
+    def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
+        """Add the slots onto the tokens of x, in place; slots of one token are summed."""
+        for place, (head, index) in enumerate(self._by_head(x)):
+            x[:, head].index_add_(1, index.flatten(), slots[:, place].flatten(1, 2))
+
+    def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
+        """Write the slots to the tokens of x, in place."""
+        for place, (head, index) in enumerate(self._by_head(x)):
+            x[:, head][:, index] = slots[:, place].to(x.dtype)
+
+    def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
+        """Mark these tokens as reached; whether none of them was."""
+        before = self.take(reached)
+        self.put(reached, torch.ones_like(before))
+        return not bool(before.any())
+
+    def merge(
+        self,
+        out: Float[Tensor, "B X N D"],
+        lse: Float[Tensor, "B X N"],
+        part: Float[Tensor, "B H F S D"],
+        part_lse: Float[Tensor, "B H F S"],
+    ) -> None:
+        """Merge a part into the tokens of out and lse, in place."""
+        sums = self.take(out), self.take(lse)
+        merge_(*sums, part, part_lse)
+        self.put(out, sums[0])
+        self.put(lse, sums[1])
+
+    def _by_head(self, x: Tensor) -> Iterator[tuple[int, Int32[Tensor, "F S"]]]:
+        return zip(self.heads, self.index.to(x.device), strict=True)
 
 
-def side(layout: Compact | Permutation, given: Layout, heads: tuple[int, ...]) -> Side:
+Side = Strands | Whole | Picked
+
+
+def side(layout: Compact | Permutation, given: Layout, heads: tuple[int, ...]) -> Strands | Whole:
     """How a tensor's tokens, ordered as `given`, become a term's; `heads` are the tensor's heads it uses."""
     return Whole(layout, given) if isinstance(layout, Permutation) else Strands(layout, _runs(heads, layout.starts))
+
+
+def claim_rows(sides: Sequence[Side], heads: int, tokens: int) -> tuple[tuple[bool, ...], bool]:
+    """(whether each side, in this order, is the first to reach any of its rows, whether those that are reach all)."""
+    reached = torch.zeros(1, heads, tokens, dtype=torch.bool)
+    fresh, filled = [], 0
+    for each in sides:
+        before = int(reached.sum())
+        fresh.append(each.claim(reached))
+        filled += int(reached.sum()) - before if fresh[-1] else 0
+    return tuple(fresh), filled == heads * tokens
 
 
 def merge_(

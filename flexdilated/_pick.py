@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int32, Shaped
+from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from ._gather import Run, Strands, side
+from ._gather import Picked, Run, Strands, side
 from ._slots_op import encoded, join_slots, take_slots
 from .masks import Layout
 from .masks._layout import Compact, Permutation
@@ -65,7 +65,28 @@ class PickTokens:
         return slots if self.slots is None else slots.index_select(2, self.slots)
 
 
-Pick = PickRows | PickTokens
+@dataclass(frozen=True, eq=False)
+class PickIndex:
+    """A term's slots by index into the tokens of all heads, in (fold, head, slot) order; keys and values only."""
+
+    shape: tuple[int, int, int]
+    rows: Int64[Tensor, " FHS"]
+    numbers = ()
+    is_view = True  # there is nothing to gain from taking it with others
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes
+
+    def view(self, x: Float[Tensor, "B X N D"]) -> Float[Tensor, "B*F H S D"]:
+        """The slots, copied."""
+        return x.flatten(1, 2).index_select(1, self.rows).unflatten(1, self.shape).flatten(0, 1)
+
+    def restore(self, slots: Tensor) -> Tensor:
+        raise AssertionError("results are put back by the queries' pick")
+
+
+Pick = PickRows | PickTokens | PickIndex
 
 
 def make_pick(layout: Compact | Permutation, heads: tuple[int, ...], given: Layout, device: torch.device) -> Pick:
@@ -77,7 +98,17 @@ def make_pick(layout: Compact | Permutation, heads: tuple[int, ...], given: Layo
         return PickTokens(_numbers(every, given, heads), *orders)
     found = side(layout, given, heads)
     assert isinstance(found, Strands)
-    return PickRows(found, _numbers(layout, given, heads))
+    return pick_of(found, 0, device)
+
+
+def pick_of(side: Strands | Picked, num_tokens: int, device: torch.device) -> PickRows | PickIndex:
+    """How the tokens of one side become a term's; an index counts those of a head as `num_tokens`."""
+    if isinstance(side, Strands):
+        return PickRows(side, tuple(encoded([side])))
+    heads, folds, slots = side.index.shape
+    first = torch.tensor(side.heads)[:, None, None] * num_tokens
+    rows = (first + side.index).transpose(0, 1).flatten()
+    return PickIndex((folds, heads, slots), rows.to(device))
 
 
 def take_ahead(x: Float[Tensor, "B X N D"], picks: Sequence[Pick]) -> list[Tensor | None]:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from .masks._layout import Compact, Permutation
+from .masks._layout import Compact, Listed, Permutation
 from .masks._term import Term
 
 # N query tokens, M key tokens, H heads of a term
@@ -97,9 +97,9 @@ def indices_of(term: Term, device: torch.device) -> Indices:
         k_firsts = torch.tensor(term.k.starts, device=device) + term.k_offset
         numbers = map(scalar, (term.q.step, term.k.step, term.folds, term.q.fold_stride))
         return Folded(heads, q_firsts, k_firsts, *numbers)
-    assert isinstance(term.q, Permutation)
-    assert isinstance(term.k, Permutation)
-    if term.q.is_natural and term.k.is_natural:
+    assert isinstance(term.q, Permutation | Listed)
+    assert isinstance(term.k, Permutation | Listed)
+    if all(isinstance(side, Permutation) and side.is_natural for side in (term.q, term.k)):
         return Shifted(*map(scalar, (term.head_offset, term.q_offset, term.k_offset)))
     positions = (term.q.positions(device) + term.q_offset, term.k.positions(device) + term.k_offset)
     return InOrder(scalar(term.head_offset), *positions)

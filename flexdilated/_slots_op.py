@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ._gather import Run, Strands
+from ._gather import Run, Strands, claim_rows
 from .masks._layout import Compact
 
 # B batch, X heads of a tensor, N its tokens; a term has H heads, F folds, S slots; D head dim
@@ -171,9 +171,9 @@ class _Order:
 @lru_cache(maxsize=1024)
 def _order(sides: tuple[int, ...], rows: tuple[int, int]) -> _Order:
     found = sorted(enumerate(_decoded(sides)), key=lambda each: not each[1].every(*rows))
-    reached = torch.zeros(1, *rows, dtype=torch.bool)
-    steps = tuple((index, side, side.claim(reached)) for index, side in found)
-    return _Order(steps, bool(reached.all()))
+    fresh, complete = claim_rows([side for _, side in found], *rows)
+    steps = tuple((index, side, is_fresh) for (index, side), is_fresh in zip(found, fresh, strict=True))
+    return _Order(steps, complete)
 
 
 def _room(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, value: float | None) -> Tensor:

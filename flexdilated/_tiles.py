@@ -12,14 +12,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import _kernel, _tile_blocks
-from ._gather import Side, side
+from ._gather import Picked, Side, claim_rows, side
 from ._kernel import Operands
+from ._placed_sides import key_side, query_side
 from ._sinks import add_sinks
 from ._tile_calls import Calls, plan_calls
 from .masks import cache
 from .masks._bound import Bound
 from .masks._cost import SLOTS_AT_ONCE
-from .masks._layout import Compact, Layout
+from .masks._layout import Compact, Layout, Listed
+from .masks._placement import Placement
 from .masks._planner import Plan
 from .masks._term import Term
 
@@ -74,7 +76,10 @@ class Program:
 
     @property
     def nbytes(self) -> int:
-        return 1000 * len(self.steps) + sum(step.calls.nbytes for step in self.steps if step.calls is not None)
+        """Bytes of block lists and of what is picked by index."""
+        sides = (side for step in self.steps for side in (step.queries, step.keys) if isinstance(side, Picked))
+        lists = sum(step.calls.nbytes for step in self.steps if step.calls is not None)
+        return 1000 * len(self.steps) + lists + sum(side.nbytes for side in sides)
 
 
 def make_program(
@@ -84,35 +89,33 @@ def make_program(
     num_kv_heads: int,
     block_size: tuple[int, ...] = (),
     slots_at_once: int = SLOTS_AT_ONCE,
+    placement: Placement | None = None,
 ) -> Program:
     """Lay out each term's operands and, where it needs them, its block lists and calls.
 
     Blocks have sides `block_size`, or those of their term. Operands that are copies are made for `slots_at_once`
-    slots at a time, as far as a term can be parted.
+    slots at a time, as far as a term can be parted. A placed plan comes with its `placement`.
     """
     groups = plan.bound.num_heads // num_kv_heads
-    key_layout = Layout(plan.bound.num_keys, plan.layout.rate)
-    laid_out = [
-        (side(term.q, plan.layout, term.heads), _key_side(term, key_layout, groups), term)
-        for term in (part for whole in plan.terms for part in _in_portions(whole, slots_at_once))
-    ]
-    laid_out = _in_order(laid_out, plan.bound)
-    reached = torch.zeros(1, plan.bound.num_heads, plan.bound.num_queries, dtype=torch.bool)
+    terms = [part for whole in plan.terms for part in _in_portions(whole, slots_at_once)]
+    laid_out = _in_order([(*_sides(term, plan, groups, placement), term) for term in terms], plan.bound)
+    fresh, complete = claim_rows([queries for queries, _, _ in laid_out], plan.bound.num_heads, plan.bound.num_queries)
     steps = tuple(
-        Step(
-            term,
-            queries,
-            keys,
-            _calls(term, block_size) if term.shape == "blocks" else None,
-            queries.claim(reached),
-        )
-        for queries, keys, term in laid_out
+        Step(term, queries, keys, _calls(term, block_size) if term.shape == "blocks" else None, is_fresh)
+        for (queries, keys, term), is_fresh in zip(laid_out, fresh, strict=True)
     )
-    return Program(given, plan.layout, steps, bool(reached.all()))
+    return Program(given, plan.layout, steps, complete)
 
 
-def _key_side(term: Term, given: Layout, groups: int) -> Side:
-    return side(term.k, given, tuple(head // groups for head in term.heads))
+def _sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> tuple[Side, Side]:
+    """Where queries and keys lie in tensors of all tokens, or of those that are held."""
+    if placement is not None:
+        return query_side(term), key_side(term, placement, groups)
+    assert not isinstance(term.q, Listed)
+    assert not isinstance(term.k, Listed)
+    kv_heads = tuple(head // groups for head in term.heads)
+    key_layout = Layout(plan.bound.num_keys, plan.layout.rate)
+    return side(term.q, plan.layout, term.heads), side(term.k, key_layout, kv_heads)
 
 
 def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tuple[Side, Side, Term]]:

@@ -16,6 +16,7 @@ from .masks._choice import Choice
 from .masks._json import kept_functions, read_text
 from .masks._machine_in_use import machine_of
 from .masks._pattern import Expression
+from .masks._placement import Placement
 from .masks._run_time import alike
 
 
@@ -34,11 +35,12 @@ def tiles(
     num_heads_global: int,
     rate: int,
     block_size: list[int],
+    placement: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a pattern in JSON; the plan is looked up when the op runs, so any size needs no retracing."""
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     where = (q_offset, k_offset, head_offset, num_heads_global)
-    programs = _programs_for(CallKey.of(pattern, *sizes, *where, rate, block_size), bindings, q)
+    programs = _programs_for(CallKey.of(pattern, *sizes, *where, rate, block_size, placement), bindings, q)
     if len(programs) == 1:
         return run_forward(programs[0][1], q, k, v, scale, sinks)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -48,7 +50,7 @@ def tiles(
 
 
 @tiles.register_fake
-def _(q, k, v, sinks, bindings, pattern, scale, q_offset, k_offset, head_offset, num_heads_global, rate, block_size):
+def _(q, k, v, sinks, bindings, pattern, scale, q_offset, k_offset, head_offset, num_heads_global, *options):
     read_text(pattern).check_heads(int(num_heads_global))  # `attend` leaves it to this rule where it is traced
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return torch.empty_like(q), lse
@@ -72,11 +74,12 @@ def tiles_backward(
     num_heads_global: int,
     rate: int,
     block_size: list[int],
+    placement: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `tiles`."""
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     where = (q_offset, k_offset, head_offset, num_heads_global)
-    programs = _programs_for(CallKey.of(pattern, *sizes, *where, rate, block_size), bindings, q)
+    programs = _programs_for(CallKey.of(pattern, *sizes, *where, rate, block_size, placement), bindings, q)
     result = Result(out, lse, grad_out, grad_lse)
     if len(programs) == 1:
         return run_backward(programs[0][1], q, k, v, result, scale)
@@ -145,9 +148,10 @@ def _program(key: CallKey, rule: Expression | None, kind: str, choice: Choice | 
     """The cached program for these sizes on a kind of device; `written` is the pattern as the caller has it."""
 
     def build() -> Program:
-        best = plan_tiles(key.bound(rule), key.layout, kind, choice)
-        portions = portions_on(kind)
-        return make_program(best, key.layout, num_kv_heads=key.num_kv_heads, block_size=key.block_size, **portions)
+        sizes = {"num_kv_heads": key.num_kv_heads, "block_size": key.block_size, **portions_on(kind)}
+        if key.placement:
+            return make_program(key.plan(rule), key.layout, placement=Placement.read(key.placement), **sizes)
+        return make_program(plan_tiles(key.bound(rule), key.layout, kind, choice), key.layout, **sizes)
 
     name = ("tiles", key, kind, machine_of(kind).text, choice)
     return cache().get(name, build, lambda program: program.nbytes, pattern=written)

@@ -17,7 +17,7 @@ from .masks._causal import causal
 from .masks._compact import compact_terms
 from .masks._cost import computed_pairs
 from .masks._dilated import dilated
-from .masks._layout import Layout
+from .masks._layout import Compact, Layout
 from .masks._local_window import local_window
 from .masks._lower import shared_terms
 from .masks._machine import ACCELERATOR, CPU, BlockRates, Machine
@@ -159,7 +159,7 @@ def _copies(tokens: int, num_heads: int, device: torch.device) -> _Work:
     """Gathering one branch's q, k and v, and merging its output: a token in 4 of each segment."""
     bound = dilated(tokens, 4).bind(num_heads=num_heads, num_queries=tokens, num_keys=tokens)
     terms = compact_terms(dilated(tokens, 4), 1, bound) or []
-    sides = [side(term.q, Layout(tokens), term.heads) for term in terms]
+    sides = [side(term.q, Layout(tokens), term.heads) for term in terms if isinstance(term.q, Compact)]
     x = torch.zeros(4, 1, num_heads, tokens, _HEAD_DIM, device=device)
     lse = torch.zeros(x.shape[1:-1], device=device)
 

@@ -115,6 +115,34 @@ class Layout(Permutation):
 
 
 @dataclass(frozen=True)
+class Listed:
+    """Some tokens, the same of every head: slot s holds the s-th token of the runs, one after the other.
+
+    All runs have one step.
+    """
+
+    runs: tuple[range, ...]
+
+    @property
+    def num_slots(self) -> int:
+        return sum(map(len, self.runs))
+
+    @property
+    def step(self) -> int:
+        return self.runs[0].step
+
+    def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
+        """The token index that stands in each slot."""
+        return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in self.runs])
+
+    def pieces(self, origin: int) -> Pieces:
+        """The runs; token 0 stands at position `origin`."""
+        lengths = torch.tensor([len(run) for run in self.runs])
+        firsts = torch.tensor([[run.start for run in self.runs]]) + origin
+        return Pieces(lengths.cumsum(0) - lengths, lengths, firsts, self.step)
+
+
+@dataclass(frozen=True)
 class Compact:
     """The tokens that are active for a head, gathered: one progression a head, folded over segments.
 

@@ -33,12 +33,14 @@ _CLEARLY = 0.95
 class Allowed:
     """What an engine can run.
 
-    Terms that share rows (it merges by lse), terms of their own for each document, keys with weights.
+    Terms that share rows (it merges by lse), terms of their own for each document, keys with weights, all tokens in
+    residue-major order.
     """
 
     shared_rows: bool = True
     windows: bool = True
     key_weights: bool = True
+    residues: bool = True
 
 
 ANYTHING = Allowed()
@@ -74,7 +76,7 @@ def options_of(branch: Pattern, times: int, bound: Bound, machine: Machine, allo
         return (Option(branch, times, "windows", tuple(cut), machine, given, shares_rows=True),)
     options = [
         Option(branch, times, "natural" if rate == 1 else f"residue {rate}", tuple(terms), machine, given)
-        for rate in _shared_rates(branch, bound)
+        for rate in (_shared_rates(branch, bound) if allowed.residues else [1])
         for terms in [shared_terms(branch, times, bound, rate)]
     ]
     compact = compact_terms(branch, times, bound)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ._blocks import Blocks, build_blocks, repeat_blocks
-from ._layout import Compact, Layout, Permutation, Pieces
+from ._layout import Compact, Layout, Listed, Permutation, Pieces
 from ._neighborhood import Neighborhood
 from ._pattern import MaskMod, Pattern
 from ._rule import Rule
@@ -39,8 +39,8 @@ class Term:
     heads: tuple[int, ...]
     head_offset: int
     num_heads_global: int
-    q: Permutation | Compact
-    k: Permutation | Compact
+    q: Permutation | Compact | Listed
+    k: Permutation | Compact | Listed
     q_offset: int
     k_offset: int
     weights: Weights | None = None
@@ -115,9 +115,14 @@ class Term:
             assert isinstance(self.rule, Neighborhood)
             slots = Layout(self.q.num_slots).pieces(0)
             return Tiled(self.rule, self.q), slots, slots
-        assert isinstance(self.q, Layout | Compact)
-        assert isinstance(self.k, Layout | Compact)
+        assert isinstance(self.q, Layout | Compact | Listed)
+        assert isinstance(self.k, Layout | Compact | Listed)
         return self.rule, self.q.pieces(self.q_offset), self.k.pieces(self.k_offset)
+
+    def moved(self, q_tokens: int, k_tokens: int) -> Term:
+        """The same over tokens that lie further on, at the same positions."""
+        q, k = _moved(self.q, self.heads, q_tokens), _moved(self.k, self.heads, k_tokens)
+        return replace(self, q=q, k=k, q_offset=self.q_offset - q_tokens, k_offset=self.k_offset - k_tokens)
 
     def at_origin(self) -> Term:
         """A term with the same block lists at positions as low as the rule's period allows.
@@ -166,13 +171,21 @@ class Term:
             k = torch.tensor(self.k.starts, device=device) + self.k_offset
             steps = (torch.tensor(side.step, device=device) for side in (self.q, self.k))
             return _on_progressions(inner, heads, q, k, *steps)
-        assert isinstance(self.q, Permutation)
-        assert isinstance(self.k, Permutation)
-        if self.q.is_natural and self.k.is_natural:
+        assert isinstance(self.q, Permutation | Listed)
+        assert isinstance(self.k, Permutation | Listed)
+        if all(isinstance(side, Permutation) and side.is_natural for side in (self.q, self.k)):
             offsets = (torch.tensor(offset, device=device) for offset in (self.q_offset, self.k_offset))
             return _shifted(inner, heads, *offsets)
         q_positions, k_positions = self.q.positions(device) + self.q_offset, self.k.positions(device) + self.k_offset
         return _on_positions(inner, heads, q_positions, k_positions)
+
+
+def _moved(side: Permutation | Compact | Listed, heads: tuple[int, ...], tokens: int) -> Compact:
+    if isinstance(side, Compact):
+        return replace(side, starts=tuple(start + tokens for start in side.starts))
+    assert isinstance(side, Permutation)
+    assert side.is_natural
+    return Compact(heads, (tokens,) * len(heads), 1, side.num_slots, 1, side.num_slots)
 
 
 def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:

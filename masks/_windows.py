@@ -8,7 +8,6 @@ from ._algebra import And, Every
 from ._bound import Bound
 from ._causal import Causal
 from ._compact import compact_terms
-from ._layout import Compact, Permutation
 from ._local_window import LocalWindow
 from ._lower import shared_terms
 from ._pattern import Pattern
@@ -45,7 +44,7 @@ def window_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term]
             part = _part(rest, bound, q, k, origin=q_window.start if cut.from_start else 0)
             if part not in lowered:
                 lowered[part] = _lower(rest, multiplicity, part)
-            terms += [_moved(term, q.start - bound.q_offset, k.start - bound.k_offset) for term in lowered[part]]
+            terms += [term.moved(q.start - bound.q_offset, k.start - bound.k_offset) for term in lowered[part]]
     return terms
 
 
@@ -96,16 +95,3 @@ def _lower(rest: Pattern, multiplicity: int, part: Bound) -> list[Term]:
         if terms is not None:
             return terms
     return shared_terms(rest, multiplicity, part, 1)
-
-
-def _moved(term: Term, q_tokens: int, k_tokens: int) -> Term:
-    """The same term over tokens that lie further on."""
-    q, k = _moved_side(term.q, term.heads, q_tokens), _moved_side(term.k, term.heads, k_tokens)
-    return replace(term, q=q, k=k, q_offset=term.q_offset - q_tokens, k_offset=term.k_offset - k_tokens)
-
-
-def _moved_side(side: Permutation | Compact, heads: tuple[int, ...], tokens: int) -> Compact:
-    if isinstance(side, Permutation):
-        assert side.is_natural
-        return Compact(heads, (tokens,) * len(heads), 1, side.num_slots, 1, side.num_slots)
-    return replace(side, starts=tuple(start + tokens for start in side.starts))

@@ -127,7 +127,7 @@ def test_the_custom_op_keeps_its_contract(dtype, transposed):
 
     for pattern in (PATTERN, masks.longnet([5], [4])):
         for rate in (1, 3):
-            arguments = (tensor(4), tensor(2), tensor(2), None, [], pattern.text, 0.5, 0, 0, 0, 4, rate, [8, 16])
+            arguments = (tensor(4), tensor(2), tensor(2), None, [], pattern.text, 0.5, 0, 0, 0, 4, rate, [8, 16], "")
             torch.library.opcheck(
                 torch.ops.flexdilated.tiles.default,
                 arguments,

@@ -49,7 +49,7 @@ PUBLIC = {
         "masks",
         "testing",
     ],
-    distributed: ["Traffic", "traffic"],
+    distributed: ["BufferPool", "Sharding", "Traffic", "pool", "traffic"],
     testing: ["check_pattern"],
     masks: [
         *("BlockRates", "Bound", "EMPTY", "FULL", "Layout", "Machine", "Mixture", "PARTIAL", "Pattern", "block_list"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,7 +17,13 @@ from ..masks import Mixture, Pattern
 from ..masks._block_mask import block_sides
 from ..masks._check import require_bool, require_int
 from ..masks._pattern import require_expression
+from ._over_ranks import over_ranks
 from ._padding import without_padding
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed import BufferPool, Sharding
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -30,6 +37,11 @@ class BlockSparseAttention(nn.Module):
     sinks: True adds a parameter of that name, a logit for each of num_heads heads of q, 0 at first: one more term
     exp(sink) in every softmax denominator. scale, enable_gqa, engine, block_size, autotune: as in `attend`.
     Bad values raise ValueError or TypeError.
+
+    mesh: the ranks over which the sequence lies, a DeviceMesh of one dimension. q, k, v and the output are then this
+    rank's tokens, at the positions that `sharding` gives it (None: as many on each rank, in order), and a padding mask
+    and bindings are of the whole sequence. schedule: "exchange", "ring", "auto" of these two, or "heads", each rank the
+    whole sequence of some heads. codec, pool: as in `distributed.attend`. The ranks' gradients of `sinks` add up.
     """
 
     sinks: nn.Parameter | None
@@ -38,6 +50,11 @@ class BlockSparseAttention(nn.Module):
         self,
         pattern: Pattern | Mixture,
         *,
+        mesh: DeviceMesh | None = None,
+        schedule: str = "auto",
+        sharding: Sharding | None = None,
+        codec: str | None = None,
+        pool: BufferPool | str | None = None,
         sinks: bool = False,
         num_heads: int | None = None,
         scale: float | None = None,
@@ -55,6 +72,9 @@ class BlockSparseAttention(nn.Module):
         self.engine = engine
         self.autotune = require_bool("autotune", autotune)
         self.block_size = None if block_size is None else block_sides(block_size)
+        self.over_ranks = over_ranks(mesh, schedule=schedule, sharding=sharding, codec=codec, pool=pool)
+        if autotune and mesh is not None:
+            raise ValueError("autotune measures the calls of one device; with a mesh it must be False, got autotune=True")
         self.register_parameter("sinks", _sinks(pattern, require_bool("sinks", sinks), num_heads))
 
     def forward(
@@ -68,35 +88,48 @@ class BlockSparseAttention(nn.Module):
         key_padding_mask: Bool[Tensor, "B M"] | None = None,
         q_offset: int = 0,
         k_offset: int = 0,
+        head_offset: int = 0,
+        num_heads_global: int | None = None,
     ) -> Float[Tensor, "B H N D"]:
         """Query i stands at position q_offset + i, key j at k_offset + j. A query without keys gets output 0.
 
-        score_mod, bindings: as in `attend`. key_padding_mask: True for keys to leave out.
+        score_mod, bindings: as in `attend`; so are head_offset and num_heads_global, where heads live on several
+        devices. key_padding_mask: True for keys to leave out.
         """
         pattern = self.pattern
         if key_padding_mask is not None:
-            check_tensors(*autocast(q, k, v), enable_gqa=self.enable_gqa)
-            pattern = without_padding(pattern, key_padding_mask, (k.shape[0], k.shape[2]), k_offset=k_offset)
-        return attend(
+            if self.over_ranks is None:
+                check_tensors(*autocast(q, k, v), enable_gqa=self.enable_gqa)
+            tokens = k.shape[2] if self.over_ranks is None else self.over_ranks.sharding_of(k.shape[2]).num_tokens
+            pattern = without_padding(pattern, key_padding_mask, (k.shape[0], tokens), k_offset=k_offset)
+        return self._attend(
             q,
             k,
             v,
             pattern,
-            scale=self.scale,
-            enable_gqa=self.enable_gqa,
+            {"q_offset": q_offset, "k_offset": k_offset},
             score_mod=score_mod,
-            sinks=self.sinks,
             bindings=bindings,
-            q_offset=q_offset,
-            k_offset=k_offset,
-            engine=self.engine,
-            block_size=self.block_size,
-            autotune=self.autotune,
+            head_offset=head_offset,
+            num_heads_global=num_heads_global,
         )
+
+    def _attend(self, q, k, v, pattern: Pattern | Mixture, offsets: dict[str, int], **options) -> Tensor:
+        options |= {"scale": self.scale, "enable_gqa": self.enable_gqa, "sinks": self.sinks}
+        options |= {"engine": self.engine, "block_size": self.block_size}
+        if self.over_ranks is None:
+            return attend(q, k, v, pattern, autotune=self.autotune, **offsets, **options)
+        if any(offsets.values()):
+            raise ValueError(
+                f"with a mesh the sharding gives the positions: q_offset and k_offset must be 0; got {offsets}"
+            )
+        return self.over_ranks.attend(q, k, v, pattern, **options)
 
     def extra_repr(self) -> str:
         sinks = "" if self.sinks is None else f", sinks=True, num_heads={len(self.sinks)}"
-        return f"{self.pattern!r}, scale={self.scale}, enable_gqa={self.enable_gqa}, engine={self.engine!r}{sinks}"
+        ranks = "" if self.over_ranks is None else f", {self.over_ranks}"
+        own = f"{self.pattern!r}, scale={self.scale}, enable_gqa={self.enable_gqa}, engine={self.engine!r}"
+        return f"{own}{sinks}{ranks}"
 
 
 def _sinks(pattern: Pattern | Mixture, wanted: bool, num_heads: int | None) -> nn.Parameter | None:

@@ -1,0 +1,125 @@
+"""A forward and a backward of one problem whose tokens lie on many ranks, put together again for a check."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.distributed import Sharding, traffic
+from flexdilated.distributed._heads import attend_heads
+from flexdilated.distributed._ranks import Ranks
+
+from ._oracle import Rule, by_definition, relative_error
+from ._problem import Problem, Size
+from ._ranks import on_ranks
+
+# H query heads, G key/value heads, N tokens, L tokens of a rank, D head dim; the batch is 1
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is computed, and how it lies on the ranks; `schedule` "heads" is head parallelism."""
+
+    pattern: str
+    size: Size
+    num_kv_heads: int
+    schedule: str
+    order: str = "contiguous"
+    dtype: str = "float32"
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the gradient of the output, whole, the same on every rank."""
+        drawn = Problem.draw(self.size)
+        kind = getattr(torch, self.dtype)
+        q, k, v, grad = (x.to(kind) for x in (drawn.q, drawn.k, drawn.v, drawn.grad))
+        return q, k[:, : self.num_kv_heads], v[:, : self.num_kv_heads], grad
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Output and gradients of all tokens, and the bytes that each rank sent and received by role."""
+
+    tensors: dict[str, Float[Tensor, "1 _ N D"]]
+    sent: list[Counter[str]]
+    received: list[Counter[str]]
+
+
+def take_steps(num_ranks: int, steps: Sequence[Step]) -> list[Taken]:
+    """Each step in turn on a group of so many processes."""
+    by_rank = on_ranks(num_ranks, _take_all, tuple(steps))
+    return [
+        _together(step, num_ranks, [found[index] for found in by_rank]) for index, step in enumerate(steps)
+    ]
+
+
+def take_alone(step: Step) -> dict[str, Tensor]:
+    """The same tensors in one call on one rank."""
+    q, k, v, grad = step.tensors()
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = fd.attend(*leaves, masks.from_json(step.pattern), enable_gqa=q.shape[1] != k.shape[1])
+    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
+
+
+def by_rule(step: Step, rule: Rule) -> dict[str, Tensor]:
+    """The same tensors from the definition, in float64; the rule is written outside of the library."""
+    q, k, v, grad = (x[0].double() for x in step.tensors())
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    group = q.shape[0] // k.shape[0]
+    keys, values = (x.repeat_interleave(group, dim=0) for x in leaves[1:])
+    out, _ = by_definition(leaves[0], keys, values, rule, torch.arange(q.shape[1]))
+    found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+    return {name: x[None] for name, x in zip(NAMES, found, strict=True)}
+
+
+def errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """Relative error of each tensor by name."""
+    return {name: relative_error(got[name], wanted[name]) for name in NAMES}
+
+
+def attend_on(mesh: DeviceMesh, step: Step, sharding: Sharding, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """This rank's output from its shards."""
+    pattern = masks.from_json(step.pattern)
+    grouped = q.shape[1] != k.shape[1]
+    if step.schedule == "heads":
+        return attend_heads(q, k, v, pattern, ranks=Ranks.of(mesh), sharding=sharding, enable_gqa=grouped)
+    options: dict[str, Any] = {"mesh": mesh, "sharding": sharding, "enable_gqa": grouped}
+    return fd.distributed.attend(q, k, v, pattern, schedule=step.schedule, **options)
+
+
+def local_tensors(mesh: DeviceMesh, step: Step) -> tuple[Sharding, list[Tensor]]:
+    """The sharding, and this rank's shards of q, k, v and the gradient of the output; the first three want gradients."""
+    sharding = Sharding(step.size.num_tokens, mesh.size(), order=step.order)
+    held = sharding.positions(mesh.get_local_rank())
+    shards = [x[:, :, held] for x in step.tensors()]
+    return sharding, [*(x.requires_grad_() for x in shards[:3]), shards[3]]
+
+
+def _take_all(mesh: DeviceMesh, steps: Sequence[Step]) -> list[dict[str, Any]]:
+    return [_take(mesh, step) for step in steps]
+
+
+def _take(mesh: DeviceMesh, step: Step) -> dict[str, Any]:
+    """By value, as arrays of float32: the memory of a tensor would go with the process."""
+    sharding, (q, k, v, grad) = local_tensors(mesh, step)
+    traffic().reset()
+    out = attend_on(mesh, step, sharding, q, k, v)
+    found = (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
+    arrays = {name: x.float().numpy() for name, x in zip(NAMES, found, strict=True)}
+    counts = traffic()
+    return {**arrays, "sent": Counter(counts.sent), "received": Counter(counts.received)}
+
+
+def _together(step: Step, num_ranks: int, found: Sequence[dict[str, Any]]) -> Taken:
+    sharding = Sharding(step.size.num_tokens, num_ranks, order=step.order)
+    order = torch.cat([sharding.positions(rank) for rank in range(num_ranks)]).argsort()
+    tensors = {name: torch.cat([torch.from_numpy(each[name]) for each in found], dim=2)[:, :, order] for name in NAMES}
+    return Taken(tensors, [each["sent"] for each in found], [each["received"] for each in found])

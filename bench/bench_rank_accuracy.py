@@ -1,0 +1,83 @@
+"""Is attention on many ranks as exact as on one?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from flexdilated import masks
+
+from ._longnets import LONGNET_4, LongNet, dense
+from ._problem import Size
+from ._rank_step import NAMES, Step, by_rule, errors, take_alone, take_steps
+from ._result import Result, Row, at_most
+from .device.row_window import Window
+
+
+@dataclass(frozen=True)
+class Config:
+    """Each rule at one size, which must allow an N x N matrix in float64, by every schedule in every order."""
+
+    specs: tuple[LongNet | Window, ...]
+    size: Size
+    ranks: tuple[int, ...]
+    schedules: tuple[str, ...] = ("exchange", "ring", "heads")
+    orders: tuple[str, ...] = ("contiguous", "zigzag")
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+
+_LONGNET = LONGNET_4.shrunk(16)
+_WINDOW = Window("window of 400", 300, 99, 1, 0.0)
+FULL = Config(
+    (_LONGNET, _LONGNET.as_causal(), dense(1024, causal=True), _WINDOW),
+    Size(1024, num_heads=8, head_dim=32),
+    (2, 4, 8),
+)
+SMALL = Config(
+    (LONGNET_4.shrunk(64).as_causal(), replace(_WINDOW, left=40, right=9)),
+    Size(256, num_heads=4, head_dim=8),
+    (2,),
+    orders=("zigzag",),
+)
+
+
+def run(config: Config) -> Result:
+    """D3: error of output and gradients against float64, over one rank's error; the worst of all."""
+    return Result(tuple(_row(config, dtype, num_ranks) for dtype in config.dtypes for num_ranks in config.ranks))
+
+
+def _row(config: Config, dtype: str, num_ranks: int) -> Row:
+    cases = _cases(config, dtype)
+    taken = take_steps(num_ranks, [step for _, step in cases])
+    known: dict[tuple[str, int], Any] = {}
+    detail = {}
+    for (spec, step), found in zip(cases, taken, strict=True):
+        key = step.pattern, step.num_kv_heads
+        if key not in known:
+            wanted = by_rule(step, spec)
+            known[key] = wanted, errors(take_alone(step), wanted)
+        wanted, alone = known[key]
+        many = errors(found.tensors, wanted)
+        detail[_name(spec, step)] = {name: many[name] / alone[name] for name in NAMES} | {"many": many, "one": alone}
+    worst = max(detail, key=lambda case: max(detail[case][name] for name in NAMES))
+    return Row(
+        f"{dtype}, {config.size.num_tokens} tokens, {num_ranks} ranks: error of out, dq, dk, dv over one rank's",
+        at_most(1.1, "×"),
+        max(detail[worst][name] for name in NAMES),
+        detail={"worst": worst, "cases": detail},
+    )
+
+
+def _cases(config: Config, dtype: str) -> Sequence[tuple[LongNet | Window, Step]]:
+    """All, with as many key/value heads as query heads, and with half."""
+    heads = config.size.num_heads
+    drawn = product(config.specs, config.schedules, config.orders, (heads, heads // 2))
+    return [
+        (spec, Step(masks.to_json(spec.pattern()), config.size, num_kv_heads, schedule, order, dtype))
+        for spec, schedule, order, num_kv_heads in drawn
+    ]
+
+
+def _name(spec: LongNet | Window, step: Step) -> str:
+    label = spec.label if isinstance(spec, LongNet) else spec.name
+    return f"{label}; {step.schedule}, {step.order}, {step.num_kv_heads} heads of keys"

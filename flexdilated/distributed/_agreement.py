@@ -1,0 +1,131 @@
+"""The check at set-up that all ranks make the same call.
+
+Every rank computes everyone's plan, so ranks that disagree send what nobody expects, which gloo answers by ending the
+process and NCCL by waiting. The check goes through the group's key-value store, not through a collective: a rank that
+checks what the others do not never meets their transfers, and both sides end within the group's timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.distributed import DistError, DistStoreError, ProcessGroup, get_backend_config
+
+from ._disagreement import as_call, disagreement, named
+from ._group_timeout import timeout_of
+from ._ranks import Ranks, group_of
+from ._traffic import record
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of a function, say: it differs from process to process
+_AGREED = "agreed"
+
+
+@dataclass
+class _Checks:
+    """What a group's ranks have compared so far: the digests agreed on, and the number of checks, failed ones too."""
+
+    agreed: set[str] = field(default_factory=set)
+    count: int = 0
+
+    @property
+    def next_place(self) -> str:
+        """Where in the store the next check takes place; checks are numbered, as all ranks make the same ones."""
+        return f"flexdilated/agreement/{self.count}"
+
+
+_checks: WeakKeyDictionary[ProcessGroup, _Checks] = WeakKeyDictionary()
+
+
+def check_agreement(ranks: Ranks, facts: Mapping[str, object]) -> None:
+    """Compare the facts of all ranks, the first time that these facts come; afterwards it costs a look-up.
+
+    facts: names and hashable values; what counts is how a value is written (`repr`). Every rank must come here in the
+    same order. Raises ValueError, on all ranks, which says which facts differ and who has what; DistError if not all
+    ranks have come within the group's timeout.
+    """
+    group = group_of(ranks.name)
+    checks = _checks.setdefault(group, _Checks())
+    digest, written = _written(tuple(facts.items()))
+    if ranks.size == 1 or digest in checks.agreed:
+        return
+    place = checks.next_place
+    checks.count += 1
+    verdict = _verdict(ranks, place, digest, written)
+    if verdict != _AGREED:
+        raise ValueError(verdict)
+    checks.agreed.add(digest)
+
+
+def begun_elsewhere(ranks: Ranks) -> str:
+    """Which ranks are at a check that this rank has not come to, and with which facts: one sentence, or ""."""
+    group = group_of(ranks.name)
+    place = _checks.setdefault(group, _Checks()).next_place
+    store = group.get_group_store()
+    try:
+        there = [rank for rank in ranks.others if store.check([f"{place}/{rank}"])]
+        calls = [f"rank {rank}: {as_call(store.get(f'{place}/{rank}').decode())}" for rank in there]
+    except RuntimeError:  # the process that keeps the store may be the one that died
+        return ""
+    return f"Meanwhile other ranks have begun a call with other arguments ({'; '.join(calls)})." if calls else ""
+
+
+def check_device(ranks: Ranks, tensor: Tensor) -> None:
+    """Raises ValueError if the ranks cannot send this tensor, because of where it lies."""
+    config = get_backend_config(group_of(ranks.name))  # "cpu:gloo,cuda:nccl"
+    kinds = [part.partition(":")[0] for part in config.split(",")]
+    if tensor.device.type != ranks.device_type or tensor.device.type not in kinds:
+        raise ValueError(
+            f"tensors must be on the mesh's kind of device, and its process group must serve that kind; got a tensor "
+            f"on {tensor.device.type}, a mesh of {ranks.device_type} devices and a process group of {config}"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _written(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
+    """A digest of the facts, and the facts themselves as text."""
+    text = json.dumps({name: _ADDRESS.sub("", repr(value)) for name, value in facts})
+    return blake2b(text.encode(), digest_size=16).hexdigest(), text
+
+
+def _verdict(ranks: Ranks, place: str, digest: str, written: str) -> str:
+    """All ranks' verdict: each posts its facts, and the last to come compares, so a rank's share is a few requests."""
+    store = group_of(ranks.name).get_group_store()
+    store.set(f"{place}/{ranks.rank}", written)
+    same = store.add(f"{place}/{digest}", 1)
+    if store.add(f"{place}/come", 1) == ranks.size:
+        verdict = _AGREED if same == ranks.size else disagreement(_facts_of_all(ranks, place))
+        store.set(f"{place}/verdict", verdict)
+    else:
+        _wait_for_verdict(ranks, place)
+        verdict = store.get(f"{place}/verdict").decode()
+    if store.add(f"{place}/read", 1) == ranks.size and verdict == _AGREED:
+        for key in (*range(ranks.size), digest, "come", "verdict", "read"):
+            store.delete_key(f"{place}/{key}")
+    record("set-up", sent=len(written), received=len(verdict))
+    return verdict
+
+
+def _facts_of_all(ranks: Ranks, place: str) -> list[dict[str, str]]:
+    store = group_of(ranks.name).get_group_store()
+    return [json.loads(store.get(f"{place}/{rank}")) for rank in range(ranks.size)]
+
+
+def _wait_for_verdict(ranks: Ranks, place: str) -> None:
+    store, timeout = group_of(ranks.name).get_group_store(), timeout_of(ranks)
+    try:
+        store.wait([f"{place}/verdict"], timeout)
+    except DistStoreError as error:
+        absent = [rank for rank in ranks.others if not store.check([f"{place}/{rank}"])]
+        raise DistError(
+            f"rank {ranks.rank} of {ranks.size}: the check that all ranks make the same call failed: "
+            f"{named(absent) or 'a rank that came, and died,'} did not answer within the timeout of the process group, "
+            f"{timeout.total_seconds():g} s. A peer may have died or hang, or not make this rank's new call: "
+            f"{as_call(store.get(f'{place}/{ranks.rank}').decode())}"
+        ) from error

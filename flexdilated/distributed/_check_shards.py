@@ -1,0 +1,33 @@
+"""Checks on this rank's shard of q, k and v, before anything is sent: each error states the rule and what came."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._validate import check_tensors
+from ._ranks import Ranks
+from ._sharding import Sharding
+
+# B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim
+
+
+def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sharding, enable_gqa: bool) -> None:
+    """q (B, H, L, D) and k, v (B, G, L, D) must fit together, the ranks, and the sharding; L may be 0."""
+    check_tensors(*_with_a_token(q, k, v), enable_gqa=enable_gqa)
+    if sharding.num_ranks != ranks.size:
+        raise ValueError(f"the sharding must be over the ranks of the mesh, {ranks.size}; got {sharding.num_ranks}")
+    if q.device.type != ranks.device_type:
+        raise ValueError(f"q, k and v must be on the mesh's kind of device, {ranks.device_type}; got {q.device}")
+    length = sharding.length(ranks.rank)
+    if not q.shape[2] == k.shape[2] == length:
+        raise ValueError(
+            f"q, k and v must be this rank's shard: the sharding gives rank {ranks.rank} of {ranks.size} {length} "
+            f"of {sharding.num_tokens} tokens; got {q.shape[2]} queries and {k.shape[2]} keys"
+        )
+
+
+def _with_a_token(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same, or, of a shard without tokens, what it would be with one: only attention itself needs tokens."""
+    if any(not isinstance(x, Tensor) or x.dim() != 4 or x.shape[2] for x in tensors):
+        return tensors
+    return tuple(x.new_empty(*x.shape[:2], 1, x.shape[3]) for x in tensors)

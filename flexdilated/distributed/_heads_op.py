@@ -1,0 +1,155 @@
+"""From shards of tokens with all heads to whole sequences of some heads, and back: ops, each the other's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._ranks import group_of
+from ._sharding import Sharding
+from ._traffic import record
+
+# B batch, X all heads of a tensor, Y those that come to this rank, L tokens of its shard, N of all, D head dim
+
+Takers = tuple[range, ...]  # the heads of one tensor that each rank takes
+Pieces = list[list[Tensor]]  # parts of this rank's tensors as views, for each other rank and for itself
+
+
+def encoded(tensors: Sequence[Takers]) -> list[int]:
+    """Heads as numbers, which is what an op takes: of each tensor and rank the first and the one after the last."""
+    return [bound for takers in tensors for heads in takers for bound in (heads.start, heads.stop)]
+
+
+@torch.library.custom_op("flexdilated::tokens_to_heads", mutates_args=())
+def tokens_to_heads(shards: list[Tensor], heads: list[int], sharding: list[int], group: str) -> list[Tensor]:
+    """Of each (B, X, L, D), this rank's tokens: all ranks' tokens, in their natural order, of its heads (B, Y, N, D).
+
+    The tensors have one dtype and travel in one all-to-all; a head goes to every rank that takes it.
+    """
+    rank, split, tensors = _read(heads, sharding, group)
+    wholes = [_whole(x, takers[rank], split) for x, takers in zip(shards, tensors, strict=True)]
+    _swap(_of_shards(shards, tensors, split, rank), _of_wholes(wholes, split), like=shards[0], group=group, add=False)
+    return wholes
+
+
+@tokens_to_heads.register_fake
+def _(shards, heads, sharding, group):
+    rank, split, tensors = _read(heads, sharding, group)
+    return [_whole(x, takers[rank], split) for x, takers in zip(shards, tensors, strict=True)]
+
+
+@torch.library.custom_op("flexdilated::heads_to_tokens", mutates_args=())
+def heads_to_tokens(
+    wholes: list[Tensor], heads: list[int], num_heads: list[int], sharding: list[int], group: str
+) -> list[Tensor]:
+    """The way back: of each (B, Y, N, D) this rank's tokens of all heads, (B, X, L, D); num_heads holds each X.
+
+    What several ranks have of one head is added up, in float32 or wider and in the order of the ranks.
+    """
+    rank, split, tensors = _read(heads, sharding, group)
+    dtype, length = wholes[0].dtype, split.length(rank)
+    shared = sum(len(taken) for takers in tensors for taken in takers) > sum(num_heads)
+    wide = torch.promote_types(dtype, torch.float32) if shared else dtype
+    shards = [x.new_zeros(x.shape[0], X, length, x.shape[3], dtype=wide) for x, X in zip(wholes, num_heads, strict=True)]
+    _swap(_of_wholes(wholes, split), _of_shards(shards, tensors, split, rank), like=wholes[0], group=group, add=shared)
+    return [shard.to(dtype) for shard in shards]
+
+
+@heads_to_tokens.register_fake
+def _(wholes, heads, num_heads, sharding, group):
+    rank, split, _ = _read(heads, sharding, group)
+    return [
+        x.new_empty(x.shape[0], X, split.length(rank), x.shape[3]) for x, X in zip(wholes, num_heads, strict=True)
+    ]
+
+
+def _remember_shards(ctx, inputs, output) -> None:
+    shards, *ctx.options = inputs
+    ctx.num_heads = [x.shape[1] for x in shards]
+
+
+def _shards_backward(ctx, grads):
+    heads, sharding, group = ctx.options
+    return heads_to_tokens(list(grads), heads, ctx.num_heads, sharding, group), None, None, None
+
+
+def _remember_wholes(ctx, inputs, output) -> None:
+    _, *ctx.options = inputs
+
+
+def _wholes_backward(ctx, grads):
+    heads, _, sharding, group = ctx.options
+    return tokens_to_heads(list(grads), heads, sharding, group), None, None, None, None
+
+
+tokens_to_heads.register_autograd(_shards_backward, setup_context=_remember_shards)
+heads_to_tokens.register_autograd(_wholes_backward, setup_context=_remember_wholes)
+
+
+def _read(heads: list[int], sharding: list[int], group: str) -> tuple[int, Sharding, tuple[Takers, ...]]:
+    """This rank's place, and what the numbers stand for."""
+    return group_of(group).rank(), *_decoded(tuple(map(int, heads)), tuple(map(int, sharding)))
+
+
+@lru_cache(maxsize=1024)
+def _decoded(heads: tuple[int, ...], sharding: tuple[int, ...]) -> tuple[Sharding, tuple[Takers, ...]]:
+    split = Sharding.of(sharding)
+    each = [range(first, stop) for first, stop in zip(heads[::2], heads[1::2], strict=True)]
+    W = split.num_ranks
+    return split, tuple(tuple(each[i : i + W]) for i in range(0, len(each), W))
+
+
+def _whole(shard: Tensor, heads: range, split: Sharding) -> Tensor:
+    return shard.new_empty(shard.shape[0], len(heads), split.num_tokens, shard.shape[3])
+
+
+def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Sharding, rank: int) -> Pieces:
+    """For each rank: the heads that it takes of this rank's tokens, range by range."""
+    bounds = [0, *accumulate(map(len, split.ranges(rank)))]
+    return [
+        [
+            x[:, takers[peer].start : takers[peer].stop, begin:end]
+            for x, takers in zip(shards, tensors, strict=True)
+            for begin, end in pairwise(bounds)
+        ]
+        for peer in range(split.num_ranks)
+    ]
+
+
+def _of_wholes(wholes: Sequence[Tensor], split: Sharding) -> Pieces:
+    """For each rank: its tokens of this rank's heads, range by range."""
+    return [
+        [x[:, :, run.start : run.stop] for x in wholes for run in split.ranges(peer)]
+        for peer in range(split.num_ranks)
+    ]
+
+
+def _swap(sources: Pieces, targets: Pieces, *, like: Tensor, group: str, add: bool) -> None:
+    """Copy the pieces for each rank to its targets, or add them there, in the order of the ranks: one all-to-all."""
+    ranks = group_of(group)
+    sizes, expected = (
+        [0 if peer == ranks.rank() else sum(piece.numel() for piece in pieces) for peer, pieces in enumerate(side)]
+        for side in (sources, targets)
+    )
+    sent, received = like.new_empty(sum(sizes)), like.new_empty(sum(expected))
+    for place, pieces in zip(sent.split(sizes), sources, strict=True):
+        for part, piece in _cut(place, pieces):
+            part.copy_(piece)
+    dist.all_to_all_single(received, sent, expected, sizes, group=ranks)
+    record("heads", sent=sent.nbytes, received=received.nbytes)
+    for peer, place in enumerate(received.split(expected)):
+        arrived = zip(sources[peer], targets[peer], strict=True) if peer == ranks.rank() else _cut(place, targets[peer])
+        for piece, target in arrived:
+            target.add_(piece) if add else target.copy_(piece)
+
+
+def _cut(flat: Tensor, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each piece with its part of a flat tensor, in the piece's shape; nothing where there is no flat tensor."""
+    if flat.numel():
+        for part, piece in zip(flat.split([piece.numel() for piece in pieces]), pieces, strict=True):
+            yield part.view(piece.shape), piece

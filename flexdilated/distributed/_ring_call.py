@@ -1,0 +1,53 @@
+"""RingCall: what a call of the ring is besides q, k, v and sinks, on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from .._attend_at import PlacedCall
+from ..masks._json import read_text
+from ..masks._placement import Placement
+from ..masks._run_time import Extent, names, resolve
+from ._pool import BufferPool
+from ._ranks import Ranks
+from ._ring_plan import Part, Turn, turns_of
+from ._sharding import Sharding
+
+
+@dataclass(frozen=True, eq=False)
+class RingCall:
+    """The ranks and their shards, the pattern in JSON with its run-time tensors, heads, engine, and buffers."""
+
+    ranks: Ranks
+    sharding: Sharding
+    pattern: str
+    bindings: Sequence[Tensor]
+    scale: float
+    num_heads: int
+    head_offset: int
+    num_heads_global: int
+    engine: str
+    sides: tuple[int, ...]
+    pool: BufferPool | None
+
+    @cached_property
+    def turns(self) -> tuple[Turn, ...]:
+        pattern, tokens = read_text(self.pattern), self.sharding.num_tokens
+        rule = resolve(pattern, dict(zip(names(pattern), self.bindings, strict=True)), Extent(tokens, tokens))
+        heads = range(self.head_offset, self.head_offset + self.num_heads)
+        return turns_of(rule, self.sharding, self.ranks.rank, heads=heads, num_heads_global=self.num_heads_global)
+
+    @cached_property
+    def own(self) -> Part:
+        """This rank's shard."""
+        return Part(range(self.sharding.length(self.ranks.rank)), self.sharding.ranges(self.ranks.rank))
+
+    def with_keys_of(self, part: Part) -> PlacedCall:
+        """Attention of this rank's queries to these keys."""
+        placement = Placement(self.own.positions, (part.positions,), complete=False)
+        where = (self.head_offset, self.num_heads_global)
+        return PlacedCall(self.pattern, placement, self.scale, *where, self.engine, self.sides)

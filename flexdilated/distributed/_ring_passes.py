@@ -1,0 +1,73 @@
+"""The two passes of a ring on one rank: attention over all shards that come, and its gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._attend_at import WholeRows
+from .._gather import merge_
+from .._sinks import add_sinks
+from ._autograd_on import autograd_on
+from ._ring_call import RingCall
+from ._ring_transfers import Gradients, Shard, rotate
+
+# B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim
+
+
+def run_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out (B, H, L, D) in q's dtype, lse (B, H, L)); the sums over shards are kept in float32 or wider."""
+    sums: list[Tensor] = []
+
+    def visit(shard: Shard) -> None:
+        if not len(shard.part):
+            return
+        bindings = list(call.bindings)
+        out, lse = call.with_keys_of(shard.part).forward(q, shard.k, shard.v, None, bindings, return_lse=True)
+        assert lse is not None
+        if sums:
+            merge_(*sums, out, lse)
+        else:
+            sums.extend((out.to(lse.dtype), lse))
+
+    rotate(call, k, v, visit)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, lse = sums or (torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide))
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return _as(out, q), lse.contiguous()
+
+
+def run_backward(
+    call: RingCall, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv): the shards come again, and the gradients of each go straight back to its owner."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    gradients = Gradients(call, dk, dv)
+
+    def visit(shard: Shard) -> None:
+        found: list[Tensor] = []
+        if len(shard.part):
+            with autograd_on():
+                placed = call.with_keys_of(shard.part)
+                own, *found = placed.backward(q, shard.k, shard.v, list(call.bindings), whole)
+            dq.add_(own)
+        if shard.turn is not None:
+            gradients.exchange(shard.turn, found, like=k)
+        else:
+            for total, grad in zip((dk, dv), found, strict=True):
+                total.add_(grad)
+
+    try:
+        rotate(call, k, v, visit)
+        gradients.settle()
+    finally:
+        gradients.close()
+    return _as(dq, q), _as(dk, k), _as(dv, v)
+
+
+def _as(x: Tensor, like: Tensor) -> Tensor:
+    """x in the dtype and memory format of `like`: what the op's shape rule promises."""
+    promised = torch.empty_like(like)
+    return x if x.dtype == like.dtype and x.stride() == promised.stride() else promised.copy_(x)

@@ -1,0 +1,94 @@
+"""Schedule: whether keys come in one exchange or shard by shard in a ring, by counted bytes and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..masks._cache import cache
+from ..masks._pattern import Expression
+from ._exchange_plan import token_counts
+from ._sharding import Sharding
+from ._volumes import exchange_volume, ring_volume
+
+Schedule = Literal["exchange", "ring"]
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A schedule, why it is taken, and what each of the two costs the rank that receives most, in bytes.
+
+    exchange_bytes and ring_bytes are received, as they are on the wire; exchange_memory and ring_memory are held of
+    other ranks' keys and values at one time.
+    """
+
+    name: Schedule
+    reason: str
+    exchange_bytes: int
+    ring_bytes: int
+    exchange_memory: int
+    ring_memory: int
+
+
+def choose_schedule(
+    pattern: Expression,
+    sharding: Sharding,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+    batch: int = 1,
+    wire_row_bytes: int | None = None,
+) -> ScheduleChoice:
+    """The exchange, unless it holds more times what the ring does than the ring receives more than it.
+
+    The exchange receives exactly what a rank's queries need, and holds it all. The ring receives whole every shard of
+    which something is needed, and holds two. So the exchange never receives more; it is taken where it holds no more
+    either, and where it holds m times as much if it receives at most an m-th. `wire_row_bytes` are those of one row
+    of K or V as it is sent, if that is not as it is held.
+
+    A function of its arguments alone, so that all ranks choose alike, and kept in the cache.
+    Raises ValueError where the pattern does not bind to the sharding's tokens and these heads.
+    """
+    heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}
+    tokens = sharding.num_tokens
+    rule = pattern.bind(num_queries=tokens, num_keys=tokens, **heads).pattern  # with the values of run-time tensors
+    row = head_dim * dtype.itemsize
+    sizes = 2 * batch * row, 2 * batch * (row if wire_row_bytes is None else wire_row_bytes)
+
+    def build() -> ScheduleChoice:
+        counts = token_counts(rule, sharding, num_kv_heads=num_kv_heads, **heads)
+        lengths = torch.tensor(sharding.lengths)
+        volumes = exchange_volume(counts), ring_volume(counts, lengths, num_kv_heads=num_kv_heads)
+        held, sent = sizes
+        received = [int(volume.received.max()) * sent for volume in volumes]
+        return _choose(*received, *(int(volume.held.max()) * held for volume in volumes))
+
+    key = ("schedule", rule.text, sharding.numbers(), num_kv_heads, *heads.values(), *sizes)
+    return cache().get(key, build, lambda choice: 512, pattern=rule.text)
+
+
+def _choose(exchange_bytes: int, ring_bytes: int, exchange_memory: int, ring_memory: int) -> ScheduleChoice:
+    numbers = exchange_bytes, ring_bytes, exchange_memory, ring_memory
+    if ring_bytes == 0:
+        return ScheduleChoice("exchange", "no rank needs a key of another, so nothing is sent", *numbers)
+    exchange = f"receives at most {_mib(exchange_bytes)} of keys and values in an exchange, and holds them all"
+    ring = f"{_mib(ring_bytes)} in a ring, and holds {_mib(ring_memory)}"
+    if exchange_memory <= ring_memory:
+        return ScheduleChoice("exchange", f"a rank {exchange}; it would receive {ring}", *numbers)
+    less, more = ring_bytes / max(exchange_bytes, 1), exchange_memory / ring_memory
+    if less >= more:
+        reason = f"a rank {exchange}; it would receive {less:.3g} times as much in a ring, and hold a {more:.3g}th"
+        return ScheduleChoice("exchange", reason, *numbers)
+    reason = f"a rank receives at most {ring} at a time; an exchange would hold {more:.3g} times as much"
+    return ScheduleChoice("ring", reason, *numbers)
+
+
+def _mib(number: int) -> str:
+    size = number / (1 << 20)
+    return f"{size:,.0f} MiB" if size >= 100 else f"{size:.3g} MiB"

@@ -1,0 +1,121 @@
+"""OverRanks: how a module's attention runs where its sequence lies on many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from .._score_mod import ScoreMod
+from ..masks import Mixture, Pattern
+from ..masks._check import require_choice
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed import BufferPool, Sharding
+    from ..distributed._ranks import Ranks
+
+SCHEDULES = ("auto", "exchange", "ring", "heads")
+
+# B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim
+
+
+@dataclass(frozen=True)
+class OverRanks:
+    """The mesh of a module and how its ranks share the work; a value, made once.
+
+    mesh: a DeviceMesh of one dimension. schedule: as in `distributed.attend`, or "heads", each rank the whole sequence of
+    some heads. sharding: which rank holds which tokens, the same in every call; None: in each call as many on every
+    rank, in order. codec, pool: as in `distributed.attend`; neither goes with "heads".
+
+    It pickles, and is then the place of the process that reads it, which must have made the same mesh.
+    """
+
+    mesh: DeviceMesh
+    schedule: str = "auto"
+    sharding: Sharding | None = None
+    codec: Any = None
+    pool: BufferPool | str | None = None
+    ranks: Ranks = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        from ..distributed import Sharding
+        from ..distributed._ranks import Ranks
+
+        require_choice("schedule", self.schedule, SCHEDULES)
+        object.__setattr__(self, "ranks", Ranks.of(self.mesh))
+        if self.sharding is not None and not isinstance(self.sharding, Sharding):
+            raise TypeError(f"sharding must be a distributed.Sharding or None; got {type(self.sharding).__name__}")
+        if self.sharding is not None and self.sharding.num_ranks != self.ranks.size:
+            raise ValueError(
+                f"the sharding must be over the ranks of the mesh, {self.ranks.size}; got {self.sharding.num_ranks}"
+            )
+        if self.schedule == "heads" and not self.codec is self.pool is None:
+            raise ValueError(
+                "codec and pool are for keys and values in flight: with schedule='heads' they must be None; got "
+                f"codec={self.codec!r}, pool={self.pool!r}"
+            )
+
+    def __reduce__(self) -> tuple:
+        return OverRanks, (self.mesh, self.schedule, self.sharding, self.codec, self.pool)
+
+    def __deepcopy__(self, memo: dict) -> OverRanks:
+        return self
+
+    def sharding_of(self, length: int) -> Sharding:
+        """Where the tokens of a call are in which this rank has `length` of them."""
+        from ..distributed import Sharding
+
+        return Sharding(self.ranks.size * length, self.ranks.size) if self.sharding is None else self.sharding
+
+    def positions(self, length: int, device: Any) -> Tensor:
+        """Where in the sequence this rank's tokens stand."""
+        return self.sharding_of(length).positions(self.ranks.rank, device)
+
+    def attend(
+        self,
+        q: Float[Tensor, "B H L D"],
+        k: Float[Tensor, "B G L D"],
+        v: Float[Tensor, "B G L D"],
+        pattern: Pattern | Mixture,
+        *,
+        score_mod: ScoreMod | None = None,
+        bindings: Mapping[str, Tensor] | None = None,
+        **options: Any,
+    ) -> Float[Tensor, "B H L D"]:
+        """This rank's part of attention over the whole sequence; options as in `attend`."""
+        sharding = self.sharding_of(q.shape[2])
+        if self.schedule == "heads":
+            from ..distributed._heads import attend_heads
+
+            return attend_heads(
+                q, k, v, pattern, ranks=self.ranks, sharding=sharding, score_mod=score_mod, bindings=bindings, **options
+            )
+        from ..distributed._attend import attend
+
+        if score_mod is not None:
+            raise ValueError("with a mesh, score_mod needs schedule='heads', or HeadParallelDilatedAttention")
+        where = {"mesh": self.mesh, "sharding": sharding, "schedule": self.schedule}
+        return attend(q, k, v, pattern, bindings=bindings, codec=self.codec, pool=self.pool, **where, **options)
+
+    def __str__(self) -> str:
+        named = f" of axis {self.mesh.mesh_dim_names[0]!r}" if self.mesh.mesh_dim_names else ""
+        told = {"sharding": self.sharding, "codec": self.codec, "pool": self.pool}
+        rest = "".join(f", {name}={value!r}" for name, value in told.items() if value is not None)
+        return f"mesh={self.ranks.size} ranks{named}, schedule={self.schedule!r}{rest}"
+
+
+def over_ranks(mesh: object, *, schedule: str, sharding: object, codec: object, pool: object) -> OverRanks | None:
+    """How a module with these arguments runs: None without a mesh, which the others need."""
+    if mesh is not None:
+        return OverRanks(mesh, schedule, sharding, codec, pool)  # pyright: ignore[reportArgumentType]
+    require_choice("schedule", schedule, SCHEDULES)
+    given = {"schedule": None if schedule == "auto" else schedule, "sharding": sharding, "codec": codec, "pool": pool}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} says how the ranks of a mesh share the work and needs mesh; got {name}={value!r}")
+    return None

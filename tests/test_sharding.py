@@ -1,0 +1,124 @@
+"""Sharding: each position is held once, in order, by the rank that the rule names."""
+
+import pickle
+from itertools import chain, pairwise
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from flexdilated.distributed import Sharding
+
+orders = st.sampled_from(["contiguous", "zigzag"])
+
+
+@st.composite
+def ragged(draw) -> Sharding:
+    """Lengths that differ, zeros among them."""
+    lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any))
+    return Sharding(sum(lengths), len(lengths), draw(orders), lengths)
+
+
+shardings = st.builds(Sharding, st.integers(1, 60), st.integers(1, 13), orders) | ragged()
+
+
+def held(sharding: Sharding) -> list[list[int]]:
+    return [[position for run in sharding.ranges(rank) for position in run] for rank in range(sharding.num_ranks)]
+
+
+@given(shardings)
+@example(Sharding(3, 7))
+@example(Sharding(3, 7, "zigzag"))
+@example(Sharding(1, 1, "zigzag"))
+@example(Sharding(4, 3, "zigzag", [2, 0, 2]))
+def test_each_position_is_held_once_and_in_order(sharding: Sharding) -> None:
+    by_rank = held(sharding)
+    assert sorted(chain(*by_rank)) == list(range(sharding.num_tokens))
+    assert all(positions == sorted(positions) for positions in by_rank)
+    assert [len(positions) for positions in by_rank] == list(sharding.lengths)
+    for rank, positions in enumerate(by_rank):
+        assert sharding.length(rank) == len(positions)
+        runs = sharding.ranges(rank)
+        assert all(run.step == 1 and len(run) > 0 for run in runs)
+        assert all(first.stop < second.start for first, second in pairwise(runs))
+        found = sharding.positions(rank)
+        assert found.dtype == torch.int64
+        assert found.tolist() == positions
+
+
+@given(shardings)
+def test_numbers_are_the_sharding(sharding: Sharding) -> None:
+    numbers = sharding.numbers()
+    assert all(type(number) is int for number in numbers)
+    assert Sharding.of(numbers) == sharding
+    assert Sharding.of(list(numbers)).ranges(0) == sharding.ranges(0)
+    assert pickle.loads(pickle.dumps(sharding)) == sharding
+    assert eval(repr(sharding)) == sharding
+
+
+@given(st.integers(1, 60), st.integers(1, 13))
+def test_lengths_are_as_equal_as_can_be(num_tokens: int, num_ranks: int) -> None:
+    lengths = Sharding(num_tokens, num_ranks).lengths
+    assert max(lengths) - min(lengths) <= 1
+    assert list(lengths) == sorted(lengths, reverse=True)
+    zigzag = Sharding(num_tokens, num_ranks, "zigzag")
+    starts = sorted(run.start for rank in range(num_ranks) for run in zigzag.ranges(rank))
+    if num_tokens >= 2 * num_ranks:
+        each, longer = divmod(num_tokens, 2 * num_ranks)
+        chunks = [each + (index < longer) for index in range(2 * num_ranks)]
+        expected = [sum(chunks[:index]) for index in range(2 * num_ranks) if index != num_ranks]
+        assert starts == expected  # without the last rank's second chunk, which its first one touches
+
+
+@given(shardings)
+def test_zigzag_pairs_an_early_chunk_with_a_late_one(sharding: Sharding) -> None:
+    """By the definition: chunks laid out one after the other, rank r's being r and 2W - 1 - r."""
+    if sharding.order == "contiguous":
+        assert [*chain(*held(sharding))] == list(range(sharding.num_tokens))
+        return
+    first = [positions[: (len(positions) + 1) // 2] for positions in held(sharding)]
+    second = [positions[(len(positions) + 1) // 2 :] for positions in held(sharding)]
+    assert [*chain(*first, *reversed(second))] == list(range(sharding.num_tokens))
+
+
+def test_written_out() -> None:
+    assert [Sharding(10, 3).ranges(rank) for rank in range(3)] == [(range(4),), (range(4, 7),), (range(7, 10),)]
+    assert [Sharding(13, 2, "zigzag").ranges(rank) for rank in range(2)] == [
+        (range(4), range(10, 13)),
+        (range(4, 10),),
+    ]
+    assert Sharding(2, 3).ranges(2) == ()
+    assert Sharding(8, 2) == Sharding(8, 2, shard_lengths=[4, 4])
+    assert hash(Sharding(8, 2)) == hash(Sharding(8, 2, shard_lengths=(4, 4)))
+    assert Sharding(8, 2) != Sharding(8, 2, "zigzag")
+
+
+def test_a_billion_tokens_on_many_ranks_are_no_work() -> None:
+    sharding = Sharding(2**30 + 1, 4096, "zigzag")
+    assert sharding.ranges(0) == (range(131073), range(2**30 + 1 - 131072, 2**30 + 1))
+    assert sum(sharding.lengths) == 2**30 + 1
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Sharding(0, 1), ValueError, "num_tokens must be at least 1; got num_tokens=0"),
+        (lambda: Sharding(8.0, 2), TypeError, "num_tokens must be an integer"),
+        (lambda: Sharding(8, 0), ValueError, "num_ranks must be at least 1; got num_ranks=0"),
+        (lambda: Sharding(8, True), TypeError, "num_ranks must be an integer"),
+        (lambda: Sharding(8, 2, "striped"), ValueError, "order must be one of 'contiguous', 'zigzag'"),
+        (lambda: Sharding(8, 2, "zigzag", [8]), ValueError, "one entry a rank; got 1 entries and num_ranks=2"),
+        (lambda: Sharding(8, 2, shard_lengths=[4, 5]), ValueError, "got a sum of 9 and num_tokens=8"),
+        (lambda: Sharding(8, 2, shard_lengths=[9, -1]), ValueError, r"shard_lengths\[1\] must be at least 0; got"),
+        (lambda: Sharding(8, 2, shard_lengths=[4.0, 4]), TypeError, r"shard_lengths\[0\] must be an integer"),
+        (lambda: Sharding(8, 2, shard_lengths="44"), TypeError, "sequence of integers or None; got str"),
+        (lambda: Sharding(8, 2, shard_lengths=8), TypeError, "sequence of integers or None; got int"),
+        (lambda: Sharding(8, 2).ranges(2), ValueError, "rank must be at most 1; got rank=2"),
+        (lambda: Sharding(8, 2).length(-1), ValueError, "rank must be at least 0; got rank=-1"),
+        (lambda: Sharding(8, 2).positions("0"), TypeError, "rank must be an integer"),
+    ],
+)
+def test_bad_input(make, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()

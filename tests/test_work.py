@@ -1,0 +1,97 @@
+"""Work of ranks: every pair of every rank's queries is counted, once a branch, at any size and without forming it."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexdilated import masks
+from flexdilated.distributed import Sharding
+from flexdilated.distributed._work import work_of_ranks
+from flexdilated.masks import _exact_pairs, _query_pairs
+from flexdilated.masks._box import Box, Progression
+from flexdilated.masks._exact_pairs import exact_pairs
+from flexdilated.masks._query_pairs import pairs_of_queries
+from tests.strategies import Twin, sets, whole_cases
+
+# W ranks, N tokens
+
+
+@st.composite
+def shardings(draw: st.DrawFn, num_tokens: int) -> Sharding:
+    """Any number of ranks in either order; shards of equal and of any lengths, empty ones among them."""
+    ranks, order = draw(st.integers(1, 6)), draw(st.sampled_from(["contiguous", "zigzag"]))
+    if draw(st.booleans()):
+        return Sharding(num_tokens, ranks, order)
+    ends = sorted(draw(st.lists(st.integers(0, num_tokens), min_size=ranks - 1, max_size=ranks - 1)))
+    edges = [0, *ends, num_tokens]
+    return Sharding(num_tokens, ranks, order, [stop - start for start, stop in zip(edges, edges[1:], strict=False)])
+
+
+@pytest.fixture(params=["as it is", "in small steps"], autouse=True, scope="module")
+def steps(request):
+    """The sizes at which the count changes its ways, and the same at the sizes of the drawn cases."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "in small steps":
+            patch.setattr(_query_pairs, "_LEAST_ROWS", 2)
+            patch.setattr(_exact_pairs, "_CELL_SIDE", 2)
+            patch.setattr(_exact_pairs, "_FRONTIER", 5)
+        yield
+
+
+@given(st.data())
+def test_every_pair_is_counted_where_its_query_is(data: st.DataObject) -> None:
+    case = data.draw(whole_cases())
+    sharding = data.draw(shardings(case.num_queries))
+    first = data.draw(st.integers(0, case.num_heads - 1))
+    here = data.draw(st.integers(1, case.num_heads - first))
+    rows = case.counts()[first : first + here].sum((0, 2))
+    expected = [int(rows[sharding.positions(rank)].sum()) for rank in range(sharding.num_ranks)]
+    heads = {"num_heads": here, "head_offset": first, "num_heads_global": case.num_heads}
+    assert work_of_ranks(case.twin.pattern, sharding, **heads).tolist() == expected
+
+
+REPEATING = {
+    "confined": masks.dilated(6, 4, 1) & masks.causal(),
+    "window": masks.local_window(left=7, right=2),
+    "window, causal": masks.local_window(left=9, right=0) & masks.causal(),
+    "ahead alone": masks.local_window(left=0, right=11),
+    "dilated window": masks.dilated_window(left=3, right=1, rate=3),
+    "of two kinds": (masks.dilated(8, 2) | masks.local_window(left=3, right=3)) & masks.causal(),
+    "blocks of windows": masks.blockwise(masks.local_window(left=1, right=1), 3),
+    "never": masks.dilated(8, 2) & ~masks.dilated(4, 2),
+    "far to one side": masks.strided(5) & masks.causal(),
+}
+
+
+@pytest.mark.parametrize("pattern", REPEATING.values(), ids=REPEATING)
+@pytest.mark.parametrize("num_tokens", [1, 23, 60, 96])
+def test_runs_of_queries_anywhere(pattern, num_tokens) -> None:
+    """All runs at once, the empty ones too."""
+    zero, position = torch.zeros((), dtype=torch.int64), torch.arange(num_tokens)
+    mod = pattern.mask_mod(num_heads=1, device=torch.device("cpu"))
+    seen = [0, *accumulate(mod(zero, zero, position[:, None], position).sum(1).tolist())]
+    start, stop = torch.cartesian_prod(torch.arange(num_tokens + 1), torch.arange(num_tokens + 1)).unbind(1)
+    start, stop = start[start <= stop], stop[start <= stop]
+    expected = torch.tensor(seen)[stop] - torch.tensor(seen)[start]
+    assert torch.equal(pairs_of_queries(pattern, start, stop, num_tokens), expected)
+
+
+@given(st.data())
+def test_boxes_anywhere(data: st.DataObject) -> None:
+    """Queries and keys apart, as the parts of a stretch are."""
+    twin: Twin = data.draw(sets(1))
+    numbers = st.lists(st.integers(0, 40), min_size=3, max_size=3)
+    q, k, rows, columns = (torch.tensor(data.draw(numbers)) for _ in range(4))
+    try:
+        twin.pattern.check_tokens(range(80), range(80))
+    except ValueError:
+        return  # a block list names keys beyond these, or a grid is smaller
+    boxes = Box(torch.zeros_like(q), Progression(q, 1, rows), Progression(k, 1, columns))
+    expected = [
+        int(twin.rule(0, 1, torch.arange(a, a + m), torch.arange(b, b + n)).sum()) if m and n else 0
+        for a, b, m, n in zip(q.tolist(), k.tolist(), rows.tolist(), columns.tolist(), strict=True)
+    ]
+    assert exact_pairs(twin.pattern.for_head(0, 1), boxes).tolist() == expected
