@@ -11,10 +11,12 @@ import torch
 from ._algebra import And, Every, Not, Or
 from ._asked import Asked, moved
 from ._blockwise import Blockwise
+from ._causal import Causal
 from ._dilated import Dilated
 from ._fixed import Fixed
 from ._global_tokens import GlobalTokens
 from ._landmark_tokens import LandmarkTokens
+from ._local_window import LocalWindow
 from ._pattern import Pattern, common_period
 from ._per_document import PerDocument
 from ._range_union import ranges_of
@@ -33,7 +35,7 @@ _ALL = range(1 << 62)
 
 def narrowed(asked: Asked) -> Parts | None:
     """Questions whose answers together are the answer; None where no rule has a form that helps."""
-    for narrow in (_plainer, _one_sided, _few_segments, _spans, _alternatives, _segments, _blocks):
+    for narrow in (_plainer, _one_sided, _near, _few_segments, _spans, _alternatives, _segments, _blocks):
         for factor in asked.factors:
             rest = asked.of(*(other for other in asked.factors if other != factor))
             parts = narrow(factor, rest)
@@ -77,6 +79,25 @@ def _one_sided(factor: Pattern, rest: Asked) -> Parts | None:
         chosen = _chosen(factor)
         return _same([rest.from_queries(chosen) if factor.rows else rest.to_keys(chosen)])
     return None
+
+
+def _near(factor: Pattern, rest: Asked) -> Parts | None:
+    """Causal order and windows: where not all queries and keys are near enough, or all are, or nothing else counts."""
+    if not isinstance(factor, Causal | LocalWindow):
+        return None
+    left, right = (factor.left, factor.right) if isinstance(factor, LocalWindow) else (_ALL.stop, 0)
+    queries, keys = rest.queries, rest.keys
+    near = rest.within(
+        range(max(0, keys.start - right), keys[-1] + left + 1),
+        range(max(0, queries.start - left), queries[-1] + right + 1),
+    )
+    if near.is_empty:
+        return []
+    furthest = max(near.queries[-1] - near.keys.start - left, near.keys[-1] - near.queries.start - right)
+    gapless = not rest.factors and near.queries.step <= left + right + 1
+    if furthest <= 0 or gapless:
+        return _same([near])
+    return None if near == rest else _same([near.of(*near.factors, factor)])
 
 
 def _chosen(factor: GlobalTokens | LandmarkTokens) -> range:

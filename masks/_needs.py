@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import product
 
 from ._asked import Asked
@@ -27,11 +27,24 @@ def needed_keys(
     has no rule, and run-time tensors without values.
     """
     require_expression(pattern).check_heads(require_int("num_heads_global", num_heads_global, minimum=1))
-    found: list[range] = []
-    for rule, head in _rules(pattern, heads, num_heads_global).items():
-        for q, k in product(queries, keys):
-            found += keys_seen(Asked((rule,), q, k, head, num_heads_global))
-    return union_of(found)
+    return keys_of_rules(rules_of_heads(pattern, heads, num_heads_global), queries, keys, num_heads=num_heads_global)
+
+
+def keys_of_rules(rules: Mapping[Pattern, int], queries: Ranges, keys: Ranges, *, num_heads: int) -> Ranges:
+    """The keys that some query may attend to by some of these rules for one head, each with a head that follows it."""
+    asked = (Asked((rule,), q, k, head, num_heads) for rule, head in rules.items() for q, k in product(queries, keys))
+    return union_of(found for each in asked for found in keys_seen(each))
+
+
+def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) -> dict[Pattern, int]:
+    """The distinct rules of these heads, of all branches and batch entries, each with a head that follows it."""
+    rules: dict[Pattern, int] = {}
+    for head in heads:
+        require_int("heads", head, minimum=0, maximum=num_heads - 1)
+        for batch in range(num_entries(pattern)):
+            for branch in entry(pattern, batch).branches():
+                rules.setdefault(branch.for_head(head, num_heads), head)
+    return rules
 
 
 def keys_seen(asked: Asked) -> list[range]:
@@ -45,14 +58,3 @@ def keys_seen(asked: Asked) -> list[range]:
         return [keys for part, restored in parts for keys in restored(keys_seen(part))]
     by_distance = found_by_distance(asked)
     return found_by_boxes(asked) if by_distance is None else by_distance
-
-
-def _rules(pattern: Expression, heads: Iterable[int], num_heads: int) -> dict[Pattern, int]:
-    """The distinct rules for one head, each with a head that follows it."""
-    rules: dict[Pattern, int] = {}
-    for head in heads:
-        require_int("heads", head, minimum=0, maximum=num_heads - 1)
-        for batch in range(num_entries(pattern)):
-            for branch in entry(pattern, batch).branches():
-                rules.setdefault(branch.for_head(head, num_heads), head)
-    return rules

@@ -105,7 +105,7 @@ class _Search:
         return _Boxes(q_first[part], q_count[part], k_first, k_count)
 
     def look(self, boxes: _Boxes) -> Tensor:
-        """The keys of small boxes that see a query, pair by pair; in rounds, as few boxes often show all keys of a run."""
+        """The keys of small boxes that see a query, pair by pair."""
         runs, number = boxes.key_runs()
         first, count = (torch.zeros(runs, dtype=torch.int64) for _ in range(2))
         first[number], count[number] = boxes.k_first, boxes.k_count
@@ -113,6 +113,7 @@ class _Search:
         open_keys = place < count[:, None]
         seen = torch.zeros(runs, _SIDE, dtype=torch.bool)
         turn = _turns(number, runs)
+        # In rounds: a few of the boxes with the same keys often show all of them.
         begin, rounds = 0, 1
         while len(turn):
             now = (turn >= begin) & (turn < begin + rounds)

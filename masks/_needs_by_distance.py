@@ -74,8 +74,8 @@ class _Lags:
         """Bounds on the allowed lags of each interval; exact for single lags."""
         head, query = torch.full_like(begin, self.asked.head), torch.full_like(begin, self.query)
         first = self.first_key + self.step * begin
-        box = Box(head, Progression(query, self.step, torch.ones_like(query)), Progression(first, self.step, end - begin))
-        bounds = self.asked.rule.count(box, num_heads=self.asked.num_heads)
+        q, k = Progression(query, self.step, torch.ones_like(query)), Progression(first, self.step, end - begin)
+        bounds = self.asked.rule.count(Box(head, q, k), num_heads=self.asked.num_heads)
         single = ((end - begin == 1) & (bounds.low < bounds.high)).nonzero().squeeze(1)
         if not len(single):
             return bounds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from jaxtyping import Int64
@@ -133,7 +133,7 @@ def _interleaved(ranges: list[range], step: int) -> list[range]:
     """Ranges of one step that fill each other's gaps evenly, as one of a smaller step where all of them reach."""
     residues = sorted({each.start % step for each in ranges})
     gap = step // len(residues)
-    evenly = step % len(residues) == 0 and all(b - a == gap for a, b in zip(residues, residues[1:], strict=False))
+    evenly = step % len(residues) == 0 and all(b - a == gap for a, b in pairwise(residues))
     if len(residues) < 2 or len(residues) < len(ranges) or not evenly:
         return ranges
     begin = max(each.start for each in ranges) - step + gap

@@ -43,7 +43,7 @@ def errors(facts_by_rank: list[dict]) -> str:
 
 def disagree_and_go_on() -> list[str]:
     ranks = all_ranks()
-    rounds = [{"num_tokens": 8 + dist.get_rank()}, {"num_tokens": 8}, {"num_tokens": 8 + dist.get_rank()}]
+    rounds = [{"num_tokens": 8 + dist.get_rank()}, {"num_tokens": 7}, {"num_tokens": 8 + dist.get_rank()}]
     return [error_of(ranks, facts) for facts in rounds]
 
 
@@ -56,7 +56,7 @@ def rows_of_a_mesh() -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
     ranks = Ranks.of(mesh["sequence"])
     row = dist.get_rank() // 2
-    return [error_of(ranks, {"num_tokens": row}), error_of(ranks, {"num_tokens": dist.get_rank()})]
+    return [error_of(ranks, {"num_tokens": 8 + row}), error_of(ranks, {"num_tokens": dist.get_rank()})]
 
 
 def changes_on_rank_0() -> None:

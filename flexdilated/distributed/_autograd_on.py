@@ -7,14 +7,20 @@ from contextlib import contextmanager
 
 import torch
 from torch import _C
+from torch._C import DispatchKey
+
+_KEYS = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor)
 
 
 @contextmanager
 def autograd_on() -> Iterator[None]:
-    """Operations record for autograd, as outside of the op; `torch.enable_grad` alone does nothing there.
+    """Operations record for autograd as they do outside of an op; `torch.enable_grad` alone does nothing in one.
 
-    An op's kernel runs with autograd's dispatch keys excluded on this thread, since the op as a whole has its own
-    derivative. For an engine whose backward is autograd's, the op's kernel needs them back.
+    An op's kernel runs without autograd's dispatch keys, since the op as a whole has a derivative of its own. Where
+    it calls an engine whose backward is autograd's, it needs them.
     """
-    included, excluded = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
-    keys = excluded - _C._dispatch_keyset_full_after...
+    excluded = _C._dispatch_tls_local_exclude_set()
+    for key in _KEYS:
+        excluded = excluded.remove(key)
+    with _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield

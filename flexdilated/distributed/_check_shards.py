@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._validate import check_tensors
+from ._agreement import check_device
 from ._ranks import Ranks
 from ._sharding import Sharding
 
@@ -16,8 +17,7 @@ def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sha
     check_tensors(*_with_a_token(q, k, v), enable_gqa=enable_gqa)
     if sharding.num_ranks != ranks.size:
         raise ValueError(f"the sharding must be over the ranks of the mesh, {ranks.size}; got {sharding.num_ranks}")
-    if q.device.type != ranks.device_type:
-        raise ValueError(f"q, k and v must be on the mesh's kind of device, {ranks.device_type}; got {q.device}")
+    check_device(ranks, q)
     length = sharding.length(ranks.rank)
     if not q.shape[2] == k.shape[2] == length:
         raise ValueError(

@@ -30,13 +30,13 @@ class Codec(ABC):
         """Bytes of a row of so many numbers of this dtype."""
 
     @abstractmethod
-    def _bytes(self, x: Float[Tensor, "... D"]) -> UInt8[Tensor, "... R"]: ...
+    def _bytes(self, x: Float[Tensor, "... D"], out: UInt8[Tensor, "... R"] | None) -> UInt8[Tensor, "... R"]: ...
 
     @abstractmethod
     def _fill(self, out: Float[Tensor, "... D"], wire: UInt8[Tensor, "... R"], dtype: torch.dtype) -> None: ...
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raises TypeError for rows of a dtype that no codec writes, and ValueError for one that this codec does not."""
+        """Raises TypeError for a dtype that no codec writes, and ValueError for one that this codec does not."""
         if dtype not in _DTYPES:
             raise TypeError(f"rows must be float64, float32, bfloat16 or float16; got {dtype}")
 
@@ -44,8 +44,7 @@ class Codec(ABC):
     def encode(self, x: Float[Tensor, "... D"], out: UInt8[Tensor, "... R"] | None = None) -> UInt8[Tensor, "... R"]:
         """The bytes of the rows, in `out` if given: any strides. Without it they may share memory with x."""
         self.check(x.dtype)
-        wire = self._bytes(x)
-        return wire if out is None else out.copy_(wire)
+        return self._bytes(x, out)
 
     @torch.no_grad()
     def decode(
@@ -55,7 +54,7 @@ class Codec(ABC):
         dtype: torch.dtype,
         out: Float[Tensor, "... D"] | None = None,
     ) -> Float[Tensor, "... D"]:
-        """The rows, in `out` if given: any strides, any floating dtype. head_dim and dtype are those of the rows written.
+        """The rows, in `out` if given: any strides, any floating dtype. Rows of head_dim and dtype had been written.
 
         Raises ValueError where these do not fit the bytes, or `out` does not fit the rows.
         """
@@ -81,8 +80,9 @@ class Plain(Codec):
     def row_bytes(self, head_dim: int, dtype: torch.dtype) -> int:
         return head_dim * dtype.itemsize
 
-    def _bytes(self, x: Float[Tensor, "... D"]) -> UInt8[Tensor, "... R"]:
-        return x.contiguous().view(torch.uint8)
+    def _bytes(self, x: Float[Tensor, "... D"], out: UInt8[Tensor, "... R"] | None) -> UInt8[Tensor, "... R"]:
+        wire = x.contiguous().view(torch.uint8)
+        return wire if out is None else out.copy_(wire)
 
     def _fill(self, out: Float[Tensor, "... D"], wire: UInt8[Tensor, "... R"], dtype: torch.dtype) -> None:
         out.copy_(_viewed(wire, dtype))
@@ -91,8 +91,8 @@ class Plain(Codec):
 class Bf16(Codec):
     """Two bytes a number, rounded to nearest: within 2⁻⁸ of it, where it is a normal number.
 
-    What is beyond bfloat16's largest number, 3.39e38, becomes infinite; infinite and NaN stay so. bfloat16 comes back as
-    it was. Refused for float16, which is no wider and more exact.
+    What is beyond bfloat16's largest number, 3.39e38, becomes infinite; infinite and NaN stay so. bfloat16 itself
+    comes back as it was. Refused for float16, which is no wider and more exact.
     """
 
     name = "bf16"
@@ -103,10 +103,11 @@ class Bf16(Codec):
     def check(self, dtype: torch.dtype) -> None:
         super().check(dtype)
         if dtype == torch.float16:
-            raise ValueError('codec "bf16" writes rows wider than float16, which it would only make less exact; got them')
+            raise ValueError('codec "bf16" writes rows wider than float16, which it would only make less exact')
 
-    def _bytes(self, x: Float[Tensor, "... D"]) -> UInt8[Tensor, "... R"]:
-        return x.to(torch.bfloat16).contiguous().view(torch.uint8)
+    def _bytes(self, x: Float[Tensor, "... D"], out: UInt8[Tensor, "... R"] | None) -> UInt8[Tensor, "... R"]:
+        wire = x.to(torch.bfloat16).contiguous().view(torch.uint8)
+        return wire if out is None else out.copy_(wire)
 
     def _fill(self, out: Float[Tensor, "... D"], wire: UInt8[Tensor, "... R"], dtype: torch.dtype) -> None:
         out.copy_(_viewed(wire, torch.bfloat16))
@@ -124,17 +125,22 @@ class Int8(Codec):
     def row_bytes(self, head_dim: int, dtype: torch.dtype) -> int:
         return _SCALE_BYTES + head_dim
 
-    def _bytes(self, x: Float[Tensor, "... D"]) -> UInt8[Tensor, "... R"]:
+    def _bytes(self, x: Float[Tensor, "... D"], out: UInt8[Tensor, "... R"] | None) -> UInt8[Tensor, "... R"]:
+        if out is None:
+            out = torch.empty((*x.shape[:-1], self.row_bytes(x.shape[-1], x.dtype)), dtype=torch.uint8, device=x.device)
         rows = x if x.dtype == torch.float64 else x.float()
-        scale = (rows.abs().amax(-1, keepdim=True) / _LEVELS).float().clamp_min(_LEAST_SCALE)
+        low, high = rows.aminmax(dim=-1, keepdim=True)
+        scale = (torch.maximum(-low, high) / _LEVELS).float().clamp_min_(_LEAST_SCALE)
         scale = scale.where(scale.isfinite(), float("nan"))
-        levels = (rows / scale).round_().clamp_(-_LEVELS, _LEVELS).nan_to_num_(0).to(torch.int8)
-        return torch.cat((scale.view(torch.uint8), levels.view(torch.uint8)), dim=-1)
+        levels = (rows / scale).round_().clamp_(-_LEVELS, _LEVELS).nan_to_num_(0)
+        out[..., :_SCALE_BYTES] = scale.view(torch.uint8)
+        out[..., _SCALE_BYTES:].view(torch.int8).copy_(levels)
+        return out
 
     def _fill(self, out: Float[Tensor, "... D"], wire: UInt8[Tensor, "... R"], dtype: torch.dtype) -> None:
         scale = _viewed(wire[..., :_SCALE_BYTES], torch.float32)
-        # Both factors are exact in the product's dtype, so that it is rounded once, to that of `out`.
-        torch.mul(wire[..., _SCALE_BYTES:].view(torch.int8), scale.to(torch.promote_types(torch.float32, out.dtype)), out=out)
+        # Multiplied in float32 or wider, where both factors are exact, and rounded once, to the dtype of `out`.
+        torch.mul(wire[..., _SCALE_BYTES:].view(torch.int8), scale, out=out)
 
 
 _CODECS: dict[CodecName | None, Codec] = {codec.name: codec for codec in (Plain(), Bf16(), Int8())}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,8 +18,10 @@ from ._traffic import record
 
 CodecChoice = CodecName | Literal["auto"] | None
 
+# Of a row, |decoded − row| / |row|. int8: half a scale, with what float32 rounds, over a row whose numbers all have one
+# magnitude; as many times that as the row's peak otherwise.
 _BF16_ERROR = 2.0**-8
-_INT8_ERROR = 1 / 254  # of a row whose numbers all have one magnitude; times its peak otherwise
+_INT8_ERROR = 0.50001 / 127
 
 
 def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtype) -> None:
@@ -39,19 +40,40 @@ def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtyp
 def choose_codec(
     k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], error_bound: float, ranks: Ranks | None = None
 ) -> Codec:
-    """The codec with the fewest bytes whose error, |decoded − row| / |row|, is within the bound for each row of all ranks.
+    """The codec with the fewest bytes that keeps each row of all ranks within the bound on |decoded − row| / |row|.
 
-    All ranks must call it, with the same bound, and get the same answer: where int8 is in question they compare one
-    number, in one collective of 4 bytes. Below 1/256 none is: rows go as they are. ranks=None: this process alone.
-    A row that is not finite rules out int8.
+    All ranks must call it, with the same bound and dtype, and get the same answer: they compare one number, in one
+    collective of 8 bytes, unless int8 could not keep the bound whatever the rows. ranks=None: this process alone. A row
+    that is not finite rules out int8; bf16 needs numbers within bfloat16's range.
     """
-    if error_bound < _INT8_ERROR:
-        return codec_named(_without_int8(error_bound, k.dtype))
-    peak = max(row_peak(k), row_peak(v))
-    if ranks is not None and ranks.size > 1:
-        peak = _largest(peak, ranks)
-    return codec_named("int8" if peak * _INT8_ERROR <= error_bound else _without_int8(error_bound, k.dtype))
+    rounding = torch.finfo(k.dtype).eps / 2 if k.dtype.itemsize == 2 else 0.0  # what is decoded is of this dtype again
+    largest_peak = (error_bound - rounding) / _INT8_ERROR
+    if largest_peak >= 1 and _peak_of_all(max(row_peak(k), row_peak(v)), ranks) <= largest_peak:
+        return codec_named("int8")
+    wider = k.dtype.itemsize > torch.bfloat16.itemsize
+    return codec_named("bf16" if wider and error_bound >= _BF16_ERROR else None)
 
 
-def _without_int8(error_bound: float, dtype: torch.dtype) -> CodecName | None:
-    return "bf16" if error_bound >= _BF16_ERROR and dtype.itemsize > torch.bfloat16.itemsize else None
+def row_peak(x: Float[Tensor, "... D"]) -> float:
+    """The largest magnitude in a row over the row's root mean square, in the row where that is most; 1 without rows.
+
+    Infinite where a row is not finite, or so small or large that its scale as int8 is no normal number of float32.
+    """
+    if x.numel() == 0:
+        return 1.0
+    rows = x if x.dtype == torch.float64 else x.float()
+    low, high = rows.aminmax(dim=-1, keepdim=True)
+    largest = torch.maximum(-low, high)
+    peaks = (rows / largest).square_().mean(-1, keepdim=True).rsqrt_()
+    float32 = torch.finfo(torch.float32)
+    sound = (largest >= 127 * float32.tiny) & (largest <= float32.max)
+    return float(peaks.where(sound, math.inf).where(largest != 0, 1.0).amax())
+
+
+def _peak_of_all(peak: float, ranks: Ranks | None) -> float:
+    if ranks is None or ranks.size == 1:
+        return peak
+    shared = torch.tensor(peak, dtype=torch.float64, device=ranks.device_type)
+    dist.all_reduce(shared, dist.ReduceOp.MAX, group=group_of(ranks.name))
+    record("set-up", sent=shared.nbytes, received=shared.nbytes)
+    return shared.item()

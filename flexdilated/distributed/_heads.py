@@ -134,12 +134,11 @@ def attend_heads(
     q, k, v = autocast(q, k, v)
     check_shards(q, k, v, ranks=ranks, sharding=sharding, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
-    heads = check_sizes(
-        pattern, q, q_offset=0, k_offset=0, head_offset=head_offset, num_heads_global=num_heads_global
-    )
+    heads = check_sizes(pattern, q, q_offset=0, k_offset=0, head_offset=head_offset, num_heads_global=num_heads_global)
     split = HeadSplit(q.shape[1], k.shape[1], ranks.size)
     mine, numbers = split.queries[ranks.rank], list(sharding.numbers())
-    q, k, v = tokens_to_heads([q, k, v], encoded([split.queries, split.keys, split.keys]), numbers, ranks.name)
+    taken = encoded([split.queries, split.keys, split.keys])
+    q, k, v = tokens_to_heads([q, k, v], taken, numbers, ranks.name, pattern.text)
     k, v = (_as_read(x, split.read_by(ranks.rank)) for x in (k, v))
     options = {"scale": scale, "score_mod": score_mod, "bindings": bindings, "engine": engine, "block_size": block_size}
     options["sinks"] = None if sinks is None else sinks[mine.start : mine.stop]

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._ranks import group_of
+from ._agreement import check_agreement
+from ._faults import communicating
+from ._ranks import Ranks, group_of
 from ._sharding import Sharding
 from ._traffic import record
 
@@ -26,19 +28,24 @@ def encoded(tensors: Sequence[Takers]) -> list[int]:
 
 
 @torch.library.custom_op("flexdilated::tokens_to_heads", mutates_args=())
-def tokens_to_heads(shards: list[Tensor], heads: list[int], sharding: list[int], group: str) -> list[Tensor]:
+def tokens_to_heads(
+    shards: list[Tensor], heads: list[int], sharding: list[int], group: str, pattern: str = ""
+) -> list[Tensor]:
     """Of each (B, X, L, D), this rank's tokens: all ranks' tokens, in their natural order, of its heads (B, Y, N, D).
 
-    The tensors have one dtype and travel in one all-to-all; a head goes to every rank that takes it.
+    The tensors have one dtype and travel in one all-to-all; a head goes to every rank that takes it. With a pattern, in
+    JSON, the ranks first make sure that they make the same call.
     """
     rank, split, tensors = _read(heads, sharding, group)
+    if pattern:
+        check_agreement(_ranks(group, shards[0]), _facts(shards, split, pattern))
     wholes = [_whole(x, takers[rank], split) for x, takers in zip(shards, tensors, strict=True)]
     _swap(_of_shards(shards, tensors, split, rank), _of_wholes(wholes, split), like=shards[0], group=group, add=False)
     return wholes
 
 
 @tokens_to_heads.register_fake
-def _(shards, heads, sharding, group):
+def _(shards, heads, sharding, group, pattern=""):
     rank, split, tensors = _read(heads, sharding, group)
     return [_whole(x, takers[rank], split) for x, takers in zip(shards, tensors, strict=True)]
 
@@ -55,7 +62,9 @@ def heads_to_tokens(
     dtype, length = wholes[0].dtype, split.length(rank)
     shared = sum(len(taken) for takers in tensors for taken in takers) > sum(num_heads)
     wide = torch.promote_types(dtype, torch.float32) if shared else dtype
-    shards = [x.new_zeros(x.shape[0], X, length, x.shape[3], dtype=wide) for x, X in zip(wholes, num_heads, strict=True)]
+    shards = [
+        x.new_zeros(x.shape[0], X, length, x.shape[3], dtype=wide) for x, X in zip(wholes, num_heads, strict=True)
+    ]
     _swap(_of_wholes(wholes, split), _of_shards(shards, tensors, split, rank), like=wholes[0], group=group, add=shared)
     return [shard.to(dtype) for shard in shards]
 
@@ -63,19 +72,17 @@ def heads_to_tokens(
 @heads_to_tokens.register_fake
 def _(wholes, heads, num_heads, sharding, group):
     rank, split, _ = _read(heads, sharding, group)
-    return [
-        x.new_empty(x.shape[0], X, split.length(rank), x.shape[3]) for x, X in zip(wholes, num_heads, strict=True)
-    ]
+    return [x.new_empty(x.shape[0], X, split.length(rank), x.shape[3]) for x, X in zip(wholes, num_heads, strict=True)]
 
 
 def _remember_shards(ctx, inputs, output) -> None:
-    shards, *ctx.options = inputs
+    shards, *ctx.options, _ = inputs
     ctx.num_heads = [x.shape[1] for x in shards]
 
 
 def _shards_backward(ctx, grads):
     heads, sharding, group = ctx.options
-    return heads_to_tokens(list(grads), heads, ctx.num_heads, sharding, group), None, None, None
+    return heads_to_tokens(list(grads), heads, ctx.num_heads, sharding, group), None, None, None, None
 
 
 def _remember_wholes(ctx, inputs, output) -> None:
@@ -104,6 +111,26 @@ def _decoded(heads: tuple[int, ...], sharding: tuple[int, ...]) -> tuple[Shardin
     return split, tuple(tuple(each[i : i + W]) for i in range(0, len(each), W))
 
 
+def _ranks(group: str, like: Tensor) -> Ranks:
+    found = group_of(group)
+    return Ranks(group, found.size(), found.rank(), like.device.type)
+
+
+def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str) -> dict[str, object]:
+    """What all ranks must have alike for their messages to fit."""
+    batch, heads, _, head_dim = shards[0].shape
+    return {
+        "schedule": "heads",
+        "pattern": pattern,
+        "sharding": split,
+        "batch": batch,
+        "heads": heads,
+        "key/value heads": shards[-1].shape[1],
+        "head dim": head_dim,
+        "dtype": shards[0].dtype,
+    }
+
+
 def _whole(shard: Tensor, heads: range, split: Sharding) -> Tensor:
     return shard.new_empty(shard.shape[0], len(heads), split.num_tokens, shard.shape[3])
 
@@ -124,26 +151,26 @@ def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Shard
 def _of_wholes(wholes: Sequence[Tensor], split: Sharding) -> Pieces:
     """For each rank: its tokens of this rank's heads, range by range."""
     return [
-        [x[:, :, run.start : run.stop] for x in wholes for run in split.ranges(peer)]
-        for peer in range(split.num_ranks)
+        [x[:, :, run.start : run.stop] for x in wholes for run in split.ranges(peer)] for peer in range(split.num_ranks)
     ]
 
 
 def _swap(sources: Pieces, targets: Pieces, *, like: Tensor, group: str, add: bool) -> None:
     """Copy the pieces for each rank to its targets, or add them there, in the order of the ranks: one all-to-all."""
-    ranks = group_of(group)
+    ranks = _ranks(group, like)
     sizes, expected = (
-        [0 if peer == ranks.rank() else sum(piece.numel() for piece in pieces) for peer, pieces in enumerate(side)]
+        [0 if peer == ranks.rank else sum(piece.numel() for piece in pieces) for peer, pieces in enumerate(side)]
         for side in (sources, targets)
     )
     sent, received = like.new_empty(sum(sizes)), like.new_empty(sum(expected))
     for place, pieces in zip(sent.split(sizes), sources, strict=True):
         for part, piece in _cut(place, pieces):
             part.copy_(piece)
-    dist.all_to_all_single(received, sent, expected, sizes, group=ranks)
+    with communicating("the exchange of heads", ranks):
+        dist.all_to_all_single(received, sent, expected, sizes, group=group_of(group))
     record("heads", sent=sent.nbytes, received=received.nbytes)
     for peer, place in enumerate(received.split(expected)):
-        arrived = zip(sources[peer], targets[peer], strict=True) if peer == ranks.rank() else _cut(place, targets[peer])
+        arrived = zip(sources[peer], targets[peer], strict=True) if peer == ranks.rank else _cut(place, targets[peer])
         for piece, target in arrived:
             target.add_(piece) if add else target.copy_(piece)
 

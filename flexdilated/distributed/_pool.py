@@ -67,7 +67,8 @@ class _Buffer:
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """No view: nothing of the graph of an earlier lease comes with it."""
-        return torch.empty(0, dtype=dtype, device=self.device).set_(self.storage, 0, torch.Size(shape))  # pyright: ignore[reportArgumentType]
+        empty: Any = torch.empty(0, dtype=dtype, device=self.device)  # torch's stubs know another order of arguments
+        return empty.set_(self.storage, 0, torch.Size(shape))
 
 
 class Lease:
@@ -218,10 +219,11 @@ class BufferPool:
         except torch.OutOfMemoryError:
             self._idle.clear()
             storage = _allocate(num_bytes, device, self.pinned)
+        buffer = _Buffer(storage, *wanted)
         if self.debug:
-            storage.fill_(_POISON)
+            buffer.tensor((num_bytes,), torch.uint8).fill_(_POISON)
         self._counts.num_allocations += 1
-        return _Buffer(storage, *wanted)
+        return buffer
 
     def _ready(self, buffer: _Buffer) -> _Buffer:
         if buffer.read is not None:

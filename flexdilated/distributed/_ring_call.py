@@ -12,6 +12,7 @@ from .._attend_at import PlacedCall
 from ..masks._json import read_text
 from ..masks._placement import Placement
 from ..masks._run_time import Extent, names, resolve
+from ._codec import Codec
 from ._pool import BufferPool
 from ._ranks import Ranks
 from ._ring_plan import Part, Turn, turns_of
@@ -20,7 +21,7 @@ from ._sharding import Sharding
 
 @dataclass(frozen=True, eq=False)
 class RingCall:
-    """The ranks and their shards, the pattern in JSON with its run-time tensors, heads, engine, and buffers."""
+    """The ranks and their shards, the pattern in JSON with its run-time tensors, heads, engine, and the way to send."""
 
     ranks: Ranks
     sharding: Sharding
@@ -32,6 +33,7 @@ class RingCall:
     num_heads_global: int
     engine: str
     sides: tuple[int, ...]
+    codec: Codec
     pool: BufferPool | None
 
     @cached_property

@@ -17,47 +17,49 @@ from ._ring_transfers import Gradients, Shard, rotate
 
 def run_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out (B, H, L, D) in q's dtype, lse (B, H, L)); the sums over shards are kept in float32 or wider."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if not len(call.own):  # nobody sends to a rank without queries, nor waits for one without keys
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
     sums: list[Tensor] = []
 
     def visit(shard: Shard) -> None:
         if not len(shard.part):
             return
-        bindings = list(call.bindings)
-        out, lse = call.with_keys_of(shard.part).forward(q, shard.k, shard.v, None, bindings, return_lse=True)
+        placed, bindings = call.with_keys_of(shard.part), list(call.bindings)
+        out, lse = placed.forward(q, shard.k, shard.v, None, bindings, return_lse=True)
         assert lse is not None
         if sums:
-            merge_(*sums, out, lse)
+            merge_(sums[0], sums[1], out, lse)
         else:
-            sums.extend((out.to(lse.dtype), lse))
+            sums.extend((out.to(wide), lse.to(wide)))
 
     rotate(call, k, v, visit)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out, lse = sums or (torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide))
+    out, lse = sums
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
     return _as(out, q), lse.contiguous()
 
 
-def run_backward(
-    call: RingCall, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows
-) -> tuple[Tensor, Tensor, Tensor]:
+def run_backward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv): the shards come again, and the gradients of each go straight back to its owner."""
+    if not len(call.own):
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-    gradients = Gradients(call, dk, dv)
+    gradients = Gradients(call, dk, dv, k)
 
     def visit(shard: Shard) -> None:
         found: list[Tensor] = []
         if len(shard.part):
             with autograd_on():
                 placed = call.with_keys_of(shard.part)
-                own, *found = placed.backward(q, shard.k, shard.v, list(call.bindings), whole)
-            dq.add_(own)
+                of_queries, *found = placed.backward(q, shard.k, shard.v, list(call.bindings), whole)
+            dq.add_(of_queries)
         if shard.turn is not None:
-            gradients.exchange(shard.turn, found, like=k)
+            gradients.exchange(shard.turn, found)
         else:
-            for total, grad in zip((dk, dv), found, strict=True):
-                total.add_(grad)
+            dk.add_(found[0])
+            dv.add_(found[1])
 
     try:
         rotate(call, k, v, visit)

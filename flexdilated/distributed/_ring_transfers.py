@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from ._codec import Codec, gradient_codec
 from ._messages import Message, Posted, post
 from ._pool import Lease, lease_from
 from ._ring_call import RingCall
@@ -26,36 +28,21 @@ class Shard:
     v: Tensor
 
 
-@dataclass(frozen=True)
-class _Transfer:
-    """Messages on their way, and the memory for what comes: (2, B, G, S, D)."""
-
-    posted: Posted
-    lease: Lease
-
-    def give_up(self) -> None:
-        self.posted.drop()
-        self.lease.release()
-
-
 def rotate(call: RingCall, k: Tensor, v: Tensor, visit: Callable[[Shard], None]) -> None:
-    """Show this rank's own shard, if it has tokens, then turn by turn what comes; the next is on its way meanwhile.
+    """Show this rank's own shard, then turn by turn what comes; what comes next is on its way meanwhile.
 
-    A turn in which nothing comes shows an empty part. What came is gone after its visit, so what two ranks sent is
-    held at most.
+    A turn in which nothing comes shows an empty part. What came goes after its visit: the shards of two other ranks
+    are held at most.
     """
-    mine = k.contiguous(), v.contiguous()
+    mine = [_written(x, call.codec) for x in (k, v)]
     begun: list[_Transfer] = []
     try:
-        begun += [_send_keys(call, turn, mine) for turn in call.turns[:1]]
-        if len(call.own):
-            visit(Shard(None, call.own, *mine))
+        begun += [_send_keys(call, turn, mine, k) for turn in call.turns[:1]]
+        visit(Shard(None, call.own, k, v))
         for index, turn in enumerate(call.turns):
-            here = begun[index]
-            here.posted.wait()
-            begun += [_send_keys(call, following, mine) for following in call.turns[index + 1 : index + 2]]
-            visit(Shard(turn, turn.received, *here.lease.tensor))
-            here.lease.release()
+            begun[index].posted.wait()
+            begun += [_send_keys(call, following, mine, k) for following in call.turns[index + 1 : index + 2]]
+            _show(call, turn, begun[index], k, visit)
         for transfer in begun:
             transfer.posted.wait_for_all()
     finally:
@@ -66,23 +53,23 @@ def rotate(call: RingCall, k: Tensor, v: Tensor, visit: Callable[[Shard], None])
 class Gradients:
     """The gradients of this rank's keys and values; others send what they computed with them.
 
-    What comes is added turn by turn, in float32 or wider.
+    What comes is added turn by turn.
     """
 
-    def __init__(self, call: RingCall, dk: Tensor, dv: Tensor) -> None:
-        """dk, dv (B, G, L, D) are added to in place."""
-        self._call, self.totals = call, (dk, dv)
+    def __init__(self, call: RingCall, dk: Tensor, dv: Tensor, like: Tensor) -> None:
+        """dk, dv (B, G, L, D), in float32 or wider, are added to in place; `like` is k."""
+        self._call, self._totals, self._like = call, (dk, dv), like
+        self._codec = gradient_codec(call.codec, like.dtype)
         self._begun: tuple[Turn, _Transfer] | None = None
 
-    def exchange(self, turn: Turn, grads: Sequence[Tensor], like: Tensor) -> None:
-        """Begin to send these gradients of what came in a turn back, and to receive those of what went.
+    def exchange(self, turn: Turn, grads: Sequence[Tensor]) -> None:
+        """Begin to send back these gradients of what came in a turn, if anything did, and to receive those of what went.
 
-        The turn before ends first: what one turn sends, and what comes in it, are held at most.
+        The turn before ends first: what one turn sends, and what comes in it, is held at most.
         """
         self.settle()
-        send = [(grad.contiguous(), turn.source) for grad in grads]
-        shape = (2, *like.shape[:2], len(turn.sent), like.shape[3])
-        lease = lease_from(self._call.pool, shape, like.dtype, like.device, role="gradients")
+        send = [(_written(grad, self._codec), turn.source) for grad in grads]
+        lease = _room(self._call, "gradients", self._codec, len(turn.sent), self._like)
         receive = [(x, turn.target) for x in lease.tensor if x.numel()]
         self._begun = turn, _begin(self._call, "gradients", lease, send=send, receive=receive)
 
@@ -92,9 +79,10 @@ class Gradients:
             return
         turn, transfer = self._begun
         transfer.posted.wait_for_all()
-        for total, grad in zip(self.totals, transfer.lease.tensor, strict=True):
-            total[:, :, turn.sent.slice] += grad
-        self.close()
+        with _read(self._call, transfer, self._codec, "gradients", self._like) as came:
+            for total, grad in zip(self._totals, came, strict=True):
+                total[:, :, turn.sent.slice] += grad
+        self._begun = None
 
     def close(self) -> None:
         """Give up what is still on its way."""
@@ -103,19 +91,36 @@ class Gradients:
         self._begun = None
 
 
-def _send_keys(call: RingCall, turn: Turn, mine: tuple[Tensor, Tensor]) -> _Transfer:
+@dataclass(frozen=True)
+class _Transfer:
+    """Messages on their way, and the memory for what comes, (2, B, G, S, ...), as it is written."""
+
+    posted: Posted
+    lease: Lease
+
+    def give_up(self) -> None:
+        self.posted.drop()
+        self.lease.release()
+
+
+def _show(call: RingCall, turn: Turn, transfer: _Transfer, like: Tensor, visit: Callable[[Shard], None]) -> None:
+    """Visit what has come. No name of it is left afterwards: a tensor lives as long as one."""
+    lease = _read(call, transfer, call.codec, "keys", like)
+    with lease:
+        visit(Shard(turn, turn.received, *lease.tensor))
+
+
+def _send_keys(call: RingCall, turn: Turn, mine: Sequence[Tensor], like: Tensor) -> _Transfer:
     """Begin to send what a turn's target needs of this rank's keys and values, and to receive what comes in it."""
-    k = mine[0]
-    shape = (2, *k.shape[:2], len(turn.received), k.shape[3])
-    lease = lease_from(call.pool, shape, k.dtype, k.device, role="keys")
-    send = [(row, turn.target) for x in mine for row in _rows(x[:, :, turn.sent.slice], len(call.own))]
+    lease = _room(call, "keys", call.codec, len(turn.received), like)
+    send = [(row, turn.target) for x in mine for row in _messages(x[:, :, turn.sent.slice], len(call.own))]
     length = call.sharding.length(turn.source)
-    receive = [(row, turn.source) for x in lease.tensor for row in _rows(x, length)]
+    receive = [(row, turn.source) for x in lease.tensor for row in _messages(x, length)]
     return _begin(call, "keys", lease, send=send, receive=receive)
 
 
-def _rows(x: Tensor, length: int) -> Sequence[Tensor]:
-    """x (B, G, S, D) as messages: one if these are all tokens of a shard, else one a head, which needs no copy."""
+def _messages(x: Tensor, length: int) -> Sequence[Tensor]:
+    """x (B, G, S, ...) as contiguous tensors: one if it is a whole shard, else one a head, which needs no copy."""
     if not x.numel():
         return ()
     return (x,) if x.shape[2] == length else x.flatten(0, 1).unbind()
@@ -129,3 +134,28 @@ def _begin(
     except BaseException:
         lease.release()
         raise
+
+
+def _written(x: Tensor, codec: Codec) -> Tensor:
+    """x as it is sent: contiguous."""
+    return x.contiguous() if codec.name is None else codec.encode(x).contiguous()
+
+
+def _room(call: RingCall, role: Role, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
+    """Memory for two tensors of so many tokens, as they are written."""
+    shape = (2, *like.shape[:2], num_tokens)
+    if codec.name is None:
+        return lease_from(call.pool, (*shape, like.shape[3]), like.dtype, like.device, role=role)
+    width = codec.row_bytes(like.shape[3], like.dtype)
+    return lease_from(call.pool, (*shape, width), torch.uint8, like.device, role=role)
+
+
+def _read(call: RingCall, transfer: _Transfer, codec: Codec, role: Role, like: Tensor) -> Lease:
+    """What has come, (2, B, G, S, D); the memory of what was written goes, where that is another."""
+    if codec.name is None:
+        return transfer.lease
+    wire, head_dim = transfer.lease.tensor, like.shape[3]
+    lease = lease_from(call.pool, (*wire.shape[:-1], head_dim), like.dtype, like.device, role=role)
+    codec.decode(wire, head_dim, like.dtype, out=lease.tensor)
+    transfer.lease.release()
+    return lease

@@ -50,7 +50,7 @@ def choose_schedule(
     The exchange receives exactly what a rank's queries need, and holds it all. The ring receives whole every shard of
     which something is needed, and holds two. So the exchange never receives more; it is taken where it holds no more
     either, and where it holds m times as much if it receives at most an m-th. `wire_row_bytes` are those of one row
-    of K or V as it is sent, if that is not as it is held.
+    of K or V as an exchange sends it, if that is not as it is held.
 
     A function of its arguments alone, so that all ranks choose alike, and kept in the cache.
     Raises ValueError where the pattern does not bind to the sharding's tokens and these heads.
@@ -58,18 +58,17 @@ def choose_schedule(
     heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}
     tokens = sharding.num_tokens
     rule = pattern.bind(num_queries=tokens, num_keys=tokens, **heads).pattern  # with the values of run-time tensors
-    row = head_dim * dtype.itemsize
-    sizes = 2 * batch * row, 2 * batch * (row if wire_row_bytes is None else wire_row_bytes)
+    held = 2 * batch * head_dim * dtype.itemsize
+    sent = held if wire_row_bytes is None else 2 * batch * wire_row_bytes
 
     def build() -> ScheduleChoice:
         counts = token_counts(rule, sharding, num_kv_heads=num_kv_heads, **heads)
-        lengths = torch.tensor(sharding.lengths)
-        volumes = exchange_volume(counts), ring_volume(counts, lengths, num_kv_heads=num_kv_heads)
-        held, sent = sizes
-        received = [int(volume.received.max()) * sent for volume in volumes]
-        return _choose(*received, *(int(volume.held.max()) * held for volume in volumes))
+        exchange = exchange_volume(counts)
+        ring = ring_volume(counts, torch.tensor(sharding.lengths), num_kv_heads=num_kv_heads)
+        received = int(exchange.received.max()) * sent, int(ring.received.max()) * held
+        return _choose(*received, int(exchange.held.max()) * held, int(ring.held.max()) * held)
 
-    key = ("schedule", rule.text, sharding.numbers(), num_kv_heads, *heads.values(), *sizes)
+    key = ("schedule", rule.text, sharding.numbers(), num_kv_heads, *heads.values(), held, sent)
     return cache().get(key, build, lambda choice: 512, pattern=rule.text)
 
 

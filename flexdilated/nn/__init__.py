@@ -2,8 +2,17 @@
 
 from ._block_sparse import BlockSparseAttention
 from ._dilated_attention import DilatedAttention
+from ._dilated_over_ranks import HeadParallelDilatedAttention, RingDilatedAttention
 from ._longnet import LongNet
 from ._longnet_config import LongNetConfig
 from ._multihead import MultiheadDilatedAttention
 
-__all__ = ["BlockSparseAttention", "DilatedAttention", "LongNet", "LongNetConfig", "MultiheadDilatedAttention"]
+__all__ = [
+    "BlockSparseAttention",
+    "DilatedAttention",
+    "HeadParallelDilatedAttention",
+    "LongNet",
+    "LongNetConfig",
+    "MultiheadDilatedAttention",
+    "RingDilatedAttention",
+]

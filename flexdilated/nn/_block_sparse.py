@@ -74,7 +74,9 @@ class BlockSparseAttention(nn.Module):
         self.block_size = None if block_size is None else block_sides(block_size)
         self.over_ranks = over_ranks(mesh, schedule=schedule, sharding=sharding, codec=codec, pool=pool)
         if autotune and mesh is not None:
-            raise ValueError("autotune measures the calls of one device; with a mesh it must be False, got autotune=True")
+            raise ValueError(
+                "autotune measures the calls of one device; with a mesh it must be False, got autotune=True"
+            )
         self.register_parameter("sinks", _sinks(pattern, require_bool("sinks", sinks), num_heads))
 
     def forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -16,8 +17,14 @@ from ..masks import Layout, Mixture, Pattern
 from ._generate import Sampling, generate
 from ._longnet_block import Block
 from ._longnet_config import LongNetConfig
+from ._over_ranks import over_ranks
 from ._padding import without_padding
 from ._rotary import rotary_table
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed import BufferPool, Sharding
 
 # B batch, N tokens, E embed dim, V vocabulary
 
@@ -29,12 +36,22 @@ class LongNet(nn.Module):
     between any two tokens of a segment stay logarithmic in it. Any number of tokens, 1 included. With
     `config.layout` other than "natural" the tokens are permuted once at the input and back once at the
     output, for the whole model. Source: LongNet, arXiv 2307.02486.
+
+    mesh: the ranks over which every sequence lies. Each gives its tokens, maybe none, and gets their logits; everything
+    but attention needs no other rank. The tokens then stay in their order, as with layout="natural". The parameters'
+    gradients are of this rank's tokens: those of all ranks add up. schedule, sharding, codec, pool: as in
+    `BlockSparseAttention`. The state_dict is that of a model without a mesh.
     """
 
     def __init__(
         self,
         config: LongNetConfig,
         *,
+        mesh: DeviceMesh | None = None,
+        schedule: str = "auto",
+        sharding: Sharding | None = None,
+        codec: str | None = None,
+        pool: BufferPool | str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -42,6 +59,11 @@ class LongNet(nn.Module):
         if not isinstance(config, LongNetConfig):
             raise TypeError(f"config must be a LongNetConfig; got {type(config).__name__}")
         self.config, self.pattern = config, config.pattern
+        self.over_ranks = over_ranks(mesh, schedule=schedule, sharding=sharding, codec=codec, pool=pool)
+        if mesh is not None and config.layout == "residue":
+            raise ValueError(
+                "with a mesh the tokens stay in their order: layout must be 'auto' or 'natural'; got 'residue'"
+            )
         self.residue_rate = masks.layout(self.pattern, 1).rate
         factory = {"device": device, "dtype": dtype}
         self.embedding: nn.Embedding | None = None
@@ -50,7 +72,7 @@ class LongNet(nn.Module):
             self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, **factory)
             if not config.tie_embeddings:
                 self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False, **factory)
-        self.blocks = nn.ModuleList(Block(config, **factory) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(Block(config, self.over_ranks, **factory) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.embed_dim, bias=False, **factory)
         self.reset_parameters()
 
@@ -72,7 +94,8 @@ class LongNet(nn.Module):
         """Logits for tokens in [0, vocab_size); with vocab_size=None, features for embedded inputs.
 
         key_padding_mask: True for tokens to which no token may attend; pad on the right, as positions count from
-        the first token. With `caches`, from `new_caches`, the tokens follow those that went through them before.
+        the first token; with a mesh it is the mask of the whole sequence. With `caches`, from `new_caches`, the
+        tokens follow those that went through them before.
         Raises ValueError or TypeError for another shape, dtype or device; a token outside the vocabulary raises
         IndexError, or what the device makes of it, when it is embedded.
         """
@@ -85,6 +108,7 @@ class LongNet(nn.Module):
 
         capacity: as in `KVCache`.
         """
+        self._check_one_rank("new_caches")
         heads, engine = self.config.num_heads, self.config.engine
         return [KVCache(self.pattern, num_heads=heads, capacity=capacity, engine=engine) for _ in self.blocks]
 
@@ -115,6 +139,7 @@ class LongNet(nn.Module):
                 "generate needs a causal model with a vocabulary; "
                 f"got vocab_size={self.config.vocab_size}, causal={self.config.causal}"
             )
+        self._check_one_rank("generate")
         self._check(tokens)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         caches = self.new_caches()
@@ -133,14 +158,17 @@ class LongNet(nn.Module):
         self._check_caches(caches)
         num_tokens = tokens.shape[1]
         layout = None if caches else self._layout(num_tokens, tokens.device)
-        if layout is None:
+        if self.over_ranks is not None:
+            num_tokens = self.over_ranks.sharding_of(num_tokens).num_tokens
+            positions, x = self.over_ranks.positions(tokens.shape[1], tokens.device), tokens
+        elif layout is None:
             first = caches[0].num_tokens if caches else 0
             positions, x = torch.arange(first, first + num_tokens, device=tokens.device), tokens
         else:
             positions, x = layout.positions(tokens.device), layout.apply(tokens, dim=1)
         if self.embedding is not None:
             x = self.embedding(x)
-        pattern = without_padding(self.pattern, padding, tuple(tokens.shape[:2]))
+        pattern = without_padding(self.pattern, padding, (tokens.shape[0], num_tokens))
         x = self.norm(self._run_blocks(x, positions, pattern, layout, caches))
         return x if layout is None else layout.invert(x, dim=1)
 
@@ -172,7 +200,7 @@ class LongNet(nn.Module):
 
     def _layout(self, num_tokens: int, device: torch.device) -> Layout | None:
         """The model's token order at this length; None for the natural one."""
-        if self.config.layout == "natural":
+        if self.config.layout == "natural" or self.over_ranks is not None:
             return None
         if self.config.layout == "residue":
             return masks.Layout(num_tokens, self.residue_rate)
@@ -191,13 +219,20 @@ class LongNet(nn.Module):
             fits, rule = tokens.dim() == 2, "(batch, tokens)"
         else:
             fits, rule = tokens.dim() == 3 and shape[-1] == E, f"(batch, tokens, {E})"
-        if not fits or 0 in shape:
+        if not fits or 0 in (shape if self.over_ranks is None else shape[:1]):
             raise ValueError(f"the input must have shape {rule}, none of them 0; got {shape}")
         self._check_dtype(tokens)
+
+    def _check_one_rank(self, what: str) -> None:
+        if self.over_ranks is not None:
+            raise ValueError(
+                f"{what} works on one rank: load this model's state_dict into a LongNet without a mesh; got {self.over_ranks}"
+            )
 
     def _check_caches(self, caches: Sequence[KVCache] | None) -> None:
         if caches is None:
             return
+        self._check_one_rank("a call with caches")
         if not isinstance(caches, Sequence) or not all(isinstance(cache, KVCache) for cache in caches):
             raise TypeError(f"caches must be a sequence of KVCache, as new_caches makes them; got {caches!r:.80}")
         seen = [cache.num_tokens for cache in caches]
@@ -215,4 +250,5 @@ class LongNet(nn.Module):
             raise TypeError(f"the input must have the model's dtype {self.norm.weight.dtype}; got {tokens.dtype}")
 
     def extra_repr(self) -> str:
-        return f"{self.pattern!r}, layout={self.config.layout!r}, engine={self.config.engine!r}"
+        ranks = "" if self.over_ranks is None else f", {self.over_ranks}"
+        return f"{self.pattern!r}, layout={self.config.layout!r}, engine={self.config.engine!r}{ranks}"

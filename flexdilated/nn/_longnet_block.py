@@ -11,6 +11,7 @@ from .._attend import attend
 from .._kv_cache import KVCache
 from ..masks import Layout, Mixture, Pattern
 from ._longnet_config import LongNetConfig
+from ._over_ranks import OverRanks
 from ._rotary import RotaryTable, rotate
 
 # B batch, N tokens, E embed dim, H query heads, G key/value heads, D head dim
@@ -26,13 +27,14 @@ class Block(nn.Module):
     def __init__(
         self,
         config: LongNetConfig,
+        over_ranks: OverRanks | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
-        self.depth, self.engine = config.depth, config.engine
+        self.depth, self.engine, self.over_ranks = config.depth, config.engine, over_ranks
         E, hidden = config.embed_dim, config.hidden_dim
         qkv_dim = (config.num_heads + 2 * config.kv_heads) * config.head_dim
         self.attention_norm = nn.LayerNorm(E, bias=False, device=device, dtype=dtype)
@@ -61,7 +63,7 @@ class Block(nn.Module):
         layout: Layout | None,
         cache: KVCache | None = None,
     ) -> Float[Tensor, "B N E"]:
-        """With a cache the tokens follow those it has seen."""
+        """With a cache the tokens follow those it has seen; over ranks they are this rank's."""
         x = x + self._attend(self.attention_norm(x), rotary, pattern, layout, cache)
         return x + self.ffn_out(F.gelu(self.ffn_in(self.ffn_norm(x)), approximate="tanh"))
 
@@ -78,7 +80,9 @@ class Block(nn.Module):
         qk, v = heads.split((H + G, G), dim=2)
         q, k = rotate(qk, rotary).split((H, G), dim=2)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        if cache is None:
+        if self.over_ranks is not None:
+            out = self.over_ranks.attend(q, k, v, pattern, enable_gqa=H != G, engine=self.engine)
+        elif cache is None:
             out = attend(q, k, v, pattern, enable_gqa=H != G, layout=layout, engine=self.engine)
         else:
             out = cache.attend(q, k, v)

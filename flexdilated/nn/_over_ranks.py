@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from .._score_mod import ScoreMod
@@ -28,9 +29,9 @@ SCHEDULES = ("auto", "exchange", "ring", "heads")
 class OverRanks:
     """The mesh of a module and how its ranks share the work; a value, made once.
 
-    mesh: a DeviceMesh of one dimension. schedule: as in `distributed.attend`, or "heads", each rank the whole sequence of
-    some heads. sharding: which rank holds which tokens, the same in every call; None: in each call as many on every
-    rank, in order. codec, pool: as in `distributed.attend`; neither goes with "heads".
+    mesh: a DeviceMesh of one dimension. schedule: as in `distributed.attend`, or "heads": each rank takes the whole
+    sequence of some heads. sharding: which rank holds which tokens, the same in every call; None: in each call as many
+    on every rank, in order. codec, pool: as in `distributed.attend`; neither goes with "heads".
 
     It pickles, and is then the place of the process that reads it, which must have made the same mesh.
     """
@@ -72,9 +73,15 @@ class OverRanks:
 
         return Sharding(self.ranks.size * length, self.ranks.size) if self.sharding is None else self.sharding
 
-    def positions(self, length: int, device: Any) -> Tensor:
-        """Where in the sequence this rank's tokens stand."""
-        return self.sharding_of(length).positions(self.ranks.rank, device)
+    def positions(self, length: int, device: torch.device) -> Int64[Tensor, " L"]:
+        """Where in the sequence this rank's tokens stand. Raises ValueError unless it has as many as `length`."""
+        sharding, rank = self.sharding_of(length), self.ranks.rank
+        if sharding.length(rank) != length:
+            raise ValueError(
+                f"the sharding gives rank {rank} of {self.ranks.size} {sharding.length(rank)} of "
+                f"{sharding.num_tokens} tokens; got {length}"
+            )
+        return sharding.positions(rank, device)
 
     def attend(
         self,

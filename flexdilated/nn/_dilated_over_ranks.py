@@ -1,0 +1,81 @@
+"""Dilated attention over sequences that lie on many ranks, as modules without parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ._block_sparse import BlockSparseAttention
+from ._dilated_pattern import dilated_pattern
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed import BufferPool, Sharding
+
+
+class RingDilatedAttention(BlockSparseAttention):
+    """`DilatedAttention` of a sequence that lies on the ranks of a mesh: this rank's q, k and v in, its output out.
+
+    Keys and values come to the queries: each rank gets those that its queries need, at once (schedule="exchange") or
+    rank by rank while it computes ("ring"); "auto" takes what the bytes and the memory are in favour of. mesh, sharding,
+    codec, pool: as in `BlockSparseAttention`; the rest as in `DilatedAttention`.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        causal: bool = False,
+        *,
+        mesh: DeviceMesh,
+        schedule: str = "auto",
+        sharding: Sharding | None = None,
+        codec: str | None = None,
+        pool: BufferPool | str | None = None,
+        offsets: str = "interleaved",
+        heads: str = "all",
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        engine: str | None = None,
+    ) -> None:
+        _require(mesh)
+        if schedule == "heads":
+            raise ValueError("RingDilatedAttention moves keys; for schedule='heads' take HeadParallelDilatedAttention")
+        pattern = dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
+        ranks = {"mesh": mesh, "schedule": schedule, "sharding": sharding, "codec": codec, "pool": pool}
+        super().__init__(pattern, scale=scale, enable_gqa=enable_gqa, engine=engine, **ranks)
+
+
+class HeadParallelDilatedAttention(BlockSparseAttention):
+    """`DilatedAttention` of a sequence that lies on the ranks of a mesh: each rank computes all of it for some heads.
+
+    One all-to-all brings the tokens together, another takes the output apart. The number of query heads must be a
+    multiple of the number of ranks; key/value heads may be fewer, and go to every rank that reads them. Dilation offsets
+    are those of the head among all heads, so W ranks give the result of one. mesh, sharding: as in
+    `BlockSparseAttention`; the rest as in `DilatedAttention`.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        causal: bool = False,
+        *,
+        mesh: DeviceMesh,
+        sharding: Sharding | None = None,
+        offsets: str = "interleaved",
+        heads: str = "all",
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        engine: str | None = None,
+    ) -> None:
+        _require(mesh)
+        pattern = dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
+        options = {"scale": scale, "enable_gqa": enable_gqa, "engine": engine}
+        super().__init__(pattern, mesh=mesh, schedule="heads", sharding=sharding, **options)
+
+
+def _require(mesh: object) -> None:
+    if mesh is None:
+        raise TypeError("mesh must be a torch.distributed DeviceMesh; got None: one rank takes DilatedAttention")
