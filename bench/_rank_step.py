@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import Sharding, traffic
+from flexdilated.distributed._attend import attend
 from flexdilated.distributed._heads import attend_heads
 from flexdilated.distributed._ranks import Ranks
+from flexdilated.distributed._sharding import Order
 
 from ._oracle import Rule, by_definition, relative_error
 from ._problem import Problem, Size
@@ -33,7 +35,7 @@ class Step:
     size: Size
     num_kv_heads: int
     schedule: str
-    order: str = "contiguous"
+    order: Order = "contiguous"
     dtype: str = "float32"
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -56,17 +58,15 @@ class Taken:
 def take_steps(num_ranks: int, steps: Sequence[Step]) -> list[Taken]:
     """Each step in turn on a group of so many processes."""
     by_rank = on_ranks(num_ranks, _take_all, tuple(steps))
-    return [
-        _together(step, num_ranks, [found[index] for found in by_rank]) for index, step in enumerate(steps)
-    ]
+    return [_together(step, num_ranks, [found[index] for found in by_rank]) for index, step in enumerate(steps)]
 
 
 def take_alone(step: Step) -> dict[str, Tensor]:
     """The same tensors in one call on one rank."""
-    q, k, v, grad = step.tensors()
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = fd.attend(*leaves, masks.from_json(step.pattern), enable_gqa=q.shape[1] != k.shape[1])
-    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
+    *leaves, grad = step.tensors()
+    q, k, v = (x.detach().requires_grad_() for x in leaves)
+    out = fd.attend(q, k, v, masks.from_json(step.pattern), enable_gqa=q.shape[1] != k.shape[1])
+    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, (q, k, v), grad)), strict=True))
 
 
 def by_rule(step: Step, rule: Rule) -> dict[str, Tensor]:
@@ -92,11 +92,11 @@ def attend_on(mesh: DeviceMesh, step: Step, sharding: Sharding, q: Tensor, k: Te
     if step.schedule == "heads":
         return attend_heads(q, k, v, pattern, ranks=Ranks.of(mesh), sharding=sharding, enable_gqa=grouped)
     options: dict[str, Any] = {"mesh": mesh, "sharding": sharding, "enable_gqa": grouped}
-    return fd.distributed.attend(q, k, v, pattern, schedule=step.schedule, **options)
+    return attend(q, k, v, pattern, schedule=step.schedule, **options)
 
 
 def local_tensors(mesh: DeviceMesh, step: Step) -> tuple[Sharding, list[Tensor]]:
-    """The sharding, and this rank's shards of q, k, v and the gradient of the output; the first three want gradients."""
+    """The sharding, and this rank's shards of q, k, v, which want gradients, and of the gradient of the output."""
     sharding = Sharding(step.size.num_tokens, mesh.size(), order=step.order)
     held = sharding.positions(mesh.get_local_rank())
     shards = [x[:, :, held] for x in step.tensors()]

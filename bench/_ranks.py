@@ -31,8 +31,9 @@ def _rank(
     rank: int, num_ranks: int, store: str, limit_s: float, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
     torch.set_num_threads(1)
-    options = {"rank": rank, "world_size": num_ranks, "timeout": timedelta(seconds=limit_s)}
-    dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), **options)
+    meeting = dist.FileStore(store, num_ranks)  # pyright: ignore[reportPrivateImportUsage]
+    timeout = timedelta(seconds=limit_s)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=num_ranks, timeout=timeout)
     try:
         mesh: DeviceMesh = init_device_mesh("cpu", (num_ranks,))
         result = function(mesh, *args)

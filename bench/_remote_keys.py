@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from flexdilated.distributed._sharding import Order
+
 from ._longnets import LongNet
 
 # N tokens
@@ -18,7 +20,7 @@ from ._longnets import LongNet
 Ranges = Sequence[range]
 
 
-def shard_ranges(num_tokens: int, num_ranks: int, order: str) -> list[Ranges]:
+def shard_ranges(num_tokens: int, num_ranks: int, order: Order) -> list[Ranges]:
     """The tokens of each rank: one piece of equal length, or in zigzag the r-th of 2W pieces and the r-th from the end.
 
     `num_tokens` is a multiple of the pieces.
@@ -66,9 +68,7 @@ def needed(spec: LongNet, num_tokens: int, heads: range, queries: Ranges) -> Boo
     return marks
 
 
-def _mark(
-    marks: Bool[Tensor, " N"], queries: range, length: int, rate: int, offset: int, *, causal: bool
-) -> None:
+def _mark(marks: Bool[Tensor, " N"], queries: range, length: int, rate: int, offset: int, *, causal: bool) -> None:
     """The active tokens of each segment in which one of the queries is active; if causal, up to the last such query."""
     num_tokens = len(marks)
     for start in range(queries.start // length * length, queries.stop, length):

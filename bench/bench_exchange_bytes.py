@@ -8,6 +8,7 @@ import torch
 from flexdilated import masks
 from flexdilated.distributed import Sharding
 from flexdilated.distributed._exchange_plan import token_counts
+from flexdilated.distributed._sharding import Order
 
 from ._longnets import LongNet, longnet_n
 from ._problem import Size, tokens_text
@@ -17,7 +18,7 @@ from ._result import Result, Row, at_most
 
 _TARGET = at_most(1.0, "×")
 _EXACT = 1e-5  # relative, float32: ten times what attention in float32 is off by
-_ORDERS = ("contiguous", "zigzag")
+_ORDERS: tuple[Order, ...] = ("contiguous", "zigzag")
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,10 @@ def _count(config: Config, spec: LongNet) -> Row:
     return Row(measure, _TARGET, max(case["ratio"] for case in cases.values()), detail=cases)
 
 
-def _planned(spec: LongNet, num_tokens: int, num_ranks: int, order: str, heads: Heads) -> list[int]:
+def _planned(spec: LongNet, num_tokens: int, num_ranks: int, order: Order, heads: Heads) -> list[int]:
     """The library's plan: (token, key/value head) pairs that each rank receives."""
-    sharding = Sharding(num_tokens, num_ranks, order=order)  # pyright: ignore[reportArgumentType]
-    options = {"num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads}
-    counts = token_counts(spec.pattern(), sharding, **options)
+    sharding = Sharding(num_tokens, num_ranks, order=order)
+    counts = token_counts(spec.pattern(), sharding, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
     return counts.fill_diagonal_(0).sum(1).tolist()
 
 

@@ -54,8 +54,8 @@ def _row(config: Config, schedule: str) -> Row:
             "transfers_of_payload_of_each_rank": [carried for _, carried in by_rank],
         }
     measure = (
-        f"{config.spec.name}, {config.size}, {config.ranks} ranks, {_NAMES[schedule]}: collectives a step that carry no "
-        "keys, values or gradients, after the first step"
+        f"{config.spec.name}, {config.size}, {config.ranks} ranks, {_NAMES[schedule]}: collectives a step that carry "
+        "no keys, values or gradients, after the first step"
     )
     return Row(measure, at_most(0), max(each["planning_a_step"] for each in detail.values()), detail=detail)
 

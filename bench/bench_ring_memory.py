@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import masks
-from flexdilated.distributed import _ring
+from flexdilated.distributed import _ring_transfers
+from flexdilated.distributed._sharding import Order
+from flexdilated.distributed._traffic import Role
 
 from ._longnets import LongNet, dense, longnet_n
 from ._problem import Size
@@ -23,7 +25,7 @@ from ._result import Result, Row, at_most
 
 _TARGET = at_most(2, "shards")
 _PARTS = ("forward", "backward")
-_ROLES = {"keys": "K and V", "gradients": "gradients of K and V"}
+_ROLES: dict[Role, str] = {"keys": "K and V", "gradients": "gradients of K and V"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def _rows(config: Config, num_ranks: int) -> list[Row]:
     """One row for keys and one for gradients: the peak over rules and orders of what each part holds."""
     cases = {}
     for spec in config.specs:
-        for each, order in ((spec, "contiguous"), (spec.as_causal(), "zigzag")):
+        for each, order in _ways(spec):
             step = Step(masks.to_json(each.pattern()), config.size, config.size.num_heads, "ring", order)
             by_rank = on_ranks(num_ranks, peaks, step)
             cases[f"{each.label}, {order}"] = {
@@ -56,13 +58,17 @@ def _rows(config: Config, num_ranks: int) -> list[Row]:
             }
     return [
         Row(
-            f"dense and LongNet, {config.size}, {num_ranks} ranks, ring: shards of other ranks' {what} held at one time",
+            f"dense and LongNet, {config.size}, {num_ranks} ranks, ring: shards of others' {what} held at one time",
             _TARGET,
             max(case[f"{part}, {role}"] for case in cases.values() for part in _PARTS),
             detail=cases,
         )
         for role, what in _ROLES.items()
     ]
+
+
+def _ways(spec: LongNet) -> tuple[tuple[LongNet, Order], ...]:
+    return (spec, "contiguous"), (spec.as_causal(), "zigzag")
 
 
 def peaks(mesh: DeviceMesh, step: Step) -> dict[str, Counter[str]]:
@@ -112,12 +118,12 @@ def held_buffers(*own: Tensor) -> Iterator[Held]:
     """Counts what the ring hands to its messages; the rank's `own` tensors are no buffers."""
     held = Held()
     held.known |= {x.untyped_storage()._cdata for x in own}
-    post = _ring.post
+    post = _ring_transfers.post
 
-    def counting(role: str, *args: Any, send: Any = (), receive: Any = (), **options: Any) -> Any:
+    def counting(role: Role, *args: Any, send: Any = (), receive: Any = (), **options: Any) -> Any:
         for x, _ in (*send, *receive):
             held.hold(x, role)
         return post(role, *args, send=send, receive=receive, **options)
 
-    with patch.object(_ring, "post", counting):
+    with patch.object(_ring_transfers, "post", counting):
         yield held

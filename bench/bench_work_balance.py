@@ -7,6 +7,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from flexdilated.distributed import Sharding
+from flexdilated.distributed._sharding import Order
 from flexdilated.distributed._work import work_of_ranks
 
 from ._longnets import LONGNET_4, LONGNET_5, LongNet, dense
@@ -15,6 +16,8 @@ from ._remote_keys import Ranges, shard_ranges
 from ._result import Result, Row, at_most
 
 # N tokens
+
+_ORDERS: tuple[Order, ...] = ("zigzag", "contiguous")
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def run(config: Config) -> Result:
 def _row(config: Config, spec: LongNet, num_tokens: int, num_ranks: int) -> Row:
     keys = keys_of_queries(spec, num_tokens, config.num_heads)
     balance = {}
-    for order in ("zigzag", "contiguous"):
+    for order in _ORDERS:
         counted = [_pairs(keys, shard) for shard in shard_ranges(num_tokens, num_ranks, order)]
         sharding = Sharding(num_tokens, num_ranks, order=order)
         found = work_of_ranks(spec.pattern(), sharding, num_heads=config.num_heads).tolist()

@@ -12,7 +12,8 @@ from ._attend import autocast
 from ._call_key import CallKey
 from ._engines import choose_engine
 from ._flex_op import flex
-from ._tiles_op import tiles, tiles_backward
+from ._tiles import Result
+from ._tiles_op import attention, gradients, tiles
 from ._validate import check_sinks, check_tensors, resolve_scale, run_time_tensors
 from .masks import Mixture, Pattern
 from .masks._block_mask import block_sides
@@ -36,31 +37,42 @@ class PlacedCall:
     sides: tuple[int, ...] = ()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor], *, return_lse: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        bindings: list[Tensor],
+        *,
+        return_lse: bool = True,
+        wide: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, lse if asked for)."""
+        """(out, lse if asked for); with `wide`, which has no gradient, out may come wider than q, as it is summed."""
+        if self.engine == "tiles" and wide:
+            return attention(self._key(q, k), q, k, v, sinks, bindings, self.scale, wide=True)
         if self.engine == "tiles":
             return tiles(q, k, v, sinks, bindings, self.pattern, self.scale, *self._where)
-        sizes = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
-        key = CallKey.of(self.pattern, *map(int, sizes), *self._where)
         options = {"scale": self.scale, "score_mod": None, "sinks": sinks, "return_lse": return_lse}
-        return flex(q, k, v, bindings, key, **options)
+        return flex(q, k, v, bindings, self._key(q, k), **options)
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], whole: WholeRows
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of a part of the keys of `whole`, the rows' outcome over all keys.
 
-        The gradients of all parts add up to those of the whole.
+        The gradients of all parts add up to those of the whole; tiles gives them in float32 or wider.
         """
         if self.engine == "tiles":
-            options = (self.pattern, self.scale, *self._where)
-            return tiles_backward(whole.grad_out, whole.grad_lse, q, k, v, whole.out, whole.lse, bindings, *options)
+            result = Result(whole.out, whole.lse, whole.grad_out, whole.grad_lse)
+            return gradients(self._key(q, k), q, k, v, bindings, result, self.scale, wide=True)
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             part, part_lse = self.forward(*leaves, None, bindings, return_lse=True)
         assert part_lse is not None
         return torch.autograd.grad((part, part_lse), leaves, whole.gradients_of(part.detach(), part_lse.detach()))
+
+    def _key(self, q: Tensor, k: Tensor) -> CallKey:
+        return CallKey.of(self.pattern, q.shape[1], k.shape[1], q.shape[2], k.shape[2], *self._where)
 
     @property
     def _where(self) -> tuple[int | list[int] | str, ...]:
@@ -95,6 +107,7 @@ def attend_at(
     *,
     queries: Ranges,
     keys: Ranges | Sequence[Ranges],
+    num_tokens: int = 0,
     scale: float | None = None,
     enable_gqa: bool = False,
     sinks: Tensor | None = None,
@@ -110,13 +123,15 @@ def attend_at(
     Query token i of q (B, H, L, D) stands at the i-th position of `queries`, runs of step 1. keys: the same for k and
     v (B, G, M, D); keys at other positions are left out. Or a sequence of ranges for each key/value head, of any step:
     then every key that the pattern allows to any of the queries must be among them. k and v may have more tokens than
-    stated: what is beyond is not read. The rest as in `attend`.
+    stated: what is beyond is not read. Run-time tensors have values for num_tokens positions; 0 stands for one past the
+    last that is stated. The rest as in `attend`.
     """
     require_expression(pattern)
     q, k, v = autocast(q, k, v)
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
-    placement = placement_of(queries, keys, num_queries=q.shape[2], num_keys=k.shape[2], num_kv_heads=k.shape[1])
+    sizes = {"num_queries": q.shape[2], "num_keys": k.shape[2], "num_kv_heads": k.shape[1]}
+    placement = placement_of(queries, keys, **sizes, num_tokens=num_tokens)
     heads = head_offset + q.shape[1] if num_heads_global is None else num_heads_global
     if not torch.compiler.is_compiling():
         pattern.check_heads(heads)
@@ -148,14 +163,22 @@ def placed_engine(engine: str, device: torch.device) -> str:
 
 
 def placement_of(
-    queries: Ranges, keys: Ranges | Sequence[Ranges], *, num_queries: int, num_keys: int, num_kv_heads: int
+    queries: Ranges,
+    keys: Ranges | Sequence[Ranges],
+    *,
+    num_queries: int,
+    num_keys: int,
+    num_kv_heads: int,
+    num_tokens: int,
 ) -> Placement:
     """Where the tokens of q, and of k and v, stand. Raises ValueError for numbers that do not fit."""
     shared = all(isinstance(run, range) for run in keys)
     sides = (tuple(keys),) if shared else tuple(map(tuple, keys))
-    placement = Placement(tuple(queries), sides, complete=not shared)
+    placement = Placement(tuple(queries), sides, complete=not shared, num_tokens=num_tokens)
     if placement.num_queries != num_queries:
-        raise ValueError(f"queries must have a position for each token of q; got {placement.num_queries} for {num_queries}")
+        raise ValueError(
+            f"queries must have a position for each token of q; got {placement.num_queries} for {num_queries}"
+        )
     if len(sides) not in (1, num_kv_heads):
         raise ValueError(f"keys must be stated once, or for each of {num_kv_heads} key/value heads; got {len(sides)}")
     if placement.num_keys > num_keys:

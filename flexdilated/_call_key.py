@@ -61,7 +61,8 @@ class CallKey(NamedTuple):
     def extent(self) -> Extent:
         """Where the positions of queries and keys end."""
         if self.placement:
-            return Extent(*Placement.read(self.placement).end)
+            end = Placement.read(self.placement).end
+            return Extent(end, end)
         return Extent(self.q_offset + self.num_queries, self.k_offset + self.num_keys)
 
     def rules(self, bindings: Sequence[Tensor]) -> Expression:

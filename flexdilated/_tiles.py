@@ -153,8 +153,10 @@ def run_forward(
     v: Float[Tensor, "B G M D"],
     scale: float,
     sinks: Float[Tensor, " H"] | None = None,
+    *,
+    wide: bool = False,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out in q's dtype and memory format, lse in float32 or wider)."""
+    """(out in q's dtype and memory format, lse in float32 or wider); `wide` leaves out as it is summed."""
     like = q
     q, k, v = (_enter(program, x) for x in (q, k, v))
     sums: tuple[Tensor, Tensor] | None = None
@@ -175,7 +177,8 @@ def run_forward(
     if sinks is not None:
         # Whole rows are scaled: the backward, which is fed this out and this lse, needs to know no more of sinks.
         out, lse = add_sinks(out, lse, sinks)
-    return _as(_leave(program, out), like), _leave(program, lse).contiguous()
+    out, lse = _leave(program, out), _leave(program, lse).contiguous()
+    return out if wide else _as(out, like), lse
 
 
 @dataclass(frozen=True)
@@ -200,8 +203,13 @@ def run_backward(
     v: Float[Tensor, "B G M D"],
     result: Result,
     scale: float,
+    *,
+    wide: bool = False,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:
-    """(dq, dk, dv): each term's own backward, fed the out and lse of the whole."""
+    """(dq, dk, dv): each term's own backward, fed the out and lse of the whole.
+
+    They have the dtype and memory format of q, k and v; `wide` leaves them as they are summed.
+    """
     operands = (q, k, v)
     out, grad_out = result.out, result.grad_out
     if result.grad_lse is not None:
@@ -221,10 +229,10 @@ def run_backward(
             for total, grad, side, x in zip(totals, grads, sides, operands, strict=True)
         ]
     dq, dk, dv = (
-        _as(_leave(program, _nothing(x)[0] if total is None else total)[..., : q.shape[-1]], like)
-        for total, x, like in zip(totals, operands, (q, k, v), strict=True)
+        _leave(program, _nothing(x)[0] if total is None else total)[..., : q.shape[-1]]
+        for total, x in zip(totals, operands, strict=True)
     )
-    return dq, dk, dv
+    return (dq, dk, dv) if wide else (_as(dq, q), _as(dk, k), _as(dv, v))
 
 
 def _operands(program: Program, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Operands]]:

@@ -40,12 +40,29 @@ def tiles(
     """(out, lse) of a pattern in JSON; the plan is looked up when the op runs, so any size needs no retracing."""
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     where = (q_offset, k_offset, head_offset, num_heads_global)
-    programs = _programs_for(CallKey.of(pattern, *sizes, *where, rate, block_size, placement), bindings, q)
+    key = CallKey.of(pattern, *sizes, *where, rate, block_size, placement)
+    return attention(key, q, k, v, sinks, bindings, scale)
+
+
+def attention(
+    key: CallKey,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bindings: list[Tensor],
+    scale: float,
+    *,
+    wide: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call; out in the dtype of q, or as wide as it is summed."""
+    programs = _programs_for(key, bindings, q)
     if len(programs) == 1:
-        return run_forward(programs[0][1], q, k, v, scale, sinks)
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        return run_forward(programs[0][1], q, k, v, scale, sinks, wide=wide)
+    sums = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.empty_like(q, dtype=sums if wide else q.dtype), q.new_empty(q.shape[:3], dtype=sums)
     for rows, program in programs:
-        out[rows], lse[rows] = run_forward(program, q[rows], k[rows], v[rows], scale, sinks)
+        out[rows], lse[rows] = run_forward(program, q[rows], k[rows], v[rows], scale, sinks, wide=wide)
     return out, lse
 
 
@@ -79,13 +96,29 @@ def tiles_backward(
     """(dq, dk, dv) of `tiles`."""
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     where = (q_offset, k_offset, head_offset, num_heads_global)
-    programs = _programs_for(CallKey.of(pattern, *sizes, *where, rate, block_size, placement), bindings, q)
-    result = Result(out, lse, grad_out, grad_lse)
+    key = CallKey.of(pattern, *sizes, *where, rate, block_size, placement)
+    return gradients(key, q, k, v, bindings, Result(out, lse, grad_out, grad_lse), scale)
+
+
+def gradients(
+    key: CallKey,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bindings: list[Tensor],
+    result: Result,
+    scale: float,
+    *,
+    wide: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of a call, in the dtype of q, k and v, or as wide as they are summed."""
+    programs = _programs_for(key, bindings, q)
     if len(programs) == 1:
-        return run_backward(programs[0][1], q, k, v, result, scale)
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        return run_backward(programs[0][1], q, k, v, result, scale, wide=wide)
+    dtype = result.lse.dtype if wide else q.dtype
+    dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))
     for rows, program in programs:
-        dq[rows], dk[rows], dv[rows] = run_backward(program, q[rows], k[rows], v[rows], result[rows], scale)
+        dq[rows], dk[rows], dv[rows] = run_backward(program, q[rows], k[rows], v[rows], result[rows], scale, wide=wide)
     return dq, dk, dv
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from ._choice import Choice
 from ._layout import Compact, Layout, Listed
 from ._options import ANYTHING, Allowed
 from ._pattern import Expression

@@ -35,12 +35,14 @@ class Placement:
 
     `keys` has one entry for all key/value heads, or one for each. With `complete` no other key may be attended to,
     by the rule, from any of the queries: what lies between the keys then needs no looking at. Else the keys are the
-    same for all heads and stand in runs of step 1, and those that are missing are left out.
+    same for all heads and stand in runs of step 1, and those that are missing are left out. Run-time tensors have
+    values for `num_tokens` positions; 0 stands for one past the last that is here.
     """
 
     queries: Ranges
     keys: tuple[Ranges, ...]
     complete: bool
+    num_tokens: int = 0
 
     def __post_init__(self) -> None:
         if any(run.step != 1 for run in self.queries):
@@ -56,15 +58,15 @@ class Placement:
         """Plain data, from which `read` makes an equal placement."""
         queries = [[run.start, run.stop] for run in self.queries]
         keys = [[[run.start, run.stop, run.step] for run in side] for side in self.keys]
-        return json.dumps([queries, keys, int(self.complete)], separators=(",", ":"))
+        return json.dumps([queries, keys, int(self.complete), self.num_tokens], separators=(",", ":"))
 
     @staticmethod
     @lru_cache(maxsize=256)
     def read(text: str) -> Placement:
         """The placement of this text."""
-        queries, keys, complete = json.loads(text)
+        queries, keys, complete, num_tokens = json.loads(text)
         sides = tuple(tuple(range(*run) for run in side) for side in keys)
-        return Placement(tuple(range(*run) for run in queries), sides, bool(complete))
+        return Placement(tuple(range(*run) for run in queries), sides, bool(complete), num_tokens)
 
     @property
     def num_queries(self) -> int:
@@ -76,10 +78,10 @@ class Placement:
         return max(sum(map(len, side)) for side in self.keys)
 
     @property
-    def end(self) -> tuple[int, int]:
-        """One past the last position of the queries, and of the keys; 1 where there are none."""
-        last_q = max((run[-1] for run in self.queries), default=0)
-        return last_q + 1, max((run[-1] for side in self.keys for run in side), default=0) + 1
+    def end(self) -> int:
+        """One past the last position that run-time tensors know."""
+        sides = (self.queries, *self.keys)
+        return self.num_tokens or 1 + max((run[-1] for side in sides for run in side), default=0)
 
     def parts(self) -> Iterator[Part]:
         """All queries with all keys, each pair once."""
@@ -102,7 +104,9 @@ class Placement:
         runs = {run for side in self.keys for run in side}
         pieces = [range(run.start, run[-1] + 1) for run in runs if run.step <= gap]
         pieces += [range(position, position + 1) for run in runs if run.step > gap for position in run]
-        pieces = sorted((cut for piece in pieces if (cut := within(piece, span.start, span.stop))), key=lambda x: x.start)
+        pieces = sorted(
+            (cut for piece in pieces if (cut := within(piece, span.start, span.stop))), key=lambda x: x.start
+        )
         joined = pieces[:1]
         for piece in pieces[1:]:
             if piece.start - joined[-1].stop > gap:

@@ -13,6 +13,8 @@ from ._ranges import Ranges, intersect, within
 
 # So many comparisons of one range with another take longer than a look at every position.
 _MOST_COMPARISONS = 1 << 16
+# So few positions are looked at one by one as well: short ranges go together in more ways than long ones.
+_FEW_POSITIONS = 1 << 10
 
 
 def union_of(ranges: Iterable[range]) -> Ranges:
@@ -24,33 +26,32 @@ def union_of(ranges: Iterable[range]) -> Ranges:
     runs, steps = _by_kind(ranges)
     runs = _joined_runs(runs)
     if len(steps) * (len(runs) + len(steps)) > _MOST_COMPARISONS:
-        return ranges_of(torch.cat([_positions(each) for each in (*runs, *steps)]).unique())
+        return ranges_of(_sorted([*runs, *steps]))
     parts = _disjoint(runs, steps)
     while (joined := _joined(parts)) != parts:
         parts = joined
+    if len(parts) > 1 and sum(map(len, parts)) <= _FEW_POSITIONS:
+        parts = min(parts, ranges_of(_sorted(parts)), key=len)
     return tuple(parts)
 
 
 def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
-    """Ascending positions, cut into ranges wherever the distance to the next one changes."""
+    """Ascending positions, cut into ranges wherever the distance to the next one changes; runs are left whole."""
     if not len(positions):
         return ()
-    lengths = positions.diff().unique_consecutive(return_counts=True)
+    distances = positions.diff().unique_consecutive(return_counts=True)
+    steps, times = (each.tolist() for each in distances)
     ranges: list[range] = []
-    first, number = int(positions[0]), 1
-    for step, times in zip(*(each.tolist() for each in lengths), strict=True):
-        # Where the range before has taken this stretch's first position, one less is left to it.
-        if number == 0:
-            first, number, times = first + step, 1, times - 1
-        if times == 0:
-            continue
-        if times == 1 and step > 1:
-            ranges.append(range(first, first + 1))
-            first = first + step
-            continue
-        ranges.append(range(first, first + step * times + 1, step))
-        first, number = first + step * times, 0
-    return (*ranges, range(first, first + 1)) if number else tuple(ranges)
+    at, taken = int(positions[0]), False
+    for step, number, following in zip(steps, times, [*steps, 0][1:], strict=True):
+        end = at + step * number
+        # A stretch of one distance is no range yet, and a run begins with what ends the stretch before.
+        left = step > 1 and (number == 1 or following == 1)
+        first, last = at + step * taken, end - step * left
+        if first <= last:
+            ranges.append(range(first, last + 1, step if first < last else 1))
+        at, taken = end, not left
+    return tuple(ranges) if taken else (*ranges, range(at, at + 1))
 
 
 def joined_intervals(begin: Int64[Tensor, " n"], end: Int64[Tensor, " n"]) -> tuple[Tensor, Tensor]:
@@ -145,5 +146,5 @@ def _interleaved(ranges: list[range], step: int) -> list[range]:
     return [filled, *(edge for edge in edges if edge)]
 
 
-def _positions(positions: range) -> Int64[Tensor, " n"]:
-    return torch.arange(positions.start, positions.stop, positions.step)
+def _sorted(ranges: Iterable[range]) -> Int64[Tensor, " n"]:
+    return torch.cat([torch.arange(each.start, each.stop, each.step) for each in ranges]).unique()

@@ -49,7 +49,7 @@ PUBLIC = {
         "masks",
         "testing",
     ],
-    distributed: ["BufferPool", "Sharding", "Traffic", "pool", "traffic"],
+    distributed: ["BufferPool", "Sharding", "Traffic", "attend", "pool", "shard", "traffic", "unshard"],
     testing: ["check_pattern"],
     masks: [
         *("BlockRates", "Bound", "EMPTY", "FULL", "Layout", "Machine", "Mixture", "PARTIAL", "Pattern", "block_list"),

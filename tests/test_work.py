@@ -1,6 +1,6 @@
 """Work of ranks: every pair of every rank's queries is counted, once a branch, at any size and without forming it."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ def shardings(draw: st.DrawFn, num_tokens: int) -> Sharding:
     if draw(st.booleans()):
         return Sharding(num_tokens, ranks, order)
     ends = sorted(draw(st.lists(st.integers(0, num_tokens), min_size=ranks - 1, max_size=ranks - 1)))
-    edges = [0, *ends, num_tokens]
-    return Sharding(num_tokens, ranks, order, [stop - start for start, stop in zip(edges, edges[1:], strict=False)])
+    lengths = [stop - start for start, stop in pairwise([0, *ends, num_tokens])]
+    return Sharding(num_tokens, ranks, order, lengths)
 
 
 @pytest.fixture(params=["as it is", "in small steps"], autouse=True, scope="module")
@@ -95,3 +95,42 @@ def test_boxes_anywhere(data: st.DataObject) -> None:
         for a, b, m, n in zip(q.tolist(), k.tolist(), rows.tolist(), columns.tolist(), strict=True)
     ]
     assert exact_pairs(twin.pattern.for_head(0, 1), boxes).tolist() == expected
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    "pattern", [masks.longnet((2048, 8192, 65536), (1, 4, 32)), masks.local_window(left=999, right=0)]
+)
+def test_all_ranks_do_what_one_does(pattern, order) -> None:
+    """At a size at which the planner's own count, term by term, is another."""
+    tokens = 200_000
+    for rule in (pattern, pattern & masks.causal()):
+        described = masks.describe(rule, tokens, num_heads=4)
+        work = work_of_ranks(rule, Sharding(tokens, 7, order), num_heads=4)
+        assert int(work.sum()) == described.useful_pairs
+
+
+def test_batch_entries_add_up() -> None:
+    ids = torch.tensor([[0] * 24, [0] * 6 + [1] * 18])
+    work = work_of_ranks(masks.documents(ids) & masks.causal(), Sharding(24, 2), num_heads=3)
+    whole = [sum(range(1, 13)), sum(range(13, 25))]
+    cut = [sum(range(1, 7)) + sum(range(1, 7)), sum(range(7, 19))]
+    assert work.tolist() == [3 * (a + b) for a, b in zip(whole, cut, strict=True)]
+
+
+def test_zigzag_balances_what_is_causal() -> None:
+    for pattern in (masks.causal(), masks.longnet((4096, 65536), (1, 16)) & masks.causal()):
+        contiguous, zigzag = (
+            work_of_ranks(pattern, Sharding(1 << 16, 8, order), num_heads=2) for order in ("contiguous", "zigzag")
+        )
+        assert int(contiguous.sum()) == int(zigzag.sum())
+        assert (
+            float(zigzag.max() / zigzag.double().mean()) < 1.001 < float(contiguous.max() / contiguous.double().mean())
+        )
+
+
+def test_what_does_not_bind_is_refused() -> None:
+    with pytest.raises(ValueError, match="a grid of 8x8 holds 64 tokens"):
+        work_of_ranks(masks.neighborhood((8, 8), 1), Sharding(65, 2), num_heads=1)
+    with pytest.raises(ValueError, match="documents"):
+        work_of_ranks(masks.documents("documents"), Sharding(64, 2), num_heads=1)

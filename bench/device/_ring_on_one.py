@@ -4,7 +4,7 @@ What a ring computes on an accelerator: for each shard the forward again, and th
 are those of the whole rows times the shard's weight in them. What it sends is left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -36,7 +36,8 @@ class RingRank:
     def whole(self, out: Whole, lse: Tensor, grad: Whole) -> WholeRows:
         """This rank's rows over all keys."""
         mine = slice(self.queries.start, self.queries.stop)
-        return WholeRows(out[:, :, mine].contiguous(), lse[:, :, mine].contiguous(), grad[:, :, mine].contiguous(), None)
+        own_out, own_lse, own_grad = (x[:, :, mine].contiguous() for x in (out, lse, grad))
+        return WholeRows(own_out, own_lse, own_grad, None)
 
     def gradients(self, q: Whole, k: Whole, v: Whole, rows: WholeRows) -> list[tuple[slice, Tensor]]:
         """The shares of dq, and of dk and dv of each shard, with the tokens that they belong to; dq is summed up."""
@@ -46,25 +47,27 @@ class RingRank:
         for shard in self.shards:
             there = slice(shard.start, shard.stop)
             with torch.enable_grad():
-                leaves = [x.detach().requires_grad_() for x in (queries, k[:, :, there], v[:, :, there])]
-                out, lse = self._attend(*leaves, shard)
+                parts = (queries, k[:, :, there], v[:, :, there])
+                leaf_q, leaf_k, leaf_v = (x.detach().requires_grad_() for x in parts)
+                out, lse = self._attend(leaf_q, leaf_k, leaf_v, shard)
             weighted = rows.gradients_of(out.detach(), lse.detach())
-            dq, dk, dv = torch.autograd.grad((out, lse), leaves, weighted)
+            dq, dk, dv = torch.autograd.grad((out, lse), (leaf_q, leaf_k, leaf_v), weighted)
             total = dq.float() if total is None else total.add_(dq)
             found.append((there, torch.stack((dk, dv))))
         assert total is not None
         return [(mine, total), *found]
 
-    def job(self, name: str, problem: Problem, rows: WholeRows) -> Job:
-        """What is timed: this rank's share of one backward."""
-        return Job(name, lambda _: self.gradients(problem.q, problem.k, problem.v, rows))
+    def job(self, name: str, problem: Problem, forward: Callable[[], tuple[Whole, Tensor]]) -> Job:
+        """This rank's share of one backward; the clock runs when `forward` has given out and lse of all rows."""
+        q, k, v = problem.q, problem.k, problem.v
+        return Job(name, lambda rows: self.gradients(q, k, v, rows), lambda: self.whole(*forward(), problem.grad))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, shard: range) -> tuple[Tensor, Tensor]:
         """Positions are counted as in a rank's own call: ranks that lie alike share what is compiled."""
         period = lcm(*self.spec.segment_lengths)
         start = min(self.queries.start, shard.start) // period * period
-        offsets = {"q_offset": self.queries.start - start, "k_offset": shard.start - start}
-        return fd.attend(q, k, v, self.spec.pattern(), return_lse=True, **offsets)
+        q_offset, k_offset = self.queries.start - start, shard.start - start
+        return fd.attend(q, k, v, self.spec.pattern(), return_lse=True, q_offset=q_offset, k_offset=k_offset)
 
 
 def ring_ranks(spec: LongNet, shards: Sequence[tuple[range, range]]) -> tuple[RingRank, ...]:

@@ -8,7 +8,9 @@ shard by shard.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import lcm
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,7 +107,7 @@ def _measure(config: Config, where: Where, name: str, part: Part) -> Row | Gap:
     jobs = [make(f"rank {rank}", _alone(shard, spec), shard.cut(problem)) for rank, shard in enumerate(parts)]
     together = Contestant("all ranks", on_ranks(spec, parts), problem, spec)
     found = compare([_one_call(spec, problem), together], where, part=part, repeats=config.size.repeats, extra=jobs)
-    detail = {"keys_of_each_rank": [len(shard.keys) for shard in parts]}
+    detail: dict[str, Any] = {"keys_of_each_rank": [len(shard.keys) for shard in parts]}
     return _row(f"{_label(config)}, {name}", _TARGET, found, jobs, detail)
 
 
@@ -114,17 +116,21 @@ def _measure_ring(config: Config, where: Where) -> Row | Gap:
     spec, problem = config.spec, where.draw(config.size)
     parts = [(shard.queries, shard.keys) for shard in shards(spec, config.size.num_tokens, config.ranks)]
     ranks = ring_ranks(spec, parts)
-    with torch.no_grad():
-        out, lse = fd.attend(problem.q, problem.k, problem.v, spec.pattern(), return_lse=True)
-    jobs = [each.job(f"rank {rank}", problem, each.whole(out, lse, problem.grad)) for rank, each in enumerate(ranks)]
+
+    @cache
+    def forward() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return fd.attend(problem.q, problem.k, problem.v, spec.pattern(), return_lse=True)
+
+    jobs = [each.job(f"rank {rank}", problem, forward) for rank, each in enumerate(ranks)]
     together = Contestant("all ranks", as_attention(spec, ranks), problem, spec)
     contestants = [_one_call(spec, problem), together]
     found = compare(contestants, where, part="backward", repeats=config.size.repeats, extra=jobs)
-    detail = {"shards_of_each_rank": [len(each.shards) for each in ranks]}
+    detail: dict[str, Any] = {"shards_of_each_rank": [len(each.shards) for each in ranks]}
     return _row(f"{_label(config)}, ring backward", _RING, found, jobs, detail)
 
 
-def _row(name: str, target: Target, found: Comparison, jobs: Sequence[Job], detail: dict[str, object]) -> Row | Gap:
+def _row(name: str, target: Target, found: Comparison, jobs: Sequence[Job], detail: dict[str, Any]) -> Row | Gap:
     """The ranks' times, summed up in each round, over one call's."""
     measure = f"{name}: ranks' time over one call's"
     if reason := found.missing("one call", "all ranks", *(job.name for job in jobs)):

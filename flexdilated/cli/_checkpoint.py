@@ -19,8 +19,8 @@ def save(folder: Path, state: dict[str, Any]) -> None:
     replace(folder / FILE_NAME, lambda path: torch.save(state, path))
 
 
-def load(folder: Path, *, identity: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The state last saved. Nothing but data is unpickled.
+def load(folder: Path, *, identity: dict[str, Any]) -> dict[str, Any]:
+    """The state last saved, on the CPU. Nothing but data is unpickled.
 
     Raises UsageError where there is none, where it cannot be read, and where its `identity`, the settings
     that must not change within a run, is another.
@@ -29,7 +29,7 @@ def load(folder: Path, *, identity: dict[str, Any], device: torch.device) -> dic
     if not path.is_file():
         raise UsageError(f"--resume needs a checkpoint, written by an earlier run; there is none at {path}")
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         found = dict(state["identity"])
     except (OSError, RuntimeError, EOFError, UnpicklingError, LookupError, TypeError, ValueError) as error:
         raise UsageError(

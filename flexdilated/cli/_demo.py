@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
 from .. import masks
+from ..masks._cache_stats import CacheStats
 from ..nn import LongNetConfig
 from . import _checkpoint, _extras
 from ._attention_time import measure
@@ -28,6 +28,7 @@ from ._run import Run
 from ._sample import FILE_NAME as SAMPLE_FILE
 from ._sample import draw_sample, save_sample
 from ._settings import Settings
+from ._team import Team, team_of
 from ._train import train
 from ._usage import UsageError
 from ._windows import validation_windows
@@ -45,25 +46,52 @@ class _Validation:
 
 
 def demo(settings: Settings) -> None:
-    """Run the whole demo. Raises UsageError before any training where the settings cannot be served."""
+    """Run the whole demo, on all processes that torchrun has started, or on this one.
+
+    Raises UsageError before any training where the settings cannot be served.
+    """
     _check_environment()
-    prepare(settings.out)
-    corpus = load_corpus(settings.data, context=settings.context)
-    identity = _identity(settings, corpus)
-    run = _begin(settings, identity)
-    _introduce(run, corpus)
+    with team_of(settings.device) as team:
+        _check_context(settings, team)
+        team.by_first(lambda: prepare(settings.out))
+        corpus = load_corpus(settings.data, context=settings.context)
+        identity = _identity(settings, corpus)
+        team.check_alike({**identity, "steps": settings.steps})
+        run = _begin(settings, identity, team)
+        _introduce(run, corpus, team)
+        _run(run, corpus, settings, identity, team)
+
+
+def _run(run: Run, corpus: Corpus, settings: Settings, identity: dict[str, Any], team: Team) -> None:
+    """Train and measure together; what takes one process is left to the first."""
+
+    def save() -> None:
+        if team.is_first:
+            _checkpoint.save(settings.out, run.state(identity))
+
     validation = _validation(corpus, settings)
     with Interrupt() as interrupt:
         if run.step == 0:
-            run.before = mean_bits(run.model, validation.windows, run.device)
-        ended_by = train(run, corpus, settings, interrupt, lambda: _checkpoint.save(settings.out, run.state(identity)))
+            run.before = mean_bits(run.model, validation.windows, team)
+        ended_by = train(run, corpus, settings, team, interrupt, save)
         if interrupt.requested:
             print("stopping early; a second Ctrl-C ends at once, without results")
-        results = _measure(run, validation, settings, interrupt, ended_by)
-        print(f"\n{table(results)}\n")
-        if settings.sample:
-            _sample(run, validation, settings)
-        _leave(results, run, settings, identity)
+        stats = masks.cache().stats()  # before the timing, which looks up plans of its own
+        after = mean_bits(run.model, validation.windows, team) if run.step else run.before
+        if team.is_first:
+            results = _measure(run, validation, settings, interrupt, ended_by=ended_by, after=after, stats=stats)
+            print(f"\n{table(results)}\n")
+            if settings.sample:
+                _sample(run, validation, settings)
+            _leave(results, run, settings, identity, team)
+
+
+def _check_context(settings: Settings, team: Team) -> None:
+    if settings.context < team.size:
+        raise UsageError(
+            f"--context must be at least the number of processes, as each has a part of every text; got "
+            f"{settings.context} bytes and {team.size} processes"
+        )
 
 
 def _check_environment() -> None:
@@ -83,16 +111,15 @@ def _identity(settings: Settings, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _begin(settings: Settings, identity: dict[str, Any]) -> Run:
-    device = torch.device(settings.device)
-    model = build_model(settings.context, seed=settings.seed).to(device)
-    run = Run(model, Optimizers(model), device)
+def _begin(settings: Settings, identity: dict[str, Any], team: Team) -> Run:
+    model = build_model(settings.context, seed=settings.seed, mesh=team.mesh).to(team.device)
+    run = Run(model, Optimizers(model), team.device)
     if settings.resume:
-        run.load(_checkpoint.load(settings.out, identity=identity, device=device))
+        run.load(team.by_first(lambda: _checkpoint.load(settings.out, identity=identity)))
     return run
 
 
-def _introduce(run: Run, corpus: Corpus) -> None:
+def _introduce(run: Run, corpus: Corpus, team: Team) -> None:
     sides = [
         f"{name} {len(text) / 1e6:.2f} MB in {len(files)} file{'s' if len(files) != 1 else ''}"
         for name, text, files in (
@@ -102,6 +129,8 @@ def _introduce(run: Run, corpus: Corpus) -> None:
     ]
     print(f"text      {corpus.source}: {', '.join(sides)}")
     print(f"model     causal LongNet, {_parameters(run):,} parameters, {_branches(run.model.trunk.config)}")
+    if team.mesh is not None:
+        print(f"ranks     {team.size} processes, each with its part of every text, on {team.device.type}")
     if run.step:
         print(f"resumed   at step {run.step}")
 
@@ -120,12 +149,18 @@ def _validation(corpus: Corpus, settings: Settings) -> _Validation:
     return _Validation(windows, unigram_bits(corpus.train, windows), bigram_bits(corpus.train, windows))
 
 
-def _measure(run: Run, validation: _Validation, settings: Settings, interrupt: Interrupt, ended_by: str) -> Results:
+def _measure(
+    run: Run,
+    validation: _Validation,
+    settings: Settings,
+    interrupt: Interrupt,
+    *,
+    ended_by: str,
+    after: float,
+    stats: CacheStats,
+) -> Results:
     trunk = run.model.trunk
     heads, head_dim = trunk.config.num_heads, trunk.config.head_dim
-    # before the timing, which looks up plans of its own
-    stats = masks.cache().stats()
-    after = mean_bits(run.model, validation.windows, run.device) if run.step else run.before
     sizes = {"num_heads": heads, "num_tokens": settings.context, "head_dim": head_dim}
     time = measure(trunk.pattern, **sizes, device=run.device, interrupt=interrupt)
     facts = masks.describe(trunk.pattern, settings.context, num_heads=heads, head_dim=head_dim)
@@ -148,16 +183,19 @@ def _measure(run: Run, validation: _Validation, settings: Settings, interrupt: I
 
 
 def _sample(run: Run, validation: _Validation, settings: Settings) -> None:
-    """Continue the first half of the first validation window."""
+    """Continue the first half of the first validation window, on one process."""
     prompt = validation.windows[0][: max(1, settings.context // 2)]
-    sample = draw_sample(run.model, prompt, num_bytes=settings.sample, seed=settings.seed)
+    model = build_model(settings.context, seed=settings.seed).to(run.device)
+    model.load_state_dict(run.model.state_dict())
+    sample = draw_sample(model, prompt, num_bytes=settings.sample, seed=settings.seed)
     print(f"{sample.summary()}\n\n{sample.text()}")
     save_sample(settings.out, sample)
 
 
-def _leave(results: Results, run: Run, settings: Settings, identity: dict[str, Any]) -> None:
+def _leave(results: Results, run: Run, settings: Settings, identity: dict[str, Any], team: Team) -> None:
     """Write report and pictures, and say where they are."""
     config = {**identity, "steps": settings.steps, "minutes": settings.minutes, "device": settings.device}
+    config["processes"] = team.size
     save_report(settings.out / "report.json", results, config=config, losses=run.losses)
     written = ["report.json", _checkpoint.FILE_NAME, *([SAMPLE_FILE] if settings.sample else [])]
     if _extras.find("matplotlib") is None:

@@ -18,6 +18,7 @@ from ._usage import UsageError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TABLE = "table"
+_LAYERS = 12
 _MIN_FLEX_HEAD_DIM = 16
 # Memories of accelerators and of small machines.
 BUDGETS = tuple(size << 30 for size in (8, 16, 24, 40, 48, 80, 96, 141))
@@ -76,7 +77,7 @@ def settings_from(options: argparse.Namespace) -> PlanSettings:
         dtype=options.dtype,
         device=options.device,
         batch=options.batch,
-        layers=options.layers,
+        layers=_LAYERS if options.layers is None else options.layers,
         embed_dim=embed_dim,
         budgets=_budgets(options.budget),
         measure=options.measure,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 
 from ._usage import UsageError
@@ -10,6 +11,7 @@ from ._usage import UsageError
 _BYTES = {"B": 1} | {f"{letter}{middle}B": (1024 if middle else 1000) ** power
                      for power, letter in enumerate("KMGT", start=1) for middle in ("", "i")}  # fmt: skip
 _TOKENS = {"": 1, "K": 1 << 10, "M": 1 << 20}
+_SECONDS = {unit: Fraction(1, size) for unit, size in (("ns", 10**9), ("us", 10**6), ("ms", 10**3), ("s", 1))}
 _NUMBER = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 
 
@@ -32,7 +34,25 @@ def parse_tokens(text: str) -> int:
     return int(number)
 
 
-def _parse(text: str, units: dict[str, int]) -> Fraction | None:
+def parse_speed(text: str) -> float:
+    """Bytes a second of "50GB/s". Raises UsageError for anything else."""
+    units = {name.lower(): size for name, size in _BYTES.items()}
+    amount, slash, second = text.strip().rpartition("/")
+    number = _parse(amount, units) if slash and second.strip() == "s" else None
+    if number is None or number <= 0:
+        raise UsageError(f"a link's speed must be a number above 0 with a unit a second, such as 50GB/s; got {text!r}")
+    return float(number)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of "5us", "0.2ms" or "1s". Raises UsageError for anything else."""
+    number = _parse(text.replace("\u00b5", "u"), _SECONDS)
+    if number is None:
+        raise UsageError(f"a latency must be a number with a unit, one of {', '.join(_SECONDS)}; got {text!r}")
+    return float(number)
+
+
+def _parse(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:
     """Number times unit; None for what is no such thing."""
     found = _NUMBER.fullmatch(text.strip())
     if found is None or found["unit"].lower() not in units or len(found["number"]) > 20:
@@ -47,6 +67,12 @@ def bytes_text(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.3g} {unit}"
         number /= 1024
     return f"{number:,.0f} TiB" if number >= 100 else f"{number:.3g} TiB"
+
+
+def seconds_text(number: float) -> str:
+    """Three digits and a unit."""
+    unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if number >= size), ("us", 1e-6))
+    return f"{number / size:,.0f} {unit}" if number / size >= 100 else f"{number / size:.3g} {unit}"
 
 
 def tokens_text(number: int) -> str:

@@ -98,9 +98,11 @@ def _verdict(ranks: Ranks, place: str, digest: str, written: str) -> str:
     """All ranks' verdict: each posts its facts, and the last to come compares, so a rank's share is a few requests."""
     store = group_of(ranks.name).get_group_store()
     store.set(f"{place}/{ranks.rank}", written)
-    same = store.add(f"{place}/{digest}", 1)
+    store.add(f"{place}/{digest}", 1)
     if store.add(f"{place}/come", 1) == ranks.size:
-        verdict = _AGREED if same == ranks.size else disagreement(_facts_of_all(ranks, place))
+        verdict = (
+            _AGREED if store.add(f"{place}/{digest}", 0) == ranks.size else disagreement(_facts_of_all(ranks, place))
+        )
         store.set(f"{place}/verdict", verdict)
     else:
         _wait_for_verdict(ranks, place)

@@ -81,7 +81,7 @@ class Plain(Codec):
         return head_dim * dtype.itemsize
 
     def _bytes(self, x: Float[Tensor, "... D"], out: UInt8[Tensor, "... R"] | None) -> UInt8[Tensor, "... R"]:
-        wire = x.contiguous().view(torch.uint8)
+        wire = _viewed(x.contiguous(), torch.uint8)
         return wire if out is None else out.copy_(wire)
 
     def _fill(self, out: Float[Tensor, "... D"], wire: UInt8[Tensor, "... R"], dtype: torch.dtype) -> None:
@@ -106,7 +106,7 @@ class Bf16(Codec):
             raise ValueError('codec "bf16" writes rows wider than float16, which it would only make less exact')
 
     def _bytes(self, x: Float[Tensor, "... D"], out: UInt8[Tensor, "... R"] | None) -> UInt8[Tensor, "... R"]:
-        wire = x.to(torch.bfloat16).contiguous().view(torch.uint8)
+        wire = _viewed(x.to(torch.bfloat16).contiguous(), torch.uint8)
         return wire if out is None else out.copy_(wire)
 
     def _fill(self, out: Float[Tensor, "... D"], wire: UInt8[Tensor, "... R"], dtype: torch.dtype) -> None:
@@ -133,13 +133,13 @@ class Int8(Codec):
         scale = (torch.maximum(-low, high) / _LEVELS).float().clamp_min_(_LEAST_SCALE)
         scale = scale.where(scale.isfinite(), float("nan"))
         levels = (rows / scale).round_().clamp_(-_LEVELS, _LEVELS).nan_to_num_(0)
-        out[..., :_SCALE_BYTES] = scale.view(torch.uint8)
+        out[..., :_SCALE_BYTES] = _viewed(scale, torch.uint8)
         out[..., _SCALE_BYTES:].view(torch.int8).copy_(levels)
         return out
 
     def _fill(self, out: Float[Tensor, "... D"], wire: UInt8[Tensor, "... R"], dtype: torch.dtype) -> None:
         scale = _viewed(wire[..., :_SCALE_BYTES], torch.float32)
-        # Multiplied in float32 or wider, where both factors are exact, and rounded once, to the dtype of `out`.
+        # The product is float32, where both factors are exact, whatever `out` is.
         torch.mul(wire[..., _SCALE_BYTES:].view(torch.int8), scale, out=out)
 
 
@@ -163,8 +163,9 @@ def gradient_codec(codec: Codec, dtype: torch.dtype) -> Codec:
     return _CODECS["bf16" if codec.name is not None and wider else None]
 
 
-def _viewed(wire: UInt8[Tensor, "... R"], dtype: torch.dtype) -> Tensor:
-    """The bytes of each row as numbers; copied where numbers of this dtype cannot lie."""
-    if not wire.is_contiguous() or wire.storage_offset() % dtype.itemsize:
-        wire = wire.clone(memory_format=torch.contiguous_format)
-    return wire.view(dtype)
+def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes of each row as numbers, or the other way about; copied where numbers of this dtype cannot lie."""
+    *strides, step = x.stride()
+    if step != 1 or any(number % dtype.itemsize for number in (*strides, x.storage_offset())):
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(dtype)

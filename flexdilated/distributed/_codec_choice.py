@@ -54,6 +54,15 @@ def choose_codec(
     return codec_named("bf16" if wider and error_bound >= _BF16_ERROR else None)
 
 
+def codec_for(
+    name: CodecChoice, error_bound: float, k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], ranks: Ranks
+) -> Codec:
+    """The codec of this name, or the one that "auto" finds; rows that are bfloat16 need none that writes bfloat16."""
+    if name == "auto":
+        return choose_codec(k, v, error_bound, ranks)
+    return codec_named(None if name == "bf16" and k.dtype == torch.bfloat16 else name)
+
+
 def row_peak(x: Float[Tensor, "... D"]) -> float:
     """The largest magnitude in a row over the row's root mean square, in the row where that is most; 1 without rows.
 

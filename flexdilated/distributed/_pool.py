@@ -67,7 +67,7 @@ class _Buffer:
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """No view: nothing of the graph of an earlier lease comes with it."""
-        empty: Any = torch.empty(0, dtype=dtype, device=self.device)  # torch's stubs know another order of arguments
+        empty: Any = torch.empty(0, dtype=dtype, device=self.device)  # its stubs ask for strides, too
         return empty.set_(self.storage, 0, torch.Size(shape))
 
 

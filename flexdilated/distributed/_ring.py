@@ -10,9 +10,8 @@ from torch import Tensor
 from .._attend_at import placed_engine
 from .._engines import choose_engine
 from ..masks import Mixture, Pattern
-from ._codec import CodecName
-from ._pool import BufferPool
-from ._pools import name_of
+from ._codec_choice import CodecChoice
+from ._pools import PoolChoice, name_of
 from ._ranks import Ranks
 from ._ring_op import ring_op
 from ._sharding import Sharding
@@ -35,8 +34,9 @@ def ring(
     num_heads_global: int,
     engine: str | None,
     block_size: tuple[int, ...],
-    codec: CodecName | None,
-    pool: BufferPool | None,
+    codec: CodecChoice,
+    error_bound: float | None,
+    pool: PoolChoice,
 ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
     """(out, lse) of this rank's queries over the keys of all ranks; every rank takes part, and in the backward too.
 
@@ -45,13 +45,14 @@ def ring(
     while that rank computes with the one before; in the backward it goes again, and its gradients come back. The
     ranks' gradients of sinks add up to the whole.
 
-    Two other ranks' shards are held at most. Sums are kept in float32 or wider, and added in one order. Raises
-    ValueError where the engine cannot serve the call, and torch.distributed.DistError where another rank fails.
+    Two other ranks' shards are held at most. Sums are kept in float32 or wider, and added in one order. Codec "auto"
+    keeps `error_bound`, for one collective of 4 bytes in each pass. Raises ValueError where the engine cannot serve
+    the call, and torch.distributed.DistError where another rank fails.
     """
     features = {"score_mod": None, "sinks": None}
     chosen = choose_engine(engine, q, k, v, pattern, first=(head_offset, 0, 0), return_lse=True, **features)
     return ring_op(
         *(q, k, v, sinks, list(bindings), pattern.text, scale, head_offset, num_heads_global),
         *(placed_engine(chosen, q.device), list(block_size), list(sharding.numbers())),
-        *(ranks.name, codec, name_of(pool)),
+        *(ranks.name, codec, 0.0 if error_bound is None else error_bound, name_of(pool)),
     )

@@ -50,6 +50,6 @@ class RingCall:
 
     def with_keys_of(self, part: Part) -> PlacedCall:
         """Attention of this rank's queries to these keys."""
-        placement = Placement(self.own.positions, (part.positions,), complete=False)
+        placement = Placement(self.own.positions, (part.positions,), complete=False, num_tokens=self.sharding.num_tokens)
         where = (self.head_offset, self.num_heads_global)
         return PlacedCall(self.pattern, placement, self.scale, *where, self.engine, self.sides)

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._attend_at import WholeRows
 from .._sinks import sinks_gradient
 from ..masks._json import kept_functions, read_text
-from ._codec import codec_named
+from ._codec_choice import codec_for
 from ._pools import pool_named
 from ._ranks import Ranks, group_of
 from ._ring_call import RingCall
@@ -31,12 +31,14 @@ def ring_op(
     block_size: list[int],
     sharding: list[int],
     group: str,
-    codec: str,
+    codec: str | None,
+    error_bound: float,
     pool: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over the keys of all ranks."""
-    options = (pattern, scale, head_offset, num_heads_global, engine, block_size, sharding, group, codec, pool)
-    return run_forward(_call(q, bindings, *options), q, k, v, sinks)
+    where, sending = (head_offset, num_heads_global), (group, codec, error_bound, pool)
+    call = _call(q, k, v, bindings, pattern, scale, *where, engine, block_size, sharding, *sending)
+    return run_forward(call, q, k, v, sinks)
 
 
 @ring_op.register_fake
@@ -64,12 +66,14 @@ def ring_backward_op(
     block_size: list[int],
     sharding: list[int],
     group: str,
-    codec: str,
+    codec: str | None,
+    error_bound: float,
     pool: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `ring_op`, from the out and lse over all keys."""
-    options = (pattern, scale, head_offset, num_heads_global, engine, block_size, sharding, group, codec, pool)
-    return run_backward(_call(q, bindings, *options), q, k, v, WholeRows(out, lse, grad_out, grad_lse))
+    where, sending = (head_offset, num_heads_global), (group, codec, error_bound, pool)
+    call = _call(q, k, v, bindings, pattern, scale, *where, engine, block_size, sharding, *sending)
+    return run_backward(call, q, k, v, WholeRows(out, lse, grad_out, grad_lse))
 
 
 @ring_backward_op.register_fake
@@ -79,6 +83,8 @@ def _(grad_out, grad_lse, q, k, v, out, lse, *options):
 
 def _call(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     bindings: list[Tensor],
     pattern: str,
     scale: float,
@@ -88,7 +94,8 @@ def _call(
     block_size: list[int],
     sharding: list[int],
     group: str,
-    codec: str,
+    codec: str | None,
+    error_bound: float,
     pool: str,
 ) -> RingCall:
     processes = group_of(group)
@@ -104,7 +111,7 @@ def _call(
         num_heads_global,
         engine,
         tuple(block_size),
-        _codec_of(codec, q.dtype),
+        codec_for(codec, error_bound, k, v, ranks),  # pyright: ignore[reportArgumentType]
         pool_named(pool, q.device),
     )
 
@@ -133,7 +140,9 @@ def _backward(ctx, grad_out, grad_lse):
 
 
 def _no_double_backward(ctx, *grads):
-    raise RuntimeError("the ring has no second derivative; engine='reference' on one device has (dense, small inputs)")
+    raise RuntimeError(
+        "the ring has no second derivative; engine='reference' has one, on one rank (dense, small inputs)"
+    )
 
 
 ring_op.register_autograd(_backward, setup_context=_setup)

@@ -26,7 +26,7 @@ def run_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor |
         if not len(shard.part):
             return
         placed, bindings = call.with_keys_of(shard.part), list(call.bindings)
-        out, lse = placed.forward(q, shard.k, shard.v, None, bindings, return_lse=True)
+        out, lse = placed.forward(q, shard.k, shard.v, None, bindings, wide=True)
         assert lse is not None
         if sums:
             merge_(sums[0], sums[1], out, lse)
@@ -46,17 +46,17 @@ def run_backward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, whole: WholeRo
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-    gradients = Gradients(call, dk, dv, k)
+    gradients = Gradients(call, dk, dv)
 
     def visit(shard: Shard) -> None:
         found: list[Tensor] = []
         if len(shard.part):
+            placed, bindings = call.with_keys_of(shard.part), list(call.bindings)
             with autograd_on():
-                placed = call.with_keys_of(shard.part)
-                of_queries, *found = placed.backward(q, shard.k, shard.v, list(call.bindings), whole)
+                of_queries, *found = placed.backward(q, shard.k, shard.v, bindings, whole)
             dq.add_(of_queries)
         if shard.turn is not None:
-            gradients.exchange(shard.turn, found)
+            gradients.exchange(shard.turn, [x.to(wide) for x in found])
         else:
             dk.add_(found[0])
             dv.add_(found[1])

@@ -56,20 +56,20 @@ class Gradients:
     What comes is added turn by turn.
     """
 
-    def __init__(self, call: RingCall, dk: Tensor, dv: Tensor, like: Tensor) -> None:
-        """dk, dv (B, G, L, D), in float32 or wider, are added to in place; `like` is k."""
-        self._call, self._totals, self._like = call, (dk, dv), like
-        self._codec = gradient_codec(call.codec, like.dtype)
+    def __init__(self, call: RingCall, dk: Tensor, dv: Tensor) -> None:
+        """dk, dv (B, G, L, D) of this rank's own queries: what comes is added to them, in place."""
+        self._call, self.dk, self.dv = call, dk, dv
+        self._codec = gradient_codec(call.codec, dk.dtype)
         self._begun: tuple[Turn, _Transfer] | None = None
 
     def exchange(self, turn: Turn, grads: Sequence[Tensor]) -> None:
-        """Begin to send back these gradients of what came in a turn, if anything did, and to receive those of what went.
+        """Begin to send the gradients of what came in a turn back, and to receive those of what went.
 
         The turn before ends first: what one turn sends, and what comes in it, is held at most.
         """
         self.settle()
         send = [(_written(grad, self._codec), turn.source) for grad in grads]
-        lease = _room(self._call, "gradients", self._codec, len(turn.sent), self._like)
+        lease = _room(self._call, "gradients", self._codec, len(turn.sent), self.dk)
         receive = [(x, turn.target) for x in lease.tensor if x.numel()]
         self._begun = turn, _begin(self._call, "gradients", lease, send=send, receive=receive)
 
@@ -79,8 +79,8 @@ class Gradients:
             return
         turn, transfer = self._begun
         transfer.posted.wait_for_all()
-        with _read(self._call, transfer, self._codec, "gradients", self._like) as came:
-            for total, grad in zip(self._totals, came, strict=True):
+        with _read(self._call, transfer, self._codec, "gradients", self.dk) as came:
+            for total, grad in zip((self.dk, self.dv), came, strict=True):
                 total[:, :, turn.sent.slice] += grad
         self._begun = None
 

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from jaxtyping import Int64
+from torch import Tensor
 
 from ..masks._cache import cache
 from ..masks._pattern import Expression
 from ._exchange_plan import token_counts
 from ._sharding import Sharding
-from ._volumes import exchange_volume, ring_volume
+from ._volumes import held_in_ring, ring_tokens
+
+# W ranks
 
 Schedule = Literal["exchange", "ring"]
 
@@ -62,30 +66,37 @@ def choose_schedule(
     sent = held if wire_row_bytes is None else 2 * batch * wire_row_bytes
 
     def build() -> ScheduleChoice:
-        counts = token_counts(rule, sharding, num_kv_heads=num_kv_heads, **heads)
-        exchange = exchange_volume(counts)
-        ring = ring_volume(counts, torch.tensor(sharding.lengths), num_kv_heads=num_kv_heads)
-        received = int(exchange.received.max()) * sent, int(ring.received.max()) * held
-        return _choose(*received, int(exchange.held.max()) * held, int(ring.held.max()) * held)
+        needed = token_counts(rule, sharding, num_kv_heads=num_kv_heads, **heads)
+        return choice_of(needed, sharding, num_kv_heads=num_kv_heads, held_bytes=held, sent_bytes=sent)
 
     key = ("schedule", rule.text, sharding.numbers(), num_kv_heads, *heads.values(), held, sent)
     return cache().get(key, build, lambda choice: 512, pattern=rule.text)
+
+
+def choice_of(
+    needed: Int64[Tensor, "W W"], sharding: Sharding, *, num_kv_heads: int, held_bytes: int, sent_bytes: int
+) -> ScheduleChoice:
+    """The choice where rank i needs needed[i, j] tokens of rank j, of so many bytes each as held and as exchanged."""
+    shards = ring_tokens(needed, torch.tensor(sharding.lengths), num_kv_heads=num_kv_heads)
+    exchanged, ringed, kept = (int(each.max()) for each in (needed.sum(1), shards.sum(1), held_in_ring(shards)))
+    return _choose(exchanged * sent_bytes, ringed * held_bytes, exchanged * held_bytes, kept * held_bytes)
 
 
 def _choose(exchange_bytes: int, ring_bytes: int, exchange_memory: int, ring_memory: int) -> ScheduleChoice:
     numbers = exchange_bytes, ring_bytes, exchange_memory, ring_memory
     if ring_bytes == 0:
         return ScheduleChoice("exchange", "no rank needs a key of another, so nothing is sent", *numbers)
-    exchange = f"receives at most {_mib(exchange_bytes)} of keys and values in an exchange, and holds them all"
-    ring = f"{_mib(ring_bytes)} in a ring, and holds {_mib(ring_memory)}"
+    exchange = f"receives at most {_mib(exchange_bytes)} of keys and values in an exchange, and holds it all"
     if exchange_memory <= ring_memory:
-        return ScheduleChoice("exchange", f"a rank {exchange}; it would receive {ring}", *numbers)
-    less, more = ring_bytes / max(exchange_bytes, 1), exchange_memory / ring_memory
+        ring = f"it would receive {_mib(ring_bytes)} in a ring and hold {_mib(ring_memory)}"
+        return ScheduleChoice("exchange", f"a rank {exchange}; {ring}", *numbers)
+    less, more = ring_bytes / exchange_bytes, exchange_memory / ring_memory
     if less >= more:
-        reason = f"a rank {exchange}; it would receive {less:.3g} times as much in a ring, and hold a {more:.3g}th"
-        return ScheduleChoice("exchange", reason, *numbers)
-    reason = f"a rank receives at most {ring} at a time; an exchange would hold {more:.3g} times as much"
-    return ScheduleChoice("ring", reason, *numbers)
+        ring = f"it would receive {less:.3g} times as much in a ring, to hold {more:.3g} times less"
+        return ScheduleChoice("exchange", f"a rank {exchange}; {ring}", *numbers)
+    ring = f"receives at most {_mib(ring_bytes)} of keys and values in a ring, and holds {_mib(ring_memory)} at a time"
+    instead = f"it would receive {_mib(exchange_bytes)} in an exchange, and hold it all"
+    return ScheduleChoice("ring", f"a rank {ring}; {instead}", *numbers)
 
 
 def _mib(number: int) -> str:

@@ -51,7 +51,7 @@ class Sharding:
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Sharding:
         """The sharding that these `numbers()` stand for."""
-        num_tokens, order, *lengths = numbers
+        num_tokens, order, *lengths = map(int, numbers)
         return cls(num_tokens, len(lengths), _ORDERS[order], lengths)
 
     def numbers(self) -> tuple[int, ...]:

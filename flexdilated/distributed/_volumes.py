@@ -1,8 +1,9 @@
-"""Volumes: how many tokens' keys each rank receives and holds in an exchange, in a ring, and in an all-gather."""
+"""Volumes: how many tokens' keys the ranks get from one another in an exchange, in a ring, and in an all-gather.
+
+Tokens are counted once for each KV head. tokens[i, j] are those that rank i gets from rank j.
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int64
@@ -13,32 +14,18 @@ from torch import Tensor
 _SHARDS_HELD = 2  # by a ring: the one that is computed with, and the one on its way
 
 
-@dataclass(frozen=True)
-class Volume:
-    """Tokens of other ranks, counted once for each KV head: those a rank receives, and those it holds at one time."""
-
-    received: Int64[Tensor, " W"]
-    held: Int64[Tensor, " W"]
-
-
-def exchange_volume(counts: Int64[Tensor, "W W"]) -> Volume:
-    """Exactly what is needed, all of it held. counts[i, j]: tokens that rank i needs of rank j, over KV heads."""
-    received = foreign(counts).sum(1)
-    return Volume(received, received)
+def ring_tokens(
+    counts: Int64[Tensor, "W W"], lengths: Int64[Tensor, " W"], *, num_kv_heads: int
+) -> Int64[Tensor, "W W"]:
+    """Whole shards, of which something is needed by these counts."""
+    return torch.where(counts > 0, num_kv_heads * lengths, 0)
 
 
-def ring_volume(counts: Int64[Tensor, "W W"], lengths: Int64[Tensor, " W"], *, num_kv_heads: int) -> Volume:
-    """Whole shards of which something is needed, two of them held."""
-    shards = torch.where(foreign(counts) > 0, num_kv_heads * lengths, 0)
-    return Volume(shards.sum(1), shards.topk(min(_SHARDS_HELD, len(lengths)), dim=1).values.sum(1))
+def all_gather_tokens(lengths: Int64[Tensor, " W"], *, num_kv_heads: int) -> Int64[Tensor, "W W"]:
+    """All shards."""
+    return (num_kv_heads * lengths).repeat(len(lengths), 1).fill_diagonal_(0)
 
 
-def all_gather_volume(lengths: Int64[Tensor, " W"], *, num_kv_heads: int) -> Volume:
-    """All shards, all of them held."""
-    received = num_kv_heads * (lengths.sum() - lengths)
-    return Volume(received, received)
-
-
-def foreign(counts: Int64[Tensor, "W W"]) -> Int64[Tensor, "W W"]:
-    """The counts without what a rank has itself."""
-    return counts.clone().fill_diagonal_(0)
+def held_in_ring(tokens: Int64[Tensor, "W W"]) -> Int64[Tensor, " W"]:
+    """The two largest shards that come."""
+    return tokens.topk(min(_SHARDS_HELD, len(tokens)), dim=1).values.sum(1)

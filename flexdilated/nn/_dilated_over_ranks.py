@@ -18,8 +18,8 @@ class RingDilatedAttention(BlockSparseAttention):
     """`DilatedAttention` of a sequence that lies on the ranks of a mesh: this rank's q, k and v in, its output out.
 
     Keys and values come to the queries: each rank gets those that its queries need, at once (schedule="exchange") or
-    rank by rank while it computes ("ring"); "auto" takes what the bytes and the memory are in favour of. mesh, sharding,
-    codec, pool: as in `BlockSparseAttention`; the rest as in `DilatedAttention`.
+    rank by rank while it computes ("ring"); "auto" takes what the bytes and the memory are in favour of. mesh,
+    sharding, codec, pool: as in `BlockSparseAttention`; the rest as in `DilatedAttention`.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class HeadParallelDilatedAttention(BlockSparseAttention):
     """`DilatedAttention` of a sequence that lies on the ranks of a mesh: each rank computes all of it for some heads.
 
     One all-to-all brings the tokens together, another takes the output apart. The number of query heads must be a
-    multiple of the number of ranks; key/value heads may be fewer, and go to every rank that reads them. Dilation offsets
-    are those of the head among all heads, so W ranks give the result of one. mesh, sharding: as in
+    multiple of the number of ranks; key/value heads may be fewer, and go to every rank that reads them. Dilation
+    offsets are those of the head among all heads, so W ranks give the result of one. mesh, sharding: as in
     `BlockSparseAttention`; the rest as in `DilatedAttention`.
     """
 

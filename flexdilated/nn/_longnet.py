@@ -226,7 +226,8 @@ class LongNet(nn.Module):
     def _check_one_rank(self, what: str) -> None:
         if self.over_ranks is not None:
             raise ValueError(
-                f"{what} works on one rank: load this model's state_dict into a LongNet without a mesh; got {self.over_ranks}"
+                f"{what} needs a model on one rank: load the state_dict into a LongNet without a mesh; "
+                f"this one has {self.over_ranks}"
             )
 
     def _check_caches(self, caches: Sequence[KVCache] | None) -> None:

@@ -1,0 +1,79 @@
+"""Who gets what from whom, as a picture: bytes between ranks, one heat map a way, on one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from ._sizes import bytes_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# W ranks
+
+_NOTHING = "#ffffff"
+_MOST_LABELS = 8  # along an axis
+_MOST_WRITTEN = 8  # ranks whose cells have room for a number
+_PALEST = 8  # the scale begins so much below the least number, which is then no white
+_DARK = 0.55  # of the scale, from where on a number is written in white
+
+
+def save_traffic_picture(path: Path, received: Mapping[str, Int64[Tensor, "W W"]], *, title: str) -> None:
+    """Draw bytes that each rank (row) gets from each other (column), a heat map for each name, on one scale. PNG.
+
+    The scale is logarithmic: an exchange and an all-gather differ by orders of magnitude. White is nothing.
+    """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    some = torch.cat([each[each > 0] for each in received.values()])
+    least, most = (int(some.min()), int(some.max())) if len(some) else (1, 1)
+    norm = LogNorm(least / _PALEST, most)
+    figure = Figure(figsize=(1.2 + 6.2 * len(received), 7.0), layout="constrained", dpi=140)
+    axes = figure.subplots(1, len(received), squeeze=False)[0]
+    for place, (name, each) in zip(axes, received.items(), strict=True):
+        _draw(place, each, norm, name)
+    legend = figure.colorbar(ScalarMappable(norm, _colours()), ax=list(axes), shrink=0.8, pad=0.02)
+    ticks = [size for size in (4**power for power in range(32)) if least <= size <= most] or [most]
+    legend.set_ticks(ticks, labels=[bytes_text(size) for size in ticks])
+    legend.minorticks_off()
+    legend.set_label("from one rank to another; white: nothing")
+    figure.suptitle(title, fontsize=13)
+    figure.savefig(path, format="png")
+
+
+def _draw(axes: Axes, received: Int64[Tensor, "W W"], norm: Any, name: str) -> None:
+    ranks = len(received)
+    shown = torch.where(received > 0, received.double(), torch.nan)
+    axes.imshow(shown.tolist(), cmap=_colours(), norm=norm, interpolation="nearest")
+    axes.set_title(f"{name}\na rank receives {_amount(received.sum(1))}", fontsize=12)
+    axes.set_xlabel("from rank")
+    axes.set_ylabel("to rank")
+    ticks = range(0, ranks, -(-ranks // _MOST_LABELS))
+    axes.set_xticks(list(ticks), [str(tick) for tick in ticks])
+    axes.set_yticks(list(ticks), [str(tick) for tick in ticks])
+    axes.spines[:].set_color("#999999")
+    axes.tick_params(color="#999999")
+    if ranks <= _MOST_WRITTEN:
+        for row, column in (received > 0).nonzero().tolist():
+            size = int(received[row, column])
+            colour = "white" if norm(size) > _DARK else "#333333"
+            axes.text(column, row, bytes_text(size), ha="center", va="center", fontsize=7, color=colour)
+
+
+def _amount(totals: Int64[Tensor, " W"]) -> str:
+    most, mean = float(totals.max()), float(totals.double().mean())
+    return bytes_text(most) if most == mean else f"at most {bytes_text(most)}, {bytes_text(mean)} on average"
+
+
+def _colours() -> Any:
+    from matplotlib import colormaps
+
+    return colormaps["Blues"].with_extremes(bad=_NOTHING)

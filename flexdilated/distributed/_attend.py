@@ -1,0 +1,247 @@
+"""attend: attention over a sequence whose tokens lie on many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, overload
+
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._attend import autocast
+from .._attend_at import placed_engine
+from .._engines import choose_engine
+from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
+from ..masks import Mixture, Pattern
+from ..masks._block_mask import block_sides
+from ..masks._check import require_choice
+from ..masks._pattern import require_expression
+from ..masks._run_time import Extent, names, resolve
+from ._agreement import check_agreement
+from ._check_shards import check_shards
+from ._codec import codec_named
+from ._codec_choice import CodecChoice, check_codec
+from ._exchange import ExchangeCall
+from ._exchange_op import exchange_op
+from ._pools import PoolChoice, name_of
+from ._ranks import Ranks
+from ._ring import ring
+from ._schedule import Schedule, choose_schedule
+from ._sharding import Sharding
+
+# B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim
+
+ScheduleName = Literal["auto", "exchange", "ring"]
+_SCHEDULES = ("auto", "exchange", "ring")
+
+
+@overload
+def attend(
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G L D"],
+    v: Float[Tensor, "B G L D"],
+    pattern: Pattern | Mixture,
+    *,
+    mesh: DeviceMesh,
+    sharding: Sharding | None = None,
+    schedule: ScheduleName = "auto",
+    codec: CodecChoice = None,
+    error_bound: float | None = None,
+    pool: PoolChoice = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    sinks: Float[Tensor, " H"] | None = None,
+    bindings: Mapping[str, Tensor] | None = None,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+    engine: str | None = None,
+    block_size: int | tuple[int, int] | None = None,
+    return_lse: Literal[False] = False,
+) -> Float[Tensor, "B H L D"]: ...
+
+
+@overload
+def attend(
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G L D"],
+    v: Float[Tensor, "B G L D"],
+    pattern: Pattern | Mixture,
+    *,
+    mesh: DeviceMesh,
+    sharding: Sharding | None = None,
+    schedule: ScheduleName = "auto",
+    codec: CodecChoice = None,
+    error_bound: float | None = None,
+    pool: PoolChoice = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    sinks: Float[Tensor, " H"] | None = None,
+    bindings: Mapping[str, Tensor] | None = None,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+    engine: str | None = None,
+    block_size: int | tuple[int, int] | None = None,
+    return_lse: Literal[True],
+) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]: ...
+
+
+def attend(
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G L D"],
+    v: Float[Tensor, "B G L D"],
+    pattern: Pattern | Mixture,
+    *,
+    mesh: DeviceMesh,
+    sharding: Sharding | None = None,
+    schedule: ScheduleName = "auto",
+    codec: CodecChoice = None,
+    error_bound: float | None = None,
+    pool: PoolChoice = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    sinks: Float[Tensor, " H"] | None = None,
+    bindings: Mapping[str, Tensor] | None = None,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+    engine: str | None = None,
+    block_size: int | tuple[int, int] | None = None,
+    return_lse: bool = False,
+) -> Float[Tensor, "B H L D"] | tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
+    """`flexdilated.attend` over all ranks' tokens: this rank's rows of what one rank with all tokens would compute.
+
+    q, k, v are this rank's shard. All ranks of the mesh must make the same call, and the same backward; the first call
+    of its kind compares what they ask for. Each rank's loss counts once: gradients of k and v come from all ranks'.
+
+    mesh: one dimension, that of the ranks that share the sequence; of a larger mesh give mesh["its name"].
+    sharding: who holds which positions; contiguous shards of equal length by default.
+    schedule: "exchange" sends each key to just the ranks that need it, all at once; "ring" passes whole shards round,
+        two at a time. "auto" counts bytes and memory.
+    codec: how keys and values travel: None as they are, "bf16", "int8" (a scale a token), or "auto", the narrowest with
+        rows exact to `error_bound`, which costs one small collective a call. Gradients travel in bf16 at least.
+    pool: where buffers for what travels come from: None, a `BufferPool`, or "auto", the device's own.
+    bindings: run-time tensors of the whole sequence, the same on all ranks.
+    scale, enable_gqa, sinks, head_offset, num_heads_global, engine, block_size, return_lse: as in `flexdilated.attend`;
+        the gradient of sinks is this rank's rows' share.
+
+    Raises ValueError or TypeError, before anything is sent, for inputs that do not fit together, and on all ranks where
+    they disagree; torch.distributed.DistError, within the process group's timeout, where a rank dies or hangs.
+    """
+    require_expression(pattern)
+    require_choice("schedule", schedule, _SCHEDULES)
+    q, k, v = autocast(q, k, v)
+    ranks = Ranks.of(mesh)
+    shards = _equal_shards(q, ranks) if sharding is None else sharding
+    check_shards(q, k, v, ranks=ranks, sharding=shards, enable_gqa=enable_gqa)
+    check_sinks(sinks, q)
+    where = {"head_offset": head_offset, "num_heads_global": num_heads_global}
+    heads = check_sizes(pattern, q, q_offset=0, k_offset=0, **where)
+    tensors = run_time_tensors(pattern, bindings)
+    check_codec(codec, error_bound, q.dtype)
+    options = {"ranks": ranks, "sharding": shards, "scale": resolve_scale(scale, q.shape[-1]), "engine": engine}
+    options |= {"head_offset": head_offset, "num_heads_global": heads, "sinks": sinks, "bindings": tensors}
+    sides = () if block_size is None else block_sides(block_size)
+    check_agreement(ranks, _facts(q, k, pattern, schedule, codec, error_bound, options))
+    chosen = _schedule(schedule, q, k, pattern, tensors, shards, head_offset, heads, codec)
+    options |= {"block_size": sides, "codec": codec, "error_bound": error_bound, "pool": pool}
+    run = ring if chosen == "ring" else _exchange
+    out, lse = run(q, k, v, pattern, **options)
+    return (out, lse) if return_lse else out
+
+
+def _equal_shards(q: Tensor, ranks: Ranks) -> Sharding:
+    if not isinstance(q, Tensor) or q.dim() != 4 or not q.shape[2]:
+        raise ValueError("without a sharding all ranks hold as many tokens; a rank without any needs a `Sharding`")
+    return Sharding(q.shape[2] * ranks.size, ranks.size)
+
+
+def _facts(
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern | Mixture,
+    schedule: str,
+    codec: CodecChoice,
+    error_bound: float | None,
+    options: Mapping[str, Any],
+) -> dict[str, object]:
+    """What all ranks must have alike for their messages to fit."""
+    return {
+        "schedule": schedule,
+        "pattern": pattern.text,
+        "sharding": options["sharding"],
+        "batch": q.shape[0],
+        "heads": q.shape[1],
+        "key/value heads": k.shape[1],
+        "head dim": q.shape[3],
+        "dtype": q.dtype,
+        "head_offset": options["head_offset"],
+        "num_heads_global": options["num_heads_global"],
+        "scale": options["scale"],
+        "codec": codec,
+        "error_bound": error_bound,
+        "run-time tensors": [tuple(x.shape) for x in options["bindings"]].__repr__(),
+        "sinks": options["sinks"] is not None,
+    }
+
+
+def _schedule(
+    schedule: str,
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern | Mixture,
+    bindings: list[Tensor],
+    sharding: Sharding,
+    head_offset: int,
+    num_heads_global: int,
+    codec: CodecChoice,
+) -> Schedule:
+    """The schedule that is named, or the one that counting bytes and memory finds best."""
+    if schedule != "auto":
+        return "ring" if schedule == "ring" else "exchange"
+    tokens = sharding.num_tokens
+    rule = resolve(pattern, dict(zip(names(pattern), bindings, strict=True)), Extent(tokens, tokens))
+    coded = codec_named(None if codec == "auto" else codec)  # what "auto" will find is not known yet
+    return choose_schedule(
+        rule,
+        sharding,
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim=q.shape[3],
+        dtype=q.dtype,
+        head_offset=head_offset,
+        num_heads_global=num_heads_global,
+        batch=q.shape[0],
+        wire_row_bytes=coded.row_bytes(q.shape[3], q.dtype),
+    ).name
+
+
+def _exchange(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Mixture,
+    *,
+    ranks: Ranks,
+    sharding: Sharding,
+    scale: float,
+    sinks: Tensor | None,
+    bindings: list[Tensor],
+    head_offset: int,
+    num_heads_global: int,
+    engine: str | None,
+    block_size: tuple[int, ...],
+    codec: CodecChoice,
+    error_bound: float | None,
+    pool: PoolChoice,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse): with tiles as one op; other engines trace, and only the transfer of keys is an op."""
+    features = {"score_mod": None, "sinks": sinks}
+    chosen = choose_engine(engine, q, k, v, pattern, first=(head_offset, 0, 0), return_lse=True, **features)
+    chosen = placed_engine(chosen, q.device)
+    options = (pattern.text, scale, head_offset, num_heads_global, chosen)
+    sending = (ranks.name, codec, 0.0 if error_bound is None else error_bound, name_of(pool))
+    if chosen == "tiles":
+        numbers = (list(block_size), list(sharding.numbers()))
+        out, lse, _, _ = exchange_op(q, k, v, sinks, bindings, *options, *numbers, *sending)
+        return out, lse
+    return ExchangeCall(*options, block_size, sharding.numbers(), *sending).traced(q, k, v, sinks, bindings)

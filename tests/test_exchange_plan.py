@@ -1,0 +1,195 @@
+"""The exchange plan: sender and receiver agree to the order, and no rank gets a token that it does not need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexdilated import masks
+from flexdilated.distributed import Sharding
+from flexdilated.distributed._exchange_plan import ExchangePlan, token_counts
+from flexdilated.masks._run_time import Extent, given_tensors, resolve
+from tests import oracle
+from tests.run_time_strategies import Packed, packed_cases
+from tests.strategies import Twin, expressions, lengths
+
+# W ranks, G KV heads, N tokens
+
+
+@dataclass(frozen=True)
+class Many:
+    """A pattern over the shards of W ranks: H of all heads, from head_offset on, in G groups."""
+
+    twin: Twin
+    sharding: Sharding
+    num_heads: int
+    num_kv_heads: int
+    head_offset: int
+    num_heads_global: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        names = ("num_heads", "num_kv_heads", "head_offset", "num_heads_global")
+        return {name: getattr(self, name) for name in names}
+
+    def plan(self, rank: int) -> ExchangePlan:
+        return ExchangePlan.of(self.twin.pattern, self.sharding, rank, **self.sizes)
+
+    def needed(self) -> Tensor:
+        """(G, W, N): whether some query of the rank, in some head of the group, may attend to the token."""
+        positions = torch.arange(self.sharding.num_tokens)
+        heads = range(self.head_offset, self.head_offset + self.num_heads)
+        counts = oracle.counts(self.twin.rule, heads, self.num_heads_global, positions, positions)
+        return needed_by_rank(counts.unflatten(0, (self.num_kv_heads, -1)).sum(1), self.sharding)
+
+
+def needed_by_rank(pairs: Tensor, sharding: Sharding) -> Tensor:
+    """(G, W, N) from a dense table (G, N, N)."""
+    return torch.stack([pairs[:, sharding.positions(rank)].any(1) for rank in range(sharding.num_ranks)], 1)
+
+
+def minimum(needed: Tensor, sharding: Sharding) -> Tensor:
+    """(W, W): (KV head, token) pairs that each target needs of each source; nothing of itself."""
+    ranks = range(sharding.num_ranks)
+    counts = torch.stack([needed[:, :, sharding.positions(source)].sum((0, 2)) for source in ranks], 1)
+    return counts.fill_diagonal_(0)
+
+
+@st.composite
+def shardings(draw: st.DrawFn, tokens: int) -> Sharding:
+    """Equal shards and ragged ones, ranks without tokens, more ranks than tokens."""
+    ranks, order = draw(st.sampled_from([1, 2, 3, 4, 5, 7, 13])), draw(st.sampled_from(["contiguous", "zigzag"]))
+    if draw(st.booleans()):
+        return Sharding(tokens, ranks, order)
+    cuts = sorted(draw(st.lists(st.integers(0, tokens), min_size=ranks - 1, max_size=ranks - 1)))
+    shards = [stop - start for start, stop in zip([0, *cuts], [*cuts, tokens], strict=True)]
+    return Sharding(tokens, ranks, order, shards)
+
+
+@st.composite
+def manies(draw: st.DrawFn) -> Many:
+    total = draw(st.sampled_from([1, 2, 4, 6]))
+    twin = draw(expressions(total))
+    here = draw(st.integers(1, total))
+    offset = draw(st.integers(0, total - here))
+    groups = draw(st.sampled_from([groups for groups in range(1, here + 1) if here % groups == 0]))
+    return Many(twin, draw(shardings(draw(lengths(twin.edges)))), here, groups, offset, total)
+
+
+@given(manies())
+def test_plans_are_the_minimum_of_the_dense_rule(many: Many):
+    """Each rank receives exactly what it needs, in each KV head once, and the counts know it without a plan."""
+    sharding, needed = many.sharding, many.needed()
+    for rank in range(sharding.num_ranks):
+        for source, by_head in enumerate(many.plan(rank).received):
+            for head, keys in enumerate(by_head):
+                positions = [key for each in keys for key in each]
+                held = sharding.positions(source) if source != rank else torch.arange(0)
+                assert sorted(positions) == held[needed[head, rank, held]].tolist()
+    counts = token_counts(many.twin.pattern, sharding, **many.sizes)
+    assert counts.dtype == torch.int64
+    assert torch.equal(counts, minimum(needed, sharding))
+
+
+@given(manies())
+def test_sender_and_receiver_agree(many: Many):
+    """To the order; and the indices of what is sent are those of the positions in the sender's shard."""
+    plans = [many.plan(rank) for rank in range(many.sharding.num_ranks)]
+    for rank, plan in enumerate(plans):
+        assert plan.received[rank] == plan.sent[rank] == ((),) * many.num_kv_heads
+        assert all(plan.received[other] == plans[other].sent[rank] for other in range(len(plans)))
+        assert plan.num_sent == tuple(len([*_places(by_head)]) for by_head in plan.sent)
+        assert plan.num_received == tuple(plans[other].num_sent[rank] for other in range(len(plans)))
+        places = [place for by_head in plan.sent for place in _places(by_head)]
+        assert plan.sent_heads.tolist() == [head for head, _ in places]
+        positions = many.sharding.positions(rank)[plan.sent_tokens]
+        assert positions.tolist() == [position for _, position in places]
+
+
+def _places(by_head):
+    """(KV head, position) of each token on the wire, in order."""
+    return ((head, key) for head, ranges in enumerate(by_head) for keys in ranges for key in keys)
+
+
+@given(packed_cases(), st.data())
+def test_run_time_patterns(packed: Packed, data):
+    """Documents, lengths and marks: what any batch entry needs."""
+    N = max(packed.q_offset + packed.num_queries, packed.k_offset + packed.num_keys)
+    if packed.counts.shape[-2:] != (N, N):
+        return
+    pattern = resolve(packed.pattern, given_tensors(packed.pattern), Extent(N, N))
+    sharding = data.draw(shardings(N))
+    needed = needed_by_rank(packed.counts.sum(0), sharding)
+    counts = token_counts(pattern, sharding, num_heads=packed.num_heads, num_kv_heads=packed.num_heads)
+    assert torch.equal(counts, minimum(needed, sharding))
+
+
+LADDER = masks.longnet([2048 << power for power in range(10)], [1 << power for power in range(10)])
+
+
+def test_longnet_of_a_million_tokens_on_eight_ranks():
+    """For a head 3,072 tokens from other ranks, of 917,504 that there are.
+
+    The three branches whose segments are wider than a shard reach 1024, 1536 and 1792 of them, 4,352 together, of
+    which 1,280 are the same.
+    """
+    sharding = Sharding(1 << 20, 8)
+    full = token_counts(LADDER, sharding, num_heads=16, num_kv_heads=16)
+    assert full.sum(1).tolist() == [16 * 3072] * 8
+    causal = token_counts(LADDER & masks.causal(), sharding, num_heads=16, num_kv_heads=16)
+    assert causal.sum(1).tolist() == [16 * each for each in (0, 1024, 1024, 2048, 1024, 2048, 2048, 3072)]
+    widest = [token_counts(branch, sharding, num_heads=1, num_kv_heads=1)[0].sum() for branch in LADDER.parts[-3:]]
+    assert [int(each) for each in widest] == [1024, 1536, 1792]
+
+
+def test_heads_that_share_a_kv_head_share_its_tokens():
+    """Sixteen offsets in groups of four: four times the tokens of a head, sent once a group."""
+    sharding = Sharding(1 << 12, 4)
+    pattern = masks.longnet([1 << 12], [16])
+    grouped = token_counts(pattern, sharding, num_heads=16, num_kv_heads=4)
+    assert torch.equal(grouped, token_counts(pattern, sharding, num_heads=16, num_kv_heads=16))
+    same = token_counts(masks.causal(), sharding, num_heads=16, num_kv_heads=4)
+    assert torch.equal(same, token_counts(masks.causal(), sharding, num_heads=4, num_kv_heads=4))
+
+
+def test_plans_come_from_the_cache():
+    pattern, sharding = masks.local_window(left=9, right=2), Sharding(64, 4)
+    sizes = {"num_heads": 2, "num_kv_heads": 1}
+    plan = ExchangePlan.of(pattern, sharding, 1, **sizes)
+    assert ExchangePlan.of(pattern, Sharding.of(sharding.numbers()), 1, **sizes) is plan
+    for other in (
+        ExchangePlan.of(pattern, sharding, 2, **sizes),
+        ExchangePlan.of(pattern, Sharding(64, 4, "zigzag"), 1, **sizes),
+        ExchangePlan.of(masks.causal(), sharding, 1, **sizes),
+        ExchangePlan.of(pattern, sharding, 1, num_heads=2, num_kv_heads=2),
+    ):
+        assert other is not plan
+        assert other != plan
+    assert masks.cache().forget(pattern) >= 1
+    assert ExchangePlan.of(pattern, sharding, 1, **sizes) is not plan
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changed"),
+    [
+        (ValueError, "num_kv_heads must divide num_heads; got num_heads=4 and num_kv_heads=3", {"num_kv_heads": 3}),
+        (ValueError, "num_heads must be at least 1", {"num_heads": 0}),
+        (ValueError, "num_kv_heads must be at least 1", {"num_kv_heads": 0}),
+        (ValueError, "head_offset must be at least 0", {"head_offset": -1}),
+        (ValueError, "heads 2 to 5 must lie within num_heads_global; got num_heads_global=4", {"head_offset": 2}),
+        (ValueError, "rank must be at most 1; got rank=2", {"rank": 2}),
+        (TypeError, "pattern must be a pattern or mixture", {"pattern": "causal"}),
+        (ValueError, "needs the run-time tensor 'ids'", {"pattern": masks.documents("ids")}),
+        (ValueError, "per_head needs one pattern a head; got 1 for 4", {"pattern": masks.per_head([masks.causal()])}),
+    ],
+)
+def test_errors_name_the_rule(error, message, changed):
+    values = {"pattern": masks.causal(), "sharding": Sharding(8, 2), "rank": 0, "num_heads": 4, "num_kv_heads": 2}
+    values |= {"num_heads_global": 4, **changed}
+    with pytest.raises(error, match=message):
+        ExchangePlan.of(values.pop("pattern"), values.pop("sharding"), values.pop("rank"), **values)

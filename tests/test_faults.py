@@ -1,0 +1,92 @@
+"""A peer that dies or hangs: every other rank ends with an error that says what, who and when, in bounded time."""
+
+import os
+import time
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from flexdilated.distributed import Sharding, shard, unshard
+from flexdilated.distributed._faults import communicating
+from flexdilated.distributed._ranks import Ranks
+from tests.ranks import on_ranks, outcomes_on_ranks
+
+LAST = 2  # of three ranks: the one that fails
+
+
+def fail(how: str) -> None:
+    if dist.get_rank() == LAST:
+        if how == "dies":
+            os._exit(9)
+        time.sleep(100)
+
+
+def collective(how: str) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    fail(how)
+    with communicating("the exchange of keys", Ranks.of(mesh)):
+        dist.all_to_all_single(torch.empty(3), torch.ones(3))
+
+
+def unsharding(how: str) -> None:
+    """The first step agrees, so that the second fails at its messages."""
+    mesh = init_device_mesh("cpu", (3,))
+    part = shard(torch.ones(1, 1, 7, 2), mesh)
+    unshard(part, mesh, Sharding(7, 3))
+    fail(how)
+    unshard(part, mesh, Sharding(7, 3))
+
+
+def backward(how: str) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    part = shard(torch.ones(1, 1, 7, 2), mesh).requires_grad_()
+    for step in range(2):
+        loss = unshard(part, mesh, Sharding(7, 3)).sum()
+        if step:
+            fail(how)
+        loss.backward()
+
+
+def first_call(how: str) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    fail(how)
+    unshard(torch.ones(1, 1, 2, 2), mesh)
+
+
+def other_errors() -> list[str]:
+    """Memory that runs out, and errors that are none of the transfers', stay what they are."""
+    ranks, found = Ranks.of(init_device_mesh("cpu", (1,))), []
+    for error in (torch.OutOfMemoryError("full"), ValueError("odd"), KeyboardInterrupt()):
+        try:
+            with communicating("the exchange of keys", ranks):
+                raise error
+        except BaseException as raised:
+            found.append(type(raised).__name__)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (collective, "the exchange of keys failed after "),
+        (unsharding, "shards"),
+        (backward, "shards"),
+        (first_call, "the check that all ranks make the same call failed: rank 2 did not answer"),
+    ],
+)
+def test_every_other_rank_ends_with_an_error_that_says_what_who_and_when(how: str, function, what: str) -> None:
+    ended = outcomes_on_ranks(3, function, how, timeout=24, group_timeout=4)
+    for outcome in ended[:LAST]:
+        last_line_on = outcome.error[outcome.error.rindex("torch.distributed.DistError: ") :]
+        assert last_line_on.startswith(f"torch.distributed.DistError: rank {outcome.rank} of 3: ")
+        assert what in last_line_on
+        assert "4 s" in last_line_on
+        assert outcome.elapsed_s < 20, "four seconds, and some for a busy machine"
+
+
+def test_other_errors_pass() -> None:
+    assert on_ranks(1, other_errors) == [["OutOfMemoryError", "ValueError", "KeyboardInterrupt"]]

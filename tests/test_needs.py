@@ -1,0 +1,220 @@
+"""Needs: the keys that some queries may attend to are exactly those of the dense rule, however they are found."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bench._catalogue import ENTRIES, PICTURED, Entry
+from bench._catalogue_check import dense
+from flexdilated import masks
+from flexdilated.masks import _needs_by_boxes, _needs_by_distance, _range_union
+from flexdilated.masks._needs import needed_keys
+from flexdilated.masks._range_union import joined_intervals, ranges_of, union_of
+from flexdilated.masks._ranges import Ranges
+from flexdilated.masks._run_time import Extent, given_tensors, resolve
+from tests import oracle
+from tests.run_time_strategies import Packed, packed_cases
+from tests.strategies import Case, cases
+
+progressions = st.builds(
+    lambda start, step, count: range(start, start + step * count, step),
+    st.integers(0, 30),
+    st.sampled_from([1, 1, 1, 2, 3, 4, 6]),
+    st.integers(1, 12),
+)
+
+
+@st.composite
+def shares(draw: st.DrawFn, tokens: int) -> Ranges:
+    """Some of the positions below `tokens`: up to three runs, as a rank holds them, or progressions."""
+    edges = sorted(draw(st.lists(st.integers(0, tokens), min_size=2, max_size=6)))
+    steps = [draw(st.sampled_from([1, 1, 1, 2, 3])) for _ in edges]
+    parts = (range(*edge) for edge in zip(edges[::2], edges[1::2], steps, strict=False))
+    return tuple(part for part in parts if part)
+
+
+def members(ranges: Ranges) -> list[int]:
+    return [position for each in ranges for position in each]
+
+
+def seen_in(table: Tensor, queries: Ranges, keys: Ranges) -> list[int]:
+    """The keys with a pair, from a table (..., N, M) of pairs over positions from 0 on."""
+    q, k = members(queries), sorted(members(keys))
+    pairs = table[..., q, :][..., k].flatten(0, -2).any(0)
+    return torch.tensor(k, dtype=torch.int64)[pairs].tolist()
+
+
+def assert_found(found: Ranges, expected: list[int]) -> None:
+    """Each position once, in ranges by their first positions, with neighbours in one run."""
+    assert all(found)
+    assert [each.start for each in found] == sorted(each.start for each in found)
+    assert sorted(members(found)) == expected
+    runs = [each for each in found if each.step == 1 or len(each) == 1]
+    assert all(a.stop < b.start for a, b in pairwise(runs))
+
+
+def all_pairs(case: Case) -> Tensor:
+    """(H, N, M) over all positions below the last query and the last key, and over all global heads."""
+    queries = torch.arange(case.q_offset + case.num_queries)
+    keys = torch.arange(case.k_offset + case.num_keys)
+    return oracle.counts(case.twin.rule, range(case.num_heads_global), case.num_heads_global, queries, keys)
+
+
+def check_case(case: Case, data: st.DataObject) -> None:
+    queries = data.draw(shares(case.q_offset + case.num_queries))
+    keys = data.draw(shares(case.k_offset + case.num_keys))
+    heads = sorted(data.draw(st.sets(st.integers(0, case.num_heads_global - 1))))
+    found = needed_keys(
+        case.twin.pattern, queries=queries, keys=keys, heads=heads, num_heads_global=case.num_heads_global
+    )
+    assert_found(found, seen_in(all_pairs(case)[heads], queries, keys))
+
+
+@given(cases(), st.data())
+def test_needs_are_those_of_the_dense_rule(case: Case, data):
+    check_case(case, data)
+
+
+@given(cases(), st.data())
+def test_needs_are_the_same_by_the_smallest_steps(case: Case, data):
+    """Every search goes to its end, and all limits on what is done at a time are met."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_needs_by_boxes, "_SIDE", 2)
+        patch.setattr(_needs_by_boxes, "_FRONTIER", 4)
+        patch.setattr(_needs_by_boxes, "_LOOKS", 2)
+        patch.setattr(_needs_by_distance, "_CUTS", 2)
+        patch.setattr(_needs_by_distance, "_MOST_CLASSES", data.draw(st.sampled_from([0, 512])))
+        patch.setattr(_range_union, "_MOST_COMPARISONS", data.draw(st.sampled_from([0, 1 << 16])))
+        check_case(case, data)
+
+
+@given(packed_cases(), st.data())
+def test_needs_of_run_time_patterns_are_those_of_any_batch_entry(packed: Packed, data):
+    """Documents, lengths and marks, with their values in place."""
+    extent = Extent(packed.q_offset + packed.num_queries, packed.k_offset + packed.num_keys)
+    pattern = resolve(packed.pattern, given_tensors(packed.pattern), extent)
+    table = torch.zeros(packed.batch, packed.num_heads, extent.queries, extent.keys, dtype=torch.int64)
+    table[..., packed.q_offset :, packed.k_offset :] = packed.counts
+    queries, keys = (
+        tuple(range(each.start + offset, each.stop + offset, each.step) for each in data.draw(shares(size)))
+        for offset, size in ((packed.q_offset, packed.num_queries), (packed.k_offset, packed.num_keys))
+    )
+    heads = range(packed.num_heads)
+    found = needed_keys(pattern, queries=queries, keys=keys, heads=heads, num_heads_global=packed.num_heads)
+    assert_found(found, seen_in(table, queries, keys))
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_needs_of_the_catalogue(entry: Entry):
+    """Every pattern and recipe, for the first, a middle and the last quarter of the sequence."""
+    heads = entry.num_heads
+    pattern = entry.pictured()
+    pattern = resolve(pattern, given_tensors(pattern), Extent(PICTURED, PICTURED))
+    tables = [dense(branch, head, heads, PICTURED) for branch in pattern.branches() for head in range(heads)]
+    table = torch.stack(tables)
+    whole = (range(PICTURED),)
+    for begin in (0, 16, 48):
+        queries = (range(begin, begin + 16),)
+        found = needed_keys(pattern, queries=queries, keys=whole, heads=range(heads), num_heads_global=heads)
+        assert_found(found, seen_in(table, queries, whole))
+
+
+def test_who_asks_nothing_needs_nothing():
+    """No queries, no keys, no heads, and queries that no key is allowed for."""
+    some = {"heads": range(2), "num_heads_global": 2}
+    ten, later = (range(10),), (range(10, 20),)
+    assert needed_keys(masks.causal(), queries=(), keys=ten, **some) == ()
+    assert needed_keys(masks.causal(), queries=ten, keys=(), **some) == ()
+    assert needed_keys(masks.causal(), queries=ten, keys=later, **some) == ()
+    assert needed_keys(masks.causal(), queries=ten, keys=ten, heads=(), num_heads_global=2) == ()
+    assert needed_keys(masks.dilated(10, 5, 3), queries=(range(9, 13),), keys=ten, **some) == ()
+    assert needed_keys(~masks.every(), queries=ten, keys=ten, **some) == ()
+
+
+def test_neighbours_come_as_one_run():
+    """Four heads of offsets 0 to 3 need every token of a segment between them: kernels read runs as views."""
+    pattern = masks.longnet([64], [4])
+    found = needed_keys(pattern, queries=(range(32),), keys=(range(32, 80),), heads=range(4), num_heads_global=4)
+    assert found == (range(32, 64),)
+
+
+def test_errors_name_the_rule():
+    one = {"queries": (range(4),), "keys": (range(4),)}
+    with pytest.raises(ValueError, match="heads must be at most 1; got heads=2"):
+        needed_keys(masks.causal(), **one, heads=[2], num_heads_global=2)
+    with pytest.raises(ValueError, match="per_head needs one pattern a head; got 1 for 2 heads"):
+        needed_keys(masks.per_head([masks.causal()]), **one, heads=[0], num_heads_global=2)
+    with pytest.raises(TypeError, match="pattern must be a pattern or mixture"):
+        needed_keys("causal", **one, heads=[0], num_heads_global=1)
+    with pytest.raises(ValueError, match="needs the run-time tensor 'ids'"):
+        needed_keys(masks.documents("ids"), **one, heads=[0], num_heads_global=1)
+
+
+MILLION = 1 << 20
+LADDER = masks.longnet([2048 << power for power in range(10)], [1 << power for power in range(10)])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        # A rank's own eighth is two segments or more of all but the three widest branches.
+        (LADDER, [3072] * 8),
+        (LADDER & masks.causal(), [0, 1024, 1024, 2048, 1024, 2048, 2048, 3072]),
+        (masks.local_window(left=4095, right=0), [0, *[4095] * 7]),
+        (masks.strided(128) & masks.causal(), [MILLION // 8 * rank for rank in range(8)]),
+        (masks.first_tokens(4) & masks.causal(), [0, *[4] * 7]),
+    ],
+    ids=["longnet", "longnet, causal", "window", "strided", "first tokens"],
+)
+def test_a_million_tokens_on_eight_ranks(pattern: masks.Pattern, expected: list[int]):
+    """Each rank's foreign keys for one head, in far less than a look at each token would take."""
+    length = MILLION // 8
+    begin = time.perf_counter()
+    found = []
+    for rank in range(8):
+        mine = range(rank * length, (rank + 1) * length)
+        others = tuple(part for part in (range(mine.start), range(mine.stop, MILLION)) if part)
+        found.append(needed_keys(pattern, queries=(mine,), keys=others, heads=[5], num_heads_global=16))
+    assert [len(members(each)) for each in found] == expected
+    assert all(len(each) <= 10 for each in found)
+    assert time.perf_counter() - begin < 5
+
+
+@given(st.lists(progressions, max_size=6), st.sampled_from([0, 1 << 16]))
+def test_unions(parts: list[range], most: int):
+    """Few positions and many, few ranges and many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_range_union, "_FEW_POSITIONS", most)
+        patch.setattr(_range_union, "_MOST_COMPARISONS", most)
+        assert_found(union_of(parts), sorted(set(members(tuple(parts)))))
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.sampled_from([2, 3, 4, 6, 16]), st.permutations(range(16)))
+def test_residue_classes_that_fill_a_run_are_one_range(begin: int, length: int, step: int, order: list[int]):
+    assume(length)
+    classes = [range(begin + place, begin + length, step) for place in order if place < step]
+    assert union_of(classes) == (range(begin, begin + length),)
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_positions_as_ranges(positions: set[int]):
+    found = ranges_of(torch.tensor(sorted(positions), dtype=torch.int64))
+    assert members(found) == sorted(positions)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=8))
+def test_joined_intervals(pairs: list[tuple[int, int]]):
+    begin = torch.tensor([first for first, _ in pairs], dtype=torch.int64)
+    end = torch.tensor([first + length for first, length in pairs], dtype=torch.int64)
+    joined = list(zip(*(side.tolist() for side in joined_intervals(begin, end)), strict=True))
+    assert members(tuple(range(*each) for each in joined)) == sorted(
+        {position for first, length in pairs for position in range(first, first + length)}
+    )
+    assert all(a[1] < b[0] for a, b in pairwise(joined))
