@@ -20,7 +20,11 @@ def peak_bytes(prepare: Callable[..., Callable[[], object]], *args: Any) -> int:
 
 
 def _peak(prepare: Callable[..., Callable[[], object]], args: tuple[Any, ...]) -> int:
-    work = prepare(*args)
+    return peak_here(prepare(*args))
+
+
+def peak_here(work: Callable[[], object]) -> int:
+    """The same of work in this process, which should be a fresh one."""
     (_PROC / "clear_refs").write_text("5")  # resets the mark to what is resident now
     before = _status("VmRSS")
     work()

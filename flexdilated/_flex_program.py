@@ -26,7 +26,6 @@ from .masks._term import Term
 
 def static_program(key: CallKey, device: torch.device, choice: Choice | None = None) -> FlexProgram:
     """The program of a pattern without run-time tensors, as a measurement chose it or as the planner does."""
-
     allowed = replace(allowed_on(device), residues=not key.placement)  # queries at stated positions stay in order
 
     def planned() -> Plan:

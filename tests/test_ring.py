@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
@@ -15,6 +15,8 @@ from tests.agreement import TIGHT
 from tests.ranks import on_ranks
 from tests.ring_cases import RingCase, least_bytes, ring_cases, run, tensors_for, together, whole_of
 
+# A failure is shown as it was drawn: to shrink it takes a call of all ranks a step.
+DRAWN = settings(max_examples=max(2, settings.default.max_examples // 12), phases=(Phase.reuse, Phase.generate))
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
@@ -27,11 +29,12 @@ def assert_whole(case: RingCase, shares) -> None:
         needed = sum(least_bytes(case, rank, other) for other in others)
         wanted = sum(least_bytes(case, other, rank) for other in others)
         moved = [side.get(role, 0) for role in ("keys", "gradients") for side in (share.received, share.sent)]
-        assert moved == [needed, wanted, wanted, needed], f"bytes on rank {rank} of {case}"
+        # Keys go once in each pass.
+        assert moved == [2 * needed, 2 * wanted, wanted, needed], f"bytes on rank {rank} of {case}"
 
 
 @pytest.mark.parametrize("W", [2, 3, 4, 8])
-@settings(max_examples=max(2, settings.default.max_examples // 12))
+@DRAWN
 @given(data=st.data())
 def test_many_ranks_are_one(W: int, data: st.DataObject):
     """Output, lse and every gradient, for drawn patterns, heads and shardings; several cases a call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, overload
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +17,8 @@ from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensor
 from ..masks import Mixture, Pattern
 from ..masks._block_mask import block_sides
 from ..masks._check import require_choice
-from ..masks._pattern import require_expression
+from ..masks._json import read_text
+from ..masks._pattern import Expression, require_expression
 from ..masks._run_time import Extent, names, resolve
 from ._agreement import check_agreement
 from ._check_shards import check_shards
@@ -141,8 +143,9 @@ def attend(
     options = {"ranks": ranks, "sharding": shards, "scale": resolve_scale(scale, q.shape[-1]), "engine": engine}
     options |= {"head_offset": head_offset, "num_heads_global": heads, "sinks": sinks, "bindings": tensors}
     sides = () if block_size is None else block_sides(block_size)
-    check_agreement(ranks, _facts(q, k, pattern, schedule, codec, error_bound, options))
-    chosen = _schedule(schedule, q, k, pattern, tensors, shards, head_offset, heads, codec)
+    facts = _facts(q, k, pattern, schedule, codec, error_bound, options)
+    _agree(ranks.name, ranks.size, ranks.rank, ranks.device_type, facts)
+    chosen = _named(schedule, q, k, pattern, tensors, shards, head_offset, heads, codec)
     options |= {"block_size": sides, "codec": codec, "error_bound": error_bound, "pool": pool}
     run = ring if chosen == "ring" else _exchange
     out, lse = run(q, k, v, pattern, **options)
@@ -163,28 +166,31 @@ def _facts(
     codec: CodecChoice,
     error_bound: float | None,
     options: Mapping[str, Any],
-) -> dict[str, object]:
-    """What all ranks must have alike for their messages to fit."""
-    return {
-        "schedule": schedule,
-        "pattern": pattern.text,
-        "sharding": options["sharding"],
-        "batch": q.shape[0],
-        "heads": q.shape[1],
-        "key/value heads": k.shape[1],
-        "head dim": q.shape[3],
-        "dtype": q.dtype,
-        "head_offset": options["head_offset"],
-        "num_heads_global": options["num_heads_global"],
-        "scale": options["scale"],
-        "codec": codec,
-        "error_bound": error_bound,
-        "run-time tensors": [tuple(x.shape) for x in options["bindings"]].__repr__(),
-        "sinks": options["sinks"] is not None,
-    }
+) -> tuple[tuple[str, object], ...]:
+    """What all ranks must have alike for their messages to fit, as plain values."""
+    return (
+        ("schedule", schedule),
+        ("pattern", pattern.text),
+        ("sharding", options["sharding"].numbers()),
+        ("batch", int(q.shape[0])),
+        ("heads", int(q.shape[1])),
+        ("key/value heads", int(k.shape[1])),
+        ("head dim", int(q.shape[3])),
+        ("dtype", str(q.dtype)),
+        ("head_offset", options["head_offset"]),
+        ("num_heads_global", options["num_heads_global"]),
+        ("scale", options["scale"]),
+        ("codec", codec),
+        ("error_bound", error_bound),
+        ("sinks", options["sinks"] is not None),
+    )
 
 
-def _schedule(
+def _agree(name: str, size: int, rank: int, device_type: str, facts: tuple[tuple[str, object], ...]) -> None:
+    check_agreement(Ranks(name, size, rank, device_type), dict(facts))
+
+
+def _named(
     schedule: str,
     q: Tensor,
     k: Tensor,
@@ -198,21 +204,53 @@ def _schedule(
     """The schedule that is named, or the one that counting bytes and memory finds best."""
     if schedule != "auto":
         return "ring" if schedule == "ring" else "exchange"
+    coded = codec_named(None if codec == "auto" else codec)  # what "auto" will find is not known yet
+    sizes = (int(q.shape[0]), int(q.shape[1]), int(k.shape[1]), int(q.shape[3]))
+    row_bytes = coded.row_bytes(sizes[-1], q.dtype)
+    where = (sharding.numbers(), sizes, q.dtype, row_bytes, head_offset, num_heads_global)
+    if not bindings:
+        return _counted(pattern.text, *where)
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "schedule='auto' counts with the values of run-time tensors, which a graph being compiled does not have: "
+            "name 'exchange' or 'ring'"
+        )
     tokens = sharding.num_tokens
     rule = resolve(pattern, dict(zip(names(pattern), bindings, strict=True)), Extent(tokens, tokens))
-    coded = codec_named(None if codec == "auto" else codec)  # what "auto" will find is not known yet
+    return _best(rule, *where)
+
+
+def _counted(pattern: str, *where: Any) -> Schedule:
+    return _best(read_text(pattern), *where)
+
+
+def _best(
+    rule: Expression,
+    sharding: tuple[int, ...],
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    row_bytes: int,
+    head_offset: int,
+    num_heads_global: int,
+) -> Schedule:
+    batch, num_heads, num_kv_heads, head_dim = sizes
     return choose_schedule(
         rule,
-        sharding,
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-        head_dim=q.shape[3],
-        dtype=q.dtype,
+        Sharding.of(sharding),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
         head_offset=head_offset,
         num_heads_global=num_heads_global,
-        batch=q.shape[0],
-        wire_row_bytes=coded.row_bytes(q.shape[3], q.dtype),
+        batch=batch,
+        wire_row_bytes=row_bytes,
     ).name
+
+
+# What torch.compile takes for constants of the graph: the check is made, and the schedule chosen, while it traces.
+_agree._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_counted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _exchange(

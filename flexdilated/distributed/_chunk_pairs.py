@@ -1,0 +1,95 @@
+"""Pairs of chunks: of which the queries of one need all keys of the other, and of which that takes a closer look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from flexdilated.masks._box import Box, Progression
+from flexdilated.masks._pattern import Pattern
+
+from ._chunks import Chunks
+
+# n chunks, m pairs of chunks
+
+_FRONTIER = 1 << 18  # pairs that are counted together: bounds the memory
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """Squares of pairs: chunks a_begin to a_end - 1 of queries, and chunks c_begin to c_end - 1 of keys."""
+
+    a_begin: Tensor
+    a_end: Tensor
+    c_begin: Tensor
+    c_end: Tensor
+
+    def __len__(self) -> int:
+        return len(self.a_begin)
+
+    def select(self, index: Tensor) -> _Nodes:
+        return _Nodes(self.a_begin[index], self.a_end[index], self.c_begin[index], self.c_end[index])
+
+    def halves(self) -> _Nodes:
+        """Each side halved, where it has more than one chunk."""
+        a_begin, a_end, node = _halved(self.a_begin, self.a_end)
+        c_begin, c_end, part = _halved(self.c_begin[node], self.c_end[node])
+        return _Nodes(a_begin[part], a_end[part], c_begin, c_end)
+
+
+def sort_pairs(
+    rule: Pattern, head: int, num_heads: int, chunks: Chunks
+) -> tuple[Bool[Tensor, "n n"], Int64[Tensor, "m 2"]]:
+    """(where the queries of a chunk need all keys of another, pairs that bounds leave in doubt); others need none.
+
+    By a rule for one head, which this head follows; bounds are asked for many chunks at once where they decide.
+    """
+    every = torch.zeros(len(chunks), len(chunks), dtype=torch.bool)
+    doubtful = [torch.empty(0, 2, dtype=torch.int64)]
+    whole = torch.tensor([0]), torch.tensor([len(chunks)])
+    stack = [_Nodes(*whole, *whole)]
+    while stack:
+        nodes = stack.pop()
+        if len(nodes) > _FRONTIER:
+            stack += [nodes.select(half) for half in torch.arange(len(nodes)).tensor_split(2)]
+            continue
+        box = _box(nodes, chunks, head)
+        bounds = rule.count(box, num_heads=num_heads)
+        single = (nodes.a_end - nodes.a_begin == 1) & (nodes.c_end - nodes.c_begin == 1)
+        # A key that no query needs misses all of them; of several chunks every pair must be one that counts.
+        full = torch.where(single, box.area - bounds.low < box.q.count, box.area == bounds.low)
+        _mark(every, nodes.select(full))
+        left = nodes.select((bounds.high > 0) & ~full & single)
+        doubtful.append(torch.stack([left.a_begin, left.c_begin], 1))
+        inner = nodes.select((bounds.high > 0) & ~full & ~single)
+        if len(inner):
+            stack.append(inner.halves())
+    return every, torch.cat(doubtful)
+
+
+def _box(nodes: _Nodes, chunks: Chunks, head: int) -> Box:
+    sides = []
+    for begin, end in ((nodes.a_begin, nodes.a_end), (nodes.c_begin, nodes.c_end)):
+        first = chunks.start[begin]
+        sides.append(Progression(first, 1, chunks.stop[end - 1] - first))
+    return Box(torch.full_like(nodes.a_begin, head), *sides)
+
+
+def _mark(table: Tensor, nodes: _Nodes) -> None:
+    single = (nodes.a_end - nodes.a_begin == 1) & (nodes.c_end - nodes.c_begin == 1)
+    table[nodes.a_begin[single], nodes.c_begin[single]] = True
+    large = nodes.select(~single)
+    sides = (large.a_begin, large.a_end, large.c_begin, large.c_end)
+    for a_begin, a_end, c_begin, c_end in zip(*(side.tolist() for side in sides), strict=True):
+        table[a_begin:a_end, c_begin:c_end] = True
+
+
+def _halved(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(begin, end, which it comes from) of the halves of longer runs, and of the others as they are."""
+    middle = torch.where(end - begin > 1, (begin + end + 1) // 2, end)
+    cut = (middle < end).nonzero().squeeze(1)
+    origin = torch.cat([torch.arange(len(begin)), cut])
+    return torch.cat([begin, middle[cut]]), torch.cat([middle, end[cut]]), origin

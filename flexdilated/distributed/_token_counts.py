@@ -1,0 +1,57 @@
+"""Token counts: how many tokens each rank receives from each other, for all ranks at once and without their plans."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from flexdilated.masks._pattern import Expression
+
+from ._chunk_pairs import sort_pairs
+from ._chunks import Chunks
+from ._kv_needs import KVNeeds, Rules, SharedNeeds
+from ._sharding import Sharding
+
+# W ranks, n chunks
+
+
+def token_counts(
+    pattern: Expression,
+    sharding: Sharding,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+) -> Int64[Tensor, "W W"]:
+    """Entry (i, j): how many tokens rank i receives from rank j in an exchange, summed over KV heads.
+
+    The sums of the plans that `ExchangePlan.of` makes for these arguments; it raises the same errors.
+    """
+    needs = KVNeeds.of(pattern, num_heads, num_kv_heads, head_offset, num_heads_global)
+    chunks = Chunks.of(sharding)
+    groups = Counter(needs.groups)
+    return sum(
+        (times * _of_group(group, needs.shared, chunks) for group, times in groups.items()),
+        start=torch.zeros(sharding.num_ranks, sharding.num_ranks, dtype=torch.int64),
+    )
+
+
+def _of_group(group: Rules, needs: SharedNeeds, chunks: Chunks) -> Int64[Tensor, "W W"]:
+    """For one KV head. Bounds on whole chunks decide most pairs; what they leave in doubt is asked by rank and chunk."""
+    tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
+    doubts: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    every = torch.zeros_like(tokens, dtype=torch.bool)
+    for index, (rule, head) in enumerate(group):
+        full, doubtful = sort_pairs(rule, head, needs.num_heads, chunks)
+        every |= chunks.by_target(full)
+        for target, source in doubtful.tolist():
+            doubts[int(chunks.rank[target]), source].append((index, target))
+    tokens[every] = chunks.length.expand_as(tokens)[every]
+    for (rank, source), asked in doubts.items():
+        if rank != int(chunks.rank[source]) and not every[rank, source]:
+            tokens[rank, source] = _asked(group, needs, chunks, source, asked)
+    return chunks.by_source(tokens)
