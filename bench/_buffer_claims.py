@@ -10,7 +10,7 @@ _REPORT = "docs/reports/memory-pool-integration-summary-2025-06-28-0014-UTC.md"
 _FINDINGS = "docs/benchmarks/by-type/other/2025-06-26-1121-UTC/block-sparse-optimization-findings.md"
 
 PLAIN_TEMPORARIES = Claim(
-    "a pool makes dilated attention slower",
+    "a pool costs dilated attention time, at most this",
     "−95.7 % (the same benchmark, run again: −729.5 %)",
     f"{_DARCSTAR}, {_FIRST_RUN}; again: {_SECOND_RUN}",
     "a tensor of its size (8,192 tokens, 8 heads of 64, in float16: 8 MiB), written once: time saved by a lease",

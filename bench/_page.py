@@ -10,10 +10,12 @@ from typing import Any
 from tabulate import tabulate
 
 from ._benchmarks_page import BENCHMARKS, benchmarks_parts
+from ._buffers_page import BUFFERS, buffers_parts
 from ._catalogue import ENTRIES, MILLION, Entry
 from ._claims_page import PAGE as CLAIMS
 from ._claims_page import claims_parts
 from ._compiling_page import COMPILING, compiling_parts
+from ._distributed_page import DISTRIBUTED, distributed_parts
 from ._memory_page import MEMORY, memory_parts
 from ._performance_page import PERFORMANCE, performance_parts
 from ._pictures import file_name
@@ -129,6 +131,8 @@ PAGES: dict[Path, Callable[[Path], Mapping[str, str]]] = {
     PERFORMANCE: performance_parts,
     COMPILING: compiling_parts,
     MEMORY: memory_parts,
+    DISTRIBUTED: distributed_parts,
     CLAIMS: claims_parts,
+    BUFFERS: buffers_parts,
     BENCHMARKS: all_benchmarks_parts,
 }

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import Sharding, traffic
-from flexdilated.distributed._attend import attend
 from flexdilated.distributed._heads import attend_heads
 from flexdilated.distributed._ranks import Ranks
 from flexdilated.distributed._sharding import Order
@@ -92,7 +91,7 @@ def attend_on(mesh: DeviceMesh, step: Step, sharding: Sharding, q: Tensor, k: Te
     if step.schedule == "heads":
         return attend_heads(q, k, v, pattern, ranks=Ranks.of(mesh), sharding=sharding, enable_gqa=grouped)
     options: dict[str, Any] = {"mesh": mesh, "sharding": sharding, "enable_gqa": grouped}
-    return attend(q, k, v, pattern, schedule=step.schedule, **options)
+    return fd.distributed.attend(q, k, v, pattern, schedule=step.schedule, **options)
 
 
 def local_tensors(mesh: DeviceMesh, step: Step) -> tuple[Sharding, list[Tensor]]:

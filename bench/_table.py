@@ -22,8 +22,11 @@ def terminal_table(documents: Iterable[Document]) -> str:
 
 
 def is_headline(name: str) -> bool:
-    """Whether README shows this question: those with targets from the start, C on CPU and G on a GPU, and the sweep."""
-    return name == "sweep" or (name[0] in "CG" and name[1:].isdigit())
+    """Whether README shows this question: those with targets from the start, and the sweep.
+
+    C are on CPU, D on many ranks, G on a GPU.
+    """
+    return name == "sweep" or (name[0] in "CDG" and name[1:].isdigit())
 
 
 def markdown_table(results: Path, shown: Callable[[str], bool] = lambda name: True) -> str:

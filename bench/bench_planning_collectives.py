@@ -39,7 +39,10 @@ SMALL = Config(LONGNET_4.shrunk(64), Size(256, num_heads=4, head_dim=8), 2, ("ex
 
 
 def run(config: Config) -> Result:
-    """D2: calls of torch.distributed that are no transfer of payload, forward and backward, most of any rank."""
+    """D2: calls of torch.distributed that carry no payload, and checks of agreement, which go through the group's store.
+
+    Forward and backward, most of any rank.
+    """
     return Result(tuple(_row(config, schedule) for schedule in config.schedules))
 
 
@@ -64,7 +67,7 @@ _NAMES = {"exchange": "exchange", "ring": "ring", "heads": "head parallel"}
 
 
 def count(mesh: DeviceMesh, step: Step, steps: int) -> tuple[Counter[str], int]:
-    """Calls of torch.distributed in the steps after the first, by name, and the transfers of payload among them."""
+    """Calls in the steps after the first, by name, and the transfers of payload among them."""
     sharding, (q, k, v, grad) = local_tensors(mesh, step)
 
     def take() -> None:
@@ -75,8 +78,9 @@ def count(mesh: DeviceMesh, step: Step, steps: int) -> tuple[Counter[str], int]:
     with counted_calls() as calls:
         for _ in range(steps):
             take()
-    counts = traffic()
-    return calls, sum(counts.transfers[role] for role in _PAYLOAD)
+    transfers = traffic().transfers
+    calls["check of agreement"] = transfers["set-up"]
+    return calls, sum(transfers[role] for role in _PAYLOAD)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ Found = Sequence[Mapping[str, Any]]
 
 _CPU = torch.device("cpu")
 _REUSE, _ALLOCATIONS = at_least(99, "%"), at_most(0)
-_MEMORY_STEPS = 3
+_MEMORY_STEPS = 2
 _TIME_CLAIMS = {"exchange": SPARSE_RING_TIME, "ring": RING_TIME}
 
 
@@ -44,10 +44,10 @@ class Config:
 
 
 FULL = Config(
-    Size(8192, num_heads=8, repeats=15),
+    Size(4096, num_heads=8, repeats=15),
     num_ranks=4,
     threshold_bytes=1 << 20,
-    num_steps=10,
+    num_steps=8,
     buffer_bytes=tuple(1 << power for power in range(16, 27)),
 )
 SMALL = Config(Size(256, num_heads=2, head_dim=8, repeats=3), 2, 1 << 10, 2, (1 << 16, 1 << 23, 1 << 24))

@@ -7,7 +7,15 @@ from . import masks
 from ._attend import attend
 from ._compilations import compilations
 from ._kv_cache import KVCache
-from .nn import BlockSparseAttention, DilatedAttention, LongNet, LongNetConfig, MultiheadDilatedAttention
+from .nn import (
+    BlockSparseAttention,
+    DilatedAttention,
+    HeadParallelDilatedAttention,
+    LongNet,
+    LongNetConfig,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+)
 
 if TYPE_CHECKING:
     from . import distributed, testing
@@ -15,10 +23,12 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockSparseAttention",
     "DilatedAttention",
+    "HeadParallelDilatedAttention",
     "KVCache",
     "LongNet",
     "LongNetConfig",
     "MultiheadDilatedAttention",
+    "RingDilatedAttention",
     "attend",
     "compilations",
     "distributed",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import product
 
 from ._asked import Asked
@@ -27,13 +27,15 @@ def needed_keys(
     has no rule, and run-time tensors without values.
     """
     require_expression(pattern).check_heads(require_int("num_heads_global", num_heads_global, minimum=1))
-    return keys_of_rules(rules_of_heads(pattern, heads, num_heads_global), queries, keys, num_heads=num_heads_global)
+    rules = rules_of_heads(pattern, heads, num_heads_global)
+    return keys_of_any(
+        Asked((rule,), q, k, head, num_heads_global) for rule, head in rules.items() for q, k in product(queries, keys)
+    )
 
 
-def keys_of_rules(rules: Mapping[Pattern, int], queries: Ranges, keys: Ranges, *, num_heads: int) -> Ranges:
-    """The keys that some query may attend to by some of these rules for one head, each with a head that follows it."""
-    asked = (Asked((rule,), q, k, head, num_heads) for rule, head in rules.items() for q, k in product(queries, keys))
-    return union_of(found for each in asked for found in keys_seen(each))
+def keys_of_any(questions: Iterable[Asked]) -> Ranges:
+    """The keys that answer any of these questions, as `needed_keys` gives them."""
+    return union_of(found for asked in questions for found in keys_seen(asked))
 
 
 def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) -> dict[Pattern, int]:

@@ -15,6 +15,7 @@ from ._lower import residue_rate, shared_terms
 from ._machine import Machine
 from ._nested import chains, nested_terms
 from ._pattern import Expression, Pattern
+from ._split_causal import split_causal
 from ._term import Term
 from ._tiled_terms import tiled_terms
 from ._windows import window_terms
@@ -85,10 +86,21 @@ def options_of(branch: Pattern, times: int, bound: Bound, machine: Machine, allo
     for tile, tiled in tiled_terms(branch, times, bound).items():
         name = f"tiled {'x'.join(map(str, tile))}"
         options.append(Option(branch, times, name, tuple(tiled), machine, given))
+    options += _split_options(options) if allowed.shared_rows else []
     disjoint = _disjoint_terms(branch, times, bound, machine) if allowed.shared_rows else None
     if disjoint is not None:
         options.append(Option(branch, times, "disjoint", disjoint, machine, given, shares_rows=True))
     return _in_best_blocks(options, machine)
+
+
+def _split_options(options: list[Option]) -> list[Option]:
+    """The same with causal triangles apart from the keys before them."""
+    split = [(option, split_causal(option.terms)) for option in options]
+    return [
+        replace(option, layout=f"{option.layout}, split", terms=terms, shares_rows=len(terms) > len(option.terms))
+        for option, terms in split
+        if terms is not None
+    ]
 
 
 def nested_option(apart: Mapping[Pattern, Option], bound: Bound, machine: Machine, allowed: Allowed) -> Option | None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from ._bound import Bound
 from ._layout import Compact, Layout, Listed
 from ._options import ANYTHING, Allowed
 from ._pattern import Expression
@@ -32,17 +33,18 @@ def plan_at(
     The bound of the plan has the device's own sizes. Keys of a term that are not among the placement's are hidden by
     its rule.
     """
-    heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}
+    # A part is bound without `bind`, which refuses rules that name tokens beyond its own: those of the whole count.
+    rule.check_tokens(range(placement.end), range(placement.end))
+    heads = (num_heads, head_offset, num_heads_global)
     terms: list[Term] = []
     options = []
     for part in placement.parts():
-        sizes = {"num_queries": len(part.queries), "num_keys": len(part.span)}
-        offsets = {"q_offset": part.queries.start, "k_offset": part.span.start}
-        best = plan(rule.bind(**heads, **sizes, **offsets), device=device, allowed=allowed)
+        offsets = (part.queries.start, part.span.start)
+        bound = Bound(rule, len(part.queries), len(part.span), *heads, *offsets, batch=1)
+        best = plan(bound, device=device, allowed=allowed)
         terms += [_placed(term, part, placement) for term in best.terms]
         options += best.options
-    sizes = {"num_queries": placement.num_queries, "num_keys": max(1, placement.num_keys)}
-    bound = rule.bind(**heads, **sizes)
+    bound = Bound(rule, placement.num_queries, max(1, placement.num_keys), *heads, 0, 0, batch=1)
     return Plan(bound, Layout(placement.num_queries), tuple(terms), tuple(options))
 
 

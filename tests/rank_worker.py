@@ -4,6 +4,7 @@ import faulthandler
 import os
 import pickle
 import signal
+import sys
 import threading
 import traceback
 import warnings
@@ -30,7 +31,8 @@ def serve(orders: connection.Connection, stacks: str) -> None:
     threading.Thread(target=_die_with_the_parent, daemon=True).start()
     os.environ["FLEXDILATED_MACHINE"] = "builtin"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if sys.platform == "linux":  # elsewhere gloo finds the way by the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
 
     torch.set_num_threads(1)

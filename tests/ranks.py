@@ -40,7 +40,9 @@ GRACE_S = 2.0  # once a rank has failed, the others get this long to say that th
 
 _context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 if sys.platform == "linux":
-    _context.set_forkserver_preload(["pytest", "hypothesis", "torch", "torch.distributed", "flexdilated"])
+    _context.set_forkserver_preload(
+        ["pytest", "hypothesis", "torch", "torch.distributed", "torch._dynamo", "flexdilated"]
+    )
 _folder = tempfile.TemporaryDirectory(prefix="ranks-")
 _workers: list["_Worker"] = []
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from flexdilated import masks
+from flexdilated._validate import run_time_tensors
 from flexdilated.distributed._ranks import Ranks
 from flexdilated.distributed._ring import ring
 from flexdilated.distributed._sharding import Sharding
@@ -33,7 +34,6 @@ class RingCase:
     tensors: tuple[Tensor, ...]  # q, k, v, and sinks if there are any
     head_offset: int = 0
     num_heads_global: int | None = None
-    bindings: tuple[Tensor, ...] = ()
     through_lse: bool = True
 
     def __repr__(self) -> str:
@@ -96,7 +96,8 @@ def call_ring(
 ) -> tuple[Tensor, Tensor]:
     """The ring on a rank's shards, with defaults for what a case does not say."""
     heads = case.head_offset + q.shape[1] if case.num_heads_global is None else case.num_heads_global
-    given = {"scale": q.shape[-1] ** -0.5, "bindings": case.bindings, "engine": None, "block_size": ()}
+    tensors = run_time_tensors(case.pattern, None)
+    given = {"scale": q.shape[-1] ** -0.5, "bindings": tensors, "engine": None, "block_size": ()}
     given |= {"codec": None, "error_bound": None, "pool": None, "head_offset": case.head_offset}
     given |= {"num_heads_global": heads, "sinks": sinks, "ranks": ranks, "sharding": case.sharding}
     return ring(q, k, v, case.pattern, **(given | options))
@@ -150,4 +151,4 @@ def ring_cases(draw: st.DrawFn, W: int) -> RingCase:
     tensors = tensors_for(H, G, N, sinks=draw(st.booleans()), **size)
     counts = oracle.counts(twin.rule, range(first, first + H), num_heads, torch.arange(N), torch.arange(N))
     sharding = draw(shardings(N, W))
-    return RingCase(twin.pattern, counts, sharding, tensors, first, num_heads, (), draw(st.booleans()))
+    return RingCase(twin.pattern, counts, sharding, tensors, first, num_heads, draw(st.booleans()))

@@ -1,5 +1,7 @@
 """Ranks that disagree find out before anything is exchanged, all of them, and are told in what."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -86,14 +88,16 @@ def cpu_tensor_in_a_group_without_cpu() -> str:
     return ""
 
 
-def tensors_of_two_devices() -> str:
-    ranks = all_ranks()
+def tensors_of_two_devices() -> list[str]:
+    """One that the group does not serve, and one that it serves (as it serves both) while the mesh is of the other."""
+    ranks, found = all_ranks(), []
     check_device(ranks, torch.ones(2))
-    try:
-        check_device(ranks, torch.ones(2, device="meta"))
-    except ValueError as error:
-        return str(error)
-    return ""
+    for of, device in ((ranks, "meta"), (replace(ranks, device_type="cuda"), "cpu")):
+        try:
+            check_device(of, torch.ones(2, device=device))
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
 def test_the_check_is_made_once_for_the_same_facts() -> None:
@@ -156,7 +160,9 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 def test_a_tensor_must_be_where_the_group_can_send_from() -> None:
     (error,) = on_ranks(1, cpu_tensor_in_a_group_without_cpu)
     assert error.endswith("got a tensor on cpu, a mesh of cpu devices and a process group of cuda:gloo")
-    assert "got a tensor on meta, a mesh of cpu devices" in on_ranks(1, tensors_of_two_devices)[0]
+    of_no_backend, of_another_mesh = on_ranks(1, tensors_of_two_devices)[0]
+    assert "got a tensor on meta, a mesh of cpu devices" in of_no_backend
+    assert "got a tensor on cpu, a mesh of cuda devices and a process group of cpu:gloo,cuda:gloo" in of_another_mesh
 
 
 def test_many_ranks_are_named_in_few_words() -> None:

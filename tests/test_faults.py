@@ -1,7 +1,9 @@
 """A peer that dies or hangs: every other rank ends with an error that says what, who and when, in bounded time."""
 
 import os
+import socket
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -56,6 +58,20 @@ def first_call(how: str) -> None:
     unshard(torch.ones(1, 1, 2, 2), mesh)
 
 
+def store_dies(port: int) -> None:
+    """With a store as torchrun makes it: rank 0 keeps it, and dies."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    options = {"rank": rank, "world_size": 3, "timeout": timedelta(seconds=4)}
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", **options)
+    mesh = init_device_mesh("cpu", (3,))
+    part = torch.ones(1, 1, 2, 2)
+    unshard(part, mesh)
+    if rank == 0:
+        os._exit(9)
+    unshard(part.double(), mesh)
+
+
 def other_errors() -> list[str]:
     """Memory that runs out, and errors that are none of the transfers', stay what they are."""
     ranks, found = Ranks.of(init_device_mesh("cpu", (1,))), []
@@ -83,11 +99,24 @@ def other_errors() -> list[str]:
 def test_every_other_rank_ends_with_an_error_that_says_what_who_and_when(how: str, function, what: str) -> None:
     ended = outcomes_on_ranks(3, function, how, timeout=24, group_timeout=3)
     for outcome in ended[:LAST]:
+        assert outcome.error is not None
         told = outcome.error[outcome.error.rindex("torch.distributed.DistError: ") :]
         assert told.startswith(f"torch.distributed.DistError: rank {outcome.rank} of 3: ")
         assert what in told
         assert "3 s" in told
         assert outcome.elapsed_s < 20, "three seconds, and some for a busy machine"
+
+
+@pytest.mark.slow
+def test_the_rank_that_keeps_the_store_dies() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for outcome in outcomes_on_ranks(3, store_dies, port, timeout=24)[1:]:
+        assert outcome.error is not None
+        assert f"DistError: rank {outcome.rank} of 3: the check that all ranks make the same call failed: " in (
+            outcome.error
+        )
+        assert outcome.elapsed_s < 20
 
 
 def test_other_errors_pass() -> None:

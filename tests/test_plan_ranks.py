@@ -1,4 +1,4 @@
-"""plan --ranks: bytes, pairs and memory against the dense rule, times against hand-made numbers, and what is refused."""
+"""plan --ranks: bytes, pairs and memory against the dense rule, times against hand-made numbers, bad input refused."""
 
 import json
 import time

@@ -1,8 +1,11 @@
 """The ranks that the other tests run on: results, exceptions, hangs, deaths, and what stays behind."""
 
 import os
+import subprocess
+import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from tests.ranks import on_ranks, outcomes_on_ranks
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def scaled_sum(value: Tensor) -> Tensor:
@@ -40,6 +45,11 @@ def dies_on_rank_1() -> int:
     return dist.get_rank()
 
 
+def writes_its_process_and_hangs(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(100)
+
+
 def warns() -> None:
     warnings.warn("odd", stacklevel=1)
 
@@ -57,6 +67,7 @@ def test_results_come_by_rank(size: int) -> None:
     assert on_ranks(size, says_where) == [(rank, size, "builtin", 1) for rank in range(size)]
 
 
+@needs_proc
 def test_processes_are_used_again_and_leak_no_file() -> None:
     before = on_ranks(2, process_and_files)
     here = len(os.listdir("/proc/self/fd"))
@@ -108,3 +119,28 @@ def test_outcomes_wait_for_the_group_to_give_up() -> None:
     assert "Traceback" in first.error
     assert second.error is not None
     assert "it is rank 1 that fails" in second.error
+
+
+def is_alive(process: int) -> bool:
+    """Whether it runs; one that has ended and that nobody has asked about is not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@needs_proc
+def test_workers_end_with_their_parent_in_the_middle_of_a_call(tmp_path: Path) -> None:
+    code = "import sys; from tests import ranks, test_ranks as t; "
+    code += f"ranks.on_ranks(2, t.writes_its_process_and_hangs, {str(tmp_path)!r}, timeout=90)"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1])
+    deadline = time.monotonic() + 60
+    while len(processes := [int(file.name) for file in tmp_path.iterdir()]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(processes) == 2
+    assert all(map(is_alive, processes))
+    parent.kill()
+    parent.wait()
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_alive, processes))

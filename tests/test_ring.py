@@ -16,7 +16,7 @@ from tests.ranks import on_ranks
 from tests.ring_cases import RingCase, least_bytes, ring_cases, run, tensors_for, together, whole_of
 
 # A failure is shown as it was drawn: to shrink it takes a call of all ranks a step.
-DRAWN = settings(max_examples=max(2, settings.default.max_examples // 12), phases=(Phase.reuse, Phase.generate))
+DRAWN = settings(max_examples=max(2, settings.default.max_examples // 20), phases=(Phase.reuse, Phase.generate))
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
@@ -38,6 +38,83 @@ def assert_whole(case: RingCase, shares) -> None:
 @given(data=st.data())
 def test_many_ranks_are_one(W: int, data: st.DataObject):
     """Output, lse and every gradient, for drawn patterns, heads and shardings; several cases a call."""
-    cases = data.draw(st.lists(ring_cases(W), min_size=4, max_size=6))
+    cases = data.draw(st.lists(ring_cases(W), min_size=2, max_size=5 if W < 8 else 2))
     for case, *shares in zip(cases, *on_ranks(W, run, cases), strict=True):
         assert_whole(case, shares)
+
+
+def third_keys(b, h, q, k):
+    return (k % 3 == h % 3) & (k <= q)
+
+
+def families() -> dict[str, tuple[masks.Pattern | masks.Mixture, torch.Tensor]]:
+    """Patterns of each kind for 4 heads over 48 tokens, and how often they allow each pair."""
+    causal, window, dense = oracle.causal(), oracle.local_window(5, 2), oracle.every()
+    longnet = oracle.longnet([8, 16, 48], [1, 2, 4])
+    bigbird = oracle.either(oracle.global_tokens(3, True, True), oracle.random_blocks(48, 4, 2, 7), window)
+    heads = [causal, window, oracle.strided(5), oracle.dilated(16, 2, 1)]
+    ids = torch.tensor([[0] * 20 + [1] * 9 + [2] * 15 + [-1] * 4, [0] * 3 + [1] * 45])
+    seen = torch.arange(48) % 5 != 0
+    rows = [[0, 3], [1], [], [0, 1, 2, 3, 4, 5], [5], [2]]
+    third = oracle.both(causal, lambda h, H, q, k: (k[None] % 3 == h % 3).expand(len(q), -1).long())
+    over_packed = masks.longnet([8, 16, 48], [1, 2, 4]).per_document(masks.documents(ids))
+    per_head = [masks.causal(), masks.local_window(left=5, right=2), masks.strided(5), masks.dilated(16, 2, 1)]
+    mixed_bigbird = masks.global_tokens(3) | masks.random_blocks(48, block=4, count=2, seed=7)
+    return {
+        "dense": (masks.every(), _counts(dense)),
+        "causal": (masks.causal(), _counts(causal)),
+        "longnet": (masks.longnet([8, 16, 48], [1, 2, 4]), _counts(longnet)),
+        "causal longnet": (masks.longnet([8, 16, 48], [1, 2, 4]) & masks.causal(), _counts(oracle.both(longnet, causal))),
+        "window": (masks.local_window(left=5, right=2), _counts(window)),
+        "bigbird": (mixed_bigbird | masks.local_window(left=5, right=2), _counts(bigbird)),
+        "per head": (masks.per_head(per_head), _counts(oracle.per_head(*heads))),
+        "mixture": (masks.causal() + masks.strided(5), _counts(oracle.total(causal, oracle.strided(5)))),
+        "block list": (masks.block_list(rows, block=8), _counts(oracle.block_list([rows], 8))),
+        "custom": (masks.custom(third_keys), _counts(third)),
+        "documents": (masks.causal() & masks.documents(ids), _counts(causal, ids)),
+        "packed longnet": (over_packed, torch.stack([_counts(oracle.per_document(longnet, row)) for row in ids])),
+        "padding": (masks.visible_keys(seen), _counts(oracle.visible_keys(seen))),
+    }
+
+
+def _counts(rule: oracle.Rule, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """(H, N, N), or (B, H, N, N) where documents are kept apart."""
+    positions = torch.arange(48)
+    if ids is None:
+        return oracle.counts(rule, range(4), 4, positions, positions)
+    return torch.stack([_counts(oracle.both(rule, oracle.documents(row))) for row in ids])
+
+
+SHARDINGS = {
+    2: [Sharding(48, 2, "zigzag"), Sharding(48, 2, shard_lengths=(48, 0))],
+    3: [Sharding(48, 3), Sharding(48, 3, "zigzag", (30, 0, 18))],
+    4: [Sharding(48, 4, "zigzag"), Sharding(48, 4, shard_lengths=(1, 40, 0, 7))],
+    8: [Sharding(48, 8), Sharding(48, 8, "zigzag", (9, 9, 5, 5, 5, 5, 9, 1))],
+}
+
+
+@pytest.mark.parametrize("W", [2, 3, 4, 8])
+def test_every_family_on_every_number_of_ranks(W: int):
+    """With grouped heads, sinks, and a gradient through lse; in both orders, ragged, and with a rank that has nothing."""
+    tensors = tensors_for(4, 2, 48, B=2, D=4, sinks=True)
+    kinds = list(families().values())[:: 3 if W == 8 else 1]  # each rank of eight plans eight turns
+    cases = [RingCase(*kind, SHARDINGS[W][place % 2], tensors) for place, kind in enumerate(kinds)]
+    for case, *shares in zip(cases, *on_ranks(W, run, cases), strict=True):
+        assert_whole(case, shares)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_error_does_not_grow_with_the_ranks(dtype: torch.dtype):
+    """Against float64, many ranks are at most 1.1 times as far off as one, in output and gradients."""
+    N = 192
+    tensors = tensors_for(4, 2, N, D=32, dtype=dtype)
+    counts = oracle.counts(oracle.causal(), range(4), 4, torch.arange(N), torch.arange(N))
+    errors = {}
+    for W in (1, 2, 4, 8):
+        case = RingCase(masks.causal(), counts, Sharding(N, W, "zigzag"), tensors)
+        found = together(case, [shares for (shares,) in on_ranks(W, run, [case])])
+        errors[W] = [float((x - truth).square().mean().sqrt()) for x, truth in zip(found, whole_of(case), strict=True)]
+    for W in (2, 4, 8):
+        ratios = {name: many / one for name, many, one in zip(NAMES, errors[W], errors[1], strict=False)}
+        del ratios["lse"]  # a sum of logarithms: it is rounded once a shard, to a few units in its last place
+        assert max(ratios.values()) <= 1.1, (W, ratios)

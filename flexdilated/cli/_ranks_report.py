@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from ..distributed._simulation import Simulation, Way
+from ..distributed._volumes import in_groups
 from ..masks._machine_in_use import machine_of
 from ._ranks_settings import RanksSettings
 
-# W ranks, R groups of them
+# W ranks
 
 MOST_ROWS = 16  # of a table for a terminal; more ranks are shown in groups
 
@@ -75,8 +75,5 @@ def _spread(each: Int64[Tensor, " W"]) -> dict[str, float]:
 
 def _matrix(received: Int64[Tensor, "W W"]) -> dict[str, Any]:
     """Rows get from columns. Of many ranks, sums over consecutive ones."""
-    each = -(-len(received) // MOST_ROWS)
-    group = torch.arange(len(received)) // each
-    rows = torch.zeros(int(group[-1]) + 1, len(received), dtype=received.dtype).index_add_(0, group, received)
-    sums = torch.zeros(len(rows), len(rows), dtype=received.dtype).index_add_(1, group, rows)
+    each, sums = in_groups(received, MOST_ROWS)
     return {"ranks_in_a_group": each, "bytes": sums.tolist()}

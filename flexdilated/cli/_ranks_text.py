@@ -7,15 +7,17 @@ from typing import Any
 
 from tabulate import tabulate
 
+from ._ranks_report import MOST_ROWS
 from ._sizes import bytes_text, seconds_text, tokens_text
-
-_FEW = 16
-_RIGHT = {"disable_numparse": True}
 
 
 def ranks_text(data: dict[str, Any]) -> str:
     """Facts, the matrix, the ranks or what they have at most, the ways beside each other, and what is predicted."""
-    parts = [tabulate(_facts(data), tablefmt="plain", **_RIGHT), _matrix_title(data), _matrix(data["matrix"])]
+    parts = [
+        tabulate(_facts(data), tablefmt="plain", disable_numparse=True),
+        _matrix_title(data),
+        _matrix(data["matrix"]),
+    ]
     parts += ["What each rank has", _ranks_table(data), "Ways to bring keys and values to queries", _ways_table(data)]
     return "\n\n".join([*parts, _note(data)])
 
@@ -50,13 +52,13 @@ def _matrix(matrix: dict[str, Any]) -> str:
     lines = [
         (name, *(bytes_text(size) if size else "." for size in row)) for name, row in zip(names, rows, strict=True)
     ]
-    return tabulate(lines, ("", *names), colalign=["right"] * (len(rows) + 1), **_RIGHT)
+    return tabulate(lines, ("", *names), colalign=["right"] * (len(rows) + 1), disable_numparse=True)
 
 
 def _ranks_table(data: dict[str, Any]) -> str:
     ranks = data["ranks"]
     columns = [ranks[name] for name in ("tokens", "pairs", "received", "sent")]
-    if data["num_ranks"] <= _FEW:
+    if data["num_ranks"] <= MOST_ROWS:
         lines = [(f"rank {rank}", *each) for rank, each in enumerate(zip(*columns, strict=True))]
     else:
         kinds = (("least", min), ("mean", lambda each: sum(each) / len(each)), ("most", max))
@@ -74,7 +76,7 @@ def _ranks_table(data: dict[str, Any]) -> str:
         for name, tokens, pairs, got, gave in lines
     ]
     headers = ("", "tokens", "pairs", "over the mean", "receives", "sends")
-    return tabulate(shown, headers, colalign=("left", *["right"] * 5), **_RIGHT)
+    return tabulate(shown, headers, colalign=("left", *["right"] * 5), disable_numparse=True)
 
 
 def _ways_table(data: dict[str, Any]) -> str:
@@ -89,7 +91,9 @@ def _ways_table(data: dict[str, Any]) -> str:
         ("attend: training, peak", [bytes_text(way["training_peak"]) for way in ways.values()]),
         *_times([way["predicted_s"] for way in ways.values()]),
     ]
-    return tabulate([(name, *each) for name, each in lines], ("", *ways), colalign=("left", *["right"] * 3), **_RIGHT)
+    return tabulate(
+        [(name, *each) for name, each in lines], ("", *ways), colalign=("left", *["right"] * 3), disable_numparse=True
+    )
 
 
 def _times(seconds: Sequence[dict[str, float] | None]) -> list[tuple[str, list[str]]]:

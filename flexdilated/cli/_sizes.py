@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 
+from ..masks._bytes_text import bytes_text as bytes_text
 from ._usage import UsageError
 
 _BYTES = {"B": 1} | {f"{letter}{middle}B": (1024 if middle else 1000) ** power
@@ -58,15 +59,6 @@ def _parse(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:
     if found is None or found["unit"].lower() not in units or len(found["number"]) > 20:
         return None
     return Fraction(found["number"]) * units[found["unit"].lower()]
-
-
-def bytes_text(number: float) -> str:
-    """Three digits and a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:,.0f} TiB" if number >= 100 else f"{number:.3g} TiB"
 
 
 def seconds_text(number: float) -> str:

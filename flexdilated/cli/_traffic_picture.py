@@ -10,16 +10,18 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from ..distributed._volumes import in_groups
 from ._sizes import bytes_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# W ranks
+# W ranks, R groups of them
 
 _NOTHING = "#ffffff"
+_MOST_CELLS = 256  # a side; more ranks are drawn in groups, none of which a picture's resolution then leaves out
 _MOST_LABELS = 8  # along an axis
-_MOST_WRITTEN = 8  # ranks whose cells have room for a number
+_MOST_WRITTEN = 8  # cells a side that have room for a number
 _PALEST = 8  # the scale begins so much below the least number, which is then no white
 _DARK = 0.55  # of the scale, from where on a number is written in white
 
@@ -33,35 +35,39 @@ def save_traffic_picture(path: Path, received: Mapping[str, Int64[Tensor, "W W"]
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
-    some = torch.cat([each[each > 0] for each in received.values()])
+    groups = {name: in_groups(each, _MOST_CELLS) for name, each in received.items()}
+    some = torch.cat([sums[sums > 0] for _, sums in groups.values()])
     least, most = (int(some.min()), int(some.max())) if len(some) else (1, 1)
     norm = LogNorm(least / _PALEST, most)
     figure = Figure(figsize=(1.2 + 6.2 * len(received), 7.0), layout="constrained", dpi=140)
     axes = figure.subplots(1, len(received), squeeze=False)[0]
-    for place, (name, each) in zip(axes, received.items(), strict=True):
-        _draw(place, each, norm, name)
+    for place, (name, (each, sums)) in zip(axes, groups.items(), strict=True):
+        _draw(place, each, sums, norm, f"{name}\na rank receives {_amount(received[name].sum(1))}")
     legend = figure.colorbar(ScalarMappable(norm, _colours()), ax=list(axes), shrink=0.8, pad=0.02)
     ticks = [size for size in (4**power for power in range(32)) if least <= size <= most] or [most]
     legend.set_ticks(ticks, labels=[bytes_text(size) for size in ticks])
     legend.minorticks_off()
-    legend.set_label("from one rank to another; white: nothing")
+    one = "one rank" if max(each for each, _ in groups.values()) == 1 else "one group of ranks"
+    legend.set_label(f"from {one} to another; white: nothing")
     figure.suptitle(title, fontsize=13)
     figure.savefig(path, format="png")
 
 
-def _draw(axes: Axes, received: Int64[Tensor, "W W"], norm: Any, name: str) -> None:
-    ranks = len(received)
+def _draw(axes: Axes, each: int, received: Int64[Tensor, "R R"], norm: Any, title: str) -> None:
+    """One heat map, of groups of `each` ranks."""
+    number = len(received)
     shown = torch.where(received > 0, received.double(), torch.nan)
     axes.imshow(shown.tolist(), cmap=_colours(), norm=norm, interpolation="nearest")
-    axes.set_title(f"{name}\na rank receives {_amount(received.sum(1))}", fontsize=12)
-    axes.set_xlabel("from rank")
-    axes.set_ylabel("to rank")
-    ticks = range(0, ranks, -(-ranks // _MOST_LABELS))
-    axes.set_xticks(list(ticks), [str(tick) for tick in ticks])
-    axes.set_yticks(list(ticks), [str(tick) for tick in ticks])
+    axes.set_title(title, fontsize=12)
+    who = "rank" if each == 1 else f"{each} ranks from"
+    axes.set_xlabel(f"from {who}")
+    axes.set_ylabel(f"to {who}")
+    ticks = range(0, number, -(-number // _MOST_LABELS))
+    axes.set_xticks(list(ticks), [str(tick * each) for tick in ticks])
+    axes.set_yticks(list(ticks), [str(tick * each) for tick in ticks])
     axes.spines[:].set_color("#999999")
     axes.tick_params(color="#999999")
-    if ranks <= _MOST_WRITTEN:
+    if number <= _MOST_WRITTEN:
         for row, column in (received > 0).nonzero().tolist():
             size = int(received[row, column])
             colour = "white" if norm(size) > _DARK else "#333333"

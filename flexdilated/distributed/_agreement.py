@@ -105,7 +105,7 @@ def _verdict(ranks: Ranks, place: str, digest: str, written: str) -> str:
         )
         store.set(f"{place}/verdict", verdict)
     else:
-        _wait_for_verdict(ranks, place)
+        _wait_for_verdict(ranks, place, written)
         verdict = store.get(f"{place}/verdict").decode()
     if store.add(f"{place}/read", 1) == ranks.size and verdict == _AGREED:
         for key in (*range(ranks.size), digest, "come", "verdict", "read"):
@@ -119,15 +119,23 @@ def _facts_of_all(ranks: Ranks, place: str) -> list[dict[str, str]]:
     return [json.loads(store.get(f"{place}/{rank}")) for rank in range(ranks.size)]
 
 
-def _wait_for_verdict(ranks: Ranks, place: str) -> None:
-    store, timeout = group_of(ranks.name).get_group_store(), timeout_of(ranks)
+def _wait_for_verdict(ranks: Ranks, place: str, written: str) -> None:
+    timeout = timeout_of(ranks)
     try:
-        store.wait([f"{place}/verdict"], timeout)
+        group_of(ranks.name).get_group_store().wait([f"{place}/verdict"], timeout)
     except RuntimeError as error:  # a FileStore has no class of its own for it
-        absent = [rank for rank in ranks.others if not store.check([f"{place}/{rank}"])]
         raise DistError(
             f"rank {ranks.rank} of {ranks.size}: the check that all ranks make the same call failed: "
-            f"{named(absent) or 'a rank that came, and died,'} did not answer within the timeout of the process group, "
+            f"{_who_is_absent(ranks, place)} did not answer within the timeout of the process group, "
             f"{timeout.total_seconds():g} s. A peer may have died or hang, or not make this rank's new call: "
-            f"{as_call(store.get(f'{place}/{ranks.rank}').decode())}"
+            f"{as_call(written)}"
         ) from error
+
+
+def _who_is_absent(ranks: Ranks, place: str) -> str:
+    store = group_of(ranks.name).get_group_store()
+    try:
+        absent = [rank for rank in ranks.others if not store.check([f"{place}/{rank}"])]
+    except RuntimeError:
+        return "the process that keeps the group's store"
+    return named(absent) or "a rank that came"

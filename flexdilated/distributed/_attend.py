@@ -21,7 +21,7 @@ from ..masks._json import read_text
 from ..masks._pattern import Expression, require_expression
 from ..masks._run_time import Extent, names, resolve
 from ._agreement import check_agreement
-from ._check_shards import check_shards
+from ._check_shards import check_shards, equal_shards
 from ._codec import codec_named
 from ._codec_choice import CodecChoice, check_codec
 from ._exchange import ExchangeCall
@@ -153,9 +153,8 @@ def attend(
 
 
 def _equal_shards(q: Tensor, ranks: Ranks) -> Sharding:
-    if not isinstance(q, Tensor) or q.dim() != 4 or not q.shape[2]:
-        raise ValueError("without a sharding all ranks hold as many tokens; a rank without any needs a `Sharding`")
-    return Sharding(q.shape[2] * ranks.size, ranks.size)
+    # What is no such tensor is for `check_shards` to answer.
+    return equal_shards(q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else 1, ranks)
 
 
 def _facts(

@@ -15,8 +15,7 @@ from ._sharding import Sharding
 def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sharding, enable_gqa: bool) -> None:
     """q (B, H, L, D) and k, v (B, G, L, D) must fit together, the ranks, and the sharding; L may be 0."""
     check_tensors(*_with_a_token(q, k, v), enable_gqa=enable_gqa)
-    if sharding.num_ranks != ranks.size:
-        raise ValueError(f"the sharding must be over the ranks of the mesh, {ranks.size}; got {sharding.num_ranks}")
+    check_sharding(sharding, ranks)
     check_device(ranks, q)
     length = sharding.length(ranks.rank)
     if not q.shape[2] == k.shape[2] == length:
@@ -24,6 +23,22 @@ def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sha
             f"q, k and v must be this rank's shard: the sharding gives rank {ranks.rank} of {ranks.size} {length} "
             f"of {sharding.num_tokens} tokens; got {q.shape[2]} queries and {k.shape[2]} keys"
         )
+
+
+def check_sharding(sharding: object, ranks: Ranks) -> Sharding:
+    """The sharding itself, if it is one over these ranks."""
+    if not isinstance(sharding, Sharding):
+        raise TypeError(f"sharding must be a flexdilated.distributed.Sharding or None; got {type(sharding).__name__}")
+    if sharding.num_ranks != ranks.size:
+        raise ValueError(f"the sharding must be over the ranks of the mesh, {ranks.size}; got {sharding.num_ranks}")
+    return sharding
+
+
+def equal_shards(length: int, ranks: Ranks) -> Sharding:
+    """What no sharding stands for where a rank has this many tokens: all have as many, rank by rank."""
+    if not length:
+        raise ValueError("without a sharding all ranks hold as many tokens; a rank without any needs a `Sharding`")
+    return Sharding(length * ranks.size, ranks.size)
 
 
 def _with_a_token(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from ._chunks import Chunks
 # n chunks, m pairs of chunks
 
 _FRONTIER = 1 << 18  # pairs that are counted together: bounds the memory
+_FEW_CHUNKS = 64  # so many have few enough pairs to count each
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,7 @@ def sort_pairs(
     """
     every = torch.zeros(len(chunks), len(chunks), dtype=torch.bool)
     doubtful = [torch.empty(0, 2, dtype=torch.int64)]
-    whole = torch.tensor([0]), torch.tensor([len(chunks)])
-    stack = [_Nodes(*whole, *whole)]
+    stack = [_roots(len(chunks))]
     while stack:
         nodes = stack.pop()
         if len(nodes) > _FRONTIER:
@@ -68,6 +68,13 @@ def sort_pairs(
         if len(inner):
             stack.append(inner.halves())
     return every, torch.cat(doubtful)
+
+
+def _roots(num_chunks: int) -> _Nodes:
+    """All pairs at once; as single ones where they are few."""
+    cuts = torch.arange(num_chunks + 1) if num_chunks <= _FEW_CHUNKS else torch.tensor([0, num_chunks])
+    part, other = torch.cartesian_prod(torch.arange(len(cuts) - 1), torch.arange(len(cuts) - 1)).unbind(1)
+    return _Nodes(cuts[part], cuts[part + 1], cuts[other], cuts[other + 1])
 
 
 def _box(nodes: _Nodes, chunks: Chunks, head: int) -> Box:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ._sharding import Sharding
 
-# n chunks, W ranks
+# n chunks, W ranks, T turns
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Chunks:
     def of(cls, sharding: Sharding) -> Chunks:
         ranks = range(sharding.num_ranks)
         runs = sorted((run.start, run.stop, rank) for rank in ranks for run in sharding.ranges(rank))
-        start, stop, rank = torch.tensor(runs, dtype=torch.int64).unbind(1)
+        start, stop, rank = torch.tensor(runs, dtype=torch.int64).T.contiguous()
         return cls(start, stop, rank, sharding.num_ranks)
 
     def __len__(self) -> int:
@@ -42,21 +42,22 @@ class Chunks:
         """The positions of each chunk."""
         return [range(*run) for run in zip(self.start.tolist(), self.stop.tolist(), strict=True)]
 
-    def by_target(self, table: Tensor) -> Tensor:
-        """(W, n) from a boolean table (n, n): where any chunk of the rank has an entry."""
-        rows = torch.zeros(self.num_ranks, len(self), dtype=torch.bool)
-        for chunk in self._turns():
-            rows[self.rank[chunk]] |= table[chunk]
-        return rows
+    @cached_property
+    def by_turn(self) -> Int64[Tensor, "T W"]:
+        """The number of each rank's first chunk, and of its second; -1 where it has none."""
+        turns = torch.full((2, self.num_ranks), -1)
+        order = self.rank.argsort(stable=True)
+        again = torch.zeros_like(order)
+        again[1:] = self.rank[order][1:] == self.rank[order][:-1]
+        turns[again, self.rank[order]] = order
+        return turns
+
+    def by_target(self, table: Bool[Tensor, "n n"]) -> Bool[Tensor, "W n"]:
+        """Where any chunk of the rank has an entry."""
+        rows = torch.cat([table, torch.zeros(1, len(self), dtype=torch.bool)])
+        return rows[self.by_turn[0]] | rows[self.by_turn[1]]
 
     def by_source(self, tokens: Int64[Tensor, "W n"]) -> Int64[Tensor, "W W"]:
         """Sums over the chunks of each rank; nothing of itself."""
         counts = torch.zeros(self.num_ranks, self.num_ranks, dtype=torch.int64)
         return counts.index_add_(1, self.rank, tokens).fill_diagonal_(0)
-
-    def _turns(self) -> list[Tensor]:
-        """The chunks, in parts in which no rank has two."""
-        order = self.rank.argsort(stable=True)
-        again = torch.zeros_like(order, dtype=torch.bool)
-        again[1:] = self.rank[order][1:] == self.rank[order][:-1]
-        return [order[~again], order[again]]

@@ -15,6 +15,7 @@ from flexdilated.masks._ranges import Ranges
 
 from ._kv_needs import KVNeeds
 from ._sharding import Sharding
+from ._token_counts import token_counts as token_counts
 
 # W ranks, S tokens sent, summed over targets and KV heads
 
@@ -95,25 +96,6 @@ def local_indices(held: Ranges, positions: Ranges) -> Int64[Tensor, " n"]:
     before = lengths.cumsum(0) - lengths
     run = torch.searchsorted(starts, wanted, right=True) - 1
     return wanted - starts[run] + before[run]
-
-
-def token_counts(
-    pattern: Expression,
-    sharding: Sharding,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_offset: int = 0,
-    num_heads_global: int | None = None,
-) -> Int64[Tensor, "W W"]:
-    """Entry (i, j): how many tokens rank i receives from rank j, summed over KV heads; no plan is made for it.
-
-    Takes and raises what `ExchangePlan.of` does.
-    """
-    needs = KVNeeds.of(pattern, num_heads, num_kv_heads, head_offset, num_heads_global)
-    ranks = range(sharding.num_ranks)
-    rows = [[needs.number(*_pair(sharding, target, source)) for source in ranks] for target in ranks]
-    return torch.tensor(rows, dtype=torch.int64)
 
 
 def _built(needs: KVNeeds, sharding: Sharding, rank: int) -> ExchangePlan:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flexdilated.masks._asked import moved
+from flexdilated.masks._asked import Asked, moved
 from flexdilated.masks._check import require_int
-from flexdilated.masks._needs import keys_of_rules, rules_of_heads
+from flexdilated.masks._needs import keys_of_any, rules_of_heads
 from flexdilated.masks._pattern import Expression, Pattern, common_period, require_expression
 from flexdilated.masks._ranges import Ranges
 from flexdilated.masks._run_time import missing, run_time_leaves
 
-Rules = tuple[tuple[Pattern, int], ...]  # distinct rules for one head, each with a head that follows it
+HeadRule = tuple[Pattern, int]  # a rule for one head, and a head that follows it
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,8 +20,8 @@ class KVNeeds:
     """The keys that queries need in each of this device's KV heads, by the rules of its group of query heads."""
 
     sizes: tuple[int, ...]  # query heads and KV heads of this device, its first head, heads of all devices
-    groups: tuple[Rules, ...]
-    _known: dict[object, Ranges] = field(default_factory=dict)
+    groups: tuple[tuple[HeadRule, ...], ...]  # the distinct rules of each KV head's query heads
+    _known: dict[tuple[Asked, ...], Ranges] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -46,23 +47,27 @@ class KVNeeds:
         groups = tuple(tuple(rules_of_heads(pattern, range(at, at + size), total).items()) for at in firsts)
         return cls((num_heads, num_kv_heads, head_offset, total), groups)
 
+    @property
+    def num_heads_global(self) -> int:
+        return self.sizes[-1]
+
     def by_head(self, queries: Ranges, keys: Ranges) -> tuple[Ranges, ...]:
         """For each KV head the positions among the keys that some of the queries need."""
-        return tuple(self._of_group(rules, queries, keys) for rules in self.groups)
-
-    def number(self, queries: Ranges, keys: Ranges) -> int:
-        """How many (KV head, token) pairs these are."""
-        return sum(len(each) for ranges in self.by_head(queries, keys) for each in ranges)
-
-    def _of_group(self, rules: Rules, queries: Ranges, keys: Ranges) -> Ranges:
         if not queries or not keys:
-            return ()
+            return ((),) * len(self.groups)
+        return tuple(self.of_any([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups)
+
+    def of_any(self, asked: Sequence[tuple[HeadRule, range]], keys: Ranges) -> Ranges:
+        """The positions among some keys that some of these queries need, each run of them by a rule of its own."""
         # Where all rules repeat after a shift, so do the needs.
-        period = common_period(tuple(rule for rule, _ in rules))
-        least = min(queries[0].start, keys[0].start)
+        period = common_period(tuple(rule for (rule, _), _ in asked))
+        least = min(keys[0].start, *(queries.start for _, queries in asked))
         shift = 0 if period is None else least // period * period
-        sides = tuple(tuple(moved(each, -shift) for each in side) for side in (queries, keys))
-        asked = (tuple(rule for rule, _ in rules), *sides)
-        if asked not in self._known:
-            self._known[asked] = keys_of_rules(dict(rules), *sides, num_heads=self.sizes[-1])
-        return tuple(moved(each, shift) for each in self._known[asked])
+        questions = tuple(
+            Asked((rule,), moved(queries, -shift), moved(run, -shift), head, self.num_heads_global)
+            for (rule, head), queries in asked
+            for run in keys
+        )
+        if questions not in self._known:
+            self._known[questions] = keys_of_any(questions)
+        return tuple(moved(each, shift) for each in self._known[questions])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from .._attend_at import PlacedCall
@@ -21,7 +22,10 @@ from ._sharding import Sharding
 
 @dataclass(frozen=True, eq=False)
 class RingCall:
-    """The ranks and their shards, the pattern in JSON with its run-time tensors, heads, engine, and the way to send."""
+    """The ranks and their shards, the pattern in JSON with its run-time tensors, heads, engine, and the way to send.
+
+    `dtype` is that in which a shard is computed with.
+    """
 
     ranks: Ranks
     sharding: Sharding
@@ -33,6 +37,7 @@ class RingCall:
     num_heads_global: int
     engine: str
     sides: tuple[int, ...]
+    dtype: torch.dtype
     codec: Codec
     pool: BufferPool | None
 

@@ -111,6 +111,9 @@ def _call(
         num_heads_global,
         engine,
         tuple(block_size),
+        # The CPU's kernels round what they give to the type of what they get, a time for each shard. They take as long
+        # in float32 as in bfloat16.
+        torch.promote_types(q.dtype, torch.float32) if engine == "tiles" else q.dtype,
         codec_for(codec, error_bound, k, v, ranks),  # pyright: ignore[reportArgumentType]
         pool_named(pool, q.device),
     )

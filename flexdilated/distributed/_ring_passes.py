@@ -20,13 +20,13 @@ def run_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor |
     wide = torch.promote_types(q.dtype, torch.float32)
     if not len(call.own):  # nobody sends to a rank without queries, nor waits for one without keys
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
-    sums: list[Tensor] = []
+    queries, sums = q.to(call.dtype), list[Tensor]()
 
     def visit(shard: Shard) -> None:
         if not len(shard.part):
             return
         placed, bindings = call.with_keys_of(shard.part), list(call.bindings)
-        out, lse = placed.forward(q, shard.k, shard.v, None, bindings, wide=True)
+        out, lse = placed.forward(queries, shard.k, shard.v, None, bindings, wide=True)
         assert lse is not None
         if sums:
             merge_(sums[0], sums[1], out, lse)
@@ -47,13 +47,15 @@ def run_backward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, whole: WholeRo
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     gradients = Gradients(call, dk, dv)
+    queries = q.to(call.dtype)
+    rows = WholeRows(whole.out.to(call.dtype), whole.lse, whole.grad_out.to(call.dtype), whole.grad_lse)
 
     def visit(shard: Shard) -> None:
         found: list[Tensor] = []
         if len(shard.part):
             placed, bindings = call.with_keys_of(shard.part), list(call.bindings)
             with autograd_on():
-                of_queries, *found = placed.backward(q, shard.k, shard.v, bindings, whole)
+                of_queries, *found = placed.backward(queries, shard.k, shard.v, bindings, rows)
             dq.add_(of_queries)
         if shard.turn is not None:
             gradients.exchange(shard.turn, [x.to(wide) for x in found])

@@ -20,7 +20,10 @@ from ._traffic import Role
 
 @dataclass(frozen=True)
 class Shard:
-    """Keys and values (B, G, S, D) that are here now, of the tokens of `part`; this rank's own have no turn."""
+    """Keys and values (B, G, S, D) that are here now, of the tokens of `part`; this rank's own have no turn.
+
+    They have the dtype in which the call computes.
+    """
 
     turn: Turn | None
     part: Part
@@ -38,7 +41,7 @@ def rotate(call: RingCall, k: Tensor, v: Tensor, visit: Callable[[Shard], None])
     begun: list[_Transfer] = []
     try:
         begun += [_send_keys(call, turn, mine, k) for turn in call.turns[:1]]
-        visit(Shard(None, call.own, k, v))
+        visit(Shard(None, call.own, k.to(call.dtype), v.to(call.dtype)))
         for index, turn in enumerate(call.turns):
             begun[index].posted.wait()
             begun += [_send_keys(call, following, mine, k) for following in call.turns[index + 1 : index + 2]]
@@ -79,7 +82,7 @@ class Gradients:
             return
         turn, transfer = self._begun
         transfer.posted.wait_for_all()
-        with _read(self._call, transfer, self._codec, "gradients", self.dk) as came:
+        with _read(self._call, transfer, self._codec, "gradients", self.dk, self.dk.dtype) as came:
             for total, grad in zip((self.dk, self.dv), came, strict=True):
                 total[:, :, turn.sent.slice] += grad
         self._begun = None
@@ -105,7 +108,7 @@ class _Transfer:
 
 def _show(call: RingCall, turn: Turn, transfer: _Transfer, like: Tensor, visit: Callable[[Shard], None]) -> None:
     """Visit what has come. No name of it is left afterwards: a tensor lives as long as one."""
-    lease = _read(call, transfer, call.codec, "keys", like)
+    lease = _read(call, transfer, call.codec, "keys", like, call.dtype)
     with lease:
         visit(Shard(turn, turn.received, *lease.tensor))
 
@@ -150,12 +153,15 @@ def _room(call: RingCall, role: Role, codec: Codec, num_tokens: int, like: Tenso
     return lease_from(call.pool, (*shape, width), torch.uint8, like.device, role=role)
 
 
-def _read(call: RingCall, transfer: _Transfer, codec: Codec, role: Role, like: Tensor) -> Lease:
-    """What has come, (2, B, G, S, D); the memory of what was written goes, where that is another."""
-    if codec.name is None:
+def _read(call: RingCall, transfer: _Transfer, codec: Codec, role: Role, like: Tensor, dtype: torch.dtype) -> Lease:
+    """What has come, (2, B, G, S, D) in this dtype; the memory of what was written goes, where that is another."""
+    if codec.name is None and dtype == like.dtype:
         return transfer.lease
     wire, head_dim = transfer.lease.tensor, like.shape[3]
-    lease = lease_from(call.pool, (*wire.shape[:-1], head_dim), like.dtype, like.device, role=role)
-    codec.decode(wire, head_dim, like.dtype, out=lease.tensor)
+    lease = lease_from(call.pool, (*wire.shape[:-1], head_dim), dtype, like.device, role=role)
+    if codec.name is None:
+        lease.tensor.copy_(wire)
+    else:
+        codec.decode(wire, head_dim, like.dtype, out=lease.tensor)
     transfer.lease.release()
     return lease

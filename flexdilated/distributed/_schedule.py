@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from ..masks._bytes_text import bytes_text
 from ..masks._cache import cache
 from ..masks._pattern import Expression
 from ._exchange_plan import token_counts
@@ -86,19 +87,15 @@ def _choose(exchange_bytes: int, ring_bytes: int, exchange_memory: int, ring_mem
     numbers = exchange_bytes, ring_bytes, exchange_memory, ring_memory
     if ring_bytes == 0:
         return ScheduleChoice("exchange", "no rank needs a key of another, so nothing is sent", *numbers)
-    exchange = f"receives at most {_mib(exchange_bytes)} of keys and values in an exchange, and holds it all"
+    exchange = f"receives at most {bytes_text(exchange_bytes)} of keys and values in an exchange, and holds it all"
     if exchange_memory <= ring_memory:
-        ring = f"it would receive {_mib(ring_bytes)} in a ring and hold {_mib(ring_memory)}"
+        ring = f"it would receive {bytes_text(ring_bytes)} in a ring and hold {bytes_text(ring_memory)}"
         return ScheduleChoice("exchange", f"a rank {exchange}; {ring}", *numbers)
     less, more = ring_bytes / exchange_bytes, exchange_memory / ring_memory
     if less >= more:
         ring = f"it would receive {less:.3g} times as much in a ring, to hold {more:.3g} times less"
         return ScheduleChoice("exchange", f"a rank {exchange}; {ring}", *numbers)
-    ring = f"receives at most {_mib(ring_bytes)} of keys and values in a ring, and holds {_mib(ring_memory)} at a time"
-    instead = f"it would receive {_mib(exchange_bytes)} in an exchange, and hold it all"
+    ring = f"receives at most {bytes_text(ring_bytes)} of keys and values in a ring"
+    ring += f", and holds {bytes_text(ring_memory)} at a time"
+    instead = f"it would receive {bytes_text(exchange_bytes)} in an exchange, and hold it all"
     return ScheduleChoice("ring", f"a rank {ring}; {instead}", *numbers)
-
-
-def _mib(number: int) -> str:
-    size = number / (1 << 20)
-    return f"{size:,.0f} MiB" if size >= 100 else f"{size:.3g} MiB"

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..masks._check import require_int
 from ._agreement import check_device
+from ._check_shards import check_sharding, equal_shards
 from ._ranks import Ranks
 from ._shard_op import all_tokens
 from ._sharding import Sharding
@@ -24,7 +25,7 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
     """
     ranks = Ranks.of(mesh)
     dim = _checked_dim(x, dim)
-    split = Sharding(x.shape[dim], ranks.size) if sharding is None else _checked(sharding, ranks)
+    split = Sharding(x.shape[dim], ranks.size) if sharding is None else check_sharding(sharding, ranks)
     if x.shape[dim] != split.num_tokens:
         raise ValueError(f"x must hold all {split.num_tokens} tokens of the sharding; got {x.shape[dim]} along {dim=}")
     runs = split.ranges(ranks.rank) or (range(0),)
@@ -46,7 +47,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, di
     ranks = Ranks.of(mesh)
     dim = _checked_dim(x, dim)
     check_device(ranks, x)
-    split = Sharding(x.shape[dim] * ranks.size, ranks.size) if sharding is None else _checked(sharding, ranks)
+    split = equal_shards(x.shape[dim], ranks) if sharding is None else check_sharding(sharding, ranks)
     length = split.length(ranks.rank)
     if x.shape[dim] != length:
         raise ValueError(
@@ -54,14 +55,6 @@ def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, di
             f"of {split.num_tokens} tokens; got {x.shape[dim]} along {dim=}"
         )
     return all_tokens(x, dim, list(split.numbers()), ranks.name)
-
-
-def _checked(sharding: object, ranks: Ranks) -> Sharding:
-    if not isinstance(sharding, Sharding):
-        raise TypeError(f"sharding must be a flexdilated.distributed.Sharding or None; got {type(sharding).__name__}")
-    if sharding.num_ranks != ranks.size:
-        raise ValueError(f"the sharding must be over the ranks of the mesh, {ranks.size}; got {sharding.num_ranks}")
-    return sharding
 
 
 def _checked_dim(x: object, dim: int) -> int:

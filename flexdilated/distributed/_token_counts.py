@@ -12,7 +12,8 @@ from flexdilated.masks._pattern import Expression
 
 from ._chunk_pairs import sort_pairs
 from ._chunks import Chunks
-from ._kv_needs import KVNeeds, Rules, SharedNeeds
+from ._dilated_counts import as_branches, dilated_tokens
+from ._kv_needs import HeadRule, KVNeeds
 from ._sharding import Sharding
 
 # W ranks, n chunks
@@ -34,24 +35,27 @@ def token_counts(
     needs = KVNeeds.of(pattern, num_heads, num_kv_heads, head_offset, num_heads_global)
     chunks = Chunks.of(sharding)
     groups = Counter(needs.groups)
-    return sum(
-        (times * _of_group(group, needs.shared, chunks) for group, times in groups.items()),
-        start=torch.zeros(sharding.num_ranks, sharding.num_ranks, dtype=torch.int64),
-    )
+    dilated = {group: as_branches([rule for rule, _ in group]) for group in groups}
+    known = dilated_tokens([(each, groups[group]) for group, each in dilated.items() if each], chunks)
+    tokens = torch.zeros(sharding.num_ranks, len(chunks), dtype=torch.int64) if known is None else known
+    for group, times in groups.items():
+        if known is None or dilated[group] is None:
+            tokens += times * _of_group(group, needs, chunks)
+    return chunks.by_source(tokens)
 
 
-def _of_group(group: Rules, needs: SharedNeeds, chunks: Chunks) -> Int64[Tensor, "W W"]:
-    """For one KV head. Bounds on whole chunks decide most pairs; what they leave in doubt is asked by rank and chunk."""
+def _of_group(group: tuple[HeadRule, ...], needs: KVNeeds, chunks: Chunks) -> Int64[Tensor, "W n"]:
+    """For one KV head. Bounds on chunks decide most pairs; what they leave in doubt is asked by rank and chunk."""
     tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
-    doubts: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    doubts: dict[tuple[int, int], list[tuple[HeadRule, range]]] = defaultdict(list)
     every = torch.zeros_like(tokens, dtype=torch.bool)
-    for index, (rule, head) in enumerate(group):
-        full, doubtful = sort_pairs(rule, head, needs.num_heads, chunks)
+    for rule, head in group:
+        full, doubtful = sort_pairs(rule, head, needs.num_heads_global, chunks)
         every |= chunks.by_target(full)
         for target, source in doubtful.tolist():
-            doubts[int(chunks.rank[target]), source].append((index, target))
+            doubts[int(chunks.rank[target]), source].append(((rule, head), chunks.runs[target]))
     tokens[every] = chunks.length.expand_as(tokens)[every]
     for (rank, source), asked in doubts.items():
         if rank != int(chunks.rank[source]) and not every[rank, source]:
-            tokens[rank, source] = _asked(group, needs, chunks, source, asked)
-    return chunks.by_source(tokens)
+            tokens[rank, source] = sum(map(len, needs.of_any(asked, (chunks.runs[source],))))
+    return tokens

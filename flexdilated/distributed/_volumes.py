@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-# W ranks
+# W ranks, R groups of them
 
 _SHARDS_HELD = 2  # by a ring: the one that is computed with, and the one on its way
 
@@ -29,3 +29,13 @@ def all_gather_tokens(lengths: Int64[Tensor, " W"], *, num_kv_heads: int) -> Int
 def held_in_ring(tokens: Int64[Tensor, "W W"]) -> Int64[Tensor, " W"]:
     """The two largest shards that come."""
     return tokens.topk(min(_SHARDS_HELD, len(tokens)), dim=1).values.sum(1)
+
+
+def in_groups(matrix: Int64[Tensor, "W W"], most: int) -> tuple[int, Int64[Tensor, "R R"]]:
+    """(ranks of a group, sums over pairs of groups) of at most so many groups of consecutive ranks."""
+    each = -(-len(matrix) // most)
+    if each == 1:
+        return 1, matrix
+    group = torch.arange(len(matrix)) // each
+    rows = matrix.new_zeros(int(group[-1]) + 1, len(matrix)).index_add_(0, group, matrix)
+    return each, matrix.new_zeros(len(rows), len(rows)).index_add_(1, group, rows)

@@ -23,7 +23,9 @@ from ._padding import without_padding
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..distributed import BufferPool, Sharding
+    from ..distributed import Sharding
+    from ..distributed._codec_choice import CodecChoice
+    from ..distributed._pools import PoolChoice
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -41,7 +43,8 @@ class BlockSparseAttention(nn.Module):
     mesh: the ranks over which the sequence lies, a DeviceMesh of one dimension. q, k, v and the output are then this
     rank's tokens, at the positions that `sharding` gives it (None: as many on each rank, in order), and a padding mask
     and bindings are of the whole sequence. schedule: "exchange", "ring", "auto" of these two, or "heads", each rank the
-    whole sequence of some heads. codec, pool: as in `distributed.attend`. The ranks' gradients of `sinks` add up.
+    whole sequence of some heads. codec, error_bound, pool: as in `distributed.attend`. The ranks' gradients of `sinks`
+    add up.
     """
 
     sinks: nn.Parameter | None
@@ -53,8 +56,9 @@ class BlockSparseAttention(nn.Module):
         mesh: DeviceMesh | None = None,
         schedule: str = "auto",
         sharding: Sharding | None = None,
-        codec: str | None = None,
-        pool: BufferPool | str | None = None,
+        codec: CodecChoice = None,
+        error_bound: float | None = None,
+        pool: PoolChoice = None,
         sinks: bool = False,
         num_heads: int | None = None,
         scale: float | None = None,
@@ -72,7 +76,9 @@ class BlockSparseAttention(nn.Module):
         self.engine = engine
         self.autotune = require_bool("autotune", autotune)
         self.block_size = None if block_size is None else block_sides(block_size)
-        self.over_ranks = over_ranks(mesh, schedule=schedule, sharding=sharding, codec=codec, pool=pool)
+        self.over_ranks = over_ranks(
+            mesh, schedule=schedule, sharding=sharding, codec=codec, error_bound=error_bound, pool=pool
+        )
         if autotune and mesh is not None:
             raise ValueError(
                 "autotune measures the calls of one device; with a mesh it must be False, got autotune=True"

@@ -11,7 +11,9 @@ from ._dilated_pattern import dilated_pattern
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..distributed import BufferPool, Sharding
+    from ..distributed import Sharding
+    from ..distributed._codec_choice import CodecChoice
+    from ..distributed._pools import PoolChoice
 
 
 class RingDilatedAttention(BlockSparseAttention):
@@ -19,7 +21,7 @@ class RingDilatedAttention(BlockSparseAttention):
 
     Keys and values come to the queries: each rank gets those that its queries need, at once (schedule="exchange") or
     rank by rank while it computes ("ring"); "auto" takes what the bytes and the memory are in favour of. mesh,
-    sharding, codec, pool: as in `BlockSparseAttention`; the rest as in `DilatedAttention`.
+    sharding, codec, error_bound, pool: as in `BlockSparseAttention`; the rest as in `DilatedAttention`.
     """
 
     def __init__(
@@ -31,8 +33,9 @@ class RingDilatedAttention(BlockSparseAttention):
         mesh: DeviceMesh,
         schedule: str = "auto",
         sharding: Sharding | None = None,
-        codec: str | None = None,
-        pool: BufferPool | str | None = None,
+        codec: CodecChoice = None,
+        error_bound: float | None = None,
+        pool: PoolChoice = None,
         offsets: str = "interleaved",
         heads: str = "all",
         scale: float | None = None,
@@ -43,8 +46,9 @@ class RingDilatedAttention(BlockSparseAttention):
         if schedule == "heads":
             raise ValueError("RingDilatedAttention moves keys; for schedule='heads' take HeadParallelDilatedAttention")
         pattern = dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
-        ranks = {"mesh": mesh, "schedule": schedule, "sharding": sharding, "codec": codec, "pool": pool}
-        super().__init__(pattern, scale=scale, enable_gqa=enable_gqa, engine=engine, **ranks)
+        options = {"scale": scale, "enable_gqa": enable_gqa, "engine": engine, "schedule": schedule}
+        options |= {"sharding": sharding, "codec": codec, "error_bound": error_bound, "pool": pool}
+        super().__init__(pattern, mesh=mesh, **options)
 
 
 class HeadParallelDilatedAttention(BlockSparseAttention):

@@ -24,7 +24,9 @@ from ._rotary import rotary_table
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..distributed import BufferPool, Sharding
+    from ..distributed import Sharding
+    from ..distributed._codec_choice import CodecChoice
+    from ..distributed._pools import PoolChoice
 
 # B batch, N tokens, E embed dim, V vocabulary
 
@@ -39,8 +41,8 @@ class LongNet(nn.Module):
 
     mesh: the ranks over which every sequence lies. Each gives its tokens, maybe none, and gets their logits; everything
     but attention needs no other rank. The tokens then stay in their order, as with layout="natural". The parameters'
-    gradients are of this rank's tokens: those of all ranks add up. schedule, sharding, codec, pool: as in
-    `BlockSparseAttention`. The state_dict is that of a model without a mesh.
+    gradients are of this rank's tokens: those of all ranks add up. schedule, sharding, codec, error_bound, pool: as
+    in `BlockSparseAttention`. The state_dict is that of a model without a mesh.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class LongNet(nn.Module):
         mesh: DeviceMesh | None = None,
         schedule: str = "auto",
         sharding: Sharding | None = None,
-        codec: str | None = None,
-        pool: BufferPool | str | None = None,
+        codec: CodecChoice = None,
+        error_bound: float | None = None,
+        pool: PoolChoice = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -59,7 +62,9 @@ class LongNet(nn.Module):
         if not isinstance(config, LongNetConfig):
             raise TypeError(f"config must be a LongNetConfig; got {type(config).__name__}")
         self.config, self.pattern = config, config.pattern
-        self.over_ranks = over_ranks(mesh, schedule=schedule, sharding=sharding, codec=codec, pool=pool)
+        self.over_ranks = over_ranks(
+            mesh, schedule=schedule, sharding=sharding, codec=codec, error_bound=error_bound, pool=pool
+        )
         if mesh is not None and config.layout == "residue":
             raise ValueError(
                 "with a mesh the tokens stay in their order: layout must be 'auto' or 'natural'; got 'residue'"

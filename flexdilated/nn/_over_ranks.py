@@ -17,7 +17,9 @@ from ..masks._check import require_choice
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..distributed import BufferPool, Sharding
+    from ..distributed import Sharding
+    from ..distributed._codec_choice import CodecChoice
+    from ..distributed._pools import PoolChoice
     from ..distributed._ranks import Ranks
 
 SCHEDULES = ("auto", "exchange", "ring", "heads")
@@ -31,7 +33,7 @@ class OverRanks:
 
     mesh: a DeviceMesh of one dimension. schedule: as in `distributed.attend`, or "heads": each rank takes the whole
     sequence of some heads. sharding: which rank holds which tokens, the same in every call; None: in each call as many
-    on every rank, in order. codec, pool: as in `distributed.attend`; neither goes with "heads".
+    on every rank, in order. codec, error_bound, pool: as in `distributed.attend`; none of them goes with "heads".
 
     It pickles, and is then the place of the process that reads it, which must have made the same mesh.
     """
@@ -39,12 +41,15 @@ class OverRanks:
     mesh: DeviceMesh
     schedule: str = "auto"
     sharding: Sharding | None = None
-    codec: Any = None
-    pool: BufferPool | str | None = None
+    codec: CodecChoice = None
+    error_bound: float | None = None
+    pool: PoolChoice = None
     ranks: Ranks = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         from ..distributed import Sharding
+        from ..distributed._codec_choice import check_codec
+        from ..distributed._pools import name_of
         from ..distributed._ranks import Ranks
 
         require_choice("schedule", self.schedule, SCHEDULES)
@@ -55,6 +60,8 @@ class OverRanks:
             raise ValueError(
                 f"the sharding must be over the ranks of the mesh, {self.ranks.size}; got {self.sharding.num_ranks}"
             )
+        check_codec(self.codec, self.error_bound, torch.float32)
+        name_of(self.pool)
         if self.schedule == "heads" and not self.codec is self.pool is None:
             raise ValueError(
                 "codec and pool are for keys and values in flight: with schedule='heads' they must be None; got "
@@ -62,7 +69,7 @@ class OverRanks:
             )
 
     def __reduce__(self) -> tuple:
-        return OverRanks, (self.mesh, self.schedule, self.sharding, self.codec, self.pool)
+        return OverRanks, (self.mesh, self.schedule, self.sharding, self.codec, self.error_bound, self.pool)
 
     def __deepcopy__(self, memo: dict) -> OverRanks:
         return self
@@ -106,23 +113,23 @@ class OverRanks:
 
         if score_mod is not None:
             raise ValueError("with a mesh, score_mod needs schedule='heads', or HeadParallelDilatedAttention")
-        where = {"mesh": self.mesh, "sharding": sharding, "schedule": self.schedule}
-        return attend(q, k, v, pattern, bindings=bindings, codec=self.codec, pool=self.pool, **where, **options)
+        options |= {"mesh": self.mesh, "sharding": sharding, "schedule": self.schedule}
+        options |= {"codec": self.codec, "error_bound": self.error_bound, "pool": self.pool}
+        return attend(q, k, v, pattern, bindings=bindings, **options)
 
     def __str__(self) -> str:
         named = f" of axis {self.mesh.mesh_dim_names[0]!r}" if self.mesh.mesh_dim_names else ""
-        told = {"sharding": self.sharding, "codec": self.codec, "pool": self.pool}
+        told = {"sharding": self.sharding, "codec": self.codec, "error_bound": self.error_bound, "pool": self.pool}
         rest = "".join(f", {name}={value!r}" for name, value in told.items() if value is not None)
         return f"mesh={self.ranks.size} ranks{named}, schedule={self.schedule!r}{rest}"
 
 
-def over_ranks(mesh: object, *, schedule: str, sharding: object, codec: object, pool: object) -> OverRanks | None:
+def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRanks | None:
     """How a module with these arguments runs: None without a mesh, which the others need."""
     if mesh is not None:
-        return OverRanks(mesh, schedule, sharding, codec, pool)  # pyright: ignore[reportArgumentType]
+        return OverRanks(mesh, schedule, **rest)
     require_choice("schedule", schedule, SCHEDULES)
-    given = {"schedule": None if schedule == "auto" else schedule, "sharding": sharding, "codec": codec, "pool": pool}
-    for name, value in given.items():
+    for name, value in {"schedule": None if schedule == "auto" else schedule, **rest}.items():
         if value is not None:
             raise ValueError(f"{name} says how the ranks of a mesh share the work and needs mesh; got {name}={value!r}")
     return None

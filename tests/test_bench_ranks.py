@@ -1,0 +1,187 @@
+"""The benchmark's rows on many ranks: their own rules, their processes, and what they would see."""
+
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench import bench_exchange_bytes, bench_rank_accuracy, bench_ring_memory, bench_work_balance
+from bench._apart import DiedApart, TookTooLong
+from bench._distributed_page import distributed_parts
+from bench._longnets import LONGNET_5, LongNet, longnet_n
+from bench._ranks import on_ranks
+from bench._remote_keys import Heads, least_received, shard_ranges
+from bench.bench_planning_collectives import counted_calls
+from bench.bench_ring_memory import Held
+from bench.bench_work_balance import keys_of_queries
+from flexdilated.distributed import Sharding
+from tests.test_compiling_page import MEASURED, cells
+
+ODD = LongNet("odd", (1, 100, 333, 50), (1, 3, 7, 60))  # rates that divide nothing, one above its segment
+SPECS = [longnet_n(4096).shrunk(32), LONGNET_5.shrunk(64), ODD, LONGNET_5.shrunk(64).as_causal(), ODD.as_causal()]
+specs = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
+
+
+def test_longnet_n() -> None:
+    assert longnet_n(2048).branches == ((2048, 1),)
+    assert longnet_n(1 << 20).branches[-1] == (1 << 20, 512)
+    assert len(longnet_n(1 << 20).branches) == 10
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@specs
+def test_marks_are_those_of_the_dense_rule(spec, order) -> None:
+    num_tokens = 480
+    branches = spec.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=4)
+    for num_ranks in (2, 4, 8):
+        shards = shard_ranges(num_tokens, num_ranks, order)
+        for rank, shard in enumerate(shards):
+            held = Sharding(num_tokens, num_ranks, order=order).positions(rank)
+            assert held.tolist() == [token for piece in shard for token in piece]
+        for heads in (Heads(4, 4), Heads(4, 2), Heads(4, 1)):
+            wanted = []
+            for shard in shards:
+                rows = torch.cat([torch.arange(piece.start, piece.stop) for piece in shard])
+                seen = torch.stack([branch[:, rows].any(1) for branch in branches]).any(0)
+                by_kv_head = seen.view(heads.num_kv_heads, -1, num_tokens).any(1)
+                by_kv_head[:, rows] = False
+                wanted.append(int(by_kv_head.sum()))
+            assert least_received(spec, num_tokens, shards, heads) == wanted
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.causal], ids=lambda spec: spec.label)
+def test_keys_of_queries_are_those_of_the_dense_rule(spec) -> None:
+    for num_tokens in (100, 1000):
+        masks = spec.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=5)
+        assert torch.equal(sum(mask.sum((0, 2)) for mask in masks), keys_of_queries(spec, num_tokens, 5))
+
+
+def test_a_plan_that_sends_more_or_less_shows(monkeypatch) -> None:
+    config = bench_exchange_bytes.SMALL
+    counts = bench_exchange_bytes.token_counts
+    assert bench_exchange_bytes._count(config, config.counted).measured == 1
+    monkeypatch.setattr(bench_exchange_bytes, "token_counts", lambda *args, **kw: counts(*args, **kw) + 1)
+    row = bench_exchange_bytes._count(config, config.counted)
+    assert row.measured > 1
+    assert not row.met
+
+
+def test_work_that_is_counted_otherwise_is_refused(monkeypatch) -> None:
+    work = bench_work_balance.work_of_ranks
+    monkeypatch.setattr(bench_work_balance, "work_of_ranks", lambda *args, **kw: work(*args, **kw) + 1)
+    with pytest.raises(AssertionError, match="the library's count must be that of the rule"):
+        bench_work_balance.run(bench_work_balance.SMALL)
+
+
+def test_held_elements() -> None:
+    """A view counts as the storage it is of, once, until that is freed."""
+    held, x = Held(), torch.empty(2, 10)
+    held.hold(x[0], "keys")
+    held.hold(x[1], "keys")
+    y = torch.empty(5)
+    held.hold(y, "keys")
+    held.hold(torch.empty(3), "gradients")
+    assert held.live == {"keys": 25, "gradients": 0}
+    del x
+    assert held.live["keys"] == 5
+    assert held.restart() == {"keys": 25, "gradients": 3}
+    assert held.restart() == {"keys": 5, "gradients": 0}
+
+
+def fail_on_last(mesh) -> None:
+    if mesh.get_local_rank() == mesh.size() - 1:
+        raise ValueError("the last rank")
+    dist.barrier()
+
+
+def wait_for_nobody(mesh) -> None:
+    if mesh.get_local_rank():
+        dist.barrier()
+    else:
+        threading.Event().wait()
+
+
+@torch.library.custom_op("tests::hidden_collectives", mutates_args=())
+def hidden_collectives(x: torch.Tensor) -> torch.Tensor:
+    dist.all_gather_object([None] * dist.get_world_size(), x.shape)
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x)
+    return out
+
+
+def collectives(mesh) -> dict[str, int]:
+    with counted_calls() as calls:
+        hidden_collectives(torch.ones(mesh.size()))
+        dist.barrier()
+    return dict(calls)
+
+
+@pytest.mark.slow
+def test_ranks() -> None:
+    assert on_ranks(2, rank_and_sum, 10) == [(0, 21), (1, 21)]
+    with pytest.raises(DiedApart, match="exit code 1"):
+        on_ranks(3, fail_on_last, limit_s=60)
+    with pytest.raises(TookTooLong, match="no result within 3 s"):
+        on_ranks(2, wait_for_nobody, limit_s=3)
+
+
+def rank_and_sum(mesh, each: int) -> tuple[int, int]:
+    total = torch.tensor(each + mesh.get_local_rank())
+    dist.all_reduce(total)
+    return mesh.get_local_rank(), int(total)
+
+
+@pytest.mark.slow
+def test_collectives_are_seen_below_an_operator() -> None:
+    for calls in on_ranks(2, collectives):
+        assert calls == {"allgather_": 2, "alltoall_base_": 1, "barrier": 1}
+
+
+@pytest.mark.slow
+def test_a_wrong_gradient_shows(monkeypatch) -> None:
+    """Ranks are forked from a server of their own: what they return is changed here."""
+    config = replace(bench_rank_accuracy.SMALL, schedules=("exchange",), dtypes=("float32",))
+    take = bench_rank_accuracy.take_steps
+
+    def wrong(*args):
+        taken = take(*args)
+        taken[0].tensors["dk"] *= 1.0001
+        return taken
+
+    assert bench_rank_accuracy.run(config).rows[0].met
+    monkeypatch.setattr(bench_rank_accuracy, "take_steps", wrong)
+    assert not bench_rank_accuracy.run(config).rows[0].met
+
+
+@pytest.mark.slow
+def test_a_ring_holds_two_shards_where_all_are_needed() -> None:
+    for row in bench_ring_memory.run(bench_ring_memory.SMALL).rows:
+        assert row.measured == 2
+
+
+def test_page(tmp_path) -> None:
+    assert distributed_parts(tmp_path) == dict.fromkeys(("keys received", "exactness", "balance", "ring memory"), "")
+    counted = {"tokens_a_kv_head": [3.0, 5.0], "all_gather_tokens_a_kv_head": 1200.0, "all_gather_ratio": 300.4}
+    rows = {
+        "D1": [{"measure": "a net, 4K, 2 ranks, counted: K and V", "detail": {"zigzag, 4 heads": counted}}]
+        + [{"measure": "run", "detail": {"full": {"ratio": 1.0}}}],
+        "D3": [{"measure": "float32: error", "target": "≤ 1.1 ×", "measured_text": "1.01 ×", "detail": {}}],
+        "D4": [
+            {
+                "measure": "a net, 4K, 2 ranks, zigzag: most over mean",
+                "detail": {"zigzag": {"max_over_mean": 1.0}, "contiguous": {"max_over_mean": 1.5}},
+            }
+        ],
+        "D5": [{"measure": "ring: shards", "target": "≤ 2 shards", "measured_text": "2 shards", "detail": {}}],
+    }
+    for name, found in rows.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": found, **MEASURED}))
+    parts = distributed_parts(tmp_path)
+    assert cells(parts["keys received"], "a net") == ["a net, 4K, 2 ranks", "zigzag, 4 heads", "4", "1,200", "300 ×"]
+    assert "run" not in parts["keys received"]
+    assert cells(parts["balance"], "a net") == ["a net, 4K, 2 ranks", "1.500", "1.000"]
+    assert cells(parts["exactness"], "float32") == ["float32: error", "≤ 1.1 ×", "1.01 ×"]
+    assert cells(parts["ring memory"], "ring") == ["ring: shards", "≤ 2 shards", "2 shards"]
