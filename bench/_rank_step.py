@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -23,17 +23,18 @@ from ._ranks import on_ranks
 
 # H query heads, G key/value heads, N tokens, L tokens of a rank, D head dim; the batch is 1
 
+Schedule = Literal["exchange", "ring", "heads"]
 NAMES = ("out", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is computed, and how it lies on the ranks; `schedule` "heads" is head parallelism."""
+    """What is computed, and how it lies on the ranks; "heads" is head parallelism."""
 
     pattern: str
     size: Size
     num_kv_heads: int
-    schedule: str
+    schedule: Schedule
     order: Order = "contiguous"
     dtype: str = "float32"
 
@@ -68,6 +69,27 @@ def take_alone(step: Step) -> dict[str, Tensor]:
     return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, (q, k, v), grad)), strict=True))
 
 
+def take_cut(step: Step, num_ranks: int) -> dict[str, Tensor]:
+    """The same tensors in one call for each contiguous shard of queries, over all keys: nothing sent, sums in float64.
+
+    What a kernel's own rounding makes of shorter calls.
+    """
+    q, k, v, grad = step.tensors()
+    pattern, grouped = masks.from_json(step.pattern), q.shape[1] != k.shape[1]
+    outs, queries, others = [], [], [torch.zeros_like(x, dtype=torch.float64) for x in (k, v)]
+    for part, part_grad in zip(q.tensor_split(num_ranks, dim=2), grad.tensor_split(num_ranks, dim=2), strict=True):
+        leaves = [x.detach().requires_grad_() for x in (part, k, v)]
+        first = sum(out.shape[2] for out in outs)
+        out = fd.attend(leaves[0], leaves[1], leaves[2], pattern, enable_gqa=grouped, q_offset=first)
+        found = torch.autograd.grad(out, leaves, part_grad)
+        outs.append(out.detach())
+        queries.append(found[0])
+        for total, share in zip(others, found[1:], strict=True):
+            total += share
+    cast = (total.to(q.dtype) for total in others)
+    return dict(zip(NAMES, (torch.cat(outs, dim=2), torch.cat(queries, dim=2), *cast), strict=True))
+
+
 def by_rule(step: Step, rule: Rule) -> dict[str, Tensor]:
     """The same tensors from the definition, in float64; the rule is written outside of the library."""
     q, k, v, grad = (x[0].double() for x in step.tensors())
@@ -90,8 +112,9 @@ def attend_on(mesh: DeviceMesh, step: Step, sharding: Sharding, q: Tensor, k: Te
     grouped = q.shape[1] != k.shape[1]
     if step.schedule == "heads":
         return attend_heads(q, k, v, pattern, ranks=Ranks.of(mesh), sharding=sharding, enable_gqa=grouped)
-    options: dict[str, Any] = {"mesh": mesh, "sharding": sharding, "enable_gqa": grouped}
-    return fd.distributed.attend(q, k, v, pattern, schedule=step.schedule, **options)
+    return fd.distributed.attend(
+        q, k, v, pattern, mesh=mesh, sharding=sharding, schedule=step.schedule, enable_gqa=grouped
+    )
 
 
 def local_tensors(mesh: DeviceMesh, step: Step) -> tuple[Sharding, list[Tensor]]:

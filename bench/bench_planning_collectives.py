@@ -14,7 +14,7 @@ from flexdilated.distributed import traffic
 
 from ._longnets import LONGNET_4, LongNet
 from ._problem import Size
-from ._rank_step import Step, attend_on, local_tensors
+from ._rank_step import Schedule, Step, attend_on, local_tensors
 from ._ranks import on_ranks
 from ._result import Result, Row, at_most
 
@@ -30,7 +30,7 @@ class Config:
     spec: LongNet
     size: Size
     ranks: int
-    schedules: tuple[str, ...]
+    schedules: tuple[Schedule, ...]
     steps: int
 
 
@@ -39,14 +39,14 @@ SMALL = Config(LONGNET_4.shrunk(64), Size(256, num_heads=4, head_dim=8), 2, ("ex
 
 
 def run(config: Config) -> Result:
-    """D2: calls of torch.distributed that carry no payload, and checks of agreement, which go through the group's store.
+    """D2: calls of torch.distributed without payload, and checks of agreement, which go through the group's store.
 
     Forward and backward, most of any rank.
     """
     return Result(tuple(_row(config, schedule) for schedule in config.schedules))
 
 
-def _row(config: Config, schedule: str) -> Row:
+def _row(config: Config, schedule: Schedule) -> Row:
     detail = {}
     for spec in (config.spec, config.spec.as_causal()):
         step = Step(masks.to_json(spec.pattern()), config.size, config.size.num_heads, schedule)

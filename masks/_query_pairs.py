@@ -45,7 +45,7 @@ def _kinds(columns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     for column in columns:
         values, place = column.unique(return_inverse=True)
         kind = (kind * len(values) + place).unique(return_inverse=True)[1]
-    one_of_each = torch.zeros(int(kind.max()) + 1, dtype=torch.int64)
+    one_of_each = torch.zeros(len(kind.unique()), dtype=torch.int64)
     return one_of_each.scatter_(0, kind, torch.arange(len(kind))), kind
 
 

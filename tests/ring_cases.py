@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from tests import oracle
 from tests.strategies import Twin, longnets, written_expressions
 
 # B batch, H query heads, G key/value heads, N tokens of all ranks, D head dim
+
+Call = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -71,19 +74,22 @@ class Shares:
     received: dict[str, int]
 
 
-def run(cases: Sequence[RingCase], **options: Any) -> list[Shares]:
-    """On a rank: its shares of every case."""
-    ranks = Ranks.of(init_device_mesh("cpu", (dist.get_world_size(),)))
-    return [shares_of(case, ranks, **options) for case in cases]
+def run(cases: Sequence[RingCase], options: Mapping[str, Any] = MappingProxyType({})) -> list[Shares]:
+    """On a rank: its shares of every case; options are those of `ring`."""
+    return [shares_of(case, all_ranks(), **options) for case in cases]
 
 
-def shares_of(case: RingCase, ranks: Ranks, **options: Any) -> Shares:
+def all_ranks() -> Ranks:
+    return Ranks.of(init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def shares_of(case: RingCase, ranks: Ranks, call: Call | None = None, **options: Any) -> Shares:
     here = case.sharding.positions(ranks.rank)
     leaves = [x[:, :, here].requires_grad_() for x in case.tensors[:3]]
     sinks = [x.clone().requires_grad_() for x in case.tensors[3:]]
     grad_out, grad_lse = (x[:, :, here] for x in case.cotangents)
     traffic().reset()
-    out, lse = call_ring(case, ranks, *leaves, sinks=sinks[0] if sinks else None, **options)
+    out, lse = (call or call_ring)(case, ranks, *leaves, sinks=sinks[0] if sinks else None, **options)
     outputs, grads = ((out, lse), (grad_out, grad_lse)) if case.through_lse else ((out,), (grad_out,))
     found = torch.autograd.grad(outputs, [*leaves, *sinks], grads)
     parts = tuple(x.detach() for x in (out, lse, *found[:3]))

@@ -166,8 +166,10 @@ def test_page(tmp_path) -> None:
     assert distributed_parts(tmp_path) == dict.fromkeys(("keys received", "exactness", "balance", "ring memory"), "")
     counted = {"tokens_a_kv_head": [3.0, 5.0], "all_gather_tokens_a_kv_head": 1200.0, "all_gather_ratio": 300.4}
     rows = {
-        "D1": [{"measure": "a net, 4K, 2 ranks, counted: K and V", "detail": {"zigzag, 4 heads": counted}}]
-        + [{"measure": "run", "detail": {"full": {"ratio": 1.0}}}],
+        "D1": [
+            {"measure": "a net, 4K, 2 ranks, counted: K and V", "detail": {"zigzag, 4 heads": counted}},
+            {"measure": "run", "detail": {"full": {"ratio": 1.0}}},
+        ],
         "D3": [{"measure": "float32: error", "target": "≤ 1.1 ×", "measured_text": "1.01 ×", "detail": {}}],
         "D4": [
             {

@@ -79,6 +79,12 @@ def test_runs_of_queries_anywhere(pattern, num_tokens) -> None:
     assert torch.equal(pairs_of_queries(pattern, start, stop, num_tokens), expected)
 
 
+def test_runs_without_queries() -> None:
+    at = torch.tensor([3, 0])
+    assert pairs_of_queries(masks.causal(), at, at, 7).tolist() == [0, 0]
+    assert pairs_of_queries(masks.chunked(2), at[:0], at[:0], 7).tolist() == []
+
+
 @given(st.data())
 def test_boxes_anywhere(data: st.DataObject) -> None:
     """Queries and keys apart, as the parts of a stretch are."""

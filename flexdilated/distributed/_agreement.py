@@ -78,13 +78,22 @@ def begun_elsewhere(ranks: Ranks) -> str:
 
 def check_device(ranks: Ranks, tensor: Tensor) -> None:
     """Raises ValueError if the ranks cannot send this tensor, because of where it lies."""
-    config = get_backend_config(group_of(ranks.name))  # "cpu:gloo,cuda:nccl"
+    config = _backends(ranks.name)
     kinds = [part.partition(":")[0] for part in config.split(",")]
     if tensor.device.type != ranks.device_type or tensor.device.type not in kinds:
         raise ValueError(
             f"tensors must be on the mesh's kind of device, and its process group must serve that kind; got a tensor "
             f"on {tensor.device.type}, a mesh of {ranks.device_type} devices and a process group of {config}"
         )
+
+
+def _backends(group: str) -> str:
+    """What serves which kind of device: "cpu:gloo,cuda:nccl"."""
+    return get_backend_config(group_of(group))
+
+
+# torch.compile takes it as a constant, as it does the ranks: it cannot trace the look-up of a group.
+_backends._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1024)

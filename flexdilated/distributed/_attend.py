@@ -24,8 +24,7 @@ from ._agreement import check_agreement
 from ._check_shards import check_shards, equal_shards
 from ._codec import codec_named
 from ._codec_choice import CodecChoice, check_codec
-from ._exchange import ExchangeCall
-from ._exchange_op import exchange_op
+from ._exchange import exchange
 from ._pools import PoolChoice, name_of
 from ._ranks import Ranks
 from ._ring import ring
@@ -140,14 +139,16 @@ def attend(
     heads = check_sizes(pattern, q, q_offset=0, k_offset=0, **where)
     tensors = run_time_tensors(pattern, bindings)
     check_codec(codec, error_bound, q.dtype)
-    options = {"ranks": ranks, "sharding": shards, "scale": resolve_scale(scale, q.shape[-1]), "engine": engine}
-    options |= {"head_offset": head_offset, "num_heads_global": heads, "sinks": sinks, "bindings": tensors}
+    options = {"scale": resolve_scale(scale, q.shape[-1]), "engine": _engine(engine, q, k, v, pattern, head_offset)}
+    options |= {"head_offset": head_offset, "num_heads_global": heads, "sharding": shards}
+    options |= {"codec": codec, "error_bound": error_bound}
     sides = () if block_size is None else block_sides(block_size)
-    facts = _facts(q, k, pattern, schedule, codec, error_bound, options)
+    name_of(pool)  # a value that is none is answered before anything is sent
+    facts = _facts(q, k, pattern, schedule, sinks is not None, options)
     _agree(ranks.name, ranks.size, ranks.rank, ranks.device_type, facts)
     chosen = _named(schedule, q, k, pattern, tensors, shards, head_offset, heads, codec)
-    options |= {"block_size": sides, "codec": codec, "error_bound": error_bound, "pool": pool}
-    run = ring if chosen == "ring" else _exchange
+    run = ring if chosen == "ring" else exchange
+    options |= {"ranks": ranks, "sinks": sinks, "bindings": tensors, "block_size": sides, "pool": pool}
     out, lse = run(q, k, v, pattern, **options)
     return (out, lse) if return_lse else out
 
@@ -157,13 +158,18 @@ def _equal_shards(q: Tensor, ranks: Ranks) -> Sharding:
     return equal_shards(q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else 1, ranks)
 
 
+def _engine(engine: str | None, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, head_offset: int) -> str:
+    features = {"score_mod": None, "sinks": None}
+    chosen = choose_engine(engine, q, k, v, pattern, first=(head_offset, 0, 0), return_lse=True, **features)
+    return placed_engine(chosen, q.device)
+
+
 def _facts(
     q: Tensor,
     k: Tensor,
     pattern: Pattern | Mixture,
     schedule: str,
-    codec: CodecChoice,
-    error_bound: float | None,
+    has_sinks: bool,
     options: Mapping[str, Any],
 ) -> tuple[tuple[str, object], ...]:
     """What all ranks must have alike for their messages to fit, as plain values."""
@@ -179,14 +185,17 @@ def _facts(
         ("head_offset", options["head_offset"]),
         ("num_heads_global", options["num_heads_global"]),
         ("scale", options["scale"]),
-        ("codec", codec),
-        ("error_bound", error_bound),
-        ("sinks", options["sinks"] is not None),
+        ("codec", options["codec"]),
+        ("error_bound", options["error_bound"]),
+        ("sinks", has_sinks),
     )
 
 
 def _agree(name: str, size: int, rank: int, device_type: str, facts: tuple[tuple[str, object], ...]) -> None:
-    check_agreement(Ranks(name, size, rank, device_type), dict(facts))
+    named = dict(facts)
+    numbers = named["sharding"]
+    assert isinstance(numbers, tuple)
+    check_agreement(Ranks(name, size, rank, device_type), named | {"sharding": Sharding.of(numbers)})
 
 
 def _named(
@@ -250,35 +259,3 @@ def _best(
 # What torch.compile takes for constants of the graph: the check is made, and the schedule chosen, while it traces.
 _agree._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _counted._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _exchange(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | Mixture,
-    *,
-    ranks: Ranks,
-    sharding: Sharding,
-    scale: float,
-    sinks: Tensor | None,
-    bindings: list[Tensor],
-    head_offset: int,
-    num_heads_global: int,
-    engine: str | None,
-    block_size: tuple[int, ...],
-    codec: CodecChoice,
-    error_bound: float | None,
-    pool: PoolChoice,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse): with tiles as one op; other engines trace, and only the transfer of keys is an op."""
-    features = {"score_mod": None, "sinks": sinks}
-    chosen = choose_engine(engine, q, k, v, pattern, first=(head_offset, 0, 0), return_lse=True, **features)
-    chosen = placed_engine(chosen, q.device)
-    options = (pattern.text, scale, head_offset, num_heads_global, chosen)
-    sending = (ranks.name, codec, 0.0 if error_bound is None else error_bound, name_of(pool))
-    if chosen == "tiles":
-        numbers = (list(block_size), list(sharding.numbers()))
-        out, lse, _, _ = exchange_op(q, k, v, sinks, bindings, *options, *numbers, *sending)
-        return out, lse
-    return ExchangeCall(*options, block_size, sharding.numbers(), *sending).traced(q, k, v, sinks, bindings)

@@ -44,18 +44,18 @@ class Chunks:
 
     @cached_property
     def by_turn(self) -> Int64[Tensor, "T W"]:
-        """The number of each rank's first chunk, and of its second; -1 where it has none."""
+        """The number of each rank's first chunk, and of its second if any rank has two; -1 where it has none."""
         turns = torch.full((2, self.num_ranks), -1)
         order = self.rank.argsort(stable=True)
         again = torch.zeros_like(order)
         again[1:] = self.rank[order][1:] == self.rank[order][:-1]
         turns[again, self.rank[order]] = order
-        return turns
+        return turns if bool(again.any()) else turns[:1]
 
     def by_target(self, table: Bool[Tensor, "n n"]) -> Bool[Tensor, "W n"]:
         """Where any chunk of the rank has an entry."""
         rows = torch.cat([table, torch.zeros(1, len(self), dtype=torch.bool)])
-        return rows[self.by_turn[0]] | rows[self.by_turn[1]]
+        return torch.stack([rows[turn] for turn in self.by_turn]).any(0)
 
     def by_source(self, tokens: Int64[Tensor, "W n"]) -> Int64[Tensor, "W W"]:
         """Sums over the chunks of each rank; nothing of itself."""

@@ -7,9 +7,11 @@ so what a rank needs of a chunk is a union of such classes, each of them at the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import gcd
 
 import torch
 from jaxtyping import Bool, Int64
@@ -38,7 +40,7 @@ class Branch:
 
 
 def as_branches(rules: Sequence[Pattern]) -> tuple[Branch, ...] | None:
-    """The rules by ascending rates, where each is a dilated branch and each rate divides its segment and the next rate."""
+    """The rules by ascending rates, if each is a dilated branch whose rate divides its segment and the next rate."""
     branches = [_as_branch(rule) for rule in rules]
     if None in branches:
         return None
@@ -65,6 +67,7 @@ def dilated_tokens(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chu
     """
     if not groups:
         return torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
+    groups = _distinct(groups, chunks)
     pieces = _Pieces(chunks, sorted({branch.segment for group, _ in groups for branch in group}))
     active = [_active_queries(group, chunks) for group, _ in groups]
     kinds, kind = torch.cat(active, 1).unique(dim=0, return_inverse=True)
@@ -74,8 +77,31 @@ def dilated_tokens(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chu
     widths = [each.shape[1] for each in active]
     for (group, times), own in zip(groups, kinds.split(widths, 1), strict=True):
         rows, row = own.unique(dim=0, return_inverse=True)
-        values += times * _Union(group, pieces).count(rows.unflatten(1, (2, 2, -1)))[:, row]
+        values += times * _Union(group, pieces).count(rows.unflatten(1, (len(chunks.by_turn), 2, -1)))[:, row]
     return values.flatten()[pieces.of_pair * len(kinds) + kind[:, None]]
+
+
+def _distinct(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) -> list[tuple[tuple[Branch, ...], int]]:
+    """One group for all that have the same counts.
+
+    Where all chunks begin at multiples of a number, and a rate is one, offsets that lie between the same two multiples
+    of it are as good as equal, except for which branches hold each other's tokens.
+    """
+    common = gcd(*chunks.start.tolist(), *chunks.stop.tolist())
+    first: dict[object, tuple[Branch, ...]] = {}
+    times: Counter[object] = Counter()
+    for group, each in groups:
+        coarse = tuple(replace(branch, offset=branch.offset // gcd(branch.rate, common)) for branch in group)
+        key = coarse, tuple(_parent(group, index) for index in range(len(group)))
+        first.setdefault(key, group)
+        times[key] += each
+    return [(first[key], each) for key, each in times.items()]
+
+
+def _parent(group: tuple[Branch, ...], index: int) -> int | None:
+    """The last branch before this one whose class holds its own; that one's parents are all others that do."""
+    offset, earlier = group[index].offset, group[:index]
+    return max((at for at, each in enumerate(earlier) if (offset - each.offset) % each.rate == 0), default=None)
 
 
 def _active_queries(group: tuple[Branch, ...], chunks: Chunks) -> Bool[Tensor, "W 4B"]:
@@ -94,7 +120,7 @@ def _active_queries(group: tuple[Branch, ...], chunks: Chunks) -> Bool[Tensor, "
 
 
 class _Pieces:
-    """Pairs of a rank and a chunk, cut along the ranks into pieces whose queries share segments with the chunk alike."""
+    """Pairs of a rank and a chunk in pieces: ranks in a row whose queries share the same segments with the chunk."""
 
     def __init__(self, chunks: Chunks, widths: Sequence[int]) -> None:
         self.chunks, self.widths = chunks, list(widths)
@@ -103,9 +129,11 @@ class _Pieces:
         # By width and chunk: the first and the last chunk that shares a segment with it.
         self.first = torch.stack([torch.searchsorted(chunks.stop, begin, right=True) for begin in begins])
         self.last = torch.stack([torch.searchsorted(chunks.start, end) - 1 for end in ends])
-        levels = torch.stack([self._levels(turn) for turn in chunks.by_turn])
-        begins_here = torch.ones(levels.shape[1:], dtype=torch.bool)
-        begins_here[1:] = (levels[:, 1:] != levels[:, :-1]).any(0)
+        levels = self._levels()
+        begins_here = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.bool)
+        begins_here[0] = True
+        for turn in chunks.by_turn:
+            begins_here[1:] |= levels[turn[1:]] != levels[turn[:-1]]
         column, rank = begins_here.T.nonzero().unbind(1)
         self.of_pair = (begins_here.T.flatten().cumsum(0) - 1).view(len(chunks), -1).T
         self.chunk, self.queries = column, chunks.by_turn[:, rank]
@@ -113,8 +141,8 @@ class _Pieces:
     def __len__(self) -> int:
         return len(self.chunk)
 
-    def _levels(self, turn: Int64[Tensor, " W"]) -> Tensor:
-        """(W, n): in how many widths a rank's chunk shares a segment with another; below 0 where it comes before it.
+    def _levels(self) -> Tensor:
+        """(n + 1, n): in how many widths a chunk shares a segment with another; below 0 where it comes before it.
 
         The widths that do are the same where as many do: segments that reach further hold what is nearer.
         """
@@ -128,7 +156,7 @@ class _Pieces:
         after = after[:-1].flip(0).cumsum(0, dtype=torch.int16).flip(0)
         before = before[:-1].cumsum(0, dtype=torch.int16)
         level = torch.where(chunk > columns, 1 + after, torch.where(chunk < columns, -1 - before, 0))
-        return torch.cat([level, level.new_zeros(1, size)])[turn]
+        return torch.cat([level, level.new_zeros(1, size)])  # one row more, for ranks without a chunk
 
 
 class _Union:
@@ -147,7 +175,7 @@ class _Union:
         covered: list[tuple[Tensor, Tensor]] = []
         for index, branch in enumerate(self.group):
             head, tail = self._reached(branch, active[..., index])
-            parent = self._parent(index)
+            parent = _parent(self.group, index)
             head_known, tail_known = nothing if parent is None else covered[parent]
             # At the beginning up to `head` and at the end from `tail` on, less what is known.
             total += _count(branch, head_known, torch.minimum(head, tail_known))
@@ -168,16 +196,6 @@ class _Union:
         head = torch.minimum(self.stop, _segment_start(self.start, branch) + branch.segment)
         tail = torch.maximum(self.start, _segment_start(self.stop - 1, branch))
         return torch.where(before, head, self.start), torch.where(after, tail, self.stop)
-
-    def _parent(self, index: int) -> int | None:
-        """The last branch before it whose class holds its own; that one's parents are all others that do."""
-        own = self.group[index]
-        fitting = (
-            earlier
-            for earlier in range(index)
-            if (own.offset - self.group[earlier].offset) % self.group[earlier].rate == 0
-        )
-        return max(fitting, default=None)
 
 
 def _segment_start(position: Tensor, branch: Branch) -> Tensor:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from .._attend_at import WholeRows
 from .._sinks import sinks_gradient
 from ..masks._json import kept_functions, read_text
-from ._exchange import ExchangeCall
+from ._exchange_call import ExchangeCall
 
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, M own and received tokens, D head dim
 

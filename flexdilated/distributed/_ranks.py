@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-
-_groups: dict[str, ProcessGroup] = {}
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,13 @@ class Ranks:
 
 def _ranks_of(mesh: DeviceMesh) -> Ranks:
     group = mesh.get_group()
-    _groups[group.group_name] = group
     return Ranks(group.group_name, group.size(), group.rank(), mesh.device_type)
 
 
 def group_of(name: str) -> ProcessGroup:
     """The process group of ranks that were made in this process."""
-    if name not in _groups:
-        raise RuntimeError(f"the process group {name!r} was not made in this process, or has been destroyed")
-    return _groups[name]
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        message = f"the process group {name!r} was not made in this process, or has been destroyed"
+        raise RuntimeError(message) from error

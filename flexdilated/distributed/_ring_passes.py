@@ -20,7 +20,8 @@ def run_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor |
     wide = torch.promote_types(q.dtype, torch.float32)
     if not len(call.own):  # nobody sends to a rank without queries, nor waits for one without keys
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
-    queries, sums = q.to(call.dtype), list[Tensor]()
+    queries = q.to(call.dtype)
+    sums: list[Tensor] = []
 
     def visit(shard: Shard) -> None:
         if not len(shard.part):

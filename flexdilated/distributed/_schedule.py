@@ -12,8 +12,8 @@ from torch import Tensor
 from ..masks._bytes_text import bytes_text
 from ..masks._cache import cache
 from ..masks._pattern import Expression
-from ._exchange_plan import token_counts
 from ._sharding import Sharding
+from ._token_counts import tokens_by_chunk
 from ._volumes import held_in_ring, ring_tokens
 
 # W ranks
@@ -52,10 +52,10 @@ def choose_schedule(
 ) -> ScheduleChoice:
     """The exchange, unless it holds more times what the ring does than the ring receives more than it.
 
-    The exchange receives exactly what a rank's queries need, and holds it all. The ring receives whole every shard of
-    which something is needed, and holds two. So the exchange never receives more; it is taken where it holds no more
-    either, and where it holds m times as much if it receives at most an m-th. `wire_row_bytes` are those of one row
-    of K or V as an exchange sends it, if that is not as it is held.
+    The exchange receives exactly what a rank's queries need, and holds it all. The ring receives whole every run of a
+    shard of which something is needed, and holds two shards. So the exchange never receives more; it is taken where
+    it holds no more either, and where it holds m times as much if it receives at most an m-th. `wire_row_bytes` are
+    those of one row of K or V as an exchange sends it, if that is not as it is held.
 
     A function of its arguments alone, so that all ranks choose alike, and kept in the cache.
     Raises ValueError where the pattern does not bind to the sharding's tokens and these heads.
@@ -67,18 +67,21 @@ def choose_schedule(
     sent = held if wire_row_bytes is None else 2 * batch * wire_row_bytes
 
     def build() -> ScheduleChoice:
-        needed = token_counts(rule, sharding, num_kv_heads=num_kv_heads, **heads)
-        return choice_of(needed, sharding, num_kv_heads=num_kv_heads, held_bytes=held, sent_bytes=sent)
+        needed, chunks = tokens_by_chunk(rule, sharding, num_kv_heads=num_kv_heads, **heads)
+        shards = ring_tokens(needed, chunks, num_kv_heads=num_kv_heads)
+        return choice_of(chunks.by_source(needed), shards, held_bytes=held, sent_bytes=sent)
 
     key = ("schedule", rule.text, sharding.numbers(), num_kv_heads, *heads.values(), held, sent)
     return cache().get(key, build, lambda choice: 512, pattern=rule.text)
 
 
 def choice_of(
-    needed: Int64[Tensor, "W W"], sharding: Sharding, *, num_kv_heads: int, held_bytes: int, sent_bytes: int
+    needed: Int64[Tensor, "W W"], shards: Int64[Tensor, "W W"], *, held_bytes: int, sent_bytes: int
 ) -> ScheduleChoice:
-    """The choice where rank i needs needed[i, j] tokens of rank j, of so many bytes each as held and as exchanged."""
-    shards = ring_tokens(needed, torch.tensor(sharding.lengths), num_kv_heads=num_kv_heads)
+    """The choice where rank i gets needed[i, j] tokens of rank j in an exchange, and shards[i, j] in a ring.
+
+    A token of a KV head has so many bytes as it is held, and as an exchange sends it.
+    """
     exchanged, ringed, kept = (int(each.max()) for each in (needed.sum(1), shards.sum(1), held_in_ring(shards)))
     return _choose(exchanged * sent_bytes, ringed * held_bytes, exchanged * held_bytes, kept * held_bytes)
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from .._memory import AttentionMemory, AttentionSize, attention_memory
 from ..masks._pattern import Expression
 from ._codec import CodecName, codec_named, gradient_codec
-from ._exchange_plan import token_counts
 from ._links import Links
 from ._schedule import ScheduleChoice, choice_of
 from ._sharding import Order, Sharding
 from ._step_time import Computing, StepTime, computing_time, step_time
+from ._token_counts import tokens_by_chunk
 from ._volumes import all_gather_tokens, held_in_ring, ring_tokens
 from ._work import work_of_ranks
 
@@ -99,18 +99,17 @@ def simulate(
     tokens = _tokens(pattern, sharding, size)
     ways = {name: _way(name, tokens[name], size, codec, computing, links) for name in WAYS}
     sent, held = ways["exchange"].key_bytes, ways["ring"].key_bytes
-    choice = choice_of(tokens["exchange"], sharding, num_kv_heads=size.kv_heads, held_bytes=held, sent_bytes=sent)
+    choice = choice_of(tokens["exchange"], tokens["ring"], held_bytes=held, sent_bytes=sent)
     call = _call_on(max(sharding.lengths), pattern, size, device)
     return Simulation(sharding, choice, ways, work, _balances(pattern, sharding, size, work), computing, call)
 
 
 def _tokens(pattern: Expression, sharding: Sharding, size: AttentionSize) -> dict[str, Int64[Tensor, "W W"]]:
-    lengths = torch.tensor(sharding.lengths)
-    needed = token_counts(pattern, sharding, num_heads=size.num_heads, num_kv_heads=size.kv_heads)
+    needed, chunks = tokens_by_chunk(pattern, sharding, num_heads=size.num_heads, num_kv_heads=size.kv_heads)
     return {
-        "exchange": needed,
-        "ring": ring_tokens(needed, lengths, num_kv_heads=size.kv_heads),
-        "all-gather": all_gather_tokens(lengths, num_kv_heads=size.kv_heads),
+        "exchange": chunks.by_source(needed),
+        "ring": ring_tokens(needed, chunks, num_kv_heads=size.kv_heads),
+        "all-gather": all_gather_tokens(torch.tensor(sharding.lengths), num_kv_heads=size.kv_heads),
     }
 
 

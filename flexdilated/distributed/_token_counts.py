@@ -32,6 +32,21 @@ def token_counts(
 
     The sums of the plans that `ExchangePlan.of` makes for these arguments; it raises the same errors.
     """
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_offset": head_offset}
+    tokens, chunks = tokens_by_chunk(pattern, sharding, **sizes, num_heads_global=num_heads_global)
+    return chunks.by_source(tokens)
+
+
+def tokens_by_chunk(
+    pattern: Expression,
+    sharding: Sharding,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+) -> tuple[Int64[Tensor, "W n"], Chunks]:
+    """(how many tokens of each chunk each rank needs, the chunks); those that a rank has itself mean nothing."""
     needs = KVNeeds.of(pattern, num_heads, num_kv_heads, head_offset, num_heads_global)
     chunks = Chunks.of(sharding)
     groups = Counter(needs.groups)
@@ -41,7 +56,7 @@ def token_counts(
     for group, times in groups.items():
         if known is None or dilated[group] is None:
             tokens += times * _of_group(group, needs, chunks)
-    return chunks.by_source(tokens)
+    return tokens, chunks
 
 
 def _of_group(group: tuple[HeadRule, ...], needs: KVNeeds, chunks: Chunks) -> Int64[Tensor, "W n"]:

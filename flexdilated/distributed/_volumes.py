@@ -9,16 +9,16 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-# W ranks, R groups of them
+from ._chunks import Chunks
+
+# W ranks, R groups of them, n chunks
 
 _SHARDS_HELD = 2  # by a ring: the one that is computed with, and the one on its way
 
 
-def ring_tokens(
-    counts: Int64[Tensor, "W W"], lengths: Int64[Tensor, " W"], *, num_kv_heads: int
-) -> Int64[Tensor, "W W"]:
-    """Whole shards, of which something is needed by these counts."""
-    return torch.where(counts > 0, num_kv_heads * lengths, 0)
+def ring_tokens(needed: Int64[Tensor, "W n"], chunks: Chunks, *, num_kv_heads: int) -> Int64[Tensor, "W W"]:
+    """Whole chunks, of which something is needed by these numbers of tokens."""
+    return chunks.by_source(torch.where(needed > 0, num_kv_heads * chunks.length, 0))
 
 
 def all_gather_tokens(lengths: Int64[Tensor, " W"], *, num_kv_heads: int) -> Int64[Tensor, "W W"]:
@@ -27,7 +27,7 @@ def all_gather_tokens(lengths: Int64[Tensor, " W"], *, num_kv_heads: int) -> Int
 
 
 def held_in_ring(tokens: Int64[Tensor, "W W"]) -> Int64[Tensor, " W"]:
-    """The two largest shards that come."""
+    """The two largest that come of one rank each."""
     return tokens.topk(min(_SHARDS_HELD, len(tokens)), dim=1).values.sum(1)
 
 

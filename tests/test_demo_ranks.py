@@ -1,0 +1,193 @@
+"""The demo on several processes: one model and one loss curve, whatever their number; one of them prints and writes."""
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from flexdilated.cli import main
+from tests.ranks import on_ranks, outcomes_on_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ["checkpoint.pt", "loss.png", "mask.png", "report.json"]
+# Bits per byte. The sums are float32, and in another order; the optimiser rounds matrices to bfloat16 besides.
+NOISE = 2e-3
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """Files of made-up source, 30 kB."""
+    folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
+    words = ["def ", "return ", "self", "(", ")", ":\n    ", "value", " = ", "None\n", "import "]
+    for number in range(12):
+        (folder / f"{number}.py").write_text("".join(draw.choices(words, k=600)), encoding="utf-8")
+    return folder
+
+
+def arguments(out: Path, text: Path, *more: str) -> list[str]:
+    return ["demo", "--context", "250", "--steps", "8", "--out", str(out), "--data", str(text), *more]
+
+
+def history(out: Path) -> list[float]:
+    return json.loads((out / "report.json").read_text(encoding="utf-8"))["history"]
+
+
+def results(out: Path) -> dict:
+    return json.loads((out / "report.json").read_text(encoding="utf-8"))["results"]
+
+
+def run_here(command: list[str]) -> tuple[int, str, str]:
+    """Exit status and what this process prints, as one of those that torchrun has started."""
+    import torch.distributed as dist
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    printed, errors = io.StringIO(), io.StringIO()
+    with mock.patch.dict(os.environ, place), redirect_stdout(printed), redirect_stderr(errors):
+        status = main(command)
+    return status, printed.getvalue(), errors.getvalue()
+
+
+def assert_one_curve(one: list[float], other: list[float]) -> None:
+    assert len(one) == len(other)
+    assert max(abs(x - y) for x, y in zip(one, other, strict=True)) < NOISE
+
+
+def test_the_loss_curve_of_one_process(tmp_path: Path, text: Path) -> None:
+    """Training and validation, on 1, 2 and 3 processes; the first alone prints and leaves files."""
+    assert main(arguments(tmp_path / "1", text)) == 0
+    whole = history(tmp_path / "1")
+    assert whole[-1] < whole[0] - 2
+    for size in (2, 3):
+        out = tmp_path / str(size)
+        (first, *others) = on_ranks(size, run_here, arguments(out, text), timeout=100)
+        assert first[0] == 0
+        assert f"ranks     {size} processes" in first[1]
+        assert first[1].count("validation bits per byte, after") == 1
+        assert others == [(0, "", "")] * (size - 1)
+        assert sorted(path.name for path in out.iterdir()) == FILES
+        assert_one_curve(history(out), whole)
+        for name in ("before", "after"):
+            assert results(out)[name] == pytest.approx(results(tmp_path / "1")[name], abs=NOISE)
+        assert results(out)["unigram"] == results(tmp_path / "1")["unigram"]
+
+
+def test_several_branches_on_ranks(tmp_path: Path, text: Path) -> None:
+    """At 1024 bytes the pattern is a mixture, and keys come from other processes."""
+    options = ("--context", "1024", "--steps", "4")
+    assert main(arguments(tmp_path / "1", text, *options)) == 0
+    on_ranks(2, run_here, arguments(tmp_path / "2", text, *options), timeout=100)
+    assert_one_curve(history(tmp_path / "2"), history(tmp_path / "1"))
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, text: Path) -> None:
+    """5 steps on two processes, the others on one and on three: the curve of 8 steps in one go; and a sample."""
+    assert main(arguments(tmp_path / "whole", text)) == 0
+    parts = tmp_path / "parts"
+    first, _ = on_ranks(2, stop_in_step, 5, 1, arguments(parts, text))
+    assert "training ended by" in first[1]
+    assert results(parts)["ended_by"] == "Ctrl-C"
+    assert len(history(parts)) == 5
+    ended = on_ranks(3, run_here, arguments(parts, text, "--resume", "--sample", "5"), timeout=100)
+    assert [status for status, *_ in ended] == [0, 0, 0]
+    assert "resumed   at step 5" in ended[0][1]
+    assert "sample    5 bytes" in ended[0][1]
+    assert_one_curve(history(parts), history(tmp_path / "whole"))
+
+
+def stop_in_step(step: int, rank: int, command: list[str]) -> tuple[int, str, str]:
+    """One process gets SIGINT in a step; all stop after it."""
+    import torch.distributed as dist
+
+    from flexdilated.cli import _train
+
+    def loss(*given):
+        nonlocal step
+        step -= 1
+        if step == 0 and dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGINT)
+        return loss_bits(*given)
+
+    loss_bits = _train.loss_bits
+    with mock.patch.object(_train, "loss_bits", loss):
+        return run_here(command)
+
+
+def test_the_first_process_keeps_the_time(tmp_path: Path, text: Path) -> None:
+    command = arguments(tmp_path, text, "--steps", "100000", "--minutes", "1e-6")
+    assert [status for status, *_ in on_ranks(2, run_here, command)] == [0, 0]
+    assert len(history(tmp_path)) == 1
+
+
+BAD = {
+    "too few bytes": (["--context", "2"], "--context must be at least the number of processes, as each has a part"),
+    "nothing to resume": (["--resume"], "--resume needs a checkpoint"),
+    "no data": (["--data", "/no/such/place"], "nothing is at /no/such/place"),
+    "a place of its own": (["--device", "cpu:1"], "--device must be one of cpu"),
+}
+
+
+@pytest.mark.parametrize(("more", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_said_once(tmp_path: Path, text: Path, more: list[str], message: str) -> None:
+    first, *others = on_ranks(3, run_here, arguments(tmp_path, text, *more))
+    assert first[0] == 2
+    assert message in first[2]
+    assert first[2].count("\n") == 1
+    assert others == [(2, "", "")] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def other_steps(command: list[str]) -> tuple[int, str, str]:
+    import torch.distributed as dist
+
+    return run_here([*command, "--steps", str(1 + dist.get_rank())])
+
+
+def test_processes_with_other_settings_are_told(tmp_path: Path, text: Path) -> None:
+    (status, _, errors), (other_status, _, _) = on_ranks(2, other_steps, arguments(tmp_path, text))
+    assert (status, other_status) == (2, 2)
+    assert "steps" in errors
+
+
+def fail_on(rank: int, command: list[str]) -> tuple[int, str, str]:
+    import torch.distributed as dist
+
+    from flexdilated.cli import _train
+
+    def loss(*given):
+        if dist.get_rank() == rank:
+            raise MemoryError("made up")
+        return loss_bits(*given)
+
+    loss_bits = _train.loss_bits
+    with mock.patch.object(_train, "loss_bits", loss):
+        return run_here(command)
+
+
+def test_an_error_in_one_process_ends_the_others(tmp_path: Path, text: Path) -> None:
+    """The one that fails says why; the other waits for it no longer than its group does."""
+    first, second = outcomes_on_ranks(2, fail_on, 1, arguments(tmp_path, text), timeout=30, group_timeout=4)
+    assert "made up" in str(second.error)
+    assert "DistError" in str(first.error)
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path: Path, text: Path) -> None:
+    """As the command line has it, on four processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [*launcher, "-m", "flexdilated", *arguments(tmp_path / "4", text, "--steps", "4")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLEXDILATED_MACHINE": "builtin"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("validation bits per byte, after") == 1
+    assert "Traceback" not in done.stderr
+    assert main(arguments(tmp_path / "1", text, "--steps", "4")) == 0
+    assert_one_curve(history(tmp_path / "4"), history(tmp_path / "1"))
