@@ -42,7 +42,10 @@ SMALL = Config((dense(256, causal=False),), Size(256, num_heads=2, head_dim=8), 
 
 
 def run(config: Config) -> Result:
-    """D5: buffers that messages come into or go out of, each until it is freed; the most of any rank."""
+    """D5: buffers that messages come into or go out of, each until it is freed; the most of any rank.
+
+    Counted in numbers, not in bytes: gradients may travel wider than what they are of.
+    """
     return Result(tuple(row for num_ranks in config.ranks for row in _rows(config, num_ranks)))
 
 

@@ -37,11 +37,14 @@ def tiles(
     block_size: list[int],
     placement: str,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a pattern in JSON; the plan is looked up when the op runs, so any size needs no retracing."""
+    """(out, lse) of a pattern in JSON; the plan is looked up when the op runs, so any size needs no retracing.
+
+    k and v are read in the dtype of q. Where they come wider, their gradients do: as these are summed, for more sums.
+    """
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     where = (q_offset, k_offset, head_offset, num_heads_global)
     key = CallKey.of(pattern, *sizes, *where, rate, block_size, placement)
-    return attention(key, q, k, v, sinks, bindings, scale)
+    return attention(key, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)
 
 
 def attention(
@@ -93,11 +96,13 @@ def tiles_backward(
     block_size: list[int],
     placement: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of `tiles`."""
+    """(dq, dk, dv) of `tiles`, each in the dtype of what it is the gradient of."""
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     where = (q_offset, k_offset, head_offset, num_heads_global)
     key = CallKey.of(pattern, *sizes, *where, rate, block_size, placement)
-    return gradients(key, q, k, v, bindings, Result(out, lse, grad_out, grad_lse), scale)
+    result, keys = Result(out, lse, grad_out, grad_lse), (k.to(q.dtype), v.to(q.dtype))
+    dq, dk, dv = gradients(key, q, *keys, bindings, result, scale, wide=k.dtype != q.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def gradients(

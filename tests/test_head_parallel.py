@@ -2,7 +2,7 @@
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ PATTERNS = {
     "not causal": LONGNET,
     "grouped": masks.longnet([8, 16], [1, 3], heads="grouped"),
     "set": masks.local_window(left=5, right=0) | masks.global_tokens(2),
+    "wide": masks.local_window(left=150, right=0),
     "nothing": masks.local_window(left=0, right=0) & ~masks.every(),
 }
 
@@ -42,20 +43,26 @@ class Problem:
     pattern: str = "mixture"
     sinks: bool = False
     dtype: torch.dtype = torch.float64
+    rounded: bool = False
 
     def tensors(self) -> list[Tensor]:
         """q, k, v of the whole sequence, maybe sinks; the same on every rank."""
         generator = torch.Generator().manual_seed(0)
         N, heads = self.sharding.num_tokens, (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         shapes = [(2, H, N, D) for H in heads] + [(self.num_heads,)] * self.sinks
-        return [torch.randn(s, generator=generator, dtype=torch.float64).to(self.dtype) for s in shapes]
+        return [self._as_asked(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
+
+    def _as_asked(self, x: Tensor) -> Tensor:
+        """In the problem's dtype, maybe of numbers that bfloat16 can hold."""
+        return (x.bfloat16() if self.rounded else x).to(self.dtype)
 
     def cotangents(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1)
         shape = (2, self.num_heads, self.sharding.num_tokens)
-        return torch.randn(*shape, D, generator=generator).to(self.dtype), torch.randn(
-            shape, generator=generator
-        ).double()
+        grad_out, grad_lse = (
+            torch.randn(each, generator=generator, dtype=torch.float64) for each in ((*shape, D), shape)
+        )
+        return self._as_asked(grad_out), grad_lse
 
 
 def ranks_of() -> Ranks:
@@ -128,6 +135,23 @@ def test_heads_that_fit_no_groups() -> None:
         for rank, found in enumerate(on_ranks(W, this_rank, each)):
             for one, other in zip(found, whole, strict=True):
                 assert_close(one, other[:, :, each.sharding.positions(rank)], **TIGHT)
+
+
+def errors(problem: Problem, found: list[Tensor], truth: list[Tensor]) -> list[float]:
+    """How far each result is from the truth, relative to the truth's norm."""
+    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, truth, strict=True)]
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+def test_gradients_of_shared_heads_are_as_exact_as_on_one_rank(num_kv_heads: int) -> None:
+    """In bfloat16, where several ranks have one key/value head: what they add up has not been rounded before."""
+    sharding = Sharding(320, 8)
+    problem = Problem(sharding, 8, num_kv_heads, dtype=torch.bfloat16, pattern="wide")
+    truth = one_rank(replace(problem, dtype=torch.float64, rounded=True))
+    parts = on_ranks(8, this_rank, problem)
+    joined = [torch.cat([part[i] for part in parts], dim=2) for i in range(len(truth))]
+    alone, many = (errors(problem, found, truth) for found in (one_rank(problem), joined))
+    assert all(w < 1.1 * one for w, one in zip(many, alone, strict=True)), (alone, many)
 
 
 def counted(problem: Problem) -> tuple[dict, dict, dict]:

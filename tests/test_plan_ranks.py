@@ -13,9 +13,6 @@ from flexdilated.cli._main import main
 from flexdilated.cli._sizes import parse_seconds, parse_speed, seconds_text
 from flexdilated.cli._usage import UsageError
 from flexdilated.distributed import Sharding
-from flexdilated.distributed._links import Links
-from flexdilated.distributed._simulation import simulate
-from flexdilated.distributed._step_time import Computing, step_time
 
 # W ranks, G key/value heads, N tokens
 
@@ -97,15 +94,6 @@ def test_memory_is_the_shard_s_call_and_what_is_held(capsys) -> None:
     assert ring["training_peak"] == call.training_peak + 3 * ring["held"]
 
 
-def test_a_rule_that_takes_no_shard_alone() -> None:
-    """Rows of a block list name keys beyond the first shard: its memory is a share of the whole's."""
-    pattern = masks.block_list([[0], [0, 3], [0, 2], [1, 3]], block=16)
-    size = AttentionSize(64, 2, 16, torch.float32)
-    found = simulate(pattern, Sharding(64, 4), size)
-    assert found.call.inputs == attention_memory(pattern, size).inputs // 4
-    assert found.ways["exchange"].tokens.tolist() == [[0, 0, 0, 0], [32, 0, 0, 32], [32, 0, 0, 0], [0, 32, 0, 0]]
-
-
 def test_many_ranks_are_shown_in_groups(capsys) -> None:
     arguments = [LONGNET, *SMALL, "--ranks", "20"]
     found = data_of(capsys, *arguments)
@@ -148,25 +136,6 @@ def test_report_as_text(capsys) -> None:
     assert "With --link, the speed of links, times are predicted too." in text
 
 
-def test_links_take_the_busier_direction_and_the_slower_kind() -> None:
-    received = torch.tensor([[0, 10, 40, 0], [30, 0, 0, 0], [0, 0, 0, 0], [0, 0, 20, 0]])
-    assert Links(bytes_per_s=10).seconds(received).tolist() == [5, 3, 6, 2]
-    near = Links(bytes_per_s=10, between_bytes_per_s=2, ranks_per_node=2, latency_s=100)
-    # Messages of each rank: 2 come to rank 0, 1 goes to rank 1 and 1 comes from it, 2 go from rank 2, 1 comes to 3.
-    assert near.seconds(received).tolist() == [220, 103, 220, 102]
-
-
-def test_a_ring_overlaps_and_fetches_twice() -> None:
-    computing = Computing(torch.tensor([3.0, 1.0], dtype=torch.float64), torch.tensor([6.0, 2.0], dtype=torch.float64))
-    keys, gradients = torch.tensor([[0, 0], [20, 0]]), torch.tensor([[0, 0], [70, 0]])
-    moved = {"keys": keys, "gradients": gradients}
-    exchange = step_time(computing, Links(bytes_per_s=10), **moved, overlapped=False)
-    assert (exchange.keys, exchange.gradients, exchange.computing) == (2, 7, 9)
-    assert (exchange.forward, exchange.backward, exchange.step) == (5, 13, 18)
-    ring = step_time(computing, Links(bytes_per_s=10), **moved, overlapped=True)
-    assert (ring.forward, ring.backward) == (3, 9)
-
-
 def test_times_follow_the_links(capsys) -> None:
     arguments = [LONGNET, *SMALL, "--ranks", "4", "--dtype", "bf16"]
     fast, slow = (data_of(capsys, *arguments, "--link", speed)["ways"] for speed in ("2GB/s", "1GB/s"))
@@ -197,7 +166,7 @@ def test_computing_is_the_cost_model_s_time_by_pairs(capsys) -> None:
 
 def test_picture(tmp_path: Path, capsys) -> None:
     path = tmp_path / "traffic.png"
-    for ranks in ("3", "40"):
+    for ranks in ("3", "40", "300"):
         assert main(["plan", LONGNET, *SMALL, "--ranks", ranks, "--picture", str(path)]) == 0
         assert path.read_bytes().startswith(b"\x89PNG")
         path.unlink()
@@ -244,22 +213,6 @@ def test_a_speed_needs_a_number_and_a_unit_a_second(text) -> None:
 def test_a_latency_needs_a_unit(text) -> None:
     with pytest.raises(UsageError, match="a latency must be a number with a unit, one of ns, us, ms, s"):
         parse_seconds(text)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"bytes_per_s": 0}, "bytes_per_s must be a positive finite number; got 0"),
-        ({"bytes_per_s": float("inf")}, "got inf"),
-        ({"bytes_per_s": 1, "latency_s": -1}, "latency_s must be a finite number, 0 or more; got -1"),
-        ({"bytes_per_s": 1, "ranks_per_node": 8}, "need both their speed and the ranks of a node"),
-        ({"bytes_per_s": 1, "between_bytes_per_s": 1}, "ranks_per_node=None"),
-        ({"bytes_per_s": 1, "between_bytes_per_s": 1, "ranks_per_node": 0}, "ranks_per_node"),
-    ],
-)
-def test_links_are_checked(given, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        Links(**given)
 
 
 TWO = ["causal()", "-n", "64", "--ranks", "2"]

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._attend import autocast
-from .._attend_at import placed_engine
 from .._engines import choose_engine
+from .._placed_call import placed_engine
 from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
 from ..masks import Mixture, Pattern
 from ..masks._block_mask import block_sides
@@ -139,18 +139,24 @@ def attend(
     heads = check_sizes(pattern, q, q_offset=0, k_offset=0, **where)
     tensors = run_time_tensors(pattern, bindings)
     check_codec(codec, error_bound, q.dtype)
-    options = {"scale": resolve_scale(scale, q.shape[-1]), "engine": _engine(engine, q, k, v, pattern, head_offset)}
-    options |= {"head_offset": head_offset, "num_heads_global": heads, "sharding": shards}
-    options |= {"codec": codec, "error_bound": error_bound}
+    chosen = _named(schedule, q, k, pattern, tensors, shards, head_offset, heads, codec)
+    needs_lse = return_lse or chosen == "ring"
+    options: dict[str, Any] = {"engine": _engine(engine, q, k, v, pattern, head_offset, sinks, needs_lse)}
+    options |= {"scale": resolve_scale(scale, q.shape[-1]), "head_offset": head_offset, "num_heads_global": heads}
+    options |= {"sharding": shards, "codec": codec, "error_bound": error_bound}
     sides = () if block_size is None else block_sides(block_size)
     name_of(pool)  # a value that is none is answered before anything is sent
     facts = _facts(q, k, pattern, schedule, sinks is not None, options)
     _agree(ranks.name, ranks.size, ranks.rank, ranks.device_type, facts)
-    chosen = _named(schedule, q, k, pattern, tensors, shards, head_offset, heads, codec)
-    run = ring if chosen == "ring" else exchange
     options |= {"ranks": ranks, "sinks": sinks, "bindings": tensors, "block_size": sides, "pool": pool}
-    out, lse = run(q, k, v, pattern, **options)
-    return (out, lse) if return_lse else out
+    if chosen == "ring":
+        out, lse = ring(q, k, v, pattern, **options)
+    else:
+        out, lse = exchange(q, k, v, pattern, return_lse=return_lse, **options)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
 
 
 def _equal_shards(q: Tensor, ranks: Ranks) -> Sharding:
@@ -158,10 +164,18 @@ def _equal_shards(q: Tensor, ranks: Ranks) -> Sharding:
     return equal_shards(q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else 1, ranks)
 
 
-def _engine(engine: str | None, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, head_offset: int) -> str:
-    features = {"score_mod": None, "sinks": None}
-    chosen = choose_engine(engine, q, k, v, pattern, first=(head_offset, 0, 0), return_lse=True, **features)
-    return placed_engine(chosen, q.device)
+def _engine(
+    engine: str | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Mixture,
+    head_offset: int,
+    sinks: Tensor | None,
+    needs_lse: bool,
+) -> str:
+    features = {"score_mod": None, "sinks": sinks, "return_lse": needs_lse}
+    return placed_engine(choose_engine(engine, q, k, v, pattern, first=(head_offset, 0, 0), **features), q.device)
 
 
 def _facts(

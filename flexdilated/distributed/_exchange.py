@@ -36,8 +36,9 @@ def exchange(
     codec: CodecChoice,
     error_bound: float | None,
     pool: PoolChoice,
-) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
-    """(out, lse) of this rank's queries over the keys of all ranks; every rank takes part, and in the backward too.
+    return_lse: bool,
+) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"] | None]:
+    """(out, lse if asked for) of this rank's queries over all ranks' keys; all take part, and in the backward too.
 
     The arguments are checked and alike on all ranks; bindings are the pattern's run-time tensors, of the whole
     sequence, in the order of their names. One all-to-all brings each (key/value head, token) that some query of this
@@ -50,7 +51,7 @@ def exchange(
     sending = (ranks.name, codec, 0.0 if error_bound is None else error_bound, name_of(pool))
     if engine != "tiles":
         call = ExchangeCall(*options, block_size, sharding.numbers(), *sending)
-        return call.traced(q, k, v, sinks, list(bindings))
+        return call.traced(q, k, v, sinks, list(bindings), return_lse=return_lse)
     numbers = (list(block_size), list(sharding.numbers()))
     out, lse, _, _ = exchange_op(q, k, v, sinks, list(bindings), *options, *numbers, *sending)
     return out, lse

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._attend_at import PlacedCall, WholeRows
+from .._placed_call import PlacedCall, WholeRows
 from ..masks._json import read_text
 from ..masks._pattern import Expression
 from ..masks._run_time import Extent, names, resolve
@@ -102,19 +102,17 @@ class ExchangeCall:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def traced(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse) where torch.compile follows the engine: only the transfer of keys is an op."""
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor], *, return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, lse if asked for) where torch.compile follows the engine: only the transfer of keys is an op."""
         options = (self.pattern, self.scale, self.head_offset, self.num_heads_global, self.engine, list(self.sides))
         sending = (list(self.sharding), self.group, self.codec, self.error_bound, self.pool)
-        found = torch.ops.flexdilated.exchange_keys(q, k, v, bindings, *options, *sending)
+        k_all, v_all = torch.ops.flexdilated.exchange_keys(q, k, v, bindings, *options, *sending)
         if not q.shape[2]:
-            nothing = sum(x.sum() for x in found)  # the backward of every rank has to come to the exchange
+            nothing = k_all.sum() + v_all.sum()  # the backward of every rank has to come to the exchange
             return q + nothing, q.sum(-1).to(_wide(q)) + nothing
         placed = self.placed(_wires(self, q.shape[1], k.shape[1], bindings))
-        out, lse = placed.forward(q, *found, sinks, bindings)
-        assert lse is not None
-        return out, lse
+        return placed.forward(q, k_all, v_all, sinks, bindings, return_lse=return_lse)
 
 
 def _wide(q: Tensor) -> torch.dtype:

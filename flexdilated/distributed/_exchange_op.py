@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from .._attend_at import WholeRows
+from .._placed_call import WholeRows
 from .._sinks import sinks_gradient
 from ..masks._json import kept_functions, read_text
 from ._exchange_call import ExchangeCall

@@ -42,7 +42,7 @@ def bring_keys(
     with _swapped(rows, sizes, ranks, codec, pool, role="keys", what="the exchange of keys") as arrived:
         for whole, x in zip(found, arrived, strict=True):
             whole[:, where[0], where[1]] = x
-    return found
+    return found[0], found[1]
 
 
 def return_gradients(
@@ -68,7 +68,7 @@ def return_gradients(
         for total, x in zip(totals, arrived, strict=True):
             for head, token, part in zip(heads, tokens, x.split(wires.num_sent, dim=1), strict=True):
                 total[:, head, token] += part  # a rank sends one row a token and head
-    return totals
+    return totals[0], totals[1]
 
 
 @contextmanager

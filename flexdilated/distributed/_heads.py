@@ -11,9 +11,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .._attend import attend, autocast
+from .._engines import choose_engine
 from .._score_mod import ScoreMod
-from .._validate import check_sinks, check_sizes
+from .._tiles_op import tiles
+from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
 from ..masks import Mixture, Pattern
+from ..masks._block_mask import block_sides
+from ..masks._pattern import require_expression
 from ._check_shards import check_shards
 from ._heads_op import encoded, heads_to_tokens, tokens_to_heads
 from ._ranks import Ranks
@@ -131,24 +135,56 @@ def attend_heads(
     sequence, sinks of all heads of q; head_offset counts heads of other devices, as in `attend`. The ranks' gradients
     of sinks add up to the whole. Raises ValueError unless W divides H.
     """
+    require_expression(pattern)
     q, k, v = autocast(q, k, v)
     check_shards(q, k, v, ranks=ranks, sharding=sharding, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
     heads = check_sizes(pattern, q, q_offset=0, k_offset=0, head_offset=head_offset, num_heads_global=num_heads_global)
+    tensors = run_time_tensors(pattern, bindings)
     split = HeadSplit(q.shape[1], k.shape[1], ranks.size)
     mine, numbers = split.queries[ranks.rank], list(sharding.numbers())
+    options = {"score_mod": score_mod, "sinks": None if sinks is None else sinks[mine.start : mine.stop]}
+    first = (head_offset + mine.start, 0, 0)
+    chosen = choose_engine(engine, q, k, v, pattern, first=first, return_lse=return_lse, **options)
     taken = encoded([split.queries, split.keys, split.keys])
-    q, k, v = tokens_to_heads([q, k, v], taken, numbers, ranks.name, pattern.text)
+    q, k, v = tokens_to_heads([q, k, v], taken, numbers, ranks.name, pattern.text, chosen == "tiles")
     k, v = (_as_read(x, split.read_by(ranks.rank)) for x in (k, v))
-    options = {"scale": scale, "score_mod": score_mod, "bindings": bindings, "engine": engine, "block_size": block_size}
-    options["sinks"] = None if sinks is None else sinks[mine.start : mine.stop]
-    where = {"head_offset": head_offset + mine.start, "num_heads_global": heads}
+    options |= {"scale": scale, "block_size": block_size, "head_offset": first[0], "num_heads_global": heads}
+    if chosen == "tiles":
+        out, lse = _tiles(q, k, v, tensors, pattern, **options)
+    else:
+        options |= {"engine": chosen, "enable_gqa": True, "bindings": bindings}
+        out, lse = (
+            attend(q, k, v, pattern, return_lse=True, **options)
+            if return_lse
+            else (attend(q, k, v, pattern, **options), None)
+        )
     back = (encoded([split.queries]), [split.num_heads], numbers, ranks.name)
+    (out,) = heads_to_tokens([out], *back)
     if not return_lse:
-        out = attend(q, k, v, pattern, enable_gqa=True, **where, **options)
-        return heads_to_tokens([out], *back)[0]
-    out, lse = attend(q, k, v, pattern, enable_gqa=True, return_lse=True, **where, **options)
-    return heads_to_tokens([out], *back)[0], heads_to_tokens([lse.unsqueeze(-1)], *back)[0].squeeze(-1)
+        return out
+    (column,) = heads_to_tokens([lse.unsqueeze(-1)], *back)
+    return out, column.squeeze(-1)
+
+
+def _tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bindings: list[Tensor],
+    pattern: Pattern | Mixture,
+    *,
+    score_mod: None,
+    sinks: Tensor | None,
+    scale: float | None,
+    block_size: int | tuple[int, int] | None,
+    head_offset: int,
+    num_heads_global: int,
+) -> tuple[Tensor, Tensor]:
+    """`attend` with engine="tiles", where keys and values may come in float32, so that their gradients do."""
+    sides = [] if block_size is None else list(block_sides(block_size))
+    where = (0, 0, head_offset, num_heads_global, 1, sides, "")
+    return tiles(q, k, v, sinks, bindings, pattern.text, resolve_scale(scale, q.shape[-1]), *where)
 
 
 def _as_read(x: Tensor, read: list[int]) -> Tensor:

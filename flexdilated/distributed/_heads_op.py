@@ -29,25 +29,26 @@ def encoded(tensors: Sequence[Takers]) -> list[int]:
 
 @torch.library.custom_op("flexdilated::tokens_to_heads", mutates_args=())
 def tokens_to_heads(
-    shards: list[Tensor], heads: list[int], sharding: list[int], group: str, pattern: str = ""
+    shards: list[Tensor], heads: list[int], sharding: list[int], group: str, pattern: str = "", widen: bool = False
 ) -> list[Tensor]:
     """Of each (B, X, L, D), this rank's tokens: all ranks' tokens, in their natural order, of its heads (B, Y, N, D).
 
     The tensors have one dtype and travel in one all-to-all; a head goes to every rank that takes it. With a pattern, in
-    JSON, the ranks first make sure that they make the same call.
+    JSON, the ranks first make sure that they make the same call. With `widen`, tensors of which several ranks take one
+    head come in float32 or wider, and so do their gradients go back, where they are added up.
     """
     rank, split, tensors = _read(heads, sharding, group)
     if pattern:
         check_agreement(_ranks(group, shards[0]), _facts(shards, split, pattern))
-    wholes = [_whole(x, takers[rank], split) for x, takers in zip(shards, tensors, strict=True)]
+    wholes = [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
     _swap(_of_shards(shards, tensors, split, rank), _of_wholes(wholes, split), like=shards[0], group=group, add=False)
     return wholes
 
 
 @tokens_to_heads.register_fake
-def _(shards, heads, sharding, group, pattern=""):
+def _(shards, heads, sharding, group, pattern="", widen=False):
     rank, split, tensors = _read(heads, sharding, group)
-    return [_whole(x, takers[rank], split) for x, takers in zip(shards, tensors, strict=True)]
+    return [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
 
 
 @torch.library.custom_op("flexdilated::heads_to_tokens", mutates_args=())
@@ -76,13 +77,22 @@ def _(wholes, heads, num_heads, sharding, group):
 
 
 def _remember_shards(ctx, inputs, output) -> None:
-    shards, *ctx.options, _ = inputs
-    ctx.num_heads = [x.shape[1] for x in shards]
+    shards, *ctx.options, _, _ = inputs
+    ctx.num_heads, ctx.dtype = [x.shape[1] for x in shards], shards[0].dtype
 
 
 def _shards_backward(ctx, grads):
     heads, sharding, group = ctx.options
-    return heads_to_tokens(list(grads), heads, ctx.num_heads, sharding, group), None, None, None, None
+    size = len(heads) // len(grads)
+    taken = [heads[first : first + size] for first in range(0, len(heads), size)]
+    returned = {}
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):  # one transfer of each
+        some = [index for index, grad in enumerate(grads) if grad.dtype == dtype]
+        bounds = [bound for index in some for bound in taken[index]]
+        num_heads = [ctx.num_heads[index] for index in some]
+        back = heads_to_tokens([grads[index] for index in some], bounds, num_heads, sharding, group)
+        returned |= {index: grad.to(ctx.dtype) for index, grad in zip(some, back, strict=True)}
+    return [returned[index] for index in range(len(grads))], None, None, None, None, None
 
 
 def _remember_wholes(ctx, inputs, output) -> None:
@@ -131,8 +141,11 @@ def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str) -> dict[str,
     }
 
 
-def _whole(shard: Tensor, heads: range, split: Sharding) -> Tensor:
-    return shard.new_empty(shard.shape[0], len(heads), split.num_tokens, shard.shape[3])
+def _whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: bool) -> Tensor:
+    """Room for all tokens of this rank's heads."""
+    shared = sum(map(len, takers)) > shard.shape[1]
+    dtype = torch.promote_types(shard.dtype, torch.float32) if widen and shared else shard.dtype
+    return shard.new_empty(shard.shape[0], len(takers[rank]), split.num_tokens, shard.shape[3], dtype=dtype)
 
 
 def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Sharding, rank: int) -> Pieces:

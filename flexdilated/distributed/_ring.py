@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from jaxtyping import Float
 from torch import Tensor
 
-from .._attend_at import placed_engine
 from .._engines import choose_engine
+from .._placed_call import placed_engine
 from ..masks import Mixture, Pattern
 from ._codec_choice import CodecChoice
 from ._pools import PoolChoice, name_of

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .._attend_at import PlacedCall
+from .._placed_call import PlacedCall
 from ..masks._json import read_text
 from ..masks._placement import Placement
 from ..masks._run_time import Extent, names, resolve

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._attend_at import WholeRows
+from .._placed_call import WholeRows
 from .._sinks import sinks_gradient
 from ..masks._json import kept_functions, read_text
 from ._codec_choice import codec_for

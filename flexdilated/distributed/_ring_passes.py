@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._attend_at import WholeRows
 from .._gather import merge_
+from .._placed_call import WholeRows
 from .._sinks import add_sinks
 from ._autograd_on import autograd_on
 from ._ring_call import RingCall
