@@ -8,7 +8,7 @@ import torch
 
 from ._bound import Bound
 from ._layout import Compact, Layout, Listed
-from ._options import ANYTHING, Allowed
+from ._options import ANYTHING, Allowed, Option
 from ._pattern import Expression
 from ._placement import Part, Placement
 from ._planner import Plan, plan
@@ -37,15 +37,17 @@ def plan_at(
     rule.check_tokens(range(placement.end), range(placement.end))
     heads = (num_heads, head_offset, num_heads_global)
     terms: list[Term] = []
-    options = []
+    weighed: dict[range, tuple[tuple[Option, ...], ...]] = {}
     for part in placement.parts():
         offsets = (part.queries.start, part.span.start)
         bound = Bound(rule, len(part.queries), len(part.span), *heads, *offsets, batch=1)
         best = plan(bound, device=device, allowed=allowed)
         terms += [_placed(term, part, placement) for term in best.terms]
-        options += best.options
+        weighed[part.queries] = weighed.get(part.queries, ()) + best.options
     bound = Bound(rule, placement.num_queries, max(1, placement.num_keys), *heads, 0, 0, batch=1)
-    return Plan(bound, Layout(placement.num_queries), tuple(terms), tuple(options))
+    plans = [Plan(bound, Layout(placement.num_queries), tuple(terms), options) for options in weighed.values()]
+    # Runs of queries share no rows; what is weighed for one stands for all, but for whether terms are to be merged.
+    return max(plans, key=lambda each: each.shares_rows, default=Plan(bound, Layout(placement.num_queries), (), ()))
 
 
 def _placed(term: Term, part: Part, placement: Placement) -> Term:

@@ -66,7 +66,7 @@ def whole_of(case: RingCase) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Shares:
-    """What one rank has of (out, lse, dq, dk, dv), its share of the sinks' gradient, and the bytes it sent and received."""
+    """What one rank has of (out, lse, dq, dk, dv), its share of the sinks' gradient, and bytes sent and received."""
 
     parts: tuple[Tensor, ...]
     sinks: Tensor | None
@@ -126,11 +126,11 @@ def least_bytes(case: RingCase, receiver: int, sender: int) -> int:
 
 
 def tensors_for(
-    num_heads: int, num_kv_heads: int, N: int, *, B: int = 1, D: int = 8, sinks: bool = False, seed: int = 0, **kind: Any
+    H: int, G: int, N: int, *, B: int = 1, D: int = 8, sinks: bool = False, seed: int = 0, **kind: Any
 ) -> tuple[Tensor, ...]:
     """q, k, v and maybe sinks, in float64 unless told."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(B, heads, N, D) for heads in (num_heads, num_kv_heads, num_kv_heads)] + [(num_heads,)] * sinks
+    shapes = [(B, heads, N, D) for heads in (H, G, G)] + [(H,)] * sinks
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(**kind) for shape in shapes)
 
 

@@ -90,8 +90,8 @@ def other_errors() -> list[str]:
     ("function", "what"),
     [
         (collective, "the exchange of keys failed after "),
-        (unsharding, "shards"),
-        (backward, "shards"),
+        (unsharding, "sending and receiving shards failed after "),
+        (backward, "sending and receiving shards failed after "),
         (first_call, "the check that all ranks make the same call failed: rank 2 did not answer"),
     ],
     ids=["collective", "unshard", "backward", "set-up"],

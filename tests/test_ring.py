@@ -57,14 +57,14 @@ def families() -> dict[str, tuple[masks.Pattern | masks.Mixture, torch.Tensor]]:
     seen = torch.arange(48) % 5 != 0
     rows = [[0, 3], [1], [], [0, 1, 2, 3, 4, 5], [5], [2]]
     third = oracle.both(causal, lambda h, H, q, k: (k[None] % 3 == h % 3).expand(len(q), -1).long())
-    over_packed = masks.longnet([8, 16, 48], [1, 2, 4]).per_document(masks.documents(ids))
+    ladder = masks.longnet([8, 16, 48], [1, 2, 4])
     per_head = [masks.causal(), masks.local_window(left=5, right=2), masks.strided(5), masks.dilated(16, 2, 1)]
     mixed_bigbird = masks.global_tokens(3) | masks.random_blocks(48, block=4, count=2, seed=7)
     return {
         "dense": (masks.every(), _counts(dense)),
         "causal": (masks.causal(), _counts(causal)),
-        "longnet": (masks.longnet([8, 16, 48], [1, 2, 4]), _counts(longnet)),
-        "causal longnet": (masks.longnet([8, 16, 48], [1, 2, 4]) & masks.causal(), _counts(oracle.both(longnet, causal))),
+        "longnet": (ladder, _counts(longnet)),
+        "causal longnet": (ladder & masks.causal(), _counts(oracle.both(longnet, causal))),
         "window": (masks.local_window(left=5, right=2), _counts(window)),
         "bigbird": (mixed_bigbird | masks.local_window(left=5, right=2), _counts(bigbird)),
         "per head": (masks.per_head(per_head), _counts(oracle.per_head(*heads))),
@@ -72,7 +72,10 @@ def families() -> dict[str, tuple[masks.Pattern | masks.Mixture, torch.Tensor]]:
         "block list": (masks.block_list(rows, block=8), _counts(oracle.block_list([rows], 8))),
         "custom": (masks.custom(third_keys), _counts(third)),
         "documents": (masks.causal() & masks.documents(ids), _counts(causal, ids)),
-        "packed longnet": (over_packed, torch.stack([_counts(oracle.per_document(longnet, row)) for row in ids])),
+        "packed longnet": (
+            ladder.per_document(masks.documents(ids)),
+            torch.stack([_counts(oracle.per_document(longnet, row)) for row in ids]),
+        ),
         "padding": (masks.visible_keys(seen), _counts(oracle.visible_keys(seen))),
     }
 
@@ -95,7 +98,7 @@ SHARDINGS = {
 
 @pytest.mark.parametrize("W", [2, 3, 4, 8])
 def test_every_family_on_every_number_of_ranks(W: int):
-    """With grouped heads, sinks, and a gradient through lse; in both orders, ragged, and with a rank that has nothing."""
+    """With grouped heads, sinks, and a gradient through lse; in both orders, ragged, a rank with nothing."""
     tensors = tensors_for(4, 2, 48, B=2, D=4, sinks=True)
     kinds = list(families().values())[:: 3 if W == 8 else 1]  # each rank of eight plans eight turns
     cases = [RingCase(*kind, SHARDINGS[W][place % 2], tensors) for place, kind in enumerate(kinds)]

@@ -1,4 +1,4 @@
-"""What moves in a ring: when, how much is held of it, by which buffers and codecs, and what is left when a rank fails."""
+"""What moves in a ring: when, how much is held of it, in which buffers, by which codecs, and what a failure leaves."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_buffers_of_a_pool_change_nothing_and_are_used_again(dtype: torch.dtype)
     for plain, pooled, after_one, after_three in on_ranks(4, leased, case):
         for x, y in zip(plain.parts, pooled.parts, strict=True):
             assert torch.equal(x, y)
-        assert after_one.num_leases > 0 and after_one.num_allocations > 0
+        assert after_one.num_leases >= after_one.num_allocations > 0
         assert after_three.num_leases == 3 * after_one.num_leases
         assert after_three.num_allocations == after_one.num_allocations
         assert after_three.leased_bytes == 0
@@ -124,15 +124,17 @@ def test_results_are_equal_to_the_last_bit_every_time():
             assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize(("codec", "dtype"), [("bf16", torch.float64), ("int8", torch.float64), ("int8", torch.bfloat16)])
+@pytest.mark.parametrize(("codec", "dtype"), [("bf16", torch.float64), ("int8", torch.float64), ("int8", torch.half)])
 def test_codecs_change_what_comes_and_nothing_else(codec: Any, dtype: torch.dtype):
     """Each rank's output is that of its own keys as they are and the others' as they come; bytes are the codec's."""
     W, N, coder = 3, 30, codec_named(codec)
     case = a_case(W, N, dtype=dtype)
     q, *own = (x.double() for x in case.tensors)
     wide = torch.promote_types(dtype, torch.float32)
-    rooms = [torch.empty(x.shape, dtype=wide) for x in case.tensors[1:]]
-    came = [coder.decode(coder.encode(x), 8, dtype, out=y).double() for x, y in zip(case.tensors[1:], rooms, strict=True)]
+    came = []
+    for x in case.tensors[1:]:
+        room = torch.empty_like(x, dtype=wide)
+        came.append(coder.decode(coder.encode(x), 8, dtype, out=room).double())
     shares = [shares for (shares,) in on_ranks(W, run, [case], {"codec": codec})]
     tolerance = TIGHT if dtype == torch.float64 else {"rtol": 2**-8, "atol": 2**-12}
     for rank, share in enumerate(shares):
@@ -160,7 +162,7 @@ def test_a_codec_with_a_bound_is_chosen_by_all_ranks_alike():
 
 
 def failing(case: RingCase, when: int, how: str) -> Any:
-    """On a rank: rank 1 fails at its shard number `when`, the others tell what they were told and what they have left."""
+    """On a rank: rank 1 fails at its shard number `when`, and each tells what it was told and what it has left."""
     pool = BufferPool("cpu", threshold_bytes=0)
     forward, shards = PlacedCall.forward, []
 
@@ -189,6 +191,6 @@ def test_a_rank_that_fails_leaves_no_other_waiting_and_no_buffer_leased(how: str
     told = [outcome.result for outcome in outcomes if outcome.result is not None]
     assert len(told) == (2 if how == "dies" else 3)
     for name, text, statistics, elapsed in told:
-        assert statistics.num_leases > 0 and statistics.leased_bytes == 0
+        assert statistics.num_leases > statistics.leased_bytes == 0
         assert elapsed < 15
         assert name == "MemoryError" or ("the ring" in text and "timeout of the process group is 4 s" in text)

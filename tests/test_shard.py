@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from flexdilated.distributed import Sharding, shard, traffic, unshard
 from tests.ranks import on_ranks
@@ -109,6 +110,19 @@ def twice_differentiated() -> tuple[Tensor, Tensor]:
     return first.detach(), second
 
 
+def gradients_under_ddp(whole_loss: bool, weight: Tensor, x: Tensor) -> Tensor:
+    """Of a layer before `shard`: with one loss of the whole on all ranks, or W times each rank's own tokens'."""
+    mesh, sharding = mesh_of_all(), Sharding(7, 3, "zigzag")
+    layer = torch.nn.Linear(4, 5, bias=False, dtype=torch.float64)
+    layer.weight.data.copy_(weight)
+    part = shard(DistributedDataParallel(layer)(x), mesh, sharding, dim=1).pow(2)
+    if whole_loss:
+        unshard(part, mesh, sharding, dim=1).sum().backward()
+    else:
+        (part.sum() * mesh.size()).backward()
+    return layer.weight.grad
+
+
 def compiled_is_eager(dynamic: bool) -> list[bool]:
     mesh, same = mesh_of_all(), []
 
@@ -172,6 +186,14 @@ def test_gradients_have_gradients() -> None:
     for first, second in on_ranks(3, twice_differentiated):
         assert first.tolist() == [3 * 3.0, 3 * 12.0]
         assert second.tolist() == [3 * 6.0, 3 * 12.0]
+
+
+@pytest.mark.parametrize("whole_loss", [True, False])
+def test_ddp_makes_the_gradients_those_of_one_rank(whole_loss: bool) -> None:
+    weight, x = torch.randn(5, 4, dtype=torch.float64), torch.randn(2, 7, 4, dtype=torch.float64)
+    expected = 2 * torch.einsum("btj,btd->jd", torch.einsum("jd,btd->btj", weight, x), x)
+    for found in on_ranks(3, gradients_under_ddp, whole_loss, weight, x):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow

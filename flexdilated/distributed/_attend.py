@@ -116,8 +116,8 @@ def attend(
 
     mesh: one dimension, that of the ranks that share the sequence; of a larger mesh give mesh["its name"].
     sharding: who holds which positions; contiguous shards of equal length by default.
-    schedule: "exchange" sends each key to just the ranks that need it, all at once; "ring" passes whole shards round,
-        two at a time. "auto" counts bytes and memory.
+    schedule: "exchange" sends each key to just the ranks that need it, all at once; "ring" brings whole shards one
+        after the other, and holds two. "auto" counts bytes and memory.
     codec: how keys and values travel: None as they are, "bf16", "int8" (a scale a token), or "auto", the narrowest with
         rows exact to `error_bound`, which costs one small collective a call. Gradients travel in bf16 at least.
     pool: where buffers for what travels come from: None, a `BufferPool`, or "auto", the device's own.

@@ -84,24 +84,31 @@ def dilated_tokens(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chu
 def _distinct(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) -> list[tuple[tuple[Branch, ...], int]]:
     """One group for all that have the same counts.
 
-    Where all chunks begin at multiples of a number, and a rate is one, offsets that lie between the same two multiples
-    of it are as good as equal, except for which branches hold each other's tokens.
+    Where all chunks and segments begin at multiples of a number, offsets between the same two multiples of it are as
+    good as equal, except for which branches hold each other's tokens.
     """
-    common = gcd(*chunks.start.tolist(), *chunks.stop.tolist())
+    segments = {branch.segment for group, _ in groups for branch in group}
+    common = gcd(*segments, *chunks.start.tolist(), *chunks.stop.tolist())
     first: dict[object, tuple[Branch, ...]] = {}
     times: Counter[object] = Counter()
     for group, each in groups:
         coarse = tuple(replace(branch, offset=branch.offset // gcd(branch.rate, common)) for branch in group)
-        key = coarse, tuple(_parent(group, index) for index in range(len(group)))
+        key = coarse, tuple(tuple(_lineage(group, index)) for index in range(len(group)))
         first.setdefault(key, group)
         times[key] += each
     return [(first[key], each) for key, each in times.items()]
 
 
-def _parent(group: tuple[Branch, ...], index: int) -> int | None:
-    """The last branch before this one whose class holds its own; that one's parents are all others that do."""
-    offset, earlier = group[index].offset, group[:index]
-    return max((at for at, each in enumerate(earlier) if (offset - each.offset) % each.rate == 0), default=None)
+def _lineage(group: tuple[Branch, ...], index: int) -> list[int]:
+    """This branch, the last one before it whose class of positions holds its own, the last such of that one, ...
+
+    Those are all before it that do: each rate divides the next.
+    """
+    lineage = [index]
+    for at in range(index - 1, -1, -1):
+        if (group[lineage[-1]].offset - group[at].offset) % group[at].rate == 0:
+            lineage.append(at)
+    return lineage
 
 
 def _active_queries(group: tuple[Branch, ...], chunks: Chunks) -> Bool[Tensor, "W 4B"]:
@@ -169,18 +176,25 @@ class _Union:
 
     def count(self, active: Bool[Tensor, "D T 2 B"]) -> Int64[Tensor, "p D"]:
         """Tokens by piece, for ranks of each kind."""
-        shape = (len(self.pieces), len(active))
-        total = torch.zeros(shape, dtype=torch.int64)
-        nothing = self.start.expand(shape), self.stop.expand(shape)
-        covered: list[tuple[Tensor, Tensor]] = []
+        total = torch.zeros(len(self.pieces), len(active), dtype=torch.int64)
+        covered: list[tuple[Tensor, Tensor, Tensor]] = []
         for index, branch in enumerate(self.group):
-            head, tail = self._reached(branch, active[..., index])
-            parent = _parent(self.group, index)
-            head_known, tail_known = nothing if parent is None else covered[parent]
+            # Kinds that differ in other branches only are counted together: in most branches all are active.
+            lineage, row = _lineage(self.group, index), torch.zeros(len(active), dtype=torch.int64)
+            if not bool(active[..., lineage].all()):
+                row = active[..., lineage].flatten(1).unique(dim=0, return_inverse=True)[1]
+            one_of_each = torch.zeros(int(row.max()) + 1, dtype=torch.int64)
+            one_of_each[row] = torch.arange(len(active))
+            head, tail = self._reached(branch, active[one_of_each][..., index])
+            head_known, tail_known = self.start, self.stop
+            if len(lineage) > 1:
+                *known, kind = covered[lineage[1]]
+                head_known, tail_known = (each[:, kind[one_of_each]] for each in known)
             # At the beginning up to `head` and at the end from `tail` on, less what is known.
-            total += _count(branch, head_known, torch.minimum(head, tail_known))
-            total += _count(branch, torch.maximum(torch.maximum(tail, head), head_known), tail_known)
-            covered.append((torch.maximum(head, head_known), torch.minimum(tail, tail_known)))
+            found = _count(branch, head_known, torch.minimum(head, tail_known))
+            found += _count(branch, torch.maximum(torch.maximum(tail, head), head_known), tail_known)
+            total += found[:, row]
+            covered.append((torch.maximum(head, head_known), torch.minimum(tail, tail_known), row))
         return total
 
     def _reached(self, branch: Branch, active: Bool[Tensor, "D T 2"]) -> tuple[Tensor, Tensor]:
@@ -204,5 +218,12 @@ def _segment_start(position: Tensor, branch: Branch) -> Tensor:
 
 def _count(branch: Branch, begin: Tensor, end: Tensor) -> Tensor:
     """Active positions in [begin, end); 0 where it ends before it begins."""
-    before, upto = ((edge - 1 - branch.offset).div(branch.rate, rounding_mode="floor") for edge in (begin, end))
-    return (upto - before).clamp(min=0)
+    before, upto = (_quotient(edge - (1 + branch.offset), branch.rate) for edge in (begin, end))
+    return (upto - before).clamp_(min=0)
+
+
+def _quotient(number: Tensor, divisor: int) -> Tensor:
+    """Rounded down. Dividing integers takes several times as long as shifting them."""
+    if divisor & (divisor - 1):
+        return number.div(divisor, rounding_mode="floor")
+    return number >> divisor.bit_length() - 1

@@ -147,21 +147,19 @@ def attend_heads(
     first = (head_offset + mine.start, 0, 0)
     chosen = choose_engine(engine, q, k, v, pattern, first=first, return_lse=return_lse, **options)
     taken = encoded([split.queries, split.keys, split.keys])
-    q, k, v = tokens_to_heads([q, k, v], taken, numbers, ranks.name, pattern.text, chosen == "tiles")
+    q, k, v = tokens_to_heads([q, k, v], taken, numbers, ranks.name, pattern.text, False)
     k, v = (_as_read(x, split.read_by(ranks.rank)) for x in (k, v))
     options |= {"scale": scale, "block_size": block_size, "head_offset": first[0], "num_heads_global": heads}
+    lse: Tensor | None = None
     if chosen == "tiles":
         out, lse = _tiles(q, k, v, tensors, pattern, **options)
     else:
-        options |= {"engine": chosen, "enable_gqa": True, "bindings": bindings}
-        out, lse = (
-            attend(q, k, v, pattern, return_lse=True, **options)
-            if return_lse
-            else (attend(q, k, v, pattern, **options), None)
-        )
+        options |= {"engine": chosen, "enable_gqa": True, "bindings": bindings, "return_lse": return_lse}
+        found = attend(q, k, v, pattern, **options)
+        out, lse = found if return_lse else (found, None)
     back = (encoded([split.queries]), [split.num_heads], numbers, ranks.name)
     (out,) = heads_to_tokens([out], *back)
-    if not return_lse:
+    if not return_lse or lse is None:
         return out
     (column,) = heads_to_tokens([lse.unsqueeze(-1)], *back)
     return out, column.squeeze(-1)

@@ -72,4 +72,4 @@ def post(role: Role, ranks: Ranks, *, send: Sequence[Message] = (), receive: Seq
 
 
 def _named(role: Role) -> str:
-    return f"a message of the ring ({role})"
+    return f"sending and receiving {role}"

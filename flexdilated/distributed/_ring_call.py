@@ -55,6 +55,7 @@ class RingCall:
 
     def with_keys_of(self, part: Part) -> PlacedCall:
         """Attention of this rank's queries to these keys."""
-        placement = Placement(self.own.positions, (part.positions,), complete=False, num_tokens=self.sharding.num_tokens)
+        tokens = self.sharding.num_tokens
+        placement = Placement(self.own.positions, (part.positions,), complete=False, num_tokens=tokens)
         where = (self.head_offset, self.num_heads_global)
         return PlacedCall(self.pattern, placement, self.scale, *where, self.engine, self.sides)
