@@ -25,13 +25,13 @@ class Taker:
     """A step of this rank: forward and backward, with the buffers of a pool or without one."""
 
     def __init__(self, mesh: DeviceMesh, step: Step) -> None:
-        self._pattern, self._schedule = masks.from_json(step.pattern), step.schedule
+        self._pattern = masks.from_json(step.pattern)
         sharding, (self._q, self._k, self._v, self._grad) = local_tensors(mesh, step)
-        self._where: dict[str, Any] = {"mesh": mesh, "sharding": sharding}
+        self._how: dict[str, Any] = {"mesh": mesh, "sharding": sharding, "schedule": step.schedule}
 
     def __call__(self, pool: BufferPool | None) -> tuple[Tensor, ...]:
         leaves = self._q, self._k, self._v
-        out = attend(*leaves, self._pattern, schedule=self._schedule, pool=pool, **self._where)  # type: ignore[call-overload]
+        out = attend(*leaves, self._pattern, pool=pool, **self._how)
         return out.detach(), *torch.autograd.grad(out, leaves, self._grad)
 
 

@@ -12,10 +12,11 @@ from flexdilated.distributed._pool import lease_from
 from flexdilated.distributed._pools import break_even_bytes
 
 from ._buffer_claims import IMPROVED_TEMPORARIES, MEMORY, PLAIN_TEMPORARIES, RING_TIME, SPARSE_RING_TIME
+from ._claims import Claim
 from ._longnets import longnet_n
 from ._pool_steps import WITH, WITHOUT, peak_of_steps, times_and_statistics
 from ._problem import Size
-from ._rank_step import Step
+from ._rank_step import Schedule, Step
 from ._ranks import on_ranks
 from ._result import Result, Row, Timing, at_least, at_most
 from ._timing import Job, interleave
@@ -25,7 +26,7 @@ Found = Sequence[Mapping[str, Any]]
 _CPU = torch.device("cpu")
 _REUSE, _ALLOCATIONS = at_least(99, "%"), at_most(0)
 _MEMORY_STEPS = 2
-_TIME_CLAIMS = {"exchange": SPARSE_RING_TIME, "ring": RING_TIME}
+_TIME_CLAIMS: dict[Schedule, Claim] = {"exchange": SPARSE_RING_TIME, "ring": RING_TIME}
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Config:
     num_steps: int
     buffer_bytes: tuple[int, ...]
 
-    def step(self, schedule: str) -> Step:
+    def step(self, schedule: Schedule) -> Step:
         pattern = longnet_n(self.size.num_tokens).as_causal().pattern()
         return Step(masks.to_json(pattern), self.size, self.size.num_heads, schedule, "zigzag")
 

@@ -35,11 +35,12 @@ class Asked:
 
     def of(self, *factors: Pattern) -> Asked:
         """The same of other rules."""
-        return replace(self, factors=tuple(dict.fromkeys(factors)))
+        return Asked(tuple(dict.fromkeys(factors)), self.queries, self.keys, self.head, self.num_heads)
 
     def within(self, queries: range, keys: range) -> Asked:
         """The same of those queries and keys that are among these."""
-        return replace(self, queries=intersect(self.queries, queries), keys=intersect(self.keys, keys))
+        both = intersect(self.queries, queries), intersect(self.keys, keys)
+        return Asked(self.factors, *both, self.head, self.num_heads)
 
     def from_queries(self, queries: range) -> Asked:
         return replace(self, queries=intersect(self.queries, queries))

@@ -35,9 +35,9 @@ _ALL = range(1 << 62)
 
 def narrowed(asked: Asked) -> Parts | None:
     """Questions whose answers together are the answer; None where no rule has a form that helps."""
+    rests = [(factor, asked.of(*(other for other in asked.factors if other != factor))) for factor in asked.factors]
     for narrow in (_plainer, _one_sided, _near, _few_segments, _spans, _alternatives, _segments, _blocks):
-        for factor in asked.factors:
-            rest = asked.of(*(other for other in asked.factors if other != factor))
+        for factor, rest in rests:
             parts = narrow(factor, rest)
             if parts is not None:
                 return parts

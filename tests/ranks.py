@@ -8,15 +8,15 @@
     assert on_ranks(3, sum_over_ranks, 2) == [12, 12, 12]
 
 The function is one of a module's own, and its arguments and results are pickled, tensors by value. It finds the default
-process group made; the next call gets a new one. The processes stay for the next
-call, with all that they keep: compiled code, caches, counters. A warning is an error there, as in the suite. After a
-call that failed on any rank, its processes are killed, and the next call gets new ones.
+process group made; the next call gets a new one. The processes stay for the next call, with all that they keep: compiled
+code, caches, counters. A warning is an error there, as in the suite. After a call that failed on any rank, its processes
+are killed, and the next call gets new ones.
 
 Each pytest process has its own workers, as many as its calls have asked for so far. They are forked from one process
-that has imported torch and done nothing else of weight: a worker starts within a tenth of a second, and shares
-the memory of the imports. So tests that use ranks need no xdist group of their own: four pytest processes with eight
-ranks each take some 2 GiB, and ranks that wait for each other take no processor time. Where it matters that a test is
-quick (a group's timeout of seconds), leave it room.
+that has imported torch and done nothing else of weight: a worker starts within a tenth of a second, and shares the
+memory of the imports. So tests that use ranks need no xdist group of their own: four pytest processes with eight ranks
+each take some 2 GiB before they compute, and ranks that wait for each other take no processor time. Where it matters
+that a test is quick (a group's timeout of seconds), leave it room.
 """
 
 import atexit
@@ -130,8 +130,12 @@ def _run(
 def _at_least(size: int) -> list[_Worker]:
     new = [_Worker(number) for number in range(len(_workers), size)]
     _workers.extend(new)
-    for worker in new:
-        worker.wait_until_ready()
+    try:
+        for worker in new:
+            worker.wait_until_ready()
+    except BaseException:
+        _replace(new)
+        raise
     return _workers
 
 

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.distributed import Sharding
-from flexdilated.distributed._exchange_plan import ExchangePlan, token_counts
+from flexdilated.distributed import Sharding, _chunk_pairs, _dilated_counts
+from flexdilated.distributed._exchange_plan import ExchangePlan
+from flexdilated.distributed._token_counts import token_counts
+from flexdilated.masks._needs import needed_keys
 from flexdilated.masks._run_time import Extent, given_tensors, resolve
 from tests import oracle
 from tests.run_time_strategies import Packed, packed_cases
@@ -96,6 +98,45 @@ def test_plans_are_the_minimum_of_the_dense_rule(many: Many):
     assert torch.equal(counts, minimum(needed, sharding))
 
 
+@st.composite
+def ladders(draw: st.DrawFn) -> Many:
+    """Branches whose rates divide their segments and one another: counted in closed form."""
+    rates = [draw(st.integers(1, 3))]
+    for _ in range(draw(st.integers(0, 3))):
+        rates.append(rates[-1] * draw(st.sampled_from([1, 1, 2, 3, 4])))
+    segments = [rate * draw(st.integers(1, 12)) for rate in rates]
+    offsets = draw(st.sampled_from(["interleaved", "contiguous"]))
+    twin = Twin(masks.longnet(segments, rates, offsets=offsets), oracle.longnet(segments, rates, offsets=offsets))
+    if draw(st.booleans()):
+        twin = Twin(twin.pattern & masks.causal(), oracle.both(twin.rule, oracle.causal()))
+    total = draw(st.sampled_from([1, 2, 4, 6]))
+    groups = draw(st.sampled_from([groups for groups in range(1, total + 1) if total % groups == 0]))
+    return Many(twin, draw(shardings(draw(st.integers(1, 90)))), total, groups, 0, total)
+
+
+@given(ladders())
+def test_counts_in_closed_form(many: Many):
+    """By the closed form and without it, which takes over where it would take too much memory."""
+    expected = minimum(many.needed(), many.sharding)
+    with pytest.MonkeyPatch.context() as patch:
+        # What is called for other patterns.
+        patch.setattr("flexdilated.distributed._token_counts._of_group", None)
+        assert torch.equal(token_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_dilated_counts, "_MOST_VALUES", 0)
+        assert torch.equal(token_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
+
+
+@given(manies())
+def test_counts_by_many_chunks_at_once(many: Many):
+    """Bounds decide squares of chunks, few at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_chunk_pairs, "_FEW_CHUNKS", 0)
+        patch.setattr(_chunk_pairs, "_FRONTIER", 5)
+        counts = token_counts(many.twin.pattern, many.sharding, **many.sizes)
+    assert torch.equal(counts, minimum(many.needed(), many.sharding))
+
+
 @given(manies())
 def test_sender_and_receiver_agree(many: Many):
     """To the order; and the indices of what is sent are those of the positions in the sender's shard."""
@@ -145,6 +186,34 @@ def test_longnet_of_a_million_tokens_on_eight_ranks():
     assert causal.sum(1).tolist() == [16 * each for each in (0, 1024, 1024, 2048, 1024, 2048, 2048, 3072)]
     widest = [token_counts(branch, sharding, num_heads=1, num_kv_heads=1)[0].sum() for branch in LADDER.parts[-3:]]
     assert [int(each) for each in widest] == [1024, 1536, 1792]
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    "pattern",
+    [LADDER & masks.causal(), LADDER, masks.local_window(left=300_000, right=0) | masks.first_tokens(4)],
+    ids=["longnet, causal", "longnet", "window and first tokens"],
+)
+def test_counts_of_many_ranks(pattern, order):
+    """A hundred million tokens on 500 ranks, in which no chunk begins at a multiple of a rate: pairs drawn at random."""
+    sharding = Sharding(100_000_007, 500, order)
+    counts = token_counts(pattern, sharding, num_heads=4, num_kv_heads=2)
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randint(500, (20, 2), generator=generator)
+    near = torch.arange(20)[:, None] * 25 + torch.tensor([1, 0])
+    for target, source in torch.cat([pairs, near]).tolist():
+        needed = [
+            needed_keys(
+                pattern,
+                queries=sharding.ranges(target),
+                keys=sharding.ranges(source),
+                heads=heads,
+                num_heads_global=4,
+            )
+            for heads in (range(2), range(2, 4))
+        ]
+        expected = sum(len(keys) for ranges in needed for keys in ranges) if target != source else 0
+        assert int(counts[target, source]) == expected
 
 
 def test_heads_that_share_a_kv_head_share_its_tokens():

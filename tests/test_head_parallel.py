@@ -44,6 +44,7 @@ class Problem:
     sinks: bool = False
     dtype: torch.dtype = torch.float64
     rounded: bool = False
+    engine: str | None = None
 
     def tensors(self) -> list[Tensor]:
         """q, k, v of the whole sequence, maybe sinks; the same on every rank."""
@@ -85,6 +86,7 @@ def this_rank(problem: Problem) -> list[Tensor]:
     leaves = [x[:, :, held] if x.dim() == 4 else x for x in problem.tensors()]
     leaves = [x.clone().requires_grad_() for x in leaves]
     options = {"enable_gqa": True, "sinks": leaves[3] if problem.sinks else None, "return_lse": True}
+    options["engine"] = problem.engine
     where = {"ranks": ranks, "sharding": problem.sharding}
     out, lse = attend_heads(*leaves[:3], PATTERNS[problem.pattern], **where, **options)
     grads = _gradients(problem, out, lse, leaves, held)
@@ -110,7 +112,8 @@ def problems(draw: st.DrawFn) -> Problem:
     sharding = Sharding(N, W, draw(st.sampled_from(["contiguous", "zigzag"])), lengths)
     H = W * draw(st.integers(2 if W == 1 else 1, 3))
     G = draw(st.sampled_from([G for G in range(1, H + 1) if H % G == 0]))
-    return Problem(sharding, H, G, draw(st.sampled_from(sorted(PATTERNS))), draw(st.booleans()))
+    features = {"sinks": draw(st.booleans()), "engine": draw(st.sampled_from([None, "reference"]))}
+    return Problem(sharding, H, G, draw(st.sampled_from(sorted(PATTERNS))), **features)
 
 
 @given(problems())

@@ -109,7 +109,7 @@ def test_every_family_on_every_number_of_ranks(W: int):
 def on_one_rank(case: RingCase) -> tuple[torch.Tensor, ...]:
     """What `attend` makes of the whole."""
     leaves = [x.clone().requires_grad_() for x in case.tensors]
-    out, lse = attend(*leaves, case.pattern, return_lse=True)
+    out, lse = attend(*leaves, case.pattern, enable_gqa=True, return_lse=True)
     return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, case.cotangents)
 
 

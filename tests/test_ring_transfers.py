@@ -193,4 +193,4 @@ def test_a_rank_that_fails_leaves_no_other_waiting_and_no_buffer_leased(how: str
     for name, text, statistics, elapsed in told:
         assert statistics.num_leases > statistics.leased_bytes == 0
         assert elapsed < 15
-        assert name == "MemoryError" or ("the ring" in text and "timeout of the process group is 4 s" in text)
+        assert name == "MemoryError" or ("receiving" in text and "timeout of the process group is 4 s" in text)

@@ -115,11 +115,13 @@ def gradients_under_ddp(whole_loss: bool, weight: Tensor, x: Tensor) -> Tensor:
     mesh, sharding = mesh_of_all(), Sharding(7, 3, "zigzag")
     layer = torch.nn.Linear(4, 5, bias=False, dtype=torch.float64)
     layer.weight.data.copy_(weight)
-    part = shard(DistributedDataParallel(layer)(x), mesh, sharding, dim=1).pow(2)
+    model = DistributedDataParallel(layer)  # it averages as long as it lives
+    part = shard(model(x), mesh, sharding, dim=1).pow(2)
     if whole_loss:
         unshard(part, mesh, sharding, dim=1).sum().backward()
     else:
         (part.sum() * mesh.size()).backward()
+    assert layer.weight.grad is not None
     return layer.weight.grad
 
 

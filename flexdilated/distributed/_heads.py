@@ -147,7 +147,7 @@ def attend_heads(
     first = (head_offset + mine.start, 0, 0)
     chosen = choose_engine(engine, q, k, v, pattern, first=first, return_lse=return_lse, **options)
     taken = encoded([split.queries, split.keys, split.keys])
-    q, k, v = tokens_to_heads([q, k, v], taken, numbers, ranks.name, pattern.text, False)
+    q, k, v = tokens_to_heads([q, k, v], taken, numbers, ranks.name, pattern.text, chosen == "tiles")
     k, v = (_as_read(x, split.read_by(ranks.rank)) for x in (k, v))
     options |= {"scale": scale, "block_size": block_size, "head_offset": first[0], "num_heads_global": heads}
     lse: Tensor | None = None

@@ -29,7 +29,7 @@ def encoded(tensors: Sequence[Takers]) -> list[int]:
 
 @torch.library.custom_op("flexdilated::tokens_to_heads", mutates_args=())
 def tokens_to_heads(
-    shards: list[Tensor], heads: list[int], sharding: list[int], group: str, pattern: str = "", widen: bool = False
+    shards: list[Tensor], heads: list[int], sharding: list[int], group: str, pattern: str, widen: bool
 ) -> list[Tensor]:
     """Of each (B, X, L, D), this rank's tokens: all ranks' tokens, in their natural order, of its heads (B, Y, N, D).
 
@@ -46,7 +46,7 @@ def tokens_to_heads(
 
 
 @tokens_to_heads.register_fake
-def _(shards, heads, sharding, group, pattern="", widen=False):
+def _(shards, heads, sharding, group, pattern, widen):
     rank, split, tensors = _read(heads, sharding, group)
     return [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
 
@@ -101,7 +101,7 @@ def _remember_wholes(ctx, inputs, output) -> None:
 
 def _wholes_backward(ctx, grads):
     heads, _, sharding, group = ctx.options
-    return tokens_to_heads(list(grads), heads, sharding, group), None, None, None, None
+    return tokens_to_heads(list(grads), heads, sharding, group, "", False), None, None, None, None
 
 
 tokens_to_heads.register_autograd(_shards_backward, setup_context=_remember_shards)

@@ -18,10 +18,11 @@ Message = tuple[Tensor, int]  # contiguous, and the rank to which it goes or fro
 
 @dataclass
 class Posted:
-    """Messages on their way: their tensors must live, and what is sent must not change, until they are waited for."""
+    """Messages on their way. What is sent must not change, and what comes must not be read, until it was waited for."""
 
     role: Role
     ranks: Ranks
+    sent: list[Tensor]  # held until it is gone
     arriving: list[dist.Work] = field(default_factory=list)
     leaving: list[dist.Work] = field(default_factory=list)
 
@@ -33,6 +34,7 @@ class Posted:
         """Until what goes is gone, too."""
         self._wait(self.arriving)
         self._wait(self.leaving)
+        self.sent.clear()
 
     def drop(self) -> None:
         """Give up what is still on its way, after a failure: the memory may go, or serve others, afterwards."""
@@ -43,6 +45,7 @@ class Posted:
         # gloo writes only into what somebody holds the work of.
         self.arriving.clear()
         self.leaving.clear()
+        self.sent.clear()
 
     def _wait(self, works: list[dist.Work]) -> None:
         with communicating(_named(self.role), self.ranks):
@@ -53,7 +56,7 @@ class Posted:
 
 def post(role: Role, ranks: Ranks, *, send: Sequence[Message] = (), receive: Sequence[Message] = ()) -> Posted:
     """Send and receive as one group. Between two ranks messages arrive in the order in which they were posted."""
-    posted, group = Posted(role, ranks), group_of(ranks.name)
+    posted, group = Posted(role, ranks, [x for x, _ in send]), group_of(ranks.name)
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in send]
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receive]
     if not operations:

@@ -37,7 +37,7 @@ def rotate(call: RingCall, k: Tensor, v: Tensor, visit: Callable[[Shard], None])
     A turn in which nothing comes shows an empty part. What came goes after its visit: the shards of two other ranks
     are held at most.
     """
-    mine = [_written(x, call.codec) for x in (k, v)]
+    mine = [_written(x, call.codec) for x in (k, v)] if any(len(turn.sent) for turn in call.turns) else [k, v]
     begun: list[_Transfer] = []
     try:
         begun += [_send_keys(call, turn, mine, k) for turn in call.turns[:1]]

@@ -1,0 +1,163 @@
+"""distributed.attend as a user meets it: both schedules, compiled, failing, and with ranks that disagree."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import DistError
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from flexdilated import masks
+from flexdilated.distributed import BufferPool, Sharding, attend
+from flexdilated.distributed._pool import PoolStatistics
+from tests.ranks import on_ranks, outcomes_on_ranks
+
+PATTERN = masks.longnet((16, 32, 64), (1, 2, 4)) & masks.causal()
+N = 100
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def shards(sharding: Sharding, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    here = sharding.positions(dist.get_rank())
+    q, k, v = torch.randn(3, 1, 4, N, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    return [x[:, :, here].requires_grad_() for x in (q, k, v)]
+
+
+def compiled(schedule: str) -> float:
+    """The largest difference that compiling makes, in output and gradients; a graph break is an error."""
+    sharding, where = Sharding(N, dist.get_world_size(), "zigzag"), mesh()
+
+    def call(q, k, v):
+        return attend(q * 2, k, v, PATTERN, mesh=where, sharding=sharding, schedule=schedule) * 2
+
+    tensors = shards(sharding)
+    found = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        out = function(*tensors)
+        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), tensors)))
+    return max(float((x - y).abs().max()) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["exchange", "ring", "auto"])
+def test_compiled_without_a_graph_break(schedule: str):
+    assert max(on_ranks(2, compiled, schedule)) == 0.0
+
+
+def compiled_with_documents() -> float:
+    sharding, where = Sharding(N, dist.get_world_size()), mesh()
+    pattern = masks.causal() & masks.documents("ids")
+
+    def call(q, k, v, ids):
+        return attend(q, k, v, pattern, mesh=where, sharding=sharding, schedule="exchange", bindings={"ids": ids})
+
+    tensors, worst = shards(sharding), 0.0
+    function = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for cut in (30, 60):  # one graph for both: how many keys come depends on values
+        ids = (torch.arange(N) >= cut).long()
+        one, other = call(*tensors, ids), function(*tensors, ids)
+        grads = [torch.autograd.grad(out.square().sum(), tensors) for out in (one, other)]
+        pairs = [(one, other), *zip(*grads, strict=True)]
+        worst = max(worst, *(float((x - y).detach().abs().max()) for x, y in pairs))
+    return worst
+
+
+@pytest.mark.slow
+def test_compiled_with_tensors_whose_values_decide_what_comes():
+    assert max(on_ranks(2, compiled_with_documents)) == 0.0
+
+
+def flex_forward() -> tuple[float, str]:
+    """How far flex is from tiles without gradients, and what it answers where it needs an lse."""
+    sharding, where = Sharding(N, dist.get_world_size(), "zigzag"), mesh()
+    window = masks.causal() & masks.local_window(left=40, right=0)
+    q, k, v = (x.detach() for x in shards(sharding))
+    options: dict[str, Any] = {"mesh": where, "sharding": sharding}
+    one, other = (attend(q, k, v, window, schedule="exchange", engine=name, **options) for name in ("flex", "tiles"))
+    with pytest.raises(ValueError, match="flex gives no lse on CPU") as error:
+        attend(q, k, v, window, schedule="ring", engine="flex", **options)
+    return float((one - other).abs().max()), str(error.value)
+
+
+@pytest.mark.slow
+def test_flex_attends_to_what_came():
+    for difference, told in on_ranks(2, flex_forward):
+        assert difference < 1e-5
+        assert "engine='tiles' serves it" in told
+
+
+def dying(when: int) -> tuple[str, PoolStatistics, float] | None:
+    """Rank 1 dies at its transfer number `when`; the others say what they were told, and what they have left."""
+    pool, sharding, where = BufferPool("cpu", threshold_bytes=0), Sharding(N, 3), mesh()
+    transfers, transfer, start = [], dist.all_to_all_single, time.monotonic()
+
+    def dies(*args, **options):
+        transfers.append(None)
+        if len(transfers) == when:
+            os._exit(7)
+        return transfer(*args, **options)
+
+    if dist.get_rank() == 1:
+        dist.all_to_all_single = dies
+    tensors = shards(sharding)
+    try:
+        for _ in range(2):
+            out = attend(*tensors, PATTERN, mesh=where, sharding=sharding, schedule="exchange", pool=pool)
+            out.sum().backward()
+    except DistError as error:
+        return str(error), pool.statistics, time.monotonic() - start
+    return None
+
+
+@pytest.mark.parametrize("when", [1, 2, 3])
+def test_a_rank_that_dies_leaves_no_other_waiting_and_no_buffer_leased(when: int):
+    """In the first forward, the first backward, and the second forward."""
+    outcomes = outcomes_on_ranks(3, dying, when, group_timeout=4, timeout=30)
+    assert "died with exit code 7" in (outcomes[1].error or "")
+    for outcome in (outcomes[0], outcomes[2]):
+        told, statistics, elapsed = outcome.result
+        assert "the exchange of " in told
+        assert "timeout of the process group is 4 s" in told
+        assert statistics.leased_bytes == 0
+        assert statistics.num_leases + statistics.num_plain == 2 * when
+        assert elapsed < 15
+
+
+def disagreeing(what: str) -> str:
+    """What this rank is told where rank 1 asks for something else."""
+    other = dist.get_rank() == 1
+    options: dict[str, Any] = {"sharding": Sharding(N, 2), "schedule": "exchange"}
+    pattern, dtype = PATTERN, torch.float32
+    if what == "pattern" and other:
+        pattern = masks.causal()
+    if what == "sharding" and other:
+        options["sharding"] = Sharding(N + 1, 2, shard_lengths=(51, 50))
+    if what == "dtype" and other:
+        dtype = torch.bfloat16
+    if what == "schedule" and other:
+        options["schedule"] = "ring"
+    if what == "scale" and other:
+        options["scale"] = 0.5
+    if what == "codec" and other:
+        options["codec"] = "int8"
+    tensors = shards(Sharding(N, 2), dtype)
+    with pytest.raises(ValueError, match="disagree") as error:
+        attend(*tensors, pattern, mesh=mesh(), **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("what", ["pattern", "sharding", "dtype", "schedule", "scale", "codec"])
+def test_ranks_that_disagree_are_told_in_what(what: str):
+    told = on_ranks(2, disagreeing, what, timeout=30)
+    for text in told:
+        assert f"disagree in {what}" in text
+        assert "rank 0 has" in text
+        assert "rank 1 has" in text
