@@ -65,7 +65,7 @@ def run_together(
         return _results(started, limit_s)
     except BaseException:
         for each in started:
-            pass
+            each.process.kill()
         raise
     finally:
         for each in started:

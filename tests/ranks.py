@@ -8,9 +8,9 @@
     assert on_ranks(3, sum_over_ranks, 2) == [12, 12, 12]
 
 The function is one of a module's own, and its arguments and results are pickled, tensors by value. It finds the default
-process group made; the next call gets a new one. The processes stay for the next call, with all that they keep: compiled
-code, caches, counters. A warning is an error there, as in the suite. After a call that failed on any rank, its processes
-are killed, and the next call gets new ones.
+process group made; the next call gets a new one. The processes stay for the next call, with all that they keep:
+compiled code, caches, counters. A warning is an error there, as in the suite. After a call that failed on any rank, its
+processes are killed, and the next call gets new ones.
 
 Each pytest process has its own workers, as many as its calls have asked for so far. They are forked from one process
 that has imported torch and done nothing else of weight: a worker starts within a tenth of a second, and shares the

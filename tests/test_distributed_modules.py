@@ -165,6 +165,34 @@ def test_attention_modules_are_one_rank(kind: str) -> None:
     on_ranks(3, attend_in_module, kind, SHARDINGS["ragged"])
 
 
+def attend_multihead(schedule: str, batch_first: bool) -> None:
+    sharding = SHARDINGS["ragged zigzag"]
+    x, grad = torch.randn(2, 2, N, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    padding = torch.arange(N) >= torch.tensor([[N - 3], [N - 20]])
+
+    def run(x: Tensor, grad: Tensor, **over_ranks) -> tuple[Tensor, nn.Module]:
+        torch.manual_seed(0)
+        options = {"batch_first": batch_first, "causal": True, **over_ranks}
+        module = fd.MultiheadDilatedAttention(12, 6, *BRANCHES, **options).double()
+        x, grad = (y if batch_first else y.transpose(0, 1) for y in (x, grad))
+        out, _ = module(x, x, x, key_padding_mask=padding)
+        out.backward(grad)
+        return out.detach() if batch_first else out.detach().transpose(0, 1), module
+
+    held = sharding.positions(dist.get_rank())
+    out, module = run(x[:, held], grad[:, held], mesh=line(), sharding=sharding, schedule=schedule)
+    truth, alone = run(x, grad)
+    assert_close(out, truth[:, held], **TIGHT)
+    for found, true_gradient in zip(gradients(module), gradients(alone), strict=True):
+        assert_close(summed(found), true_gradient, **TIGHT)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("schedule", ["exchange", "heads"])
+def test_multihead_is_that_of_one_rank(schedule: str, batch_first: bool) -> None:
+    on_ranks(3, attend_multihead, schedule, batch_first)
+
+
 def data_and_sequence(wrapper: str, schedule: str) -> None:
     """A mesh of 2 x 2: two texts, each over two ranks; the wrapper averages gradients over all four."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))

@@ -65,7 +65,7 @@ def minimum(needed: Tensor, sharding: Sharding) -> Tensor:
 @st.composite
 def shardings(draw: st.DrawFn, tokens: int) -> Sharding:
     """Equal shards and ragged ones, ranks without tokens, more ranks than tokens."""
-    ranks, order = draw(st.sampled_from([1, 2, 3, 4, 5, 7, 13])), draw(st.sampled_from(["contiguous", "zigzag"]))
+    ranks, order = draw(st.sampled_from([1, 2, 3, 4, 5, 7])), draw(st.sampled_from(["contiguous", "zigzag"]))
     if draw(st.booleans()):
         return Sharding(tokens, ranks, order)
     cuts = sorted(draw(st.lists(st.integers(0, tokens), min_size=ranks - 1, max_size=ranks - 1)))
@@ -195,7 +195,7 @@ def test_longnet_of_a_million_tokens_on_eight_ranks():
     ids=["longnet, causal", "longnet", "window and first tokens"],
 )
 def test_counts_of_many_ranks(pattern, order):
-    """A hundred million tokens on 500 ranks, in which no chunk begins at a multiple of a rate: pairs drawn at random."""
+    """A hundred million tokens on 500 ranks, where chunks begin anywhere: pairs drawn at random, and neighbours."""
     sharding = Sharding(100_000_007, 500, order)
     counts = token_counts(pattern, sharding, num_heads=4, num_kv_heads=2)
     generator = torch.Generator().manual_seed(0)

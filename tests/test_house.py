@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # among the commands, which use it as a user does: what lies below takes names from where they are defined.
 FLOORS = {
     r"flexdilated\.masks\b": 0,
-    r"flexdilated\._(attend|attend_at|engines|kv_cache|validate)\b": 2,
+    r"flexdilated\._(attend|engines|kv_cache|validate)\b": 2,
     r"flexdilated\._[^_]": 1,
     r"flexdilated\.distributed\b": 3,
     r"flexdilated\.nn\b": 4,

@@ -30,18 +30,17 @@ def bring_keys(
     pool: BufferPool | None,
 ) -> tuple[Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:
     """This rank's keys and values, and after them those of other ranks that its queries need."""
-    own, where = k.shape[2], (wires.received_heads.to(k.device), wires.received_slots.to(k.device))
+    own, wires = k.shape[2], wires.on(k.device)
     found = tuple(x.new_empty(*x.shape[:2], wires.num_keys, x.shape[3]) for x in (k, v))
     for whole, x in zip(found, (k, v), strict=True):
         whole[:, :, :own] = x
         if wires.is_ragged:
             whole[:, :, own:] = 0  # what nobody attends to must still be numbers
-    sent = (wires.sent_heads.to(k.device), wires.sent_tokens.to(k.device))
-    rows = [x[:, sent[0], sent[1]] for x in (k, v)]
+    rows = [x[:, wires.sent_heads, wires.sent_tokens] for x in (k, v)]
     sizes = wires.num_sent, wires.num_received
     with _swapped(rows, sizes, ranks, codec, pool, role="keys", what="the exchange of keys") as arrived:
         for whole, x in zip(found, arrived, strict=True):
-            whole[:, where[0], where[1]] = x
+            whole[:, wires.received_heads, wires.received_slots] = x
     return found[0], found[1]
 
 
@@ -58,12 +57,11 @@ def return_gradients(
 
     They are added up in float32 or wider, and in the order of the ranks.
     """
-    wide = torch.promote_types(dk.dtype, torch.float32)
+    wide, wires = torch.promote_types(dk.dtype, torch.float32), wires.on(dk.device)
     totals = tuple(x[:, :, :own].to(wide, copy=True) for x in (dk, dv))
-    where = (wires.received_heads.to(dk.device), wires.received_slots.to(dk.device))
-    rows = [x[:, where[0], where[1]] for x in (dk, dv)]
+    rows = [x[:, wires.received_heads, wires.received_slots] for x in (dk, dv)]
     sizes = wires.num_received, wires.num_sent
-    heads, tokens = (index.to(dk.device).split(wires.num_sent) for index in (wires.sent_heads, wires.sent_tokens))
+    heads, tokens = (index.split(wires.num_sent) for index in (wires.sent_heads, wires.sent_tokens))
     with _swapped(rows, sizes, ranks, codec, pool, role="gradients", what="the exchange of gradients") as arrived:
         for total, x in zip(totals, arrived, strict=True):
             for head, token, part in zip(heads, tokens, x.split(wires.num_sent, dim=1), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Int64
@@ -33,6 +33,7 @@ class Wires:
     received_heads: Int64[Tensor, " R"]
     received_slots: Int64[Tensor, " R"]
     is_ragged: bool
+    _on: dict[torch.device, Wires] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -55,6 +56,15 @@ class Wires:
 
         key = ("wires", rule.text, sharding, rank, *heads.values(), num_heads_global)
         return cache().get(key, build, lambda wires: wires.nbytes, pattern=rule.text)
+
+    def on(self, device: torch.device) -> Wires:
+        """The same with its indices on a device, where they are put once."""
+        if device.type == "cpu":
+            return self
+        if device not in self._on:
+            names = ("sent_heads", "sent_tokens", "received_heads", "received_slots")
+            self._on[device] = replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return self._on[device]
 
     @property
     def nbytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -14,7 +15,13 @@ from .._engines import check_engine
 from ..masks import causal as causal_pattern
 from ..masks._check import require_bool, require_finite, require_int
 from ._dilated_pattern import dilated_pattern
+from ._over_ranks import over_ranks
 from ._padding import without_padding
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed import Sharding
 
 # B batch, N queries, M keys, E embed dim, K key dim, V value dim, D head dim
 
@@ -25,6 +32,9 @@ class MultiheadDilatedAttention(nn.Module):
     `state_dict` loads from and into an `nn.MultiheadAttention` of the same sizes, and equal seeds give equal
     parameters. With one branch that spans the sequence (segment_lengths=[N], dilation_rates=[1]) the two
     are the same function. offsets, heads: as in `masks.longnet`; engine: as in `attend`.
+
+    mesh, schedule, sharding: as in `BlockSparseAttention`. The tokens of query, key and value are then this rank's, and
+    key_padding_mask is of the whole sequence. The `state_dict` is that of a module without a mesh.
 
     Not available, each a ValueError that names the remedy: dropout above 0, add_bias_kv, add_zero_attn.
     Inside `nn.TransformerEncoderLayer` the module is called in every mode, its fused inference path included.
@@ -59,6 +69,9 @@ class MultiheadDilatedAttention(nn.Module):
         offsets: str = "interleaved",
         heads: str = "all",
         engine: str | None = None,
+        mesh: DeviceMesh | None = None,
+        schedule: str = "auto",
+        sharding: Sharding | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -74,6 +87,7 @@ class MultiheadDilatedAttention(nn.Module):
         self.pattern.check_heads(num_heads)
         self.causal_pattern = self.pattern if causal else self.pattern & causal_pattern()
         self.engine = engine
+        self.over_ranks = over_ranks(mesh, schedule=schedule, sharding=sharding)
         self._add_parameters(require_bool("bias", bias), device, dtype)
         self.reset_parameters()
 
@@ -126,10 +140,15 @@ class MultiheadDilatedAttention(nn.Module):
         self._check_inputs(query, key, value)
         is_causal = require_bool("is_causal", is_causal)
         q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
-        keys = key.shape[:2] if self.batch_first or key.dim() == 2 else key.shape[1::-1]
+        *batch, tokens = key.shape[:-1] if self.batch_first or key.dim() == 2 else key.shape[1::-1]
         pattern = self.causal_pattern if is_causal else self.pattern
-        pattern = without_padding(pattern, key_padding_mask, tuple(keys[: key.dim() - 1]))
-        out = attend(q, k, v, pattern, engine=self.engine)
+        if self.over_ranks is None:
+            pattern = without_padding(pattern, key_padding_mask, (*batch, tokens))
+            out = attend(q, k, v, pattern, engine=self.engine)
+        else:
+            tokens = self.over_ranks.sharding_of(tokens).num_tokens
+            pattern = without_padding(pattern, key_padding_mask, (*batch, tokens))
+            out = self.over_ranks.attend(q, k, v, pattern, engine=self.engine)
         return self.out_proj(self._join_heads(out, query.dim())), None
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
@@ -177,7 +196,8 @@ class MultiheadDilatedAttention(nn.Module):
 
     def extra_repr(self) -> str:
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kdim={self.kdim}, vdim={self.vdim}"
-        return f"{sizes}, batch_first={self.batch_first}, {self.pattern!r}, engine={self.engine!r}"
+        ranks = "" if self.over_ranks is None else f", {self.over_ranks}"
+        return f"{sizes}, batch_first={self.batch_first}, {self.pattern!r}, engine={self.engine!r}{ranks}"
 
 
 def _check_sizes(embed_dim: int, num_heads: int) -> None:
