@@ -19,7 +19,7 @@ from flexdilated.distributed._sharding import Order
 
 from ._oracle import Rule, by_definition, relative_error
 from ._problem import Problem, Size
-from ._ranks import on_ranks
+from ._ranks import each_on_ranks
 
 # H query heads, G key/value heads, N tokens, L tokens of a rank, D head dim; the batch is 1
 
@@ -57,8 +57,8 @@ class Taken:
 
 def take_steps(num_ranks: int, steps: Sequence[Step]) -> list[Taken]:
     """Each step in turn on a group of so many processes."""
-    by_rank = on_ranks(num_ranks, _take_all, tuple(steps))
-    return [_together(step, num_ranks, [found[index] for found in by_rank]) for index, step in enumerate(steps)]
+    found = each_on_ranks(num_ranks, _take, [(step,) for step in steps])
+    return [_together(step, num_ranks, by_rank) for step, by_rank in zip(steps, found, strict=True)]
 
 
 def take_alone(step: Step) -> dict[str, Tensor]:
@@ -123,10 +123,6 @@ def local_tensors(mesh: DeviceMesh, step: Step) -> tuple[Sharding, list[Tensor]]
     held = sharding.positions(mesh.get_local_rank())
     shards = [x[:, :, held] for x in step.tensors()]
     return sharding, [*(x.requires_grad_() for x in shards[:3]), shards[3]]
-
-
-def _take_all(mesh: DeviceMesh, steps: Sequence[Step]) -> list[dict[str, Any]]:
-    return [_take(mesh, step) for step in steps]
 
 
 def _take(mesh: DeviceMesh, step: Step) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Ranks on one machine: a function on several processes that share a gloo group."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,16 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, limit_s: 
         store = str(Path(folder, "store"))
         calls = [(_rank, (rank, num_ranks, store, limit_s, function, args)) for rank in range(num_ranks)]
         return run_together(calls, limit_s=limit_s)
+
+
+def each_on_ranks(num_ranks: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    """function(mesh, *args) for each args of `calls`, in turn on the same ranks; for each call the results by rank."""
+    by_rank = on_ranks(num_ranks, _in_turn, function, tuple(calls))
+    return [list(found) for found in zip(*by_rank, strict=True)]
+
+
+def _in_turn(mesh: DeviceMesh, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [function(mesh, *args) for args in calls]
 
 
 def _rank(

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,9 +16,10 @@ from flexdilated.distributed import traffic
 from ._longnets import LONGNET_4, LongNet
 from ._problem import Size
 from ._rank_step import Schedule, Step, attend_on, local_tensors
-from ._ranks import on_ranks
+from ._ranks import each_on_ranks
 from ._result import Result, Row, at_most
 
+_NAMES: dict[Schedule, str] = {"exchange": "exchange", "ring": "ring", "heads": "head parallel"}
 _PAYLOAD = ("keys", "gradients", "heads")
 # What PyTorch's profiler calls them, whoever calls them: Python, an autograd function, a custom operator.
 _PREFIX = "c10d::"
@@ -43,27 +45,29 @@ def run(config: Config) -> Result:
 
     Forward and backward, most of any rank.
     """
-    return Result(tuple(_row(config, schedule) for schedule in config.schedules))
-
-
-def _row(config: Config, schedule: Schedule) -> Row:
-    detail = {}
-    for spec in (config.spec, config.spec.as_causal()):
-        step = Step(masks.to_json(spec.pattern()), config.size, config.size.num_heads, schedule)
-        by_rank = on_ranks(config.ranks, count, step, config.steps)
-        detail[spec.label] = {
+    specs, heads = (config.spec, config.spec.as_causal()), config.size.num_heads
+    cases = [
+        (schedule, spec, Step(masks.to_json(spec.pattern()), config.size, heads, schedule))
+        for schedule in config.schedules
+        for spec in specs
+    ]
+    counted = each_on_ranks(config.ranks, count, [(step, config.steps) for _, _, step in cases])
+    detail: dict[str, dict[str, dict[str, Any]]] = {schedule: {} for schedule in config.schedules}
+    for (schedule, spec, _), by_rank in zip(cases, counted, strict=True):
+        detail[schedule][spec.label] = {
             "planning_a_step": max((calls.total() - carried) / config.steps for calls, carried in by_rank),
             "calls_of_each_rank": [dict(calls) for calls, _ in by_rank],
             "transfers_of_payload_of_each_rank": [carried for _, carried in by_rank],
         }
+    return Result(tuple(_row(config, schedule, detail[schedule]) for schedule in config.schedules))
+
+
+def _row(config: Config, schedule: Schedule, detail: dict[str, dict[str, Any]]) -> Row:
     measure = (
         f"{config.spec.name}, {config.size}, {config.ranks} ranks, {_NAMES[schedule]}: collectives a step that carry "
         "no keys, values or gradients, after the first step"
     )
     return Row(measure, at_most(0), max(each["planning_a_step"] for each in detail.values()), detail=detail)
-
-
-_NAMES = {"exchange": "exchange", "ring": "ring", "heads": "head parallel"}
 
 
 def count(mesh: DeviceMesh, step: Step, steps: int) -> tuple[Counter[str], int]:

@@ -20,7 +20,7 @@ from flexdilated.distributed._traffic import Role
 from ._longnets import LongNet, dense, longnet_n
 from ._problem import Size
 from ._rank_step import Step, attend_on, local_tensors
-from ._ranks import on_ranks
+from ._ranks import each_on_ranks
 from ._result import Result, Row, at_most
 
 _TARGET = at_most(2, "shards")
@@ -51,14 +51,18 @@ def run(config: Config) -> Result:
 
 def _rows(config: Config, num_ranks: int) -> list[Row]:
     """One row for keys and one for gradients: the peak over rules and orders of what each part holds."""
-    cases = {}
-    for spec in config.specs:
-        for each, order in _ways(spec):
-            step = Step(masks.to_json(each.pattern()), config.size, config.size.num_heads, "ring", order)
-            by_rank = on_ranks(num_ranks, peaks, step)
-            cases[f"{each.label}, {order}"] = {
-                f"{part}, {role}": max(found[part][role] for found in by_rank) for part in _PARTS for role in _ROLES
-            }
+    ways: list[tuple[LongNet, Order]] = [
+        way for spec in config.specs for way in ((spec, "contiguous"), (spec.as_causal(), "zigzag"))
+    ]
+    heads = config.size.num_heads
+    steps = [Step(masks.to_json(spec.pattern()), config.size, heads, "ring", order) for spec, order in ways]
+    found = each_on_ranks(num_ranks, peaks, [(step,) for step in steps])
+    cases = {
+        f"{spec.label}, {order}": {
+            f"{part}, {role}": max(most[part][role] for most in by_rank) for part in _PARTS for role in _ROLES
+        }
+        for (spec, order), by_rank in zip(ways, found, strict=True)
+    }
     return [
         Row(
             f"dense and LongNet, {config.size}, {num_ranks} ranks, ring: shards of others' {what} held at one time",
@@ -68,10 +72,6 @@ def _rows(config: Config, num_ranks: int) -> list[Row]:
         )
         for role, what in _ROLES.items()
     ]
-
-
-def _ways(spec: LongNet) -> tuple[tuple[LongNet, Order], ...]:
-    return (spec, "contiguous"), (spec.as_causal(), "zigzag")
 
 
 def peaks(mesh: DeviceMesh, step: Step) -> dict[str, Counter[str]]:

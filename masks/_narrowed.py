@@ -15,8 +15,10 @@ from ._causal import Causal
 from ._dilated import Dilated
 from ._fixed import Fixed
 from ._global_tokens import GlobalTokens
+from ._grid_reach import seen_around
 from ._landmark_tokens import LandmarkTokens
 from ._local_window import LocalWindow
+from ._neighborhood import Neighborhood
 from ._pattern import Pattern, common_period
 from ._per_document import PerDocument
 from ._range_union import ranges_of
@@ -36,7 +38,7 @@ _ALL = range(1 << 62)
 def narrowed(asked: Asked) -> Parts | None:
     """Questions whose answers together are the answer; None where no rule has a form that helps."""
     rests = [(factor, asked.of(*(other for other in asked.factors if other != factor))) for factor in asked.factors]
-    for narrow in (_plainer, _one_sided, _near, _few_segments, _spans, _alternatives, _segments, _blocks):
+    for narrow in (_plainer, _one_sided, _near, _few_segments, _spans, _alternatives, _segments, _blocks, _grid):
         for factor, rest in rests:
             parts = narrow(factor, rest)
             if parts is not None:
@@ -226,6 +228,13 @@ def _of_blocks(block: int, keys: range, found: list[range]) -> list[range]:
         else:
             ranges += [range(each.start * block + key, each.stop * block, each.step * block) for key in range(block)]
     return [both for each in ranges if (both := intersect(each, keys))]
+
+
+def _grid(factor: Pattern, rest: Asked) -> Parts | None:
+    """A neighbourhood alone, around a run of queries: then all that is left is the keys."""
+    if not isinstance(factor, Neighborhood) or rest.factors or rest.queries.step > 1:
+        return None
+    return _same([rest.to_keys(keys) for keys in seen_around(factor, rest.queries)])
 
 
 def _overlap(asked: Asked) -> tuple[int, int]:

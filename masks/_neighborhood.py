@@ -76,7 +76,7 @@ class Neighborhood(Pattern):
         if query >= prod(self.grid):
             return ()
         places = (query // stride % length for stride, length in zip(self._strides, self.grid, strict=True))
-        *outer, inner = (_window(place, *axis) for place, axis in zip(places, self.axes, strict=True))
+        *outer, inner = (window_along(place, *axis) for place, axis in zip(places, self.axes, strict=True))
         starts = (sum(map(mul, place, self._strides[:-1])) for place in product(*outer))
         runs = (within(range(start + inner.start, start + inner.stop, inner.step), 0, stop) for start in starts)
         return tuple(run for run in runs if run)
@@ -155,8 +155,8 @@ def _per_axis(name: str, values: Any, minimum: int) -> tuple[int, ...]:
     return tuple(require_int(f"{name}[{axis}]", value, minimum=minimum) for axis, value in enumerate(values))
 
 
-def _window(place: int, length: int, radius: int, rate: int) -> range:
-    """The keys along one axis."""
+def window_along(place: int, length: int, radius: int, rate: int) -> range:
+    """The places along one axis that a query at this place sees."""
     number, residue = divmod(place, rate)
     held = (length - 1 - residue) // rate + 1
     first = min(max(number - radius, 0), held - (2 * radius + 1))

@@ -74,8 +74,8 @@ def test_ways_are_counted_beside_each_other(capsys) -> None:
     exchange, ring, gather = found["ways"].values()
     assert list(found["ways"]) == ["exchange", "ring", "all-gather"]
     assert exchange["received"] == {"least": 0, "mean": sum(received) / 4 * 40, "most": max(received) * 40}
-    assert ring["received"]["most"] == max(shards) * 2 * 2 * 16 * 2  # of 2 KV heads, as they are
-    assert gather["received"]["least"] == gather["received"]["most"] == 375 * 2 * 2 * 16 * 2
+    assert ring["received"]["most"] == max(shards) * 2 * 40  # of 2 KV heads
+    assert gather["received"]["least"] == gather["received"]["most"] == 375 * 2 * 2 * 16 * 2  # as they are
     assert exchange["gradients_sent"]["most"] == max(received) * 2 * 16 * 2  # never below bf16
     assert exchange["held"] == max(received) * 2 * 16 * 2
     assert ring["held"] == min(2 * 125, max(shards)) * 2 * 2 * 16 * 2

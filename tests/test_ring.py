@@ -65,6 +65,8 @@ def families() -> dict[str, tuple[masks.Pattern | masks.Mixture, torch.Tensor]]:
         "causal": (masks.causal(), _counts(causal)),
         "longnet": (ladder, _counts(longnet)),
         "causal longnet": (ladder & masks.causal(), _counts(oracle.both(longnet, causal))),
+        # In zigzag order, of some shards the second run alone is needed.
+        "causal window": (masks.local_window(left=5, right=0), _counts(oracle.local_window(5, 0))),
         "window": (masks.local_window(left=5, right=2), _counts(window)),
         "bigbird": (mixed_bigbird | masks.local_window(left=5, right=2), _counts(bigbird)),
         "per head": (masks.per_head(per_head), _counts(oracle.per_head(*heads))),

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from flexdilated import masks
 from flexdilated._placed_call import PlacedCall
@@ -15,6 +16,7 @@ from flexdilated.distributed._ring_op import ring_backward_op, ring_op
 from flexdilated.distributed._sharding import Sharding
 from flexdilated.masks._json import read_text
 from tests import oracle
+from tests.agreement import TIGHT
 from tests.ranks import on_ranks
 from tests.ring_cases import RingCase, all_ranks, call_ring, run, shares_of, tensors_for
 from tests.test_ring import assert_whole
@@ -137,6 +139,27 @@ def test_a_gradient_may_come_through_lse_alone():
         for alone, beside in pairs:
             assert torch.equal(alone, beside)
         assert any(alone.any() for alone, _ in pairs)
+
+
+def lying(case: RingCase) -> list[tuple[Tensor, Tensor]]:
+    """On a rank: gradients of a plain sum, whose cotangents are expanded, for both memory formats."""
+    ranks = all_ranks()
+    here = case.sharding.positions(ranks.rank)
+    found = []
+    for tokens_outermost in (False, True):
+        leaves = [x[:, :, here] for x in case.tensors[:3]]
+        if tokens_outermost:
+            leaves = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in leaves]
+        leaves = [x.requires_grad_() for x in leaves]
+        out, lse = call_ring(case, ranks, *leaves)
+        found.append((out.detach(), lse.detach(), *torch.autograd.grad((out.sum() + lse.sum()), leaves)))
+    return list(zip(*found, strict=True))
+
+
+def test_memory_formats_change_nothing():
+    for pairs in on_ranks(3, lying, a_case(3, B=2)):
+        for outer, inner in pairs:
+            assert_close(outer, inner, **TIGHT)
 
 
 def test_one_rank_sends_nothing():

@@ -37,7 +37,9 @@ def bytes_received(pattern: str, sharding: tuple[int, ...], schedule: str, codec
 
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-@pytest.mark.parametrize(("schedule", "codec"), [("exchange", None), ("exchange", "int8"), ("ring", None)])
+@pytest.mark.parametrize(
+    ("schedule", "codec"), [("exchange", None), ("exchange", "int8"), ("ring", None), ("ring", "bf16")]
+)
 def test_what_is_planned_is_what_is_sent(pattern, order, schedule, codec) -> None:
     sharding = Sharding(500, 3, order, (140, 200, 160))
     found = simulate(pattern, sharding, AttentionSize(500, 4, 8, torch.float32, 2, 2), codec=codec)

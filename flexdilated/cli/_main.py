@@ -94,7 +94,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("many ranks").add_argument
     add("--ranks", type=int, metavar="W", help="ranks that share the sequence, 4096 at most")
     add("--sharding", choices=("contiguous", "zigzag"), help="which tokens a rank holds (contiguous)")
-    add("--codec", choices=("none", "bf16", "int8"), help="of keys and values in an exchange (none)")
+    add("--codec", choices=("none", "bf16", "int8"), help="of keys and values on their way (none)")
     add("--link", metavar="SPEED", help="what a rank sends, and receives, a second, such as 50GB/s: predicts times")
     add("--ranks-per-node", type=int, metavar="R", help="consecutive ranks with links of that speed (all)")
     add("--link-between", metavar="SPEED", help="the same to ranks of other nodes")

@@ -55,7 +55,7 @@ def choose_schedule(
     The exchange receives exactly what a rank's queries need, and holds it all. The ring receives whole every run of a
     shard of which something is needed, and holds two shards. So the exchange never receives more; it is taken where
     it holds no more either, and where it holds m times as much if it receives at most an m-th. `wire_row_bytes` are
-    those of one row of K or V as an exchange sends it, if that is not as it is held.
+    those of one row of K or V as it is sent, if that is not as it is held.
 
     A function of its arguments alone, so that all ranks choose alike, and kept in the cache.
     Raises ValueError where the pattern does not bind to the sharding's tokens and these heads.
@@ -80,10 +80,10 @@ def choice_of(
 ) -> ScheduleChoice:
     """The choice where rank i gets needed[i, j] tokens of rank j in an exchange, and shards[i, j] in a ring.
 
-    A token of a KV head has so many bytes as it is held, and as an exchange sends it.
+    A token of a KV head has so many bytes as it is held, and as it is sent.
     """
     exchanged, ringed, kept = (int(each.max()) for each in (needed.sum(1), shards.sum(1), held_in_ring(shards)))
-    return _choose(exchanged * sent_bytes, ringed * held_bytes, exchanged * held_bytes, kept * held_bytes)
+    return _choose(exchanged * sent_bytes, ringed * sent_bytes, exchanged * held_bytes, kept * held_bytes)
 
 
 def _choose(exchange_bytes: int, ring_bytes: int, exchange_memory: int, ring_memory: int) -> ScheduleChoice:

@@ -90,7 +90,7 @@ def simulate(
 ) -> Simulation:
     """Everything at once. `size` is that of the call on one device: its tokens are those of the sharding.
 
-    The codec writes what an exchange sends; a ring and an all-gather send rows as they are.
+    The codec writes what an exchange and a ring send; an all-gather, which nothing does, sends rows as they are.
     Raises ValueError where the pattern does not bind to these sizes, and where the codec does not write the dtype.
     """
     codec_named(codec).check(size.dtype)
@@ -98,7 +98,7 @@ def simulate(
     computing = computing_time(pattern, size, work, device=device)
     tokens = _tokens(pattern, sharding, size)
     ways = {name: _way(name, tokens[name], size, codec, computing, links) for name in WAYS}
-    sent, held = ways["exchange"].key_bytes, ways["ring"].key_bytes
+    sent, held = ways["exchange"].key_bytes, ways["all-gather"].key_bytes
     choice = choice_of(tokens["exchange"], tokens["ring"], held_bytes=held, sent_bytes=sent)
     call = _call_on(max(sharding.lengths), pattern, size, device)
     return Simulation(sharding, choice, ways, work, _balances(pattern, sharding, size, work), computing, call)
@@ -121,7 +121,7 @@ def _way(
     computing: Computing,
     links: Links | None,
 ) -> Way:
-    writes = codec_named(codec if name == "exchange" else None)
+    writes = codec_named(None if name == "all-gather" else codec)
     codecs = writes, gradient_codec(writes, size.dtype)
     key_bytes, gradient_bytes = (2 * size.batch * each.row_bytes(size.head_dim, size.dtype) for each in codecs)
     numbers = 2 * size.batch * size.head_dim * (held_in_ring(tokens) if name == "ring" else tokens.sum(1))
