@@ -51,9 +51,7 @@ def run(config: Config) -> Result:
 
 def _rows(config: Config, num_ranks: int) -> list[Row]:
     """One row for keys and one for gradients: the peak over rules and orders of what each part holds."""
-    ways: list[tuple[LongNet, Order]] = [
-        way for spec in config.specs for way in ((spec, "contiguous"), (spec.as_causal(), "zigzag"))
-    ]
+    ways = [way for spec in config.specs for way in _ways(spec)]
     heads = config.size.num_heads
     steps = [Step(masks.to_json(spec.pattern()), config.size, heads, "ring", order) for spec, order in ways]
     found = each_on_ranks(num_ranks, peaks, [(step,) for step in steps])
@@ -72,6 +70,10 @@ def _rows(config: Config, num_ranks: int) -> list[Row]:
         )
         for role, what in _ROLES.items()
     ]
+
+
+def _ways(spec: LongNet) -> tuple[tuple[LongNet, Order], ...]:
+    return (spec, "contiguous"), (spec.as_causal(), "zigzag")
 
 
 def peaks(mesh: DeviceMesh, step: Step) -> dict[str, Counter[str]]:

@@ -11,11 +11,12 @@ from torch import Tensor
 from ._asked import Asked
 from ._box import Box, Progression, clip
 from ._lower import residue_rate
-from ._range_union import joined_intervals
+from ._range_union import joined_intervals, ranges_of
 
 _MOST_PIECES = 1 << 16  # pairs of residue classes that a search begins with at most
 _FRONTIER = 1 << 17  # boxes counted together: bounds the memory
 _SIDE = 16  # a box of at most so many queries and keys is looked at pair by pair
+_FEW_PAIRS = 1 << 16  # of all queries and keys: so many are looked at sooner than bounds are computed
 _LOOKS = 1 << 13  # boxes looked at together
 
 
@@ -43,6 +44,8 @@ class _Boxes:
 
 def found_by_boxes(asked: Asked) -> list[range]:
     """The keys that see some query, as ranges."""
+    if len(asked.queries) * len(asked.keys) <= _FEW_PAIRS:
+        return _among_few(asked)
     search = _Search.of(asked)
     stack, found = [search.roots], _Found(search.k_step)
     while stack:
@@ -163,6 +166,12 @@ class _Found:
         begin, end = joined_intervals(place, place + count)
         first, last = (side % length * self.step + side // length for side in (begin, end - 1))
         return [range(*run, self.step) for run in zip(first.tolist(), (last + 1).tolist(), strict=True)]
+
+
+def _among_few(asked: Asked) -> list[range]:
+    """By a look at each pair."""
+    q, k = (torch.arange(side.start, side.stop, side.step) for side in (asked.queries, asked.keys))
+    return list(ranges_of(k[asked.allows(q[:, None], k).any(0)]))
 
 
 def _classes(asked: Asked, rate: int) -> tuple[Progression, Progression]:

@@ -128,11 +128,10 @@ class Slots:
     slot: Int64[Tensor, " n"]
 
     def of(self, positions: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
-        """The slot of each position; slot 0 for those that are not held, which no query may attend to."""
+        """The slot of each position; any slot for those that are not held, which no query may attend to."""
         if not len(self.position):
             return torch.zeros_like(positions)
-        place = torch.searchsorted(self.position, positions).clamp(max=len(self.position) - 1)
-        return torch.where(self.position[place] == positions, self.slot[place], 0)
+        return self.slot[torch.searchsorted(self.position, positions).clamp(max=len(self.position) - 1)]
 
 
 @lru_cache(maxsize=64)

@@ -151,6 +151,9 @@ def test_a_byte_is_seen_with_the_three_before_it() -> None:
     changed[0, 5] = 1
     differs = (model(tokens) != model(changed)).any(-1)[0]
     assert differs.nonzero().flatten().tolist() == [5, 6, 7, 8]
+    first = model.embed(tokens)[0, :4]
+    for seen in range(4):  # before the first byte there is nothing, not another byte
+        assert torch.equal(first[seen], sum(table.weight[0] for table in list(model.embeddings)[: seen + 1]))
 
 
 @pytest.mark.parametrize("context", [2, 3, 255, 256, 257, 16384, 100_000])

@@ -174,7 +174,7 @@ def counted(problem: Problem) -> tuple[dict, dict, dict]:
 def test_bytes_and_transfers_are_the_fewest() -> None:
     """Each head of a token goes once to each rank that computes with it, and comes back once; in two transfers each."""
     N, W = 20, 4
-    problem = Problem(Sharding(N, W, "zigzag"), num_heads=8, num_kv_heads=2)
+    problem = Problem(Sharding(N, W, "zigzag", (8, 2, 3, 7)), num_heads=8, num_kv_heads=2)
     on_ranks(W, this_rank, problem)  # the check that all ranks make this call is behind
     number = 2 * 8  # bytes of one number of both batch entries
     for rank, (forward, backward, _) in enumerate(on_ranks(W, counted, problem)):

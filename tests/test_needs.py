@@ -86,7 +86,8 @@ def test_needs_are_those_of_the_dense_rule(case: Case, data):
 def test_needs_are_the_same_by_the_smallest_steps(case: Case, data):
     """Every search goes to its end, and all limits on what is done at a time are met."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_needs_by_boxes, "_SIDE", 2)
+        patch.setattr(_needs_by_boxes, "_FEW_PAIRS", 0)
+        patch.setattr(_needs_by_boxes, "_SIDE", data.draw(st.sampled_from([2, 16])))
         patch.setattr(_needs_by_boxes, "_FRONTIER", 4)
         patch.setattr(_needs_by_boxes, "_LOOKS", 2)
         patch.setattr(_needs_by_distance, "_CUTS", 2)
@@ -155,6 +156,32 @@ def test_errors_name_the_rule():
         needed_keys("causal", **one, heads=[0], num_heads_global=1)
     with pytest.raises(ValueError, match="needs the run-time tensor 'ids'"):
         needed_keys(masks.documents("ids"), **one, heads=[0], num_heads_global=1)
+
+
+def lattice(b, h, q, k):
+    return (3 * q + 5 * k + h) % 97 < 2
+
+
+LONG = 1500
+LONGER = {
+    "grid, causal": masks.neighborhood((50, 30), (3, 2), rate=(2, 1)) & masks.causal(),
+    "grid in blocks": masks.blockwise(masks.neighborhood((25, 30), (3, 2)), 2) & masks.causal(),
+    "function": masks.custom(lattice),
+    "function in segments": masks.custom(lattice) & masks.dilated(600, 7, 3),
+    "complement": ~(masks.dilated(64, 4) | masks.fixed(32, summary=5)) & masks.strided(6),
+    "random blocks": (masks.random_blocks(LONG, block=40, count=2) & masks.causal()) | masks.landmark_tokens(250),
+    "two ladders": masks.longnet([96, 480, 1920], [1, 5, 20]) + (masks.dilated(600, 6, 4) & masks.causal()),
+}
+
+
+@pytest.mark.parametrize("pattern", LONGER.values(), ids=LONGER)
+def test_needs_of_longer_sequences(pattern: masks.Pattern):
+    """Runs as ranks hold them, and as a zigzag has them."""
+    heads, whole = range(3), (range(LONG),)
+    table = torch.stack([dense(branch, head, 3, LONG) for branch in pattern.branches() for head in heads])
+    for queries in ((range(500, 813),), (range(0, 300), range(1200, LONG)), (range(7, 8),)):
+        found = needed_keys(pattern, queries=queries, keys=whole, heads=heads, num_heads_global=3)
+        assert_found(found, seen_in(table, queries, whole))
 
 
 MILLION = 1 << 20

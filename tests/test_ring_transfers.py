@@ -161,10 +161,10 @@ def test_a_codec_with_a_bound_is_chosen_by_all_ranks_alike():
             assert rows in (2 * 8 * 20, 2 * 8 * 21), (bound, rows)
 
 
-def failing(case: RingCase, when: int, how: str) -> Any:
-    """On a rank: rank 1 fails at its shard number `when`, and each tells what it was told and what it has left."""
+def failing(case: RingCase, how: str, where: str, when: int) -> Any:
+    """On a rank: rank 1 fails in a pass at its shard number `when`; each tells what it was told and what it has left."""
     pool = BufferPool("cpu", threshold_bytes=0)
-    forward, shards = PlacedCall.forward, []
+    compute, shards = getattr(PlacedCall, where), []
 
     def fails(*args, **options):
         shards.append(None)
@@ -172,10 +172,10 @@ def failing(case: RingCase, when: int, how: str) -> Any:
             if how == "dies":
                 os._exit(7)
             raise MemoryError("no more")
-        return forward(*args, **options)
+        return compute(*args, **options)
 
     start = time.monotonic()
-    with patch.object(PlacedCall, "forward", fails if all_ranks().rank == 1 else forward):
+    with patch.object(PlacedCall, where, fails if all_ranks().rank == 1 else compute):
         try:
             run([case], {"pool": pool})
         except (DistError, MemoryError) as error:
@@ -183,9 +183,12 @@ def failing(case: RingCase, when: int, how: str) -> Any:
     return None
 
 
-@pytest.mark.parametrize(("how", "when"), [("dies", 2), ("dies", 3), ("raises", 1), ("raises", 2)])
-def test_a_rank_that_fails_leaves_no_other_waiting_and_no_buffer_leased(how: str, when: int):
-    outcomes = outcomes_on_ranks(3, failing, a_case(3), when, how, group_timeout=4, timeout=30)
+@pytest.mark.parametrize(
+    ("how", "where", "when"),
+    [("dies", "forward", 2), ("dies", "backward", 2), ("raises", "forward", 1), ("raises", "backward", 2)],
+)
+def test_a_rank_that_fails_leaves_no_other_waiting_and_no_buffer_leased(how: str, where: str, when: int):
+    outcomes = outcomes_on_ranks(3, failing, a_case(3), how, where, when, group_timeout=4, timeout=30)
     if how == "dies":
         assert "died with exit code 7" in (outcomes[1].error or "")
     told = [outcome.result for outcome in outcomes if outcome.result is not None]

@@ -59,9 +59,9 @@ def _draw(axes: Axes, each: int, received: Int64[Tensor, "R R"], norm: Any, titl
     shown = torch.where(received > 0, received.double(), torch.nan)
     axes.imshow(shown.tolist(), cmap=_colours(), norm=norm, interpolation="nearest")
     axes.set_title(title, fontsize=12)
-    who = "rank" if each == 1 else f"{each} ranks from"
-    axes.set_xlabel(f"from {who}")
-    axes.set_ylabel(f"to {who}")
+    groups = "" if each == 1 else f", in groups of {each}"
+    axes.set_xlabel(f"from rank{groups}")
+    axes.set_ylabel(f"to rank{groups}")
     ticks = range(0, number, -(-number // _MOST_LABELS))
     axes.set_xticks(list(ticks), [str(tick * each) for tick in ticks])
     axes.set_yticks(list(ticks), [str(tick * each) for tick in ticks])
@@ -75,8 +75,8 @@ def _draw(axes: Axes, each: int, received: Int64[Tensor, "R R"], norm: Any, titl
 
 
 def _amount(totals: Int64[Tensor, " W"]) -> str:
-    most, mean = float(totals.max()), float(totals.double().mean())
-    return bytes_text(most) if most == mean else f"at most {bytes_text(most)}, {bytes_text(mean)} on average"
+    most, mean = bytes_text(float(totals.max())), bytes_text(float(totals.double().mean()))
+    return most if most == mean else f"at most {most}, {mean} on average"
 
 
 def _colours() -> Any:
