@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -13,6 +14,8 @@ from . import _kernel_cuda
 # B batch, H query heads, G key/value heads, F folds, Q queries, K keys, D head dim
 
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # the kernels hold the scale in float32; below, scores are 0
+_ROWS_OF_LARGE_BLOCKS = 768  # from which the backward on CPU works on 256 rows at a time, below on 64 or 32
+_FLOAT32_BYTES = 8 << 20  # copies in float32 that are held at once: what stays in a cache
 _Problem = tuple[Tensor, Tensor, Tensor]
 
 
@@ -124,13 +127,55 @@ def flash_backward(
     factor, scale = _positive(scale, is_causal or not _is_here(q))
     q = q if factor == 1.0 else q * factor
     if _is_here(q):
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
+        options = {"is_causal": is_causal, "scale": scale}
+        run = _backward_in_float32 if _is_better_in_float32(q) else _backward_on_cpu
+        dq, dk, dv = run(grad_out, q, k, v, out, lse, mask, **options)
     else:
         assert mask is None
         dq, dk, dv = _kernel_cuda.backward(grad_out, q, k, v, out, lse, scale=scale, is_causal=is_causal)
     return dq if factor == 1.0 else dq * factor, dk, dv
+
+
+def _is_better_in_float32(q: Float[Tensor, "B H Q D"]) -> bool:
+    """Whether the backward on CPU is slow in q's dtype, or rounds more often than it has to.
+
+    In float16 it takes ten times as long. It adds dk and dv up in q's dtype, block of rows by block of rows, and with
+    fewer rows blocks are smaller: in bfloat16 its error grows by half, and it is no faster than in float32.
+    """
+    return q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and q.shape[2] < _ROWS_OF_LARGE_BLOCKS)
+
+
+def _backward_in_float32(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, **options: Any
+) -> _Problem:
+    """The same, a few problems at a time, so that what is copied is little."""
+    grads = tuple(torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
+    numbers = 3 * q[:1].numel() + 2 * k[:1].numel()
+    at_once = max(1, _FLOAT32_BYTES // (4 * numbers))
+    for begin in range(0, len(q), at_once):
+        some = slice(begin, begin + at_once)
+        operands = (x[some].float() for x in (grad_out, q, k, v, out))
+        hidden = None if mask is None else (mask[some] if len(mask) > 1 else mask).float()
+        for grad, part in zip(grads, _backward_on_cpu(*operands, lse[some], hidden, **options), strict=True):
+            grad[some] = part
+    return grads[0], grads[1], grads[2]
+
+
+def _backward_on_cpu(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> _Problem:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
 
 
 def _is_here(x: Tensor) -> bool:

@@ -205,7 +205,7 @@ def data_and_sequence(wrapper: str, schedule: str) -> None:
         from torch.distributed.fsdp import fully_shard
 
         for part in (*model.blocks, model):
-            fully_shard(part, mesh=mesh._flatten("all"))
+            fully_shard(part, mesh=line(4))
     held, mine = (
         sharding.positions(mesh["sp"].get_local_rank()),
         slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1),
@@ -269,6 +269,18 @@ def compile_longnet(schedule: str, backend: str) -> None:
     loss_of(eager, tokens, following).backward()
     for found, truth in zip(gradients(model), gradients(eager), strict=True):
         assert_close(found, truth, **TIGHT)
+
+
+def compile_attention(schedule: str) -> None:
+    """Without a sharding, which then follows from the shape."""
+    module = fd.BlockSparseAttention(masks.causal() & masks.longnet(*BRANCHES), mesh=line(), schedule=schedule)
+    q, k, v = torch.randn(3, 1, 4, 10, 8, dtype=torch.float64)
+    assert_close(torch.compile(module, fullgraph=True, backend="eager")(q, k, v), module(q, k, v), **TIGHT)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_traces_without_a_sharding(schedule: str) -> None:
+    on_ranks(2, compile_attention, schedule)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

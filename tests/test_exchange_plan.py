@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding, _chunk_pairs, _dilated_counts
-from flexdilated.distributed._exchange_plan import ExchangePlan
+from flexdilated.distributed._exchange_plan import ExchangePlan, local_indices
 from flexdilated.distributed._token_counts import token_counts
 from flexdilated.masks._needs import needed_keys
 from flexdilated.masks._run_time import Extent, given_tensors, resolve
@@ -65,7 +65,7 @@ def minimum(needed: Tensor, sharding: Sharding) -> Tensor:
 @st.composite
 def shardings(draw: st.DrawFn, tokens: int) -> Sharding:
     """Equal shards and ragged ones, ranks without tokens, more ranks than tokens."""
-    ranks, order = draw(st.sampled_from([1, 2, 3, 4, 5, 7])), draw(st.sampled_from(["contiguous", "zigzag"]))
+    ranks, order = draw(st.sampled_from([2, 3, 4, 5, 7, 2, 3, 1])), draw(st.sampled_from(["contiguous", "zigzag"]))
     if draw(st.booleans()):
         return Sharding(tokens, ranks, order)
     cuts = sorted(draw(st.lists(st.integers(0, tokens), min_size=ranks - 1, max_size=ranks - 1)))
@@ -80,7 +80,8 @@ def manies(draw: st.DrawFn) -> Many:
     here = draw(st.integers(1, total))
     offset = draw(st.integers(0, total - here))
     groups = draw(st.sampled_from([groups for groups in range(1, here + 1) if here % groups == 0]))
-    return Many(twin, draw(shardings(draw(lengths(twin.edges)))), here, groups, offset, total)
+    tokens = draw(st.one_of(lengths(twin.edges), *[st.integers(8, 60)] * 3))
+    return Many(twin, draw(shardings(tokens)), here, groups, offset, total)
 
 
 @given(manies())
@@ -111,7 +112,7 @@ def ladders(draw: st.DrawFn) -> Many:
         twin = Twin(twin.pattern & masks.causal(), oracle.both(twin.rule, oracle.causal()))
     total = draw(st.sampled_from([1, 2, 4, 6]))
     groups = draw(st.sampled_from([groups for groups in range(1, total + 1) if total % groups == 0]))
-    return Many(twin, draw(shardings(draw(st.integers(1, 90)))), total, groups, 0, total)
+    return Many(twin, draw(shardings(draw(st.one_of(st.integers(1, 9), st.integers(8, 90))))), total, groups, 0, total)
 
 
 @given(ladders())
@@ -214,6 +215,28 @@ def test_counts_of_many_ranks(pattern, order):
         ]
         expected = sum(len(keys) for ranges in needed for keys in ranges) if target != source else 0
         assert int(counts[target, source]) == expected
+
+
+def test_squares_of_chunks_are_no_single_chunks(monkeypatch):
+    """Two tokens need two between them, and the first of them one."""
+    monkeypatch.setattr(_chunk_pairs, "_FEW_CHUNKS", 0)
+    counts = token_counts(masks.causal(), Sharding(8, 8), num_heads=1, num_kv_heads=1)
+    assert torch.equal(counts, torch.ones(8, 8, dtype=torch.int64).tril(-1))
+
+
+def test_offsets_differ_where_segments_do_not_begin_at_multiples_of_a_rate():
+    """Chunks do, and one branch's segments of 7 do not: heads 0 and 1 then need different numbers of tokens."""
+    pattern = masks.longnet([4, 7, 28], [1, 1, 4], offsets="contiguous")
+    counts = token_counts(pattern, Sharding(180, 2, "contiguous", [20, 160]), num_heads=2, num_kv_heads=2)
+    assert counts.tolist() == [[0, 5], [20, 0]]
+
+
+def test_indices_in_a_shard_of_two_runs():
+    """Positions 2, 3 and 12, 13 are the tokens 0 to 3 of the second of four ranks."""
+    plan = ExchangePlan.of(masks.every(), Sharding(16, 4, "zigzag"), 1, num_heads=1, num_kv_heads=1)
+    assert plan.sent[0] == ((range(2, 4), range(12, 14)),)
+    assert plan.sent_tokens.tolist() == [0, 1, 2, 3] * 3
+    assert local_indices((range(2, 4), range(12, 14)), (range(3, 13, 9), range(2, 3))).tolist() == [1, 2, 0]
 
 
 def test_heads_that_share_a_kv_head_share_its_tokens():

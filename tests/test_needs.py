@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from math import prod
 
 import pytest
 import torch
@@ -137,6 +138,43 @@ def test_who_asks_nothing_needs_nothing():
     assert needed_keys(masks.causal(), queries=ten, keys=ten, heads=(), num_heads_global=2) == ()
     assert needed_keys(masks.dilated(10, 5, 3), queries=(range(9, 13),), keys=ten, **some) == ()
     assert needed_keys(~masks.every(), queries=ten, keys=ten, **some) == ()
+
+
+ALMOST = [
+    # Eight queries in a row leave out one residue of nine; window after window leaves out every third key.
+    (masks.strided(9), range(4, 12), [key for key in range(100) if key % 9 != 3]),
+    (masks.strided(9), range(4, 13), [*range(100)]),
+    (masks.local_window(left=1, right=0), range(1, 99, 3), [key for key in range(98) if key % 3 != 2]),
+    (masks.local_window(left=1, right=1), range(1, 99, 3), [*range(99)]),
+    (~masks.fixed(16), range(3, 40), [key for key in range(100) if key % 16 != 15]),
+    (masks.blockwise(masks.causal(), 8), range(0, 20, 8), [*range(24)]),
+    (masks.blockwise(masks.strided(2), 8), range(0, 33, 16), [key for key in range(100) if key // 8 % 2 == 0]),
+]
+
+
+@pytest.mark.parametrize("few", [0, 1 << 16])
+@pytest.mark.parametrize(("pattern", "queries", "expected"), ALMOST)
+def test_keys_that_just_miss_a_query(pattern, queries, expected, few, monkeypatch):
+    """One query fewer, or one step more, and a key is not needed any more."""
+    monkeypatch.setattr(_needs_by_boxes, "_FEW_PAIRS", few)
+    monkeypatch.setattr(_needs_by_boxes, "_MOST_PIECES", few)
+    found = needed_keys(pattern, queries=(queries,), keys=(range(100),), heads=[0], num_heads_global=1)
+    assert_found(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("grid", "radius", "rate"),
+    [((100,), 3, 1), ((100,), 2, 7), ((12, 10), 1, (2, 3)), ((12, 10), (0, 4), 1), ((5, 6, 4), (0, 1, 1), (2, 2, 1))],
+)
+def test_needs_on_grids(grid, radius, rate):
+    """Runs within a row, over parts of rows and over whole planes."""
+    tokens = prod(grid)
+    pattern, whole = masks.neighborhood(grid, radius, rate=rate), (range(tokens),)
+    table = dense(pattern, 0, 1, tokens)
+    for first, last in ((0, 1), (3, 5), (13, 16), (7, 41), (24, 72), (0, tokens), (tokens - 3, tokens)):
+        queries = (range(first, last),)
+        found = needed_keys(pattern, queries=queries, keys=whole, heads=[0], num_heads_global=1)
+        assert_found(found, seen_in(table, queries, whole))
 
 
 def test_neighbours_come_as_one_run():

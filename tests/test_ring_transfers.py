@@ -60,7 +60,7 @@ def test_the_next_shard_is_on_its_way_while_one_is_computed_with():
 
 
 def held_by(case: RingCase) -> dict[str, float]:
-    """On a rank: the most that lived at once of what messages carry, in shards, by role; its own shard is its own."""
+    """On a rank: the most that lived at once of what messages carry, in shards; "own" is where its keys come from."""
     live, peak, known = Counter[str](), Counter[str](), set[int]()
     post = _ring_transfers.post
 
@@ -78,8 +78,10 @@ def held_by(case: RingCase) -> dict[str, float]:
         live[role] -= nbytes
 
     def counting(role, ranks, *, send=(), receive=()):
-        for x, _ in receive if role == "keys" else (*send, *receive):
+        for x, _ in receive:
             hold(x, role)
+        for x, _ in send:
+            hold(x, "own" if role == "keys" else role)
         return post(role, ranks, send=send, receive=receive)
 
     with patch.object(_ring_transfers, "post", counting):
@@ -93,7 +95,18 @@ def held_by(case: RingCase) -> dict[str, float]:
 def test_two_shards_of_others_are_held_and_two_of_gradients(W: int):
     """However many ranks there are: the one in use and the next, and those that go back and come back."""
     for peak in on_ranks(W, held_by, a_case(W, 20 * W)):
-        assert peak == {"keys": 2.0, "gradients": 2.0}
+        assert peak == {"keys": 2.0, "gradients": 2.0, "own": 1.0}
+
+
+def test_parts_of_a_shard_are_sent_from_where_they_lie():
+    """In zigzag order a causal rule needs one run of some shards, whole shards of others."""
+    case = a_case(4, 80, "zigzag", masks.causal())
+    (shares,) = zip(*on_ranks(4, run, [case]), strict=True)
+    assert len({share.received["keys"] for share in shares}) > 1
+    for peak in on_ranks(4, held_by, case):
+        assert peak["own"] == 1.0
+        assert peak["keys"] <= 2.0
+        assert peak["gradients"] <= 2.0
 
 
 def leased(case: RingCase) -> tuple[Shares, Shares, Any, Any]:
@@ -162,7 +175,7 @@ def test_a_codec_with_a_bound_is_chosen_by_all_ranks_alike():
 
 
 def failing(case: RingCase, how: str, where: str, when: int) -> Any:
-    """On a rank: rank 1 fails in a pass at its shard number `when`; each tells what it was told and what it has left."""
+    """On a rank: rank 1 fails in a pass at its shard number `when`; each tells what it was told and has left."""
     pool = BufferPool("cpu", threshold_bytes=0)
     compute, shards = getattr(PlacedCall, where), []
 

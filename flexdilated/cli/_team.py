@@ -116,7 +116,7 @@ def own_device(device: str) -> torch.device:
             f"several processes take one accelerator each: --device must name a kind, such as {kind.type}, and a "
             f"machine run at most as many processes as it has of them; got {device}, {processes} processes, {devices}"
         )
-    return torch.device(kind.type, int(os.environ["LOCAL_RANK"]))
+    return torch.device(kind.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 @contextmanager
