@@ -277,6 +277,7 @@ def test_plans_come_from_the_cache():
         (ValueError, "rank must be at most 1; got rank=2", {"rank": 2}),
         (TypeError, "pattern must be a pattern or mixture", {"pattern": "causal"}),
         (ValueError, "needs the run-time tensor 'ids'", {"pattern": masks.documents("ids")}),
+        (ValueError, "a grid of 2x2 holds 4 tokens", {"pattern": masks.neighborhood((2, 2), 0)}),
         (ValueError, "per_head needs one pattern a head; got 1 for 4", {"pattern": masks.per_head([masks.causal()])}),
     ],
 )
@@ -285,3 +286,10 @@ def test_errors_name_the_rule(error, message, changed):
     values |= {"num_heads_global": 4, **changed}
     with pytest.raises(error, match=message):
         ExchangePlan.of(values.pop("pattern"), values.pop("sharding"), values.pop("rank"), **values)
+
+
+def test_counts_raise_the_same_errors():
+    with pytest.raises(ValueError, match="num_kv_heads must divide num_heads"):
+        token_counts(masks.causal(), Sharding(8, 2), num_heads=4, num_kv_heads=3)
+    with pytest.raises(ValueError, match="a grid of 2x2 holds 4 tokens"):
+        token_counts(masks.neighborhood((2, 2), 0), Sharding(8, 2), num_heads=1, num_kv_heads=1)

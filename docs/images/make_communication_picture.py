@@ -10,7 +10,7 @@ import torch
 from flexdilated import masks
 from flexdilated.cli._traffic_picture import save_traffic_picture
 from flexdilated.distributed import Sharding
-from flexdilated.distributed._exchange_plan import token_counts
+from flexdilated.distributed._token_counts import token_counts
 from flexdilated.distributed._volumes import all_gather_tokens
 
 RANKS, TOKENS, HEADS, HEAD_DIM = 8, 1 << 20, 8, 64

@@ -10,12 +10,11 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from flexdilated.masks._cache import cache
-from flexdilated.masks._pattern import Expression
+from flexdilated.masks._pattern import Expression, require_expression
 from flexdilated.masks._ranges import Ranges
 
 from ._kv_needs import KVNeeds
 from ._sharding import Sharding
-from ._token_counts import token_counts as token_counts
 
 # W ranks, S tokens sent, summed over targets and KV heads
 
@@ -51,15 +50,15 @@ class ExchangePlan:
         """The plan of one rank, from the cache if it is there.
 
         Run-time tensors must have their values in place. Raises ValueError for query heads that do not divide into
-        the KV heads or do not lie within num_heads_global, and for a rank outside [0, num_ranks).
+        the KV heads or do not lie within num_heads_global, for a rank outside [0, num_ranks), and where the pattern has
+        no rule for these heads or tokens.
         """
-        needs = KVNeeds.of(pattern, num_heads, num_kv_heads, head_offset, num_heads_global)
-        sharding.ranges(rank)
+        sizes = (num_heads, num_kv_heads, head_offset, num_heads_global)
 
         def build() -> ExchangePlan:
-            return _built(needs, sharding, rank)
+            return _built(KVNeeds.of(pattern, sharding.num_tokens, *sizes), sharding, rank)
 
-        key = ("exchange plan", pattern.text, sharding, rank, *needs.sizes)
+        key = ("exchange plan", require_expression(pattern).text, sharding, rank, *sizes)
         return cache().get(key, build, _nbytes, pattern=pattern.text)
 
     @property
@@ -99,10 +98,10 @@ def local_indices(held: Ranges, positions: Ranges) -> Int64[Tensor, " n"]:
 
 
 def _built(needs: KVNeeds, sharding: Sharding, rank: int) -> ExchangePlan:
-    others = range(sharding.num_ranks)
+    local, others = sharding.ranges(rank), range(sharding.num_ranks)
     received = tuple(needs.by_head(*_pair(sharding, rank, source)) for source in others)
     sent = tuple(needs.by_head(*_pair(sharding, target, rank)) for target in others)
-    return ExchangePlan(received, sent, sharding.ranges(rank))
+    return ExchangePlan(received, sent, local)
 
 
 def _pair(sharding: Sharding, target: int, source: int) -> tuple[Ranges, Ranges]:

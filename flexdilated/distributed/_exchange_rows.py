@@ -34,8 +34,6 @@ def bring_keys(
     found = tuple(x.new_empty(*x.shape[:2], wires.num_keys, x.shape[3]) for x in (k, v))
     for whole, x in zip(found, (k, v), strict=True):
         whole[:, :, :own] = x
-        if wires.is_ragged:
-            whole[:, :, own:] = 0  # what nobody attends to must still be numbers
     rows = [x[:, wires.sent_heads, wires.sent_tokens] for x in (k, v)]
     sizes = wires.num_sent, wires.num_received
     with _swapped(rows, sizes, ranks, codec, pool, role="keys", what="the exchange of keys") as arrived:

@@ -19,15 +19,21 @@ HeadRule = tuple[Pattern, int]  # a rule for one head, and a head that follows i
 class KVNeeds:
     """The keys that queries need in each of this device's KV heads, by the rules of its group of query heads."""
 
-    sizes: tuple[int, ...]  # query heads and KV heads of this device, its first head, heads of all devices
+    num_heads_global: int
     groups: tuple[tuple[HeadRule, ...], ...]  # the distinct rules of each KV head's query heads
     _known: dict[tuple[Asked, ...], Ranges] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, pattern: Expression, num_heads: int, num_kv_heads: int, head_offset: int, num_heads_global: int | None
+        cls,
+        pattern: Expression,
+        num_tokens: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_offset: int,
+        num_heads_global: int | None,
     ) -> KVNeeds:
-        """Raises ValueError for sizes that do not fit, and for run-time tensors without values."""
+        """Raises ValueError for sizes that do not fit each other, or the pattern, and for tensors without values."""
         for leaf in run_time_leaves(require_expression(pattern)):
             raise ValueError(missing(leaf.name))
         require_int("num_heads", num_heads, minimum=1)
@@ -42,14 +48,11 @@ class KVNeeds:
                 f"got num_heads_global={total}"
             )
         pattern.check_heads(total)
+        pattern.check_tokens(range(num_tokens), range(num_tokens))
         size = num_heads // num_kv_heads
         firsts = range(head_offset, head_offset + num_heads, size)
         groups = tuple(tuple(rules_of_heads(pattern, range(at, at + size), total).items()) for at in firsts)
-        return cls((num_heads, num_kv_heads, head_offset, total), groups)
-
-    @property
-    def num_heads_global(self) -> int:
-        return self.sizes[-1]
+        return cls(total, groups)
 
     def by_head(self, queries: Ranges, keys: Ranges) -> tuple[Ranges, ...]:
         """For each KV head the positions among the keys that some of the queries need."""

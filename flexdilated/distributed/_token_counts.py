@@ -47,7 +47,7 @@ def tokens_by_chunk(
     num_heads_global: int | None = None,
 ) -> tuple[Int64[Tensor, "W n"], Chunks]:
     """(how many tokens of each chunk each rank needs, the chunks); those that a rank has itself mean nothing."""
-    needs = KVNeeds.of(pattern, num_heads, num_kv_heads, head_offset, num_heads_global)
+    needs = KVNeeds.of(pattern, sharding.num_tokens, num_heads, num_kv_heads, head_offset, num_heads_global)
     chunks = Chunks.of(sharding)
     groups = Counter(needs.groups)
     dilated = {group: as_branches([rule for rule, _ in group]) for group in groups}

@@ -22,7 +22,8 @@ from ._sharding import Sharding
 class Wires:
     """The keys that a rank attends to stand in one tensor a head: first its own, then what it receives.
 
-    Heads that receive less than others have room to spare at the end. `num_sent` and `num_received` are rows by rank.
+    Heads that receive less than others have room to spare at the end, which nobody reads. `num_sent` and
+    `num_received` are rows by rank.
     """
 
     placement: Placement
@@ -32,7 +33,6 @@ class Wires:
     sent_tokens: Int64[Tensor, " S"]
     received_heads: Int64[Tensor, " R"]
     received_slots: Int64[Tensor, " R"]
-    is_ragged: bool
     _on: dict[torch.device, Wires] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -97,5 +97,4 @@ def _laid(plan: ExchangePlan, own: Ranges, num_kv_heads: int, num_tokens: int) -
         plan.sent_tokens,
         heads,
         slots,
-        len(set(each.sum(0).tolist())) > 1,
     )
