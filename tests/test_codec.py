@@ -270,3 +270,10 @@ def test_report() -> None:
     assert report.mean_error == pytest.approx(report.largest_error / 2)
     assert wire_report(k, k, codec_named(None)).largest_error == 0
     assert math.isnan(wire_report(k, k * NAN, codec_named("int8")).largest_error)
+
+
+def test_rows_beyond_bfloat16_go_as_they_are() -> None:
+    """Finite numbers that no narrower codec can write: "auto" keeps its bound and leaves them alone."""
+    k = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+    assert choose_codec(k, k * 1e200, 0.05).name is None
+    assert choose_codec(k, k, 0.05).name == "int8"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed import DistError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -161,3 +162,52 @@ def test_ranks_that_disagree_are_told_in_what(what: str):
         assert f"disagree in {what}" in text
         assert "rank 0 has" in text
         assert "rank 1 has" in text
+
+
+def compiled_sizes(schedule: str, dynamic: bool | None) -> int:
+    """How many graphs four sizes take, each as exact as without compiling."""
+    where, W = mesh(), dist.get_world_size()
+    graphs = CompileCounterWithBackend("aot_eager")
+
+    def call(q, k, v):
+        return attend(q, k, v, PATTERN, mesh=where, schedule=schedule)
+
+    function = torch.compile(call, fullgraph=True, backend=graphs, dynamic=dynamic)
+    for batch, tokens in ((1, 24), (2, 24), (2, 40), (3, 31)):
+        generator = torch.Generator().manual_seed(dist.get_rank() + W * tokens)
+        tensors = [torch.randn(batch, 4, tokens, 16, generator=generator, requires_grad=True) for _ in range(3)]
+        outs = [each(*tensors) for each in (call, function)]
+        grads = [torch.autograd.grad(out.square().sum(), tensors) for out in outs]
+        for x, y in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
+            assert torch.equal(x, y)
+    return graphs.frame_count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["exchange", "ring", "auto"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_other_sizes_are_other_graphs(schedule: str, dynamic: bool | None):
+    """What is sent is planned for one size: sizes become constants, where torch.compile would leave them open."""
+    assert on_ranks(2, compiled_sizes, schedule, dynamic) == [4, 4]
+
+
+def other_values(schedule: str) -> list[str]:
+    """What this rank is told where the ranks' run-time tensors or wishes for gradients differ."""
+    rank, where, told = dist.get_rank(), mesh(), []
+    tensors = [x.detach() for x in shards(Sharding(N, 2))]
+    visible = masks.visible_keys(torch.arange(N) % 3 != rank) & masks.causal()
+    packed = masks.causal() & masks.documents("ids")
+    ids = {"ids": torch.arange(N) // (5 + rank)}
+    mine = [x.clone().requires_grad_() for x in tensors] if rank == 0 else tensors
+    for given, pattern, bindings in ((tensors, visible, None), (tensors, packed, ids), (mine, PATTERN, None)):
+        with pytest.raises(ValueError, match="disagree") as error:
+            attend(*given, pattern, mesh=where, schedule=schedule, bindings=bindings)
+        told.append(str(error.value))
+    return told
+
+
+@pytest.mark.parametrize("schedule", ["exchange", "ring"])
+def test_values_and_wishes_that_differ_are_told(schedule: str):
+    for told in on_ranks(2, other_values, schedule, timeout=30):
+        for text, what in zip(told, ("visible_keys", "ids", "gradients wanted"), strict=True):
+            assert what in text

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
-from torch.distributed import DistError, ProcessGroup, get_backend_config
+from torch.distributed import DistError, DistNetworkError, ProcessGroup, get_backend_config
 
+from ..masks._pattern import Expression
+from ..masks._run_time import names
 from ._disagreement import as_call, disagreement, named
 from ._group_timeout import timeout_of
 from ._ranks import Ranks, group_of
@@ -43,12 +46,15 @@ class _Checks:
 _checks: WeakKeyDictionary[ProcessGroup, _Checks] = WeakKeyDictionary()
 
 
-def check_agreement(ranks: Ranks, facts: Mapping[str, object]) -> None:
+def check_agreement(
+    ranks: Ranks, facts: Mapping[str, object], once: Callable[[], Mapping[str, object]] | None = None
+) -> None:
     """Compare the facts of all ranks, the first time that these facts come; afterwards it costs a look-up.
 
-    facts: names and hashable values; what counts is how a value is written (`repr`). Every rank must come here in the
-    same order. Raises ValueError, on all ranks, which says which facts differ and who has what; DistError if not all
-    ranks have come within the group's timeout.
+    facts: names and hashable values; what counts is how a value is written (`repr`). once: more facts, which are dear
+    to know, or may change later, and are compared that first time only. Every rank must come here in the same order.
+    Raises ValueError, on all ranks, which says which facts differ and who has what; DistError if not all ranks have
+    come within the group's timeout.
     """
     group = group_of(ranks.name)
     checks = _checks.setdefault(group, _Checks())
@@ -57,10 +63,22 @@ def check_agreement(ranks: Ranks, facts: Mapping[str, object]) -> None:
         return
     place = checks.next_place
     checks.count += 1
-    verdict = _verdict(ranks, place, digest, written)
+    first, written = _written((*facts.items(), *once().items())) if once is not None else (digest, written)
+    try:
+        verdict = _verdict(ranks, place, first, written)
+    except DistNetworkError as error:
+        raise DistError(
+            f"rank {ranks.rank} of {ranks.size}: the check that all ranks make the same call failed: the process that "
+            "keeps the group's store does not answer any more; it may have died"
+        ) from error
     if verdict != _AGREED:
         raise ValueError(verdict)
     checks.agreed.add(digest)
+
+
+def values_of(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, object]:
+    """The values of a pattern's run-time tensors, told by a digest; the tensors come in the order of their names."""
+    return {f"run-time tensor {name!r}": _told(x) for name, x in zip(names(pattern), tensors, strict=True)}
 
 
 def begun_elsewhere(ranks: Ranks) -> str:
@@ -94,6 +112,11 @@ def _backends(group: str) -> str:
 
 # torch.compile takes it as a constant, as it does the ranks: it cannot trace the look-up of a group.
 _backends._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _told(x: Tensor) -> str:
+    values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{tuple(x.shape)} of {x.dtype} with digest {blake2b(values, digest_size=8).hexdigest()}"
 
 
 @lru_cache(maxsize=1024)

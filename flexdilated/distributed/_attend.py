@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import index
 from typing import Any, Literal, overload
 
 import torch
@@ -16,11 +17,11 @@ from .._placed_call import placed_engine
 from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
 from ..masks import Mixture, Pattern
 from ..masks._block_mask import block_sides
-from ..masks._check import require_choice
+from ..masks._check import require_bool, require_choice
 from ..masks._json import read_text
 from ..masks._pattern import Expression, require_expression
 from ..masks._run_time import Extent, names, resolve
-from ._agreement import check_agreement
+from ._agreement import check_agreement, values_of
 from ._check_shards import check_shards, equal_shards
 from ._codec import codec_named
 from ._codec_choice import CodecChoice, check_codec
@@ -130,24 +131,29 @@ def attend(
     """
     require_expression(pattern)
     require_choice("schedule", schedule, _SCHEDULES)
+    require_bool("enable_gqa", enable_gqa)
+    require_bool("return_lse", return_lse)
     q, k, v = autocast(q, k, v)
     ranks = Ranks.of(mesh)
     shards = _equal_shards(q, ranks) if sharding is None else sharding
     check_shards(q, k, v, ranks=ranks, sharding=shards, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
     where = {"head_offset": head_offset, "num_heads_global": num_heads_global}
-    heads = check_sizes(pattern, q, q_offset=0, k_offset=0, **where)
+    heads = index(check_sizes(pattern, q, q_offset=0, k_offset=0, **where))
     tensors = run_time_tensors(pattern, bindings)
     check_codec(codec, error_bound, q.dtype)
     chosen = _named(schedule, q, k, pattern, tensors, shards, head_offset, heads, codec)
     needs_lse = return_lse or chosen == "ring"
     options: dict[str, Any] = {"engine": _engine(engine, q, k, v, pattern, head_offset, sinks, needs_lse)}
-    options |= {"scale": resolve_scale(scale, q.shape[-1]), "head_offset": head_offset, "num_heads_global": heads}
-    options |= {"sharding": shards, "codec": codec, "error_bound": error_bound}
+    options |= {"scale": resolve_scale(scale, index(q.shape[-1])), "sharding": shards}
+    options |= {"head_offset": head_offset, "num_heads_global": heads, "codec": codec, "error_bound": error_bound}
     sides = () if block_size is None else block_sides(block_size)
     name_of(pool)  # a value that is none is answered before anything is sent
-    facts = _facts(q, k, pattern, schedule, sinks is not None, options)
-    _agree(ranks.name, ranks.size, ranks.rank, ranks.device_type, facts)
+    facts = _facts(q, k, v, sinks, pattern, schedule, options)
+    if torch.compiler.is_compiling():
+        _agree(ranks.name, ranks.size, ranks.rank, ranks.device_type, facts)
+    else:
+        check_agreement(ranks, _named_facts(facts), once=lambda: values_of(pattern, tensors))
     options |= {"ranks": ranks, "sinks": sinks, "bindings": tensors, "block_size": sides, "pool": pool}
     if chosen == "ring":
         out, lse = ring(q, k, v, pattern, **options)
@@ -181,35 +187,46 @@ def _engine(
 def _facts(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
     pattern: Pattern | Mixture,
     schedule: str,
-    has_sinks: bool,
     options: Mapping[str, Any],
 ) -> tuple[tuple[str, object], ...]:
-    """What all ranks must have alike for their messages to fit, as plain values."""
+    """What all ranks must have alike for their messages to fit, as plain values.
+
+    Sizes become constants where torch.compile traces them: a graph is made for one size, as messages are.
+    """
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     return (
         ("schedule", schedule),
         ("pattern", pattern.text),
         ("sharding", options["sharding"].numbers()),
-        ("batch", int(q.shape[0])),
-        ("heads", int(q.shape[1])),
-        ("key/value heads", int(k.shape[1])),
-        ("head dim", int(q.shape[3])),
+        ("batch", index(q.shape[0])),
+        ("heads", index(q.shape[1])),
+        ("key/value heads", index(k.shape[1])),
+        ("head dim", index(q.shape[3])),
         ("dtype", str(q.dtype)),
         ("head_offset", options["head_offset"]),
         ("num_heads_global", options["num_heads_global"]),
         ("scale", options["scale"]),
         ("codec", options["codec"]),
         ("error_bound", options["error_bound"]),
-        ("sinks", has_sinks),
+        ("sinks", sinks is not None),
+        ("gradients wanted", wanted),
     )
 
 
 def _agree(name: str, size: int, rank: int, device_type: str, facts: tuple[tuple[str, object], ...]) -> None:
+    check_agreement(Ranks(name, size, rank, device_type), _named_facts(facts))
+
+
+def _named_facts(facts: tuple[tuple[str, object], ...]) -> dict[str, object]:
+    """The facts as people read them."""
     named = dict(facts)
     numbers = named["sharding"]
     assert isinstance(numbers, tuple)
-    check_agreement(Ranks(name, size, rank, device_type), named | {"sharding": Sharding.of(numbers)})
+    return named | {"sharding": Sharding.of(numbers)}
 
 
 def _named(
@@ -227,7 +244,7 @@ def _named(
     if schedule != "auto":
         return "ring" if schedule == "ring" else "exchange"
     coded = codec_named(None if codec == "auto" else codec)  # what "auto" will find is not known yet
-    sizes = (int(q.shape[0]), int(q.shape[1]), int(k.shape[1]), int(q.shape[3]))
+    sizes = (index(q.shape[0]), index(q.shape[1]), index(k.shape[1]), index(q.shape[3]))
     row_bytes = coded.row_bytes(sizes[-1], q.dtype)
     where = (sharding.numbers(), sizes, q.dtype, row_bytes, head_offset, num_heads_global)
     if not bindings:

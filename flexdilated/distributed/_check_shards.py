@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import index
+
 from torch import Tensor
 
 from .._validate import check_tensors
@@ -36,6 +38,7 @@ def check_sharding(sharding: object, ranks: Ranks) -> Sharding:
 
 def equal_shards(length: int, ranks: Ranks) -> Sharding:
     """What no sharding stands for where a rank has this many tokens: all have as many, rank by rank."""
+    length = index(length)  # a constant of a compiled graph
     if not length:
         raise ValueError("without a sharding all ranks hold as many tokens; a rank without any needs a `Sharding`")
     return Sharding(length * ranks.size, ranks.size)

@@ -26,6 +26,8 @@ _INT8_ERROR = 0.50001 / 127
 
 def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtype) -> None:
     """Raises ValueError or TypeError for a choice that is none, and for rows that it cannot write."""
+    if codec is not None and not isinstance(codec, str):
+        raise TypeError(f"codec must be a name or None; got {type(codec).__name__}")
     if codec == "auto":
         if not isinstance(error_bound, int | float) or not 0 < error_bound < 1:
             raise ValueError(f'codec "auto" needs an error_bound above 0 and below 1; got {error_bound!r}')
@@ -44,14 +46,15 @@ def choose_codec(
 
     All ranks must call it, with the same bound and dtype, and get the same answer: they compare one number, in one
     collective of 8 bytes, unless int8 could not keep the bound whatever the rows. ranks=None: this process alone. A row
-    that is not finite rules out int8; bf16 needs numbers within bfloat16's range.
+    that is not finite, or beyond float32's range, is sent as it is.
     """
     rounding = torch.finfo(k.dtype).eps / 2 if k.dtype.itemsize == 2 else 0.0  # what is decoded is of this dtype again
     largest_peak = (error_bound - rounding) / _INT8_ERROR
-    if largest_peak >= 1 and _peak_of_all(max(row_peak(k), row_peak(v)), ranks) <= largest_peak:
+    peak = _peak_of_all(max(row_peak(k), row_peak(v)), ranks) if largest_peak >= 1 else 1.0
+    if peak <= largest_peak:
         return codec_named("int8")
     wider = k.dtype.itemsize > torch.bfloat16.itemsize
-    return codec_named("bf16" if wider and error_bound >= _BF16_ERROR else None)
+    return codec_named("bf16" if wider and error_bound >= _BF16_ERROR and peak < math.inf else None)
 
 
 def codec_for(

@@ -51,7 +51,10 @@ class KVNeeds:
         pattern.check_tokens(range(num_tokens), range(num_tokens))
         size = num_heads // num_kv_heads
         firsts = range(head_offset, head_offset + num_heads, size)
-        groups = tuple(tuple(rules_of_heads(pattern, range(at, at + size), total).items()) for at in firsts)
+        # Groups with the same rules are equal: each rule goes with the first of all heads that follows it.
+        follower = rules_of_heads(pattern, range(head_offset, head_offset + num_heads), total)
+        rules = (rules_of_heads(pattern, range(at, at + size), total) for at in firsts)
+        groups = tuple(tuple((rule, follower[rule]) for rule in each) for each in rules)
         return cls(total, groups)
 
     def by_head(self, queries: Ranges, keys: Ranges) -> tuple[Ranges, ...]:

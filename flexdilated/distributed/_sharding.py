@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import index
 from typing import Literal, get_args
 
 import torch
@@ -56,7 +57,7 @@ class Sharding:
 
     def numbers(self) -> tuple[int, ...]:
         """All of it as integers, for a custom op; `of` reads them."""
-        return (self.num_tokens, _ORDERS.index(self.order), *self.lengths)
+        return (index(self.num_tokens), _ORDERS.index(self.order), *[index(length) for length in self.lengths])
 
     @property
     def lengths(self) -> tuple[int, ...]:

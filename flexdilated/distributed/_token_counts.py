@@ -69,7 +69,7 @@ def _of_group(group: tuple[HeadRule, ...], needs: KVNeeds, chunks: Chunks) -> In
         every |= chunks.by_target(full)
         for target, source in doubtful.tolist():
             doubts[int(chunks.rank[target]), source].append(((rule, head), chunks.runs[target]))
-    tokens[every] = chunks.length.expand_as(tokens)[every]
+    torch.where(every, chunks.length, tokens, out=tokens)
     for (rank, source), asked in doubts.items():
         if rank != int(chunks.rank[source]) and not every[rank, source]:
             tokens[rank, source] = sum(map(len, needs.of_any(asked, (chunks.runs[source],))))
