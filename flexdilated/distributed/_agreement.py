@@ -115,7 +115,7 @@ _backends._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _told(x: Tensor) -> str:
-    values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{tuple(x.shape)} of {x.dtype} with digest {blake2b(values, digest_size=8).hexdigest()}"
 
 
