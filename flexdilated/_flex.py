@@ -177,9 +177,7 @@ def _step(
     )
 
 
-def _picks(
-    term: Term, plan: Plan, groups: int, placement: Placement | None, device: torch.device
-) -> tuple[Pick, Pick]:
+def _picks(term: Term, plan: Plan, groups: int, placement: Placement | None, device: torch.device) -> tuple[Pick, Pick]:
     """How queries and keys are picked from tensors of all tokens, or of those that are held."""
     if placement is not None:
         queries, keys = query_side(term), key_side(term, placement, groups)

@@ -154,9 +154,10 @@ def _backward_in_float32(
     at_once = max(1, _FLOAT32_BYTES // (4 * numbers))
     for begin in range(0, len(q), at_once):
         some = slice(begin, begin + at_once)
-        operands = (x[some].float() for x in (grad_out, q, k, v, out))
+        few_grads, *few = (x[some].float() for x in (grad_out, q, k, v, out))
         hidden = None if mask is None else (mask[some] if len(mask) > 1 else mask).float()
-        for grad, part in zip(grads, _backward_on_cpu(*operands, lse[some], hidden, **options), strict=True):
+        found = _backward_on_cpu(few_grads, few[0], few[1], few[2], few[3], lse[some], hidden, **options)
+        for grad, part in zip(grads, found, strict=True):
             grad[some] = part
     return grads[0], grads[1], grads[2]
 
