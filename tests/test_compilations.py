@@ -68,9 +68,9 @@ def runs_of_tiles(monkeypatch) -> list[int]:
     runs: list[int] = []
     run_forward = _tiles_op.run_forward
 
-    def noted(program, q, *rest):
+    def noted(program, q, *rest, **options):
         runs.append(q.shape[2])
-        return run_forward(program, q, *rest)
+        return run_forward(program, q, *rest, **options)
 
     monkeypatch.setattr(_tiles_op, "run_forward", noted)
     return runs

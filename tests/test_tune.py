@@ -79,9 +79,9 @@ def sides_run(monkeypatch) -> list[int]:
     sides: list[int] = []
     real = _tiles_op.run_forward
 
-    def run_forward(program, *given):
+    def run_forward(program, *given, **options):
         sides.extend(step.calls.shape[2] for step in program.steps if step.calls is not None)
-        return real(program, *given)
+        return real(program, *given, **options)
 
     monkeypatch.setattr(_tiles_op, "run_forward", run_forward)
     return sides
