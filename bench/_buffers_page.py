@@ -18,8 +18,8 @@ def buffers_parts(results: Path) -> dict[str, str]:
     """The parts between the page's marks; empty where nothing has been measured yet."""
     parts: dict[str, tuple[str, Callable[[Document], str]]] = {
         "reuse": ("D6.json", _reuse),
-        "single buffers": ("D6.json", _single_buffers),
-        "pool claims": ("D6.json", _claims),
+        "single buffers": ("pool.json", _single_buffers),
+        "pool claims": ("pool.json", _claims),
         "codec bytes": ("codec.json", _bytes),
         "codec errors": ("codec.json", _errors),
         "codec choice": ("codec.json", _choice),

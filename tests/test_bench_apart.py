@@ -15,10 +15,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A process within a process, as for a peak of memory; the inner one writes down who they are and works on.
 ASK = """
+import signal
 import sys
 from tests.test_bench_apart import outer
 from bench._apart import run_apart
 if __name__ == "__main__":
+    # Who starts the tests in the background may have them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run_apart(outer, sys.argv[1])
 """
 
