@@ -139,8 +139,8 @@ def flash_backward(
 def _is_better_in_float32(q: Float[Tensor, "B H Q D"]) -> bool:
     """Whether the backward on CPU is slow in q's dtype, or rounds more often than it has to.
 
-    In float16 it takes ten times as long. It adds dk and dv up in q's dtype, block of rows by block of rows, and with
-    fewer rows blocks are smaller: in bfloat16 its error grows by half, and it is no faster than in float32.
+    PyTorch's kernel for float16 is slow. Each adds dk and dv up in q's dtype, block of rows by block of rows, and with
+    few rows blocks are smaller: the error of bfloat16 grows, while its kernel is no faster than that of float32.
     """
     return q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and q.shape[2] < _ROWS_OF_LARGE_BLOCKS)
 

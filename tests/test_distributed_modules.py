@@ -332,7 +332,10 @@ REFUSED = {
     ),
     "a mesh of two": (lambda mesh: longnet(mesh=init_device_mesh("cpu", (1, 2))), "mesh must have one dimension"),
     "no mesh at all": (lambda mesh: longnet(mesh=2), "mesh must be a torch.distributed DeviceMesh; got int"),
-    "sharding": (lambda mesh: longnet(mesh=mesh, sharding=[4, 4]), "sharding must be a distributed.Sharding"),
+    "sharding": (
+        lambda mesh: longnet(mesh=mesh, sharding=[4, 4]),
+        "a flexdilated.distributed.Sharding or None; got list",
+    ),
     "other ranks": (lambda mesh: longnet(mesh=mesh, sharding=Sharding(N, 3)), "over the ranks of the mesh, 2; got 3"),
     "pool": (lambda mesh: longnet(mesh=mesh, pool="big"), 'pool must be None, a BufferPool or "auto"'),
     "pool of heads": (

@@ -20,7 +20,6 @@ from ..masks._block_mask import block_sides
 from ..masks._check import require_bool, require_choice
 from ..masks._json import read_text
 from ..masks._pattern import Expression, require_expression
-from ..masks._run_time import Extent, names, resolve
 from ._agreement import check_agreement, values_of
 from ._check_shards import check_shards, equal_shards
 from ._codec import codec_named
@@ -31,6 +30,7 @@ from ._ranks import Ranks
 from ._ring import ring
 from ._schedule import Schedule, choose_schedule
 from ._sharding import Sharding
+from ._whole_rule import whole_rule
 
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim
 
@@ -254,9 +254,7 @@ def _named(
             "schedule='auto' counts with the values of run-time tensors, which a graph being compiled does not have: "
             "name 'exchange' or 'ring'"
         )
-    tokens = sharding.num_tokens
-    rule = resolve(pattern, dict(zip(names(pattern), bindings, strict=True)), Extent(tokens, tokens))
-    return _best(rule, *where)
+    return _best(whole_rule(pattern.text, bindings, sharding.num_tokens), *where)
 
 
 def _counted(pattern: str, *where: Any) -> Schedule:

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from .._placed_call import PlacedCall, WholeRows
-from ..masks._json import read_text
-from ..masks._pattern import Expression
-from ..masks._run_time import Extent, names, resolve
 from ._codec import gradient_codec
 from ._codec_choice import CodecChoice, codec_for
 from ._exchange_rows import bring_keys, return_gradients
 from ._pools import pool_named
 from ._ranks import Ranks, group_of
 from ._sharding import Sharding
+from ._whole_rule import whole_rule
 from ._wires import Wires
 
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, M own and received tokens, D head dim
@@ -42,50 +40,39 @@ class ExchangeCall:
     error_bound: float
     pool: str
 
-    def ranks(self, q: Tensor) -> Ranks:
-        group = group_of(self.group)
-        return Ranks(self.group, group.size(), group.rank(), q.device.type)
-
-    def rule(self, bindings: Sequence[Tensor]) -> Expression:
-        """The pattern with the values of its run-time tensors in place."""
-        pattern, tokens = read_text(self.pattern), self.sharding[0]
-        return resolve(pattern, dict(zip(names(pattern), bindings, strict=True)), Extent(tokens, tokens))
-
     def wires(self, num_heads: int, num_kv_heads: int, bindings: Sequence[Tensor]) -> Wires:
         """Which rows go where, for these values of the run-time tensors."""
         heads = {"head_offset": self.head_offset, "num_heads_global": self.num_heads_global}
         split, rank = Sharding.of(self.sharding), group_of(self.group).rank()
-        return Wires.of(self.rule(bindings), split, rank, num_heads=num_heads, num_kv_heads=num_kv_heads, **heads)
+        rule = whole_rule(self.pattern, bindings, split.num_tokens)
+        return Wires.of(rule, split, rank, num_heads=num_heads, num_kv_heads=num_kv_heads, **heads)
 
     def placed(self, wires: Wires) -> PlacedCall:
         """Attention of this rank's queries to its own and the received keys."""
         where = (self.head_offset, self.num_heads_global)
         return PlacedCall(self.pattern, wires.placement, self.scale, *where, self.engine, self.sides)
 
-    def bring(self, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def bring(self, k: Tensor, v: Tensor, wires: Wires) -> tuple[Tensor, Tensor]:
         """(k, v) with those that this rank's queries need of other ranks."""
-        wires, ranks = self.wires(q.shape[1], k.shape[1], bindings), self.ranks(q)
+        ranks = Ranks.named(self.group, k.device.type)
         codec = codec_for(self.codec, self.error_bound, k, v, ranks)
         return bring_keys(k, v, wires, ranks, codec, pool_named(self.pool, k.device))
 
-    def give_back(
-        self, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, bindings: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def give_back(self, own_k: Tensor, own_v: Tensor, dk: Tensor, dv: Tensor, wires: Wires) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's own k and v, in float32 or wider, from those of own and received keys."""
-        wires, ranks = self.wires(q.shape[1], dk.shape[1], bindings), self.ranks(q)
-        own = slice(q.shape[2])
-        codec = gradient_codec(codec_for(self.codec, self.error_bound, k[:, :, own], v[:, :, own], ranks), dk.dtype)
-        return return_gradients(dk, dv, q.shape[2], wires, ranks, codec, pool_named(self.pool, dk.device))
+        ranks = Ranks.named(self.group, dk.device.type)
+        codec = gradient_codec(codec_for(self.codec, self.error_bound, own_k, own_v, ranks), dk.dtype)
+        return return_gradients(dk, dv, own_k.shape[2], wires, ranks, codec, pool_named(self.pool, dk.device))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(out, lse, and the own and received keys and values)."""
-        found = self.bring(q, k, v, bindings)
+        wires = self.wires(q.shape[1], k.shape[1], bindings)
+        found = self.bring(k, v, wires)
         if not q.shape[2]:
             return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_wide(q)), *found
-        placed = self.placed(self.wires(q.shape[1], k.shape[1], bindings))
-        out, lse = placed.forward(q, *found, sinks, bindings)
+        out, lse = self.placed(wires).forward(q, *found, sinks, bindings)
         assert lse is not None
         return out, lse, *found
 
@@ -93,12 +80,13 @@ class ExchangeCall:
         self, q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], whole: WholeRows
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this rank's own tensors; k and v are own and received ones."""
+        wires = self.wires(q.shape[1], k.shape[1], bindings)
         if q.shape[2]:
-            placed = self.placed(self.wires(q.shape[1], k.shape[1], bindings))
-            dq, dk, dv = placed.backward(q, k, v, bindings, whole)
+            dq, dk, dv = self.placed(wires).backward(q, k, v, bindings, whole)
         else:
             dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        dk, dv = self.give_back(q, k, v, dk, dv, bindings)
+        own_k, own_v = (x[:, :, : q.shape[2]] for x in (k, v))
+        dk, dv = self.give_back(own_k, own_v, dk, dv, wires)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def traced(

@@ -102,7 +102,8 @@ def exchange_keys_op(
 ) -> tuple[Tensor, Tensor]:
     """(k, v) with those that the queries need of other ranks; of q only its shape is used."""
     heads, sending = (head_offset, num_heads_global), (sharding, group, codec, error_bound, pool)
-    return _call(pattern, scale, *heads, engine, block_size, *sending).bring(q, k, v, bindings)
+    call = _call(pattern, scale, *heads, engine, block_size, *sending)
+    return call.bring(k, v, call.wires(q.shape[1], k.shape[1], bindings))
 
 
 @exchange_keys_op.register_fake
@@ -132,7 +133,8 @@ def exchange_keys_backward_op(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's own k and v from those of own and received ones."""
     heads, sending = (head_offset, num_heads_global), (sharding, group, codec, error_bound, pool)
-    found = _call(pattern, scale, *heads, engine, block_size, *sending).give_back(q, k, v, dk, dv, bindings)
+    call = _call(pattern, scale, *heads, engine, block_size, *sending)
+    found = call.give_back(k, v, dk, dv, call.wires(q.shape[1], k.shape[1], bindings))
     return found[0].to(dk.dtype), found[1].to(dv.dtype)
 
 

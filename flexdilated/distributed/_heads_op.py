@@ -39,7 +39,7 @@ def tokens_to_heads(
     """
     rank, split, tensors = _read(heads, sharding, group)
     if pattern:
-        check_agreement(_ranks(group, shards[0]), _facts(shards, split, pattern))
+        check_agreement(Ranks.named(group, shards[0].device.type), _facts(shards, split, pattern))
     wholes = [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
     _swap(_of_shards(shards, tensors, split, rank), _of_wholes(wholes, split), like=shards[0], group=group, add=False)
     return wholes
@@ -121,11 +121,6 @@ def _decoded(heads: tuple[int, ...], sharding: tuple[int, ...]) -> tuple[Shardin
     return split, tuple(tuple(each[i : i + W]) for i in range(0, len(each), W))
 
 
-def _ranks(group: str, like: Tensor) -> Ranks:
-    found = group_of(group)
-    return Ranks(group, found.size(), found.rank(), like.device.type)
-
-
 def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str) -> dict[str, object]:
     """What all ranks must have alike for their messages to fit."""
     batch, heads, _, head_dim = shards[0].shape
@@ -170,7 +165,7 @@ def _of_wholes(wholes: Sequence[Tensor], split: Sharding) -> Pieces:
 
 def _swap(sources: Pieces, targets: Pieces, *, like: Tensor, group: str, add: bool) -> None:
     """Copy the pieces for each rank to its targets, or add them there, in the order of the ranks: one all-to-all."""
-    ranks = _ranks(group, like)
+    ranks = Ranks.named(group, like.device.type)
     sizes, expected = (
         [0 if peer == ranks.rank else sum(piece.numel() for piece in pieces) for peer, pieces in enumerate(side)]
         for side in (sources, targets)

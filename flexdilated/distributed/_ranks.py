@@ -34,6 +34,12 @@ class Ranks:
             raise ValueError("this process is not among the ranks of the mesh")
         return _ranks_of(mesh)
 
+    @classmethod
+    def named(cls, name: str, device_type: str) -> Ranks:
+        """The ranks of a process group, which an op is given by name."""
+        group = group_of(name)
+        return cls(name, group.size(), group.rank(), device_type)
+
     @property
     def others(self) -> tuple[int, ...]:
         """All ranks but this one."""

@@ -9,17 +9,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .._call_key import CallKey
 from .._placed_call import PlacedCall
-from .._run_time_rules import rules_of
-from ..masks._json import read_text
-from ..masks._pattern import Expression
 from ..masks._placement import Placement
 from ._codec import Codec
 from ._pool import BufferPool
 from ._ranks import Ranks
 from ._ring_plan import Part, Turn, turns_of
 from ._sharding import Sharding
+from ._whole_rule import whole_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,18 +43,8 @@ class RingCall:
     @cached_property
     def turns(self) -> tuple[Turn, ...]:
         heads = range(self.head_offset, self.head_offset + self.num_heads)
-        return turns_of(self._rule, self.sharding, self.ranks.rank, heads=heads, num_heads_global=self.num_heads_global)
-
-    @property
-    def _rule(self) -> Expression:
-        """The pattern, with the values of its run-time tensors in place."""
-        if not self.bindings:
-            return read_text(self.pattern)
-        tokens, heads = self.sharding.num_tokens, self.num_heads
-        whole = CallKey(
-            self.pattern, heads, heads, tokens, tokens, 0, 0, self.head_offset, self.num_heads_global, 1, ()
-        )
-        return rules_of(whole, self.bindings)
+        rule = whole_rule(self.pattern, self.bindings, self.sharding.num_tokens)
+        return turns_of(rule, self.sharding, self.ranks.rank, heads=heads, num_heads_global=self.num_heads_global)
 
     @cached_property
     def own(self) -> Part:

@@ -10,7 +10,7 @@ from .._sinks import sinks_gradient
 from ..masks._json import kept_functions, read_text
 from ._codec_choice import codec_for
 from ._pools import pool_named
-from ._ranks import Ranks, group_of
+from ._ranks import Ranks
 from ._ring_call import RingCall
 from ._ring_passes import run_backward, run_forward
 from ._sharding import Sharding
@@ -98,8 +98,7 @@ def _call(
     error_bound: float,
     pool: str,
 ) -> RingCall:
-    processes = group_of(group)
-    ranks = Ranks(group, processes.size(), processes.rank(), q.device.type)
+    ranks = Ranks.named(group, q.device.type)
     return RingCall(
         ranks,
         Sharding.of(sharding),

@@ -15,7 +15,7 @@ from ._sharding import Sharding
 @torch.library.custom_op("flexdilated::all_tokens", mutates_args=())
 def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     """The whole sequence along dim, in order, from this rank's tokens and the others'."""
-    split, ranks = Sharding.of(sharding), _ranks(group, x)
+    split, ranks = Sharding.of(sharding), Ranks.named(group, x.device.type)
     _check(ranks, "unshard", x, dim, split)
     own = x.movedim(dim, 0).contiguous()
     whole = own.new_empty(split.num_tokens, *own.shape[1:])
@@ -33,7 +33,7 @@ def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
 @torch.library.custom_op("flexdilated::own_tokens_sum", mutates_args=())
 def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     """This rank's tokens of the sum of all ranks' wholes, added in the order of the ranks."""
-    split, ranks = Sharding.of(sharding), _ranks(group, whole)
+    split, ranks = Sharding.of(sharding), Ranks.named(group, whole.device.type)
     _check(ranks, "the gradient of unshard", whole, dim, split)
     rows = whole.movedim(dim, 0).contiguous()
     runs = split.ranges(ranks.rank)
@@ -71,11 +71,6 @@ all_tokens.register_autograd(
 own_tokens_sum.register_autograd(
     lambda ctx, grad: (all_tokens(grad, *ctx.options), None, None, None), setup_context=_remember
 )
-
-
-def _ranks(group: str, x: Tensor) -> Ranks:
-    found = group_of(group)
-    return Ranks(group, found.size(), found.rank(), x.device.type)
 
 
 def _check(ranks: Ranks, call: str, x: Tensor, dim: int, split: Sharding) -> None:

@@ -47,19 +47,15 @@ class OverRanks:
     ranks: Ranks = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        from ..distributed import Sharding
+        from ..distributed._check_shards import check_sharding
         from ..distributed._codec_choice import check_codec
         from ..distributed._pools import name_of
         from ..distributed._ranks import Ranks
 
         require_choice("schedule", self.schedule, SCHEDULES)
         object.__setattr__(self, "ranks", Ranks.of(self.mesh))
-        if self.sharding is not None and not isinstance(self.sharding, Sharding):
-            raise TypeError(f"sharding must be a distributed.Sharding or None; got {type(self.sharding).__name__}")
-        if self.sharding is not None and self.sharding.num_ranks != self.ranks.size:
-            raise ValueError(
-                f"the sharding must be over the ranks of the mesh, {self.ranks.size}; got {self.sharding.num_ranks}"
-            )
+        if self.sharding is not None:
+            check_sharding(self.sharding, self.ranks)
         check_codec(self.codec, self.error_bound, torch.float32)
         name_of(self.pool)
         if self.schedule == "heads" and not self.codec is self.pool is None:
