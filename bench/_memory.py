@@ -26,12 +26,13 @@ def _peak(prepare: Callable[..., Callable[[], object]], args: tuple[Any, ...]) -
 def peak_here(work: Callable[[], object]) -> int:
     """The same of work in this process, which should be a fresh one."""
     (_PROC / "clear_refs").write_text("5")  # resets the mark to what is resident now
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     work()
-    return _status("VmHWM") - before
+    return status_bytes("VmHWM") - before
 
 
-def _status(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """A field of the kernel's account of this process, such as VmRSS: what is resident now."""
     for line in (_PROC / "status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:

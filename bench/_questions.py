@@ -19,6 +19,7 @@ from . import (
     bench_fits,
     bench_flex_natural,
     bench_forward,
+    bench_fuzz,
     bench_linear_time,
     bench_mask_build,
     bench_memory,
@@ -31,6 +32,7 @@ from . import (
     bench_rank_accuracy,
     bench_ring_memory,
     bench_roofline,
+    bench_soak,
     bench_sweep,
     bench_training,
     bench_work_balance,
@@ -80,9 +82,11 @@ QUESTIONS: dict[str, Question] = {
         "first_step": bench_first_step,
         "claims": bench_claims,
         "fits": bench_fits,
+        "fuzz": bench_fuzz,
         "pool": bench_pool_pays,
         "packing": bench_packing,
         "roofline": bench_roofline,
+        "soak": bench_soak,
         "sweep": bench_sweep,
     }.items()
 }

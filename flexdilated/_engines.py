@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
@@ -9,6 +11,7 @@ from torch.autograd.forward_ad import unpack_dual
 from ._flex import missing_compiler
 from ._score_mod import ScoreMod, probe
 from .masks import Mixture, Pattern
+from .masks._debug_log import in_line, is_told, log
 
 ENGINES = ("flex", "tiles", "reference")
 _MIN_FLEX_HEAD_DIM = 16  # FlexAttention's Triton kernels
@@ -51,7 +54,22 @@ def choose_engine(
         reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse)
     if reason is not None:
         raise ValueError(reason)
+    # Where a graph is traced, nobody is told: the log would break it.
+    if not torch.compiler.is_compiling() and is_told():
+        why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
+        _tell(f"engine {chosen!r}, {why}: {_call_text(q, k, pattern)}")
     return chosen
+
+
+@lru_cache(maxsize=4096)
+def _tell(line: str) -> None:
+    """Once for calls that are alike: every layer of every step would say the same."""
+    log.debug(line)
+
+
+def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
+    sizes = f"{q.shape[1]} heads, {q.shape[2]} queries, {k.shape[2]} keys, head dim {q.shape[3]}"
+    return f"{in_line(pattern)}, {sizes}, {q.dtype} on {q.device}"
 
 
 def _has_tangent(*inputs: Tensor) -> bool:

@@ -36,7 +36,7 @@ def _places(bound: Bound, device: torch.device) -> tuple[Tensor, Tensor, Tensor,
     return b, h, q, k
 
 
-def _modified(scores: Float[Tensor, "B H N M"], score_mod: ScoreMod, bound: Bound) -> Float[Tensor, "B H N M"]:
+def modified_scores(scores: Float[Tensor, "B H N M"], score_mod: ScoreMod, bound: Bound) -> Float[Tensor, "B H N M"]:
     """score_mod of every score, of which it sees one at a time, as in FlexAttention."""
 
     def each(*one: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def reference_attention(
     keys, values = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
     scores = (q.double() @ keys.transpose(-1, -2)) * scale
     if score_mod is not None:
-        scores = _modified(scores, score_mod, bound)
+        scores = modified_scores(scores, score_mod, bound)
     times = multiplicity(bound, q.device)
     scores = (scores + times.clamp(min=1).double().log()).masked_fill(times == 0, -torch.inf)
     if sinks is not None:

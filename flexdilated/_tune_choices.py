@@ -16,6 +16,7 @@ from ._call_key import CallKey
 from ._tune import Trials, measure
 from ._tune_trial import Inputs
 from .masks._choice import Choice
+from .masks._debug_log import Written, is_told
 from .masks._machine import BUILTIN
 from .masks._machine_file import write_json
 from .masks._machine_in_use import machine_of
@@ -88,6 +89,10 @@ def remember(sight: Sight, found: Trials, *, backward: bool) -> Path | None:
     """Compute such calls in the way that won from now on; returns the file where that is stored, if there is one."""
     with _lock:
         _won[sight] = Won(found.choice, backward)
+    if is_told():
+        times = ", ".join(f"{each.name} {1e3 * each.times.median_s:.3g} ms" for each in found.all)
+        what = f"{sight.call.num_heads:,} heads, {sight.call.num_queries:,} queries, {sight.call.num_keys:,} keys"
+        _log.debug("autotune measured %s, %s: %s", Written(sight.call.pattern), what, times)
     path = choices_path(machine_of(sight.kind).source)
     if path is not None:
         try:

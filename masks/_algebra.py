@@ -14,6 +14,7 @@ from ._box import Bounds, Box, Squares
 from ._canonical import written_parts
 from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period
 from ._ranges import Ranges, as_ranges, intersect_all, unite
+from ._reason import Pair, Reason, listing
 from ._spelling import AND, NOT, OR, Phrase, chain
 
 
@@ -92,6 +93,12 @@ class And(_Combination):
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         return reduce(both, self._mods(num_heads, device))
 
+    def reason(self, pair: Pair) -> Reason:
+        parts = tuple(part.reason(pair) for part in self.parts)
+        against = [index for index, part in enumerate(parts, 1) if not part.allowed]
+        text = _among("forbidden", against, parts) if against else f"all {len(parts)} parts allow it"
+        return Reason(self, not against, text, parts)
+
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         area = box.area
 
@@ -126,6 +133,12 @@ class Or(_Combination):
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         return reduce(either, self._mods(num_heads, device))
 
+    def reason(self, pair: Pair) -> Reason:
+        parts = tuple(part.reason(pair) for part in self.parts)
+        by = [index for index, part in enumerate(parts, 1) if part.allowed]
+        text = _among("allowed", by, parts) if by else f"none of {len(parts)} parts allows it"
+        return Reason(self, bool(by), text, parts)
+
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         area = box.area
 
@@ -151,6 +164,9 @@ class Every(Pattern):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         return Bounds(box.area, box.area)
+
+    def reason(self, pair: Pair) -> Reason:
+        return Reason(self, True, "every pair is allowed")
 
     def period(self) -> int:
         return 1
@@ -185,6 +201,10 @@ class Not(Pattern):
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         inner = self.part.count(box, num_heads=num_heads)
         return Bounds(box.area - inner.high, box.area - inner.low)
+
+    def reason(self, pair: Pair) -> Reason:
+        inner = self.part.reason(pair)
+        return Reason(self, not inner.allowed, f"its part {'allows' if inner.allowed else 'forbids'} it", (inner,))
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
         return Not(self.part.for_head(head, num_heads))
@@ -229,6 +249,10 @@ def union(parts: tuple[Pattern, ...]) -> Pattern:
     if not all(rests):
         return And.of(*shared)
     return And.of(Or.of(*(And.of(*rest) for rest in rests)), *shared)
+
+
+def _among(verdict: str, which: list[int], parts: tuple[Reason, ...]) -> str:
+    return f"{verdict} by part{'s' * (len(which) > 1)} {listing(which)} of {len(parts)}"
 
 
 def both(first: MaskMod, second: MaskMod) -> MaskMod:

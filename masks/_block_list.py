@@ -16,6 +16,7 @@ from ._box import Bounds, Box, Squares
 from ._check import require_int
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges
+from ._reason import Pair, Reason, listing
 
 _TABLES_KEPT = 8
 _HEADS_KEPT = 128
@@ -78,6 +79,16 @@ class BlockList(Pattern):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         return _table(self).count(self._tables_of_heads(num_heads)[box.head], box)
+
+    def reason(self, pair: Pair) -> Reason:
+        rows = self.rows[pair.head] if self.by_head else self.rows
+        row, column = pair.query // self.block, pair.key // self.block
+        seen = rows[row] if row < len(rows) else ()
+        whose = f" of head {pair.head}" if self.by_head else ""
+        named = f"whose row{whose} names key blocks {listing(seen)}"
+        where = named if row < len(rows) else f"beyond the {len(rows)} rows{whose}"
+        text = f"{pair.the_query} is in block {row}, {where}; {pair.the_key} is in block {column}"
+        return Reason(self, column in seen, text)
 
     def squares(self, head: int, num_heads: int) -> Squares:
         return _table(self).squares(int(self._tables_of_heads(num_heads)[head]))

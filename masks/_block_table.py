@@ -58,12 +58,16 @@ class BlockTable:
         row, place = (self.entries[table] < NOTHING).nonzero().unbind(1)
         return Squares(row * self.block, self.entries[table, row, place] * self.block, self.block)
 
+    def listed(self, table: int, row: int) -> list[int]:
+        """The key blocks that one query block sees; none from the last row on."""
+        entries = self.entries[table, row].tolist() if row < self.entries.shape[1] else []
+        return [block for block in entries if block < NOTHING]
+
     def row(self, table: int, query: int, stop: int) -> Ranges:
         """The keys below `stop` that one query sees, adjacent blocks as one run."""
-        row = query // self.block
-        if query >= self.limit or row >= self.entries.shape[1]:
+        if query >= self.limit:
             return ()
-        seen = {block for block in self.entries[table, row].tolist() if block < NOTHING}
+        seen = set(self.listed(table, query // self.block))
         firsts = sorted(block for block in seen if block - 1 not in seen)
         lasts = sorted(block for block in seen if block + 1 not in seen)
         runs = (range(a * self.block, (b + 1) * self.block) for a, b in zip(firsts, lasts, strict=True))

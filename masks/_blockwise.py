@@ -10,6 +10,7 @@ from ._box import Bounds, Box, Counts, Progression
 from ._check import LARGEST, require_int
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, within
+from ._reason import Pair, Reason
 from ._run_time import run_time_leaves
 from ._spelling import Phrase, call
 
@@ -85,6 +86,12 @@ class Blockwise(Pattern):
                 low[held] += part.low * each[held]
                 high[held] += part.high * each[held]
         return Bounds(low, high)
+
+    def reason(self, pair: Pair) -> Reason:
+        row, column = pair.query // self.block, pair.key // self.block
+        inner = self.part.reason(pair.counted("block", row, column))
+        where = f"{pair.the_query} is in block {row} of {self.block}, {pair.the_key} in block {column}"
+        return Reason(self, inner.allowed, where, (inner,))
 
     def _count_coarsely(self, box: Box, num_heads: int) -> Bounds:
         """From all blocks that lie between the ends of a box, and the most pairs of it that one of them may hold."""

@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from ._bytes_text import bytes_text
 from ._cache_limits import DEFAULT_ENTRIES, Limits, limits_from_environment
 from ._cache_pins import Pins
 from ._cache_stats import CacheStats
 from ._cache_store import Entry, Store
 from ._cache_watch import Watch
+from ._debug_log import Named, Sized, Untold, Written
 from ._pattern import Expression, require_expression
 
 T = TypeVar("T")
@@ -54,7 +56,7 @@ class Cache:
         self._store, self._watch = Store(self._limits), Watch()
         self._building: dict[Hashable, _Building] = {}
         self._open_pins: list[Pins] = []
-        self._inside = _Inside()
+        self._inside, self._untold = _Inside(), Untold()
         self._start_counts()
 
     @property
@@ -140,21 +142,31 @@ class Cache:
 
         with self._lock:
             self._building = {key: each for key, each in self._building.items() if not concerns(each)}
-            return self._store.drop(concerns)
+            dropped = self._store.drop(concerns)
+            self._untold.note("dropped %d entries that were built for %r, as asked to forget it", dropped, pattern)
+        self._untold.tell()
+        return dropped
 
     def clear(self) -> None:
         """Drop every entry, pinned or not, and set the counts to zero."""
         with self._lock:
-            self._store.drop(lambda entry: True)
+            dropped = self._store.drop(lambda entry: True)
             self._building = {}
             self._watch.reset()
             self._start_counts()
+            self._untold.note("dropped all %d entries, as asked to clear the cache", dropped)
+        self._untold.tell()
 
     def stats(self) -> CacheStats:
         """Counts and sizes at this moment; print them for a table."""
         with self._lock:
             counts = (self._hits, self._misses, self._evictions, self._build_seconds)
             return CacheStats.of(*counts, self._store.entries(), self._limits)
+
+    def __repr__(self) -> str:
+        with self._lock:
+            held = f"{len(self._store):,} of {self._limits.entries:,} entries"
+            return f"Cache({held}, {bytes_text(self._store.bytes)} of {bytes_text(self._limits.bytes)})"
 
     def _start_counts(self) -> None:
         self._hits = self._misses = self._evictions = 0
@@ -166,6 +178,7 @@ class Cache:
             gone = self._store.limit(self._limits)
             self._watch.reset()
             self._note(gone)
+        self._untold.tell()
 
     def _build(
         self,
@@ -186,14 +199,21 @@ class Cache:
             with self._lock:
                 self._is_wanted(key, mine)
             mine.done.set_exception(error)
+            self._untold.note("failed to build %s of %s: %s", Named(key), Written(mine.pattern), type(error).__name__)
+            self._untold.tell()
             raise
         finally:
             self._inside.patterns.pop()
+        seconds, entry = time.perf_counter() - begin, Entry(key, value, size, pattern=mine.pattern, device=device)
         with self._lock:
+            self._note_built(entry, seconds)
             if self._is_wanted(key, mine):
-                self._keep(Entry(key, value, size, pattern=mine.pattern, device=device))
-            lines = [] if self._inside.patterns else self._outermost(time.perf_counter() - begin)
+                self._keep(entry)
+            else:
+                self._untold.note("not kept: it was forgotten while it was built")
+            lines = [] if self._inside.patterns else self._outermost(seconds)
         mine.done.set_result(value)
+        self._untold.tell()
         for line in lines:
             _log.warning(line)
         return value
@@ -214,6 +234,8 @@ class Cache:
         """Store a new entry, if it has room or is to be pinned."""
         if not self._open_pins and not self._store.has_room(entry.nbytes):
             self._watch.refused(entry)
+            room = Sized(self._limits.bytes - self._store.pinned_bytes)
+            self._untold.note("not kept: the budget has room for %s beside what is pinned", room)
             return
         self._watch.built(entry, self._store)
         self._note(self._store.add(entry))
@@ -224,10 +246,20 @@ class Cache:
         with self._lock:
             for entry in pins.take():
                 self._note(self._store.unpin(entry))
+        self._untold.tell()
 
     def _note(self, gone: list[Entry]) -> None:
         self._watch.evicted(gone)
         self._evictions += len(gone)
+        held = self._store.bytes + sum(entry.nbytes for entry in gone)
+        limit = f"bytes={self._limits.bytes}" if held > self._limits.bytes else f"entries={self._limits.entries}"
+        for entry in gone:
+            what = Named(entry.key), Written(entry.pattern), Sized(entry.nbytes)
+            self._untold.note("evicted %s of %s: %s, used longest ago; budget_%s was exceeded", *what, limit)
+
+    def _note_built(self, entry: Entry, seconds: float) -> None:
+        what, where = (Named(entry.key), Written(entry.pattern)), "" if entry.device is None else f" on {entry.device}"
+        self._untold.note("built %s of %s%s: %s in %.2f ms", *what, where, Sized(entry.nbytes), 1e3 * seconds)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 from ._box import Bounds, Box, count_below
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, as_ranges
+from ._reason import Pair, Reason
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,9 @@ class Causal(Pattern):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         return count_below(box, 0)
+
+    def reason(self, pair: Pair) -> Reason:
+        return Reason(self, pair.key <= pair.query, pair.distance)
 
     def period(self) -> int:
         return 1

@@ -9,7 +9,7 @@ LARGEST = 2**31 - 1
 def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGEST) -> int:
     """The value itself, if it is an integer in [minimum, maximum]; TypeError or ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer; got {name}={value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be an integer; got {name}={value!r:.80} of type {type(value).__name__}")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}; got {name}={_shown(value)}")
     if value > maximum:
@@ -20,21 +20,21 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGES
 def require_bool(name: str, value: object) -> bool:
     """The value itself, if it is True or False; TypeError otherwise."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False; got {name}={value!r}")
+        raise TypeError(f"{name} must be True or False; got {name}={value!r:.80}")
     return value
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """The value itself, if it is one of the choices; ValueError that lists them otherwise."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {name}={value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {name}={value!r:.80}")
     return value
 
 
 def require_finite(name: str, value: object) -> float:
     """The value as a float, if it is a finite real number; TypeError or ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a real number; got {name}={value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a real number; got {name}={value!r:.80} of type {type(value).__name__}")
     if not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name} must be finite; got {name}={_shown(value)}")
     return float(value)

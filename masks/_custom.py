@@ -17,6 +17,7 @@ from ._classify import Classify, check_classify, classes_of, require_classify
 from ._function_checks import Traits, check_mask_mod, require_mask_mod
 from ._function_snapshot import snapshot
 from ._pattern import MaskMod, Pattern
+from ._reason import Pair, Reason
 from ._spelling import Phrase, call
 
 
@@ -88,6 +89,16 @@ class Custom(Pattern):
         head = box.head if self.head is None else torch.full_like(box.head, self.head)
         verdict = classes_of(self.rule.name, classify, (head, box.q.first, box.q.last, box.k.first, box.k.last))
         return Bounds(torch.where(verdict == FULL, area, 0), torch.where(verdict == EMPTY, 0, area))
+
+    def reason(self, pair: Pair) -> Reason:
+        mod = self.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu"))
+        at = (0, pair.head, pair.query, pair.key)
+        asked = f"head {pair.head if self.head is None else self.head}, {pair.the_query} and {pair.the_key}"
+        try:
+            answer = bool(mod(*(torch.tensor(number, device="cpu") for number in at)))
+        except IndexError as error:
+            raise ValueError(f"{self!r} has no answer for {asked}: {error}") from error
+        return Reason(self, answer, f"the function {self.rule.name} says {answer} for {asked}")
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
         fixed = self.head is not None or not self.rule.traits.uses_head

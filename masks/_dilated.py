@@ -10,6 +10,7 @@ from ._box import Bounds, Box, Counts, Progression, clip, count_residue
 from ._check import require_choice, require_int
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, as_ranges
+from ._reason import Pair, Reason, span
 from ._spelling import Phrase, call
 
 OFFSET_RULES = ("interleaved", "contiguous")
@@ -99,6 +100,24 @@ class Dilated(Pattern):
             pairs += torch.where(segment < stop, in_segment, 0)
         exact = spanned <= _EXACT_SEGMENTS
         return Bounds(torch.where(exact, pairs, 0), torch.where(exact, pairs, box.area))
+
+    def reason(self, pair: Pair) -> Reason:
+        of_query, of_key = pair.query // self.segment, pair.key // self.segment
+        if of_query != of_key:
+            where = f"{pair.the_query} is in {self._named(of_query)}, {pair.the_key} in {self._named(of_key)}"
+            return Reason(self, False, f"{where}: different segments")
+        where = f"both are in {self._named(of_query)}"
+        if self.rate == 1:
+            return Reason(self, True, where)
+        offset = self.offset_of(pair.head, pair.num_heads)
+        query, key = (position % self.segment % self.rate for position in (pair.query, pair.key))
+        active = f"where head {pair.head} has residue {offset} modulo {self.rate}"
+        found = f"{pair.the_query} has residue {query}, {pair.the_key} residue {key}"
+        return Reason(self, query == key == offset, f"{where}, {active}: {found}")
+
+    def _named(self, segment: int) -> str:
+        start = segment * self.segment
+        return f"segment {segment} ({span(start, start + self.segment)})"
 
     def _active(self, progression: Progression, segment: Counts, offsets: Counts) -> Counts:
         start = segment * self.segment

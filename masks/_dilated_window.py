@@ -12,6 +12,7 @@ from ._distances import count_multiples
 from ._local_window import LocalWindow
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, as_ranges
+from ._reason import Pair, Reason
 from ._strided import Strided
 
 
@@ -41,6 +42,14 @@ class DilatedWindow(Pattern):
         if box.q.step == box.k.step:
             return count_multiples(box, self.rate, reach=(least, most))
         return (Strided(self.rate) & LocalWindow(-least, most)).count(box, num_heads=num_heads)
+
+    def reason(self, pair: Pair) -> Reason:
+        steps, left_over = divmod(abs(pair.key - pair.query), self.rate)
+        if left_over:
+            return Reason(self, False, f"{pair.distance}, {left_over} more than a multiple of {self.rate}")
+        allowed = steps <= (self.left if pair.key < pair.query else self.right)
+        reach = f"the window reaches {self.left} such steps before and {self.right} after"
+        return Reason(self, allowed, f"{pair.distance}, {steps} times {self.rate}: {reach}")
 
     def period(self) -> int:
         return 1

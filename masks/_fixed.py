@@ -10,6 +10,7 @@ from ._box import Bounds, Box, Counts
 from ._check import require_int
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges
+from ._reason import Pair, Reason, span
 from ._spelling import Phrase, call
 
 
@@ -42,6 +43,12 @@ class Fixed(Pattern):
         blocks = sum_of_quotients(number, step, first, self.stride)
         keys = sum_of_quotients(number, step, first + self.summary, self.stride) - blocks
         return Bounds(box.q.count * keys, box.q.count * keys)
+
+    def reason(self, pair: Pair) -> Reason:
+        stop = pair.key - pair.key % self.stride + self.stride
+        summary = f"the summary of its block of {self.stride} is {span(stop - self.summary, stop)}"
+        allowed = pair.key >= stop - self.summary
+        return Reason(self, allowed, f"{pair.the_key} is {'in' if allowed else 'not in'} a summary: {summary}")
 
     def period(self) -> int:
         return self.stride

@@ -10,6 +10,7 @@ from ._box import Bounds, Box, Progression, clip
 from ._check import require_bool, require_int
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, as_ranges
+from ._reason import Pair, Reason
 from ._spelling import Phrase, call
 
 
@@ -46,6 +47,17 @@ class GlobalTokens(Pattern):
         keys = box.k.count - self._below(box.k) if self.columns else box.k.count
         pairs = box.area - queries * keys
         return Bounds(pairs, pairs)
+
+    def reason(self, pair: Pair) -> Reason:
+        sees, is_seen = self.rows and pair.query < self.tokens, self.columns and pair.key < self.tokens
+        first = f"the first {self.tokens}"
+        if sees or is_seen:
+            chosen = [(sees, pair.the_query, "which see every key"), (is_seen, pair.the_key, "which every query sees")]
+            text = "; ".join(f"{name} is one of {first}, {what}" for holds, name, what in chosen if holds)
+        else:
+            names = [name for asked, name in ((self.rows, pair.the_query), (self.columns, pair.the_key)) if asked]
+            text = f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} not among {first}"
+        return Reason(self, sees or is_seen, text)
 
     def row(self, query: int, stop: int) -> Ranges:
         if self.rows and query < self.tokens:

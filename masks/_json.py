@@ -51,7 +51,7 @@ def read_text(text: str) -> Pattern | Mixture:
         raise TypeError(f"a pattern's JSON must be a string; got {type(text).__name__}")
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # integers of thousands of digits are a ValueError, too
         raise ValueError(f"a pattern must be JSON as to_json writes it; got {text[:80]!r}: {error}") from error
     return _read(data, depth=0)
 
@@ -75,7 +75,7 @@ def _read(data: Any, *, depth: int) -> Pattern | Mixture:
         raise ValueError(f"a pattern is an object whose kind is one of {', '.join(_FIELDS)}; got {data!r:.80}")
     build, fields = _FIELDS[kind]
     if set(data) != {"kind", *fields}:
-        raise ValueError(f"a pattern of kind {kind!r} has the fields {list(fields)}; got {sorted(data)}")
+        raise ValueError(f"a pattern of kind {kind!r} has the fields {list(fields)}; got {sorted(data)!r:.200}")
     values = [_value(data[field], field, depth) for field in fields]
     try:
         return build(*values)

@@ -11,6 +11,7 @@ from ._check import require_int
 from ._global_tokens import check_sides
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, as_ranges
+from ._reason import Pair, Reason
 from ._spelling import Phrase, call
 
 
@@ -40,6 +41,12 @@ class LandmarkTokens(Pattern):
     def rates(self) -> tuple[int, ...]:
         # In residue-major order of this rate all landmarks stand side by side.
         return (self.stride,)
+
+    def reason(self, pair: Pair) -> Reason:
+        asked = [(self.rows, pair.the_query, pair.query), (self.columns, pair.the_key, pair.key)]
+        places = [(name, position % self.stride) for counts, name, position in asked if counts]
+        where = [f"{name} is {f'{past} past ' if past else ''}a multiple of {self.stride}" for name, past in places]
+        return Reason(self, any(past == 0 for _, past in places), " and ".join(where))
 
     def row(self, query: int, stop: int) -> Ranges:
         if self.rows and query % self.stride == 0:

@@ -9,6 +9,7 @@ from ._box import Bounds, Box, count_below
 from ._check import require_int
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, as_ranges
+from ._reason import Pair, Reason
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class LocalWindow(Pattern):
         reach, missed = count_below(box, self.right), count_below(box, -self.left - 1)
         # The difference is exact where both are; bounds that straddle can only be widened.
         return Bounds((reach.low - missed.high).clamp(min=0), reach.high - missed.low)
+
+    def reason(self, pair: Pair) -> Reason:
+        allowed = -self.left <= pair.key - pair.query <= self.right
+        return Reason(self, allowed, f"{pair.distance}: the window reaches {self.left} before and {self.right} after")
 
     def period(self) -> int:
         return 1

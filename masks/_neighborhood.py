@@ -20,6 +20,7 @@ from ._grid import Rectangle, fits, hull, rectangles, select
 from ._grid_window import count_window
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, within
+from ._reason import Pair, Reason, listing, span
 
 _SEQUENCES = (list, tuple)
 
@@ -75,11 +76,28 @@ class Neighborhood(Pattern):
     def row(self, query: int, stop: int) -> Ranges:
         if query >= prod(self.grid):
             return ()
-        places = (query // stride % length for stride, length in zip(self._strides, self.grid, strict=True))
-        *outer, inner = (window_along(place, *axis) for place, axis in zip(places, self.axes, strict=True))
+        places = zip(self._coordinates(query), self.axes, strict=True)
+        *outer, inner = (window_along(place, *axis) for place, axis in places)
         starts = (sum(map(mul, place, self._strides[:-1])) for place in product(*outer))
         runs = (within(range(start + inner.start, start + inner.stop, inner.step), 0, stop) for start in starts)
         return tuple(run for run in runs if run)
+
+    def reason(self, pair: Pair) -> Reason:
+        tokens = prod(self.grid)
+        sides = ((pair.the_query, pair.query), (pair.the_key, pair.key))
+        beyond = [name for name, position in sides if position >= tokens]
+        if beyond:
+            verb = "are" if len(beyond) > 1 else "is"
+            return Reason(self, False, f"{' and '.join(beyond)} {verb} beyond the grid's {tokens} tokens")
+        query, key = self._coordinates(pair.query), self._coordinates(pair.key)
+        windows = [window_along(place, *axis) for place, axis in zip(query, self.axes, strict=True)]
+        missed = [axis for axis, (place, window) in enumerate(zip(key, windows, strict=True)) if place not in window]
+        text = f"{pair.the_query} is at {_point(query)} and sees {' x '.join(map(_steps, windows))}"
+        outside = f": outside along axis {listing(missed)}" if missed else ""
+        return Reason(self, not missed, f"{text}; {pair.the_key} is at {_point(key)}{outside}")
+
+    def _coordinates(self, position: int) -> list[int]:
+        return [position // stride % length for stride, length in zip(self._strides, self.grid, strict=True)]
 
     @property
     def _strides(self) -> list[int]:
@@ -161,6 +179,15 @@ def window_along(place: int, length: int, radius: int, rate: int) -> range:
     held = (length - 1 - residue) // rate + 1
     first = min(max(number - radius, 0), held - (2 * radius + 1))
     return range(residue + rate * first, residue + rate * (first + 2 * radius) + 1, rate)
+
+
+def _point(places: Sequence[int]) -> str:
+    return f"({', '.join(map(str, places))})"
+
+
+def _steps(window: range) -> str:
+    ends = span(window.start, window[-1] + 1)
+    return ends if window.step == 1 or len(window) == 1 else f"{ends} in steps of {window.step}"
 
 
 def _holds(rectangle: Rectangle) -> Tensor:

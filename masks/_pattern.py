@@ -19,6 +19,7 @@ from ._spelling import Phrase, call, shortened
 
 if TYPE_CHECKING:
     from ._bound import Bound
+    from ._reason import Pair, Reason
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -146,6 +147,10 @@ class Pattern(Expression):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         """Sound bounds on the number of allowed pairs in each box."""
+        raise NotImplementedError
+
+    def reason(self, pair: Pair) -> Reason:
+        """Whether one pair is allowed and why, stated in plain numbers for people."""
         raise NotImplementedError
 
     def for_head(self, head: int, num_heads: int) -> Pattern:

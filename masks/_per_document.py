@@ -15,6 +15,7 @@ from ._documents import Documents
 from ._documents import documents as documents_pattern
 from ._lengths import Lengths
 from ._pattern import Expression, MaskMod, Mixture, Pattern
+from ._reason import Pair, Reason
 from ._run_time import Rows, run_time_leaves
 from ._spans import EXACT_SPANS, Spans
 from ._spelling import CALL, Phrase
@@ -88,6 +89,16 @@ class PerDocument(Pattern):
             low[here] += bounds.low
             high[here] += bounds.high
         return Bounds(low, high)
+
+    def reason(self, pair: Pair) -> Reason:
+        spans = self._resolved()
+        together = spans.reason(pair)
+        if not together.allowed:
+            return Reason(self, False, "forbidden across documents", (together,))
+        start = int(spans.only_row[pair.query])
+        inner = self.part.reason(pair.counted("place", pair.query - start, pair.key - start))
+        says = f"counted from {start}, where their document begins, the pair is"
+        return Reason(self, inner.allowed, f"{says} {'allowed' if inner.allowed else 'forbidden'}", (together, inner))
 
     def _count_within(self, spans: Spans, box: Box, span: Counts, num_heads: int) -> Bounds:
         """Bounds on the pairs that lie in one span of each box, counted from its start."""

@@ -12,6 +12,7 @@ from ._algebra import either
 from ._box import Bounds, Box, Squares
 from ._canonical import written_parts
 from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period
+from ._reason import Pair, Reason, span
 from ._spelling import Phrase
 
 
@@ -72,6 +73,15 @@ class _HeadChoice(Pattern):
             bounds = part.count(box.select(here), num_heads=num_heads)
             low[here], high[here] = bounds.low, bounds.high
         return Bounds(low, high)
+
+    def reason(self, pair: Pair) -> Reason:
+        choice = self.choice(pair.num_heads)
+        chosen = choice[pair.head]
+        first, number = choice.index(chosen), choice.count(chosen)
+        others = f", as heads {span(first, first + number)} do" if number > 1 else ""
+        text = f"head {pair.head} follows part {chosen + 1} of {len(self.parts)}{others}"
+        inner = self.parts[chosen].reason(pair)
+        return Reason(self, inner.allowed, text, (inner,))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 from ._bound import Bound
 from ._cache import cache
-from ._choice import Candidates, Choice
+from ._choice import Candidates, Choice, way_of
 from ._cost import Cost
 from ._json import read_text
 from ._layout import Layout
@@ -18,6 +18,7 @@ from ._machine import Machine
 from ._machine_in_use import machine_of
 from ._options import ANYTHING, MAX_RESIDUE_RATE, Allowed, Option
 from ._pattern import Expression
+from ._plan_text import plan_text, tell_order, tell_plan
 from ._term import Term
 
 
@@ -58,6 +59,9 @@ class Plan:
         terms = (term for options in self.options for option in options for term in option.terms)
         return sum(200 + 24 * len(term.heads) for term in terms)
 
+    def __repr__(self) -> str:
+        return plan_text(self)
+
 
 def plan(
     bound: Bound,
@@ -77,7 +81,7 @@ def plan(
     machine = machine_of(kind)
     return cache().get(
         ("plan", bound.key(), kind, machine.text, layout, allowed, choice),
-        lambda: _plan(bound, machine, layout, allowed, choice),
+        lambda: _told(_plan(bound, machine, layout, allowed, choice), kind, choice),
         _plan_bytes,
         pattern=bound.pattern.text,
     )
@@ -104,14 +108,20 @@ def _recommended_rate(pattern: str, num_tokens: int, num_heads: int, kind: str) 
         rate = residue_rate(bound.union)
         if rate == 1 or rate > min(MAX_RESIDUE_RATE, num_tokens):
             return 1
-        residue = _in_layout(bound, machine, Layout(num_tokens, rate))
-        return rate if residue.cost.seconds < plan(bound, device=kind).cost.seconds else 1
+        residue, given = _in_layout(bound, machine, Layout(num_tokens, rate)), plan(bound, device=kind)
+        tell_order(bound, residue, given)
+        return rate if residue.cost.seconds < given.cost.seconds else 1
 
     return cache().get(("recommended_rate", bound.key(), kind, machine.text), build, lambda rate: 8, pattern=pattern)
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import the whole compiler with this package.
 _recommended_rate._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _told(made: Plan, kind: str, choice: Choice | None) -> Plan:
+    tell_plan(made, kind, measured=choice is not None and choice.ways == tuple(way_of(each[0]) for each in made.options))
+    return made
 
 
 def _plan(

@@ -14,6 +14,7 @@ from ._box import Bounds, Box, Squares
 from ._check import require_int
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges
+from ._reason import Pair, Reason, listing
 from ._spelling import Phrase, call
 
 _TABLES_KEPT = 8
@@ -69,6 +70,18 @@ class RandomBlocks(Pattern):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         return self._table(num_heads).count(self._tables_of_heads(num_heads)[box.head], box)
+
+    def reason(self, pair: Pair) -> Reason:
+        sides = ((pair.the_query, pair.query), (pair.the_key, pair.key))
+        beyond = [name for name, position in sides if position >= self.num_tokens]
+        if beyond:
+            verb = "are" if len(beyond) > 1 else "is"
+            return Reason(self, False, f"{' and '.join(beyond)} {verb} beyond the {self.num_tokens} tokens of the draw")
+        head = pair.head if self.head is None else self.head
+        row, column = pair.query // self.block, pair.key // self.block
+        drawn = _table(self.num_tokens, self.block, self.drawn, self.seed, range(head, head + 1)).listed(0, row)
+        text = f"{pair.the_query} is in block {row}, which drew key blocks {listing(drawn)} for head {head}"
+        return Reason(self, column in drawn, f"{text}; {pair.the_key} is in block {column}")
 
     def _table(self, num_heads: int) -> BlockTable:
         heads = range(num_heads) if self.head is None else range(self.head, self.head + 1)

@@ -16,6 +16,7 @@ from ._algebra import Every
 from ._box import Bounds, Box
 from ._local_window import LocalWindow
 from ._pattern import Expression, MaskMod, Pattern
+from ._reason import Pair, Reason
 from ._spelling import Phrase, call
 
 # B batch entries (or one for all of them), L positions
@@ -66,6 +67,9 @@ class RunTime(Pattern):
         raise ValueError(missing(self.name))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
+        raise ValueError(missing(self.name))
+
+    def reason(self, pair: Pair) -> Reason:
         raise ValueError(missing(self.name))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._box import Bounds, Box, Counts, Progression, clip
 from ._pattern import MaskMod
+from ._reason import Pair, Reason, span
 from ._run_time import Rows, Table, Window
 
 # B batch entries, L positions, S spans
@@ -81,6 +82,20 @@ class Spans(Table):
             pairs += torch.where(step < number, both, 0)
         exact = number <= EXACT_SPANS
         return Bounds(torch.where(exact, pairs, 0), torch.where(exact, pairs, box.area))
+
+    def reason(self, pair: Pair) -> Reason:
+        sides = ((pair.the_query, pair.query), (pair.the_key, pair.key))
+        padding = [name for name, position in sides if self.only_row[position] == PADDING]
+        if padding:
+            return Reason(self, False, f"{' and '.join(padding)} {'are' if len(padding) > 1 else 'is'} padding")
+        of_query, of_key = (int(torch.searchsorted(self.stops, at, right=True)) for _, at in sides)
+        if of_query == of_key:
+            return Reason(self, True, f"both are in {self._named(of_query)}")
+        where = f"{pair.the_query} is in {self._named(of_query)}, {pair.the_key} in {self._named(of_key)}"
+        return Reason(self, False, f"{where}: different documents")
+
+    def _named(self, index: int) -> str:
+        return f"document {index} ({span(int(self.starts[index]), int(self.stops[index]))})"
 
     def windows(self, num_positions: int) -> list[Window]:
         spans = (range(*edges) for edges in zip(self.starts.tolist(), self.stops.tolist(), strict=True))

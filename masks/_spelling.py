@@ -40,6 +40,6 @@ def chain(phrases: Iterable[Phrase], operator: int) -> Phrase:
     return Phrase(_OPERATORS[operator].join(each.inside(operator) for each in (first, *others)), operator)
 
 
-def shortened(text: str) -> str:
-    """The text itself, or its beginning and the mark that it was cut."""
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}{CUT}"
+def shortened(text: str, longest: int = LONGEST) -> str:
+    """The text itself, or its first `longest` characters and the mark that it was cut."""
+    return text if len(text) <= longest else f"{text[:longest]}{CUT}"

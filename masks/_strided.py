@@ -11,6 +11,7 @@ from ._check import require_int
 from ._distances import count_multiples
 from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, as_ranges
+from ._reason import Pair, Reason
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Strided(Pattern):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         return count_multiples(box, self.stride)
+
+    def reason(self, pair: Pair) -> Reason:
+        strides, left_over = divmod(abs(pair.key - pair.query), self.stride)
+        more = f" and {left_over}" if left_over else ""
+        return Reason(self, not left_over, f"{pair.distance}: {strides} times {self.stride}{more}")
 
     def period(self) -> int:
         return 1

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._box import Bounds, Box
 from ._pattern import MaskMod, Pattern
+from ._reason import Pair, Reason
 from ._run_time import Extent, Rows, RunTime, Table, Window, of_tensor
 
 # B batch entries, L positions
@@ -78,6 +79,10 @@ class KeySet(Table):
         every = seen == box.k.last + 1 - box.k.first
         high = box.q.count * torch.minimum(seen, box.k.count)
         return Bounds(torch.where(every, box.area, 0), high)
+
+    def reason(self, pair: Pair) -> Reason:
+        allowed = bool(self.only_row[pair.key])
+        return Reason(self, allowed, f"{pair.the_key} is {'visible' if allowed else 'hidden'}")
 
     def windows(self, num_positions: int) -> list[Window] | None:
         edges = torch.nn.functional.pad(self.only_row.int(), (1, 1)).diff()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from math import prod
+from sys import maxsize
 from threading import Lock
 from typing import Any, get_args
 from weakref import WeakSet, WeakValueDictionary
@@ -15,44 +15,14 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
+from ..masks._bytes_text import bytes_text
+from ..masks._debug_log import Sized, Untold
+from ._pool_statistics import PoolStatistics
 from ._traffic import Role
 
 _numbers = count()
 named: WeakValueDictionary[str, BufferPool] = WeakValueDictionary()
 _POISON = 0xFF  # in every byte: NaN in each floating type, and in the scale of a coded row; -1 in signed integers
-
-
-@dataclass
-class PoolStatistics:
-    """Bytes are those of now, except the peaks; counts and peaks begin with the pool, or at its last `reset`.
-
-    allocated_bytes: held by the pool, leased and idle. idle_bytes: of these. leased_bytes: what open leases asked for.
-    num_leases: those that the pool served; num_allocations: for how many of them it asked torch for memory; num_plain:
-    tensors that torch made instead. By role: leases, and bytes they asked for.
-    """
-
-    allocated_bytes: int = 0
-    idle_bytes: int = 0
-    leased_bytes: int = 0
-    peak_bytes: int = 0
-    peak_leased_bytes: int = 0
-    num_leases: int = 0
-    num_allocations: int = 0
-    num_plain: int = 0
-    leases_by_role: Counter[Role] = field(default_factory=Counter)
-    bytes_by_role: Counter[Role] = field(default_factory=Counter)
-
-    @property
-    def reuse_rate(self) -> float:
-        """The share of leases that got a buffer which was there already; 0 before the first."""
-        return 1 - self.num_allocations / self.num_leases if self.num_leases else 0.0
-
-    @property
-    def fragmentation(self) -> float:
-        """Bytes held for each byte leased now: 1 where nothing is held, infinite where all of it is idle."""
-        if self.leased_bytes:
-            return self.allocated_bytes / self.leased_bytes
-        return float("inf") if self.allocated_bytes else 1.0
 
 
 @dataclass(eq=False)
@@ -135,6 +105,7 @@ class BufferPool:
         self._idle: list[_Buffer] = []  # in the order of their return
         self._open: WeakSet[Lease] = WeakSet()
         self._counts = PoolStatistics()
+        self._untold = Untold()
 
     def lease(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None, *, role: Role = "keys"
@@ -157,12 +128,14 @@ class BufferPool:
             lease = Lease(buffer.tensor(shape, dtype), self, buffer)
             self._open.add(lease)
             self._count(num_bytes, role)
-            return lease
+        self._untold.tell()
+        return lease
 
     def release(self) -> None:
         """Give all idle buffers back to torch."""
         with self._lock:
-            self._idle.clear()
+            self._let_go(len(self._idle), "as asked to release them")
+        self._untold.tell()
 
     def reset(self) -> None:
         """Count from 0 again; peaks begin at what is held and leased now. Buffers stay."""
@@ -179,6 +152,16 @@ class BufferPool:
         """A copy, as of a module that has a pool, is an empty pool with the same settings."""
         sizes = {"threshold_bytes": self.threshold_bytes, "budget_bytes": self.budget_bytes}
         return partial(BufferPool, self.device, **sizes, pinned=self.pinned, debug=self.debug), ()
+
+    def __repr__(self) -> str:
+        """Its name, which the log has too, its settings where they are not the usual ones, and what it holds."""
+        budget = "" if self.budget_bytes is None else f", budget {bytes_text(self.budget_bytes)}"
+        traits = "".join(f", {name}" for name in ("pinned", "debug") if getattr(self, name))
+        least = "never leases" if self.threshold_bytes == maxsize else f"leases from {bytes_text(self.threshold_bytes)}"
+        with self._lock:
+            held = f"holds {bytes_text(self._held)}, {bytes_text(self._leased)} of it leased"
+        where = "any device" if self.device is None else self.device
+        return f"BufferPool({self.name}, {where}, {least}{budget}{traits}: {held})"
 
     @property
     def _held(self) -> int:
@@ -217,12 +200,13 @@ class BufferPool:
         try:
             storage = _allocate(num_bytes, device, self.pinned)
         except torch.OutOfMemoryError:
-            self._idle.clear()
+            self._let_go(len(self._idle), "as the device's memory is full")
             storage = _allocate(num_bytes, device, self.pinned)
         buffer = _Buffer(storage, *wanted)
         if self.debug:
             buffer.tensor((num_bytes,), torch.uint8).fill_(_POISON)
         self._counts.num_allocations += 1
+        self._untold.note("%s allocated %s on %s: no idle buffer has that size", self.name, Sized(num_bytes), device)
         return buffer
 
     def _ready(self, buffer: _Buffer) -> _Buffer:
@@ -248,11 +232,18 @@ class BufferPool:
             self._open.discard(lease)
             self._idle.append(buffer)
             self._shrink(0)
+        self._untold.tell()
 
     def _shrink(self, coming_bytes: int) -> None:
         """Let idle buffers go until the budget holds what there is and what comes, as far as they reach."""
         while self.budget_bytes is not None and self._idle and self._held + coming_bytes > self.budget_bytes:
-            del self._idle[0]
+            self._let_go(1, "as its budget was exceeded")
+
+    def _let_go(self, count: int, why: str) -> None:
+        """Let this many idle buffers go, those returned longest ago."""
+        gone, self._idle = self._idle[:count], self._idle[count:]
+        for buffer in gone:
+            self._untold.note("%s released %s on %s, %s", self.name, Sized(buffer.num_bytes), buffer.device, why)
 
 
 def with_index(device: torch.device | str) -> torch.device:

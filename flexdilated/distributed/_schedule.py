@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..masks._bytes_text import bytes_text
 from ..masks._cache import cache
+from ..masks._debug_log import Written, log
 from ..masks._pattern import Expression
 from ._sharding import Sharding
 from ._token_counts import tokens_by_chunk
@@ -69,7 +70,9 @@ def choose_schedule(
     def build() -> ScheduleChoice:
         needed, chunks = tokens_by_chunk(rule, sharding, num_kv_heads=num_kv_heads, **heads)
         shards = ring_tokens(needed, chunks, num_kv_heads=num_kv_heads)
-        return choice_of(chunks.by_source(needed), shards, held_bytes=held, sent_bytes=sent)
+        found = choice_of(chunks.by_source(needed), shards, held_bytes=held, sent_bytes=sent)
+        log.debug("schedule %r for %s, %s: %s", found.name, Written(rule.text), sharding, found.reason)
+        return found
 
     key = ("schedule", rule.text, sharding.numbers(), num_kv_heads, *heads.values(), held, sent)
     return cache().get(key, build, lambda choice: 512, pattern=rule.text)

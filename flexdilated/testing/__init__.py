@@ -1,5 +1,6 @@
-"""Checks for patterns of your own, for use in tests."""
+"""Checks for patterns and attention modules, of this library or of any other, for use in tests."""
 
 from ._check_pattern import check_pattern
+from ._closeness import assert_attention_close
 
-__all__ = ["check_pattern"]
+__all__ = ["assert_attention_close", "check_pattern"]

@@ -1,0 +1,134 @@
+"""assert_attention_close: is this the attention it should be, as exactly as its dtype allows?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .._score_mod import ScoreMod
+from ..masks import Mixture, Pattern
+from ..masks._check import require_bool
+from ._problem import Problem
+from ._rounding import MARGIN, Expected, cotangents, expected
+from ._suspects import explain
+from ._words import branch_lines, number, runs
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+
+def assert_attention_close(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Mixture,
+    *,
+    lse: Tensor | None = None,
+    gradients: bool = False,
+    scale: float | None = None,
+    score_mod: ScoreMod | None = None,
+    sinks: Tensor | None = None,
+    bindings: Mapping[str, Tensor] | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+    margin: float = MARGIN,
+) -> None:
+    """Hold `out` (B, H, N, D), and `lse` (B, H, N) where it is given, to the dense definition in float64.
+
+    Each number has a budget of its own: what rounding in the dtype of q may change it by, to first order, or the
+    error that `scaled_dot_product_attention` makes in that row in the same dtype, whichever is larger, times `margin`.
+    A row without keys must have output 0 and lse -inf, exactly. gradients: those of q, k and v too, of a fixed
+    functional of `out` (and `lse`), which must then come from them by autograd; the graph is kept. The rest is as in
+    `attend`; G may divide H. The definition takes memory for all N x M pairs: for tests.
+
+    Raises AssertionError that shows the first wrong row, its branches, and which known mistake would account for it.
+    """
+    options = {"scale": scale, "score_mod": score_mod, "sinks": sinks, "bindings": bindings}
+    places = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
+    problem = Problem.of(q, k, v, pattern, **options, **places, num_heads_global=num_heads_global)
+    _check_result("out", out, q.shape)
+    if lse is not None:
+        _check_result("lse", lse, q.shape[:3])
+    require_bool("gradients", gradients)
+    truth = expected(problem, gradients=gradients, through_lse=lse is not None, margin=margin)
+    hold(problem, "out", out, truth["out"])
+    if lse is not None:
+        hold(problem, "lse", lse, truth["lse"])
+    if gradients:
+        for name, grad in zip(("dq", "dk", "dv"), _gradients(problem, out, lse), strict=True):
+            hold(problem, name, grad, truth[name])
+
+
+def hold(problem: Problem, name: str, found: Tensor, truth: Expected, *, rows: Tensor | None = None) -> None:
+    """AssertionError where a number is out of its budget; `rows` (B, H, N): which ones to look at."""
+    missed = _missed(found, truth)
+    wrong = missed if name == "lse" else missed.any(-1)
+    if rows is not None:
+        wrong = wrong & rows
+    if wrong.any():
+        raise AssertionError(_report(problem, name, found, truth, missed, wrong))
+
+
+def _missed(found: Tensor, truth: Expected) -> Tensor:
+    """Where a number is out of its budget; NaN always is, and an infinity must be met."""
+    found, infinite = found.detach().double(), truth.value.isinf()
+    near = (found - truth.value).abs() <= truth.budget
+    return torch.where(infinite, found != truth.value, ~near)
+
+
+def _gradients(problem: Problem, out: Tensor, lse: Tensor | None) -> tuple[Tensor, ...]:
+    """What autograd says, with zeros where nothing flows."""
+    leaves = (problem.q, problem.k, problem.v)
+    if not all(x.requires_grad for x in leaves):
+        raise ValueError("gradients=True needs q, k and v that require gradients; got some that do not")
+    if not out.requires_grad:
+        raise AssertionError("out does not depend on q, k and v by autograd: it has no gradient")
+    shown = out.detach()[..., 0].double() if lse is None else lse
+    grad_out, grad_lse = cotangents(out, shown, through_lse=lse is not None)
+    outputs, sent = [out], [grad_out.to(out.dtype)]
+    if lse is not None and lse.requires_grad:
+        outputs, sent = [out, lse], [*sent, grad_lse.to(lse.dtype)]
+    grads = torch.autograd.grad(outputs, leaves, sent, retain_graph=True, allow_unused=True)
+    return tuple(torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True))
+
+
+def _check_result(name: str, x: object, shape: torch.Size) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
+    if x.shape != shape:
+        raise AssertionError(f"{name} must have shape {tuple(shape)}; got {tuple(x.shape)}")
+
+
+def _report(problem: Problem, name: str, found: Tensor, truth: Expected, missed: Tensor, wrong: Tensor) -> str:
+    b, h, row = wrong.nonzero()[0].tolist()
+    place = (b, h, row) if name == "lse" else (b, h, row, int(missed[b, h, row].nonzero()[0]))
+    what = {"dk": "key/value head {h}, key", "dv": "key/value head {h}, key"}.get(name, "head {h}, query")
+    element = "" if name == "lse" else f", element {place[3]}"
+    lines = [
+        f"{name} is wrong in {int(wrong.sum())} of {wrong.numel()} rows; the first is batch {b}, "
+        f"{what.format(h=h)} {row}{element}",
+        f"  found     {number(found[place])}",
+        f"  expected  {number(truth.value[place])}",
+        f"  off by    {number((found[place].double() - truth.value[place]).abs())}, where rounding to "
+        f"{str(found.dtype).removeprefix('torch.')} may account for {number(truth.budget[place])}{_plain(truth, place)}",
+    ]
+    if name in ("out", "lse", "dq"):
+        lines += [f"  {line}" for line in branch_lines(problem, b, h, row)]
+    else:
+        seen_by = (problem.times()[b, :, :, row] > 0).nonzero()
+        heads = problem.q.shape[1] // problem.k.shape[1]
+        mine = seen_by[seen_by[:, 0] // heads == h]
+        lines.append(f"  seen by   {runs(sorted(set(mine[:, 1].tolist())))} (queries)")
+    if name == "out" and (likely := explain(problem, found.detach(), truth.budget, wrong)):
+        lines.append(f"  as if     {likely}")
+    return "\n".join(lines)
+
+
+def _plain(truth: Expected, place: tuple[int, ...]) -> str:
+    if truth.plain_error is None:
+        return ""
+    return f" (plain attention is off by up to {number(truth.plain_error[(*place[:3], 0)])} there)"

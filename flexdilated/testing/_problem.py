@@ -1,0 +1,91 @@
+"""One call of an attention, and its dense definition in float64: what a result is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .._reference import modified_scores, multiplicity, reference_attention
+from .._score_mod import ScoreMod
+from .._validate import check_score_mod, check_sinks, check_sizes, check_tensors, resolve_scale
+from ..masks import Bound, Mixture, Pattern
+from ..masks._pattern import require_expression
+from ..masks._run_time import Extent, given_tensors, resolve
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """q (B, H, N, D), k and v (B, G, M, D), and the pairs that take part. Of branches there is one or more."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bound: Bound
+    scale: float
+    score_mod: ScoreMod | None = None
+    sinks: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: Pattern | Mixture,
+        *,
+        scale: float | None = None,
+        score_mod: ScoreMod | None = None,
+        sinks: Tensor | None = None,
+        bindings: Mapping[str, Tensor] | None = None,
+        q_offset: int = 0,
+        k_offset: int = 0,
+        head_offset: int = 0,
+        num_heads_global: int | None = None,
+    ) -> Problem:
+        """From what `attend` takes; the same errors."""
+        require_expression(pattern)
+        check_tensors(q, k, v, enable_gqa=True)
+        check_sinks(sinks, q)
+        check_score_mod(score_mod)
+        where = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
+        heads = check_sizes(pattern, q, **where, num_heads_global=num_heads_global)
+        sizes = {"num_heads": q.shape[1], "num_queries": q.shape[2], "num_keys": k.shape[2], "batch": q.shape[0]}
+        rule = pattern
+        if pattern.varies:
+            tensors = {**given_tensors(pattern), **(bindings or {})}
+            rule = resolve(pattern, tensors, Extent(q_offset + q.shape[2], k_offset + k.shape[2]))
+        bound = rule.bind(**sizes, **where, num_heads_global=heads)
+        return cls(q, k, v, bound, resolve_scale(scale, q.shape[-1]), score_mod, sinks)
+
+    @property
+    def eps(self) -> float:
+        """The relative distance of neighbouring numbers in the dtype of q."""
+        return torch.finfo(self.q.dtype).eps
+
+    def wide(self, *, requires_grad: bool = False) -> Problem:
+        """The same in float64, cut off from where its tensors came from."""
+        q, k, v = (x.detach().double().requires_grad_(requires_grad) for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, sinks=None if self.sinks is None else self.sinks.detach().double())
+
+    def attention(self) -> tuple[Tensor, Tensor]:
+        """(out, lse) by the definition, differentiable."""
+        options = {"scale": self.scale, "score_mod": self.score_mod, "sinks": self.sinks}
+        return reference_attention(self.q, self.k, self.v, self.bound, **options)
+
+    def times(self) -> Tensor:
+        """(B, H, N, M): how many branches allow each pair."""
+        return multiplicity(self.bound, self.q.device).expand(*self.q.shape[:3], self.k.shape[2])
+
+    def for_query_heads(self, x: Tensor) -> Tensor:
+        """k or v with one head for each query head: h reads h // (H / G)."""
+        return x.repeat_interleave(self.q.shape[1] // x.shape[1], dim=1)
+
+    def scores(self) -> Tensor:
+        """(B, H, N, M): of all pairs, allowed or not."""
+        scores = (self.q @ self.for_query_heads(self.k).mT) * self.scale
+        return scores if self.score_mod is None else modified_scores(scores, self.score_mod, self.bound)

@@ -1,0 +1,171 @@
+"""What may have gone wrong where an output is wrong: known mistakes, each computed, and compared with what was found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .._reference import multiplicity
+from ..masks import Mixture
+from ..masks._algebra import And
+from ..masks._pattern import Expression, Pattern
+from ._problem import Problem
+
+# B batch, H query heads, N queries, M keys, D head dim
+_ROWS_LOOKED_AT = 32
+_LISTED_BRANCHES = 12
+
+
+@dataclass(frozen=True, eq=False)
+class _Suspect:
+    """A mistake, and the output (B, H, N, D) in float64 that a module with this mistake would have."""
+
+    name: str
+    out: Tensor
+
+
+def explain(problem: Problem, found: Tensor, budget: Tensor, wrong: Tensor) -> str | None:
+    """The mistake that would account for most of the wrong rows (B, H, N), the first of them included; or None."""
+    rows = wrong.nonzero()[:_ROWS_LOOKED_AT]
+    b, h, q = rows.unbind(1)
+    seen, allowed = found[b, h, q].double(), budget[b, h, q]
+    counts: Counter[str] = Counter()
+    for suspect in _suspects(problem.wide()):
+        close = ((suspect.out[b, h, q] - seen).abs() <= allowed).all(-1)
+        if close[0]:
+            counts[suspect.name] = int(close.sum())
+    for name, close in _by_row(problem.wide(), rows, seen, allowed):
+        counts[name] = max(counts[name], close)
+    if not counts:
+        return None
+    name, number = counts.most_common(1)[0]
+    return f"{name} (accounts for {number} of {len(rows)} wrong rows{' looked at' if len(rows) < wrong.sum() else ''})"
+
+
+def _suspects(problem: Problem) -> Iterator[_Suspect]:
+    """Mistakes of a whole module."""
+    scores, values = problem.scores(), problem.for_query_heads(problem.v)
+    sinks = problem.sinks
+
+    def outcome(times: Tensor, scores: Tensor = scores, values: Tensor = values) -> Tensor:
+        return _softmax(times.expand_as(scores), scores, sinks) @ values
+
+    yield _Suspect("nothing is written: zeros", torch.zeros_like(problem.q))
+    for name, bound in _other_rules(problem):
+        yield _Suspect(name, outcome(multiplicity(bound, problem.q.device)))
+    times = problem.times()
+    branches = problem.bound.pattern.branches()
+    if len(branches) > 1:
+        yield _Suspect("a pair of several branches counts once", outcome(times.clamp(max=1)))
+        parts = [outcome(_times_of(problem, branch)) for branch in branches]
+        yield _Suspect("each branch has a softmax of its own, and the results are summed", sum(parts, torch.zeros(())))
+        mean = sum(parts, torch.zeros(())) / len(parts)
+        yield _Suspect("each branch has a softmax of its own, and the results are averaged", mean)
+    for name, other in _other_tables(times):
+        yield _Suspect(name, outcome(other))
+    yield _Suspect("scores are not scaled", outcome(times, scores / problem.scale))
+    yield _Suspect("the softmax runs over the heads", _over_heads(times, scores) @ values)
+    groups, heads = problem.k.shape[1], problem.q.shape[1]
+    if 1 < groups < heads:
+        cycled = torch.arange(heads, device=problem.q.device) % groups
+        k, v = problem.k[:, cycled], problem.v[:, cycled]
+        other = replace(problem, k=k, v=v).scores()
+        yield _Suspect("query head h reads key/value head h % G, not h // (H / G)", outcome(times, other, v))
+
+
+def _other_rules(problem: Problem) -> Iterator[tuple[str, object]]:
+    """The pattern without one of its branches, with one twice, and without one operand of its `&`."""
+    bound = problem.bound
+    branches = bound.pattern.branches()
+    for index, branch in enumerate(branches[:_LISTED_BRANCHES] if len(branches) > 1 else ()):
+        name = f"branch {index}, {branch!r},"
+        yield f"{name} is left out", replace(bound, pattern=Mixture((*branches[:index], *branches[index + 1 :])))
+        yield f"{name} counts twice", replace(bound, pattern=Mixture((*branches, branch)))
+    operands = dict.fromkeys(part for branch in branches if isinstance(branch, And) for part in branch.parts)
+    for operand in operands:
+        yield f"{operand!r} is not applied", replace(bound, pattern=_without(bound.pattern, operand))
+
+
+def _without(pattern: Expression, operand: Pattern) -> Expression:
+    def less(branch: Pattern) -> Pattern:
+        if not isinstance(branch, And) or operand not in branch.parts:
+            return branch
+        return And.of(*(part for part in branch.parts if part != operand))
+
+    return Mixture(tuple(map(less, pattern.branches())))
+
+
+def _other_tables(times: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Every key; the rule of a neighbouring query; the rule of another head; causal where it should not be."""
+    num_heads, num_queries, num_keys = times.shape[1:]
+    yield "no mask is applied: every key takes part", torch.ones_like(times)
+    if num_queries == num_keys:
+        lower = torch.ones(num_queries, num_keys, dtype=torch.bool, device=times.device).tril()
+        yield "keys after the query are hidden", times * lower
+        yield "the query's own key is hidden", times * ~torch.eye(num_keys, dtype=torch.bool, device=times.device)
+    later, earlier = times.roll(-1, 2), times.roll(1, 2)
+    yield "the rule is that of the query before", earlier
+    yield "the rule is that of the query after", later
+    yield "keys stand one position later than they should", times.roll(1, 3)
+    yield "keys stand one position earlier than they should", times.roll(-1, 3)
+    for step in range(1, min(num_heads, 9)):
+        yield f"head h has the rule of head (h + {step}) % H", times.roll(-step, 1)
+
+
+def _by_row(problem: Problem, rows: Tensor, seen: Tensor, allowed: Tensor) -> Iterator[tuple[str, int]]:
+    """Mistakes that the first wrong row shows: one key too few or too many, padding that takes part, a factor."""
+    b, h, q = rows[0].tolist()
+    times, scores = problem.times()[b, h, q], problem.scores()[b, h, q]
+    values = problem.for_query_heads(problem.v)[b, h]
+    variants = times + torch.eye(len(times), dtype=times.dtype, device=times.device)
+    fewer = times - torch.diag((times > 0).to(times.dtype)) if False else times[None] - torch.diag((times > 0).long())
+    sink = None if problem.sinks is None else problem.sinks[h]
+    for table, what in ((fewer, "counts once less than it should"), (variants, "counts once more than it should")):
+        out = _softmax(table, scores.expand_as(table), sink) @ values
+        close = ((out - seen[0]).abs() <= allowed[0]).all(-1) & (table != times).any(-1)
+        for key in close.nonzero().flatten().tolist()[:1]:
+            yield f"key {key} {what} (first wrong row)", 1
+    yield from _shrunk_rows(problem, rows, seen, allowed)
+
+
+def _shrunk_rows(problem: Problem, rows: Tensor, seen: Tensor, allowed: Tensor) -> Iterator[tuple[str, int]]:
+    """Rows that are the right ones times a number in (0, 1), such that a whole number of zero keys explains it."""
+    b, h, q = rows.unbind(1)
+    out, lse = problem.attention()
+    out, lse = out[b, h, q], lse[b, h, q]
+    if out.shape[-1] < 2:
+        return
+    factor = (out * seen).sum(-1) / (out * out).sum(-1)
+    straight = ((factor[:, None] * out - seen).abs() <= allowed).all(-1)
+    extra = lse.exp() * (1 / factor - 1)
+    whole = straight & (factor > 0) & (factor < 1) & ((extra - extra.round()).abs() <= 1e-2 + 1e-3 * extra)
+    if bool(whole[0]) and extra[0] >= 0.99:
+        number = int(extra[0].round())
+        yield f"{number} keys more, of score 0 and value 0, take part in the softmax", int(whole.sum())
+    elif bool(straight[0]):
+        yield f"the output is {float(factor[0]):.4g} times what it should be", int(straight.sum())
+
+
+def _softmax(times: Tensor, scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights of pairs that count `times` times; a row without keys has none."""
+    logits = scores.masked_fill(times <= 0, -torch.inf)
+    top = logits.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    weights = times.clamp(min=0) * (logits - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks.view(-1, *(1,) * (total.dim() - 2 if sinks.dim() else 0)) - top).exp()
+    return weights / total.masked_fill(total == 0, 1.0)
+
+
+def _over_heads(times: Tensor, scores: Tensor) -> Tensor:
+    """Weights that sum to 1 over the heads, not over the keys."""
+    logits = scores.masked_fill(times == 0, -torch.inf)
+    return (logits - logits.logsumexp(1, keepdim=True).nan_to_num(neginf=0.0)).exp()
+
+
+def _times_of(problem: Problem, branch: Pattern) -> Tensor:
+    return multiplicity(replace(problem.bound, pattern=branch), problem.q.device)

@@ -1,0 +1,132 @@
+"""Parts of boxes: cut into residue classes and halves, each with the number of the box that it is a part of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from ._box import Box, Counts, Progression
+from ._pattern import Pattern
+
+_CELLS = 1 << 20  # pairs looked at together
+_MOST_CLASSES = 1 << 6  # a side, into which a box is cut where each class of queries may see each of keys
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Parts of boxes, and the number of the box that each is a part of."""
+
+    owner: Tensor
+    box: Box
+
+    def __len__(self) -> int:
+        return len(self.owner)
+
+    def select(self, index: Tensor) -> Owned:
+        return Owned(self.owner[index], self.box.select(index))
+
+
+def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
+    """Factors by which positions are cut into residue classes.
+
+    The first are those of the rule's spacing, where a query's class tells that of its keys; the others what its rates
+    have beside, unless that makes many classes, or diagonals settle a rule of distances sooner.
+    """
+    spacing = rule.spacing()
+    others = lcm(spacing, *rule.rates()) // spacing
+    return _primes(spacing), [] if rule.period() == 1 or others > _MOST_CLASSES else _primes(others)
+
+
+def _primes(number: int) -> list[int]:
+    """Its prime factors, ascending."""
+    found, factor = [], 2
+    while number > 1:
+        if factor * factor > number:
+            factor = number
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1
+    return found
+
+
+def cut_classes(owned: Owned, factor: int, together: bool) -> Owned:
+    """The boxes of every factor-th term of each side.
+
+    With `together` only those whose queries and keys agree modulo the new step, as they do modulo the old one.
+    """
+    classes = [torch.arange(len(owned)), torch.arange(factor), *([] if together else [torch.arange(factor)])]
+    each, q_class, *others = torch.cartesian_prod(*classes).unbind(1)
+    part = owned.select(each)
+    q, k = _every(part.box.q, factor, q_class), part.box.k
+    k_class = ((q.first - k.first) // k.step).remainder(factor) if together else others[0]
+    cut = Owned(part.owner, Box(part.box.head, q, _every(k, factor, k_class)))
+    return cut.select((cut.box.area > 0).nonzero().squeeze(1))
+
+
+def _every(progression: Progression, factor: int, begin: Tensor) -> Progression:
+    """Every factor-th term, from the term of this index on."""
+    count = (progression.count - begin + factor - 1).div(factor, rounding_mode="floor").clamp(min=0)
+    return Progression(progression.first + progression.step * begin, progression.step * factor, count)
+
+
+def few_at_once(owned: Owned, most: int) -> Iterator[Owned]:
+    """The same in portions."""
+    for part in torch.arange(len(owned)).split(most) if len(owned) else ():
+        yield owned.select(part)
+
+
+def by_size(owned: Owned) -> Iterator[Owned]:
+    """The same in portions of boxes of about one size."""
+    size = torch.maximum(owned.box.q.count, owned.box.k.count).double().log2().long()
+    for each in size.unique().tolist():
+        yield owned.select(size == each)
+
+
+def halves(owned: Owned) -> Owned:
+    """Each box cut in two across its longer side."""
+    q, k = owned.box.q, owned.box.k
+    cut_q = q.count >= k.count
+    q_half, k_half = torch.where(cut_q, q.count // 2, q.count), torch.where(cut_q, k.count, k.count // 2)
+    first = Box(owned.box.head, replace(q, count=q_half), replace(k, count=k_half))
+    q_from, k_from = torch.where(cut_q, q_half, 0), torch.where(cut_q, 0, k_half)
+    return Owned(owned.owner.repeat(2), join_boxes([first, Box(owned.box.head, _rest(q, q_from), _rest(k, k_from))]))
+
+
+def _rest(progression: Progression, begin: Tensor) -> Progression:
+    """The terms from these indices on."""
+    return Progression(progression.first + progression.step * begin, progression.step, progression.count - begin)
+
+
+def join(parts: Sequence[Owned]) -> Owned:
+    """Parts of one step, one after the other; at least one."""
+    return Owned(torch.cat([each.owner for each in parts]), join_boxes([each.box for each in parts]))
+
+
+def join_boxes(boxes: Sequence[Box]) -> Box:
+    """Boxes of one step, one after the other."""
+    q, k = (
+        Progression(torch.cat([each.first for each in sides]), sides[0].step, torch.cat([each.count for each in sides]))
+        for sides in ([box.q for box in boxes], [box.k for box in boxes])
+    )
+    return Box(torch.cat([box.head for box in boxes]), q, k)
+
+
+def look_at_pairs(rule: Pattern, owned: Owned, pairs: Counts) -> None:
+    """Add to each box's pairs those of its parts, counted one by one; parts of about one size take the least time."""
+    if not len(owned):
+        return
+    mask_mod = rule.mask_mod(num_heads=1, device=torch.device("cpu"))
+    largest = int(owned.box.q.count.max()) * int(owned.box.k.count.max())
+    for few in few_at_once(owned, max(1, _CELLS // largest)):
+        q, k = few.box.q, few.box.k
+        row, column = torch.arange(int(q.count.max()))[:, None], torch.arange(int(k.count.max()))
+        inside = (row < q.count[:, None, None]) & (column < k.count[:, None, None])
+        query = torch.where(inside, q.first[:, None, None] + q.step * row, q.first[:, None, None])
+        key = torch.where(inside, k.first[:, None, None] + k.step * column, k.first[:, None, None])
+        head = few.box.head[:, None, None]
+        pairs.index_add_(0, few.owner, (mask_mod(torch.zeros_like(head), head, query, key) & inside).sum((1, 2)))

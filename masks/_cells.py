@@ -1,0 +1,235 @@
+"""Cells: how many pairs a pattern allows in each cell of a coarse grid, at any number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float64, Int64
+from torch import Tensor
+
+from ._bounded_pairs import PairCounts, bounded_pairs
+from ._box import Box, Progression
+from ._box_parts import Owned, join
+from ._check import require_int
+from ._layout import Layout
+from ._pattern import Expression, Pattern, require_expression
+from ._run_time import num_entries
+
+# R rows, C columns of cells; B branches
+
+_MOST_LOOKS = 1 << 26  # single pairs, and what takes as long
+_MOST_CELLS = 1 << 22
+_EVERY_PAIR = 1 << 21  # windows of so many pairs are looked at pair by pair
+_BOXES_AT_ONCE = 1 << 18
+_PAIRS_AT_ONCE = 1 << 20
+
+
+class CellCounts(NamedTuple):
+    """Allowed pairs of each cell: at least `low`, at most `high`, about `likely`."""
+
+    low: Int64[Tensor, "R C"]
+    high: Int64[Tensor, "R C"]
+    likely: Float64[Tensor, "R C"]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A window cut into cells: row i holds the query slots row_edges[i] to row_edges[i + 1] - 1, a column keys so.
+
+    `total` counts a pair once for each branch that allows it; `branches` has the counts of each branch, in the
+    order of the pattern's own. `area` is the number of pairs of each cell.
+    """
+
+    window: tuple[range, range]
+    row_edges: Int64[Tensor, " R+1"]
+    column_edges: Int64[Tensor, " C+1"]
+    area: Int64[Tensor, "R C"]
+    total: CellCounts
+    branches: tuple[CellCounts, ...]
+
+    @property
+    def low(self) -> Int64[Tensor, "R C"]:
+        """Pairs that are allowed at least."""
+        return self.total.low
+
+    @property
+    def high(self) -> Int64[Tensor, "R C"]:
+        """Pairs that are allowed at most; `low` where the cell is counted."""
+        return self.total.high
+
+    @property
+    def likely(self) -> Float64[Tensor, "R C"]:
+        """The count where it is known, else an estimate within the bounds."""
+        return self.total.likely
+
+    @property
+    def exact(self) -> Bool[Tensor, "R C"]:
+        """Which cells are counted."""
+        return self.total.low == self.total.high
+
+
+def count_cells(
+    pattern: Expression,
+    num_tokens: int,
+    *,
+    head: int = 0,
+    num_heads: int = 1,
+    num_keys: int | None = None,
+    batch: int = 0,
+    queries: range | None = None,
+    keys: range | None = None,
+    shape: tuple[int, int],
+    order: Layout | None = None,
+) -> Cells:
+    """Count one head's pairs in shape[0] x shape[1] cells of a window, by bounds on whole boxes where they decide.
+
+    The window is of slots, all of them by default: positions in natural order, which is that of `order=None`.
+    Row i begins at slot queries.start + i * len(queries) // rows, columns alike. Time does not grow with the
+    number of tokens, but with that of cells; where doubts would take long, cells keep bounds that differ, and an
+    estimate. `batch` is the entry meant where run-time tensors have a row for each. Raises ValueError for sizes,
+    windows and shapes that do not fit, and for what the pattern cannot be bound to.
+    """
+    num_keys = num_tokens if num_keys is None else num_keys
+    bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_keys)
+    require_int("head", head, minimum=0, maximum=num_heads - 1)
+    require_int("batch", batch, minimum=0, maximum=bound.batch - 1)
+    rule = bound.entry(batch).pattern if num_entries(bound.pattern) > 1 else bound.pattern
+    sides = [
+        _side(name, size, window, cells, order)
+        for name, size, window, cells in zip(
+            ("queries", "keys"), (num_tokens, num_keys), (queries, keys), shape, strict=True
+        )
+    ]
+    if shape[0] * shape[1] > _MOST_CELLS:
+        raise ValueError(f"a window is cut into at most {_MOST_CELLS} cells; got {shape=}")
+    parts = [branch.for_head(head, num_heads) for branch in rule.branches()]
+    found = {part: _count(part, *sides, _MOST_LOOKS // len(set(parts))) for part in dict.fromkeys(parts)}
+    branches = tuple(found[part] for part in parts)
+    total = CellCounts(*(torch.stack(each).sum(0) for each in zip(*branches, strict=True)))
+    area = sides[0].sizes[:, None] * sides[1].sizes
+    return Cells((sides[0].window, sides[1].window), sides[0].edges, sides[1].edges, area, total, branches)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The queries or the keys of a window: the slots at which cells begin, and their positions as progressions."""
+
+    window: range
+    edges: Int64[Tensor, " cells+1"]
+    layout: Layout
+
+    @property
+    def cells(self) -> int:
+        return len(self.edges) - 1
+
+    @property
+    def sizes(self) -> Int64[Tensor, " cells"]:
+        return self.edges.diff()
+
+    def parts(self) -> tuple[Int64[Tensor, " P"], Progression]:
+        """Parts of cells whose positions are progressions of one step, and the cell of each."""
+        pieces = self.layout.pieces(0)
+        inner = pieces.starts[(pieces.starts > self.window.start) & (pieces.starts < self.window.stop)]
+        cuts = torch.cat([self.edges, inner]).unique()
+        start, cell = cuts[:-1], torch.searchsorted(self.edges, cuts[:-1], right=True) - 1
+        first = pieces.position(torch.zeros_like(start), start)
+        return cell, Progression(first, pieces.step, cuts.diff())
+
+
+def _side(name: str, size: int, window: Any, cells: int, order: Layout | None) -> _Side:
+    window = range(size) if window is None else window
+    if not isinstance(window, range) or window.step != 1 or not 0 <= window.start < window.stop <= size:
+        raise ValueError(f"{name} must be a range of step 1 within 0 to {size}, and not empty; got {name}={window!r}")
+    require_int(f"cells of {name}", cells, minimum=1)
+    if cells > len(window):
+        raise ValueError(f"a window of {len(window)} {name} has at most as many cells; got {cells}")
+    if order is not None and not isinstance(order, Layout):
+        raise TypeError(f"order must be a Layout, such as masks.layout gives, or None; got {type(order).__name__}")
+    edges = window.start + torch.arange(cells + 1) * len(window) // cells
+    return _Side(window, edges, Layout(size, 1 if order is None else order.rate))
+
+
+def _count(rule: Pattern, q: _Side, k: _Side, most_looks: int) -> CellCounts:
+    """The cells of a branch, as a rule for one head."""
+    few = len(q.window) * len(k.window) <= _EVERY_PAIR
+    try:
+        found = _every_pair(rule, q, k) if few else _by_boxes(rule, q, k, most_looks)
+    except IndexError as error:
+        asked = f"queries below {q.layout.num_tokens} and keys below {k.layout.num_tokens}"
+        raise ValueError(f"{rule!r} has no answer for some of {asked}: {error}") from error
+    return CellCounts(*(each.view(q.cells, k.cells) for each in found))
+
+
+def _every_pair(rule: Pattern, q: _Side, k: _Side) -> PairCounts:
+    """Each pair of the window looked at."""
+    mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
+    position = [
+        side.layout.pieces(0).position(torch.zeros_like(slots), slots)
+        for side, slots in ((side, torch.arange(side.window.start, side.window.stop)) for side in (q, k))
+    ]
+    row, column = (torch.repeat_interleave(side.sizes) for side in (q, k))
+    pairs = torch.zeros(q.cells, k.cells, dtype=torch.int64)
+    for some in torch.arange(len(row)).split(max(1, _PAIRS_AT_ONCE // len(column))):
+        allowed = mask_mod(none, none, position[0][some, None], position[1][None, :]).expand(len(some), -1)
+        columns = torch.zeros(len(some), k.cells, dtype=torch.int64).index_add_(1, column, allowed.long())
+        pairs.index_add_(0, row[some], columns)
+    return PairCounts(pairs.flatten(), pairs.flatten(), pairs.flatten().double())
+
+
+def _by_boxes(rule: Pattern, q: _Side, k: _Side, most_looks: int) -> PairCounts:
+    """Boxes counted by their bounds, and those in doubt closely; boxes that look alike are counted once."""
+    number = q.cells * k.cells
+    low, doubtful = torch.zeros(number, dtype=torch.int64), []
+    for owned in _boxes(rule, q, k):
+        bounds = rule.count(owned.box, num_heads=1)
+        exact = bounds.low == bounds.high
+        low.index_add_(0, owned.owner[exact], bounds.low[exact])
+        doubtful.append(owned.select((~exact).nonzero().squeeze(1)))
+    high, likely = low.clone(), low.double()
+    rest = join(doubtful) if doubtful else None
+    if rest is not None and len(rest):
+        alike, box = _distinct(rule, rest.box)
+        for sums, found in zip((low, high, likely), bounded_pairs(rule, box, most_looks=most_looks), strict=True):
+            sums.index_add_(0, rest.owner, found[alike])
+    return PairCounts(low, high, likely)
+
+
+def _boxes(rule: Pattern, q: _Side, k: _Side) -> Iterator[Owned]:
+    """The boxes of all cells, without those that the spacing of the rule empties."""
+    (row, queries), (column, keys) = q.parts(), k.parts()
+    # Positions of a part agree modulo its step, and a pair's modulo the spacing: so do parts modulo what divides both.
+    classes = torch.gcd(torch.tensor(queries.step), torch.tensor(rule.spacing()))
+    order = keys.first.remainder(classes).argsort(stable=True)
+    own, theirs = queries.first.remainder(classes), keys.first[order].remainder(classes)
+    begin = torch.searchsorted(theirs, own)
+    partners = torch.searchsorted(theirs, own, right=True) - begin
+    for some in _runs(partners, _BOXES_AT_ONCE):
+        each = torch.repeat_interleave(partners[some])
+        nth = torch.arange(len(each)) - (partners[some].cumsum(0) - partners[some])[each]
+        mine, other = some[each], order[begin[some][each] + nth]
+        box = Box(torch.zeros_like(mine), queries.select(mine), keys.select(other))
+        yield Owned(row[mine] * k.cells + column[other], box)
+
+
+def _runs(sizes: Tensor, most: int) -> Iterator[Tensor]:
+    """Indices of neighbours whose sizes add up to about `most`."""
+    group = (sizes.cumsum(0) - sizes) // most
+    return iter(torch.arange(len(sizes)).split(group.unique_consecutive(return_counts=True)[1].tolist()))
+
+
+def _distinct(rule: Pattern, box: Box) -> tuple[Tensor, Box]:
+    """Boxes of which no two are shifts of each other by a period, and the number of the one that each box is like."""
+    period = rule.period()
+    if period is None:
+        return torch.arange(len(box.head)), box
+    place = box.q.first.remainder(period)
+    kinds = torch.stack([place, box.k.first - box.q.first, box.q.count, box.k.count])
+    kinds, alike = kinds.unique(dim=1, return_inverse=True)
+    place, ahead, q_count, k_count = kinds.unbind(0)
+    # From no later than where the first box stands: positions stay below the last, as in the boxes themselves.
+    start = place + (-(place + ahead)).clamp(min=0).add(period - 1) // period * period
+    q = Progression(start, box.q.step, q_count)
+    return alike, Box(torch.zeros_like(place), q, Progression(start + ahead, box.k.step, k_count))

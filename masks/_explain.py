@@ -1,0 +1,161 @@
+"""explain: why one pair is allowed or not, rule by rule, and where it stands among the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ._block_mask import block_sides
+from ._check import require_int
+from ._pattern import Expression, Mixture, require_expression
+from ._reason import Pair, Reason
+from ._run_time import Extent, entry, given_tensors, names, num_entries, resolve
+from ._standing import Standing, standings
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a pattern says of one pair, as a tree of reasons, and the block that holds the pair.
+
+    `multiplicity` is how many branches allow the pair: 0 or 1 for a set. `standings` are empty where no number of
+    tokens was given. The str is the tree as indented lines.
+    """
+
+    pair: Pair
+    batch: int
+    multiplicity: int
+    reason: Reason
+    standings: tuple[Standing, ...] = ()
+
+    @property
+    def pattern(self) -> Expression:
+        return self.reason.pattern
+
+    @property
+    def allowed(self) -> bool:
+        return self.reason.allowed
+
+    @property
+    def text(self) -> str:
+        return self.reason.text
+
+    @property
+    def parts(self) -> tuple[Reason, ...]:
+        return self.reason.parts
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        pair = {"query": self.pair.query, "key": self.pair.key, "head": self.pair.head}
+        where = {**pair, "num_heads": self.pair.num_heads, "batch": self.batch}
+        found = {**where, "multiplicity": self.multiplicity, **self.reason.to_data()}
+        return {**found, "standings": [standing.to_data() for standing in self.standings]}
+
+    def __str__(self) -> str:
+        entry = f", batch entry {self.batch}" if self.pattern.varies else ""
+        asked = f"query {self.pair.query}, key {self.pair.key}, head {self.pair.head} of {self.pair.num_heads}{entry}"
+        times = f", {self.multiplicity} times" if self.multiplicity > 1 else ""
+        verdict = f"{asked}: {'allowed' if self.allowed else 'not allowed'}{times}"
+        return "\n".join([verdict, *self.reason.lines(), *map(str, self.standings)])
+
+
+def explain(
+    pattern: Expression,
+    *,
+    query: int,
+    key: int,
+    head: int = 0,
+    num_heads: int = 1,
+    batch: int = 0,
+    num_tokens: int | None = None,
+    num_keys: int | None = None,
+    bindings: Mapping[str, Tensor] | None = None,
+    block_size: int | tuple[int, int] = 128,
+) -> Explanation:
+    """Say why the query sees the key, or why not: by each branch and each part, in plain numbers.
+
+    query, key: positions. head: one of num_heads global heads. batch: the entry whose run-time tensors are asked.
+    num_tokens: positions of the queries, and of the keys unless num_keys is given. With it the explanation says too
+    in which block the pair lies, in the natural order and in that of `masks.layout`, and how many pairs it holds.
+    A pattern with run-time tensors needs it. bindings: those tensors that the pattern names and does not carry.
+
+    Raises ValueError or TypeError for a pair, a head or an entry that there is not, and for tensors that do not fit.
+    """
+    require_expression(pattern)
+    sides = block_sides(block_size)
+    require_int("num_heads", num_heads, minimum=1)
+    keys = num_tokens if num_keys is None else num_keys
+    _require_below("query", query, num_tokens, "tokens")
+    _require_below("key", key, keys, "tokens" if num_keys is None else "keys")
+    _require_below("head", head, num_heads, "heads")
+    require_int("batch", batch, minimum=0)
+    rule = _rule(pattern, num_heads, num_tokens, keys, bindings)
+    if num_entries(rule) > 1:
+        _require_below("batch", batch, num_entries(rule), "batch entries")
+    rule = entry(rule, batch)
+    pair = Pair(query, key, head, num_heads)
+    branches = tuple(branch.reason(pair) for branch in rule.branches())
+    places = () if num_tokens is None or keys is None else standings(rule, pair, num_tokens, keys, sides)
+    found = _as_written(_whole(rule, branches), rule, pattern)
+    return Explanation(pair, batch, sum(branch.allowed for branch in branches), found, places)
+
+
+def _whole(rule: Expression, branches: tuple[Reason, ...]) -> Reason:
+    """The reason of a set itself; of a mixture how many branches allow the pair."""
+    if not isinstance(rule, Mixture):
+        return branches[0]
+    times = sum(branch.allowed for branch in branches)
+    counts = "it does not count" if times == 0 else "it counts once" if times == 1 else f"it counts {times} times"
+    return Reason(rule, times > 0, f"{times} of {len(branches)} branches allow it: {counts}", branches)
+
+
+def _rule(
+    pattern: Expression,
+    num_heads: int,
+    num_tokens: int | None,
+    num_keys: int | None,
+    bindings: Mapping[str, Tensor] | None,
+) -> Expression:
+    """The pattern with run-time tensors' values in place, checked for these sizes as far as they are known."""
+    tensors = _tensors(pattern, bindings)
+    if num_tokens is not None and num_keys is not None:
+        rule = resolve(pattern, tensors, Extent(num_tokens, num_keys))
+        rule.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_keys)
+        return rule
+    if num_keys is not None:
+        raise ValueError(f"num_keys goes with num_tokens, the positions of the queries; got num_keys={num_keys} alone")
+    if names(pattern):
+        needed = ", ".join(map(repr, names(pattern)))
+        raise ValueError(f"a pattern with run-time tensors needs num_tokens, as many as they speak of; it has {needed}")
+    pattern.check_heads(num_heads)
+    return pattern
+
+
+def _tensors(pattern: Expression, bindings: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """The run-time tensors that the pattern carries and those given by name."""
+    carried, given = given_tensors(pattern), dict(bindings or {})
+    free = [name for name in names(pattern) if name not in carried]
+    for name in given:
+        if name not in free:
+            known = f"lacks {', '.join(map(repr, free))}" if free else "lacks none"
+            raise ValueError(f"bindings must name run-time tensors that the pattern lacks; it {known}; got {name!r}")
+    return carried | given
+
+
+def _as_written(reason: Reason, rule: Expression, pattern: Expression) -> Reason:
+    """The same reasons, of the rules as the pattern has them: with run-time tensors by their names."""
+    written = {id(leaf): source for leaf, source in zip(rule.leaves(), pattern.leaves(), strict=True)}
+
+    def renamed(each: Reason) -> Reason:
+        source = each.pattern.map_leaves(lambda leaf: written.get(id(leaf), leaf))
+        return replace(each, pattern=source, parts=tuple(renamed(part) for part in each.parts))
+
+    return renamed(reason) if pattern.varies else reason
+
+
+def _require_below(name: str, value: int, stop: int | None, what: str) -> None:
+    require_int(name, value, minimum=0)
+    if stop is not None and value >= require_int(f"the number of {what}", stop, minimum=1):
+        raise ValueError(f"{name} must be below the number of {what}; got {name}={value} of {stop}")

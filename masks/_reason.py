@@ -1,0 +1,91 @@
+"""Reason: whether a rule allows a pair and why, in one plain line with numbers, beside the reasons of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from ._pattern import Expression
+
+_MOST_LISTED = 8
+_INDENT = "  "
+
+# What a rule counts as positions: tokens; blocks of tokens; or the places of tokens within their document.
+Unit = Literal["token", "block", "place"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The pair that a reason speaks of: positions of a query and a key, for one of `num_heads` global heads."""
+
+    query: int
+    key: int
+    head: int
+    num_heads: int
+    unit: Unit = "token"
+
+    def counted(self, unit: Unit, query: int, key: int) -> Pair:
+        """The same pair as a rule meets it that counts otherwise."""
+        return replace(self, query=query, key=key, unit=unit)
+
+    @property
+    def the_query(self) -> str:
+        return self._named("query", self.query)
+
+    @property
+    def the_key(self) -> str:
+        return self._named("key", self.key)
+
+    @property
+    def distance(self) -> str:
+        """How far the key stands from the query, as a clause."""
+        if self.key == self.query:
+            return f"{self.the_key} is the query's own"
+        side = "before" if self.key < self.query else "after"
+        return f"{self.the_key} is {self._measured(abs(self.query - self.key))} {side} {self.the_query}"
+
+    def _named(self, side: str, position: int) -> str:
+        return f"{side} {position}" if self.unit == "token" else f"{side} {self.unit} {position}"
+
+    def _measured(self, number: int) -> str:
+        unit = "block" if self.unit == "block" else "token"
+        return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What one rule says of a pair; `parts` are the rules inside that it asked, as they met the pair."""
+
+    pattern: Expression
+    allowed: bool
+    text: str
+    parts: tuple[Reason, ...] = ()
+
+    def lines(self, depth: int = 0, width: int = 60) -> list[str]:
+        """The tree as indented lines, patterns cut to a width."""
+        written = repr(self.pattern)
+        written = written if len(written) <= width else f"{written[: width - 3]}..."
+        line = f"{_INDENT * depth}{'yes' if self.allowed else 'no':<3}  {written}: {self.text}"
+        return [line, *(each for part in self.parts for each in part.lines(depth + 1, width))]
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        data = {"pattern": repr(self.pattern), "allowed": self.allowed, "text": self.text}
+        return {**data, "parts": [part.to_data() for part in self.parts]}
+
+
+def span(start: int, stop: int) -> str:
+    """A run of positions by its two ends."""
+    return f"{start} to {stop - 1}" if stop - start > 1 else f"{start}"
+
+
+def listing(numbers: Sequence[int]) -> str:
+    """Numbers as words; of many, the first few and how many there are."""
+    if not numbers:
+        return "none"
+    if len(numbers) > _MOST_LISTED:
+        return f"{', '.join(map(str, numbers[:_MOST_LISTED]))} and {len(numbers) - _MOST_LISTED} more"
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} and {last}" if others else last

@@ -1,0 +1,88 @@
+"""Where a pair stands: its slots in an order of the tokens, and the block of pairs around it that kernels compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ._algebra import union
+from ._layout import Layout
+from ._lower import residue_rate
+from ._pattern import Expression, Pattern
+from ._reason import Pair
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A pair in one order: residue-major of this rate, or natural for rate 1.
+
+    The block that holds it covers `block_pairs` pairs, of which the head may see `allowed_pairs`; kernels leave out
+    a block where these are none, and need no mask where they are all.
+    """
+
+    rate: int
+    query_slot: int
+    key_slot: int
+    row: int
+    column: int
+    allowed_pairs: int
+    block_pairs: int
+
+    @property
+    def order(self) -> str:
+        return "natural" if self.rate == 1 else "residue"
+
+    @property
+    def computed(self) -> bool:
+        """Whether a list of blocks in this order names the block."""
+        return self.allowed_pairs > 0
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        slots = {"order": self.order, "rate": self.rate, "query_slot": self.query_slot, "key_slot": self.key_slot}
+        held = {"allowed_pairs": self.allowed_pairs, "block_pairs": self.block_pairs, "computed": self.computed}
+        return {**slots, "block": [self.row, self.column], **held}
+
+    def __str__(self) -> str:
+        slots = f"residue-major order of rate {self.rate}, slots {self.query_slot} and {self.key_slot}"
+        where = f"{'natural order' if self.rate == 1 else slots}: block ({self.row}, {self.column})"
+        if not self.allowed_pairs:
+            return f"{where} allows none of its {self.block_pairs} pairs and is left out"
+        if self.allowed_pairs == self.block_pairs:
+            return f"{where} allows all of its {self.block_pairs} pairs and is computed without a mask"
+        return f"{where} allows {self.allowed_pairs} of its {self.block_pairs} pairs and is computed with a mask"
+
+
+def standings(
+    rule: Expression, pair: Pair, num_queries: int, num_keys: int, block_size: tuple[int, int]
+) -> tuple[Standing, ...]:
+    """In the natural order, and in the residue-major one where the rule has rates and both sides are the same tokens."""
+    whole = union(rule.branches())
+    rate = residue_rate(whole) if num_queries == num_keys else 1
+    return tuple(_standing(whole, pair, num_queries, num_keys, block_size, each) for each in sorted({1, rate}))
+
+
+def _standing(
+    rule: Pattern, pair: Pair, num_queries: int, num_keys: int, block_size: tuple[int, int], rate: int
+) -> Standing:
+    sides = [
+        _side(Layout(size, rate), position, side)
+        for size, position, side in zip((num_queries, num_keys), (pair.query, pair.key), block_size, strict=True)
+    ]
+    (q_slot, row, queries), (k_slot, column, keys) = sides
+    mod = rule.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu"))
+    zero, head = torch.tensor(0), torch.tensor(pair.head)
+    allowed = mod(zero, head, queries[:, None], keys[None, :])
+    return Standing(rate, q_slot, k_slot, row, column, int(allowed.sum()), allowed.numel())
+
+
+def _side(layout: Layout, position: int, side: int) -> tuple[int, int, torch.Tensor]:
+    """(slot, number of its block, positions in that block) of one token."""
+    if layout.is_natural:
+        block = position // side
+        return position, block, torch.arange(block * side, min((block + 1) * side, layout.num_tokens))
+    slot = int(layout.slots()[position])
+    block = slot // side
+    return slot, block, layout.positions()[block * side : (block + 1) * side]
