@@ -7,6 +7,7 @@ from . import masks
 from ._attend import attend
 from ._compilations import compilations
 from ._kv_cache import KVCache
+from ._stats import stats
 from .nn import (
     BlockSparseAttention,
     DilatedAttention,
@@ -33,6 +34,7 @@ __all__ = [
     "compilations",
     "distributed",
     "masks",
+    "stats",
     "testing",
 ]
 __version__ = "0.1.0"

@@ -69,9 +69,10 @@ class Compilations:
 
     def __str__(self) -> str:
         """A table of the numbers, and one of the reasons if there are any."""
-        return "\n\n".join(text for text in (self._numbers(), self._reasons()) if text)
+        return "\n\n".join(text for text in (self.numbers(), self._reasons()) if text)
 
-    def _numbers(self) -> str:
+    def numbers(self) -> str:
+        """The table of the numbers alone."""
         rows = [
             ("graphs compiled", f"{self.graphs:,}"),
             ("found on disk", f"{self.found_on_disk:,}"),

@@ -110,6 +110,11 @@ def forget_choices() -> None:
         _sources.clear()
 
 
+def num_measured() -> int:
+    """The calls for which a measurement chose the way, stored ones included as far as they were read."""
+    return len(_won)
+
+
 def choices_path(source: str) -> Path | None:
     """Beside the file of the constants in use; None where these come from no file."""
     path = Path(source)

@@ -14,6 +14,7 @@ from ._describe import describe
 from ._dilated import dilated
 from ._dilated_window import dilated_window
 from ._documents import documents
+from ._explain import explain
 from ._fixed import fixed
 from ._global_tokens import first_tokens, global_tokens
 from ._json import from_json, to_json
@@ -56,6 +57,7 @@ __all__ = [
     "dilated_window",
     "documents",
     "every",
+    "explain",
     "first_tokens",
     "fixed",
     "from_json",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
+from math import lcm, prod
 
 import torch
 from torch import Tensor
@@ -87,19 +87,60 @@ def by_size(owned: Owned) -> Iterator[Owned]:
         yield owned.select(size == each)
 
 
-def halves(owned: Owned) -> Owned:
-    """Each box cut in two across its longer side."""
+def halves(owned: Owned, period: int = 1) -> Owned:
+    """Each box cut in two across its longer side, at a multiple of the period near the middle if there is one."""
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
-    q_half, k_half = torch.where(cut_q, q.count // 2, q.count), torch.where(cut_q, k.count, k.count // 2)
+    q_half, k_half = torch.where(cut_q, _middle(q, period), q.count), torch.where(cut_q, k.count, _middle(k, period))
     first = Box(owned.box.head, replace(q, count=q_half), replace(k, count=k_half))
     q_from, k_from = torch.where(cut_q, q_half, 0), torch.where(cut_q, 0, k_half)
     return Owned(owned.owner.repeat(2), join_boxes([first, Box(owned.box.head, _rest(q, q_from), _rest(k, k_from))]))
 
 
+def _middle(progression: Progression, period: int) -> Tensor:
+    """How many terms lie below a multiple of the period near the middle; half of them if that is none or all."""
+    first, step, half = progression.first, progression.step, progression.count // 2
+    border = (first + step * half + period - 1) // period * period
+    for place in ((border - first + step - 1) // step, (border - period - first + step - 1) // step):
+        half = torch.where((place > 0) & (place < progression.count) & (half == progression.count // 2), place, half)
+    return half
+
+
 def _rest(progression: Progression, begin: Tensor) -> Progression:
     """The terms from these indices on."""
     return Progression(progression.first + progression.step * begin, progression.step, progression.count - begin)
+
+
+def distinct_boxes(box: Box, period: int) -> tuple[Tensor, Box]:
+    """Boxes of head 0 of which no two are shifts of each other by a period, and for each box the one it is like."""
+    place = box.q.first.remainder(period)
+    kinds = torch.stack([place, box.k.first - box.q.first, box.q.count, box.k.count])
+    alike, kinds = _distinct_columns(kinds)
+    place, ahead, q_count, k_count = kinds.unbind(0)
+    # As far to the left as positions allow.
+    start = place + ((-place - ahead).clamp(min=0) + period - 1) // period * period
+    q = Progression(start, box.q.step, q_count)
+    return alike, Box(torch.zeros_like(place), q, Progression(start + ahead, box.k.step, k_count))
+
+
+def _distinct_columns(table: Tensor) -> tuple[Tensor, Tensor]:
+    """For each column the number of its like among distinct ones, and those."""
+    if not table.shape[1]:
+        return torch.arange(0), table
+    least = table.amin(1)
+    spans = (table.amax(1) - least + 1).tolist()
+    if prod(spans) >= 1 << 62:
+        distinct, alike = table.unique(dim=1, return_inverse=True)
+        return alike, distinct
+    key = torch.zeros_like(table[0])
+    for row, span in zip(table - least[:, None], spans, strict=True):
+        key = key * span + row
+    kinds, alike = key.unique(return_inverse=True)
+    rows = []
+    for span in reversed(spans):
+        rows.append(kinds % span)
+        kinds = kinds // span
+    return alike, torch.stack(rows[::-1]) + least[:, None]
 
 
 def join(parts: Sequence[Owned]) -> Owned:

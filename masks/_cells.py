@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from ._bounded_pairs import PairCounts, bounded_pairs
+from ._bounded_pairs import PairCounts, bounded_pairs, even_places
 from ._box import Box, Progression
-from ._box_parts import Owned, join
+from ._box_parts import Owned, distinct_boxes, join
 from ._check import require_int
 from ._layout import Layout
 from ._pattern import Expression, Pattern, require_expression
@@ -23,7 +24,9 @@ from ._run_time import num_entries
 _MOST_LOOKS = 1 << 26  # single pairs, and what takes as long
 _MOST_CELLS = 1 << 22
 _EVERY_PAIR = 1 << 21  # windows of so many pairs are looked at pair by pair
+_MOST_BOXES = 1 << 20
 _BOXES_AT_ONCE = 1 << 18
+_SAMPLES, _LEAST_SAMPLES = 1 << 23, 1 << 6  # pairs looked at where boxes are too many: in all, and in a cell
 _PAIRS_AT_ONCE = 1 << 20
 
 
@@ -129,6 +132,12 @@ class _Side:
     def sizes(self) -> Int64[Tensor, " cells"]:
         return self.edges.diff()
 
+    def positions_at(self, cell: Tensor, share: Tensor) -> Tensor:
+        """Positions of the slots at these shares of cells."""
+        size = self.sizes[cell, None]
+        slot = self.edges[cell, None] + (size * share).long().minimum(size - 1)
+        return self.layout.pieces(0).position(torch.zeros_like(slot), slot)
+
     def parts(self) -> tuple[Int64[Tensor, " P"], Progression]:
         """Parts of cells whose positions are progressions of one step, and the cell of each."""
         pieces = self.layout.pieces(0)
@@ -181,9 +190,11 @@ def _every_pair(rule: Pattern, q: _Side, k: _Side) -> PairCounts:
 
 def _by_boxes(rule: Pattern, q: _Side, k: _Side, most_looks: int) -> PairCounts:
     """Boxes counted by their bounds, and those in doubt closely; boxes that look alike are counted once."""
-    number = q.cells * k.cells
-    low, doubtful = torch.zeros(number, dtype=torch.int64), []
-    for owned in _boxes(rule, q, k):
+    pairings = _Pairings.of(rule, q.parts(), k.parts())
+    if pairings.number > _MOST_BOXES:
+        return _sampled(rule, q, k)
+    low, doubtful = torch.zeros(q.cells * k.cells, dtype=torch.int64), []
+    for owned in pairings.boxes(k.cells):
         bounds = rule.count(owned.box, num_heads=1)
         exact = bounds.low == bounds.high
         low.index_add_(0, owned.owner[exact], bounds.low[exact])
@@ -191,45 +202,59 @@ def _by_boxes(rule: Pattern, q: _Side, k: _Side, most_looks: int) -> PairCounts:
     high, likely = low.clone(), low.double()
     rest = join(doubtful) if doubtful else None
     if rest is not None and len(rest):
-        alike, box = _distinct(rule, rest.box)
+        period = rule.period()
+        alike, box = (torch.arange(len(rest)), rest.box) if period is None else distinct_boxes(rest.box, period)
         for sums, found in zip((low, high, likely), bounded_pairs(rule, box, most_looks=most_looks), strict=True):
             sums.index_add_(0, rest.owner, found[alike])
     return PairCounts(low, high, likely)
 
 
-def _boxes(rule: Pattern, q: _Side, k: _Side) -> Iterator[Owned]:
-    """The boxes of all cells, without those that the spacing of the rule empties."""
-    (row, queries), (column, keys) = q.parts(), k.parts()
-    # Positions of a part agree modulo its step, and a pair's modulo the spacing: so do parts modulo what divides both.
-    classes = torch.gcd(torch.tensor(queries.step), torch.tensor(rule.spacing()))
-    order = keys.first.remainder(classes).argsort(stable=True)
-    own, theirs = queries.first.remainder(classes), keys.first[order].remainder(classes)
-    begin = torch.searchsorted(theirs, own)
-    partners = torch.searchsorted(theirs, own, right=True) - begin
-    for some in _runs(partners, _BOXES_AT_ONCE):
-        each = torch.repeat_interleave(partners[some])
-        nth = torch.arange(len(each)) - (partners[some].cumsum(0) - partners[some])[each]
-        mine, other = some[each], order[begin[some][each] + nth]
-        box = Box(torch.zeros_like(mine), queries.select(mine), keys.select(other))
-        yield Owned(row[mine] * k.cells + column[other], box)
+def _sampled(rule: Pattern, q: _Side, k: _Side) -> PairCounts:
+    """A look at some pairs of each cell, where its positions are too many progressions to be counted as boxes."""
+    mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
+    area = (q.sizes[:, None] * k.sizes).flatten()
+    each, share = max(_LEAST_SAMPLES, _SAMPLES // len(area)), []
+    for some in torch.arange(len(area)).split(max(1, _PAIRS_AT_ONCE // each)):
+        row, column = even_places((len(some), each), int(some[0]) * each)
+        query, key = q.positions_at(some // k.cells, row), k.positions_at(some % k.cells, column)
+        share.append(mask_mod(none, none, query, key).double().mean(1))
+    return PairCounts(torch.zeros_like(area), area, torch.cat(share) * area)
 
 
-def _runs(sizes: Tensor, most: int) -> Iterator[Tensor]:
-    """Indices of neighbours whose sizes add up to about `most`."""
-    group = (sizes.cumsum(0) - sizes) // most
-    return iter(torch.arange(len(sizes)).split(group.unique_consecutive(return_counts=True)[1].tolist()))
+class _Pairings(NamedTuple):
+    """Which parts of keys each part of queries meets: number[i] of them, order[begin[i]] and what follows it there."""
 
+    queries: tuple[Tensor, Progression]
+    keys: tuple[Tensor, Progression]
+    order: Tensor
+    begin: Tensor
+    partners: Tensor
 
-def _distinct(rule: Pattern, box: Box) -> tuple[Tensor, Box]:
-    """Boxes of which no two are shifts of each other by a period, and the number of the one that each box is like."""
-    period = rule.period()
-    if period is None:
-        return torch.arange(len(box.head)), box
-    place = box.q.first.remainder(period)
-    kinds = torch.stack([place, box.k.first - box.q.first, box.q.count, box.k.count])
-    kinds, alike = kinds.unique(dim=1, return_inverse=True)
-    place, ahead, q_count, k_count = kinds.unbind(0)
-    # From no later than where the first box stands: positions stay below the last, as in the boxes themselves.
-    start = place + (-(place + ahead)).clamp(min=0).add(period - 1) // period * period
-    q = Progression(start, box.q.step, q_count)
-    return alike, Box(torch.zeros_like(place), q, Progression(start + ahead, box.k.step, k_count))
+    @classmethod
+    def of(cls, rule: Pattern, queries: tuple[Tensor, Progression], keys: tuple[Tensor, Progression]) -> _Pairings:
+        """All but those that the rule's spacing rules out.
+
+        Positions of a part agree modulo its step, and those of a pair modulo the spacing: so parts agree modulo
+        what divides both.
+        """
+        classes = gcd(queries[1].step, rule.spacing())
+        residue = keys[1].first.remainder(classes)
+        order = residue.argsort(stable=True)
+        own, theirs = queries[1].first.remainder(classes), residue[order]
+        begin = torch.searchsorted(theirs, own)
+        return cls(queries, keys, order, begin, torch.searchsorted(theirs, own, right=True) - begin)
+
+    @property
+    def number(self) -> int:
+        return int(self.partners.sum())
+
+    def boxes(self, columns: int) -> Iterator[Owned]:
+        """Each as a box, with the number of its cell."""
+        (row, q), (column, k) = self.queries, self.keys
+        last = (self.partners.cumsum(0) - self.partners) // _BOXES_AT_ONCE
+        for some in torch.arange(len(self.partners)).split(last.unique_consecutive(return_counts=True)[1].tolist()):
+            each = torch.repeat_interleave(self.partners[some])
+            nth = torch.arange(len(each)) - (self.partners[some].cumsum(0) - self.partners[some])[each]
+            mine, other = some[each], self.order[self.begin[some][each] + nth]
+            box = Box(torch.zeros_like(mine), q.select(mine), k.select(other))
+            yield Owned(row[mine] * columns + column[other], box)

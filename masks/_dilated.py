@@ -111,7 +111,7 @@ class Dilated(Pattern):
             return Reason(self, True, where)
         offset = self.offset_of(pair.head, pair.num_heads)
         query, key = (position % self.segment % self.rate for position in (pair.query, pair.key))
-        active = f"where head {pair.head} has residue {offset} modulo {self.rate}"
+        active = f"where head {pair.head} takes the places of residue {offset} modulo {self.rate}"
         found = f"{pair.the_query} has residue {query}, {pair.the_key} residue {key}"
         return Reason(self, query == key == offset, f"{where}, {active}: {found}")
 

@@ -108,7 +108,7 @@ def _whole(rule: Expression, branches: tuple[Reason, ...]) -> Reason:
         return branches[0]
     times = sum(branch.allowed for branch in branches)
     counts = "it does not count" if times == 0 else "it counts once" if times == 1 else f"it counts {times} times"
-    return Reason(rule, times > 0, f"{times} of {len(branches)} branches allow it: {counts}", branches)
+    return Reason(rule, times > 0, f"allowed by {times} of {len(branches)} branches: {counts}", branches)
 
 
 def _rule(

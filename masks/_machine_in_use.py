@@ -65,6 +65,13 @@ def forget_machines() -> None:
         _found.clear()
 
 
+def sources_in_use() -> dict[str, str]:
+    """By kind of device, where the constants come from with which plans were made so far."""
+    threads = torch.get_num_threads()
+    found = {kind: each.source for (kind, of), each in _found.copy().items() if of in (0, threads)}
+    return found | {kind: each.source for kind, each in _given.copy().items()}
+
+
 def machine_from_environment() -> str:
     """What FLEXDILATED_MACHINE says, checked; ValueError where it names no file of constants."""
     named = os.environ.get(VARIABLE, BUILTIN)

@@ -13,6 +13,8 @@ from ._lower import residue_rate
 from ._pattern import Expression, Pattern
 from ._reason import Pair
 
+_PAIRS_AT_ONCE = 1 << 20
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -58,10 +60,11 @@ class Standing:
 def standings(
     rule: Expression, pair: Pair, num_queries: int, num_keys: int, block_size: tuple[int, int]
 ) -> tuple[Standing, ...]:
-    """In the natural order, and in the residue-major one where the rule has rates and both sides are the same tokens."""
+    """In the natural order, and for as many keys as queries in the residue-major one, if the rule has rates for it."""
     whole = union(rule.branches())
     rate = residue_rate(whole) if num_queries == num_keys else 1
-    return tuple(_standing(whole, pair, num_queries, num_keys, block_size, each) for each in sorted({1, rate}))
+    rates = (1, rate) if 1 < rate <= num_queries else (1,)
+    return tuple(_standing(whole, pair, num_queries, num_keys, block_size, each) for each in rates)
 
 
 def _standing(
@@ -74,8 +77,9 @@ def _standing(
     (q_slot, row, queries), (k_slot, column, keys) = sides
     mod = rule.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu"))
     zero, head = torch.tensor(0), torch.tensor(pair.head)
-    allowed = mod(zero, head, queries[:, None], keys[None, :])
-    return Standing(rate, q_slot, k_slot, row, column, int(allowed.sum()), allowed.numel())
+    some = queries.split(max(1, _PAIRS_AT_ONCE // len(keys)))
+    allowed = sum(int(mod(zero, head, few[:, None], keys[None, :]).sum()) for few in some)
+    return Standing(rate, q_slot, k_slot, row, column, allowed, len(queries) * len(keys))
 
 
 def _side(layout: Layout, position: int, side: int) -> tuple[int, int, torch.Tensor]:

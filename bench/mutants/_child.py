@@ -1,4 +1,4 @@
-"""One run of some tests in a forked child: a parent that has torch imported forks, so that no run pays for the import."""
+"""One run of some tests in a forked child: the parent has torch imported, so that no run pays for that."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,15 +63,14 @@ class Running:
 
 
 def _kill(group: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def warm_up() -> None:
     """Import what every child needs, and the threads that torch computes on stay one."""
     os.environ.update(_ENVIRONMENT)
+    sys.dont_write_bytecode = True
     for name in WARM:
         __import__(name)
     sys.modules["torch"].set_num_threads(1)

@@ -38,7 +38,7 @@ class Mutant:
     @property
     def name(self) -> str:
         """What it is called in the table of results: as long as the file stays, so does the name."""
-        return f"{self.file}:{self.line}:{self.column}:{self.operator}:{self.number}"
+        return f"{self.file}:{self.line}:{self.column}+{self.end - self.start}:{self.operator}:{self.number}"
 
     def applied(self, source: bytes) -> bytes:
         return source[: self.start] + self.after.encode() + source[self.end :]
@@ -56,7 +56,7 @@ def all_mutants(tree: Path) -> list[Mutant]:
 
 
 def mutants_of(file: str, source: bytes) -> list[Mutant]:
-    """Every mutant of the file that still parses."""
+    """Every mutant of the file; a few may not compile."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -67,9 +67,7 @@ def mutants_of(file: str, source: bytes) -> list[Mutant]:
                 first = starts[old.lineno - 1] + old.col_offset
                 last = starts[(old.end_lineno or 0) - 1] + (old.end_col_offset or 0)
                 before, place = source[first:last].decode(), (old.lineno, old.col_offset)
-                mutant = Mutant(file, *place, operator.__name__, number, first, last, before, _text(new))
-                if _parses(mutant.applied(source)):
-                    found.append(mutant)
+                found.append(Mutant(file, *place, operator.__name__, number, first, last, before, _text(new)))
     return sorted(found)
 
 
@@ -122,7 +120,8 @@ def _text(node: ast.stmt | ast.expr) -> str:
     return text if isinstance(node, ast.stmt | ast.Constant | ast.Name) else f"({text})"
 
 
-def _parses(source: bytes) -> bool:
+def compiles(source: bytes) -> bool:
+    """Whether it is Python at all."""
     try:
         compile(source, "mutant", "exec", dont_inherit=True)
     except SyntaxError:

@@ -48,6 +48,8 @@ _PAIRS = (
 _TWINS = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 # Two arguments that may change places without a difference, or that never differ in kind.
 _COMMUTES = {"min", "max", "minimum", "maximum", "gcd", "lcm", "isinstance", "zip", "hasattr", "getattr", "print"}
+# Keywords that are no part of a result here: `strict` of zip is an invariant of ours, and there is one device.
+_UNSEEN = {None, "strict", "device"}
 
 
 def _with(node: ast.AST, **fields: object) -> ast.AST:
@@ -80,8 +82,7 @@ def boolean(node: ast.AST) -> Iterator[ast.AST]:
 
 def sign(node: ast.AST) -> Iterator[ast.AST]:
     """The minus of what is not a number dropped."""
-    negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
-    if negative and not isinstance(node.operand, ast.Constant):
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
         yield node.operand
 
 
@@ -148,7 +149,7 @@ def dropped(node: ast.AST) -> Iterator[ast.AST]:
     """One keyword of a call left out."""
     if isinstance(node, ast.Call):
         for place, keyword in enumerate(node.keywords):
-            if keyword.arg not in (None, "strict"):
+            if keyword.arg not in _UNSEEN:
                 yield _with(node, keywords=[*node.keywords[:place], *node.keywords[place + 1 :]])
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from math import prod
-from sys import maxsize
 from threading import Lock
 from typing import Any, get_args
 from weakref import WeakSet, WeakValueDictionary
@@ -15,9 +14,9 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ..masks._bytes_text import bytes_text
 from ..masks._debug_log import Sized, Untold
 from ._pool_statistics import PoolStatistics
+from ._pool_text import pool_text
 from ._traffic import Role
 
 _numbers = count()
@@ -154,14 +153,7 @@ class BufferPool:
         return partial(BufferPool, self.device, **sizes, pinned=self.pinned, debug=self.debug), ()
 
     def __repr__(self) -> str:
-        """Its name, which the log has too, its settings where they are not the usual ones, and what it holds."""
-        budget = "" if self.budget_bytes is None else f", budget {bytes_text(self.budget_bytes)}"
-        traits = "".join(f", {name}" for name in ("pinned", "debug") if getattr(self, name))
-        least = "never leases" if self.threshold_bytes == maxsize else f"leases from {bytes_text(self.threshold_bytes)}"
-        with self._lock:
-            held = f"holds {bytes_text(self._held)}, {bytes_text(self._leased)} of it leased"
-        where = "any device" if self.device is None else self.device
-        return f"BufferPool({self.name}, {where}, {least}{budget}{traits}: {held})"
+        return pool_text(self)
 
     @property
     def _held(self) -> int:

@@ -11,10 +11,12 @@ from typing import Literal
 
 import torch
 
+from ..masks._debug_log import Untold
 from ._pool import BufferPool, lease_from, named, with_index
 
 _PAGE = 4096
 _lock = Lock()
+_untold = Untold()
 
 PoolChoice = BufferPool | Literal["auto"] | None
 
@@ -46,12 +48,16 @@ def resolve_pool(pool: PoolChoice, device: torch.device) -> BufferPool | None:
 def pool_for(device: torch.device | str) -> BufferPool:
     """The one pool of this device in this process. It leases from the size where that was measured to pay."""
     with _lock:  # two threads that ask at once get the same one
-        return _pool_for(with_index(device))
+        pool = _pool_for(with_index(device))
+    _untold.tell()
+    return pool
 
 
 @cache
 def _pool_for(device: torch.device) -> BufferPool:
-    return BufferPool(device, threshold_bytes=break_even_bytes(device))
+    pool = BufferPool(device, threshold_bytes=break_even_bytes(device))
+    _untold.note("made %r, the pool of its device: from that size a lease was measured to be quicker", pool)
+    return pool
 
 
 @cache

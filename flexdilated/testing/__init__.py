@@ -1,6 +1,36 @@
-"""Checks for patterns and attention modules, of this library or of any other, for use in tests."""
+"""Checks for patterns and attention modules, of this library or of any other, for use in tests.
 
+`flexdilated.testing.strategies`, which needs hypothesis, is imported when it is first asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ._check_module import MODULE_CHECKS, check_attention_module, examine_attention_module
 from ._check_pattern import check_pattern
 from ._closeness import assert_attention_close
+from ._module_calls import Calls, identity_projections
+from ._module_report import CheckResult, ModuleReport
 
-__all__ = ["assert_attention_close", "check_pattern"]
+if TYPE_CHECKING:
+    from . import strategies
+
+__all__ = [
+    "MODULE_CHECKS",
+    "Calls",
+    "CheckResult",
+    "ModuleReport",
+    "assert_attention_close",
+    "check_attention_module",
+    "check_pattern",
+    "examine_attention_module",
+    "identity_projections",
+    "strategies",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`strategies` is imported when it is first asked for."""
+    if name == "strategies":
+        return import_module(".strategies", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -47,9 +47,17 @@ def assert_attention_close(
 
     Raises AssertionError that shows the first wrong row, its branches, and which known mistake would account for it.
     """
-    options = {"scale": scale, "score_mod": score_mod, "sinks": sinks, "bindings": bindings}
-    places = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
-    problem = Problem.of(q, k, v, pattern, **options, **places, num_heads_global=num_heads_global)
+    problem = Problem.of(
+        *(q, k, v, pattern),
+        scale=scale,
+        score_mod=score_mod,
+        sinks=sinks,
+        bindings=bindings,
+        q_offset=q_offset,
+        k_offset=k_offset,
+        head_offset=head_offset,
+        num_heads_global=num_heads_global,
+    )
     _check_result("out", out, q.shape)
     if lse is not None:
         _check_result("lse", lse, q.shape[:3])
@@ -59,7 +67,7 @@ def assert_attention_close(
     if lse is not None:
         hold(problem, "lse", lse, truth["lse"])
     if gradients:
-        for name, grad in zip(("dq", "dk", "dv"), _gradients(problem, out, lse), strict=True):
+        for name, grad in zip(("dq", "dk", "dv"), gradients_of(problem, out, lse), strict=True):
             hold(problem, name, grad, truth[name])
 
 
@@ -80,7 +88,7 @@ def _missed(found: Tensor, truth: Expected) -> Tensor:
     return torch.where(infinite, found != truth.value, ~near)
 
 
-def _gradients(problem: Problem, out: Tensor, lse: Tensor | None) -> tuple[Tensor, ...]:
+def gradients_of(problem: Problem, out: Tensor, lse: Tensor | None) -> tuple[Tensor, ...]:
     """What autograd says, with zeros where nothing flows."""
     leaves = (problem.q, problem.k, problem.v)
     if not all(x.requires_grad for x in leaves):
@@ -96,7 +104,7 @@ def _gradients(problem: Problem, out: Tensor, lse: Tensor | None) -> tuple[Tenso
     return tuple(torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True))
 
 
-def _check_result(name: str, x: object, shape: torch.Size) -> None:
+def _check_result(name: str, x: Tensor, shape: torch.Size) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
     if x.shape != shape:
@@ -105,16 +113,19 @@ def _check_result(name: str, x: object, shape: torch.Size) -> None:
 
 def _report(problem: Problem, name: str, found: Tensor, truth: Expected, missed: Tensor, wrong: Tensor) -> str:
     b, h, row = wrong.nonzero()[0].tolist()
-    place = (b, h, row) if name == "lse" else (b, h, row, int(missed[b, h, row].nonzero()[0]))
+    place: tuple[int, ...] = (b, h, row)
+    if name != "lse":
+        place = (*place, int(missed[b, h, row].nonzero()[0]))
     what = {"dk": "key/value head {h}, key", "dv": "key/value head {h}, key"}.get(name, "head {h}, query")
     element = "" if name == "lse" else f", element {place[3]}"
+    dtype = str(found.dtype).removeprefix("torch.")
     lines = [
         f"{name} is wrong in {int(wrong.sum())} of {wrong.numel()} rows; the first is batch {b}, "
         f"{what.format(h=h)} {row}{element}",
         f"  found     {number(found[place])}",
         f"  expected  {number(truth.value[place])}",
-        f"  off by    {number((found[place].double() - truth.value[place]).abs())}, where rounding to "
-        f"{str(found.dtype).removeprefix('torch.')} may account for {number(truth.budget[place])}{_plain(truth, place)}",
+        f"  off by    {number((found[place].double() - truth.value[place]).abs())}, where rounding to {dtype} may "
+        f"account for {number(truth.budget[place])}{_plain(truth, place)}",
     ]
     if name in ("out", "lse", "dq"):
         lines += [f"  {line}" for line in branch_lines(problem, b, h, row)]

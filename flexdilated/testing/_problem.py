@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from .._reference import modified_scores, multiplicity, reference_attention
@@ -61,11 +60,6 @@ class Problem:
             rule = resolve(pattern, tensors, Extent(q_offset + q.shape[2], k_offset + k.shape[2]))
         bound = rule.bind(**sizes, **where, num_heads_global=heads)
         return cls(q, k, v, bound, resolve_scale(scale, q.shape[-1]), score_mod, sinks)
-
-    @property
-    def eps(self) -> float:
-        """The relative distance of neighbouring numbers in the dtype of q."""
-        return torch.finfo(self.q.dtype).eps
 
     def wide(self, *, requires_grad: bool = False) -> Problem:
         """The same in float64, cut off from where its tensors came from."""

@@ -1,9 +1,9 @@
 """How far rounding to a dtype may take an attention from its definition, number by number.
 
-Each score is a sum of D products, rounded; so a weight of a row is off by a factor of at most 1 + eps (1 + reach), where
-reach is the largest sum |q| |k| of the row, scaled: what the rounding of products can add up to. Carried through the
-formulas of output, lse and gradients to first order, that gives each number a limit of its own. Where plain attention
-in the same dtype is farther off than that, its own error is the limit. Both are widened by a margin.
+Each score is a sum of D rounded products, so that a weight is off by a factor of about 1 + eps (1 + reach), where reach
+is the largest sum |q| |k| of its row, scaled: what the rounding of products can add up to. Carried through the formulas
+of output, lse and gradients to first order, that gives each number a limit of its own. Where plain attention in the
+same dtype is farther off than that, its own error is the limit. Both are widened by a margin.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ._problem import Problem
 
 MARGIN = 4.0
+_VANISHED = 1e-250  # its products with gradients are still numbers of float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +36,14 @@ def expected(problem: Problem, *, gradients: bool, through_lse: bool, margin: fl
     out, lse = wide.attention()
     found = {"out": out.detach(), "lse": lse.detach()}
     plain = _plain(problem, gradients=gradients and not through_lse)
-    limits = _first_order(wide, out.detach(), lse.detach(), gradients=gradients, through_lse=through_lse)
+    where = {"gradients": gradients, "through_lse": through_lse}
+    limits = _first_order(wide, out.detach(), lse.detach(), torch.finfo(problem.q.dtype), **where)
     if gradients:
         outputs, sent = (out, lse), cotangents(out, lse, through_lse=through_lse)
-        found |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(outputs, (wide.q, wide.k, wide.v), sent), strict=True))
-    return {name: _limited(name, value, limits[name] * problem.eps, plain, margin) for name, value in found.items()}
+        found |= dict(
+            zip(("dq", "dk", "dv"), torch.autograd.grad(outputs, (wide.q, wide.k, wide.v), sent), strict=True)
+        )
+    return {name: _limited(name, value, limits[name], plain, margin) for name, value in found.items()}
 
 
 def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool) -> tuple[Tensor, Tensor]:
@@ -59,9 +63,9 @@ def _limited(name: str, value: Tensor, limit: Tensor, plain: dict[str, Tensor], 
 
 
 def _first_order(
-    wide: Problem, out: Tensor, lse: Tensor, *, gradients: bool, through_lse: bool
+    wide: Problem, out: Tensor, lse: Tensor, dtype: torch.finfo, *, gradients: bool, through_lse: bool
 ) -> dict[str, Tensor]:
-    """The limits, in units of eps."""
+    """The limits of the numbers that are computed in a dtype. Weights below its normal numbers may vanish."""
     with torch.no_grad():
         times = wide.times()
         q, k, v = wide.q.abs(), wide.for_query_heads(wide.k).abs(), wide.for_query_heads(wide.v).abs()
@@ -71,15 +75,15 @@ def _first_order(
         # A score that is hidden may be of any size: only those that take part are looked at.
         logits = scores.masked_fill(times == 0, -torch.inf) - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
         weights = times * logits.exp()
-        limits = {"out": loose[..., None] * (weights @ v), "lse": loose + lse.masked_fill(lse == -torch.inf, 0.0).abs()}
+        errors = dtype.eps * loose[..., None] * weights + max(dtype.smallest_normal, _VANISHED) * (times > 0)
+        limits = {"out": errors @ v, "lse": dtype.eps * (loose + lse.masked_fill(lse == -torch.inf, 0.0).abs())}
         if gradients:
             grad_out, grad_lse = (x.abs() for x in cotangents(out, lse, through_lse=through_lse))
-            weights = weights * loose[..., None]
             inner = grad_out @ v.mT + (grad_out * out.abs()).sum(-1, keepdim=True) + grad_lse[..., None]
-            pulls = weights * inner * abs(wide.scale)
+            pulls = errors * inner * abs(wide.scale)
             limits["dq"] = pulls @ k
             limits["dk"] = _summed(pulls.mT @ q, wide.k.shape[1])
-            limits["dv"] = _summed(weights.mT @ grad_out, wide.k.shape[1])
+            limits["dv"] = _summed(errors.mT @ grad_out, wide.k.shape[1])
     return limits
 
 

@@ -1,4 +1,4 @@
-"""What may have gone wrong where an output is wrong: known mistakes, each computed, and compared with what was found."""
+"""What may have gone wrong where an output is wrong: known mistakes, each computed, and compared with the output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._reference import multiplicity
-from ..masks import Mixture
+from ..masks import Bound, Mixture
 from ..masks._algebra import And
 from ..masks._pattern import Expression, Pattern
 from ._problem import Problem
@@ -77,7 +77,7 @@ def _suspects(problem: Problem) -> Iterator[_Suspect]:
         yield _Suspect("query head h reads key/value head h % G, not h // (H / G)", outcome(times, other, v))
 
 
-def _other_rules(problem: Problem) -> Iterator[tuple[str, object]]:
+def _other_rules(problem: Problem) -> Iterator[tuple[str, Bound]]:
     """The pattern without one of its branches, with one twice, and without one operand of its `&`."""
     bound = problem.bound
     branches = bound.pattern.branches()
@@ -117,19 +117,30 @@ def _other_tables(times: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _by_row(problem: Problem, rows: Tensor, seen: Tensor, allowed: Tensor) -> Iterator[tuple[str, int]]:
-    """Mistakes that the first wrong row shows: one key too few or too many, padding that takes part, a factor."""
-    b, h, q = rows[0].tolist()
-    times, scores = problem.times()[b, h, q], problem.scores()[b, h, q]
-    values = problem.for_query_heads(problem.v)[b, h]
-    variants = times + torch.eye(len(times), dtype=times.dtype, device=times.device)
-    fewer = times - torch.diag((times > 0).to(times.dtype)) if False else times[None] - torch.diag((times > 0).long())
-    sink = None if problem.sinks is None else problem.sinks[h]
-    for table, what in ((fewer, "counts once less than it should"), (variants, "counts once more than it should")):
-        out = _softmax(table, scores.expand_as(table), sink) @ values
-        close = ((out - seen[0]).abs() <= allowed[0]).all(-1) & (table != times).any(-1)
-        for key in close.nonzero().flatten().tolist()[:1]:
-            yield f"key {key} {what} (first wrong row)", 1
+    """Mistakes that differ by row: one key too few or too many, padding that takes part, a factor."""
+    for step, what in ((-1, "counts once less than it should"), (1, "counts once more than it should")):
+        keys = [_one_key(problem, row, step, *held) for *held, row in zip(seen, allowed, rows, strict=True)]
+        if keys[0] is None:
+            continue
+        shift = problem.bound.k_offset - problem.bound.q_offset
+        distances = {key - int(row[2]) + shift for key, row in zip(keys, rows, strict=True) if key is not None}
+        number = sum(key is not None for key in keys)
+        if number > 1 and len(distances) == 1:
+            yield f"the key at position query {distances.pop():+d} {what}", number
+        else:
+            yield f"one key, here {keys[0]}, {what}", number
     yield from _shrunk_rows(problem, rows, seen, allowed)
+
+
+def _one_key(problem: Problem, row: Tensor, step: int, seen: Tensor, allowed: Tensor) -> int | None:
+    """The key that, counted once less or more, makes the row what was found."""
+    b, h, q = row.tolist()
+    times, scores = problem.times()[b, h, q], problem.scores()[b, h, q]
+    table = times + step * torch.eye(len(times), dtype=times.dtype, device=times.device)
+    sink = None if problem.sinks is None else problem.sinks[h]
+    out = _softmax(table, scores.expand_as(table), sink) @ problem.for_query_heads(problem.v)[b, h]
+    close = ((out - seen).abs() <= allowed).all(-1) & (table >= 0).all(-1)
+    return int(close.nonzero()[0]) if close.any() else None
 
 
 def _shrunk_rows(problem: Problem, rows: Tensor, seen: Tensor, allowed: Tensor) -> Iterator[tuple[str, int]]:

@@ -17,7 +17,7 @@ _BRANCHES = 6
 
 def number(x: Tensor | float) -> str:
     """Six digits."""
-    return f"{float(x):.6g}"
+    return f"{x.detach().item() if isinstance(x, Tensor) else x:.6g}"
 
 
 def runs(positions: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ function countBelow(q, k, shift) {
 
 function coarselyBelow(q, k, shift) {
   const area = q.count * k.count;
-  if (k.first - lastOf(q) > shift) return exactly(0);
+  if (area === 0 || k.first - lastOf(q) > shift) return exactly(0);
   if (lastOf(k) - q.first <= shift) return exactly(area);
   return { low: 1, high: area - 1 };
 }
@@ -38,8 +38,8 @@ function countBetween(q, k, least, most) {
 function countMultiples(q, k, rate, least, most) {
   if (rate === 1) return countBetween(q, k, least, most);
   if (q.step === k.step) return countLags(q, k, rate, least, most);
-  const [by_query, by_key] = [countPartners(q, k, rate), countPartners(k, q, rate)];
-  const together = { low: Math.max(by_query.low, by_key.low), high: Math.min(by_query.high, by_key.high) };
+  const [byQuery, byKey] = [countPartners(q, k, rate), countPartners(k, q, rate)];
+  const together = { low: Math.max(byQuery.low, byKey.low), high: Math.min(byQuery.high, byKey.high) };
   return intersection(together, countBetween(q, k, least, most), q.count * k.count);
 }
 

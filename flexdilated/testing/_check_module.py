@@ -1,0 +1,165 @@
+"""check_attention_module: point it at any attention module, and say what it claims to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..masks import Mixture, Pattern
+from ..masks._check import require_int
+from ..masks._pattern import require_expression
+from ..masks._run_time import names
+from ._compile_checks import check_compile, check_recompilation
+from ._leak_checks import check_batch, check_causality, check_isolation, check_packing, check_padding
+from ._module_calls import Calls
+from ._module_report import CheckResult, ModuleReport
+from ._module_subject import DoesNotApply, Failure, Subject, lengths_for, takes
+from ._ranks_check import check_ranks
+from ._use_checks import check_decoding, check_determinism, check_lengths, check_state_dict
+from ._value_checks import check_agreement, check_coverage, check_empty_rows, check_gradients, check_half_precision
+
+MODULE_CHECKS: dict[str, Callable[[Subject], str]] = {
+    "agreement": check_agreement,
+    "coverage": check_coverage,
+    "causality": check_causality,
+    "isolation": check_isolation,
+    "empty rows": check_empty_rows,
+    "lengths": check_lengths,
+    "batch": check_batch,
+    "determinism": check_determinism,
+    "gradients": check_gradients,
+    "half precision": check_half_precision,
+    "padding": check_padding,
+    "packing": check_packing,
+    "decoding": check_decoding,
+    "state dict": check_state_dict,
+    "compile": check_compile,
+    "recompilation": check_recompilation,
+    "ranks": check_ranks,
+}
+
+
+# Slow ones, which say themselves at which length.
+_ON_SOME_LENGTHS = ("compile", "recompilation", "ranks", "state dict")
+_PAIRED = 12
+
+
+def check_attention_module(factory: Callable[[], Any], pattern: Pattern | Mixture, **options: Any) -> ModuleReport:
+    """As `examine_attention_module`, but raises AssertionError, with the report, if a check fails."""
+    report = examine_attention_module(factory, pattern, **options)
+    if not report.passed:
+        raise AssertionError(str(report))
+    return report
+
+
+def examine_attention_module(
+    factory: Callable[[], Any],
+    pattern: Pattern | Mixture,
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int | None = None,
+    head_dim: int = 8,
+    max_tokens: int = 40,
+    lengths: Sequence[int] | None = None,
+    examples: int = 16,
+    calls: Calls | None = None,
+    checks: Sequence[str] | None = None,
+    skip: Sequence[str] = (),
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> ModuleReport:
+    """Hold an attention module, of this library or of any other, to what it claims to compute; says what was found.
+
+    factory: makes a module, something to call as `calls` says: by default with q (B, H, N, D), k and v (B, G, N, D).
+    pattern: which pairs its attention is over. Scores are scaled by 1 / sqrt(D), and query head h reads key/value head
+        h // (H / G).
+    num_heads, num_kv_heads, head_dim: H, G (None: H) and D of the tensors it gets.
+    max_tokens, examples: it is called at no more than so many lengths up to so many tokens: small ones, those
+        around multiples of the pattern's own numbers, odd ones. lengths: these lengths instead.
+    checks: the names of those to run, None for all (`MODULE_CHECKS`); skip: of those to leave out.
+
+    Each check takes the lengths in rising order, so what it reports is the shortest case that fails among them, and
+    where lengths are not given, among all. A module that raises fails the check that called it. The definition that all
+    is held to is dense and in float64; budgets are those of `assert_attention_close`.
+    """
+    require_expression(pattern)
+    for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("max_tokens", max_tokens)):
+        require_int(name, value, minimum=1)
+    require_int("examples", examples, minimum=2)
+    groups = require_int("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, minimum=1)
+    if num_heads % groups:
+        raise ValueError(f"num_kv_heads must divide num_heads; got {num_kv_heads=} and {num_heads=}")
+    pattern.check_heads(num_heads)
+    if needed := names(pattern):
+        raise ValueError(
+            "the checks draw lengths of their own, to which a run-time tensor does not fit: give the pattern without "
+            f"it, and Calls.packed or Calls.padded; got one with {', '.join(map(repr, needed))}"
+        )
+    chosen = _chosen(checks, skip)
+    if lengths is None:
+        tried = lengths_for(pattern, num_heads, max_tokens=max_tokens, examples=examples)
+    else:
+        tried = tuple(sorted({require_int(f"lengths[{i}]", n, minimum=1) for i, n in enumerate(lengths)}))
+        if not tried:
+            raise ValueError("lengths must hold at least one length; got none")
+    calls = Calls() if calls is None else calls
+    where = torch.device(device)
+    subject = Subject(factory, pattern, calls, num_heads, groups, head_dim, tried, dtype, where, seed)
+    results = tuple(_result(name, subject, shrink=lengths is None) for name in chosen)
+    sizes = f"H={num_heads}, G={groups}, D={head_dim}, N up to {tried[-1]}, {str(dtype).removeprefix('torch.')}"
+    return ModuleReport(_name(subject), repr(pattern), sizes, results)
+
+
+def _chosen(checks: Sequence[str] | None, skip: Sequence[str]) -> list[str]:
+    for given, listed in (("checks", checks or ()), ("skip", skip)):
+        if isinstance(listed, str):
+            raise TypeError(f"{given} must be a sequence of names; got the string {listed!r}")
+        unknown = [name for name in listed if name not in MODULE_CHECKS]
+        if unknown:
+            raise ValueError(f"{given} must be of {', '.join(map(repr, MODULE_CHECKS))}; got {unknown[0]!r}")
+    return [name for name in MODULE_CHECKS if (checks is None or name in checks) and name not in skip]
+
+
+def _name(subject: Subject) -> str:
+    module = subject.module()
+    return getattr(module, "__name__", type(module).__name__)
+
+
+def _result(name: str, subject: Subject, *, shrink: bool) -> CheckResult:
+    try:
+        return CheckResult(name, "passed", _run(name, subject))
+    except DoesNotApply as reason:
+        return CheckResult(name, "does not apply", str(reason))
+    except Failure as failure:
+        return CheckResult(name, "failed", (_smaller(name, subject) if shrink else None) or str(failure))
+
+
+def _run(name: str, subject: Subject) -> str:
+    try:
+        return MODULE_CHECKS[name](subject)
+    except (DoesNotApply, Failure):
+        raise
+    except Exception as error:  # whatever the module raises is what it does wrong
+        raise Failure(f"raises {type(error).__name__}: {error}") from error
+
+
+def _smaller(name: str, subject: Subject) -> str | None:
+    """The detail of the shortest case that fails, if one with a length (or two) of its own does."""
+    if name in _ON_SOME_LENGTHS:
+        return None
+    top = subject.lengths[-1]
+    tried = [(length,) for length in range(1, top + 1) if takes(subject.pattern, subject.num_heads, length)]
+    if name == "lengths":
+        tried = [(shorter, longer) for longer in range(2, min(top, _PAIRED) + 1) for shorter in range(1, longer)]
+    for lengths in tried:
+        try:
+            _run(name, replace(subject, lengths=lengths))
+        except DoesNotApply:
+            continue
+        except Failure as failure:
+            return str(failure)
+    return None

@@ -1,0 +1,145 @@
+"""Does anything reach a query that should not? The future, other keys, padding, other documents, other batch entries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..masks import documents, visible_keys
+from ._closeness import hold
+from ._module_subject import DoesNotApply, Failure, Subject
+from ._problem import Problem
+from ._rounding import Expected, expected
+from ._words import number
+
+_KEYS = 6
+
+
+def check_causality(subject: Subject) -> str:
+    """What comes after a query, and is hidden from it, is replaced: its output stays."""
+    return _check_hidden(subject, "after")
+
+
+def check_isolation(subject: Subject) -> str:
+    """A key at or before a query that is hidden from it is replaced: its output stays."""
+    return _check_hidden(subject, "at or before")
+
+
+def _check_hidden(subject: Subject, where: str) -> str:
+    looked_at = 0
+    for length in subject.lengths:
+        hidden = subject.table(length) == 0
+        place = torch.arange(length, device=hidden.device)
+        after = place > place[:, None]
+        hidden = hidden & (after if where == "after" else ~after)
+        if hidden.any():
+            looked_at += _replace_keys(subject, length, hidden)
+    if not looked_at:
+        raise DoesNotApply(f"the pattern hides no key {where} a query")
+    return f"{looked_at:,} outputs with a key {where} the query, hidden from it, replaced: none changes"
+
+
+def _replace_keys(subject: Subject, length: int, hidden: Tensor) -> int:
+    """Outputs looked at, with one key after the other replaced; hidden (H, N, N)."""
+    q, k, v = subject.inputs(length)
+    module = subject.module()
+    before, _ = subject.run(module, q, k, v)
+    truth = expected(subject.problem(q, k, v), gradients=False, through_lse=False)["out"]
+    looked_at = 0
+    candidates = hidden.any(0).any(0).nonzero().flatten().tolist()
+    for key in candidates[:: -(-len(candidates) // _KEYS)]:
+        other_k, other_v = k.clone(), v.clone()
+        other_k[:, :, key], other_v[:, :, key] = 7.0 - 3.0 * k[:, :, key], 50.0 - 3.0 * v[:, :, key]
+        after, _ = subject.run(module, q, other_k, other_v)
+        rows = hidden[:, :, key].expand(before.shape[0], -1, -1)
+        changed = _changed(before, after, truth, rows)
+        if changed.any():
+            b, h, row = changed.nonzero()[0].tolist()
+            raise Failure(
+                f"{length} tokens: key {key} is hidden from query {row} of head {h}, and where its k and v are replaced, "
+                f"the output of that query changes by {_size(before, after, (b, h, row))} "
+                f"(as do {int(changed.sum()) - 1} rows more)"
+            )
+        looked_at += int(rows.sum())
+    return looked_at
+
+
+def _changed(before: Tensor, after: Tensor, truth: Expected, rows: Tensor) -> Tensor:
+    """(B, H, N): where one of the rows is off from what it was by more than rounding, or was a number and is none."""
+    same = ((after - before).detach().double().abs() <= truth.budget) | (before.isnan() & after.isnan())
+    return ~same.all(-1) & rows
+
+
+def _size(before: Tensor, after: Tensor, place: tuple[int, ...]) -> str:
+    return number((after - before)[place].abs().amax())
+
+
+def check_padding(subject: Subject) -> str:
+    """Keys that a padding mask hides take no part, and those that are left do, each entry by its own mask."""
+    if subject.calls.padded is None:
+        raise DoesNotApply("no call with a padding mask is given (Calls.padded)")
+    for length in (length for length in subject.lengths if length > 1):
+        for name, hidden in _padding_masks(length, subject.device):
+            q, k, v = subject.inputs(length)
+            problem = subject.problem(q, k, v, subject.pattern & visible_keys(~hidden))
+            _hold_call(subject, f"{length} tokens, {name}", problem, ~hidden, hidden, "padded")
+    return "keys hidden on the right, on the left and in the middle: they take no part, and all others do"
+
+
+def _padding_masks(length: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """(what is hidden, (2, N) True where it is)."""
+    third, place = max(1, length // 3), torch.arange(length, device=device)
+    nothing = torch.zeros(length, dtype=torch.bool, device=device)
+    yield f"the last {third} keys of batch 1 hidden", torch.stack([nothing, place >= length - third])
+    yield f"the first {third} keys of batch 0 hidden", torch.stack([place < third, nothing])
+    yield f"key {length // 2} of batch 1 hidden", torch.stack([nothing, place == length // 2])
+
+
+def check_packing(subject: Subject) -> str:
+    """Documents that are packed into one sequence do not see each other, and attend as they should."""
+    if subject.calls.packed is None:
+        raise DoesNotApply("no call with document ids is given (Calls.packed)")
+    for length in (length for length in subject.lengths if length > 1):
+        place = torch.arange(length, device=subject.device)
+        ids = torch.stack([(place >= length // 2).long(), (3 * place) // length])
+        cut = subject.calls.documents == "cut"
+        rule = subject.pattern & documents(ids) if cut else subject.pattern.per_document(ids)
+        q, k, v = subject.inputs(length)
+        problem = subject.problem(q, k, v, rule)
+        _hold_call(
+            subject, f"{length} tokens in 2 and {len(ids[1].unique())} documents", problem, ids >= 0, ids, "packed"
+        )
+    return f"2 and 3 documents a sequence, {len(subject.lengths)} lengths: each attends as it should, and sees no other"
+
+
+def _hold_call(subject: Subject, where: str, problem: Problem, real: Tensor, given: Tensor, call: str) -> None:
+    """The rows of real queries (B, N) that have keys are what the definition says."""
+    out, _ = subject.run(subject.module(), problem.q, problem.k, problem.v, given, call=call)
+    rows = (problem.times() > 0).any(-1) & real[:, None, :]
+    try:
+        hold(problem, "out", out, expected(problem, gradients=False, through_lse=False)["out"], rows=rows)
+    except AssertionError as error:
+        raise Failure(f"{where}: {error}") from None
+
+
+def check_batch(subject: Subject) -> str:
+    """An entry of a batch is what it is alone."""
+    for length in subject.spread:
+        q, k, v = subject.inputs(length, batch=3)
+        module = subject.module()
+        whole, _ = subject.run(module, q, k, v)
+        truth = expected(subject.problem(q, k, v), gradients=False, through_lse=False)["out"]
+        for b in range(3):
+            alone, _ = subject.run(module, *(x[b : b + 1] for x in (q, k, v)))
+            one = Expected("out", truth.value[b : b + 1], truth.budget[b : b + 1], None)
+            everywhere = torch.ones(alone.shape[:3], dtype=torch.bool, device=alone.device)
+            changed = _changed(whole[b : b + 1], alone, one, everywhere)
+            if changed.any():
+                _, h, row = changed.nonzero()[0].tolist()
+                raise Failure(
+                    f"{length} tokens: entry {b} of a batch of 3 is another one than alone; head {h}, query {row} "
+                    f"differs by {_size(whole[b : b + 1], alone, (0, h, row))}"
+                )
+    return f"entries of a batch of 3 alone, {len(subject.spread)} lengths: the same"

@@ -1,0 +1,139 @@
+"""The module under examination: made, called, and fed with cases of rising length."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..masks import Mixture, Pattern
+from ._module_calls import Calls
+from ._problem import Problem
+
+# B batch, H query heads, G key/value heads, N tokens, D head dim
+
+# What values a case has. Of every length the first is tried, and one of the others in turn.
+KINDS = ("ordinary values", "large scores", "equal keys", "zeros and -0.0", "one key far above the others")
+
+
+class Failure(Exception):
+    """A check failed; the message is the detail."""
+
+
+class DoesNotApply(Exception):
+    """There is nothing for this check to see; the message says why."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What makes a module, what it claims to compute, and the sizes at which that is looked at."""
+
+    factory: Callable[[], Any]
+    pattern: Pattern | Mixture
+    calls: Calls
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    lengths: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+
+    def module(self) -> Any:
+        """A new one, in the dtype and on the device of the checks if it is an `nn.Module`."""
+        module = self.factory()
+        if not callable(module):
+            raise TypeError(f"factory must return something to call; got {type(module).__name__}")
+        return module.to(device=self.device, dtype=self.dtype) if isinstance(module, nn.Module) else module
+
+    def alike(self, module: Any) -> Any:
+        """A copy that was never called."""
+        return copy.deepcopy(module)
+
+    def inputs(self, num_tokens: int, kind: str = KINDS[0], *, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of this kind, the same for the same arguments."""
+        generator = torch.Generator("cpu").manual_seed(self.seed + 1_000 * num_tokens + KINDS.index(kind))
+
+        def draw(heads: int) -> Tensor:
+            shape = (batch, heads, num_tokens, self.head_dim)
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        q, k, v = draw(self.num_heads), draw(self.num_kv_heads), draw(self.num_kv_heads)
+        if kind == "large scores":
+            q = 30 * q
+        elif kind == "equal keys":
+            k = k[:, :, :1].expand_as(k).clone()
+        elif kind == "zeros and -0.0":
+            q, k = torch.zeros_like(q), -torch.zeros_like(k)
+        elif kind == "one key far above the others":
+            k[:, :, num_tokens // 2] *= 20
+        return tuple(x.to(self.dtype).to(self.device) for x in (q, k, v))  # pyright: ignore[reportReturnType]
+
+    def problem(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture | None = None) -> Problem:
+        """What the module claims to compute of these."""
+        return Problem.of(q, k, v, self.pattern if pattern is None else pattern)
+
+    def run(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *more: Tensor, call: str = "plain"):
+        """(out (B, H, N, D), lse (B, H, N) or None) of one of the calls."""
+        calls = self.calls
+        function = getattr(calls, call)
+        result = function(module, *(calls.into_layout(x) for x in (q, k, v)), *more)
+        first, *others = result if isinstance(result, tuple | list) else (result,)
+        if not isinstance(first, Tensor):
+            raise Failure(f"the output must be a tensor; got {type(first).__name__}")
+        if first.shape != calls.into_layout(q).shape:
+            raise Failure(f"the output must have the shape of q, {tuple(q.shape)}; got {tuple(first.shape)}")
+        lse = next((x for x in others if isinstance(x, Tensor) and x.shape == q.shape[:3]), None)
+        return calls.out_of_layout(first, self.num_heads), None if calls.layout == "BNE" else lse
+
+    def cases(self) -> Iterator[tuple[int, str]]:
+        """(length, kind of values), in the order of length; all kinds where there is one length only."""
+        others = KINDS[1:]
+        for index, length in enumerate(self.lengths):
+            yield length, KINDS[0]
+            for kind in others if len(self.lengths) == 1 else (others[index % len(others)],):
+                yield length, kind
+
+    def in_dtype(self, dtype: torch.dtype) -> Subject:
+        return replace(self, dtype=dtype)
+
+    def table(self, num_tokens: int) -> Tensor:
+        """(H, N, N): how often each pair is allowed; the first batch entry's."""
+        return self.problem(*self.inputs(num_tokens, batch=1)).times()[0]
+
+    @property
+    def spread(self) -> tuple[int, ...]:
+        """A few of the lengths: of the shortest, the longest, and some between."""
+        step = max(1, len(self.lengths) // 4)
+        return tuple(dict.fromkeys((*self.lengths[1::step][:4], self.lengths[-1])))
+
+
+def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, examples: int) -> tuple[int, ...]:
+    """Rising lengths that the pattern takes: small ones, those around multiples of its own numbers, the largest."""
+    numbers = {int(digits) for digits in re.findall(r"\d+", pattern.text)}
+    edges = sorted(edge for edge in numbers if 1 < edge <= max_tokens)
+    around = {multiple * edge + step for edge in edges for multiple in (1, 2, 3) for step in (-1, 0, 1)}
+    wanted = {1, 2, 3, 4, 5, 7, max_tokens - 1, max_tokens} | around
+    possible = [n for n in sorted(wanted) if 1 <= n <= max_tokens and takes(pattern, num_heads, n)]
+    if not possible:
+        possible = [n for n in range(1, max_tokens + 1) if takes(pattern, num_heads, n)][-1:]
+    if not possible:
+        raise ValueError(f"the pattern takes no length up to max_tokens; got {max_tokens=} and {pattern!r}")
+    if len(possible) <= examples:
+        return tuple(possible)
+    places = torch.linspace(0, len(possible) - 1, examples).round().long().unique().tolist()
+    return tuple(possible[place] for place in places)
+
+
+def takes(pattern: Pattern | Mixture, num_heads: int, num_tokens: int) -> bool:
+    """Whether the pattern can be bound to so many queries and keys."""
+    try:
+        pattern.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,107 @@
+"""Does the module stay right in use? At another length, called again, saved and loaded, token by token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ._closeness import hold
+from ._module_subject import DoesNotApply, Failure, Subject
+from ._rounding import expected
+from ._words import number
+
+
+def check_lengths(subject: Subject) -> str:
+    """A module that was called at other lengths is what a new one is."""
+    used = subject.module()
+    new, order = subject.alike(used), _back_and_forth(subject.lengths)
+    for before, length in zip((None, *order), order, strict=False):
+        q, k, v = subject.inputs(length)
+        problem = subject.problem(q, k, v)
+        right, _ = subject.run(subject.alike(new), q, k, v)
+        try:
+            found, _ = subject.run(used, q, k, v)
+        except Failure:
+            raise
+        except Exception as error:
+            raise Failure(f"{length} tokens after {before}: {type(error).__name__}: {error}") from error
+        budget = expected(problem, gradients=False, through_lse=False)["out"].budget
+        wrong = ~(((found - right).double().abs() <= budget) | (found.isnan() & right.isnan()))
+        if wrong.any():
+            b, h, row, element = wrong.nonzero()[0].tolist()
+            raise Failure(
+                f"{length} tokens after {before}: a module used before gives {number(found[b, h, row, element])} where a "
+                f"new one gives {number(right[b, h, row, element])} (head {h}, query {row}; {int(wrong.any(-1).sum())} of "
+                f"{wrong[..., 0].numel()} rows differ): something of the other length is kept"
+            )
+    return f"{len(order)} calls of one module, longer and shorter in turn: as a new one at each"
+
+
+def _back_and_forth(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """The longest, the shortest, the second longest, ...: and up again."""
+    turns = [length for pair in zip(reversed(lengths), lengths, strict=True) for length in pair]
+    return (*turns[: len(lengths) + 1], *lengths)
+
+
+def check_determinism(subject: Subject) -> str:
+    """The same inputs twice give the same bits, and are left as they were."""
+    for length, kind in subject.cases():
+        inputs = subject.inputs(length, kind)
+        given, module = [x.clone() for x in inputs], subject.module()
+        first, _ = subject.run(module, *inputs)
+        second, _ = subject.run(module, *inputs)
+        for name, x, before in zip("qkv", inputs, given, strict=True):
+            if not torch.equal(x, before):
+                raise Failure(f"{length} tokens, {kind}: the call changes {name}")
+        if not _same_bits(first, second):
+            off = number((first - second).abs().amax())
+            raise Failure(f"{length} tokens, {kind}: two calls with the same inputs differ by {off}")
+    return f"two calls each at {len(subject.lengths)} lengths: bit for bit the same, inputs left as they were"
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def check_state_dict(subject: Subject) -> str:
+    """What one module has learnt, another gives after load_state_dict; and use adds nothing to it."""
+    first = subject.module()
+    if not isinstance(first, nn.Module):
+        raise DoesNotApply(f"{type(first).__name__} is no nn.Module")
+    with torch.no_grad():  # a marked state: what is not in the state_dict does not come along
+        for parameter in first.parameters():
+            parameter.add_(0.01 * torch.arange(parameter.numel(), device=parameter.device).view_as(parameter).cos())
+    names = sorted(first.state_dict())
+    shortest, longest = subject.lengths[0], subject.lengths[-1]
+    subject.run(first, *subject.inputs(shortest))
+    if sorted(first.state_dict()) != names:
+        added = sorted(set(first.state_dict()) ^ set(names))
+        raise Failure(f"a call at {shortest} tokens changes the names in state_dict: {', '.join(added)}")
+    second = subject.module()
+    try:
+        second.load_state_dict(first.state_dict())
+    except RuntimeError as error:
+        raise Failure(f"a used module's state_dict does not load into a new one: {error}") from None
+    q, k, v = subject.inputs(longest)
+    found, right = (subject.run(module, q, k, v)[0] for module in (second, first))
+    if not _same_bits(found, right):
+        off = number((found - right).abs().amax())
+        raise Failure(f"{longest} tokens: after load_state_dict the output differs by {off}")
+    return f"{len(names)} names; loaded into another module it gives the same bits"
+
+
+def check_decoding(subject: Subject) -> str:
+    """Token by token, the outputs are those of all tokens at once."""
+    if subject.calls.decoded is None:
+        raise DoesNotApply("no call that decodes is given (Calls.decoded)")
+    for length in subject.lengths:
+        q, k, v = subject.inputs(length)
+        problem = subject.problem(q, k, v)
+        with torch.no_grad():
+            out, _ = subject.run(subject.module(), q, k, v, call="decoded")
+        rows = (problem.times() > 0).any(-1)
+        try:
+            hold(problem, "out", out, expected(problem, gradients=False, through_lse=False)["out"], rows=rows)
+        except AssertionError as error:
+            raise Failure(f"{length} tokens, one by one: {error}") from None
+    return f"{len(subject.lengths)} lengths token by token: as all at once"

@@ -1,0 +1,155 @@
+"""Are the values right? Against the definition in float64: outputs, single weights, empty rows, gradients, dtypes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._closeness import gradients_of, hold
+from ._module_subject import KINDS, DoesNotApply, Failure, Subject
+from ._rounding import expected
+from ._words import number
+
+
+def check_agreement(subject: Subject) -> str:
+    """Output, and lse where there is one, of every row that has keys."""
+    for length, kind in subject.cases():
+        q, k, v = subject.inputs(length, kind)
+        out, lse = subject.run(subject.module(), q, k, v)
+        problem = subject.problem(q, k, v)
+        truth, rows = expected(problem, gradients=False, through_lse=False), (problem.times() > 0).any(-1)
+        try:
+            hold(problem, "out", out, truth["out"], rows=rows)
+            if lse is not None:
+                hold(problem, "lse", lse, truth["lse"], rows=rows)
+        except AssertionError as error:
+            raise Failure(f"{length} tokens, {kind}: {error}") from None
+    return f"{_lengths(subject)}, {len(KINDS)} kinds of values: within what rounding accounts for"
+
+
+def check_coverage(subject: Subject) -> str:
+    """The weight of every single pair, read off by values that are one-hot."""
+    pairs = 0
+    for length in subject.spread:
+        q, k, _ = subject.inputs(length, batch=1)
+        found, truth, budget = _weights(subject, q, k)
+        wrong = ~((found - truth).abs() <= budget)
+        times = subject.table(length)
+        wrong &= (times > 0).any(-1, keepdim=True)
+        if wrong.any():
+            raise Failure(f"{length} tokens: {_wrong_pair(times, found, truth, wrong)}")
+        pairs += times.numel()
+    return f"{pairs:,} pairs of {_lengths(subject, subject.spread)}: the allowed ones have their weight, others none"
+
+
+def _weights(subject: Subject, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(found, true, budget), each (H, N, M)."""
+    parts, D = [], subject.head_dim
+    module = subject.module()
+    for first in range(0, k.shape[2], D):
+        v = torch.zeros_like(k)
+        keys = torch.arange(first, min(first + D, k.shape[2]))
+        v[:, :, keys, keys - first] = 1.0
+        out, _ = subject.run(module, q, k, v)
+        truth = expected(subject.problem(q, k, v), gradients=False, through_lse=False)["out"]
+        parts.append(torch.stack([x[0, ..., : len(keys)] for x in (out.detach().double(), truth.value, truth.budget)]))
+    found, truth, budget = torch.cat(parts, -1)
+    return found, truth, budget
+
+
+def _wrong_pair(times: Tensor, found: Tensor, truth: Tensor, wrong: Tensor) -> str:
+    h, q, k = wrong.nonzero()[0].tolist()
+    weight, right, count = found[h, q, k], truth[h, q, k], int(times[h, q, k])
+    pair = f"head {h}, query {q}, key {k}"
+    sums = f"; the weights of this query add up to {number(found[h, q].sum())}"
+    if not count:
+        missed = int((wrong & (times == 0)).sum())
+        return f"{pair} is not allowed and takes part with weight {number(weight)}, as do {missed - 1} pairs more{sums}"
+    if abs(weight) <= 1e-3 * right:
+        missed = int((wrong & (times > 0) & (found.abs() <= 1e-3 * truth)).sum())
+        return f"{pair} is allowed and takes no part, as do {missed - 1} pairs more{sums}"
+    return f"{pair} has weight {number(weight)}, not {number(right)}, and counts {count} times{sums}"
+
+
+def check_empty_rows(subject: Subject) -> str:
+    """Output 0, lse -inf, and finite gradients, where a query sees no key; also where padding hides all keys."""
+    rows = 0
+    for length in subject.lengths:
+        empty = ~(subject.table(length) > 0).any(-1)
+        if not empty.any():
+            continue
+        q, k, v = (x.requires_grad_() for x in subject.inputs(length))
+        out, lse = subject.run(subject.module(), q, k, v)
+        _hold_empty(f"{length} tokens", empty.expand(2, -1, -1), out, lse, (q, k, v))
+        rows += int(empty.sum())
+    if subject.calls.padded is not None:
+        length = subject.lengths[-1]
+        q, k, v = (x.requires_grad_() for x in subject.inputs(length))
+        hidden = torch.zeros(2, length, dtype=torch.bool, device=subject.device)
+        hidden[1] = True
+        out, lse = subject.run(subject.module(), q, k, v, hidden, call="padded")
+        empty = torch.zeros(out.shape[:3], dtype=torch.bool, device=subject.device)
+        empty[1] = True
+        _hold_empty(f"{length} tokens, all of batch 1 hidden by padding", empty, out, lse, (q, k, v))
+        rows += int(empty.sum())
+    if not rows:
+        raise DoesNotApply(f"every query has a key, over {_lengths(subject)}")
+    return f"{rows:,} rows without keys: output 0, no NaN in any gradient"
+
+
+def _hold_empty(where: str, empty: Tensor, out: Tensor, lse: Tensor | None, leaves: tuple[Tensor, ...]) -> None:
+    b, h, q = empty.nonzero()[0].tolist()
+    wrong = (empty & ~(out == 0).all(-1)).nonzero().tolist()
+    if wrong:
+        b, h, q = wrong[0]
+        raise Failure(
+            f"{where}: head {h}, query {q} of batch {b} sees no key, so its output must be 0; "
+            f"got {number(out[b, h, q, 0])} and so on ({len(wrong)} of {int(empty.sum())} such rows are wrong)"
+        )
+    if lse is not None and not (lse[empty] == -torch.inf).all():
+        raise Failure(f"{where}: where a query sees no key the lse must be -inf; got {number(lse[b, h, q])}")
+    if out.requires_grad:
+        grads = torch.autograd.grad(out.sum(), leaves, allow_unused=True)
+        for name, grad in zip("qkv", grads, strict=True):
+            if grad is not None and not grad.isfinite().all():
+                raise Failure(f"{where}: with rows that see no key, the gradient of {name} is not finite")
+
+
+def check_gradients(subject: Subject) -> str:
+    """Those of q, k and v, through the lse too where there is one; exactly 0 for a key that nobody sees."""
+    for length, kind in [(length, KINDS[index % 2]) for index, length in enumerate(subject.lengths)]:
+        q, k, v = (x.requires_grad_() for x in subject.inputs(length, kind))
+        out, lse = subject.run(subject.module(), q, k, v)
+        lse = lse if lse is not None and lse.requires_grad else None
+        problem = subject.problem(q, k, v)
+        truth = expected(problem, gradients=True, through_lse=lse is not None)
+        try:
+            for name, grad in zip(("dq", "dk", "dv"), gradients_of(problem, out, lse), strict=True):
+                hold(problem, name, grad, truth[name])
+        except AssertionError as error:
+            raise Failure(f"{length} tokens, {kind}: {error}") from None
+    return f"{_lengths(subject)}: of q, k and v, within what rounding accounts for"
+
+
+def check_half_precision(subject: Subject) -> str:
+    """bfloat16 and float16: within what rounding to these may change, and in the dtype that came in."""
+    for dtype in (torch.bfloat16, torch.float16):
+        half = subject.in_dtype(dtype)
+        for length in half.spread:
+            q, k, v = half.inputs(length)
+            out, _ = half.run(half.module(), q, k, v)
+            if out.dtype != dtype:
+                raise Failure(f"the output must have the dtype of q, {dtype}; got {out.dtype}")
+            problem = half.problem(q, k, v)
+            rows = (problem.times() > 0).any(-1)
+            try:
+                truth = expected(problem, gradients=False, through_lse=False)
+                hold(problem, "out", out, truth["out"], rows=rows)
+            except AssertionError as error:
+                raise Failure(f"{length} tokens in {str(dtype).removeprefix('torch.')}: {error}") from None
+    return f"bfloat16 and float16, {_lengths(subject, subject.spread)}: within what rounding to them accounts for"
+
+
+def _lengths(subject: Subject, lengths: tuple[int, ...] | None = None) -> str:
+    lengths = lengths or subject.lengths
+    return f"{len(lengths)} lengths from {lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else f"{lengths[0]} tokens"

@@ -1,0 +1,257 @@
+// The page: its state, and a frame at a time what follows from it.
+
+const SLICE = 14; // milliseconds of counting a frame
+const REPAINT = 120; // milliseconds between two looks at a picture that still changes
+
+class App {
+  constructor(data) {
+    this.canvas = document.getElementById("picture");
+    this.context = this.canvas.getContext("2d");
+    this.form = document.getElementById("controls");
+    this.state = {
+      data,
+      view: viewport(data.num_queries, data.num_keys),
+      head: data.head,
+      order: "natural",
+      block: 128,
+      sharding: data.ranks?.first ?? null,
+      shown: data.branches.map(() => true),
+      cursor: null,
+      pinned: false,
+      image: null,
+      before: null,
+      ratio: 1,
+    };
+    this.painted = 0;
+    this.frameAsked = false;
+  }
+
+  start() {
+    this.setPalette();
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (this.setPalette(), this.restart()));
+    this.followLink();
+    addEventListener("hashchange", () => location.hash.slice(1) !== linkOf(this.state) && this.followLink());
+    new ResizeObserver(() => this.resize()).observe(this.canvas.parentElement);
+    listenToCanvas(this.canvas, this);
+    listenToForm(this.form, this);
+  }
+
+  setPalette() {
+    const { data, shown } = this.state;
+    this.palette = paletteOf(document.documentElement, Math.max(1, data.branches.length));
+    const changed = (branch, on) => ((shown[branch] = on), this.repaint());
+    buildLegend(document.getElementById("legend"), data, this.palette, shown, changed);
+    drawScale(document.getElementById("scale"), this.palette);
+  }
+
+  followLink() {
+    const { state } = this;
+    this.measure();
+    const { q, k, span } = readLink(location.hash, state, state.data);
+    showWhole(state.view);
+    if (span !== null) {
+      setSpan(state.view, span);
+      [state.view.q, state.view.k] = [q ?? 0, k ?? 0];
+      keepInside(state.view);
+    }
+    this.settingsChanged();
+  }
+
+  /** The canvas fills its place, pixel by pixel of the screen. */
+  measure() {
+    const { state, canvas } = this;
+    const { width, height } = canvas.parentElement.getBoundingClientRect();
+    state.ratio = devicePixelRatio;
+    const [wide, high] = [Math.max(160, Math.floor(width)), Math.max(160, Math.floor(height))];
+    [canvas.width, canvas.height] = [Math.round(wide * state.ratio), Math.round(high * state.ratio)];
+    [canvas.style.width, canvas.style.height] = [`${wide}px`, `${high}px`];
+    [state.view.width, state.view.height] = [wide - RULER.left, high - RULER.top];
+  }
+
+  resize() {
+    const { view } = this.state;
+    const [width, height] = [view.width, view.height];
+    const whole = view.scale >= wholeScale(view) * 0.999;
+    this.measure();
+    if (width === view.width && height === view.height) return;
+    if (whole) showWhole(view);
+    keepInside(view);
+    this.viewChanged();
+  }
+
+  /** Head, order or ranks are others: the rules are built anew. */
+  settingsChanged() {
+    const { state } = this;
+    const { data, head, order } = state;
+    const rate = order === "residue" ? data.residue : 1;
+    state.rules = data.branches.map((branch) => buildRule(branch, head, data.num_heads));
+    state.queries = orderOf(data.num_queries, rate);
+    state.keys = orderOf(data.num_keys, rate);
+    state.image = state.before = null;
+    fillForm(this.form, state);
+    this.viewChanged();
+  }
+
+  viewChanged() {
+    const { state } = this;
+    const link = linkOf(state);
+    if (location.hash.slice(1) !== link) history.replaceState(null, "", `#${link}`);
+    this.restart();
+  }
+
+  /** Count the cells of the view; until they are known, what was seen before stands in for them. */
+  restart() {
+    const { state } = this;
+    const { view } = state;
+    if (state.image && state.image.density.finished) state.before = state.image;
+    const rows = cellEdges(view.q, view.scale, view.height, view.numQueries);
+    const columns = cellEdges(view.k, view.scale, view.width, view.numKeys);
+    state.image = imageOf(new Density(state.rules, state.queries, state.keys, rows, columns));
+    this.painted = -Infinity;
+    this.explain();
+    this.askFrame();
+  }
+
+  askFrame() {
+    if (this.frameAsked) return;
+    this.frameAsked = true;
+    requestAnimationFrame(() => this.frame());
+  }
+
+  frame() {
+    this.frameAsked = false;
+    const { state } = this;
+    const { density } = state.image;
+    const now = performance.now();
+    const changed = density.work(now + SLICE);
+    if (changed && (density.finished || now - this.painted > REPAINT)) {
+      repaint(state.image, this.palette, state.shown);
+      this.painted = now;
+      this.explain();
+    }
+    if (density.finished) state.before = null;
+    drawAll(this.context, state, this.palette);
+    this.report();
+    if (!density.finished) this.askFrame();
+  }
+
+  repaint() {
+    repaint(this.state.image, this.palette, this.state.shown);
+    this.askFrame();
+  }
+
+  report() {
+    const { view, image } = this.state;
+    const { density } = image;
+    const size = view.scale > 1 ? `1 pixel is ${grouped(Math.round(view.scale))} tokens a side` : `1 token is ${Math.round(1 / view.scale)} pixels`;
+    const doubt = density.estimates ? `; ${plural(density.estimates, "pixel")} within bounds only` : "";
+    const work = density.finished ? `counted${doubt}` : `counting, ${Math.round(100 * density.progress())} %`;
+    document.getElementById("state").textContent = `${size} · ${work}`;
+  }
+
+  explain() {
+    showReasons(document.getElementById("reasons"), this.state, this.palette);
+  }
+
+  pointAt(x, y) {
+    const { state } = this;
+    if (state.pinned) return;
+    state.cursor = x === null ? null : this.slotsAt(x, y);
+    this.explain();
+    this.askFrame();
+  }
+
+  slotsAt(x, y) {
+    const { view } = this.state;
+    if (x < 0 || y < 0) return null;
+    const q = slotUnder(view.q, view.scale, y, view.numQueries);
+    const k = slotUnder(view.k, view.scale, x, view.numKeys);
+    return q === null || k === null ? null : { q, k };
+  }
+
+  pin(x, y) {
+    const { state } = this;
+    if (state.pinned) return this.unpin();
+    state.cursor = this.slotsAt(x, y);
+    state.pinned = state.cursor !== null;
+    this.explain();
+    this.askFrame();
+  }
+
+  unpin() {
+    this.state.pinned = false;
+    this.state.cursor = null;
+    this.explain();
+    this.askFrame();
+  }
+
+  /** By one pair, or one pixel where that is more; the view follows. */
+  moveCursor(right, down) {
+    const { state } = this;
+    const { view } = state;
+    const by = Math.max(1, Math.round(view.scale));
+    const from = state.cursor ?? { q: Math.floor(view.q + (view.height * view.scale) / 2), k: Math.floor(view.k + (view.width * view.scale) / 2) };
+    this.hold(from.q + down * by, from.k + right * by);
+  }
+
+  hold(q, k) {
+    const { state } = this;
+    const { view } = state;
+    state.cursor = { q: clamp(q, 0, view.numQueries - 1), k: clamp(k, 0, view.numKeys - 1) };
+    state.pinned = true;
+    const [x, y] = [(state.cursor.k - view.k) / view.scale, (state.cursor.q - view.q) / view.scale];
+    if (x < 0 || y < 0 || x >= view.width || y >= view.height) centreOn(view, state.cursor.q, state.cursor.k);
+    document.getElementById("spoken").textContent = spokenReason(state);
+  }
+
+  /** Closer to the pair at hand, in the end pair by pair. */
+  approach() {
+    const { view, cursor } = this.state;
+    view.scale /= 4;
+    keepInside(view);
+    centreOn(view, cursor.q, cursor.k);
+  }
+
+  /** The pair of these positions. */
+  goTo(query, key) {
+    const { state } = this;
+    const [q, k] = [Number(query), Number(key)];
+    if (!Number.isInteger(q) || !Number.isInteger(k)) return;
+    const { view } = state;
+    if (view.scale > 1 / 24) view.scale = 1 / 24;
+    const slot = (order, position, tokens) => order.slot(clamp(position, 0, tokens - 1));
+    this.hold(slot(state.queries, q, view.numQueries), slot(state.keys, k, view.numKeys));
+    keepInside(view);
+    centreOn(view, state.cursor.q, state.cursor.k);
+    this.viewChanged();
+  }
+
+  zoom(factor) {
+    const { view } = this.state;
+    zoomAt(view, factor, view.width / 2, view.height / 2);
+  }
+
+  chooseHead(text) {
+    const { state } = this;
+    const head = Math.floor(Number(text));
+    if (head >= 0 && head < state.data.num_heads) state.head = head;
+    this.settingsChanged();
+  }
+
+  chooseOrder(order) {
+    this.state.order = order;
+    this.state.cursor = null;
+    this.state.pinned = false;
+    this.settingsChanged();
+  }
+
+  chooseBlock(block) {
+    this.state.block = block;
+    this.viewChanged();
+  }
+
+  chooseRanks(name) {
+    this.state.sharding = name === "off" ? null : name;
+    this.viewChanged();
+  }
+}

@@ -1,0 +1,169 @@
+// The picture: cells, grids, rulers and the pair that is explained, on one canvas.
+
+const RULER = { left: 72, top: 30 };
+const STRIPES_FROM = 7; // pixels a pair: branches stand beside each other instead of mixed
+const NUMBER_FROM = 26;
+const GRID_FROM = 7; // pixels a block
+const TICK_EVERY = 90; // pixels, about
+
+/** The density as an image of one pixel a cell. */
+function imageOf(density) {
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [Math.max(1, density.width), Math.max(1, density.height)];
+  const context = canvas.getContext("2d");
+  return { canvas, context, pixels: context.createImageData(canvas.width, canvas.height), density };
+}
+
+function repaint(image, palette, shown) {
+  if (!image.density.width || !image.density.height) return;
+  paintCells(image.density, palette, shown, image.pixels);
+  image.context.putImageData(image.pixels, 0, 0);
+}
+
+function drawAll(context, state, palette) {
+  const { view } = state;
+  context.setTransform(state.ratio, 0, 0, state.ratio, 0, 0);
+  context.fillStyle = palette.css("--outside");
+  context.fillRect(0, 0, RULER.left + view.width, RULER.top + view.height);
+  context.save();
+  context.beginPath();
+  context.rect(RULER.left, RULER.top, view.width, view.height);
+  context.clip();
+  context.translate(RULER.left, RULER.top);
+  drawMatrix(context, state, palette);
+  context.restore();
+  drawRuler(context, state, palette, "top");
+  drawRuler(context, state, palette, "left");
+}
+
+function drawMatrix(context, state, palette) {
+  const { view } = state;
+  context.fillStyle = palette.css("--pending");
+  context.fillRect(-view.k / view.scale, -view.q / view.scale, view.numKeys / view.scale, view.numQueries / view.scale);
+  context.imageSmoothingEnabled = false;
+  for (const image of [state.before, state.image]) if (image) placeImage(context, view, image);
+  if (view.scale < 1 / STRIPES_FROM && state.image) drawPairs(context, state, palette);
+  drawBlockGrid(context, state, palette);
+  drawRanks(context, state, palette);
+  drawCursor(context, state, palette);
+}
+
+/** An image lies where its slots lie now, whatever was seen when it was begun. */
+function placeImage(context, view, { canvas, density }) {
+  const { rows, columns } = density;
+  if (!density.width || !density.height) return;
+  const [top, left] = [(rows[0] - view.q) / view.scale, (columns[0] - view.k) / view.scale];
+  const height = (rows[density.height] - rows[0]) / view.scale;
+  const width = (columns[density.width] - columns[0]) / view.scale;
+  // Whole pixels where a cell is one: the image is then copied as it is.
+  const exact = Math.abs(width - density.width) < 1.5 && view.scale > 1;
+  if (exact) context.drawImage(canvas, Math.round(left), Math.round(top));
+  else context.drawImage(canvas, left, top, width, height);
+}
+
+/** Pairs as squares apart, in stripes where several branches allow one, with its multiplicity where there is room. */
+function drawPairs(context, state, palette) {
+  const { view, image, shown } = state;
+  const { rows, columns, low } = image.density;
+  const side = 1 / view.scale;
+  const gap = Math.min(2, side / 10);
+  context.fillStyle = palette.css("--paper");
+  context.fillRect((columns[0] - view.k) * side, (rows[0] - view.q) * side, (columns.length - 1) * side, (rows.length - 1) * side);
+  for (let row = 0; row < image.density.height; row++) {
+    for (let column = 0; column < image.density.width; column++) {
+      const cell = row * image.density.width + column;
+      const allowing = low.map((_, branch) => branch).filter((branch) => shown[branch] && low[branch][cell] > 0);
+      if (!allowing.length) continue;
+      const [x, y] = [(columns[column] - view.k) * side + gap, (rows[row] - view.q) * side + gap];
+      drawPair(context, x, y, side - 2 * gap, allowing, palette);
+    }
+  }
+}
+
+function drawPair(context, x, y, side, allowing, palette) {
+  const width = side / allowing.length;
+  allowing.forEach((branch, index) => {
+    context.fillStyle = `rgb(${palette.hues[branch].join(" ")})`;
+    context.fillRect(x + index * width, y, width, side);
+  });
+  if (allowing.length < 2 || side < NUMBER_FROM) return;
+  context.fillStyle = palette.css("--paper");
+  context.font = `600 ${Math.round(side / 3)}px ${palette.css("--font")}`;
+  [context.textAlign, context.textBaseline] = ["center", "middle"];
+  context.fillText(`×${allowing.length}`, x + side / 2, y + side / 2);
+}
+
+function drawBlockGrid(context, { view, block }, palette) {
+  if (!block || block / view.scale < GRID_FROM) return;
+  drawLines(context, view, multiplesIn(view.k, view.width * view.scale, block, view.numKeys),
+    multiplesIn(view.q, view.height * view.scale, block, view.numQueries), palette.css("--grid"), 1);
+}
+
+function multiplesIn(start, seen, step, tokens) {
+  const first = Math.max(0, Math.ceil(start / step));
+  const last = Math.min(Math.floor((start + seen) / step), Math.floor(tokens / step));
+  return Array.from({ length: Math.max(0, last - first + 1) }, (_, index) => (first + index) * step);
+}
+
+/** Lines at these keys and queries, sharp on whole pixels. */
+function drawLines(context, view, keys, queries, colour, width) {
+  context.fillStyle = colour;
+  const [left, top] = [Math.max(0, -view.k / view.scale), Math.max(0, -view.q / view.scale)];
+  const right = Math.min(view.width, (view.numKeys - view.k) / view.scale);
+  const bottom = Math.min(view.height, (view.numQueries - view.q) / view.scale);
+  for (const key of keys) context.fillRect(Math.round((key - view.k) / view.scale - width / 2), top, width, bottom - top);
+  for (const query of queries) context.fillRect(left, Math.round((query - view.q) / view.scale - width / 2), right - left, width);
+}
+
+function drawCursor(context, { view, cursor, pinned }, palette) {
+  if (!cursor) return;
+  const side = Math.max(1, 1 / view.scale);
+  const [x, y] = [(cursor.k - view.k) / view.scale, (cursor.q - view.q) / view.scale];
+  context.fillStyle = palette.css("--cross");
+  context.fillRect(0, y, view.width, side);
+  context.fillRect(x, 0, side, view.height);
+  if (!pinned) return;
+  context.strokeStyle = palette.css("--accent");
+  context.lineWidth = 2;
+  const room = Math.max(side, 9);
+  context.strokeRect(x + side / 2 - room / 2, y + side / 2 - room / 2, room, room);
+}
+
+/** Round numbers, about so many pixels apart: powers of two, as sizes here are. */
+function tickStep(scale) {
+  return 2 ** Math.max(0, Math.round(Math.log2(TICK_EVERY * scale)));
+}
+
+function drawRuler(context, state, palette, side) {
+  const { view } = state;
+  const across = side === "top";
+  const [start, tokens, pixels] = across ? [view.k, view.numKeys, view.width] : [view.q, view.numQueries, view.height];
+  context.fillStyle = palette.css("--surface");
+  if (across) context.fillRect(0, 0, RULER.left + pixels, RULER.top);
+  else context.fillRect(0, RULER.top, RULER.left, pixels);
+  context.font = `12px ${palette.css("--font")}`;
+  const half = 0.5 / view.scale > 4 ? 0.5 : 0; // ticks stand at the middle of a pair that is seen as one
+  for (const slot of multiplesIn(start, pixels * view.scale, tickStep(view.scale), tokens - 1)) {
+    const at = (slot + half - start) / view.scale;
+    if (at >= 0 && at <= pixels) drawTick(context, palette, across, at, shortTokens(slot), pixels);
+  }
+  context.fillStyle = palette.css("--line");
+  if (across) context.fillRect(RULER.left, RULER.top - 1, pixels, 1);
+  else context.fillRect(RULER.left - 1, RULER.top, 1, pixels);
+}
+
+function drawTick(context, palette, across, at, label, pixels) {
+  context.fillStyle = palette.css("--line");
+  if (across) context.fillRect(RULER.left + at, RULER.top - 6, 1, 6);
+  else context.fillRect(RULER.left - 6, RULER.top + at, 6, 1);
+  context.fillStyle = palette.css("--muted");
+  if (across) {
+    context.textBaseline = "middle";
+    context.textAlign = at < 12 ? "left" : at > pixels - 24 ? "right" : "center";
+    context.fillText(label, RULER.left + at, RULER.top / 2 - 2);
+  } else {
+    context.textAlign = "right";
+    context.textBaseline = at < 8 ? "top" : at > pixels - 8 ? "bottom" : "middle";
+    context.fillText(label, RULER.left - 10, RULER.top + at);
+  }
+}

@@ -1,0 +1,27 @@
+// The pattern is in the page, as JSON that is deflated and written in base64.
+
+async function readData() {
+  const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+/** What a pattern is called, how large it is, and which of the controls mean anything for it. */
+function describePage(data) {
+  const sizes = data.num_queries === data.num_keys ? `${shortTokens(data.num_queries)} tokens` : `${shortTokens(data.num_queries)} queries, ${shortTokens(data.num_keys)} keys`;
+  document.getElementById("pattern").textContent = data.phrase;
+  document.getElementById("sizes").textContent = `${sizes}, ${plural(data.num_heads, "head")}`;
+  document.getElementById("heads").hidden = data.num_heads === 1;
+  document.getElementById("orders").hidden = !data.residue;
+  document.getElementById("residue").textContent = data.residue ? `residue, R = ${data.residue}` : "";
+  document.getElementById("rank-choice").hidden = !data.ranks;
+  document.getElementById("often").hidden = data.branches.length < 2;
+  if (data.ranks) document.getElementById("rank-note").textContent = data.ranks.note;
+}
+
+readData().then((data) => {
+  describePage(data);
+  const app = new App(data);
+  app.start();
+  globalThis.viewer = app; // for the console, and for tests
+});

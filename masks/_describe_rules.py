@@ -1,0 +1,254 @@
+"""The squares of a rule: its pairs over all tokens, found by what repeats in it instead of pair by pair."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import reduce
+from typing import Protocol
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from ._algebra import And, Every, Not, Or
+from ._box import Box, Progression
+from ._describe_squares import EMPTY, FULL, Squares, TooManySquaresError
+from ._dilated import Dilated
+from ._pattern import Pattern
+from ._per_document import PerDocument
+from ._spans import Spans
+
+# n boxes
+
+_DOUBT = -1
+_SIDE = 8  # boxes of this side are looked at pair by pair
+_LOOKS = 1 << 14  # of them together
+_MOST_BOXES = 1 << 21  # that bounds are asked about, in all
+
+
+class RuleSquares:
+    """The squares of rules for one head over boxes of positions, all in one store."""
+
+    def __init__(self, squares: Squares, num_tokens: int) -> None:
+        self.squares = squares
+        self.num_tokens = num_tokens  # positions from there on have no pairs, whatever the squares hold
+        self._rules: dict[Pattern, int] = {}
+        self._known: dict[tuple[int, ...], int] = {}
+        self._boxes = 0
+
+    def over(self, rule: Pattern, head: int, num_heads: int, q: int, k: int, side: int) -> int:
+        """The pairs of queries from position q on and keys from position k on. `head` is one that the rule is for."""
+        parts = (self.over(part, head, num_heads, q, k, side) for part in getattr(rule, "parts", ()))
+        if isinstance(rule, Every):
+            return FULL
+        if isinstance(rule, And):
+            return reduce(self.squares.both, parts)
+        if isinstance(rule, Or):
+            return reduce(self.squares.either, parts)
+        if isinstance(rule, Not):
+            return self.squares.others(self.over(rule.part, head, num_heads, q, k, side))
+        if isinstance(rule, Dilated | Spans):
+            return self._segments(rule, _segments_of(rule), q, k, side)
+        if isinstance(rule, PerDocument):
+            return self._per_document(rule, head, num_heads, q, k, side)
+        q, k = _shifted(q, k, rule.period())
+        key = (self._rules.setdefault(rule, len(self._rules)), q, k, side)
+        if key not in self._known:
+            self._known[key] = self._counted(rule, head, num_heads, torch.tensor([q]), torch.tensor([k]), side)
+        return self._known[key]
+
+    def _segments(self, rule: Pattern, segments: _Segments, q: int, k: int, side: int) -> int:
+        """Within one segment the active rows by the active columns; nothing across."""
+        first = max(segments.first(q), segments.first(k))
+        last = min(segments.last(q + side - 1), segments.last(k + side - 1))
+        if first > last:
+            return EMPTY
+        if first == last:
+            start, stop = segments.edges(first)
+            inside = [start <= at and at + side <= stop for at in (q, k)]
+            # What lies inside is known by its residue: along a border all boxes look alike.
+            q, k = (start + (at - start) % segments.rate if held else at for at, held in zip((q, k), inside))
+            if all(inside):
+                first_row, first_column = ((start + segments.offset - at) % segments.rate for at in (q, k))
+                return self._crossing(first_row, first_column, segments.rate, side)
+        q, k = _shifted(q, k, rule.period())
+        key = (self._rules.setdefault(rule, len(self._rules)), q, k, side)
+        if key not in self._known:
+            half = side // 2
+            quarters = ((i, j) for i in (q, q + half) for j in (k, k + half))
+            self._known[key] = self.squares.join(*(self._segments(rule, segments, i, j, half) for i, j in quarters))
+        return self._known[key]
+
+    def _crossing(self, row: int, column: int, rate: int, side: int) -> int:
+        """Every rate-th row from `row` on by every rate-th column from `column` on."""
+        if row >= side or column >= side:
+            return EMPTY
+        if rate == 1 or side == 1:
+            return FULL
+        key = (row, column, rate, side, _DOUBT)
+        if key not in self._known:
+            half = side // 2
+            rows, columns = ((first, (first - half) % rate) for first in (row, column))
+            self._known[key] = self.squares.join(
+                *(self._crossing(i, j, rate, half) for i in rows for j in columns)
+            )
+        return self._known[key]
+
+    def _per_document(self, rule: PerDocument, head: int, num_heads: int, q: int, k: int, side: int) -> int:
+        """Within one document the part, counted from its start; nothing across."""
+        assert isinstance(rule.spans, Spans)
+        segments = _segments_of(rule.spans)
+
+        def over(q: int, k: int, side: int) -> int:
+            first = max(segments.first(q), segments.first(k))
+            if first > min(segments.last(q + side - 1), segments.last(k + side - 1)):
+                return EMPTY
+            start, stop = segments.edges(first)
+            if start <= min(q, k) and max(q, k) + side <= stop:
+                return self.over(rule.part, head, num_heads, q - start, k - start, side)
+            half = side // 2
+            return self.squares.join(*(over(i, j, half) for i in (q, q + half) for j in (k, k + half)))
+
+        return over(q, k, side)
+
+    def _counted(
+        self, rule: Pattern, head: int, num_heads: int, q: Int64[Tensor, " n"], k: Int64[Tensor, " n"], side: int
+    ) -> int:
+        """One square, by bounds on ever smaller boxes; boxes that look alike are asked about once."""
+        asked = _Asked(rule, head, num_heads, self.num_tokens)
+        levels: list[tuple[Tensor, Tensor, Tensor]] = []
+        while True:
+            q, k, place = asked.distinct(q, k)
+            self._boxes += len(q)
+            if self._boxes > _MOST_BOXES:
+                raise TooManySquaresError(_MOST_BOXES)
+            verdict = asked.verdict(q, k, side)
+            doubtful = (verdict == _DOUBT).nonzero().squeeze(1)
+            levels.append((place, verdict, doubtful))
+            if not len(doubtful) or side <= _SIDE:
+                break
+            side //= 2
+            q = (q[doubtful, None] + side * torch.tensor([0, 0, 1, 1])).flatten()
+            k = (k[doubtful, None] + side * torch.tensor([0, 1, 0, 1])).flatten()
+        place, verdict, doubtful = levels.pop()
+        verdict[doubtful] = self._looked(asked, q[doubtful], k[doubtful], side)
+        for upper, squares, doubtful in reversed(levels):
+            squares[doubtful] = self.squares.join_all(verdict[place].view(-1, 4))
+            place, verdict = upper, squares
+        return int(verdict[place])
+
+    def _looked(self, asked: _Asked, q: Tensor, k: Tensor, side: int) -> Tensor:
+        """The squares of small boxes, pair by pair."""
+        found = [torch.zeros(0, dtype=torch.int64)]
+        for some in torch.arange(len(q)).split(_LOOKS) if len(q) else ():
+            cells = asked.pairs(q[some], k[some], side).long()
+            for half in (side >> level for level in range(1, side.bit_length())):
+                quarters = cells.view(len(some), half, 2, half, 2).permute(0, 1, 3, 2, 4).reshape(-1, 4)
+                cells = self.squares.join_all(quarters).view(len(some), half, half)
+            found.append(cells.view(-1))
+        return torch.cat(found)
+
+
+class _Asked:
+    """A rule for one head, asked about boxes of positions from which there are pairs only below `stop`."""
+
+    def __init__(self, rule: Pattern, head: int, num_heads: int, stop: int) -> None:
+        self.rule, self.head, self.num_heads, self.stop = rule, head, num_heads, stop
+        self.period = rule.period()
+        self.mask_mod = rule.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
+
+    def distinct(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(q, k, which of them each is): one of the boxes that differ by whole periods."""
+        if self.period is not None:
+            shift = torch.minimum(q, k) // self.period * self.period
+            q, k = q - shift, k - shift
+        base = int(k.max()) + 1
+        kinds, place = (q * base + k).unique(return_inverse=True)
+        return kinds // base, kinds % base, place
+
+    def verdict(self, q: Tensor, k: Tensor, side: int) -> Tensor:
+        """EMPTY, FULL, or doubt. What lies beyond the last token may be either."""
+        inside = [(self.stop - first).clamp(0, side) for first in (q, k)]
+        held = (inside[0] > 0) & (inside[1] > 0)
+        sides = (
+            Progression(first.clamp(max=self.stop - 1), 1, count.clamp(min=1))
+            for first, count in zip((q, k), inside, strict=True)
+        )
+        box = Box(torch.full_like(q, self.head), *sides)
+        bounds = self.rule.count(box, num_heads=self.num_heads)
+        verdict = torch.full_like(q, _DOUBT)
+        verdict[bounds.low == box.area] = FULL
+        verdict[(bounds.high == 0) | ~held] = EMPTY
+        return verdict
+
+    def pairs(self, q: Tensor, k: Tensor, side: int) -> Tensor:
+        """(n, side, side): the rule pair by pair; beyond the last token anything."""
+        place = torch.arange(side)
+        rows = (q[:, None] + place).clamp(max=self.stop - 1)[:, :, None]
+        columns = (k[:, None] + place).clamp(max=self.stop - 1)[:, None, :]
+        nothing = torch.zeros((), dtype=torch.int64)
+        return self.mask_mod(nothing, nothing + self.head, rows, columns)
+
+
+class _Segments(Protocol):
+    """Runs of positions in ascending order, in each of which every `rate`-th token from `offset` on is active."""
+
+    rate: int
+    offset: int
+
+    def first(self, position: int) -> int:
+        """The number of the first run that ends after a position."""
+        ...
+
+    def last(self, position: int) -> int:
+        """The number of the last run that begins at or before a position."""
+        ...
+
+    def edges(self, number: int) -> tuple[int, int]:
+        """Where a run begins, and where the next position after it lies."""
+        ...
+
+
+class _Equal:
+    """The segments of a dilated rule."""
+
+    def __init__(self, rule: Dilated) -> None:
+        assert isinstance(rule.offset, int), "a rule for one head has its offset resolved"
+        self.length, self.rate, self.offset = rule.segment, rule.rate, rule.offset
+
+    def first(self, position: int) -> int:
+        return position // self.length
+
+    def last(self, position: int) -> int:
+        return position // self.length
+
+    def edges(self, number: int) -> tuple[int, int]:
+        return number * self.length, (number + 1) * self.length
+
+
+class _Listed:
+    """Documents, between which there may be padding."""
+
+    rate, offset = 1, 0
+
+    def __init__(self, spans: Spans) -> None:
+        self.starts, self.stops = spans.starts.tolist(), spans.stops.tolist()
+
+    def first(self, position: int) -> int:
+        return bisect_right(self.stops, position)
+
+    def last(self, position: int) -> int:
+        return bisect_right(self.starts, position) - 1
+
+    def edges(self, number: int) -> tuple[int, int]:
+        return self.starts[number], self.stops[number]
+
+
+def _segments_of(rule: Dilated | Spans) -> _Segments:
+    return _Equal(rule) if isinstance(rule, Dilated) else _Listed(rule)
+
+
+def _shifted(q: int, k: int, period: int | None) -> tuple[int, int]:
+    """The same box as many periods earlier as there can be."""
+    shift = 0 if period is None else min(q, k) // period * period
+    return q - shift, k - shift

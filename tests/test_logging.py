@@ -1,0 +1,252 @@
+"""The log at DEBUG: what was planned, built, evicted and why, which engine, which buffers; and nothing where it is off."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import flexdilated as fd
+from flexdilated import _engines, masks
+from flexdilated.distributed import BufferPool
+from flexdilated.distributed._schedule import choose_schedule
+from flexdilated.masks import _cache
+from flexdilated.masks._cache import Cache
+from flexdilated.masks._debug_log import LONGEST, Untold, Written
+
+LONGNET = masks.longnet([16, 64], [1, 4]) & masks.causal()
+
+
+@pytest.fixture
+def told(caplog) -> Iterator[Callable[[], list[str]]]:
+    """A function that gives the lines of the library so far."""
+    _engines._tell.cache_clear()
+    with caplog.at_level(logging.DEBUG, logger="flexdilated"):
+        yield lambda: [record.getMessage() for record in caplog.records if record.name == "flexdilated"]
+
+
+@pytest.fixture
+def own_cache(monkeypatch) -> Cache:
+    cache = Cache(1 << 20)
+    monkeypatch.setattr(_cache, "_cache", cache)
+    return cache
+
+
+def qkv(heads: int = 4, tokens: int = 130) -> torch.Tensor:
+    return torch.randn(3, 1, heads, tokens, 16)
+
+
+def test_a_call_tells_engine_plan_and_what_was_built(told, own_cache) -> None:
+    fd.attend(*qkv(), LONGNET)
+    lines = told()
+    assert lines[0] == (
+        "engine 'tiles', the default on cpu: longnet((16, 64), (1, 4)) & causal(), 4 heads, 130 queries, 130 keys, "
+        "head dim 16, torch.float32 on cpu"
+    )
+    assert lines[1].startswith(
+        "planned longnet((16, 64), (1, 4)) & causal(), 4 heads, 130 queries, 130 keys, on cpu: "
+    )
+    assert lines[1].endswith(" ms predicted")
+    assert sum(line.startswith("chose ") for line in lines) == 2  # a line a branch
+    built = [line for line in lines if line.startswith("built ")]
+    assert len(built) == own_cache.stats().misses
+    assert built[0].startswith("built plan of longnet((16, 64), (1, 4)) & causal(): ")
+    assert built[-1].startswith("built tiles of longnet((16, 64), (1, 4)) & causal(): ")
+    assert all(line.endswith(" ms") for line in built)
+
+
+def test_the_second_call_tells_nothing(told, own_cache) -> None:
+    q, k, v = qkv()
+    fd.attend(q, k, v, LONGNET)
+    before = told()
+    fd.attend(q, k, v, LONGNET)
+    assert told() == before
+    fd.attend(q, k, v, LONGNET, engine="tiles")  # another choice of the engine, and nothing to build
+    assert told()[len(before) :] == [before[0].replace("the default on cpu", "as the caller names it")]
+
+
+def test_chosen_is_what_runs(told, own_cache) -> None:
+    """The line of the plan names the layouts that the plan has, and what it was chosen over."""
+    fd.attend(*qkv(), masks.dilated(64, 4))
+    (plan,) = [entry.value for entry in own_cache._store.entries() if entry.key[0] == "plan"]
+    best, *others = plan.options[0]
+    (line,) = [line for line in told() if line.startswith("chose ")]
+    assert line.startswith(f"chose {best.layout} ({1e3 * best.cost.seconds:.3g} ms) for dilated(64, 4), over ")
+    assert all(other.layout in line.partition(", over ")[2] for other in others)
+    assert others
+
+
+def test_a_measured_choice_is_told_as_such(told, own_cache) -> None:
+    q, k, v = qkv(tokens=77)
+    fd.attend(q, k, v, LONGNET, autotune=True)
+    measured = [line for line in told() if line.startswith("autotune measured ")]
+    assert len(measured) == 1
+    assert "4 heads, 77 queries, 77 keys: " in measured[0]
+    followed = [line for line in told() if line.startswith("planned ")]
+    assert followed[-1].endswith(", the ways that autotune measured to be fastest")
+
+
+def test_what_goes_and_why(told) -> None:
+    cache = Cache(50, 3)
+    for key in (10, 20, 30):
+        cache.get(("thing", key), lambda: None, lambda _, key=key: key)
+    assert "evicted thing of any pattern: 10 B, used longest ago; budget_bytes=50 was exceeded" in told()
+    for key in (1, 2):
+        cache.get(("thing", key), lambda: None, lambda _, key=key: key)
+    assert told()[-2:] == [
+        "built thing of any pattern: 2 B in " + told()[-2].rpartition(" in ")[2],
+        "evicted thing of any pattern: 20 B, used longest ago; budget_bytes=50 was exceeded",
+    ]
+    cache.budget_entries = 1
+    assert "evicted thing of any pattern: 1 B, used longest ago; budget_entries=1 was exceeded" in told()
+    cache.get("large", lambda: None, lambda _: 60)
+    assert told()[-2] == "not kept: the budget has room for 50 B beside what is pinned"
+    with cache.pin() as pins:
+        cache.get("pinned", lambda: None, lambda _: 45)
+    cache.budget_bytes = 40
+    pins.release()
+    assert told()[-1] == "evicted pinned of any pattern: 45 B, used longest ago; budget_bytes=40 was exceeded"
+    cache.clear()
+    assert told()[-1] == "dropped all 0 entries, as asked to clear the cache"
+
+
+def test_what_is_forgotten(told) -> None:
+    cache = Cache(1000)
+    pattern = masks.causal()
+    cache.get("a", lambda: 1, lambda _: 10, pattern=pattern.text)
+    assert cache.forget(pattern) == 1
+    assert told()[-1] == "dropped 1 entries that were built for causal(), as asked to forget it"
+
+    def forgotten_meanwhile() -> int:
+        cache.forget(pattern)
+        return 1
+
+    cache.get("a", forgotten_meanwhile, lambda _: 10, pattern=pattern.text)
+    assert told()[-1] == "not kept: it was forgotten while it was built"
+
+
+def test_a_build_that_fails(told) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    cache = Cache(1000)
+    with pytest.raises(ZeroDivisionError):
+        cache.get(("table", 1), broken, lambda _: 1, pattern=LONGNET.text)
+    assert told() == ["failed to build table of longnet((16, 64), (1, 4)) & causal(): ZeroDivisionError"]
+
+
+def test_buffers_come_and_go(told) -> None:
+    pool = BufferPool("cpu", threshold_bytes=0, budget_bytes=4096)
+    for size in (1024, 1024, 4096):
+        pool.lease((size,), torch.uint8).release()
+    pool.release()
+    name = pool.name
+    assert told() == [
+        f"{name} allocated 1 KiB on cpu: no idle buffer has that size",
+        f"{name} released 1 KiB on cpu, as its budget was exceeded",
+        f"{name} allocated 4 KiB on cpu: no idle buffer has that size",
+        f"{name} released 4 KiB on cpu, as asked to release them",
+    ]
+
+
+def test_the_schedule_and_its_reason(told, own_cache) -> None:
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32}
+    sharding = fd.distributed.Sharding(128, 2)
+    choice = choose_schedule(LONGNET, sharding, **sizes)
+    assert f"schedule {choice.name!r} for {LONGNET!r}, {sharding}: {choice.reason}" in told()
+
+
+def test_nothing_is_told_where_debug_is_off(caplog, own_cache) -> None:
+    with caplog.at_level(logging.INFO, logger="flexdilated"):
+        fd.attend(*qkv(), LONGNET)
+        own_cache.budget_entries = 1
+        BufferPool("cpu", threshold_bytes=0).lease((8,), torch.float32).release()
+    assert caplog.records == []
+    assert not own_cache._untold._lines  # and nothing waits to be told
+
+
+def test_whoever_handles_a_line_may_use_the_cache_and_the_pool(own_cache) -> None:
+    """No line is told under a lock: a handler that asks for statistics, or has something built, gets its answer."""
+    pool, seen = BufferPool("cpu", threshold_bytes=0, budget_bytes=64), []
+
+    class Curious(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append((record.getMessage(), own_cache.stats().entries, pool.statistics.allocated_bytes, repr(pool)))
+            own_cache.get("asked by the handler", lambda: 1, lambda _: 1)
+
+    logger, handler = logging.getLogger("flexdilated"), Curious()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        worker = threading.Thread(target=lambda: _stir(own_cache, pool), daemon=True)
+        worker.start()
+        worker.join(60)
+        assert not worker.is_alive(), "deadlock"
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    told = " ".join(line for line, *_ in seen)
+    assert all(word in told for word in ("planned", "built", "evicted", "dropped", "allocated", "released"))
+
+
+def _stir(cache: Cache, pool: BufferPool) -> None:
+    fd.attend(*qkv(), LONGNET)
+    cache.budget_entries = 2
+    with cache.pin() as pins:
+        fd.attend(*qkv(tokens=60), masks.causal())
+    pins.release()
+    cache.forget(masks.causal())
+    pool.lease((256,), torch.uint8).release()
+    cache.clear()
+
+
+def test_lines_of_many_threads_are_told_once_each(caplog) -> None:
+    untold, count = Untold(), 200
+    with caplog.at_level(logging.DEBUG, logger="flexdilated"):
+
+        def work(thread: int) -> None:
+            for index in range(count):
+                untold.note("%d of %d", index, thread)
+                untold.tell()
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    lines = [record.getMessage() for record in caplog.records]
+    assert sorted(lines) == sorted(f"{index} of {thread}" for index in range(count) for thread in range(4))
+
+
+def test_texts_of_patterns_are_read_and_cut() -> None:
+    assert str(Written(LONGNET.text)) == repr(LONGNET)
+    assert str(Written(f"{LONGNET.text} {masks.causal().text}")) == repr(LONGNET)  # what was built within it
+    assert str(Written(" ")) == "any pattern"
+    assert str(Written("not JSON")) == "not JSON"
+    long = masks.longnet(list(range(1, 101)), [1] * 100)
+    assert len(str(Written(long.text))) == LONGEST + 1
+    assert str(Written(long.text)).endswith("…")
+
+
+def test_tracing_tells_nothing_and_breaks_no_graph(told, own_cache) -> None:
+    """At DEBUG too, a compiled call is one graph; what runs inside its operators is told."""
+    torch.compiler.reset()
+    q, k, v = qkv(tokens=97)
+    compiled = torch.compile(lambda q, k, v: fd.attend(q, k, v, LONGNET), fullgraph=True, backend="aot_eager")
+    out = compiled(q, k, v)
+    assert not [line for line in told() if line.startswith("engine ")]
+    assert [line for line in told() if line.startswith("built tiles ")]
+    torch.testing.assert_close(out, fd.attend(q, k, v, LONGNET))
+
+
+def test_a_look_up_asks_nothing_of_the_log(monkeypatch, own_cache) -> None:
+    """What is there already is found without a question to the logger."""
+    q, k, v = qkv()
+    pattern = LONGNET.bind(num_heads=4, num_queries=130, num_keys=130)
+    fd.attend(q, k, v, LONGNET)
+    masks._planner.plan(pattern)
+    monkeypatch.setattr(masks._debug_log, "is_told", lambda: pytest.fail("the logger was asked"))
+    monkeypatch.setattr(masks._debug_log.log, "isEnabledFor", lambda level: pytest.fail("the logger was asked"))
+    masks._planner.plan(pattern)
