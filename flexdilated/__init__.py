@@ -7,6 +7,8 @@ from . import masks
 from ._attend import attend
 from ._compilations import compilations
 from ._kv_cache import KVCache
+from ._received import attention_received
+from ._received_picture import plot_attention_received
 from ._stats import stats
 from .nn import (
     BlockSparseAttention,
@@ -31,9 +33,11 @@ __all__ = [
     "MultiheadDilatedAttention",
     "RingDilatedAttention",
     "attend",
+    "attention_received",
     "compilations",
     "distributed",
     "masks",
+    "plot_attention_received",
     "stats",
     "testing",
 ]

@@ -19,16 +19,19 @@ from ._row_attention import Part, Selection, row_attention
 from ._sinks import with_sinks
 from ._validate import check_sinks, check_tensors, resolve_scale
 from .masks import Bound, Mixture, Pattern, causal
+from .masks._bytes_text import bytes_text
 from .masks._check import require_int
 from .masks._pattern import common_period, require_expression
 from .masks._reach import FOREVER, causal_by_form, later_pair
 from .masks._row import Keys
 from .masks._run_time import names
+from .masks._spelling import shortened
 
 # B batch, H query heads, G key/value heads, N new tokens, D head dim
 
 _ROWS = 16  # so few queries are computed one by one: for more, a plan is worth its time
 _APPENDED_AT_ONCE = 4096  # tokens without queries are taken in portions, and evicted in between
+_SHOWN = 400  # characters of a pattern in a repr
 _MOST_VIEWS = 4  # a row's keys in more ranges than this are gathered
 
 
@@ -238,7 +241,8 @@ class KVCache:
                 leaf.check_tokens(queries, range(queries.stop))
 
     def __repr__(self) -> str:
-        return f"KVCache({self.pattern!r}, num_heads={self.num_heads}): {self._seen} tokens, {self.num_kept} keys kept"
+        own = f"{shortened(repr(self.pattern), _SHOWN)}, num_heads={self.num_heads}, engine={self.engine!r}"
+        return f"KVCache({own}: {self._seen:,} tokens seen, {self.num_kept:,} keys kept in {bytes_text(self.nbytes)})"
 
 
 @cache

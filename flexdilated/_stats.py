@@ -44,7 +44,9 @@ class PoolStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """What the library holds and has done in this process; print it for tables. (That of `compilations` says why.)
+    """What the library holds and has done in this process; print it for tables.
+
+    Its table of compilations has the numbers alone: that of `fd.compilations()` has their reasons, too.
 
     cache: of plans and tables. pools: those alive. compilations: of torch.compile, whoever called it. constants: (kind
     of device, source) of the machine constants with which plans were made. measured: calls for which `autotune` chose.

@@ -143,7 +143,7 @@ class Cache:
         with self._lock:
             self._building = {key: each for key, each in self._building.items() if not concerns(each)}
             dropped = self._store.drop(concerns)
-            self._untold.note("dropped %d entries that were built for %r, as asked to forget it", dropped, pattern)
+            self._untold.note("entries dropped to forget %r: %d", pattern, dropped)
         self._untold.tell()
         return dropped
 
@@ -154,7 +154,7 @@ class Cache:
             self._building = {}
             self._watch.reset()
             self._start_counts()
-            self._untold.note("dropped all %d entries, as asked to clear the cache", dropped)
+            self._untold.note("entries dropped to clear the cache: %d", dropped)
         self._untold.tell()
 
     def stats(self) -> CacheStats:

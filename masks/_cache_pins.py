@@ -25,6 +25,9 @@ class Pins:
         entries, self._entries = self._entries, set()
         return entries
 
+    def __repr__(self) -> str:
+        return f"Pins({len(self._entries):,} entries)"
+
     def release(self) -> None:
         """Let the entries go when their turn comes. A second call does nothing."""
         self._unpin(self)

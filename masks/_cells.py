@@ -109,11 +109,11 @@ def count_cells(
     if shape[0] * shape[1] > _MOST_CELLS:
         raise ValueError(f"a window is cut into at most {_MOST_CELLS} cells; got {shape=}")
     parts = [branch.for_head(head, num_heads) for branch in rule.branches()]
-    found = {part: _count(part, *sides, _MOST_LOOKS // len(set(parts))) for part in dict.fromkeys(parts)}
+    q, k = sides
+    found = {part: _count(part, q, k, _MOST_LOOKS // len(set(parts))) for part in dict.fromkeys(parts)}
     branches = tuple(found[part] for part in parts)
     total = CellCounts(*(torch.stack(each).sum(0) for each in zip(*branches, strict=True)))
-    area = sides[0].sizes[:, None] * sides[1].sizes
-    return Cells((sides[0].window, sides[1].window), sides[0].edges, sides[1].edges, area, total, branches)
+    return Cells((q.window, k.window), q.edges, k.edges, q.sizes[:, None] * k.sizes, total, branches)
 
 
 @dataclass(frozen=True)

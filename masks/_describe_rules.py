@@ -17,6 +17,7 @@ from ._dilated import Dilated
 from ._pattern import Pattern
 from ._per_document import PerDocument
 from ._spans import Spans
+from ._visible_keys import KeySet
 
 # n boxes
 
@@ -49,6 +50,8 @@ class RuleSquares:
             return self.squares.others(self.over(rule.part, head, num_heads, q, k, side))
         if isinstance(rule, Dilated | Spans):
             return self._segments(rule, _segments_of(rule), q, k, side)
+        if isinstance(rule, KeySet):
+            return self._columns(rule, k, side)
         if isinstance(rule, PerDocument):
             return self._per_document(rule, head, num_heads, q, k, side)
         q, k = _shifted(q, k, rule.period())
@@ -92,6 +95,19 @@ class RuleSquares:
             self._known[key] = self.squares.join(
                 *(self._crossing(i, j, rate, half) for i in rows for j in columns)
             )
+        return self._known[key]
+
+    def _columns(self, rule: KeySet, k: int, side: int) -> int:
+        """Whole columns, or none."""
+        key = (self._rules.setdefault(rule, len(self._rules)), k, side)
+        if key not in self._known:
+            marks = rule.only_row[k : k + side]
+            # Beyond the last key anything may stand: what it takes to be FULL.
+            if bool(marks.all()) or not bool(marks.any()):
+                self._known[key] = FULL if bool(marks.all()) else EMPTY
+            else:
+                left, right = (self._columns(rule, at, side // 2) for at in (k, k + side // 2))
+                self._known[key] = self.squares.join(left, right, left, right)
         return self._known[key]
 
     def _per_document(self, rule: PerDocument, head: int, num_heads: int, q: int, k: int, side: int) -> int:

@@ -107,8 +107,10 @@ def _whole(rule: Expression, branches: tuple[Reason, ...]) -> Reason:
     if not isinstance(rule, Mixture):
         return branches[0]
     times = sum(branch.allowed for branch in branches)
-    counts = "it does not count" if times == 0 else "it counts once" if times == 1 else f"it counts {times} times"
-    return Reason(rule, times > 0, f"allowed by {times} of {len(branches)} branches: {counts}", branches)
+    if not times:
+        return Reason(rule, False, f"none of {len(branches)} branches allows it", branches)
+    counts = "once" if times == 1 else f"{times} times"
+    return Reason(rule, True, f"allowed by {times} of {len(branches)} branches: it counts {counts}", branches)
 
 
 def _rule(

@@ -120,7 +120,8 @@ _recommended_rate._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _told(made: Plan, kind: str, choice: Choice | None) -> Plan:
-    tell_plan(made, kind, measured=choice is not None and choice.ways == tuple(way_of(each[0]) for each in made.options))
+    ways = tuple(way_of(options[0]) for options in made.options)
+    tell_plan(made, kind, measured=choice is not None and choice.ways == ways)
     return made
 
 

@@ -21,6 +21,7 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
     *("--disable-dev-shm-usage", "--disable-component-update", "--disable-extensions", "--hide-scrollbars"),
+    *("--disable-renderer-backgrounding", "--disable-backgrounding-occluded-windows"),
     *("--remote-debugging-pipe", "--force-color-profile=srgb", "about:blank"),
 )
 _PATIENCE_S = 60.0
@@ -131,6 +132,7 @@ class Tab:
         self.resize(width, height)
         theme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self._send("Emulation.setEmulatedMedia", features=theme)
+        self._send("Page.bringToFront")  # frames of hidden pages wait
         self._send("Page.navigate", url=address)
         self.wait("globalThis.viewer?.state.image")
 

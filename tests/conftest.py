@@ -4,8 +4,13 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from jaxtyping import install_import_hook
+
+from pytest_flexdilated import register_profiles
+
+# Named, as a checkout need not be installed; where it is, the plugin has the same name and is there once.
+pytest_plugins = ["pytest_flexdilated"]
 
 # Every call is checked against its annotations, shapes included. Not here: what torch.compile traces (the
 # check would break the graph), the custom op (its schema is read from plain annotations), and what callers'
@@ -24,11 +29,8 @@ os.environ["FLEXDILATED_MACHINE"] = "builtin"
 with install_import_hook(CHECKED, "beartype.beartype"):
     import flexdilated  # noqa: F401
 
-# Machines differ in speed and are shared: time is no verdict. `ci` draws the same examples every time.
-settings.register_profile("dev", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", settings.get_profile("dev"), max_examples=60, derandomize=True)
-settings.register_profile("thorough", settings.get_profile("dev"), max_examples=2000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+register_profiles()
+settings.load_profile("flexdilated-" + os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,16 +24,16 @@ ROOT = Path(__file__).resolve().parents[1]
 # among the commands, which use it as a user does: what lies below takes names from where they are defined.
 FLOORS = {
     r"flexdilated\.masks\b": 0,
-    r"flexdilated\._(attend|engines|kv_cache|validate)\b": 2,
+    r"flexdilated\._(attend|engines|kv_cache|received|validate)\b": 2,
     r"flexdilated\._[^_]": 1,
     r"flexdilated\.distributed\b": 3,
     r"flexdilated\.nn\b": 4,
     r"flexdilated(\.cli|\.testing|\.__main__|$)": 5,
 }
 GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
-EXTRAS = {"matplotlib", "platformdirs", "tqdm"}
+EXTRAS = {"hypothesis", "matplotlib", "platformdirs", "tqdm"}
 # Used where it is installed, and imported when it is needed: the file of measured constants has its place there.
-LATE = {"flexdilated.masks._machine_file": {"platformdirs"}}
+LATE = {"flexdilated.masks._machine_file": {"platformdirs"}, "flexdilated._received_picture": {"matplotlib"}}
 
 PUBLIC = {
     flexdilated: [
@@ -46,14 +46,19 @@ PUBLIC = {
         "MultiheadDilatedAttention",
         "RingDilatedAttention",
         "attend",
+        "attention_received",
         "compilations",
         "distributed",
         "masks",
+        "plot_attention_received",
         "stats",
         "testing",
     ],
     distributed: ["BufferPool", "Sharding", "Traffic", "attend", "pool", "shard", "traffic", "unshard"],
-    testing: ["check_pattern"],
+    testing: [
+        *("Calls", "CheckResult", "MODULE_CHECKS", "ModuleReport", "assert_attention_close", "check_attention_module"),
+        *("check_pattern", "examine_attention_module", "identity_projections"),
+    ],
     masks: [
         *("BlockRates", "Bound", "EMPTY", "FULL", "Layout", "Machine", "Mixture", "PARTIAL", "Pattern", "block_list"),
         "block_mask",
@@ -204,7 +209,7 @@ def test_wheel_holds_each_module_once(tmp_path: Path) -> None:
     copy = tmp_path / "checkout"
     shutil.copytree(ROOT / "flexdilated", copy / "flexdilated", symlinks=True)
     shutil.copytree(ROOT / "masks", copy / "masks")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "pytest_flexdilated.py"):
         shutil.copy(ROOT / name, copy)
     code = "import setuptools.build_meta as b; b.build_wheel('.')"
     subprocess.run([sys.executable, "-c", code], cwd=copy, check=True, capture_output=True, timeout=120)
@@ -214,7 +219,7 @@ def test_wheel_holds_each_module_once(tmp_path: Path) -> None:
         module.replace(".", "/") + ("/__init__.py" if file.name == "__init__.py" else ".py")
         for module, file in SOURCES.items()
     ]
-    assert sorted(held) == sorted([*modules, "flexdilated/py.typed"])
+    assert sorted(held) == sorted([*modules, "flexdilated/py.typed", "pytest_flexdilated.py"])
 
 
 def test_files_are_short() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ._child import Running, run_pytest, start
-from ._examples import Examples
+from ._plugins import Examples
 
 # Their subject lies above the engines, or they start processes that no trace reaches.
 _LEFT_OUT = (

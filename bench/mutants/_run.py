@@ -15,8 +15,8 @@ from ._journal import Entry, Journal
 from ._mutants import Mutant, compiles
 from ._trial import Effort, Trial, begin, chosen_tests, restore
 
-# Quick tests and few examples catch most; what they leave alive is tried with all that runs it, drawn as often as CI.
-EFFORTS = (Effort(seconds=20, examples=15), Effort(seconds=150, examples=60))
+# Quick tests and few examples catch most; what they leave alive is tried with more, drawn as often as CI draws them.
+EFFORTS = (Effort(seconds=20, examples=15), Effort(seconds=60, examples=60))
 # So often the tests run on the tree as it is. They must pass: a mutant that dies must die of itself.
 CONTROL_EVERY = 40
 

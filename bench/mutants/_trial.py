@@ -7,8 +7,11 @@ from pathlib import Path
 
 from ._child import Running, run_pytest, start
 from ._coverage import Recorded
-from ._examples import Examples
+from ._plugins import Chosen, Examples
 from ._mutants import Mutant
+
+
+_MISUSED, _NO_TESTS = 4, 5  # statuses of pytest
 
 
 @dataclass(frozen=True)
@@ -49,16 +52,18 @@ class Trial:
     log: Path
 
     def verdict(self) -> tuple[str, float] | None:
-        """None while the tests run; then killed, timeout or survived, and the seconds.
+        """None while the tests run; then killed, timeout, survived or unclear, and the seconds.
 
-        A mutant that ends the interpreter, or with which the tests cannot even be read, is killed like any other.
+        A mutant that ends the interpreter, or with which the tests cannot even be read, is killed like any other; where
+        pytest was asked for what is not there, or no test was left, nothing is known.
         """
         ended = self.running.ended()
         if ended is None:
             return None
         if ended.status is None:
             return "timeout", ended.seconds
-        return "killed" if ended.status else "survived", ended.seconds
+        said = {0: "survived", _MISUSED: "unclear", _NO_TESTS: "unclear"}
+        return said.get(ended.status, "killed"), ended.seconds
 
 
 def begin(
@@ -71,7 +76,8 @@ def begin(
         os.utime(path, (1, 1))  # not the time of what was compiled before, however coarse the clock
 
     def job() -> int:
-        return run_pytest(["-x", *tests], [Examples(effort.examples)]) if tests else 0
+        files = dict.fromkeys(test.partition("::")[0] for test in tests)
+        return run_pytest(["-x", *files], [Examples(effort.examples), Chosen(tests)]) if tests else 0
 
     return Trial(start(copy, job, log=log, limit_s=40 + 6 * seconds), tests, log)
 

@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import _demo_arguments, _doctor_arguments, _plan_arguments, _tune_arguments
+from . import _demo_arguments, _doctor_arguments, _explain_arguments, _plan_arguments, _tune_arguments
 from ._usage import UsageError
 
 # What `python -m flexdilated --help` says of each command, and where its arguments stand: what a command needs is
 # imported when it runs.
 _COMMANDS = {
+    "explain": ("say why a query sees a key, or why not", _explain_arguments),
     "plan": ("say how a pattern is computed, what it takes, and what fits into memory", _plan_arguments),
     "tune": ("measure this device, or the ways to compute one pattern", _tune_arguments),
     "demo": ("train a small LongNet on Python's own source text", _demo_arguments),

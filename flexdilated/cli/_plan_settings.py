@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from .. import masks
 from .._memory import AttentionSize
 from ..masks._pattern import Expression
 from ..masks._run_time import names
 from ..nn._model_memory import ModelSize
+from ._asked_pattern import read_expression
 from ._sizes import parse_bytes, parse_tokens
 from ._usage import UsageError
 
@@ -87,13 +86,7 @@ def settings_from(options: argparse.Namespace) -> PlanSettings:
 
 def read_pattern(text: str) -> Expression:
     """The pattern of an expression, or of a JSON file. Raises UsageError where it is neither."""
-    path = Path(text)
-    try:
-        pattern = masks.from_json(path.read_text("utf-8")) if path.suffix == ".json" else masks.parse(text)
-    except OSError as error:
-        raise UsageError(f"PATTERN must be an expression or a file that can be read; {error}") from None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    pattern = read_expression(text)
     missing = names(pattern)
     if missing:
         raise UsageError(

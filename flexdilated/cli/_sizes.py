@@ -27,12 +27,18 @@ def parse_bytes(text: str) -> int:
 
 def parse_tokens(text: str) -> int:
     """Tokens of "65536", "64K" or "1M", where K is 1,024. Raises UsageError for anything else."""
-    number = _parse(text, {name.lower(): size for name, size in _TOKENS.items()})
-    if number is None or number < 1 or number.denominator > 1:
+    number = tokens_of(text)
+    if not number:
         raise UsageError(
             f"--tokens must be a whole number above 0, in K of 1,024 or M of 1,048,576 or in full; got {text!r}"
         )
-    return int(number)
+    return number
+
+
+def tokens_of(text: str) -> int | None:
+    """The same from 0 on; None for anything else."""
+    number = _parse(text, {name.lower(): size for name, size in _TOKENS.items()})
+    return None if number is None or number.denominator > 1 else int(number)
 
 
 def parse_speed(text: str) -> float:

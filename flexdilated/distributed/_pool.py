@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..masks._debug_log import Sized, Untold
 from ._pool_statistics import PoolStatistics
-from ._pool_text import pool_text
+from ._pool_text import lease_text, pool_text
 from ._traffic import Role
 
 _numbers = count()
@@ -62,6 +62,9 @@ class Lease:
         if self._pool is not None:
             self._pool._take_back(self)
         self._tensor = None
+
+    def __repr__(self) -> str:
+        return lease_text(self)
 
     def __enter__(self) -> Tensor:
         return self.tensor

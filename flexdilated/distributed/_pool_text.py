@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 from ..masks._bytes_text import bytes_text
 
 if TYPE_CHECKING:
-    from ._pool import BufferPool
+    from ._pool import BufferPool, Lease
+
+
+def lease_text(lease: Lease) -> str:
+    """What is leased, and of whom."""
+    whose = "torch" if lease._pool is None else lease._pool.name
+    if lease._tensor is None:
+        return f"Lease(of {whose}, which has ended)"
+    return f"Lease({tuple(lease._tensor.shape)}, {lease._tensor.dtype}, of {whose})"
 
 
 def pool_text(pool: BufferPool) -> str:

@@ -19,6 +19,7 @@ from ..masks._check import require_bool, require_int
 from ..masks._pattern import require_expression
 from ._over_ranks import over_ranks
 from ._padding import without_padding
+from ._repr import engine_text, pattern_text, ranks_text
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -135,9 +136,10 @@ class BlockSparseAttention(nn.Module):
 
     def extra_repr(self) -> str:
         sinks = "" if self.sinks is None else f", sinks=True, num_heads={len(self.sinks)}"
-        ranks = "" if self.over_ranks is None else f", {self.over_ranks}"
-        own = f"{self.pattern!r}, scale={self.scale}, enable_gqa={self.enable_gqa}, engine={self.engine!r}"
-        return f"{own}{sinks}{ranks}"
+        chosen = {"block_size": self.block_size, "autotune": self.autotune or None}
+        rest = "".join(f", {name}={value}" for name, value in chosen.items() if value is not None)
+        own = f"{pattern_text(self.pattern)}, scale={self.scale}, enable_gqa={self.enable_gqa}"
+        return f"{own}, {engine_text(self.engine)}{sinks}{rest}{ranks_text(self.over_ranks)}"
 
 
 def _sinks(pattern: Pattern | Mixture, wanted: bool, num_heads: int | None) -> nn.Parameter | None:

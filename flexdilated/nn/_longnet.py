@@ -19,6 +19,7 @@ from ._longnet_block import Block
 from ._longnet_config import LongNetConfig
 from ._over_ranks import over_ranks
 from ._padding import without_padding
+from ._repr import engine_text, pattern_text, ranks_text
 from ._rotary import rotary_table
 
 if TYPE_CHECKING:
@@ -256,5 +257,5 @@ class LongNet(nn.Module):
             raise TypeError(f"the input must have the model's dtype {self.norm.weight.dtype}; got {tokens.dtype}")
 
     def extra_repr(self) -> str:
-        ranks = "" if self.over_ranks is None else f", {self.over_ranks}"
-        return f"{self.pattern!r}, layout={self.config.layout!r}, engine={self.config.engine!r}{ranks}"
+        way = f"{engine_text(self.config.engine)}{ranks_text(self.over_ranks)}"
+        return f"{pattern_text(self.pattern)}, layout={self.config.layout!r}, {way}"

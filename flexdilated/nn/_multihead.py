@@ -17,6 +17,7 @@ from ..masks._check import require_bool, require_finite, require_int
 from ._dilated_pattern import dilated_pattern
 from ._over_ranks import over_ranks
 from ._padding import without_padding
+from ._repr import engine_text, pattern_text, ranks_text
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -196,8 +197,8 @@ class MultiheadDilatedAttention(nn.Module):
 
     def extra_repr(self) -> str:
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kdim={self.kdim}, vdim={self.vdim}"
-        ranks = "" if self.over_ranks is None else f", {self.over_ranks}"
-        return f"{sizes}, batch_first={self.batch_first}, {self.pattern!r}, engine={self.engine!r}{ranks}"
+        way = f"{engine_text(self.engine)}{ranks_text(self.over_ranks)}"
+        return f"{sizes}, batch_first={self.batch_first}, {pattern_text(self.pattern)}, {way}"
 
 
 def _check_sizes(embed_dim: int, num_heads: int) -> None:

@@ -115,9 +115,11 @@ class OverRanks:
 
     def __str__(self) -> str:
         named = f" of axis {self.mesh.mesh_dim_names[0]!r}" if self.mesh.mesh_dim_names else ""
-        told = {"sharding": self.sharding, "codec": self.codec, "error_bound": self.error_bound, "pool": self.pool}
+        told = {"sharding": self.sharding, "codec": self.codec, "error_bound": self.error_bound}
         rest = "".join(f", {name}={value!r}" for name, value in told.items() if value is not None)
-        return f"mesh={self.ranks.size} ranks{named}, schedule={self.schedule!r}{rest}"
+        pool = "" if self.schedule == "heads" else f", pool={self.pool!r}"
+        ranks = f"{self.ranks.size} rank{'' if self.ranks.size == 1 else 's'}"
+        return f"mesh={ranks}{named}, schedule={self.schedule!r}{rest}{pool}"
 
 
 def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRanks | None:

@@ -13,7 +13,7 @@ from ._module_calls import Calls, identity_projections
 from ._module_report import CheckResult, ModuleReport
 
 if TYPE_CHECKING:
-    from . import strategies
+    from . import strategies as strategies
 
 __all__ = [
     "MODULE_CHECKS",
@@ -25,7 +25,6 @@ __all__ = [
     "check_pattern",
     "examine_attention_module",
     "identity_projections",
-    "strategies",
 ]
 
 

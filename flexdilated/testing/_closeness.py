@@ -114,10 +114,11 @@ def _check_result(name: str, x: Tensor, shape: torch.Size) -> None:
 def _report(problem: Problem, name: str, found: Tensor, truth: Expected, missed: Tensor, wrong: Tensor) -> str:
     b, h, row = wrong.nonzero()[0].tolist()
     place: tuple[int, ...] = (b, h, row)
+    element = ""
     if name != "lse":
-        place = (*place, int(missed[b, h, row].nonzero()[0]))
+        place += (int(missed[b, h, row].nonzero()[0]),)
+        element = f", element {place[-1]}"
     what = {"dk": "key/value head {h}, key", "dv": "key/value head {h}, key"}.get(name, "head {h}, query")
-    element = "" if name == "lse" else f", element {place[3]}"
     dtype = str(found.dtype).removeprefix("torch.")
     lines = [
         f"{name} is wrong in {int(wrong.sum())} of {wrong.numel()} rows; the first is batch {b}, "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._module_subject import Failure, Subject
 from ._rounding import expected
-from ._words import number
+from ._words import number, tokens
 
 _GRAPHS = 3  # of one length, of all lengths, and of one token, which torch treats apart
 _numbers = count()
@@ -20,12 +20,12 @@ _numbers = count()
 
 def check_compile(subject: Subject) -> str:
     """fullgraph=True, forward and backward: as eager."""
-    length = subject.spread[-2] if len(subject.spread) > 1 else subject.spread[-1]
+    length = subject.lengths[len(subject.lengths) // 2]
     module = subject.module()
     q, k, v = (x.requires_grad_() for x in subject.inputs(length))
     compiled = _compiled(subject, module, backend="aot_eager")
     right, _ = subject.run(module, q, k, v)
-    found = _traced(lambda: compiled(q, k, v), f"{length} tokens")
+    found = _traced(lambda: compiled(q, k, v), f"{tokens(length)}")
     truth = expected(subject.problem(q, k, v), gradients=True, through_lse=False)
     pairs = {"out": (found, right)}
     if right.requires_grad:
@@ -38,8 +38,8 @@ def check_compile(subject: Subject) -> str:
     for name, (x, y) in pairs.items():
         off = (x - y).double().abs()
         if not (off <= truth[name].budget + torch.finfo(x.dtype).eps * (y.abs() if name != "out" else 0)).all():
-            raise Failure(f"{length} tokens: {name} compiled and eager differ by {number(off.amax())}")
-    return f"{length} tokens: one graph, the same values and gradients as eager"
+            raise Failure(f"{tokens(length)}: {name} compiled and eager differ by {number(off.amax())}")
+    return f"{tokens(length)}: one graph, the same values and gradients as eager"
 
 
 def check_recompilation(subject: Subject) -> str:
@@ -56,7 +56,7 @@ def check_recompilation(subject: Subject) -> str:
     compiled = _compiled(subject, subject.module(), backend=counting)
     for now in lengths:
         q, k, v = subject.inputs(now)
-        _traced(lambda q=q, k=k, v=v: compiled(q, k, v), f"{now} tokens")
+        _traced(lambda q=q, k=k, v=v: compiled(q, k, v), f"{tokens(now)}")
         if len(graphs) > _GRAPHS:
             made = ", ".join(map(str, graphs))
             raise Failure(

@@ -1,4 +1,4 @@
-"""Does anything reach a query that should not? The future, other keys, padding, other documents, other batch entries."""
+"""Does anything reach a query that should not: the future, other keys, padding, other documents, other entries?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._closeness import hold
 from ._module_subject import DoesNotApply, Failure, Subject
 from ._problem import Problem
 from ._rounding import Expected, expected
-from ._words import number
+from ._words import number, tokens
 
 _KEYS = 6
 
@@ -58,9 +58,9 @@ def _replace_keys(subject: Subject, length: int, hidden: Tensor) -> int:
         if changed.any():
             b, h, row = changed.nonzero()[0].tolist()
             raise Failure(
-                f"{length} tokens: key {key} is hidden from query {row} of head {h}, and where its k and v are replaced, "
-                f"the output of that query changes by {_size(before, after, (b, h, row))} "
-                f"(as do {int(changed.sum()) - 1} rows more)"
+                f"{tokens(length)}: key {key} is hidden from query {row} of head {h}; where its k and v are replaced, "
+                f"the output of that query changes by {_size(before, after, (b, h, row))} ({int(changed.sum())} rows "
+                f"change of {int(rows.sum())} that must not)"
             )
         looked_at += int(rows.sum())
     return looked_at
@@ -84,7 +84,7 @@ def check_padding(subject: Subject) -> str:
         for name, hidden in _padding_masks(length, subject.device):
             q, k, v = subject.inputs(length)
             problem = subject.problem(q, k, v, subject.pattern & visible_keys(~hidden))
-            _hold_call(subject, f"{length} tokens, {name}", problem, ~hidden, hidden, "padded")
+            _hold_call(subject, f"{tokens(length)}, {name}", problem, ~hidden, hidden, "padded")
     return "keys hidden on the right, on the left and in the middle: they take no part, and all others do"
 
 
@@ -109,7 +109,7 @@ def check_packing(subject: Subject) -> str:
         q, k, v = subject.inputs(length)
         problem = subject.problem(q, k, v, rule)
         _hold_call(
-            subject, f"{length} tokens in 2 and {len(ids[1].unique())} documents", problem, ids >= 0, ids, "packed"
+            subject, f"{tokens(length)} in 2 and {len(ids[1].unique())} documents", problem, ids >= 0, ids, "packed"
         )
     return f"2 and 3 documents a sequence, {len(subject.lengths)} lengths: each attends as it should, and sees no other"
 
@@ -139,7 +139,7 @@ def check_batch(subject: Subject) -> str:
             if changed.any():
                 _, h, row = changed.nonzero()[0].tolist()
                 raise Failure(
-                    f"{length} tokens: entry {b} of a batch of 3 is another one than alone; head {h}, query {row} "
+                    f"{tokens(length)}: entry {b} of a batch of 3 is another one than alone; head {h}, query {row} "
                     f"differs by {_size(whole[b : b + 1], alone, (0, h, row))}"
                 )
     return f"entries of a batch of 3 alone, {len(subject.spread)} lengths: the same"

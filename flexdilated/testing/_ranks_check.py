@@ -15,6 +15,7 @@ from ._closeness import hold
 from ._module_calls import Calls
 from ._module_subject import DoesNotApply, Failure, Subject
 from ._rounding import expected
+from ._words import tokens
 
 _RANKS = 2
 _TIMEOUT_S = 120.0
@@ -41,8 +42,8 @@ def check_ranks(subject: Subject) -> str:
         truth = expected(problem, gradients=False, through_lse=False)["out"]
         hold(problem, "out", torch.cat(parts, 2).to(subject.device), truth, rows=rows)
     except AssertionError as error:
-        raise Failure(f"{length} tokens on {_RANKS} ranks: {error}") from None
-    return f"{length} tokens on {_RANKS} ranks: as on one"
+        raise Failure(f"{tokens(length)} on {_RANKS} ranks: {error}") from None
+    return f"{tokens(length)} on {_RANKS} ranks: as on one"
 
 
 def _together(folder: Path, calls: bytes, tensors: tuple[Tensor, ...]) -> list[Tensor]:

@@ -107,13 +107,18 @@ def _other_tables(times: Tensor) -> Iterator[tuple[str, Tensor]]:
         lower = torch.ones(num_queries, num_keys, dtype=torch.bool, device=times.device).tril()
         yield "keys after the query are hidden", times * lower
         yield "the query's own key is hidden", times * ~torch.eye(num_keys, dtype=torch.bool, device=times.device)
-    later, earlier = times.roll(-1, 2), times.roll(1, 2)
-    yield "the rule is that of the query before", earlier
-    yield "the rule is that of the query after", later
-    yield "keys stand one position later than they should", times.roll(1, 3)
-    yield "keys stand one position earlier than they should", times.roll(-1, 3)
+    yield "the rule is that of the query before", _moved(times, 2, 1)
+    yield "the rule is that of the query after", _moved(times, 2, -1)
+    yield "keys stand one position later than they should", _moved(times, 3, 1)
+    yield "keys stand one position earlier than they should", _moved(times, 3, -1)
     for step in range(1, min(num_heads, 9)):
         yield f"head h has the rule of head (h + {step}) % H", times.roll(-step, 1)
+
+
+def _moved(times: Tensor, dim: int, step: int) -> Tensor:
+    """The table one place on, with nothing where it ends."""
+    moved = times.roll(step, dim)
+    return moved.index_fill(dim, torch.tensor(0 if step > 0 else moved.shape[dim] - 1, device=moved.device), 0)
 
 
 def _by_row(problem: Problem, rows: Tensor, seen: Tensor, allowed: Tensor) -> Iterator[tuple[str, int]]:

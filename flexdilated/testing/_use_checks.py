@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ._closeness import hold
 from ._module_subject import DoesNotApply, Failure, Subject
 from ._rounding import expected
-from ._words import number
+from ._words import number, tokens
 
 
 def check_lengths(subject: Subject) -> str:
@@ -24,14 +24,14 @@ def check_lengths(subject: Subject) -> str:
         except Failure:
             raise
         except Exception as error:
-            raise Failure(f"{length} tokens after {before}: {type(error).__name__}: {error}") from error
+            raise Failure(f"{tokens(length)} after {before}: {type(error).__name__}: {error}") from error
         budget = expected(problem, gradients=False, through_lse=False)["out"].budget
         wrong = ~(((found - right).double().abs() <= budget) | (found.isnan() & right.isnan()))
         if wrong.any():
-            b, h, row, element = wrong.nonzero()[0].tolist()
+            place = tuple(wrong.nonzero()[0].tolist())
             raise Failure(
-                f"{length} tokens after {before}: a module used before gives {number(found[b, h, row, element])} where a "
-                f"new one gives {number(right[b, h, row, element])} (head {h}, query {row}; {int(wrong.any(-1).sum())} of "
+                f"{tokens(length)} after {before}: a used module gives {number(found[place])} where a new one gives "
+                f"{number(right[place])} (head {place[1]}, query {place[2]}; {int(wrong.any(-1).sum())} of "
                 f"{wrong[..., 0].numel()} rows differ): something of the other length is kept"
             )
     return f"{len(order)} calls of one module, longer and shorter in turn: as a new one at each"
@@ -52,10 +52,10 @@ def check_determinism(subject: Subject) -> str:
         second, _ = subject.run(module, *inputs)
         for name, x, before in zip("qkv", inputs, given, strict=True):
             if not torch.equal(x, before):
-                raise Failure(f"{length} tokens, {kind}: the call changes {name}")
+                raise Failure(f"{tokens(length)}, {kind}: the call changes {name}")
         if not _same_bits(first, second):
             off = number((first - second).abs().amax())
-            raise Failure(f"{length} tokens, {kind}: two calls with the same inputs differ by {off}")
+            raise Failure(f"{tokens(length)}, {kind}: two calls with the same inputs differ by {off}")
     return f"two calls each at {len(subject.lengths)} lengths: bit for bit the same, inputs left as they were"
 
 
@@ -76,8 +76,9 @@ def check_state_dict(subject: Subject) -> str:
     subject.run(first, *subject.inputs(shortest))
     if sorted(first.state_dict()) != names:
         added = sorted(set(first.state_dict()) ^ set(names))
-        raise Failure(f"a call at {shortest} tokens changes the names in state_dict: {', '.join(added)}")
+        raise Failure(f"a call at {tokens(shortest)} changes the names in state_dict: {', '.join(added)}")
     second = subject.module()
+    subject.run(second, *subject.inputs(shortest))  # what is kept of its own parameters would stay
     try:
         second.load_state_dict(first.state_dict())
     except RuntimeError as error:
@@ -86,7 +87,7 @@ def check_state_dict(subject: Subject) -> str:
     found, right = (subject.run(module, q, k, v)[0] for module in (second, first))
     if not _same_bits(found, right):
         off = number((found - right).abs().amax())
-        raise Failure(f"{longest} tokens: after load_state_dict the output differs by {off}")
+        raise Failure(f"{tokens(longest)}: after load_state_dict the output differs by {off}")
     return f"{len(names)} names; loaded into another module it gives the same bits"
 
 
@@ -103,5 +104,5 @@ def check_decoding(subject: Subject) -> str:
         try:
             hold(problem, "out", out, expected(problem, gradients=False, through_lse=False)["out"], rows=rows)
         except AssertionError as error:
-            raise Failure(f"{length} tokens, one by one: {error}") from None
+            raise Failure(f"{tokens(length)}, one by one: {error}") from None
     return f"{len(subject.lengths)} lengths token by token: as all at once"

@@ -8,7 +8,7 @@ from torch import Tensor
 from ._closeness import gradients_of, hold
 from ._module_subject import KINDS, DoesNotApply, Failure, Subject
 from ._rounding import expected
-from ._words import number
+from ._words import number, tokens
 
 
 def check_agreement(subject: Subject) -> str:
@@ -23,7 +23,7 @@ def check_agreement(subject: Subject) -> str:
             if lse is not None:
                 hold(problem, "lse", lse, truth["lse"], rows=rows)
         except AssertionError as error:
-            raise Failure(f"{length} tokens, {kind}: {error}") from None
+            raise Failure(f"{tokens(length)}, {kind}: {error}") from None
     return f"{_lengths(subject)}, {len(KINDS)} kinds of values: within what rounding accounts for"
 
 
@@ -37,7 +37,7 @@ def check_coverage(subject: Subject) -> str:
         times = subject.table(length)
         wrong &= (times > 0).any(-1, keepdim=True)
         if wrong.any():
-            raise Failure(f"{length} tokens: {_wrong_pair(times, found, truth, wrong)}")
+            raise Failure(f"{tokens(length)}: {_wrong_pair(times, found, truth, wrong)}")
         pairs += times.numel()
     return f"{pairs:,} pairs of {_lengths(subject, subject.spread)}: the allowed ones have their weight, others none"
 
@@ -80,7 +80,7 @@ def check_empty_rows(subject: Subject) -> str:
             continue
         q, k, v = (x.requires_grad_() for x in subject.inputs(length))
         out, lse = subject.run(subject.module(), q, k, v)
-        _hold_empty(f"{length} tokens", empty.expand(2, -1, -1), out, lse, (q, k, v))
+        _hold_empty(f"{tokens(length)}", empty.expand(2, -1, -1), out, lse, (q, k, v))
         rows += int(empty.sum())
     if subject.calls.padded is not None:
         length = subject.lengths[-1]
@@ -90,7 +90,7 @@ def check_empty_rows(subject: Subject) -> str:
         out, lse = subject.run(subject.module(), q, k, v, hidden, call="padded")
         empty = torch.zeros(out.shape[:3], dtype=torch.bool, device=subject.device)
         empty[1] = True
-        _hold_empty(f"{length} tokens, all of batch 1 hidden by padding", empty, out, lse, (q, k, v))
+        _hold_empty(f"{tokens(length)}, all of batch 1 hidden by padding", empty, out, lse, (q, k, v))
         rows += int(empty.sum())
     if not rows:
         raise DoesNotApply(f"every query has a key, over {_lengths(subject)}")
@@ -127,7 +127,7 @@ def check_gradients(subject: Subject) -> str:
             for name, grad in zip(("dq", "dk", "dv"), gradients_of(problem, out, lse), strict=True):
                 hold(problem, name, grad, truth[name])
         except AssertionError as error:
-            raise Failure(f"{length} tokens, {kind}: {error}") from None
+            raise Failure(f"{tokens(length)}, {kind}: {error}") from None
     return f"{_lengths(subject)}: of q, k and v, within what rounding accounts for"
 
 
@@ -146,10 +146,10 @@ def check_half_precision(subject: Subject) -> str:
                 truth = expected(problem, gradients=False, through_lse=False)
                 hold(problem, "out", out, truth["out"], rows=rows)
             except AssertionError as error:
-                raise Failure(f"{length} tokens in {str(dtype).removeprefix('torch.')}: {error}") from None
+                raise Failure(f"{tokens(length)} in {str(dtype).removeprefix('torch.')}: {error}") from None
     return f"bfloat16 and float16, {_lengths(subject, subject.spread)}: within what rounding to them accounts for"
 
 
 def _lengths(subject: Subject, lengths: tuple[int, ...] | None = None) -> str:
-    lengths = lengths or subject.lengths
-    return f"{len(lengths)} lengths from {lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else f"{lengths[0]} tokens"
+    first, *others = lengths or subject.lengths
+    return f"{1 + len(others)} lengths from {first} to {others[-1]}" if others else f"{tokens(first)}"

@@ -20,6 +20,11 @@ def number(x: Tensor | float) -> str:
     return f"{x.detach().item() if isinstance(x, Tensor) else x:.6g}"
 
 
+def tokens(length: int) -> str:
+    """So many tokens."""
+    return "1 token" if length == 1 else f"{length} tokens"
+
+
 def runs(positions: Sequence[int]) -> str:
     """Ascending positions as runs: "0 to 3, 7"; "none" without any."""
     if not positions:

@@ -1,7 +1,7 @@
 // The page: its state, and a frame at a time what follows from it.
 
-const SLICE = 14; // milliseconds of counting a frame
-const REPAINT = 120; // milliseconds between two looks at a picture that still changes
+const SLICE = 24; // milliseconds of counting a frame
+const REPAINT = 180; // milliseconds between two looks at a picture that still changes
 
 class App {
   constructor(data) {
@@ -143,10 +143,12 @@ class App {
   report() {
     const { view, image } = this.state;
     const { density } = image;
-    const size = view.scale > 1 ? `1 pixel is ${grouped(Math.round(view.scale))} tokens a side` : `1 token is ${Math.round(1 / view.scale)} pixels`;
+    const [tokens, pixels] = [grouped(Math.round(view.scale)), Math.round(1 / view.scale)];
+    const size = view.scale > 1 ? `1 pixel is ${tokens} tokens a side` : `1 token is ${plural(pixels, "pixel")}`;
     const doubt = density.estimates ? `; ${plural(density.estimates, "pixel")} within bounds only` : "";
     const work = density.finished ? `counted${doubt}` : `counting, ${Math.round(100 * density.progress())} %`;
-    document.getElementById("state").textContent = `${size} · ${work}`;
+    const order = this.state.order === "residue" ? " · rulers count slots" : "";
+    document.getElementById("state").textContent = `${size} · ${work}${order}`;
   }
 
   explain() {
@@ -190,7 +192,8 @@ class App {
     const { state } = this;
     const { view } = state;
     const by = Math.max(1, Math.round(view.scale));
-    const from = state.cursor ?? { q: Math.floor(view.q + (view.height * view.scale) / 2), k: Math.floor(view.k + (view.width * view.scale) / 2) };
+    const middle = (start, pixels) => Math.floor(start + (pixels * view.scale) / 2);
+    const from = state.cursor ?? { q: middle(view.q, view.height), k: middle(view.k, view.width) };
     this.hold(from.q + down * by, from.k + right * by);
   }
 

@@ -30,7 +30,7 @@ function colourOf(densities, palette, out) {
   for (let branch = 0; branch < densities.length; branch++) {
     const density = densities[branch];
     if (!(density > 0)) continue;
-    const share = shadeOf(density);
+    const share = Math.sqrt(density); // a sparse branch tints what a dense one fills
     const hue = palette.hues[branch];
     total += density;
     weight += share;

@@ -52,7 +52,8 @@ function follow(before, held, app) {
   const [from, to] = [before, held].map((places) => {
     const [first, second] = [...places.values()];
     const last = second ?? first;
-    return { x: (first[0] + last[0]) / 2, y: (first[1] + last[1]) / 2, apart: Math.hypot(first[0] - last[0], first[1] - last[1]) };
+    const apart = Math.hypot(first[0] - last[0], first[1] - last[1]);
+    return { x: (first[0] + last[0]) / 2, y: (first[1] + last[1]) / 2, apart };
   });
   panBy(app.state.view, from.x - to.x, from.y - to.y);
   if (from.apart && to.apart) zoomAt(app.state.view, to.apart / from.apart, to.x, to.y);

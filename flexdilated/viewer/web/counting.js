@@ -1,5 +1,5 @@
-// How many pairs of a box a rule allows. A box is a progression of queries and one of keys; bounds {low, high} are sound:
-// at least `low` pairs are allowed and at most `high`. Equal bounds are an exact count.
+// How many pairs of a box a rule allows. A box is a progression of queries and one of keys; bounds {low, high} are
+// sound: at least `low` pairs are allowed and at most `high`. Equal bounds are an exact count.
 
 function exactly(pairs) {
   return { low: pairs, high: pairs };

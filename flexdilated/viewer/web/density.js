@@ -1,5 +1,5 @@
 // How full each cell of a window is: coarse first, then finer, in slices of time. A cell is a pixel, or one pair where
-// pairs are larger than pixels. Its bounds are sound at every moment, and in the end equal, or as good as equal to the eye.
+// pairs are larger than pixels. Its bounds are sound at every moment, and in the end equal, or as good as to the eye.
 
 const ROOT = 16; // cells a side of the squares that are looked at first
 const LARGEST_ROOT = 2 ** 25; // tokens a side: products of larger sides would be rounded
@@ -66,7 +66,8 @@ class Density {
     const bottom = Math.min(top + side, this.height);
     const right = Math.min(left + side, this.width);
     const box = this.boxOf(top, bottom, left, right);
-    const bounds = countSlots(this.rules[branch], this.queries, this.keys, box, side === 1 ? MOST_RUNS_OF_CELL : MOST_RUNS);
+    const mostRuns = side === 1 ? MOST_RUNS_OF_CELL : MOST_RUNS;
+    const bounds = countSlots(this.rules[branch], this.queries, this.keys, box, mostRuns);
     const area = areaOf(box);
     const decided = bounds.high === 0 || bounds.low === area;
     if (decided || side === 1) this.fill(branch, top, bottom, left, right, bounds.low / area, bounds.high / area);
@@ -108,7 +109,8 @@ class Density {
   }
 
   endBranch(branch) {
-    (this.later ??= this.rules.map(() => []))[branch] = this.doubtful[branch].filter((cell) => !this.isSettledCell(branch, cell));
+    this.later ??= this.rules.map(() => []);
+    this.later[branch] = this.doubtful[branch].filter((cell) => !this.isSettledCell(branch, cell));
     this.doubtful[branch] = [];
     this.place = 0;
   }
@@ -152,7 +154,7 @@ function areaOf([top, bottom, left, right]) {
   return (bottom - top) * (right - left);
 }
 
-/** Whether a closer count would look the same. A cell is settled only when it is known to hold something, or nothing. */
+/** Whether a closer count would look the same. What is settled is known to hold something, or nothing. */
 function isSettled({ low, high }, area) {
   if (low === high) return true;
   return low > 0 && shadeOf(high / area) - shadeOf(low / area) < 1 / 128;

@@ -34,16 +34,27 @@ function drawAll(context, state, palette) {
   context.restore();
   drawRuler(context, state, palette, "top");
   drawRuler(context, state, palette, "left");
+  nameAxes(context, palette);
+}
+
+function nameAxes(context, palette) {
+  context.font = `11px ${palette.css("--font")}`;
+  context.fillStyle = palette.css("--muted");
+  [context.textAlign, context.textBaseline] = ["left", "middle"];
+  context.fillText("keys →", 6, 9);
+  context.fillText("queries ↓", 6, 22);
 }
 
 function drawMatrix(context, state, palette) {
   const { view } = state;
   context.fillStyle = palette.css("--pending");
-  context.fillRect(-view.k / view.scale, -view.q / view.scale, view.numKeys / view.scale, view.numQueries / view.scale);
+  const matrix = [-view.k, -view.q, view.numKeys, view.numQueries];
+  context.fillRect(...matrix.map((tokens) => tokens / view.scale));
   context.imageSmoothingEnabled = false;
   for (const image of [state.before, state.image]) if (image) placeImage(context, view, image);
   if (view.scale < 1 / STRIPES_FROM && state.image) drawPairs(context, state, palette);
   drawBlockGrid(context, state, palette);
+  drawClasses(context, state, palette);
   drawRanks(context, state, palette);
   drawCursor(context, state, palette);
 }
@@ -68,7 +79,8 @@ function drawPairs(context, state, palette) {
   const side = 1 / view.scale;
   const gap = Math.min(2, side / 10);
   context.fillStyle = palette.css("--paper");
-  context.fillRect((columns[0] - view.k) * side, (rows[0] - view.q) * side, (columns.length - 1) * side, (rows.length - 1) * side);
+  const [width, height] = [(columns.length - 1) * side, (rows.length - 1) * side];
+  context.fillRect((columns[0] - view.k) * side, (rows[0] - view.q) * side, width, height);
   for (let row = 0; row < image.density.height; row++) {
     for (let column = 0; column < image.density.width; column++) {
       const cell = row * image.density.width + column;
@@ -95,8 +107,15 @@ function drawPair(context, x, y, side, allowing, palette) {
 
 function drawBlockGrid(context, { view, block }, palette) {
   if (!block || block / view.scale < GRID_FROM) return;
-  drawLines(context, view, multiplesIn(view.k, view.width * view.scale, block, view.numKeys),
-    multiplesIn(view.q, view.height * view.scale, block, view.numQueries), palette.css("--grid"), 1);
+  const keys = multiplesIn(view.k, view.width * view.scale, block, view.numKeys);
+  const queries = multiplesIn(view.q, view.height * view.scale, block, view.numQueries);
+  drawLines(context, view, keys, queries, palette.css("--grid"), 1);
+}
+
+/** Where residue classes begin. */
+function drawClasses(context, { view, order, queries, keys }, palette) {
+  if (order !== "residue" || view.numKeys / keys.rate / view.scale < GRID_FROM) return;
+  drawLines(context, view, keys.starts().slice(1), queries.starts().slice(1), palette.css("--grid"), 1);
 }
 
 function multiplesIn(start, seen, step, tokens) {
@@ -111,8 +130,9 @@ function drawLines(context, view, keys, queries, colour, width) {
   const [left, top] = [Math.max(0, -view.k / view.scale), Math.max(0, -view.q / view.scale)];
   const right = Math.min(view.width, (view.numKeys - view.k) / view.scale);
   const bottom = Math.min(view.height, (view.numQueries - view.q) / view.scale);
-  for (const key of keys) context.fillRect(Math.round((key - view.k) / view.scale - width / 2), top, width, bottom - top);
-  for (const query of queries) context.fillRect(left, Math.round((query - view.q) / view.scale - width / 2), right - left, width);
+  const at = (tokens) => Math.round(tokens / view.scale - width / 2);
+  for (const key of keys) context.fillRect(at(key - view.k), top, width, bottom - top);
+  for (const query of queries) context.fillRect(left, at(query - view.q), right - left, width);
 }
 
 function drawCursor(context, { view, cursor, pinned }, palette) {
@@ -142,10 +162,12 @@ function drawRuler(context, state, palette, side) {
   if (across) context.fillRect(0, 0, RULER.left + pixels, RULER.top);
   else context.fillRect(0, RULER.top, RULER.left, pixels);
   context.font = `12px ${palette.css("--font")}`;
-  const half = 0.5 / view.scale > 4 ? 0.5 : 0; // ticks stand at the middle of a pair that is seen as one
-  for (const slot of multiplesIn(start, pixels * view.scale, tickStep(view.scale), tokens - 1)) {
+  const half = view.scale < 1 / 8 ? 0.5 : 0; // ticks stand at the middle of a pair that is seen as one
+  const step = tickStep(view.scale);
+  for (const slot of multiplesIn(start, pixels * view.scale, step, tokens - 1)) {
     const at = (slot + half - start) / view.scale;
-    if (at >= 0 && at <= pixels) drawTick(context, palette, across, at, shortTokens(slot), pixels);
+    const label = step < 1024 ? grouped(slot) : shortTokens(slot); // one unit for all ticks
+    if (at >= 0 && at <= pixels) drawTick(context, palette, across, at, label, pixels);
   }
   context.fillStyle = palette.css("--line");
   if (across) context.fillRect(RULER.left, RULER.top - 1, pixels, 1);
@@ -159,11 +181,11 @@ function drawTick(context, palette, across, at, label, pixels) {
   context.fillStyle = palette.css("--muted");
   if (across) {
     context.textBaseline = "middle";
-    context.textAlign = at < 12 ? "left" : at > pixels - 24 ? "right" : "center";
+    context.textAlign = at > pixels - 24 ? "right" : "center";
     context.fillText(label, RULER.left + at, RULER.top / 2 - 2);
   } else {
     context.textAlign = "right";
-    context.textBaseline = at < 8 ? "top" : at > pixels - 8 ? "bottom" : "middle";
+    context.textBaseline = at < 6 ? "top" : at > pixels - 8 ? "bottom" : "middle";
     context.fillText(label, RULER.left - 10, RULER.top + at);
   }
 }

@@ -26,10 +26,12 @@ function readLink(text, state, data) {
   };
   const head = number("head", 0, data.num_heads - 1);
   if (head !== null) state.head = Math.floor(head);
-  if (values.get("order") === "natural" || (values.get("order") === "residue" && data.residue)) state.order = values.get("order");
+  const order = values.get("order");
+  if (order === "natural" || (order === "residue" && data.residue)) state.order = order;
   const block = number("block", 0, 2 ** 31);
   if (block !== null) state.block = Math.floor(block);
   if (values.get("ranks") === "off") state.sharding = null;
   if (data.ranks?.shardings[values.get("ranks")]) state.sharding = values.get("ranks");
-  return { q: number("q", -Infinity, Infinity), k: number("k", -Infinity, Infinity), span: number("span", 2 ** -10, 2 ** 32) };
+  const [q, k] = ["q", "k"].map((name) => number(name, -(2 ** 32), 2 ** 32));
+  return { q, k, span: number("span", 2 ** -10, 2 ** 32) };
 }

@@ -1,4 +1,4 @@
-// Whole numbers beyond 32 bits. Positions reach 2^31 and pairs 2^53, which doubles hold exactly; `|` and `>>` would not.
+// Whole numbers beyond 32 bits. Positions reach 2^31 and pairs 2^53: doubles hold them exactly, `|` and `>>` do not.
 
 const LARGEST_EXACT = Number.MAX_SAFE_INTEGER;
 

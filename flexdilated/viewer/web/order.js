@@ -5,7 +5,8 @@ function orderOf(numTokens, rate) {
   const each = quotient(numTokens, rate);
   const longer = numTokens % rate; // so many residue classes, the first ones, have one token more
   const border = longer * (each + 1);
-  const classOfSlot = (slot) => (slot < border ? quotient(slot, each + 1) : longer + quotient(slot - border, Math.max(each, 1)));
+  const classOfSlot = (slot) =>
+    slot < border ? quotient(slot, each + 1) : longer + quotient(slot - border, Math.max(each, 1));
   const startOf = (residue) => residue * each + Math.min(residue, longer);
   return {
     rate,

@@ -1,8 +1,10 @@
 // The column beside the picture: the legend of branches, and why the pair at hand is allowed or not.
 
+const HINT = "Point at a pair, or focus the picture and press Shift with an arrow key: it is explained here.";
+
 function element(name, properties = {}, ...children) {
   const made = Object.assign(document.createElement(name), properties);
-  made.append(...children.filter((child) => child !== null));
+  made.append(...children);
   return made;
 }
 
@@ -11,7 +13,8 @@ function buildLegend(place, data, palette, shown, changed) {
   const lines = data.branches.map((branch, index) => {
     const box = element("input", { type: "checkbox", checked: shown[index] });
     box.addEventListener("change", () => changed(index, box.checked));
-    return element("li", {}, element("label", {}, box, swatch(palette, index), element("code", { textContent: branch.phrase })));
+    const phrase = element("code", { textContent: branch.phrase });
+    return element("li", {}, element("label", {}, box, swatch(palette, index), phrase));
   });
   place.replaceChildren(...lines);
 }
@@ -36,17 +39,16 @@ function drawScale(canvas, palette) {
 function showReasons(place, state, palette) {
   const { cursor } = state;
   if (!cursor) {
-    place.replaceChildren(element("p", { className: "hint", textContent: "Point at a pair, or focus the picture and press Shift with an arrow key: it is explained here." }));
+    place.replaceChildren(element("p", { className: "hint", textContent: HINT }));
     return;
   }
   const reasons = reasonsFor(state, cursor);
   const branches = reasons.branches.map((branch, index) => branchItem(branch, palette, index));
-  const whole = state.rules.length > 1 || state.view.scale <= 1 ? cellNote(state) : cellNote(state);
+  const notes = [...reasons.notes, cellNote(state)].filter(Boolean);
   place.replaceChildren(
     element("h3", { textContent: reasons.title }),
     element("p", { className: reasons.allowing ? "verdict yes" : "verdict no", textContent: reasons.verdict }),
-    ...reasons.notes.map((note) => element("p", { className: "note", textContent: note })),
-    whole && element("p", { className: "note", textContent: whole }),
+    ...notes.map((note) => element("p", { className: "note", textContent: note })),
     element("ol", { className: "branches" }, ...branches),
   );
 }
@@ -58,7 +60,8 @@ function branchItem(branch, palette, index) {
 }
 
 function reasonItem({ phrase, allowed, why, parts }) {
-  const mark = element("span", { className: allowed ? "mark yes" : "mark no", textContent: allowed ? "✓ " : "✗ ", title: allowed ? "allowed" : "not allowed" });
+  const [className, textContent, title] = allowed ? ["mark yes", "✓ ", "allowed"] : ["mark no", "✗ ", "not allowed"];
+  const mark = element("span", { className, textContent, title });
   const item = element("li", {}, element("div", {}, mark, element("code", { textContent: phrase })));
   if (why) item.append(element("div", { className: "why", textContent: why }));
   if (parts.length) item.append(element("ul", {}, ...parts.map(reasonItem)));

@@ -1,5 +1,5 @@
-// The draw of masks.random_blocks, bit by bit: splitmix64 over the seed, the head, the row of blocks and the number of the
-// draw, and Floyd's method for blocks that are distinct.
+// The draw of masks.random_blocks, bit by bit: splitmix64 over the seed, the head, the row of blocks and the number of
+// the draw, and Floyd's method for blocks that are distinct.
 
 const GOLDEN = 0x9e3779b97f4a7c15n;
 

@@ -1,15 +1,16 @@
 // Many ranks: which of them holds a position, and the bytes of keys and values that one receives from another.
 
-const NAME_FROM = [54, 34]; // pixels that a tile needs to be written in
+const NAME_FROM = [38, 26]; // pixels that a tile needs to be written in
 const TILE_FROM = 10;
 
 /** The runs of positions of a sharding as [start, stop, rank], ascending. */
 function runsOf(sharding) {
-  return sharding.runs.flatMap((runs, rank) => runs.map(([start, stop]) => [start, stop, rank])).sort((a, b) => a[0] - b[0]);
+  const named = sharding.runs.flatMap((runs, rank) => runs.map(([start, stop]) => [start, stop, rank]));
+  return named.sort((a, b) => a[0] - b[0]);
 }
 
 function rankOf(sharding, position) {
-  return runsOf(sharding).find(([start, stop]) => position >= start && position < stop)?.[2] ?? null;
+  return runsOf(sharding).find(([start, stop]) => position >= start && position < stop)[2];
 }
 
 /** Ranks hold runs of positions: other orders have no borders to draw. */
@@ -24,38 +25,44 @@ function drawRanks(context, state, palette) {
 
 function drawTiles(context, { view }, palette, sharding, runs) {
   const most = Math.max(1, ...sharding.received.flat());
-  const seen = (start, at, pixels) => runs.filter(([from, to]) => (to - start) / view.scale > 0 && (from - start) / view.scale < pixels && at);
-  for (const [top, bottom, target] of seen(view.q, true, view.height)) {
-    for (const [left, right, source] of seen(view.k, true, view.width)) {
-      const box = [(left - view.k) / view.scale, (top - view.q) / view.scale, (right - left) / view.scale, (bottom - top) / view.scale];
-      if (Math.min(box[2], box[3]) >= TILE_FROM) drawTile(context, view, palette, box, target, source, sharding.received[target][source], most);
+  const seen = (start, pixels) => runs.filter(([from, to]) => to > start && from < start + pixels * view.scale);
+  for (const [top, bottom, target] of seen(view.q, view.height)) {
+    for (const [left, right, source] of seen(view.k, view.width)) {
+      const corner = [left - view.k, top - view.q];
+      const box = [...corner, right - left, bottom - top].map((tokens) => tokens / view.scale);
+      const bytes = sharding.received[target][source];
+      if (Math.min(box[2], box[3]) >= TILE_FROM) drawTile(context, view, palette, box, { target, source, bytes, most });
     }
   }
 }
 
 /** A wash that says how many bytes, on a scale of powers of two, and where there is room the bytes in words. */
-function drawTile(context, view, palette, [x, y, width, height], target, source, bytes, most) {
+function drawTile(context, view, palette, [x, y, width, height], { target, source, bytes, most }) {
   if (bytes) {
-    context.globalAlpha = 0.06 + 0.2 * Math.max(0, 1 + Math.log2(bytes / most) / 12);
-    context.fillStyle = palette.css("--rank-wash");
+    context.globalAlpha = 0.03 + 0.12 * Math.max(0, 1 + Math.log2(bytes / most) / 12);
+    context.fillStyle = palette.css("--ink");
     context.fillRect(x, y, width, height);
     context.globalAlpha = 1;
   }
   const [left, top] = [Math.max(x, 0), Math.max(y, 0)];
   const [right, bottom] = [Math.min(x + width, view.width), Math.min(y + height, view.height)];
   if (right - left < NAME_FROM[0] || bottom - top < NAME_FROM[1]) return;
-  const lines = target === source ? [`rank ${target}`, "its own"] : [`${target} ← ${source}`, bytes ? bytesText(bytes) : "nothing"];
-  writeLabel(context, palette, (left + right) / 2, (top + bottom) / 2, lines, bytes > 0);
+  const size = clamp((right - left) / 4.4, 9, 12);
+  const [x0, y0] = [(left + right) / 2, (top + bottom) / 2];
+  if (bytes) writeLabel(context, palette, size, x0, y0, [`${target} ← ${source}`, bytesText(bytes)]);
+  // In a corner: most patterns are densest along the diagonal.
+  else if (target === source) writeLabel(context, palette, size, right - 2.4 * size, top + size, [`rank ${target}`]);
 }
 
-function writeLabel(context, palette, x, y, lines, strong) {
-  context.font = `${strong ? 600 : 400} 12px ${palette.css("--font")}`;
-  const width = Math.max(...lines.map((line) => context.measureText(line).width)) + 12;
+function writeLabel(context, palette, size, x, y, lines) {
+  context.font = `600 ${size}px ${palette.css("--font")}`;
+  const width = Math.max(...lines.map((line) => context.measureText(line).width)) + size / 2;
+  const height = 1.2 * size * lines.length + 2;
   context.fillStyle = palette.css("--label");
   context.beginPath();
-  context.roundRect(x - width / 2, y - 17, width, 34, 6);
+  context.roundRect(x - width / 2, y - height / 2, width, height, 5);
   context.fill();
-  context.fillStyle = palette.css(strong ? "--ink" : "--muted");
+  context.fillStyle = palette.css("--ink");
   [context.textAlign, context.textBaseline] = ["center", "middle"];
-  lines.forEach((line, index) => context.fillText(line, x, y - 7 + 14 * index));
+  lines.forEach((line, index) => context.fillText(line, x, y + 1.2 * size * (index - (lines.length - 1) / 2)));
 }

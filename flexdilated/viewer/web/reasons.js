@@ -5,19 +5,20 @@ function reasonsFor(state, cursor) {
   const { queries, keys, rules, data } = state;
   const [q, k] = [queries.position(cursor.q), keys.position(cursor.k)];
   const allowing = rules.filter((rule) => rule.allowed(q, k)).length;
-  const slots = state.order === "residue" ? `slots ${grouped(cursor.q)} and ${grouped(cursor.k)} of the residue-major order` : "";
+  const inResidues = state.order === "residue";
+  const slots = inResidues ? `slots ${grouped(cursor.q)} and ${grouped(cursor.k)} of the residue-major order` : "";
   return {
     title: `query ${grouped(q)}, key ${grouped(k)}`,
     verdict: verdictOf(allowing, rules.length),
     allowing,
-    notes: [slots, data.num_heads > 1 ? `head ${state.head} of ${data.num_heads}` : "", rankNote(state, q, k)].filter(Boolean),
+    notes: [slots, data.num_heads > 1 ? `head ${state.head} of ${data.num_heads}` : "", rankNote(state, q, k)],
     branches: rules.map((rule) => reasonOf(rule, q, k)),
   };
 }
 
 function verdictOf(allowing, branches) {
   if (!allowing) return "not allowed";
-  return branches === 1 ? "allowed" : `allowed by ${allowing} of ${plural(branches, "branch").replace("branchs", "branches")}: weight ${allowing}`;
+  return branches === 1 ? "allowed" : `allowed by ${allowing} of ${branches} branches: weight ${allowing}`;
 }
 
 function reasonOf(rule, q, k) {
@@ -35,7 +36,8 @@ function rankNote(state, q, k) {
   const [target, source] = [rankOf(sharding, q), rankOf(sharding, k)];
   if (target === source) return `query and key both lie on rank ${target}`;
   const bytes = sharding.received[target][source];
-  return `the query lies on rank ${target}, which receives ${bytes ? bytesText(bytes) : "nothing"} of keys and values from the key's rank ${source}`;
+  const much = bytes ? `${bytesText(bytes)} of keys and values` : "nothing";
+  return `the query lies on rank ${target}, which receives ${much} from the key's rank ${source}`;
 }
 
 /** How full the cell under a pair of slots is; null where a cell is one pair, or not of this picture. */
@@ -45,11 +47,15 @@ function cellNote({ image, view, cursor, rules }) {
   const [row, column] = [firstAbove(rows, cursor.q) - 1, firstAbove(columns, cursor.k) - 1];
   if (row < 0 || column < 0 || row >= image.density.height || column >= width) return null;
   const cell = row * width + column;
-  const area = (rows[row + 1] - rows[row]) * (columns[column + 1] - columns[column]);
   const share = (bounds) => rules.reduce((total, _, branch) => total + bounds[branch][cell], 0);
   const [least, most] = [share(low), share(high)];
   if (least < 0) return null;
   const size = `${grouped(rows[row + 1] - rows[row])} × ${grouped(columns[column + 1] - columns[column])}`;
-  const close = least === most ? shareText(least * area, area) : `${shareText(least * area, area)} to ${shareText(most * area, area)}`;
-  return `the pixel stands for ${size} pairs; allowed: ${least === most && least > 1 ? `${Number(least.toFixed(3))} times all` : close}`;
+  const shares = [...new Set([least, most].map(partText))].join(" to ");
+  return `the pixel stands for ${size} pairs; allowed: ${shares}`;
+}
+
+/** A share of all pairs; above 1 where branches count pairs several times. */
+function partText(share) {
+  return share > 1 ? `${Number(share.toPrecision(3))} times all` : shareText(share, 1);
 }

@@ -1,5 +1,5 @@
-// A pattern's JSON as rules for one head. A rule has `allowed(q, k)`, the whole truth; `count(q, k)`, bounds over a box;
-// `why(q, k)`, a reason in words; and `phrase`, how it is written.
+// A pattern's JSON as rules for one head. A rule has `allowed(q, k)`, the whole truth; `count(q, k)`, bounds over a
+// box; `why(q, k)`, a reason in words; and `phrase`, how it is written.
 
 const RULES = { ...DISTANCE_RULES, ...SEGMENT_RULES, ...TOKEN_RULES, ...BLOCK_RULES, ...GRID_RULES, ...ALGEBRA_RULES };
 
@@ -8,9 +8,4 @@ function buildRule(data, head, numHeads) {
   if (!make) throw new Error(`no rule is known for the kind ${data.kind}`);
   const context = { head, numHeads, build: (part) => buildRule(part, head, numHeads) };
   return { ...make(data, context), phrase: data.phrase, kind: data.kind };
-}
-
-/** One line for a rule as part of another's reason. */
-function summary(rule, q, k) {
-  return rule.why(q, k) || `${rule.phrase} ${rule.allowed(q, k) ? "allows" : "forbids"} it`;
 }

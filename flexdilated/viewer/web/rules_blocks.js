@@ -26,12 +26,12 @@ function blockwiseRule(part, block) {
       }
       return total;
     },
-    why: (q, k) => `the query is of block ${grouped(at(q))}, the key of block ${grouped(at(k))}: ${summary(part, at(q), at(k))}`,
+    why: (q, k) => `the query is of block ${grouped(at(q))}, the key of block ${grouped(at(k))}`,
     parts: (q, k) => [{ rule: part, q: at(q), k: at(k) }],
   };
 }
 
-/** The blocks of a progression in runs, with the terms that each block of a run holds; null where steps fit unevenly. */
+/** The blocks of a progression in runs, with the terms that a block of each holds; null where steps fit unevenly. */
 function blockRuns(terms, block) {
   if (terms.step % block === 0) {
     return [{ blocks: progression(quotient(terms.first, block), terms.step / block, terms.count), each: 1 }];
@@ -68,7 +68,8 @@ function randomBlocksRule({ num_tokens: numTokens, block, count, seed }, head) {
     if (!kept.has(index)) kept.set(index, draw(index));
     return kept.get(index);
   };
-  return tableRule({ row, height: numBlocks, width: numBlocks, entries: numBlocks * count, block, limit: numTokens, verb: "drew" });
+  const sizes = { height: numBlocks, width: numBlocks, entries: numBlocks * count, block, limit: numTokens };
+  return tableRule({ row, ...sizes, verb: "drew" });
 }
 
 function blockListRule({ rows, block }, head) {
@@ -80,7 +81,8 @@ function blockListRule({ rows, block }, head) {
   for (const each of tables) for (const row of each) last = Math.max(last, row.at(-1) ?? 0);
   const entries = table.reduce((total, row) => total + row.length, 0);
   const width = Math.max(height, last + 1);
-  return tableRule({ row: (index) => table[index] ?? [], height, width, entries, block, limit: width * block, verb: "lists" });
+  const sizes = { height, width, entries, block, limit: width * block };
+  return tableRule({ row: (index) => table[index] ?? [], ...sizes, verb: "lists" });
 }
 
 /** Row r of a table holds the key blocks, ascending, that query block r sees; nothing is seen from `limit` on. */
@@ -127,7 +129,7 @@ function listedBoxes({ row, block }, q, k, first, last) {
   return boxes;
 }
 
-/** How many entries lie above and to the left of each corner of a coarse grid; null for a table too large to look through. */
+/** How many entries lie above and left of each corner of a coarse grid; null for a table too large to look through. */
 function pictureOf({ row, height, width, entries, block }) {
   if (entries > MOST_DRAWN) return null;
   const cell = Math.max(1, Math.ceil(Math.max(height, width) / PICTURE_SIDE));

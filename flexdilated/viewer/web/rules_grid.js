@@ -1,9 +1,10 @@
-// Neighbourhood attention: a query sees a window around its own place in a grid, shifted inwards at the ends of an axis.
+// Neighbourhood attention: a query sees a window around its place in a grid, shifted inwards at the ends of an axis.
 
 const MOST_CLASSES = 64;
 
 const GRID_RULES = {
-  neighborhood: ({ grid, radius, rate }) => neighborhoodRule(grid, grid.map((length, axis) => [length, radius[axis], rate[axis]])),
+  neighborhood: ({ grid, radius, rate }) =>
+    neighborhoodRule(grid, grid.map((length, axis) => [length, radius[axis], rate[axis]])),
 };
 
 function neighborhoodRule(grid, axes) {
@@ -39,7 +40,8 @@ function countNeighbours(q, k, grid, axes) {
   const area = q.count * k.count;
   if (!area) return exactly(0);
   const even = fitsGrid(q.step, grid) && fitsGrid(k.step, grid);
-  const side = (terms) => rectanglesOf(even ? terms : progression(terms.first, 1, lastOf(terms) - terms.first + 1), grid);
+  const hull = (terms) => progression(terms.first, 1, lastOf(terms) - terms.first + 1);
+  const side = (terms) => rectanglesOf(even ? terms : hull(terms), grid);
   const [queries, keys] = [side(q), side(k)];
   let total = exactly(0);
   for (const rows of queries) for (const columns of keys) total = sumOf(total, countRectangles(rows, columns, axes));

@@ -1,7 +1,7 @@
 // Rules that cut the sequence into runs: dilated segments, documents and lengths, and patterns that start anew in each.
 //
-// `narrow(q, k, repeats)` gives the boxes, without overlap, in which such a rule allows every pair; outside it allows none.
-// A box with `times` stands for so many alike, one period apart, which only `repeats` permits. null: there are too many.
+// `narrow(q, k, repeats)` gives the boxes, without overlap, in which such a rule allows every pair; outside it allows
+// none. A box with `times` stands for so many alike, one period apart, which only `repeats` permits. null: too many.
 
 const MOST_PIECES = 64;
 
@@ -33,8 +33,8 @@ function segmentBoxes(q, k, segment, rate, offset, repeats) {
   const last = Math.min(quotient(lastOf(q), segment), quotient(lastOf(k), segment));
   const box = (index) => {
     const start = index * segment;
-    const [queries, keys] = [q, k].map((side) => ofResidue(clip(side, start, start + segment), rate, start + offset));
-    return { q: queries, k: keys, times: 1 };
+    const activeOf = (side) => ofResidue(clip(side, start, start + segment), rate, start + offset);
+    return { q: activeOf(q), k: activeOf(k), times: 1 };
   };
   // Whole segments between the first and the last are alike where steps go through segments evenly.
   const alike = repeats && last - first > 2 && segment % q.step === 0 && segment % k.step === 0;
@@ -54,13 +54,15 @@ function countPieces(pieces, q, k) {
 function whyDilated(q, k, segment, rate, offset) {
   const [ofQuery, ofKey] = [quotient(q, segment), quotient(k, segment)];
   if (ofQuery !== ofKey) {
-    return `the query lies in segment ${grouped(ofQuery)}, the key in segment ${grouped(ofKey)} of ${grouped(segment)} tokens`;
+    const segments = [ofQuery, ofKey].map(grouped);
+    return `the query lies in segment ${segments[0]}, the key in segment ${segments[1]} of ${grouped(segment)} tokens`;
   }
   const where = `both lie in segment ${grouped(ofQuery)}`;
   if (rate === 1) return where;
   const place = (name, t) => {
     const rest = (t % segment) % rate;
-    return `the ${name}'s place in it is ${grouped(t % segment)}, modulo ${rate} ${rest}: ${rest === offset ? "active" : `not the offset ${offset}`}`;
+    const verdict = rest === offset ? "active" : `not the offset ${offset}`;
+    return `the ${name}'s place in it is ${grouped(t % segment)}, modulo ${rate} ${rest}: ${verdict}`;
   };
   return `${where}; ${place("query", q)}; ${place("key", k)}`;
 }
@@ -109,7 +111,10 @@ function perDocumentRule(part, spans, word) {
   const whole = spansRule(spans, word);
   const startOf = (box) => spans.starts[spanAt(spans, box.q.first)];
   return {
-    allowed: (q, k) => whole.allowed(q, k) && part.allowed(q - spans.starts[spanAt(spans, q)], k - spans.starts[spanAt(spans, k)]),
+    allowed: (q, k) => {
+      const [span, ofKey] = [spanAt(spans, q), spanAt(spans, k)];
+      return span >= 0 && span === ofKey && part.allowed(q - spans.starts[span], k - spans.starts[span]);
+    },
     count: (q, k) => {
       const pieces = whole.narrow(q, k);
       if (pieces === null) return unknown(q, k);
@@ -124,7 +129,7 @@ function perDocumentRule(part, spans, word) {
     why: (q, k) => {
       if (!whole.allowed(q, k)) return whySpans(spans, q, k, word);
       const start = spans.starts[spanAt(spans, q)];
-      return `${whySpans(spans, q, k, word)}, where they are ${grouped(q - start)} and ${grouped(k - start)}: ${summary(part, q - start, k - start)}`;
+      return `${whySpans(spans, q, k, word)}, where they are ${grouped(q - start)} and ${grouped(k - start)}`;
     },
     parts: (q, k) => {
       if (!whole.allowed(q, k)) return [];
@@ -140,5 +145,6 @@ function whySpans(spans, q, k, word) {
   if (ofQuery < 0) return `the query is padding`;
   if (ofKey < 0) return `the key is padding`;
   if (ofQuery === ofKey) return `both lie in ${word} ${grouped(ofQuery)}, positions ${run(ofQuery)}`;
-  return `the query lies in ${word} ${grouped(ofQuery)} (${run(ofQuery)}), the key in ${word} ${grouped(ofKey)} (${run(ofKey)})`;
+  const place = (index) => `${word} ${grouped(index)} (${run(index)})`;
+  return `the query lies in ${place(ofQuery)}, the key in ${place(ofKey)}`;
 }

@@ -17,7 +17,7 @@ const TOKEN_RULES = {
   visible_keys: (data) => visibleKeysRule(spansOf(data)),
 };
 
-/** Allowed where the query (`rows`) or the key (`columns`) is one of those tokens; `among` picks them out of positions. */
+/** Allowed where the query (`rows`) or the key (`columns`) is one of those tokens; `among` picks them out. */
 function singledOut(rows, columns, tokens) {
   const rule = {
     allowed: (q, k) => (rows && tokens.has(q)) || (columns && tokens.has(k)),

@@ -1,14 +1,16 @@
 // The pattern is in the page, as JSON that is deflated and written in base64.
 
 async function readData() {
-  const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (letter) => letter.charCodeAt(0));
+  const text = atob(document.getElementById("data").textContent);
+  const packed = Uint8Array.from(text, (letter) => letter.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   return JSON.parse(await new Response(stream).text());
 }
 
 /** What a pattern is called, how large it is, and which of the controls mean anything for it. */
 function describePage(data) {
-  const sizes = data.num_queries === data.num_keys ? `${shortTokens(data.num_queries)} tokens` : `${shortTokens(data.num_queries)} queries, ${shortTokens(data.num_keys)} keys`;
+  const [queries, keys] = [data.num_queries, data.num_keys].map(shortTokens);
+  const sizes = queries === keys ? `${queries} tokens` : `${queries} queries, ${keys} keys`;
   document.getElementById("pattern").textContent = data.phrase;
   document.getElementById("sizes").textContent = `${sizes}, ${plural(data.num_heads, "head")}`;
   document.getElementById("heads").hidden = data.num_heads === 1;

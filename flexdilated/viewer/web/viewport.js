@@ -66,7 +66,8 @@ function cellEdges(start, scale, pixels, tokens) {
   if (scale <= 1) return Float64Array.from({ length: end - first + 1 }, (_, index) => first + index);
   const origin = Math.max(0, start);
   const count = Math.ceil((end - origin) / scale);
-  const edges = Float64Array.from({ length: count + 1 }, (_, index) => Math.min(end, Math.floor(origin + index * scale)));
+  const edge = (_, index) => Math.min(end, Math.floor(origin + index * scale));
+  const edges = Float64Array.from({ length: count + 1 }, edge);
   // The last pixel may begin where the last but one ends.
   return edges.length > 1 && edges[count] === edges[count - 1] ? edges.subarray(0, count) : edges;
 }

@@ -1,0 +1,112 @@
+"""A recording on disk: a small file of JSON, with a row an operator, beside a trace that Perfetto and Chrome open."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.profiler import profile
+
+FORMAT, VERSION = "flexdilated profile", 1
+TABLE, TRACE = ".profile.json", ".trace.json.gz"
+_MOST_EVENTS = 200_000  # in a trace: more than that no viewer opens with ease
+_LONGEST = 120  # characters of a file's name
+
+
+@dataclass(frozen=True)
+class Operator:
+    """All calls of one operator. Times are in microseconds.
+
+    self_us and total_us: on the host, without and with what it calls. device_us: on the accelerator, its own kernels.
+    memory_bytes: allocated less freed, by itself, on host and accelerator.
+    """
+
+    name: str
+    calls: int
+    self_us: float
+    total_us: float
+    device_us: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What was recorded under one name. seconds: by the clock. trace: the file beside, None where it was too long."""
+
+    name: str
+    seconds: float
+    torch: str
+    events: int
+    trace: str | None
+    operators: tuple[Operator, ...]
+
+
+def write_recording(folder: Path, name: str, profiler: profile, seconds: float) -> Path:
+    """Write what a profiler has recorded, in place of an earlier recording of that name; returns the table's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem, events = file_stem(name), len(profiler.events() or ())
+    trace = f"{stem}{TRACE}" if events <= _MOST_EVENTS else None
+    if trace is not None:
+        _write_trace(profiler, folder / trace)
+    recording = Recording(name, seconds, torch.__version__, events, trace, tuple(_operators(profiler)))
+    data = {"format": FORMAT, "version": VERSION, **asdict(recording)}
+    path = folder / f"{stem}{TABLE}"
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(data, separators=(",", ":"), ensure_ascii=False), encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def read_recording(path: Path) -> Recording:
+    """What `write_recording` wrote. Raises ValueError for anything else, and OSError where it cannot be read."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if (data.pop("format"), data.pop("version")) != (FORMAT, VERSION):
+            raise ValueError(f"needed {FORMAT!r}, version {VERSION}")
+        operators = tuple(_operator(each) for each in data.pop("operators"))
+        recording = Recording(**data, operators=operators)
+        float(recording.seconds), int(recording.events), str(recording.name) + str(recording.trace)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} holds no profile of this version: {error}") from error
+    return recording
+
+
+def file_stem(name: str) -> str:
+    """The name as far as files can have it; where that is not all of it, with digits that tell it from others."""
+    plain = re.sub(r"[^\w.=+-]+", "-", name, flags=re.ASCII).strip("-.")[:_LONGEST]
+    return plain if plain == name else f"{plain}-{sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _operators(profiler: profile) -> Iterable[Operator]:
+    for each in profiler.key_averages():
+        memory = each.self_cpu_memory_usage + each.self_device_memory_usage
+        times = (each.self_cpu_time_total, each.cpu_time_total, each.self_device_time_total)
+        yield Operator(each.key, each.count, *(round(time, 3) for time in times), memory)
+
+
+def _operator(data: dict[str, Any]) -> Operator:
+    found = Operator(**data)
+    for field, kind in zip(fields(Operator), (str, int, float, float, float, int), strict=True):
+        value = getattr(found, field.name)
+        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+            raise TypeError(f"{field.name} must be a {kind.__name__}; got {value!r:.80}")
+    return found
+
+
+def _write_trace(profiler: profile, path: Path) -> None:
+    """Beside the place first: whoever looks there meanwhile finds the earlier trace, or none."""
+    with TemporaryDirectory(dir=path.parent, prefix=".trace-") as scratch:
+        plain, packed = Path(scratch, "trace.json"), Path(scratch, "trace.json.gz")
+        profiler.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
+            shutil.copyfileobj(source, target)
+        packed.replace(path)

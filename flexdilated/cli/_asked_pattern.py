@@ -1,0 +1,68 @@
+"""The pattern that a command is asked about: read, given the values of its run-time tensors, and bound once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import masks
+from ..masks._bound import Bound
+from ..masks._check import LARGEST
+from ..masks._pattern import Expression
+from ..masks._run_time import names
+from ._bindings import read_bindings, with_values
+from ._sizes import parse_tokens
+from ._usage import UsageError
+
+_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True)
+class AskedPattern:
+    """A pattern that carries its run-time tensors, and the sizes to which it binds."""
+
+    pattern: Expression
+    num_tokens: int
+    num_heads: int
+
+    def bind(self) -> Bound:
+        sizes = {"num_queries": self.num_tokens, "num_keys": self.num_tokens}
+        return self.pattern.bind(num_heads=self.num_heads, **sizes)
+
+    @property
+    def num_entries(self) -> int:
+        """Batch entries that run-time tensors tell apart; 1 if all are alike."""
+        return self.bind().batch
+
+
+def read_expression(text: str) -> Expression:
+    """The pattern of an expression, or of a JSON file. Raises UsageError where it is neither."""
+    path = Path(text)
+    try:
+        return masks.from_json(path.read_text("utf-8")) if path.suffix == ".json" else masks.parse(text)
+    except OSError as error:
+        raise UsageError(f"PATTERN must be an expression or a file that can be read; {error}") from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def ask(text: str, tokens: str | None, num_heads: int, bindings: Sequence[str]) -> AskedPattern:
+    """Raises UsageError for a pattern that does not read, for sizes, and for values that are missing or do not fit."""
+    if num_heads < 1:
+        raise UsageError(f"--heads must be at least 1; got {num_heads}")
+    pattern = read_expression(text)
+    values = read_bindings(pattern, bindings)
+    missing = [name for name in names(pattern) if name not in values]
+    if missing:
+        raise UsageError(f"the pattern needs run-time tensors: give --bind {missing[0]}=...; got none for {missing[0]}")
+    positions = max((value.positions for value in values.values()), default=0) or _TOKENS
+    num_tokens = positions if tokens is None else parse_tokens(tokens)
+    if num_tokens > LARGEST:
+        raise UsageError(f"--tokens must be at most {LARGEST}; got {num_tokens}")
+    asked = AskedPattern(with_values(pattern, values, num_tokens), num_tokens, num_heads)
+    try:
+        asked.bind()
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    return asked

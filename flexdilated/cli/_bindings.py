@@ -1,0 +1,153 @@
+"""--bind: run-time tensors as people write them, such as the lengths of packed documents."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..masks._documents import Documents
+from ..masks._lengths import Lengths
+from ..masks._pattern import Expression, Pattern
+from ..masks._run_time import Given, RunTime, names, run_time_leaves
+from ..masks._visible_keys import VisibleKeys
+from ._sizes import tokens_of
+from ._usage import UsageError
+
+_FILES = (".json", ".pt")
+_ENTRIES = "/"
+_RANGE = re.compile(r"([^:]+):([^:]+)")
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a run-time tensor is made of: `tensor(num_tokens)`, which raises UsageError where it does not fit.
+
+    `positions` is how many tokens it has a value for, 0 where any number fits.
+    """
+
+    positions: int
+    tensor: Callable[[int], Tensor]
+
+
+def read_bindings(pattern: Expression, texts: Sequence[str]) -> dict[str, Value]:
+    """The value of each NAME=VALUE. Raises UsageError for other texts, and for names the pattern does not need."""
+    found: dict[str, Value] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not (name and equals and value):
+            raise UsageError(f"--bind takes NAME=VALUE, such as documents=100,200,300; got {text!r}")
+        if name not in names(pattern):
+            needed = ", ".join(names(pattern)) or "none"
+            raise UsageError(f"--bind must name a run-time tensor of the pattern, which needs {needed}; got {name!r}")
+        if name in found:
+            raise UsageError(f"--bind gives each run-time tensor one value; got two for {name!r}")
+        found[name] = _from_file(name, Path(value)) if value.endswith(_FILES) else _from_text(pattern, name, value)
+    return found
+
+
+def with_values(pattern: Expression, values: Mapping[str, Value], num_tokens: int) -> Expression:
+    """The pattern with these tensors in place."""
+    given = {name: Given(value.tensor(num_tokens)) for name, value in values.items()}
+
+    def with_tensor(leaf: Pattern) -> Pattern:
+        return replace(leaf, given=given[leaf.name]) if isinstance(leaf, RunTime) and leaf.name in given else leaf
+
+    return pattern.map_leaves(with_tensor)
+
+
+def _from_text(pattern: Expression, name: str, text: str) -> Value:
+    """By what the pattern does with the tensor."""
+    (kind, *others) = {type(leaf) for leaf in run_time_leaves(pattern) if leaf.name == name}
+    if others or kind not in _READERS:
+        raise UsageError(f"--bind {name} needs a .json or .pt file with the tensor itself; got {text!r}")
+    return _READERS[kind](name, [entry.strip() for entry in text.split(_ENTRIES)])
+
+
+def _documents(name: str, entries: Sequence[str]) -> Value:
+    """Lengths of documents one after the other; what is left of the tokens is padding."""
+    lengths = [_whole_numbers(name, entry) for entry in entries]
+
+    def tensor(num_tokens: int) -> Tensor:
+        rows = torch.full((len(lengths), num_tokens), -1)
+        for row, each in zip(rows, lengths, strict=True):
+            if sum(each) > num_tokens:
+                raise UsageError(f"the documents of {name} must fit into {num_tokens} tokens; got {sum(each)} in all")
+            row[: sum(each)] = torch.arange(len(each)).repeat_interleave(torch.tensor(each))
+        return rows if len(rows) > 1 else rows[0]
+
+    return Value(max(map(sum, lengths)), tensor)
+
+
+def _lengths(name: str, entries: Sequence[str]) -> Value:
+    """Real tokens of each batch entry, which a comma separates as well."""
+    values = torch.tensor([number for entry in entries for number in _whole_numbers(name, entry)])
+    return Value(0, lambda num_tokens: values)
+
+
+def _visible(name: str, entries: Sequence[str]) -> Value:
+    """Ranges of keys, each with its first and the one after its last."""
+    ranges = [[_range(name, part) for part in entry.split(",")] for entry in entries]
+
+    def tensor(num_tokens: int) -> Tensor:
+        marks = torch.zeros(len(ranges), num_tokens, dtype=torch.bool)
+        for row, each in zip(marks, ranges, strict=True):
+            for keys in each:
+                if keys.stop > num_tokens:
+                    raise UsageError(f"the keys of {name} must be below {num_tokens}; got {keys.start}:{keys.stop}")
+                row[keys.start : keys.stop] = True
+        return marks if len(marks) > 1 else marks[0]
+
+    return Value(0, tensor)
+
+
+_READERS: dict[type[RunTime], Callable[[str, Sequence[str]], Value]] = {
+    Documents: _documents,
+    Lengths: _lengths,
+    VisibleKeys: _visible,
+}
+
+
+def _whole_numbers(name: str, text: str) -> list[int]:
+    numbers = [tokens_of(part) for part in text.split(",")]
+    if None in numbers:
+        raise UsageError(f"--bind {name} takes whole numbers with commas, such as 100,2K,300, or a file; got {text!r}")
+    return [number for number in numbers if number is not None]
+
+
+def _range(name: str, text: str) -> range:
+    found = _RANGE.fullmatch(text.strip())
+    first, stop = (tokens_of(part) for part in found.groups()) if found else (None, None)
+    if first is None or stop is None or first >= stop:
+        raise UsageError(f"--bind {name} takes ranges FIRST:STOP with commas, such as 0:100,200:300; got {text!r}")
+    return range(first, stop)
+
+
+def _from_file(name: str, path: Path) -> Value:
+    try:
+        tensor = torch.load(path, weights_only=True) if path.suffix == ".pt" else _listed(json.loads(path.read_bytes()))
+    except OSError as error:
+        raise UsageError(f"--bind {name} must name a file that can be read; {error}") from None
+    except (ValueError, TypeError, RuntimeError, EOFError, RecursionError, pickle.UnpicklingError) as error:
+        reason = "torch.load does not read it" if path.suffix == ".pt" else str(error)
+        raise UsageError(f"--bind {name} must name a file with a tensor; {path}: {reason:.120}") from None
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"--bind {name} must name a file with a tensor; {path} holds a {type(tensor).__name__}")
+    return Value(tensor.shape[-1] if tensor.dim() and tensor.dtype != torch.bool else 0, lambda num_tokens: tensor)
+
+
+def _listed(data: Any) -> Tensor:
+    """Numbers or booleans in lists, or one number."""
+    kinds = [type(entry) for row in (data if isinstance(data, list) else [data])
+             for entry in (row if isinstance(row, list) else [row])]  # fmt: skip
+    if len(list(groupby(kinds))) != 1 or kinds[0] not in (int, bool, float):
+        raise ValueError("must hold numbers, or true and false, in one list or one a batch entry")
+    return torch.tensor(data)

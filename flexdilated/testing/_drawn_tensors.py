@@ -1,0 +1,72 @@
+"""Tensors that hypothesis draws: ordinary values, and those that break a softmax which is written carelessly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ..masks._check import require_bool
+from ._drawn_sizes import AttentionSizes
+
+# The first is the simplest. "ties": equal numbers, so that scores tie; "large": scores of which exp overflows.
+_VALUES = ("ordinary", "ties", "zeros", "large", "tiny", "one far above")
+
+
+@st.composite
+def tensors(
+    draw: st.DrawFn,
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    values: Sequence[str] = _VALUES,
+    requires_grad: bool = False,
+) -> Tensor:
+    """A tensor of this shape: ordinary values, or ties, zeros and -0.0, large or tiny ones, one far above the others.
+
+    Drawn is a kind and a seed, so that a tensor of any size costs as little; they shrink towards ordinary values of
+    seed 0. All values are finite in `dtype`.
+    """
+    require_bool("requires_grad", requires_grad)
+    unknown = [value for value in values if value not in _VALUES]
+    if unknown or not values:
+        raise ValueError(f"values must be some of {', '.join(map(repr, _VALUES))}; got {values!r}")
+    kind, seed = draw(st.sampled_from(list(values))), draw(st.integers(0, 1 << 16))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    x = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+    if kind == "ties":
+        x = x.round().clamp(-1, 1)
+    elif kind == "zeros":
+        x = torch.where(x < 0, -0.0, 0.0).double()
+    elif kind == "large":
+        x = x * 100
+    elif kind == "tiny":
+        x = x * 1e-4
+    elif kind == "one far above" and prod(shape):
+        x.view(-1)[seed % prod(shape)] = 1e4
+    return x.to(dtype).requires_grad_(requires_grad)
+
+
+@st.composite
+def attention_inputs(
+    draw: st.DrawFn,
+    sizes: AttentionSizes,
+    *,
+    dtype: torch.dtype = torch.float32,
+    values: Sequence[str] = _VALUES,
+    requires_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q (B, H, N, D), k and v (B, G, M, D); heads outermost in memory, or tokens, as a projection leaves them."""
+    tokens_first = draw(st.booleans())
+
+    def one(heads: int, tokens: int) -> Tensor:
+        B, D = sizes.batch, sizes.head_dim
+        shape = (B, tokens, heads, D) if tokens_first else (B, heads, tokens, D)
+        x = draw(tensors(shape, dtype=dtype, values=values))
+        return (x.transpose(1, 2) if tokens_first else x).requires_grad_(requires_grad)
+
+    queries, keys = (sizes.num_heads, sizes.num_queries), (sizes.num_kv_heads, sizes.num_keys)
+    return one(*queries), one(*keys), one(*keys)

@@ -1,0 +1,32 @@
+"""Hypothesis strategies for attention: patterns, lengths at the edges, sizes, tensors, packings, shards.
+
+Everything drawn shrinks to the small and simple: a causal pattern, one token, one head. `max_...` bound what is drawn.
+Needs hypothesis: pip install "flexdilated[testing]".
+"""
+
+try:
+    import hypothesis as _hypothesis
+except ImportError as error:
+    raise ImportError(
+        'flexdilated.testing.strategies needs hypothesis, which is not installed: pip install "flexdilated[testing]"'
+    ) from error
+
+from ._drawn_patterns import longnets, mixtures, patterns, set_patterns
+from ._drawn_sizes import AttentionSizes, attention_sizes, document_ids, document_lengths, lengths, shardings
+from ._drawn_tensors import attention_inputs, tensors
+
+__all__ = [
+    "AttentionSizes",
+    "attention_inputs",
+    "attention_sizes",
+    "document_ids",
+    "document_lengths",
+    "lengths",
+    "longnets",
+    "mixtures",
+    "patterns",
+    "set_patterns",
+    "shardings",
+    "tensors",
+]
+del _hypothesis

@@ -1,0 +1,281 @@
+"""Bugs planted into the engines, what they keep between calls, and what runs around them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated._call_key import CallKey
+from flexdilated.distributed import BufferPool
+from flexdilated.testing import Calls, check_attention_module
+from tests import oracle
+from tests.agreement import assert_agrees
+from tests.planted_bugs import Bug, Look
+
+# B batch, H query heads, G key/value heads, N tokens, D head dim
+
+ENGINES, MASKS = "flexdilated", "flexdilated.masks"
+MIXTURE = masks.longnet(segment_lengths=(6, 12), dilation_rates=(1, 2)) & masks.causal()
+SPARSE = masks.dilated(8, 3, "interleaved")  # most rows of a head have no key
+SIZES = {"num_heads": 4, "max_tokens": 27, "examples": 6}
+
+
+def attention(pattern: masks.Pattern | masks.Mixture):
+    """(out, lse) by the tiles engine."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return fd.attend(q, k, v, pattern, enable_gqa=True, engine="tiles", return_lse=True)
+
+    return attend
+
+
+def module(pattern: masks.Pattern | masks.Mixture, check: str, *, groups: int | None = None) -> Look:
+    """Looks at the tiles engine by one check."""
+    return lambda: check_attention_module(
+        lambda: attention(pattern), pattern, num_kv_heads=groups, checks=[check], **SIZES
+    )
+
+
+def _by_halves_of_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As two devices would that have half of the heads each."""
+    parts = [
+        fd.attend(*(x[:, first : first + 2] for x in (q, k, v)), MIXTURE, head_offset=first, num_heads_global=4)
+        for first in (0, 2)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _heads_apart() -> None:
+    check_attention_module(lambda: _by_halves_of_heads, MIXTURE, checks=["agreement"], **SIZES)
+
+
+def _in_a_layout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    order = masks.Layout(q.shape[2], 2)
+    out = fd.attend(*(order.apply(x) for x in (q, k, v)), MIXTURE, layout=order)
+    return order.invert(out)
+
+
+def _laid_out() -> None:
+    check_attention_module(lambda: _in_a_layout, MIXTURE, checks=["agreement"], **SIZES)
+
+
+def _one_by_one(module: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A call for each query over the keys so far."""
+    steps = [
+        fd.attend(q[:, :, n : n + 1], k[:, :, : n + 1], v[:, :, : n + 1], MIXTURE, q_offset=n)
+        for n in range(q.shape[2])
+    ]
+    return torch.cat(steps, dim=2)
+
+
+def _from_a_cache(module: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A KVCache over keys that are packed as soon as they may be."""
+    kept = fd.KVCache(WINDOW, num_heads=q.shape[1], capacity=CAPACITY)
+    return torch.cat([kept.attend(*parts) for parts in zip(*(x.split(1, dim=2) for x in (q, k, v)), strict=True)], 2)
+
+
+WINDOW = masks.local_window(left=3, right=0)
+CAPACITY = 192  # three pages: one is packed away before the end of what is decoded
+
+
+def decoded(pattern: masks.Pattern | masks.Mixture, call, **sizes: object) -> Look:
+    """Looks at decoding, token by token."""
+    calls = Calls(decoded=call)
+    return lambda: check_attention_module(
+        lambda: attention(pattern), pattern, calls=calls, checks=["decoding"], **{**SIZES, **sizes}
+    )
+
+
+def _one_pattern_after_another() -> None:
+    """Calls that differ in one thing each, over tensors of equal shapes."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 12, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    places = torch.arange(12)
+    for left in (1, 5):
+        counts = oracle.counts(oracle.local_window(left, 0), range(4), 4, places, places)
+        found, truth = fd.attend(q, k, v, masks.local_window(left=left, right=0)), oracle.attention(q, k, v, counts)[0]
+        torch.testing.assert_close(found, truth, msg=lambda text, left=left: f"window of {left}: {text}")
+
+
+def _sinks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 11, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
+    leaves = tuple(x.requires_grad_() for x in (q, k, v, sinks))
+    places = torch.arange(11)
+    counts = oracle.counts(oracle.local_window(2, 1), range(4), 4, places, places)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        return fd.attend(q, k, v, masks.local_window(left=2, right=1), sinks=sinks, return_lse=True)
+
+    assert_agrees(attend, leaves, counts)
+
+
+def _two_leases() -> None:
+    """What two holders of buffers write, each reads again."""
+    pool = BufferPool("cpu", threshold_bytes=1)
+    pool.lease((64,), torch.float32).release()
+    leases = [pool.lease((64,), torch.float32) for _ in range(2)]
+    for number, lease in enumerate(leases):
+        lease.tensor.fill_(number)
+    read = [float(lease.tensor[0]) for lease in leases]
+    assert read == [0.0, 1.0], f"two live leases hold 0 and 1; read back were {read}"
+
+
+def _without(**fields: object):
+    """A cache that does not tell these fields of a call apart."""
+
+    def wrong(right):
+        def get(self, name, build, size, **options):
+            known = tuple(part._replace(**fields) if isinstance(part, CallKey) else part for part in name)
+            return right(self, known, build, size, **options)
+
+        return get
+
+    return wrong
+
+
+def _bound_without(**fields: int):
+    return lambda right: lambda self, rule=None: right(self._replace(**fields), rule)
+
+
+def _by_local_lse(right):
+    """Each part's backward is fed its own output and lse."""
+
+    def backward(self, x, grad_out, out, lse, scale):
+        own_out, own_lse = self.forward(x, scale)
+        step = replace(self, queries=_Given(self.queries, own_out.to(out.dtype), own_lse))
+        return right(step, x, grad_out, out, lse, scale)
+
+    return backward
+
+
+class _Given:
+    """Takes the gradient that is there, and instead of the whole's output and lse a part's own."""
+
+    def __init__(self, queries, *own: Tensor) -> None:
+        self._queries, self._own, self._taken = queries, own, 0
+
+    def take(self, x: Tensor) -> Tensor:
+        self._taken += 1
+        return self._queries.take(x) if self._taken == 1 else self._own[self._taken - 2]
+
+
+def _still_idle(right):
+    """A buffer that is handed out stays among those that are free."""
+
+    def buffer(self, num_bytes, device):
+        found = right(self, num_bytes, device)
+        self._idle.append(found)
+        return found
+
+    return buffer
+
+
+def _in_base_two(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """As if the lse of both were logarithms to base 2."""
+    share = torch.sigmoid((part_lse - lse) * torch.log(torch.tensor(2.0))).masked_fill_(part_lse == -torch.inf, 0.0)
+    out.lerp_(part.to(out.dtype), share.unsqueeze(-1).to(out.dtype))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _unguarded(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Nothing stands against the difference of two infinities."""
+    out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1).to(out.dtype))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+IN_ENGINES = (
+    Bug(
+        "lse taken for a logarithm to base 2 in the merge", f"{ENGINES}._gather:merge_", lambda _: _in_base_two,
+        module(MIXTURE, "agreement"), "check_attention_module: agreement", "out is wrong",
+    ),
+    Bug(
+        "merge of two parts that are both empty: (-inf) - (-inf)", f"{ENGINES}._gather:merge_", lambda _: _unguarded,
+        module(SPARSE + SPARSE, "empty rows"), "check_attention_module: empty rows", "sees no key",
+    ),
+    Bug(
+        "log-weight of a branch that counts twice forgotten", f"{ENGINES}._tiles:log", lambda _: lambda number: 0.0,
+        module(masks.causal() + masks.causal() + masks.dilated(6, 2), "agreement"),
+        "check_attention_module: agreement", "counts once less",
+    ),
+    Bug(
+        "backward fed each part's own lse instead of the whole's", f"{ENGINES}._tiles:Step.backward", _by_local_lse,
+        module(MIXTURE, "gradients"), "check_attention_module: gradients", "dq is wrong",
+    ),
+    Bug(
+        "gradient of the lse ignored", f"{ENGINES}._tiles_op:run_backward",
+        lambda right: lambda program, q, k, v, result, scale, **options: right(
+            program, q, k, v, replace(result, grad_lse=None), scale, **options
+        ),
+        module(MIXTURE, "gradients"), "check_attention_module: gradients", "dq is wrong",
+    ),
+    Bug(
+        "sinks left out of the backward", f"{ENGINES}._tiles_op:sinks_gradient",
+        lambda right: lambda sinks, *others: torch.zeros_like(sinks),
+        _sinks, "the oracle of tests/agreement.py", "dsinks",
+    ),
+    Bug(
+        "sinks left out of the lse that the backward is fed", f"{ENGINES}._tiles:add_sinks",
+        lambda right: lambda out, lse, sinks: (right(out, lse, sinks)[0], lse),
+        _sinks, "the oracle of tests/agreement.py", "not close",
+    ),
+    Bug(
+        "scores scaled by 1 / D", f"{ENGINES}._attend:resolve_scale", lambda _: lambda scale, head_dim: 1 / head_dim,
+        module(MIXTURE, "agreement"), "check_attention_module: agreement", "out is wrong",
+    ),
+    Bug(
+        "query head h reads key/value head h mod G", f"{ENGINES}._tiles:side",
+        lambda right: lambda layout, given, heads: right(
+            layout, given, tuple(head % (max(heads) + 1) for head in range(len(heads)))
+        ),
+        module(masks.dilated(6, 2, "interleaved"), "agreement", groups=2), "check_attention_module: agreement",
+        "as if query head h reads key/value head h % G, not h // (H / G)",
+    ),
+    Bug(
+        "the shorter last segment dropped", f"{MASKS}._compact:_segments",
+        lambda right: lambda base, bound: (run for run in right(base, bound) if run[0].num_slots == base.segment),
+        module(masks.dilated(6, 1), "coverage"), "check_attention_module: coverage", "takes no part",
+    ),
+    Bug(
+        "the layout's inverse is the layout", f"{MASKS}._layout:Layout.slots", lambda _: masks.Layout.positions,
+        _laid_out, "check_attention_module: agreement", "out is wrong",
+    ),
+    Bug(
+        "plans kept without the pattern", f"{MASKS}._cache:Cache.get", _without(pattern=""),
+        _one_pattern_after_another, "the oracle of tests/oracle.py", "window of 5",
+    ),
+    Bug(
+        "plans kept without the head offset", f"{MASKS}._cache:Cache.get", _without(head_offset=0),
+        _heads_apart, "check_attention_module: agreement", "out is wrong",
+    ),
+    Bug(
+        "plans kept without the query offset", f"{MASKS}._cache:Cache.get", _without(q_offset=0, num_keys=0),
+        decoded(MIXTURE, _one_by_one), "check_attention_module: decoding", "",
+    ),
+    Bug(
+        "plans kept without the number of tokens", f"{MASKS}._cache:Cache.get", _without(num_queries=0, num_keys=0),
+        module(MIXTURE, "lengths"), "check_attention_module: lengths", "",
+    ),
+    Bug(
+        "head offset ignored", f"{ENGINES}._call_key:CallKey.bound", _bound_without(head_offset=0),
+        _heads_apart, "check_attention_module: agreement", "out is wrong",
+    ),
+    Bug(
+        "query offset ignored while decoding", f"{ENGINES}._call_key:CallKey.bound", _bound_without(q_offset=0),
+        decoded(MIXTURE, _one_by_one), "check_attention_module: decoding", "out is wrong",
+    ),
+    Bug(
+        "keys evicted that the next query still sees", f"{ENGINES}._held_keys:visible",
+        lambda right: lambda sources, firsts, lengths, query, num: right(sources, firsts, lengths, query + 3, num),
+        decoded(WINDOW, _from_a_cache, lengths=[200]), "check_attention_module: decoding", "out is wrong",
+    ),
+    Bug(
+        "one live buffer handed out twice", f"{ENGINES}.distributed._pool:BufferPool._buffer", _still_idle,
+        _two_leases, "two leases of one pool", "read back were", "darcstar",
+    ),
+)  # fmt: skip

@@ -1,0 +1,144 @@
+"""What things say of themselves: the pattern, the engine, the pool; short, and never an address in memory."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.distributed import BufferPool
+from flexdilated.masks._bytes_text import bytes_text
+from flexdilated.masks._planner import plan
+from flexdilated.nn._repr import LONGEST
+
+PATTERN = masks.longnet([16, 64], [1, 4]) & masks.causal()
+MANY = [[*range(1, 301)], [1] * 300]
+CONFIG = fd.LongNetConfig(
+    vocab_size=8, embed_dim=16, num_heads=4, depth=1, segment_lengths=(16, 64), dilation_rates=(1, 4), causal=True
+)
+DEFAULT = "engine=None (tiles on CPU, flex elsewhere)"
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,), mesh_dim_names=("sequence",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("module", "own"),
+    [
+        (fd.BlockSparseAttention(PATTERN), f"{PATTERN!r}, scale=None, enable_gqa=False, {DEFAULT}"),
+        (
+            fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=2, block_size=64, autotune=True, engine="tiles"),
+            f"{PATTERN!r}, scale=None, enable_gqa=False, engine='tiles', sinks=True, num_heads=2, block_size=(64, 64), "
+            "autotune=True",
+        ),
+        (
+            fd.DilatedAttention([16, 64], [1, 4], causal=True, scale=0.5, enable_gqa=True, engine="flex"),
+            f"{PATTERN!r}, scale=0.5, enable_gqa=True, engine='flex'",
+        ),
+        (
+            fd.MultiheadDilatedAttention(16, 4, [16, 64], [1, 4], causal=True, batch_first=True),
+            f"embed_dim=16, num_heads=4, kdim=16, vdim=16, batch_first=True, {PATTERN!r}, {DEFAULT}",
+        ),
+        (fd.LongNet(CONFIG), f"{PATTERN!r}, layout='auto', {DEFAULT}"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_modules_say_pattern_and_engine(module: torch.nn.Module, own: str) -> None:
+    assert module.extra_repr() == own
+    assert own in repr(module)
+
+
+def test_modules_over_ranks_say_schedule_and_pool(mesh) -> None:
+    branches, pool = ([16, 64], [1, 4]), BufferPool("cpu")
+    own = f"{masks.longnet(*branches)!r}, scale=None, enable_gqa=False, {DEFAULT}"
+    where = "mesh=1 rank of axis 'sequence'"
+    ring = fd.RingDilatedAttention(*branches, mesh=mesh, schedule="ring", pool=pool)
+    assert ring.extra_repr() == f"{own}, {where}, schedule='ring', pool={pool!r}"
+    auto = fd.RingDilatedAttention(*branches, mesh=mesh, pool="auto", codec="int8")
+    assert auto.extra_repr() == f"{own}, {where}, schedule='auto', codec='int8', pool='auto'"
+    assert fd.RingDilatedAttention(*branches, mesh=mesh).extra_repr().endswith(", schedule='auto', pool=None")
+    heads = fd.HeadParallelDilatedAttention(*branches, mesh=mesh)
+    assert heads.extra_repr() == f"{own}, {where}, schedule='heads'"
+    longnet = fd.LongNet(CONFIG, mesh=mesh, pool=pool)
+    assert longnet.extra_repr() == f"{PATTERN!r}, layout='auto', {DEFAULT}, {where}, schedule='auto', pool={pool!r}"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fd.BlockSparseAttention(masks.longnet(*MANY)).extra_repr(),
+        lambda: fd.DilatedAttention(*MANY).extra_repr(),
+        lambda: fd.MultiheadDilatedAttention(16, 4, *MANY).extra_repr(),
+        lambda: fd.LongNet(fd.LongNetConfig(8, 16, 1, 4, *map(tuple, MANY))).extra_repr(),
+        lambda: repr(fd.KVCache(masks.longnet(*MANY) & masks.causal(), num_heads=4)),
+    ],
+)
+def test_long_patterns_are_cut(make: Callable[[], str]) -> None:
+    """The beginning stays, the cut is marked, and what comes after the pattern is still there."""
+    text = make()
+    assert "longnet((1, 2, 3, 4, 5, 6, " in text
+    assert "…" in text
+    assert "engine=None" in text.partition("…")[2]
+    assert len(text) < LONGEST + 250
+
+
+def test_a_key_value_cache() -> None:
+    cache = fd.KVCache(masks.local_window(left=9, right=0), num_heads=2, engine="tiles")
+    own = f"KVCache({cache.pattern!r}, num_heads=2, engine='tiles'"
+    assert repr(cache) == f"{own}: 0 tokens seen, 0 keys kept in 0 B)"
+    cache.append(*torch.randn(2, 1, 2, 1200, 8))
+    assert 10 <= cache.num_kept < 1200
+    assert repr(cache) == f"{own}: 1,200 tokens seen, {cache.num_kept} keys kept in {bytes_text(cache.nbytes)})"
+
+
+def test_a_pool() -> None:
+    pool = BufferPool("cpu", threshold_bytes=1024, budget_bytes=1 << 20, debug=True)
+    own = f"BufferPool({pool.name}, cpu, leases from 1 KiB, budget 1 MiB, debug: holds "
+    assert repr(pool) == f"{own}0 B, of which 0 B are leased)"
+    lease = pool.lease((2000,), torch.uint8)
+    assert repr(pool) == f"{own}2 KiB, of which 1.95 KiB are leased)"
+    assert repr(lease) == f"Lease((2000,), torch.uint8, of {pool.name})"
+    lease.release()
+    assert repr(lease) == f"Lease(of {pool.name}, which has ended)"
+    assert repr(pool) == f"{own}2 KiB, of which 0 B are leased)"
+    assert "any device, leases from 1 MiB: " in repr(BufferPool())
+    assert "never leases" in repr(BufferPool(threshold_bytes=2**63 - 1))
+    assert repr(BufferPool().lease((3,), torch.float32)) == "Lease((3,), torch.float32, of torch)"
+
+
+def test_the_cache_and_its_pins() -> None:
+    cache = type(masks.cache())(1 << 20, 10)
+    assert repr(cache) == "Cache(0 of 10 entries, 0 B of 1 MiB)"
+    with cache.pin() as pins:
+        cache.get("a", lambda: None, lambda _: 2048)
+    assert repr(cache) == "Cache(1 of 10 entries, 2 KiB of 1 MiB)"
+    assert repr(pins) == "Pins(1 entries)"
+
+
+def test_a_plan() -> None:
+    made = plan(PATTERN.bind(num_heads=4, num_queries=1000, num_keys=1000))
+    layouts = {options[0].layout for options in made.options}
+    text = repr(made)
+    assert text.startswith(f"Plan({PATTERN!r}, 4 heads, 1,000 queries, 1,000 keys: ")
+    assert all(layout in text for layout in layouts)
+    assert text.endswith(f"; {len(made.terms)} terms, {1e3 * made.cost.seconds:.3g} ms predicted)")
+
+
+def test_no_addresses(mesh) -> None:
+    pool = BufferPool("cpu", threshold_bytes=0)
+    things = [
+        *(pool, pool.lease((3,), torch.float32), pool.statistics, masks.cache(), masks.cache().stats(), fd.stats()),
+        *(PATTERN, PATTERN.bind(num_heads=2, num_queries=3, num_keys=3), masks.layout(PATTERN, 10), masks.machine()),
+        *(fd.distributed.Sharding(10, 2), fd.distributed.traffic(), fd.compilations(), CONFIG, fd.LongNet(CONFIG)),
+        *(fd.LongNet(CONFIG).new_caches(), fd.RingDilatedAttention([4], [1], mesh=mesh, pool=pool)),
+        plan(PATTERN.bind(num_heads=4, num_queries=10, num_keys=10)),
+    ]
+    for thing in things:
+        assert not re.search(r"0x[0-9a-f]{4}|<.* object", repr(thing)), type(thing).__name__

@@ -1,0 +1,129 @@
+"""`fd.stats()`: one value for cache, pools, compilations and the source of plans; what it counts is what happened."""
+
+import gc
+import json
+import sys
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+import flexdilated as fd
+from flexdilated import _stats, masks
+from flexdilated.distributed import BufferPool
+from flexdilated.masks import _cache
+from flexdilated.masks._cache import Cache
+from tests.test_house import needs_install, run_elsewhere
+
+PATTERN = masks.longnet([16, 64], [1, 4]) & masks.causal()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch) -> Cache:
+    cache = Cache(1 << 20)
+    monkeypatch.setattr(_cache, "_cache", cache)
+    return cache
+
+
+def test_the_cache_is_that_of_now(own_cache) -> None:
+    assert fd.stats().cache.misses == 0
+    q, k, v = torch.randn(3, 1, 4, 100, 16)
+    fd.attend(q, k, v, PATTERN)
+    found = fd.stats()
+    assert found.cache == own_cache.stats()
+    assert found.cache.misses > 0
+    fd.attend(q, k, v, PATTERN)
+    assert fd.stats().cache.hits == found.cache.hits + 1
+    assert found.cache.misses == fd.stats().cache.misses
+
+
+def test_pools_are_those_alive() -> None:
+    pool = BufferPool("cpu", threshold_bytes=256, budget_bytes=4096)
+    never = BufferPool(threshold_bytes=sys.maxsize)
+    lease = pool.lease((100,), torch.float32)
+    pool.lease((100,), torch.float32).release()
+    pool.lease((100,), torch.float32).release()
+    pool.lease((10,), torch.float32).release()
+    found = {each.name: each for each in fd.stats().pools}
+    assert found[pool.name] == _stats.PoolStats(pool.name, "cpu", 256, 4096, 1024, 400, 1024, 3, 2, 1, 1 - 2 / 3)
+    assert (found[never.name].device, found[never.name].threshold_bytes) == ("any", None)
+    lease.release()
+    name = pool.name
+    del pool, lease
+    gc.collect()
+    assert name not in {each.name for each in fd.stats().pools}
+
+
+def test_compilations_are_those_of_the_counter() -> None:
+    before = fd.stats().compilations.graphs
+    torch.compiler.reset()
+    torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(3))
+    assert fd.stats().compilations == fd.compilations()
+    assert fd.stats().compilations.graphs == before + 1
+
+
+def test_where_plans_come_from(monkeypatch) -> None:
+    fd.attend(*torch.randn(3, 1, 4, 100, 16), PATTERN)
+    assert dict(fd.stats().constants)["cpu"] == masks.machine("cpu").source == "builtin"
+    before = fd.stats().measured
+    fd.attend(*torch.randn(3, 1, 4, 101, 16), PATTERN, autotune=True)
+    assert fd.stats().measured == before + 1
+
+
+def test_given_constants_are_named() -> None:
+    from dataclasses import replace
+
+    masks.set_machine(replace(masks.machine(), source="by hand"))
+    try:
+        assert dict(fd.stats().constants)["cpu"] == "by hand"
+    finally:
+        masks.set_machine(None)
+    assert dict(fd.stats().constants)["cpu"] == "builtin"
+
+
+def test_it_is_a_value_and_plain_data() -> None:
+    pool = BufferPool("cpu", threshold_bytes=256)
+    found = fd.stats()
+    with pytest.raises(FrozenInstanceError):
+        found.measured = 3
+    data = found.to_data()
+    assert json.loads(json.dumps(data)) == data
+    assert data["cache"]["misses"] == found.cache.misses
+    assert data["pools"][-1]["name"] == pool.name
+    assert data["compilations"]["graphs"] == found.compilations.graphs
+    assert list(data) == ["cache", "pools", "compilations", "constants", "measured"]
+
+
+def test_the_table_says_what_the_value_says() -> None:
+    pool = BufferPool("cpu", threshold_bytes=256, budget_bytes=4096)
+    lease = pool.lease((300,), torch.float32)
+    text = str(fd.stats())
+    lines = [line.split() for line in text.splitlines()]
+    assert [line.split()[0] for line in text.splitlines() if line and not line.startswith(" ")] == [
+        *("Plan", "Buffer", "Compilations", "Plans")
+    ]
+    number = pool.name.removeprefix("pool ")
+    assert [number, "cpu", "2", "KiB", "1.17", "KiB", "2", "KiB", "1", "0%"] in lines
+    assert ["misses", str(fd.stats().cache.misses)] in lines
+    assert max(map(len, text.splitlines())) <= 80
+    lease.release()
+
+
+def test_without_pools_that_is_said() -> None:
+    assert _stats._pool_table(()) == "none"
+
+
+@needs_install
+def test_nothing_is_imported_for_it(tmp_path) -> None:
+    """Neither what holds pools nor torch's compiler: a process that has neither has none to report."""
+    code = """
+import sys
+import flexdilated as fd
+found = fd.stats()
+print(found.pools, found.compilations.graphs, found.constants, "flexdilated.distributed" in sys.modules)
+fd.distributed.BufferPool
+print(fd.stats().pools)
+pool = fd.distributed.BufferPool("cpu")
+print([each.name for each in fd.stats().pools])
+"""
+    assert run_elsewhere(code, tmp_path).splitlines() == ["() 0 () False", "()", "['pool 0']"]
