@@ -41,7 +41,7 @@ def flexdilated_device(request: pytest.FixtureRequest) -> torch.device:
     """The device that --flexdilated-device names, on which a tensor was made; without one the test is skipped."""
     import torch
 
-    name = request.config.getoption("--flexdilated-device")
+    name = str(request.config.getoption("--flexdilated-device"))
     try:
         device = torch.device(name)
     except RuntimeError as error:

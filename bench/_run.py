@@ -8,6 +8,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from flexdilated._profile import named_under
+
 from ._apart import DiedApart, run_apart
 from ._machine import commit, machine, versions
 from ._questions import QUESTIONS
@@ -50,7 +52,8 @@ def answer_to(name: str, small: bool) -> Document:
     """Configuration, rows and points of one question, as plain data."""
     question = QUESTIONS[name]
     config = question.SMALL if small else question.FULL
-    return {"config": asdict(config), **question.run(config).to_data()}
+    with named_under(f"bench {name}"):
+        return {"config": asdict(config), **question.run(config).to_data()}
 
 
 def question_text(name: str) -> str:

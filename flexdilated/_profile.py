@@ -57,7 +57,8 @@ def recorded(name: str) -> Iterator[None]:
     """Record what runs within, in one recording of this name; nothing, and at no cost, where the variable is not set.
 
     Of recordings within each other, or in threads side by side, only that which began first is made. A name that comes
-    again in one process is numbered. Raises ValueError, before anything runs, where the folder cannot be used.
+    again in one process is numbered. What ends with an error leaves none. Raises ValueError, before anything runs,
+    where the folder cannot be used.
     """
     folder = folder_from_environment()
     if folder is None or not _lock.acquire(blocking=False):
@@ -83,10 +84,12 @@ def recorded_steps(name: str) -> Iterator[Callable[[], None]]:
         yield _no_step
         return
     clock = [perf_counter()]
-    written: list[None] = []
 
     def write(profiler: Any) -> None:
-        written.append(_write(folder, name, profiler, clock[-1] - clock[min(1, len(clock) - 1)]))
+        if len(clock) > 2:
+            _write(folder, name, profiler, clock[-1] - clock[1])
+        else:
+            _log.warning("nothing of %r was recorded: the first step never is, and there was no other", name)
 
     def step() -> None:
         clock.append(perf_counter())
@@ -97,8 +100,6 @@ def recorded_steps(name: str) -> Iterator[Callable[[], None]]:
         profiler = _profiler(schedule=plan, on_trace_ready=write)
         with profiler:
             yield step
-        if not written:
-            _log.warning("nothing of %r was recorded: the first step never is, and there was no other", name)
     finally:
         _lock.release()
 

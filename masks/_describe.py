@@ -1,27 +1,41 @@
-"""describe: what a pattern allows and what computing it costs, in numbers and as a table."""
+"""describe: what a pattern allows and what computing it costs, in numbers and as tables."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
-from tabulate import tabulate
 
-from ._blocks import LISTED_BYTES, UNKNOWN, count_pairs
-from ._cost import computed_pairs
+from ._bound import Bound
+from ._describe_gaps import Gaps, gaps_of
+from ._describe_relations import Relations
+from ._describe_shares import BranchShare, HeadShare, branch_shares, head_shares
+from ._describe_squares import TooManySquaresError
+from ._describe_terms import count_term, sum_counts
+from ._multiplicity import multiplicity_of
 from ._pattern import Expression, require_expression
 from ._planner import Option, Plan, plan
-from ._term import Term
+from ._receptive_field import ReceptiveField, receptive_field_of
+from ._receptive_field_sample import FollowedTokens, follow_tokens
 
 
 @dataclass(frozen=True)
 class BranchDescription:
-    """One distinct branch of a pattern: its pairs over all heads, and the layouts that were weighed for it."""
+    """One distinct branch of a pattern: its pairs over all heads, and the layouts that were weighed for it.
+
+    Where the planner computes all branches together, there is one for all of them. Blocks are those listed, over all
+    heads; the full ones are whole and allow every pair.
+    """
 
     pattern: Expression
     multiplicity: int
     useful_pairs: int
     computed_pairs: int
+    full_blocks: int
+    partial_blocks: int
     table_bytes: int
     options: tuple[Option, ...]
 
@@ -33,7 +47,11 @@ class BranchDescription:
 
 @dataclass(frozen=True)
 class Description:
-    """A pattern bound to sizes. Pairs are (query, key) pairs over all heads, counted once for each branch."""
+    """A pattern bound to sizes. Pairs are (query, key) pairs over all heads, counted once for each branch.
+
+    What the plan tells is counted at once; `heads`, `branch_shares`, `multiplicity`, `gaps` and `receptive_field` when
+    they are asked for, from what repeats in the rule, in seconds at a million tokens.
+    """
 
     pattern: Expression
     num_queries: int
@@ -41,6 +59,7 @@ class Description:
     num_heads: int
     head_dim: int
     branches: tuple[BranchDescription, ...]
+    bound: Bound = field(repr=False)
 
     @property
     def all_pairs(self) -> int:
@@ -81,23 +100,91 @@ class Description:
         return 10 * self.head_dim * self.useful_pairs
 
     @property
+    def full_blocks(self) -> int:
+        """Listed blocks that are whole and allow every pair, in the planner's layouts, over all heads."""
+        return sum(branch.full_blocks for branch in self.branches)
+
+    @property
+    def partial_blocks(self) -> int:
+        """All other listed blocks."""
+        return sum(branch.partial_blocks for branch in self.branches)
+
+    @property
     def table_bytes(self) -> int:
         """Bytes of the block lists behind the plan."""
         return sum(branch.table_bytes for branch in self.branches)
 
+    @cached_property
+    def heads(self) -> tuple[HeadShare, ...]:
+        """The pairs of each head, and of each branch in it; heads that follow the same rules are told once."""
+        return head_shares(self._relations.ask())
+
+    @cached_property
+    def branch_shares(self) -> tuple[BranchShare, ...]:
+        """The pairs of each distinct branch as the pattern states them, whichever way they are computed."""
+        return branch_shares(self.bound, self.heads)
+
+    @cached_property
+    def multiplicity(self) -> Mapping[int, int] | None:
+        """How many pairs are allowed by exactly so many branches, from 0 on; None where too little repeats to count."""
+        if len(self.branch_shares) == 1:
+            (share,) = self.branch_shares
+            pairs = share.pairs // share.multiplicity
+            return {0: self.all_pairs - pairs} | ({share.multiplicity: pairs} if pairs else {})
+        try:
+            return multiplicity_of(self._relations.ask())
+        except TooManySquaresError:
+            return None
+
+    @property
+    def distinct_pairs(self) -> int | None:
+        """Pairs that at least one branch allows, each once; None where that is not known."""
+        return None if self.multiplicity is None else self.all_pairs - self.multiplicity[0]
+
+    @cached_property
+    def gaps(self) -> Gaps | None:
+        """Queries without a key and keys that no query sees; None where too little repeats to tell."""
+        try:
+            return gaps_of(self._relations.ask())
+        except TooManySquaresError:
+            return None
+
+    def receptive_field(self) -> ReceptiveField | FollowedTokens:
+        """After how many layers which tokens can have heard of which.
+
+        Exact for all tokens where enough of the pattern repeats; else what a few tokens have heard of, which bounds
+        the number of layers from below: a value of another type. Raises ValueError if queries and keys are not the
+        same tokens.
+        """
+        return self._receptive_field
+
+    @cached_property
+    def _receptive_field(self) -> ReceptiveField | FollowedTokens:
+        try:
+            return receptive_field_of(self._relations.ask())
+        except TooManySquaresError:
+            return follow_tokens(self.bound)
+
+    @cached_property
+    def _relations(self) -> Relations:
+        return Relations(self.bound)
+
+    @property
+    def is_self_attention(self) -> bool:
+        """Whether queries and keys are the same tokens."""
+        bound = self.bound
+        return (bound.num_queries, bound.q_offset) == (bound.num_keys, bound.k_offset)
+
+    def to_data(self) -> dict[str, Any]:
+        """All of it as plain data, for JSON; what is not known is None."""
+        from ._describe_data import data_of
+
+        return data_of(self)
+
     def __str__(self) -> str:
-        tokens = f"{self.num_queries:,} queries x {self.num_keys:,} keys"
-        size = f"{tokens} x {self.num_heads} heads, head dim {self.head_dim}"
-        facts = [
-            ("size", size),
-            ("density", f"{self.density:.4%} of pairs, {self.block_density:.4%} in blocks"),
-            ("pairs", f"{self.useful_pairs:,} useful, {self.computed_pairs:,} computed: {self.waste:.3f} to 1"),
-            ("FLOPs", f"{self.forward_flops:.3e} forward, {self.backward_flops:.3e} backward"),
-            ("block lists", f"{self.table_bytes:,} bytes"),
-        ]
-        rows = [_row(branch, self.all_pairs) for branch in self.branches]
-        headers = ("branch", "times", "density", "computed / useful", "layout (predicted ms)", "others (predicted ms)")
-        return f"{tabulate(facts, tablefmt='plain')}\n\n{tabulate(rows, headers=headers, disable_numparse=True)}"
+        from ._describe_text import text_of
+
+        return text_of(self)
 
 
 def describe(
@@ -114,7 +201,8 @@ def describe(
     """Count what the pattern allows and what the planner's choice computes, in closed form where there is one.
 
     Useful pairs count each (query, key) pair once for each branch that allows it. Predicted times are those
-    of the cost model for one forward pass, batch 1, on this kind of device.
+    of the cost model for one forward pass, batch 1, on this kind of device. Raises ValueError for sizes below 1, for
+    heads that the pattern has no rule for, and for run-time tensors that differ by batch entry.
     """
     keys = num_queries if num_keys is None else num_keys
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
@@ -125,44 +213,19 @@ def describe(
 def describe_plan(plan: Plan, *, head_dim: int) -> Description:
     """The same of a plan that was made."""
     bound, branches = plan.bound, tuple(_describe_branch(options) for options in plan.options)
-    return Description(bound.pattern, bound.num_queries, bound.num_keys, bound.num_heads, head_dim, branches)
+    return Description(bound.pattern, bound.num_queries, bound.num_keys, bound.num_heads, head_dim, branches, bound)
 
 
 def _describe_branch(options: tuple[Option, ...]) -> BranchDescription:
     chosen = options[0]
-    counts = [_count(term) for term in chosen.terms]
+    counted = sum_counts(map(count_term, chosen.terms))
     return BranchDescription(
         chosen.branch,
         chosen.multiplicity,
-        sum(useful for useful, _, _ in counts),
-        sum(computed for _, computed, _ in counts),
-        sum(held for _, _, held in counts),
+        counted.useful_pairs,
+        counted.computed_pairs,
+        counted.full_blocks,
+        counted.partial_blocks,
+        counted.table_bytes,
         options,
     )
-
-
-def _count(term: Term) -> tuple[int, int, int]:
-    """(useful pairs as often as they count, computed pairs, bytes of block lists) of a term."""
-    if term.shape != "blocks":
-        return _count_plain(term)
-    side = term.block_side
-    blocks = term.blocks(side, side)
-    unknown = (blocks.pairs == UNKNOWN).nonzero().squeeze(1)
-    pairs = blocks.pairs.long()
-    pairs[unknown] = count_pairs(term.table_rule(), blocks.places(unknown), blocks.shape)
-    users = torch.bincount(torch.tensor(blocks.heads))[blocks.table.long()]
-    useful, listed = int((pairs * users).sum()), int(users.sum())
-    return term.multiplicity * useful * term.folds, listed * side**2 * term.folds, blocks.nbytes
-
-
-def _count_plain(term: Term) -> tuple[int, int, int]:
-    """The same for what is no list of blocks: nothing has to be listed to be counted."""
-    computed = computed_pairs(term)
-    listed = computed // (term.block_side**2 * len(term.heads) * term.folds) * (max(term.tables()) + 1)
-    return term.counted_pairs(), computed, listed * LISTED_BYTES
-
-
-def _row(branch: BranchDescription, all_pairs: int) -> tuple[str, ...]:
-    chosen, *others = (f"{option.layout} ({option.cost.seconds * 1e3:.3g})" for option in branch.options)
-    density = f"{branch.useful_pairs / all_pairs:.4%}"
-    return repr(branch.pattern), str(branch.multiplicity), density, f"{branch.waste:.3f}", chosen, ", ".join(others)

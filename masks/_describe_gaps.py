@@ -32,9 +32,8 @@ def gaps_of(relations: Relations) -> Gaps:
     in_all = [0, 0]  # the tokens that have a pair in every head, as bits
     in_any = [0, 0]
     for section in relations.sections:
-        squares = [relations.of_group(section, group) for group in section.groups]
-        for side, columns in enumerate((False, True)):
-            held = [relations.squares.lines(square, section.side, columns=columns) for square in squares]
+        lines = [relations.lines(section, group) for group in section.groups]
+        for side, held in enumerate(zip(*lines, strict=True)):
             every, some = reduce(int.__and__, held), reduce(int.__or__, held)
             for copy in section.copies:
                 in_all[side] |= every << copy[side]

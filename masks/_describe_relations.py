@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from functools import reduce
 
+from ._algebra import Or
 from ._bound import Bound
 from ._describe_rules import RuleSquares
 from ._describe_sections import Group, Section, sections_of
 from ._describe_squares import EMPTY, Squares
 from ._pattern import Pattern
 
-_MOST_SQUARES = 1 << 19  # a few seconds of work
+# Of one question: a few seconds of work.
+_MOST_SQUARES = 1 << 19
+_MOST_BOXES = 1 << 21
 
 
 class Relations:
     """The sections of a bound pattern, and the squares of its rules over each of them, all in one store."""
 
-    def __init__(self, bound: Bound, *, most: int = _MOST_SQUARES) -> None:
+    def __init__(self, bound: Bound) -> None:
         self.bound = bound
         self.sections = sections_of(bound)
-        self.squares = Squares(most)
+        self.squares = Squares()
         stop = max((max(section.queries.stop, section.keys.stop) for section in self.sections), default=1)
         self._rules = RuleSquares(self.squares, stop)
+
+    def ask(self) -> Relations:
+        """The same with an allowance for one more question: what was asked before takes nothing from it."""
+        self.squares.most = len(self.squares) + _MOST_SQUARES
+        self._rules.most_boxes = self._rules.boxes + _MOST_BOXES
+        return self
 
     def of(self, section: Section, group: Group, rule: Pattern) -> int:
         """The pairs of one rule of a group of heads, of the section's queries and keys alone."""
@@ -31,9 +40,16 @@ class Relations:
         sizes = range(len(section.queries)), range(len(section.keys))
         return self.squares.both(whole, self.squares.rectangle(*sizes, section.side))
 
-    def of_group(self, section: Section, group: Group) -> int:
-        """The pairs that any rule of a group of heads allows."""
-        return reduce(self.squares.either, (self.of(section, group, rule) for rule, _ in group.rules), EMPTY)
+    def lines(self, section: Section, group: Group) -> tuple[int, int]:
+        """The queries that see a key by any rule of a group, and the keys that are seen, as the bits of integers."""
+        sides = [0, 0]
+        for rule, _ in group.rules:
+            # The parts of a union apart: joined they may be far more squares.
+            for part in rule.parts if isinstance(rule, Or) else (rule,):
+                square = self.of(section, group, part)
+                for side, columns in enumerate((False, True)):
+                    sides[side] |= self.squares.lines(square, section.side, columns=columns)
+        return sides[0], sides[1]
 
     def of_all(self, section: Section) -> int:
         """The pairs that any head allows. A rule that several groups share is looked at once."""

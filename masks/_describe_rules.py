@@ -24,18 +24,22 @@ from ._visible_keys import KeySet
 _DOUBT = -1
 _SIDE = 8  # boxes of this side are looked at pair by pair
 _LOOKS = 1 << 14  # of them together
-_MOST_BOXES = 1 << 21  # that bounds are asked about, in all
 
 
 class RuleSquares:
-    """The squares of rules for one head over boxes of positions, all in one store."""
+    """The squares of rules for one head over boxes of positions, all in one store.
+
+    `boxes` says about how many boxes bounds were asked; beyond `most_boxes` that is an error.
+    """
+
+    most_boxes = 1 << 21
 
     def __init__(self, squares: Squares, num_tokens: int) -> None:
         self.squares = squares
         self.num_tokens = num_tokens  # positions from there on have no pairs, whatever the squares hold
         self._rules: dict[Pattern, int] = {}
         self._known: dict[tuple[int, ...], int] = {}
-        self._boxes = 0
+        self.boxes = 0
 
     def over(self, rule: Pattern, head: int, num_heads: int, q: int, k: int, side: int) -> int:
         """The pairs of queries from position q on and keys from position k on. `head` is one that the rule is for."""
@@ -120,6 +124,9 @@ class RuleSquares:
             if first > min(segments.last(q + side - 1), segments.last(k + side - 1)):
                 return EMPTY
             start, stop = segments.edges(first)
+            self.boxes += 1
+            if self.boxes > self.most_boxes:
+                raise TooManySquaresError
             if start <= min(q, k) and max(q, k) + side <= stop:
                 return self.over(rule.part, head, num_heads, q - start, k - start, side)
             half = side // 2
@@ -135,9 +142,9 @@ class RuleSquares:
         levels: list[tuple[Tensor, Tensor, Tensor]] = []
         while True:
             q, k, place = asked.distinct(q, k)
-            self._boxes += len(q)
-            if self._boxes > _MOST_BOXES:
-                raise TooManySquaresError(_MOST_BOXES)
+            self.boxes += len(q)
+            if self.boxes > self.most_boxes:
+                raise TooManySquaresError
             verdict = asked.verdict(q, k, side)
             doubtful = (verdict == _DOUBT).nonzero().squeeze(1)
             levels.append((place, verdict, doubtful))

@@ -12,7 +12,7 @@ from ._per_document import PerDocument
 from ._ranges import within
 from ._spans import Spans
 
-Rules = tuple[tuple[Pattern, int], ...]  # of one head: each distinct rule, and how often it counts
+Rules = tuple[tuple[Pattern, int], ...]  # of one head: the rule of each distinct branch, and how often it counts
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Section:
 def groups_of(bound: Bound) -> tuple[Group, ...]:
     """The heads by their rules, in the order of their first heads."""
     groups: dict[Rules, list[int]] = {}
+    branches = Counter(bound.pattern.branches()).items()
     for head in range(bound.num_heads):
         here = head + bound.head_offset, bound.num_heads_global
-        rules = Counter(branch.for_head(*here) for branch in bound.pattern.branches())
-        groups.setdefault(tuple(rules.items()), []).append(head)
+        groups.setdefault(tuple((branch.for_head(*here), times) for branch, times in branches), []).append(head)
     return tuple(Group(tuple(heads), rules) for rules, heads in groups.items())
 
 
@@ -60,7 +60,7 @@ def sections_of(bound: Bound) -> tuple[Section, ...]:
     keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
     if spans is None or any(own != spans for own, _ in split.values()):
         return (Section(queries, keys, groups, ((0, 0),)),)
-    inside = tuple(Group(group.heads, _joined((split[rule][1], times) for rule, times in group.rules)) for group in groups)
+    inside = tuple(Group(each.heads, tuple((split[rule][1], times) for rule, times in each.rules)) for each in groups)
     copies: dict[tuple[range, range], list[tuple[int, int]]] = {}
     for start, stop in zip(spans.starts.tolist(), spans.stops.tolist(), strict=True):
         q, k = within(queries, start, stop), within(keys, start, stop)
@@ -68,14 +68,6 @@ def sections_of(bound: Bound) -> tuple[Section, ...]:
             shifted = range(q.start - start, q.stop - start), range(k.start - start, k.stop - start)
             copies.setdefault(shifted, []).append((q.start - queries.start, k.start - keys.start))
     return tuple(Section(*place, inside, tuple(starts)) for place, starts in copies.items())
-
-
-def _joined(rules) -> Rules:
-    """Rules that became equal count together."""
-    times: Counter[Pattern] = Counter()
-    for rule, number in rules:
-        times[rule] += number
-    return tuple(times.items())
 
 
 def _split(rule: Pattern) -> tuple[Spans | None, Pattern]:

@@ -20,11 +20,12 @@ class Squares:
 
     A square is EMPTY, FULL, or four quarters (top left, top right, bottom left, bottom right) in the order of their
     numbers. Equal squares have equal numbers, so whatever is computed of one is computed once: time and memory go with
-    the number of different squares, not with the tokens. `most` bounds that number.
+    the number of different squares, not with the tokens. `most` bounds that number and that of products.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    most = 1 << 19
+
+    def __init__(self) -> None:
         self._quarters = [(EMPTY,) * 4, (FULL,) * 4]
         self._numbers = {quarters: number for number, quarters in enumerate(self._quarters)}
         self._both: dict[tuple[int, int], int] = {}
@@ -46,7 +47,7 @@ class Squares:
         found = self._numbers.get(quarters)
         if found is None:
             if len(self) >= self.most:
-                raise TooManySquaresError(self.most)
+                raise TooManySquaresError
             found = self._numbers[quarters] = len(self._quarters)
             self._quarters.append(quarters)
         return found

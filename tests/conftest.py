@@ -28,6 +28,7 @@ os.environ["FLEXDILATED_MACHINE"] = "builtin"
 
 with install_import_hook(CHECKED, "beartype.beartype"):
     import flexdilated  # noqa: F401
+    from flexdilated._profile import recorded
 
 register_profiles()
 settings.load_profile("flexdilated-" + os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -41,3 +42,10 @@ def one_thread_a_worker():
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """FLEXDILATED_PROFILE=folder records each test that runs, one file a test: choose them by name."""
+    with recorded(f"test {item.nodeid}"):
+        return (yield)

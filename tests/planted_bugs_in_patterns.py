@@ -93,6 +93,16 @@ def _any_device(right):
     return get
 
 
+def _even_pieces(right):
+    """Every residue class has as many tokens as the shortest."""
+
+    def pieces(self, origin):
+        found = right(self, origin)
+        return replace(found, lengths=torch.full_like(found.lengths, max(self.num_tokens // self.rate, 1)))
+
+    return pieces
+
+
 def _in_32_bits(right):
     def count_below(box, shift):
         bounds = right(box, shift)
@@ -130,7 +140,7 @@ IN_PATTERNS = (
     ),
     Bug(
         "window one key short on the left, in the bounds", f"{MASKS}._local_window:LocalWindow.count",
-        lambda right: lambda self, box, *, num_heads: right(replace(self, left=self.left - 1), box, num_heads=num_heads),
+        lambda right: lambda self, box, **heads: right(replace(self, left=self.left - 1), box, **heads),
         claims(masks.local_window(left=3, right=1)), "check_pattern", "count must bound the allowed pairs of each box",
     ),
     Bug(
@@ -139,7 +149,11 @@ IN_PATTERNS = (
     ),
     Bug(
         "blocks dropped where the sides of a block differ", f"{MASKS}._cover:descend", _square_only,
-        claims(masks.causal()), "check_pattern", "block", "attention-gym",
+        claims(masks.causal()), "check_pattern", "is not listed", "attention-gym",
+    ),
+    Bug(
+        "last tokens lost that do not fill a row of the layout", f"{MASKS}._layout:Layout.pieces", _even_pieces,
+        claims(masks.causal()), "check_pattern", "is listed with another count",
     ),
     Bug(
         "period one token short", f"{MASKS}._dilated:Dilated.period", lambda _: lambda self: self.segment - 1,
@@ -161,7 +175,7 @@ IN_PATTERNS = (
         claims(masks.local_window(left=3, right=1)), "check_pattern", "JSON",
     ),
     Bug(
-        "the layout's inverse is the layout", f"{MASKS}._layout:Layout.slots",
+        "tokens put back by the order they came in", f"{MASKS}._layout:Layout.slots",
         lambda _: masks.Layout.positions,
         _order, "apply, then invert", "apply, then invert gives",
     ),

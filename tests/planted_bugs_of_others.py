@@ -45,9 +45,7 @@ def joined(outs: Tensor, lses: Tensor) -> Tensor:
     return (weights[..., None] * outs).sum(0).masked_fill(none[..., None], 0.0)
 
 
-def branch(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, segment: int, rate: int
-) -> tuple[Tensor, Tensor]:
+def branch(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, segment: int, rate: int) -> tuple[Tensor, Tensor]:
     """(out, lse) of one branch."""
     scores = q @ k.mT * q.shape[-1] ** -0.5
     weights, lse = soft(scores.masked_fill(~visible(segment, rate, q, hidden), -torch.inf), segment)
@@ -94,7 +92,9 @@ def sharded_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pairs = (seen <= own[:, None]).long().expand(q.shape[1], -1, -1)
         queries, keys, values = q[:, :, own], k[:, :, seen], v[:, :, seen]
         nothing = torch.zeros_like(queries)
-        outs.append(oracle.attention(queries, keys, values, pairs)[0].to(q.dtype) if len(seen) and len(own) else nothing)
+        outs.append(
+            oracle.attention(queries, keys, values, pairs)[0].to(q.dtype) if len(seen) and len(own) else nothing
+        )
     return torch.cat(outs, dim=2)
 
 

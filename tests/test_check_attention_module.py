@@ -132,7 +132,7 @@ WRONG = {
         WINDOW,
         {"causality", "coverage"},
         {"determinism"},
-        "rule is that of the query after",
+        "position query +1 counts once more",
     ),
     "divided by all": ("DividedByAll", WINDOW, {"agreement", "causality"}, {"determinism"}, "is hidden from query"),
     "unwritten heads": (

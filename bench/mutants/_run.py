@@ -4,7 +4,6 @@ import re
 import shutil
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,17 +57,18 @@ def copies_of(tree: Path, folder: Path, count: int) -> list[Path]:
 
 
 def jobs_of(order: Sequence[Mutant], tree: Path, journal: Journal) -> Iterator[Job]:
-    """What is still to be tried, in order; a mutant that is no Python is none."""
+    """What is still to be tried, in order, and then what survived, harder; a mutant that is no Python is none."""
     for place, mutant in enumerate(order):
         if not compiles(mutant.applied((tree / mutant.file).read_bytes())):
             continue
         control, job = Job(mutant, is_control=True), Job(mutant)
         if place % CONTROL_EVERY == 0 and journal.newest(control.name) is None:
             yield control
-        tried = journal.newest(job.name)
-        if tried is None:
+        if journal.newest(job.name) is None:
             yield job
-        elif tried["verdict"] == "survived" and tried["effort"] + 1 < len(EFFORTS):
+    for mutant in order:
+        tried = journal.newest(mutant.name)
+        if tried is not None and tried["verdict"] == "survived" and tried["effort"] + 1 < len(EFFORTS):
             yield Job(mutant, tried["effort"] + 1)
 
 
@@ -84,12 +84,11 @@ def try_all(
     jobs: Iterator[Job], recorded: Recorded, tree: Path, copies: Sequence[Path], journal: Journal, until: float
 ) -> None:
     """Try each in whichever copy is free; none is begun once it is `until`."""
-    harder: deque[Job] = deque()
     running: dict[Path, tuple[Job, Trial]] = {}
     while True:
         for copy in copies:
             if copy not in running and time.time() < until:
-                job = harder.popleft() if harder else next(jobs, None)
+                job = next(jobs, None)
                 if job is not None:
                     running[copy] = job, _begin(job, recorded, tree, copy)
         if not running:
@@ -103,8 +102,6 @@ def try_all(
             entry = _entry(job, trial, *ended)
             journal.add(entry)
             print(f"{entry['verdict']:9} {entry['seconds']:6.1f} s  {job.name}", flush=True)
-            if entry["verdict"] == "survived" and not job.is_control and job.effort + 1 < len(EFFORTS):
-                harder.append(Job(job.mutant, job.effort + 1))
         time.sleep(0.02)
 
 

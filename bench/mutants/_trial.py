@@ -7,11 +7,10 @@ from pathlib import Path
 
 from ._child import Running, run_pytest, start
 from ._coverage import Recorded
-from ._plugins import Chosen, Examples
 from ._mutants import Mutant
+from ._plugins import Chosen, Examples
 
-
-_MISUSED, _NO_TESTS = 4, 5  # statuses of pytest
+_NO_TESTS = 5  # a status of pytest
 
 
 @dataclass(frozen=True)
@@ -55,15 +54,14 @@ class Trial:
         """None while the tests run; then killed, timeout, survived or unclear, and the seconds.
 
         A mutant that ends the interpreter, or with which the tests cannot even be read, is killed like any other; where
-        pytest was asked for what is not there, or no test was left, nothing is known.
+        none of the tests was left to run, nothing is known.
         """
         ended = self.running.ended()
         if ended is None:
             return None
         if ended.status is None:
             return "timeout", ended.seconds
-        said = {0: "survived", _MISUSED: "unclear", _NO_TESTS: "unclear"}
-        return said.get(ended.status, "killed"), ended.seconds
+        return {0: "survived", _NO_TESTS: "unclear"}.get(ended.status, "killed"), ended.seconds
 
 
 def begin(

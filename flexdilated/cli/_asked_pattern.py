@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .. import masks
@@ -11,7 +11,7 @@ from ..masks._bound import Bound
 from ..masks._check import LARGEST
 from ..masks._pattern import Expression
 from ..masks._run_time import names
-from ._bindings import read_bindings, with_values
+from ._bindings import one_entry, read_bindings, with_values
 from ._sizes import parse_tokens
 from ._usage import UsageError
 
@@ -34,6 +34,10 @@ class AskedPattern:
     def num_entries(self) -> int:
         """Batch entries that run-time tensors tell apart; 1 if all are alike."""
         return self.bind().batch
+
+    def entry(self, batch: int) -> AskedPattern:
+        """The same with the run-time tensors of one batch entry."""
+        return replace(self, pattern=one_entry(self.pattern, batch))
 
 
 def read_expression(text: str) -> Expression:

@@ -64,6 +64,21 @@ def with_values(pattern: Expression, values: Mapping[str, Value], num_tokens: in
     return pattern.map_leaves(with_tensor)
 
 
+def one_entry(pattern: Expression, batch: int) -> Expression:
+    """The pattern with the rows of one batch entry in place of all."""
+    found: dict[str, Given] = {}
+
+    def with_row(leaf: Pattern) -> Pattern:
+        if not isinstance(leaf, RunTime) or leaf.given is None:
+            return leaf
+        tensor = leaf.given.tensor
+        several = tensor.dim() > (0 if isinstance(leaf, Lengths) else 1) and len(tensor) > 1
+        given = found.setdefault(leaf.name, Given(tensor[batch]) if several else leaf.given)
+        return replace(leaf, given=given)
+
+    return pattern.map_leaves(with_row)
+
+
 def _from_text(pattern: Expression, name: str, text: str) -> Value:
     """By what the pattern does with the tensor."""
     (kind, *others) = {type(leaf) for leaf in run_time_leaves(pattern) if leaf.name == name}

@@ -10,6 +10,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from .. import masks
+from .._profile import folder_from_environment
 from ..masks._cache_stats import CacheStats
 from ..nn import LongNetConfig
 from . import _checkpoint, _extras
@@ -97,6 +98,7 @@ def _check_context(settings: Settings, team: Team) -> None:
 def _check_environment() -> None:
     try:
         masks.cache()
+        folder_from_environment()
     except ValueError as error:
         raise UsageError(str(error)) from None
 

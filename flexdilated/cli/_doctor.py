@@ -14,6 +14,8 @@ from torch import Tensor
 from .. import masks
 from .._compilations import compilations
 from .._flex import missing_compiler
+from .._profile import VARIABLE as PROFILE_VARIABLE
+from .._profile import folder_from_environment
 from ..masks._cache_limits import BYTES_VARIABLE, ENTRIES_VARIABLE, bytes_from_environment, entries_from_environment
 from ..masks._machine_in_use import VARIABLE as MACHINE_VARIABLE
 from ..masks._machine_in_use import machine_from_environment
@@ -31,6 +33,7 @@ _VARIABLES = {
     BYTES_VARIABLE: bytes_from_environment,
     ENTRIES_VARIABLE: entries_from_environment,
     MACHINE_VARIABLE: machine_from_environment,
+    PROFILE_VARIABLE: folder_from_environment,
 }
 # A float32 result this far from the float64 one is wrong, not rounded.
 _LARGEST_ERROR = 1e-4

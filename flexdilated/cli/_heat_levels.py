@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from ..masks._cells import Cells
-from ._terminal import Terminal
 
 # R rows, C columns
 
 _MOST_TIMES = 9
-_BOUNDS = (0.001, 0.01, 0.1, 1.0)  # shares of pairs below which the first levels lie
 
 
 @dataclass(frozen=True)
@@ -26,58 +24,66 @@ class Level:
     colour: int
     meaning: str
 
+    @property
+    def is_times(self) -> bool:
+        """Whether the shape itself is a number of times."""
+        return self.shape.isdigit()
+
 
 NONE = Level(" ", " ", 0, "none")
 UNKNOWN = Level("?", "?", 240, "none found, some possible")
-# More pairs than one in 1 means that a pair is allowed by several branches.
-_SHARES = (
-    Level("·", ".", 60, "below 0.1%"),
-    Level("░", "-", 32, "0.1%"),
-    Level("▒", "+", 37, "1%"),
-    Level("▓", "*", 71, "10%"),
-    Level("█", "#", 220, "all"),
-)
-_TIMES_COLOURS = (208, 202, 196, 199, 201, 165, 129, 93)
+_ALL = Level("█", "#", 220, "all")
+# The least share of pairs for each level. Colours tell more apart than shapes do.
+_BY_SHAPE = {
+    0.0: Level("·", ".", 60, "less"),
+    0.001: Level("░", "-", 26, "0.1%+"),
+    0.01: Level("▒", "+", 37, "1%+"),
+    0.1: Level("▓", "*", 113, "10%+"),
+    1.0: _ALL,
+}
+_BY_COLOUR = {
+    **_BY_SHAPE,
+    0.003: Level("░", "-", 32, "0.3%+"),
+    0.03: Level("▒", "+", 72, "3%+"),
+    0.3: Level("▓", "*", 184, "30%+"),
+}
+_TIMES_COLOURS = (209, 203, 197, 198, 199, 164, 128, 92)
 
 
-def levels_of(cells: Cells) -> tuple[tuple[Level, ...], Int64[Tensor, "R C"]]:
+def levels_of(cells: Cells, *, colour: bool) -> tuple[tuple[Level, ...], Int64[Tensor, "R C"]]:
     """All levels that a picture may show, and the level of each cell by its number among them."""
-    levels = (NONE, UNKNOWN, *(_of_pairs(cells) if bool((cells.area == 1).all()) else _SHARES), *_several(cells))
+    shares = dict(sorted((_BY_COLOUR if colour else _BY_SHAPE).items()))
+    single, mixed = bool((cells.area == 1).all()), len(cells.branches) > 1
+    levels = (NONE, UNKNOWN, *list(shares.values())[:-1], _full(single, mixed), *_several(single))
     share = cells.likely / cells.area
-    number = 2 + torch.bucketize(share, torch.tensor(_BOUNDS, dtype=torch.float64), right=True)
+    number = 2 + torch.bucketize(share, torch.tensor(list(shares)[1:], dtype=torch.float64), right=True)
     several = share > 1
-    number[several] = 6 + share[several].ceil().clamp(max=_MOST_TIMES).long() - 1
+    number[several] = len(shares) + share[several].ceil().clamp(max=_MOST_TIMES).long()
     number[(share == 0) & (cells.high > 0)] = 1
     number[cells.high == 0] = 0
     return levels, number
 
 
-def _of_pairs(cells: Cells) -> tuple[Level, ...]:
-    """The same where each cell is a pair: it is allowed or it is not."""
-    *others, last = _SHARES
-    if len(cells.branches) > 1:
-        return (*others, Level("1", "1", last.colour, "one branch allows it"))
-    return (*others, Level(last.shape, last.ascii, last.colour, "allowed"))
+def _full(single: bool, mixed: bool) -> Level:
+    """The level of one for each pair, of cells of a single pair or of many."""
+    if single:
+        return replace(_ALL, meaning="branch", shape="1", ascii="1") if mixed else replace(_ALL, meaning="allowed")
+    return replace(_ALL, meaning="once each") if mixed else _ALL
 
 
-def _several(cells: Cells) -> tuple[Level, ...]:
-    """Levels of cells whose pairs count more than once."""
-    single = bool((cells.area == 1).all())
+def _several(single: bool) -> tuple[Level, ...]:
+    """Levels of pairs that count more than once."""
 
     def meaning(times: int) -> str:
-        least = f"{times} or more" if times == _MOST_TIMES else str(times)
-        return f"{least} branches" if single else f"up to {least} times each on average"
+        last = times == _MOST_TIMES
+        if single:
+            return "branches or more" if last else "branches"
+        return f"more than {times - 1} times each" if last else f"{times - 1} to {times} times each"
 
-    shown = [(str(times), colour) for times, colour in enumerate(_TIMES_COLOURS, start=2)]
-    return tuple(Level(digit, digit, colour, meaning(int(digit))) for digit, colour in shown)
-
-
-def shown(level: Level, terminal: Terminal) -> str:
-    """The character of a level where there are no colours."""
-    return level.shape if terminal.shapes else level.ascii
+    shapes = enumerate(_TIMES_COLOURS, start=2)
+    return tuple(Level(str(times), str(times), colour, meaning(times)) for times, colour in shapes)
 
 
-def legend(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], terminal: Terminal) -> list[str]:
-    """What the levels that occur mean, in lines that fit."""
-    used = [levels[index] for index in number.unique().tolist()]
-    return [""]
+def levels_used(levels: tuple[Level, ...], number: Int64[Tensor, "R C"]) -> tuple[Level, ...]:
+    """Those that occur, the fullest first; cells without a pair are not shown at all."""
+    return tuple(levels[index] for index in reversed(number.unique().tolist()) if index)

@@ -7,16 +7,28 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import _demo_arguments, _doctor_arguments, _explain_arguments, _plan_arguments, _tune_arguments
+from . import (
+    _check_arguments,
+    _demo_arguments,
+    _doctor_arguments,
+    _explain_arguments,
+    _plan_arguments,
+    _profile_arguments,
+    _show_arguments,
+    _tune_arguments,
+)
 from ._usage import UsageError
 
 # What `python -m flexdilated --help` says of each command, and where its arguments stand: what a command needs is
 # imported when it runs.
 _COMMANDS = {
+    "show": ("draw a pattern as a heat map, and say what it allows and costs", _show_arguments),
     "explain": ("say why a query sees a key, or why not", _explain_arguments),
     "plan": ("say how a pattern is computed, what it takes, and what fits into memory", _plan_arguments),
+    "check": ("hold a pattern of yours to its definition, and attend to it", _check_arguments),
     "tune": ("measure this device, or the ways to compute one pattern", _tune_arguments),
     "demo": ("train a small LongNet on Python's own source text", _demo_arguments),
+    "profile": ("print what took most in recorded profiles", _profile_arguments),
     "doctor": ("say what works on this machine, and what is missing", _doctor_arguments),
 }
 _INTERRUPTED = 130  # what shells report of a process that SIGINT ended

@@ -1,11 +1,11 @@
-"""Progress of the training: a bar where tqdm is installed, a line now and then where it is not."""
+"""Progress of a long command: a bar where tqdm is installed, a line now and then where it is not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from time import monotonic
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from . import _extras
 
@@ -20,15 +20,20 @@ class Progress(Protocol):
         ...
 
 
-@contextmanager
-def training_progress(*, done: int, total: int) -> Iterator[Progress]:
+def training_progress(*, done: int, total: int) -> AbstractContextManager[Progress]:
     """A bar on standard error, or lines on standard output."""
+    return progress("training", unit="step", done=done, total=total)
+
+
+@contextmanager
+def progress(what: str, *, unit: str, done: int, total: int, lines: TextIO | None = None) -> Iterator[Progress]:
+    """A bar on standard error, or lines on `lines` (None: on standard output)."""
     tqdm = _extras.find("tqdm")
     if tqdm is None:
-        print(_extras.missing_line("tqdm"))
-        yield _Lines()
+        print(_extras.missing_line("tqdm"), file=lines)
+        yield _Lines(unit, lines)
         return
-    with tqdm.tqdm(initial=done, total=total, unit="step", desc="training", dynamic_ncols=True) as bar:
+    with tqdm.tqdm(initial=done, total=total, unit=unit, desc=what, dynamic_ncols=True) as bar:
         yield _Bar(bar)
 
 
@@ -43,11 +48,11 @@ class _Bar:
 
 
 class _Lines:
-    def __init__(self) -> None:
-        self._last = monotonic()
+    def __init__(self, unit: str, lines: TextIO | None) -> None:
+        self._last, self._unit, self._lines = monotonic(), unit, lines
 
     def step(self, done: int, total: int, note: str) -> None:
         if done < total and monotonic() - self._last < _SECONDS_BETWEEN_LINES:
             return
         self._last = monotonic()
-        print(f"step {done} of {total}: {note}", flush=True)
+        print(f"{self._unit} {done} of {total}: {note}", flush=True, file=self._lines)

@@ -12,14 +12,17 @@ from ..masks import Mixture, Pattern
 from ..masks._check import require_int
 from ..masks._pattern import require_expression
 from ..masks._run_time import names
+from ._closeness import likely_mistake
 from ._compile_checks import check_compile, check_recompilation
 from ._leak_checks import check_batch, check_causality, check_isolation, check_packing, check_padding
 from ._module_calls import Calls
 from ._module_report import CheckResult, ModuleReport
 from ._module_subject import DoesNotApply, Failure, Subject, lengths_for, takes
 from ._ranks_check import check_ranks
+from ._rounding import expected
 from ._use_checks import check_decoding, check_determinism, check_lengths, check_state_dict
 from ._value_checks import check_agreement, check_coverage, check_empty_rows, check_gradients, check_half_precision
+from ._words import tokens
 
 MODULE_CHECKS: dict[str, Callable[[Subject], str]] = {
     "agreement": check_agreement,
@@ -135,7 +138,8 @@ def _result(name: str, subject: Subject, *, shrink: bool) -> CheckResult:
     except DoesNotApply as reason:
         return CheckResult(name, "does not apply", str(reason))
     except Failure as failure:
-        return CheckResult(name, "failed", (_smaller(name, subject) if shrink else None) or str(failure))
+        detail = (_smaller(name, subject) if shrink else None) or str(failure)
+        return CheckResult(name, "failed", detail + _at_length(subject) if name == "agreement" else detail)
 
 
 def _run(name: str, subject: Subject) -> str:
@@ -145,6 +149,19 @@ def _run(name: str, subject: Subject) -> str:
         raise
     except Exception as error:  # whatever the module raises is what it does wrong
         raise Failure(f"raises {type(error).__name__}: {error}") from error
+
+
+def _at_length(subject: Subject) -> str:
+    """What the mistake may be, where many keys tell it from others."""
+    length = subject.lengths[-1]
+    q, k, v = subject.inputs(length)
+    problem = subject.problem(q, k, v)
+    truth, rows = expected(problem, gradients=False, through_lse=False)["out"], (problem.times() > 0).any(-1)
+    try:
+        likely = likely_mistake(problem, subject.run(subject.module(), q, k, v)[0], truth, rows=rows)
+    except Exception:  # a module that raises here has said so
+        return ""
+    return f"\n  as if     at {tokens(length)}: {likely}" if likely else ""
 
 
 def _smaller(name: str, subject: Subject) -> str | None:

@@ -74,11 +74,20 @@ def assert_attention_close(
 def hold(problem: Problem, name: str, found: Tensor, truth: Expected, *, rows: Tensor | None = None) -> None:
     """AssertionError where a number is out of its budget; `rows` (B, H, N): which ones to look at."""
     missed = _missed(found, truth)
-    wrong = missed if name == "lse" else missed.any(-1)
-    if rows is not None:
-        wrong = wrong & rows
+    wrong = _wrong_rows(name, missed, rows)
     if wrong.any():
         raise AssertionError(_report(problem, name, found, truth, missed, wrong))
+
+
+def likely_mistake(problem: Problem, out: Tensor, truth: Expected, *, rows: Tensor) -> str | None:
+    """What would account for the wrong ones of these rows (B, H, N); None without any, and where nothing known does."""
+    wrong = _wrong_rows("out", _missed(out, truth), rows)
+    return explain(problem, out.detach(), truth.budget, wrong) if wrong.any() else None
+
+
+def _wrong_rows(name: str, missed: Tensor, rows: Tensor | None) -> Tensor:
+    wrong = missed if name == "lse" else missed.any(-1)
+    return wrong if rows is None else wrong & rows
 
 
 def _missed(found: Tensor, truth: Expected) -> Tensor:

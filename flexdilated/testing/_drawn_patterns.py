@@ -48,11 +48,12 @@ def mixtures(*, num_heads: int = 1, max_number: int = 24) -> st.SearchStrategy[P
     """Multiset sums, in which a pair may count several times; a LongNet of one branch is a set."""
     sets = partial(set_patterns, num_heads=num_heads, max_number=max_number)
     ladders = longnets(max_number=max_number)
+    masked = st.one_of(st.just(masks.causal()), sets(depth=1))
     return st.one_of(
-        ladders,
-        st.builds(lambda ladder, mask: ladder & mask, ladders, st.one_of(st.just(masks.causal()), sets(depth=1))),
-        st.builds(lambda a, b: a + b, sets(depth=1), sets(depth=1)),
         sets(depth=1).map(lambda pattern: pattern + pattern),
+        st.builds(lambda a, b: a + b, sets(depth=1), sets(depth=1)),
+        ladders,
+        st.builds(lambda ladder, mask: ladder & mask, ladders, masked),
     )
 
 

@@ -16,7 +16,6 @@ from ..distributed import Sharding
 from ..masks import Mixture, Pattern
 from ..masks._check import require_int
 
-
 _ORDERS: list[Literal["contiguous", "zigzag"]] = ["contiguous", "zigzag"]
 
 

@@ -57,22 +57,10 @@ class Subject:
 
     def inputs(self, num_tokens: int, kind: str = KINDS[0], *, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of this kind, the same for the same arguments."""
-        generator = torch.Generator("cpu").manual_seed(self.seed + 1_000 * num_tokens + KINDS.index(kind))
-
-        def draw(heads: int) -> Tensor:
-            shape = (batch, heads, num_tokens, self.head_dim)
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-        q, k, v = draw(self.num_heads), draw(self.num_kv_heads), draw(self.num_kv_heads)
-        if kind == "large scores":
-            q = 30 * q
-        elif kind == "equal keys":
-            k = k[:, :, :1].expand_as(k).clone()
-        elif kind == "zeros and -0.0":
-            q, k = torch.zeros_like(q), -torch.zeros_like(k)
-        elif kind == "one key far above the others":
-            k[:, :, num_tokens // 2] *= 20
-        return tuple(x.to(self.dtype).to(self.device) for x in (q, k, v))  # pyright: ignore[reportReturnType]
+        heads, seed = (self.num_heads, self.num_kv_heads), self.seed + 1_000 * num_tokens + KINDS.index(kind)
+        drawn = values(kind, *heads, num_tokens, self.head_dim, batch=batch, seed=seed)
+        q, k, v = (x.to(self.dtype).to(self.device) for x in drawn)
+        return q, k, v
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture | None = None) -> Problem:
         """What the module claims to compute of these."""
@@ -111,6 +99,26 @@ class Subject:
         """A few of the lengths: of the shortest, the longest, and some between."""
         step = max(1, len(self.lengths) // 4)
         return tuple(dict.fromkeys((*self.lengths[1::step][:4], self.lengths[-1])))
+
+
+def values(
+    kind: str, num_heads: int, num_kv_heads: int, num_tokens: int, head_dim: int, *, batch: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in float64, of a kind of KINDS."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    heads = (num_heads, num_kv_heads, num_kv_heads)
+    q, k, v = (
+        torch.randn((batch, number, num_tokens, head_dim), generator=generator, dtype=torch.float64) for number in heads
+    )
+    if kind == "large scores":
+        q = 30 * q
+    elif kind == "equal keys":
+        k = k[:, :, :1].expand_as(k).clone()
+    elif kind == "zeros and -0.0":
+        q, k = torch.zeros_like(q), -torch.zeros_like(k)
+    elif kind == "one key far above the others":
+        k[:, :, num_tokens // 2] *= 20
+    return q, k, v
 
 
 def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, examples: int) -> tuple[int, ...]:

@@ -43,6 +43,9 @@ def expected(problem: Problem, *, gradients: bool, through_lse: bool, margin: fl
         found |= dict(
             zip(("dq", "dk", "dv"), torch.autograd.grad(outputs, (wide.q, wide.k, wide.v), sent), strict=True)
         )
+    # What is kept in the dtype is a whole number of its smallest steps; where nothing takes part it is exactly 0.
+    step = torch.finfo(problem.q.dtype).eps * torch.finfo(problem.q.dtype).smallest_normal
+    limits = {name: limit + step * (limit > 0) for name, limit in limits.items()}
     return {name: _limited(name, value, limits[name], plain, margin) for name, value in found.items()}
 
 

@@ -12,7 +12,15 @@ except ImportError as error:
     ) from error
 
 from ._drawn_patterns import longnets, mixtures, patterns, set_patterns
-from ._drawn_sizes import AttentionSizes, attention_sizes, document_ids, document_lengths, lengths, shardings
+from ._drawn_sizes import (
+    AttentionSizes,
+    attention_sizes,
+    document_ids,
+    document_lengths,
+    edges_of,
+    lengths,
+    shardings,
+)
 from ._drawn_tensors import attention_inputs, tensors
 
 __all__ = [
@@ -21,6 +29,7 @@ __all__ = [
     "attention_sizes",
     "document_ids",
     "document_lengths",
+    "edges_of",
     "lengths",
     "longnets",
     "mixtures",

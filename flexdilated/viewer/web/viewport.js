@@ -65,7 +65,7 @@ function cellEdges(start, scale, pixels, tokens) {
   const first = Math.max(0, Math.floor(start));
   if (scale <= 1) return Float64Array.from({ length: end - first + 1 }, (_, index) => first + index);
   const origin = Math.max(0, start);
-  const count = Math.ceil((end - origin) / scale);
+  const count = Math.min(pixels, Math.ceil((end - origin) / scale));
   const edge = (_, index) => Math.min(end, Math.floor(origin + index * scale));
   const edges = Float64Array.from({ length: count + 1 }, edge);
   // The last pixel may begin where the last but one ends.

@@ -1,0 +1,72 @@
+"""`check`: is a pattern what it says it is, and does attend compute it?"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..masks import Mixture, Pattern
+from ..testing import check_pattern
+from ..testing._attend_trials import attend_trials, run_trial
+from ._asked_pattern import read_expression
+from ._progress import progress
+from ._usage import UsageError
+
+_AT_ONCE = 25  # examples of the rule's check between two steps of the bar
+
+
+def check(text: str, *, examples: int, num_heads: int, max_tokens: int, seed: int, as_json: bool) -> int:
+    """Exit status 0, or 1 with the counterexample printed."""
+    pattern = _read(text)
+    sizes = {"num_heads": num_heads, "max_tokens": max_tokens}
+    found: str | None = None
+    done = 0
+    try:
+        with progress("checking", unit="example", done=0, total=2 * examples, lines=sys.stderr) as bar:
+            for step, note in _steps(pattern, examples=examples, seed=seed, **sizes):
+                done += step
+                bar.step(done, 2 * examples, note)
+    except AssertionError as error:
+        found = str(error)
+    except ValueError as error:  # heads, tokens or run-time tensors that do not go with the pattern
+        raise UsageError(str(error)) from None
+    if as_json:
+        print(json.dumps({"pattern": repr(pattern), **sizes, "seed": seed, "examples": done, "counterexample": found}))
+    elif found is None:
+        print(f"{pattern!r}: no counterexample in {examples} boxes a kind and {examples} calls of attend")
+        print(f"(up to {max_tokens} tokens, {num_heads} heads; output, lse and gradients against float64)")
+    else:
+        print(f"counterexample, after {done} examples:\n{found}")
+    return 0 if found is None else 1
+
+
+def _steps(
+    pattern: Pattern | Mixture, *, examples: int, num_heads: int, max_tokens: int, seed: int
+) -> Iterator[tuple[int, str]]:
+    """(examples that were good, what they were of)."""
+    sizes = {"num_heads": num_heads, "max_tokens": max_tokens}
+    for first in range(0, examples, _AT_ONCE):
+        number = min(_AT_ONCE, examples - first)
+        check_pattern(pattern, **sizes, examples=number, seed=seed + first)
+        yield number, "the rule"
+    for trial in attend_trials(pattern, **sizes, examples=examples, seed=seed):
+        run_trial(pattern, trial)
+        yield 1, "attend"
+
+
+def _read(text: str) -> Pattern | Mixture:
+    file, colon, name = text.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        pattern = read_expression(text)
+        assert isinstance(pattern, Pattern | Mixture)
+        return pattern
+    if not Path(file).is_file():
+        raise UsageError(f"PATTERN must be an expression or a file that can be read; got {file!r}, which is no file")
+    made = {key: value for key, value in runpy.run_path(file).items() if isinstance(value, Pattern | Mixture)}
+    if name not in made:
+        held = ", ".join(map(repr, made)) or "none"
+        raise UsageError(f"{file} must make a pattern of that name; got {name!r}, and the patterns in it are {held}")
+    return made[name]

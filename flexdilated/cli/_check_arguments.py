@@ -1,0 +1,44 @@
+"""`check`: what it can be told."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Hold a pattern to its definition: all it says of itself (bounds, period, block lists, JSON) to its rule, pair "
+        "by pair, and attend's output, lse and gradients on it to dense attention in float64, over drawn sizes. "
+        "The exit status is 1 if a counterexample is found; the smallest is printed."
+    )
+    add = parser.add_argument
+    what = "an expression, a .json file, or FILE.py:NAME, a pattern that this file of yours makes"
+    add("pattern", metavar="PATTERN", help=what)
+    add("--examples", type=int, default=500, metavar="E", help="to draw, of boxes and of calls (%(default)s)")
+    add("--heads", type=int, default=4, metavar="H", help="query heads (%(default)s)")
+    add("--max-tokens", type=int, default=96, metavar="N", help="the longest sequence (%(default)s)")
+    add("--seed", type=int, default=0, help="of what is drawn (%(default)s)")
+    add("--json", action="store_true", help="print plain data")
+    parser.set_defaults(command=_check)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from ._check import check
+
+    for name in ("examples", "heads", "max_tokens"):
+        _require_positive(name, getattr(options, name))
+    return check(
+        options.pattern,
+        examples=options.examples,
+        num_heads=options.heads,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+        as_json=options.json,
+    )
+
+
+def _require_positive(name: str, value: int) -> None:
+    from ._usage import UsageError
+
+    if value < 1:
+        raise UsageError(f"--{name.replace('_', '-')} must be at least 1; got {value}")

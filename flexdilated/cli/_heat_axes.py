@@ -1,0 +1,48 @@
+"""Axes of a heat map: round numbers beside the cells in which they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._sizes import tokens_text
+
+_BINARY, _EVEN = 1 << 12, 1 << 6  # windows of so many slots, or of a multiple of so many, have powers of 2 as steps
+
+
+class Tick(NamedTuple):
+    """The number of a cell, and the slot that lies in it as text."""
+
+    cell: int
+    label: str
+
+
+def ticks(window: range, edges: Tensor, most: int) -> list[Tick]:
+    """Multiples of the smallest round step of which at most so many lie in the window."""
+    binary = len(window) >= _BINARY or len(window) % _EVEN == 0
+    steps = (1 << power for power in count()) if binary else _decimal_steps()
+    step = next(step for step in steps if len(window) <= max(most, 1) * step)
+    slots = range(-(-window.start // step) * step, window.stop, step)
+    cells = torch.searchsorted(edges, torch.tensor(slots, dtype=torch.int64), right=True) - 1
+    text = tokens_text if step % 1024 == 0 else "{:,}".format
+    return [Tick(cell, text(slot)) for cell, slot in zip(cells.tolist(), slots, strict=True)]
+
+
+def _decimal_steps() -> Iterator[int]:
+    for power in count():
+        yield from (10**power, 2 * 10**power, 5 * 10**power)
+
+
+def labels_above(marks: Sequence[Tick], width: int, columns: int) -> tuple[str, list[int]]:
+    """The labels in a line of at most so many columns, each above its cell, and the columns of those that fit."""
+    line, shown = "", []
+    for mark in marks:
+        column = mark.cell * width
+        if column < len(line) + bool(line) or column + len(mark.label) > columns:
+            continue
+        line, shown = line.ljust(column) + mark.label, [*shown, column]
+    return line, shown

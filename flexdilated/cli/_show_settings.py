@@ -1,0 +1,117 @@
+"""What `show` is asked: a pattern, a window and a form, checked once."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import masks
+from ..masks._layout import Layout
+from ._asked_pattern import AskedPattern
+from ._pattern_arguments import asked_from
+from ._sizes import tokens_of
+from ._terminal import Terminal, terminal_of
+from ._usage import UsageError
+
+MOST_CELLS = 1 << 12  # a side
+_PICTURES = (".png", ".svg")
+_PAGES = (".html", ".htm")
+_WINDOW = re.compile(r"([^:]*):([^:]*)")
+_CELLS = re.compile(r"([0-9]{1,9})x([0-9]{1,9})", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowSettings:
+    """`asked` is of one batch entry; `cells` is None where as many are wanted as fit; `ranks` are None for one device."""
+
+    asked: AskedPattern
+    head: int
+    order: str
+    queries: range
+    keys: range
+    cells: tuple[int, int] | None
+    terminal: Terminal
+    as_json: bool
+    plot: Path | None
+    html: Path | None
+    ranks: int | None
+    sharding: str
+
+    @property
+    def layout(self) -> Layout | None:
+        """The order of the slots; None for the natural one."""
+        return masks.layout(self.asked.pattern, self.asked.num_tokens) if self.order == "residue" else None
+
+
+def settings_from(options: argparse.Namespace) -> ShowSettings:
+    """Raises UsageError for what does not read and for what does not fit together."""
+    asked = asked_from(options)
+    for name, value, limit in (("head", options.head, asked.num_heads), ("batch", options.batch, asked.num_entries)):
+        if not 0 <= value < limit:
+            raise UsageError(f"--{name} must be at least 0 and below {limit}; got {value}")
+    _check_outputs(options)
+    return ShowSettings(
+        asked=asked.entry(options.batch),
+        head=options.head,
+        order=options.order,
+        queries=_window("--rows", options.rows, asked.num_tokens),
+        keys=_window("--cols", options.cols, asked.num_tokens),
+        cells=_cells(options.cells),
+        terminal=terminal_of(sys.stdout, colour=options.color),
+        as_json=options.json,
+        plot=options.plot,
+        html=options.html,
+        ranks=options.ranks,
+        sharding=options.sharding or "contiguous",
+    )
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """At most one form, files of kinds that can be written, and nothing that would have no effect."""
+    forms = [f"--{name}" for name in ("json", "plot", "html") if getattr(options, name)]
+    if len(forms) > 1:
+        raise UsageError(f"show gives one form at a time; got {' and '.join(forms)}")
+    for name, kinds in (("plot", _PICTURES), ("html", _PAGES)):
+        path: Path | None = getattr(options, name)
+        if path is None:
+            continue
+        if path.suffix.lower() not in kinds:
+            raise UsageError(f"--{name} writes {' or '.join(kinds)} files; got {path}")
+        if not path.parent.is_dir():
+            raise UsageError(f"--{name} must be in a folder that exists; got {path}")
+    if options.html:
+        given = [f"--{name}" for name in ("rows", "cols", "cells") if getattr(options, name) is not None]
+        if options.order != "natural" or given:
+            raise UsageError(f"a page holds every window and both orders; got --html with {(*given, '--order')[0]}")
+    if options.ranks is not None and not options.html:
+        raise UsageError("--ranks needs --html; got it without")
+    if options.sharding is not None and options.ranks is None:
+        raise UsageError("--sharding needs --ranks; got it without")
+    if options.plot and options.cells is not None:
+        raise UsageError("--cells is for the terminal and --json; got it with --plot")
+
+
+def _window(flag: str, text: str | None, size: int) -> range:
+    if text is None:
+        return range(size)
+    found = _WINDOW.fullmatch(text.strip())
+    first, stop = (
+        (tokens_of(part) if part.strip() else default)
+        for part, default in zip(found.groups() if found else ("?", "?"), (0, size), strict=True)
+    )
+    if first is None or stop is None or not first < stop <= size:
+        raise UsageError(f"{flag} takes A:B with 0 <= A < B <= {size}, such as 0:{min(size, 64)}; got {text!r}")
+    return range(first, stop)
+
+
+def _cells(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = _CELLS.fullmatch(text.strip().lower())
+    rows, columns = map(int, found.groups()) if found else (0, 0)
+    if not (1 <= rows <= MOST_CELLS and 1 <= columns <= MOST_CELLS):
+        raise UsageError(f"--cells takes ROWSxCOLUMNS from 1x1 to {MOST_CELLS}x{MOST_CELLS}, such as 40x80; got {text!r}")
+    return rows, columns

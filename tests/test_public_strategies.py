@@ -1,0 +1,149 @@
+"""The public strategies: what they draw is valid, reaches the edges, and shrinks to the small and simple."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
+
+from flexdilated import distributed, masks
+from flexdilated.testing import strategies as fst
+
+SEARCH = settings(max_examples=2000, deadline=None, derandomize=True, database=None)
+
+
+def smallest(strategy, condition=lambda value: True):
+    return find(strategy, condition, settings=SEARCH)
+
+
+def test_patterns_shrink() -> None:
+    assert smallest(fst.patterns(num_heads=3)) == masks.causal()
+    assert smallest(fst.set_patterns(), lambda p: p != masks.causal()) == masks.local_window(left=0, right=0)
+    mixture = smallest(fst.mixtures(), lambda p: len(p.branches()) == 2)
+    assert mixture == masks.causal() + masks.causal()
+    assert smallest(fst.set_patterns(), lambda p: "strided" in repr(p)) == masks.strided(1)
+    wide = smallest(fst.set_patterns(), lambda p: getattr(p, "left", 0) >= 3)
+    assert wide == masks.local_window(left=3, right=0)
+    ladder = smallest(fst.longnets(), lambda p: any(branch.segment >= 10 for branch in p.branches()))
+    assert ladder == masks.longnet([10], [1])
+
+
+@given(st.data())
+def test_patterns_bind_to_any_length(data) -> None:
+    heads, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 60))
+    pattern = data.draw(fst.patterns(num_heads=heads, max_number=12))
+    bound = pattern.bind(num_heads=heads, num_queries=length, num_keys=length)
+    assert masks.from_json(masks.to_json(pattern)) == pattern
+    assert max(fst.edges_of(pattern), default=0) <= 12 * 12
+    assert bound.num_keys == length
+
+
+@pytest.mark.parametrize("kind", ["and", "or", "not", "per_head", "blockwise", "first_tokens", "landmark", "fixed"])
+def test_every_kind_is_drawn(kind) -> None:
+    spelling = {"and": " & ", "or": " | ", "not": "~"}.get(kind, kind)
+    pattern = smallest(fst.set_patterns(num_heads=2), lambda p: spelling in repr(p))
+    assert spelling in repr(pattern)
+
+
+def test_lengths() -> None:
+    around = fst.lengths(masks.chunked(12), max_tokens=40, blocks=[16])
+    assert smallest(around) == 1
+    assert smallest(around, lambda n: n > 20) == 21
+    drawn = {smallest(around, lambda n, wanted=wanted: n == wanted) for wanted in (11, 12, 13, 15, 16, 17, 25, 33, 37)}
+    assert len(drawn) == 9
+    assert fst.edges_of(masks.longnet([64, 256], [1, 4])) == (1, 4, 64, 256)
+    drawn = set()
+
+    @settings(max_examples=100, derandomize=True, database=None)
+    @given(fst.lengths([100], max_tokens=1000))
+    def draw(length):
+        drawn.add(length)
+
+    draw()
+    assert drawn > {100 * times + step for times in (1, 2, 3, 4) for step in (-1, 0, 1)}
+
+
+def test_sizes_shrink_and_fit() -> None:
+    small = smallest(fst.attention_sizes())
+    assert small == fst.AttentionSizes(1, 1, 1, 1, 1, 1)
+    grouped = smallest(fst.attention_sizes(), lambda s: s.num_kv_heads < s.num_heads)
+    assert grouped == fst.AttentionSizes(1, 2, 1, 1, 1, 1)
+    cross = smallest(fst.attention_sizes(self_attention=False), lambda s: s.num_queries != s.num_keys)
+    assert {cross.num_queries, cross.num_keys} == {1, 2}
+    assert smallest(fst.attention_sizes(num_heads=6), lambda s: s.num_kv_heads == 3).num_heads == 6
+
+
+def test_packings_shrink_and_fit() -> None:
+    assert smallest(fst.document_lengths(7)) == (7,)
+    assert smallest(fst.document_lengths(7), lambda held: len(held) == 3) == (1, 1, 5)
+    assert smallest(fst.document_ids(4)).tolist() == [[0, 0, 0, 0]]
+    assert smallest(fst.document_ids(4), lambda ids: (ids < 0).any()).tolist() == [[0, 0, 0, -1]]
+
+
+@given(fst.document_ids(9, batch=2))
+def test_document_ids_are_taken(ids) -> None:
+    masks.documents(ids).bind(num_heads=1, num_queries=9, num_keys=9)
+
+
+def test_shardings_shrink_and_fit() -> None:
+    assert smallest(fst.shardings(8)) == distributed.Sharding(8, 1)
+    empty = smallest(fst.shardings(8), lambda s: 0 in s.lengths)
+    assert (empty.num_ranks, empty.order, sorted(empty.lengths)) == (2, "contiguous", [0, 8])
+    assert smallest(fst.shardings(8), lambda s: s.order == "zigzag" and s.num_ranks > 2) == distributed.Sharding(
+        8, 3, "zigzag"
+    )
+    assert smallest(fst.shardings(8, ragged=False), lambda s: s.num_ranks == 3).lengths == (3, 3, 2)
+
+
+def test_tensors() -> None:
+    x = smallest(fst.tensors((2, 3)))
+    assert x.equal(torch.randn(2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).float())
+    signed = smallest(fst.tensors((8,)), lambda x: bool(((x == 0) & torch.signbit(x)).any()) and not x.any())
+    assert not signed.any()
+    assert smallest(fst.tensors((50,)), lambda x: bool((x.abs() > 1e3).any())).isfinite().all()
+    assert smallest(fst.tensors((50,), values=["ties"])).unique().numel() <= 3
+    q, k, v = smallest(
+        fst.attention_inputs(fst.AttentionSizes(1, 4, 2, 3, 5, 8), dtype=torch.bfloat16, requires_grad=True)
+    )
+    assert (q.shape, k.shape, v.shape) == ((1, 4, 3, 8), (1, 2, 5, 8), (1, 2, 5, 8))
+    assert q.dtype == torch.bfloat16
+    assert v.requires_grad
+    transposed = smallest(
+        fst.attention_inputs(fst.AttentionSizes(1, 4, 2, 3, 5, 8)), lambda qkv: not qkv[0].is_contiguous()
+    )
+    assert transposed[0].transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (lambda: fst.patterns(num_heads=0), "num_heads must be at least 1"),
+        (lambda: fst.lengths([0]), "an edge must be at least 1"),
+        (lambda: fst.tensors((2,), values=["odd"]), "values must be some of 'ordinary'"),
+        (lambda: fst.document_lengths(0), "num_tokens must be at least 1"),
+    ],
+)
+def test_bad_arguments(strategy, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        smallest(strategy())
+
+
+def test_without_hypothesis() -> None:
+    """The rest of flexdilated.testing works, and the error says what to install."""
+    code = (
+        "import sys; sys.modules['hypothesis'] = None\n"
+        "import flexdilated.testing as t\n"
+        "assert callable(t.check_attention_module)\n"
+        "assert 'pytest' not in sys.modules\n"
+        "try: t.strategies\n"
+        "except ImportError as error: print(error)\n"
+    )
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith('is not installed: pip install "flexdilated[testing]"')
