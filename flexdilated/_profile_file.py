@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -73,8 +73,8 @@ def read_recording(path: Path) -> Recording:
         if (data.pop("format"), data.pop("version")) != (FORMAT, VERSION):
             raise ValueError(f"needed {FORMAT!r}, version {VERSION}")
         operators = tuple(_operator(each) for each in data.pop("operators"))
+        _require(data, {"name": str, "seconds": float, "torch": str, "events": int})
         recording = Recording(**data, operators=operators)
-        float(recording.seconds), int(recording.events), str(recording.name) + str(recording.trace)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} holds no profile of this version: {error}") from error
     return recording
@@ -89,17 +89,22 @@ def file_stem(name: str) -> str:
 def _operators(profiler: profile) -> Iterable[Operator]:
     for each in profiler.key_averages():
         memory = each.self_cpu_memory_usage + each.self_device_memory_usage
-        times = (each.self_cpu_time_total, each.cpu_time_total, each.self_device_time_total)
-        yield Operator(each.key, each.count, *(round(time, 3) for time in times), memory)
+        own, total, device = each.self_cpu_time_total, each.cpu_time_total, each.self_device_time_total
+        yield Operator(each.key, each.count, round(own, 3), round(total, 3), round(device, 3), memory)
 
 
 def _operator(data: dict[str, Any]) -> Operator:
-    found = Operator(**data)
-    for field, kind in zip(fields(Operator), (str, int, float, float, float, int), strict=True):
-        value = getattr(found, field.name)
+    times = dict.fromkeys(("self_us", "total_us", "device_us"), float)
+    _require(data, {"name": str, "calls": int, "memory_bytes": int, **times})
+    return Operator(**data)
+
+
+def _require(data: dict[str, Any], kinds: dict[str, type]) -> None:
+    """Raises TypeError unless each of these fields is of its kind; a whole number is a float, too."""
+    for name, kind in kinds.items():
+        value = data[name]
         if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
-            raise TypeError(f"{field.name} must be a {kind.__name__}; got {value!r:.80}")
-    return found
+            raise TypeError(f"{name} must be a {kind.__name__}; got {value!r:.80}")
 
 
 def _write_trace(profiler: profile, path: Path) -> None:

@@ -16,6 +16,7 @@ from ._describe_squares import EMPTY, FULL, Squares, TooManySquaresError
 from ._dilated import Dilated
 from ._pattern import Pattern
 from ._per_document import PerDocument
+from ._random_blocks import RandomBlocks
 from ._spans import Spans
 from ._visible_keys import KeySet
 
@@ -61,8 +62,29 @@ class RuleSquares:
         q, k = _shifted(q, k, rule.period())
         key = (self._rules.setdefault(rule, len(self._rules)), q, k, side)
         if key not in self._known:
-            self._known[key] = self._counted(rule, head, num_heads, torch.tensor([q]), torch.tensor([k]), side)
+            found = self._listed(rule, head, num_heads, q, k, side) if isinstance(rule, RandomBlocks) else None
+            if found is None:
+                found = self._counted(rule, head, num_heads, torch.tensor([q]), torch.tensor([k]), side)
+            self._known[key] = found
         return self._known[key]
+
+    def _listed(self, rule: RandomBlocks, head: int, num_heads: int, q: int, k: int, side: int) -> int | None:
+        """From the blocks that were drawn; None where they are no squares of this box."""
+        block, drawn = rule.block, rule.squares(head, num_heads)
+        if block & (block - 1) or q % block or k % block or side < block:
+            return None
+        row, column = (drawn.q_first - q) // block, (drawn.k_first - k) // block
+        inside = (row >= 0) & (column >= 0) & (row < side // block) & (column < side // block)
+        row, column = row[inside], column[inside]
+        squares = torch.full_like(row, FULL)
+        for half in (side // block >> level for level in range(1, (side // block).bit_length())):
+            place, index = (row // 2 * half + column // 2).unique(return_inverse=True)
+            quarters = torch.full((len(place), 4), EMPTY)
+            quarters[index, row % 2 * 2 + column % 2] = squares
+            row, column, squares = place // half, place % half, self.squares.join_all(quarters)
+        # The last block may be shorter.
+        tokens = range(rule.num_tokens - q), range(rule.num_tokens - k)
+        return self.squares.both(int(squares.sum()), self.squares.rectangle(*tokens, side))
 
     def _segments(self, rule: Pattern, segments: _Segments, q: int, k: int, side: int) -> int:
         """Within one segment the active rows by the active columns; nothing across."""

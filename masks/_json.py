@@ -22,6 +22,7 @@ from ._pattern import Expression, Mixture, Pattern, require_expression
 from ._per_document import PerDocument
 from ._per_head import HeadGroups, PerHead
 from ._random_blocks import RandomBlocks
+from ._spelling import QUOTED, shortened
 from ._strided import Strided
 from ._visible_keys import VisibleKeys
 
@@ -79,8 +80,9 @@ def _read(data: Any, *, depth: int) -> Pattern | Mixture:
     values = [_value(data[field], field, depth) for field in fields]
     try:
         return build(*values)
-    except TypeError as error:
-        raise ValueError(f"a pattern of kind {kind!r} has wrong values: {error}") from error
+    except (TypeError, ValueError) as error:
+        says = shortened(str(error), QUOTED)
+        raise ValueError(f"a pattern of kind {kind!r} has wrong values: {says}") from error
 
 
 def _value(value: Any, field: str, depth: int) -> Any:

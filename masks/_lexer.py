@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from ._spelling import CUT
+from ._spelling import CUT, QUOTED, shortened
 
 Kind = Literal["name", "number", "string", "mark", "end"]
 
@@ -19,9 +19,7 @@ _WORD = re.compile(
 )
 _INTEGER = re.compile(r"\d+(_\d+)*", re.ASCII)
 _LARGEST = 2**63 - 1
-# How much of the text a fault shows on either side of its place, and how much of what another error said.
-_AROUND = 40
-_QUOTED = 1000
+_AROUND = 40  # characters that a fault shows on either side of its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +52,8 @@ def fault(text: str, at: int, says: str) -> ValueError:
     begin, end = max(0, at - _AROUND), at + _AROUND
     shown = "".join(character if character.isprintable() else " " for character in text[begin:end])
     before, after = CUT if begin else "", CUT if end < len(text) else ""
-    says = says if len(says) <= _QUOTED else f"{says[:_QUOTED]}{CUT}"
     caret = " " * (len(before) + at - begin) + "^"
-    return ValueError(f"{says}; at column {at + 1}:\n  {before}{shown}{after}\n  {caret}")
+    return ValueError(f"{shortened(says, QUOTED)}; at column {at + 1}:\n  {before}{shown}{after}\n  {caret}")
 
 
 def _check_number(text: str, token: Token) -> None:

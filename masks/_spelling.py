@@ -12,6 +12,7 @@ _OPERATORS = {OR: " | ", AND: " & ", SUM: " + "}
 # A longer text is cut: nobody reads it, and a table of blocks would fill the screen.
 LONGEST = 4096
 CUT = "…"
+QUOTED = 1000  # characters of what another error says
 
 
 @dataclass(frozen=True)

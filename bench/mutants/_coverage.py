@@ -25,7 +25,7 @@ _LEFT_OUT = {
         "house",
         "pool",
     ),
-    *("pool_choice", "pool_lifetime", "pool_machine", "planted_bugs", "ranks", "ring", "ring_op", "ring_transfers"),
+    *("pool_choice", "pool_lifetime", "pool_machine", "planted_bugs", "plan_ranks", "ranks", "ring", "ring_op", "ring_transfers"),
     *("shard", "simulation"),
 }
 

@@ -66,14 +66,14 @@ def _together(recordings: Iterable[Recording]) -> Iterable[Operator]:
     return sums.values()
 
 
-def _keys(recordings: Iterable[Recording]) -> dict[str, Callable[[Operator], float]]:
+def _keys(recordings: Iterable[Recording]) -> dict[str, Callable[[Operator], tuple[float, float]]]:
     """By what to sort: time is that of the accelerator where one was used."""
     on_device = any(operator.device_us for recording in recordings for operator in recording.operators)
     return {
-        "time": (lambda each: (each.device_us, each.self_us)) if on_device else (lambda each: each.self_us),
-        "memory": lambda each: abs(each.memory_bytes),
-        "calls": lambda each: each.calls,
-    }  # pyright: ignore[reportReturnType]
+        "time": lambda each: (each.device_us if on_device else 0.0, each.self_us),
+        "memory": lambda each: (abs(each.memory_bytes), each.self_us),
+        "calls": lambda each: (each.calls, each.self_us),
+    }
 
 
 def _recordings_table(recordings: Sequence[Recording], folder: Path, width: int, most: int) -> str:

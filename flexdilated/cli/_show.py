@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO
+from pathlib import Path
 from textwrap import shorten, wrap
 from typing import Any
 
@@ -136,7 +138,7 @@ def _write_page(settings: ShowSettings) -> None:
     from ..viewer import Ranks, page
 
     asked = settings.asked
-    ranks = None if settings.ranks is None else Ranks(settings.ranks, settings.sharding)
+    ranks = None if settings.ranks is None else Ranks(num_ranks=settings.ranks, sharding=settings.sharding)
     text = page(asked.pattern, asked.num_tokens, num_heads=asked.num_heads, head=settings.head, ranks=ranks)
     assert settings.html is not None
     _write(settings.html, text.encode())
@@ -150,11 +152,12 @@ def _write_picture(settings: ShowSettings) -> None:
     window = {"queries": settings.queries, "keys": settings.keys, "order": settings.order}
     figure = plot(asked.pattern, asked.num_tokens, **sizes, **window)
     assert settings.plot is not None
-    figure.savefig(settings.plot)
-    print(f"wrote {settings.plot}")
+    buffer = BytesIO()
+    figure.savefig(buffer, format=settings.plot.suffix[1:].lower())
+    _write(settings.plot, buffer.getvalue())
 
 
-def _write(path, content: bytes) -> None:
+def _write(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:

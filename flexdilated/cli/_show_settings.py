@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import masks
+from ..distributed._sharding import Order
 from ..masks._layout import Layout
 from ._asked_pattern import AskedPattern
 from ._pattern_arguments import asked_from
@@ -38,7 +39,7 @@ class ShowSettings:
     plot: Path | None
     html: Path | None
     ranks: int | None
-    sharding: str
+    sharding: Order
 
     @property
     def layout(self) -> Layout | None:

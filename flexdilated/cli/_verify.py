@@ -112,7 +112,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _report(verdicts: list[Verdict], seconds: float) -> str:
-    head = ("what", "where", "result", "error", "memory", "forward", "backward")
+    head = ("what", "where", "error", "memory", "forward", "backward")
     table = _table([_row(each) for each in verdicts], head)
     wrong = [each for each in verdicts if each.cause is not None]
     told = [*wrong, *(each for each in verdicts if each.skipped is not None)]
@@ -126,7 +126,7 @@ def _report(verdicts: list[Verdict], seconds: float) -> str:
 def _table(rows: list[tuple[str, ...]], head: tuple[str, ...]) -> str:
     """With a rule under the head, and as narrow as can be: tabulate would keep space around each heading."""
     rule = tuple("-" * max(map(len, column)) for column in zip(head, *rows, strict=True))
-    align = ("left", "left", "left", *["right"] * (len(head) - 3))
+    align = ("left", "left", *["right"] * (len(head) - 2))
     return tabulate([head, rule, *rows], tablefmt="plain", disable_numparse=True, colalign=align)
 
 
@@ -141,8 +141,9 @@ def _wrapped(text: str, width: int) -> str:
 def _row(verdict: Verdict) -> tuple[str, ...]:
     found = verdict.measured
     if found is None:
-        return verdict.name, verdict.device, verdict.word, "", "", "", ""
+        return verdict.name, verdict.device, verdict.word, "", "", ""
     memory = "" if found.memory_bytes is None else bytes_text(found.memory_bytes)
     backward = "" if found.backward_s is None else seconds_text(found.backward_s)
     times = (seconds_text(found.forward_s), backward)
-    return verdict.name, verdict.device, verdict.word, f"{found.error:.0e}", memory, *times
+    error = f"{found.error:.0e}" if verdict.cause is None else f"{verdict.word} {found.error:.0e}"
+    return verdict.name, verdict.device, error, memory, *times

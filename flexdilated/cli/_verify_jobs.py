@@ -66,8 +66,8 @@ def _longnet_pattern(device: torch.device, engine: str) -> Measured:
 
 def _flex_inference(device: torch.device) -> Measured:
     """One set pattern, without gradients: what flex serves on the CPU."""
-    branch = tuple(each[1:] for each in BRANCHES)
-    problem, pattern = Problem.of(dilated(*branch)), masks.longnet(*branch) & masks.causal()
+    segments, rates = (each[1:] for each in BRANCHES)
+    problem, pattern = Problem.of(dilated(segments, rates)), masks.longnet(segments, rates) & masks.causal()
     (q, k, v), exact = problem.inputs(device), problem.exact()[0]
     with torch.no_grad():
         return _without_backward(lambda: attend(q, k, v, pattern, engine="flex"), exact, device)

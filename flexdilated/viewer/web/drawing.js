@@ -112,9 +112,9 @@ function drawBlockGrid(context, { view, block }, palette) {
   drawLines(context, view, keys, queries, palette.css("--grid"), 1);
 }
 
-/** Where residue classes begin. */
-function drawClasses(context, { view, order, queries, keys }, palette) {
-  if (order !== "residue" || view.numKeys / keys.rate / view.scale < GRID_FROM) return;
+/** Where residue classes begin: part of the grid, and gone with it. */
+function drawClasses(context, { view, order, queries, keys, block }, palette) {
+  if (!block || order !== "residue" || view.numKeys / keys.rate / view.scale < GRID_FROM) return;
   drawLines(context, view, keys.starts().slice(1), queries.starts().slice(1), palette.css("--grid"), 1);
 }
 

@@ -1,0 +1,91 @@
+"""The pytest plugin: light at start-up, a device for tests, profiles that change nobody's own."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.errors import InvalidArgument
+
+from pytest_flexdilated import register_profiles
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_pytest(folder: Path, code: str, *arguments: str, conftest: str = "") -> subprocess.CompletedProcess[str]:
+    """pytest in a project of its own, with the plugin."""
+    (folder / "test_it.py").write_text(textwrap.dedent(code), encoding="utf-8")
+    (folder / "conftest.py").write_text(textwrap.dedent(conftest), encoding="utf-8")
+    plain = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "pytest_flexdilated", "-rs", "-q"]
+    start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", start, *plain, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_start_up_is_light(tmp_path) -> None:
+    code = """
+    import sys
+
+    def test_nothing_heavy_is_loaded():
+        assert "pytest_flexdilated" in sys.modules
+        assert not {"torch", "flexdilated", "hypothesis"} & set(sys.modules)
+    """
+    done = run_pytest(tmp_path, code, "-p", "no:hypothesispytest")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_device(tmp_path) -> None:
+    code = """
+    import torch
+
+    def test_device(flexdilated_device):
+        assert flexdilated_device == torch.device("meta")
+    """
+    done = run_pytest(tmp_path, code, "--flexdilated-device", "meta")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_pytest(tmp_path, code, "--flexdilated-device=cuda:77")
+    assert "1 skipped" in done.stdout
+    assert "--flexdilated-device=cuda:77 does not work here: " in done.stdout
+    done = run_pytest(tmp_path, code, "--flexdilated-device=toaster")
+    assert done.returncode != 0
+    assert "--flexdilated-device must name a device of torch; got 'toaster'" in done.stdout
+
+
+def test_the_default_device(flexdilated_device, request) -> None:
+    assert flexdilated_device == torch.device(request.config.getoption("--flexdilated-device"))
+
+
+def test_profiles_by_option(tmp_path) -> None:
+    """hypothesis's own option loads them; other profiles, and the default one, stay."""
+    code = """
+    from hypothesis import settings
+
+    def test_profile():
+        assert settings().max_examples == {examples}
+        assert settings.get_profile("ci").max_examples == 77
+        assert settings.get_profile("default").max_examples == 100
+    """
+    own = "from hypothesis import settings\nsettings.register_profile('ci', max_examples=77)\n"
+    for arguments, examples in {("--hypothesis-profile=flexdilated-dev",): 15, (): 100}.items():
+        done = run_pytest(tmp_path, code.replace("{examples}", str(examples)), *arguments, conftest=own)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_profiles() -> None:
+    register_profiles()
+    ci, dev, thorough = (settings.get_profile(f"flexdilated-{name}") for name in ("ci", "dev", "thorough"))
+    assert (ci.max_examples, dev.max_examples, thorough.max_examples) == (60, 15, 2000)
+    assert (ci.derandomize, dev.derandomize, thorough.derandomize) == (True, False, False)
+    assert ci.deadline is dev.deadline is thorough.deadline is None
+
+
+def test_profiles_that_are_there_stay() -> None:
+    settings.register_profile("mine-ci", max_examples=3)
+    register_profiles("mine-")
+    assert settings.get_profile("mine-ci").max_examples == 3
+    assert settings.get_profile("mine-dev").max_examples == 15
+    with pytest.raises(InvalidArgument):
+        settings.get_profile("mine-other")
