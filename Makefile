@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test guard bench lint format types clean
+.PHONY: help demo browser test guard bench lint format types clean
 # One environment serves every target: two installs at once would break it.
 .NOTPARALLEL:
 .SUFFIXES:
@@ -24,6 +24,12 @@ help:  ## Say what there is
 
 demo: $(VENV)/.demo  ## Train a small LongNet on Python's own source text; results in demo-out/
 	$(PY) -m flexdilated demo $(ARGS)
+
+# The viewer's tests drive a browser. Where none is found they are skipped, but fail where CI=true.
+browser:  ## Install chromium for the viewer's tests, on Debian and its like and as root; nothing to do where one is found
+	@for name in chromium chromium-browser google-chrome chrome; do \
+		if command -v $$name; then exit 0; fi; \
+	done; apt-get update && apt-get install --yes --no-install-recommends chromium
 
 # The workers share the cores, so each runs torch and the C++ compiler on one thread.
 test: $(VENV)/.test  ## Run the tests

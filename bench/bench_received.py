@@ -29,7 +29,7 @@ class Config:
     verified: Size
 
 
-FULL = Config(LONGNET_5, (Size(16384, num_heads=8), Size(65536, num_heads=8, repeats=3)), Size(4096, num_heads=2))
+FULL = Config(LONGNET_5, (Size(16384, num_heads=4), Size(65536, num_heads=4, repeats=3)), Size(2048, num_heads=2))
 SMALL = Config(LONGNET_5.shrunk(64), (Size(512, num_heads=2, repeats=1),), Size(256, num_heads=2))
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +10,8 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from ._bounded_pairs import PairCounts, bounded_pairs, even_places
-from ._box import Box, Progression
-from ._box_parts import Owned, distinct_boxes, join
+from ._box_parts import distinct_boxes, join
+from ._cell_boxes import Pairings, Side
 from ._check import require_int
 from ._layout import Layout
 from ._pattern import Expression, Pattern, require_expression
@@ -25,7 +23,6 @@ _MOST_LOOKS = 1 << 26  # single pairs, and what takes as long
 _MOST_CELLS = 1 << 22
 _EVERY_PAIR = 1 << 21  # windows of so many pairs are looked at pair by pair
 _MOST_BOXES = 1 << 20
-_BOXES_AT_ONCE = 1 << 18
 _SAMPLES, _LEAST_SAMPLES = 1 << 23, 1 << 6  # pairs looked at where boxes are too many: in all, and in a cell
 _PAIRS_AT_ONCE = 1 << 20
 
@@ -116,39 +113,7 @@ def count_cells(
     return Cells((q.window, k.window), q.edges, k.edges, q.sizes[:, None] * k.sizes, total, branches)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """The queries or the keys of a window: the slots at which cells begin, and their positions as progressions."""
-
-    window: range
-    edges: Int64[Tensor, " cells+1"]
-    layout: Layout
-
-    @property
-    def cells(self) -> int:
-        return len(self.edges) - 1
-
-    @property
-    def sizes(self) -> Int64[Tensor, " cells"]:
-        return self.edges.diff()
-
-    def positions_at(self, cell: Tensor, share: Tensor) -> Tensor:
-        """Positions of the slots at these shares of cells."""
-        size = self.sizes[cell, None]
-        slot = self.edges[cell, None] + (size * share).long().minimum(size - 1)
-        return self.layout.pieces(0).position(torch.zeros_like(slot), slot)
-
-    def parts(self) -> tuple[Int64[Tensor, " P"], Progression]:
-        """Parts of cells whose positions are progressions of one step, and the cell of each."""
-        pieces = self.layout.pieces(0)
-        inner = pieces.starts[(pieces.starts > self.window.start) & (pieces.starts < self.window.stop)]
-        cuts = torch.cat([self.edges, inner]).unique()
-        start, cell = cuts[:-1], torch.searchsorted(self.edges, cuts[:-1], right=True) - 1
-        first = pieces.position(torch.zeros_like(start), start)
-        return cell, Progression(first, pieces.step, cuts.diff())
-
-
-def _side(name: str, size: int, window: Any, cells: int, order: Layout | None) -> _Side:
+def _side(name: str, size: int, window: Any, cells: int, order: Layout | None) -> Side:
     window = range(size) if window is None else window
     if not isinstance(window, range) or window.step != 1 or not 0 <= window.start < window.stop <= size:
         raise ValueError(f"{name} must be a range of step 1 within 0 to {size}, and not empty; got {name}={window!r}")
@@ -158,10 +123,10 @@ def _side(name: str, size: int, window: Any, cells: int, order: Layout | None) -
     if order is not None and not isinstance(order, Layout):
         raise TypeError(f"order must be a Layout, such as masks.layout gives, or None; got {type(order).__name__}")
     edges = window.start + torch.arange(cells + 1) * len(window) // cells
-    return _Side(window, edges, Layout(size, 1 if order is None else order.rate))
+    return Side(window, edges, Layout(size, 1 if order is None else order.rate))
 
 
-def _count(rule: Pattern, q: _Side, k: _Side, most_looks: int) -> CellCounts:
+def _count(rule: Pattern, q: Side, k: Side, most_looks: int) -> CellCounts:
     """The cells of a branch, as a rule for one head."""
     few = len(q.window) * len(k.window) <= _EVERY_PAIR
     try:
@@ -172,7 +137,7 @@ def _count(rule: Pattern, q: _Side, k: _Side, most_looks: int) -> CellCounts:
     return CellCounts(*(each.view(q.cells, k.cells) for each in found))
 
 
-def _every_pair(rule: Pattern, q: _Side, k: _Side) -> PairCounts:
+def _every_pair(rule: Pattern, q: Side, k: Side) -> PairCounts:
     """Each pair of the window looked at."""
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     position = [
@@ -188,9 +153,9 @@ def _every_pair(rule: Pattern, q: _Side, k: _Side) -> PairCounts:
     return PairCounts(pairs.flatten(), pairs.flatten(), pairs.flatten().double())
 
 
-def _by_boxes(rule: Pattern, q: _Side, k: _Side, most_looks: int) -> PairCounts:
+def _by_boxes(rule: Pattern, q: Side, k: Side, most_looks: int) -> PairCounts:
     """Boxes counted by their bounds, and those in doubt closely; boxes that look alike are counted once."""
-    pairings = _Pairings.of(rule, q.parts(), k.parts())
+    pairings = Pairings.of(rule, q.parts(), k.parts())
     if pairings.number > _MOST_BOXES:
         return _sampled(rule, q, k)
     low, doubtful = torch.zeros(q.cells * k.cells, dtype=torch.int64), []
@@ -209,7 +174,7 @@ def _by_boxes(rule: Pattern, q: _Side, k: _Side, most_looks: int) -> PairCounts:
     return PairCounts(low, high, likely)
 
 
-def _sampled(rule: Pattern, q: _Side, k: _Side) -> PairCounts:
+def _sampled(rule: Pattern, q: Side, k: Side) -> PairCounts:
     """A look at some pairs of each cell, where its positions are too many progressions to be counted as boxes."""
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     area = (q.sizes[:, None] * k.sizes).flatten()
@@ -219,42 +184,3 @@ def _sampled(rule: Pattern, q: _Side, k: _Side) -> PairCounts:
         query, key = q.positions_at(some // k.cells, row), k.positions_at(some % k.cells, column)
         share.append(mask_mod(none, none, query, key).double().mean(1))
     return PairCounts(torch.zeros_like(area), area, torch.cat(share) * area)
-
-
-class _Pairings(NamedTuple):
-    """Which parts of keys each part of queries meets: number[i] of them, order[begin[i]] and what follows it there."""
-
-    queries: tuple[Tensor, Progression]
-    keys: tuple[Tensor, Progression]
-    order: Tensor
-    begin: Tensor
-    partners: Tensor
-
-    @classmethod
-    def of(cls, rule: Pattern, queries: tuple[Tensor, Progression], keys: tuple[Tensor, Progression]) -> _Pairings:
-        """All but those that the rule's spacing rules out.
-
-        Positions of a part agree modulo its step, and those of a pair modulo the spacing: so parts agree modulo
-        what divides both.
-        """
-        classes = gcd(queries[1].step, rule.spacing())
-        residue = keys[1].first.remainder(classes)
-        order = residue.argsort(stable=True)
-        own, theirs = queries[1].first.remainder(classes), residue[order]
-        begin = torch.searchsorted(theirs, own)
-        return cls(queries, keys, order, begin, torch.searchsorted(theirs, own, right=True) - begin)
-
-    @property
-    def number(self) -> int:
-        return int(self.partners.sum())
-
-    def boxes(self, columns: int) -> Iterator[Owned]:
-        """Each as a box, with the number of its cell."""
-        (row, q), (column, k) = self.queries, self.keys
-        last = (self.partners.cumsum(0) - self.partners) // _BOXES_AT_ONCE
-        for some in torch.arange(len(self.partners)).split(last.unique_consecutive(return_counts=True)[1].tolist()):
-            each = torch.repeat_interleave(self.partners[some])
-            nth = torch.arange(len(each)) - (self.partners[some].cumsum(0) - self.partners[some])[each]
-            mine, other = some[each], self.order[self.begin[some][each] + nth]
-            box = Box(torch.zeros_like(mine), q.select(mine), k.select(other))
-            yield Owned(row[mine] * columns + column[other], box)

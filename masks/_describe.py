@@ -12,6 +12,7 @@ import torch
 from ._bound import Bound
 from ._describe_gaps import Gaps, gaps_of
 from ._describe_relations import Relations
+from ._describe_sections import groups_of
 from ._describe_shares import BranchShare, HeadShare, branch_shares, head_shares
 from ._describe_squares import TooManySquaresError
 from ._describe_terms import count_term, sum_counts
@@ -117,6 +118,9 @@ class Description:
     @cached_property
     def heads(self) -> tuple[HeadShare, ...]:
         """The pairs of each head, and of each branch in it; heads that follow the same rules are told once."""
+        groups = groups_of(self.bound)
+        if len(groups) == len(groups[0].rules) == 1:
+            return (HeadShare(groups[0].heads, (self.useful_pairs // self.num_heads,)),)
         return head_shares(self._relations.ask())
 
     @cached_property

@@ -55,9 +55,7 @@ def data_of(told: Description) -> dict[str, Any]:
 
 def _computed(branch: BranchDescription) -> dict[str, Any]:
     """How one branch, or all of them together, are computed."""
-    chosen, *others = (
-        {"layout": option.layout, "predicted_s": option.cost.seconds} for option in branch.options
-    )
+    chosen, *others = ({"layout": option.layout, "predicted_s": option.cost.seconds} for option in branch.options)
     return {
         "pattern": repr(branch.pattern),
         "multiplicity": branch.multiplicity,

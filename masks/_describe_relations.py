@@ -9,6 +9,7 @@ from ._bound import Bound
 from ._describe_rules import RuleSquares
 from ._describe_sections import Group, Section, sections_of
 from ._describe_squares import EMPTY, Squares
+from ._neighborhood import Neighborhood
 from ._pattern import Pattern
 
 # Of one question: a few seconds of work.
@@ -46,6 +47,9 @@ class Relations:
         for rule, _ in group.rules:
             # The parts of a union apart: joined they may be far more squares.
             for part in rule.parts if isinstance(rule, Or) else (rule,):
+                if isinstance(part, Neighborhood) and section.queries == section.keys:
+                    # Every token of a grid is in its own window.
+                    return (1 << len(section.queries)) - 1, (1 << len(section.keys)) - 1
                 square = self.of(section, group, part)
                 for side, columns in enumerate((False, True)):
                     sides[side] |= self.squares.lines(square, section.side, columns=columns)

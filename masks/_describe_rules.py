@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from functools import reduce
-from typing import Protocol
 
 import torch
 from jaxtyping import Int64
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from ._algebra import And, Every, Not, Or
 from ._box import Box, Progression
+from ._describe_segments import Segments, segments_of
 from ._describe_squares import EMPTY, FULL, Squares, TooManySquaresError
 from ._dilated import Dilated
 from ._pattern import Pattern
@@ -40,6 +39,7 @@ class RuleSquares:
         self.num_tokens = num_tokens  # positions from there on have no pairs, whatever the squares hold
         self._rules: dict[Pattern, int] = {}
         self._known: dict[tuple[int, ...], int] = {}
+        self._marked: dict[tuple[bytes, int], int] = {}
         self.boxes = 0
 
     def over(self, rule: Pattern, head: int, num_heads: int, q: int, k: int, side: int) -> int:
@@ -54,9 +54,9 @@ class RuleSquares:
         if isinstance(rule, Not):
             return self.squares.others(self.over(rule.part, head, num_heads, q, k, side))
         if isinstance(rule, Dilated | Spans):
-            return self._segments(rule, _segments_of(rule), q, k, side)
+            return self._segments(rule, segments_of(rule), q, k, side)
         if isinstance(rule, KeySet):
-            return self._columns(rule, k, side)
+            return self._columns(bytes(rule.only_row[k : k + side].tolist()), side)
         if isinstance(rule, PerDocument):
             return self._per_document(rule, head, num_heads, q, k, side)
         q, k = _shifted(q, k, rule.period())
@@ -67,6 +67,11 @@ class RuleSquares:
                 found = self._counted(rule, head, num_heads, torch.tensor([q]), torch.tensor([k]), side)
             self._known[key] = found
         return self._known[key]
+
+    def _ask(self, boxes: int) -> None:
+        self.boxes += boxes
+        if self.boxes > self.most_boxes:
+            raise TooManySquaresError
 
     def _listed(self, rule: RandomBlocks, head: int, num_heads: int, q: int, k: int, side: int) -> int | None:
         """From the blocks that were drawn; None where they are no squares of this box."""
@@ -86,7 +91,7 @@ class RuleSquares:
         tokens = range(rule.num_tokens - q), range(rule.num_tokens - k)
         return self.squares.both(int(squares.sum()), self.squares.rectangle(*tokens, side))
 
-    def _segments(self, rule: Pattern, segments: _Segments, q: int, k: int, side: int) -> int:
+    def _segments(self, rule: Pattern, segments: Segments, q: int, k: int, side: int) -> int:
         """Within one segment the active rows by the active columns; nothing across."""
         first = max(segments.first(q), segments.first(k))
         last = min(segments.last(q + side - 1), segments.last(k + side - 1))
@@ -96,13 +101,16 @@ class RuleSquares:
             start, stop = segments.edges(first)
             inside = [start <= at and at + side <= stop for at in (q, k)]
             # What lies inside is known by its residue: along a border all boxes look alike.
-            q, k = (start + (at - start) % segments.rate if held else at for at, held in zip((q, k), inside))
+            q, k = (
+                start + (at - start) % segments.rate if held else at for at, held in zip((q, k), inside, strict=True)
+            )
             if all(inside):
                 first_row, first_column = ((start + segments.offset - at) % segments.rate for at in (q, k))
                 return self._crossing(first_row, first_column, segments.rate, side)
         q, k = _shifted(q, k, rule.period())
         key = (self._rules.setdefault(rule, len(self._rules)), q, k, side)
         if key not in self._known:
+            self._ask(1)
             half = side // 2
             quarters = ((i, j) for i in (q, q + half) for j in (k, k + half))
             self._known[key] = self.squares.join(*(self._segments(rule, segments, i, j, half) for i, j in quarters))
@@ -118,37 +126,32 @@ class RuleSquares:
         if key not in self._known:
             half = side // 2
             rows, columns = ((first, (first - half) % rate) for first in (row, column))
-            self._known[key] = self.squares.join(
-                *(self._crossing(i, j, rate, half) for i in rows for j in columns)
-            )
+            self._known[key] = self.squares.join(*(self._crossing(i, j, rate, half) for i in rows for j in columns))
         return self._known[key]
 
-    def _columns(self, rule: KeySet, k: int, side: int) -> int:
-        """Whole columns, or none."""
-        key = (self._rules.setdefault(rule, len(self._rules)), k, side)
-        if key not in self._known:
-            marks = rule.only_row[k : k + side]
-            # Beyond the last key anything may stand: what it takes to be FULL.
-            if bool(marks.all()) or not bool(marks.any()):
-                self._known[key] = FULL if bool(marks.all()) else EMPTY
-            else:
-                left, right = (self._columns(rule, at, side // 2) for at in (k, k + side // 2))
-                self._known[key] = self.squares.join(left, right, left, right)
-        return self._known[key]
+    def _columns(self, marks: bytes, side: int) -> int:
+        """Whole columns, or none, by the marks of the keys; beyond the last one anything may stand."""
+        if 0 not in marks:
+            return FULL
+        if 1 not in marks:
+            return EMPTY
+        if (marks, side) not in self._marked:
+            half = side // 2
+            left, right = self._columns(marks[:half], half), self._columns(marks[half:], half)
+            self._marked[marks, side] = self.squares.join(left, right, left, right)
+        return self._marked[marks, side]
 
     def _per_document(self, rule: PerDocument, head: int, num_heads: int, q: int, k: int, side: int) -> int:
         """Within one document the part, counted from its start; nothing across."""
         assert isinstance(rule.spans, Spans)
-        segments = _segments_of(rule.spans)
+        segments = segments_of(rule.spans)
 
         def over(q: int, k: int, side: int) -> int:
             first = max(segments.first(q), segments.first(k))
             if first > min(segments.last(q + side - 1), segments.last(k + side - 1)):
                 return EMPTY
             start, stop = segments.edges(first)
-            self.boxes += 1
-            if self.boxes > self.most_boxes:
-                raise TooManySquaresError
+            self._ask(1)
             if start <= min(q, k) and max(q, k) + side <= stop:
                 return self.over(rule.part, head, num_heads, q - start, k - start, side)
             half = side // 2
@@ -164,9 +167,7 @@ class RuleSquares:
         levels: list[tuple[Tensor, Tensor, Tensor]] = []
         while True:
             q, k, place = asked.distinct(q, k)
-            self.boxes += len(q)
-            if self.boxes > self.most_boxes:
-                raise TooManySquaresError
+            self._ask(len(q))
             verdict = asked.verdict(q, k, side)
             doubtful = (verdict == _DOUBT).nonzero().squeeze(1)
             levels.append((place, verdict, doubtful))
@@ -233,64 +234,6 @@ class _Asked:
         columns = (k[:, None] + place).clamp(max=self.stop - 1)[:, None, :]
         nothing = torch.zeros((), dtype=torch.int64)
         return self.mask_mod(nothing, nothing + self.head, rows, columns)
-
-
-class _Segments(Protocol):
-    """Runs of positions in ascending order, in each of which every `rate`-th token from `offset` on is active."""
-
-    rate: int
-    offset: int
-
-    def first(self, position: int) -> int:
-        """The number of the first run that ends after a position."""
-        ...
-
-    def last(self, position: int) -> int:
-        """The number of the last run that begins at or before a position."""
-        ...
-
-    def edges(self, number: int) -> tuple[int, int]:
-        """Where a run begins, and where the next position after it lies."""
-        ...
-
-
-class _Equal:
-    """The segments of a dilated rule."""
-
-    def __init__(self, rule: Dilated) -> None:
-        assert isinstance(rule.offset, int), "a rule for one head has its offset resolved"
-        self.length, self.rate, self.offset = rule.segment, rule.rate, rule.offset
-
-    def first(self, position: int) -> int:
-        return position // self.length
-
-    def last(self, position: int) -> int:
-        return position // self.length
-
-    def edges(self, number: int) -> tuple[int, int]:
-        return number * self.length, (number + 1) * self.length
-
-
-class _Listed:
-    """Documents, between which there may be padding."""
-
-    rate, offset = 1, 0
-
-    def __init__(self, spans: Spans) -> None:
-        self.starts, self.stops = spans.starts.tolist(), spans.stops.tolist()
-
-    def first(self, position: int) -> int:
-        return bisect_right(self.stops, position)
-
-    def last(self, position: int) -> int:
-        return bisect_right(self.starts, position) - 1
-
-    def edges(self, number: int) -> tuple[int, int]:
-        return self.starts[number], self.stops[number]
-
-
-def _segments_of(rule: Dilated | Spans) -> _Segments:
-    return _Equal(rule) if isinstance(rule, Dilated) else _Listed(rule)
 
 
 def _shifted(q: int, k: int, period: int | None) -> tuple[int, int]:

@@ -26,7 +26,7 @@ class Squares:
     most = 1 << 19
 
     def __init__(self) -> None:
-        self._quarters = [(EMPTY,) * 4, (FULL,) * 4]
+        self._quarters: list[tuple[int, ...]] = [(EMPTY,) * 4, (FULL,) * 4]
         self._numbers = {quarters: number for number, quarters in enumerate(self._quarters)}
         self._both: dict[tuple[int, int], int] = {}
         self._either: dict[tuple[int, int], int] = {}
@@ -39,7 +39,7 @@ class Squares:
     def __len__(self) -> int:
         return len(self._quarters) + len(self._through)
 
-    def quarters(self, square: int) -> tuple[int, int, int, int]:
+    def quarters(self, square: int) -> tuple[int, ...]:
         return self._quarters[square]
 
     def join(self, *quarters: int) -> int:
@@ -61,7 +61,7 @@ class Squares:
 
     def both(self, a: int, b: int) -> int:
         """Pairs of both."""
-        if a == b or b == FULL or a == EMPTY:
+        if a in (b, EMPTY) or b == FULL:
             return a
         if a == FULL or b == EMPTY:
             return b
@@ -74,7 +74,7 @@ class Squares:
 
     def either(self, a: int, b: int) -> int:
         """Pairs of any."""
-        if a == b or b == EMPTY or a == FULL:
+        if a in (b, FULL) or b == EMPTY:
             return a
         if a == EMPTY or b == FULL:
             return b

@@ -40,9 +40,7 @@ def count_term(term: Term) -> TermCount:
     users = torch.bincount(torch.tensor(blocks.heads))[blocks.table.long()]
     useful, listed = int((pairs * users).sum()), int(users.sum()) * term.folds
     full = int(users[blocks.full].sum()) * term.folds
-    return TermCount(
-        term.multiplicity * useful * term.folds, listed * side**2, full, listed - full, blocks.nbytes
-    )
+    return TermCount(term.multiplicity * useful * term.folds, listed * side**2, full, listed - full, blocks.nbytes)
 
 
 def _count_plain(term: Term) -> TermCount:

@@ -19,7 +19,7 @@ _MOST_LINES = 24
 
 
 def text_of(told: Description) -> str:
-    """Facts, how it is computed, and tables of heads, of multiplicities and of the receptive field where they say more."""
+    """Facts, how it is computed, and heads, multiplicities and the receptive field where they say more."""
     parts = [
         tabulate(_facts(told), tablefmt="plain", disable_numparse=True),
         _how_computed(told),
@@ -41,13 +41,15 @@ def _facts(told: Description) -> list[tuple[str, str]]:
         ("FLOPs", f"{told.forward_flops:.3e} forward, {told.backward_flops:.3e} backward"),
         ("block lists", f"{told.table_bytes:,} bytes"),
     ]
+    return [*facts, *_gap_facts(told), *_field_facts(told)]
+
+
+def _gap_facts(told: Description) -> list[tuple[str, str]]:
     gaps = told.gaps
     if gaps is None:
-        facts.append(("without keys", "not known: too little of the pattern repeats"))
-    else:
-        facts.append(("without keys", _gap(gaps.queries, "queries", told.num_queries)))
-        facts.append(("never seen", _gap(gaps.keys, "keys", told.num_keys)))
-    return facts + _field_facts(told)
+        return [("without keys", "not known: too little of the pattern repeats")]
+    queries, keys = _gap(gaps.queries, "queries", told.num_queries), _gap(gaps.keys, "keys", told.num_keys)
+    return [("without keys", queries), ("never seen", keys)]
 
 
 def _gap(gap: Gap, tokens: str, number: int) -> str:
@@ -75,8 +77,8 @@ def _field_facts(told: Description) -> list[tuple[str, str]]:
     ):
         if first is not None:
             some = f"{_percent(never, field.earlier_pairs)} of pairs with {tokens} token"
-            pair = f"such as {first[0]:,} with {first[1]:,}"
-            facts.append(("never meet", f"all pairs with {tokens} token" if never == field.earlier_pairs else f"{some}, {pair}"))
+            pair = f"{some}, such as {first[0]:,} with {first[1]:,}"
+            facts.append(("never meet", f"all pairs with {tokens} token" if never == field.earlier_pairs else pair))
     return facts
 
 
@@ -135,7 +137,7 @@ def _heads(told: Description) -> str:
         rows.append(_shares("all", told.useful_pairs, told.useful_pairs, [each.pairs for each in branches]))
     names = [f"branch {number}" for number in range(1, len(branches) + 1)] if several else []
     headers = ("heads", "pairs of each", "share of each", *names)
-    table = tabulate(rows, headers, disable_numparse=True, **_right(len(headers) - 1))
+    table = tabulate(rows, headers, disable_numparse=True, colalign=_right(len(headers) - 1))
     more = len(alike) - _MOST_LINES
     return table if more <= 0 else f"{table}\n... and {more} more kinds of heads"
 
@@ -155,7 +157,8 @@ def _multiplicity(told: Description) -> str:
         (str(number), f"{pairs:,}", _percent(pairs, seen) if number else "")
         for number, pairs in told.multiplicity.items()
     ]
-    return tabulate(rows, ("branches that allow a pair", "pairs", "share of allowed"), disable_numparse=True, **_right(2))
+    headers = ("branches that allow a pair", "pairs", "share of allowed")
+    return tabulate(rows, headers, disable_numparse=True, colalign=_right(2))
 
 
 def _growth(told: Description) -> str:
@@ -180,5 +183,6 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(shown + ["..."] * (len(numbers) > 8))
 
 
-def _right(columns: int) -> dict[str, tuple[str, ...]]:
-    return {"colalign": ("left", *("right",) * columns)}
+def _right(columns: int) -> tuple[str, ...]:
+    """The first column to the left, and so many others to the right."""
+    return ("left", *("right",) * columns)

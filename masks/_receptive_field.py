@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
+from ._bound import Bound
 from ._describe_relations import Relations
-from ._describe_sections import Section
-
-Pair = tuple[int, int]  # a token, and one that it sees or does not see
+from ._receptive_field_grid import GridField, grid_of
+from ._receptive_field_layers import Pair, SectionField
 
 _ALL_LAYERS = 8  # so few are told one by one; of more those that are powers of two, and the last
 
@@ -53,14 +52,9 @@ class ReceptiveField:
 
 def receptive_field_of(relations: Relations) -> ReceptiveField:
     """Raises ValueError if queries and keys are not the same tokens, TooManySquaresError if too little repeats."""
-    bound = relations.bound
-    if (bound.num_queries, bound.q_offset) != (bound.num_keys, bound.k_offset):
-        raise ValueError(
-            "a receptive field needs queries and keys that are the same tokens; got "
-            f"{bound.num_queries} queries from {bound.q_offset} on and {bound.num_keys} keys from {bound.k_offset} on"
-        )
-    fields = [_Field(relations, section) for section in relations.sections]
-    tokens = bound.num_queries
+    _require_self_attention(relations.bound)
+    tokens = relations.bound.num_queries
+    fields = _fields(relations)
     alone = tokens - sum(field.tokens * field.times for field in fields)
     layers = max((field.layers for field in fields), default=0)
     growth = tuple((number, alone + sum(field.pairs_after(number) for field in fields)) for number in _told(layers))
@@ -81,68 +75,23 @@ def receptive_field_of(relations: Relations) -> ReceptiveField:
     )
 
 
-class _Field:
-    """One section: who has heard of whom after some layers, as squares, for any number of layers."""
-
-    def __init__(self, relations: Relations, section: Section) -> None:
-        self.squares, self.side, self.tokens = relations.squares, section.side, len(section.queries)
-        self.times, self.start = len(section.copies), min(start for start, _ in section.copies)
-        everything = self.squares.rectangle(range(self.tokens), range(self.tokens), self.side)
-        self.nothing = self.squares.both(self.squares.diagonal(self.side), everything)
-        self._before = self.squares.both(self.squares.below_diagonal(self.side), everything)
-        self._after = self.squares.others(self.squares.either(self._before, self.nothing))
-        self._after = self.squares.both(self._after, everything)
-        # After 1, 2, 4, ... layers, as long as that brings more.
-        self._powers = [self.squares.either(self.nothing, relations.of_all(section))]
-        while (twice := self.squares.through(self._powers[-1], self._powers[-1])) != self._powers[-1]:
-            self._powers.append(twice)
-        self.closure = self._powers[-1]
-        self.earlier = self.squares.pairs(self.squares.both(self.closure, self._before), self.side) * self.times
-
-    @cached_property
-    def layers(self) -> int:
-        """The least number after which there is nothing more: one above the most that do not reach everything."""
-        if self.closure == self.nothing:
-            return 0
-        known, number = self.nothing, 0
-        for power in reversed(range(len(self._powers))):
-            further = self.squares.through(known, self._powers[power])
-            if further != self.closure:
-                known, number = further, number + (1 << power)
-        return number + 1
-
-    def after(self, layers: int) -> int:
-        """The pairs after so many layers."""
-        if layers >= self.layers:
-            return self.closure
-        known = self.nothing
-        for power in reversed(range(layers.bit_length())):
-            if layers >> power & 1:
-                known = self.squares.through(known, self._powers[power])
-        return known
-
-    def pairs_after(self, layers: int) -> int:
-        return self.squares.pairs(self.after(layers), self.side) * self.times
-
-    def slowest(self) -> Pair | None:
-        """The first pair that needs all layers."""
-        if self.layers == 0:
-            return None
-        late = self.squares.both(self.closure, self.squares.others(self.after(self.layers - 1)))
-        return _moved(self.squares.first_pair(late, self.side), self.start)
-
-    def first_missing(self, *, earlier: bool) -> Pair | None:
-        """The first pair that never meets, with an earlier token or with a later one."""
-        asked = self._before if earlier else self._after
-        missing = self.squares.both(self.squares.others(self.closure), asked)
-        return _moved(self.squares.first_pair(missing, self.side), self.start)
+def _require_self_attention(bound: Bound) -> None:
+    if (bound.num_queries, bound.q_offset) != (bound.num_keys, bound.k_offset):
+        raise ValueError(
+            "a receptive field needs queries and keys that are the same tokens; got "
+            f"{bound.num_queries} queries from {bound.q_offset} on and {bound.num_keys} keys from {bound.k_offset} on"
+        )
 
 
-def _moved(pair: Pair | None, start: int) -> Pair | None:
-    return pair and (pair[0] + start, pair[1] + start)
+def _fields(relations: Relations) -> list[SectionField] | list[GridField]:
+    """Those of the sections; that of a grid by its axes."""
+    grid = grid_of(relations)
+    if grid is not None:
+        return [GridField(grid)]
+    return [SectionField(relations, section) for section in relations.sections]
 
 
-def _first_missing(first: _Field | None, num_tokens: int, *, earlier: bool) -> Pair | None:
+def _first_missing(first: SectionField | GridField | None, num_tokens: int, *, earlier: bool) -> Pair | None:
     """The first pair of all that never meets. `first` is the section that begins with token 0, if there is one."""
     stop = 1 if first is None else first.tokens  # token 0 and the tokens from here on never meet
     across = [] if stop >= num_tokens else [(stop, 0) if earlier else (0, stop)]

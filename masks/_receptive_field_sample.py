@@ -12,7 +12,7 @@ from ._range_union import union_of
 from ._ranges import Ranges
 
 _MOST_LAYERS = 64
-_MOST_RANGES = 1 << 12  # that one token's field consists of
+_MOST_RANGES = 1 << 7  # that one token's field consists of
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,7 @@ def _follow(bound: Bound, token: int) -> tuple[tuple[int, ...], bool]:
     known: Ranges = (range(position, position + 1),)
     news, reached = known, []
     while len(reached) < _MOST_LAYERS and len(known) <= _MOST_RANGES:
-        seen = needed_keys(
-            bound.pattern, queries=news, keys=keys, heads=heads, num_heads_global=bound.num_heads_global
-        )
+        seen = needed_keys(bound.pattern, queries=news, keys=keys, heads=heads, num_heads_global=bound.num_heads_global)
         further = union_of([*known, *seen])
         number = sum(map(len, further))
         if number == sum(map(len, known)):

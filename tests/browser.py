@@ -140,9 +140,7 @@ class Tab:
         return self._browser.send(method, self._session, **parameters)
 
     def resize(self, width: int, height: int) -> None:
-        self._send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-        )
+        self._send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression, or of what it promises, as plain data."""

@@ -1,6 +1,7 @@
 """Set-up of the whole suite: shape checks on the modules that compute, hypothesis profiles, threads."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -28,7 +29,10 @@ os.environ["FLEXDILATED_MACHINE"] = "builtin"
 
 with install_import_hook(CHECKED, "beartype.beartype"):
     import flexdilated  # noqa: F401
-    from flexdilated._profile import recorded
+    from flexdilated._profile import folder_from_environment, recorded
+
+# As the run was started: some tests set the variable.
+IS_PROFILED = folder_from_environment() is not None
 
 register_profiles()
 settings.load_profile("flexdilated-" + os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -47,5 +51,5 @@ def one_thread_a_worker():
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item):
     """FLEXDILATED_PROFILE=folder records each test that runs, one file a test: choose them by name."""
-    with recorded(f"test {item.nodeid}"):
+    with recorded(f"test {item.nodeid}") if IS_PROFILED else nullcontext():
         return (yield)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks import _bounded_pairs, _cells
+from flexdilated.masks import _bounded_pairs, _cell_boxes, _cells
 from flexdilated.masks._cells import Cells, count_cells
 from flexdilated.masks._layout import Layout
 from tests import oracle
@@ -84,7 +84,7 @@ def counted(way: str) -> Iterator[None]:
         patch.setattr(_cells, "_EVERY_PAIR", every_pair)
         patch.setattr(_cells, "_MOST_LOOKS", looks)
         patch.setattr(_cells, "_MOST_BOXES", boxes)
-        patch.setattr(_cells, "_BOXES_AT_ONCE", 7)
+        patch.setattr(_cell_boxes, "_BOXES_AT_ONCE", 7)
         patch.setattr(_cells, "_SAMPLES", 500)
         patch.setattr(_bounded_pairs, "_SAMPLES", 500)
         patch.setattr(_bounded_pairs, "_CELL_SIDE", side)

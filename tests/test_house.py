@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import flexdilated
-from flexdilated import distributed, masks, testing
+from flexdilated import distributed, masks, testing, viewer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,7 +28,7 @@ FLOORS = {
     r"flexdilated\._[^_]": 1,
     r"flexdilated\.distributed\b": 3,
     r"flexdilated\.nn\b": 4,
-    r"flexdilated(\.cli|\.testing|\.__main__|$)": 5,
+    r"flexdilated(\.cli|\.testing|\.viewer|\.__main__|$)": 5,
 }
 GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
 EXTRAS = {"hypothesis", "matplotlib", "platformdirs", "tqdm"}
@@ -55,6 +55,7 @@ PUBLIC = {
         "testing",
     ],
     distributed: ["BufferPool", "Sharding", "Traffic", "attend", "pool", "shard", "traffic", "unshard"],
+    viewer: ["Ranks", "page"],
     testing: [
         *("Calls", "CheckResult", "MODULE_CHECKS", "ModuleReport", "assert_attention_close", "check_attention_module"),
         *("check_pattern", "examine_attention_module", "identity_projections"),
@@ -219,7 +220,8 @@ def test_wheel_holds_each_module_once(tmp_path: Path) -> None:
         module.replace(".", "/") + ("/__init__.py" if file.name == "__init__.py" else ".py")
         for module, file in SOURCES.items()
     ]
-    assert sorted(held) == sorted([*modules, "flexdilated/py.typed", "pytest_flexdilated.py"])
+    web = [file.relative_to(ROOT).as_posix() for file in (ROOT / "flexdilated" / "viewer" / "web").iterdir()]
+    assert sorted(held) == sorted([*modules, *web, "flexdilated/py.typed", "pytest_flexdilated.py"])
 
 
 def test_files_are_short() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,7 +132,10 @@ WIDE = [
 FAR = """
 (({ data, head, pairs, boxes }) => {
   const rules = data.branches.map((branch) => buildRule(branch, head, data.num_heads));
-  const bounds = (rule, q, k) => { const { low, high } = rule.count(progression(...q), progression(...k)); return [low, high]; };
+  const bounds = (rule, q, k) => {
+    const { low, high } = rule.count(progression(...q), progression(...k));
+    return [low, high];
+  };
   return {
     counts: pairs.map(([q, k]) => rules.filter((rule) => rule.allowed(q, k)).length),
     bounds: boxes.map(([q, k]) => rules.map((rule) => bounds(rule, q, k))),
@@ -175,7 +177,10 @@ def stacked(each: tuple) -> Progression:
 def single(box: Box, place: int, drawn: tuple) -> Box:
     """One box with its own steps."""
     chosen = box.select(torch.tensor([place]))
-    q, k = (Progression(side.first, step, side.count) for side, (_, step, _) in zip((chosen.q, chosen.k), drawn, strict=True))
+    q, k = (
+        Progression(side.first, step, side.count)
+        for side, (_, step, _) in zip((chosen.q, chosen.k), drawn, strict=True)
+    )
     return Box(chosen.head, q, k)
 
 

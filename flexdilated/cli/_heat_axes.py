@@ -21,15 +21,20 @@ class Tick(NamedTuple):
     label: str
 
 
-def ticks(window: range, edges: Tensor, most: int) -> list[Tick]:
-    """Multiples of the smallest round step of which at most so many lie in the window."""
+def round_slots(window: range, most: int) -> dict[int, str]:
+    """Multiples of the smallest round step of which about so many lie in the window, and how they are written."""
     binary = len(window) >= _BINARY or len(window) % _EVEN == 0
     steps = (1 << power for power in count()) if binary else _decimal_steps()
     step = next(step for step in steps if len(window) <= max(most, 1) * step)
-    slots = range(-(-window.start // step) * step, window.stop, step)
-    cells = torch.searchsorted(edges, torch.tensor(slots, dtype=torch.int64), right=True) - 1
     text = tokens_text if step % 1024 == 0 else "{:,}".format
-    return [Tick(cell, text(slot)) for cell, slot in zip(cells.tolist(), slots, strict=True)]
+    return {slot: text(slot) for slot in range(-(-window.start // step) * step, window.stop, step)}
+
+
+def ticks(window: range, edges: Tensor, most: int) -> list[Tick]:
+    """Round slots, and the cells in which they lie."""
+    slots = round_slots(window, most)
+    cells = torch.searchsorted(edges, torch.tensor(list(slots), dtype=torch.int64), right=True) - 1
+    return [Tick(cell, text) for cell, text in zip(cells.tolist(), slots.values(), strict=True)]
 
 
 def _decimal_steps() -> Iterator[int]:

@@ -9,13 +9,14 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ..masks._cells import Cells
-from ._heat_axes import Tick, labels_above, ticks
+from ._heat_axes import Tick, labels_above, round_slots, ticks
 from ._heat_levels import Level, levels_of, levels_used
 from ._terminal import Terminal
 
 # R rows, C columns
 
 _TICK_ROWS, _TICK_COLUMNS = 3, 7  # lines and columns for each label
+_FRAME = 3  # columns beside the cells and the labels
 _LEAST_SIDE = 6
 _LEAST_SHARE = 0.8
 _PLAIN = "\x1b[0m"
@@ -35,12 +36,14 @@ class Grid:
         return self.rows, self.columns
 
 
-def grid_for(queries: int, keys: int, terminal: Terminal, lines: int) -> Grid:
-    """The finest grid for so many queries and keys that fits into these lines, with cells about as wide as high.
+def grid_for(window: tuple[range, range], terminal: Terminal, lines: int) -> Grid:
+    """The finest grid of a window that fits into these lines, with cells about as wide as high.
 
     A character is about twice as high as wide. Where the window is small each pair is a cell.
     """
-    most = terminal.columns - _label_width(queries) - 4
+    queries, keys = map(len, window)
+    margin = max(map(len, round_slots(window[0], lines // _TICK_ROWS).values()), default=0)
+    most = terminal.columns - margin - _FRAME
     if queries <= lines and keys <= most:
         return Grid(queries, keys, width=2 if 2 * keys <= most else 1)
     halves = terminal.colour and terminal.shapes
@@ -55,10 +58,6 @@ def _even(slots: int, most: int) -> int:
     """Cells of one length, if that does not take many fewer: their edges are then those of segments and blocks."""
     least = max(1, round(_LEAST_SHARE * most))
     return next((cells for cells in range(min(most, slots), least - 1, -1) if slots % cells == 0), min(most, slots))
-
-
-def _label_width(slots: int) -> int:
-    return len(f"{slots:,}") + 1
 
 
 def heat_map(cells: Cells, grid: Grid, terminal: Terminal) -> list[str]:

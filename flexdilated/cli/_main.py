@@ -32,10 +32,11 @@ _COMMANDS = {
     "doctor": ("say what works on this machine, and what is missing", _doctor_arguments),
 }
 _INTERRUPTED = 130  # what shells report of a process that SIGINT ended
+_UNREAD = 141  # of one that SIGPIPE ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. The exit status: 0 done, 1 does not work here, 2 bad usage, 130 interrupted."""
+    """Run one command. The exit status: 0 done, 1 does not work here, 2 bad usage, 130 interrupted, 141 unread."""
     options = _parser().parse_args(arguments)
     try:
         return options.command(options)
@@ -46,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped; a checkpoint written so far stays", file=sys.stderr)
         return _INTERRUPTED
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _UNREAD
 
 
 def _parser() -> argparse.ArgumentParser:

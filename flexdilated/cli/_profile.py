@@ -80,7 +80,10 @@ def _recordings_table(recordings: Sequence[Recording], folder: Path, width: int,
     total = seconds_text(sum(each.seconds for each in recordings))
     head = f"{len(recordings)} recording{'' if len(recordings) == 1 else 's'} in {folder}, {total} in all"
     shown = recordings[:most]
-    rows = [(each.name, seconds_text(each.seconds), f"{each.events:,}") for each in shown]
+    rows = [
+        (each.name, seconds_text(each.seconds), f"{each.events:,}{'' if each.trace else ', too many for a trace'}")
+        for each in shown
+    ]
     table = _table(rows, ("recording", "time", "events"), width)
     more = f"\nand {len(recordings) - most} shorter ones" if len(recordings) > most else ""
     return f"{head}\n\n{table}{more}"

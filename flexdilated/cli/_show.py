@@ -33,7 +33,8 @@ def show(settings: ShowSettings) -> int:
             print(json.dumps(show_data(settings), indent=1, ensure_ascii=False))
         else:
             print("\n".join(map_lines(settings)), flush=True)  # the numbers may take a moment longer
-            print(f"\n{_described(settings)}")
+            if not settings.brief:
+                print(f"\n{_described(settings)}")
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from None
     return 0
@@ -83,15 +84,16 @@ def show_data(settings: ShowSettings) -> dict[str, Any]:
 
 def _branches(settings: ShowSettings, cells: Cells) -> list[dict[str, Any]]:
     named = zip(settings.asked.pattern.branches(), cells.branches, strict=True)
-    return [{"pattern": repr(branch), "low": found.low.tolist(), "high": found.high.tolist()} for branch, found in named]
+    return [
+        {"pattern": repr(branch), "low": found.low.tolist(), "high": found.high.tolist()} for branch, found in named
+    ]
 
 
 def _grid(settings: ShowSettings, lines: int) -> Grid:
-    queries, keys = len(settings.queries), len(settings.keys)
     if settings.cells is None:
-        return grid_for(queries, keys, settings.terminal, lines)
+        return grid_for((settings.queries, settings.keys), settings.terminal, lines)
     rows, columns = settings.cells
-    return Grid(min(rows, queries), min(columns, keys))
+    return Grid(min(rows, len(settings.queries)), min(columns, len(settings.keys)))
 
 
 def _count(settings: ShowSettings, shape: tuple[int, int]) -> Cells:

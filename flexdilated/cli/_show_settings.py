@@ -26,7 +26,7 @@ _CELLS = re.compile(r"([0-9]{1,9})x([0-9]{1,9})", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class ShowSettings:
-    """`asked` is of one batch entry; `cells` is None where as many are wanted as fit; `ranks` are None for one device."""
+    """`asked` is of one batch entry; `cells` is None for as many as fit, `ranks` for one device."""
 
     asked: AskedPattern
     head: int
@@ -35,6 +35,7 @@ class ShowSettings:
     keys: range
     cells: tuple[int, int] | None
     terminal: Terminal
+    brief: bool
     as_json: bool
     plot: Path | None
     html: Path | None
@@ -62,6 +63,7 @@ def settings_from(options: argparse.Namespace) -> ShowSettings:
         keys=_window("--cols", options.cols, asked.num_tokens),
         cells=_cells(options.cells),
         terminal=terminal_of(sys.stdout, colour=options.color),
+        brief=options.brief,
         as_json=options.json,
         plot=options.plot,
         html=options.html,
@@ -72,7 +74,7 @@ def settings_from(options: argparse.Namespace) -> ShowSettings:
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """At most one form, files of kinds that can be written, and nothing that would have no effect."""
-    forms = [f"--{name}" for name in ("json", "plot", "html") if getattr(options, name)]
+    forms = [f"--{name}" for name in ("brief", "json", "plot", "html") if getattr(options, name)]
     if len(forms) > 1:
         raise UsageError(f"show gives one form at a time; got {' and '.join(forms)}")
     for name, kinds in (("plot", _PICTURES), ("html", _PAGES)):
@@ -114,5 +116,7 @@ def _cells(text: str | None) -> tuple[int, int] | None:
     found = _CELLS.fullmatch(text.strip().lower())
     rows, columns = map(int, found.groups()) if found else (0, 0)
     if not (1 <= rows <= MOST_CELLS and 1 <= columns <= MOST_CELLS):
-        raise UsageError(f"--cells takes ROWSxCOLUMNS from 1x1 to {MOST_CELLS}x{MOST_CELLS}, such as 40x80; got {text!r}")
+        raise UsageError(
+            f"--cells takes ROWSxCOLUMNS from 1x1 to {MOST_CELLS}x{MOST_CELLS}, such as 40x80; got {text!r}"
+        )
     return rows, columns

@@ -39,7 +39,7 @@ def _takes_colours(stream: TextIO) -> bool:
 
 def _takes_shapes(stream: TextIO) -> bool:
     try:
-        _SHAPES.encode(stream.encoding or "ascii")
+        _SHAPES.encode(stream.encoding or "utf-8")  # none: text that is not encoded
     except (UnicodeEncodeError, LookupError):
         return False
     return True

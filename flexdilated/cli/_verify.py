@@ -104,7 +104,7 @@ def _over_ranks() -> Iterator[Verdict]:
         if isinstance(result, Measured):
             yield Verdict(name, where, result)
         else:
-            yield Verdict(name, where, failure=str(result).partition("\n")[0])
+            yield Verdict(name, where, failure=f"fails: {result}".partition("\n")[0])
 
 
 def _first_line(error: Exception) -> str:
@@ -131,7 +131,7 @@ def _table(rows: list[tuple[str, ...]], head: tuple[str, ...]) -> str:
 
 
 def _because(verdict: Verdict) -> str:
-    return f"is skipped: {verdict.skipped}" if verdict.skipped is not None else f"{verdict.cause}"
+    return f"is skipped: {verdict.skipped}" if verdict.skipped is not None else verdict.cause or "is right"
 
 
 def _wrapped(text: str, width: int) -> str:

@@ -12,7 +12,7 @@ from ..masks import Mixture, Pattern
 from ..masks._check import require_int
 from ..masks._pattern import require_expression
 from ..masks._run_time import names
-from ._closeness import likely_mistake
+from ._closeness import AS_IF, likely_mistake
 from ._compile_checks import check_compile, check_recompilation
 from ._leak_checks import check_batch, check_causality, check_isolation, check_packing, check_padding
 from ._module_calls import Calls
@@ -139,7 +139,7 @@ def _result(name: str, subject: Subject, *, shrink: bool) -> CheckResult:
         return CheckResult(name, "does not apply", str(reason))
     except Failure as failure:
         detail = (_smaller(name, subject) if shrink else None) or str(failure)
-        return CheckResult(name, "failed", detail + _at_length(subject) if name == "agreement" else detail)
+        return CheckResult(name, "failed", _told_apart(detail, subject) if name == "agreement" else detail)
 
 
 def _run(name: str, subject: Subject) -> str:
@@ -151,8 +151,8 @@ def _run(name: str, subject: Subject) -> str:
         raise Failure(f"raises {type(error).__name__}: {error}") from error
 
 
-def _at_length(subject: Subject) -> str:
-    """What the mistake may be, where many keys tell it from others."""
+def _told_apart(detail: str, subject: Subject) -> str:
+    """With the mistake named at the longest length, where there are keys enough to tell it from others."""
     length = subject.lengths[-1]
     q, k, v = subject.inputs(length)
     problem = subject.problem(q, k, v)
@@ -160,8 +160,8 @@ def _at_length(subject: Subject) -> str:
     try:
         likely = likely_mistake(problem, subject.run(subject.module(), q, k, v)[0], truth, rows=rows)
     except Exception:  # a module that raises here has said so
-        return ""
-    return f"\n  as if     at {tokens(length)}: {likely}" if likely else ""
+        return detail
+    return f"{detail.partition(AS_IF)[0]}{AS_IF}{likely}, at {tokens(length)}" if likely else detail
 
 
 def _smaller(name: str, subject: Subject) -> str | None:

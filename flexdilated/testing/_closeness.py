@@ -13,7 +13,9 @@ from ..masks._check import require_bool
 from ._problem import Problem
 from ._rounding import MARGIN, Expected, cotangents, expected
 from ._suspects import explain
-from ._words import branch_lines, number, runs
+from ._words import branch_lines, number, rough, runs
+
+AS_IF = "\n  as if     "
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -134,8 +136,8 @@ def _report(problem: Problem, name: str, found: Tensor, truth: Expected, missed:
         f"{what.format(h=h)} {row}{element}",
         f"  found     {number(found[place])}",
         f"  expected  {number(truth.value[place])}",
-        f"  off by    {number((found[place].double() - truth.value[place]).abs())}, where rounding to {dtype} may "
-        f"account for {number(truth.budget[place])}{_plain(truth, place)}",
+        f"  off by    {rough((found[place].double() - truth.value[place]).abs())}, where rounding to {dtype} may "
+        f"account for {rough(truth.budget[place])}{_plain(truth, place)}",
     ]
     if name in ("out", "lse", "dq"):
         lines += [f"  {line}" for line in branch_lines(problem, b, h, row)]
@@ -145,11 +147,13 @@ def _report(problem: Problem, name: str, found: Tensor, truth: Expected, missed:
         mine = seen_by[seen_by[:, 0] // heads == h]
         lines.append(f"  seen by   {runs(sorted(set(mine[:, 1].tolist())))} (queries)")
     if name == "out" and (likely := explain(problem, found.detach(), truth.budget, wrong)):
-        lines.append(f"  as if     {likely}")
+        return "\n".join(lines) + AS_IF + likely
     return "\n".join(lines)
 
 
 def _plain(truth: Expected, place: tuple[int, ...]) -> str:
-    if truth.plain_error is None:
+    """Said where the budget is that of plain attention."""
+    error = None if truth.plain_error is None else truth.plain_error[(*place[:3], 0)]
+    if error is None or error == 0 or error * MARGIN < truth.budget[place]:
         return ""
-    return f" (plain attention is off by up to {number(truth.plain_error[(*place[:3], 0)])} there)"
+    return f" (plain attention is off by up to {rough(error)} there)"

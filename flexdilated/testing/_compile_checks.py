@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._module_subject import Failure, Subject
 from ._rounding import expected
-from ._words import number, tokens
+from ._words import rough, tokens
 
 _GRAPHS = 3  # of one length, of all lengths, and of one token, which torch treats apart
 _numbers = count()
@@ -38,7 +38,7 @@ def check_compile(subject: Subject) -> str:
     for name, (x, y) in pairs.items():
         off = (x - y).double().abs()
         if not (off <= truth[name].budget + torch.finfo(x.dtype).eps * (y.abs() if name != "out" else 0)).all():
-            raise Failure(f"{tokens(length)}: {name} compiled and eager differ by {number(off.amax())}")
+            raise Failure(f"{tokens(length)}: {name} compiled and eager differ by {rough(off.amax())}")
     return f"{tokens(length)}: one graph, the same values and gradients as eager"
 
 

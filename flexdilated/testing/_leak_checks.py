@@ -12,7 +12,7 @@ from ._closeness import hold
 from ._module_subject import DoesNotApply, Failure, Subject
 from ._problem import Problem
 from ._rounding import Expected, expected
-from ._words import number, tokens
+from ._words import rough, tokens
 
 _KEYS = 6
 
@@ -73,7 +73,7 @@ def _changed(before: Tensor, after: Tensor, truth: Expected, rows: Tensor) -> Te
 
 
 def _size(before: Tensor, after: Tensor, place: tuple[int, ...]) -> str:
-    return number((after - before)[place].abs().amax())
+    return rough((after - before)[place].abs().amax())
 
 
 def check_padding(subject: Subject) -> str:

@@ -1,9 +1,9 @@
 """How far rounding to a dtype may take an attention from its definition, number by number.
 
-Each score is a sum of D rounded products, so that a weight is off by a factor of about 1 + eps (1 + reach), where reach
-is the largest sum |q| |k| of its row, scaled: what the rounding of products can add up to. Carried through the formulas
-of output, lse and gradients to first order, that gives each number a limit of its own. Where plain attention in the
-same dtype is farther off than that, its own error is the limit. Both are widened by a margin.
+Each score is a sum of D rounded products, and a weight is exp(score - lse): it is off by a factor of about
+1 + eps (1 + reach + |lse|), where reach is the largest sum |q| |k| of its row, scaled: what rounding of products can add
+up to. Carried through the formulas of output, lse and gradients to first order, that gives each number a limit of its
+own. Where plain attention in the same dtype is farther off, its own error is the limit. Both are widened by a margin.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ def _first_order(
         q, k, v = wide.q.abs(), wide.for_query_heads(wide.k).abs(), wide.for_query_heads(wide.v).abs()
         scores = wide.scores()
         sizes = torch.maximum((q @ k.mT) * abs(wide.scale), scores.abs())
-        loose = 1.0 + sizes.masked_fill(times == 0, 0.0).amax(-1)
+        finite = lse.masked_fill(lse == -torch.inf, 0.0)
+        loose = 1.0 + sizes.masked_fill(times == 0, 0.0).amax(-1) + finite.abs()
         # A score that is hidden may be of any size: only those that take part are looked at.
-        logits = scores.masked_fill(times == 0, -torch.inf) - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
-        weights = times * logits.exp()
+        weights = times * (scores.masked_fill(times == 0, -torch.inf) - finite[..., None]).exp()
         errors = dtype.eps * loose[..., None] * weights + max(dtype.smallest_normal, _VANISHED) * (times > 0)
-        limits = {"out": errors @ v, "lse": dtype.eps * (loose + lse.masked_fill(lse == -torch.inf, 0.0).abs())}
+        limits = {"out": errors @ v, "lse": dtype.eps * loose}
         if gradients:
             grad_out, grad_lse = (x.abs() for x in cotangents(out, lse, through_lse=through_lse))
-            inner = grad_out @ v.mT + (grad_out * out.abs()).sum(-1, keepdim=True) + grad_lse[..., None]
+            inner = grad_out @ v.mT + (grad_out * (weights @ v)).sum(-1, keepdim=True) + grad_lse[..., None]
             pulls = errors * inner * abs(wide.scale)
             limits["dq"] = pulls @ k
             limits["dk"] = _summed(pulls.mT @ q, wide.k.shape[1])

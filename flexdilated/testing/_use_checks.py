@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ._closeness import hold
 from ._module_subject import DoesNotApply, Failure, Subject
 from ._rounding import expected
-from ._words import number, tokens
+from ._words import number, rough, tokens
 
 
 def check_lengths(subject: Subject) -> str:
@@ -54,7 +54,7 @@ def check_determinism(subject: Subject) -> str:
             if not torch.equal(x, before):
                 raise Failure(f"{tokens(length)}, {kind}: the call changes {name}")
         if not _same_bits(first, second):
-            off = number((first - second).abs().amax())
+            off = rough((first - second).abs().amax())
             raise Failure(f"{tokens(length)}, {kind}: two calls with the same inputs differ by {off}")
     return f"two calls each at {len(subject.lengths)} lengths: bit for bit the same, inputs left as they were"
 
@@ -86,7 +86,7 @@ def check_state_dict(subject: Subject) -> str:
     q, k, v = subject.inputs(longest)
     found, right = (subject.run(module, q, k, v)[0] for module in (second, first))
     if not _same_bits(found, right):
-        off = number((found - right).abs().amax())
+        off = rough((found - right).abs().amax())
         raise Failure(f"{tokens(longest)}: after load_state_dict the output differs by {off}")
     return f"{len(names)} names; loaded into another module it gives the same bits"
 

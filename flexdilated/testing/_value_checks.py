@@ -58,17 +58,18 @@ def _weights(subject: Subject, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _wrong_pair(times: Tensor, found: Tensor, truth: Tensor, wrong: Tensor) -> str:
-    h, q, k = wrong.nonzero()[0].tolist()
-    weight, right, count = found[h, q, k], truth[h, q, k], int(times[h, q, k])
-    pair = f"head {h}, query {q}, key {k}"
-    sums = f"; the weights of this query add up to {number(found[h, q].sum())}"
-    if not count:
-        missed = int((wrong & (times == 0)).sum())
-        return f"{pair} is not allowed and takes part with weight {number(weight)}, as do {missed - 1} pairs more{sums}"
-    if abs(weight) <= 1e-3 * right:
-        missed = int((wrong & (times > 0) & (found.abs() <= 1e-3 * truth)).sum())
-        return f"{pair} is allowed and takes no part, as do {missed - 1} pairs more{sums}"
-    return f"{pair} has weight {number(weight)}, not {number(right)}, and counts {count} times{sums}"
+    """A pair too many before one that is missing, and that before one of another weight."""
+    extra, missing = wrong & (times == 0), wrong & (times > 0) & (found.abs() <= 1e-3 * truth)
+    kind = next(kind for kind in (extra, missing, wrong) if kind.any())
+    h, q, k = kind.nonzero()[0].tolist()
+    pair, weight = f"head {h}, query {q}, key {k}", number(found[h, q, k])
+    number_of = f"{int(kind.sum())} such pairs; the weights of this query add up to {number(found[h, q].sum())}"
+    if kind is extra:
+        return f"{pair} is not allowed and takes part with weight {weight} ({number_of})"
+    if kind is missing:
+        return f"{pair} is allowed and takes no part ({number_of})"
+    right = f"{number(truth[h, q, k])}, as it counts {int(times[h, q, k])}x"
+    return f"{pair} has weight {weight} and should have {right} ({number_of})"
 
 
 def check_empty_rows(subject: Subject) -> str:

@@ -16,8 +16,13 @@ _BRANCHES = 6
 
 
 def number(x: Tensor | float) -> str:
-    """Six digits."""
-    return f"{x.detach().item() if isinstance(x, Tensor) else x:.6g}"
+    """Five digits."""
+    return f"{x.detach().item() if isinstance(x, Tensor) else x:.5g}"
+
+
+def rough(x: Tensor) -> str:
+    """Two digits, for an error."""
+    return f"{x.detach().item():.2g}"
 
 
 def tokens(length: int) -> str:

@@ -102,7 +102,7 @@ def _assembled(data: dict[str, Any], title: str) -> str:
 
 
 def _text(name: str) -> str:
-    return files(__package__).joinpath("web", name).read_text("utf-8")
+    return files("flexdilated.viewer").joinpath("web", name).read_text("utf-8")
 
 
 def _digest(text: str) -> str:

@@ -55,7 +55,7 @@ def ranks_data(pattern: Expression, num_tokens: int, num_heads: int, ranks: Rank
     """Both shardings as plain data. Raises ValueError where the heads do not divide."""
     kv_heads = num_heads if ranks.num_kv_heads is None else ranks.num_kv_heads
     if num_heads % kv_heads:
-        raise ValueError(f"num_kv_heads must divide the query heads; got num_kv_heads={kv_heads} and {num_heads=}")
+        raise ValueError(f"num_kv_heads must divide num_heads; got num_kv_heads={kv_heads} and {num_heads=}")
     shardings = {}
     for order in _ORDERS:
         sharding = Sharding(num_tokens, ranks.num_ranks, order)

@@ -29,7 +29,7 @@ def rule_data(written: Pattern, bound: Pattern) -> dict[str, Any]:
     """
     if isinstance(bound, Table):
         return {**_table_data(written, bound), "phrase": _phrase(written)}
-    data = bound.to_data() if not hasattr(bound, "parts") else {"kind": _kind(bound)}
+    data: dict[str, Any] = {"kind": _kind(bound)} if hasattr(bound, "parts") else bound.to_data()
     if data["kind"] == "custom":
         raise ValueError(f"{_NO_JSON}; got {written!r}")
     if data["kind"] == "random_blocks":

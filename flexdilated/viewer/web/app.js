@@ -141,7 +141,8 @@ class App {
   }
 
   report() {
-    const { view, image } = this.state;
+    const { view, image, sharding } = this.state;
+    document.getElementById("rank-note").hidden = !sharding;
     const { density } = image;
     const [tokens, pixels] = [grouped(Math.round(view.scale)), Math.round(1 / view.scale)];
     const size = view.scale > 1 ? `1 pixel is ${tokens} tokens a side` : `1 token is ${plural(pixels, "pixel")}`;

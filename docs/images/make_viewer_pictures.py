@@ -1,0 +1,52 @@
+"""Draw viewer.png and viewer_pairs.png beside this file: the viewer's page as chromium shows it.
+
+Run from a checkout with the extra `demo` and chromium installed: python docs/images/make_viewer_pictures.py
+"""
+
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the browser is driven as in the tests
+
+from flexdilated import masks  # noqa: E402
+from flexdilated.viewer import Ranks, page  # noqa: E402
+from tests.browser import Browser, find_browser  # noqa: E402
+
+WINDOW = {"width": 1280, "height": 900}
+EVERYTHING = "q=0&k=0&span=1048576&head=0&order=natural&block=128&ranks=contiguous"
+PAIRS = "q=32753&k=32736&span=36&head=1&order=natural&block=128&ranks=off"
+
+
+def main() -> None:
+    """Both pictures are of one page: all of a million tokens, and pairs at the border of two segments."""
+    found = find_browser()
+    assert found, "the pictures are drawn with chromium: make browser"
+    pattern = masks.longnet([2048, 32768, 262144, 1048576], [1, 16, 128, 512]) & masks.causal()
+    ranks = Ranks(num_ranks=8, dtype=torch.bfloat16)
+    with TemporaryDirectory() as folder, Browser(found) as browser:
+        file = Path(folder) / "page.html"
+        file.write_text(page(pattern, 1 << 20, num_heads=8, ranks=ranks, title="LongNet at a million tokens"), "utf-8")
+        draw(browser, f"{file.as_uri()}#{EVERYTHING}", "viewer", dark=False)
+        draw(browser, f"{file.as_uri()}#{PAIRS}", "viewer_pairs", dark=True, held=(32785, 32769))
+
+
+def draw(browser: Browser, address: str, name: str, *, dark: bool, held: tuple[int, int] | None = None) -> None:
+    tab = browser.open(address, dark=dark, **WINDOW)
+    tab.settle()
+    if held is not None:
+        tab.evaluate(f"(viewer.hold({held[0]}, {held[1]}), viewer.explain(), viewer.askFrame())")
+        tab.settle()
+    picture = Path(__file__).with_name(f"{name}.png")
+    tab.screenshot(picture)
+    tab.close()
+    with Image.open(picture) as image:  # as many colours as the page has, or nearly
+        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(picture, optimize=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""show: forms and run-time tensors from the command line, and clear answers to wrong questions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexdilated import masks
+from flexdilated.cli import main
+from flexdilated.cli._show import map_lines
+from tests import oracle
+from tests.shown import asked, body
+
+
+@pytest.fixture(autouse=True)
+def terminal_size(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def test_documents_from_the_command_line() -> None:
+    """Lengths one after the other; what is left is padding; --batch chooses an entry."""
+    question = ["causal() & documents('d')", "--bind", "d=3,2/6", "-n", "6"]
+    first, second = (body(map_lines(asked(*question, "--batch", str(entry)))) for entry in (0, 1))
+    assert [row.count("█") // 2 for row in first] == [1, 2, 3, 1, 2, 0]
+    assert [row.count("█") // 2 for row in second] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_command_prints_the_map_and_the_numbers(capsys):
+    assert main(["show", "dilated(64, 4, 'interleaved')", "-n", "256", "--heads", "4", "--head", "3"]) == 0
+    printed = capsys.readouterr().out
+    pattern, facts = printed.splitlines()[:2]
+    assert pattern == "dilated(64, 4, offset='interleaved')"
+    assert facts.startswith("head 3 of 4, 256 tokens, natural order; ")
+    useful = 4 * 4 * 16 * 16  # heads, segments, active tokens squared
+    assert f"{useful:,} useful" in printed
+
+
+def test_a_reader_that_has_seen_enough():
+    """A closed pipe ends the command quietly, as SIGPIPE would."""
+    command = [sys.executable, "-m", "flexdilated", "show", "causal()"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=100) == 141
+        assert process.stderr.read() == b""
+
+
+def test_data(capsys):
+    question = ["longnet((8, 32), (1, 4)) & causal()", "-n", "64", "--heads", "2", "--head", "1", "--order", "residue"]
+    assert main(["show", *question, "--json", "--cells", "8x16", "--rows", "10:40"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["head"], data["num_heads"], data["order"], data["rate"]) == (1, 2, "residue", 4)
+    assert data["row_edges"][0] == 10
+    assert data["row_edges"][-1] == 40
+    assert len(data["column_edges"]) == 17
+    rule = oracle.both(oracle.longnet((8, 32), (1, 4)), oracle.causal())
+    position = masks.layout(masks.parse(question[0]), 64).positions()
+    table = rule(1, 2, position[10:40], position)
+    assert torch.tensor(data["low"]).sum() == table.sum()
+    assert data["low"] == data["high"]
+    assert data["likely"] is None
+    parts = torch.tensor([branch["low"] for branch in data["branches"]])
+    assert parts.sum(0).tolist() == data["low"]
+    assert data["branches"][0]["pattern"] == "dilated(8, 1, offset='interleaved') & causal()"
+    assert data["description"]["useful_pairs"] == masks.describe(masks.parse(question[0]), 64, num_heads=2).useful_pairs
+
+
+def test_a_page(tmp_path, capsys):
+    path = tmp_path / "out.html"
+    question = ["show", "longnet((64, 256), (1, 4)) & causal()", "-n", "4K", "--html", str(path)]
+    assert main([*question, "--ranks", "4", "--sharding", "zigzag"]) == 0
+    assert capsys.readouterr().out == f"wrote {path}: {path.stat().st_size:,} bytes\n"
+    assert path.read_text(encoding="utf-8").lower().startswith("<!doctype html>")
+
+
+@pytest.mark.skipif(not hasattr(masks, "plot"), reason="masks.plot is not there yet")
+@pytest.mark.parametrize(("kind", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_a_picture(tmp_path, capsys, kind, start):
+    pytest.importorskip("matplotlib", reason="draws with matplotlib")
+    path = tmp_path / f"out.{kind}"
+    assert main(["show", "longnet((64, 256), (1, 4))", "-n", "4K", "--rows", "1K:2K", "--plot", str(path)]) == 0
+    assert capsys.readouterr().out == f"wrote {path}: {path.stat().st_size:,} bytes\n"
+    assert path.read_bytes().startswith(start)
+
+
+BAD = {
+    "causal() -n x": "--tokens must be a whole number above 0",
+    "causal() -n 0": "--tokens must be a whole number above 0",
+    "causal() --heads 0": "--heads must be at least 1; got 0",
+    "causal() --head 8": "--head must be at least 0 and below 8; got 8",
+    "causal() --head -1": "--head must be at least 0 and below 8; got -1",
+    "causal() --batch 1": "--batch must be at least 0 and below 1; got 1",
+    "causal() --rows 5": "--rows takes A:B with 0 <= A < B <= 65536, such as 0:64; got '5'",
+    "causal() --rows 5:5": "--rows takes A:B with 0 <= A < B <= 65536, such as 0:64; got '5:5'",
+    "causal() --cols 1:65537": "--cols takes A:B with 0 <= A < B <= 65536, such as 0:64; got '1:65537'",
+    "causal() --cols=-1:4": "--cols takes A:B with 0 <= A < B <= 65536, such as 0:64; got '-1:4'",
+    "causal() --cells 0x4": "--cells takes ROWSxCOLUMNS from 1x1 to 4096x4096, such as 40x80; got '0x4'",
+    "causal() --cells 4": "--cells takes ROWSxCOLUMNS",
+    "documents('d')": "the pattern needs run-time tensors: give --bind d=...; got none for d",
+    "causal() --bind d=3": "--bind must name a run-time tensor of the pattern, which needs none; got 'd'",
+    "documents('d') --bind d": "--bind takes NAME=VALUE, such as documents=100,200,300; got 'd'",
+    "documents('d') --bind d=3,x": "--bind d takes whole numbers with commas",
+    "documents('d') --bind d=3,4 -n 5": "the documents of d must fit into 5 tokens; got 7 in all",
+    "documents('d') --bind d=3 --bind d=4": "--bind gives each run-time tensor one value; got two for 'd'",
+    "visible_keys('v') --bind v=3": "--bind v takes ranges FIRST:STOP with commas, such as 0:100,200:300; got '3'",
+    "lengths('n') --bind n=70000": "lengths must lie between 0 and the 65536 positions; got 70000",
+    "documents('d')|visible_keys('d') --bind d=3": "--bind d needs a .json or .pt file with the tensor itself",
+    "documents('d') --bind d=none.json": "--bind d must name a file that can be read",
+    "neighborhood((4,4),1)": "a grid of 4x4 holds 16 tokens; got queries up to 65536",
+    "causal() --plot out.gif": "--plot writes .png or .svg files; got out.gif",
+    "causal() --html out.txt": "--html writes .html or .htm files; got out.txt",
+    "causal() --html nowhere/out.html": "--html must be in a folder that exists; got nowhere/out.html",
+    "causal() --json --html out.html": "show gives one form at a time; got --json and --html",
+    "causal() --html out.html --rows 0:5": "a page holds every window and both orders; got --html with --rows",
+    "causal() --html out.html --order residue": "a page holds every window and both orders; got --html with --order",
+    "causal() --ranks 4": "--ranks needs --html; got it without",
+    "causal() --sharding zigzag": "--sharding needs --ranks; got it without",
+    "causal() --plot out.png --cells 3x3": "--cells is for the terminal and --json; got it with --plot",
+    "causal() --html out.html --ranks 0": "num_ranks must be at least 1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("question", BAD)
+def test_wrong_questions_have_clear_answers(question, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["show", *question.split(" ")]) == 2
+    said = capsys.readouterr()
+    assert BAD[question] in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_a_pattern_that_does_not_read(capsys):
+    assert main(["show", "causal("]) == 2
+    assert "a pattern or a value should stand here; got the end; at column 8" in capsys.readouterr().err
+    assert main(["show", "none.json"]) == 2
+    assert "PATTERN must be an expression or a file that can be read" in capsys.readouterr().err
+
+
+def test_tensors_from_files(tmp_path):
+    """The tensor itself, from torch.save or as a JSON list."""
+    ids: Tensor = torch.tensor([0, 0, 1, -1])
+    torch.save(ids, tmp_path / "ids.pt")
+    (tmp_path / "ids.json").write_text("[0, 0, 1, -1]", encoding="utf-8")
+    for name in ("ids.pt", "ids.json"):
+        settings = asked("documents('d')", "--bind", f"d={tmp_path / name}")
+        assert settings.asked.num_tokens == 4
+        assert [row.count("█") // 2 for row in body(map_lines(settings))] == [2, 2, 1, 0]
+    (tmp_path / "seen.json").write_text("[[true, false, true], [false, false, true]]", encoding="utf-8")
+    settings = asked("visible_keys('v')", "--bind", f"v={tmp_path / 'seen.json'}", "-n", "3", "--batch", "1")
+    assert body(map_lines(settings)) == ["    ██"] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("bad.pt", "x"), ("bad.json", "{}"), ("bad.json", "[[1, 2], [3]]"), ("bad.json", "[1, true]"), ("bad.json", "")],
+)
+def test_files_without_a_tensor(tmp_path, capsys, name, content):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert main(["show", "documents('d')", "--bind", f"d={tmp_path / name}"]) == 2
+    assert "--bind d must name a file with a tensor" in capsys.readouterr().err

@@ -1,0 +1,42 @@
+"""Changes of the engines' code that every other test let pass: each is seen by one here (docs/planted_bugs.md)."""
+
+import pytest
+import torch
+
+import flexdilated as fd
+from flexdilated import _kernel_cuda, masks
+
+
+def test_a_cache_of_fixed_capacity_keeps_its_size() -> None:
+    """After a large chunk of which little stays visible, too."""
+    tokens = torch.randn(3, 1, 2, 900, 8)
+    kept = fd.KVCache(masks.local_window(left=3, right=0), num_heads=2, capacity=1000)
+    kept.attend(*(x[:, :, :600] for x in tokens))
+    assert kept.nbytes == 2 * 2 * 1000 * 8 * 4
+    kept.attend(*(x[:, :, 600:] for x in tokens))
+    assert kept.nbytes == 2 * 2 * 1000 * 8 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_in_half_precision_are_added_up_in_float32(dtype) -> None:
+    """Over 512 queries, dk and dv are off by little more than rounding them once; added up in `dtype` it is twice that."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 2, 512, 32, generator=generator).to(dtype) for _ in range(4))
+    halves, wide = ([x.to(kind).requires_grad_() for x in (q, k, v)] for kind in (dtype, torch.float64))
+    out = fd.attend(*halves, masks.causal(), engine="tiles")
+    truth = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True)
+    found, expected = torch.autograd.grad(out, halves, grad), torch.autograd.grad(truth, wide, grad.double())
+    for name, part, right in zip(("dq", "dk", "dv"), found, expected, strict=True):
+        error = float((part.double() - right).norm() / right.norm())
+        assert error < 0.4 * torch.finfo(dtype).eps, f"{name} is off by {error:.2e}"
+
+
+def test_rows_that_a_device_can_load_are_not_copied() -> None:
+    """It loads 16 bytes at once: rows of 8 numbers that begin at multiples of that, and no others."""
+    x = torch.randn(100)
+    assert _kernel_cuda._loadable(rows := x[:96].view(4, 3, 8)) is rows
+    for begin, loaded in ((1, False), (2, False), (4, True)):
+        rows = x[begin : begin + 96].view(4, 3, 8)
+        found = _kernel_cuda._loadable(rows)
+        assert (found is rows) == loaded
+        assert torch.equal(found, rows)

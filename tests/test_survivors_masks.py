@@ -1,0 +1,128 @@
+"""Changes of the patterns' code that every other test let pass: each is seen by one here (docs/planted_bugs.md)."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexdilated import masks
+from flexdilated.masks._blocks import build_blocks
+from flexdilated.masks._box import Box, Progression
+from flexdilated.masks._choice import Candidates, Choice, way_of
+from flexdilated.masks._layout import Layout, Listed
+from flexdilated.masks._machine_in_use import machine_of
+from flexdilated.masks._needs_by_boxes import _Boxes
+from flexdilated.masks._options import ANYTHING
+from flexdilated.masks._packed_blocks import PackedBlocks
+from flexdilated.masks._placed import plan_at
+from flexdilated.masks._placement import Placement
+from flexdilated.masks._range_union import ranges_of
+from flexdilated.masks._rule import Rule
+
+
+def numbers(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
+def test_a_choice_of_sides_that_are_not_offered_does_not_fit() -> None:
+    bound = masks.random_blocks(2048).bind(num_heads=1, num_queries=2048, num_keys=2048)
+    candidates = Candidates.of(bound, machine_of("cpu"), ANYTHING)
+    layout, sides = next(way_of(option) for option in candidates.branches[0] if way_of(option)[1])
+    assert candidates.chosen(Choice(False, ((layout, sides),))) is not None
+    assert candidates.chosen(Choice(False, ((layout, tuple(3 * side for side in sides)),))) is None
+
+
+def test_squares_are_no_beginning_where_one_side_has_an_order_of_its_own() -> None:
+    """Tables list squares of positions: slots of queries that lie apart are none."""
+    pattern = masks.block_list([[0], [1], [2], [3], [4]], block=8)
+    queries = Listed((range(8, 16), range(32, 40)))
+    rule = Rule(pattern, 1, (0,), queries.pieces(0), Layout(40).pieces(0))
+    found = build_blocks(rule, q_block=8, k_block=8)
+    assert list(zip(found.row.tolist(), found.column.tolist(), strict=True)) == [(0, 1), (1, 4)]
+
+
+def test_a_built_in_function_is_known_by_its_name() -> None:
+    """Equal code that captured one is an equal pattern, in every process."""
+
+    def choosing(choose):
+        return lambda b, h, q, k: choose(q > k, q, k) > 3
+
+    one, same, other = (masks.custom(choosing(function)) for function in (torch.where, torch.where, torch.clamp))
+    assert one.text == same.text != other.text
+
+
+def test_runs_of_keys_are_told_apart() -> None:
+    """Keys 3 to 7 and keys 4 to 7: first and number add up to the same."""
+    boxes = _Boxes(numbers(0, 0, 9), numbers(1, 1, 1), numbers(3, 4, 3), numbers(5, 4, 5))
+    runs, number = boxes.key_runs()
+    assert runs == 2
+    assert number[0] == number[2] != number[1]
+
+
+def test_packed_lists_take_room_for_their_heads_too() -> None:
+    bound = masks.causal().bind(num_heads=8, num_queries=64, num_keys=64)
+    packed = PackedBlocks.pack(build_blocks(_rule(bound.pattern), q_block=8, k_block=8).with_heads((0,) * 8))
+    assert packed.nbytes == len(packed.data) + 64
+
+
+def _rule(pattern: masks.Pattern) -> Rule:
+    return Rule(pattern, 8, (0,), Layout(64).pieces(0), Layout(64).pieces(0))
+
+
+def test_two_positions_apart_are_no_range() -> None:
+    assert ranges_of(numbers(15, 28)) == (range(15, 16), range(28, 29))
+    assert ranges_of(numbers(15, 28, 41)) == (range(15, 42, 13),)
+
+
+def test_patterns_of_single_heads_are_asked_about_all_heads() -> None:
+    """A part that has rules for three heads is no rule for two."""
+    pattern = masks.per_head([masks.head_groups([masks.causal()] * 3), masks.causal()])
+    with pytest.raises(ValueError, match="head"):
+        pattern.bind(num_heads=2, num_queries=4, num_keys=4)
+
+
+def test_no_head_before_the_first_draws() -> None:
+    text = masks.to_json(masks.random_blocks(64, block=8)).replace('"head":null', '"head":-1')
+    assert '"head":-1' in text
+    with pytest.raises(ValueError, match="head must be at least 0"):
+        masks.from_json(text)
+
+
+def test_terms_that_meet_in_one_run_of_queries_are_merged_in_all() -> None:
+    """The first queries are computed in one term, those far on in several over the same rows."""
+    rule = masks.strided(8) | masks.local_window(left=64, right=0)
+    heads = {"num_heads": 1, "head_offset": 0, "num_heads_global": 1}
+    for queries in ((range(8), range(1024, 2048)), (range(1024), range(2040, 2048))):
+        placement = Placement(queries, ((range(2048),),), complete=False)
+        assert plan_at(rule, placement, **heads).shares_rows
+
+
+@pytest.mark.parametrize("part", [masks.causal(), masks.every(), masks.dilated(4, 2)], ids=str)
+def test_bounds_within_documents_are_sound(part: masks.Pattern) -> None:
+    """Progressions that step over whole documents too."""
+    ids = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3, 3, 3, -1, 4])
+    rule = part.per_document(ids).bind(num_heads=1, num_queries=12, num_keys=12).pattern
+    places = torch.arange(12)
+    allowed = rule.mask_mod(num_heads=1, device=torch.device("cpu"))(
+        torch.tensor(0), torch.tensor(0), places[:, None], places[None]
+    )
+    for q_step in (1, 2, 5):
+        for k_step in (1, 3, 7):
+            box, truth = _progressions(allowed.expand(12, 12), q_step, k_step)
+            bounds = rule.count(box, num_heads=1)
+            assert ((bounds.low <= truth) & (truth <= bounds.high) & (bounds.high <= box.area)).all()
+
+
+def _progressions(allowed: Tensor, q_step: int, k_step: int) -> tuple[Box, Tensor]:
+    """Every box of these steps with up to four queries and keys, and how many pairs it holds."""
+    sides = [
+        [(first, count) for first in range(12) for count in range(1, 5) if first + step * (count - 1) < 12]
+        for step in (q_step, k_step)
+    ]
+    boxes = [(q, k) for q in sides[0] for k in sides[1]]
+    truth = [
+        int(allowed[q : q + q_step * (n - 1) + 1 : q_step, k : k + k_step * (m - 1) + 1 : k_step].sum())
+        for (q, n), (k, m) in boxes
+    ]
+    (q_first, q_count), (k_first, k_count) = (torch.tensor(side).T.contiguous() for side in zip(*boxes, strict=True))
+    box = Box(torch.zeros_like(q_first), Progression(q_first, q_step, q_count), Progression(k_first, k_step, k_count))
+    return box, torch.tensor(truth)

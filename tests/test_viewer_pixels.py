@@ -1,0 +1,98 @@
+"""The viewer's pixels in a browser: as full as the rule says, from a million tokens down to single pairs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexdilated import masks
+from tests.browser import Browser, Tab, needed_browser
+from tests.viewer_pages import SAMPLED, Shown, hold, look, pages, sampled
+
+pytestmark = pytest.mark.slow
+
+LONGNET = masks.longnet([512, 2048, 8192], [1, 4, 8]) & masks.causal()
+DOCUMENTS = torch.tensor([0] * 700 + [1] * 1 + [2] * 2000 + [3] * 33 + [-1] * 266)
+SHOWN = {
+    "longnet": Shown(LONGNET, 20_000),
+    "contiguous": Shown(masks.longnet([300, 7000], [3, 7], offsets="contiguous"), 9_999),
+    "windows": Shown(masks.local_window(left=40, right=0) | masks.dilated_window(left=9, right=9, rate=64), 30_000),
+    "bigbird": Shown(masks.recipes.bigbird(16_384), 16_384),
+    "random": Shown(masks.random_blocks(20_000, block=32, count=2, seed=9) & masks.causal(), 20_000),
+    "sparse transformer": Shown(masks.recipes.sparse_transformer_fixed(256) & masks.causal(), 12_000),
+    "strided": Shown(masks.strided(100) & ~masks.local_window(left=300, right=300), 12_000),
+    "landmarks": Shown(masks.landmark_tokens(500, rows=False) & masks.causal(), 12_000),
+    "grid": Shown(masks.neighborhood((60, 90), (4, 6), rate=(2, 1)), 5_400),
+    "blocks": Shown(masks.block_list([[0], [], [0, 2], [1, 3]], block=700) + masks.first_tokens(5), 2_800),
+    "blockwise": Shown(masks.blockwise(masks.dilated(6, 2, 1), 100), 9_000),
+    "heads": Shown(
+        masks.per_head([masks.causal(), masks.every(), ~masks.causal(), masks.dilated(999, 5, "interleaved")]), 7_000
+    ),
+    "groups": Shown(masks.longnet([64, 512], [1, 2], heads="grouped"), 6_000),
+    "packed": Shown(LONGNET.per_document(DOCUMENTS), 3_000),
+    "hidden": Shown(masks.causal() & masks.visible_keys(torch.arange(3_000) % 71 > 60), 3_000),
+    "padded": Shown(masks.strided(9) & masks.lengths(torch.tensor(1_777), padding="left"), 3_000),
+    "cross": Shown(masks.local_window(left=99, right=5), 4_000, keys=9_000),
+}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser(needed_browser()) as opened:
+        yield opened
+
+
+@pytest.fixture
+def show(browser: Browser, tmp_path: Path):
+    with pages(browser, tmp_path) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_pixels_are_as_full_as_the_rule_says(show, name):
+    """From afar, closer, and pair by pair; for two heads; in both orders."""
+    case = SHOWN[name]
+    generator = torch.Generator().manual_seed(len(name))
+    small = {"width": 760, "height": 560}
+    tab = show(case.pattern, case.tokens, num_heads=case.heads, num_keys=case.keys, window=small)
+    rate = tab.evaluate("viewer.state.data.residue")
+    assert (rate or 1) == masks.layout(case.pattern, case.tokens).rate
+    filled = 0
+    for order in ["natural", *(["residue"] if rate else [])]:
+        sides = case.tokens, case.keys or case.tokens
+        layouts = [masks.Layout(size, rate if order == "residue" else 1).positions() for size in sides]
+        for head in (0, case.heads - 1):
+            for q, k, span in ((0, 0, 10**6), (sides[0] // 3, sides[1] // 3, 1500), (sides[0] // 4, sides[1] // 4, 60)):
+                look(tab, f"q={q}&k={k}&span={span}&head={head}&order={order}&block=0")
+                found = sampled(tab, generator)
+                filled += hold(found, lambda q, k: case.counts(head, layouts[0][q], layouts[1][k]))  # noqa: B023
+    assert filled > 3
+
+
+def test_a_million_tokens(show):
+    """A window of 65 keys is seen among a million, and what is drawn is as full as the rule says."""
+    pattern = masks.local_window(left=64, right=0) + (masks.longnet([4096, 65536], [1, 16]) & masks.causal())
+    tab = show(pattern, 1 << 20, num_heads=4, link="q=0&k=0&span=1048576&head=1&block=0")
+    assert tab.evaluate("viewer.state.view.scale") > 1000
+    case = Shown(pattern, 1 << 20)
+    found = sampled(tab, torch.Generator().manual_seed(0), 16)
+    assert hold(found, lambda q, k: case.counts(1, q, k)) >= 3
+    diagonal = sampled_diagonal(tab, 200)
+    assert not any(cell["empty"] for cell in diagonal)
+
+
+def sampled_diagonal(tab: Tab, number: int) -> list[dict[str, Any]]:
+    places = [[(each + 0.5) / number] * 2 for each in range(number)]
+    return tab.evaluate(f"{SAMPLED}({json.dumps({'places': places})})")
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [(1, 1), (1, 5), (3, 1), (2, 2**31 - 1), (2**31 - 1, 2**31 - 1)])
+def test_any_size(show, tokens, keys):
+    tab = show(masks.longnet([4, 2**31 - 1], [1, 3]), tokens, num_keys=keys, num_heads=2)
+    assert tab.evaluate("viewer.state.image.density.estimates") == 0
+    found = tab.evaluate(f"{SAMPLED}({json.dumps({'places': [[0, 0]]})})")[0]
+    assert not found["empty"]
