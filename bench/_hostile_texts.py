@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -26,12 +27,6 @@ _JSON_SCRAPS = (
     *("[" * 100, '{"kind":"not","part":' * 70, "9" * 5000, '"kind":"custom"', "\ufeff", "//", "'"),
     *(f'"kind":"{kind}"' for kind in _FIELDS),
 )
-_SPECIMENS = tuple(
-    repr(pattern)
-    for pattern in (entry.pictured() for entry in ENTRIES)
-    if not any(isinstance(leaf, Custom) for leaf in pattern.leaves()) and len(repr(pattern)) < 1000
-)
-_DATA = tuple(json.loads(masks.to_json(masks.parse(text))) for text in _SPECIMENS)
 
 
 def expression(generator: Random) -> str:
@@ -59,14 +54,28 @@ def json_text(generator: Random) -> str:
 TEXTS: dict[str, Callable[[Random], str]] = {"expressions": expression, "JSON texts": json_text}
 
 
+@cache
+def _specimens() -> tuple[str, ...]:
+    """The catalogue's patterns as text. Made when first drawn from: an import must not compute."""
+    patterns = (entry.pictured() for entry in ENTRIES)
+    texts = [repr(each) for each in patterns if not any(isinstance(leaf, Custom) for leaf in each.leaves())]
+    return tuple(text for text in texts if len(text) < 1000)
+
+
+@cache
+def _data() -> tuple[Any, ...]:
+    """The same as data of JSON."""
+    return tuple(json.loads(masks.to_json(masks.parse(text))) for text in _specimens())
+
+
 def _soup(generator: Random, scraps: tuple[str, ...]) -> str:
     return "".join(generator.choices(scraps, k=generator.randint(0, 30)))
 
 
 def _composed(generator: Random) -> str:
-    text = generator.choice(_SPECIMENS)
+    text = generator.choice(_specimens())
     while generator.random() < 0.4:
-        text = f"{text} {generator.choice('&|+')} {'~' * generator.randint(0, 2)}({generator.choice(_SPECIMENS)})"
+        text = f"{text} {generator.choice('&|+')} {'~' * generator.randint(0, 2)}({generator.choice(_specimens())})"
     return text
 
 
@@ -90,7 +99,7 @@ def _spoilt(generator: Random, text: str, scraps: tuple[str, ...]) -> str:
 def _grown(generator: Random, depth: int) -> Any:
     """Data of a pattern, with others for parts."""
     if not depth or generator.random() < 0.5:
-        return generator.choice(_DATA)
+        return generator.choice(_data())
     kind, inner = generator.choice(("and", "or", "not", "per_head", "head_groups", "mixture", "blockwise")), depth - 1
     if kind in ("not", "blockwise"):
         block = {} if kind == "not" else {"block": generator.choice(_WHOLE)}

@@ -20,6 +20,7 @@ from ._memory_page import MEMORY, memory_parts
 from ._performance_page import PERFORMANCE, performance_parts
 from ._pictures import file_name
 from ._problem import tokens_text
+from ._received_page import RECEIVED, received_parts
 from ._reliability_page import RELIABILITY, reliability_parts
 from ._table import Document, condition, is_headline, markdown_table
 from .bench_catalogue import BUILD_MB, BUILD_S, WASTE
@@ -135,6 +136,7 @@ PAGES: dict[Path, Callable[[Path], Mapping[str, str]]] = {
     DISTRIBUTED: distributed_parts,
     CLAIMS: claims_parts,
     BUFFERS: buffers_parts,
+    RECEIVED: received_parts,
     RELIABILITY: reliability_parts,
     BENCHMARKS: all_benchmarks_parts,
 }

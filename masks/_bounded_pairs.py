@@ -25,7 +25,7 @@ from ._pattern import Pattern
 _CELL_SIDE = 64  # boxes up to this side are looked at pair by pair
 _FRONTIER = 1 << 17  # boxes counted together
 _COUNT = 32  # looks at single pairs that take as long as the count of a box
-_SAMPLES = 1 << 22  # pairs looked at where looks have run out
+_SAMPLES = 1 << 21  # pairs looked at where looks have run out
 _MOST_SAMPLES = 1 << 12  # of them in one box
 _SAMPLED_AT_ONCE = 1 << 20
 # Steps of a sequence that fills the unit square evenly: Roberts' R2, from the plastic number.

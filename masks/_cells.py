@@ -19,11 +19,11 @@ from ._run_time import num_entries
 
 # R rows, C columns of cells; B branches
 
-_MOST_LOOKS = 1 << 26  # single pairs, and what takes as long
+_MOST_LOOKS = 1 << 25  # single pairs, and what takes as long
 _MOST_CELLS = 1 << 22
 _EVERY_PAIR = 1 << 21  # windows of so many pairs are looked at pair by pair
 _MOST_BOXES = 1 << 20
-_SAMPLES, _LEAST_SAMPLES = 1 << 23, 1 << 6  # pairs looked at where boxes are too many: in all, and in a cell
+_SAMPLES, _LEAST_SAMPLES = 1 << 22, 1 << 6  # pairs looked at where boxes are too many: in all, and in a cell
 _PAIRS_AT_ONCE = 1 << 20
 
 

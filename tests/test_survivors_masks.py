@@ -8,8 +8,10 @@ from flexdilated import masks
 from flexdilated.masks._blocks import build_blocks
 from flexdilated.masks._box import Box, Progression
 from flexdilated.masks._choice import Candidates, Choice, way_of
+from flexdilated.masks._compact import compact_terms
 from flexdilated.masks._layout import Layout, Listed
 from flexdilated.masks._machine_in_use import machine_of
+from flexdilated.masks._needs import needed_keys
 from flexdilated.masks._needs_by_boxes import _Boxes
 from flexdilated.masks._options import ANYTHING
 from flexdilated.masks._packed_blocks import PackedBlocks
@@ -94,6 +96,39 @@ def test_terms_that_meet_in_one_run_of_queries_are_merged_in_all() -> None:
     for queries in ((range(8), range(1024, 2048)), (range(1024), range(2040, 2048))):
         placement = Placement(queries, ((range(2048),),), complete=False)
         assert plan_at(rule, placement, **heads).shares_rows
+
+
+def test_keys_of_blocks_that_lie_in_long_progressions() -> None:
+    """Every third block of four keys, far more blocks than a block has keys."""
+    pattern = masks.blockwise(masks.strided(3), block=4)
+    found = needed_keys(pattern, [range(4, 8)], [range(400)], heads=[0], num_heads_global=1)
+    expected = [key for key in range(400) if key // 4 % 3 == 1]
+    assert sorted(key for each in found for key in each) == expected
+    assert len(found) == 4
+
+
+def test_a_position_past_all_that_are_held_has_some_slot() -> None:
+    slots = Placement((range(2),), ((range(3, 9, 2),),), complete=True).key_slots(0)
+    assert slots.of(numbers(3, 5, 7)).tolist() == [0, 1, 2]
+    assert 0 <= int(slots.of(numbers(100))) <= 2
+
+
+def test_the_rule_of_a_compact_term_is_that_of_its_heads() -> None:
+    """Over the term's own heads and slots; both the dilated factor and the rest choose by head."""
+    rest = masks.per_head([masks.every(), masks.blockwise(masks.causal(), block=4) & masks.chunked(8)] * 2)
+    pattern = masks.dilated(8, 2, "interleaved") & rest
+    bound = pattern.bind(num_heads=4, num_queries=32, num_keys=32)
+    terms = [term for term in compact_terms(pattern, 1, bound) or [] if term.shape == "blocks"]
+    whole = pattern.mask_mod(num_heads=4, device=torch.device("cpu"))
+    nothing = torch.tensor(0)
+    assert terms
+    for term in terms:
+        mask_mod = term.mask_mod(torch.device("cpu"))
+        for index, head in enumerate(term.heads):
+            q, k = (side.alone(0).tokens()[index, 0] for side in (term.q, term.k))
+            slots = torch.arange(len(q))
+            found = mask_mod(nothing, torch.tensor(index), slots[:, None], torch.arange(len(k)))
+            assert torch.equal(found, whole(nothing, torch.tensor(head), q[:, None], k))
 
 
 @pytest.mark.parametrize("part", [masks.causal(), masks.every(), masks.dilated(4, 2)], ids=str)

@@ -62,15 +62,21 @@ def test_pixels_are_as_full_as_the_rule_says(show, name):
     rate = tab.evaluate("viewer.state.data.residue")
     assert (rate or 1) == masks.layout(case.pattern, case.tokens).rate
     filled = 0
-    for order in ["natural", *(["residue"] if rate else [])]:
-        sides = case.tokens, case.keys or case.tokens
+    sides = case.tokens, case.keys or case.tokens
+    views = ((0, 0, 10**6), (sides[0] // 3, sides[1] // 3, 1500), (sides[0] // 4, sides[1] // 4, 60))
+    for number, order in enumerate(("natural", "residue") if rate else ("natural", "natural")):
         layouts = [masks.Layout(size, rate if order == "residue" else 1).positions() for size in sides]
-        for head in (0, case.heads - 1):
-            for q, k, span in ((0, 0, 10**6), (sides[0] // 3, sides[1] // 3, 1500), (sides[0] // 4, sides[1] // 4, 60)):
-                look(tab, f"q={q}&k={k}&span={span}&head={head}&order={order}&block=0")
-                found = sampled(tab, generator)
-                filled += hold(found, lambda q, k: case.counts(head, layouts[0][q], layouts[1][k]))  # noqa: B023
+        for head, (q, k, span) in zip(alternating(case.heads, number), views, strict=True):
+            look(tab, f"q={q}&k={k}&span={span}&head={head}&order={order}&block=0")
+            found = sampled(tab, generator)
+            filled += hold(found, lambda q, k: case.counts(head, layouts[0][q], layouts[1][k]))  # noqa: B023
     assert filled > 3
+
+
+def alternating(heads: int, number: int) -> list[int]:
+    """The first and the last head in turn, and the other way round."""
+    ends = [0, heads - 1]
+    return [ends[(view + number) % 2] for view in range(3)]
 
 
 def test_a_million_tokens(show):

@@ -19,19 +19,22 @@ from tests.browser import Browser, find_browser  # noqa: E402
 
 WINDOW = {"width": 1280, "height": 900}
 EVERYTHING = "q=0&k=0&span=1048576&head=0&order=natural&block=128&ranks=contiguous"
-PAIRS = "q=32753&k=32736&span=36&head=1&order=natural&block=128&ranks=off"
+PAIRS = "q=32756&k=32744&span=34&head=1&order=natural&block=128&ranks=off"
 
 
 def main() -> None:
-    """Both pictures are of one page: all of a million tokens, and pairs at the border of two segments."""
+    """All of a million tokens, and pairs at the border of two segments."""
     found = find_browser()
     assert found, "the pictures are drawn with chromium: make browser"
-    pattern = masks.longnet([2048, 32768, 262144, 1048576], [1, 16, 128, 512]) & masks.causal()
+    wide = masks.longnet([2048, 32768, 262144, 1048576], [1, 16, 128, 512]) & masks.causal()
     ranks = Ranks(num_ranks=8, dtype=torch.bfloat16)
+    close = masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]) & masks.causal()
     with TemporaryDirectory() as folder, Browser(found) as browser:
         file = Path(folder) / "page.html"
-        file.write_text(page(pattern, 1 << 20, num_heads=8, ranks=ranks, title="LongNet at a million tokens"), "utf-8")
+        sizes = {"num_tokens": 1 << 20, "num_heads": 8, "title": "LongNet at a million tokens"}
+        file.write_text(page(wide, **sizes, ranks=ranks), "utf-8")
         draw(browser, f"{file.as_uri()}#{EVERYTHING}", "viewer", dark=False)
+        file.write_text(page(close, **sizes), "utf-8")
         draw(browser, f"{file.as_uri()}#{PAIRS}", "viewer_pairs", dark=True, held=(32785, 32769))
 
 
@@ -44,8 +47,8 @@ def draw(browser: Browser, address: str, name: str, *, dark: bool, held: tuple[i
     picture = Path(__file__).with_name(f"{name}.png")
     tab.screenshot(picture)
     tab.close()
-    with Image.open(picture) as image:  # as many colours as the page has, or nearly
-        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(picture, optimize=True)
+    with Image.open(picture) as image:
+        image.convert("RGB").save(picture, optimize=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How far rounding to a dtype may take an attention from its definition, number by number.
 
 Each score is a sum of D rounded products, and a weight is exp(score - lse): it is off by a factor of about
-1 + eps (1 + reach + |lse|), where reach is the largest sum |q| |k| of its row, scaled: what rounding of products can add
+1 + eps (1 + reach + |lse|), where reach is the largest sum |q| |k| of its row, scaled: what rounded products can add
 up to. Carried through the formulas of output, lse and gradients to first order, that gives each number a limit of its
 own. Where plain attention in the same dtype is farther off, its own error is the limit. Both are widened by a margin.
 """

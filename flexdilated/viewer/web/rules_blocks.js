@@ -3,7 +3,7 @@
 const MOST_ROWS = 256; // a box over more rows of a table is bounded by the picture
 const MOST_ROWS_APART = 16;
 const PICTURE_SIDE = 1024;
-const MOST_DRAWN = 1 << 22; // entries that a picture may take to draw
+const MOST_DRAWN = 1 << 18; // entries of a picture: drawing so many takes less than a second
 
 const BLOCK_RULES = {
   blockwise: (data, context) => blockwiseRule(context.build(data.part), data.block),
