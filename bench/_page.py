@@ -15,8 +15,10 @@ from ._catalogue import ENTRIES, MILLION, Entry
 from ._claims_page import PAGE as CLAIMS
 from ._claims_page import claims_parts
 from ._compiling_page import COMPILING, compiling_parts
+from ._describe_page import DESCRIBE, describe_parts
 from ._distributed_page import DISTRIBUTED, distributed_parts
 from ._memory_page import MEMORY, memory_parts
+from ._mutants_page import PLANTED_BUGS, mutants_parts
 from ._performance_page import PERFORMANCE, performance_parts
 from ._pictures import file_name
 from ._problem import tokens_text
@@ -136,7 +138,9 @@ PAGES: dict[Path, Callable[[Path], Mapping[str, str]]] = {
     DISTRIBUTED: distributed_parts,
     CLAIMS: claims_parts,
     BUFFERS: buffers_parts,
+    PLANTED_BUGS: mutants_parts,
     RECEIVED: received_parts,
+    DESCRIBE: describe_parts,
     RELIABILITY: reliability_parts,
     BENCHMARKS: all_benchmarks_parts,
 }

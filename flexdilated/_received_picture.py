@@ -56,15 +56,15 @@ def _over_the_sequence(heads: Tensor, title: str | None) -> Figure:
     strip, curves = figure.subplots(2, 1, sharex=True, height_ratios=(0.6 + 0.22 * min(len(heads), 24), 2.2))
     extent = (0, tokens, len(heads) - 0.5, -0.5)
     shades = _shades(drawn)
-    strip.imshow(_coloured(drawn, shades), aspect="auto", interpolation="nearest", extent=extent)
+    strip.imshow(_coloured(drawn, shades).numpy(), aspect="auto", interpolation="nearest", extent=extent)
     strip.set_ylabel("head")
     strip.yaxis.get_major_locator().set_params(integer=True)
     _add_bar(figure, shades, [strip])
-    middle = (torch.arange(columns) + 0.5) * (tokens / columns)
+    middle = ((torch.arange(columns) + 0.5) * (tokens / columns)).numpy()
     if len(heads) <= _MOST_HEADS:
         for index, head in enumerate(drawn):
-            curves.plot(middle, head, linewidth=0.7, alpha=0.7, label=f"head {index}")
-    curves.plot(middle, drawn.mean(0), color="black", linewidth=1.4, label=f"mean of {len(heads)} heads")
+            curves.plot(middle, head.numpy(), linewidth=0.7, alpha=0.7, label=f"head {index}")
+    curves.plot(middle, drawn.mean(0).numpy(), color="black", linewidth=1.4, label=f"mean of {len(heads)} heads")
     curves.set_xlabel("token" if columns == tokens else f"token, means over {tokens / columns:.1f} neighbours")
     curves.set_ylabel(_LABEL)
     curves.set_xlim(0, tokens)
@@ -96,7 +96,7 @@ def _draw_map(axes: Axes, colours: Tensor, places: Tensor, grid: tuple[Tensor, T
     axes.set_xlabel("x")
     axes.set_ylabel("y")
     if grid is None:
-        axes.scatter(*places.T, c=colours, s=6)
+        axes.scatter(*places.T.numpy(), c=colours.numpy(), s=6)
         axes.invert_yaxis()
         return
     cells, step = grid
@@ -104,7 +104,7 @@ def _draw_map(axes: Axes, colours: Tensor, places: Tensor, grid: tuple[Tensor, T
     picture = torch.zeros(int(size[1]), int(size[0]), 4, dtype=colours.dtype)  # transparent
     picture[cells[:, 1], cells[:, 0]] = colours
     (left, top), (right, bottom) = (least - step / 2).tolist(), (least + step * (size - 0.5)).tolist()
-    axes.imshow(picture, interpolation="nearest", extent=(left, right, bottom, top))
+    axes.imshow(picture.numpy(), interpolation="nearest", extent=(left, right, bottom, top))
 
 
 def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:

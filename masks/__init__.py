@@ -30,6 +30,7 @@ from ._parse import parse
 from ._pattern import Mixture, Pattern
 from ._per_head import head_groups, per_head
 from ._planner import recommended_layout
+from ._plot import plot
 from ._prefix_lm import prefix_lm
 from ._random_blocks import random_blocks
 from ._strided import strided
@@ -72,6 +73,7 @@ __all__ = [
     "neighborhood",
     "parse",
     "per_head",
+    "plot",
     "prefix_lm",
     "random_blocks",
     "recipes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from ._pattern import Pattern
 
 _CELL_SIDE = 64  # boxes up to this side are looked at pair by pair
 _FRONTIER = 1 << 17  # boxes counted together
-_COUNT = 32  # looks at single pairs that take as long as the count of a box
+_COUNT = 8  # looks at single pairs that take as long as the count of a box
 _SAMPLES = 1 << 21  # pairs looked at where looks have run out
 _MOST_SAMPLES = 1 << 12  # of them in one box
 _SAMPLED_AT_ONCE = 1 << 20
@@ -56,7 +57,24 @@ class PairCounts(NamedTuple):
         return PairCounts(low, high, likely)
 
 
-def bounded_pairs(rule: Pattern, box: Box, *, most_looks: int) -> PairCounts:
+@dataclass
+class Looks:
+    """How many looks at single pairs, and at what takes as long, are left."""
+
+    left: int
+
+    def afford(self, boxes: int) -> bool:
+        """Whether so many boxes can be counted."""
+        return boxes * _COUNT <= self.left
+
+    def take(self, wanted: Tensor, each: int) -> Tensor:
+        """Which of the wanted boxes can be looked at for `each` looks a box; the looks are taken."""
+        chosen = wanted & (wanted.cumsum(0) * each <= self.left)
+        self.left -= int(chosen.sum()) * each
+        return chosen
+
+
+def bounded_pairs(rule: Pattern, box: Box, looks: Looks) -> PairCounts:
     """Allowed pairs of each box, of a rule for one head; both sides of the boxes have one step.
 
     What bounds leave in doubt is cut, all boxes alike, until no doubt or no look is left; parts that repeat are
@@ -66,14 +84,14 @@ def bounded_pairs(rule: Pattern, box: Box, *, most_looks: int) -> PairCounts:
     if box.q.step == box.k.step == 1:  # else a layout's classes, in which its rules are dense
         together, apart = residue_factors(rule)
         cuts = [*((factor, True) for factor in together), *((factor, False) for factor in apart)]
-    return _Search(rule, most_looks).pairs(box, cuts)
+    return _Search(rule, looks).pairs(box, cuts)
 
 
 class _Search:
     """A rule, and the looks that are left."""
 
-    def __init__(self, rule: Pattern, most_looks: int) -> None:
-        self.rule, self.left = rule, most_looks
+    def __init__(self, rule: Pattern, looks: Looks) -> None:
+        self.rule, self.looks = rule, looks
 
     def pairs(self, box: Box, cuts: _Cuts) -> PairCounts:
         """The pairs of each box; cut into these residue classes first, where there is a doubt."""
@@ -86,7 +104,7 @@ class _Search:
 
     def _by_classes(self, box: Box, cuts: _Cuts) -> PairCounts:
         (factor, together), *others = cuts
-        if not self._affords(len(box.head) * factor ** (1 if together else 2)):
+        if not self.looks.afford(len(box.head) * factor ** (1 if together else 2)):
             return self._closely(box)
         parts = cut_classes(Owned(torch.arange(len(box.head)), box), factor, together)
         return self._of_parts(parts, len(box.head), others)
@@ -98,7 +116,7 @@ class _Search:
             self._settle(alike, found)
         doubtful = found.low < found.high
         large = torch.maximum(box.q.count, box.k.count) > _CELL_SIDE
-        if not self._affords(2 * int((doubtful & large).sum())):
+        if not self.looks.afford(2 * int((doubtful & large).sum())):
             large = torch.zeros_like(large)
         for index, count in (((doubtful & large), self._by_halves), ((doubtful & ~large), self._sampled)):
             where = index.nonzero().squeeze(1)
@@ -121,14 +139,14 @@ class _Search:
     def _settle(self, owned: Owned, found: PairCounts) -> None:
         """Put what diagonals and looks at all pairs tell of boxes of about one size."""
         q, k = owned.box.q.count, owned.box.k.count
-        before, each = self.left, int(q.max()) + int(k.max())
-        where = self._affordable(torch.maximum(q, k) <= 2 * torch.minimum(q, k), each)
+        before, each = self.looks.left, int(q.max()) + int(k.max())
+        where = self.looks.take(torch.maximum(q, k) <= 2 * torch.minimum(q, k), each)
         bounds = self.rule.count(owned.box, num_heads=1)
         bounds = settle_by_diagonals(self.rule, owned.box, bounds, num_heads=1, where=where)
         exact = bounds.low == bounds.high
-        self.left = before - int(exact.sum()) * each
+        self.looks.left = before - int(exact.sum()) * each
         wanted = ~exact & (torch.maximum(q, k) <= _CELL_SIDE)
-        looked = self._affordable(wanted, int(q.max()) * int(k.max())).nonzero().squeeze(1)
+        looked = self.looks.take(wanted, int(q.max()) * int(k.max())).nonzero().squeeze(1)
         pairs = bounds.low.clone()
         pairs[looked] = 0
         small = Owned(looked, owned.box.select(looked))
@@ -139,18 +157,8 @@ class _Search:
 
     def _bounds(self, box: Box) -> Bounds:
         some = [self.rule.count(few.box, num_heads=1) for few in few_at_once(Owned(box.head, box), _FRONTIER)]
-        self.left -= len(box.head) * _COUNT
+        self.looks.left -= len(box.head) * _COUNT
         return Bounds(torch.cat([each.low for each in some]), torch.cat([each.high for each in some]))
-
-    def _affords(self, boxes: int) -> bool:
-        """Whether so many boxes can be counted."""
-        return boxes * _COUNT <= self.left
-
-    def _affordable(self, wanted: Tensor, each: int) -> Tensor:
-        """Which of the wanted boxes can be looked at for `each` looks a box; the looks are taken."""
-        chosen = wanted & (wanted.cumsum(0) * each <= self.left)
-        self.left -= int(chosen.sum()) * each
-        return chosen
 
     def _sampled(self, box: Box) -> PairCounts:
         bounds = self._bounds(box)

@@ -212,6 +212,7 @@ class Cache:
             else:
                 self._untold.note("not kept: it was forgotten while it was built")
             lines = [] if self._inside.patterns else self._outermost(seconds)
+            self._untold.tell()
         mine.done.set_result(value)
         self._untold.tell()
         for line in lines:

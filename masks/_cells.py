@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from ._bounded_pairs import PairCounts, bounded_pairs, even_places
+from ._bounded_pairs import Looks, PairCounts, bounded_pairs, even_places
 from ._box_parts import distinct_boxes, join
 from ._cell_boxes import Pairings, Side
 from ._check import require_int
@@ -19,7 +19,7 @@ from ._run_time import num_entries
 
 # R rows, C columns of cells; B branches
 
-_MOST_LOOKS = 1 << 25  # single pairs, and what takes as long
+_MOST_LOOKS = 1 << 24  # single pairs, and what takes as long
 _MOST_CELLS = 1 << 22
 _EVERY_PAIR = 1 << 21  # windows of so many pairs are looked at pair by pair
 _MOST_BOXES = 1 << 20
@@ -107,7 +107,7 @@ def count_cells(
         raise ValueError(f"a window is cut into at most {_MOST_CELLS} cells; got {shape=}")
     parts = [branch.for_head(head, num_heads) for branch in rule.branches()]
     q, k = sides
-    found = {part: _count(part, q, k, _MOST_LOOKS // len(set(parts))) for part in dict.fromkeys(parts)}
+    found = _count_each(set(parts), q, k)
     branches = tuple(found[part] for part in parts)
     total = CellCounts(*(torch.stack(each).sum(0) for each in zip(*branches, strict=True)))
     return Cells((q.window, k.window), q.edges, k.edges, q.sizes[:, None] * k.sizes, total, branches)
@@ -126,11 +126,22 @@ def _side(name: str, size: int, window: Any, cells: int, order: Layout | None) -
     return Side(window, edges, Layout(size, 1 if order is None else order.rate))
 
 
-def _count(rule: Pattern, q: Side, k: Side, most_looks: int) -> CellCounts:
+def _count_each(rules: set[Pattern], q: Side, k: Side) -> dict[Pattern, CellCounts]:
+    """Each rule with its share of the looks that are left. Those that meet the fewest classes come first."""
+    found, left = {}, _MOST_LOOKS
+    for waiting, rule in enumerate(sorted(rules, key=lambda rule: (-rule.spacing(), rule.text))):
+        looks = Looks(left // (len(rules) - waiting))
+        left -= looks.left
+        found[rule] = _count(rule, q, k, looks)
+        left += max(looks.left, 0)
+    return found
+
+
+def _count(rule: Pattern, q: Side, k: Side, looks: Looks) -> CellCounts:
     """The cells of a branch, as a rule for one head."""
     few = len(q.window) * len(k.window) <= _EVERY_PAIR
     try:
-        found = _every_pair(rule, q, k) if few else _by_boxes(rule, q, k, most_looks)
+        found = _every_pair(rule, q, k) if few else _by_boxes(rule, q, k, looks)
     except IndexError as error:
         asked = f"queries below {q.layout.num_tokens} and keys below {k.layout.num_tokens}"
         raise ValueError(f"{rule!r} has no answer for some of {asked}: {error}") from error
@@ -153,7 +164,7 @@ def _every_pair(rule: Pattern, q: Side, k: Side) -> PairCounts:
     return PairCounts(pairs.flatten(), pairs.flatten(), pairs.flatten().double())
 
 
-def _by_boxes(rule: Pattern, q: Side, k: Side, most_looks: int) -> PairCounts:
+def _by_boxes(rule: Pattern, q: Side, k: Side, looks: Looks) -> PairCounts:
     """Boxes counted by their bounds, and those in doubt closely; boxes that look alike are counted once."""
     pairings = Pairings.of(rule, q.parts(), k.parts())
     if pairings.number > _MOST_BOXES:
@@ -169,7 +180,7 @@ def _by_boxes(rule: Pattern, q: Side, k: Side, most_looks: int) -> PairCounts:
     if rest is not None and len(rest):
         period = rule.period()
         alike, box = (torch.arange(len(rest)), rest.box) if period is None else distinct_boxes(rest.box, period)
-        for sums, found in zip((low, high, likely), bounded_pairs(rule, box, most_looks=most_looks), strict=True):
+        for sums, found in zip((low, high, likely), bounded_pairs(rule, box, looks), strict=True):
             sums.index_add_(0, rest.owner, found[alike])
     return PairCounts(low, high, likely)
 

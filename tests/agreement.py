@@ -8,20 +8,13 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from flexdilated.testing._rounding import cotangents
 from tests import oracle
 
 Attention = Callable[..., tuple[Tensor, Tensor]]
 
 # float64 kernels against a float64 oracle: only the order of sums differs.
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
-
-
-def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[Tensor, Tensor]:
-    """Fixed gradients to send back; none through the lse of a row without keys, which is constant."""
-    generator = torch.Generator().manual_seed(1)
-    grad_out = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    grad_lse = torch.randn(lse.shape, generator=generator, dtype=torch.float64) * through_lse
-    return grad_out, grad_lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def gradients(attend: Attention, tensors: tuple[Tensor, ...], *, through_lse: bool = True) -> tuple[Tensor, ...]:

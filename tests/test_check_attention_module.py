@@ -71,6 +71,16 @@ def test_ours_pass(name) -> None:
     assert report["empty rows"].verdict == "passed"  # by padding that hides all keys
 
 
+def test_on_the_device(flexdilated_device) -> None:
+    """Where --flexdilated-device says; kernels of accelerators want head dims from 16 on."""
+    dtype = torch.float32 if flexdilated_device.type == "cpu" else torch.bfloat16
+    checks = ["agreement", "coverage", "causality", "empty rows", "gradients", "determinism"]
+    pattern = masks.longnet([6, 12], [2, 3]) & masks.causal()
+    where = {"device": flexdilated_device, "dtype": dtype, "head_dim": 16, "lengths": [1, 5, 16, 33]}
+    report = check_attention_module(lambda: fd.BlockSparseAttention(pattern), pattern, checks=checks, **where)
+    assert [result.verdict for result in report.results] == ["passed"] * len(checks)
+
+
 @pytest.mark.slow
 def test_ours_pass_the_slow_checks() -> None:
     def factory():

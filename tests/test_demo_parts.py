@@ -12,7 +12,6 @@ from flexdilated.cli._baselines import bigram_bits, unigram_bits
 from flexdilated.cli._corpus import load_corpus
 from flexdilated.cli._interrupt import Interrupt
 from flexdilated.cli._loss_picture import running_mean
-from flexdilated.cli._mask_picture import touched_blocks
 from flexdilated.cli._model import build_model, model_config
 from flexdilated.cli._out import replace
 from flexdilated.cli._sample import Sample, next_logits
@@ -220,10 +219,3 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 def test_running_mean() -> None:
     assert running_mean([4.0, 2.0, 0.0]) == [4.0, 3.0, 2.0]
     assert running_mean([float(i) for i in range(12)])[-1] == sum(range(2, 12)) / 10
-
-
-def test_touched_blocks() -> None:
-    counts = torch.zeros(4, 4, dtype=torch.int64)
-    counts[0, 3] = 2
-    counts[3, 3] = 1
-    assert touched_blocks(counts, 2).tolist() == [[False, True], [False, True]]

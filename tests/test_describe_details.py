@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from hypothesis import assume, given
 from torch import Tensor
 

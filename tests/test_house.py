@@ -33,7 +33,14 @@ FLOORS = {
 GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
 EXTRAS = {"hypothesis", "matplotlib", "platformdirs", "tqdm"}
 # Used where it is installed, and imported when it is needed: the file of measured constants has its place there.
-LATE = {"flexdilated.masks._machine_file": {"platformdirs"}, "flexdilated._received_picture": {"matplotlib"}}
+LATE = {
+    "flexdilated.masks._machine_file": {"platformdirs"},
+    "flexdilated._received_picture": {"matplotlib"},
+    "flexdilated.masks._plot": {"matplotlib"},
+    "flexdilated.masks._plot_axes": {"matplotlib"},
+    "flexdilated.masks._plot_figure": {"matplotlib"},
+    "flexdilated.masks._plot_legend": {"matplotlib"},
+}
 
 PUBLIC = {
     flexdilated: [
@@ -66,7 +73,7 @@ PUBLIC = {
         *("blockwise", "cache", "causal", "chunked", "custom", "describe", "dilated", "dilated_window"),
         *("documents", "every", "explain", "first_tokens", "fixed", "from_json", "global_tokens", "head_groups"),
         *("landmark_tokens", "layout", "lengths", "local_window", "longnet", "machine", "neighborhood", "parse"),
-        *("per_head", "prefix_lm", "random_blocks", "recipes", "recommended_layout", "set_machine", "strided"),
+        *("per_head", "plot", "prefix_lm", "random_blocks", "recipes", "recommended_layout", "set_machine", "strided"),
         *("to_json", "visible_keys"),
     ],
 }

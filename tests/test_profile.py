@@ -279,6 +279,19 @@ def test_tables_fit_the_terminal(two, capsys, monkeypatch, columns: int) -> None
     assert any("…" in line for line in lines)
 
 
+def test_names_that_begin_alike_stay_apart(two, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path = two / f"second{TABLE}"
+    data = json.loads(path.read_text())
+    names = [f"aten::{'long_' * 15}{end}" for end in ("forward", "backward")]
+    data["operators"] = [vars(Operator(name, 1, 1.0, 1.0, 0.0, 0)) for name in names]
+    path.write_text(json.dumps(data))
+    main(["profile", str(two)])
+    shown = [name for name, *_ in rows(capsys.readouterr().out) if "…" in name]
+    assert sorted(shown) == sorted(set(shown))
+    assert [name.partition("…")[2][-8:] for name in sorted(shown)] == ["backward", "_forward"]
+
+
 def test_only_some_recordings(two, capsys) -> None:
     assert main(["profile", str(two), "--only", "first"]) == 0
     assert rows(capsys.readouterr().out)[0] == ["aten::mm", "2", "3", "ms", "3.5", "ms", "1", "KiB"]

@@ -1,6 +1,7 @@
 """The receptive field: dense powers of drawn rules, and closed forms at a million tokens."""
 
 import math
+from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
@@ -146,7 +147,7 @@ def test_followed_tokens(case: Case, data: st.DataObject):
     found, dense = follow_tokens(bound), fields(case.counts())
     for token, reached, finished in zip(found.tokens, found.reached, found.finished, strict=True):
         sizes = [int(field[token].sum()) for field in dense]
-        grown = [after for before, after in zip(sizes, sizes[1:], strict=False) if after > before]
+        grown = [after for before, after in pairwise(sizes) if after > before]
         assert finished
         assert list(reached) == grown
     assert found.layers_at_least <= len(dense) - 1

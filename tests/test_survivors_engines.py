@@ -5,6 +5,8 @@ import torch
 
 import flexdilated as fd
 from flexdilated import _kernel_cuda, masks
+from flexdilated._placed_call import PlacedCall, WholeRows
+from flexdilated.masks._placement import Placement
 
 
 def test_a_cache_of_fixed_capacity_keeps_its_size() -> None:
@@ -19,7 +21,7 @@ def test_a_cache_of_fixed_capacity_keeps_its_size() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_in_half_precision_are_added_up_in_float32(dtype) -> None:
-    """Over 512 queries, dk and dv are off by little more than rounding them once; added up in `dtype` it is twice that."""
+    """Over 512 queries, dk and dv are off by little more than one rounding; added up in `dtype` by twice that."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(1, 2, 512, 32, generator=generator).to(dtype) for _ in range(4))
     halves, wide = ([x.to(kind).requires_grad_() for x in (q, k, v)] for kind in (dtype, torch.float64))
@@ -40,3 +42,36 @@ def test_rows_that_a_device_can_load_are_not_copied() -> None:
         found = _kernel_cuda._loadable(rows)
         assert (found is rows) == loaded
         assert torch.equal(found, rows)
+
+
+def test_where_nobody_sees_anything_all_gradients_are_zero() -> None:
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 4, 8))
+    out, lse = fd.attend(q, k, v, masks.dilated(8, 6, offset=5), return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    for grad in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert (grad == 0).all()
+
+
+def test_a_kernel_serves_all_that_it_can_be_padded_to() -> None:
+    options = {"dtypes": (torch.float16,), "least_keys": 2, "most_dim": lambda capability: 128, "switch": lambda: True}
+    kernel = _kernel_cuda.Kernel("none", forward=print, backward=print, **options)
+    served = [dim for dim in range(1, 140) if kernel.serves(torch.float16, dim, 2, (9, 0))]
+    assert served == list(range(1, 129))
+    assert not kernel.serves(torch.float16, 64, 1, (9, 0))
+    assert not kernel.serves(torch.float32, 64, 2, (9, 0))
+
+
+def test_dropout_is_refused() -> None:
+    q, k, v = torch.randn(3, 1, 2, 4, 8)
+    with pytest.raises(ValueError, match="dropout_p"):
+        fd.attend(q, k, v, masks.causal(), dropout_p=0.1)
+
+
+def test_gradients_of_a_part_of_the_keys_come_as_they_are_summed() -> None:
+    """In float32 for tokens in bfloat16: those of the other parts are to be added."""
+    q, k, v, grad = torch.randn(4, 1, 2, 4, 8).bfloat16()
+    call = PlacedCall(masks.causal().text, Placement((range(4),), ((range(4),),), complete=True), 0.5, 0, 2, "tiles")
+    out, lse = call.forward(q, k, v, None, [])
+    assert lse is not None
+    assert {x.dtype for x in call.backward(q, k, v, [], WholeRows(out, lse, grad, None))} == {torch.float32}

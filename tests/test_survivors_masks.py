@@ -1,5 +1,9 @@
 """Changes of the patterns' code that every other test let pass: each is seen by one here (docs/planted_bugs.md)."""
 
+import types
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +14,7 @@ from flexdilated.masks._box import Box, Progression
 from flexdilated.masks._choice import Candidates, Choice, way_of
 from flexdilated.masks._compact import compact_terms
 from flexdilated.masks._layout import Layout, Listed
+from flexdilated.masks._lower import shared_terms
 from flexdilated.masks._machine_in_use import machine_of
 from flexdilated.masks._needs import needed_keys
 from flexdilated.masks._needs_by_boxes import _Boxes
@@ -19,6 +24,8 @@ from flexdilated.masks._placed import plan_at
 from flexdilated.masks._placement import Placement
 from flexdilated.masks._range_union import ranges_of
 from flexdilated.masks._rule import Rule
+from flexdilated.masks._split_causal import split_causal
+from flexdilated.masks._tiled_terms import tiled_terms
 
 
 def numbers(*values: int) -> Tensor:
@@ -52,6 +59,26 @@ def test_a_built_in_function_is_known_by_its_name() -> None:
     assert one.text == same.text != other.text
 
 
+def test_what_is_read_of_a_module_within_a_module_takes_part() -> None:
+    """A rule that reads `outer.inner.width` is another one where that is another number."""
+
+    def reading(width: int, depth: int):
+        outer, inner = types.ModuleType("outer"), types.ModuleType("inner")
+        outer.inner, outer.depth, inner.width = inner, depth, width
+        return lambda b, h, q, k: (q - k).abs() <= outer.inner.width + outer.depth
+
+    rules = [masks.custom(reading(*numbers)) for numbers in ((3, 1), (3, 1), (4, 1), (3, 2))]
+    assert rules[0].text == rules[1].text
+    assert len({rule.text for rule in rules}) == 3
+    blocks = masks.block_mask(rules[2], 16, num_heads=1, block_size=4)
+    assert int(blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()) == 14
+
+
+def test_keys_of_an_incomplete_placement_stand_side_by_side() -> None:
+    with pytest.raises(ValueError, match="keys must stand in runs of step 1"):
+        Placement((range(2),), ((range(3), range(4, 9, 2)),), complete=False)
+
+
 def test_runs_of_keys_are_told_apart() -> None:
     """Keys 3 to 7 and keys 4 to 7: first and number add up to the same."""
     boxes = _Boxes(numbers(0, 0, 9), numbers(1, 1, 1), numbers(3, 4, 3), numbers(5, 4, 5))
@@ -71,6 +98,7 @@ def _rule(pattern: masks.Pattern) -> Rule:
 
 
 def test_two_positions_apart_are_no_range() -> None:
+    assert ranges_of(numbers(2, 3, 5)) == (range(2, 4), range(5, 6))
     assert ranges_of(numbers(15, 28)) == (range(15, 16), range(28, 29))
     assert ranges_of(numbers(15, 28, 41)) == (range(15, 42, 13),)
 
@@ -80,6 +108,12 @@ def test_patterns_of_single_heads_are_asked_about_all_heads() -> None:
     pattern = masks.per_head([masks.head_groups([masks.causal()] * 3), masks.causal()])
     with pytest.raises(ValueError, match="head"):
         pattern.bind(num_heads=2, num_queries=4, num_keys=4)
+
+
+def test_a_window_reaches_no_less_than_nothing() -> None:
+    for sides in ({"left": -1, "right": 0}, {"left": 0, "right": -1}):
+        with pytest.raises(ValueError, match="must be at least 0; got"):
+            masks.local_window(**sides)
 
 
 def test_no_head_before_the_first_draws() -> None:
@@ -101,10 +135,60 @@ def test_terms_that_meet_in_one_run_of_queries_are_merged_in_all() -> None:
 def test_keys_of_blocks_that_lie_in_long_progressions() -> None:
     """Every third block of four keys, far more blocks than a block has keys."""
     pattern = masks.blockwise(masks.strided(3), block=4)
-    found = needed_keys(pattern, [range(4, 8)], [range(400)], heads=[0], num_heads_global=1)
+    found = needed_keys(pattern, queries=(range(4, 8),), keys=(range(400),), heads=[0], num_heads_global=1)
     expected = [key for key in range(400) if key // 4 % 3 == 1]
     assert sorted(key for each in found for key in each) == expected
-    assert len(found) == 4
+
+
+def test_keys_that_a_table_lists_are_needed() -> None:
+    """Over more pairs than are looked at one by one, with queries that do not begin at 0."""
+    pattern = masks.random_blocks(1024, block=16, count=2, seed=3)
+    queries, keys = range(512, 640), range(1024)
+    found = needed_keys(pattern, queries=(queries,), keys=(keys,), heads=[1], num_heads_global=2)
+    mask_mod, nothing = pattern.mask_mod(num_heads=2, device=torch.device("cpu")), torch.tensor(0)
+    allowed = mask_mod(nothing, nothing + 1, torch.arange(512, 640)[:, None], torch.arange(1024))
+    assert sorted(key for each in found for key in each) == allowed.any(0).nonzero().flatten().tolist()
+
+
+def test_rows_of_a_table_are_held_to_the_keys_there_are() -> None:
+    """Those of the queries that take part: row 2 names block 5, row 0 does not."""
+    pattern = masks.block_list([[0], [1], [5]], block=8)
+    sizes = {"num_heads": 1, "num_queries": 8, "num_keys": 40}
+    assert pattern.bind(**sizes).num_queries == 8
+    with pytest.raises(ValueError, match="5"):
+        pattern.bind(q_offset=16, **sizes)
+
+
+def test_no_part_without_keys_is_split_off() -> None:
+    """Queries that begin where the keys do: there are none before all of them."""
+    bound = masks.causal().bind(num_heads=2, num_queries=8, num_keys=20)
+    (term,) = shared_terms(masks.causal(), 1, bound, 1)
+    blocks = replace(term, shape="blocks")
+    assert all(part.k.num_slots > 0 for part in split_causal([blocks]) or ())
+
+
+def test_run_time_tensors_reach_to_the_last_token_here() -> None:
+    assert Placement((range(3),), ((range(5),),), complete=False).end == 5
+    assert Placement((range(8, 11),), ((range(5),),), complete=False, num_tokens=20).end == 20
+
+
+def test_tiles_are_for_the_whole_grid() -> None:
+    """Not for as many tokens that begin elsewhere, nor over more keys."""
+    pattern = masks.neighborhood((64, 64), radius=6)
+    bind = partial(pattern.bind, num_heads=1, num_queries=4096)
+    assert tiled_terms(pattern, 1, bind(num_keys=4096))
+    assert tiled_terms(pattern, 1, bind(num_keys=4100)) == {}
+    assert tiled_terms(pattern, 1, bind(num_keys=4096, q_offset=64, k_offset=64)) == {}
+
+
+def test_a_table_reaches_as_far_as_any_of_its_rows() -> None:
+    """Few rows that name late blocks, and one that names an early one."""
+    pattern = masks.block_list([[9], [0]], block=4)
+    side = [Progression(numbers(0), 1, numbers(count)) for count in (8, 40)]
+    bounds = pattern.count(Box(numbers(0), *side), num_heads=1)
+    mask_mod, nothing = pattern.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
+    allowed = mask_mod(nothing, nothing, torch.arange(8)[:, None], torch.arange(40))
+    assert int(bounds.low) <= int(allowed.sum()) == 32 <= int(bounds.high)
 
 
 def test_a_position_past_all_that_are_held_has_some_slot() -> None:

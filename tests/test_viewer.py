@@ -55,7 +55,7 @@ def test_the_wheel_zooms_from_everything_to_single_pairs(show):
     q, k = tab.evaluate(UNDER.format(x, y))
     scales = [tab.evaluate("viewer.state.view.scale")]
     while scales[-1] > 1 / 40:
-        tab.wheel(x, y, -600)
+        tab.wheel(x, y, -1200)
         tab.wait(f"viewer.state.view.scale < {scales[-1]}")
         scales.append(tab.evaluate("viewer.state.view.scale"))
         assert len(scales) < 60
@@ -66,7 +66,7 @@ def test_the_wheel_zooms_from_everything_to_single_pairs(show):
     case = Shown(LONGNET, 1 << 20)
     assert hold(sampled(tab, torch.Generator().manual_seed(1)), lambda q, k: case.counts(0, q, k)) >= 0
     for _ in range(200):
-        tab.wheel(x, y, 600)
+        tab.wheel(x, y, 1200)
         if tab.evaluate("viewer.state.view.scale === wholeScale(viewer.state.view)"):
             break
     assert tab.evaluate("viewer.state.view.scale") == scales[0]

@@ -85,7 +85,7 @@ def test_a_million_tokens(show):
     tab = show(pattern, 1 << 20, num_heads=4, link="q=0&k=0&span=1048576&head=1&block=0")
     assert tab.evaluate("viewer.state.view.scale") > 1000
     case = Shown(pattern, 1 << 20)
-    found = sampled(tab, torch.Generator().manual_seed(0), 16)
+    found = sampled(tab, torch.Generator().manual_seed(0), 12)
     assert hold(found, lambda q, k: case.counts(1, q, k)) >= 3
     diagonal = sampled_diagonal(tab, 200)
     assert not any(cell["empty"] for cell in diagonal)

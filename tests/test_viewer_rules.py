@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks._box import Box, Progression
+from flexdilated.masks._box import Box, Progression, count_residue
 from flexdilated.masks._run_time import Extent, given_tensors, num_entries, resolve
 from flexdilated.viewer import page
 from flexdilated.viewer._page import _data
@@ -86,7 +86,7 @@ def index(side: tuple[int, int, int]) -> torch.Tensor:
     return first + step * torch.arange(count)
 
 
-many = settings(max_examples=4 * settings().max_examples, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=2 * settings().max_examples, suppress_health_check=list(HealthCheck))
 
 
 @many
@@ -150,7 +150,8 @@ def test_rules_hold_at_positions_up_to_two_to_the_31(tab, pattern):
     generator = torch.Generator().manual_seed(7)
     q = torch.randint(0, tokens, (400,), generator=generator)
     near = (q + torch.randint(-40, 40, (400,), generator=generator) * 3).clamp(0, tokens - 1)
-    k = torch.where(torch.rand(400, generator=generator) < 0.7, near, torch.randint(0, tokens, (400,)))
+    far = torch.randint(0, tokens, (400,), generator=generator)
+    k = torch.where(torch.rand(400, generator=generator) < 0.7, near, far)
     data = _data(pattern, tokens, tokens, 8, 0)
     drawn = [((int(q[i]), step, count), (int(k[i]), step, count)) for i, step, count in zip(
         range(40), [1, 1, 2, 7, 512, 65536] * 7, [1, 50, 1000, 20_000, 3, 999] * 7, strict=False)
@@ -182,6 +183,23 @@ def single(box: Box, place: int, drawn: tuple) -> Box:
         for side, (_, step, _) in zip((chosen.q, chosen.k), drawn, strict=True)
     )
     return Box(chosen.head, q, k)
+
+
+def test_residues_of_numbers_whose_products_exceed_doubles(tab):
+    generator = torch.Generator().manual_seed(11)
+    drawn = [[int(torch.randint(1, most, (), generator=generator)) for most in (LARGEST, LARGEST, 2**20, LARGEST)]
+             for _ in range(200)]  # fmt: skip
+    asked_for = []
+    for first, modulus, step, reached in drawn:
+        count = reached % 5000 + 1  # the last term is one of the residue
+        asked_for.append([first, step, count, modulus, (first + step * (count - 1)) % modulus])
+    found = tab.evaluate(f"{asked_for}.map(([f, s, n, m, r]) => ofResidue(progression(f, s, n), m, r))")
+    for (first, step, count, modulus, residue), term in zip(asked_for, found, strict=True):
+        start, number = term["first"], term["count"]
+        terms = Progression(torch.tensor([first]), step, torch.tensor([count]))
+        assert number == int(count_residue(terms, modulus, torch.tensor([residue]))) > 0
+        assert start % modulus == residue
+        assert (start - first) % step == 0
 
 
 def test_every_kind_of_the_json_has_a_rule(tab):

@@ -56,7 +56,9 @@ def _try(options: argparse.Namespace, order: list[Mutant], tree: Path, folder: P
         for name in ("tests/oracle.py", *names):
             shutil.copy2(name, tree / name)
     record(tree, names, recorded_in, at_once=options.at_once, limit_s=options.limit_s)
-    jobs = survivors_of(order, journal) if options.again else jobs_of(order[: options.sample], tree, journal)
+    explained = {name for name, found in verdicts_in(_VERDICTS).items() if found["is"] != "hole"}
+    sample = order[: options.sample]
+    jobs = survivors_of(order, journal) if options.again else jobs_of(sample, tree, journal, explained)
     copies, until = copies_of(tree, folder, options.at_once), time.time() + 60 * options.minutes
     try_all(jobs, read(recorded_in), tree, copies, journal, until)
 

@@ -4,7 +4,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,8 +56,8 @@ def copies_of(tree: Path, folder: Path, count: int) -> list[Path]:
     return copies
 
 
-def jobs_of(order: Sequence[Mutant], tree: Path, journal: Journal) -> Iterator[Job]:
-    """What is still to be tried, in order, and then what survived, harder; a mutant that is no Python is none."""
+def jobs_of(order: Sequence[Mutant], tree: Path, journal: Journal, explained: Container[str] = ()) -> Iterator[Job]:
+    """What is still to be tried, in order, and then what survived unexplained, harder; only what is Python."""
     for place, mutant in enumerate(order):
         if not compiles(mutant.applied((tree / mutant.file).read_bytes())):
             continue
@@ -68,7 +68,8 @@ def jobs_of(order: Sequence[Mutant], tree: Path, journal: Journal) -> Iterator[J
             yield job
     for mutant in order:
         tried = journal.newest(mutant.name)
-        if tried is not None and tried["verdict"] == "survived" and tried["effort"] + 1 < len(EFFORTS):
+        alive = tried is not None and tried["verdict"] == "survived" and mutant.name not in explained
+        if tried is not None and alive and tried["effort"] + 1 < len(EFFORTS):
             yield Job(mutant, tried["effort"] + 1)
 
 

@@ -11,8 +11,8 @@ from ._journal import Entry, Journal
 from ._mutants import Mutant
 
 # What a survivor is: no input tells it apart; only how fast something is or how much memory it takes differs; only
-# the words of a message differ; a test is missing.
-KINDS = ("equivalent", "only speed", "only words", "hole")
+# the words of a message differ; an accelerator alone would tell; a test is missing, or is not among those that ran.
+KINDS = ("equivalent", "only speed", "only words", "needs a device", "hole")
 # 95 % of a normal distribution lie within.
 _Z = 1.959964
 
@@ -53,7 +53,8 @@ def result(order: Sequence[Mutant], journal: Journal, verdicts: Mapping[str, Map
     tried = [mutant for mutant in order if mutant.name in last]
     caught = {mutant.name: _is_caught(last[mutant.name]) for mutant in tried}
     alive = [mutant for mutant in tried if not caught[mutant.name]]
-    same = sum(verdicts.get(mutant.name, {}).get("is", "hole") != "hole" for mutant in alive)
+    kinds = Counter(verdicts.get(mutant.name, {}).get("is", "hole") for mutant in alive)
+    same = sum(kinds[kind] for kind in KINDS[:3])
     controls = [entry for entry in journal.entries if entry["name"].startswith("control ")]
     return {
         "name": "mutants",
@@ -62,6 +63,7 @@ def result(order: Sequence[Mutant], journal: Journal, verdicts: Mapping[str, Map
         "at_first": _share(sum(_is_caught(first[mutant.name]) for mutant in tried), len(tried)),
         "with_the_tests_since": _share(sum(caught.values()), len(tried)),
         "without_equivalent_ones": _share(sum(caught.values()), len(tried) - same),
+        "alive_by_kind": {kind: kinds[kind] for kind in KINDS},
         "out_of_time": sum(last[mutant.name]["verdict"] == "timeout" for mutant in tried),
         "controls": {"passed": sum(entry["verdict"] == "survived" for entry in controls), "run": len(controls)},
         "by_operator": _by((mutant.operator, caught[mutant.name]) for mutant in tried),

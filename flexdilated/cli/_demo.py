@@ -20,7 +20,6 @@ from ._corpus import Corpus, load_corpus
 from ._evaluate import mean_bits
 from ._interrupt import Interrupt
 from ._loss_picture import save_loss_picture
-from ._mask_picture import save_mask_picture
 from ._model import PICTURE_BLOCK, PICTURE_TOKENS, build_model, model_config, picture_config
 from ._optimizer import Optimizers
 from ._out import prepare, replace
@@ -210,9 +209,15 @@ def _leave(results: Results, run: Run, settings: Settings, identity: dict[str, A
 
 def _draw(results: Results, run: Run, out: Path) -> None:
     small = picture_config()
-    title = f"Causal LongNet, {_branches(small)}"
-    sizes = {"num_tokens": PICTURE_TOKENS, "num_heads": small.num_heads, "side": PICTURE_BLOCK}
-    replace(out / "mask.png", lambda path: save_mask_picture(path, small.pattern, **sizes, title=title))
+    mask = masks.plot(
+        small.pattern,
+        PICTURE_TOKENS,
+        num_heads=small.num_heads,
+        order=("natural", "residue"),
+        block_size=PICTURE_BLOCK,
+        title=f"Causal LongNet, {_branches(small)}",
+    )
+    replace(out / "mask.png", lambda path: mask.savefig(path, format="png"))
     baselines = {"byte unigram": results.unigram, "byte bigram": results.bigram}
     replace(
         out / "loss.png",

@@ -112,8 +112,14 @@ def _table(rows: Sequence[Sequence[str]], columns: Sequence[str], width: int) ->
         2 + max(len(columns[index]) + 2, *(len(row[index]) for row in rows)) for index in range(1, len(columns))
     )
     room = max(_NARROWEST, width - others)
-    cut = [(row[0] if len(row[0]) <= room else f"{row[0][: room - 1]}…", *row[1:]) for row in rows]
+    cut = [(_cut(row[0], room), *row[1:]) for row in rows]
     return tabulate(cut, columns, disable_numparse=True, colalign=("left", *["right"] * (len(columns) - 1)))
+
+
+def _cut(name: str, room: int) -> str:
+    """Without its middle: names that begin alike differ at their ends."""
+    end = room // 3
+    return name if len(name) <= room else f"{name[: room - end - 1]}…{name[-end:]}"
 
 
 def _remark(operators: Sequence[Operator], top: int, sort: str) -> str:

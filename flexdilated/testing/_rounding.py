@@ -49,7 +49,7 @@ def expected(problem: Problem, *, gradients: bool, through_lse: bool, margin: fl
     return {name: _limited(name, value, limits[name], plain, margin) for name, value in found.items()}
 
 
-def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool) -> tuple[Tensor, Tensor]:
+def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[Tensor, Tensor]:
     """Fixed gradients to send back, in float64 on the CPU's generator; none through the lse of a row without keys."""
     generator = torch.Generator("cpu").manual_seed(1)
     grad_out, grad_lse = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, lse))

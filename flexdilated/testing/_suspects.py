@@ -29,7 +29,7 @@ class _Suspect:
 
 
 def explain(problem: Problem, found: Tensor, budget: Tensor, wrong: Tensor) -> str | None:
-    """The mistake that would account for most of the wrong rows (B, H, N), the first of them included; or None."""
+    """The mistake that would account for most wrong rows (B, H, N), at least half, the first included; or None."""
     rows = wrong.nonzero()[:_ROWS_LOOKED_AT]
     b, h, q = rows.unbind(1)
     seen, allowed = found[b, h, q].double(), budget[b, h, q]
@@ -42,9 +42,9 @@ def explain(problem: Problem, found: Tensor, budget: Tensor, wrong: Tensor) -> s
             counts[suspect.name] = int(close.sum())
     for name, close in _by_row(problem.wide(), rows, seen, allowed):
         counts[name] = max(counts[name], close)
-    if not counts:
+    name, number = max(counts.items(), key=lambda item: item[1], default=("", 0))
+    if 2 * number < len(rows) or not number:
         return None
-    name, number = counts.most_common(1)[0]
     return f"{name} (accounts for {number} of {len(rows)} wrong rows{' looked at' if len(rows) < wrong.sum() else ''})"
 
 

@@ -2,6 +2,8 @@
 
 const NAME_FROM = [38, 26]; // pixels that a tile needs to be written in
 const TILE_FROM = 10;
+const LETTER = 0.68; // the width of a letter, in heights
+const SMALLEST_FONT = 8;
 
 /** The runs of positions of a sharding as [start, stop, rank], ascending. */
 function runsOf(sharding) {
@@ -47,11 +49,12 @@ function drawTile(context, view, palette, [x, y, width, height], { target, sourc
   const [left, top] = [Math.max(x, 0), Math.max(y, 0)];
   const [right, bottom] = [Math.min(x + width, view.width), Math.min(y + height, view.height)];
   if (right - left < NAME_FROM[0] || bottom - top < NAME_FROM[1]) return;
-  const size = clamp((right - left) / 4.4, 9, 12);
-  const [x0, y0] = [(left + right) / 2, (top + bottom) / 2];
-  if (bytes) writeLabel(context, palette, size, x0, y0, [`${target} ← ${source}`, bytesText(bytes)]);
-  // In a corner: most patterns are densest along the diagonal.
-  else if (target === source) writeLabel(context, palette, size, right - 2.4 * size, top + size, [`rank ${target}`]);
+  const lines = bytes ? [`${target} ← ${source}`, bytesText(bytes)] : target === source ? [`rank ${target}`] : [];
+  const size = Math.min(12, (right - left) / (LETTER * Math.max(...lines.map((line) => line.length))));
+  if (!lines.length || size < SMALLEST_FONT) return;
+  // A rank's own name stands in a corner: most patterns are densest along the diagonal.
+  const [x0, y0] = bytes ? [(left + right) / 2, (top + bottom) / 2] : [right - 2.4 * size, top + size];
+  writeLabel(context, palette, size, x0, y0, lines);
 }
 
 function writeLabel(context, palette, size, x, y, lines) {

@@ -1,0 +1,115 @@
+"""plot: a pattern as a picture, any window of any number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ._block_mask import block_sides
+from ._check import require_bool, require_choice, require_int
+from ._pattern import Expression, require_expression
+from ._plot_window import Window, window_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ORDERS = ("natural", "residue")
+BY_BRANCH, BY_BLOCK = "branch", "block"
+_MOST_PANELS, _MOST_PIXELS = 32, 2048
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is to be drawn: one panel for each head and order, of one window."""
+
+    pattern: Expression
+    num_tokens: int
+    num_keys: int
+    num_heads: int
+    heads: tuple[int, ...]
+    orders: tuple[str, ...]
+    batch: int
+    window: Window
+    block: tuple[int, int] | None
+    color_by: str
+    title: str | None
+    legend: bool
+
+
+def plot(
+    pattern: Expression,
+    num_tokens: int,
+    *,
+    num_keys: int | None = None,
+    num_heads: int = 1,
+    head: int | Sequence[int] = 0,
+    batch: int = 0,
+    queries: range | None = None,
+    keys: range | None = None,
+    order: str | Sequence[str] = "natural",
+    block_size: int | tuple[int, int] | None = None,
+    color_by: str = BY_BRANCH,
+    size: int = 512,
+    title: str | None = None,
+    legend: bool = True,
+) -> Figure:
+    """Draw who attends to whom: queries downwards, keys to the right, one panel for each head and order.
+
+    A branch has a hue; what several allow leans to the first of them, darker with each. A window of at most `size`
+    tokens is drawn pair by pair; of a longer one a cell is that many pairs, and the more of them are allowed, the
+    fuller its colour, on a logarithmic scale. `queries` and `keys` are the window, in slots of the order: positions in
+    "natural" order, and in "residue" order those of `masks.layout`. With `block_size`, one side or (query side, key
+    side), blocks that hold a pair are sand where they hold none, full ones are framed, and white is never
+    computed; color_by="block" then shows pairs of full blocks dark and others light, whichever branch allows
+    them. `size` is about how many pixels a panel has along its longer side; `legend` includes the counts of blocks.
+    `title` is the expression by default, and "" for none. `batch` is the entry meant where run-time tensors
+    have a row for each.
+
+    Returns a matplotlib Figure, made without pyplot: `figure.savefig(path)` writes PNG, SVG or PDF, with the same bytes
+    each time. Raises ImportError without matplotlib, and ValueError or TypeError for what does not fit.
+    """
+    asked = require_expression(pattern)
+    num_keys = num_tokens if num_keys is None else num_keys
+    bound = asked.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_keys)
+    require_int("batch", batch, minimum=0, maximum=bound.batch - 1)
+    require_int("size", size, minimum=16, maximum=_MOST_PIXELS)
+    block = None if block_size is None else block_sides(block_size)
+    picture = Picture(
+        pattern=asked,
+        num_tokens=num_tokens,
+        num_keys=num_keys,
+        num_heads=num_heads,
+        heads=tuple(require_int("head", each, minimum=0, maximum=num_heads - 1) for each in _several("head", head)),
+        orders=tuple(require_choice("order", each, ORDERS) for each in _several("order", order)),
+        batch=batch,
+        window=window_of(num_tokens, num_keys, queries, keys, block=block, size=size),
+        block=block,
+        color_by=require_choice("color_by", color_by, (BY_BRANCH, BY_BLOCK)),
+        title=title,
+        legend=require_bool("legend", legend),
+    )
+    _check(picture)
+    try:
+        from ._plot_figure import draw
+    except ImportError as error:
+        raise ImportError('masks.plot draws with matplotlib: pip install "flexdilated[plot]"') from error
+    return draw(picture)
+
+
+def _several(name: str, value: object) -> tuple:
+    """One value or a sequence of them, as a tuple."""
+    several = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    if not several or len(set(several)) < len(several):
+        raise ValueError(f"{name} must be one value, or several that differ; got {name}={value!r}")
+    return several
+
+
+def _check(picture: Picture) -> None:
+    panels = len(picture.heads) * len(picture.orders)
+    if panels > _MOST_PANELS:
+        raise ValueError(f"a picture has at most {_MOST_PANELS} panels, one for each head and order; got {panels}")
+    if picture.color_by == BY_BLOCK and picture.block is None:
+        raise ValueError('color_by="block" needs block_size; got block_size=None')
+    if picture.title is not None and not isinstance(picture.title, str):
+        raise TypeError(f"title must be text or None; got {type(picture.title).__name__}")

@@ -1,0 +1,72 @@
+"""The words of a picture: titles, tick labels, counts of blocks."""
+
+from __future__ import annotations
+
+from textwrap import shorten, wrap
+
+from ._bound import FULL
+from ._plot import Picture
+from ._plot_panel import Blocks, Panel
+
+_TITLE_LINES = 3
+
+
+def tokens_text(number: int) -> str:
+    """65536 as 64K and 1048576 as 1M; other numbers in full."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if number and number % size == 0:
+            return f"{number // size:,}{unit}"
+    return f"{number:,}"
+
+
+def ticks(slots: range, parts: int) -> list[int]:
+    """Round places of a window, its ends among them if they are round: of `parts` steps, or up to 2.5 times as many."""
+    steps = (factor * 10**power for power in range(10) for factor in (1, 2, 5))
+    if len(slots) % parts == 0 and slots.start % (len(slots) // parts) == 0:
+        steps = (len(slots) // parts,)
+    elif len(slots) >= 1024:
+        steps = (1 << power for power in range(31))
+    step = next(step for step in steps if len(slots) / step <= 2.5 * parts)
+    return list(range(-(-slots.start // step) * step, slots.stop + 1, step))
+
+
+def title_lines(picture: Picture, *, letters: int) -> list[str]:
+    """The title in lines of so many letters, and what is seen."""
+    if picture.title is not None:
+        lines = [line for part in picture.title.splitlines() for line in wrap(part, letters)]
+        return lines if not lines or not picture.legend else [*lines, *wrap(_sizes_text(picture), int(letters * 1.15))]
+    text = shorten(repr(picture.pattern), _TITLE_LINES * letters - 8, placeholder=" …")
+    lines = wrap(text, letters, break_on_hyphens=False)[:_TITLE_LINES]
+    return [*lines, *wrap(_sizes_text(picture), int(letters * 1.15))]
+
+
+def panel_title(picture: Picture, panel: Panel) -> str:
+    """What tells the panel from others, or from the usual."""
+    words = [f"head {panel.head}"] if len(picture.heads) > 1 else []
+    if len(picture.orders) > 1 or panel.order != "natural":
+        words.append(f"residue order, mod {panel.rate}" if panel.order == "residue" else "natural order")
+    return ", ".join(words)
+
+
+def counts_text(blocks: Blocks) -> str:
+    """How many blocks are computed, how many of them are full, and how much of them is of use."""
+    computed, about = int(blocks.computed.sum()), "" if blocks.exact else "about "
+    full = int((blocks.state == FULL).sum())
+    of = f"{about}{computed:,} of {blocks.state.numel():,} blocks computed"
+    return f"{of}, {full:,} of them full; {about}{blocks.useful:.0%} of their pairs allowed" if computed else of
+
+
+def _sizes_text(picture: Picture) -> str:
+    window = picture.window
+    sizes = [f"{tokens_text(picture.num_tokens)} tokens"]
+    if picture.num_keys != picture.num_tokens:
+        sizes = [f"{tokens_text(picture.num_tokens)} queries, {tokens_text(picture.num_keys)} keys"]
+    if picture.num_heads > 1:
+        heads = f"head {picture.heads[0]} of" if len(picture.heads) == 1 else f"{len(picture.heads)} of"
+        sizes.append(f"{heads} {picture.num_heads}{'' if len(picture.heads) == 1 else ' heads'}")
+    if picture.block is not None:
+        sizes.append("blocks of {} × {}".format(*picture.block))
+    if max(window.queries.cell, window.keys.cell) > 1:
+        cell = f"{tokens_text(window.queries.cell)} × {tokens_text(window.keys.cell)}"
+        sizes.append(f"a cell is {cell} pairs")
+    return ", ".join(sizes)
