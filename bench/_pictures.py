@@ -71,7 +71,9 @@ def _sheet(entries: Sequence[Entry]) -> Figure:
         corner = (column * across + (across - size) / 2, height - (row + 1) * down + 0.06)
         axes = figure.add_axes((corner[0] / width, corner[1] / height, size / width, size / height))
         (drawn,) = picture(entry, shown_heads(entry)[-1:]).axes[0].images
-        axes.imshow(drawn.get_array(), interpolation="nearest")
+        cells = drawn.get_array()
+        assert cells is not None
+        axes.imshow(cells, interpolation="nearest")
         axes.set_xticks([])
         axes.set_yticks([])
         axes.set_title(entry.name, fontsize=7.5, pad=3)

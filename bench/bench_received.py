@@ -95,12 +95,9 @@ def _error(pattern: masks.Mixture | masks.Pattern, size: Size) -> float:
     position = torch.arange(size.num_tokens)
     expected = []
     for head in range(size.num_heads):
-        times = sum(
-            branch.mask_mod(num_heads=size.num_heads, device=position.device)(
-                torch.tensor(0), torch.tensor(head), position[:, None], position
-            ).double()
-            for branch in pattern.branches()
-        )
+        pairs = torch.tensor(0), torch.tensor(head), position[:, None], position
+        rules = [branch.mask_mod(num_heads=size.num_heads, device=position.device) for branch in pattern.branches()]
+        times = torch.stack([rule(*pairs) for rule in rules]).sum(0).double()
         scores = problem.q[0, head].double() @ problem.k[0, head].double().T / size.head_dim**0.5
         expected.append((scores + times.log()).softmax(-1).nan_to_num(0.0).sum(0))
     dense = torch.stack(expected)

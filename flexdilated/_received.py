@@ -65,7 +65,7 @@ def attention_received(
     if engine == "flex" and q.device.type == "cpu":
         raise ValueError("attention_received needs a backward, and flex has none on CPU; engine='tiles' serves it")
     chosen = choose_engine(engine, q, k, k, pattern, first=first, return_lse=True, score_mod=None, sinks=None)
-    q, k, lse = q.detach(), k.detach(), lse.detach()
+    q, k, lse = q.detach(), k.detach(), lse.detach().to(torch.promote_types(q.dtype, torch.float32))
     if chosen == "tiles":
         rate = 1 if layout is None else layout.rate
         options = (pattern.text, factor, q_offset, k_offset, head_offset, heads, rate, list(sides), "")

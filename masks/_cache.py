@@ -164,9 +164,9 @@ class Cache:
             return CacheStats.of(*counts, self._store.entries(), self._limits)
 
     def __repr__(self) -> str:
-        with self._lock:
-            held = f"{len(self._store):,} of {self._limits.entries:,} entries"
-            return f"Cache({held}, {bytes_text(self._store.bytes)} of {bytes_text(self._limits.bytes)})"
+        """Without the lock: whoever stops a program in the middle of something wants to see it, too."""
+        held = f"{len(self._store):,} of {self._limits.entries:,} entries"
+        return f"Cache({held}, {bytes_text(self._store.bytes)} of {bytes_text(self._limits.bytes)})"
 
     def _start_counts(self) -> None:
         self._hits = self._misses = self._evictions = 0
@@ -212,7 +212,6 @@ class Cache:
             else:
                 self._untold.note("not kept: it was forgotten while it was built")
             lines = [] if self._inside.patterns else self._outermost(seconds)
-            self._untold.tell()
         mine.done.set_result(value)
         self._untold.tell()
         for line in lines:

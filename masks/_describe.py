@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ._bound import Bound
+from ._check import require_int
 from ._describe_gaps import Gaps, gaps_of
 from ._describe_relations import Relations
 from ._describe_sections import groups_of
@@ -208,6 +209,7 @@ def describe(
     of the cost model for one forward pass, batch 1, on this kind of device. Raises ValueError for sizes below 1, for
     heads that the pattern has no rule for, and for run-time tensors that differ by batch entry.
     """
+    require_int("head_dim", head_dim, minimum=1)
     keys = num_queries if num_keys is None else num_keys
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_queries, num_keys=keys, **offsets)

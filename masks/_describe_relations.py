@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import reduce
 
 from ._algebra import Or
 from ._bound import Bound
 from ._describe_rules import RuleSquares
 from ._describe_sections import Group, Section, sections_of
-from ._describe_squares import EMPTY, Squares
+from ._describe_squares import EMPTY, Squares, TooManySquaresError
 from ._neighborhood import Neighborhood
 from ._pattern import Pattern
 
@@ -24,6 +26,7 @@ class Relations:
         self.bound = bound
         self.sections = sections_of(bound)
         self.squares = Squares()
+        self._hopeless: set[Pattern] = set()
         stop = max((max(section.queries.stop, section.keys.stop) for section in self.sections), default=1)
         self._rules = RuleSquares(self.squares, stop)
 
@@ -37,9 +40,24 @@ class Relations:
         """The pairs of one rule of a group of heads, of the section's queries and keys alone."""
         head = group.heads[0] + self.bound.head_offset
         starts = section.queries.start, section.keys.start
-        whole = self._rules.over(rule, head, self.bound.num_heads_global, *starts, section.side)
+        with self._remembering(rule):
+            whole = self._rules.over(rule, head, self.bound.num_heads_global, *starts, section.side)
         sizes = range(len(section.queries)), range(len(section.keys))
         return self.squares.both(whole, self.squares.rectangle(*sizes, section.side))
+
+    @contextmanager
+    def _remembering(self, rule: Pattern) -> Iterator[None]:
+        """A rule that took most of an allowance in vain is not tried again."""
+        if rule in self._hopeless:
+            raise TooManySquaresError
+        squares, boxes = len(self.squares), self._rules.boxes
+        try:
+            yield
+        except TooManySquaresError:
+            took = (len(self.squares) - squares) / _MOST_SQUARES + (self._rules.boxes - boxes) / _MOST_BOXES
+            if took > 0.5:
+                self._hopeless.add(rule)
+            raise
 
     def lines(self, section: Section, group: Group) -> tuple[int, int]:
         """The queries that see a key by any rule of a group, and the keys that are seen, as the bits of integers."""

@@ -137,6 +137,8 @@ def _rule(
 
 def _tensors(pattern: Expression, bindings: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """The run-time tensors that the pattern carries and those given by name."""
+    if bindings is not None and not isinstance(bindings, Mapping):
+        raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
     carried, given = given_tensors(pattern), dict(bindings or {})
     free = [name for name in names(pattern) if name not in carried]
     for name in given:

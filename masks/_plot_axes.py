@@ -15,6 +15,7 @@ FRAME = "#333333"
 _GRID, _BORDER = "#d9d9d9", "#999999"
 _LEAST_BLOCK = 12  # pixels, for lines between blocks
 _LEAST_FULL = 4
+_LETTER = 6.8  # pixels of a letter of tick labels, about
 
 
 def draw_image(axes: Axes, colours: Tensor, window: Window) -> None:
@@ -64,14 +65,15 @@ def draw_frames(axes: Axes, blocks: Blocks, window: Window) -> None:
 
 def draw_ticks(axes: Axes, window: Window, *, word: str) -> None:
     """Positions, or slots, in units of 1024 where they are multiples of it."""
-    for axis, set_ticks in ((window.keys, axes.set_xticks), (window.queries, axes.set_yticks)):
-        places = _places(axis)
+    wide = label_width(window.keys)
+    for axis, room, set_ticks in ((window.keys, wide + 14, axes.set_xticks), (window.queries, 40, axes.set_yticks)):
+        places = ticks(axis.slots, max(1, min(6, int(axis.length / room))))
         set_ticks(places, [tokens_text(place) for place in places], fontsize=8)
     axes.set_xlabel(f"key {word}", fontsize=8.5, labelpad=3)
     axes.set_ylabel(f"query {word}", fontsize=8.5, labelpad=3)
     axes.tick_params(length=3, pad=2, color=_BORDER)
 
 
-def _places(axis: Axis) -> list[int]:
-    most = 4 if axis.length >= 160 else 2
-    return ticks(axis.slots, most)
+def label_width(axis: Axis) -> float:
+    """Pixels of the widest tick label, about."""
+    return _LETTER * max(len(tokens_text(place)) for place in ticks(axis.slots, 4))

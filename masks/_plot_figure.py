@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from textwrap import wrap
 from typing import Any
@@ -13,14 +13,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ._plot import BY_BLOCK, Picture
-from ._plot_axes import draw_frames, draw_grid, draw_image, draw_ticks
+from ._plot_axes import draw_frames, draw_grid, draw_image, draw_ticks, label_width
 from ._plot_colours import hues, paint, paint_blocks
-from ._plot_legend import Legend, legend_of
+from ._plot_legend import Legend, legends_of
 from ._plot_panel import Panel, drawn_branches, panel_of
 from ._plot_text import counts_text, panel_title, title_lines
 
 _DPI = 100
-_LEFT, _RIGHT, _BETWEEN = 66, 22, 84
+_LEFT, _RIGHT, _GAP = 36, 24, 22  # beside the tick labels
 _BELOW, _EDGE = 46, 8
 _TITLE, _PANEL_TITLE, _LEGEND = 19, 18, 19  # pixels a line
 _LETTER = 8.6  # pixels of a letter of the title, about
@@ -45,14 +45,19 @@ class Places:
 
     columns: int
     rows: int
+    labels: int
     panel: tuple[int, int]
-    heading: int
-    subheading: int
-    footer: int
+    heading: int = 0
+    subheading: int = 0
+    footer: int = 0
 
     @property
     def width(self) -> int:
-        return _LEFT + self.columns * self.panel[0] + (self.columns - 1) * _BETWEEN + _RIGHT
+        return _LEFT + self.labels + self.columns * self._across - (_LEFT + self.labels + _GAP) + _RIGHT
+
+    @property
+    def _across(self) -> int:
+        return self.panel[0] + _LEFT + self.labels + _GAP
 
     @property
     def height(self) -> int:
@@ -61,7 +66,7 @@ class Places:
     def corner(self, place: int) -> tuple[int, int]:
         row, column = divmod(place, self.columns)
         top = self.heading + row * (self.subheading + self.panel[1] + _BELOW) + self.subheading
-        return _LEFT + column * (self.panel[0] + _BETWEEN), top
+        return _LEFT + self.labels + column * self._across, top
 
 
 def draw(picture: Picture) -> Figure:
@@ -69,27 +74,32 @@ def draw(picture: Picture) -> Figure:
     panels = [panel_of(picture, head, order) for head in picture.heads for order in picture.orders]
     window = picture.window
     columns = _columns(picture, len(panels))
-    width = _LEFT + columns * window.keys.length + (columns - 1) * _BETWEEN + _RIGHT
-    title = title_lines(picture, letters=int(width / _LETTER))
-    titles = [_panel_lines(picture, panel) for panel in panels]
-    legend = legend_of(picture, panels, width=width) if picture.legend else None
     places = Places(
         columns=columns,
         rows=ceil(len(panels) / columns),
+        labels=ceil(label_width(window.queries)),
         panel=(window.keys.length, window.queries.length),
+    )
+    title = title_lines(picture, letters=int(places.width / _LETTER))
+    titles = [_panel_lines(picture, panel) for panel in panels]
+    legends = legends_of(picture, panels, width=places.width) if picture.legend else []
+    places = replace(
+        places,
         heading=_EDGE + len(title) * _TITLE + (6 if title else 0),
-        subheading=max(len(lines) for lines in titles) * _PANEL_TITLE + 4,
-        footer=_EDGE // 2 + (legend.rows * _LEGEND + 4 if legend else 0),
+        subheading=max(len(lines) for lines in titles) * _PANEL_TITLE + 8,
+        footer=_EDGE // 2 + sum(legend.rows * _LEGEND + 6 for legend in legends),
     )
     figure = SameBytes(figsize=(places.width / _DPI, places.height / _DPI), dpi=_DPI)
     for place, (panel, lines) in enumerate(zip(panels, titles, strict=True)):
         axes = _add_axes(figure, places, place)
         _draw_panel(axes, picture, panel)
         if lines:
-            axes.set_title("\n".join(lines), fontsize=9, pad=4, linespacing=1.4)
+            axes.set_title("\n".join(lines), fontsize=9, pad=6, linespacing=1.4)
     _write_title(figure, places, title)
-    if legend:
-        _add_legend(figure, places, legend)
+    below = places.footer
+    for legend in legends:
+        below -= legend.rows * _LEGEND + 6
+        _add_legend(figure, legend, below / places.height)
     return figure
 
 
@@ -100,7 +110,7 @@ def _columns(picture: Picture, panels: int) -> int:
 
 
 def _panel_lines(picture: Picture, panel: Panel) -> list[str]:
-    letters = max(20, int(picture.window.keys.length / 6.4))
+    letters = max(20, int(picture.window.keys.length / 6.0))
     lines = [panel_title(picture, panel)] if panel_title(picture, panel) else []
     if picture.legend and panel.blocks is not None:
         lines += wrap(counts_text(panel.blocks), letters)
@@ -135,11 +145,11 @@ def _write_title(figure: Figure, places: Places, lines: list[str]) -> None:
         figure.text(0.5, y, line, ha="center", va="center", fontsize=size, color=colour)
 
 
-def _add_legend(figure: Figure, places: Places, legend: Legend) -> None:
+def _add_legend(figure: Figure, legend: Legend, bottom: float) -> None:
     figure.legend(
         handles=legend.handles(),
         loc="lower center",
-        bbox_to_anchor=(0.5, (_EDGE // 2) / places.height),
+        bbox_to_anchor=(0.5, bottom),
         ncols=legend.columns,
         frameon=False,
         fontsize=8.5,

@@ -1,4 +1,4 @@
-"""The legend: what each colour of a picture means."""
+"""The legend: what each colour of a picture means. Branches come first, in rows of their own: their names are long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._plot_colours import GREY, PAIR, PAIR_OF_FULL, SAND, WHITE, hues, rgb, sha
 from ._plot_panel import Panel, drawn_branches
 
 _LETTER, _SWATCH = 6.6, 42  # pixels
-_MOST_NAMED, _LONGEST = 12, 72
+_MOST_NAMED = 12
 _SHARES = ((0.001, "1 pair in 1,000"), (0.03, "1 in 30"), (1.0, "every pair"))
 
 Colour = tuple[float, float, float]
@@ -33,7 +33,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Legend:
-    """The entries, in so many columns."""
+    """Entries in so many columns."""
 
     entries: tuple[Entry, ...]
     columns: int
@@ -49,21 +49,28 @@ class Legend:
         ]
 
 
-def legend_of(picture: Picture, panels: Sequence[Panel], *, width: int) -> Legend:
-    """Branches by their expressions, how they mix, how pale few pairs are, and the blocks."""
+def legends_of(picture: Picture, panels: Sequence[Panel], *, width: int) -> list[Legend]:
+    """Branches by their expressions; then how they overlap, how pale few pairs are, and the blocks."""
     by_block = picture.color_by == BY_BLOCK
-    entries = [] if by_block else [*_branches(picture), *_multiplicity(panels)]
+    branches = [] if by_block else _branches(picture, letters=int((width - _SWATCH) / _LETTER))
+    others = [] if by_block else _multiplicity(panels)
     if max(picture.window.queries.cell, picture.window.keys.cell) > 1:
         base = rgb(PAIR) if by_block else rgb(GREY)
-        entries += [Entry(label, _shaded(share, base)) for share, label in _SHARES]
+        others += [Entry(label, _shaded(share, base)) for share, label in _SHARES]
     if picture.block is not None:
-        entries += _blocks(panels, by_block=by_block)
+        others += _blocks(panels, by_block=by_block)
+    parts = [branches, others] if len(branches) > 1 else [branches + others]
+    return [Legend(tuple(entries), _columns(entries, width)) for entries in parts if entries]
+
+
+def _columns(entries: Sequence[Entry], width: int) -> int:
+    """As many as fit, and no more than fill the last one about as well."""
     longest = max(len(entry.label) for entry in entries)
-    columns = int(max(1, min(len(entries), width // (_SWATCH + _LETTER * longest))))
-    return Legend(tuple(entries), columns)
+    fitting = int(max(1, min(len(entries), width // (_SWATCH + _LETTER * longest))))
+    return ceil(len(entries) / ceil(len(entries) / fitting))
 
 
-def _branches(picture: Picture) -> list[Entry]:
+def _branches(picture: Picture, *, letters: int) -> list[Entry]:
     drawn = drawn_branches(picture)
     colours = [_tuple(hue) for hue in hues(len(drawn))]
     if len(drawn) == 1:
@@ -72,7 +79,7 @@ def _branches(picture: Picture) -> list[Entry]:
     entries = []
     for (branch, times), colour in zip(drawn.items(), colours, strict=True):
         text = repr(branch) if times == 1 else f"{times} × {branch!r}"
-        entries.append(Entry(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 2]} …", colour))
+        entries.append(Entry(text if len(text) <= letters else f"{text[: letters - 2]} …", colour))
     if len(entries) > _MOST_NAMED:
         entries[_MOST_NAMED - 1 : -1] = [Entry(f"{len(entries) - _MOST_NAMED} between", WHITE, WHITE)]
     return entries

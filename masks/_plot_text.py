@@ -19,14 +19,14 @@ def tokens_text(number: int) -> str:
     return f"{number:,}"
 
 
-def ticks(slots: range, parts: int) -> list[int]:
-    """Round places of a window, its ends among them if they are round: of `parts` steps, or up to 2.5 times as many."""
-    steps = (factor * 10**power for power in range(10) for factor in (1, 2, 5))
-    if len(slots) % parts == 0 and slots.start % (len(slots) // parts) == 0:
-        steps = (len(slots) // parts,)
-    elif len(slots) >= 1024:
-        steps = (1 << power for power in range(31))
-    step = next(step for step in steps if len(slots) / step <= 2.5 * parts)
+def ticks(slots: range, most: int) -> list[int]:
+    """Round places of a window, `most` steps at the most: quarters of it, if they are round, with its ends."""
+    quarter = len(slots) // 4
+    if most >= 4 and quarter and len(slots) % 4 == 0 and slots.start % quarter == 0:
+        return list(range(slots.start, slots.stop + 1, quarter))
+    powers = (1 << power for power in range(32))
+    tens = (factor * 10**power for power in range(10) for factor in (1, 2, 5))
+    step = next(step for step in (powers if len(slots) >= 1024 else tens) if len(slots) <= step * most)
     return list(range(-(-slots.start // step) * step, slots.stop + 1, step))
 
 
@@ -53,7 +53,7 @@ def counts_text(blocks: Blocks) -> str:
     computed, about = int(blocks.computed.sum()), "" if blocks.exact else "about "
     full = int((blocks.state == FULL).sum())
     of = f"{about}{computed:,} of {blocks.state.numel():,} blocks computed"
-    return f"{of}, {full:,} of them full; {about}{blocks.useful:.0%} of their pairs allowed" if computed else of
+    return f"{of}, {full:,} full; {about}{blocks.useful:.0%} of their pairs allowed" if computed else of
 
 
 def _sizes_text(picture: Picture) -> str:
@@ -62,8 +62,11 @@ def _sizes_text(picture: Picture) -> str:
     if picture.num_keys != picture.num_tokens:
         sizes = [f"{tokens_text(picture.num_tokens)} queries, {tokens_text(picture.num_keys)} keys"]
     if picture.num_heads > 1:
-        heads = f"head {picture.heads[0]} of" if len(picture.heads) == 1 else f"{len(picture.heads)} of"
-        sizes.append(f"{heads} {picture.num_heads}{'' if len(picture.heads) == 1 else ' heads'}")
+        one, some = (
+            f"head {picture.heads[0]} of {picture.num_heads}",
+            f"{len(picture.heads)} of {picture.num_heads} heads",
+        )
+        sizes.append(one if len(picture.heads) == 1 else some.removeprefix(f"{picture.num_heads} of "))
     if picture.block is not None:
         sizes.append("blocks of {} × {}".format(*picture.block))
     if max(window.queries.cell, window.keys.cell) > 1:

@@ -87,6 +87,8 @@ def _side(layout: Layout, position: int, side: int) -> tuple[int, int, torch.Ten
     if layout.is_natural:
         block = position // side
         return position, block, torch.arange(block * side, min((block + 1) * side, layout.num_tokens))
-    slot = int(layout.slots()[position])
+    pieces = layout.pieces(0)  # a run for each residue class: nothing here is as long as the sequence
+    slot = int(pieces.starts[position % layout.rate]) + position // layout.rate
     block = slot // side
-    return slot, block, layout.positions()[block * side : (block + 1) * side]
+    slots = torch.arange(block * side, min((block + 1) * side, layout.num_tokens))
+    return slot, block, pieces.position(torch.tensor(0), slots)

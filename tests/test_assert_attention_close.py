@@ -141,6 +141,11 @@ def test_rows_without_keys_are_exact() -> None:
     broken = out.detach().clone()
     broken[1, 1, 3] = 1e-30
     assert "batch 1, head 1, query 3" in found(broken, q, k, v, pattern)
+    half = [x.detach().half() for x in (q, k, v)]
+    coarse = fd.attend(*half, pattern)
+    assert_attention_close(coarse, *half, pattern)
+    coarse[1, 1, 3] = 1e-7  # twice the smallest step of float16
+    assert "batch 1, head 1, query 3" in found(coarse, *half, pattern)
     assert "lse is wrong in 16 of 32 rows" in found(out, q, k, v, pattern, lse=lse.detach().clamp(min=-1e9))
     broken[1, 1, 3] = torch.nan
     assert "found     nan" in found(broken, q, k, v, pattern)
@@ -166,6 +171,8 @@ def test_bad_calls() -> None:
         assert_attention_close(out, q, k, v, "causal")
     with pytest.raises(TypeError, match="out must be a tensor; got list"):
         assert_attention_close([1.0], q, k, v, WINDOW)
+    with pytest.raises(ValueError, match="margin must be above 0; got margin=0"):
+        assert_attention_close(out, q, k, v, WINDOW, margin=0)
     with pytest.raises(ValueError, match="gradients=True needs q, k and v that require gradients"):
         assert_attention_close(out, q.detach(), k, v, WINDOW, gradients=True)
     assert found(out[:, :, :4], q, k, v, WINDOW) == "out must have shape (2, 2, 5, 8); got (2, 2, 4, 8)"

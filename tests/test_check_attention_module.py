@@ -1,5 +1,7 @@
 """check_attention_module: right modules pass, and each wrong one fails the check that is about its mistake."""
 
+import threading
+
 import pytest
 import torch
 
@@ -63,7 +65,7 @@ def test_ours_pass(name) -> None:
         return fd.BlockSparseAttention(pattern, enable_gqa=True)
 
     report = check_attention_module(
-        factory, pattern, num_kv_heads=2, calls=calls, max_tokens=24, examples=8, skip=COMPILING
+        factory, pattern, num_kv_heads=2, calls=calls, max_tokens=18, examples=6, skip=COMPILING
     )
     applied = [result.name for result in report.results if result.verdict == "passed"]
     missing = {"causality", "decoding"} & (set() if decoded else {"decoding"})
@@ -306,6 +308,50 @@ def test_lengths_can_be_given() -> None:
 
     report = check_attention_module(lambda: fours, WINDOW[0], lengths=[8, 4, 12], skip=COMPILING)
     assert report["agreement"].detail.startswith("3 lengths from 4 to 12")
+
+
+def test_coverage_looks_at_every_key() -> None:
+    """Beyond the first head_dim keys too, which one call of the module can show."""
+
+    class LastKeyToo(wrong_attention.Dense):
+        def times(self, q, k):
+            return super().times(q, k) | (torch.arange(k.shape[2]) == 18)
+
+    report = examine_attention_module(
+        lambda: LastKeyToo(*WINDOW[1]), WINDOW[0], lengths=[19], checks=["coverage", "recompilation"]
+    )
+    assert report["coverage"].detail.startswith("19 tokens: head 0, query 0, key 18 is not allowed and takes part")
+    assert report["recompilation"].verdict == "does not apply"
+
+
+def test_lengths_that_a_pattern_does_not_take_are_not_tried() -> None:
+    """Neither at first nor to find a shorter case: a list of blocks needs those that it names."""
+    pattern = masks.block_list([[0], [1], [2]], block=2)
+
+    class Stale(fd.BlockSparseAttention):
+        before = 0
+
+        def forward(self, q, k, v):
+            out, stale = super().forward(q, k, v), self.before not in (0, q.shape[2])
+            self.before = q.shape[2]
+            return out * 2 if stale else out
+
+    report = examine_attention_module(
+        lambda: Stale(pattern), pattern, max_tokens=7, checks=["agreement", "lengths", "coverage"]
+    )
+    assert [result.name for result in report.failures] == ["lengths"]
+    assert "a used module gives" in report["lengths"].detail
+
+
+def test_a_module_that_cannot_be_copied() -> None:
+    class Locked(fd.BlockSparseAttention):
+        def __init__(self, pattern):
+            super().__init__(pattern)
+            self.lock = threading.Lock()
+
+    report = check_attention_module(lambda: Locked(WINDOW[0]), WINDOW[0], max_tokens=6, checks=["lengths", "agreement"])
+    assert report["lengths"].verdict == "does not apply"
+    assert report["lengths"].detail.startswith("the module cannot be copied: TypeError: cannot pickle")
 
 
 def test_a_pattern_of_one_length() -> None:

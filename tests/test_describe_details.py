@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from hypothesis import assume, given
 from torch import Tensor
 
@@ -10,7 +11,10 @@ from flexdilated import masks
 from flexdilated.masks._describe_gaps import Gap, Gaps, gaps_of
 from flexdilated.masks._describe_relations import Relations
 from flexdilated.masks._describe_shares import head_shares
+from flexdilated.masks._describe_terms import count_term
+from flexdilated.masks._layout import Compact
 from flexdilated.masks._multiplicity import multiplicity_of
+from flexdilated.masks._term import Term
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import Case, cases
 
@@ -104,6 +108,27 @@ def test_blocks_of_strips():
     # Of the 16 x 16 blocks of each segment of 2048 the diagonal is partial: in strips of two rows one block more.
     strips = [term for term in told.branches[0].options[0].terms if term.shape == "strip"]
     assert told.partial_blocks == sum(2 + 1 for term in strips for _ in range(len(term.heads) * term.folds))
+
+
+@pytest.mark.parametrize(
+    ("side", "queries", "lead"), [(4, 10, 3), (4, 8, 0), (4, 9, 4), (1, 3, 2), (8, 20, 7), (8, 5, 30)]
+)
+def test_full_blocks_of_a_strip(side: int, queries: int, lead: int):
+    """Of queries that are the last of the keys: blocks that are whole and on or below the diagonal throughout."""
+    q, k = (
+        Compact((0, 1), (start, start + 1), 2, size, 3, 900)
+        for start, size in ((2 * lead, queries), (0, queries + lead))
+    )
+    counted = count_term(Term(masks.causal(), "strip", 1, (0, 1), 0, 2, q, k, 0, 0, block_side=side))
+    allowed = torch.arange(queries + lead) <= torch.arange(queries)[:, None] + lead
+    whole = [
+        bool(block.all()) and block.shape == (side, side)
+        for rows in allowed.split(side)
+        for block in rows.split(side, dim=1)
+    ]
+    assert counted.full_blocks == 2 * 3 * sum(whole)
+    assert counted.full_blocks + counted.partial_blocks == 2 * 3 * len(whole)
+    assert counted.useful_pairs == 2 * 3 * int(allowed.sum())
 
 
 def test_heads_that_follow_one_rule_are_told_once():

@@ -152,6 +152,8 @@ def test_large_sequences_are_explained_at_once():
         masks.longnet((2048, 1 << 20), (1, 512)), query=900_000, key=17, num_tokens=1 << 20, block_size=2048
     )
     assert [each.block_pairs for each in found.standings] == [1 << 22, 1 << 22]
+    most = masks.explain(masks.dilated(2048, 4), query=(1 << 31) - 2, key=9, num_tokens=(1 << 31) - 1)
+    assert [each.query_slot for each in most.standings] == [(1 << 31) - 2, 3 * (1 << 29) - 1]
     assert not found.allowed
 
 
@@ -168,6 +170,7 @@ def test_large_sequences_are_explained_at_once():
         ({"batch": True}, TypeError, "batch must be an integer"),
         ({"num_tokens": 0}, ValueError, "the number of tokens must be at least 1"),
         ({"block_size": 0}, ValueError, "block_size must be at least 1"),
+        ({"bindings": [IDS]}, TypeError, "bindings must map names to tensors; got list"),
         ({"bindings": {"x": IDS}}, ValueError, "bindings must name run-time tensors that the pattern lacks"),
     ],
 )

@@ -110,6 +110,10 @@ TEXTS = {
             "outside along axis 0 and 1",
         ),
         (masks.neighborhood((9,), 1), (0, 2, 0, 1), True, "query 0 is at (0) and sees 0 to 2; key 2 is at (2)"),
+        (
+            *(masks.neighborhood((9,), 1, rate=3), (4, 5, 0, 1), False),
+            "query 4 is at (4) and sees 1 to 7 in steps of 3; key 5 is at (5): outside along axis 0",
+        ),
         (masks.neighborhood((9,), 1), (9, 10, 0, 1), False, "query 9 and key 10 are beyond the grid's 9 tokens"),
     ],
     "Documents": [

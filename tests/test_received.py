@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import flexdilated as fd
 from flexdilated import masks
 from tests.run_time_strategies import packed_cases
-from tests.strategies import cases, lengths, tensors, whole_cases
+from tests.strategies import cases, tensors, whole_cases
 
 
 def weights(q, k, counts, lse=None, scale=None):
@@ -64,12 +64,13 @@ def test_tokens_in_another_order(case, data, rate, engine):
     torch.testing.assert_close(received, order.apply(expected.sum(2), dim=-1), rtol=1e-9, atol=1e-12)
 
 
-@given(st.data(), st.integers(2, 40), st.sampled_from(["tiles", "reference"]))
-def test_parts_of_the_keys_stand_side_by_side(data, num_tokens, engine):
+@pytest.mark.parametrize("engine", ["tiles", "reference"])
+@pytest.mark.parametrize(("num_tokens", "cut"), [(2, 1), (16, 8), (37, 9), (40, 39)])
+def test_parts_of_the_keys_stand_side_by_side(num_tokens, cut, engine):
     """With the lse of all keys, each part is told what it got."""
+    torch.manual_seed(num_tokens)
     pattern = masks.longnet((8, 16), (1, 2)) + masks.local_window(left=5, right=2)
     q, k, v = torch.randn(3, 1, 4, num_tokens, 8, dtype=torch.float64)
-    cut = data.draw(st.integers(1, num_tokens - 1))
     _, lse = fd.attend(q, k, v, pattern, return_lse=True)
     whole = fd.attention_received(q, k, lse, pattern)
     first = fd.attention_received(q, k[:, :, :cut], lse, pattern, engine=engine)
@@ -81,6 +82,7 @@ def test_parts_of_the_keys_stand_side_by_side(data, num_tokens, engine):
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 8), (8, 1, 3), (10, 2, 1), (5, 1, 4)])
 def test_query_heads_that_share_keys_are_told_apart(heads, kv_heads, dim, engine):
     """Also where a group has more heads than there are columns."""
+    torch.manual_seed(heads)
     q, k = torch.randn(2, heads, 30, dim).double(), torch.randn(2, kv_heads, 30, dim).double()
     pattern = masks.longnet((8, 32), (1, 4)) & masks.causal()
     counts = masks_counts(pattern, heads, 30)
@@ -105,13 +107,13 @@ def test_half_precision_runs_in_float32_on_cpu(case, data, dtype):
     torch.testing.assert_close(received.double(), expected.sum(2), rtol=1e-5, atol=1e-5)
 
 
-@given(st.data())
-def test_block_sides_change_nothing(data):
+@pytest.mark.parametrize("sides", [8, 16, (16, 32)])
+@pytest.mark.parametrize("num_tokens", [1, 31, 48])
+def test_block_sides_change_nothing(sides, num_tokens):
+    torch.manual_seed(num_tokens)
     pattern = masks.neighborhood((6, 8), 1) | masks.first_tokens(2)
-    N = data.draw(lengths((48,), 48))
-    q, k, v = torch.randn(3, 1, 2, N, 8, dtype=torch.float64)
+    q, k, v = torch.randn(3, 1, 2, num_tokens, 8, dtype=torch.float64)
     _, lse = fd.attend(q, k, v, pattern, return_lse=True)
-    sides = data.draw(st.sampled_from([8, 16, (16, 32)]))
     received = fd.attention_received(q, k, lse, pattern, block_size=sides)
     torch.testing.assert_close(received, fd.attention_received(q, k, lse, pattern), rtol=1e-9, atol=1e-12)
 
@@ -138,6 +140,16 @@ def test_without_gradients_and_with_tensors_that_want_them(engine):
     received = fd.attention_received(*wanted, PATTERN, engine=engine)
     assert not received.requires_grad
     torch.testing.assert_close(received, expected)
+
+
+@pytest.mark.parametrize("engine", ["tiles", "reference"])
+def test_an_lse_of_another_width_is_read(engine):
+    q, k, lse, expected = one_call()
+    narrow = fd.attention_received(q, k, lse.float(), PATTERN, engine=engine)
+    torch.testing.assert_close(narrow, expected, rtol=1e-5, atol=1e-5)
+    wide = fd.attention_received(q.float(), k.float(), lse, PATTERN, engine=engine)
+    assert (narrow.dtype, wide.dtype) == (torch.float64, torch.float32)
+    torch.testing.assert_close(wide.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_compiled_whole():

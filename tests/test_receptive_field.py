@@ -15,8 +15,9 @@ from flexdilated.masks._bound import Bound
 from flexdilated.masks._describe_relations import Relations
 from flexdilated.masks._receptive_field import ReceptiveField, receptive_field_of
 from flexdilated.masks._receptive_field_sample import FollowedTokens, follow_tokens
+from tests import oracle
 from tests.run_time_strategies import Packed, packed_cases
-from tests.strategies import Case, whole_cases, whole_grids
+from tests.strategies import Case, Twin, whole_cases, whole_grids
 
 MILLION = 1 << 20
 LONGNET_5 = masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
@@ -56,6 +57,26 @@ def test_dense_powers(case: Case):
 def test_grids(case: Case):
     """A neighbourhood alone is told axis by axis, one beside another rule as a whole."""
     assert_same(receptive_field_of(Relations(case.bind())), case.counts())
+
+
+@pytest.mark.parametrize(
+    ("grid", "radius", "rate"),
+    [
+        ((5, 6), (1, 1), (1, 2)),
+        ((9, 4), (1, 1), (3, 1)),
+        ((4, 3, 5), (1, 0, 1), (1, 1, 1)),
+        ((3, 6, 4), (1, 1, 0), (1, 2, 3)),
+        ((7, 7), (2, 3), (1, 1)),
+    ],
+)
+def test_grids_whose_axes_differ(grid, radius, rate):
+    """Axes along which all tokens meet, those of a residue, and none."""
+    case = Twin(masks.neighborhood(grid, radius, rate=rate), oracle.neighborhood(grid, radius, rate))
+    tokens = math.prod(grid)
+    assert_same(
+        receptive_field_of(Relations(case.pattern.bind(num_heads=1, num_queries=tokens, num_keys=tokens))),
+        oracle.counts(case.rule, range(1), 1, torch.arange(tokens), torch.arange(tokens)),
+    )
 
 
 @given(packed_cases())

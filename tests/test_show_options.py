@@ -82,7 +82,6 @@ def test_a_page(tmp_path, capsys):
     assert path.read_text(encoding="utf-8").lower().startswith("<!doctype html>")
 
 
-@pytest.mark.skipif(not hasattr(masks, "plot"), reason="masks.plot is not there yet")
 @pytest.mark.parametrize(("kind", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_a_picture(tmp_path, capsys, kind, start):
     pytest.importorskip("matplotlib", reason="draws with matplotlib")
@@ -90,6 +89,12 @@ def test_a_picture(tmp_path, capsys, kind, start):
     assert main(["show", "longnet((64, 256), (1, 4))", "-n", "4K", "--rows", "1K:2K", "--plot", str(path)]) == 0
     assert capsys.readouterr().out == f"wrote {path}: {path.stat().st_size:,} bytes\n"
     assert path.read_bytes().startswith(start)
+
+
+def test_a_picture_without_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("flexdilated.cli._show_settings.find", lambda package: None)
+    assert main(["show", "causal()", "--plot", str(tmp_path / "out.png")]) == 2
+    assert "matplotlib is not installed: no pictures" in capsys.readouterr().err
 
 
 BAD = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import flexdilated as fd
-from flexdilated import _kernel_cuda, masks
+from flexdilated import _kernel_cuda, _tiles, masks
 from flexdilated._placed_call import PlacedCall, WholeRows
 from flexdilated.masks._placement import Placement
 
@@ -75,3 +75,19 @@ def test_gradients_of_a_part_of_the_keys_come_as_they_are_summed() -> None:
     out, lse = call.forward(q, k, v, None, [])
     assert lse is not None
     assert {x.dtype for x in call.backward(q, k, v, [], WholeRows(out, lse, grad, None))} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_outputs_of_one_and_of_several_parts_have_the_dtype_of_q(dtype) -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 8).to(dtype)
+    for pattern in (masks.causal(), masks.longnet([8, 16], [1, 2]), masks.dilated(8, 6, offset=5)):
+        out, lse = fd.attend(q, k, v, pattern, engine="tiles", return_lse=True)
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+
+
+def test_sums_over_parts_are_kept_in_float32() -> None:
+    """Room that several parts fill is as wide as the room that the first of them takes."""
+    x = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
+    for out, lse in (_tiles._empty(x), _tiles._nothing(x)):
+        assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+        assert (out.shape, lse.shape) == (x.shape, x.shape[:3])

@@ -13,6 +13,7 @@ from flexdilated.masks._blocks import build_blocks
 from flexdilated.masks._box import Box, Progression
 from flexdilated.masks._choice import Candidates, Choice, way_of
 from flexdilated.masks._compact import compact_terms
+from flexdilated.masks._function_checks import check_mask_mod
 from flexdilated.masks._layout import Layout, Listed
 from flexdilated.masks._lower import shared_terms
 from flexdilated.masks._machine_in_use import machine_of
@@ -79,6 +80,14 @@ def test_keys_of_an_incomplete_placement_stand_side_by_side() -> None:
         Placement((range(2),), ((range(3), range(4, 9, 2)),), complete=False)
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_a_head_that_becomes_a_new_tensor_is_followed() -> None:
+    """It hands its value on in second place, after a tensor of which only the kind counts."""
+    found = check_mask_mod(lambda b, h, q, k: q.new_tensor(h) + 0 * q >= k, ())
+    assert found.uses_head
+    assert not check_mask_mod(lambda b, h, q, k: h.new_tensor(3) + 0 * q >= k, ()).uses_head
+
+
 def test_runs_of_keys_are_told_apart() -> None:
     """Keys 3 to 7 and keys 4 to 7: first and number add up to the same."""
     boxes = _Boxes(numbers(0, 0, 9), numbers(1, 1, 1), numbers(3, 4, 3), numbers(5, 4, 5))
@@ -99,6 +108,7 @@ def _rule(pattern: masks.Pattern) -> Rule:
 
 def test_two_positions_apart_are_no_range() -> None:
     assert ranges_of(numbers(2, 3, 5)) == (range(2, 4), range(5, 6))
+    assert ranges_of(numbers(3, 6, 9, 10, 11)) == (range(3, 7, 3), range(9, 12))
     assert ranges_of(numbers(15, 28)) == (range(15, 16), range(28, 29))
     assert ranges_of(numbers(15, 28, 41)) == (range(15, 42, 13),)
 
@@ -134,19 +144,19 @@ def test_terms_that_meet_in_one_run_of_queries_are_merged_in_all() -> None:
 
 def test_keys_of_blocks_that_lie_in_long_progressions() -> None:
     """Every third block of four keys, far more blocks than a block has keys."""
-    pattern = masks.blockwise(masks.strided(3), block=4)
+    pattern = masks.blockwise(masks.landmark_tokens(3), block=4)
     found = needed_keys(pattern, queries=(range(4, 8),), keys=(range(400),), heads=[0], num_heads_global=1)
-    expected = [key for key in range(400) if key // 4 % 3 == 1]
+    expected = [key for key in range(400) if key // 4 % 3 == 0]
     assert sorted(key for each in found for key in each) == expected
 
 
-def test_keys_that_a_table_lists_are_needed() -> None:
-    """Over more pairs than are looked at one by one, with queries that do not begin at 0."""
-    pattern = masks.random_blocks(1024, block=16, count=2, seed=3)
-    queries, keys = range(512, 640), range(1024)
+@pytest.mark.parametrize("queries", [range(80), range(512, 640)], ids=str)
+def test_keys_that_a_table_lists_are_needed(queries: range) -> None:
+    """Over more pairs than are looked at one by one, from position 0 on and from elsewhere."""
+    pattern, keys = masks.random_blocks(1024, block=16, count=2, seed=3), range(1024)
     found = needed_keys(pattern, queries=(queries,), keys=(keys,), heads=[1], num_heads_global=2)
     mask_mod, nothing = pattern.mask_mod(num_heads=2, device=torch.device("cpu")), torch.tensor(0)
-    allowed = mask_mod(nothing, nothing + 1, torch.arange(512, 640)[:, None], torch.arange(1024))
+    allowed = mask_mod(nothing, nothing + 1, torch.arange(queries.start, queries.stop)[:, None], torch.arange(1024))
     assert sorted(key for each in found for key in each) == allowed.any(0).nonzero().flatten().tolist()
 
 
@@ -173,12 +183,11 @@ def test_run_time_tensors_reach_to_the_last_token_here() -> None:
 
 
 def test_tiles_are_for_the_whole_grid() -> None:
-    """Not for as many tokens that begin elsewhere, nor over more keys."""
+    """Not for all its queries over some of its keys."""
     pattern = masks.neighborhood((64, 64), radius=6)
     bind = partial(pattern.bind, num_heads=1, num_queries=4096)
     assert tiled_terms(pattern, 1, bind(num_keys=4096))
-    assert tiled_terms(pattern, 1, bind(num_keys=4100)) == {}
-    assert tiled_terms(pattern, 1, bind(num_keys=4096, q_offset=64, k_offset=64)) == {}
+    assert tiled_terms(pattern, 1, bind(num_keys=4000)) == {}
 
 
 def test_a_table_reaches_as_far_as_any_of_its_rows() -> None:
@@ -189,6 +198,24 @@ def test_a_table_reaches_as_far_as_any_of_its_rows() -> None:
     mask_mod, nothing = pattern.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     allowed = mask_mod(nothing, nothing, torch.arange(8)[:, None], torch.arange(40))
     assert int(bounds.low) <= int(allowed.sum()) == 32 <= int(bounds.high)
+
+
+def test_bounds_in_grids_are_counts() -> None:
+    """At least 0, where the keys that all queries reach are fewer than those that some miss."""
+    pattern = masks.neighborhood((12,), radius=2)
+    allowed = pattern.mask_mod(num_heads=1, device=torch.device("cpu"))(
+        torch.tensor(0), torch.tensor(0), torch.arange(12)[:, None], torch.arange(12)
+    )
+    for q_step, k_step in ((1, 1), (2, 1), (1, 3), (3, 3)):
+        box, truth = _progressions(allowed, q_step, k_step)
+        bounds = pattern.count(box, num_heads=1)
+        assert ((bounds.low >= 0) & (bounds.low <= truth) & (truth <= bounds.high) & (bounds.high <= box.area)).all()
+
+
+def test_a_complement_holds_no_more_than_all_pairs() -> None:
+    box = Box(numbers(0, 0), Progression(numbers(0, 3), 1, numbers(4, 2)), Progression(numbers(0, 9), 1, numbers(4, 2)))
+    bounds = (~masks.causal()).count(box, num_heads=1)
+    assert bounds.low.tolist() == bounds.high.tolist() == [6, 4]
 
 
 def test_a_position_past_all_that_are_held_has_some_slot() -> None:

@@ -129,6 +129,7 @@ def test_controls_choose_head_order_and_blocks(show):
     tab.click(box[0] + 8, box[1] + 8)
     tab.settle()
     assert tab.evaluate("[viewer.state.head, viewer.state.order, viewer.state.block]") == [2, "residue", 512]
+    tab.wait("location.hash.slice(1) === linkOf(viewer.state)")
     link = tab.evaluate("location.hash")
     assert re.fullmatch(r"#q=0&k=-?\d+&span=20000&head=2&order=residue&block=512&ranks=off", link)
     box = tab.evaluate(PLACE.format("[data-press=in]"))

@@ -83,6 +83,14 @@ def test_only_orders_that_are_a_change_are_offered():
     assert data_of(page(masks.causal(), 100))["residue"] is None
     assert data_of(page(masks.strided(7), 100))["residue"] == 7
     assert data_of(page(masks.strided(70), 60))["residue"] is None  # more classes than tokens
+    assert data_of(page(masks.strided(65_537) | masks.strided(65_539), 100_000))["residue"] is None
+
+
+def test_ranks_see_the_batch_entry_that_is_shown():
+    ids = torch.tensor([[0] * 16, [0] * 8 + [1] * 8])
+    for entry, size in ((0, 8 * 2 * 64 * 4), (1, 0)):
+        told = data_of(page(masks.documents(ids), 16, batch=entry, ranks=Ranks(num_ranks=2)))["ranks"]
+        assert told["shardings"]["contiguous"]["received"] == [[0, size], [size, 0]]
 
 
 @pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
@@ -131,6 +139,8 @@ NOISE = torch.randint(0, 2, (1_500_000,), generator=torch.Generator().manual_see
         (lambda: page(~masks.custom(custom_rule) & masks.causal(), 8), "or list its blocks with masks.block_list; got"),
         (lambda: page(masks.visible_keys(NOISE), 1_500_000), "a page must hold the whole rule in 300,000 bytes; got"),
         (lambda: page(masks.causal(), 8, num_keys=9, ranks=Ranks(num_ranks=2)), "ranks share one sequence"),
+        (lambda: page(masks.causal(), 8, ranks=4), "ranks must be a Ranks(num_ranks=...) or None; got 4"),
+        (lambda: page(masks.causal(), 8, title=b"x"), "title must be a string or None; got b'x'"),
         (lambda: page(masks.causal(), 8, num_heads=3, ranks=Ranks(num_ranks=2, num_kv_heads=2)), "must divide"),
         (lambda: Ranks(num_ranks=0), "num_ranks must be at least 1"),
         (lambda: Ranks(num_ranks=129), "num_ranks must be at most 128; got num_ranks=129"),

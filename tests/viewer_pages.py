@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,17 @@ class Shown:
     heads: int = 4
     keys: int | None = None
 
+    @cached_property
+    def mods(self) -> list[Callable[..., torch.Tensor]]:
+        """The rule of each branch."""
+        sizes = {"num_queries": self.tokens, "num_keys": self.keys or self.tokens}
+        bound = self.pattern.bind(num_heads=self.heads, **sizes)
+        cpu = torch.device("cpu")
+        return [branch.mask_mod(num_heads=self.heads, device=cpu) for branch in bound.pattern.branches()]
+
     def counts(self, head: int, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        num_keys = self.keys or self.tokens
-        bound = self.pattern.bind(num_heads=self.heads, num_queries=self.tokens, num_keys=num_keys)
-        cpu, zero = torch.device("cpu"), torch.zeros_like(q + k)
-        mods = (branch.mask_mod(num_heads=self.heads, device=cpu) for branch in bound.pattern.branches())
-        return torch.stack([mod(zero, zero + head, q + zero, k + zero).long() for mod in mods]).sum(0)
+        zero = torch.zeros_like(q + k)
+        return torch.stack([mod(zero, zero + head, q + zero, k + zero).long() for mod in self.mods]).sum(0)
 
 
 def sampled(tab: Tab, generator: torch.Generator, number: int = 200) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ def _try(options: argparse.Namespace, order: list[Mutant], tree: Path, folder: P
         compile_once(tree)
     names, recorded_in = test_files(tree), folder / "coverage"
     if options.again:
-        names, recorded_in = options.again, folder / "coverage-again"
+        names, recorded_in, tree = options.again, folder / "coverage-again", _with_room_for_tests(tree)
         shutil.rmtree(recorded_in, ignore_errors=True)
         for name in ("tests/oracle.py", *names):
             shutil.copy2(name, tree / name)
@@ -61,6 +61,13 @@ def _try(options: argparse.Namespace, order: list[Mutant], tree: Path, folder: P
     jobs = survivors_of(order, journal) if options.again else jobs_of(sample, tree, journal, explained)
     copies, until = copies_of(tree, folder, options.at_once), time.time() + 60 * options.minutes
     try_all(jobs, read(recorded_in), tree, copies, journal, until)
+
+
+def _with_room_for_tests(tree: Path) -> Path:
+    """A copy, to which tests may be added: the tree stays that of its commit."""
+    other = tree.with_name("tree-again")
+    shutil.rmtree(other, ignore_errors=True)
+    return shutil.copytree(tree, other, symlinks=True)
 
 
 def _unpack(tree: Path, folder: Path) -> None:

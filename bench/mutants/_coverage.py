@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,14 @@ class Recorded:
 
     def running(self, file: str, line: int) -> list[str]:
         """The tests that run the line, the quickest first."""
-        return sorted(self.tests.get(file, {}).get(line, []), key=lambda test: (self.seconds[test], test))
+        return self._in_order(self.tests.get(file, {}).get(line, []))
+
+    def running_any(self, file: str) -> list[str]:
+        """The tests that run some line of the file, the quickest first."""
+        return self._in_order({test for tests in self.tests.get(file, {}).values() for test in tests})
+
+    def _in_order(self, tests: Iterable[str]) -> list[str]:
+        return sorted(tests, key=lambda test: (self.seconds[test], test))
 
 
 @dataclass

@@ -14,8 +14,8 @@ from ._journal import Entry, Journal
 from ._mutants import Mutant, compiles
 from ._trial import Effort, Trial, begin, chosen_tests, restore
 
-# Quick tests and few examples catch most; what they leave alive is tried with more, drawn as often as CI draws them.
-EFFORTS = (Effort(seconds=20, examples=15), Effort(seconds=60, examples=60))
+# Quick tests and few examples catch most; what is left alive is tried with more, drawn as often as CI draws them.
+EFFORTS = (Effort(seconds=20, examples=15), Effort(seconds=60, examples=60), Effort(seconds=300, examples=60))
 # So often the tests run on the tree as it is. They must pass: a mutant that dies must die of itself.
 CONTROL_EVERY = 40
 
@@ -78,7 +78,7 @@ def survivors_of(order: Sequence[Mutant], journal: Journal) -> Iterator[Job]:
     for mutant in order:
         tried = journal.newest(mutant.name)
         if tried is not None and tried["verdict"] in ("survived", "untested"):
-            yield Job(mutant, len(EFFORTS) - 1, round=tried["round"] + 1)
+            yield Job(mutant, tried["effort"], round=tried["round"] + 1)
 
 
 def try_all(
@@ -101,7 +101,8 @@ def try_all(
             del running[copy]
             restore(job.mutant, copy, tree)
             entry = _entry(job, trial, *ended)
-            journal.add(entry)
+            if trial.tests or not job.round:  # later tests that do not meet it say nothing of it
+                journal.add(entry)
             print(f"{entry['verdict']:9} {entry['seconds']:6.1f} s  {job.name}", flush=True)
         time.sleep(0.02)
 

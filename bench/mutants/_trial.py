@@ -24,12 +24,9 @@ class Effort:
 def chosen_tests(mutant: Mutant, recorded: Recorded, effort: Effort) -> list[str]:
     """The tests that run the mutated lines, the quickest first, as many as the effort allows.
 
-    What runs only on import (a default, a table) is tried with the tests that run the nearest lines of the file.
+    What no test runs, such as what runs only on import, is tried with all that run another line of the file.
     """
-    tests = recorded.running(mutant.file, mutant.line)
-    if not tests:
-        lines = sorted(recorded.tests.get(mutant.file, {}), key=lambda line: abs(line - mutant.line))
-        tests = next((found for line in lines if (found := recorded.running(mutant.file, line))), [])
+    tests = recorded.running(mutant.file, mutant.line) or recorded.running_any(mutant.file)
     # Tests of the file's own subject first: they fail soonest.
     subject = Path(mutant.file).stem.strip("_")
     tests = sorted(tests, key=lambda test: not test.startswith(f"tests/test_{subject}"))

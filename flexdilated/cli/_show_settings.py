@@ -12,6 +12,7 @@ from .. import masks
 from ..distributed._sharding import Order
 from ..masks._layout import Layout
 from ._asked_pattern import AskedPattern
+from ._extras import find, missing_line
 from ._pattern_arguments import asked_from
 from ._sizes import tokens_of
 from ._terminal import Terminal, terminal_of
@@ -93,6 +94,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
         raise UsageError("--ranks needs --html; got it without")
     if options.sharding is not None and options.ranks is None:
         raise UsageError("--sharding needs --ranks; got it without")
+    if options.plot and find("matplotlib") is None:
+        raise UsageError(missing_line("matplotlib"))
     if options.plot and options.cells is not None:
         raise UsageError("--cells is for the terminal and --json; got it with --plot")
 

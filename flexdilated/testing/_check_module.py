@@ -90,6 +90,8 @@ def examine_attention_module(
     is held to is dense and in float64; budgets are those of `assert_attention_close`.
     """
     require_expression(pattern)
+    if not callable(factory):
+        raise TypeError(f"factory must be a function that makes the module; got {factory!r:.80}")
     for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("max_tokens", max_tokens)):
         require_int(name, value, minimum=1)
     require_int("examples", examples, minimum=2)
@@ -169,9 +171,10 @@ def _smaller(name: str, subject: Subject) -> str | None:
     if name in _ON_SOME_LENGTHS:
         return None
     top = subject.lengths[-1]
-    tried = [(length,) for length in range(1, top + 1) if takes(subject.pattern, subject.num_heads, length)]
+    taken = [length for length in range(1, top + 1) if takes(subject.pattern, subject.num_heads, length)]
+    tried: list[tuple[int, ...]] = [(length,) for length in taken]
     if name == "lengths":
-        tried = [(shorter, longer) for longer in range(2, min(top, _PAIRED) + 1) for shorter in range(1, longer)]
+        tried = [(shorter, longer) for longer in taken[:_PAIRED] for shorter in taken if shorter < longer]
     for lengths in tried:
         try:
             _run(name, replace(subject, lengths=lengths))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._score_mod import ScoreMod
 from ..masks import Mixture, Pattern
-from ..masks._check import require_bool
+from ..masks._check import require_bool, require_finite
 from ._problem import Problem
 from ._rounding import MARGIN, Expected, cotangents, expected
 from ._suspects import explain
@@ -63,6 +63,8 @@ def assert_attention_close(
     _check_result("out", out, q.shape)
     if lse is not None:
         _check_result("lse", lse, q.shape[:3])
+    if require_finite("margin", margin) <= 0:
+        raise ValueError(f"margin must be above 0; got {margin=}")
     if require_bool("gradients", gradients) and not all(x.requires_grad for x in (q, k, v)):
         raise ValueError("gradients=True needs q, k and v that require gradients; got some that do not")
     truth = expected(problem, gradients=gradients, through_lse=lse is not None, margin=margin)

@@ -12,7 +12,7 @@ from ._closeness import hold
 from ._module_subject import DoesNotApply, Failure, Subject
 from ._problem import Problem
 from ._rounding import Expected, expected
-from ._words import rough, tokens
+from ._words import num_lengths, rough, tokens
 
 _KEYS = 6
 
@@ -111,7 +111,7 @@ def check_packing(subject: Subject) -> str:
         _hold_call(
             subject, f"{tokens(length)} in 2 and {len(ids[1].unique())} documents", problem, ids >= 0, ids, "packed"
         )
-    return f"2 and 3 documents a sequence, {len(subject.lengths)} lengths: each attends as it should, and sees no other"
+    return f"2 and 3 documents a sequence, {num_lengths(subject.lengths)}: each attends as it should, and sees no other"
 
 
 def _hold_call(subject: Subject, where: str, problem: Problem, real: Tensor, given: Tensor, call: str) -> None:
@@ -142,4 +142,4 @@ def check_batch(subject: Subject) -> str:
                     f"{tokens(length)}: entry {b} of a batch of 3 is another one than alone; head {h}, query {row} "
                     f"differs by {_size(whole[b : b + 1], alone, (0, h, row))}"
                 )
-    return f"entries of a batch of 3 alone, {len(subject.spread)} lengths: the same"
+    return f"entries of a batch of 3 alone, {num_lengths(subject.spread)}: the same"

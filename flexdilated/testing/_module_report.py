@@ -48,9 +48,8 @@ class ModuleReport:
 
     def __str__(self) -> str:
         applied = sum(result.verdict in ("passed", "failed") for result in self.results)
-        verdict = (
-            f"{len(self.failures)} of {applied} checks failed" if self.failures else f"all {applied} checks passed"
-        )
+        failed = len(self.failures)
+        verdict = f"{failed} of {applied} checks failed" if failed else f"{applied} of {applied} checks passed"
         table = [
             (result.name, result.verdict.upper() if result.verdict == "failed" else result.verdict, _first(result))
             for result in self.results

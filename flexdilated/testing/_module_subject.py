@@ -53,7 +53,10 @@ class Subject:
 
     def alike(self, module: Any) -> Any:
         """A copy that was never called."""
-        return copy.deepcopy(module)
+        try:
+            return copy.deepcopy(module)
+        except Exception as error:  # whatever holds what cannot be copied raises
+            raise DoesNotApply(f"the module cannot be copied: {type(error).__name__}: {error}") from error
 
     def inputs(self, num_tokens: int, kind: str = KINDS[0], *, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of this kind, the same for the same arguments."""

@@ -163,7 +163,8 @@ def _shrunk_rows(problem: Problem, rows: Tensor, seen: Tensor, allowed: Tensor) 
     whole = straight & (factor > 0) & (factor < 1) & ((extra - extra.round()).abs() <= 1e-2 + 1e-3 * extra)
     if bool(whole[0]) and extra[0] >= 0.99:
         number = int(extra[0].round())
-        yield f"{number} keys more, of score 0 and value 0, take part in the softmax", int(whole.sum())
+        more, take = ("1 key", "takes") if number == 1 else (f"{number} keys", "take")
+        yield f"{more} more, of score 0 and value 0, {take} part in the softmax", int(whole.sum())
     elif bool(straight[0]):
         yield f"the output is {float(factor[0]):.4g} times what it should be", int(straight.sum())
 

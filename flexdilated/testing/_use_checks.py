@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ._closeness import hold
 from ._module_subject import DoesNotApply, Failure, Subject
 from ._rounding import expected
-from ._words import number, rough, tokens
+from ._words import num_lengths, number, rough, tokens
 
 
 def check_lengths(subject: Subject) -> str:
@@ -56,7 +56,7 @@ def check_determinism(subject: Subject) -> str:
         if not _same_bits(first, second):
             off = rough((first - second).abs().amax())
             raise Failure(f"{tokens(length)}, {kind}: two calls with the same inputs differ by {off}")
-    return f"two calls each at {len(subject.lengths)} lengths: bit for bit the same, inputs left as they were"
+    return f"two calls each at {num_lengths(subject.lengths)}: bit for bit the same, inputs left as they were"
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -105,4 +105,4 @@ def check_decoding(subject: Subject) -> str:
             hold(problem, "out", out, expected(problem, gradients=False, through_lse=False)["out"], rows=rows)
         except AssertionError as error:
             raise Failure(f"{tokens(length)}, one by one: {error}") from None
-    return f"{len(subject.lengths)} lengths token by token: as all at once"
+    return f"{num_lengths(subject.lengths)} token by token: as all at once"

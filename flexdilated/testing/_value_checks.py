@@ -63,7 +63,8 @@ def _wrong_pair(times: Tensor, found: Tensor, truth: Tensor, wrong: Tensor) -> s
     kind = next(kind for kind in (extra, missing, wrong) if kind.any())
     h, q, k = kind.nonzero()[0].tolist()
     pair, weight = f"head {h}, query {q}, key {k}", number(found[h, q, k])
-    number_of = f"{int(kind.sum())} such pairs; the weights of this query add up to {number(found[h, q].sum())}"
+    pairs = int(kind.sum())
+    number_of = f"{pairs} such pair{'s' * (pairs > 1)}; the weights of this query add up to {number(found[h, q].sum())}"
     if kind is extra:
         return f"{pair} is not allowed and takes part with weight {weight} ({number_of})"
     if kind is missing:

@@ -30,6 +30,11 @@ def tokens(length: int) -> str:
     return "1 token" if length == 1 else f"{length} tokens"
 
 
+def num_lengths(lengths: Sequence[int]) -> str:
+    """How many there are."""
+    return "1 length" if len(lengths) == 1 else f"{len(lengths)} lengths"
+
+
 def runs(positions: Sequence[int]) -> str:
     """Ascending positions as runs: "0 to 3, 7"; "none" without any."""
     if not positions:

@@ -10,8 +10,10 @@ from importlib.resources import files
 from typing import Any
 from zlib import compress
 
-from ..masks._block_mask import layout
+from ..masks._algebra import union
+from ..masks._bound import Bound
 from ..masks._check import require_int
+from ..masks._lower import residue_rate
 from ..masks._pattern import Expression, require_expression
 from ..masks._spelling import shortened
 from ._ranks import Ranks, ranks_data
@@ -47,15 +49,12 @@ def page(
     Raises ValueError for a custom function, which has no JSON; for sizes that the pattern does not bind to; for a
     head, a batch entry or ranks that do not fit; and for a page above 300 kB, whose tables are too large to embed.
     """
-    require_expression(pattern)
-    require_int("num_tokens", num_tokens, minimum=1)
-    keys = num_tokens if num_keys is None else require_int("num_keys", num_keys, minimum=1)
-    require_int("num_heads", num_heads, minimum=1)
+    keys = num_tokens if num_keys is None else num_keys
+    bound = _bound(pattern, num_tokens, keys, num_heads, batch)
     require_int("head", head, minimum=0, maximum=num_heads - 1)
-    if ranks is not None and keys != num_tokens:
-        raise ValueError(f"ranks share one sequence: as many keys as queries; got num_keys={keys} and {num_tokens=}")
-    data = _data(pattern, num_tokens, keys, num_heads, batch)
-    data |= {"head": head, "ranks": None if ranks is None else ranks_data(pattern, num_tokens, num_heads, ranks)}
+    if not isinstance(title, str | None):
+        raise TypeError(f"title must be a string or None; got {title!r:.80}")
+    data = {"head": head, **_data(pattern, bound), "ranks": None if ranks is None else ranks_data(bound, ranks)}
     text = _assembled(data, "Who attends to whom" if title is None else title)
     size = len(text.encode())
     if size > LARGEST_PAGE:
@@ -66,19 +65,25 @@ def page(
     return text
 
 
-def _data(pattern: Expression, num_queries: int, num_keys: int, num_heads: int, batch: int) -> dict[str, Any]:
-    """What the page knows of the pattern."""
+def _bound(pattern: Expression, num_queries: int, num_keys: int, num_heads: int, batch: int) -> Bound:
+    """One batch entry of the pattern, with its run-time tensors' values."""
+    require_expression(pattern)
+    for name, value in (("num_tokens", num_queries), ("num_keys", num_keys), ("num_heads", num_heads)):
+        require_int(name, value, minimum=1)
     bound = pattern.bind(num_heads=num_heads, num_queries=num_queries, num_keys=num_keys)
-    require_int("batch", batch, minimum=0, maximum=bound.batch - 1)
-    rule = bound.entry(batch).pattern
-    rate = layout(pattern, num_queries).rate
-    pairs = zip(pattern.branches(), rule.branches(), strict=True)
+    return bound.entry(require_int("batch", batch, minimum=0, maximum=bound.batch - 1))
+
+
+def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
+    """What the page knows of the pattern."""
+    rate = residue_rate(union(pattern.branches()))
+    pairs = zip(pattern.branches(), bound.pattern.branches(), strict=True)
     return {
         "phrase": shortened(pattern.phrase().text, _LONGEST_PATTERN),
-        "num_queries": num_queries,
-        "num_keys": num_keys,
-        "num_heads": num_heads,
-        "residue": rate if 1 < rate <= min(_MOST_RESIDUES, num_queries, num_keys) else None,
+        "num_queries": bound.num_queries,
+        "num_keys": bound.num_keys,
+        "num_heads": bound.num_heads,
+        "residue": rate if 1 < rate <= min(_MOST_RESIDUES, bound.num_queries, bound.num_keys) else None,
         "branches": [rule_data(written, branch) for written, branch in pairs],
     }
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..distributed._codec import codec_named
 from ..distributed._sharding import Order, Sharding
 from ..distributed._token_counts import token_counts
+from ..masks._bound import Bound
 from ..masks._check import require_choice, require_int
-from ..masks._pattern import Expression
 
 # W ranks
 
@@ -51,15 +51,23 @@ class Ranks:
         return 2 * self.batch * codec_named(None).row_bytes(self.head_dim, self.dtype)
 
 
-def ranks_data(pattern: Expression, num_tokens: int, num_heads: int, ranks: Ranks) -> dict[str, Any]:
-    """Both shardings as plain data. Raises ValueError where the heads do not divide."""
+def ranks_data(bound: Bound, ranks: Ranks) -> dict[str, Any]:
+    """Both shardings as plain data. Raises ValueError where the heads do not divide, and but for self-attention."""
+    if not isinstance(ranks, Ranks):
+        raise TypeError(f"ranks must be a Ranks(num_ranks=...) or None; got {ranks!r:.80}")
+    if bound.num_keys != bound.num_queries:
+        raise ValueError(
+            f"ranks share one sequence: as many keys as queries; got num_keys={bound.num_keys} and "
+            f"num_tokens={bound.num_queries}"
+        )
+    num_heads = bound.num_heads
     kv_heads = num_heads if ranks.num_kv_heads is None else ranks.num_kv_heads
     if num_heads % kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads; got num_kv_heads={kv_heads} and {num_heads=}")
     shardings = {}
     for order in _ORDERS:
-        sharding = Sharding(num_tokens, ranks.num_ranks, order)
-        tokens = token_counts(pattern, sharding, num_heads=num_heads, num_kv_heads=kv_heads)
+        sharding = Sharding(bound.num_queries, ranks.num_ranks, order)
+        tokens = token_counts(bound.pattern, sharding, num_heads=num_heads, num_kv_heads=kv_heads)
         shardings[order] = _sharding_data(sharding, ranks.key_bytes * tokens)
     return {"first": ranks.sharding, "shardings": shardings, "note": _note(ranks, kv_heads)}
 

@@ -2,6 +2,8 @@
 
 const SLICE = 24; // milliseconds of counting a frame
 const REPAINT = 180; // milliseconds between two looks at a picture that still changes
+const LINK_EVERY = 400; // milliseconds: browsers refuse addresses that change more often for long
+const MOST_SHARES = 24e6; // numbers of a picture: on large screens with many branches a cell is several pixels
 
 class App {
   constructor(data) {
@@ -24,13 +26,17 @@ class App {
     };
     this.painted = 0;
     this.frameAsked = false;
+    this.linked = -Infinity;
   }
 
   start() {
     this.setPalette();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (this.setPalette(), this.restart()));
-    this.followLink();
-    addEventListener("hashchange", () => location.hash.slice(1) !== linkOf(this.state) && this.followLink());
+    this.followLink(location.hash);
+    addEventListener("hashchange", ({ newURL }) => {
+      const { hash } = new URL(newURL);
+      if (hash.slice(1) !== linkOf(this.state)) this.followLink(hash);
+    });
     new ResizeObserver(() => this.resize()).observe(this.canvas.parentElement);
     listenToCanvas(this.canvas, this);
     listenToForm(this.form, this);
@@ -44,10 +50,10 @@ class App {
     drawScale(document.getElementById("scale"), this.palette);
   }
 
-  followLink() {
+  followLink(hash) {
     const { state } = this;
     this.measure();
-    const { q, k, span } = readLink(location.hash, state, state.data);
+    const { q, k, span } = readLink(hash, state, state.data);
     showWhole(state.view);
     if (span !== null) {
       setSpan(state.view, span);
@@ -93,19 +99,31 @@ class App {
   }
 
   viewChanged() {
-    const { state } = this;
-    const link = linkOf(state);
-    if (location.hash.slice(1) !== link) history.replaceState(null, "", `#${link}`);
+    this.writeLink();
     this.restart();
+  }
+
+  writeLink() {
+    clearTimeout(this.linkTimer);
+    const wait = this.linked + LINK_EVERY - performance.now();
+    if (wait > 0) {
+      this.linkTimer = setTimeout(() => this.writeLink(), wait);
+      return;
+    }
+    const link = linkOf(this.state);
+    if (location.hash.slice(1) === link) return;
+    history.replaceState(null, "", `#${link}`);
+    this.linked = performance.now();
   }
 
   /** Count the cells of the view; until they are known, what was seen before stands in for them. */
   restart() {
     const { state } = this;
     const { view } = state;
-    if (state.image && state.image.density.finished) state.before = state.image;
-    const rows = cellEdges(view.q, view.scale, view.height, view.numQueries);
-    const columns = cellEdges(view.k, view.scale, view.width, view.numKeys);
+    if (state.image?.density.finished) state.before = keepsake(state.image);
+    const side = Math.ceil(Math.sqrt((view.width * view.height * state.rules.length) / MOST_SHARES));
+    const rows = cellEdges(view.q, side * view.scale, Math.ceil(view.height / side), view.numQueries);
+    const columns = cellEdges(view.k, side * view.scale, Math.ceil(view.width / side), view.numKeys);
     state.image = imageOf(new Density(state.rules, state.queries, state.keys, rows, columns));
     this.painted = -Infinity;
     this.explain();

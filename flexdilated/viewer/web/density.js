@@ -5,7 +5,7 @@ const ROOT = 16; // cells a side of the squares that are looked at first
 const LARGEST_ROOT = 2 ** 25; // tokens a side: products of larger sides would be rounded
 const MOST_RUNS = 8; // residue classes that a side of a square may touch before it is split
 const MOST_RUNS_OF_CELL = 64;
-const EFFORTS = [64, 1024, 16384]; // boxes that a cell's count may take, round by round
+const EFFORTS = [64, 1024, 8192]; // boxes that a cell's count may take, round by round
 const FEW_PAIRS = 16; // that are asked one by one
 const AT_A_TIME = 32; // squares between two looks at the clock
 
@@ -44,7 +44,8 @@ class Density {
   work(deadline) {
     let changed = false;
     while (!this.finished && performance.now() < deadline) {
-      for (let times = 0; times < AT_A_TIME && !this.finished; times++) this.step();
+      let times = this.squares.at < this.squares.list.length ? AT_A_TIME : 1; // a cell in doubt may take its time
+      while (times-- && !this.finished) this.step();
       changed = true;
     }
     return changed;

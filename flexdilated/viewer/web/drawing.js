@@ -14,6 +14,12 @@ function imageOf(density) {
   return { canvas, context, pixels: context.createImageData(canvas.width, canvas.height), density };
 }
 
+/** What it takes to draw an image again, without the numbers that it was made from. */
+function keepsake({ canvas, density }) {
+  const { rows, columns, width, height } = density;
+  return { canvas, density: { rows, columns, width, height } };
+}
+
 function repaint(image, palette, shown) {
   if (!image.density.width || !image.density.height) return;
   paintCells(image.density, palette, shown, image.pixels);

@@ -73,7 +73,7 @@ function randomBlocksRule({ num_tokens: numTokens, block, count, seed }, head) {
 }
 
 function blockListRule({ rows, block }, head) {
-  const byHead = Array.isArray(rows[0][0]) || rows.some((row) => Array.isArray(row[0]));
+  const byHead = Array.isArray(rows[0][0]); // the first row of the first head's table
   const tables = byHead ? rows : [rows];
   const table = byHead ? rows[head] : rows;
   const height = Math.max(...tables.map((each) => each.length));

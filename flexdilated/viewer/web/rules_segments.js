@@ -109,7 +109,6 @@ function spansRule(spans, word) {
 
 function perDocumentRule(part, spans, word) {
   const whole = spansRule(spans, word);
-  const startOf = (box) => spans.starts[spanAt(spans, box.q.first)];
   return {
     allowed: (q, k) => {
       const [span, ofKey] = [spanAt(spans, q), spanAt(spans, k)];
@@ -117,14 +116,7 @@ function perDocumentRule(part, spans, word) {
     },
     count: (q, k) => {
       const pieces = whole.narrow(q, k);
-      if (pieces === null) return unknown(q, k);
-      let total = exactly(0);
-      for (const piece of pieces) {
-        if (!piece.q.count || !piece.k.count) continue;
-        const start = startOf(piece);
-        total = sumOf(total, part.count(movedDown(piece.q, start), movedDown(piece.k, start)));
-      }
-      return total;
+      return pieces === null ? unknown(q, k) : countFromStarts(part, spans, pieces);
     },
     why: (q, k) => {
       if (!whole.allowed(q, k)) return whySpans(spans, q, k, word);
@@ -137,6 +129,17 @@ function perDocumentRule(part, spans, word) {
       return [{ rule: part, q: q - start, k: k - start }];
     },
   };
+}
+
+/** Pairs of boxes that each lie in one run, counted from its start. */
+function countFromStarts(part, spans, pieces) {
+  let total = exactly(0);
+  for (const { q, k } of pieces) {
+    if (!q.count || !k.count) continue;
+    const start = spans.starts[spanAt(spans, q.first)];
+    total = sumOf(total, part.count(movedDown(q, start), movedDown(k, start)));
+  }
+  return total;
 }
 
 function whySpans(spans, q, k, word) {

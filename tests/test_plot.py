@@ -1,0 +1,315 @@
+"""Pictures against the dense rule: each cell's colour, windows, orders, heads, blocks, and what is saved."""
+
+from collections import Counter
+from io import BytesIO
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexdilated import masks
+
+matplotlib = pytest.importorskip("matplotlib", reason="draws with matplotlib")
+
+HUES = ("#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#d55e00")
+WHITE, SAND, LIGHT, DARK = "#ffffff", "#f6ecd9", "#4292c6", "#08519c"
+LONGNET = masks.longnet((16, 32, 64), (1, 2, 4)) & masks.causal()
+WINDOW = masks.local_window(left=5, right=2)
+PATTERNS = [
+    LONGNET,
+    WINDOW,
+    WINDOW + masks.local_window(left=20, right=0) + WINDOW,
+    masks.per_head([masks.causal(), masks.dilated(16, 4), WINDOW, ~masks.causal()]),
+    masks.recipes.bigbird(64, block=4, num_random=2),
+    masks.causal() & ~masks.causal(),
+]
+
+
+def image(figure, panel: int = 0) -> torch.Tensor:
+    (drawn,) = figure.axes[panel].images
+    return torch.tensor(drawn.get_array().tolist())
+
+
+def colour(text: str) -> torch.Tensor:
+    return torch.tensor([int(text[at : at + 2], 16) for at in (1, 3, 5)])
+
+
+def is_colour(shown: torch.Tensor, text: str) -> torch.Tensor:
+    return (shown == colour(text)).all(-1)
+
+
+def dense(pattern, queries: int, keys: int, head: int = 0, num_heads: int = 4) -> torch.Tensor:
+    """One head's mask pair by pair, of each branch in turn."""
+    q, k = torch.arange(queries)[:, None], torch.arange(keys)
+    zero = torch.tensor(0)
+    each = [
+        branch.bind(num_heads=num_heads, num_queries=queries, num_keys=keys).mask_mod()(zero, zero + head, q, k)
+        for branch in pattern.branches()
+    ]
+    return torch.stack([mask.expand(queries, keys) for mask in each])
+
+
+def expected(pattern, shares: torch.Tensor, ground: str = WHITE) -> torch.Tensor:
+    """The colours of cells by the rule of the docstring, one cell at a time; shares is (branches, rows, columns)."""
+    distinct = list(dict.fromkeys(pattern.branches()))
+    result = torch.zeros(*shares.shape[1:], 3, dtype=torch.int64)
+    for row in range(shares.shape[1]):
+        for column in range(shares.shape[2]):
+            by_branch = Counter()
+            for branch, share in zip(pattern.branches(), shares[:, row, column].tolist(), strict=True):
+                by_branch[distinct.index(branch)] += share
+            total = sum(by_branch.values())
+            shown = colour(ground).double() / 255
+            if total:
+                weights = {which: share / 3**which for which, share in by_branch.items()}
+                squares = sum(weight * (colour(HUES[which]) / 255) ** 2 for which, weight in weights.items())
+                hue = (squares / sum(weights.values())).sqrt() * 0.68 ** torch.tensor(max(1, total)).log2()
+                strength = max(0.15, 1 + torch.tensor(min(1, total)).log10().item() / 5)
+                shown = shown + strength * (hue - shown)
+            result[row, column] = (shown * 255).round().long()
+    return result
+
+
+@pytest.mark.parametrize("head", [0, 3])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_every_pair_has_its_colour(pattern, head: int) -> None:
+    shown = image(masks.plot(pattern, 64, num_heads=4, head=head))
+    wanted = expected(pattern, dense(pattern, 64, 64, head).double())
+    assert (shown - wanted).abs().max() <= 1
+    assert torch.equal(is_colour(shown, WHITE), ~dense(pattern, 64, 64, head).any(0))
+
+
+def test_a_branch_alone_has_its_hue_and_overlaps_are_darker() -> None:
+    pattern = masks.local_window(left=8, right=0) + masks.local_window(left=0, right=8)
+    shown = image(masks.plot(pattern, 32))
+    count = dense(pattern, 32, 32).sum(0)
+    below = torch.ones(32, 32).tril(-1).bool()
+    assert torch.equal(is_colour(shown, HUES[0]), (count == 1) & below)
+    assert torch.equal(is_colour(shown, HUES[1]), (count == 1) & ~below)
+    light = shown.sum(-1)
+    assert light[count == 2].max() < light[count == 1].min() < light[count == 0].min()
+
+
+def test_many_branches_have_a_colour_each() -> None:
+    pattern = masks.longnet([4] * 10, range(1, 11))
+    (legend, *_) = masks.plot(pattern, 16).legends
+    colours = {patch.get_facecolor() for patch in legend.get_patches()}
+    assert len(colours) == len(legend.get_patches()) == 10
+
+
+@given(st.integers(1, 90), st.data())
+def test_windows_are_cut_from_the_whole(size: int, data) -> None:
+    """Of any number of tokens, pair by pair."""
+    edges = [sorted(data.draw(st.lists(st.integers(0, size), min_size=2, max_size=2, unique=True))) for _ in range(2)]
+    rows, columns = (range(first, stop) for first, stop in edges)
+    whole = image(masks.plot(LONGNET, size, num_heads=4))
+    part = masks.plot(LONGNET, size, num_heads=4, queries=rows, keys=columns, legend=False)
+    assert torch.equal(image(part), whole[rows.start : rows.stop, columns.start : columns.stop])
+    assert part.axes[0].get_xlim() == (columns.start, columns.stop)
+    assert part.axes[0].get_ylim() == (rows.stop, rows.start)
+
+
+def test_residue_order_is_the_same_pairs_by_slot() -> None:
+    figure = masks.plot(LONGNET, 62, num_heads=4, order=("natural", "residue"))
+    positions = masks.layout(LONGNET, 62).positions()
+    assert torch.equal(image(figure, 1), image(figure, 0)[positions][:, positions])
+    assert [axes.get_xlabel() for axes in figure.axes] == ["key position", "key slot"]
+    assert [axes.get_title() for axes in figure.axes] == ["natural order", "residue order, mod 4"]
+
+
+def test_heads_side_by_side() -> None:
+    figure = masks.plot(LONGNET, 40, num_heads=4, head=[3, 1], order=("residue", "natural"))
+    assert len(figure.axes) == 4
+    for place, (head, order) in enumerate([(3, "residue"), (3, "natural"), (1, "residue"), (1, "natural")]):
+        alone = masks.plot(LONGNET, 40, num_heads=4, head=head, order=order)
+        assert torch.equal(image(figure, place), image(alone))
+        assert figure.axes[place].get_title().startswith(f"head {head}, {order} order")
+
+
+@pytest.mark.parametrize("window", [range(1000), range(37, 911), range(600, 1000)])
+def test_cells_are_as_full_as_their_share(window: range) -> None:
+    """Cells of 16 x 16 begin at multiples of 16; at the border only pairs of the window count."""
+    pattern = masks.longnet((64, 512), (1, 16)) & masks.causal()
+    shown = image(masks.plot(pattern, 1000, num_heads=4, queries=window, keys=window, size=64))
+    cell = {1000: 16, 874: 16, 400: 8}[len(window)]
+    first, last = window.start // cell, (window.stop - 1) // cell
+    assert shown.shape == (last - first + 1, last - first + 1, 3)
+    inside = torch.zeros(1024, dtype=torch.bool)
+    inside[window.start : window.stop] = True
+    inside = inside[:, None] & inside
+    padded = torch.zeros(2, 1024, 1024, dtype=torch.bool)
+    padded[:, :1000, :1000] = dense(pattern, 1000, 1000)
+
+    def count(mask: torch.Tensor) -> torch.Tensor:
+        tiles = mask.double().unflatten(-2, (-1, cell)).unflatten(-1, (-1, cell)).sum((-3, -1))
+        return tiles[..., first : last + 1, first : last + 1]
+
+    wanted = expected(pattern, count(padded & inside) / count(inside))
+    assert (shown - wanted).abs().max() <= 1
+
+
+@pytest.mark.parametrize(("block_size", "tokens"), [(8, 64), (8, 61), ((16, 4), 64), (5, 33)])
+@pytest.mark.parametrize("order", ["natural", "residue"])
+def test_blocks_are_those_of_the_block_mask(block_size, tokens: int, order: str) -> None:
+    layout = masks.layout(LONGNET, tokens) if order == "residue" else None
+    listed = masks.block_mask(LONGNET, tokens, num_heads=4, layout=layout, block_size=block_size)
+    sides = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+
+    def tokens_of(blocks: torch.Tensor) -> torch.Tensor:
+        return blocks.repeat_interleave(sides[0], 0).repeat_interleave(sides[1], 1)[:tokens, :tokens]
+
+    computed = listed.to_dense()[0, 2].bool()
+    full = torch.zeros_like(computed)
+    assert listed.full_kv_num_blocks is not None
+    assert listed.full_kv_indices is not None
+    for row, number in enumerate(listed.full_kv_num_blocks[0, 2].tolist()):
+        full[row, listed.full_kv_indices[0, 2, row, :number].long()] = True
+    positions = torch.arange(tokens) if layout is None else layout.positions()
+    pairs = dense(LONGNET, tokens, tokens, 2).any(0)[positions][:, positions]
+    given = {"num_heads": 4, "head": 2, "order": order, "block_size": block_size}
+
+    shown = image(masks.plot(LONGNET, tokens, **given))
+    assert torch.equal(is_colour(shown, SAND), tokens_of(computed) & ~pairs)
+    assert torch.equal(is_colour(shown, WHITE), ~tokens_of(computed))
+
+    figure = masks.plot(LONGNET, tokens, **given, color_by="block")
+    shown = image(figure)
+    assert torch.equal(is_colour(shown, DARK), tokens_of(full))
+    assert torch.equal(is_colour(shown, LIGHT), pairs & ~tokens_of(full))
+    assert torch.equal(is_colour(shown, SAND), tokens_of(computed) & ~pairs)
+    useful = int(pairs.sum()) / int(tokens_of(computed).sum())
+    text = f"{int(computed.sum())} of {computed.numel()} blocks computed, {int(full.sum())} full; {useful:.0%} of their"
+    assert text in figure.axes[0].get_title().replace("\n", " ")
+
+
+def test_a_window_within_blocks_shows_the_state_of_the_whole_block() -> None:
+    """A block that is empty in the window, and not beyond it, is computed."""
+    shown = image(masks.plot(masks.causal(), 64, queries=range(8, 11), keys=range(13, 16), block_size=8))
+    assert bool(is_colour(shown, SAND).all())
+    shown = image(masks.plot(masks.causal(), 64, queries=range(8, 11), keys=range(16, 19), block_size=8))
+    assert bool(is_colour(shown, WHITE).all())
+
+
+def test_full_blocks_are_framed() -> None:
+    """One line for each side of a block that is full on one side of it only."""
+    figure = masks.plot(masks.causal(), 64, block_size=16)
+    frames = [lines for lines in figure.axes[0].collections if lines.get_gid() == "full"]
+    assert len(frames) == 1
+    ends = {tuple(map(tuple, segment.tolist())) for segment in frames[0].get_segments()}
+    full = {(row, column) for row in range(4) for column in range(row)}
+    sides = Counter()
+    for row, column in full:
+        top, left = 16 * row, 16 * column
+        sides[(left, top), (left + 16, top)] += 1
+        sides[(left, top + 16), (left + 16, top + 16)] += 1
+        sides[(left, top), (left, top + 16)] += 1
+        sides[(left + 16, top), (left + 16, top + 16)] += 1
+    assert ends == {side for side, times in sides.items() if times == 1}
+
+
+def test_far_out_in_a_million_tokens() -> None:
+    pattern = masks.longnet((2048, 65536), (1, 32)) & masks.causal()
+    rows, columns = range(700_000, 700_080), range(699_990, 700_100)
+    shown = image(masks.plot(pattern, 1 << 20, num_heads=8, head=5, queries=rows, keys=columns))
+    q, k = (torch.arange(side.start, side.stop) for side in (rows, columns))
+    zero = torch.tensor(0)
+    shares = [branch.mask_mod(num_heads=8, device=zero.device)(zero, zero + 5, q[:, None], k) for branch in
+              pattern.branches()]  # fmt: skip
+    assert (shown - expected(pattern, torch.stack(shares).double())).abs().max() <= 1
+
+
+def test_a_million_tokens_at_once() -> None:
+    shown = image(masks.plot(LONGNET, 1 << 20, num_heads=4, size=64))
+    assert torch.equal(~is_colour(shown, WHITE), torch.eye(64, dtype=torch.bool))
+
+
+def test_unequal_sides() -> None:
+    shown = image(masks.plot(WINDOW, 20, num_keys=31))
+    assert torch.equal(~is_colour(shown, WHITE), dense(WINDOW, 20, 31)[0])
+    axes = masks.plot(WINDOW, 8, num_keys=512, size=256).axes[0]
+    box = axes.get_window_extent()
+    assert (round(box.width), round(box.height)) == (256, 256)
+
+
+def test_a_batch_entry() -> None:
+    pattern = masks.lengths(torch.tensor([5, 9]))
+    for batch, length in enumerate((5, 9)):
+        shown = image(masks.plot(pattern, 12, batch=batch))
+        wanted = torch.zeros(12, 12, dtype=torch.bool)
+        wanted[:length, :length] = True
+        assert torch.equal(~is_colour(shown, WHITE), wanted)
+    with pytest.raises(ValueError, match="batch must be at most 1; got batch=2"):
+        masks.plot(pattern, 12, batch=2)
+
+
+def texts(figure) -> list[str]:
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def test_the_legend_names_each_branch_by_its_expression() -> None:
+    pattern = WINDOW + masks.causal() + WINDOW
+    figure = masks.plot(pattern, 64, block_size=8)
+    assert texts(figure)[:2] == [f"2 × {WINDOW!r}", "causal()"]
+    shown = [patch.get_facecolor()[:3] for patch in figure.legends[0].get_patches()]
+    assert [(255 * torch.tensor(each)).round().long().tolist() for each in shown] == [
+        colour(hue).tolist() for hue in HUES[:2]
+    ]
+    assert "in 3 branches" in texts(figure)
+    assert {"full blocks", "computed, no pair", "never computed"} < {*texts(figure)}
+    assert texts(masks.plot(WINDOW, 64)) == ["allowed pair"]
+    assert "1 in 30" in texts(masks.plot(WINDOW, 6400))
+    assert masks.plot(pattern, 64, legend=False).legends == []
+
+
+def test_titles_and_ticks() -> None:
+    figure = masks.plot(LONGNET, 1 << 20, num_heads=4, head=2)
+    assert [text.get_text() for text in figure.texts] == [
+        repr(LONGNET),
+        "1M tokens, head 2 of 4, a cell is 2K × 2K pairs",
+    ]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0", "256K", "512K", "768K", "1M"]
+    assert list(figure.axes[0].get_yticks()) == [0, 1 << 18, 1 << 19, 3 << 18, 1 << 20]
+    window = range(526_288, 526_384)
+    axes = masks.plot(LONGNET, 1 << 20, num_heads=4, queries=window, keys=window, size=384).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [f"526,{at}" for at in (300, 320, 340, 360, 380)]
+    assert [text.get_text() for text in masks.plot(WINDOW, 9, title="A window").texts] == ["A window", "9 tokens"]
+    assert not masks.plot(WINDOW, 9, title="").texts
+
+
+def saved(figure, kind: str) -> bytes:
+    file = BytesIO()
+    figure.savefig(file, format=kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_the_same_bytes_each_time(kind: str, tmp_path) -> None:
+    figures = [masks.plot(LONGNET, 64, num_heads=4, block_size=8) for _ in range(2)]
+    assert saved(figures[0], kind) == saved(figures[0], kind) == saved(figures[1], kind)
+    assert b"Date" not in saved(figures[0], kind)
+    path = tmp_path / f"mask.{kind}"
+    figures[0].savefig(str(path))
+    assert path.read_bytes() == saved(figures[0], kind)
+    assert matplotlib.rcParams["svg.hashsalt"] == matplotlib.rcParamsDefault["svg.hashsalt"]
+
+
+def test_svg_is_xml_that_holds_the_cells() -> None:
+    root = ElementTree.fromstring(saved(masks.plot(LONGNET, 64, num_heads=4), "svg"))
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    (cells,) = root.iter("{http://www.w3.org/2000/svg}image")
+    assert "pixelated" in cells.get("style", "")
+
+
+def test_png_pixels_are_the_cells() -> None:
+    from matplotlib.image import imread
+
+    figure = masks.plot(LONGNET, 64, num_heads=4, head=(0, 1))
+    pixels = (torch.from_numpy(imread(BytesIO(saved(figure, "png"))))[..., :3] * 255).round().long()
+    for place, axes in enumerate(figure.axes):
+        box = axes.get_window_extent()
+        left, top = round(box.x0), len(pixels) - round(box.y1)
+        cell = 512 // 64
+        middles = cell // 2 + cell * torch.arange(64)
+        assert torch.equal(pixels[top + middles][:, left + middles], image(figure, place))

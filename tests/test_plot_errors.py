@@ -1,0 +1,88 @@
+"""Bad input to masks.plot, and what it leaves alone."""
+
+import subprocess
+import sys
+
+import pytest
+
+from flexdilated import masks
+
+CAUSAL = masks.causal()
+BAD = {
+    "no pattern": ({"pattern": "causal()"}, TypeError, "pattern must be a pattern or mixture"),
+    "no tokens": ({"num_tokens": 0}, ValueError, "num_queries must be at least 1; got num_queries=0"),
+    "head": ({"head": 2, "num_heads": 2}, ValueError, "head must be at most 1; got head=2"),
+    "second head": ({"head": (0, -1), "num_heads": 2}, ValueError, "head must be at least 0; got head=-1"),
+    "no head": ({"head": ()}, ValueError, r"head must be one value, or several that differ; got head=\(\)"),
+    "head as text": ({"head": "0"}, TypeError, "head must be an integer; got head='0' of type str"),
+    "heads twice": (
+        {"head": (0, 0)},
+        ValueError,
+        r"head must be one value, or several that differ; got head=\(0, 0\)",
+    ),
+    "order": ({"order": "random"}, ValueError, "order must be one of 'natural', 'residue'; got order='random'"),
+    "queries": (
+        {"queries": range(8, 8)},
+        ValueError,
+        r"queries must be a range of step 1 within 0 to 64, and not empty",
+    ),
+    "keys": ({"keys": range(0, 65)}, ValueError, r"keys must be a range of step 1 .*; got keys=range\(0, 65\)"),
+    "step": ({"keys": range(0, 64, 2)}, ValueError, "keys must be a range of step 1"),
+    "slice": ({"keys": slice(0, 4)}, ValueError, "keys must be a range of step 1"),
+    "block": ({"block_size": 0}, ValueError, "block_size must be at least 1; got block_size=0"),
+    "blocks": ({"block_size": (8, 8, 8)}, ValueError, "block_size must be one side or"),
+    "small blocks": (
+        {"num_tokens": 1 << 20, "block_size": 128},
+        ValueError,
+        "to show 1048576 tokens in 512 pixels, block sides must share a divisor of at least 2048; got 128: take",
+    ),
+    "color_by": ({"color_by": "head"}, ValueError, "color_by must be one of 'branch', 'block'; got color_by='head'"),
+    "blocks unsaid": ({"color_by": "block"}, ValueError, 'color_by="block" needs block_size; got block_size=None'),
+    "size": ({"size": 8}, ValueError, "size must be at least 16; got size=8"),
+    "batch": ({"batch": 1}, ValueError, "batch must be at most 0; got batch=1"),
+    "legend": ({"legend": "no"}, TypeError, "legend must be True or False; got legend='no'"),
+    "title": ({"title": 3}, TypeError, "title must be text or None; got int"),
+    "panels": (
+        {"head": range(33), "num_heads": 33},
+        ValueError,
+        "at most 32 panels, one for each head and order; got 33",
+    ),
+    "unbound": ({"pattern": masks.documents("ids")}, ValueError, "ids"),
+}
+
+
+@pytest.mark.parametrize(("given", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_input(given: dict, error: type[Exception], message: str) -> None:
+    given = {"pattern": CAUSAL, "num_tokens": 64, **given}
+    with pytest.raises(error, match=message):
+        masks.plot(given.pop("pattern"), given.pop("num_tokens"), **given)
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("flexdilated.masks._plot_")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r'masks.plot draws with matplotlib: pip install "flexdilated\[plot\]"'):
+        masks.plot(CAUSAL, 8)
+
+
+QUIET = """
+import sys
+from flexdilated import masks
+assert "matplotlib" not in sys.modules
+figure = masks.plot(masks.causal(), 8)
+import matplotlib
+def settings():
+    return {name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}
+before = settings()
+figure.savefig(sys.stdout.buffer, format="svg")
+assert "matplotlib.pyplot" not in sys.modules and settings() == before
+"""
+
+
+@pytest.mark.slow
+def test_neither_pyplot_nor_settings() -> None:
+    pytest.importorskip("matplotlib", reason="draws with matplotlib")
+    done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.startswith(b"<?xml")
