@@ -25,6 +25,7 @@ _BELOW, _EDGE = 46, 8
 _TITLE, _PANEL_TITLE, _LEGEND = 19, 18, 19  # pixels a line
 _LETTER = 8.6  # pixels of a letter of the title, about
 _COLUMNS = 4
+_LEAST = 320  # pixels of a figure with texts
 
 
 class SameBytes(Figure):
@@ -47,13 +48,23 @@ class Places:
     rows: int
     labels: int
     panel: tuple[int, int]
+    least: int
     heading: int = 0
     subheading: int = 0
     footer: int = 0
 
     @property
     def width(self) -> int:
-        return _LEFT + self.labels + self.columns * self._across - (_LEFT + self.labels + _GAP) + _RIGHT
+        return self._panels + 2 * self._aside
+
+    @property
+    def _panels(self) -> int:
+        return self.columns * self._across - _GAP + _RIGHT
+
+    @property
+    def _aside(self) -> int:
+        """Room beside panels that are narrower than the texts."""
+        return max(0, self.least - self._panels) // 2
 
     @property
     def _across(self) -> int:
@@ -66,7 +77,7 @@ class Places:
     def corner(self, place: int) -> tuple[int, int]:
         row, column = divmod(place, self.columns)
         top = self.heading + row * (self.subheading + self.panel[1] + _BELOW) + self.subheading
-        return _LEFT + self.labels + column * self._across, top
+        return self._aside + _LEFT + self.labels + column * self._across, top
 
 
 def draw(picture: Picture) -> Figure:
@@ -79,6 +90,7 @@ def draw(picture: Picture) -> Figure:
         rows=ceil(len(panels) / columns),
         labels=ceil(label_width(window.queries)),
         panel=(window.keys.length, window.queries.length),
+        least=_LEAST if picture.legend else 0,
     )
     title = title_lines(picture, letters=int(places.width / _LETTER))
     titles = [_panel_lines(picture, panel) for panel in panels]

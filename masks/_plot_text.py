@@ -53,12 +53,13 @@ def counts_text(blocks: Blocks) -> str:
     computed, about = int(blocks.computed.sum()), "" if blocks.exact else "about "
     full = int((blocks.state == FULL).sum())
     of = f"{about}{computed:,} of {blocks.state.numel():,} blocks computed"
-    return f"{of}, {full:,} full; {about}{blocks.useful:.0%} of their pairs allowed" if computed else of
+    useful = f"{blocks.useful:.0%}" if blocks.useful >= 0.01 else f"{100 * blocks.useful:.2g}%"
+    return f"{of}, {full:,} full; {about}{useful} of their pairs allowed" if computed else of
 
 
 def _sizes_text(picture: Picture) -> str:
     window = picture.window
-    sizes = [f"{tokens_text(picture.num_tokens)} tokens"]
+    sizes = [f"{tokens_text(picture.num_tokens)} token{'s' if picture.num_tokens > 1 else ''}"]
     if picture.num_keys != picture.num_tokens:
         sizes = [f"{tokens_text(picture.num_tokens)} queries, {tokens_text(picture.num_keys)} keys"]
     if picture.num_heads > 1:

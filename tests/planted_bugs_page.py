@@ -9,7 +9,7 @@ from tests.planted_bugs_of_others import OF_OTHERS
 
 BUGS = (*OF_OTHERS, *IN_PATTERNS, *IN_ENGINES)
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planted_bugs.md"
-_BEGIN, _END = "<!-- planted bugs -->\n", "<!-- end planted bugs -->"
+_BEGIN, _END = "<!-- planted bugs begin -->\n", "<!-- planted bugs end -->"
 
 
 def filled(text: str) -> str:

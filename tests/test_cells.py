@@ -174,6 +174,20 @@ def _shifted(rule: oracle.Rule, q: Tensor, k: Tensor) -> Tensor:
     return rule(0, 1, q - back, k - back)
 
 
+@pytest.mark.parametrize("way", ["pair by pair", "by boxes"])
+def test_windows_that_begin_and_end_at_any_slot(way: str) -> None:
+    """Before, at and after the first slot of each residue class, for queries and keys."""
+    pattern, order = masks.dilated(20, 2) & masks.causal(), Layout(23, 4)
+    rule = oracle.both(oracle.dilated(20, 2, 0), oracle.causal())
+    counts = rule(0, 1, torch.arange(23), torch.arange(23))
+    for start in range(20):
+        question = {"queries": range(start, start + 3), "keys": range(19 - start, 23), "shape": (1, 2), "order": order}
+        with counted(way):
+            cells = count_cells(pattern, 23, **question)
+        assert_true(cells, counts, question)
+        assert cells.exact.all()
+
+
 def test_a_rule_without_bounds_is_estimated_and_says_so() -> None:
     """A third of all pairs of a function, found by looks at a few; bounds stay honest."""
     third = masks.custom(lambda b, h, q, k: (q + 2 * k) % 3 == 0)

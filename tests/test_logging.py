@@ -177,6 +177,7 @@ def test_whoever_handles_a_line_may_use_the_cache_and_the_pool(own_cache) -> Non
             own_cache.get("asked by the handler", lambda: 1, lambda _: 1)
 
     logger, handler = logging.getLogger("flexdilated"), Curious()
+    handler.lock = None  # in a deadlock it would be held forever, and the interpreter would wait for it at its end
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
 
 import flexdilated as fd
 from flexdilated import masks
@@ -24,8 +26,8 @@ DEFAULT = "engine=None (tiles on CPU, flex elsewhere)"
 
 @pytest.fixture
 def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.init_device_mesh("cpu", (1,), mesh_dim_names=("sequence",))
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("sequence",))
     dist.destroy_process_group()
 
 

@@ -1,1 +1,1 @@
-"""Mutation testing of masks/ and the engines: `python -m bench.mutants --help` says how, docs/planted_bugs.md what came out."""
+"""Mutation testing of masks/ and the engines; docs/planted_bugs.md says how, and what came out."""

@@ -53,7 +53,7 @@ def _try(options: argparse.Namespace, order: list[Mutant], tree: Path, folder: P
     if options.again:
         names, recorded_in, tree = options.again, folder / "coverage-again", _with_room_for_tests(tree)
         shutil.rmtree(recorded_in, ignore_errors=True)
-        for name in ("tests/oracle.py", *names):
+        for name in names:
             shutil.copy2(name, tree / name)
     record(tree, names, recorded_in, at_once=options.at_once, limit_s=options.limit_s)
     explained = {name for name, found in verdicts_in(_VERDICTS).items() if found["is"] != "hole"}

@@ -93,7 +93,7 @@ def _assembled(data: dict[str, Any], title: str) -> str:
     script = f'"use strict";\n{"".join(_text(f"{name}.js") for name in _SCRIPTS)}'
     style = _text("style.css")
     sources = f"script-src {_digest(script)}; style-src {_digest(style)}"
-    packed = compress(json.dumps(data, separators=(",", ":")).encode(), 9)
+    packed = compress(json.dumps(data, separators=(",", ":")).encode())
     values = {
         "policy": f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'",
         "title": escape(title),
