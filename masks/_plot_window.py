@@ -20,7 +20,7 @@ class Axis:
     @property
     def first(self) -> int:
         """Where the first cell begins."""
-        return self.slots.start
+        return self.slots.start // self.cell * self.cell
 
     @property
     def cells(self) -> int:

@@ -132,10 +132,14 @@ def test_heads_side_by_side() -> None:
 def test_cells_are_as_full_as_their_share(window: range) -> None:
     """Cells of 16 x 16 begin at multiples of 16; at the border only pairs of the window count."""
     pattern = masks.longnet((64, 512), (1, 16)) & masks.causal()
-    shown = image(masks.plot(pattern, 1000, num_heads=4, queries=window, keys=window, size=64))
+    figure = masks.plot(pattern, 1000, num_heads=4, queries=window, keys=window, size=64)
+    shown = image(figure)
     cell = {1000: 16, 874: 16, 400: 8}[len(window)]
     first, last = window.start // cell, (window.stop - 1) // cell
     assert shown.shape == (last - first + 1, last - first + 1, 3)
+    ends = (first * cell, (last + 1) * cell)
+    assert tuple(figure.axes[0].images[0].get_extent()) == (*ends, *ends[::-1])
+    assert figure.axes[0].get_xlim() == (window.start, window.stop)
     inside = torch.zeros(1024, dtype=torch.bool)
     inside[window.start : window.stop] = True
     inside = inside[:, None] & inside
@@ -207,6 +211,17 @@ def test_full_blocks_are_framed() -> None:
         sides[(left, top), (left, top + 16)] += 1
         sides[(left + 16, top), (left + 16, top + 16)] += 1
     assert ends == {side for side, times in sides.items() if times == 1}
+
+
+def test_blocks_of_many_cells() -> None:
+    """Cells of 2 x 2 pairs, from the middle of a block on."""
+    window = range(24, 280)
+    figure = masks.plot(masks.causal(), 512, queries=window, keys=window, block_size=16, size=128, color_by="block")
+    tokens = torch.arange(24, 280, 2)
+    row, column = tokens[:, None] // 16, tokens // 16
+    assert torch.equal(is_colour(image(figure), WHITE), column > row)
+    assert torch.equal(is_colour(image(figure), DARK), column < row)
+    assert torch.equal(is_colour(image(figure), SAND), (column == row) & (tokens > tokens[:, None]))
 
 
 def test_far_out_in_a_million_tokens() -> None:

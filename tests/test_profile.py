@@ -371,3 +371,8 @@ def test_the_doctor_knows_the_variable(folder, capsys, monkeypatch) -> None:
     monkeypatch.setattr("flexdilated.cli._doctor.available_devices", lambda: ("cpu",))
     assert main(["doctor"]) == 0
     assert f"is read as {folder}" in capsys.readouterr().out
+    folder.parent.write_text("a file")
+    assert main(["doctor"]) == 0  # attention works all the same
+    assert f"does not parse: FLEXDILATED_PROFILE must name a folder that can be written; got '{folder}'" in (
+        capsys.readouterr().out
+    )

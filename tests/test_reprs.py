@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_modules_over_ranks_say_schedule_and_pool(mesh) -> None:
         lambda: fd.BlockSparseAttention(masks.longnet(*MANY)).extra_repr(),
         lambda: fd.DilatedAttention(*MANY).extra_repr(),
         lambda: fd.MultiheadDilatedAttention(16, 4, *MANY).extra_repr(),
-        lambda: fd.LongNet(fd.LongNetConfig(8, 16, 1, 4, *map(tuple, MANY))).extra_repr(),
+        lambda: fd.LongNet(replace(CONFIG, segment_lengths=MANY[0], dilation_rates=MANY[1])).extra_repr(),
         lambda: repr(fd.KVCache(masks.longnet(*MANY) & masks.causal(), num_heads=4)),
     ],
 )

@@ -120,7 +120,8 @@ def _variables() -> tuple[list[Finding], bool]:
         try:
             verdict = f"is read as {_VARIABLES[name]()}" if name in _VARIABLES else "is unknown, and has no effect"
         except ValueError as error:
-            verdict, all_parse = f"does not parse: {error}", False
+            # Attention itself asks for no profile.
+            verdict, all_parse = f"does not parse: {error}", all_parse and name == PROFILE_VARIABLE
         findings.append((name, verdict))
     return findings or [("environment", f"no {_PREFIX}* variable is set ({', '.join(_VARIABLES)} may be)")], all_parse
 
