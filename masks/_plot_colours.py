@@ -87,5 +87,5 @@ def _states(blocks: Blocks, window: Window) -> Int64[Tensor, "R C"]:
     """The state of the block that each cell lies in."""
     places = []
     for axis, side, first in zip((window.queries, window.keys), blocks.sides, blocks.first, strict=True):
-        places.append((axis.slots.start + 16 + axis.cell * torch.arange(axis.cells)) // side - first)
+        places.append((axis.first + axis.cell * torch.arange(axis.cells)) // side - first)
     return blocks.state[places[0]][:, places[1]]
