@@ -11,8 +11,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks._describe import Description
-from flexdilated.masks._receptive_field import ReceptiveField
+from flexdilated.masks.inspection._describe import Description
+from flexdilated.masks.inspection._receptive_field import ReceptiveField
 
 from ._catalogue import ENTRIES, MILLION, PICTURED, Entry
 from ._catalogue_check import dense

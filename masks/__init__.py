@@ -10,11 +10,9 @@ from ._cache import cache
 from ._causal import causal
 from ._chunked import chunked
 from ._custom import custom
-from ._describe import describe
 from ._dilated import dilated
 from ._dilated_window import dilated_window
 from ._documents import documents
-from ._explain import explain
 from ._fixed import fixed
 from ._global_tokens import first_tokens, global_tokens
 from ._json import from_json, to_json
@@ -30,11 +28,13 @@ from ._parse import parse
 from ._pattern import Mixture, Pattern
 from ._per_head import head_groups, per_head
 from ._planner import recommended_layout
-from ._plot import plot
 from ._prefix_lm import prefix_lm
 from ._random_blocks import random_blocks
 from ._strided import strided
 from ._visible_keys import visible_keys
+from .inspection._describe import describe
+from .inspection._explain import explain
+from .inspection._plot import plot
 
 __all__ = [
     "EMPTY",

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks import _bounded_pairs, _cell_boxes, _cells
-from flexdilated.masks._cells import Cells, count_cells
 from flexdilated.masks._layout import Layout
+from flexdilated.masks.inspection import _bounded_pairs, _cell_boxes, _cells
+from flexdilated.masks.inspection._cells import Cells, count_cells
 from tests import oracle
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import LONGNET_5, Case, cases, in_range

@@ -36,10 +36,10 @@ EXTRAS = {"hypothesis", "matplotlib", "platformdirs", "tqdm"}
 LATE = {
     "flexdilated.masks._machine_file": {"platformdirs"},
     "flexdilated._received_picture": {"matplotlib"},
-    "flexdilated.masks._plot": {"matplotlib"},
-    "flexdilated.masks._plot_axes": {"matplotlib"},
-    "flexdilated.masks._plot_figure": {"matplotlib"},
-    "flexdilated.masks._plot_legend": {"matplotlib"},
+    "flexdilated.masks.inspection._plot": {"matplotlib"},
+    "flexdilated.masks.inspection._plot_axes": {"matplotlib"},
+    "flexdilated.masks.inspection._plot_figure": {"matplotlib"},
+    "flexdilated.masks.inspection._plot_legend": {"matplotlib"},
 }
 
 PUBLIC = {

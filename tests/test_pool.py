@@ -221,7 +221,7 @@ def test_steps_of_a_ring_allocate_once() -> None:
 
 
 def test_the_pool_is_thin() -> None:
-    """Under 250 lines of code: neither blank, comment nor docstring, and without the numbers and text that tell of it."""
+    """Under 250 lines of code: neither blank, comment nor docstring, and without the statistics that tell of it."""
     total = 0
     for name in ("_pool.py", "_pools.py"):
         source = (Path(_pool.__file__).parent / name).read_text(encoding="utf-8")

@@ -18,8 +18,8 @@ from flexdilated import masks
 from flexdilated.cli._heat_levels import levels_of
 from flexdilated.cli._show import map_lines
 from flexdilated.cli._terminal import Terminal, terminal_of
-from flexdilated.masks import _bounded_pairs, _cells
-from flexdilated.masks._cells import count_cells
+from flexdilated.masks.inspection import _bounded_pairs, _cells
+from flexdilated.masks.inspection._cells import count_cells
 from tests import oracle
 from tests.shown import asked, body
 from tests.strategies import Case, whole_cases, written_expressions

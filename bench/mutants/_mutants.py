@@ -46,8 +46,9 @@ class Mutant:
 
 def mutated_files(tree: Path) -> list[str]:
     """All of masks/, and the engines."""
-    masks = sorted(path.name for path in (tree / "masks").glob("*.py") if path.name != "__init__.py")
-    return [*(f"flexdilated/_{name}.py" for name in _ENGINES), *(f"masks/{name}" for name in masks)]
+    files = (path for path in (tree / "masks").rglob("*.py") if path.name != "__init__.py")
+    masks = sorted(path.relative_to(tree).as_posix() for path in files)
+    return [*(f"flexdilated/_{name}.py" for name in _ENGINES), *masks]
 
 
 def all_mutants(tree: Path) -> list[Mutant]:

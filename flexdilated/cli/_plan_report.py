@@ -13,11 +13,11 @@ from .._flex_program import allowed_on
 from .._memory import attention_memory
 from .._tune import measure_options
 from ..masks._bound import Bound
-from ..masks._describe import Description, describe_plan
 from ..masks._options import ANYTHING, Option
 from ..masks._pattern import Mixture
 from ..masks._planner import Plan, plan
 from ..masks._term import Term
+from ..masks.inspection._describe import Description, describe_plan
 from ..nn._model_memory import attention_size, model_memory
 from ._plan_settings import DTYPES, PlanSettings
 from ._sizes import bytes_text, tokens_text

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..masks._cells import Cells, count_cells
-from ..masks._describe import Description, describe
+from ..masks.inspection._cells import Cells, count_cells
+from ..masks.inspection._describe import Description, describe
 from ._heat_map import Grid, grid_for, heat_map, legend
 from ._show_settings import ShowSettings
 from ._sizes import tokens_text

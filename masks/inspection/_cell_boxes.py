@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ._box import Box, Progression
-from ._box_parts import Owned
-from ._layout import Layout
-from ._pattern import Pattern
+from .._box import Box, Progression
+from .._box_parts import Owned
+from .._layout import Layout
+from .._pattern import Pattern
 
 # P parts of cells
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ._block_mask import block_sides
-from ._check import require_bool, require_choice, require_int
-from ._pattern import Expression, require_expression
+from .._block_mask import block_sides
+from .._check import require_bool, require_choice, require_int
+from .._pattern import Expression, require_expression
 from ._plot_window import Window, window_of
 
 if TYPE_CHECKING:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from ._bound import Bound
-from ._check import require_int
+from .._bound import Bound
+from .._check import require_int
+from .._pattern import Expression, require_expression
+from .._planner import Option, Plan, plan
 from ._describe_gaps import Gaps, gaps_of
 from ._describe_relations import Relations
 from ._describe_sections import groups_of
@@ -18,8 +20,6 @@ from ._describe_shares import BranchShare, HeadShare, branch_shares, head_shares
 from ._describe_squares import TooManySquaresError
 from ._describe_terms import count_term, sum_counts
 from ._multiplicity import multiplicity_of
-from ._pattern import Expression, require_expression
-from ._planner import Option, Plan, plan
 from ._receptive_field import ReceptiveField, receptive_field_of
 from ._receptive_field_sample import FollowedTokens, follow_tokens
 

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ._box import Bounds, Box, Counts
-from ._box_parts import (
+from .._box import Bounds, Box, Counts
+from .._box_parts import (
     Owned,
     by_size,
     cut_classes,
@@ -20,8 +20,8 @@ from ._box_parts import (
     look_at_pairs,
     residue_factors,
 )
-from ._diagonals import settle_by_diagonals
-from ._pattern import Pattern
+from .._diagonals import settle_by_diagonals
+from .._pattern import Pattern
 
 _CELL_SIDE = 64  # boxes up to this side are looked at pair by pair
 _FRONTIER = 1 << 17  # boxes counted together

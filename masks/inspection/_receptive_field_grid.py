@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from functools import cached_property
 from math import prod
 
+from .._neighborhood import Neighborhood
 from ._describe_relations import Relations
-from ._neighborhood import Neighborhood
 from ._receptive_field_layers import Pair, SectionField
 
 

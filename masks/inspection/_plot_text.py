@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textwrap import shorten, wrap
 
-from ._bound import FULL
+from .._bound import FULL
 from ._plot import Picture
 from ._plot_panel import Blocks, Panel
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ._block_mask import block_sides
-from ._check import require_int
-from ._pattern import Expression, Mixture, require_expression
-from ._reason import Pair, Reason
-from ._run_time import Extent, entry, given_tensors, names, num_entries, resolve
+from .._block_mask import block_sides
+from .._check import require_int
+from .._pattern import Expression, Mixture, require_expression
+from .._reason import Pair, Reason
+from .._run_time import Extent, entry, given_tensors, names, num_entries, resolve
 from ._standing import Standing, standings
 
 

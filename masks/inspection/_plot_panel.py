@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from ._algebra import union
-from ._block_mask import layout
-from ._bound import EMPTY, FULL, PARTIAL
+from .._algebra import union
+from .._block_mask import layout
+from .._bound import EMPTY, FULL, PARTIAL
+from .._pattern import Expression, Pattern
 from ._cells import CellCounts, count_cells
-from ._pattern import Expression, Pattern
 from ._plot import BY_BLOCK, Picture
 from ._plot_window import runs, whole_blocks
 

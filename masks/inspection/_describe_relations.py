@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
 
-from ._algebra import Or
-from ._bound import Bound
+from .._algebra import Or
+from .._bound import Bound
+from .._neighborhood import Neighborhood
+from .._pattern import Pattern
 from ._describe_rules import RuleSquares
 from ._describe_sections import Group, Section, sections_of
 from ._describe_squares import EMPTY, Squares, TooManySquaresError
-from ._neighborhood import Neighborhood
-from ._pattern import Pattern
 
 # Of one question: a few seconds of work.
 _MOST_SQUARES = 1 << 19

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ._algebra import union
-from ._layout import Layout
-from ._lower import residue_rate
-from ._pattern import Expression, Pattern
-from ._reason import Pair
+from .._algebra import union
+from .._layout import Layout
+from .._lower import residue_rate
+from .._pattern import Expression, Pattern
+from .._reason import Pair
 
 _PAIRS_AT_ONCE = 1 << 20
 

@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
+from .._box_parts import distinct_boxes, join
+from .._check import require_int
+from .._layout import Layout
+from .._pattern import Expression, Pattern, require_expression
+from .._run_time import num_entries
 from ._bounded_pairs import Looks, PairCounts, bounded_pairs, even_places
-from ._box_parts import distinct_boxes, join
 from ._cell_boxes import Pairings, Side
-from ._check import require_int
-from ._layout import Layout
-from ._pattern import Expression, Pattern, require_expression
-from ._run_time import num_entries
 
 # R rows, C columns of cells; B branches
 

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from torch import Tensor
 
-from ._bound import FULL
+from .._bound import FULL
 from ._plot_panel import Blocks
 from ._plot_text import ticks, tokens_text
 from ._plot_window import Axis, Window

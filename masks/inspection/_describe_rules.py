@@ -8,16 +8,16 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ._algebra import And, Every, Not, Or
-from ._box import Box, Progression
+from .._algebra import And, Every, Not, Or
+from .._box import Box, Progression
+from .._dilated import Dilated
+from .._pattern import Pattern
+from .._per_document import PerDocument
+from .._random_blocks import RandomBlocks
+from .._spans import Spans
+from .._visible_keys import KeySet
 from ._describe_segments import Segments, segments_of
 from ._describe_squares import EMPTY, FULL, Squares, TooManySquaresError
-from ._dilated import Dilated
-from ._pattern import Pattern
-from ._per_document import PerDocument
-from ._random_blocks import RandomBlocks
-from ._spans import Spans
-from ._visible_keys import KeySet
 
 # n boxes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ._bound import Bound
+from .._bound import Bound
 from ._describe_relations import Relations
 from ._receptive_field_grid import GridField, grid_of
 from ._receptive_field_layers import Pair, SectionField

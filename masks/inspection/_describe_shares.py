@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ._bound import Bound
-from ._box import Box, Progression
+from .._bound import Bound
+from .._box import Box, Progression
+from .._exact_pairs import exact_pairs
+from .._pattern import Pattern
+from .._query_pairs import pairs_of_queries
 from ._describe_relations import Relations
 from ._describe_sections import Group, groups_of
 from ._describe_squares import TooManySquaresError
-from ._exact_pairs import exact_pairs
-from ._pattern import Pattern
-from ._query_pairs import pairs_of_queries
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Looking at patterns: how many pairs cells hold, what a pattern costs and reaches, why a pair is allowed, pictures."""
