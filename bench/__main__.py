@@ -89,7 +89,7 @@ def _draw(documents: Sequence[Document], results: Path) -> None:
             try:
                 plot_sweep(document, results / f"{document['name']}.png")
             except ImportError:
-                print("no plot: it needs matplotlib (pip install 'flexdilated[demo]')", file=sys.stderr)
+                print("no plot: it needs matplotlib (pip install 'flexdilated[plot]')", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ _PANELS = (
 
 
 def plot_sweep(document: dict[str, Any], path: Path) -> None:
-    """Write a PNG. Raises ImportError without matplotlib, which the extra `demo` brings."""
+    """Write a PNG. Raises ImportError without matplotlib, which the extra `plot` brings."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4), layout="constrained")

@@ -1,6 +1,7 @@
 """Do thousands of steps at ever new lengths leave anything behind: memory, tensors, compilations?"""
 
 import gc
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -120,6 +121,7 @@ def run(config: Config) -> Result:
 
     Counted from the step on by which the cache has long been full, and every size range has been compiled.
     """
+    logging.getLogger("flexdilated").setLevel(logging.ERROR)  # the cache warns that it is too small: it is meant to be
     masks.cache().clear()
     masks.cache().budget_bytes = _CACHE_BYTES
     marks = _marks(config, Work(config).kinds())

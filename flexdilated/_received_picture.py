@@ -178,7 +178,7 @@ def _new_figure(size: tuple[float, float]) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('plot_attention_received needs matplotlib: pip install "flexdilated[demo]"') from error
+        raise ImportError('plot_attention_received needs matplotlib: pip install "flexdilated[plot]"') from error
     return Figure(figsize=size, layout="constrained", dpi=140)
 
 

@@ -51,6 +51,11 @@ class Bound:
         """The pairs with any weight at all, as one set pattern."""
         return union(self.pattern.branches())
 
+    @property
+    def is_self_attention(self) -> bool:
+        """Whether queries and keys are the same tokens."""
+        return (self.num_queries, self.q_offset) == (self.num_keys, self.k_offset)
+
     def entry(self, batch: int) -> "Bound":
         """The same for one batch entry, with its own rows of run-time tensors."""
         return replace(self, pattern=entry(self.pattern, batch), batch=1)

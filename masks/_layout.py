@@ -101,7 +101,10 @@ class Layout(Permutation):
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
         """The slot in which each token stands: the inverse of `positions`."""
-        token = torch.arange(self.num_tokens, device=device)
+        return self.slot_of(torch.arange(self.num_tokens, device=device))
+
+    def slot_of(self, token: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
+        """The slot of each of some tokens."""
         residue = token % self.rate
         each, longer = self.num_tokens // self.rate, self.num_tokens % self.rate
         return residue * each + residue.clamp(max=longer) + token // self.rate

@@ -10,6 +10,17 @@ from flexdilated.masks import EMPTY, FULL, PARTIAL
 from tests import oracle
 
 
+def diagonal(b, h, q, k):
+    return q == k
+
+
+def window(width):
+    def mask_mod(b, h, q, k):
+        return q - k < width
+
+    return mask_mod
+
+
 def lattice(a: int, b: int, modulus: int):
     def mask_mod(b_, h, q, k):
         return (q * a + k * b) % modulus == 0

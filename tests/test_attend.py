@@ -99,6 +99,7 @@ def test_bad_tensors(given, error, says):
         ({"block_size": 64.0}, TypeError, "block_size"),
         ({"engine": "fast"}, ValueError, "None or one of 'flex', 'tiles', 'reference'; got engine='fast'"),
         ({"engine": 1}, ValueError, "got engine=1"),
+        ({"dropout_p": 0.1}, ValueError, "dropout_p"),
     ],
     ids=str,
 )

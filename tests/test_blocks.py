@@ -13,7 +13,7 @@ from flexdilated import masks
 from flexdilated.masks._blocks import UNKNOWN, Blocks, build_blocks
 from flexdilated.masks._compact import compact_terms
 from flexdilated.masks._estimate import estimate_blocks
-from flexdilated.masks._layout import Compact, Layout
+from flexdilated.masks._layout import Compact, Layout, Listed
 from flexdilated.masks._lower import shared_terms
 from flexdilated.masks._pattern import Pattern
 from flexdilated.masks._rule import Rule
@@ -160,3 +160,30 @@ def test_heads_of_one_rule_share_a_table():
     (term,) = shared_terms(bound.pattern, 1, bound, 4)
     assert term.tables() == (0, 1, 2, 3) * 4
     assert term.blocks(16, 16).num_tables == 4
+
+
+def test_squares_are_no_beginning_where_one_side_has_an_order_of_its_own() -> None:
+    """Tables list squares of positions: slots of queries that lie apart are none."""
+    pattern = masks.block_list([[0], [1], [2], [3], [4]], block=8)
+    queries = Listed((range(8, 16), range(32, 40)))
+    rule = Rule(pattern, 1, (0,), queries.pieces(0), Layout(40).pieces(0))
+    found = build_blocks(rule, q_block=8, k_block=8)
+    assert list(zip(found.row.tolist(), found.column.tolist(), strict=True)) == [(0, 1), (1, 4)]
+
+
+def test_the_rule_of_a_compact_term_is_that_of_its_heads() -> None:
+    """Over the term's own heads and slots; both the dilated factor and the rest choose by head."""
+    rest = masks.per_head([masks.every(), masks.blockwise(masks.causal(), block=4) & masks.chunked(8)] * 2)
+    pattern = masks.dilated(8, 2, "interleaved") & rest
+    bound = pattern.bind(num_heads=4, num_queries=32, num_keys=32)
+    terms = [term for term in compact_terms(pattern, 1, bound) or [] if term.shape == "blocks"]
+    whole = pattern.mask_mod(num_heads=4, device=torch.device("cpu"))
+    nothing = torch.tensor(0)
+    assert terms
+    for term in terms:
+        mask_mod = term.mask_mod(torch.device("cpu"))
+        for index, head in enumerate(term.heads):
+            q, k = (side.alone(0).tokens()[index, 0] for side in (term.q, term.k))
+            slots = torch.arange(len(q))
+            found = mask_mod(nothing, torch.tensor(index), slots[:, None], torch.arange(len(k)))
+            assert torch.equal(found, whole(nothing, torch.tensor(head), q[:, None], k))

@@ -134,3 +134,65 @@ def test_a_residue_class_is_full_or_empty(rate):
     assert torch.equal(bound.classify(box), expected)
     crossing = replace(box, k=Progression(first.flip(0), rate, box.k.count))
     assert (bound.classify(crossing)[first != rate - 1 - first] == EMPTY).all()
+
+
+def test_a_complement_holds_no_more_than_all_pairs() -> None:
+    count = torch.tensor([4, 2])
+    sides = (Progression(torch.tensor([0, first]), 1, count) for first in (3, 9))
+    box = Box(torch.tensor([0, 0]), *sides)
+    bounds = (~masks.causal()).count(box, num_heads=1)
+    assert bounds.low.tolist() == bounds.high.tolist() == [6, 4]
+
+
+def test_a_table_reaches_as_far_as_any_of_its_rows() -> None:
+    """Few rows that name late blocks, and one that names an early one."""
+    pattern = masks.block_list([[9], [0]], block=4)
+    side = [Progression(torch.tensor([0]), 1, torch.tensor([count])) for count in (8, 40)]
+    bounds = pattern.count(Box(torch.tensor([0]), *side), num_heads=1)
+    mask_mod, nothing = pattern.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
+    allowed = mask_mod(nothing, nothing, torch.arange(8)[:, None], torch.arange(40))
+    assert int(bounds.low) <= int(allowed.sum()) == 32 <= int(bounds.high)
+
+
+def test_bounds_in_grids_are_counts() -> None:
+    """At least 0, where the keys that all queries reach are fewer than those that some miss."""
+    pattern = masks.neighborhood((12,), radius=2)
+    allowed = pattern.mask_mod(num_heads=1, device=torch.device("cpu"))(
+        torch.tensor(0), torch.tensor(0), torch.arange(12)[:, None], torch.arange(12)
+    )
+    for q_step, k_step in ((1, 1), (2, 1), (1, 3), (3, 3)):
+        box, truth = _progressions(allowed, q_step, k_step)
+        bounds = pattern.count(box, num_heads=1)
+        assert ((bounds.low >= 0) & (bounds.low <= truth) & (truth <= bounds.high) & (bounds.high <= box.area)).all()
+
+
+@pytest.mark.parametrize("part", [masks.causal(), masks.every(), masks.dilated(4, 2)], ids=str)
+def test_bounds_within_documents_are_sound(part: masks.Pattern) -> None:
+    """Progressions that step over whole documents too."""
+    ids = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3, 3, 3, -1, 4])
+    rule = part.per_document(ids).bind(num_heads=1, num_queries=12, num_keys=12).pattern
+    places = torch.arange(12)
+    allowed = rule.mask_mod(num_heads=1, device=torch.device("cpu"))(
+        torch.tensor(0), torch.tensor(0), places[:, None], places[None]
+    )
+    for q_step in (1, 2, 5):
+        for k_step in (1, 3, 7):
+            box, truth = _progressions(allowed.expand(12, 12), q_step, k_step)
+            bounds = rule.count(box, num_heads=1)
+            assert ((bounds.low <= truth) & (truth <= bounds.high) & (bounds.high <= box.area)).all()
+
+
+def _progressions(allowed: Tensor, q_step: int, k_step: int) -> tuple[Box, Tensor]:
+    """Every box of these steps with up to four queries and keys, and how many pairs it holds."""
+    sides = [
+        [(first, count) for first in range(12) for count in range(1, 5) if first + step * (count - 1) < 12]
+        for step in (q_step, k_step)
+    ]
+    boxes = [(q, k) for q in sides[0] for k in sides[1]]
+    truth = [
+        int(allowed[q : q + q_step * (n - 1) + 1 : q_step, k : k + k_step * (m - 1) + 1 : k_step].sum())
+        for (q, n), (k, m) in boxes
+    ]
+    (q_first, q_count), (k_first, k_count) = (torch.tensor(side).T.contiguous() for side in zip(*boxes, strict=True))
+    box = Box(torch.zeros_like(q_first), Progression(q_first, q_step, q_count), Progression(k_first, k_step, k_count))
+    return box, torch.tensor(truth)

@@ -193,14 +193,14 @@ def test_ctrl_c_outside_the_training(tmp_path: Path, text: Path, monkeypatch, ca
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("missing", ["tqdm", "matplotlib"])
-def test_without_an_extra(tmp_path: Path, text: Path, monkeypatch, capsys, missing: str) -> None:
+@pytest.mark.parametrize(("missing", "extra"), [("tqdm", "demo"), ("matplotlib", "plot")])
+def test_without_an_extra(tmp_path: Path, text: Path, monkeypatch, capsys, missing: str, extra: str) -> None:
     """The command runs, and names what is missing and how to get it."""
     monkeypatch.setitem(sys.modules, missing, None)
     assert run(tmp_path, text) == 0
     printed = capsys.readouterr().out
     assert f"{missing} is not installed" in printed
-    assert 'pip install "flexdilated[demo]"' in printed
+    assert f'pip install "flexdilated[{extra}]"' in printed
     assert ("step 6 of 6" in printed) == (missing == "tqdm")
     assert (tmp_path / "mask.png").exists() == (missing != "matplotlib")
 

@@ -59,13 +59,13 @@ def test_flash_attention_of_an_older_torch(monkeypatch) -> None:
     assert (_flash.active_implementation(), _flash.other_implementations()) == ("FA2", [])
 
 
-@pytest.mark.parametrize("missing", ["tqdm", "matplotlib"])
-def test_without_an_extra(capsys, monkeypatch, missing: str) -> None:
+@pytest.mark.parametrize(("missing", "extra"), [("tqdm", "demo"), ("matplotlib", "plot")])
+def test_without_an_extra(capsys, monkeypatch, missing: str, extra: str) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     status, printed = examine(capsys)
     assert status == 0
     assert f"{missing} is not installed" in printed
-    assert 'pip install "flexdilated[demo]"' in printed
+    assert f'pip install "flexdilated[{extra}]"' in printed
 
 
 def test_environment(capsys, monkeypatch) -> None:

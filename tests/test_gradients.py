@@ -161,3 +161,26 @@ def test_forward_mode_is_refused():
                 fd.attend(*x, pattern)
             out = fd.attend(*x, pattern, engine="reference")
             assert forward_ad.unpack_dual(out).tangent.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_in_half_precision_are_added_up_in_float32(dtype) -> None:
+    """Over 512 queries, dk and dv are off by little more than one rounding; added up in `dtype` by twice that."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 2, 512, 32, generator=generator).to(dtype) for _ in range(4))
+    halves, wide = ([x.to(kind).requires_grad_() for x in (q, k, v)] for kind in (dtype, torch.float64))
+    out = fd.attend(*halves, masks.causal(), engine="tiles")
+    truth = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True)
+    found, expected = torch.autograd.grad(out, halves, grad), torch.autograd.grad(truth, wide, grad.double())
+    for name, part, right in zip(("dq", "dk", "dv"), found, expected, strict=True):
+        error = float((part.double() - right).norm() / right.norm())
+        assert error < 0.4 * torch.finfo(dtype).eps, f"{name} is off by {error:.2e}"
+
+
+def test_where_nobody_sees_anything_all_gradients_are_zero() -> None:
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 4, 8))
+    out, lse = fd.attend(q, k, v, masks.dilated(8, 6, offset=5), return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    for grad in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert (grad == 0).all()

@@ -98,3 +98,19 @@ def test_only_the_rows_of_these_queries_are_asked():
 def test_a_table_for_each_head():
     with pytest.raises(ValueError, match="block_list needs one table a head; got 2 for 3 heads"):
         BY_HEAD.bind(num_heads=3, num_queries=1, num_keys=30)
+
+
+def test_no_head_before_the_first_draws() -> None:
+    text = masks.to_json(masks.random_blocks(64, block=8)).replace('"head":null', '"head":-1')
+    assert '"head":-1' in text
+    with pytest.raises(ValueError, match="head must be at least 0"):
+        masks.from_json(text)
+
+
+def test_rows_of_a_table_are_held_to_the_keys_there_are() -> None:
+    """Those of the queries that take part: row 2 names block 5, row 0 does not."""
+    pattern = masks.block_list([[0], [1], [5]], block=8)
+    sizes = {"num_heads": 1, "num_queries": 8, "num_keys": 40}
+    assert pattern.bind(**sizes).num_queries == 8
+    with pytest.raises(ValueError, match="5"):
+        pattern.bind(q_offset=16, **sizes)

@@ -134,6 +134,17 @@ def test_rows_begin_where_a_kernel_can_load(kernel):
         torch.testing.assert_close(out, truth)
 
 
+def test_rows_that_a_device_can_load_are_not_copied() -> None:
+    """It loads 16 bytes at once: rows of 8 numbers that begin at multiples of that, and no others."""
+    x = torch.randn(100)
+    assert _kernel_cuda._loadable(rows := x[:96].view(4, 3, 8)) is rows
+    for begin, loaded in ((1, False), (2, False), (4, True)):
+        rows = x[begin : begin + 96].view(4, 3, 8)
+        found = _kernel_cuda._loadable(rows)
+        assert (found is rows) == loaded
+        assert torch.equal(found, rows)
+
+
 @pytest.mark.parametrize("chosen", KERNELS, ids=NAMES)
 def test_shapes_and_types_are_those_of_the_operators(monkeypatch, chosen):
     """The whole path on meta tensors, in the types that the kernel takes: the operators themselves, but for values."""
@@ -178,6 +189,15 @@ def test_which_kernel(monkeypatch):
             torch.use_deterministic_algorithms(False)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         assert name(brain, 129) == name(brain, 64, 1) == "memory-efficient"
+
+
+def test_a_kernel_serves_all_that_it_can_be_padded_to() -> None:
+    options = {"dtypes": (torch.float16,), "least_keys": 2, "most_dim": lambda capability: 128, "switch": lambda: True}
+    kernel = Kernel("none", forward=print, backward=print, **options)
+    served = [dim for dim in range(1, 140) if kernel.serves(torch.float16, dim, 2, (9, 0))]
+    assert served == list(range(1, 129))
+    assert not kernel.serves(torch.float16, 64, 1, (9, 0))
+    assert not kernel.serves(torch.float32, 64, 2, (9, 0))
 
 
 def test_a_kernel_is_asked_for_the_fewest_keys_it_will_see(monkeypatch):

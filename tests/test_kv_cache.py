@@ -258,6 +258,16 @@ def test_capacity_is_all_that_is_allocated() -> None:
         fd.KVCache(WINDOW, num_heads=4, capacity=10).attend(q[:, :, :11], k[:, :, :11], v[:, :, :11])
 
 
+def test_a_cache_of_fixed_capacity_keeps_its_size() -> None:
+    """After a large chunk of which little stays visible, too."""
+    tokens = torch.randn(3, 1, 2, 900, 8)
+    kept = fd.KVCache(masks.local_window(left=3, right=0), num_heads=2, capacity=1000)
+    kept.attend(*(x[:, :, :600] for x in tokens))
+    assert kept.nbytes == 2 * 2 * 1000 * 8 * 4
+    kept.attend(*(x[:, :, 600:] for x in tokens))
+    assert kept.nbytes == 2 * 2 * 1000 * 8 * 4
+
+
 def test_a_call_that_fails_leaves_no_trace(monkeypatch) -> None:
     q, k, v = draw_tensors(N=60)
     cache = fd.KVCache(LONGNET, num_heads=4)

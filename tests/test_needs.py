@@ -17,6 +17,7 @@ from bench._catalogue_check import dense
 from flexdilated import masks
 from flexdilated.masks import _needs_by_boxes, _needs_by_distance, _range_union
 from flexdilated.masks._needs import needed_keys
+from flexdilated.masks._needs_by_boxes import _Boxes
 from flexdilated.masks._range_union import joined_intervals, ranges_of, union_of
 from flexdilated.masks._ranges import Ranges
 from flexdilated.masks._run_time import Extent, given_tensors, resolve
@@ -274,6 +275,13 @@ def test_positions_as_ranges(positions: set[int]):
     assert members(found) == sorted(positions)
 
 
+def test_two_positions_apart_are_no_range() -> None:
+    assert ranges_of(torch.tensor([2, 3, 5])) == (range(2, 4), range(5, 6))
+    assert ranges_of(torch.tensor([3, 6, 9, 10, 11])) == (range(3, 7, 3), range(9, 12))
+    assert ranges_of(torch.tensor([15, 28])) == (range(15, 16), range(28, 29))
+    assert ranges_of(torch.tensor([15, 28, 41])) == (range(15, 42, 13),)
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=8))
 def test_joined_intervals(pairs: list[tuple[int, int]]):
     begin = torch.tensor([first for first, _ in pairs], dtype=torch.int64)
@@ -283,3 +291,29 @@ def test_joined_intervals(pairs: list[tuple[int, int]]):
         {position for first, length in pairs for position in range(first, first + length)}
     )
     assert all(a[1] < b[0] for a, b in pairwise(joined))
+
+
+def test_runs_of_keys_are_told_apart() -> None:
+    """Keys 3 to 7 and keys 4 to 7: first and number add up to the same."""
+    boxes = _Boxes(torch.tensor([0, 0, 9]), torch.tensor([1, 1, 1]), torch.tensor([3, 4, 3]), torch.tensor([5, 4, 5]))
+    runs, number = boxes.key_runs()
+    assert runs == 2
+    assert number[0] == number[2] != number[1]
+
+
+def test_keys_of_blocks_that_lie_in_long_progressions() -> None:
+    """Every third block of four keys, far more blocks than a block has keys."""
+    pattern = masks.blockwise(masks.landmark_tokens(3), block=4)
+    found = needed_keys(pattern, queries=(range(4, 8),), keys=(range(400),), heads=[0], num_heads_global=1)
+    expected = [key for key in range(400) if key // 4 % 3 == 0]
+    assert sorted(key for each in found for key in each) == expected
+
+
+@pytest.mark.parametrize("queries", [range(80), range(512, 640)], ids=str)
+def test_keys_that_a_table_lists_are_needed(queries: range) -> None:
+    """Over more pairs than are looked at one by one, from position 0 on and from elsewhere."""
+    pattern, keys = masks.random_blocks(1024, block=16, count=2, seed=3), range(1024)
+    found = needed_keys(pattern, queries=(queries,), keys=(keys,), heads=[1], num_heads_global=2)
+    mask_mod, nothing = pattern.mask_mod(num_heads=2, device=torch.device("cpu")), torch.tensor(0)
+    allowed = mask_mod(nothing, nothing + 1, torch.arange(queries.start, queries.stop)[:, None], torch.arange(1024))
+    assert sorted(key for each in found for key in each) == allowed.any(0).nonzero().flatten().tolist()

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given
 
 from flexdilated import masks
-from flexdilated.masks._blocks import Blocks
+from flexdilated.masks._blocks import Blocks, build_blocks
+from flexdilated.masks._layout import Layout
 from flexdilated.masks._lower import shared_terms
 from flexdilated.masks._packed_blocks import PackedBlocks
+from flexdilated.masks._rule import Rule
 from tests.strategies import Case, cases
 
 
@@ -72,3 +74,10 @@ LONGNET = masks.longnet([2048, 8192], [1, 4]) & masks.causal()
 def test_lists_that_repeat_shrink(pattern, rate: int, factor: int):
     blocks = lists_of(pattern, 1 << 16, num_heads=4, rate=rate)
     assert PackedBlocks.pack(blocks).nbytes * factor < blocks.nbytes
+
+
+def test_packed_lists_take_room_for_their_heads_too() -> None:
+    bound = masks.causal().bind(num_heads=8, num_queries=64, num_keys=64)
+    rule = Rule(bound.pattern, 8, (0,), Layout(64).pieces(0), Layout(64).pieces(0))
+    packed = PackedBlocks.pack(build_blocks(rule, q_block=8, k_block=8).with_heads((0,) * 8))
+    assert packed.nbytes == len(packed.data) + 64

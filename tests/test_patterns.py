@@ -148,7 +148,8 @@ def test_a_set_is_needed(operation):
         (lambda: masks.dilated(4.0, 2), TypeError, "segment=4.0"),
         (lambda: masks.dilated(4, True), TypeError, "rate=True"),
         (lambda: masks.dilated(4, 2, "odd"), ValueError, "'interleaved', 'contiguous'; got offset='odd'"),
-        (lambda: masks.local_window(left=-1, right=0), ValueError, "left=-1"),
+        (lambda: masks.local_window(left=-1, right=0), ValueError, "left must be at least 0; got left=-1"),
+        (lambda: masks.local_window(left=0, right=-1), ValueError, "right must be at least 0; got right=-1"),
         (lambda: masks.local_window(left=1, right=0.5), TypeError, "right=0.5"),
         (lambda: masks.longnet([], []), ValueError, "at least one"),
         (lambda: masks.longnet([4, 8], [1]), ValueError, r"\[4, 8\] and dilation_rates=\[1\]"),
@@ -192,6 +193,13 @@ SIZES = {"num_heads": 2, "num_queries": 4, "num_keys": 4}
 def test_bad_sizes(pattern, change, error, says):
     with pytest.raises(error, match=says):
         pattern.bind(**SIZES | change)
+
+
+def test_patterns_of_single_heads_are_asked_about_all_heads() -> None:
+    """A part that has rules for three heads is no rule for two."""
+    pattern = masks.per_head([masks.head_groups([masks.causal()] * 3), masks.causal()])
+    with pytest.raises(ValueError, match="head"):
+        pattern.bind(num_heads=2, num_queries=4, num_keys=4)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from flexdilated import attend, masks
 from flexdilated._placed_call import PlacedCall, WholeRows, placed_engine
+from flexdilated.masks._placed import plan_at
 from flexdilated.masks._placement import Placement
 from flexdilated.masks._ranges import Ranges
 from tests import oracle
@@ -138,6 +139,15 @@ def test_gradients_of_parts_add_up(part: Part, cut: int):
     assert_close(total, truth[0], **TIGHT)
 
 
+def test_gradients_of_a_part_of_the_keys_come_as_they_are_summed() -> None:
+    """In float32 for tokens in bfloat16: those of the other parts are to be added."""
+    q, k, v, grad = torch.randn(4, 1, 2, 4, 8).bfloat16()
+    call = PlacedCall(masks.causal().text, Placement((range(4),), ((range(4),),), complete=True), 0.5, 0, 2, "tiles")
+    out, lse = call.forward(q, k, v, None, [])
+    assert lse is not None
+    assert {x.dtype for x in call.backward(q, k, v, [], WholeRows(out, lse, grad, None))} == {torch.float32}
+
+
 @given(part=parts(complete=False))
 def test_weights_of_a_part_by_public_means(part: Part):
     """What an engine without a backward of its own sends into a part makes the same gradients."""
@@ -216,3 +226,28 @@ def test_engines_that_run_no_parts():
         placed_engine("reference", torch.device("cpu"))
     with pytest.raises(ValueError, match="on CPU only"):
         placed_engine("tiles", torch.device("cuda"))
+
+
+def test_keys_of_an_incomplete_placement_stand_side_by_side() -> None:
+    with pytest.raises(ValueError, match="keys must stand in runs of step 1"):
+        Placement((range(2),), ((range(3), range(4, 9, 2)),), complete=False)
+
+
+def test_run_time_tensors_reach_to_the_last_token_here() -> None:
+    assert Placement((range(3),), ((range(5),),), complete=False).end == 5
+    assert Placement((range(8, 11),), ((range(5),),), complete=False, num_tokens=20).end == 20
+
+
+def test_a_position_past_all_that_are_held_has_some_slot() -> None:
+    slots = Placement((range(2),), ((range(3, 9, 2),),), complete=True).key_slots(0)
+    assert slots.of(torch.tensor([3, 5, 7])).tolist() == [0, 1, 2]
+    assert 0 <= int(slots.of(torch.tensor([100]))) <= 2
+
+
+def test_terms_that_meet_in_one_run_of_queries_are_merged_in_all() -> None:
+    """The first queries are computed in one term, those far on in several over the same rows."""
+    rule = masks.strided(8) | masks.local_window(left=64, right=0)
+    heads = {"num_heads": 1, "head_offset": 0, "num_heads_global": 1}
+    for queries in ((range(8), range(1024, 2048)), (range(1024), range(2040, 2048))):
+        placement = Placement(queries, ((range(2048),),), complete=False)
+        assert plan_at(rule, placement, **heads).shares_rows

@@ -105,5 +105,5 @@ def test_nothing_received_is_drawn_too(tmp_path):
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'needs matplotlib: pip install "flexdilated\[demo\]"'):
+    with pytest.raises(ImportError, match=r'needs matplotlib: pip install "flexdilated\[plot\]"'):
         fd.plot_attention_received(torch.ones(1, 1, 3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,3 +91,11 @@ def test_what_is_no_shifted_triangle_stays():
     for pattern, offset in ((masks.causal(), 0), (masks.local_window(left=9, right=0), 50), (masks.every(), 50)):
         bound = pattern.bind(num_heads=2, num_queries=30, num_keys=60, q_offset=offset)
         assert split_causal(shared_terms(bound.pattern, 1, bound, 1)) is None
+
+
+def test_no_part_without_keys_is_split_off() -> None:
+    """Queries that begin where the keys do: there are none before all of them."""
+    bound = masks.causal().bind(num_heads=2, num_queries=8, num_keys=20)
+    (term,) = shared_terms(masks.causal(), 1, bound, 1)
+    blocks = replace(term, shape="blocks")
+    assert all(part.k.num_slots > 0 for part in split_causal([blocks]) or ())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flexdilated as fd
-from flexdilated import _tile_blocks, _tile_masks, masks
+from flexdilated import _tile_blocks, _tile_masks, _tiles, masks
 from flexdilated._tiles import Result, make_program, run_backward, run_forward
 from flexdilated.masks import Layout, _blocks, _quadtree
 from flexdilated.masks._planner import Plan, plan
@@ -160,3 +160,19 @@ def test_the_output_is_laid_out_like_the_queries():
         q = q.detach().requires_grad_()
         (grad,) = torch.autograd.grad(fd.attend(q, q, q, masks.longnet([8], [2])).sum(), q)
         assert grad.stride() == torch.empty_like(q).stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_outputs_of_one_and_of_several_parts_have_the_dtype_of_q(dtype) -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 8).to(dtype)
+    for pattern in (masks.causal(), masks.longnet([8, 16], [1, 2]), masks.dilated(8, 6, offset=5)):
+        out, lse = fd.attend(q, k, v, pattern, engine="tiles", return_lse=True)
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+
+
+def test_sums_over_parts_are_kept_in_float32() -> None:
+    """Room that several parts fill is as wide as the room that the first of them takes."""
+    x = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
+    for out, lse in (_tiles._empty(x), _tiles._nothing(x)):
+        assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+        assert (out.shape, lse.shape) == (x.shape, x.shape[:3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import prod
 
@@ -227,6 +228,14 @@ def test_only_whole_grids_are_tiled():
     # In one line, and where a row of the grid is the best tile, the natural order is tiled already.
     assert tiles_of(masks.neighborhood((4200,), 9)) == []
     assert tiles_of(masks.neighborhood((35, 128), (0, 5)), 35 * 128) == []
+
+
+def test_tiles_are_for_the_whole_grid() -> None:
+    """Not for all its queries over some of its keys."""
+    pattern = masks.neighborhood((64, 64), radius=6)
+    bind = partial(pattern.bind, num_heads=1, num_queries=4096)
+    assert tiled_terms(pattern, 1, bind(num_keys=4096))
+    assert tiled_terms(pattern, 1, bind(num_keys=4000)) == {}
 
 
 # --- attention ---

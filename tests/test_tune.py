@@ -18,7 +18,7 @@ from flexdilated._tune_trial import Inputs, Times
 from flexdilated.cli import main
 from flexdilated.masks._choice import Candidates, Choice, way_of
 from flexdilated.masks._machine_file import read_machine, stored_path, write_json
-from flexdilated.masks._machine_in_use import VARIABLE, forget_machines
+from flexdilated.masks._machine_in_use import VARIABLE, forget_machines, machine_of
 from flexdilated.masks._machine_key import MachineKey
 from flexdilated.masks._options import ANYTHING
 from flexdilated.masks._planner import plan
@@ -208,6 +208,14 @@ def test_a_choice_that_does_not_fit_is_left_to_the_planner():
         Choice(True, (("nested", ()),)),
     ):
         assert plan(bound(), choice=choice).terms == usual.terms
+
+
+def test_a_choice_of_sides_that_are_not_offered_does_not_fit() -> None:
+    bound = masks.random_blocks(2048).bind(num_heads=1, num_queries=2048, num_keys=2048)
+    candidates = Candidates.of(bound, machine_of("cpu"), ANYTHING)
+    layout, sides = next(way_of(option) for option in candidates.branches[0] if way_of(option)[1])
+    assert candidates.chosen(Choice(False, ((layout, sides),))) is not None
+    assert candidates.chosen(Choice(False, ((layout, tuple(3 * side for side in sides)),))) is None
 
 
 def test_a_named_block_size_is_kept(monkeypatch):

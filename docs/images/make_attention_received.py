@@ -1,6 +1,6 @@
 """Draw attention_received.png beside this file: the attention that the tiles of a small made-up slide received.
 
-Run from a checkout with the extra `demo` installed: python docs/images/make_attention_received.py
+Run from a checkout with the extra `plot` installed: python docs/images/make_attention_received.py
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Draw communication.png beside this file: what 8 ranks send each other for LongNet at a million tokens.
 
-Run from a checkout with the extra `demo` installed: python docs/images/make_communication_picture.py
+Run from a checkout with the extra `plot` installed: python docs/images/make_communication_picture.py
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Draw viewer.png and viewer_pairs.png beside this file: the viewer's page as chromium shows it.
 
-Run from a checkout with the extra `demo` and chromium installed: python docs/images/make_viewer_pictures.py
+Run from a checkout with the extra `plot` and chromium installed: python docs/images/make_viewer_pictures.py
 """
 
 import sys

@@ -8,7 +8,7 @@ from types import ModuleType
 # package -> the extra that installs it, and what its absence costs
 EXTRAS = {
     "tqdm": ("demo", "plain lines instead of a progress bar"),
-    "matplotlib": ("demo", "no pictures"),
+    "matplotlib": ("plot", "no pictures"),
     "platformdirs": ("tune", "no measured constants are kept for the next run"),
 }
 

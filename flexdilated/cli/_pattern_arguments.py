@@ -6,12 +6,11 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..masks._pattern import Expression
     from ._asked_pattern import AskedPattern
 
 
 def add_pattern_arguments(parser: argparse.ArgumentParser, *, heads: int = 8) -> None:
-    """PATTERN, --tokens, --heads and --bind, which `asked_from` and `pattern_from` read."""
+    """PATTERN, --tokens, --heads and --bind, which `asked_from` reads."""
     add = parser.add_argument
     add("pattern", metavar="PATTERN", help="an expression, or a .json file, such as masks.to_json writes")
     tokens = "queries, and as many keys, such as 5000, 64K or 1M (as many as --bind's documents have; else 64K)"
@@ -33,8 +32,3 @@ def asked_from(options: argparse.Namespace) -> AskedPattern:
     from ._asked_pattern import ask
 
     return ask(options.pattern, options.tokens, options.heads, options.bind)
-
-
-def pattern_from(options: argparse.Namespace) -> Expression:
-    """The pattern alone."""
-    return asked_from(options).pattern

@@ -26,9 +26,9 @@ def show(settings: ShowSettings) -> int:
     """Print or write what was asked for. Raises UsageError for what the pattern has no answer to."""
     try:
         if settings.html:
-            _write_page(settings)
+            _write_page(settings, settings.html)
         elif settings.plot:
-            _write_picture(settings)
+            _write_picture(settings, settings.plot)
         elif settings.as_json:
             print(json.dumps(show_data(settings), indent=1, ensure_ascii=False))
         else:
@@ -136,27 +136,25 @@ def _notes(settings: ShowSettings, cells: Cells) -> list[str]:
     return [line for note in notes for line in wrap(note, settings.terminal.columns)]
 
 
-def _write_page(settings: ShowSettings) -> None:
+def _write_page(settings: ShowSettings, path: Path) -> None:
     from ..viewer import Ranks, page
 
     asked = settings.asked
     ranks = None if settings.ranks is None else Ranks(num_ranks=settings.ranks, sharding=settings.sharding)
     text = page(asked.pattern, asked.num_tokens, num_heads=asked.num_heads, head=settings.head, ranks=ranks)
-    assert settings.html is not None
-    _write(settings.html, text.encode())
+    _write(path, text.encode())
 
 
-def _write_picture(settings: ShowSettings) -> None:
+def _write_picture(settings: ShowSettings, path: Path) -> None:
     from ..masks import plot
 
     asked = settings.asked
     sizes = {"num_heads": asked.num_heads, "head": settings.head}
     window = {"queries": settings.queries, "keys": settings.keys, "order": settings.order}
     figure = plot(asked.pattern, asked.num_tokens, **sizes, **window)
-    assert settings.plot is not None
     buffer = BytesIO()
-    figure.savefig(buffer, format=settings.plot.suffix[1:].lower())
-    _write(settings.plot, buffer.getvalue())
+    figure.savefig(buffer, format=path.suffix[1:].lower())
+    _write(path, buffer.getvalue())
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from ..masks._bytes_text import bytes_text as bytes_text
+from ..masks._tokens_text import tokens_text as tokens_text
 from ._usage import UsageError
 
 _BYTES = {"B": 1} | {f"{letter}{middle}B": (1024 if middle else 1000) ** power
@@ -71,11 +72,3 @@ def seconds_text(number: float) -> str:
     """Three digits and a unit."""
     unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if number >= size), ("us", 1e-6))
     return f"{number / size:,.0f} {unit}" if number / size >= 100 else f"{number / size:.3g} {unit}"
-
-
-def tokens_text(number: int) -> str:
-    """16384 as 16K, 1048576 as 1M; other numbers in full."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if number and number % size == 0:
-            return f"{number // size}{unit}"
-    return f"{number:,}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float64, Int64
@@ -16,6 +16,7 @@ from .._pattern import Expression, Pattern, require_expression
 from .._run_time import num_entries
 from ._bounded_pairs import Looks, PairCounts, bounded_pairs, even_places
 from ._cell_boxes import Pairings, Side
+from ._window_slots import window_slots
 
 # R rows, C columns of cells; B branches
 
@@ -113,10 +114,8 @@ def count_cells(
     return Cells((q.window, k.window), q.edges, k.edges, q.sizes[:, None] * k.sizes, total, branches)
 
 
-def _side(name: str, size: int, window: Any, cells: int, order: Layout | None) -> Side:
-    window = range(size) if window is None else window
-    if not isinstance(window, range) or window.step != 1 or not 0 <= window.start < window.stop <= size:
-        raise ValueError(f"{name} must be a range of step 1 within 0 to {size}, and not empty; got {name}={window!r}")
+def _side(name: str, size: int, asked: range | None, cells: int, order: Layout | None) -> Side:
+    window = window_slots(name, asked, size)
     require_int(f"cells of {name}", cells, minimum=1)
     if cells > len(window):
         raise ValueError(f"a window of {len(window)} {name} has at most as many cells; got {cells}")

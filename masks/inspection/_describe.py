@@ -177,8 +177,7 @@ class Description:
     @property
     def is_self_attention(self) -> bool:
         """Whether queries and keys are the same tokens."""
-        bound = self.bound
-        return (bound.num_queries, bound.q_offset) == (bound.num_keys, bound.k_offset)
+        return self.bound.is_self_attention
 
     def to_data(self) -> dict[str, Any]:
         """All of it as plain data, for JSON; what is not known is None."""

@@ -7,8 +7,9 @@ from matplotlib.collections import LineCollection
 from torch import Tensor
 
 from .._bound import FULL
+from .._tokens_text import tokens_text
 from ._plot_panel import Blocks
-from ._plot_text import ticks, tokens_text
+from ._plot_text import ticks
 from ._plot_window import Axis, Window
 
 FRAME = "#333333"
@@ -45,10 +46,7 @@ def draw_grid(axes: Axes, blocks: Blocks, window: Window) -> None:
 def draw_frames(axes: Axes, blocks: Blocks, window: Window) -> None:
     """A line around what is full, where there is room for it."""
     (height, width), (top, left) = blocks.sides, blocks.first
-    if (
-        min(height / window.queries.cell * window.queries.pixels, width / window.keys.cell * window.keys.pixels)
-        < _LEAST_FULL
-    ):
+    if min(window.queries.pixels_of(height), window.keys.pixels_of(width)) < _LEAST_FULL:
         return
     full = (blocks.state == FULL).int()
     around = full.new_zeros(full.shape[0] + 2, full.shape[1] + 2)

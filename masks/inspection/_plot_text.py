@@ -5,18 +5,11 @@ from __future__ import annotations
 from textwrap import shorten, wrap
 
 from .._bound import FULL
+from .._tokens_text import tokens_text
 from ._plot import Picture
 from ._plot_panel import Blocks, Panel
 
 _TITLE_LINES = 3
-
-
-def tokens_text(number: int) -> str:
-    """65536 as 64K and 1048576 as 1M; other numbers in full."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if number and number % size == 0:
-            return f"{number // size:,}{unit}"
-    return f"{number:,}"
 
 
 def ticks(slots: range, most: int) -> list[int]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
+from ._window_slots import window_slots
+
 _LONGER = 4  # a window longer than this many times its other side is stretched
 
 
@@ -57,7 +59,7 @@ def window_of(
 
     Raises ValueError for slots that are not there, and where blocks would be smaller than pixels.
     """
-    q, k = _slots("queries", queries, num_queries), _slots("keys", keys, num_keys)
+    q, k = window_slots("queries", queries, num_queries), window_slots("keys", keys, num_keys)
     sides = (0, 0) if block is None else block
     longer = max(len(q), len(k))
     if longer > _LONGER * min(len(q), len(k)):
@@ -94,10 +96,3 @@ def _axis(slots: range, scale: int, block: int, size: int) -> Axis:
             )
         cell = fitting[0]
     return Axis(slots, cell, max(1, round(size * cell / scale)))
-
-
-def _slots(name: str, window: object, size: int) -> range:
-    window = range(size) if window is None else window
-    if not isinstance(window, range) or window.step != 1 or not 0 <= window.start < window.stop <= size:
-        raise ValueError(f"{name} must be a range of step 1 within 0 to {size}, and not empty; got {name}={window!r}")
-    return window

@@ -76,7 +76,7 @@ def receptive_field_of(relations: Relations) -> ReceptiveField:
 
 
 def _require_self_attention(bound: Bound) -> None:
-    if (bound.num_queries, bound.q_offset) != (bound.num_keys, bound.k_offset):
+    if not bound.is_self_attention:
         raise ValueError(
             "a receptive field needs queries and keys that are the same tokens; got "
             f"{bound.num_queries} queries from {bound.q_offset} on and {bound.num_keys} keys from {bound.k_offset} on"

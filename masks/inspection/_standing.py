@@ -84,11 +84,8 @@ def _standing(
 
 def _side(layout: Layout, position: int, side: int) -> tuple[int, int, torch.Tensor]:
     """(slot, number of its block, positions in that block) of one token."""
-    if layout.is_natural:
-        block = position // side
-        return position, block, torch.arange(block * side, min((block + 1) * side, layout.num_tokens))
-    pieces = layout.pieces(0)  # a run for each residue class: nothing here is as long as the sequence
-    slot = int(pieces.starts[position % layout.rate]) + position // layout.rate
+    slot = int(layout.slot_of(torch.tensor(position)))
     block = slot // side
     slots = torch.arange(block * side, min((block + 1) * side, layout.num_tokens))
-    return slot, block, pieces.position(torch.tensor(0), slots)
+    # By the runs of its residue classes: nothing here is as long as the sequence.
+    return slot, block, layout.pieces(0).position(torch.tensor(0), slots)
