@@ -7,6 +7,7 @@ PYTEST_DONT_REWRITE: a conftest may import it before pytest does.
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +22,7 @@ _PROFILES = {
     "thorough": {"max_examples": 2000},
 }
 _PREFIX = "flexdilated-"
+_LONGEST_REASON = 200
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,8 +34,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """--hypothesis-profile may name one of ours; it is looked up right after this."""
-    if str(config.getoption("--hypothesis-profile", None)).startswith(_PREFIX):
-        register_profiles()
+    name = str(config.getoption("--hypothesis-profile", None))
+    if not name.startswith(_PREFIX):
+        return
+    register_profiles()
+    from hypothesis import settings
+    from hypothesis.errors import InvalidArgument
+
+    try:
+        settings.get_profile(name)
+    except InvalidArgument:
+        known = ", ".join(repr(_PREFIX + profile) for profile in _PROFILES)
+        raise pytest.UsageError(f"--hypothesis-profile must be one of {known}, or one of yours; got {name!r}") from None
 
 
 @pytest.fixture(scope="session")
@@ -46,11 +58,11 @@ def flexdilated_device(request: pytest.FixtureRequest) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise pytest.UsageError(f"--flexdilated-device must name a device of torch; got {name!r}: {reason}") from None
+        pytest.fail(f"--flexdilated-device must name a device of torch; got {name!r}: {reason}", pytrace=False)
     try:
         torch.empty(1, device=device)
-    except (AssertionError, NotImplementedError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:
+        reason = textwrap.shorten(str(error).partition("\n")[0], _LONGEST_REASON, placeholder=" ...")
         pytest.skip(f"--flexdilated-device={name} does not work here: {reason}")
     return device
 

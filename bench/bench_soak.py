@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.cli._resident_memory import resident_bytes
 
 from ._longnets import LONGNET_4, LongNet
-from ._memory import status_bytes
 from ._result import Result, Row, at_most
 from ._timing import say
 from .bench_compilations import Config as LayerConfig
@@ -156,7 +156,7 @@ def _mark(steps: int) -> Mark:
     stats, frames = masks.cache().stats(), counters["frames"]
     return Mark(
         steps=steps,
-        resident_bytes=status_bytes("VmRSS"),
+        resident_bytes=resident_bytes(),
         tensors=sum(_is_tensor(each) for each in gc.get_objects()),
         graphs=counters["stats"]["unique_graphs"],
         not_compiled=counters["graph_break"].total() + frames["total"] - frames["ok"],

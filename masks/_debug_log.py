@@ -12,7 +12,7 @@ from ._bytes_text import bytes_text
 from ._spelling import shortened
 
 log = logging.getLogger("flexdilated")
-_LONGEST = 160  # characters of a pattern in a line
+LONGEST = 160  # characters of a pattern in a line
 
 
 def is_told() -> bool:
@@ -84,4 +84,4 @@ class Sized:
 
 def in_line(value: object) -> str:
     """The value as text that leaves room for more in its line."""
-    return shortened(str(value), _LONGEST)
+    return shortened(str(value), LONGEST)

@@ -9,6 +9,13 @@ from flexdilated import masks
 from flexdilated.masks import EMPTY, FULL, PARTIAL
 from tests import oracle
 
+TABLE = torch.tensor([3, 1, 2, 1, 3, 2])
+WIDTH = 5
+
+
+def by_global(b, h, q, k):
+    return (q - k < WIDTH) & (q >= k)
+
 
 def diagonal(b, h, q, k):
     return q == k

@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from flexdilated.masks._cache import Cache
 from flexdilated.masks._cache_limits import Limits
 from flexdilated.masks._cache_store import Entry, Store
+from tests.threads import side_by_side
 
 META = torch.device("meta")
 
@@ -271,9 +273,7 @@ def test_threads_may_do_everything_at_once():
             device=META if key % 2 else None,
         )
 
-    with ThreadPoolExecutor(8) as pool:
-        for future in [pool.submit(work, seed) for seed in range(8)]:
-            future.result(120)
+    side_by_side([partial(work, seed) for seed in range(8)], seconds=120)
     assert cache.stats().pinned.entries == 0
     cache.budget_bytes = 0
     assert (cache.stats().entries, cache.stats().bytes, cache._building, cache._open_pins) == (0, 0, {}, [])

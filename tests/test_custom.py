@@ -17,9 +17,17 @@ from flexdilated.masks._function_checks import check_mask_mod
 from flexdilated.masks._lower import shared_terms
 from tests import oracle
 from tests.agreement import assert_agrees
-from tests.custom_rules import classify_window, diagonal, lattice, same_kind, window, window_by_head
+from tests.custom_rules import (
+    TABLE,
+    by_global,
+    classify_window,
+    diagonal,
+    lattice,
+    same_kind,
+    window,
+    window_by_head,
+)
 from tests.strategies import Twin, cases, customs, sets, tensors
-from tests.test_custom_identity import TABLE, by_global
 
 
 def mixed_with_custom(num_heads: int) -> st.SearchStrategy[Twin]:

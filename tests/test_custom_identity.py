@@ -16,15 +16,19 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_m
 
 import flexdilated as fd
 from flexdilated import masks
-from tests.custom_rules import classify_window, diagonal, same_kind, window, window_by_head
+from tests import custom_rules
+from tests.custom_rules import (
+    TABLE,
+    WIDTH,
+    by_global,
+    classify_window,
+    diagonal,
+    same_kind,
+    window,
+    window_by_head,
+)
 
-WIDTH = 5
-TABLE = torch.tensor([3, 1, 2, 1, 3, 2])
 LOOKBACK = (1, 4, 9)
-
-
-def by_global(b, h, q, k):
-    return (q - k < WIDTH) & (q >= k)
 
 
 def test_equal_code_and_values_are_an_equal_pattern():
@@ -179,7 +183,7 @@ def test_copies_and_pickles():
 
 def test_a_pickle_does_not_outlive_its_function(monkeypatch):
     stored = pickle.dumps(masks.custom(by_global))
-    monkeypatch.setitem(globals(), "WIDTH", 6)
+    monkeypatch.setattr(custom_rules, "WIDTH", 6)
     with pytest.raises(ValueError, match="'by_global' or what it reads has changed"):
         pickle.loads(stored)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from flexdilated import masks
 from flexdilated.masks._layout import Compact
 from flexdilated.masks._term import Term
-from flexdilated.masks.inspection._describe_gaps import Gap, Gaps, gaps_of
-from flexdilated.masks.inspection._describe_relations import Relations
-from flexdilated.masks.inspection._describe_shares import head_shares
 from flexdilated.masks.inspection._describe_terms import count_term
+from flexdilated.masks.inspection._gaps import Gap, Gaps, gaps_of
 from flexdilated.masks.inspection._multiplicity import multiplicity_of
+from flexdilated.masks.inspection._relations import Relations
+from flexdilated.masks.inspection._shares import head_shares
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import Case, cases
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.masks._bound import Bound
-from flexdilated.masks.inspection._describe_relations import Relations
 from flexdilated.masks.inspection._receptive_field import ReceptiveField, receptive_field_of
 from flexdilated.masks.inspection._receptive_field_sample import FollowedTokens, follow_tokens
+from flexdilated.masks.inspection._relations import Relations
 from tests import oracle
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import Case, Twin, whole_cases, whole_grids
@@ -180,7 +180,7 @@ def test_too_many_squares_are_followed():
     visible = masks.visible_keys(torch.rand(1500, generator=generator) < 0.5)
     pattern = visible & masks.local_window(left=50, right=0)
     exact = masks.describe(pattern, 1500, num_heads=1).receptive_field()
-    with patch("flexdilated.masks.inspection._describe_relations._MOST_SQUARES", 100):
+    with patch("flexdilated.masks.inspection._relations._MOST_SQUARES", 100):
         told = masks.describe(pattern, 1500, num_heads=1)
         found = told.receptive_field()
         assert "at least" in str(told)

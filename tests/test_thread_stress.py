@@ -2,8 +2,8 @@
 
 import random
 import sys
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
@@ -14,9 +14,10 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
+from tests.threads import side_by_side
 
 # Counted, not timed: a busy machine takes longer, but checks as much.
-THREADS, ROUNDS, DISTURBANCES = 8, 12, 1500
+THREADS, ROUNDS, DISTURBANCES = 8, 12, 2500
 H, D = 4, 8
 
 PATTERNS = {
@@ -84,39 +85,36 @@ def small_cache(frequent_switches):
 
 def test_threads_get_what_one_thread_gets(small_cache):
     cases = [Case(run, run()) for run in calls()]
-    stop = Event()
+    calm = Event()
 
     def compute(seed: int) -> list[int]:
         """The cases that came out otherwise; as long as there are disturbances, and a few at least."""
         draw, tried, wrong = random.Random(seed), 0, []
-        while tried < ROUNDS or not disturbing.done():
+        while tried < ROUNDS or not calm.is_set():
             number = draw.randrange(len(cases))
             if not cases[number].holds():
                 wrong.append(number)
             tried += 1
         return wrong
 
-    def disturb() -> int:
-        times, draw = 0, random.Random(0)
-        while times < DISTURBANCES and not stop.wait(0.001):
-            what = draw.random()
-            if what < 0.4:
-                small_cache.forget(draw.choice(list(PATTERNS.values())))
-            elif what < 0.6:
-                small_cache.clear()
-            else:
-                small_cache.budget_bytes = draw.randrange(40_000)
-            times += 1
-        return times
-
-    with ThreadPoolExecutor(THREADS + 1) as threads:
-        disturbing = threads.submit(disturb)
+    def disturb() -> list[int]:
+        draw = random.Random(0)
         try:
-            wrong = [future.result(200) for future in [threads.submit(compute, seed) for seed in range(THREADS)]]
+            for _ in range(DISTURBANCES):
+                time.sleep(0.001)
+                what = draw.random()
+                if what < 0.4:
+                    small_cache.forget(draw.choice(list(PATTERNS.values())))
+                elif what < 0.6:
+                    small_cache.clear()
+                else:
+                    small_cache.budget_bytes = draw.randrange(40_000)
         finally:
-            stop.set()
-    assert wrong == [[]] * THREADS
-    assert disturbing.result() == DISTURBANCES
+            calm.set()
+        return []
+
+    jobs = [disturb, *(partial(compute, seed) for seed in range(THREADS))]
+    assert side_by_side(jobs, seconds=200) == [[]] * len(jobs)
 
 
 def test_a_wrong_result_would_be_seen():

@@ -5,15 +5,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from ._resident_memory import begin_peak, peak_bytes
+
 _ROUNDS = 3  # after one that is not timed
-_PROC = Path("/proc/self")
 
 
 @dataclass(frozen=True)
@@ -72,19 +72,13 @@ def _memory(step: Callable[[], None], device: torch.device) -> int | None:
         _synchronize(device)
         return torch.accelerator.max_memory_allocated(device) - before
     try:
-        # What was freed goes back to the system, or it would serve the step unseen; then the mark begins anew.
+        # What was freed goes back to the system, or it would serve the step unseen.
         ctypes.CDLL(None).malloc_trim(0)
-        (_PROC / "clear_refs").write_text("5")
-        before = _resident("VmRSS")
-    except (OSError, AttributeError, StopIteration):  # no Linux, or not its usual C library
+        before = begin_peak()
+    except (OSError, AttributeError):  # no Linux, or not its usual C library
         return None
     step()
-    return _resident("VmHWM") - before
-
-
-def _resident(field: str) -> int:
-    lines = (_PROC / "status").read_text(encoding="utf-8").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+    return peak_bytes() - before
 
 
 def _synchronize(device: torch.device) -> None:

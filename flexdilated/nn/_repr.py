@@ -6,12 +6,12 @@ from ..masks import Mixture, Pattern
 from ..masks._spelling import shortened
 from ._over_ranks import OverRanks
 
-_LONGEST = 400  # characters of a pattern: a module stands among others
+LONGEST = 400  # characters of a pattern: a module stands among others
 
 
 def pattern_text(pattern: Pattern | Mixture) -> str:
     """The expression, or its beginning."""
-    return shortened(repr(pattern), _LONGEST)
+    return shortened(repr(pattern), LONGEST)
 
 
 def engine_text(engine: str | None) -> str:

@@ -48,6 +48,7 @@ MODULE_CHECKS: dict[str, Callable[[Subject], str]] = {
 # Slow ones, which say themselves at which length.
 _ON_SOME_LENGTHS = ("compile", "recompilation", "ranks", "state dict")
 _PAIRED = 12
+_MOST_LINES = 8
 
 
 def check_attention_module(factory: Callable[[], Any], pattern: Pattern | Mixture, **options: Any) -> ModuleReport:
@@ -82,7 +83,7 @@ def examine_attention_module(
         h // (H / G).
     num_heads, num_kv_heads, head_dim: H, G (None: H) and D of the tensors it gets.
     max_tokens, examples: it is called at no more than so many lengths up to so many tokens: small ones, those
-        around multiples of the pattern's own numbers, odd ones. lengths: these lengths instead.
+        around multiples of the pattern's own numbers, 64, 65, 128, 129 and so on. lengths: these lengths instead.
     checks: the names of those to run, None for all (`MODULE_CHECKS`); skip: of those to leave out.
 
     Each check takes the lengths in rising order, so what it reports is the shortest case that fails among them, and
@@ -150,7 +151,21 @@ def _run(name: str, subject: Subject) -> str:
     except (DoesNotApply, Failure):
         raise
     except Exception as error:  # whatever the module raises is what it does wrong
-        raise Failure(f"raises {type(error).__name__}: {error}") from error
+        raise Failure(f"{_at(name, subject.lengths)}raises {type(error).__name__}: {_said(error)}") from error
+
+
+def _at(name: str, lengths: tuple[int, ...]) -> str:
+    """Which lengths it was at, where that is no other check's choice."""
+    if len(lengths) == 1 and name not in _ON_SOME_LENGTHS:
+        return f"{tokens(lengths[0])}: "
+    return f"{lengths[0]} and {tokens(lengths[1])}: " if name == "lengths" and len(lengths) == 2 else ""
+
+
+def _said(error: Exception) -> str:
+    """Its first lines: some errors bring pages."""
+    lines = str(error).splitlines()
+    more = [f"... and {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else []
+    return "\n".join([*lines[:_MOST_LINES], *more])
 
 
 def _told_apart(detail: str, subject: Subject) -> str:

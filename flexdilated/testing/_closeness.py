@@ -60,9 +60,9 @@ def assert_attention_close(
         head_offset=head_offset,
         num_heads_global=num_heads_global,
     )
-    _check_result("out", out, q.shape)
+    _check_result("out", out, q.shape, q.device)
     if lse is not None:
-        _check_result("lse", lse, q.shape[:3])
+        _check_result("lse", lse, q.shape[:3], q.device)
     if require_finite("margin", margin) <= 0:
         raise ValueError(f"margin must be above 0; got {margin=}")
     if require_bool("gradients", gradients) and not all(x.requires_grad for x in (q, k, v)):
@@ -116,11 +116,15 @@ def gradients_of(problem: Problem, out: Tensor, lse: Tensor | None) -> tuple[Ten
     return tuple(torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True))
 
 
-def _check_result(name: str, x: Tensor, shape: torch.Size) -> None:
+def _check_result(name: str, x: Tensor, shape: torch.Size, device: torch.device) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
     if x.shape != shape:
         raise AssertionError(f"{name} must have shape {tuple(shape)}; got {tuple(x.shape)}")
+    if not x.dtype.is_floating_point:
+        raise AssertionError(f"{name} must be of floating point numbers; got {x.dtype}")
+    if x.device != device:
+        raise AssertionError(f"{name} must be on the device of q, {device}; got {x.device}")
 
 
 def _report(problem: Problem, name: str, found: Tensor, truth: Expected, missed: Tensor, wrong: Tensor) -> str:
@@ -131,11 +135,12 @@ def _report(problem: Problem, name: str, found: Tensor, truth: Expected, missed:
         place += (int(missed[b, h, row].nonzero()[0]),)
         element = f", element {place[-1]}"
     what = {"dk": "key/value head {h}, key", "dv": "key/value head {h}, key"}.get(name, "head {h}, query")
-    dtype = str(found.dtype).removeprefix("torch.")
+    dtype, given = (str(x.dtype).removeprefix("torch.") for x in (problem.q, found))
+    other = "" if given == dtype or name == "lse" else f" (in {given}, where q is {dtype})"
     lines = [
         f"{name} is wrong in {int(wrong.sum())} of {wrong.numel()} rows; the first is batch {b}, "
         f"{what.format(h=h)} {row}{element}",
-        f"  found     {number(found[place])}",
+        f"  found     {number(found[place])}{other}",
         f"  expected  {number(truth.value[place])}",
         f"  off by    {rough((found[place].double() - truth.value[place]).abs())}, where rounding to {dtype} may "
         f"account for {rough(truth.budget[place])}{_plain(truth, place)}",

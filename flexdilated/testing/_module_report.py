@@ -9,7 +9,7 @@ from typing import Literal
 from tabulate import tabulate
 
 Verdict = Literal["passed", "failed", "does not apply", "skipped"]
-_WIDTH = 100
+_WIDTH = 88  # the table has 120 columns
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from ._problem import Problem
 # What values a case has. Of every length the first is tried, and one of the others in turn.
 KINDS = ("ordinary values", "large scores", "equal keys", "zeros and -0.0", "one key far above the others")
 
+_BLOCKS = (64, 128, 256, 512, 1024)  # that kernels work in: the last one whole, or with one token in it
+
 
 class Failure(Exception):
     """A check failed; the message is the detail."""
@@ -73,14 +75,14 @@ class Subject:
         """(out (B, H, N, D), lse (B, H, N) or None) of one of the calls."""
         calls = self.calls
         function = getattr(calls, call)
-        result = function(module, *(calls.into_layout(x) for x in (q, k, v)), *more)
-        first, *others = result if isinstance(result, tuple | list) else (result,)
-        if not isinstance(first, Tensor):
-            raise Failure(f"the output must be a tensor; got {type(first).__name__}")
-        if first.shape != calls.into_layout(q).shape:
-            raise Failure(f"the output must have the shape of q, {tuple(q.shape)}; got {tuple(first.shape)}")
+        given = calls.into_layout(q)
+        result = function(module, given, *(calls.into_layout(x) for x in (k, v)), *more)
+        first, *others = result if isinstance(result, tuple | list) and result else (result,)
+        _check_output(first, given)
         lse = next((x for x in others if isinstance(x, Tensor) and x.shape == q.shape[:3]), None)
-        return calls.out_of_layout(first, self.num_heads), None if calls.layout == "BNE" else lse
+        # With as many tokens as heads it may be weights, averaged over heads: (B, N, N).
+        taken = calls.layout != "BNE" and q.shape[1] != q.shape[2]
+        return calls.out_of_layout(first, self.num_heads), lse if taken else None
 
     def cases(self) -> Iterator[tuple[int, str]]:
         """(length, kind of values), in the order of length; all kinds where there is one length only."""
@@ -104,6 +106,18 @@ class Subject:
         return tuple(dict.fromkeys((*self.lengths[1::step][:4], self.lengths[-1])))
 
 
+def _check_output(out: object, q: Tensor) -> None:
+    """Failure for what cannot be compared; q in the module's layout."""
+    if not isinstance(out, Tensor):
+        raise Failure(f"the output must be a tensor; got {type(out).__name__}")
+    if out.shape != q.shape:
+        raise Failure(f"the output must have the shape of q, {tuple(q.shape)}; got {tuple(out.shape)}")
+    if not out.dtype.is_floating_point:
+        raise Failure(f"the output must be of floating point numbers; got {out.dtype}")
+    if out.device != q.device:
+        raise Failure(f"the output must be on the device of q, {q.device}; got {out.device}")
+
+
 def values(
     kind: str, num_heads: int, num_kv_heads: int, num_tokens: int, head_dim: int, *, batch: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,11 +139,12 @@ def values(
 
 
 def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, examples: int) -> tuple[int, ...]:
-    """Rising lengths that the pattern takes: small ones, those around multiples of its own numbers, the largest."""
+    """Rising lengths that the pattern takes: small ones, around multiples of its numbers, after blocks, the largest."""
     numbers = {int(digits) for digits in re.findall(r"\d+", pattern.text)}
     edges = sorted(edge for edge in numbers if 1 < edge <= max_tokens)
     around = {multiple * edge + step for edge in edges for multiple in (1, 2, 3) for step in (-1, 0, 1)}
     wanted = {1, 2, 3, 4, 5, 7, max_tokens - 1, max_tokens} | around
+    wanted |= {block + step for block in _BLOCKS for step in (0, 1)}
     possible = [n for n in sorted(wanted) if 1 <= n <= max_tokens and takes(pattern, num_heads, n)]
     if not possible:
         possible = [n for n in range(1, max_tokens + 1) if takes(pattern, num_heads, n)][-1:]

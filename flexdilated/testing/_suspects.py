@@ -28,24 +28,50 @@ class _Suspect:
     out: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Wrong rows (R, D), or one (D).
+
+    found, right: what it is and should be. budget: how far from right is not wrong. allowed: how far from what a
+    mistake gives is that mistake.
+    """
+
+    found: Tensor
+    right: Tensor
+    budget: Tensor
+    allowed: Tensor
+
+    def one(self, index: int) -> _Rows:
+        """Row `index` alone."""
+        return _Rows(self.found[index], self.right[index], self.budget[index], self.allowed[index])
+
+    def accounted_for(self, out: Tensor) -> Tensor:
+        """Which rows of `out`, that of a mistake, are what was found, and would not pass for right."""
+        close = ((out - self.found).abs() <= self.allowed).all(-1)
+        return close & ((out - self.right).abs() > self.budget).any(-1)
+
+
 def explain(problem: Problem, found: Tensor, budget: Tensor, wrong: Tensor) -> str | None:
     """The mistake that would account for most wrong rows (B, H, N), at least half, the first included; or None."""
-    rows = wrong.nonzero()[:_ROWS_LOOKED_AT]
-    b, h, q = rows.unbind(1)
-    seen, allowed = found[b, h, q].double(), budget[b, h, q]
+    places = wrong.nonzero()[:_ROWS_LOOKED_AT]
+    b, h, q = places.unbind(1)
+    wide = problem.wide()
+    limit = budget[b, h, q]
     # A mistake that lets other keys in rounds as their row does, which may be more than the right one.
-    allowed = 4 * torch.maximum(allowed, allowed.mean())
+    allowed = 4 * torch.maximum(limit, limit.mean())
+    rows = _Rows(found[b, h, q].double(), wide.attention()[0][b, h, q], limit, allowed)
     counts: Counter[str] = Counter()
-    for suspect in _suspects(problem.wide()):
-        close = ((suspect.out[b, h, q] - seen).abs() <= allowed).all(-1)
+    for suspect in _suspects(wide):
+        close = rows.accounted_for(suspect.out[b, h, q])
         if close[0]:
             counts[suspect.name] = int(close.sum())
-    for name, close in _by_row(problem.wide(), rows, seen, allowed):
+    for name, close in _by_row(wide, places, rows):
         counts[name] = max(counts[name], close)
     name, number = max(counts.items(), key=lambda item: item[1], default=("", 0))
-    if 2 * number < len(rows) or not number:
+    if 2 * number < len(places) or not number:
         return None
-    return f"{name} (accounts for {number} of {len(rows)} wrong rows{' looked at' if len(rows) < wrong.sum() else ''})"
+    seen = " looked at" if len(places) < wrong.sum() else ""
+    return f"{name} (accounts for {number} of {len(places)} wrong rows{seen})"
 
 
 def _suspects(problem: Problem) -> Iterator[_Suspect]:
@@ -123,42 +149,41 @@ def _moved(times: Tensor, dim: int, step: int) -> Tensor:
     return moved.index_fill(dim, torch.tensor(0 if step > 0 else moved.shape[dim] - 1, device=moved.device), 0)
 
 
-def _by_row(problem: Problem, rows: Tensor, seen: Tensor, allowed: Tensor) -> Iterator[tuple[str, int]]:
+def _by_row(problem: Problem, places: Tensor, rows: _Rows) -> Iterator[tuple[str, int]]:
     """Mistakes that differ by row: one key too few or too many, padding that takes part, a factor."""
     for step, what in ((-1, "counts once less than it should"), (1, "counts once more than it should")):
-        keys = [_one_key(problem, row, step, *held) for *held, row in zip(seen, allowed, rows, strict=True)]
+        keys = [_one_key(problem, place, step, rows.one(index)) for index, place in enumerate(places)]
         if keys[0] is None:
             continue
         shift = problem.bound.k_offset - problem.bound.q_offset
-        distances = {key - int(row[2]) + shift for key, row in zip(keys, rows, strict=True) if key is not None}
+        distances = {key - int(place[2]) + shift for key, place in zip(keys, places, strict=True) if key is not None}
         number = sum(key is not None for key in keys)
         if number > 1 and len(distances) == 1:
             yield f"the key at position query {distances.pop():+d} {what}", number
         else:
             yield f"one key, here {keys[0]}, {what}", number
-    yield from _shrunk_rows(problem, rows, seen, allowed)
+    yield from _shrunk_rows(problem, places, rows)
 
 
-def _one_key(problem: Problem, row: Tensor, step: int, seen: Tensor, allowed: Tensor) -> int | None:
+def _one_key(problem: Problem, place: Tensor, step: int, row: _Rows) -> int | None:
     """The key that, counted once less or more, makes the row what was found."""
-    b, h, q = row.tolist()
+    b, h, q = place.tolist()
     times, scores = problem.times()[b, h, q], problem.scores()[b, h, q]
     table = times + step * torch.eye(len(times), dtype=times.dtype, device=times.device)
     sink = None if problem.sinks is None else problem.sinks[h]
     out = _softmax(table, scores.expand_as(table), sink) @ problem.for_query_heads(problem.v)[b, h]
-    close = ((out - seen).abs() <= allowed).all(-1) & (table >= 0).all(-1)
+    close = row.accounted_for(out) & (table >= 0).all(-1)
     return int(close.nonzero()[0]) if close.any() else None
 
 
-def _shrunk_rows(problem: Problem, rows: Tensor, seen: Tensor, allowed: Tensor) -> Iterator[tuple[str, int]]:
+def _shrunk_rows(problem: Problem, places: Tensor, rows: _Rows) -> Iterator[tuple[str, int]]:
     """Rows that are the right ones times a number in (0, 1), such that a whole number of zero keys explains it."""
-    b, h, q = rows.unbind(1)
-    out, lse = problem.attention()
-    out, lse = out[b, h, q], lse[b, h, q]
+    b, h, q = places.unbind(1)
+    out, lse = rows.right, problem.attention()[1][b, h, q]
     if out.shape[-1] < 2:
         return
-    factor = (out * seen).sum(-1) / (out * out).sum(-1)
-    straight = ((factor[:, None] * out - seen).abs() <= allowed).all(-1)
+    factor = (out * rows.found).sum(-1) / (out * out).sum(-1)
+    straight = rows.accounted_for(factor[:, None] * out)
     extra = lse.exp() * (1 / factor - 1)
     whole = straight & (factor > 0) & (factor < 1) & ((extra - extra.round()).abs() <= 1e-2 + 1e-3 * extra)
     if bool(whole[0]) and extra[0] >= 0.99:
@@ -166,7 +191,13 @@ def _shrunk_rows(problem: Problem, rows: Tensor, seen: Tensor, allowed: Tensor) 
         more, take = ("1 key", "takes") if number == 1 else (f"{number} keys", "take")
         yield f"{more} more, of score 0 and value 0, {take} part in the softmax", int(whole.sum())
     elif bool(straight[0]):
-        yield f"the output is {float(factor[0]):.4g} times what it should be", int(straight.sum())
+        yield f"the output is {_factor(float(factor[0]))} times what it should be", int(straight.sum())
+
+
+def _factor(factor: float) -> str:
+    """Four digits, and where these are 1.000, of what is left."""
+    off = factor - 1
+    return f"{factor:.4g}" if abs(off) >= 1e-3 else f"1 {'-' if off < 0 else '+'} {abs(off):.2g}"
 
 
 def _softmax(times: Tensor, scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -29,10 +29,13 @@ def check_lengths(subject: Subject) -> str:
         wrong = ~(((found - right).double().abs() <= budget) | (found.isnan() & right.isnan()))
         if wrong.any():
             place = tuple(wrong.nonzero()[0].tolist())
+            pair, where = (number(found[place]), number(right[place])), f"head {place[1]}, query {place[2]}"
+            rows = f"({where}; {int(wrong.any(-1).sum())} of {wrong[..., 0].numel()} rows differ)"
+            if before is None:
+                raise Failure(f"{tokens(length)}: a new module gives {pair[0]}, and a copy of it {pair[1]} {rows}")
             raise Failure(
-                f"{tokens(length)} after {before}: a used module gives {number(found[place])} where a new one gives "
-                f"{number(right[place])} (head {place[1]}, query {place[2]}; {int(wrong.any(-1).sum())} of "
-                f"{wrong[..., 0].numel()} rows differ): something of the other length is kept"
+                f"{tokens(length)} after {before}: a used module gives {pair[0]} where a new one gives {pair[1]} "
+                f"{rows}: something of the other length is kept"
             )
     return f"{len(order)} calls of one module, longer and shorter in turn: as a new one at each"
 

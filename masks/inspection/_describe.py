@@ -13,15 +13,15 @@ from .._bound import Bound
 from .._check import require_int
 from .._pattern import Expression, require_expression
 from .._planner import Option, Plan, plan
-from ._describe_gaps import Gaps, gaps_of
-from ._describe_relations import Relations
-from ._describe_sections import groups_of
-from ._describe_shares import BranchShare, HeadShare, branch_shares, head_shares
-from ._describe_squares import TooManySquaresError
 from ._describe_terms import count_term, sum_counts
+from ._gaps import Gaps, gaps_of
 from ._multiplicity import multiplicity_of
 from ._receptive_field import ReceptiveField, receptive_field_of
 from ._receptive_field_sample import FollowedTokens, follow_tokens
+from ._relations import Relations
+from ._sections import groups_of
+from ._shares import BranchShare, HeadShare, branch_shares, head_shares
+from ._squares import TooManySquaresError
 
 
 @dataclass(frozen=True)

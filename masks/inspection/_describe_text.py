@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from ._describe_gaps import Gap
+from ._gaps import Gap
 from ._receptive_field import ReceptiveField
 from ._receptive_field_sample import FollowedTokens
 

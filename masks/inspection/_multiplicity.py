@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from ._describe_relations import Relations
-from ._describe_squares import EMPTY, FULL, Squares
+from ._relations import Relations
+from ._squares import EMPTY, FULL, Squares
 
 
 def multiplicity_of(relations: Relations) -> Mapping[int, int]:

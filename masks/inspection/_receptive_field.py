@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .._bound import Bound
-from ._describe_relations import Relations
 from ._receptive_field_grid import GridField, grid_of
 from ._receptive_field_layers import Pair, SectionField
+from ._relations import Relations
 
 _ALL_LAYERS = 8  # so few are told one by one; of more those that are powers of two, and the last
 

@@ -7,8 +7,8 @@ from functools import cached_property
 from math import prod
 
 from .._neighborhood import Neighborhood
-from ._describe_relations import Relations
 from ._receptive_field_layers import Pair, SectionField
+from ._relations import Relations
 
 
 def grid_of(relations: Relations) -> Neighborhood | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from ._describe_relations import Relations
-from ._describe_sections import Section
+from ._relations import Relations
+from ._sections import Section
 
 Pair = tuple[int, int]  # a token, and one that it has heard of or not
 

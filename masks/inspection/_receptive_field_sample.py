@@ -9,7 +9,7 @@ from .._bound import Bound
 from .._needs import needed_keys
 from .._range_union import union_of
 from .._ranges import Ranges
-from ._describe_sections import groups_of
+from ._sections import groups_of
 
 _MOST_LAYERS = 64
 _MOST_RANGES = 1 << 7  # that one token's field consists of

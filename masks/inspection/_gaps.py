@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import reduce
 
-from ._describe_relations import Relations
+from ._relations import Relations
 
 
 @dataclass(frozen=True)

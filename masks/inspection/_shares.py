@@ -12,9 +12,9 @@ from .._box import Box, Progression
 from .._exact_pairs import exact_pairs
 from .._pattern import Pattern
 from .._query_pairs import pairs_of_queries
-from ._describe_relations import Relations
-from ._describe_sections import Group, groups_of
-from ._describe_squares import TooManySquaresError
+from ._relations import Relations
+from ._sections import Group, groups_of
+from ._squares import TooManySquaresError
 
 
 @dataclass(frozen=True)

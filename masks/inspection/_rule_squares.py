@@ -16,8 +16,8 @@ from .._per_document import PerDocument
 from .._random_blocks import RandomBlocks
 from .._spans import Spans
 from .._visible_keys import KeySet
-from ._describe_segments import Segments, segments_of
-from ._describe_squares import EMPTY, FULL, Squares, TooManySquaresError
+from ._segments import Segments, segments_of
+from ._squares import EMPTY, FULL, Squares, TooManySquaresError
 
 # n boxes
 

@@ -10,9 +10,9 @@ from .._algebra import Or
 from .._bound import Bound
 from .._neighborhood import Neighborhood
 from .._pattern import Pattern
-from ._describe_rules import RuleSquares
-from ._describe_sections import Group, Section, sections_of
-from ._describe_squares import EMPTY, Squares, TooManySquaresError
+from ._rule_squares import RuleSquares
+from ._sections import Group, Section, sections_of
+from ._squares import EMPTY, Squares, TooManySquaresError
 
 # Of one question: a few seconds of work.
 _MOST_SQUARES = 1 << 19
