@@ -130,7 +130,24 @@ def test_mistakes_of_values_are_named() -> None:
     assert "3 keys more, of score 0 and value 0, take part in the softmax (accounts for 32" in found(
         padded, q, k, v, WINDOW
     )
+    assert "the output is 1 + 1e-06 times what it should be" in found(out * (1 + 1e-6), q, k, v, WINDOW)
     assert "as if" not in found(out + torch.randn_like(out), q, k, v, WINDOW)
+
+
+def test_what_changes_nothing_is_no_mistake() -> None:
+    """Of one key a query, no mask, or the key once more, gives the right output: neither accounts for a wrong one."""
+    q, k, v = inputs(1)
+    out = fd.attend(q, k, v, WINDOW)
+    nearly = out + 2.5e-15 * out.abs().amax(-1, keepdim=True)
+    assert "as if" not in found(nearly, q, k, v, WINDOW)
+
+
+def test_another_dtype_is_told() -> None:
+    """The budget is that of q's dtype."""
+    q, k, v = inputs()
+    text = found(fd.attend(q, k, v, WINDOW).float(), q, k, v, WINDOW)
+    assert "(in float32, where q is float64)" in text
+    assert "where rounding to float64 may account for" in text
 
 
 def test_rows_without_keys_are_exact() -> None:
@@ -177,3 +194,5 @@ def test_bad_calls() -> None:
         assert_attention_close(out, q.detach(), k, v, WINDOW, gradients=True)
     assert found(out[:, :, :4], q, k, v, WINDOW) == "out must have shape (2, 2, 5, 8); got (2, 2, 4, 8)"
     assert found(out, q, k, v, WINDOW, lse=out).startswith("lse must have shape (2, 2, 5); got")
+    assert found(out + 0j, q, k, v, WINDOW) == "out must be of floating point numbers; got torch.complex128"
+    assert found(out.to("meta"), q, k, v, WINDOW) == "out must be on the device of q, cpu; got meta"

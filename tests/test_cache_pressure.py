@@ -276,4 +276,5 @@ def test_threads_may_do_everything_at_once():
     side_by_side([partial(work, seed) for seed in range(8)], seconds=120)
     assert cache.stats().pinned.entries == 0
     cache.budget_bytes = 0
-    assert (cache.stats().entries, cache.stats().bytes, cache._building, cache._open_pins) == (0, 0, {}, [])
+    assert (cache.stats().entries, cache.stats().bytes, cache._store.pinned_bytes) == (0, 0, 0)
+    assert (cache._building, cache._open_pins) == ({}, [])

@@ -294,8 +294,8 @@ def test_a_module_that_raises_fails() -> None:
         return fd.attend(q, k, v, WINDOW[0])
 
     report = examine_attention_module(lambda: no_long_ones, WINDOW[0], max_tokens=12, checks=["agreement", "lengths"])
-    assert report["agreement"].detail == "raises ValueError: too long"
-    assert report["lengths"].detail == "raises ValueError: too long"
+    assert report["agreement"].detail == "5 tokens: raises ValueError: too long"
+    assert report["lengths"].detail == "1 and 5 tokens: raises ValueError: too long"
     assert str(report).startswith("no_long_ones, claimed to be local_window(left=2, right=0), H=4")
 
 

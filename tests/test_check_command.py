@@ -70,6 +70,24 @@ def test_a_pattern_of_ones_own(file, capsys) -> None:
     assert "count must bound" in json.loads(capsys.readouterr().out)["counterexample"]
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("one = 1\nraise LookupError('none')\n", "mine.py must run without an error, line 2; got LookupError: none"),
+        ("def (\n", "mine.py must run without an error; got SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_file_that_raises(text, words, tmp_path, capsys) -> None:
+    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
+    assert main(["check", f"{tmp_path / 'mine.py'}:good", *FEW]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_seed_that_is_too_large(capsys) -> None:
+    assert main(["check", "causal()", "--seed", "9" * 20]) == 2
+    assert "--seed must be of less than 63 bits; got 99999" in capsys.readouterr().err
+
+
 def test_an_attend_that_is_wrong(monkeypatch, capsys) -> None:
     """The rule is right, so what attend gets wrong is found by the second half; the trial shrinks."""
     attend = _attend_trials.attend

@@ -205,3 +205,9 @@ def test_what_is_refused(arguments, message, capsys) -> None:
     assert output.out == ""
     assert message in output.err
     assert output.err.startswith("flexdilated: error: ")
+
+
+@pytest.mark.parametrize("name", ["heads", "head-dim", "batch", "layers", "embed-dim"])
+def test_sizes_that_no_tensor_has_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "causal()", f"--{name}", "99999999999999999999"]) == 2
+    assert f"--{name} must be at most" in capsys.readouterr().err

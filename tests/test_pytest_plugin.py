@@ -52,6 +52,9 @@ def test_the_device(tmp_path) -> None:
     done = run_pytest(tmp_path, code, "--flexdilated-device=toaster")
     assert done.returncode != 0
     assert "--flexdilated-device must name a device of torch; got 'toaster'" in done.stdout
+    assert "Error as error" not in done.stdout  # no traceback
+    done = run_pytest(tmp_path, code, "--flexdilated-device=hpu")  # of which torch has no module
+    assert "1 skipped" in done.stdout
 
 
 def test_the_default_device(flexdilated_device, request) -> None:
@@ -72,6 +75,18 @@ def test_profiles_by_option(tmp_path) -> None:
     for arguments, examples in {("--hypothesis-profile=flexdilated-dev",): 15, (): 100}.items():
         done = run_pytest(tmp_path, code.replace("{examples}", str(examples)), *arguments, conftest=own)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_profile_that_is_not_ours(tmp_path) -> None:
+    """One of the user's own may have our prefix; what nobody registered is refused."""
+    own = "from hypothesis import settings\nsettings.register_profile('flexdilated-own', max_examples=7)\n"
+    code = "def test_nothing(): pass"
+    done = run_pytest(tmp_path, code, "--hypothesis-profile=flexdilated-own", conftest=own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_pytest(tmp_path, code, "--hypothesis-profile=flexdilated-nope", conftest=own)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--hypothesis-profile must be one of 'flexdilated-dev', 'flexdilated-ci'" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 def test_profiles() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,3 +175,41 @@ def test_files_without_a_tensor(tmp_path, capsys, name, content):
     (tmp_path / name).write_text(content, encoding="utf-8")
     assert main(["show", "documents('d')", "--bind", f"d={tmp_path / name}"]) == 2
     assert "--bind d must name a file with a tensor" in capsys.readouterr().err
+
+
+def test_a_pattern_file_that_is_not_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "binary.json"
+    file.write_bytes(b"\xff\x00")
+    assert main(["show", str(file)]) == 2
+    assert f"PATTERN must be an expression or a file of JSON in UTF-8; got {file}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("explain", "--query", "5", "--key", "4")])
+def test_what_the_output_cannot_write_is_an_error_of_usage(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout", TextIOWrapper(BytesIO(), encoding="ascii"))
+    command, *others = arguments
+    assert main([command, "documents('ü')", "--bind", "ü=5,7", *others]) == 2
+    assert "the output needs more characters than ascii has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (("causal()", "--heads", "2147483647"), "--heads must be at most 4096; got 2147483647"),
+        (("documents('d')", "--bind", "d=5", "-n", "1024M"), "--tokens must be at most 16777216 with --bind"),
+    ],
+)
+def test_sizes_that_would_fill_the_memory_are_refused(
+    arguments: tuple[str, ...], rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", *arguments]) == 2
+    assert rule in capsys.readouterr().err
+
+
+def test_the_largest_sequence_is_drawn_and_not_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "causal()", "-n", "2147483647", "--cells", "4x4"]) == 0
+    assert "Density, blocks and work are counted up to 128M tokens." in capsys.readouterr().out
+    assert main(["show", "causal()", "-n", "2147483647", "--cells", "4x4", "--json"]) == 0
+    assert '"description": null' in capsys.readouterr().out

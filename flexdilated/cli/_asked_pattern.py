@@ -16,6 +16,8 @@ from ._sizes import parse_tokens
 from ._usage import UsageError
 
 _TOKENS = 1 << 16
+MOST_HEADS = 1 << 12
+_MOST_BOUND_TOKENS = 1 << 24  # a run-time tensor is as long
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,17 @@ def read_expression(text: str) -> Expression:
         return masks.from_json(path.read_text("utf-8")) if path.suffix == ".json" else masks.parse(text)
     except OSError as error:
         raise UsageError(f"PATTERN must be an expression or a file that can be read; {error}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"PATTERN must be an expression or a file of JSON in UTF-8; got {text}: {error}") from None
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
 def ask(text: str, tokens: str | None, num_heads: int, bindings: Sequence[str]) -> AskedPattern:
     """Raises UsageError for a pattern that does not read, for sizes, and for values that are missing or do not fit."""
-    if num_heads < 1:
-        raise UsageError(f"--heads must be at least 1; got {num_heads}")
+    if not 1 <= num_heads <= MOST_HEADS:
+        rule = "at least 1" if num_heads < 1 else f"at most {MOST_HEADS}"
+        raise UsageError(f"--heads must be {rule}; got {num_heads}")
     pattern = read_expression(text)
     values = read_bindings(pattern, bindings)
     missing = [name for name in names(pattern) if name not in values]
@@ -64,6 +69,8 @@ def ask(text: str, tokens: str | None, num_heads: int, bindings: Sequence[str]) 
     num_tokens = positions if tokens is None else parse_tokens(tokens)
     if num_tokens > LARGEST:
         raise UsageError(f"--tokens must be at most {LARGEST}; got {num_tokens}")
+    if values and num_tokens > _MOST_BOUND_TOKENS:
+        raise UsageError(f"--tokens must be at most {_MOST_BOUND_TOKENS} with --bind; got {num_tokens}")
     asked = AskedPattern(with_values(pattern, values, num_tokens), num_tokens, num_heads)
     try:
         asked.bind()

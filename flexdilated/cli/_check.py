@@ -7,10 +7,13 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from traceback import extract_tb
+from typing import Any
 
 from ..masks import Mixture, Pattern
 from ..testing import check_pattern
 from ..testing._attend_trials import attend_trials, run_trial
+from ..testing._words import tokens
 from ._asked_pattern import read_expression
 from ._progress import progress
 from ._usage import UsageError
@@ -37,7 +40,8 @@ def check(text: str, *, examples: int, num_heads: int, max_tokens: int, seed: in
         print(json.dumps({"pattern": repr(pattern), **sizes, "seed": seed, "examples": done, "counterexample": found}))
     elif found is None:
         print(f"{pattern!r}: no counterexample in {examples} boxes a kind and {examples} calls of attend")
-        print(f"(up to {max_tokens} tokens, {num_heads} heads; output, lse and gradients against float64)")
+        heads = "1 head" if num_heads == 1 else f"{num_heads} heads"
+        print(f"(up to {tokens(max_tokens)}, {heads}; output, lse and gradients against float64)")
     else:
         print(f"counterexample, after {done} examples:\n{found}")
     return 0 if found is None else 1
@@ -65,8 +69,18 @@ def _read(text: str) -> Pattern | Mixture:
         return pattern
     if not Path(file).is_file():
         raise UsageError(f"PATTERN must be an expression or a file that can be read; got {file!r}, which is no file")
-    made = {key: value for key, value in runpy.run_path(file).items() if isinstance(value, Pattern | Mixture)}
+    made = {key: value for key, value in _run(file).items() if isinstance(value, Pattern | Mixture)}
     if name not in made:
         held = ", ".join(map(repr, made)) or "none"
         raise UsageError(f"{file} must make a pattern of that name; got {name!r}, and the patterns in it are {held}")
     return made[name]
+
+
+def _run(file: str) -> dict[str, Any]:
+    """What the file has defined at its end. Raises UsageError, with its last line that was reached, where it raises."""
+    try:
+        return runpy.run_path(file)
+    except Exception as error:
+        lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
+        reached = f", line {lines[-1]}" if lines else ""
+        raise UsageError(f"{file} must run without an error{reached}; got {type(error).__name__}: {error}") from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+_SEEDS = 1 << 62  # torch's generators take 64 bits, and the number of the example is added
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
@@ -24,9 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check(options: argparse.Namespace) -> int:
     from ._check import check
+    from ._usage import UsageError
 
     for name in ("examples", "heads", "max_tokens"):
         _require_positive(name, getattr(options, name))
+    if abs(options.seed) >= _SEEDS:
+        raise UsageError(f"--seed must be of less than 63 bits; got {options.seed}")
     return check(
         options.pattern,
         examples=options.examples,

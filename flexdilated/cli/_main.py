@@ -44,6 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # of the processes that torchrun starts, one a machine says it
             print(f"flexdilated: error: {error}", file=sys.stderr)
         return 2
+    except UnicodeEncodeError as error:
+        print(
+            f"flexdilated: error: the output needs more characters than {error.encoding} has, such as those of "
+            f"UTF-8, which PYTHONIOENCODING=utf-8 chooses; got {error.object[error.start]!a}",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         print("\nstopped; a checkpoint written so far stays", file=sys.stderr)
         return _INTERRUPTED

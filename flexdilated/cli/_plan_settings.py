@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from .._memory import AttentionSize
+from ..masks._check import LARGEST
 from ..masks._pattern import Expression
 from ..masks._run_time import names
 from ..nn._model_memory import ModelSize
-from ._asked_pattern import read_expression
+from ._asked_pattern import MOST_HEADS, read_expression
 from ._sizes import parse_bytes, parse_tokens
 from ._usage import UsageError
 
@@ -19,6 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TABLE = "table"
 _LAYERS = 12
 _MIN_FLEX_HEAD_DIM = 16
+_MOST = {"heads": MOST_HEADS, "kv_heads": MOST_HEADS, "head_dim": 1 << 16, "batch": 1 << 16}
 # Memories of accelerators and of small machines.
 BUDGETS = tuple(size << 30 for size in (8, 16, 24, 40, 48, 80, 96, 141))
 
@@ -59,6 +61,9 @@ def settings_from(options: argparse.Namespace) -> PlanSettings:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
+        if value is not None and value > _MOST.get(name, LARGEST):
+            most = _MOST.get(name, LARGEST)
+            raise UsageError(f"--{name.replace('_', '-')} must be at most {most}; got {value}")
     head_dim, embed_dim = _widths(options)
     kv_heads = options.heads if options.kv_heads is None else options.kv_heads
     if options.heads % kv_heads:

@@ -20,6 +20,7 @@ from ._usage import UsageError
 _BESIDE = 7  # lines beside the cells: the pattern, facts, labels, a frame, a legend and the prompt
 _LEAST_LINES = 4
 _JSON_CELLS = 64  # a side
+_MOST_DESCRIBED = 1 << 27  # tokens: their plan holds blocks by the row
 
 
 def show(settings: ShowSettings) -> int:
@@ -34,7 +35,9 @@ def show(settings: ShowSettings) -> int:
         else:
             print("\n".join(map_lines(settings)), flush=True)  # the numbers may take a moment longer
             if not settings.brief:
-                print(f"\n{_described(settings)}")
+                print(f"\n{_described(settings) or _undescribed()}")
+    except UnicodeEncodeError:  # of the output, not of what was asked
+        raise
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from None
     return 0
@@ -78,7 +81,7 @@ def show_data(settings: ShowSettings) -> dict[str, Any]:
         "high": cells.high.tolist(),
         "likely": None if bool(cells.exact.all()) else cells.likely.tolist(),
         "branches": _branches(settings, cells),
-        "description": _described(settings).to_data(),
+        "description": None if (described := _described(settings)) is None else described.to_data(),
     }
 
 
@@ -103,8 +106,14 @@ def _count(settings: ShowSettings, shape: tuple[int, int]) -> Cells:
     return count_cells(asked.pattern, asked.num_tokens, **sizes, **window, shape=shape)
 
 
-def _described(settings: ShowSettings) -> Description:
+def _described(settings: ShowSettings) -> Description | None:
+    if settings.asked.num_tokens > _MOST_DESCRIBED:
+        return None
     return describe(settings.asked.pattern, settings.asked.num_tokens, num_heads=settings.asked.num_heads)
+
+
+def _undescribed() -> str:
+    return f"Density, blocks and work are counted up to {tokens_text(_MOST_DESCRIBED)} tokens."
 
 
 def _facts(settings: ShowSettings, cells: Cells) -> list[str]:

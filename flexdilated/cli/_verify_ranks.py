@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,27 +21,30 @@ from torch import Tensor
 from ._verify_measure import Measured, gradients, measure
 from ._verify_problem import BRANCHES, Problem, dilated, error_of
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 RANKS = 2
 START_S, JOB_S = 120.0, 30.0  # most time for the processes to begin, and for each job
 
-RankJob = Callable[[Any], Measured]  # of the mesh; a function of its module, which the processes import
+RankJob = Callable[["DeviceMesh"], Measured]  # a function of its module, which the processes import
 
 
 class NoResult(RuntimeError):
     """A job on two processes came to no result; the message says why, and for which of them."""
 
 
-def exchange(mesh: Any) -> Measured:
+def exchange(mesh: DeviceMesh) -> Measured:
     """RingDilatedAttention, keys in one exchange."""
     return _ring(mesh, "exchange")
 
 
-def ring(mesh: Any) -> Measured:
+def ring(mesh: DeviceMesh) -> Measured:
     """RingDilatedAttention, keys from rank to rank."""
     return _ring(mesh, "ring")
 
 
-def head_parallel(mesh: Any) -> Measured:
+def head_parallel(mesh: DeviceMesh) -> Measured:
     """HeadParallelDilatedAttention."""
     from ..nn import HeadParallelDilatedAttention
 
@@ -146,7 +149,7 @@ def _rank(rank: int, meeting: str, sender: Connection, jobs: Sequence[RankJob], 
     sender.close()
 
 
-def _meet(rank: int, meeting: str, timeout: timedelta) -> Any:
+def _meet(rank: int, meeting: str, timeout: timedelta) -> DeviceMesh:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -156,13 +159,13 @@ def _meet(rank: int, meeting: str, timeout: timedelta) -> Any:
     return mesh
 
 
-def _ring(mesh: Any, schedule: str) -> Measured:
+def _ring(mesh: DeviceMesh, schedule: str) -> Measured:
     from ..nn import RingDilatedAttention
 
     return _own_half(RingDilatedAttention(*BRANCHES, causal=True, mesh=mesh, schedule=schedule), mesh)
 
 
-def _own_half(module: torch.nn.Module, mesh: Any) -> Measured:
+def _own_half(module: torch.nn.Module, mesh: DeviceMesh) -> Measured:
     """This rank's tokens through the module, against its half of the exact results for all."""
     problem, rank = Problem.of(dilated()), mesh.get_rank()
 

@@ -96,6 +96,9 @@ def examine_attention_module(
     for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("max_tokens", max_tokens)):
         require_int(name, value, minimum=1)
     require_int("examples", examples, minimum=2)
+    require_int("seed", seed, minimum=0)
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be one of floating point numbers; got {dtype!r:.80}")
     groups = require_int("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, minimum=1)
     if num_heads % groups:
         raise ValueError(f"num_kv_heads must divide num_heads; got {num_kv_heads=} and {num_heads=}")

@@ -25,8 +25,9 @@ class Calls:
     """How a module is called: functions that take the module, and q, k and v in `layout`.
 
     Each returns the output in that layout, or a tuple of which it is the first. In "BHND" and "BNHD" a second tensor
-    of shape (B, H, N) is taken for the natural-log lse, and checked too where N is not H. In "BNE" heads lie side by side, E = H D, as
-    in `nn.MultiheadAttention(batch_first=True)`: its projections must be the identity (`identity_projections`).
+    of shape (B, H, N) is taken for the natural-log lse, and checked too, save at N = H, where it may be weights. In
+    "BNE" heads lie side by side, E = H D, as in `nn.MultiheadAttention(batch_first=True)`: its projections must be the
+    identity (`identity_projections`).
 
     plain: (module, q, k, v). Calls the module with these three.
     padded: (module, q, k, v, hidden), hidden (B, N) True for keys to leave out.

@@ -78,11 +78,11 @@ class Subject:
         given = calls.into_layout(q)
         result = function(module, given, *(calls.into_layout(x) for x in (k, v)), *more)
         first, *others = result if isinstance(result, tuple | list) and result else (result,)
-        _check_output(first, given)
+        out = _compared(first, given)
         lse = next((x for x in others if isinstance(x, Tensor) and x.shape == q.shape[:3]), None)
         # With as many tokens as heads it may be weights, averaged over heads: (B, N, N).
         taken = calls.layout != "BNE" and q.shape[1] != q.shape[2]
-        return calls.out_of_layout(first, self.num_heads), lse if taken else None
+        return calls.out_of_layout(out, self.num_heads), lse if taken else None
 
     def cases(self) -> Iterator[tuple[int, str]]:
         """(length, kind of values), in the order of length; all kinds where there is one length only."""
@@ -106,8 +106,8 @@ class Subject:
         return tuple(dict.fromkeys((*self.lengths[1::step][:4], self.lengths[-1])))
 
 
-def _check_output(out: object, q: Tensor) -> None:
-    """Failure for what cannot be compared; q in the module's layout."""
+def _compared(out: object, q: Tensor) -> Tensor:
+    """The output, if it can be compared, else Failure; q in the module's layout."""
     if not isinstance(out, Tensor):
         raise Failure(f"the output must be a tensor; got {type(out).__name__}")
     if out.shape != q.shape:
@@ -116,6 +116,7 @@ def _check_output(out: object, q: Tensor) -> None:
         raise Failure(f"the output must be of floating point numbers; got {out.dtype}")
     if out.device != q.device:
         raise Failure(f"the output must be on the device of q, {q.device}; got {out.device}")
+    return out
 
 
 def values(

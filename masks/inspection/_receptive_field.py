@@ -7,7 +7,7 @@ from typing import Any
 
 from .._bound import Bound
 from ._receptive_field_grid import GridField, grid_of
-from ._receptive_field_layers import Pair, SectionField
+from ._receptive_field_layers import SectionField, TokenPair
 from ._relations import Relations
 
 _ALL_LAYERS = 8  # so few are told one by one; of more those that are powers of two, and the last
@@ -29,11 +29,11 @@ class ReceptiveField:
     num_tokens: int
     layers: int
     growth: tuple[tuple[int, int], ...]
-    slowest: Pair | None
+    slowest: TokenPair | None
     never_earlier: int
     never_later: int
-    first_never_earlier: Pair | None
-    first_never_later: Pair | None
+    first_never_earlier: TokenPair | None
+    first_never_later: TokenPair | None
 
     @property
     def pairs(self) -> int:
@@ -91,7 +91,7 @@ def _fields(relations: Relations) -> list[SectionField] | list[GridField]:
     return [SectionField(relations, section) for section in relations.sections]
 
 
-def _first_missing(first: SectionField | GridField | None, num_tokens: int, *, earlier: bool) -> Pair | None:
+def _first_missing(first: SectionField | GridField | None, num_tokens: int, *, earlier: bool) -> TokenPair | None:
     """The first pair of all that never meets. `first` is the section that begins with token 0, if there is one."""
     stop = 1 if first is None else first.tokens  # token 0 and the tokens from here on never meet
     across = [] if stop >= num_tokens else [(stop, 0) if earlier else (0, stop)]

@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 
 from .._neighborhood import Neighborhood
-from ._receptive_field_layers import Pair, SectionField
+from ._receptive_field_layers import SectionField, TokenPair
 from ._relations import Relations
 
 
@@ -45,15 +45,15 @@ class GridField:
     def pairs_after(self, layers: int) -> int:
         return prod(axis.pairs_after(layers) for axis in self._axes)
 
-    def slowest(self) -> Pair | None:
+    def slowest(self) -> TokenPair | None:
         """The first pair that needs all layers: it does along one axis, and is at 0 on the others."""
         return self._first(axis.slowest() if axis.layers == self.layers else None for axis in self._axes)
 
-    def first_missing(self, *, earlier: bool) -> Pair | None:
+    def first_missing(self, *, earlier: bool) -> TokenPair | None:
         """The first pair that never meets, with an earlier token or with a later one."""
         return self._first(axis.first_missing(earlier=earlier) for axis in self._axes)
 
-    def _first(self, pairs: Iterable[Pair | None]) -> Pair | None:
+    def _first(self, pairs: Iterable[TokenPair | None]) -> TokenPair | None:
         placed = zip(pairs, self._strides, strict=True)
         return min(((pair[0] * stride, pair[1] * stride) for pair, stride in placed if pair), default=None)
 

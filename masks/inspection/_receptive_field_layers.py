@@ -7,7 +7,7 @@ from functools import cached_property
 from ._relations import Relations
 from ._sections import Section
 
-Pair = tuple[int, int]  # a token, and one that it has heard of or not
+TokenPair = tuple[int, int]  # a token, and one that it has heard of or not
 
 
 class SectionField:
@@ -53,19 +53,19 @@ class SectionField:
     def pairs_after(self, layers: int) -> int:
         return self.squares.pairs(self.after(layers), self.side) * self.times
 
-    def slowest(self) -> Pair | None:
+    def slowest(self) -> TokenPair | None:
         """The first pair that needs all layers."""
         if self.layers == 0:
             return None
         late = self.squares.both(self.closure, self.squares.others(self.after(self.layers - 1)))
         return _moved(self.squares.first_pair(late, self.side), self.start)
 
-    def first_missing(self, *, earlier: bool) -> Pair | None:
+    def first_missing(self, *, earlier: bool) -> TokenPair | None:
         """The first pair that never meets, with an earlier token or with a later one."""
         asked = self._before if earlier else self._after
         missing = self.squares.both(self.squares.others(self.closure), asked)
         return _moved(self.squares.first_pair(missing, self.side), self.start)
 
 
-def _moved(pair: Pair | None, start: int) -> Pair | None:
+def _moved(pair: TokenPair | None, start: int) -> TokenPair | None:
     return pair and (pair[0] + start, pair[1] + start)
