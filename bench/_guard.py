@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from flexdilated.cli._one_thread import one_thread
+
 from ._guard_cases import CASES, Pair
 from ._machine import commit, machine, versions
 
@@ -203,9 +205,5 @@ def _alone() -> Iterator[None]:
     this size that blocks up to it come and go.
     """
     torch.empty(_HEAP_BYTES, dtype=torch.uint8)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         yield
-    finally:
-        torch.set_num_threads(before)

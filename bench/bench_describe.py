@@ -11,6 +11,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from flexdilated import masks
+from flexdilated.cli._one_thread import one_thread
 from flexdilated.masks.inspection._describe import Description
 from flexdilated.masks.inspection._receptive_field import ReceptiveField
 
@@ -49,12 +50,8 @@ SMALL = Config(_ENTRIES[:4], 4096)
 
 def run(config: Config) -> Result:
     """The slowest of the patterns on one thread, with the parts of each as detail."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         figures = {entry.name: _measure(entry, config.num_tokens) for entry in config.entries}
-    finally:
-        torch.set_num_threads(threads)
     slowest = max(figures, key=lambda name: figures[name]["seconds"])
     measure = f"{tokens_text(config.num_tokens)}: time to describe, one thread, slowest of {len(figures)} patterns"
     timings = tuple(Timing(name, (figure["seconds"],)) for name, figure in figures.items())

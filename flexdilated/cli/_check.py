@@ -15,6 +15,7 @@ from ..testing import check_pattern
 from ..testing._attend_trials import attend_trials, run_trial
 from ..testing._words import tokens
 from ._asked_pattern import read_expression
+from ._one_thread import one_thread
 from ._progress import progress
 from ._usage import UsageError
 
@@ -28,7 +29,7 @@ def check(text: str, *, examples: int, num_heads: int, max_tokens: int, seed: in
     found: str | None = None
     done = 0
     try:
-        with progress("checking", unit="example", done=0, total=2 * examples, lines=sys.stderr) as bar:
+        with one_thread(), progress("checking", unit="example", done=0, total=2 * examples, lines=sys.stderr) as bar:
             for step, note in _steps(pattern, examples=examples, seed=seed, **sizes):
                 done += step
                 bar.step(done, 2 * examples, note)
