@@ -245,7 +245,7 @@ def test_the_committed_results_are_themselves(capsys) -> None:
     assert main(["compare", str(RESULTS), str(RESULTS)]) == 0
     out = capsys.readouterr().out
     found, others = read_results(RESULTS)
-    assert others == []
+    assert [Path(each).name for each in others] == ["mutants.json"]  # it answers no question of the benchmark
     assert len(found) > 10
     numbers = sum(len(values(each)) for each in found.values())
     assert f"{numbers} of {numbers} numbers are the same" in out

@@ -68,10 +68,10 @@ def test_profiles_by_option(tmp_path) -> None:
 
     def test_profile():
         assert settings().max_examples == {examples}
-        assert settings.get_profile("ci").max_examples == 77
+        assert settings.get_profile("team").max_examples == 77
         assert settings.get_profile("default").max_examples == 100
     """
-    own = "from hypothesis import settings\nsettings.register_profile('ci', max_examples=77)\n"
+    own = "from hypothesis import settings\nsettings.register_profile('team', max_examples=77)\n"
     for arguments, examples in {("--hypothesis-profile=flexdilated-dev",): 15, (): 100}.items():
         done = run_pytest(tmp_path, code.replace("{examples}", str(examples)), *arguments, conftest=own)
         assert done.returncode == 0, done.stdout + done.stderr
