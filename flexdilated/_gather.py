@@ -211,13 +211,13 @@ def side(layout: Compact | Permutation, given: Layout, heads: tuple[int, ...]) -
 
 def claim_rows(sides: Sequence[Side], heads: int, tokens: int) -> tuple[tuple[bool, ...], bool]:
     """(whether each side, in this order, is the first to reach any of its rows, whether those that are reach all)."""
-    reached = torch.zeros(1, heads, tokens, dtype=torch.bool)
-    fresh, filled = [], 0
+    reached, reached_first = torch.zeros(2, 1, heads, tokens, dtype=torch.bool)
+    fresh = []
     for each in sides:
-        before = int(reached.sum())
         fresh.append(each.claim(reached))
-        filled += int(reached.sum()) - before if fresh[-1] else 0
-    return tuple(fresh), filled == heads * tokens
+        if fresh[-1]:
+            each.claim(reached_first)
+    return tuple(fresh), bool(reached_first.all())
 
 
 def merge_(

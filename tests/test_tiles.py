@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from time import process_time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import _tile_blocks, _tile_masks, _tiles, masks
+from flexdilated._tile_plan import plan_tiles, portions_on
 from flexdilated._tiles import Result, make_program, run_backward, run_forward
 from flexdilated.masks import Layout, _blocks, _quadtree
 from flexdilated.masks._planner import Plan, plan
@@ -176,3 +178,16 @@ def test_sums_over_parts_are_kept_in_float32() -> None:
     for out, lse in (_tiles._empty(x), _tiles._nothing(x)):
         assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
         assert (out.shape, lse.shape) == (x.shape, x.shape[:3])
+
+
+def test_a_program_over_a_million_tokens_is_made_in_seconds():
+    """Hundreds of portions: what each adds must not be looked for among all rows."""
+    tokens = Layout(1 << 20)
+    pattern = masks.longnet([2048, 4096, 8192], [1, 2, 4]) & masks.causal()
+    bound = pattern.bind(num_heads=16, num_queries=1 << 20, num_keys=1 << 20)
+    plan = plan_tiles(bound, tokens, "cpu", None)
+    begin = process_time()
+    program = make_program(plan, tokens, num_kv_heads=16, block_size=(), **portions_on("cpu"))
+    assert process_time() - begin < 15
+    assert len(program.steps) > 100
+    assert program.complete
