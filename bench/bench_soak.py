@@ -119,7 +119,8 @@ class Work:
 def run(config: Config) -> Result:
     """Eager and compiled training, packed documents and decoding take turns, at lengths drawn evenly from 1 up.
 
-    Counted from the step on by which the cache has long been full, and every size range has been compiled.
+    Counted from the step on by which the cache has long been full, and every size range has been compiled. The growth
+    of memory is the highest mark of all over that of this step: a peak before it counts, too.
     """
     logging.getLogger("flexdilated").setLevel(logging.ERROR)  # the cache warns that it is too small: it is meant to be
     masks.cache().clear()
