@@ -1,4 +1,4 @@
-"""The guard bites: what takes twice as long ends with status 1, and noise does not."""
+"""The guard bites: what takes longer than its bound allows ends with status 1, and noise does not."""
 
 import json
 from collections.abc import Callable
@@ -16,32 +16,32 @@ from flexdilated import _tiles_op
 from flexdilated._call_key import CallKey
 from flexdilated.masks._cache import Cache
 
-# What each case spends its time in, and how often it is made to do that: twice, unless it is a part only.
+# Three times, not twice: other tests share the machine, and make either side of a ratio up to 1.3 times as slow.
+TIMES = 3
+
+# What each case spends its time in, beside what the cache builds.
 SLOWED = {
-    "longnet_training": (2, [(_tiles_op, "run_forward"), (_tiles_op, "run_backward")]),
-    "window_training": (2, [(_tiles_op, "run_forward"), (_tiles_op, "run_backward")]),
-    "block_list_forward": (2, [(_tiles_op, "run_forward")]),
-    "small_call": (2, [(fd, "attend")]),
-    "plan_look_up": (2, [(_guard_cases, "_programs"), (CallKey, "of")]),
-    "mask_build": (2, []),
-    "planning": (2, []),
-    "decoding": (3, [(fd.KVCache, "_rows")]),
+    "longnet_training": [(_tiles_op, "run_forward"), (_tiles_op, "run_backward")],
+    "window_training": [(_tiles_op, "run_forward"), (_tiles_op, "run_backward")],
+    "block_list_forward": [(_tiles_op, "run_forward")],
+    "small_call": [(fd, "attend")],
+    "plan_look_up": [(_guard_cases, "_programs"), (CallKey, "of")],
+    "mask_build": [],
+    "planning": [],
+    "decoding": [(fd.KVCache, "_rows")],
 }
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    times, parts = SLOWED[name]
-    for where, attribute in parts:
-        monkeypatch.setattr(where, attribute, repeated(getattr(where, attribute), times))
+    for where, attribute in SLOWED[name]:
+        monkeypatch.setattr(where, attribute, repeated(getattr(where, attribute)))
     build = Cache._build
-    monkeypatch.setattr(
-        Cache, "_build", lambda self, key, function, *rest: build(self, key, repeated(function, times), *rest)
-    )
+    monkeypatch.setattr(Cache, "_build", lambda self, key, function, *rest: build(self, key, repeated(function), *rest))
 
 
-def repeated(function: Callable, times: int) -> Callable:
+def repeated(function: Callable) -> Callable:
     def run(*args, **kw):
-        for _ in range(times - 1):
+        for _ in range(TIMES - 1):
             function(*args, **kw)
         return function(*args, **kw)
 
