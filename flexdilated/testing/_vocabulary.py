@@ -1,0 +1,59 @@
+"""What drawn patterns are written with. Another module with the same names draws the same in its own values.
+
+So a test may draw each pattern together with a rule of its own for it: constructors that return pairs of the two, and
+pairs that have &, |, ~, + and per_document.
+"""
+
+from ..masks import (
+    block_list,
+    blockwise,
+    causal,
+    chunked,
+    dilated,
+    dilated_window,
+    documents,
+    every,
+    first_tokens,
+    fixed,
+    global_tokens,
+    head_groups,
+    landmark_tokens,
+    lengths,
+    local_window,
+    longnet,
+    neighborhood,
+    per_head,
+    prefix_lm,
+    random_blocks,
+    strided,
+    visible_keys,
+)
+from ._drawn_closures import head_windows, lattice, same_kind
+
+__all__ = [
+    "block_list",
+    "blockwise",
+    "causal",
+    "chunked",
+    "dilated",
+    "dilated_window",
+    "documents",
+    "every",
+    "first_tokens",
+    "fixed",
+    "global_tokens",
+    "head_groups",
+    "head_windows",
+    "landmark_tokens",
+    "lattice",
+    "lengths",
+    "local_window",
+    "longnet",
+    "neighborhood",
+    "per_head",
+    "prefix_lm",
+    "random_blocks",
+    "same_kind",
+    "strided",
+    "visible_keys",
+]
