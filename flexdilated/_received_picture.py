@@ -9,7 +9,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d
 
-from .masks._check import require_int
+from .masks._check import require_below
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -154,8 +154,7 @@ def _heads(received: object, batch: int) -> Tensor:
         raise TypeError(f"received must be a tensor from attention_received; got {type(received).__name__}")
     if received.dim() != 3 or 0 in received.shape:
         raise ValueError(f"received must have the 3 dims (batch, heads, keys); got {tuple(received.shape)}")
-    if require_int("batch", batch, minimum=0) >= len(received):
-        raise ValueError(f"batch must be below the number of batch entries; got batch={batch} of {len(received)}")
+    require_below("batch", batch, len(received), "batch entries")
     heads = received[batch].detach().to("cpu", torch.float64)
     if not heads.isfinite().all() or heads.min() < 0:
         raise ValueError("received must hold finite numbers of at least 0, as attention_received gives them")

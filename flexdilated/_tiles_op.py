@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from ._call_key import CallKey
+from ._op_gradient import set_gradient
 from ._run_time_rules import rules_of
-from ._sinks import sinks_gradient
 from ._tile_plan import plan_tiles, portions_on
 from ._tiles import Program, Result, make_program, run_backward, run_forward
 from ._tune_choices import chosen
 from .masks import cache
 from .masks._choice import Choice
-from .masks._json import kept_functions, read_text
+from .masks._json import read_text
 from .masks._machine_in_use import machine_of
 from .masks._pattern import Expression
 from .masks._placement import Placement
@@ -132,37 +132,12 @@ def _(grad_out, grad_lse, q, k, v, out, lse, *options):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _setup(ctx, inputs, output) -> None:
-    q, k, v, sinks, bindings, *options = inputs
-    ctx.save_for_backward(q, k, v, sinks, *output, *bindings)
-    ctx.options = options
-    ctx.kept = kept_functions(options[0])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad_out, grad_lse):
-    q, k, v, sinks, out, lse, *bindings = ctx.saved_tensors
-    # An empty list, such as a block size that was left open, counts as a list of tensors there.
-    without = [None] * len(bindings), *([] if option == [] else None for option in ctx.options)
-    if grad_out is None and grad_lse is None:
-        return None, None, None, None, *without
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    grads = tiles_backward(grad_out, grad_lse, q, k, v, out, lse, bindings, *ctx.options)
-    grad_sinks = None
-    if sinks is not None and ctx.needs_input_grad[3]:
-        grad_sinks = sinks_gradient(sinks, out, lse, grad_out, grad_lse)
-    return *grads, grad_sinks, *without
-
-
-def _no_double_backward(ctx, *grads):
-    raise RuntimeError(
-        "the tiles engine has no second derivative; for double backward use engine='reference' (dense, small inputs)"
-    )
-
-
-tiles.register_autograd(_backward, setup_context=_setup)
-tiles_backward.register_autograd(_no_double_backward)
+set_gradient(
+    tiles,
+    tiles_backward,
+    refusal="the tiles engine has no second derivative; "
+    "for double backward use engine='reference' (dense, small inputs)",
+)
 
 
 def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> list[tuple[slice, Program]]:

@@ -17,6 +17,14 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGES
     return value
 
 
+def require_below(name: str, value: object, stop: int, what: str) -> int:
+    """The value itself, if it is one of `stop` things counted from 0, such as heads; TypeError or ValueError otherwise."""
+    found = require_int(name, value, minimum=0)
+    if found >= stop:
+        raise ValueError(f"{name} must be below the number of {what}; got {name}={found} of {stop}")
+    return found
+
+
 def require_bool(name: str, value: object) -> bool:
     """The value itself, if it is True or False; TypeError otherwise."""
     if not isinstance(value, bool):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ._estimate import Listed, estimate_blocks
 from ._layout import Compact, Layout, Permutation
 from ._machine import Machine
-from ._run_time import entry, tables
 from ._term import Term
 
 SLOTS_AT_ONCE = 1 << 14  # of a term's copies: enough for a kernel to share among cores, small beside the inputs
@@ -40,7 +38,7 @@ def cost_of(
     return Cost(sum(pairs for pairs, _ in work), moved, launches, seconds)
 
 
-def least_seconds(terms: Sequence[Term], wanted_pairs: int, machine: Machine, given: Layout) -> float:
+def least_seconds(terms: Sequence[Term], wanted_pairs: float, machine: Machine, given: Layout) -> float:
     """What block lists cost at least that hold these pairs and nothing else, at the fastest rate of any side."""
     fastest = max(max(rates.runs_flops_per_s, rates.plain_flops_per_s) for rates in machine.blocks)
     moved = sum(_moved_numbers(term, given) for term in terms) * _HEAD_DIM * 4
@@ -50,31 +48,18 @@ def least_seconds(terms: Sequence[Term], wanted_pairs: int, machine: Machine, gi
 
 def computed_pairs(term: Term) -> int:
     """Pairs in the term's listed blocks, over its heads and folds; an estimate for block lists."""
-    return round(sum(_listed(term)) * term.block_side**2)
+    return round(sum(term.listed_blocks) * term.block_side**2)
 
 
 def _work(term: Term, machine: Machine) -> tuple[int, float]:
     """(computed pairs, the sum of these over the rate of each)."""
-    runs, plain, masked = (blocks * term.block_side**2 for blocks in _listed(term))
+    runs, plain, masked = (blocks * term.block_side**2 for blocks in term.listed_blocks)
     if term.shape == "blocks":
         rates = machine.rates(term.block_side)
         slowness = runs / rates.runs_flops_per_s + plain / rates.plain_flops_per_s + masked / rates.masked_flops_per_s
     else:
         slowness = plain / (machine.causal_flops_per_s if term.shape == "causal" else machine.dense_flops_per_s)
     return round(runs + plain + masked), slowness
-
-
-def _listed(term: Term) -> Listed:
-    """Blocks over all heads and folds. Where run-time tables differ by batch entry, the first stands for all."""
-    problems = len(term.heads) * term.folds
-    rows, columns = (-(-side.num_slots // term.block_side) for side in (term.q, term.k))
-    if term.shape in ("dense", "strip"):
-        return Listed(0, rows * columns * problems, 0)
-    if term.shape == "causal":
-        return Listed(0, sum(min(row + 1, columns) for row in range(rows)) * problems, 0)
-    one = replace(term, rule=entry(term.rule, 0)) if tables(term.rule) else term
-    found = estimate_blocks(one.table_rule(), q_block=term.block_side, k_block=term.block_side)
-    return Listed(*(blocks * problems for blocks in found))
 
 
 def _launches(term: Term) -> int:

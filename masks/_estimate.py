@@ -14,7 +14,7 @@ _SAMPLED_BLOCKS = 1 << 14  # blocks looked at, beside those of the first rows
 _FIRST_ROWS = 4  # global tokens there may see everyone: each stands for itself alone
 
 
-class Listed(NamedTuple):
+class ListedBlocks(NamedTuple):
     """Blocks that a table lists: in rows of neighbouring blocks, and of the others in rows without and with a mask."""
 
     runs: float
@@ -26,21 +26,22 @@ class Listed(NamedTuple):
         return self.runs + self.plain + self.masked
 
 
-def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> Listed:
+def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
     """The mean over tables, from a spread of rows and tables; doubts are not settled, so it is rather more."""
-    rows, columns = -(-int(rule.q.lengths.sum()) // q_block), -(-int(rule.k.lengths.sum()) // k_block)
+    shape = (int(rule.q.lengths.sum()), int(rule.k.lengths.sum()), q_block, k_block)
+    rows, columns = -(-shape[0] // q_block), -(-shape[1] // k_block)
     tables = _spread(len(rule.heads), 4)
     first = min(rows, _FIRST_ROWS)
     others = first + _spread(rows - first, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
-    line, length, run, masked = _rows_of(rule, tables, torch.cat([torch.arange(first), others]), q_block, k_block)
+    line, length, run, masked = _rows_of(rule, tables, torch.cat([torch.arange(first), others]), shape)
     each = torch.where(line % rows < first, 1.0, (rows - first) / max(len(others), 1)) * length / len(tables)
-    return Listed(*(float(each[kind].sum()) for kind in (run, ~run & ~masked, ~run & masked)))
+    return ListedBlocks(*(float(each[kind].sum()) for kind in (run, ~run & ~masked, ~run & masked)))
 
 
-def _rows_of(rule: Rule, tables: Tensor, sampled: Tensor, q_block: int, k_block: int) -> tuple[Tensor, ...]:
+def _rows_of(rule: Rule, tables: Tensor, sampled: Tensor, shape: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
     """(table and row in one number, blocks listed, whether they are neighbours, whether any is partial) by row."""
-    shape = [int(side.lengths.sum()) for side in (rule.q, rule.k)]
-    rows, columns = -(-shape[0] // q_block), -(-shape[1] // k_block)
+    num_q, num_k, q_block, k_block = shape
+    rows, columns = -(-num_q // q_block), -(-num_k // k_block)
     parts = [
         ((leaves.table * rows + leaves.row) * columns + leaves.column, leaves.low)
         for leaves in descend(rule, row_roots(rule, tables, sampled, q_block), q_block, k_block)
@@ -48,10 +49,10 @@ def _rows_of(rule: Rule, tables: Tensor, sampled: Tensor, q_block: int, k_block:
     # A block that pieces share has a leaf for each, and is full where these together are.
     block, index = torch.cat([block for block, _ in parts]).unique(return_inverse=True)
     allowed = torch.zeros_like(block).index_add_(0, index, torch.cat([low for _, low in parts]))
-    row, column = block // columns % rows, block % columns
-    height = (shape[0] - row * q_block).clamp(max=q_block)
-    width = (shape[1] - column * k_block).clamp(max=k_block)
-    line, of, length = (block // columns).unique_consecutive(return_inverse=True, return_counts=True)
+    line, column = block // columns, block % columns
+    height = (num_q - line % rows * q_block).clamp(max=q_block)
+    width = (num_k - column * k_block).clamp(max=k_block)
+    line, of, length = line.unique_consecutive(return_inverse=True, return_counts=True)
     partial = torch.zeros(len(line), dtype=torch.int64).index_add_(0, of, (allowed < height * width).long())
     last = length.cumsum(0) - 1
     return line, length, column[last] - column[last - length + 1] == length - 1, partial > 0

@@ -162,12 +162,12 @@ def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
 def _strips(chain: _Chain, bound: Bound) -> Iterator[Term]:
     """The pairs of each shortest segment with k <= q: runs of queries, each with all keys up to its last."""
     base = chain.bases[0]
-    groups: dict[tuple[PairWeights, int], list[int]] = {}
+    tables = [chain.tables(head, bound) for head in range(bound.num_heads)]
     for start, folds, length in _segments(base.segment, bound.num_keys):
-        groups.clear()
-        for head in range(bound.num_heads):
+        groups: dict[tuple[PairWeights, int], list[int]] = {}
+        for head, table in enumerate(tables):
             _, slots = _active(range(length), chain.offsets(head, bound)[0], base.rate)
-            groups.setdefault((chain.tables(head, bound), slots), []).append(head)
+            groups.setdefault((table, slots), []).append(head)
         for (weights, slots), heads in groups.items():
             period = len(weights.table)
             rows = max(period, _STRIP_ROWS // period * period)

@@ -10,7 +10,7 @@ from ._algebra import And, Not, Or
 from ._bound import Bound
 from ._compact import compact_terms
 from ._cost import Cost, cost_of, least_seconds
-from ._layout import Layout
+from ._layout import Compact, Layout
 from ._lower import residue_rate, shared_terms
 from ._machine import Machine
 from ._nested import chains, nested_terms
@@ -134,7 +134,7 @@ def _in_best_blocks(options: list[Option], machine: Machine) -> tuple[Option, ..
 
     Options that cannot be the cheapest come last, and what they cost is left to whoever asks.
     """
-    hopeless = [option for option in options if _is_hopeless(option, options)]
+    hopeless = _hopeless(options)
     weighed = [option for option in options if option not in hopeless]
     least = min(option.cost.seconds for option in weighed)
     for index, option in enumerate(weighed):
@@ -150,16 +150,34 @@ def _is_listed(option: Option) -> bool:
     return any(term.shape == "blocks" for term in option.terms)
 
 
-def _is_hopeless(option: Option, options: list[Option]) -> bool:
-    """Whether the pairs that are wanted would alone cost more, in block lists, than all that a way without them does.
+def _hopeless(options: list[Option]) -> list[Option]:
+    """Those with block lists that cost more, full as can be of the pairs that are wanted, than a way without lists.
 
     Counting blocks is what takes time in planning.
     """
-    plain = [each for each in options if not _is_listed(each)]
-    if not plain or not _is_listed(option):
-        return False
+    plain = [option for option in options if not _is_listed(option)]
+    if not plain:
+        return []
     wanted = sum(term.counted_pairs() // term.multiplicity for term in plain[0].terms)
-    return least_seconds(option.terms, wanted, option.machine, option.given) > min(each.cost.seconds for each in plain)
+    least = min(option.cost.seconds for option in plain)
+    return [
+        option
+        for option in options
+        if _is_listed(option)
+        and least_seconds(option.terms, wanted / _fullest(option, plain[0]), option.machine, option.given) > least
+    ]
+
+
+def _fullest(option: Option, plain: Option) -> float:
+    """The largest share of a block's pairs that can be wanted.
+
+    Where tokens lie as they come, a query wants but some of the keys of a block, as far apart as the way without
+    lists has them.
+    """
+    if any(term.q != option.given for term in option.terms):
+        return 1.0
+    step = min((term.k.step if isinstance(term.k, Compact) else 1 for term in plain.terms), default=1)
+    return max(-(-side // step) / side for side in option.machine.sides)
 
 
 def _shared_rates(branch: Pattern, bound: Bound) -> list[int]:

@@ -12,7 +12,7 @@ from ._diagonals import settle_by_diagonals
 from ._rule import Nodes, Rule, Run
 
 _FRONTIER = 1 << 18  # nodes classified at once: bounds the builder's memory
-_FEW_BLOCKS = 1 << 10  # so many are sooner looked at one by one than halved level by level
+_FEW_BLOCKS = 1 << 12  # so many are sooner looked at one by one than halved level by level
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Leaves:
     high: Tensor
 
 
-def roots(rule: Rule, tables: range) -> Nodes:
+def roots(rule: Rule, tables: Tensor) -> Nodes:
     q_piece, k_piece = torch.arange(len(rule.q.starts)), torch.arange(len(rule.k.starts))
-    table, q, k = torch.cartesian_prod(torch.arange(tables.start, tables.stop), q_piece, k_piece).unbind(1)
+    table, q, k = torch.cartesian_prod(tables, q_piece, k_piece).unbind(1)
     return Nodes(
         table,
         Run(q, rule.q.starts[q], rule.q.starts[q] + rule.q.lengths[q]),
@@ -38,15 +38,14 @@ def roots(rule: Rule, tables: range) -> Nodes:
 
 def row_roots(rule: Rule, tables: Tensor, rows: Tensor, q_block: int) -> Nodes:
     """The roots of some block rows only."""
-    whole = roots(rule, range(len(rule.heads)))
-    whole = whole.select(torch.isin(whole.table, tables).nonzero().squeeze(1))
-    node, index = torch.cartesian_prod(torch.arange(len(whole)), torch.arange(len(rows))).unbind(1)
-    return _within(whole.select(node), rows[index] * q_block, (rows[index] + 1) * q_block)
+    whole = roots(rule, tables)
+    node, row = torch.cartesian_prod(torch.arange(len(whole)), rows).unbind(1)
+    return _within(whole.select(node), row * q_block, (row + 1) * q_block)
 
 
 def range_roots(rule: Rule, tables: range, rows: range, q_block: int) -> Nodes:
     """The roots of a range of block rows: the parts of the whole roots that lie in it."""
-    return within_rows(roots(rule, tables), rows, q_block)
+    return within_rows(roots(rule, torch.arange(tables.start, tables.stop)), rows, q_block)
 
 
 def within_rows(nodes: Nodes, rows: range, q_block: int) -> Nodes:
@@ -65,10 +64,12 @@ def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Le
     stack = list(_chunks(roots))
     while stack:
         nodes = stack.pop()
-        box = rule.boxes(nodes)
+        blocks = nodes.q.num_blocks(q_block) * nodes.k.num_blocks(k_block)
+        if int(blocks.sum()) <= _FEW_BLOCKS:
+            nodes = _single_blocks(nodes, q_block, k_block)
+            blocks = torch.ones_like(nodes.table)
+        box, single = rule.boxes(nodes), blocks == 1
         bounds = rule.pattern.count(box, num_heads=rule.num_heads)
-        rows, columns = nodes.q.num_blocks(q_block), nodes.k.num_blocks(k_block)
-        single = (rows == 1) & (columns == 1)
         bounds = settle_by_diagonals(rule.pattern, box, bounds, num_heads=rule.num_heads, where=single)
         occupied, certain = bounds.high > 0, bounds.low == box.area
         leaf = (single & occupied).nonzero().squeeze(1)
@@ -79,11 +80,11 @@ def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Le
             bounds.low[leaf],
             bounds.high[leaf],
         )
+        if bool(single.all()):
+            continue
         yield _expand(nodes.select((certain & ~single).nonzero().squeeze(1)), q_block, k_block)
         inner = nodes.select((occupied & ~certain & ~single).nonzero().squeeze(1))
-        if len(inner):
-            few = int((inner.q.num_blocks(q_block) * inner.k.num_blocks(k_block)).sum()) <= _FEW_BLOCKS
-            stack.extend(_chunks((_single_blocks if few else _split)(inner, q_block, k_block)))
+        stack.extend(_chunks(_split(inner, q_block, k_block)))
 
 
 def _chunks(nodes: Nodes) -> Iterator[Nodes]:

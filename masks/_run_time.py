@@ -104,7 +104,11 @@ class Table(Pattern):
         return {"kind": f"{type(self).__name__.lower()} table", "digest": self.digest}
 
     def phrase(self) -> Phrase:
-        return Phrase(f"<{type(self).__name__} of shape {tuple(self.rows.shape)}>")
+        return Phrase(f"<{self._told()}>" if self.known else f"<{self.digest}>")
+
+    def _told(self) -> str:
+        """What the rows hold, in a few words."""
+        raise NotImplementedError  # every table knows its own
 
     def on(self, device: torch.device) -> Rows:
         """The rows on a device, in the one place from which all closures there read them."""

@@ -25,6 +25,11 @@ class Spans(Table):
 
     rows: Int64[Tensor, "B L"]
 
+    def _told(self) -> str:
+        if len(self.rows) != 1:
+            return f"documents of {len(self.rows)} batch entries"
+        return "1 document" if len(self.starts) == 1 else f"{len(self.starts)} documents"
+
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         return _same_span(self.on(device), self.batch_step(device))
 

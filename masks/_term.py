@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import lcm
 from typing import Literal
 
@@ -11,10 +12,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ._blocks import Blocks, build_blocks, repeat_blocks
+from ._estimate import ListedBlocks, estimate_blocks
 from ._layout import Compact, Layout, Listed, Permutation, Pieces
 from ._neighborhood import Neighborhood
 from ._pattern import MaskMod, Pattern
 from ._rule import Rule
+from ._run_time import entry, tables
 from ._tiled import Tiled
 from ._tiling import Tiling
 from ._weights import PairWeights, Weights
@@ -85,6 +88,22 @@ class Term:
             seen = min(queries, keys - lead)
             pairs = (seen * (seen + 1) // 2 + queries * lead + (queries - seen) * (keys - lead)) * heads
         return self.multiplicity * pairs * self.folds
+
+    @cached_property
+    def listed_blocks(self) -> ListedBlocks:
+        """Blocks over all heads and folds: an estimate for block lists, made once for all that weigh the term.
+
+        Where run-time tables differ by batch entry, the first stands for all.
+        """
+        problems = len(self.heads) * self.folds
+        rows, columns = (-(-side.num_slots // self.block_side) for side in (self.q, self.k))
+        if self.shape in ("dense", "strip"):
+            return ListedBlocks(0, rows * columns * problems, 0)
+        if self.shape == "causal":
+            return ListedBlocks(0, sum(min(row + 1, columns) for row in range(rows)) * problems, 0)
+        one = replace(self, rule=entry(self.rule, 0)) if tables(self.rule) else self
+        found = estimate_blocks(one.table_rule(), q_block=self.block_side, k_block=self.block_side)
+        return ListedBlocks(*(blocks * problems for blocks in found))
 
     def tables(self) -> tuple[int, ...]:
         """The table of each head: heads whose rule over slots is the same share one."""

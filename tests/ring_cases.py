@@ -15,12 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flexdilated import masks
 from flexdilated._validate import run_time_tensors
+from flexdilated.distributed._plain_call import PlainCall
 from flexdilated.distributed._ranks import Ranks
-from flexdilated.distributed._ring import ring
+from flexdilated.distributed._ring_op import ring_op
 from flexdilated.distributed._sharding import Sharding
 from flexdilated.distributed._traffic import traffic
+from flexdilated.testing.strategies import shardings
 from tests import oracle
-from tests.strategies import Twin, longnets, written_expressions
+from tests.strategies import longnets, written_expressions
+from tests.twins import Twin
 
 # B batch, H query heads, G key/value heads, N tokens of all ranks, D head dim
 
@@ -75,7 +78,7 @@ class Shares:
 
 
 def run(cases: Sequence[RingCase], options: Mapping[str, Any] = MappingProxyType({})) -> list[Shares]:
-    """On a rank: its shares of every case; options are those of `ring`."""
+    """On a rank: its shares of every case; options are other values of the call."""
     return [shares_of(case, all_ranks(), **options) for case in cases]
 
 
@@ -102,11 +105,10 @@ def call_ring(
 ) -> tuple[Tensor, Tensor]:
     """The ring on a rank's shards, with defaults for what a case does not say."""
     heads = case.head_offset + q.shape[1] if case.num_heads_global is None else case.num_heads_global
-    tensors = run_time_tensors(case.pattern, None)
-    given = {"scale": q.shape[-1] ** -0.5, "bindings": tensors, "engine": None, "block_size": ()}
-    given |= {"codec": None, "error_bound": None, "pool": None, "head_offset": case.head_offset}
-    given |= {"num_heads_global": heads, "sinks": sinks, "ranks": ranks, "sharding": case.sharding}
-    return ring(q, k, v, case.pattern, **(given | options))
+    values = {"pattern": case.pattern.text, "scale": q.shape[-1] ** -0.5, "engine": "tiles", "block_size": ()}
+    values |= {"head_offset": case.head_offset, "num_heads_global": heads, "sharding": case.sharding.numbers()}
+    values |= {"group": ranks.name, "codec": None, "error_bound": 0.0, "pool": ""}
+    return ring_op(q, k, v, sinks, run_time_tensors(case.pattern, None), *PlainCall(**(values | options)))
 
 
 def together(case: RingCase, shares: Sequence[Shares]) -> tuple[Tensor, ...]:
@@ -135,16 +137,6 @@ def tensors_for(
 
 
 @st.composite
-def shardings(draw: st.DrawFn, N: int, W: int) -> Sharding:
-    """In both orders, as equal as can be, or with any lengths; ranks without tokens among them."""
-    order = draw(st.sampled_from(["contiguous", "zigzag"]))
-    if draw(st.booleans()):
-        return Sharding(N, W, order)
-    cuts = sorted(draw(st.lists(st.integers(0, N), min_size=W - 1, max_size=W - 1)))
-    return Sharding(N, W, order, [b - a for a, b in zip([0, *cuts], [*cuts, N], strict=True)])
-
-
-@st.composite
 def ring_cases(draw: st.DrawFn, W: int) -> RingCase:
     """Any pattern that can be written down over 1 to 40 tokens, and any heads of it."""
     num_heads = draw(st.integers(1, 4))
@@ -156,5 +148,5 @@ def ring_cases(draw: st.DrawFn, W: int) -> RingCase:
     size = {"B": draw(st.integers(1, 2)), "D": draw(st.sampled_from([1, 4])), "seed": draw(st.integers(0, 999))}
     tensors = tensors_for(H, G, N, sinks=draw(st.booleans()), **size)
     counts = oracle.counts(twin.rule, range(first, first + H), num_heads, torch.arange(N), torch.arange(N))
-    sharding = draw(shardings(N, W))
+    sharding = draw(shardings(N, num_ranks=W))
     return RingCase(twin.pattern, counts, sharding, tensors, first, num_heads, draw(st.booleans()))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from hypothesis import assume
@@ -11,9 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks._run_time import Extent
+from flexdilated.testing import strategies as fst
+from flexdilated.testing._drawn_run_time import run_time_compositions
+from flexdilated.testing._drawn_sizes import in_range
 from tests import oracle
-from tests.strategies import Twin, expressions, in_range, sets
+from tests.strategies import grammar
+from tests.twins import Twin
 
 
 @dataclass(frozen=True)
@@ -47,95 +53,67 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    """A run-time pattern, and its dense rule for each batch entry."""
+class BatchTwin:
+    """A pattern with run-time tensors, and its dense rule for each batch entry, or one for all of them."""
 
-    pattern: masks.Pattern
-    rules: list[oracle.Rule]
-    ids: Tensor | None = None  # (B, L), where it tells documents apart
+    pattern: Any
+    rules: tuple[oracle.Rule, ...]
+    ids: Tensor | None = None  # (batch or 1, positions), where it tells documents apart
 
+    def __invert__(self) -> BatchTwin:
+        return BatchTwin(~self.pattern, tuple(map(oracle.neither, self.rules)))
 
-@st.composite
-def _documents(draw: st.DrawFn, batch: int, extent: Extent) -> _Tensor:
-    positions = extent.tokens
-    rows = draw(st.sampled_from([1, batch]))
-    steps = st.lists(st.sampled_from([0, 0, 0, 1, 1, 2]), min_size=positions, max_size=positions)
-    ids = torch.tensor([draw(steps) for _ in range(rows)]).cumsum(1)
-    if draw(st.booleans()):
-        ids[:, positions - draw(st.integers(0, positions)) :] = -1
-    given = ids[0] if rows == 1 and draw(st.booleans()) else ids
-    ids = ids.expand(batch, -1)
-    longest = draw(st.sampled_from([None, _longest(ids), positions]))
-    return _Tensor(masks.documents(given, longest=longest), [oracle.documents(row) for row in ids], ids)
+    def __and__(self, other: BatchTwin) -> BatchTwin:
+        return BatchTwin(self.pattern & other.pattern, self._with(other, oracle.both))
 
+    def __rand__(self, twin: Twin) -> BatchTwin:
+        return BatchTwin(twin.pattern & self.pattern, tuple(oracle.both(twin.rule, rule) for rule in self.rules))
 
-def _longest(ids: Tensor) -> int:
-    """Tokens of the longest document of any row, at least 1."""
-    sizes = [row[row >= 0].unique(return_counts=True)[1] for row in ids]
-    return max([1, *(int(size) for size in torch.cat(sizes))])
+    def __ror__(self, twin: Twin) -> BatchTwin:
+        return BatchTwin(twin.pattern | self.pattern, tuple(oracle.either(twin.rule, rule) for rule in self.rules))
+
+    def _with(self, other: BatchTwin, join: Callable[..., oracle.Rule]) -> tuple[oracle.Rule, ...]:
+        entries = max(len(self.rules), len(other.rules))
+        pairs: Iterator = zip(range(entries), cycle(self.rules), cycle(other.rules), strict=False)
+        return tuple(join(one, another) for _, one, another in pairs)
 
 
-@st.composite
-def _lengths(draw: st.DrawFn, batch: int, extent: Extent) -> _Tensor:
-    positions = extent.tokens
-    lengths = [draw(st.integers(0, positions)) for _ in range(batch)]
-    padding = draw(st.sampled_from(["right", "left"]))
-    ids = torch.full((batch, positions), -1)
-    for row, length in zip(ids, lengths, strict=True):
-        row[:length] = 0
-    ids = ids.flip(1) if padding == "left" else ids
-    pattern = masks.lengths(torch.tensor(lengths), padding=padding)
-    return _Tensor(pattern, [oracle.documents(row) for row in ids], ids)
+def run_time_words(num_positions: int) -> SimpleNamespace:
+    """What `twins` has not: the words of run-time tensors, over so many positions."""
 
+    def spans(pattern: masks.Pattern, ids: Tensor) -> BatchTwin:
+        return BatchTwin(pattern, tuple(map(oracle.documents, ids)), ids)
 
-@st.composite
-def _visible_keys(draw: st.DrawFn, batch: int, extent: Extent) -> _Tensor:
-    rows = draw(st.sampled_from([1, batch]))
-    seen = [draw(st.lists(st.booleans(), min_size=extent.keys, max_size=extent.keys)) for _ in range(rows)]
-    visible = torch.tensor(seen)
-    rules = [oracle.visible_keys(row) for row in visible.expand(batch, -1)]
-    return _Tensor(masks.visible_keys(visible), rules)
+    def documents(ids: Tensor, *, longest: int | None) -> BatchTwin:
+        return spans(masks.documents(ids, longest=longest), torch.atleast_2d(ids))
+
+    def lengths(real: Tensor, *, padding: str) -> BatchTwin:
+        ids = torch.full((len(real), num_positions), -1)
+        for row, length in zip(ids, real.tolist(), strict=True):
+            row[:length] = 0
+        return spans(masks.lengths(real, padding=padding), ids.flip(1) if padding == "left" else ids)
+
+    def visible_keys(visible: Tensor) -> BatchTwin:
+        return BatchTwin(masks.visible_keys(visible), tuple(map(oracle.visible_keys, visible)))
+
+    return SimpleNamespace(documents=documents, lengths=lengths, visible_keys=visible_keys)
 
 
 @st.composite
 def packed_cases(draw: st.DrawFn, max_heads: int = 3, largest: int = 40) -> Packed:
     """A pattern that uses one run-time tensor or two: cut by it, restarted by it, united with it, without it."""
-    batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, max_heads))
-    num_keys = draw(st.integers(1, largest))
-    same = draw(st.booleans())
-    num_queries = num_keys if same else draw(st.integers(1, largest))
-    q_offset, k_offset = (0, 0) if same else (draw(st.integers(0, 9)), draw(st.sampled_from([0, 3])))
-    extent = Extent(q_offset + num_queries, k_offset + num_keys)
-    pattern, rules = draw(_composed(batch, heads, extent))
-    queries, keys = torch.arange(q_offset, q_offset + num_queries), torch.arange(k_offset, k_offset + num_keys)
-    counts = torch.stack([oracle.counts(rule, range(heads), heads, queries, keys) for rule in rules])
-    packed = Packed(pattern, counts, batch, heads, num_queries, num_keys, q_offset, k_offset)
-    assume(in_range(packed))
+    sizes = draw(fst.attention_sizes(max_heads=max_heads, max_batch=3, max_tokens=largest))
+    if draw(st.booleans()):
+        other, k_offset = draw(st.integers(1, largest)), draw(st.sampled_from([0, 3]))
+        sizes = replace(sizes, num_queries=other, q_offset=draw(st.integers(0, 9)), k_offset=k_offset)
+    words = run_time_words(max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys))
+    twin = draw(run_time_compositions(grammar(sizes.num_heads), sizes, words))
+    queries = torch.arange(sizes.q_offset, sizes.q_offset + sizes.num_queries)
+    keys = torch.arange(sizes.k_offset, sizes.k_offset + sizes.num_keys)
+    heads = range(sizes.num_heads), sizes.num_heads
+    counts = torch.stack([oracle.counts(rule, *heads, queries, keys) for rule in twin.rules])
+    counts = counts.expand(sizes.batch, -1, -1, -1)
+    shape = (sizes.batch, sizes.num_heads, sizes.num_queries, sizes.num_keys)
+    packed = Packed(twin.pattern, counts, *shape, sizes.q_offset, sizes.k_offset)
+    assume(in_range(packed.bind))
     return packed
-
-
-@st.composite
-def _composed(draw: st.DrawFn, batch: int, heads: int, extent: Extent):
-    kind = draw(st.sampled_from(["and", "and", "per_document", "per_document", "or", "without", "both"]))
-    sources = [_documents, _lengths] if kind == "per_document" else [_documents, _lengths, _visible_keys]
-    first = draw(draw(st.sampled_from(sources))(batch, extent))
-    twin: Twin = draw(expressions(heads) if kind in ("and", "per_document") else sets(heads))
-    combine: dict[str, Callable[[], tuple]] = {
-        "and": lambda: (twin.pattern & first.pattern, [oracle.both(twin.rule, rule) for rule in first.rules]),
-        "or": lambda: (twin.pattern | first.pattern, [oracle.either(twin.rule, rule) for rule in first.rules]),
-        "without": lambda: (
-            twin.pattern & ~first.pattern,
-            [oracle.both(twin.rule, oracle.neither(rule)) for rule in first.rules],
-        ),
-        "per_document": lambda: (
-            twin.pattern.per_document(first.pattern),
-            [oracle.per_document(twin.rule, row) for row in (first.ids if first.ids is not None else [])],
-        ),
-    }
-    if kind != "both":
-        return combine[kind]()
-    second = draw(_visible_keys(batch, extent))
-    if first.ids is None:
-        second = draw(_lengths(batch, extent))
-    rules = [oracle.both(twin.rule, a, b) for a, b in zip(first.rules, second.rules, strict=True)]
-    return twin.pattern & first.pattern & second.pattern, rules

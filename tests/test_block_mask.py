@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flexdilated import masks
-from tests.strategies import GIGAPATH_5, PAPER_5, block_sides, cases, expressions, scaled, whole_cases
+from tests.ladders import GIGAPATH_5, PAPER_5, scaled
+from tests.strategies import block_sides, cases, expressions, whole_cases
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 

@@ -1,5 +1,6 @@
 """Block lists: exactly the non-empty blocks of the dense rule, in every order of tokens, at little cost."""
 
+import operator
 from dataclasses import dataclass, field
 from math import log2
 
@@ -19,7 +20,8 @@ from flexdilated.masks._pattern import Pattern
 from flexdilated.masks._rule import Rule
 from flexdilated.masks._term import Term
 from tests import oracle
-from tests.strategies import LADDERS, Case, block_sides, cases, dilated, scaled, sets
+from tests.ladders import LADDERS, scaled
+from tests.strategies import Case, block_sides, cases, dilated, sets
 
 
 def in_blocks(counts: Tensor, q_block: int, k_block: int) -> Tensor:
@@ -74,10 +76,7 @@ def test_compact_lists_are_the_dense_rule(case, q_block, k_block):
 
 
 def dilated_and_more(num_heads: int) -> st.SearchStrategy:
-    def intersect(pair):
-        return type(pair[0])(pair[0].pattern & pair[1].pattern, oracle.both(pair[0].rule, pair[1].rule), pair[0].edges)
-
-    return st.tuples(dilated(), sets(num_heads, 1)).map(intersect)
+    return st.builds(operator.and_, dilated(), sets(num_heads, 1))
 
 
 def of_fold(term: Term, counts: Tensor, fold: int) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 from flexdilated import masks
 from flexdilated.masks._bound import EMPTY, FULL, PARTIAL
 from flexdilated.masks._box import Box, Progression, clip, count_below, count_residue
-from tests import oracle
-from tests.strategies import Twin, dilated, expressions, local_windows
+from tests import oracle, twins
+from tests.strategies import dilated, expressions, local_windows
 
 BOXES = 12
 
@@ -72,14 +72,13 @@ def test_classes_are_certain(data, num_heads):
 def test_dilated_counts_exactly(data, num_heads):
     """Over boxes of a few segments, in any steps: this is what prunes a reordered sequence."""
     twin, box = data.draw(dilated()), data.draw(boxes(num_heads))
-    segment, _ = twin.edges
-    assume((torch.maximum(box.q.last, box.k.last) < 8 * segment).all())
+    assume((torch.maximum(box.q.last, box.k.last) < 8 * twin.pattern.leaves()[0].segment).all())
     found, truth = twin.pattern.count(box, num_heads=num_heads), allowed(twin.rule, box, num_heads)
     assert torch.equal(found.low, truth)
     assert torch.equal(found.high, truth)
 
 
-@given(st.one_of(local_windows(), st.just(Twin(masks.causal(), oracle.causal()))), st.data())
+@given(st.one_of(local_windows(), st.builds(twins.causal)), st.data())
 def test_order_and_windows_count_exactly_over_equal_steps(twin, data):
     q = data.draw(progressions())
     box = Box(torch.zeros(BOXES, dtype=torch.int64), q, data.draw(progressions(q.step)))

@@ -13,7 +13,7 @@ from flexdilated.masks._estimate import estimate_blocks
 from flexdilated.masks._fixed import sum_of_quotients
 from flexdilated.masks._layout import Layout
 from flexdilated.masks._lower import shared_terms
-from tests.strategies import dilated_windows, global_tokens, strided_rules
+from tests.strategies import dilated_windows, global_kinds, strided_kinds
 from tests.test_block_mask import verdicts
 from tests.test_boxes import BOXES, allowed, boxes, progressions
 
@@ -119,7 +119,7 @@ def test_one_implementation_an_idea():
     assert masks.chunked(16) == masks.dilated(16, 1)
 
 
-@given(st.one_of(dilated_windows(), strided_rules()), st.data())
+@given(st.one_of(dilated_windows(), strided_kinds()), st.data())
 def test_counts_are_exact_over_equal_steps(twin, data):
     """In natural order and in every residue-major one; over many chunks the bounds are those of the area."""
     q = data.draw(progressions())
@@ -131,7 +131,7 @@ def test_counts_are_exact_over_equal_steps(twin, data):
     assert_exact(twin, box)
 
 
-@given(global_tokens().filter(lambda twin: "causal" not in twin.pattern.text), st.data())
+@given(global_kinds().filter(lambda twin: "causal" not in twin.pattern.text), st.data())
 def test_global_tokens_count_exactly(twin, data):
     assert_exact(twin, data.draw(boxes(1)))
 

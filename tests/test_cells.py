@@ -17,9 +17,11 @@ from flexdilated import masks
 from flexdilated.masks._layout import Layout
 from flexdilated.masks.inspection import _bounded_pairs, _cell_boxes, _cells
 from flexdilated.masks.inspection._cells import Cells, count_cells
+from flexdilated.testing._drawn_sizes import in_range
 from tests import oracle
+from tests.ladders import LONGNET_5
 from tests.run_time_strategies import Packed, packed_cases
-from tests.strategies import LONGNET_5, Case, cases, in_range
+from tests.strategies import Case, cases
 
 MILLION = 1 << 20
 LONGNET = masks.longnet(*LONGNET_5) & masks.causal()
@@ -100,7 +102,7 @@ def from_zero(case: Case) -> Case:
 @pytest.mark.parametrize("way", WAYS)
 @given(data=st.data())
 def test_cells_hold_the_pairs_of_the_dense_rule(way: str, data: st.DataObject) -> None:
-    case = data.draw(cases(largest=30).map(from_zero).filter(in_range))
+    case = data.draw(cases(largest=30).map(from_zero).filter(lambda case: in_range(case.bind)))
     heads, head = case.num_heads_global, data.draw(st.integers(0, case.num_heads_global - 1))
     question = data.draw(questions(case.twin.pattern, case.num_queries, case.num_keys))
     sizes = {"head": head, "num_heads": heads, "num_keys": case.num_keys}
@@ -213,13 +215,13 @@ def test_documents_at_a_million_tokens() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"head": 2, "num_heads": 2}, "head must be at most 1; got head=2"),
+        ({"head": 2, "num_heads": 2}, "head must be below the number of heads; got head=2 of 2"),
         ({"shape": (11, 4)}, "a window of 10 queries has at most as many cells; got 11"),
         ({"shape": (0, 4)}, "cells of queries must be at least 1"),
         ({"keys": range(4, 11)}, "keys must be a range of step 1 within 0 to 10, and not empty; got keys=range(4, 11)"),
         ({"queries": range(4, 4)}, "queries must be a range of step 1 within 0 to 10, and not empty"),
         ({"keys": range(0, 8, 2)}, "keys must be a range of step 1"),
-        ({"batch": 1}, "batch must be at most 0; got batch=1"),
+        ({"batch": 1}, "batch must be below the number of batch entries; got batch=1 of 1"),
     ],
 )
 def test_bad_questions(keywords: dict, message: str) -> None:

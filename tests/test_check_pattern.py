@@ -16,8 +16,8 @@ from flexdilated.masks._box import Bounds
 from flexdilated.masks._pattern import Pattern
 from flexdilated.testing import check_pattern
 from flexdilated.testing._box_bounds import Place, Terms
-from tests.custom_rules import classify_window, same_kind, window_by_head
-from tests.strategies import customs, expressions
+from flexdilated.testing._drawn_closures import classify_window, same_kind, window_by_head
+from tests.strategies import expressions, functions
 
 QUICK = {"num_heads": 3, "max_tokens": 40, "examples": 10}
 
@@ -32,7 +32,7 @@ def test_true_patterns_pass(twin):
 
 
 @settings(max_examples=10)
-@given(customs())
+@given(functions())
 def test_true_functions_pass(twin):
     check_pattern(twin.pattern, **QUICK)
 

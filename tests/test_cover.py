@@ -10,7 +10,8 @@ from flexdilated.masks import _cover
 from flexdilated.masks._block_table import BlockTable
 from flexdilated.masks._blocks import Blocks
 from flexdilated.masks._lower import shared_terms
-from tests.strategies import block_lists, block_sides, lengths, random_blocks
+from flexdilated.testing.strategies import lengths
+from tests.strategies import block_lists, block_sides, random_blocks
 
 tables = st.one_of(random_blocks(), block_lists()).map(lambda twin: twin.pattern)
 others = st.one_of(
@@ -50,7 +51,7 @@ def same(one: Blocks, other: Blocks) -> bool:
 @given(data=st.data())
 def test_the_blocks_of_a_search_everywhere(shape, data):
     pattern = SHAPES[shape](*(data.draw(part) for part in (tables, tables, others, others)))
-    offset, tokens = data.draw(st.integers(0, 12)), data.draw(lengths((1, 16), 40))
+    offset, tokens = data.draw(st.integers(0, 12)), data.draw(lengths([1, 16], max_tokens=40))
     sizes = {"num_queries": tokens, "num_keys": tokens, "q_offset": offset, "k_offset": offset}
     sides = data.draw(st.tuples(block_sides, block_sides))
     found = built(pattern, sizes, sides)

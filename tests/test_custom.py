@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,36 +17,18 @@ from flexdilated.masks._blocks import Blocks, build_blocks
 from flexdilated.masks._estimate import estimate_blocks
 from flexdilated.masks._function_checks import check_mask_mod
 from flexdilated.masks._lower import shared_terms
-from tests import oracle
+from flexdilated.testing._drawn_closures import classify_window, lattice, same_kind, window_by_head
 from tests.agreement import assert_agrees
-from tests.custom_rules import (
-    TABLE,
-    by_global,
-    classify_window,
-    diagonal,
-    lattice,
-    same_kind,
-    window,
-    window_by_head,
-)
-from tests.strategies import Twin, cases, customs, sets, tensors
+from tests.custom_rules import TABLE, by_global, diagonal, window
+from tests.strategies import cases, functions, sets, tensors
+from tests.twins import Twin
 
 
 def mixed_with_custom(num_heads: int) -> st.SearchStrategy[Twin]:
     """A custom function with something else, in all ways to combine the two."""
-
-    def combine(parts) -> Twin:
-        a, b, kind = parts
-        rule, pattern = {
-            "and": (oracle.both(a.rule, b.rule), lambda: a.pattern & b.pattern),
-            "or": (oracle.either(a.rule, b.rule), lambda: a.pattern | b.pattern),
-            "without": (oracle.both(a.rule, oracle.neither(b.rule)), lambda: a.pattern & ~b.pattern),
-            "sum": (oracle.total(a.rule, b.rule), lambda: a.pattern + b.pattern),
-        }[kind]
-        return Twin(pattern(), rule, a.edges + b.edges)
-
-    kinds = st.sampled_from(["and", "or", "without", "sum"])
-    return st.one_of(customs(), st.tuples(sets(num_heads, 1), customs(), kinds).map(combine))
+    joins = st.sampled_from([operator.and_, operator.or_, lambda a, b: a & ~b, operator.add])
+    joined = st.builds(lambda join, a, b: join(a, b), joins, sets(num_heads, 1), functions())
+    return st.one_of(functions(), joined)
 
 
 # What it computes
@@ -128,7 +112,7 @@ def test_classify_prunes():
 @given(st.data(), st.sampled_from([1, 7, 40]))
 def test_few_rows_at_a_time_are_all_rows(data, at_once):
     """Where doubts are many, ranges of rows are built one after the other: the lists are the same."""
-    case, rate = data.draw(cases(lambda H: st.one_of(customs(), sets(H)))), data.draw(st.integers(1, 3))
+    case, rate = data.draw(cases(lambda H: st.one_of(functions(), sets(H)))), data.draw(st.integers(1, 3))
     (term,) = shared_terms(case.twin.pattern, 1, case.bind(), rate)
     whole = build_blocks(term.table_rule(), q_block=3, k_block=4)
     with pytest.MonkeyPatch.context() as patch:

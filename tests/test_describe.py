@@ -6,7 +6,8 @@ from hypothesis import assume, given
 
 from flexdilated import masks
 from tests import oracle
-from tests.strategies import LADDERS, cases
+from tests.ladders import LADDERS
+from tests.strategies import cases
 
 
 @given(cases())

@@ -16,9 +16,11 @@ from flexdilated.distributed._exchange_plan import ExchangePlan, local_indices
 from flexdilated.distributed._token_counts import token_counts
 from flexdilated.masks._needs import needed_keys
 from flexdilated.masks._run_time import Extent, given_tensors, resolve
-from tests import oracle
+from flexdilated.testing.strategies import lengths, shardings
+from tests import oracle, twins
 from tests.run_time_strategies import Packed, packed_cases
-from tests.strategies import Twin, expressions, lengths
+from tests.strategies import expressions
+from tests.twins import Twin
 
 # W ranks, G KV heads, N tokens
 
@@ -63,17 +65,6 @@ def minimum(needed: Tensor, sharding: Sharding) -> Tensor:
 
 
 @st.composite
-def shardings(draw: st.DrawFn, tokens: int) -> Sharding:
-    """Equal shards and ragged ones, ranks without tokens, more ranks than tokens."""
-    ranks, order = draw(st.sampled_from([2, 3, 4, 5, 7, 2, 3, 1])), draw(st.sampled_from(["contiguous", "zigzag"]))
-    if draw(st.booleans()):
-        return Sharding(tokens, ranks, order)
-    cuts = sorted(draw(st.lists(st.integers(0, tokens), min_size=ranks - 1, max_size=ranks - 1)))
-    shards = [stop - start for start, stop in zip([0, *cuts], [*cuts, tokens], strict=True)]
-    return Sharding(tokens, ranks, order, shards)
-
-
-@st.composite
 def manies(draw: st.DrawFn) -> Many:
     total = draw(st.sampled_from([1, 2, 4, 6]))
     twin = draw(expressions(total))
@@ -81,7 +72,7 @@ def manies(draw: st.DrawFn) -> Many:
     offset = draw(st.integers(0, total - here))
     groups = draw(st.sampled_from([groups for groups in range(1, here + 1) if here % groups == 0]))
     tokens = draw(st.one_of(lengths(twin.edges), *[st.integers(8, 60)] * 3))
-    return Many(twin, draw(shardings(tokens)), here, groups, offset, total)
+    return Many(twin, draw(shardings(tokens, max_ranks=7)), here, groups, offset, total)
 
 
 @given(manies())
@@ -107,12 +98,12 @@ def ladders(draw: st.DrawFn) -> Many:
         rates.append(rates[-1] * draw(st.sampled_from([1, 1, 2, 3, 4])))
     segments = [rate * draw(st.integers(1, 12)) for rate in rates]
     offsets = draw(st.sampled_from(["interleaved", "contiguous"]))
-    twin = Twin(masks.longnet(segments, rates, offsets=offsets), oracle.longnet(segments, rates, offsets=offsets))
-    if draw(st.booleans()):
-        twin = Twin(twin.pattern & masks.causal(), oracle.both(twin.rule, oracle.causal()))
+    twin = twins.longnet(segments, rates, offsets=offsets)
+    twin = twin & twins.causal() if draw(st.booleans()) else twin
     total = draw(st.sampled_from([1, 2, 4, 6]))
     groups = draw(st.sampled_from([groups for groups in range(1, total + 1) if total % groups == 0]))
-    return Many(twin, draw(shardings(draw(st.one_of(st.integers(1, 9), st.integers(8, 90))))), total, groups, 0, total)
+    tokens = draw(st.one_of(st.integers(1, 9), st.integers(8, 90)))
+    return Many(twin, draw(shardings(tokens, max_ranks=7)), total, groups, 0, total)
 
 
 @given(ladders())
@@ -165,7 +156,7 @@ def test_run_time_patterns(packed: Packed, data):
     if packed.counts.shape[-2:] != (N, N):
         return
     pattern = resolve(packed.pattern, given_tensors(packed.pattern), Extent(N, N))
-    sharding = data.draw(shardings(N))
+    sharding = data.draw(shardings(N, max_ranks=7))
     needed = needed_by_rank(packed.counts.sum(0), sharding)
     counts = token_counts(pattern, sharding, num_heads=packed.num_heads, num_kv_heads=packed.num_heads)
     assert torch.equal(counts, minimum(needed, sharding))

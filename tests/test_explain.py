@@ -13,8 +13,9 @@ from flexdilated.masks._blockwise import Blockwise
 from flexdilated.masks._per_document import PerDocument
 from flexdilated.masks._reason import Pair, Reason
 from flexdilated.masks._run_time import entry
+from flexdilated.testing._drawn_sizes import in_range
 from tests.run_time_strategies import packed_cases
-from tests.strategies import cases, in_range, whole_cases
+from tests.strategies import cases, whole_cases
 
 
 def answer(pattern: masks.Pattern, pair: Pair) -> bool:
@@ -68,7 +69,8 @@ def test_run_time_tensors_answer_by_batch_entry(case, data):
     rule = entry(case.bind().pattern, b)
     sizes = {"num_tokens": case.q_offset + case.num_queries, "num_keys": case.k_offset + case.num_keys}
     # With all queries from position 0 on, a block list may have rows that name blocks beyond the keys.
-    assume(in_range(replace(case, num_queries=sizes["num_tokens"], num_keys=sizes["num_keys"], q_offset=0, k_offset=0)))
+    whole = replace(case, num_queries=sizes["num_tokens"], num_keys=sizes["num_keys"], q_offset=0, k_offset=0)
+    assume(in_range(whole.bind))
     for h, q, k in drawn_pairs(data, case.counts[b], 6):
         pair = Pair(q + case.q_offset, k + case.k_offset, h, case.num_heads)
         at = {"query": pair.query, "key": pair.key, "head": h, "num_heads": case.num_heads, "batch": b}

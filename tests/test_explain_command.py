@@ -47,6 +47,8 @@ def test_tensors_come_with_the_command(capsys, tmp_path):
         (["--query", "70000", "--key", "1"], "query must be below the number of tokens; got query=70000 of 65536"),
         (["--query", "1", "--key", "-1"], "key must be at least 0"),
         (["--query", "1", "--key", "1", "--head", "8"], "head must be below the number of heads; got head=8 of 8"),
+        (["--query", "1", "--key", "1", "--head", "-1"], "head must be at least 0; got head=-1"),
+        (["--query", "1", "--key", "1", "--batch", "1"], "batch must be below the number of batch entries; got batch=1 of 1"),
         (["--query", "1", "--key", "1", "--block-size", "0"], "block_size must be at least 1"),
     ],
 )

@@ -16,7 +16,7 @@ import flexdilated as fd
 from flexdilated import masks
 from tests import oracle
 from tests.agreement import Attention, cotangents
-from tests.strategies import GIGAPATH_5, LONGNET_4, PAPER_5, scaled
+from tests.ladders import GIGAPATH_5, LONGNET_4, PAPER_5, scaled
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
 H, N, D = 4, 509, 32

@@ -14,9 +14,10 @@ from flexdilated.masks._box import Box, Progression
 from flexdilated.masks._grid import fits
 from flexdilated.masks._layout import Layout
 from tests import oracle
-from tests.strategies import Twin, block_lists, neighborhoods, random_blocks
+from tests.strategies import block_lists, neighborhoods, random_blocks
 from tests.test_boxes import BOXES, allowed, progressions
 from tests.test_patterns import evaluated
+from tests.twins import Twin
 
 BY_HAND = {
     "a window that stays whole at the ends": (
@@ -200,7 +201,7 @@ def test_values_hash_and_pickle():
 
 @given(neighborhoods())
 def test_every_query_sees_a_whole_window(twin):
-    pattern, tokens = twin.pattern, twin.edges[-1] * twin.pattern.grid[0]
+    pattern, tokens = twin.pattern, torch.Size(twin.pattern.grid).numel()
     mask = evaluated(pattern.bind(num_heads=1, num_queries=tokens, num_keys=tokens))[0]
     window = torch.tensor([2 * radius + 1 for radius in pattern.radius]).prod()
     assert (mask.sum(1) == window).all()

@@ -14,10 +14,11 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from tests import oracle
+from tests import oracle, twins
 from tests.agreement import assert_agrees
-from tests.strategies import Case, Twin, block_sides, cases, leaves, tensors
+from tests.strategies import Case, block_sides, cases, leaves, tensors
 from tests.test_flex import attend_by, call_key, qkv
+from tests.twins import Twin
 
 # B batch, H query heads, G key/value heads, N queries, M keys
 
@@ -36,8 +37,7 @@ def one_a_head(draw: st.DrawFn, num_heads: int) -> Twin:
     """A pattern for each head, two of them at least different."""
     parts = [draw(leaves) for _ in range(num_heads)]
     assume(num_heads == 1 or len({part.pattern for part in parts}) > 1)
-    pattern, rule = masks.per_head([part.pattern for part in parts]), oracle.per_head(*(part.rule for part in parts))
-    return Twin(pattern, rule, tuple(edge for part in parts for edge in part.edges))
+    return twins.per_head(parts)
 
 
 @given(st.data(), block_sides)
@@ -62,7 +62,7 @@ def test_queries_over_other_keys(engine, data, side):
 def test_only_the_distance_of_windows_counts(data, side, shift):
     """Queries and keys moved together see what they saw."""
     left, right = data.draw(st.integers(0, 8)), data.draw(st.integers(0, 8))
-    twin = Twin(masks.local_window(left=left, right=right), oracle.local_window(left, right))
+    twin = twins.local_window(left=left, right=right)
     case = data.draw(cases(lambda num_heads: st.just(twin)))
     q, k, v = data.draw(tensors(case))
     moved = replace(case, q_offset=case.q_offset + shift, k_offset=case.k_offset + shift)

@@ -16,7 +16,6 @@ from flexdilated import _held_keys, _kv_cache, masks
 from flexdilated._row_attention import matrix_forward
 from tests import oracle, strategies
 from tests.agreement import TIGHT
-from tests.test_rows import causal_twins
 
 WINDOW = masks.local_window(left=100, right=0)
 STREAMING = (masks.first_tokens(4) | masks.local_window(left=100, right=0)) & masks.causal()
@@ -63,7 +62,7 @@ def draw_tensors(H=4, G=2, N=700, D=8, B=2, dtype=torch.float64, seed=0):
 @given(data=st.data())
 def test_decoding_equals_prefill(data: st.DataObject) -> None:
     """Every causal pattern, in chunks of any sizes, with keys evicted on the way: the dense oracle's output."""
-    case = data.draw(strategies.whole_cases(causal_twins))
+    case = data.draw(strategies.whole_cases(strategies.causal_twins))
     q, k, v = (x.detach() for x in data.draw(strategies.tensors(case)))
     chunks = data.draw(st.lists(st.sampled_from([1, 1, 2, 5, 30]), min_size=1, max_size=4))
     sizes = {name: data.draw(st.sampled_from([1, 2, 5])) for name in ("page", "least_slots", "rows")}
@@ -74,7 +73,7 @@ def test_decoding_equals_prefill(data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_what_is_evicted_is_never_seen(data: st.DataObject) -> None:
-    case = data.draw(strategies.whole_cases(causal_twins))
+    case = data.draw(strategies.whole_cases(strategies.causal_twins))
     query = data.draw(st.integers(0, case.num_keys - 1))
     _, k, v = (x.detach() for x in data.draw(strategies.tensors(case)))
     cache = fd.KVCache(case.twin.pattern, num_heads=case.num_heads)

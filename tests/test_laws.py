@@ -11,9 +11,9 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from tests import oracle
+from tests import twins
 from tests.agreement import TIGHT
-from tests.strategies import Case, Twin, cases, expressions, longnets, mixtures, sets, tensors, whole_cases
+from tests.strategies import Case, cases, causal_twins, longnets, mixtures, sets, tensors, whole_cases
 
 
 def attend(case: Case, q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
@@ -23,12 +23,6 @@ def attend(case: Case, q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tens
 def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other, **TIGHT)
-
-
-def and_causal(num_heads: int) -> st.SearchStrategy[Twin]:
-    return expressions(num_heads).map(
-        lambda twin: Twin(twin.pattern & masks.causal(), oracle.both(twin.rule, oracle.causal()), twin.edges)
-    )
 
 
 def disturbed(x: Tensor, tokens: Tensor) -> Tensor:
@@ -41,7 +35,7 @@ def disturbed(x: Tensor, tokens: Tensor) -> Tensor:
 @given(st.data())
 def test_the_future_does_not_matter(data):
     """A causal pattern: rows up to t are the same whatever follows, and send no gradient there."""
-    case = data.draw(whole_cases(and_causal))
+    case = data.draw(whole_cases(causal_twins))
     q, k, v = data.draw(tensors(case))
     t = data.draw(st.integers(0, case.num_keys - 1))
     future = torch.arange(t + 1, case.num_keys)
@@ -56,7 +50,7 @@ def test_the_future_does_not_matter(data):
 @given(st.data())
 def test_a_prefix_is_a_shorter_sequence(data):
     """A causal pattern over fewer tokens gives the first rows of the whole."""
-    case = data.draw(whole_cases(and_causal))
+    case = data.draw(whole_cases(causal_twins))
     q, k, v = data.draw(tensors(case))
     n = data.draw(st.integers(1, case.num_keys))
     out, lse = attend(case, q, k, v)
@@ -71,7 +65,7 @@ def test_segments_are_isolated(data, segment, number):
     widths = data.draw(st.lists(st.sampled_from(divisors), min_size=1, max_size=3))
     rates = [data.draw(st.integers(1, 5)) for _ in widths]
     N = data.draw(st.integers(1, number * segment))
-    case = Case(Twin(masks.longnet(widths, rates), oracle.longnet(widths, rates)), H, N, N, 0, 0, 0, H)
+    case = Case.whole(twins.longnet(widths, rates), H, N)
     q, k, v = data.draw(tensors(case))
     stretch = torch.arange(N) // segment
     chosen = data.draw(st.integers(0, int(stretch.max())))

@@ -14,8 +14,8 @@ from flexdilated import masks
 from flexdilated.masks import _nested
 from flexdilated.masks._options import ANYTHING, Allowed
 from flexdilated.masks._planner import Plan, plan
-from tests import oracle
-from tests.strategies import Case, Twin, tensors
+from tests import twins
+from tests.strategies import Case, tensors
 from tests.test_planner import weight_of_all
 from tests.test_tiles import Layout, assert_plan_agrees
 
@@ -31,9 +31,8 @@ def nested(draw: st.DrawFn) -> Case:
     order = draw(st.permutations(range(size)))
     branches = [(segments[i], rates[i]) for i in order] + [(segments[0], rates[0])] * draw(st.booleans())
     widths, steps = zip(*branches, strict=True)
-    twin = Twin(masks.longnet(widths, steps), oracle.longnet(widths, steps))
-    if draw(st.booleans()):
-        twin = Twin(twin.pattern & masks.causal(), oracle.both(twin.rule, oracle.causal()))
+    twin = twins.longnet(widths, steps)
+    twin = twin & twins.causal() if draw(st.booleans()) else twin
     N, heads = draw(st.integers(1, 64)), draw(st.integers(1, 5))
     first_head = draw(st.integers(0, 3))
     return Case(twin, heads, N, N, 0, 0, first_head, first_head + heads + draw(st.integers(0, 2)))
@@ -70,12 +69,8 @@ def partly_nested(draw: st.DrawFn) -> Case:
     """Nested branches beside others, and offsets under which only some nest."""
     case = draw(nested())
     offsets, left = draw(st.sampled_from(["interleaved", "contiguous"])), draw(st.integers(0, 9))
-    other = Twin(masks.longnet([16, 18], [4, 3], offsets=offsets), oracle.longnet([16, 18], [4, 3], offsets=offsets))
-    window = Twin(masks.local_window(left=left, right=0), oracle.local_window(left, 0))
-    twin = Twin(
-        case.twin.pattern + other.pattern + window.pattern, oracle.total(case.twin.rule, other.rule, window.rule)
-    )
-    return replace(case, twin=twin)
+    other, window = twins.longnet([16, 18], [4, 3], offsets=offsets), twins.local_window(left=left, right=0)
+    return replace(case, twin=case.twin + other + window)
 
 
 @given(partly_nested())

@@ -10,7 +10,8 @@ from hypothesis import given
 from flexdilated import masks
 from flexdilated._reference import multiplicity
 from tests import oracle
-from tests.strategies import GIGAPATH_5, LADDERS, PAPER_5, cases, scaled, sets
+from tests.ladders import GIGAPATH_5, LADDERS, PAPER_5, scaled
+from tests.strategies import cases, sets
 
 
 def evaluated(bound: masks.Bound) -> torch.Tensor:

@@ -18,7 +18,8 @@ from flexdilated.masks._placement import Placement
 from flexdilated.masks._ranges import Ranges
 from tests import oracle
 from tests.agreement import TIGHT, assert_agrees
-from tests.strategies import Twin, longnets, written_expressions
+from tests.strategies import longnets, written_expressions
+from tests.twins import Twin
 
 # B batch, H query heads, G key/value heads, D head dim
 

@@ -13,8 +13,9 @@ from flexdilated.masks._layout import Compact, Layout, Permutation
 from flexdilated.masks._options import Allowed
 from flexdilated.masks._planner import plan, recommended_layout
 from flexdilated.masks._term import Term
-from tests import oracle
-from tests.strategies import LADDERS, Case, Twin, cases, longnets, whole_cases
+from tests import oracle, twins
+from tests.ladders import LADDERS
+from tests.strategies import Case, cases, longnets, whole_cases
 
 
 def tokens_of(side: Permutation | Compact, heads: int) -> Tensor:
@@ -69,21 +70,9 @@ def spaced(draw: st.DrawFn) -> Case:
     """Rules of distances that are multiples of a spacing, over at least as many tokens, from any positions on."""
     rate = draw(st.integers(2, 7))
     left, right, window = draw(st.integers(0, 4)), draw(st.integers(0, 4)), draw(st.integers(0, 9))
-    twin = draw(
-        st.sampled_from(
-            [
-                Twin(masks.strided(rate), oracle.strided(rate)),
-                Twin(masks.dilated_window(left=left, right=right, rate=rate), oracle.dilated_window(left, right, rate)),
-            ]
-        )
-    )
-    others = [
-        Twin(masks.every(), lambda h, H, q, k: torch.ones(len(q), len(k), dtype=torch.int64)),
-        Twin(masks.causal(), oracle.causal()),
-        Twin(masks.local_window(left=window, right=0), oracle.local_window(window, 0)),
-    ]
-    other = draw(st.sampled_from(others))
-    twin = Twin(twin.pattern & other.pattern, oracle.both(twin.rule, other.rule))
+    spaced = [twins.strided(rate), twins.dilated_window(left=left, right=right, rate=rate)]
+    others = [twins.every(), twins.causal(), twins.local_window(left=window, right=0)]
+    twin = draw(st.sampled_from(spaced)) & draw(st.sampled_from(others))
     N, M = draw(st.integers(rate, 30)), draw(st.integers(rate, 30))
     return Case(twin, 2, N, M, draw(st.integers(0, 12)), draw(st.integers(0, 12)), 0, 2)
 

@@ -11,7 +11,7 @@ CAUSAL = masks.causal()
 BAD = {
     "no pattern": ({"pattern": "causal()"}, TypeError, "pattern must be a pattern or mixture"),
     "no tokens": ({"num_tokens": 0}, ValueError, "num_queries must be at least 1; got num_queries=0"),
-    "head": ({"head": 2, "num_heads": 2}, ValueError, "head must be at most 1; got head=2"),
+    "head": ({"head": 2, "num_heads": 2}, ValueError, "head must be below the number of heads; got head=2 of 2"),
     "second head": ({"head": (0, -1), "num_heads": 2}, ValueError, "head must be at least 0; got head=-1"),
     "no head": ({"head": ()}, ValueError, r"head must be one value, or several that differ; got head=\(\)"),
     "head as text": ({"head": "0"}, TypeError, "head must be an integer; got head='0' of type str"),
@@ -39,7 +39,7 @@ BAD = {
     "color_by": ({"color_by": "head"}, ValueError, "color_by must be one of 'branch', 'block'; got color_by='head'"),
     "blocks unsaid": ({"color_by": "block"}, ValueError, 'color_by="block" needs block_size; got block_size=None'),
     "size": ({"size": 8}, ValueError, "size must be at least 16; got size=8"),
-    "batch": ({"batch": 1}, ValueError, "batch must be at most 0; got batch=1"),
+    "batch": ({"batch": 1}, ValueError, "batch must be below the number of batch entries; got batch=1 of 1"),
     "legend": ({"legend": "no"}, TypeError, "legend must be True or False; got legend='no'"),
     "title": ({"title": 3}, TypeError, "title must be text or None; got int"),
     "panels": (

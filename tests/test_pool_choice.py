@@ -10,7 +10,7 @@ import torch
 from flexdilated import distributed
 from flexdilated.distributed import BufferPool, _pools
 from flexdilated.distributed._pool import lease_from
-from flexdilated.distributed._pools import break_even_bytes, name_of, pool_named, resolve_pool
+from flexdilated.distributed._pools import break_even_bytes, name_of, pool_named
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -29,9 +29,9 @@ def forget():
 def test_what_the_argument_stands_for(forget, monkeypatch) -> None:
     monkeypatch.setattr(_pools, "break_even_bytes", lambda device: 4 * MIB)
     pool = BufferPool()
-    assert resolve_pool(None, CPU) is None
-    assert resolve_pool(pool, CPU) is pool
-    assert resolve_pool("auto", CPU) is distributed.pool("cpu") is distributed.pool(torch.device("cpu", 0))
+    assert pool_named(name_of(None), CPU) is None
+    assert pool_named(name_of(pool), CPU) is pool
+    assert pool_named(name_of("auto"), CPU) is distributed.pool("cpu") is distributed.pool(torch.device("cpu", 0))
     assert distributed.pool("cpu") is not distributed.pool("meta")
     assert distributed.pool("cpu").threshold_bytes == 4 * MIB
     assert distributed.pool("cpu").device == CPU
@@ -40,7 +40,7 @@ def test_what_the_argument_stands_for(forget, monkeypatch) -> None:
 @pytest.mark.parametrize("wrong", ["Auto", True, 0, BufferPool])
 def test_other_arguments_are_refused(wrong) -> None:
     with pytest.raises(TypeError, match='pool must be None, a BufferPool or "auto"; got '):
-        resolve_pool(wrong, CPU)
+        name_of(wrong)
 
 
 def test_threads_that_ask_at_once_get_one_pool(forget, monkeypatch) -> None:

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import find, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from flexdilated import distributed, masks
+from flexdilated.masks import _json
 from flexdilated.testing import strategies as fst
 
-SEARCH = settings(max_examples=2000, deadline=None, derandomize=True, database=None)
+# `find` gives the last example that was tried: no others are to follow the smallest.
+PHASES = [Phase.generate, Phase.shrink]
+SEARCH = settings(max_examples=2000, deadline=None, derandomize=True, database=None, phases=PHASES)
 
 
 def smallest(strategy, condition=lambda value: True):
@@ -37,15 +40,74 @@ def test_patterns_bind_to_any_length(data) -> None:
     pattern = data.draw(fst.patterns(num_heads=heads, max_number=12))
     bound = pattern.bind(num_heads=heads, num_queries=length, num_keys=length)
     assert masks.from_json(masks.to_json(pattern)) == pattern
-    assert max(fst.edges_of(pattern), default=0) <= 12 * 12
     assert bound.num_keys == length
 
 
-@pytest.mark.parametrize("kind", ["and", "or", "not", "per_head", "blockwise", "first_tokens", "landmark", "fixed"])
-def test_every_kind_is_drawn(kind) -> None:
-    spelling = {"and": " & ", "or": " | ", "not": "~"}.get(kind, kind)
-    pattern = smallest(fst.set_patterns(num_heads=2), lambda p: spelling in repr(p))
-    assert spelling in repr(pattern)
+def kinds_in(data) -> set[str]:
+    parts = [*data.get("parts", ()), *(data[name] for name in ("part", "spans") if name in data)]
+    return {data["kind"]}.union(*map(kinds_in, parts))
+
+
+def test_every_kind_is_drawn() -> None:
+    """All that a text may hold, and functions, which have none; in not too many examples."""
+    found: set[str] = set()
+
+    @settings(SEARCH, max_examples=1000, phases=[Phase.generate])
+    @given(st.data())
+    def draw(data):
+        sizes = data.draw(fst.attention_sizes(num_heads=2, max_tokens=12))
+        strategy = st.one_of(fst.patterns(num_heads=2, closures=True), fst.run_time_patterns(sizes))
+        found.update(kinds_in(data.draw(strategy).to_data()))
+
+    draw()
+    assert found == {*_json._FIELDS, "custom"}
+
+
+def test_neighborhoods_fill_their_grids() -> None:
+    """A window that reaches from end to end, and one of three axes; more tokens than the grid's are refused."""
+    wide = smallest(fst.neighborhoods(), lambda p: max(p.radius) >= 2)
+    assert (wide.grid, wide.radius) == ((1, 5), (0, 2))
+    deep = smallest(fst.neighborhoods(max_tokens=8), lambda p: len(p.grid) == 3 and min(p.grid) > 1)
+    assert deep.grid == (2, 2, 2)
+    with pytest.raises(ValueError, match="grid"):
+        deep.bind(num_heads=1, num_queries=9, num_keys=9)
+
+
+@given(st.data())
+def test_run_time_patterns_bind(data) -> None:
+    sizes = data.draw(fst.attention_sizes(max_tokens=20, self_attention=False))
+    pattern = data.draw(fst.run_time_patterns(sizes))
+    tensors = {"num_queries": sizes.num_queries, "num_keys": max(sizes.num_queries + sizes.q_offset, sizes.num_keys)}
+    assert pattern.varies
+    if not sizes.q_offset and sizes.num_queries <= sizes.num_keys:
+        bound = pattern.bind(num_heads=sizes.num_heads, **tensors, **sizes.places, batch=sizes.batch)
+        assert bound.batch in (1, sizes.batch)
+
+
+def test_run_time_patterns_shrink() -> None:
+    plain = smallest(fst.run_time_patterns(fst.AttentionSizes(2, 1, 1, 3, 3, 1)))
+    documents = plain.parts[1]
+    assert (plain.parts[0], documents.given.tensor.tolist()) == (masks.causal(), [[0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "edges"),
+    [
+        (masks.longnet([64, 256], [1, 4]), (1, 4, 64, 256)),
+        (masks.local_window(left=3, right=5), (3, 5, 9)),
+        (masks.dilated_window(left=2, right=0, rate=7), (2, 7, 15)),
+        (masks.blockwise(masks.chunked(5), 8), (1, 5, 8, 40)),
+        (masks.neighborhood((4, 5, 6), 1), (1, 4, 5, 6, 30, 120)),
+        (masks.block_list([[0], [1], [0, 2]], block=16), (16, 48)),
+        (masks.random_blocks(100, block=8, count=3, seed=77), (3, 8, 100)),
+        (masks.custom(lambda b, h, q, k: q % 6 == k % 6, period=6), (6,)),
+        (masks.causal() & masks.documents(torch.tensor([0, 0, 1]), longest=2), (2,)),
+        (~masks.causal(), ()),
+    ],
+    ids=repr,
+)
+def test_edges(pattern, edges) -> None:
+    assert fst.edges_of(pattern) == edges
 
 
 def test_lengths() -> None:
@@ -54,7 +116,6 @@ def test_lengths() -> None:
     assert smallest(around, lambda n: n > 20) == 21
     drawn = {smallest(around, lambda n, wanted=wanted: n == wanted) for wanted in (11, 12, 13, 15, 16, 17, 25, 33, 37)}
     assert len(drawn) == 9
-    assert fst.edges_of(masks.longnet([64, 256], [1, 4])) == (1, 4, 64, 256)
     drawn = set()
 
     @settings(max_examples=100, derandomize=True, database=None)
@@ -74,6 +135,18 @@ def test_sizes_shrink_and_fit() -> None:
     cross = smallest(fst.attention_sizes(self_attention=False), lambda s: s.num_queries != s.num_keys)
     assert {cross.num_queries, cross.num_keys} == {1, 2}
     assert smallest(fst.attention_sizes(num_heads=6), lambda s: s.num_kv_heads == 3).num_heads == 6
+    some = smallest(fst.attention_sizes(all_heads=False), lambda s: s.head_offset > 0)
+    assert some == fst.AttentionSizes(1, 1, 1, 1, 1, 1, head_offset=1)
+    assert some.places == {"q_offset": 0, "k_offset": 0, "head_offset": 1, "num_heads_global": 2}
+
+
+@given(st.data())
+def test_sizes_of_a_list_of_blocks_are_in_range(data) -> None:
+    """Fewer keys than queries, as long as no row names a block beyond them."""
+    pattern = masks.block_list([[0], [1], [1], [3]], block=4)
+    sizes = data.draw(fst.attention_sizes(pattern, num_heads=1, self_attention=False))
+    bound = pattern.bind(num_heads=1, num_queries=sizes.num_queries, num_keys=sizes.num_keys, **sizes.places)
+    assert bound.num_queries == sizes.num_queries
 
 
 def test_packings_shrink_and_fit() -> None:
@@ -111,6 +184,7 @@ def test_tensors() -> None:
     assert (q.shape, k.shape, v.shape) == ((1, 4, 3, 8), (1, 2, 5, 8), (1, 2, 5, 8))
     assert q.dtype == torch.bfloat16
     assert v.requires_grad
+    assert not k.equal(v)
     transposed = smallest(
         fst.attention_inputs(fst.AttentionSizes(1, 4, 2, 3, 5, 8)), lambda qkv: not qkv[0].is_contiguous()
     )

@@ -7,11 +7,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 from flexdilated import masks
 from flexdilated._placed_call import PlacedCall
+from flexdilated.distributed import attend
 from flexdilated.distributed._ring_op import ring_backward_op, ring_op
 from flexdilated.distributed._sharding import Sharding
 from flexdilated.masks._json import read_text
@@ -93,13 +96,8 @@ def dense_forward(self: PlacedCall, q, k, v, sinks, bindings, *, return_lse=True
 
 def run_by_autograd(case: RingCase):
     """On a rank: the case by an engine without a backward of its own."""
-    ranks = all_ranks()
-
-    def by_flex(*args: Any) -> tuple[Tensor, Tensor]:
-        return ring_op(*args[:9], "flex", *args[10:])
-
-    with patch.object(PlacedCall, "forward", dense_forward), patch("flexdilated.distributed._ring.ring_op", by_flex):
-        return shares_of(case, ranks)
+    with patch.object(PlacedCall, "forward", dense_forward):
+        return shares_of(case, all_ranks(), engine="flex")
 
 
 def test_an_engine_whose_backward_is_autograds_gives_the_same_gradients():
@@ -110,12 +108,13 @@ def test_an_engine_whose_backward_is_autograds_gives_the_same_gradients():
 
 def unserved(case: RingCase) -> None:
     """On a rank: engines that cannot serve a part of a sequence, or not here, say so before anything is sent."""
-    ranks = all_ranks()
-    leaves = [x[:, :, case.sharding.positions(ranks.rank)] for x in case.tensors[:3]]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    leaves = [x[:, :, case.sharding.positions(dist.get_rank())] for x in case.tensors[:3]]
+    options = {"mesh": mesh, "sharding": case.sharding, "schedule": "ring", "enable_gqa": True}
     with pytest.raises(ValueError, match="engine='reference' runs whole sequences"):
-        call_ring(case, ranks, *leaves, engine="reference")
+        attend(*leaves, case.pattern, engine="reference", **options)
     with pytest.raises(ValueError, match="flex gives no lse on CPU"):
-        call_ring(case, ranks, *(x.float() for x in leaves), engine="flex")
+        attend(*(x.float() for x in leaves), case.pattern, engine="flex", **options)
 
 
 def test_engines_that_cannot_serve_say_so():

@@ -112,9 +112,9 @@ def test_parts_of_a_shard_are_sent_from_where_they_lie():
 def leased(case: RingCase) -> tuple[Shares, Shares, Any, Any]:
     """On a rank: the shares without a pool and with one, and its statistics after one step and after three."""
     pool = BufferPool("cpu", threshold_bytes=0, debug=True)
-    (plain,), (first,) = run([case]), run([case], {"pool": pool})
+    (plain,), (first,) = run([case]), run([case], {"pool": pool.name})
     after_one = pool.statistics
-    run([case, case], {"pool": pool})
+    run([case, case], {"pool": pool.name})
     return plain, first, after_one, pool.statistics
 
 
@@ -190,7 +190,7 @@ def failing(case: RingCase, how: str, where: str, when: int) -> Any:
     start = time.monotonic()
     with patch.object(PlacedCall, where, fails if all_ranks().rank == 1 else compute):
         try:
-            run([case], {"pool": pool})
+            run([case], {"pool": pool.name})
         except (DistError, MemoryError) as error:
             return type(error).__name__, str(error), pool.statistics, time.monotonic() - start
     return None

@@ -4,20 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexdilated import masks
 from flexdilated._head_groups import branch_rules
 from flexdilated.masks._ranges import as_ranges, intersect, unite
-from tests import oracle, strategies
-from tests.strategies import Twin
-
-CAUSAL = Twin(masks.causal(), oracle.causal())
-
-
-@st.composite
-def causal_twins(draw: st.DrawFn, num_heads: int) -> Twin:
-    """Any expression of the catalogue, with causal order."""
-    twin = draw(strategies.expressions(num_heads))
-    return Twin(twin.pattern & CAUSAL.pattern, oracle.both(twin.rule, CAUSAL.rule), twin.edges)
+from tests import strategies
 
 
 @given(data=st.data())
@@ -35,7 +24,7 @@ def test_closed_forms_are_the_rules(data: st.DataObject) -> None:
 @given(data=st.data())
 def test_rows_of_a_step_are_the_rules(data: st.DataObject) -> None:
     """As a decoding step asks for them, and by search, of one row or some ahead: the same keys, each once."""
-    case = data.draw(strategies.whole_cases(causal_twins))
+    case = data.draw(strategies.whole_cases(strategies.causal_twins))
     query = case.num_keys - 1
     expected = case.counts()[:, query]
     asked, searched = torch.zeros_like(expected), torch.zeros_like(expected)

@@ -10,8 +10,8 @@ from flexdilated import masks
 from flexdilated.distributed import Sharding
 from flexdilated.distributed import _schedule as module
 from flexdilated.distributed._schedule import _choose, choose_schedule
+from flexdilated.testing.strategies import shardings
 from tests.strategies import whole_cases
-from tests.test_work import shardings
 
 # W ranks, H query heads, G key/value heads, N tokens
 
@@ -27,7 +27,7 @@ def tokens_of_runs(needed: Tensor, runs: tuple[range, ...]) -> int:
 @given(st.data())
 def test_bytes_are_those_of_the_dense_rule(data: st.DataObject) -> None:
     case = data.draw(whole_cases())
-    sharding = data.draw(shardings(case.num_queries))
+    sharding = data.draw(shardings(case.num_queries, max_ranks=6))
     kv_heads = data.draw(st.sampled_from([G for G in range(1, case.num_heads + 1) if case.num_heads % G == 0]))
     batch, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
     choice = choose_schedule(

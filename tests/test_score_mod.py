@@ -21,9 +21,9 @@ from flexdilated._flex import make_flex_program
 from flexdilated._flex_program import static_program
 from flexdilated._score_mod import Folded, InOrder, Shifted
 from flexdilated.masks._planner import plan
-from tests import oracle
+from tests import oracle, twins
 from tests.agreement import TIGHT, assert_agrees
-from tests.strategies import Case, Twin, block_sides, cases, tensors, whole_cases
+from tests.strategies import Case, block_sides, cases, tensors, whole_cases
 from tests.test_flex import CPU, around_dense, attend_by, call_key, qkv
 
 # B batch, H query heads, N queries, M keys, D head dim
@@ -106,7 +106,7 @@ def test_flex_in_every_order_is_the_oracle(data, side):
 @given(st.data())
 def test_flex_in_every_order_with_every_offset(data):
     """Some of the heads, and positions that begin late, where all orders are weighed."""
-    twin = Twin(masks.dilated(24, 3, 1) & masks.causal(), oracle.both(oracle.dilated(24, 3, 1), oracle.causal()))
+    twin = twins.dilated(24, 3, 1) & twins.causal()
     case = Case(twin, 2, 21, 30, q_offset=17, k_offset=8, head_offset=1, num_heads_global=4)
     layouts = {option.layout for option in plan(case.bind()).options[0]}
     assert layouts == {"compact", "compact, split", "natural", "residue 3"}

@@ -20,7 +20,7 @@ from flexdilated._slots_op import add_slots, join_slots, take_slots
 from flexdilated.masks import Layout
 from flexdilated.masks._layout import Compact
 from flexdilated.masks._planner import plan
-from tests.strategies import LONGNET_5
+from tests.ladders import LONGNET_5
 
 CPU = torch.device("cpu")
 

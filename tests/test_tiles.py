@@ -18,7 +18,8 @@ from flexdilated.masks import Layout, _blocks, _quadtree
 from flexdilated.masks._planner import Plan, plan
 from tests import oracle
 from tests.agreement import assert_agrees
-from tests.strategies import GIGAPATH_5, LONGNET_5, PAPER_5, block_sides, cases, scaled, tensors, whole_cases
+from tests.ladders import GIGAPATH_5, LONGNET_5, PAPER_5, scaled
+from tests.strategies import block_sides, cases, tensors, whole_cases
 
 
 @given(st.data(), st.tuples(block_sides, block_sides), st.floats(-2, 2))

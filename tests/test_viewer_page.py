@@ -131,7 +131,7 @@ NOISE = torch.randint(0, 2, (1_500_000,), generator=torch.Generator().manual_see
         (lambda: page(masks.causal(), 8, num_heads=0), "num_heads must be at least 1"),
         (lambda: page(masks.causal(), 8, num_heads=2, head=2), "head must be at most 1; got head=2"),
         (lambda: page(masks.causal(), 8, num_keys=0), "num_keys must be at least 1"),
-        (lambda: page(masks.documents([0, 0, 1]), 3, batch=1), "batch must be at most 0; got batch=1"),
+        (lambda: page(masks.documents([0, 0, 1]), 3, batch=1), "batch must be below the number of batch entries; got batch=1 of 1"),
         (lambda: page(masks.documents("ids"), 3), "the pattern needs the run-time tensor 'ids'"),
         (lambda: page(masks.documents([0, 0, 1]), 4), "document ids must be one for each of the 4 positions"),
         (lambda: page(masks.per_head([masks.causal()] * 3), 8, num_heads=2), "got 3 for 2 heads"),

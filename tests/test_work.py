@@ -1,6 +1,6 @@
 """Work of ranks: every pair of every rank's queries is counted, once a branch, at any size and without forming it."""
 
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import pytest
 import torch
@@ -14,20 +14,11 @@ from flexdilated.masks import _exact_pairs, _query_pairs
 from flexdilated.masks._box import Box, Progression
 from flexdilated.masks._exact_pairs import exact_pairs
 from flexdilated.masks._query_pairs import pairs_of_queries
-from tests.strategies import Twin, sets, whole_cases
+from flexdilated.testing.strategies import shardings
+from tests.strategies import sets, whole_cases
+from tests.twins import Twin
 
 # W ranks, N tokens
-
-
-@st.composite
-def shardings(draw: st.DrawFn, num_tokens: int) -> Sharding:
-    """Any number of ranks in either order; shards of equal and of any lengths, empty ones among them."""
-    ranks, order = draw(st.integers(1, 6)), draw(st.sampled_from(["contiguous", "zigzag"]))
-    if draw(st.booleans()):
-        return Sharding(num_tokens, ranks, order)
-    ends = sorted(draw(st.lists(st.integers(0, num_tokens), min_size=ranks - 1, max_size=ranks - 1)))
-    lengths = [stop - start for start, stop in pairwise([0, *ends, num_tokens])]
-    return Sharding(num_tokens, ranks, order, lengths)
 
 
 @pytest.fixture(params=["as it is", "in small steps"], autouse=True, scope="module")
@@ -44,7 +35,7 @@ def steps(request):
 @given(st.data())
 def test_every_pair_is_counted_where_its_query_is(data: st.DataObject) -> None:
     case = data.draw(whole_cases())
-    sharding = data.draw(shardings(case.num_queries))
+    sharding = data.draw(shardings(case.num_queries, max_ranks=6))
     first = data.draw(st.integers(0, case.num_heads - 1))
     here = data.draw(st.integers(1, case.num_heads - first))
     rows = case.counts()[first : first + here].sum((0, 2))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .. import masks
 from ..masks._bound import Bound
-from ..masks._check import LARGEST
+from ..masks._check import LARGEST, require_below
 from ..masks._pattern import Expression
 from ..masks._run_time import names
 from ._bindings import one_entry, read_bindings, with_values
@@ -41,6 +41,11 @@ class AskedPattern:
         """The same with the run-time tensors of one batch entry."""
         return replace(self, pattern=one_entry(self.pattern, batch))
 
+    def require(self, *, head: int, batch: int) -> None:
+        """Raise UsageError for a head or a batch entry that there is not."""
+        _require(lambda: require_below("head", head, self.num_heads, "heads"))
+        _require(lambda: require_below("batch", batch, self.num_entries, "batch entries"))
+
 
 def read_expression(text: str) -> Expression:
     """The pattern of an expression, or of a JSON file. Raises UsageError where it is neither."""
@@ -72,8 +77,12 @@ def ask(text: str, tokens: str | None, num_heads: int, bindings: Sequence[str]) 
     if values and num_tokens > _MOST_BOUND_TOKENS:
         raise UsageError(f"--tokens must be at most {_MOST_BOUND_TOKENS} with --bind; got {num_tokens}")
     asked = AskedPattern(with_values(pattern, values, num_tokens), num_tokens, num_heads)
+    _require(asked.bind)
+    return asked
+
+
+def _require(check: Callable[[], object]) -> None:
     try:
-        asked.bind()
+        check()
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from None
-    return asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -16,7 +17,9 @@ FILE_NAME = "checkpoint.pt"
 
 def save(folder: Path, state: dict[str, Any]) -> None:
     """Write the state, plain data and tensors, in place of an earlier one."""
-    replace(folder / FILE_NAME, lambda path: torch.save(state, path))
+    buffer = BytesIO()  # where the disk is full, torch.save on a file raises what does not say so
+    torch.save(state, buffer)
+    replace(folder / FILE_NAME, lambda path: path.write_bytes(buffer.getbuffer()))
 
 
 def load(folder: Path, *, identity: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ._usage import UsageError
 def explain(options: argparse.Namespace) -> int:
     """Print the tree of reasons, or the same as plain data. Status 0 whether the pair is allowed or not."""
     asked = asked_from(options)
+    asked.require(head=options.head, batch=options.batch)
     pair = {"query": options.query, "key": options.key, "head": options.head, "batch": options.batch}
     sizes = {"num_heads": asked.num_heads, "num_tokens": asked.num_tokens, "block_size": options.block_size}
     try:

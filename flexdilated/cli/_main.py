@@ -17,6 +17,7 @@ from . import (
     _show_arguments,
     _tune_arguments,
 )
+from ._standard_output import require_open, tell, written
 from ._usage import UsageError
 
 # What `python -m flexdilated --help` says of each command, and where its arguments stand: what a command needs is
@@ -32,31 +33,31 @@ _COMMANDS = {
     "doctor": ("say what works on this machine, and what is missing", _doctor_arguments),
 }
 _INTERRUPTED = 130  # what shells report of a process that SIGINT ended
-_UNREAD = 141  # of one that SIGPIPE ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. The exit status: 0 done, 1 does not work here, 2 bad usage, 130 interrupted, 141 unread."""
-    options = _parser().parse_args(arguments)
+    return written(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
+        options = _parser().parse_args(arguments)
+        require_open()
         return options.command(options)
     except UsageError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # of the processes that torchrun starts, one a machine says it
-            print(f"flexdilated: error: {error}", file=sys.stderr)
+            tell(str(error))
         return 2
     except UnicodeEncodeError as error:
-        print(
-            f"flexdilated: error: the output needs more characters than {error.encoding} has, such as those of "
-            f"UTF-8, which PYTHONIOENCODING=utf-8 chooses; got {error.object[error.start]!a}",
-            file=sys.stderr,
+        tell(
+            f"the output needs more characters than {error.encoding} has, such as those of UTF-8, which "
+            f"PYTHONIOENCODING=utf-8 chooses; got {error.object[error.start]!a}"
         )
         return 2
     except KeyboardInterrupt:
         print("\nstopped; a checkpoint written so far stays", file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _UNREAD
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,10 +20,15 @@ def prepare(folder: Path) -> None:
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, then move it there: readers see a whole file, old or new."""
+    """Let `write` fill a file beside `path`, then move it there: readers see a whole file, old or new.
+
+    Raises UsageError where that cannot be written.
+    """
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
         write(partial)
         partial.replace(path)
+    except OSError as error:
+        raise UsageError(f"the file must be one that can be written; {path}: {error.strerror}") from None
     finally:
         partial.unlink(missing_ok=True)

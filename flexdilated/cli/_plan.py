@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 from ._plan_budget import budget_data, budget_text
 from ._plan_report import report_data, report_text
 from ._plan_settings import PlanSettings
+from ._terminal import terminal_of
 from ._usage import UsageError
 
 
@@ -19,5 +21,5 @@ def plan(settings: PlanSettings) -> int:
     if settings.as_json:
         print(json.dumps(data, indent=1, ensure_ascii=False))
     else:
-        print(budget_text(data) if settings.budgets else report_text(data))
+        print(budget_text(data) if settings.budgets else report_text(data, columns=terminal_of(sys.stdout).columns))
     return 0

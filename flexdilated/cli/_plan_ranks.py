@@ -36,7 +36,4 @@ def _draw(path: Path, found: Simulation, data: dict[str, Any]) -> None:
     shown = {name: found.ways[name].keys for name in ("exchange", "all-gather")}
     size = f"{tokens_text(data['num_tokens'])} tokens, head dim {data['head_dim']}, {data['dtype']}"
     title = f"{data['pattern']:.90}\nkeys and values between {data['num_ranks']:,} ranks: {size}"
-    try:
-        replace(path, lambda partial: save_traffic_picture(partial, shown, title=title))
-    except OSError as error:
-        raise UsageError(f"--picture must be a file that can be written; {path}: {error.strerror}") from None
+    replace(path, lambda partial: save_traffic_picture(partial, shown, title=title))

@@ -16,8 +16,10 @@ from ..masks._bound import Bound
 from ..masks._options import ANYTHING, Option
 from ..masks._pattern import Mixture
 from ..masks._planner import Plan, plan
+from ..masks._spelling import shortened
 from ..masks._term import Term
-from ..masks.inspection._describe import Description, describe_plan
+from ..masks.inspection._describe import Description, describe_plan, require_describable
+from ..masks.inspection._fitted_table import fitted_facts, fitted_table
 from ..nn._model_memory import attention_size, model_memory
 from ._plan_settings import DTYPES, PlanSettings
 from ._sizes import bytes_text, tokens_text
@@ -28,6 +30,7 @@ _WIDEST_RULE = 60
 
 def report_data(settings: PlanSettings) -> dict[str, Any]:
     """All that is known of the plan, as plain data. Raises ValueError where the pattern does not bind."""
+    require_describable(settings.num_tokens)
     bound = _bound(settings)
     allowed = ANYTHING if settings.device == "cpu" else allowed_on(torch.device(settings.device))
     best = plan(bound, device=settings.device, allowed=allowed)
@@ -141,10 +144,10 @@ def _memory(settings: PlanSettings) -> dict[str, Any]:
     }
 
 
-def report_text(data: dict[str, Any]) -> str:
-    """The same as tables, in lines of a terminal."""
-    parts = [tabulate(_facts(data), tablefmt="plain", disable_numparse=True)]
-    parts += ["How it is computed", _terms_table(data["terms"]), "What was weighed", _options_table(data["options"])]
+def report_text(data: dict[str, Any], *, columns: int) -> str:
+    """The same as tables, in lines of at most so many characters."""
+    parts = [fitted_facts(_facts(data), columns=columns), "How it is computed", _terms_table(data["terms"], columns)]
+    parts += ["What was weighed", _options_table(data["options"], columns)]
     if data["measured"]:
         parts += ["Forward on this machine", _measured_table(data["measured"])]
     return "\n\n".join([*parts, "Memory", _memory_table(data)])
@@ -168,35 +171,29 @@ def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _terms_table(terms: Sequence[dict[str, Any]]) -> str:
+def _terms_table(terms: Sequence[dict[str, Any]], columns: int) -> str:
     names = ("branch", "layout", "shape", "rule", "times", "heads", "slots", "terms")
-    lines = [[term[name] for name in names] for term in ({**term, **_shown(term)} for term in terms[:_MOST_LINES])]
+    lines = [[str(term[name]) for name in names] for term in ({**term, **_shown(term)} for term in terms[:_MOST_LINES])]
     headers = [name if name != "slots" else "folds x slots" for name in names]
     more = len(terms) - _MOST_LINES
     rest = f"\n... and {more} more; --json prints all" if more > 0 else ""
-    return tabulate(lines, headers, disable_numparse=True) + rest
+    return fitted_table(lines, headers, columns=columns) + rest
 
 
 def _shown(term: dict[str, Any]) -> dict[str, str]:
     """How a term's rule and sizes are printed."""
     keys = "" if term["keys"] == term["queries"] else f" by {term['keys']:,}"
-    return {"rule": _short(term["rule"]), "slots": f"{term['folds']} x {term['queries']:,}{keys}"}
+    return {"rule": shortened(term["rule"], _WIDEST_RULE), "slots": f"{term['folds']} x {term['queries']:,}{keys}"}
 
 
-def _short(rule: str) -> str:
-    return rule if len(rule) <= _WIDEST_RULE else f"{rule[: _WIDEST_RULE - 3]}..."
-
-
-def _options_table(options: Sequence[dict[str, Any]]) -> str:
+def _options_table(options: Sequence[dict[str, Any]], columns: int) -> str:
     lines = [
-        (option["branch"], option["layout"], f"{option['computed_pairs']:,}", bytes_text(option["moved_bytes"]),
+        (str(option["branch"]), option["layout"], f"{option['computed_pairs']:,}", bytes_text(option["moved_bytes"]),
          f"{option['launches']:,}", f"{option['predicted_s'] * 1e3:.3g}", "chosen" if option["chosen"] else "")
         for option in options
     ]  # fmt: skip
     headers = ("branch", "layout", "computed pairs", "moved", "launches", "predicted ms", "")
-    return tabulate(
-        lines, headers, disable_numparse=True, colalign=("left", "left", "right", "right", "right", "right")
-    )
+    return fitted_table(lines, headers, columns=columns, align=("left", "left", "right", "right", "right", "right"))
 
 
 def _measured_table(measured: Sequence[dict[str, Any]]) -> str:

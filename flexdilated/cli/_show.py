@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from io import BytesIO
+from math import isqrt
 from pathlib import Path
 from textwrap import shorten, wrap
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 
 from ..masks.inspection._cells import Cells, count_cells
-from ..masks.inspection._describe import Description, describe
+from ..masks.inspection._describe import MOST_DESCRIBED, Description, describe
 from ._heat_map import Grid, grid_for, heat_map, legend
+from ._out import replace
 from ._show_settings import ShowSettings
 from ._sizes import tokens_text
 from ._usage import UsageError
@@ -20,7 +22,7 @@ from ._usage import UsageError
 _BESIDE = 7  # lines beside the cells: the pattern, facts, labels, a frame, a legend and the prompt
 _LEAST_LINES = 4
 _JSON_CELLS = 64  # a side
-_MOST_DESCRIBED = 1 << 27  # tokens: their plan holds blocks by the row
+_MOST_JSON_CELLS = 1 << 18  # of each, counts of every branch are printed
 
 
 def show(settings: ShowSettings) -> int:
@@ -35,7 +37,9 @@ def show(settings: ShowSettings) -> int:
         else:
             print("\n".join(map_lines(settings)), flush=True)  # the numbers may take a moment longer
             if not settings.brief:
-                print(f"\n{_described(settings) or _undescribed()}")
+                described = _described(settings)
+                columns = settings.terminal.columns
+                print(f"\n{_undescribed() if described is None else described.to_text(columns=columns)}")
     except UnicodeEncodeError:  # of the output, not of what was asked
         raise
     except (TypeError, ValueError) as error:
@@ -66,7 +70,13 @@ def _drawn(settings: ShowSettings, grid: Grid) -> list[str]:
 def show_data(settings: ShowSettings) -> dict[str, Any]:
     """All of it as plain data; counts by rows of cells, an estimate only where bounds differ."""
     shape = settings.cells or (_JSON_CELLS, _JSON_CELLS)
-    cells = _count(settings, (min(shape[0], len(settings.queries)), min(shape[1], len(settings.keys))))
+    shape = min(shape[0], len(settings.queries)), min(shape[1], len(settings.keys))
+    if shape[0] * shape[1] > _MOST_JSON_CELLS:
+        side = isqrt(_MOST_JSON_CELLS)
+        raise UsageError(
+            f"--json prints at most {_MOST_JSON_CELLS} cells, such as --cells {side}x{side}; got {shape[0]}x{shape[1]}"
+        )
+    cells = _count(settings, shape)
     layout = settings.layout
     return {
         "pattern": repr(settings.asked.pattern),
@@ -107,13 +117,13 @@ def _count(settings: ShowSettings, shape: tuple[int, int]) -> Cells:
 
 
 def _described(settings: ShowSettings) -> Description | None:
-    if settings.asked.num_tokens > _MOST_DESCRIBED:
+    if settings.asked.num_tokens > MOST_DESCRIBED:
         return None
     return describe(settings.asked.pattern, settings.asked.num_tokens, num_heads=settings.asked.num_heads)
 
 
 def _undescribed() -> str:
-    return f"Density, blocks and work are counted up to {tokens_text(_MOST_DESCRIBED)} tokens."
+    return f"Density, blocks and work are counted up to {tokens_text(MOST_DESCRIBED)} tokens."
 
 
 def _facts(settings: ShowSettings, cells: Cells) -> list[str]:
@@ -167,8 +177,5 @@ def _write_picture(settings: ShowSettings, path: Path) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise UsageError(f"the file must be one that can be written; {error}") from None
+    replace(path, lambda partial: partial.write_bytes(content))
     print(f"wrote {path}: {len(content):,} bytes")

@@ -52,9 +52,7 @@ class ShowSettings:
 def settings_from(options: argparse.Namespace) -> ShowSettings:
     """Raises UsageError for what does not read and for what does not fit together."""
     asked = asked_from(options)
-    for name, value, limit in (("head", options.head, asked.num_heads), ("batch", options.batch, asked.num_entries)):
-        if not 0 <= value < limit:
-            raise UsageError(f"--{name} must be at least 0 and below {limit}; got {value}")
+    asked.require(head=options.head, batch=options.batch)
     _check_outputs(options)
     return ShowSettings(
         asked=asked.entry(options.batch),

@@ -25,9 +25,10 @@ from ._check_shards import check_shards, equal_shards
 from ._codec import codec_named
 from ._codec_choice import CodecChoice, check_codec
 from ._exchange import exchange
+from ._plain_call import PlainCall
 from ._pools import PoolChoice, name_of
 from ._ranks import Ranks
-from ._ring import ring
+from ._ring_op import ring_op
 from ._schedule import Schedule, choose_schedule
 from ._sharding import Sharding
 from ._whole_rule import whole_rule
@@ -143,22 +144,29 @@ def attend(
     tensors = run_time_tensors(pattern, bindings)
     check_codec(codec, error_bound, q.dtype)
     chosen = _named(schedule, q, k, pattern, tensors, shards, head_offset, heads, codec)
-    needs_lse = return_lse or chosen == "ring"
-    options: dict[str, Any] = {"engine": _engine(engine, q, k, v, pattern, head_offset, sinks, needs_lse)}
-    options |= {"scale": resolve_scale(scale, index(q.shape[-1])), "sharding": shards}
-    options |= {"head_offset": head_offset, "num_heads_global": heads, "codec": codec, "error_bound": error_bound}
-    sides = () if block_size is None else block_sides(block_size)
-    name_of(pool)  # a value that is none is answered before anything is sent
-    facts = _facts(q, k, v, sinks, pattern, schedule, options)
+    chosen_engine = _engine(engine, q, k, v, pattern, head_offset, sinks, return_lse or chosen == "ring")
+    call = PlainCall(
+        pattern=pattern.text,
+        scale=resolve_scale(scale, index(q.shape[-1])),
+        head_offset=head_offset,
+        num_heads_global=heads,
+        engine=chosen_engine,
+        block_size=() if block_size is None else block_sides(block_size),
+        sharding=shards.numbers(),
+        group=ranks.name,
+        codec=codec,
+        error_bound=0.0 if error_bound is None else error_bound,
+        pool=name_of(pool),  # a value that is none is answered before anything is sent
+    )
+    facts = _facts(q, k, v, sinks, schedule, call)
     if torch.compiler.is_compiling():
         _agree(ranks.name, ranks.size, ranks.rank, ranks.device_type, facts)
     else:
         check_agreement(ranks, _named_facts(facts), once=lambda: values_of(pattern, tensors))
-    options |= {"ranks": ranks, "sinks": sinks, "bindings": tensors, "block_size": sides, "pool": pool}
     if chosen == "ring":
-        out, lse = ring(q, k, v, pattern, **options)
+        out, lse = ring_op(q, k, v, sinks, tensors, *call)
     else:
-        out, lse = exchange(q, k, v, pattern, return_lse=return_lse, **options)
+        out, lse = exchange(q, k, v, sinks, tensors, call, return_lse=return_lse)
     if not return_lse:
         return out
     assert lse is not None
@@ -189,9 +197,8 @@ def _facts(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    pattern: Pattern | Mixture,
     schedule: str,
-    options: Mapping[str, Any],
+    call: PlainCall,
 ) -> tuple[tuple[str, object], ...]:
     """What all ranks must have alike for their messages to fit, as plain values.
 
@@ -200,18 +207,18 @@ def _facts(
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     return (
         ("schedule", schedule),
-        ("pattern", pattern.text),
-        ("sharding", options["sharding"].numbers()),
+        ("pattern", call.pattern),
+        ("sharding", call.sharding),
         ("batch", index(q.shape[0])),
         ("heads", index(q.shape[1])),
         ("key/value heads", index(k.shape[1])),
         ("head dim", index(q.shape[3])),
         ("dtype", str(q.dtype)),
-        ("head_offset", options["head_offset"]),
-        ("num_heads_global", options["num_heads_global"]),
-        ("scale", options["scale"]),
-        ("codec", options["codec"]),
-        ("error_bound", options["error_bound"]),
+        ("head_offset", call.head_offset),
+        ("num_heads_global", call.num_heads_global),
+        ("scale", call.scale),
+        ("codec", call.codec),
+        ("error_bound", call.error_bound or None),
         ("sinks", sinks is not None),
         ("gradients wanted", wanted),
     )

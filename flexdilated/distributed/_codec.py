@@ -143,10 +143,10 @@ class Int8(Codec):
         torch.mul(wire[..., _SCALE_BYTES:].view(torch.int8), scale, out=out)
 
 
-_CODECS: dict[CodecName | None, Codec] = {codec.name: codec for codec in (Plain(), Bf16(), Int8())}
+_CODECS: dict[str | None, Codec] = {codec.name: codec for codec in (Plain(), Bf16(), Int8())}
 
 
-def codec_named(name: CodecName | None) -> Codec:
+def codec_named(name: str | None) -> Codec:
     """The codec of this name; None: rows as they are. Raises ValueError for any other name."""
     if name not in _CODECS:
         raise ValueError(f"codec must be None, {', '.join(map(repr, get_args(CodecName)))} or 'auto'; got {name!r}")

@@ -58,7 +58,7 @@ def choose_codec(
 
 
 def codec_for(
-    name: CodecChoice, error_bound: float, k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], ranks: Ranks
+    name: str | None, error_bound: float, k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], ranks: Ranks
 ) -> Codec:
     """The codec of this name, or the one that "auto" finds; rows that are bfloat16 need none that writes bfloat16."""
     if name == "auto":

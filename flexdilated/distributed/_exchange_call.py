@@ -1,17 +1,17 @@
-"""ExchangeCall: what a call of the exchange is besides its tensors, and its two passes on this rank."""
+"""ExchangeCall: a call of the exchange without its tensors, and its two passes on this rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .._placed_call import PlacedCall, WholeRows
 from ._codec import gradient_codec
-from ._codec_choice import CodecChoice, codec_for
+from ._codec_choice import codec_for
 from ._exchange_rows import bring_keys, return_gradients
+from ._plain_call import PlainCall
 from ._pools import pool_named
 from ._ranks import Ranks, group_of
 from ._sharding import Sharding
@@ -21,24 +21,10 @@ from ._wires import Wires
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, M own and received tokens, D head dim
 
 
-@dataclass(frozen=True)
-class ExchangeCall:
-    """What a call of the exchange is besides its tensors, as plain values, the same on all ranks.
+class ExchangeCall(PlainCall):
+    """The passes of a call of the exchange on this rank."""
 
-    `pattern` is JSON, `sharding` its numbers; `pool` is the name of one, or "".
-    """
-
-    pattern: str
-    scale: float
-    head_offset: int
-    num_heads_global: int
-    engine: str
-    sides: tuple[int, ...]
-    sharding: tuple[int, ...]
-    group: str
-    codec: CodecChoice
-    error_bound: float
-    pool: str
+    __slots__ = ()
 
     def wires(self, num_heads: int, num_kv_heads: int, bindings: Sequence[Tensor]) -> Wires:
         """Which rows go where, for these values of the run-time tensors."""
@@ -50,7 +36,7 @@ class ExchangeCall:
     def placed(self, wires: Wires) -> PlacedCall:
         """Attention of this rank's queries to its own and the received keys."""
         where = (self.head_offset, self.num_heads_global)
-        return PlacedCall(self.pattern, wires.placement, self.scale, *where, self.engine, self.sides)
+        return PlacedCall(self.pattern, wires.placement, self.scale, *where, self.engine, self.block_size)
 
     def bring(self, k: Tensor, v: Tensor, wires: Wires) -> tuple[Tensor, Tensor]:
         """(k, v) with those that this rank's queries need of other ranks."""
@@ -93,9 +79,7 @@ class ExchangeCall:
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor], *, return_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         """(out, lse if asked for) where torch.compile follows the engine: only the transfer of keys is an op."""
-        options = (self.pattern, self.scale, self.head_offset, self.num_heads_global, self.engine, list(self.sides))
-        sending = (list(self.sharding), self.group, self.codec, self.error_bound, self.pool)
-        k_all, v_all = torch.ops.flexdilated.exchange_keys(q, k, v, bindings, *options, *sending)
+        k_all, v_all = torch.ops.flexdilated.exchange_keys(q, k, v, bindings, *self)
         if not q.shape[2]:
             nothing = k_all.sum() + v_all.sum()  # the backward of every rank has to come to the exchange
             return q + nothing, q.sum(-1).to(_wide(q)) + nothing

@@ -40,11 +40,6 @@ def pool_named(name: str, device: torch.device) -> BufferPool | None:
     return pool
 
 
-def resolve_pool(pool: PoolChoice, device: torch.device) -> BufferPool | None:
-    """What the argument `pool` of a call stands for; "auto": the pool of the device. Raises TypeError otherwise."""
-    return pool_named(name_of(pool), device)
-
-
 def pool_for(device: torch.device | str) -> BufferPool:
     """The one pool of this device in this process. It leases from the size where that was measured to pay."""
     with _lock:  # two threads that ask at once get the same one

@@ -12,7 +12,10 @@ from torch import Tensor
 from .._placed_call import PlacedCall
 from ..masks._placement import Placement
 from ._codec import Codec
+from ._codec_choice import codec_for
+from ._plain_call import PlainCall
 from ._pool import BufferPool
+from ._pools import pool_named
 from ._ranks import Ranks
 from ._ring_plan import Part, Turn, turns_of
 from ._sharding import Sharding
@@ -21,30 +24,42 @@ from ._whole_rule import whole_rule
 
 @dataclass(frozen=True, eq=False)
 class RingCall:
-    """The ranks and their shards, the pattern in JSON with its run-time tensors, heads, engine, and the way to send.
+    """A call with what its names stand for: ranks, shards, codec, pool; and its run-time tensors and heads.
 
     `dtype` is that in which a shard is computed with.
     """
 
+    plain: PlainCall
     ranks: Ranks
     sharding: Sharding
-    pattern: str
     bindings: Sequence[Tensor]
-    scale: float
     num_heads: int
-    head_offset: int
-    num_heads_global: int
-    engine: str
-    sides: tuple[int, ...]
     dtype: torch.dtype
     codec: Codec
     pool: BufferPool | None
 
+    @classmethod
+    def of(cls, plain: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> RingCall:
+        ranks = Ranks.named(plain.group, q.device.type)
+        return cls(
+            plain,
+            ranks,
+            Sharding.of(plain.sharding),
+            bindings,
+            q.shape[1],
+            # The CPU's kernels round what they give to the type of what they get, a time for each shard. They take as
+            # long in float32 as in bfloat16.
+            torch.promote_types(q.dtype, torch.float32) if plain.engine == "tiles" else q.dtype,
+            codec_for(plain.codec, plain.error_bound, k, v, ranks),
+            pool_named(plain.pool, q.device),
+        )
+
     @cached_property
     def turns(self) -> tuple[Turn, ...]:
-        heads = range(self.head_offset, self.head_offset + self.num_heads)
-        rule = whole_rule(self.pattern, self.bindings, self.sharding.num_tokens)
-        return turns_of(rule, self.sharding, self.ranks.rank, heads=heads, num_heads_global=self.num_heads_global)
+        first, num_heads_global = self.plain.head_offset, self.plain.num_heads_global
+        heads = range(first, first + self.num_heads)
+        rule = whole_rule(self.plain.pattern, self.bindings, self.sharding.num_tokens)
+        return turns_of(rule, self.sharding, self.ranks.rank, heads=heads, num_heads_global=num_heads_global)
 
     @cached_property
     def own(self) -> Part:
@@ -55,5 +70,6 @@ class RingCall:
         """Attention of this rank's queries to these keys."""
         tokens = self.sharding.num_tokens
         placement = Placement(self.own.positions, (part.positions,), complete=False, num_tokens=tokens)
-        where = (self.head_offset, self.num_heads_global)
-        return PlacedCall(self.pattern, placement, self.scale, *where, self.engine, self.sides)
+        call = self.plain
+        where = (call.head_offset, call.num_heads_global)
+        return PlacedCall(call.pattern, placement, call.scale, *where, call.engine, call.block_size)

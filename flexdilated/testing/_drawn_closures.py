@@ -10,45 +10,48 @@ from torch import Tensor
 from ..masks import EMPTY, FULL, PARTIAL, Pattern, custom
 
 
-def lattice(a: int, b: int, modulus: int) -> Pattern:
+def custom_lattice(a: int, b: int, modulus: int) -> Pattern:
     """Query q sees key k where a q + b k is a multiple of `modulus`."""
-    return custom(lattice_mod(a, b, modulus))
+    return custom(lattice(a, b, modulus))
 
 
-def head_windows(widths: Sequence[int], *, classified: bool) -> Pattern:
-    """Head h sees the last widths[h mod len(widths)] keys up to the query's own; classified: with bounds and a period."""
+def custom_windows(widths: Sequence[int], *, classified: bool) -> Pattern:
+    """Head h sees the last widths[h mod len(widths)] keys up to the query's own.
+
+    classified: with a function that classifies boxes, and a period.
+    """
     table = torch.tensor(widths)
     if not classified:
-        return custom(head_windows_mod(table))
-    return custom(head_windows_mod(table), classify=classify_head_windows(table), period=1)
+        return custom(window_by_head(table))
+    return custom(window_by_head(table), classify=classify_window(table), period=1)
 
 
-def same_kind(kinds: Sequence[int]) -> Pattern:
-    """Positions of equal kinds see each other; kinds repeat."""
-    return custom(same_kind_mod(torch.tensor(kinds)), period=len(kinds))
+def custom_kinds(kinds: Sequence[int]) -> Pattern:
+    """Positions of one kind see each other; kinds repeat."""
+    return custom(same_kind(torch.tensor(kinds)), period=len(kinds))
 
 
-def lattice_mod(a: int, b: int, modulus: int):
-    """The function of `lattice`."""
+def lattice(a: int, b: int, modulus: int):
+    """The function of `custom_lattice`."""
 
-    def lattice(b_, h, q, k):
+    def mask_mod(b_, h, q, k):
         return (q * a + k * b) % modulus == 0
 
-    return lattice
+    return mask_mod
 
 
-def head_windows_mod(widths: Tensor):
-    """The function of `head_windows`."""
+def window_by_head(widths: Tensor):
+    """The function of `custom_windows`."""
 
-    def head_windows(b, h, q, k):
+    def mask_mod(b, h, q, k):
         distance = q - k
         return (distance >= 0) & (distance < widths[h % len(widths)])
 
-    return head_windows
+    return mask_mod
 
 
-def classify_head_windows(widths: Tensor):
-    """What `head_windows` says of boxes."""
+def classify_window(widths: Tensor):
+    """What the function of `window_by_head` says of boxes."""
 
     def classify(head, q_first, q_last, k_first, k_last):
         width = widths[head % len(widths)]
@@ -59,11 +62,11 @@ def classify_head_windows(widths: Tensor):
     return classify
 
 
-def same_kind_mod(kinds: Tensor):
-    """The function of `same_kind`."""
+def same_kind(kinds: Tensor):
+    """The function of `custom_kinds`."""
     size = len(kinds)
 
-    def same_kind(b, h, q, k):
+    def mask_mod(b, h, q, k):
         return kinds[q % size] == kinds[k % size]
 
-    return same_kind
+    return mask_mod

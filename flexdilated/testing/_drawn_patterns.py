@@ -1,108 +1,61 @@
-"""Patterns that hypothesis draws: leaves, compositions of them, LongNets and other mixtures."""
+"""Patterns that hypothesis draws: sets, LongNets and other mixtures, whole grids."""
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Literal
 
 from hypothesis import strategies as st
 
-from .. import masks
 from ..masks import Mixture, Pattern
 from ..masks._check import require_int
+from . import _vocabulary
+from ._drawn_leaves import whole_grids
+from ._grammar import Grammar
 
-# The simplest comes first: hypothesis shrinks towards it.
 
+def patterns(
+    *, num_heads: int = 1, max_number: int = 24, depth: int = 2, max_positions: int = 128, closures: bool = False
+) -> st.SearchStrategy[Pattern | Mixture]:
+    """Set patterns and mixtures that can be bound to `num_heads` heads and to any number of tokens up to max_positions.
 
-def patterns(*, num_heads: int = 1, max_number: int = 24, depth: int = 2) -> st.SearchStrategy[Pattern | Mixture]:
-    """Set patterns and mixtures that can be bound to `num_heads` heads and to any number of tokens.
+    All kinds there are, in compositions: windows, dilated and strided sets, chunks, global tokens and landmarks, random
+    and listed blocks, neighbourhoods, LongNets. Queries and keys are the same tokens, or there are at least as many
+    keys: a list of blocks may name a block beyond fewer, which is an error (`attention_sizes(pattern)` heeds it).
 
-    max_number: the largest segment, stride, count and so on. depth: how many levels of `&`, `|`, `~`, `per_head`
-    and `blockwise` a set may have. They shrink towards `masks.causal()`.
+    max_number: the largest segment, stride, count and so on. depth: how many levels of `&`, `|`, `~`, `per_head`,
+    `head_groups` and `blockwise` a set may have. max_positions: grids hold at least as many tokens. closures: functions
+    too, as `masks.custom` takes them, which cannot be written down. They shrink towards `masks.causal()`.
     """
-    options = {"num_heads": num_heads, "max_number": max_number}
-    return st.one_of(set_patterns(**options, depth=depth), mixtures(**options))
+    return Grammar(num_heads, max_number, max_positions, closures).patterns(depth)
 
 
-def set_patterns(*, num_heads: int = 1, max_number: int = 24, depth: int = 2) -> st.SearchStrategy[Pattern]:
-    """Patterns in which a pair is allowed or not."""
-    require_int("num_heads", num_heads, minimum=1)
-    require_int("max_number", max_number, minimum=1)
-    require_int("depth", depth, minimum=0)
-    leaves = _leaves(max_number)
-    if depth == 0:
-        return leaves
-    inner = st.deferred(lambda: set_patterns(num_heads=num_heads, max_number=max_number, depth=depth - 1))
-    pairs = st.tuples(inner, inner)
-    composed = [
-        pairs.map(lambda parts: parts[0] & parts[1]),
-        pairs.map(lambda parts: parts[0] | parts[1]),
-        inner.map(lambda part: ~part),
-        st.builds(masks.blockwise, inner, st.integers(1, min(6, max_number))),
-        st.lists(inner, min_size=num_heads, max_size=num_heads).map(masks.per_head),
-        longnets(max_branches=num_heads, max_number=max_number, heads="grouped"),
-    ]
-    return st.one_of(leaves, leaves, *composed)
+def set_patterns(
+    *, num_heads: int = 1, max_number: int = 24, depth: int = 2, max_positions: int = 128, closures: bool = False
+) -> st.SearchStrategy[Pattern]:
+    """Patterns in which a pair is allowed or not; the arguments are those of `patterns`."""
+    return Grammar(num_heads, max_number, max_positions, closures).sets(depth)
 
 
-def mixtures(*, num_heads: int = 1, max_number: int = 24) -> st.SearchStrategy[Pattern | Mixture]:
-    """Multiset sums, in which a pair may count several times; a LongNet of one branch is a set."""
-    sets = partial(set_patterns, num_heads=num_heads, max_number=max_number)
-    ladders = longnets(max_number=max_number)
-    masked = st.one_of(st.just(masks.causal()), sets(depth=1))
-    return st.one_of(
-        sets(depth=1).map(lambda pattern: pattern + pattern),
-        st.builds(lambda a, b: a + b, sets(depth=1), sets(depth=1)),
-        ladders,
-        st.builds(lambda ladder, mask: ladder & mask, ladders, masked),
-    )
+def mixtures(
+    *, num_heads: int = 1, max_number: int = 24, max_positions: int = 128, closures: bool = False
+) -> st.SearchStrategy[Pattern | Mixture]:
+    """Multiset sums, in which a pair may count several times: LongNets, causal or cut by a set, and sums of two.
+
+    A LongNet of one branch is a set. The arguments are those of `patterns`.
+    """
+    return Grammar(num_heads, max_number, max_positions, closures).mixtures()
 
 
-@st.composite
-def longnets(draw: st.DrawFn, *, max_branches: int = 4, max_number: int = 24, heads: str = "all") -> Pattern | Mixture:
-    """LongNet's branches of any segment lengths and rates, both rules of offsets; rates need not divide segments."""
-    branch = st.tuples(st.integers(1, max_number), st.integers(1, min(7, max_number)))
-    branches = draw(st.lists(branch, min_size=1, max_size=max_branches))
-    segments, rates = zip(*branches, strict=True)
-    offsets = draw(st.sampled_from(["interleaved", "contiguous"]))
-    return masks.longnet(segments, rates, offsets=offsets, heads=heads)
+def longnets(
+    *, max_branches: int = 4, max_number: int = 24, heads: Literal["all", "grouped"] = "all"
+) -> st.SearchStrategy[Pattern | Mixture]:
+    """LongNet's branches of any segment lengths and rates, both rules of offsets; rates need not divide segments.
+
+    heads="grouped" needs at least max_branches heads.
+    """
+    return Grammar(max_number=max_number).longnets(heads=heads, max_branches=max_branches)
 
 
-def _leaves(largest: int) -> st.SearchStrategy[Pattern]:
-    number, few = st.integers(1, largest), st.integers(0, min(8, largest))
-    rate = st.integers(1, min(7, largest))
-    sides = st.sampled_from([{}, {"columns": False}, {"rows": False}])
-    return st.one_of(
-        st.just(masks.causal()),
-        st.builds(_window, few, few),
-        st.builds(_dilated_window, few, few, rate),
-        _dilated(number, rate),
-        st.builds(masks.chunked, number),
-        st.builds(masks.strided, number),
-        _fixed(largest),
-        st.builds(lambda count, options: masks.global_tokens(count, **options), number, sides),
-        st.builds(masks.first_tokens, number),
-        st.builds(masks.prefix_lm, number),
-        st.builds(
-            lambda stride, options: masks.landmark_tokens(stride, **options), st.integers(2, max(2, largest)), sides
-        ),
-    )
-
-
-def _window(left: int, right: int) -> Pattern:
-    return masks.local_window(left=left, right=right)
-
-
-def _dilated_window(left: int, right: int, rate: int) -> Pattern:
-    return masks.dilated_window(left=left, right=right, rate=rate)
-
-
-@st.composite
-def _dilated(draw: st.DrawFn, segments: st.SearchStrategy[int], rates: st.SearchStrategy[int]) -> Pattern:
-    segment, rate = draw(segments), draw(rates)
-    return masks.dilated(segment, rate, draw(st.integers(0, rate - 1)))
-
-
-@st.composite
-def _fixed(draw: st.DrawFn, largest: int) -> Pattern:
-    stride = draw(st.integers(1, largest))
-    return masks.fixed(stride, summary=draw(st.integers(1, stride)))
+def neighborhoods(*, max_tokens: int = 48) -> st.SearchStrategy[Pattern]:
+    """Neighbourhoods on grids of 2 or 3 axes that hold up to max_tokens tokens, to be bound to all: `prod(p.grid)`."""
+    return whole_grids(_vocabulary, require_int("max_tokens", max_tokens, minimum=1))

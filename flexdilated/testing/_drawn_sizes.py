@@ -1,51 +1,39 @@
-"""Sizes that hypothesis draws: lengths at the edges, heads, packings, and how a sequence lies over ranks."""
+"""Sizes that hypothesis draws: lengths at the edges, heads that share keys, queries over other keys."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
-import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
-from ..distributed import Sharding
 from ..masks import Mixture, Pattern
 from ..masks._check import require_int
-
-_ORDERS: list[Literal["contiguous", "zigzag"]] = ["contiguous", "zigzag"]
-
-
-def edges_of(pattern: Pattern | Mixture) -> tuple[int, ...]:
-    """The numbers that a pattern is written with: segments, rates, strides. Around their multiples a rule changes."""
-    return tuple(sorted({int(digits) for digits in re.findall(r"\d+", pattern.text)} - {0}))
+from ._edges import edges_of
 
 
 def lengths(
     around: Pattern | Mixture | Iterable[int] = (), *, max_tokens: int = 48, blocks: Iterable[int] = ()
 ) -> st.SearchStrategy[int]:
-    """Numbers of tokens from 1 on, biased to one less, as many and one more than multiples of an edge.
+    """Numbers of tokens: any, one less, as many or one more than a multiple of an edge, and the smallest and largest.
 
-    around: edges, or a pattern, whose numbers they are. blocks: more of them, such as the side of blocks. They shrink
-    towards 1.
+    around: edges, or a pattern, whose numbers they are (`edges_of`). blocks: more of them, such as the side of blocks.
+    Half of the lengths lie around edges. They shrink towards 1.
     """
     require_int("max_tokens", max_tokens, minimum=1)
     own = edges_of(around) if isinstance(around, Pattern | Mixture) else tuple(around)
-    edges = sorted({require_int("an edge", edge, minimum=1) for edge in (*own, *blocks)})
+    edges = {require_int("an edge", edge, minimum=1) for edge in (*own, *blocks)}
     special = {edge * times + step for edge in edges for times in range(1, 5) for step in (-1, 0, 1)}
-    near = sorted(length for length in special if 1 <= length <= max_tokens)
-    anything = st.integers(1, max_tokens)
-    return st.one_of(anything, st.sampled_from(near)) if near else anything
+    near = st.sampled_from([*sorted(length for length in special if 1 <= length <= max_tokens), max_tokens])
+    return st.one_of(st.integers(1, max_tokens), near, near, st.just(1))
 
 
 @dataclass(frozen=True)
 class AttentionSizes:
     """The sizes of one call: q (batch, num_heads, num_queries, head_dim), k and v (batch, num_kv_heads, num_keys, ...).
 
-    Query i stands at position q_offset + i.
+    Query i stands at position q_offset + i, key j at k_offset + j. The heads are those from head_offset on of
+    num_heads_global; 0 stands for no more heads than these.
     """
 
     batch: int
@@ -55,6 +43,19 @@ class AttentionSizes:
     num_keys: int
     head_dim: int
     q_offset: int = 0
+    k_offset: int = 0
+    head_offset: int = 0
+    num_heads_global: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.num_heads_global:
+            object.__setattr__(self, "num_heads_global", self.head_offset + self.num_heads)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """q_offset, k_offset, head_offset and num_heads_global: keywords of `attend` and of a pattern's `bind`."""
+        names = ("q_offset", "k_offset", "head_offset", "num_heads_global")
+        return {name: getattr(self, name) for name in names}
 
 
 @st.composite
@@ -66,62 +67,41 @@ def attention_sizes(
     max_heads: int = 4,
     max_batch: int = 2,
     max_tokens: int = 48,
+    blocks: Iterable[int] = (),
     self_attention: bool = True,
+    all_heads: bool = True,
 ) -> AttentionSizes:
     """Sizes with grouped heads: num_kv_heads divides num_heads. They shrink towards one of everything.
 
-    around: as for `lengths`. num_heads: this many, not any number up to max_heads. self_attention=False: queries may
-    be fewer or more than keys, and stand anywhere.
+    around and blocks: as for `lengths`. num_heads: the pattern's, not any number up to max_heads.
+    self_attention=False: queries may be fewer or more than keys, and both stand anywhere up to max_tokens; where
+    `around` is a pattern, it can be bound to them. all_heads=False: the tensors may hold some of the heads only, as on
+    one device of many.
     """
-    heads = draw(st.integers(1, max_heads)) if num_heads is None else require_int("num_heads", num_heads, minimum=1)
-    groups = draw(st.sampled_from([number for number in range(1, heads + 1) if heads % number == 0]))
-    keys = draw(lengths(around, max_tokens=max_tokens))
-    queries, q_offset = keys, 0
-    if not self_attention and draw(st.booleans()):
-        queries, q_offset = draw(lengths(around, max_tokens=max_tokens)), draw(st.integers(0, max_tokens))
-    batch, head_dim = draw(st.integers(1, max_batch)), draw(st.sampled_from([1, 2, 3, 8, 16]))
-    return AttentionSizes(batch, heads, groups, queries, keys, head_dim, q_offset)
+    total = draw(st.integers(1, max_heads)) if num_heads is None else require_int("num_heads", num_heads, minimum=1)
+    keys = draw(lengths(around, max_tokens=max_tokens, blocks=blocks))
+    first = draw(st.integers(0, total - 1)) if not all_heads and draw(st.booleans()) else 0
+    here = total if all_heads else draw(st.integers(first + 1, total)) - first
+    groups = draw(st.sampled_from([number for number in range(1, here + 1) if here % number == 0]))
+    batch, head_dim = draw(st.integers(1, max_batch)), draw(st.sampled_from([1, 3, 8, 16]))
+    sizes = AttentionSizes(batch, here, groups, keys, keys, head_dim, 0, 0, first, total)
+    if self_attention or not draw(st.booleans()):
+        return sizes
+    queries, anywhere = draw(lengths(around, max_tokens=max_tokens, blocks=blocks)), st.integers(0, max_tokens)
+    offsets = draw(anywhere), draw(st.one_of(st.sampled_from([0, 0, 5]), anywhere))
+    moved = replace(sizes, num_queries=queries, q_offset=offsets[0], k_offset=offsets[1])
+    if not isinstance(around, Pattern | Mixture):
+        return moved
+    tensors = {"num_heads": here, "num_queries": queries, "num_keys": keys}
+    return moved if in_range(lambda: around.bind(**tensors, **moved.places)) else sizes
 
 
-@st.composite
-def document_lengths(draw: st.DrawFn, num_tokens: int, *, max_documents: int = 5) -> tuple[int, ...]:
-    """Lengths of documents that fill `num_tokens`. They shrink towards one document."""
-    require_int("num_tokens", num_tokens, minimum=1)
-    most = min(max_documents, num_tokens)
-    cuts = draw(st.sets(st.integers(1, num_tokens - 1), max_size=most - 1)) if most > 1 else set()
-    borders = [0, *sorted(cuts), num_tokens]
-    return tuple(after - before for before, after in pairwise(borders))
-
-
-@st.composite
-def document_ids(
-    draw: st.DrawFn, num_tokens: int, *, batch: int = 1, max_documents: int = 5, padding: bool = True
-) -> Tensor:
-    """int64 (batch, num_tokens): the document of each position, as `masks.documents` takes it; -1 for padding."""
-    require_int("batch", batch, minimum=1)
-    rows = []
-    for _ in range(batch):
-        held = draw(document_lengths(num_tokens, max_documents=max_documents))
-        row = torch.repeat_interleave(torch.arange(len(held)), torch.tensor(held))
-        hidden = draw(st.integers(0, num_tokens)) if padding else 0
-        row[num_tokens - hidden :] = -1
-        rows.append(row)
-    return torch.stack(rows)
-
-
-@st.composite
-def shardings(draw: st.DrawFn, num_tokens: int, *, max_ranks: int = 4, ragged: bool = True) -> Sharding:
-    """How `num_tokens` lie over 1 to max_ranks ranks: in both orders, in shards of any length, empty ones too.
-
-    They shrink towards one rank, and towards equal shards in order.
-    """
-    require_int("num_tokens", num_tokens, minimum=1)
-    ranks, order = draw(st.integers(1, max_ranks)), draw(st.sampled_from(_ORDERS))
-    if not ragged or draw(st.integers(0, 2)) < 2:
-        return Sharding(num_tokens, ranks, order)
-    borders = [
-        0,
-        *sorted(draw(st.lists(st.integers(0, num_tokens), min_size=ranks - 1, max_size=ranks - 1))),
-        num_tokens,
-    ]
-    return Sharding(num_tokens, ranks, order, [b - a for a, b in pairwise(borders)])
+def in_range(bind: Callable[[], object]) -> bool:
+    """Whether a pattern can be bound, as far as it names blocks: those of a list may lie beyond the keys."""
+    try:
+        bind()
+    except ValueError as error:
+        if "block_list is out of range" not in str(error):
+            raise
+        return False
+    return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from ._drawn_sizes import AttentionSizes
 
 # The first is the simplest. "ties": equal numbers, so that scores tie; "large": scores of which exp overflows.
 _VALUES = ("ordinary", "ties", "zeros", "large", "tiny", "one far above")
+_SEEDS = st.integers(0, 1 << 16)
 
 
 @st.composite
@@ -31,11 +31,13 @@ def tensors(
     seed 0. All values are finite in `dtype`.
     """
     require_bool("requires_grad", requires_grad)
-    unknown = [value for value in values if value not in _VALUES]
-    if unknown or not values:
-        raise ValueError(f"values must be some of {', '.join(map(repr, _VALUES))}; got {values!r}")
-    kind, seed = draw(st.sampled_from(list(values))), draw(st.integers(0, 1 << 16))
+    _require_kinds(values)
+    kind, seed = draw(st.sampled_from(list(values))), draw(_SEEDS)
     generator = torch.Generator("cpu").manual_seed(seed)
+    return _filled(shape, kind, generator).to(dtype).requires_grad_(requires_grad)
+
+
+def _filled(shape: Sequence[int], kind: str, generator: torch.Generator) -> Tensor:
     x = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
     if kind == "ties":
         x = x.round().clamp(-1, 1)
@@ -45,9 +47,9 @@ def tensors(
         x = x * 100
     elif kind == "tiny":
         x = x * 1e-4
-    elif kind == "one far above" and prod(shape):
-        x.view(-1)[seed % prod(shape)] = 1e4
-    return x.to(dtype).requires_grad_(requires_grad)
+    elif kind == "one far above" and x.numel():
+        x.view(-1)[int(torch.randint(x.numel(), (), generator=generator))] = 1e4
+    return x
 
 
 @st.composite
@@ -59,14 +61,24 @@ def attention_inputs(
     values: Sequence[str] = _VALUES,
     requires_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, H, N, D), k and v (B, G, M, D); heads outermost in memory, or tokens, as a projection leaves them."""
-    tokens_first = draw(st.booleans())
+    """q (B, H, N, D), k and v (B, G, M, D); heads outermost in memory, or tokens, as a projection leaves them.
+
+    Each has a kind of values of its own; of one seed, so that no two of them are equal, however far they shrink.
+    """
+    _require_kinds(values)
+    tokens_first, seed = draw(st.booleans()), draw(_SEEDS)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def one(heads: int, tokens: int) -> Tensor:
         B, D = sizes.batch, sizes.head_dim
         shape = (B, tokens, heads, D) if tokens_first else (B, heads, tokens, D)
-        x = draw(tensors(shape, dtype=dtype, values=values))
+        x = _filled(shape, draw(st.sampled_from(list(values))), generator).to(dtype)
         return (x.transpose(1, 2) if tokens_first else x).requires_grad_(requires_grad)
 
     queries, keys = (sizes.num_heads, sizes.num_queries), (sizes.num_kv_heads, sizes.num_keys)
     return one(*queries), one(*keys), one(*keys)
+
+
+def _require_kinds(values: Sequence[str]) -> None:
+    if not values or any(value not in _VALUES for value in values):
+        raise ValueError(f"values must be some of {', '.join(map(repr, _VALUES))}; got {values!r}")

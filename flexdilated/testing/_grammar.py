@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from hypothesis import strategies as st
@@ -34,24 +35,33 @@ class Grammar:
 
     def leaves(self) -> st.SearchStrategy:
         """Sets without parts."""
-        limits = {"largest": self.max_number, "max_positions": self.max_positions, "closures": self.closures}
-        return _drawn_leaves.leaves(self.words, **limits)
+        return _sets(self, 0)
 
     def sets(self, depth: int = 2) -> st.SearchStrategy:
         """Sets, composed up to `depth` levels deep."""
-        return self.leaves() if require_int("depth", depth, minimum=0) == 0 else _composed(self, depth)
+        return _sets(self, require_int("depth", depth, minimum=0))
 
     def longnets(self, *, heads: Literal["all", "grouped"] = "all", max_branches: int = 4) -> st.SearchStrategy:
         """LongNet's branches, joined in every head, or one for each group of heads."""
-        return _longnets(self, heads, max_branches)
+        return _longnets(self, heads, require_int("max_branches", max_branches, minimum=1))
 
     def mixtures(self) -> st.SearchStrategy:
         """LongNets, sums, and sums of LongNets and sets."""
         return _mixtures(self)
 
     def patterns(self, depth: int = 2) -> st.SearchStrategy:
-        """Sets and mixtures."""
-        return st.one_of(self.sets(depth), self.mixtures())
+        """Sets, and half as often mixtures."""
+        sets = self.sets(depth)
+        return st.one_of(sets, sets, self.mixtures())
+
+
+# Hypothesis looks through a strategy when it is first drawn from: one is made, not one a draw.
+@lru_cache(maxsize=64)
+def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
+    if depth:
+        return _composed(grammar, depth)
+    limits = {"largest": grammar.max_number, "max_positions": grammar.max_positions, "closures": grammar.closures}
+    return _drawn_leaves.leaves(grammar.words, **limits)
 
 
 @st.composite
@@ -72,15 +82,13 @@ def _composed(draw: st.DrawFn, grammar: Grammar, depth: int) -> Any:
         return words.per_head([draw(part) for _ in range(grammar.num_heads)])
     if draw(st.booleans()):
         return draw(grammar.longnets(heads="grouped", max_branches=grammar.num_heads))
-    # A pattern without a rule for each head: groups are larger than one head as a rule.
-    one = replace(grammar, num_heads=1).sets(depth - 1) if grammar.num_heads > 1 else part
-    return words.head_groups([draw(one) for _ in range(draw(st.integers(1, grammar.num_heads)))])
+    return words.head_groups([draw(part) for _ in range(draw(st.integers(1, grammar.num_heads)))])
 
 
 @st.composite
 def _longnets(draw: st.DrawFn, grammar: Grammar, heads: str, max_branches: int) -> Any:
     branch = st.tuples(st.integers(1, grammar.max_number), _drawn_leaves.rates_up_to(grammar.max_number))
-    branches = draw(st.lists(branch, min_size=1, max_size=require_int("max_branches", max_branches, minimum=1)))
+    branches = draw(st.lists(branch, min_size=1, max_size=max_branches))
     segments, rates = zip(*branches, strict=True)
     offsets = draw(st.sampled_from(_drawn_leaves.OFFSET_RULES))
     return grammar.words.longnet(segments, rates, offsets=offsets, heads=heads)
@@ -88,13 +96,11 @@ def _longnets(draw: st.DrawFn, grammar: Grammar, heads: str, max_branches: int) 
 
 @st.composite
 def _mixtures(draw: st.DrawFn, grammar: Grammar) -> Any:
-    if draw(st.booleans()):
-        first = draw(grammar.longnets())
-        if draw(st.booleans()):
-            mask = draw(st.one_of(st.builds(grammar.words.causal), grammar.sets(1)))
-            first = first & mask if draw(st.booleans()) else mask & first
-        if draw(st.booleans()):
-            return first
-    else:
-        first = draw(grammar.sets(1))
+    kind = draw(st.sampled_from(["set", "LongNet", "LongNet", "masked LongNet"]))
+    first = draw(grammar.sets(1) if kind == "set" else grammar.longnets())
+    if kind == "masked LongNet":
+        mask = draw(st.one_of(st.builds(grammar.words.causal), grammar.sets(1)))
+        first = first & mask if draw(st.booleans()) else mask & first
+    if kind != "set" and draw(st.booleans()):
+        return first
     return first + (draw(grammar.sets(1)) if draw(st.booleans()) else first)

@@ -28,13 +28,16 @@ from ..masks import (
     strided,
     visible_keys,
 )
-from ._drawn_closures import head_windows, lattice, same_kind
+from ._drawn_closures import custom_kinds, custom_lattice, custom_windows
 
 __all__ = [
     "block_list",
     "blockwise",
     "causal",
     "chunked",
+    "custom_kinds",
+    "custom_lattice",
+    "custom_windows",
     "dilated",
     "dilated_window",
     "documents",
@@ -43,9 +46,7 @@ __all__ = [
     "fixed",
     "global_tokens",
     "head_groups",
-    "head_windows",
     "landmark_tokens",
-    "lattice",
     "lengths",
     "local_window",
     "longnet",
@@ -53,7 +54,6 @@ __all__ = [
     "per_head",
     "prefix_lm",
     "random_blocks",
-    "same_kind",
     "strided",
     "visible_keys",
 ]

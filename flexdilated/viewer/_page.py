@@ -12,7 +12,7 @@ from zlib import compress
 
 from ..masks._algebra import union
 from ..masks._bound import Bound
-from ..masks._check import require_int
+from ..masks._check import require_below, require_int
 from ..masks._lower import residue_rate
 from ..masks._pattern import Expression, require_expression
 from ..masks._spelling import shortened
@@ -26,7 +26,7 @@ _LONGEST_PATTERN = 400
 _SCRIPTS = (
     *("numbers", "words", "progressions", "counting", "order", "random_draw", "grid_rectangles"),
     *("rules_distance", "rules_segments", "rules_tokens", "rules_blocks", "rules_grid", "rules_algebra", "rules"),
-    *("colours", "density", "viewport", "link", "ranks", "drawing", "reasons", "panel", "controls", "app", "start"),
+    *("colours", "estimates", "density", "viewport", "link", "ranks", "drawing", "reasons", "panel", "controls", "app", "start"),
 )
 
 
@@ -51,7 +51,7 @@ def page(
     """
     keys = num_tokens if num_keys is None else num_keys
     bound = _bound(pattern, num_tokens, keys, num_heads, batch)
-    require_int("head", head, minimum=0, maximum=num_heads - 1)
+    require_below("head", head, num_heads, "heads")
     if not isinstance(title, str | None):
         raise TypeError(f"title must be a string or None; got {title!r:.80}")
     data = {"head": head, **_data(pattern, bound), "ranks": None if ranks is None else ranks_data(bound, ranks)}
@@ -71,7 +71,7 @@ def _bound(pattern: Expression, num_queries: int, num_keys: int, num_heads: int,
     for name, value in (("num_tokens", num_queries), ("num_keys", num_keys), ("num_heads", num_heads)):
         require_int(name, value, minimum=1)
     bound = pattern.bind(num_heads=num_heads, num_queries=num_queries, num_keys=num_keys)
-    return bound.entry(require_int("batch", batch, minimum=0, maximum=bound.batch - 1))
+    return bound.entry(require_below("batch", batch, bound.batch, "batch entries"))
 
 
 def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from .._box_parts import distinct_boxes, join
-from .._check import require_int
+from .._check import require_below, require_int
 from .._layout import Layout
 from .._pattern import Expression, Pattern, require_expression
 from .._run_time import num_entries
@@ -95,8 +95,8 @@ def count_cells(
     """
     num_keys = num_tokens if num_keys is None else num_keys
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_keys)
-    require_int("head", head, minimum=0, maximum=num_heads - 1)
-    require_int("batch", batch, minimum=0, maximum=bound.batch - 1)
+    require_below("head", head, num_heads, "heads")
+    require_below("batch", batch, bound.batch, "batch entries")
     rule = bound.entry(batch).pattern if num_entries(bound.pattern) > 1 else bound.pattern
     sides = [
         _side(name, size, window, cells, order)

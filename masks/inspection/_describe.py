@@ -23,6 +23,8 @@ from ._sections import groups_of
 from ._shares import BranchShare, HeadShare, branch_shares, head_shares
 from ._squares import TooManySquaresError
 
+MOST_DESCRIBED = 1 << 27  # tokens: a window's blocks then fill about 3 GB
+
 
 @dataclass(frozen=True)
 class BranchDescription:
@@ -185,10 +187,14 @@ class Description:
 
         return data_of(self)
 
-    def __str__(self) -> str:
+    def to_text(self, *, columns: int = 80) -> str:
+        """Tables whose lines have at most so many characters, or 24 if it is fewer."""
         from ._describe_text import text_of
 
-        return text_of(self)
+        return text_of(self, columns=columns)
+
+    def __str__(self) -> str:
+        return self.to_text()
 
 
 def describe(
@@ -205,14 +211,24 @@ def describe(
     """Count what the pattern allows and what the planner's choice computes, in closed form where there is one.
 
     Useful pairs count each (query, key) pair once for each branch that allows it. Predicted times are those
-    of the cost model for one forward pass, batch 1, on this kind of device. Raises ValueError for sizes below 1, for
-    heads that the pattern has no rule for, and for run-time tensors that differ by batch entry.
+    of the cost model for one forward pass, batch 1, on this kind of device. Raises ValueError for sizes below 1 or above
+    134,217,728 tokens, for heads that the pattern has no rule for, and for run-time tensors that differ by batch entry.
     """
     require_int("head_dim", head_dim, minimum=1)
     keys = num_queries if num_keys is None else num_keys
+    require_describable(num_queries, keys)
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_queries, num_keys=keys, **offsets)
     return describe_plan(plan(bound, device=device), head_dim=head_dim)
+
+
+def require_describable(*sizes: int) -> None:
+    """Raise ValueError for more queries or keys than the lists of blocks in a plan have room for in memory."""
+    for size in sizes:
+        if size > MOST_DESCRIBED:
+            raise ValueError(
+                f"blocks are listed, and memory is enough for them, up to {MOST_DESCRIBED} tokens (128M); got {size}"
+            )
 
 
 def describe_plan(plan: Plan, *, head_dim: int) -> Description:

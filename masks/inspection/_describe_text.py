@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from tabulate import tabulate
-
+from .._spelling import shortened
+from ._fitted_table import fitted_facts, fitted_table
 from ._gaps import Gap
 from ._receptive_field import ReceptiveField
 from ._receptive_field_sample import FollowedTokens
@@ -15,17 +15,20 @@ from ._receptive_field_sample import FollowedTokens
 if TYPE_CHECKING:
     from ._describe import BranchDescription, Description
 
-_MOST_LINES = 24
+_MOST_LINES, _LONGEST_PATTERN = 24, 200
 
 
-def text_of(told: Description) -> str:
-    """Facts, how it is computed, and heads, multiplicities and the receptive field where they say more."""
+def text_of(told: Description, *, columns: int) -> str:
+    """Facts, how it is computed, and heads, multiplicities and the receptive field where they say more.
+
+    Lines have at most so many characters.
+    """
     parts = [
-        tabulate(_facts(told), tablefmt="plain", disable_numparse=True),
-        _how_computed(told),
-        _heads(told),
-        _multiplicity(told),
-        _growth(told),
+        fitted_facts(_facts(told), columns=columns),
+        _how_computed(told, columns),
+        _heads(told, columns),
+        _multiplicity(told, columns),
+        _growth(told, columns),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -108,19 +111,20 @@ def _count(layers: int) -> str:
     return f"{layers:,} layer{'s' if layers != 1 else ''}"
 
 
-def _how_computed(told: Description) -> str:
+def _how_computed(told: Description, columns: int) -> str:
     rows = [_row(branch, told.all_pairs) for branch in told.branches]
     headers = ("branch", "times", "density", "computed / useful", "layout (predicted ms)", "others (predicted ms)")
-    return tabulate(rows, headers=headers, disable_numparse=True)
+    return fitted_table(rows, headers, columns=columns)
 
 
 def _row(branch: BranchDescription, all_pairs: int) -> tuple[str, ...]:
     chosen, *others = (f"{option.layout} ({option.cost.seconds * 1e3:.3g})" for option in branch.options)
     density = f"{branch.useful_pairs / all_pairs:.4%}"
-    return repr(branch.pattern), str(branch.multiplicity), density, f"{branch.waste:.3f}", chosen, ", ".join(others)
+    pattern = shortened(repr(branch.pattern), _LONGEST_PATTERN)
+    return pattern, str(branch.multiplicity), density, f"{branch.waste:.3f}", chosen, ", ".join(others)
 
 
-def _heads(told: Description) -> str:
+def _heads(told: Description, columns: int) -> str:
     """The pairs of each head, and the share of each branch in them; nothing where all heads and branches are one."""
     branches, heads = told.branch_shares, told.heads
     if len(branches) == len(heads) == 1:
@@ -137,7 +141,7 @@ def _heads(told: Description) -> str:
         rows.append(_shares("all", told.useful_pairs, told.useful_pairs, [each.pairs for each in branches]))
     names = [f"branch {number}" for number in range(1, len(branches) + 1)] if several else []
     headers = ("heads", "pairs of each", "share of each", *names)
-    table = tabulate(rows, headers, disable_numparse=True, colalign=_right(len(headers) - 1))
+    table = fitted_table(rows, headers, columns=columns, align=_right(len(headers) - 1))
     more = len(alike) - _MOST_LINES
     return table if more <= 0 else f"{table}\n... and {more} more kinds of heads"
 
@@ -146,7 +150,7 @@ def _shares(heads: str, pairs: int, all_pairs: int, of_branches: Sequence[int]) 
     return heads, f"{pairs:,}", _percent(pairs, all_pairs), *(_percent(own, pairs) for own in of_branches)
 
 
-def _multiplicity(told: Description) -> str:
+def _multiplicity(told: Description, columns: int) -> str:
     """How many pairs how many branches allow, where there is more than one."""
     if sum(share.multiplicity for share in told.branch_shares) == 1:
         return ""
@@ -158,10 +162,10 @@ def _multiplicity(told: Description) -> str:
         for number, pairs in told.multiplicity.items()
     ]
     headers = ("branches that allow a pair", "pairs", "share of allowed")
-    return tabulate(rows, headers, disable_numparse=True, colalign=_right(2))
+    return fitted_table(rows, headers, columns=columns, align=_right(2))
 
 
-def _growth(told: Description) -> str:
+def _growth(told: Description, columns: int) -> str:
     field = told.receptive_field() if told.is_self_attention else None
     if not isinstance(field, ReceptiveField) or field.layers == 0:
         return ""
@@ -170,7 +174,7 @@ def _growth(told: Description) -> str:
         for layers, pairs in field.growth
     ]
     headers = ("layers", "tokens that one has heard of", "share of all it ever will")
-    return tabulate(rows, headers, disable_numparse=True, colalign=("right",) * 3)
+    return fitted_table(rows, headers, columns=columns, align=("right",) * 3)
 
 
 def _listed(numbers: Sequence[int]) -> str:

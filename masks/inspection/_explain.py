@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .._block_mask import block_sides
-from .._check import require_int
+from .._check import require_below, require_int
 from .._pattern import Expression, Mixture, require_expression
 from .._reason import Pair, Reason
 from .._run_time import Extent, entry, given_tensors, names, num_entries, resolve
@@ -87,13 +87,13 @@ def explain(
     sides = block_sides(block_size)
     require_int("num_heads", num_heads, minimum=1)
     keys = num_tokens if num_keys is None else num_keys
-    _require_below("query", query, num_tokens, "tokens")
-    _require_below("key", key, keys, "tokens" if num_keys is None else "keys")
-    _require_below("head", head, num_heads, "heads")
+    _require_position("query", query, num_tokens, "tokens")
+    _require_position("key", key, keys, "tokens" if num_keys is None else "keys")
+    require_below("head", head, num_heads, "heads")
     require_int("batch", batch, minimum=0)
     rule = _rule(pattern, num_heads, num_tokens, keys, bindings)
     if num_entries(rule) > 1:
-        _require_below("batch", batch, num_entries(rule), "batch entries")
+        require_below("batch", batch, num_entries(rule), "batch entries")
     rule = entry(rule, batch)
     pair = Pair(query, key, head, num_heads)
     branches = tuple(branch.reason(pair) for branch in rule.branches())
@@ -159,7 +159,7 @@ def _as_written(reason: Reason, rule: Expression, pattern: Expression) -> Reason
     return renamed(reason) if pattern.varies else reason
 
 
-def _require_below(name: str, value: int, stop: int | None, what: str) -> None:
+def _require_position(name: str, value: int, stop: int | None, what: str) -> None:
     require_int(name, value, minimum=0)
-    if stop is not None and value >= require_int(f"the number of {what}", stop, minimum=1):
-        raise ValueError(f"{name} must be below the number of {what}; got {name}={value} of {stop}")
+    if stop is not None:
+        require_below(name, value, require_int(f"the number of {what}", stop, minimum=1), what)

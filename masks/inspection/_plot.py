@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .._block_mask import block_sides
-from .._check import require_bool, require_choice, require_int
+from .._check import require_below, require_bool, require_choice, require_int
 from .._pattern import Expression, require_expression
 from ._plot_window import Window, window_of
 
@@ -72,7 +72,7 @@ def plot(
     asked = require_expression(pattern)
     num_keys = num_tokens if num_keys is None else num_keys
     bound = asked.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_keys)
-    require_int("batch", batch, minimum=0, maximum=bound.batch - 1)
+    require_below("batch", batch, bound.batch, "batch entries")
     require_int("size", size, minimum=16, maximum=_MOST_PIXELS)
     block = None if block_size is None else block_sides(block_size)
     picture = Picture(
@@ -80,7 +80,7 @@ def plot(
         num_tokens=num_tokens,
         num_keys=num_keys,
         num_heads=num_heads,
-        heads=tuple(require_int("head", each, minimum=0, maximum=num_heads - 1) for each in _several("head", head)),
+        heads=tuple(require_below("head", each, num_heads, "heads") for each in _several("head", head)),
         orders=tuple(require_choice("order", each, ORDERS) for each in _several("order", order)),
         batch=batch,
         window=window_of(num_tokens, num_keys, queries, keys, block=block, size=size),

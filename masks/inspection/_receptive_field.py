@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .._block_list import BlockList
 from .._bound import Bound
+from .._causal import Causal
+from .._random_blocks import RandomBlocks
+from .._visible_keys import KeySet
 from ._receptive_field_grid import GridField, grid_of
 from ._receptive_field_layers import SectionField, TokenPair
+from ._receptive_field_runs import RunField
+from ._receptive_field_stretches import StretchField
 from ._relations import Relations
+from ._sections import Section
+from ._squares import TooManySquaresError
+
+_Field = SectionField | GridField | RunField | StretchField
 
 _ALL_LAYERS = 8  # so few are told one by one; of more those that are powers of two, and the last
 
@@ -83,15 +94,41 @@ def _require_self_attention(bound: Bound) -> None:
         )
 
 
-def _fields(relations: Relations) -> list[SectionField] | list[GridField]:
+def _fields(relations: Relations) -> Sequence[_Field]:
     """Those of the sections; that of a grid by its axes."""
     grid = grid_of(relations)
     if grid is not None:
         return [GridField(grid)]
-    return [SectionField(relations, section) for section in relations.sections]
+    return [_field(relations, section) for section in relations.sections]
 
 
-def _first_missing(first: SectionField | GridField | None, num_tokens: int, *, earlier: bool) -> TokenPair | None:
+def _field(relations: Relations, section: Section) -> _Field:
+    """From what repeats in the rules, or from what else makes them simple; that first where hardly anything repeats."""
+    leaves = {leaf for group in section.groups for rule, _ in group.rules for leaf in rule.leaves()}
+    kinds = []
+    if any(isinstance(leaf, KeySet) for leaf in leaves):
+        kinds.append(RunField)
+    if all(isinstance(leaf, RandomBlocks | BlockList | Causal) for leaf in leaves):
+        kinds.append(StretchField)
+    first = _first(kinds, relations, section)
+    if first is not None:
+        return first
+    try:
+        return SectionField(relations, section)
+    except TooManySquaresError:
+        other = _first([kind for kind in (RunField, StretchField) if kind not in kinds], relations, section)
+        if other is None:
+            raise
+        return other
+
+
+def _first(
+    kinds: Sequence[type[RunField] | type[StretchField]], relations: Relations, section: Section
+) -> RunField | StretchField | None:
+    return next((found for kind in kinds if (found := kind.of(relations, section)) is not None), None)
+
+
+def _first_missing(first: _Field | None, num_tokens: int, *, earlier: bool) -> TokenPair | None:
     """The first pair of all that never meets. `first` is the section that begins with token 0, if there is one."""
     stop = 1 if first is None else first.tokens  # token 0 and the tokens from here on never meet
     across = [] if stop >= num_tokens else [(stop, 0) if earlier else (0, stop)]

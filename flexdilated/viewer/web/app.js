@@ -120,7 +120,7 @@ class App {
   restart() {
     const { state } = this;
     const { view } = state;
-    if (state.image?.density.finished) state.before = keepsake(state.image);
+    if (state.image?.density.isDrawn()) state.before = keepsake(state.image);
     const side = Math.ceil(Math.sqrt((view.width * view.height * state.rules.length) / MOST_SHARES));
     const rows = cellEdges(view.q, side * view.scale, Math.ceil(view.height / side), view.numQueries);
     const columns = cellEdges(view.k, side * view.scale, Math.ceil(view.width / side), view.numKeys);
@@ -141,13 +141,15 @@ class App {
     const { state } = this;
     const { density } = state.image;
     const now = performance.now();
+    const wasDrawn = density.isDrawn();
     const changed = density.work(now + SLICE);
-    if (changed && (density.finished || now - this.painted > REPAINT)) {
+    const complete = !wasDrawn && density.isDrawn();
+    if (changed && (complete || density.finished || now - this.painted > REPAINT)) {
       repaint(state.image, this.palette, state.shown);
       this.painted = now;
       this.explain();
     }
-    if (density.finished) state.before = null;
+    if (density.isDrawn()) state.before = null;
     drawAll(this.context, state, this.palette);
     this.report();
     if (!density.finished) this.askFrame();
@@ -164,8 +166,7 @@ class App {
     const { density } = image;
     const [tokens, pixels] = [grouped(Math.round(view.scale)), Math.round(1 / view.scale)];
     const size = view.scale > 1 ? `1 pixel is ${tokens} tokens a side` : `1 token is ${plural(pixels, "pixel")}`;
-    const doubt = density.estimates ? `; ${plural(density.estimates, "pixel")} within bounds only` : "";
-    const work = density.finished ? `counted${doubt}` : `counting, ${Math.round(100 * density.progress())} %`;
+    const work = workText(density);
     const order = this.state.order === "residue" ? " · rulers count slots" : "";
     document.getElementById("state").textContent = `${size} · ${work}${order}`;
   }

@@ -50,17 +50,17 @@ function setColour(out, from, to, share) {
   return out;
 }
 
-/** All cells of a density as pixels. Cells of which nothing is known yet stay transparent. */
+/** All cells of a density as pixels. Cells that wait for one of their branches stay transparent. */
 function paintCells(density, palette, shown, image) {
-  const { low, high } = density;
-  const branches = low.length;
+  const branches = density.share.length;
   const densities = new Float64Array(branches).fill(NaN);
   const colour = [0, 0, 0];
-  for (let cell = 0, at = 0; cell < density.height * density.width; cell++, at += 4) {
+  for (let cell = 0, at = 0; cell < density.cells; cell++, at += 4) {
     let [known, changed] = [true, false];
     for (let branch = 0; branch < branches; branch++) {
-      known &&= low[branch][cell] >= 0;
-      const share = shown[branch] ? (low[branch][cell] + high[branch][cell]) / 2 : 0;
+      const found = density.share[branch][cell];
+      known &&= found >= 0;
+      const share = shown[branch] ? found : 0;
       changed ||= share !== densities[branch];
       densities[branch] = share;
     }

@@ -1,13 +1,22 @@
 // How full each cell of a window is: coarse first, then finer, in slices of time. A cell is a pixel, or one pair where
-// pairs are larger than pixels. Its bounds are sound at every moment, and in the end equal, or as good as to the eye.
+// pairs are larger than pixels. Its bounds are sound at every moment, and in the end equal, or as good as to the eye. What
+// takes longer than a moment to count is drawn as an estimate first.
 
 const ROOT = 16; // cells a side of the squares that are looked at first
 const LARGEST_ROOT = 2 ** 25; // tokens a side: products of larger sides would be rounded
 const MOST_RUNS = 8; // residue classes that a side of a square may touch before it is split
 const MOST_RUNS_OF_CELL = 64;
-const EFFORTS = [64, 1024, 8192]; // boxes that a cell's count may take, round by round
 const FEW_PAIRS = 16; // that are asked one by one
-const AT_A_TIME = 32; // squares between two looks at the clock
+const AT_A_TIME = 32; // squares or cells between two looks at the clock
+const MOMENT = 700; // milliseconds of counting before all cells that wait are estimated
+const FIRST_PAIRS = 16; // of an estimate
+// Round by round, the pairs of a better estimate, and the boxes that a cell's count may take.
+const ROUNDS = [
+  { pairs: 144, boxes: 1 },
+  { pairs: 144, boxes: 64 },
+  { pairs: 144, boxes: 1024 },
+  { pairs: 1024, boxes: 8192 },
+];
 
 class Density {
   /** rows, columns: the slots at which cells begin, and the end of the last. rules: one a branch. */
@@ -15,16 +24,22 @@ class Density {
     Object.assign(this, { rules, queries, keys, rows, columns });
     this.height = rows.length - 1;
     this.width = columns.length - 1;
-    const cells = this.height * this.width;
+    this.cells = this.height * this.width;
     // Shares of a cell's pairs. -1 to 2 stand for nothing known yet.
-    this.low = rules.map(() => new Float32Array(cells).fill(-1));
-    this.high = rules.map(() => new Float32Array(cells).fill(2));
+    this.low = rules.map(() => new Float32Array(this.cells).fill(-1));
+    this.high = rules.map(() => new Float32Array(this.cells).fill(2));
+    this.share = rules.map(() => new Float32Array(this.cells).fill(-1)); // what is drawn; -1 for nothing yet
+    this.estimates = new Estimates(this.cells, rules.length);
+    this.drawn = 0; // how many cells of all branches have a share
+    this.certain = 0; // how many of these are no estimate
     this.squares = this.roots();
+    this.spent = 0; // milliseconds
+    this.ahead = 0; // cells that were looked at to be estimated
     this.doubtful = rules.map(() => []);
-    this.effort = 0;
+    this.later = rules.map(() => []);
+    this.round = 0;
     this.place = 0;
-    this.estimates = 0; // cells that all efforts left in doubt
-    this.finished = cells === 0;
+    this.finished = this.cells === 0;
   }
 
   roots() {
@@ -42,39 +57,60 @@ class Density {
 
   /** Work until the clock says `deadline`; whether anything changed. */
   work(deadline) {
-    let changed = false;
-    while (!this.finished && performance.now() < deadline) {
-      let times = this.squares.at < this.squares.list.length ? AT_A_TIME : 1; // a cell in doubt may take its time
-      while (times-- && !this.finished) this.step();
+    const begun = performance.now();
+    let [now, changed] = [begun, false];
+    while (!this.finished && now < deadline) {
+      this.step(this.spent + now - begun);
       changed = true;
+      now = performance.now();
     }
+    this.spent += now - begun;
     return changed;
   }
 
-  step() {
-    const { squares } = this;
-    if (squares.at < squares.list.length) {
-      this.lookAt(...squares.list.slice(squares.at, squares.at + 4));
-      squares.at += 4;
-    } else if (squares.next.length) {
-      this.squares = { list: squares.next, next: [], at: 0 };
-    } else {
-      this.settleNext();
+  step(spent) {
+    const waiting = this.squares.at < this.squares.list.length || this.squares.next.length > 0;
+    if (waiting && spent > MOMENT && this.ahead < this.cells) this.estimateAhead();
+    else if (waiting) this.lookAtSome();
+    else this.settleNext(); // a cell in doubt may take its time
+  }
+
+  lookAtSome() {
+    if (this.squares.at === this.squares.list.length) this.squares = { list: this.squares.next, next: [], at: 0 };
+    const { list } = this.squares;
+    const end = Math.min(this.squares.at + 4 * AT_A_TIME, list.length);
+    for (let at = this.squares.at; at < end; at += 4) this.lookAt(list[at], list[at + 1], list[at + 2], list[at + 3]);
+    this.squares.at = end;
+  }
+
+  /** Some of the cells that no square decided yet, spread over the picture. */
+  estimateAhead() {
+    const stride = strideThrough(this.cells);
+    const end = Math.min(this.ahead + AT_A_TIME, this.cells);
+    for (; this.ahead < end; this.ahead++) {
+      const cell = (this.ahead * stride) % this.cells;
+      for (let branch = 0; branch < this.rules.length; branch++) {
+        if (this.share[branch][cell] < 0) this.estimate(branch, cell, FIRST_PAIRS);
+      }
     }
   }
 
   lookAt(branch, top, left, side) {
     const bottom = Math.min(top + side, this.height);
     const right = Math.min(left + side, this.width);
-    const box = this.boxOf(top, bottom, left, right);
+    const box = [this.rows[top], this.rows[bottom], this.columns[left], this.columns[right]];
     const mostRuns = side === 1 ? MOST_RUNS_OF_CELL : MOST_RUNS;
     const bounds = countSlots(this.rules[branch], this.queries, this.keys, box, mostRuns);
     const area = areaOf(box);
-    const decided = bounds.high === 0 || bounds.low === area;
-    if (decided || side === 1) this.fill(branch, top, bottom, left, right, bounds.low / area, bounds.high / area);
-    if (decided) return;
     if (side === 1) {
+      this.learn(branch, top * this.width + left, bounds, area, FIRST_PAIRS);
       if (!isSettled(bounds, area)) this.doubtful[branch].push(top * this.width + left);
+      return;
+    }
+    if (bounds.high === 0 || bounds.low === area) {
+      for (let row = top; row < bottom; row++) {
+        for (let column = left; column < right; column++) this.learn(branch, row * this.width + column, bounds, area, 0);
+      }
       return;
     }
     const half = side / 2;
@@ -86,69 +122,72 @@ class Density {
     }
   }
 
-  boxOf(top, bottom, left, right) {
-    return [this.rows[top], this.rows[bottom], this.columns[left], this.columns[right]];
+  boxOf(cell) {
+    const [row, column] = [quotient(cell, this.width), cell % this.width];
+    return [this.rows[row], this.rows[row + 1], this.columns[column], this.columns[column + 1]];
   }
 
-  fill(branch, top, bottom, left, right, low, high) {
-    for (let row = top; row < bottom; row++) {
-      this.low[branch].fill(low, row * this.width + left, row * this.width + right);
-      this.high[branch].fill(high, row * this.width + left, row * this.width + right);
-    }
+  /** Bounds that were unknown or wider; where they leave doubt, an estimate by so many pairs stands between them. */
+  learn(branch, cell, bounds, area, pairs) {
+    this.low[branch][cell] = bounds.low / area;
+    this.high[branch][cell] = bounds.high / area;
+    if (!isSettled(bounds, area)) return this.estimate(branch, cell, pairs);
+    this.certain++;
+    this.draw(branch, cell, (bounds.low + bounds.high) / (2 * area));
+  }
+
+  estimate(branch, cell, pairs) {
+    const { rules, queries, keys, estimates } = this;
+    estimates.ask(branch, cell, rules[branch], queries, keys, this.boxOf(cell), pairs);
+    this.draw(branch, cell, estimates.shareOf(branch, cell, this.low[branch][cell], this.high[branch][cell]));
+  }
+
+  draw(branch, cell, share) {
+    if (this.share[branch][cell] < 0) this.drawn++;
+    this.share[branch][cell] = share;
   }
 
   /** The next cell in doubt, with this round's effort; those that it does not settle come again with more. */
   settleNext() {
     const branch = this.doubtful.findIndex((cells) => this.place < cells.length);
     if (branch < 0) {
-      this.nextEffort();
+      this.nextRound();
       return;
     }
     const cell = this.doubtful[branch][this.place++];
-    this.settle(branch, cell);
-    if (this.place === this.doubtful[branch].length) this.endBranch(branch);
-  }
-
-  endBranch(branch) {
-    this.later ??= this.rules.map(() => []);
-    this.later[branch] = this.doubtful[branch].filter((cell) => !this.isSettledCell(branch, cell));
+    if (!this.settle(branch, cell)) this.later[branch].push(cell);
+    if (this.place < this.doubtful[branch].length) return;
     this.doubtful[branch] = [];
     this.place = 0;
   }
 
-  nextEffort() {
-    const later = this.later ?? [];
-    this.later = undefined;
-    this.place = 0;
-    this.effort++;
-    const left = later.reduce((total, cells) => total + cells.length, 0);
-    if (left && this.effort < EFFORTS.length) {
-      this.doubtful = later;
-      return;
-    }
-    this.estimates = left;
-    this.finished = true;
+  nextRound() {
+    this.round++;
+    this.finished = this.round === ROUNDS.length || this.later.every((cells) => !cells.length);
+    if (!this.finished) this.doubtful = this.later;
+    this.later = this.rules.map(() => []);
   }
 
   settle(branch, cell) {
-    const row = quotient(cell, this.width);
-    const column = cell % this.width;
-    const box = this.boxOf(row, row + 1, column, column + 1);
-    const bounds = countClosely(this.rules[branch], this.queries, this.keys, box, EFFORTS[this.effort]);
-    this.fill(branch, row, row + 1, column, column + 1, bounds.low / areaOf(box), bounds.high / areaOf(box));
+    const { pairs, boxes } = ROUNDS[this.round];
+    const box = this.boxOf(cell);
+    if (boxes === 1) this.estimate(branch, cell, pairs);
+    if (boxes === 1) return false;
+    const bounds = countClosely(this.rules[branch], this.queries, this.keys, box, boxes);
+    this.learn(branch, cell, bounds, areaOf(box), pairs);
+    return isSettled(bounds, areaOf(box));
   }
 
-  isSettledCell(branch, cell) {
-    return isSettled({ low: this.low[branch][cell], high: this.high[branch][cell] }, 1);
+  isDrawn() {
+    return this.drawn === this.cells * this.rules.length;
   }
+}
 
-  /** 0 to 1: how far the work has come, as far as that is known. */
-  progress() {
-    if (this.finished) return 1;
-    const left = this.doubtful.reduce((total, cells) => total + cells.length, 0) - this.place;
-    const cells = this.height * this.width * this.rules.length;
-    return clamp(1 - (left + (this.squares.list.length - this.squares.at) / 4) / cells, 0, 0.99);
-  }
+/** A step that leads through all of so many cells, each far from the one before. */
+function strideThrough(cells) {
+  let stride = Math.round(cells * 0.618);
+  while (greatestDivisor(stride, cells) > 1) stride++;
+  return stride;
 }
 
 function areaOf([top, bottom, left, right]) {

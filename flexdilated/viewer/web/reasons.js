@@ -41,18 +41,30 @@ function rankNote(state, q, k) {
 }
 
 /** How full the cell under a pair of slots is; null where a cell is one pair, or not of this picture. */
-function cellNote({ image, view, cursor, rules }) {
+function cellNote({ image, view, cursor }) {
   if (!image || view.scale <= 1 || !cursor) return null;
-  const { rows, columns, low, high, width } = image.density;
+  const { rows, columns, width } = image.density;
   const [row, column] = [firstAbove(rows, cursor.q) - 1, firstAbove(columns, cursor.k) - 1];
   if (row < 0 || column < 0 || row >= image.density.height || column >= width) return null;
-  const cell = row * width + column;
-  const share = (bounds) => rules.reduce((total, _, branch) => total + bounds[branch][cell], 0);
-  const [least, most] = [share(low), share(high)];
-  if (least < 0) return null;
   const size = `${grouped(rows[row + 1] - rows[row])} × ${grouped(columns[column + 1] - columns[column])}`;
-  const shares = [...new Set([least, most].map(partText))].join(" to ");
-  return `the pixel stands for ${size} pairs; allowed: ${shares}`;
+  const found = shareOfCell(image.density, row * width + column);
+  return found && `the pixel stands for ${size} pairs; allowed: ${found}`;
+}
+
+/** The share that is drawn, or both bounds where they say the same to the eye; null where nothing is known yet. */
+function shareOfCell({ low, high, share, estimates }, cell) {
+  const sum = (shares) => shares.reduce((total, each) => total + each[cell], 0);
+  if (share.some((each) => each[cell] < 0)) return null;
+  const doubtful = share.map((_, branch) => branch).filter((branch) => !isSettled(boundsOf(low, high, branch, cell), 1));
+  const bounds = [...new Set([sum(low), sum(high)].map(partText))].join(" to ");
+  if (!doubtful.length) return bounds;
+  const pairs = Math.min(...doubtful.map((branch) => estimates.askedOf(branch, cell)));
+  const certain = sum(low) >= 0 ? `, for certain ${bounds}` : "";
+  return `about ${partText(sum(share))} (estimated from ${grouped(pairs)} of them${certain})`;
+}
+
+function boundsOf(low, high, branch, cell) {
+  return { low: low[branch][cell], high: high[branch][cell] };
 }
 
 /** A share of all pairs; above 1 where branches count pairs several times. */
