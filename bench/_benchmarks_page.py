@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from tabulate import tabulate
-
 from ._guard_cases import CASES
+from ._markdown import markdown
 from ._questions import QUESTIONS
 from ._run import question_text
 
@@ -16,6 +15,6 @@ def benchmarks_parts() -> dict[str, str]:
     asked = [(f"`{name}`", question_text(name)) for name in QUESTIONS]
     watched = [(f"`{name}`", (case.__doc__ or "").strip()) for name, case in CASES.items()]
     return {
-        "questions": f"\n{tabulate(asked, ('name', 'question'), tablefmt='github')}\n",
-        "cases": f"\n{tabulate(watched, ('case', 'what runs'), tablefmt='github')}\n",
+        "questions": f"\n{markdown(asked, ('name', 'question'))}\n",
+        "cases": f"\n{markdown(watched, ('case', 'what runs'))}\n",
     }

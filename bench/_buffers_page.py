@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from flexdilated.cli._sizes import bytes_text
 
+from ._markdown import markdown
 from ._table import Document, condition
 
 BUFFERS = Path("docs/communication_buffers.md")
@@ -44,7 +43,7 @@ def _reuse(document: Document) -> str:
         for row in details.values()
         for detail in (row["detail"],)
     ]
-    return f"{_table(lines, ('', 'target', 'measured'))}\n\n{'; '.join(notes)}.\n\n{condition(document)}"
+    return f"{markdown(lines, ('', 'target', 'measured'))}\n\n{'; '.join(notes)}.\n\n{condition(document)}"
 
 
 def _single_buffers(document: Document) -> str:
@@ -60,7 +59,7 @@ def _single_buffers(document: Document) -> str:
     ]
     from_there = detail["break_even_bytes"]
     pays = f"from {bytes_text(from_there)}" if from_there <= 1 << 26 else "at no size up to 64 MiB"
-    table = _table(lines, ("size", "leased", "made by torch", "time saved"))
+    table = markdown(lines, ("size", "leased", "made by torch", "time saved"))
     return f'{table}\n\nBy its own, quicker measurement there, "auto" leased {pays}.\n\n{condition(document)}'
 
 
@@ -69,7 +68,7 @@ def _claims(document: Document) -> str:
     sources = dict.fromkeys(row["detail"]["source"] for row in document["rows"] if "claimed" in row["detail"])
     listed = "\n".join(f"* {source}" for source in sources)
     headers = ("claim", "claimed", "here", "reached")
-    return f"{_table(lines, headers)}\n\nSources:\n\n{listed}\n\n{condition(document)}"
+    return f"{markdown(lines, headers)}\n\nSources:\n\n{listed}\n\n{condition(document)}"
 
 
 def _claim(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
@@ -90,7 +89,7 @@ def _bytes(document: Document) -> str:
     ]
     headers = ("codec", "saved of float32", "saved of bfloat16", "claimed", "pays on links below")
     source = f"The claim: {rows[0]['detail']['source']}."
-    return f"{_table(lines, headers)}\n\n{source}\n\n{condition(document)}"
+    return f"{markdown(lines, headers)}\n\n{source}\n\n{condition(document)}"
 
 
 def _errors(document: Document) -> str:
@@ -101,7 +100,7 @@ def _errors(document: Document) -> str:
         for kind, figures in row["detail"].items()
     ]
     headers = ("codec", "rows", *(name.replace("_", " ") for name in _ERRORS))
-    return f"{_table(lines, headers)}\n\n{condition(document)}"
+    return f"{markdown(lines, headers)}\n\n{condition(document)}"
 
 
 _ERRORS = ("mean_row_error", "largest_row_error", "proven_bound", "output_error")
@@ -113,12 +112,8 @@ def _choice(document: Document) -> str:
         for row in document["rows"]
         if row["measure"].startswith('"auto"')
     ]
-    return f"{_table(lines, ('', 'takes', 'saved', 'measured'))}\n\n{condition(document)}"
+    return f"{markdown(lines, ('', 'takes', 'saved', 'measured'))}\n\n{condition(document)}"
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g} %"
-
-
-def _table(lines: list[tuple[str, ...]], headers: tuple[str, ...]) -> str:
-    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from ._claims import CLAIMS, Claim
+from ._markdown import markdown
 from ._result import with_unit
 from ._table import condition
 
@@ -26,7 +25,7 @@ def claims_parts(results: Path) -> dict[str, str]:
         (str(number), claim.says, claim.claimed, row["measured_text"], "yes" if row["met"] else "**no**")
         for number, claim, row in numbered
     ]
-    table = tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+    table = markdown(lines, headers)
     notes = "\n".join(f"{number}. {_note(claim, row)}" for number, claim, row in numbered)
     return {"claims": f"\n{table}\n\n{condition(document)}\n", "notes": f"\n{notes}\n"}
 

@@ -1,11 +1,10 @@
 """The figures of docs/compiling.md: first steps, and lengths that change, from the files of results."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from tabulate import tabulate
-
+from ._markdown import markdown
 from ._table import Document, condition
 
 COMPILING = Path("docs/compiling.md")
@@ -32,7 +31,7 @@ def _first_steps(document: Document) -> str:
             lines.append((name, *(f"{each:.3g} s" for each in (ours["first_s"], theirs["first_s"], ours["later_s"]))))
     headers = ("", "flexdilated", f"with {_OTHER}", "a later step")
     others = [f"{measure}: {row['measured_text']}" for measure, row in rows.items() if _OTHER not in row["detail"]]
-    return "\n".join(("", _github(lines, headers), "", *(f"* {line}" for line in others), "", condition(document), ""))
+    return "\n".join(("", markdown(lines, headers), "", *(f"* {line}" for line in others), "", condition(document), ""))
 
 
 def _lengths(document: Document) -> str:
@@ -44,13 +43,9 @@ def _lengths(document: Document) -> str:
     number = detail["steps_that_nowhere_compile"]
     headers = ("lengths", "graphs", f"all {len(detail['lengths'])} steps", f"the {number} steps that nowhere compile")
     name = document["rows"][0]["measure"].partition(":")[0]
-    return "\n".join(("", _github(lines, headers), "", f"{name}: {condition(document)}", ""))
+    return "\n".join(("", markdown(lines, headers), "", f"{name}: {condition(document)}", ""))
 
 
 def _seconds(found: Mapping[str, float]) -> tuple[str, ...]:
     names = ("seconds_of_all_steps", "seconds_of_steps_that_nowhere_compile")
     return tuple(f"{found[name]:.3g} s" for name in names)
-
-
-def _github(lines: Sequence[tuple[object, ...]], headers: tuple[str, ...]) -> str:
-    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
+from ._markdown import markdown
 from ._table import condition
 
 DESCRIBE = Path("docs/describe.md")
@@ -20,9 +19,7 @@ def describe_parts(results: Path) -> dict[str, str]:
     document = json.loads(file.read_text())
     patterns = document["rows"][0]["detail"]["patterns"]
     headers = ("", "heads", "plan and blocks", "heads, overlap, gaps", "receptive field", "layers", "pairs that meet")
-    table = tabulate(
-        [_line(name, figure) for name, figure in patterns.items()], headers, tablefmt="github", disable_numparse=True
-    )
+    table = markdown([_line(name, figure) for name, figure in patterns.items()], headers)
     return {"describe": f"\n{table}\n\nOne thread. {condition(document)}\n"}
 
 

@@ -4,8 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tabulate import tabulate
-
+from ._markdown import markdown
 from ._table import Document, condition
 
 DISTRIBUTED = Path("docs/distributed.md")
@@ -65,4 +64,4 @@ def _mean(numbers: list[float]) -> float:
 
 
 def _with_condition(lines: list[tuple[str, ...]], headers: tuple[str, ...], document: Document) -> str:
-    return f"{tabulate(lines, headers, tablefmt='github', disable_numparse=True)}\n\n{condition(document)}"
+    return f"{markdown(lines, headers)}\n\n{condition(document)}"

@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from flexdilated.cli._sizes import bytes_text, tokens_text
 
+from ._markdown import markdown
 from ._table import Document, condition
 
 MEMORY = Path("docs/memory.md")
@@ -91,4 +90,4 @@ def _longest(document: Document, device: str) -> str:
 
 
 def _with_condition(lines: list[tuple[str, ...]], headers: tuple[str, ...], document: Document) -> str:
-    return f"{tabulate(lines, headers, tablefmt='github', disable_numparse=True)}\n\n{condition(document)}"
+    return f"{markdown(lines, headers)}\n\n{condition(document)}"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
+from ._markdown import markdown
 
 PLANTED_BUGS = Path("docs/planted_bugs.md")
 _KINDS = {
@@ -50,4 +50,4 @@ def _share(part: Mapping[str, Any]) -> str:
 
 def _table(by_operator: Mapping[str, Mapping[str, int]]) -> str:
     rows = [(name, each["tried"], each["caught"]) for name, each in by_operator.items()]
-    return tabulate(rows, ("operator", "tried", "caught"), tablefmt="github", disable_numparse=True)
+    return markdown(rows, ("operator", "tried", "caught"))

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from ._benchmarks_page import BENCHMARKS, benchmarks_parts
 from ._buffers_page import BUFFERS, buffers_parts
 from ._catalogue import ENTRIES, MILLION, Entry
@@ -17,6 +15,7 @@ from ._claims_page import claims_parts
 from ._compiling_page import COMPILING, compiling_parts
 from ._describe_page import DESCRIBE, describe_parts
 from ._distributed_page import DISTRIBUTED, distributed_parts
+from ._markdown import markdown
 from ._memory_page import MEMORY, memory_parts
 from ._mutants_page import PLANTED_BUGS, mutants_parts
 from ._performance_page import PERFORMANCE, performance_parts
@@ -97,7 +96,7 @@ def _section(entry: Entry, figures: Figures) -> str:
 def _table(figures: Mapping[str, Figures], document: Document) -> str:
     headers = ("pattern", "density", "waste", "computed as", "tokens", "`BlockMask`", "plan and lists")
     lines = [_line(entry, figures[entry.name]) for entry in ENTRIES]
-    table = tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+    table = markdown(lines, headers)
     return f"\n{table}\n\n{condition(document)}\n"
 
 

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
+from ._markdown import markdown
 from ._table import condition
 
 Figures = Mapping[str, Any]
@@ -29,13 +28,13 @@ def performance_parts(results: Path) -> dict[str, str]:
 def _kernel_table(rates: Mapping[str, Figures], matmul_rate: float) -> str:
     lines = [(shape, *(_percent(rate / matmul_rate) for rate in both.values())) for shape, both in rates.items()]
     headers = ("queries × keys", "forward, of matmul", "backward, of matmul")
-    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+    return markdown(lines, headers)
 
 
 def _table(figures: Mapping[str, Figures]) -> str:
     dense = figures["dense"]["rate"]
     lines = [_line(name, figure, dense) for name, figure in figures.items()]
-    return tabulate(lines, (*_RATES, *_SHARES), tablefmt="github", disable_numparse=True)
+    return markdown(lines, (*_RATES, *_SHARES))
 
 
 def _line(name: str, figure: Figures, dense: float) -> tuple[str, ...]:

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
+from ._markdown import markdown
 from ._table import condition
 
 RECEIVED = Path("docs/attention_received.md")
@@ -22,9 +21,7 @@ def received_parts(results: Path) -> dict[str, str]:
     rows = document["rows"]
     headers = ("", "forward", "attention received", "peak memory of the two", "an N x M matrix")
     lines = [_line(time) for time in rows[::2]]
-    return {
-        "received": f"\n{tabulate(lines, headers, tablefmt='github', disable_numparse=True)}\n\n{condition(document)}\n"
-    }
+    return {"received": f"\n{markdown(lines, headers)}\n\n{condition(document)}\n"}
 
 
 def _line(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from flexdilated.cli._sizes import bytes_text
 
+from ._markdown import markdown
 from ._table import Document, condition
 
 RELIABILITY = Path("docs/reliability.md")
@@ -35,7 +34,7 @@ def _fuzz(document: Document) -> str:
         for answered, slowest, memory in zip(rows[::3], rows[1::3], rows[2::3], strict=True)
     ]
     headers = ("texts", "drawn", "read as a pattern", "a clear error", "anything else", "slowest", "peak memory")
-    return f"{_table(lines, headers)}\n\n{condition(document)}"
+    return f"{markdown(lines, headers)}\n\n{condition(document)}"
 
 
 def _kind(answered: Mapping[str, Any], slowest: Mapping[str, Any], memory: Mapping[str, Any]) -> tuple[str, ...]:
@@ -53,7 +52,7 @@ def _kind(answered: Mapping[str, Any], slowest: Mapping[str, Any], memory: Mappi
 
 def _soak(document: Document) -> str:
     lines = [(row["measure"], row["target"], row["measured_text"]) for row in document["rows"]]
-    return f"{_table(lines, ('', 'target', 'measured'))}\n\n{condition(document)}"
+    return f"{markdown(lines, ('', 'target', 'measured'))}\n\n{condition(document)}"
 
 
 def _marks(document: Document) -> str:
@@ -68,8 +67,4 @@ def _marks(document: Document) -> str:
         )
         for mark in document["rows"][0]["detail"]["marks"]
     ]
-    return _table(lines, ("steps", "resident", "tensors alive", "graphs compiled", "in the cache", "evicted"))
-
-
-def _table(lines: list[tuple[str, ...]], headers: tuple[str, ...]) -> str:
-    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+    return markdown(lines, ("steps", "resident", "tensors alive", "graphs compiled", "in the cache", "evicted"))

@@ -7,6 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from ._markdown import markdown
 from ._problem import tokens_text
 from ._questions import QUESTIONS
 from .device._suite import NAMES as DEVICE_NAMES
@@ -40,7 +41,7 @@ def markdown_table(results: Path, shown: Callable[[str], bool] = lambda name: Tr
         for document in documents
         for row in document["rows"]
     ]
-    parts = [tabulate(lines, (*_HEADERS, "file"), tablefmt="github", disable_numparse=True)] if lines else []
+    parts = [markdown(lines, (*_HEADERS, "file"))] if lines else []
     parts += [_points_table(document["points"]) for document in documents if document["points"]]
     return "\n\n".join([*parts, *_conditions(documents)])
 
@@ -69,7 +70,7 @@ def _points_table(points: list[Document]) -> str:
         for point in points
     ]
     headers = ("tokens", "attention", "forward", "backward", "peak memory")
-    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+    return markdown(lines, headers)
 
 
 def _conditions(documents: list[Document]) -> list[str]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ._call_key import CallKey
+from ._flat_op import flat_op
 from ._flex import FlexProgram, run_flex
 from ._flex_parts import heads_of_part, joined, key_of_part, kv_head_parts
 from ._flex_program import blank_program, run_time_program, static_program
@@ -66,23 +67,8 @@ def _flex(
     return run_flex(program, q, k, v, direct=False, **options)
 
 
-@torch.library.custom_op("flexdilated::prepare_flex", mutates_args=())
-def _prepare(
-    q: Tensor,
-    bindings: list[Tensor],
-    pattern: str,
-    num_heads: int,
-    num_kv_heads: int,
-    num_queries: int,
-    num_keys: int,
-    q_offset: int,
-    k_offset: int,
-    head_offset: int,
-    num_heads_global: int,
-    rate: int,
-    block_size: list[int],
-    placement: str,
-) -> Tensor:
+@flat_op("flexdilated::prepare_flex")
+def _prepare(q: Tensor, bindings: list[Tensor], key: CallKey) -> Tensor:
     """Nothing at run time; while tracing, its shape rule puts the program of these sizes where the trace finds it."""
     return q.new_empty(0)
 

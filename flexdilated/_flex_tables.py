@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from ._call_key import CallKey
+from ._flat_op import flat_op
 from ._flex import FlexProgram, FlexStep
 from ._flex_program import blank_program, list_width, run_time_program
 from .masks._run_time import tables
@@ -22,27 +23,9 @@ _FIELDS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices
 _FIELDS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
-@torch.library.custom_op("flexdilated::flex_tables", mutates_args=())
-def flex_tables(
-    q: Tensor,
-    bindings: list[Tensor],
-    pattern: str,
-    num_heads: int,
-    num_kv_heads: int,
-    num_queries: int,
-    num_keys: int,
-    q_offset: int,
-    k_offset: int,
-    head_offset: int,
-    num_heads_global: int,
-    rate: int,
-    block_size: list[int],
-    placement: str,
-) -> list[Tensor]:
+@flat_op("flexdilated::flex_tables")
+def flex_tables(q: Tensor, bindings: list[Tensor], key: CallKey) -> list[Tensor]:
     """For each step of the program its block tables, as BlockMask orders them, then the rows of its run-time tables."""
-    sizes = (num_heads, num_kv_heads, num_queries, num_keys)
-    where = (q_offset, k_offset, head_offset, num_heads_global)
-    key = CallKey.of(pattern, *sizes, *where, rate, block_size, placement)
     found: list[Tensor] = []
     for step in run_time_program(key, q.device, bindings, len(q)).steps:
         for name, width in _widths(step, key).items():

@@ -116,9 +116,6 @@ class Whole:
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B X 1 S ..."]) -> None:
         x.add_(self._restore(slots.squeeze(2)))
 
-    def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B X 1 S ..."]) -> None:
-        x.copy_(self._restore(slots.squeeze(2)))
-
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
         fresh = not bool(reached.any())
         reached.fill_(True)

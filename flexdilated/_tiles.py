@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import _kernel, _tile_blocks
-from ._gather import Picked, Side, claim_rows, side
+from ._gather import Picked, Side, Whole, claim_rows, side
 from ._kernel import Operands
 from ._placed_sides import key_side, query_side
 from ._sinks import add_sinks
@@ -169,6 +169,7 @@ def run_forward(
                 continue
             sums = _empty(q) if program.complete else _nothing(q)
         if step.fresh:
+            assert not isinstance(step.queries, Whole)  # it is the sum itself where it is first to reach its rows
             step.queries.put(sums[0], part[0])
             step.queries.put(sums[1], part[1])
         else:

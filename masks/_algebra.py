@@ -12,16 +12,15 @@ import torch
 
 from ._box import Bounds, Box, Squares
 from ._canonical import written_parts
-from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period
+from ._composite import Composite
+from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, as_ranges, intersect_all, unite
 from ._reason import Pair, Reason, listing
 from ._spelling import AND, NOT, OR, Phrase, chain
 
 
 @dataclass(frozen=True)
-class _Combination(Pattern):
-    parts: tuple[Pattern, ...]
-
+class _Combination(Composite):
     @classmethod
     def of(cls, *parts: Pattern) -> Pattern:
         """Combine, with nested combinations of the same kind flattened and repeats dropped."""
@@ -43,28 +42,8 @@ class _Combination(Pattern):
     def for_head(self, head: int, num_heads: int) -> Pattern:
         return type(self).of(*(part.for_head(head, num_heads) for part in self.parts))
 
-    def period(self) -> int | None:
-        return common_period(self.parts)
-
-    def rates(self) -> tuple[int, ...]:
-        return all_rates(self.parts)
-
-    def leaves(self) -> tuple[Pattern, ...]:
-        return all_leaves(self.parts)
-
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
-        return type(self)(tuple(part.map_leaves(change) for part in self.parts))
-
     def superset(self) -> Pattern:
         return type(self).of(*(part.superset() for part in self.parts))
-
-    def check_heads(self, num_heads: int) -> None:
-        for part in self.parts:
-            part.check_heads(num_heads)
-
-    def check_tokens(self, queries: range, keys: range) -> None:
-        for part in self.parts:
-            part.check_tokens(queries, keys)
 
     def _mods(self, num_heads: int, device: torch.device) -> list[MaskMod]:
         return [part.mask_mod(num_heads=num_heads, device=device) for part in self.parts]

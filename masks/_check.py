@@ -18,7 +18,7 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGES
 
 
 def require_below(name: str, value: object, stop: int, what: str) -> int:
-    """The value itself, if it is one of `stop` things counted from 0, such as heads; TypeError or ValueError otherwise."""
+    """The value itself, if it is an integer in [0, stop), the number of such things as heads; an error otherwise."""
     found = require_int(name, value, minimum=0)
     if found >= stop:
         raise ValueError(f"{name} must be below the number of {what}; got {name}={found} of {stop}")

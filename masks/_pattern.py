@@ -288,11 +288,6 @@ def all_leaves(parts: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
     return tuple(leaf for part in parts for leaf in part.leaves())
 
 
-def all_rates(parts: tuple[Pattern, ...]) -> tuple[int, ...]:
-    """The dilation rates that the parts use."""
-    return tuple(rate for part in parts for rate in part.rates())
-
-
 def _needs_set(operator: str, left: object, right: object) -> str:
     return (
         f"{operator} needs set patterns, where a pair is allowed or not; a mixture counts pairs, "

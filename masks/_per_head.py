@@ -1,6 +1,6 @@
 """Rules that differ by head: one pattern a head, or groups of heads that share one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -11,15 +11,14 @@ from torch import Tensor
 from ._algebra import either
 from ._box import Bounds, Box, Squares
 from ._canonical import written_parts
-from ._pattern import MaskMod, Pattern, all_leaves, all_rates, common_period
+from ._composite import Composite
+from ._pattern import MaskMod, Pattern
 from ._reason import Pair, Reason, span
 from ._spelling import Phrase
 
 
 @dataclass(frozen=True)
-class _HeadChoice(Pattern):
-    parts: tuple[Pattern, ...]
-
+class _HeadChoice(Composite):
     def __post_init__(self) -> None:
         if not self.parts or not all(isinstance(part, Pattern) for part in self.parts):
             raise TypeError(f"a choice by head needs at least one set pattern; got {self.parts!r}")
@@ -35,27 +34,11 @@ class _HeadChoice(Pattern):
     def squares(self, head: int, num_heads: int) -> Squares | None:
         return self.parts[self.choice(num_heads)[head]].squares(head, num_heads)
 
-    def check_tokens(self, queries: range, keys: range) -> None:
-        for part in self.parts:
-            part.check_tokens(queries, keys)
-
-    def period(self) -> int | None:
-        return common_period(self.parts)
-
     def confined(self) -> bool:
         return all(part.confined() for part in self.parts)
 
-    def rates(self) -> tuple[int, ...]:
-        return all_rates(self.parts)
-
     def superset(self) -> Pattern:
         return type(self)(tuple(part.superset() for part in self.parts))
-
-    def leaves(self) -> tuple[Pattern, ...]:
-        return all_leaves(self.parts)
-
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
-        return type(self)(tuple(part.map_leaves(change) for part in self.parts))
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         choice = torch.tensor(self.choice(num_heads))
@@ -100,8 +83,7 @@ class PerHead(_HeadChoice):
     def check_heads(self, num_heads: int) -> None:
         if num_heads != len(self.parts):
             raise ValueError(f"per_head needs one pattern a head; got {len(self.parts)} for {num_heads} heads")
-        for part in self.parts:
-            part.check_heads(num_heads)
+        super().check_heads(num_heads)
 
 
 @dataclass(frozen=True)
@@ -127,8 +109,7 @@ class HeadGroups(_HeadChoice):
     def check_heads(self, num_heads: int) -> None:
         if num_heads < len(self.parts):
             raise ValueError(f"{len(self.parts)} head groups need a head each; got num_heads={num_heads}")
-        for part in self.parts:
-            part.check_heads(num_heads)
+        super().check_heads(num_heads)
 
 
 def per_head(patterns: Sequence[Pattern]) -> Pattern:

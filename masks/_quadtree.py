@@ -36,11 +36,10 @@ def roots(rule: Rule, tables: Tensor) -> Nodes:
     )
 
 
-def row_roots(rule: Rule, tables: Tensor, rows: Tensor, q_block: int) -> Nodes:
-    """The roots of some block rows only."""
-    whole = roots(rule, tables)
-    node, row = torch.cartesian_prod(torch.arange(len(whole)), rows).unbind(1)
-    return _within(whole.select(node), row * q_block, (row + 1) * q_block)
+def some_rows(nodes: Nodes, rows: Tensor, q_block: int) -> Nodes:
+    """The parts of the nodes that lie in some block rows."""
+    node, row = torch.cartesian_prod(torch.arange(len(nodes)), rows).unbind(1)
+    return _within(nodes.select(node), row * q_block, (row + 1) * q_block)
 
 
 def range_roots(rule: Rule, tables: range, rows: range, q_block: int) -> Nodes:
@@ -61,14 +60,16 @@ def _within(nodes: Nodes, first: Tensor, last: Tensor) -> Nodes:
 
 
 def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Leaves]:
+    """The leaves of these nodes that can hold pairs; a node that is full is not looked into."""
     stack = list(_chunks(roots))
     while stack:
         nodes = stack.pop()
-        blocks = nodes.q.num_blocks(q_block) * nodes.k.num_blocks(k_block)
-        if int(blocks.sum()) <= _FEW_BLOCKS:
-            nodes = _single_blocks(nodes, q_block, k_block)
-            blocks = torch.ones_like(nodes.table)
-        box, single = rule.boxes(nodes), blocks == 1
+        rows, columns = nodes.q.num_blocks(q_block), nodes.k.num_blocks(k_block)
+        sizes = rows * columns
+        if int(sizes.sum()) <= _FEW_BLOCKS:
+            nodes = _single_blocks(nodes, sizes, columns, q_block, k_block)
+            sizes = torch.ones_like(nodes.table)
+        box, single = rule.boxes(nodes), sizes == 1
         bounds = rule.pattern.count(box, num_heads=rule.num_heads)
         bounds = settle_by_diagonals(rule.pattern, box, bounds, num_heads=rule.num_heads, where=single)
         occupied, certain = bounds.high > 0, bounds.low == box.area
@@ -82,7 +83,8 @@ def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Le
         )
         if bool(single.all()):
             continue
-        yield _expand(nodes.select((certain & ~single).nonzero().squeeze(1)), q_block, k_block)
+        full = (certain & ~single).nonzero().squeeze(1)
+        yield _expand(nodes.select(full), sizes[full], columns[full], q_block, k_block)
         inner = nodes.select((occupied & ~certain & ~single).nonzero().squeeze(1))
         stack.extend(_chunks(_split(inner, q_block, k_block)))
 
@@ -95,21 +97,19 @@ def _chunks(nodes: Nodes) -> Iterator[Nodes]:
         yield nodes.select(part)
 
 
-def _expand(nodes: Nodes, q_block: int, k_block: int) -> Leaves:
+def _expand(nodes: Nodes, sizes: Tensor, columns: Tensor, q_block: int, k_block: int) -> Leaves:
     """All blocks of nodes that are full."""
-    single = _single_blocks(nodes, q_block, k_block)
+    single = _single_blocks(nodes, sizes, columns, q_block, k_block)
     area = (single.q.stop - single.q.start) * (single.k.stop - single.k.start)
     return Leaves(single.table, single.q.start // q_block, single.k.start // k_block, area, area)
 
 
-def _single_blocks(nodes: Nodes, q_block: int, k_block: int) -> Nodes:
-    """The parts of the nodes that lie in one block each."""
-    rows, columns = nodes.q.num_blocks(q_block), nodes.k.num_blocks(k_block)
-    sizes = rows * columns
+def _single_blocks(nodes: Nodes, sizes: Tensor, columns: Tensor, q_block: int, k_block: int) -> Nodes:
+    """The parts of the nodes that lie in one block each; `sizes` and `columns` say in how many the nodes do."""
     node = torch.repeat_interleave(sizes)
-    index = torch.arange(len(node)) - (sizes.cumsum(0) - sizes)[node]
-    q = _nth_block(nodes.q.select(node), index // columns[node], q_block)
-    return Nodes(nodes.table[node], q, _nth_block(nodes.k.select(node), index % columns[node], k_block))
+    index, width = torch.arange(len(node)) - (sizes.cumsum(0) - sizes)[node], columns[node]
+    q = _nth_block(nodes.q.select(node), index // width, q_block)
+    return Nodes(nodes.table[node], q, _nth_block(nodes.k.select(node), index % width, k_block))
 
 
 def _nth_block(run: Run, index: Tensor, block: int) -> Run:

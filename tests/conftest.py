@@ -6,12 +6,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from hypothesis import settings
-from jaxtyping import install_import_hook
 
 from pytest_flexdilated import register_profiles
+from tests.shape_checks import checked_on_import
 
 # Named, as a checkout need not be installed; where it is, the plugin has the same name and is there once.
-pytest_plugins = ["pytest_flexdilated"]
+pytest_plugins = ["pytest_flexdilated", "pytester"]
 
 # Every call is checked against its annotations, shapes included. Not here: what torch.compile traces (the
 # check would break the graph), the custom op (its schema is read from plain annotations), and what callers'
@@ -27,7 +27,7 @@ CHECKED = [
 # Plans are those of the constants that come with the library, whatever was measured on this machine.
 os.environ["FLEXDILATED_MACHINE"] = "builtin"
 
-with install_import_hook(CHECKED, "beartype.beartype"):
+with checked_on_import(CHECKED):
     import flexdilated  # noqa: F401
     from flexdilated._profile import folder_from_environment, recorded
 
@@ -46,6 +46,32 @@ def one_thread_a_worker():
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A browser of this run's own, for all that is tested in one."""
+    from tests.browser import Browser, needed_browser
+
+    with Browser(needed_browser()) as opened:
+        yield opened
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """What opens a page of the viewer."""
+    from tests.viewer_pages import pages
+
+    with pages(browser, tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def plain_terminal(monkeypatch):
+    """80 by 24, and no wish for less colour, whatever terminal the tests were started from."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    monkeypatch.delenv("NO_COLOR", raising=False)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -103,7 +103,7 @@ def run_time_words(num_positions: int) -> SimpleNamespace:
 def packed_cases(draw: st.DrawFn, max_heads: int = 3, largest: int = 40) -> Packed:
     """A pattern that uses one run-time tensor or two: cut by it, restarted by it, united with it, without it."""
     sizes = draw(fst.attention_sizes(max_heads=max_heads, max_batch=3, max_tokens=largest))
-    if draw(st.booleans()):
+    if not draw(st.booleans()):
         other, k_offset = draw(st.integers(1, largest)), draw(st.sampled_from([0, 3]))
         sizes = replace(sizes, num_queries=other, q_offset=draw(st.integers(0, 9)), k_offset=k_offset)
     words = run_time_words(max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys))

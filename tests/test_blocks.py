@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
+from flexdilated.masks import _quadtree
 from flexdilated.masks._blocks import UNKNOWN, Blocks, build_blocks
 from flexdilated.masks._compact import compact_terms
 from flexdilated.masks._estimate import estimate_blocks
@@ -56,13 +57,18 @@ def in_order(case: Case, q: Layout, k: Layout) -> Tensor:
     return case.counts()[:, q.positions()][:, :, k.positions()]
 
 
-@given(cases(sets), st.integers(1, 7), block_sides, block_sides)
-def test_lists_are_the_dense_rule(case, rate, q_block, k_block):
-    """Natural and residue-major order, unequal sides, ragged ends, some of the heads, any queries."""
+@given(cases(sets), st.integers(1, 7), block_sides, block_sides, st.sampled_from([0, _quadtree._FEW_BLOCKS]))
+def test_lists_are_the_dense_rule(case, rate, q_block, k_block, few):
+    """Natural and residue-major order, unequal sides, ragged ends, some of the heads, any queries.
+
+    Boxes are halved down to blocks, or, where these are few, looked at block by block.
+    """
     (term,) = shared_terms(case.twin.pattern, 1, case.bind(), rate)
     pairs = in_blocks(in_order(case, term.q, term.k), q_block, k_block)
-    assert_lists(term.blocks(q_block, k_block), pairs)
-    assert_lists(term.blocks(q_block, k_block, settle=False), pairs, exact=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_quadtree, "_FEW_BLOCKS", few)
+        assert_lists(term.blocks(q_block, k_block), pairs)
+        assert_lists(term.blocks(q_block, k_block, settle=False), pairs, exact=False)
 
 
 @given(cases(lambda H: st.one_of(dilated(), dilated_and_more(H))), block_sides, block_sides)

@@ -3,7 +3,6 @@
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -150,8 +149,8 @@ def test_clear_drops_what_is_pinned():
 
 def test_what_another_thread_looks_up_is_pinned_too():
     cache = Cache(100)
-    with cache.pin(), ThreadPoolExecutor(1) as pool:
-        pool.submit(look_up, cache, "a", 10).result(20)
+    with cache.pin():
+        side_by_side([partial(look_up, cache, "a", 10)], seconds=20)
     assert cache.stats().pinned.entries == 1
 
 
@@ -231,11 +230,10 @@ def test_sixty_four_threads_build_once():
         return object()
 
     def ask() -> object:
-        together.wait(20)
+        together.wait(60)
         return cache.get("key", build, lambda value: 10)
 
-    with ThreadPoolExecutor(64) as pool:
-        values = [future.result(30) for future in [pool.submit(ask) for _ in range(64)]]
+    values = side_by_side([ask] * 64, seconds=60)
     assert len(built) == 1
     assert len({id(value) for value in values}) == 1
     assert (cache.stats().hits, cache.stats().misses) == (63, 1)

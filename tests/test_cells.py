@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from time import process_time
 
 import pytest
 import torch
@@ -145,9 +145,9 @@ def test_each_branch_is_counted_by_itself() -> None:
 def test_a_million_tokens_are_counted_exactly(residue: bool) -> None:
     """LongNet, causal, in 200 x 200 cells: all its pairs, and none above the diagonal."""
     order = masks.layout(LONGNET, MILLION) if residue else None
-    began = time.perf_counter()
+    began = process_time()
     cells = count_cells(LONGNET, MILLION, head=3, num_heads=8, shape=(200, 200), order=order)
-    took = time.perf_counter() - began
+    took = process_time() - began
     assert cells.exact.all()
     expected = 0
     for width, rate in zip(*LONGNET_5, strict=True):

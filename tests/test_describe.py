@@ -57,7 +57,7 @@ def test_a_branch_that_counts_twice_is_useful_twice_and_computed_once():
 
 def test_the_text_states_the_numbers():
     told = masks.describe(masks.longnet([2048, 4096], [1, 4]) & masks.causal(), 8192, num_heads=4)
-    text = str(told)
+    text = told.to_text(columns=200)
     for number in (
         f"{told.useful_pairs:,}",
         f"{told.computed_pairs:,}",

@@ -132,6 +132,35 @@ def test_a_rank_that_dies_leaves_no_other_waiting_and_no_buffer_leased(when: int
         assert elapsed < 15
 
 
+class Unused(torch.autograd.Function):
+    """Zeros that send no gradient back: not even zeros."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 0
+
+    @staticmethod
+    def backward(ctx, *_):
+        return None
+
+
+def used_elsewhere(schedule: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gradients where the first rank makes no use of its output, and where it uses it zero times."""
+    found = []
+    for ignored in (Unused.apply, lambda x: x * 0):
+        tensors = shards(Sharding(N, 2))
+        out = attend(*tensors, PATTERN, mesh=mesh(), schedule=schedule)
+        found.append(torch.autograd.grad((ignored(out) if dist.get_rank() == 0 else out).sum(), tensors))
+    return list(zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["exchange", "ring"])
+def test_a_rank_that_makes_no_use_of_its_output_keeps_no_other_waiting(schedule: str):
+    for pairs in on_ranks(2, used_elsewhere, schedule, group_timeout=10):
+        for unused, zero in pairs:
+            assert torch.equal(unused, zero)
+
+
 def disagreeing(what: str) -> str:
     """What this rank is told where rank 1 asks for something else."""
     other = dist.get_rank() == 1

@@ -137,6 +137,13 @@ def test_imports_point_down() -> None:
     assert climbs == []
 
 
+def test_the_package_of_patterns_names_each_of_its_files_once() -> None:
+    assert masks.__doc__ is not None
+    named = re.findall(r" (_\w+|recipes|inspection)\b", masks.__doc__.partition("    patterns")[2])
+    files = [path.stem for path in (ROOT / "masks").iterdir() if path.suffix == ".py" and path.stem != "__init__"]
+    assert sorted(named) == sorted([*files, "inspection"])
+
+
 def test_imports_are_declared_dependencies() -> None:
     """Only the commands may use an extra, and who imports one late; nothing imports from the checkout."""
 

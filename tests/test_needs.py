@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 from math import prod
+from time import process_time
 
 import pytest
 import torch
@@ -242,7 +242,7 @@ LADDER = masks.longnet([2048 << power for power in range(10)], [1 << power for p
 def test_a_million_tokens_on_eight_ranks(pattern: masks.Pattern, expected: list[int]):
     """Each rank's foreign keys for one head, in far less than a look at each token would take."""
     length = MILLION // 8
-    begin = time.perf_counter()
+    begin = process_time()
     found = []
     for rank in range(8):
         mine = range(rank * length, (rank + 1) * length)
@@ -250,7 +250,7 @@ def test_a_million_tokens_on_eight_ranks(pattern: masks.Pattern, expected: list[
         found.append(needed_keys(pattern, queries=(mine,), keys=others, heads=[5], num_heads_global=16))
     assert [len(members(each)) for each in found] == expected
     assert all(len(each) <= 10 for each in found)
-    assert time.perf_counter() - begin < 5
+    assert process_time() - begin < 5
 
 
 @given(st.lists(progressions, max_size=6), st.sampled_from([0, 1 << 16]))

@@ -1,8 +1,8 @@
 """plan --ranks: bytes, pairs and memory against the dense rule, times against hand-made numbers, bad input refused."""
 
 import json
-import time
 from pathlib import Path
+from time import process_time
 
 import pytest
 import torch
@@ -184,10 +184,10 @@ def test_cuda_is_planned_without_one(capsys) -> None:
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_4096_ranks_and_a_billion_tokens(capsys, order) -> None:
     """In a minute on any machine; about 20 seconds on two cores."""
-    begin = time.perf_counter()
+    begin = process_time()
     sizes = ["--tokens", "1024M", "--heads", "8", "--dtype", "bf16"]
     found = data_of(capsys, LONG, *sizes, "--ranks", "4096", "--sharding", order, "--link", "50GB/s")
-    assert time.perf_counter() - begin < 120
+    assert process_time() - begin < 120
     assert found["num_tokens"] == 1 << 30
     assert len(found["ranks"]["pairs"]) == 4096
     assert found["work"]["most_over_mean"]["zigzag"] < 1.0001

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
+from flexdilated.masks import _term
+from flexdilated.masks._estimate import estimate_blocks
 from flexdilated.masks._layout import Compact, Layout, Permutation
-from flexdilated.masks._options import Allowed
+from flexdilated.masks._options import _CLEARLY, Allowed, in_blocks_of
 from flexdilated.masks._planner import plan, recommended_layout
 from flexdilated.masks._term import Term
 from tests import oracle, twins
@@ -130,6 +132,30 @@ def test_options_are_weighed():
         assert min(seconds) == seconds[0]
     assert planned.terms == tuple(term for options in planned.options for term in options[0].terms)
     assert {option.layout for option in planned.options[1]} == {"natural", "residue 4", "compact"}
+
+
+@pytest.mark.parametrize("N", [64, 300, 801, 3001])
+@pytest.mark.parametrize("pattern", [masks.dilated(256, 1), masks.dilated(512, 2), masks.strided(2), masks.strided(12)])
+def test_what_is_given_up_unweighed_is_not_the_cheapest(pattern, N):
+    """Whatever the side of its blocks."""
+    (options,) = plan((pattern & masks.causal()).bind(num_heads=4, num_queries=N, num_keys=N)).options
+    ways = [in_blocks_of(option, side) for option in options for side in option.machine.sides]
+    assert options[0].cost.seconds <= min(way.cost.seconds for way in ways) / _CLEARLY
+
+
+def test_blocks_are_counted_once_for_all_that_weigh_them(monkeypatch):
+    """A branch's term is part of two more ways: all branches one by one, and with those that nest together."""
+    counted = []
+
+    def noting(rule, *, q_block, k_block):
+        counted.append((rule.pattern.text, int(rule.q.lengths.sum()), len(rule.q.starts), q_block))
+        return estimate_blocks(rule, q_block=q_block, k_block=k_block)
+
+    monkeypatch.setattr(_term, "estimate_blocks", noting)
+    pattern = masks.longnet([256, 512, 1024, 2048], [1, 2, 4, 8]) & masks.causal()
+    assert plan(pattern.bind(num_heads=4, num_queries=3011, num_keys=3011)).together is not None
+    assert counted
+    assert len(counted) == len(set(counted))
 
 
 def test_a_branch_that_counts_twice_is_computed_once():

@@ -255,7 +255,7 @@ def test_a_batch_entry() -> None:
         wanted = torch.zeros(12, 12, dtype=torch.bool)
         wanted[:length, :length] = True
         assert torch.equal(~is_colour(shown, WHITE), wanted)
-    with pytest.raises(ValueError, match="batch must be at most 1; got batch=2"):
+    with pytest.raises(ValueError, match="batch must be below the number of batch entries; got batch=2 of 2"):
         masks.plot(pattern, 12, batch=2)
 
 

@@ -66,6 +66,16 @@ def test_buckets_are_powers_of_two() -> None:
         assert (pool.statistics.allocated_bytes, pool.statistics.fragmentation) == (0, 1)
 
 
+def test_lengths_that_change_hold_less_than_twice_the_buckets_of_the_longest() -> None:
+    pool, longest = BufferPool("cpu", threshold_bytes=0), 1 << 10
+    for step in range(1, 2 * longest + 1):
+        leases = [lease(pool, (step - 1) % longest + 1) for _ in range(3)]
+        for each in leases:
+            each.release()
+    assert pool.statistics.num_allocations == 3 * 11
+    assert pool.statistics.allocated_bytes == 3 * (2 * longest - 1)
+
+
 def test_an_exception_returns_the_buffer() -> None:
     pool = BufferPool()
     with pytest.raises(ZeroDivisionError), pool.lease((MIB,), torch.uint8, "cpu"):

@@ -218,21 +218,11 @@ def test_bench_runs_nothing_more_without_the_variable(monkeypatch) -> None:
 @pytest.mark.slow
 def test_tests_are_recorded_one_file_each(folder) -> None:
     """In a run of their own, as a user starts one."""
-    which = "tests/test_merge.py"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        which,
-        "-k",
-        "empty or one_sided or merge",
-    ]
+    which, chosen = "tests/test_merge.py", "order_of_parts"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", which, "-k", chosen]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)
     found = recordings(folder)
-    assert len(found) >= 1
+    assert len(found) == 2
     assert all(name.startswith(f"test {which}::test_") for name in found)
 
 

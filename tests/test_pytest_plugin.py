@@ -13,15 +13,15 @@ from hypothesis.errors import InvalidArgument
 from pytest_flexdilated import register_profiles
 
 ROOT = Path(__file__).resolve().parents[1]
+PLAIN = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "pytest_flexdilated", "-rs", "-q"]
 
 
 def run_pytest(folder: Path, code: str, *arguments: str, conftest: str = "") -> subprocess.CompletedProcess[str]:
     """pytest in a project of its own, with the plugin."""
     (folder / "test_it.py").write_text(textwrap.dedent(code), encoding="utf-8")
     (folder / "conftest.py").write_text(textwrap.dedent(conftest), encoding="utf-8")
-    plain = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "pytest_flexdilated", "-rs", "-q"]
     start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", start, *plain, *arguments]
+    command = [sys.executable, "-c", start, *PLAIN, *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -37,24 +37,28 @@ def test_start_up_is_light(tmp_path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_device(tmp_path) -> None:
-    code = """
+def test_the_device(pytester) -> None:
+    """In this process, which has torch: each in its own would spend its time on the import."""
+    pytester.makepyfile("""
     import torch
 
     def test_device(flexdilated_device):
         assert flexdilated_device == torch.device("meta")
-    """
-    done = run_pytest(tmp_path, code, "--flexdilated-device", "meta")
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = run_pytest(tmp_path, code, "--flexdilated-device=cuda:77")
-    assert "1 skipped" in done.stdout
-    assert "--flexdilated-device=cuda:77 does not work here: " in done.stdout
-    done = run_pytest(tmp_path, code, "--flexdilated-device=toaster")
-    assert done.returncode != 0
-    assert "--flexdilated-device must name a device of torch; got 'toaster'" in done.stdout
-    assert "Error as error" not in done.stdout  # no traceback
-    done = run_pytest(tmp_path, code, "--flexdilated-device=hpu")  # of which torch has no module
-    assert "1 skipped" in done.stdout
+    """)
+
+    def run(device: str) -> tuple[dict[str, int], str]:
+        done = pytester.runpytest_inprocess(*PLAIN, f"--flexdilated-device={device}")
+        return done.parseoutcomes(), done.stdout.str()
+
+    assert run("meta")[0] == {"passed": 1}
+    outcomes, printed = run("cuda:77")
+    assert outcomes == {"skipped": 1}
+    assert "--flexdilated-device=cuda:77 does not work here: " in printed
+    outcomes, printed = run("toaster")
+    assert outcomes == {"errors": 1}
+    assert "--flexdilated-device must name a device of torch; got 'toaster'" in printed
+    assert "Error as error" not in printed  # no traceback
+    assert run("hpu")[0] == {"skipped": 1}  # of which torch has no module
 
 
 def test_the_default_device(flexdilated_device, request) -> None:

@@ -78,11 +78,14 @@ def test_processes_are_used_again_and_leak_no_file() -> None:
 
 
 def test_a_call_is_quick() -> None:
+    """The quickest of several: neighbours on the machine make any one slow. Processes started anew take seconds."""
     on_ranks(3, scaled_sum, torch.ones(3))
-    start = time.monotonic()
+    elapsed = []
     for _ in range(5):
+        start = time.monotonic()
         on_ranks(3, scaled_sum, torch.ones(3))
-    assert time.monotonic() - start < 10
+        elapsed.append(time.monotonic() - start)
+    assert min(elapsed) < 2
 
 
 def test_an_exception_on_one_rank_is_raised_with_all_ranks_errors() -> None:

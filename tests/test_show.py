@@ -27,12 +27,7 @@ from tests.strategies import Case, whole_cases, written_expressions
 LONGNET = "longnet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)) & causal()"
 _ANSI = re.compile("\x1b\\[[0-9;]*m")
 
-
-@pytest.fixture(autouse=True)
-def terminal_size(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("LINES", "24")
-    monkeypatch.delenv("NO_COLOR", raising=False)
+pytestmark = pytest.mark.usefixtures("plain_terminal")
 
 
 def test_the_picture_of_a_small_longnet() -> None:

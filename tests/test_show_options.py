@@ -18,12 +18,7 @@ from flexdilated.cli._show import map_lines
 from tests import oracle
 from tests.shown import asked, body
 
-
-@pytest.fixture(autouse=True)
-def terminal_size(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("LINES", "24")
-    monkeypatch.delenv("NO_COLOR", raising=False)
+pytestmark = pytest.mark.usefixtures("plain_terminal")
 
 
 def test_documents_from_the_command_line() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from flexdilated import masks
 from flexdilated.distributed import Sharding
 from flexdilated.distributed._token_counts import token_counts
 from flexdilated.viewer import Ranks, page
-from tests.browser import Browser, Tab, needed_browser
-from tests.viewer_pages import Shown, hold, look, pages, sampled
+from tests.browser import Tab
+from tests.viewer_pages import Shown, hold, sampled
 
 pytestmark = pytest.mark.slow
 
@@ -35,18 +34,6 @@ GO_TO = """
   viewer.form.requestSubmit();
 }})()
 """
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Browser(needed_browser()) as opened:
-        yield opened
-
-
-@pytest.fixture
-def show(browser: Browser, tmp_path: Path):
-    with pages(browser, tmp_path) as opened:
-        yield opened
 
 
 def test_the_wheel_zooms_from_everything_to_single_pairs(show):
@@ -157,7 +144,9 @@ def test_a_link_restores_what_was_seen(show):
     picture = first.evaluate("viewer.canvas.toDataURL()")
     other = show(LONGNET, 20_000, num_heads=4)
     assert other.evaluate("viewer.canvas.toDataURL()") != picture
-    look(other, link)
+    other.evaluate(f"location.hash = '{link}'")
+    other.wait("viewer.state.head === 3")
+    other.settle()
     assert other.evaluate("viewer.canvas.toDataURL()") == picture
 
 

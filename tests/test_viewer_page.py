@@ -129,7 +129,7 @@ NOISE = torch.randint(0, 2, (1_500_000,), generator=torch.Generator().manual_see
         (lambda: page(masks.causal(), 0), "num_tokens must be at least 1; got num_tokens=0"),
         (lambda: page(masks.causal(), 2**31), "num_tokens must be at most 2147483647"),
         (lambda: page(masks.causal(), 8, num_heads=0), "num_heads must be at least 1"),
-        (lambda: page(masks.causal(), 8, num_heads=2, head=2), "head must be at most 1; got head=2"),
+        (lambda: page(masks.causal(), 8, num_heads=2, head=2), "head must be below the number of heads; got head=2 of 2"),
         (lambda: page(masks.causal(), 8, num_keys=0), "num_keys must be at least 1"),
         (lambda: page(masks.documents([0, 0, 1]), 3, batch=1), "batch must be below the number of batch entries; got batch=1 of 1"),
         (lambda: page(masks.documents("ids"), 3), "the pattern needs the run-time tensor 'ids'"),

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from flexdilated import masks
-from tests.browser import Browser, Tab, needed_browser
-from tests.viewer_pages import SAMPLED, Shown, hold, look, pages, sampled
+from tests.browser import Tab
+from tests.viewer_pages import SAMPLED, Shown, hold, look, sampled
 
 pytestmark = pytest.mark.slow
 
@@ -40,25 +39,14 @@ SHOWN = {
 }
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with Browser(needed_browser()) as opened:
-        yield opened
-
-
-@pytest.fixture
-def show(browser: Browser, tmp_path: Path):
-    with pages(browser, tmp_path) as opened:
-        yield opened
-
-
 @pytest.mark.parametrize("name", SHOWN)
 def test_pixels_are_as_full_as_the_rule_says(show, name):
     """From afar, closer, and pair by pair; for two heads; in both orders."""
     case = SHOWN[name]
     generator = torch.Generator().manual_seed(len(name))
-    small = {"width": 760, "height": 560}
-    tab = show(case.pattern, case.tokens, num_heads=case.heads, num_keys=case.keys, window=small)
+    small = {"width": 560, "height": 420}
+    close = "q=0&k=0&span=30"  # a view that is counted at once
+    tab = show(case.pattern, case.tokens, num_heads=case.heads, num_keys=case.keys, window=small, link=close)
     rate = tab.evaluate("viewer.state.data.residue")
     assert (rate or 1) == masks.layout(case.pattern, case.tokens).rate
     filled = 0

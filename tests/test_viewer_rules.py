@@ -15,7 +15,7 @@ from flexdilated.masks._box import Box, Progression, count_residue
 from flexdilated.masks._run_time import Extent, given_tensors, num_entries, resolve
 from flexdilated.viewer import page
 from flexdilated.viewer._page import _data
-from tests.browser import Browser, Tab, needed_browser
+from tests.browser import Browser, Tab
 from tests.run_time_strategies import packed_cases
 from tests.strategies import cases, written_expressions
 
@@ -40,11 +40,12 @@ ASKED = """
 
 
 @pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory):
+def tab(browser: Browser, tmp_path_factory: pytest.TempPathFactory):
     file = tmp_path_factory.mktemp("viewer") / "page.html"
     file.write_text(page(masks.causal(), 8), "utf-8")
-    with Browser(needed_browser()) as browser:
-        yield browser.open(file.as_uri())
+    opened = browser.open(file.as_uri())
+    yield opened
+    opened.close()
 
 
 def data_of(pattern: Any, num_queries: int, num_keys: int, num_heads: int, batch: int = 0) -> dict[str, Any]:

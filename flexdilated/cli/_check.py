@@ -11,8 +11,10 @@ from traceback import extract_tb
 from typing import Any
 
 from ..masks import Mixture, Pattern
+from ..masks._run_time import names
 from ..testing import check_pattern
 from ..testing._attend_trials import attend_trials, run_trial
+from ..testing._tried_lengths import takes
 from ..testing._words import tokens
 from ._asked_pattern import read_expression
 from ._one_thread import one_thread
@@ -25,10 +27,11 @@ _AT_ONCE = 25  # examples of the rule's check between two steps of the bar
 def check(text: str, *, examples: int, num_heads: int, max_tokens: int, seed: int, as_json: bool) -> int:
     """Exit status 0, or 1 with the counterexample printed."""
     pattern = _read(text)
-    sizes = {"num_heads": num_heads, "max_tokens": max_tokens}
     found: str | None = None
     done = 0
     try:
+        longest = _longest(pattern, num_heads, max_tokens)
+        sizes = {"num_heads": num_heads, "max_tokens": longest}
         with one_thread(), progress("checking", unit="example", done=0, total=2 * examples, lines=sys.stderr) as bar:
             for step, note in _steps(pattern, examples=examples, seed=seed, **sizes):
                 done += step
@@ -42,10 +45,29 @@ def check(text: str, *, examples: int, num_heads: int, max_tokens: int, seed: in
     elif found is None:
         print(f"{pattern!r}: no counterexample in {examples} boxes a kind and {examples} calls of attend")
         heads = "1 head" if num_heads == 1 else f"{num_heads} heads"
-        print(f"(up to {tokens(max_tokens)}, {heads}; output, lse and gradients against float64)")
+        most = tokens(longest) if longest == max_tokens else f"{tokens(longest)}, as it takes no more"
+        print(f"(up to {most}, {heads}; output, lse and gradients against float64)")
     else:
         print(f"counterexample, after {done} examples:\n{found}")
     return 0 if found is None else 1
+
+
+def _longest(pattern: Pattern | Mixture, num_heads: int, max_tokens: int) -> int:
+    """The most tokens, up to `max_tokens`, that the pattern takes: a grid has room for so many, a table needs so many.
+
+    Raises ValueError where it does not take the heads, or no number of tokens.
+    """
+    pattern.check_heads(num_heads)
+    if names(pattern):  # which check_pattern refuses
+        return max_tokens
+    for number in range(max_tokens, 0, -1):
+        if takes(pattern, num_heads, number):
+            return number
+    try:
+        pattern.bind(num_heads=num_heads, num_queries=max_tokens, num_keys=max_tokens)
+    except ValueError as error:
+        raise UsageError(f"--max-tokens must be a number of tokens that the pattern takes, or more; {error}") from None
+    return max_tokens
 
 
 def _steps(

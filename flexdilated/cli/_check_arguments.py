@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+_MOST_PAIRS = 1 << 22  # over all heads: the tables in which each is looked at then fill most of a gigabyte
 _SEEDS = 1 << 62  # torch's generators take 64 bits, and the number of the example is added
 
 
@@ -30,6 +31,12 @@ def _check(options: argparse.Namespace) -> int:
 
     for name in ("examples", "heads", "max_tokens"):
         _require_positive(name, getattr(options, name))
+    pairs = options.heads * options.max_tokens**2
+    if pairs > _MOST_PAIRS:
+        raise UsageError(
+            f"every pair is looked at: --heads times --max-tokens squared must be at most {_MOST_PAIRS}; "
+            f"got {options.heads} heads and {options.max_tokens} tokens, which make {pairs}"
+        )
     if abs(options.seed) >= _SEEDS:
         raise UsageError(f"--seed must be of less than 63 bits; got {options.seed}")
     return check(

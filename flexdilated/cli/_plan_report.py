@@ -183,7 +183,7 @@ def _terms_table(terms: Sequence[dict[str, Any]], columns: int) -> str:
 def _shown(term: dict[str, Any]) -> dict[str, str]:
     """How a term's rule and sizes are printed."""
     keys = "" if term["keys"] == term["queries"] else f" by {term['keys']:,}"
-    return {"rule": shortened(term["rule"], _WIDEST_RULE), "slots": f"{term['folds']} x {term['queries']:,}{keys}"}
+    return {"rule": shortened(term["rule"], _WIDEST_RULE), "slots": f"{term['folds']}x{term['queries']:,}{keys}"}
 
 
 def _options_table(options: Sequence[dict[str, Any]], columns: int) -> str:

@@ -17,9 +17,10 @@ from ._compile_checks import check_compile, check_recompilation
 from ._leak_checks import check_batch, check_causality, check_isolation, check_packing, check_padding
 from ._module_calls import Calls
 from ._module_report import CheckResult, ModuleReport
-from ._module_subject import DoesNotApply, Failure, Subject, lengths_for, takes
+from ._module_subject import DoesNotApply, Failure, Subject
 from ._ranks_check import check_ranks
 from ._rounding import expected
+from ._tried_lengths import lengths_for, takes
 from ._use_checks import check_decoding, check_determinism, check_lengths, check_state_dict
 from ._value_checks import check_agreement, check_coverage, check_empty_rows, check_gradients, check_half_precision
 from ._words import tokens

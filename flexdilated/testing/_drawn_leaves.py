@@ -7,6 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from ._any_of import any_of
+
 # words: what has the constructors, such as `_vocabulary`. largest: of the numbers that a pattern is written with.
 # The simplest comes first: hypothesis shrinks towards it.
 
@@ -15,23 +17,20 @@ _SIDES = ((True, True), (True, False), (False, True))  # rows, columns
 
 
 def leaves(words: Any, *, largest: int, max_positions: int, closures: bool) -> st.SearchStrategy:
-    """Of every kind; dilated sets, which most of the library is about, three times as often as others."""
-    dilations = dilated(words, largest)
+    """Of every kind: dilated sets, which most of the library is about, most often, causal order least."""
     kinds = [
-        st.builds(words.causal),
         windows(words, largest),
-        dilations,
-        dilated_windows(words, largest),
         strided_kinds(words, largest),
-        global_kinds(words, largest),
+        dilated_windows(words, largest),
         landmarks(words, largest),
-        dilations,
+        dilated(words, largest),
+        global_kinds(words, largest),
         random_blocks(words, largest),
         block_lists(words, largest),
         neighborhoods(words, max_positions),
-        dilations,
+        *[functions(words, largest)] * closures,
     ]
-    return st.one_of(*kinds, *[functions(words, largest)] * closures)
+    return any_of(st.builds(words.causal), *kinds, *kinds, *[dilated(words, largest)] * 6)
 
 
 def rates_up_to(largest: int) -> st.SearchStrategy[int]:
@@ -58,15 +57,16 @@ def dilated_windows(words: Any, largest: int) -> st.SearchStrategy:
 def dilated(draw: st.DrawFn, words: Any, largest: int) -> Any:
     """One dilated set, with a fixed offset or one of the two rules of heads."""
     segment, rate = draw(st.integers(1, largest)), draw(rates_up_to(largest))
-    if draw(st.booleans()):
-        return words.longnet([segment], [rate], offsets=draw(st.sampled_from(OFFSET_RULES)), heads="grouped")
-    return words.dilated(segment, rate, draw(st.integers(0, rate - 1)))
+    offset = draw(st.sampled_from(["fixed", *OFFSET_RULES, "interleaved"]))
+    if offset == "fixed":
+        return words.dilated(segment, rate, draw(st.integers(0, rate - 1)))
+    return words.longnet([segment], [rate], offsets=offset, heads="grouped")
 
 
 @st.composite
 def strided_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
     """The Sparse Transformer's two kinds, and chunks."""
-    kind, stride = draw(st.sampled_from(["chunked", "strided", "fixed"])), draw(st.integers(1, largest))
+    kind, stride = draw(st.sampled_from(["strided", "chunked", "fixed"])), draw(st.integers(1, largest))
     if kind == "fixed":
         return words.fixed(stride, summary=draw(st.integers(1, stride)))
     return words.strided(stride) if kind == "strided" else words.chunked(stride)

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from ..masks import Mixture, Pattern
 from . import _vocabulary
+from ._any_of import any_of
 from ._drawn_packings import document_ids
 from ._drawn_sizes import AttentionSizes
 from ._grammar import Grammar
 
 # The simplest comes first: hypothesis shrinks towards it.
-_COMPOSITIONS = ("and", "and", "per_document", "per_document", "or", "without", "both")
+_COMPOSITIONS = ("and", "per_document", "or", "without", "both", "and", "per_document", "both")
 
 
 def run_time_patterns(
@@ -44,8 +45,8 @@ def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSiz
         one, other = draw(st.sampled_from([(spans[0], seen), (spans[1], seen), (spans[0], spans[1])]))
         return pattern & draw(one) & draw(other)
     if kind == "per_document":
-        return pattern.per_document(draw(st.one_of(*spans)))
-    given = draw(st.one_of(*spans, seen))
+        return pattern.per_document(draw(any_of(*spans)))
+    given = draw(any_of(spans[0], seen, seen, spans[1], spans[1]))
     if kind == "and":
         return pattern & given
     return pattern | given if kind == "or" else pattern & ~given

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ..masks import Mixture, Pattern
 from ..masks._check import require_int
+from ._any_of import any_of
 from ._edges import edges_of
 
 
@@ -24,8 +25,9 @@ def lengths(
     own = edges_of(around) if isinstance(around, Pattern | Mixture) else tuple(around)
     edges = {require_int("an edge", edge, minimum=1) for edge in (*own, *blocks)}
     special = {edge * times + step for edge in edges for times in range(1, 5) for step in (-1, 0, 1)}
-    near = st.sampled_from([*sorted(length for length in special if 1 <= length <= max_tokens), max_tokens])
-    return st.one_of(st.integers(1, max_tokens), near, near, st.just(1))
+    listed, anything = sorted(length for length in special if 1 <= length <= max_tokens), st.integers(1, max_tokens)
+    near = st.sampled_from(listed) if listed else anything
+    return any_of(anything, near, near, st.sampled_from([1, 1, 1, 1, max_tokens]))
 
 
 @dataclass(frozen=True)
@@ -80,15 +82,17 @@ def attention_sizes(
     """
     total = draw(st.integers(1, max_heads)) if num_heads is None else require_int("num_heads", num_heads, minimum=1)
     keys = draw(lengths(around, max_tokens=max_tokens, blocks=blocks))
-    first = draw(st.integers(0, total - 1)) if not all_heads and draw(st.booleans()) else 0
-    here = total if all_heads else draw(st.integers(first + 1, total)) - first
+    first, here = 0, total
+    if not all_heads and draw(st.integers(0, 2)):
+        first = draw(st.integers(0, total - 1))
+        here = draw(st.integers(1, total - first))
     groups = draw(st.sampled_from([number for number in range(1, here + 1) if here % number == 0]))
     batch, head_dim = draw(st.integers(1, max_batch)), draw(st.sampled_from([1, 3, 8, 16]))
     sizes = AttentionSizes(batch, here, groups, keys, keys, head_dim, 0, 0, first, total)
-    if self_attention or not draw(st.booleans()):
+    if self_attention or draw(st.integers(0, 2)) == 0:
         return sizes
     queries, anywhere = draw(lengths(around, max_tokens=max_tokens, blocks=blocks)), st.integers(0, max_tokens)
-    offsets = draw(anywhere), draw(st.one_of(st.sampled_from([0, 0, 5]), anywhere))
+    offsets = draw(anywhere), draw(any_of(st.sampled_from([0, 5]), anywhere))
     moved = replace(sizes, num_queries=queries, q_offset=offsets[0], k_offset=offsets[1])
     if not isinstance(around, Pattern | Mixture):
         return moved

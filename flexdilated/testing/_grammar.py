@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from ..masks._check import require_bool, require_int
 from . import _drawn_leaves, _vocabulary
+from ._any_of import any_of
 
 # The simplest comes first: hypothesis shrinks towards it.
-_COMPOSITIONS = ("leaf", "leaf", "and", "or", "not", "blockwise", "per_head", "groups")
+_COMPOSITIONS = ("leaf", "and", "or", "not", "blockwise", "per_head", "LongNet", "groups", "and", "not")
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ class Grammar:
         return _mixtures(self)
 
     def patterns(self, depth: int = 2) -> st.SearchStrategy:
-        """Sets, and half as often mixtures."""
-        sets = self.sets(depth)
-        return st.one_of(sets, sets, self.mixtures())
+        """Sets, and somewhat less often mixtures."""
+        sets, mixtures = self.sets(depth), self.mixtures()
+        return any_of(sets, mixtures, sets, mixtures, sets)
 
 
 # Hypothesis looks through a strategy when it is first drawn from: one is made, not one a draw.
@@ -80,7 +81,7 @@ def _composed(draw: st.DrawFn, grammar: Grammar, depth: int) -> Any:
         return words.blockwise(draw(part), draw(st.integers(1, min(6, grammar.max_number))))
     if kind == "per_head":
         return words.per_head([draw(part) for _ in range(grammar.num_heads)])
-    if draw(st.booleans()):
+    if kind == "LongNet":
         return draw(grammar.longnets(heads="grouped", max_branches=grammar.num_heads))
     return words.head_groups([draw(part) for _ in range(draw(st.integers(1, grammar.num_heads)))])
 
@@ -99,7 +100,7 @@ def _mixtures(draw: st.DrawFn, grammar: Grammar) -> Any:
     kind = draw(st.sampled_from(["set", "LongNet", "LongNet", "masked LongNet"]))
     first = draw(grammar.sets(1) if kind == "set" else grammar.longnets())
     if kind == "masked LongNet":
-        mask = draw(st.one_of(st.builds(grammar.words.causal), grammar.sets(1)))
+        mask = draw(any_of(st.builds(grammar.words.causal), grammar.sets(1)))
         first = first & mask if draw(st.booleans()) else mask & first
     if kind != "set" and draw(st.booleans()):
         return first

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,13 +13,9 @@ from torch import Tensor, nn
 from ..masks import Mixture, Pattern
 from ._module_calls import Calls
 from ._problem import Problem
+from ._tried_values import KINDS, values
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
-
-# What values a case has. Of every length the first is tried, and one of the others in turn.
-KINDS = ("ordinary values", "large scores", "equal keys", "zeros and -0.0", "one key far above the others")
-
-_BLOCKS = (64, 128, 256, 512, 1024)  # that kernels work in: the last one whole, or with one token in it
 
 
 class Failure(Exception):
@@ -117,50 +112,3 @@ def _compared(out: object, q: Tensor) -> Tensor:
     if out.device != q.device:
         raise Failure(f"the output must be on the device of q, {q.device}; got {out.device}")
     return out
-
-
-def values(
-    kind: str, num_heads: int, num_kv_heads: int, num_tokens: int, head_dim: int, *, batch: int, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in float64, of a kind of KINDS."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    heads = (num_heads, num_kv_heads, num_kv_heads)
-    q, k, v = (
-        torch.randn((batch, number, num_tokens, head_dim), generator=generator, dtype=torch.float64) for number in heads
-    )
-    if kind == "large scores":
-        q = 30 * q
-    elif kind == "equal keys":
-        k = k[:, :, :1].expand_as(k).clone()
-    elif kind == "zeros and -0.0":
-        q, k = torch.zeros_like(q), -torch.zeros_like(k)
-    elif kind == "one key far above the others":
-        k[:, :, num_tokens // 2] *= 20
-    return q, k, v
-
-
-def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, examples: int) -> tuple[int, ...]:
-    """Rising lengths that the pattern takes: small ones, around multiples of its numbers, after blocks, the largest."""
-    numbers = {int(digits) for digits in re.findall(r"\d+", pattern.text)}
-    edges = sorted(edge for edge in numbers if 1 < edge <= max_tokens)
-    around = {multiple * edge + step for edge in edges for multiple in (1, 2, 3) for step in (-1, 0, 1)}
-    wanted = {1, 2, 3, 4, 5, 7, max_tokens - 1, max_tokens} | around
-    wanted |= {block + step for block in _BLOCKS for step in (0, 1)}
-    possible = [n for n in sorted(wanted) if 1 <= n <= max_tokens and takes(pattern, num_heads, n)]
-    if not possible:
-        possible = [n for n in range(1, max_tokens + 1) if takes(pattern, num_heads, n)][-1:]
-    if not possible:
-        raise ValueError(f"the pattern takes no length up to max_tokens; got {max_tokens=} and {pattern!r}")
-    if len(possible) <= examples:
-        return tuple(possible)
-    places = torch.linspace(0, len(possible) - 1, examples).round().long().unique().tolist()
-    return tuple(possible[place] for place in places)
-
-
-def takes(pattern: Pattern | Mixture, num_heads: int, num_tokens: int) -> bool:
-    """Whether the pattern can be bound to so many queries and keys."""
-    try:
-        pattern.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
-    except ValueError:
-        return False
-    return True

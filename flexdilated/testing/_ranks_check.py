@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
-import tempfile
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ._closeness import hold
 from ._module_calls import Calls
 from ._module_subject import DoesNotApply, Failure, Subject
 from ._rounding import expected
+from ._two_processes import RANKS, NoResult, on_two_processes
 from ._words import tokens
 
-_RANKS = 2
-_TIMEOUT_S = 120.0
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_MOST_S = 120.0
 
 
 def check_ranks(subject: Subject) -> str:
@@ -27,74 +28,38 @@ def check_ranks(subject: Subject) -> str:
     if calls.over_ranks is None:
         raise DoesNotApply("no module over ranks is given (Calls.over_ranks)")
     length = subject.lengths[-1]
-    if length < _RANKS:
+    if length < RANKS:
         raise DoesNotApply(f"fewer tokens than ranks; got {length}")
+    q, k, v = subject.inputs(length)
+    # A plain pickle copies tensors, where the one that processes use would share them.
+    parts = [
+        tuple(x.cpu() for x in part) for part in zip(*(x.tensor_split(RANKS, dim=2) for x in (q, k, v)), strict=True)
+    ]
     try:
-        sent = pickle.dumps(replace(calls, padded=None, packed=None, decoded=None))
+        sent = pickle.dumps((replace(calls, padded=None, packed=None, decoded=None), parts))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise Failure(f"over_ranks and plain must be functions of a module, to be pickled: {error}") from None
-    q, k, v = subject.inputs(length)
-    with tempfile.TemporaryDirectory() as folder:
-        parts = _together(Path(folder), sent, (q.cpu(), k.cpu(), v.cpu()))
+    (answers,) = on_two_processes([partial(_own_part, sent)], job_s=_MOST_S)
+    if isinstance(answers, NoResult):
+        raise Failure(str(answers))
+    out = torch.cat([pickle.loads(answer) for answer in answers], 2).to(subject.device)
     problem = subject.problem(q, k, v)
     rows = (problem.times() > 0).any(-1)
     try:
-        truth = expected(problem, gradients=False, through_lse=False)["out"]
-        hold(problem, "out", torch.cat(parts, 2).to(subject.device), truth, rows=rows)
+        hold(problem, "out", out, expected(problem, gradients=False, through_lse=False)["out"], rows=rows)
     except AssertionError as error:
-        raise Failure(f"{tokens(length)} on {_RANKS} ranks: {error}") from None
-    return f"{tokens(length)} on {_RANKS} ranks: as on one"
+        raise Failure(f"{tokens(length)} on {RANKS} ranks: {error}") from None
+    return f"{tokens(length)} on {RANKS} ranks: as on one"
 
 
-def _together(folder: Path, calls: bytes, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Each rank's output, in order."""
-    torch.save(tensors, folder / "inputs")
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_rank, args=(rank, str(folder), calls), daemon=True) for rank in range(_RANKS)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(_TIMEOUT_S)
-    late = [process for process in processes if process.is_alive()]
-    for process in late:
-        process.kill()
-        process.join()
-    for rank in range(_RANKS):
-        told = folder / f"error-{rank}"
-        if told.exists():
-            raise Failure(f"rank {rank} of {_RANKS} raises {told.read_text(encoding='utf-8')}")
-    if late:
-        raise Failure(f"{len(late)} of {_RANKS} ranks did not end within {_TIMEOUT_S:.0f} s")
-    for rank, process in enumerate(processes):
-        if process.exitcode:
-            raise Failure(f"rank {rank} of {_RANKS} died with exit code {process.exitcode}")
-    return [torch.load(folder / f"out-{rank}") for rank in range(_RANKS)]
-
-
-def _rank(rank: int, place: str, pickled: bytes) -> None:
-    """One process: its part of the tokens through the module."""
-    folder = Path(place)
-    try:
-        out = _own_part(rank, folder, pickle.loads(pickled))
-    except Exception as error:  # told to the process that waits
-        (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
-        raise
-    torch.save(out, folder / f"out-{rank}")
-
-
-def _own_part(rank: int, folder: Path, calls: Calls) -> Tensor:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    torch.set_num_threads(1)
+def _own_part(sent: bytes, mesh: DeviceMesh) -> bytes:
+    """On a rank: its part of the tokens through the module."""
+    calls, parts = pickle.loads(sent)
+    assert isinstance(calls, Calls)
     assert calls.over_ranks is not None
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=_RANKS)
-    try:
-        module = calls.over_ranks(init_device_mesh("cpu", (_RANKS,)))
-        q, k, v = (x.tensor_split(_RANKS, dim=2)[rank].contiguous() for x in torch.load(folder / "inputs"))
-        with torch.no_grad():
-            result = calls.plain(module, *(calls.into_layout(x) for x in (q, k, v)))
-        first = result[0] if isinstance(result, tuple | list) else result
-        return calls.out_of_layout(first, q.shape[1]).clone()
-    finally:
-        dist.destroy_process_group()
+    q, k, v = (x.contiguous() for x in parts[mesh.get_rank()])
+    module = calls.over_ranks(mesh)
+    with torch.no_grad():
+        result = calls.plain(module, *(calls.into_layout(x) for x in (q, k, v)))
+    first = result[0] if isinstance(result, tuple | list) else result
+    return pickle.dumps(calls.out_of_layout(first, q.shape[1]).clone())

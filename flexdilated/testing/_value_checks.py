@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ._closeness import gradients_of, hold
-from ._module_subject import KINDS, DoesNotApply, Failure, Subject
+from ._module_subject import DoesNotApply, Failure, Subject
 from ._rounding import expected
+from ._tried_values import KINDS
 from ._words import number, tokens
 
 

@@ -86,5 +86,5 @@ def _note(ranks: Ranks, kv_heads: int) -> str:
     kind = str(ranks.dtype).removeprefix("torch.") + (f", batch {ranks.batch}" if ranks.batch > 1 else "")
     return (
         f"Ranks: 2 ← 0 are the keys and values that rank 2 receives from rank 0 in an exchange, "
-        f"for all heads together ({each}, {kind}). In natural order."
+        f"for all heads together ({each}, {kind})."
     )

@@ -211,8 +211,8 @@ def describe(
     """Count what the pattern allows and what the planner's choice computes, in closed form where there is one.
 
     Useful pairs count each (query, key) pair once for each branch that allows it. Predicted times are those
-    of the cost model for one forward pass, batch 1, on this kind of device. Raises ValueError for sizes below 1 or above
-    134,217,728 tokens, for heads that the pattern has no rule for, and for run-time tensors that differ by batch entry.
+    of the cost model for one forward pass, batch 1, on this kind of device. Raises ValueError for sizes below 1 or
+    above 134,217,728, for heads that the pattern has no rule for, and for run-time tensors that differ by batch entry.
     """
     require_int("head_dim", head_dim, minimum=1)
     keys = num_queries if num_keys is None else num_keys
@@ -223,11 +223,12 @@ def describe(
 
 
 def require_describable(*sizes: int) -> None:
-    """Raise ValueError for more queries or keys than the lists of blocks in a plan have room for in memory."""
+    """Raise ValueError for more queries or keys than a plan's lists of blocks have memory for."""
     for size in sizes:
         if size > MOST_DESCRIBED:
             raise ValueError(
-                f"blocks are listed, and memory is enough for them, up to {MOST_DESCRIBED} tokens (128M); got {size}"
+                f"blocks are counted up to {MOST_DESCRIBED} tokens (128M), as their lists fill the memory beyond; "
+                f"got {size}"
             )
 
 

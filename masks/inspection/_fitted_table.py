@@ -34,9 +34,7 @@ def fitted_table(
 def fitted_facts(facts: Sequence[tuple[str, str]], *, columns: int) -> str:
     """A name and what is said of it a row, without headings."""
     room = max(columns, _LEAST) - max(len(name) for name, _ in facts) - _GAP
-    return tabulate(
-        [(name, _wrapped(said, room)) for name, said in facts], tablefmt="plain", disable_numparse=True
-    )
+    return tabulate([(name, _wrapped(said, room)) for name, said in facts], tablefmt="plain", disable_numparse=True)
 
 
 def _widths(rows: Sequence[Sequence[str]], headers: Sequence[str], columns: int) -> list[int]:

@@ -26,6 +26,14 @@ def packed(row: Tensor, column: Tensor, size: int) -> UInt8[Tensor, "S W"]:
     return rows
 
 
+def packed_bits(held: Bool[Tensor, " n"]) -> UInt8[Tensor, " W"]:
+    """Bits in whole words, each first one the lowest of its byte."""
+    column = held.nonzero().squeeze(1)
+    rows = torch.zeros(1, width_of(len(held)), dtype=torch.uint8)
+    add_pairs(rows, torch.zeros_like(column), column)
+    return rows[0]
+
+
 def pairs_of(rows: UInt8[Tensor, "S W"]) -> tuple[Tensor, Tensor]:
     """(row, column) of all pairs that a matrix holds."""
     row, byte = rows.nonzero().unbind(1)

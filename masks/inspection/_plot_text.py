@@ -8,6 +8,7 @@ from .._bound import FULL
 from .._tokens_text import tokens_text
 from ._plot import Picture
 from ._plot_panel import Blocks, Panel
+from ._round_places import round_places
 
 _TITLE_LINES = 3
 
@@ -17,10 +18,7 @@ def ticks(slots: range, most: int) -> list[int]:
     quarter = len(slots) // 4
     if most >= 4 and quarter and len(slots) % 4 == 0 and slots.start % quarter == 0:
         return list(range(slots.start, slots.stop + 1, quarter))
-    powers = (1 << power for power in range(32))
-    tens = (factor * 10**power for power in range(10) for factor in (1, 2, 5))
-    step = next(step for step in (powers if len(slots) >= 1024 else tens) if len(slots) <= step * most)
-    return list(range(-(-slots.start // step) * step, slots.stop + 1, step))
+    return list(round_places(slots, most))
 
 
 def title_lines(picture: Picture, *, letters: int) -> list[str]:

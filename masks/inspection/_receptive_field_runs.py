@@ -38,10 +38,8 @@ class RunField:
         self.tokens, self.times = len(section.queries), len(section.copies)
         self.start = min(start for start, _ in section.copies)
         self._token = torch.arange(self.tokens)
-        visible = torch.ones_like(self._token, dtype=torch.bool) if runs.visible is None else runs.visible
-        self._visible: Bool[Tensor, " N"] = visible
-        self._place: Int64[Tensor, " V"] = visible.nonzero().squeeze(1)
-        self._before = torch.nn.functional.pad(visible.long().cumsum(0), (1, 0))  # visible tokens before each position
+        self._place: Int64[Tensor, " V"] = runs.visible.nonzero().squeeze(1)
+        self._before = runs.before
         self._nothing = _Heard(self._before[:-1], self._before[1:])
         # After 1, 2, 4, ... layers, as long as that brings more.
         self._powers = [_Heard(self._before[runs.start], self._before[runs.stop])]
@@ -56,16 +54,14 @@ class RunField:
             return None
         rules = {rule for group in section.groups for rule, _ in group.rules}
         runs = joined_runs([runs_of(rule, section.queries) for rule in rules])
-        return runs and cls(section, runs)
+        return cls(section, runs) if runs is not None and _ascend(runs) else None
 
     def _through(self, heard: _Heard, further: _Heard) -> _Heard:
         """What each token hears from those that it has heard of, of what these have."""
         if not len(self._place):
             return heard
         some = heard.start < heard.stop
-        first, last = (
-            self._place[number.clamp(0, len(self._place) - 1)] for number in (heard.start, heard.stop - 1)
-        )
+        first, last = (self._place[number.clamp(0, len(self._place) - 1)] for number in (heard.start, heard.stop - 1))
         start, stop = further.start[first], further.stop[last]
         return _Heard(torch.where(some, start, heard.start), torch.where(some, stop, heard.stop))
 
@@ -137,3 +133,8 @@ class RunField:
 
     def _moved(self, token: int, others: Tensor) -> TokenPair:
         return token + self.start, int(others.nonzero()[0]) + self.start
+
+
+def _ascend(runs: Runs) -> bool:
+    """Whether the ends of the visible tokens' runs ascend with the tokens."""
+    return all(bool((ends[runs.visible].diff() >= 0).all()) for ends in (runs.start, runs.stop))

@@ -6,11 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
 
+from jaxtyping import Bool
+from torch import Tensor
+
 from .._algebra import Or
 from .._bound import Bound
 from .._neighborhood import Neighborhood
 from .._pattern import Pattern
+from ._packed_rows import packed_bits
 from ._rule_squares import RuleSquares
+from ._runs import Runs, runs_of
 from ._sections import Group, Section, sections_of
 from ._squares import EMPTY, Squares, TooManySquaresError
 
@@ -68,12 +73,32 @@ class Relations:
                 if isinstance(part, Neighborhood) and section.queries == section.keys:
                     # Every token of a grid is in its own window.
                     return (1 << len(section.queries)) - 1, (1 << len(section.keys)) - 1
-                square = self.of(section, group, part)
-                for side, columns in enumerate((False, True)):
-                    sides[side] |= self.squares.lines(square, section.side, columns=columns)
+                for side, held in enumerate(self._lines_of(section, group, part)):
+                    sides[side] |= held
         return sides[0], sides[1]
+
+    def _lines_of(self, section: Section, group: Group, rule: Pattern) -> tuple[int, int]:
+        """The same of one rule, from what repeats in it or from the runs that it lets tokens see."""
+        try:
+            square = self.of(section, group, rule)
+        except TooManySquaresError:
+            runs = self.runs(section, rule)
+            if runs is None:
+                raise
+            queries, keys = runs.lines()
+            return _bits(queries), _bits(keys)
+        return self.squares.lines(square, section.side), self.squares.lines(square, section.side, columns=True)
+
+    def runs(self, section: Section, rule: Pattern) -> Runs | None:
+        """The runs that a rule lets tokens see; None for other rules, and where queries and keys are not the same."""
+        return runs_of(rule, section.queries) if section.queries == section.keys else None
 
     def of_all(self, section: Section) -> int:
         """The pairs that any head allows. A rule that several groups share is looked at once."""
         rules = {rule: group for group in section.groups for rule, _ in group.rules}
         return reduce(self.squares.either, (self.of(section, group, rule) for rule, group in rules.items()), EMPTY)
+
+
+def _bits(held: Bool[Tensor, " n"]) -> int:
+    """The bits of an integer, the first one the lowest."""
+    return int.from_bytes(bytes(packed_bits(held).tolist()), "little")

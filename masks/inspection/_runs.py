@@ -1,9 +1,9 @@
-"""Runs: rules by which each token sees the visible keys of one run around itself, its ends ascending with the token."""
+"""Runs: rules by which each token that sees any sees the visible ones of one run around itself."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 
 import torch
 from jaxtyping import Bool, Int64
@@ -23,27 +23,43 @@ from .._visible_keys import KeySet
 
 @dataclass(frozen=True)
 class Runs:
-    """Token i sees the visible tokens of start[i] to stop[i] - 1, among which it is itself.
+    """Token i sees the visible tokens of start[i] to stop[i] - 1, a run in which it lies itself, if it sees any.
 
-    A token that a rule lets see nothing has a run of its own: it knows itself in any case.
+    A token that sees nothing has a run of its own.
     """
 
     start: Int64[Tensor, " N"]
     stop: Int64[Tensor, " N"]
-    visible: Bool[Tensor, " N"] | None = None  # None: all are
+    visible: Bool[Tensor, " N"]
+    seeing: Bool[Tensor, " N"]
 
     def __and__(self, other: Runs) -> Runs:
         start, stop = torch.maximum(self.start, other.start), torch.minimum(self.stop, other.stop)
-        if self.visible is None or other.visible is None:
-            return Runs(start, stop, other.visible if self.visible is None else self.visible)
-        return Runs(start, stop, self.visible & other.visible)
+        return Runs(start, stop, self.visible & other.visible, self.seeing & other.seeing)
 
     def joined(self, other: Runs) -> Runs | None:
         """What either lets a token see; None where the visible keys of the two differ."""
-        mine, theirs = self.visible, other.visible
-        if (mine is None) != (theirs is None) or (mine is not None and not torch.equal(mine, theirs)):
+        if not torch.equal(self.visible, other.visible):
             return None
-        return Runs(torch.minimum(self.start, other.start), torch.maximum(self.stop, other.stop), mine)
+        start, stop = torch.minimum(self.start, other.start), torch.maximum(self.stop, other.stop)
+        return Runs(start, stop, self.visible, self.seeing | other.seeing)
+
+    @cached_property
+    def before(self) -> Int64[Tensor, " N+1"]:
+        """How many tokens before each position are visible."""
+        return torch.nn.functional.pad(self.visible.long().cumsum(0), (1, 0))
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs are allowed."""
+        return int(((self.before[self.stop] - self.before[self.start]) * self.seeing).sum())
+
+    def lines(self) -> tuple[Bool[Tensor, " N"], Bool[Tensor, " N"]]:
+        """The tokens that see any, and those that are seen by any."""
+        seeing = self.seeing & (self.before[self.stop] > self.before[self.start])
+        ends = torch.zeros(len(self.start) + 1, dtype=torch.int64)
+        ends.index_add_(0, self.start, seeing.long()).index_add_(0, self.stop, -seeing.long())
+        return seeing, self.visible & (ends.cumsum(0)[:-1] > 0)
 
 
 def joined_runs(found: list[Runs | None]) -> Runs | None:
@@ -63,38 +79,54 @@ def runs_of(rule: Pattern, tokens: range) -> Runs | None:
         inner = runs_of(rule.part, tokens) if rule.part.period() == 1 else None
         documents = runs_of(rule.spans, tokens)
         return inner and documents and inner & documents
+    position = torch.arange(tokens.start, tokens.stop)
+    every = torch.ones_like(position, dtype=torch.bool)
     if isinstance(rule, KeySet):
-        every = _cut(torch.full((len(tokens),), tokens.start), torch.full((len(tokens),), tokens.stop), tokens)
-        return Runs(every.start, every.stop, rule.only_row[tokens.start : tokens.stop])
-    ends = _ends(rule, torch.arange(tokens.start, tokens.stop))
-    return None if ends is None else _cut(*ends, tokens)
+        return _cut(*_whole(position), rule.only_row[tokens.start : tokens.stop], every, tokens)
+    if isinstance(rule, Dilated):
+        return _active(rule, position, tokens)
+    if isinstance(rule, Spans):
+        return _inside(rule, position, tokens)
+    ends = _ends(rule, position)
+    return None if ends is None else _cut(*ends, every, every, tokens)
 
 
 def _ends(rule: Pattern, position: Tensor) -> tuple[Tensor, Tensor] | None:
     """Where the run of each token begins, and one past its end."""
     if isinstance(rule, Every):
-        return torch.zeros_like(position), position[-1:].expand(len(position)) + 1
+        return _whole(position)
     if isinstance(rule, Causal):
         return torch.zeros_like(position), position + 1
     if isinstance(rule, LocalWindow):
         return position - rule.left, position + rule.right + 1
-    if isinstance(rule, Dilated) and rule.rate == 1:
-        start = position // rule.segment * rule.segment
-        return start, start + rule.segment
-    if isinstance(rule, Spans):
-        return _span_ends(rule, position)
     return None
 
 
-def _span_ends(spans: Spans, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of documents; padding is alone."""
-    number = torch.searchsorted(spans.starts, position, right=True) - 1
+def _whole(position: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(position), torch.full_like(position, int(position[-1]) + 1)
+
+
+def _active(rule: Dilated, position: Tensor, tokens: range) -> Runs:
+    """The active tokens of each segment."""
+    assert isinstance(rule.offset, int), "a rule for one head has its offset resolved"
+    start = position // rule.segment * rule.segment
+    active = (position - start) % rule.rate == rule.offset
+    return _cut(start, start + rule.segment, active, active, tokens)
+
+
+def _inside(spans: Spans, position: Tensor, tokens: range) -> Runs:
+    """The tokens of each document. Padding lies in no run but its own, of a token that sees nothing."""
+    every = torch.ones_like(position, dtype=torch.bool)
     if not len(spans.starts):
-        return position, position + 1
+        return _cut(position, position, every, ~every, tokens)
+    number = torch.searchsorted(spans.starts, position, right=True) - 1
     start, stop = spans.starts[number.clamp(min=0)], spans.stops[number.clamp(min=0)]
     inside = (number >= 0) & (position < stop)
-    return torch.where(inside, start, position), torch.where(inside, stop, position + 1)
+    return _cut(start, stop, every, inside, tokens)
 
 
-def _cut(start: Tensor, stop: Tensor, tokens: range) -> Runs:
-    return Runs(*((end - tokens.start).clamp(0, len(tokens)) for end in (start, stop)))
+def _cut(start: Tensor, stop: Tensor, visible: Tensor, seeing: Tensor, tokens: range) -> Runs:
+    """Counted from the first of the tokens. Who sees nothing has a run of its own."""
+    alone = torch.arange(len(tokens))
+    start, stop = ((end - tokens.start).clamp(0, len(tokens)) for end in (start, stop))
+    return Runs(torch.where(seeing, start, alone), torch.where(seeing, stop, alone + 1), visible, seeing)

@@ -162,12 +162,15 @@ class App {
 
   report() {
     const { view, image, sharding } = this.state;
-    document.getElementById("rank-note").hidden = !sharding;
+    const note = document.getElementById("rank-note");
+    note.hidden = !sharding;
+    if (sharding) note.textContent = rankLegend(this.state);
     const { density } = image;
     const [tokens, pixels] = [grouped(Math.round(view.scale)), Math.round(1 / view.scale)];
     const size = view.scale > 1 ? `1 pixel is ${tokens} tokens a side` : `1 token is ${plural(pixels, "pixel")}`;
-    const work = workText(density);
-    const order = this.state.order === "residue" ? " · rulers count slots" : "";
+    const work = `${workText(density)}${density.finished ? "" : ", still counting"}`;
+    const fine = sharding && areRanksTooFine(this.state) ? ", and ranks are too fine to draw" : "";
+    const order = this.state.order === "residue" ? ` · rulers count slots${fine}` : "";
     document.getElementById("state").textContent = `${size} · ${work}${order}`;
   }
 

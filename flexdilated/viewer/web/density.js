@@ -1,6 +1,6 @@
 // How full each cell of a window is: coarse first, then finer, in slices of time. A cell is a pixel, or one pair where
-// pairs are larger than pixels. Its bounds are sound at every moment, and in the end equal, or as good as to the eye. What
-// takes longer than a moment to count is drawn as an estimate first.
+// pairs are larger than pixels. Its bounds are sound at every moment, and in the end equal, or as good as to the eye.
+// What takes longer than a moment to count is drawn as an estimate first.
 
 const ROOT = 16; // cells a side of the squares that are looked at first
 const LARGEST_ROOT = 2 ** 25; // tokens a side: products of larger sides would be rounded
@@ -108,9 +108,7 @@ class Density {
       return;
     }
     if (bounds.high === 0 || bounds.low === area) {
-      for (let row = top; row < bottom; row++) {
-        for (let column = left; column < right; column++) this.learn(branch, row * this.width + column, bounds, area, 0);
-      }
+      this.learnSquare(branch, top, bottom, left, right, bounds, area);
       return;
     }
     const half = side / 2;
@@ -119,6 +117,13 @@ class Density {
       for (const column of [left, left + half]) {
         if (column < this.width) this.squares.next.push(branch, row, column, half);
       }
+    }
+  }
+
+  learnSquare(branch, top, bottom, left, right, bounds, area) {
+    for (let row = top; row < bottom; row++) {
+      const start = row * this.width;
+      for (let cell = start + left; cell < start + right; cell++) this.learn(branch, cell, bounds, area, 0);
     }
   }
 

@@ -5,6 +5,8 @@ const STRIPES_FROM = 7; // pixels a pair: branches stand beside each other inste
 const NUMBER_FROM = 26;
 const GRID_FROM = 7; // pixels a block
 const TICK_EVERY = 90; // pixels, about
+const UNMARKED = 300; // milliseconds of counting that pass without a word
+const LABEL_ROOM = 90; // pixels from the middle of a label to the border
 
 /** The density as an image of one pixel a cell. */
 function imageOf(density) {
@@ -63,6 +65,14 @@ function drawMatrix(context, state, palette) {
   drawClasses(context, state, palette);
   drawRanks(context, state, palette);
   drawCursor(context, state, palette);
+  if (state.image) markEstimates(context, view, state.image.density, palette);
+}
+
+/** In a corner of a picture that is not certain yet, or is not there yet: how far it has come. */
+function markEstimates(context, view, density, palette) {
+  const [text, shortest] = [workText(density), 2 * LABEL_ROOM];
+  if (density.spent < UNMARKED || text === COUNTED || view.width < shortest) return;
+  writeLabel(context, palette, 12, view.width - LABEL_ROOM, view.height - 18, [text]);
 }
 
 /** An image lies where its slots lie now, whatever was seen when it was begun. */
@@ -187,7 +197,7 @@ function drawTick(context, palette, across, at, label, pixels) {
   context.fillStyle = palette.css("--muted");
   if (across) {
     context.textBaseline = "middle";
-    context.textAlign = at > pixels - 24 ? "right" : "center";
+    context.textAlign = at > pixels - 24 ? "right" : at < 24 && label.length > 3 ? "left" : "center";
     context.fillText(label, RULER.left + at, RULER.top / 2 - 2);
   } else {
     context.textAlign = "right";

@@ -21,6 +21,21 @@ function rectanglesOf(terms, grid) {
   return inRows(first, step, count, inner, outer);
 }
 
+/** How many rows a progression reaches across. */
+function rowsOf(terms, grid) {
+  return quotient(lastOf(terms), grid.at(-1)) - quotient(terms.first, grid.at(-1)) + 1;
+}
+
+/** A progression of any step: what it has in each row, a few rows long. */
+function rowByRow(terms, grid) {
+  const [inner, outer] = [grid.at(-1), grid.slice(0, -1)];
+  const first = quotient(terms.first, inner);
+  const rows = Array.from({ length: rowsOf(terms, grid) }, (_, index) => first + index);
+  const inRow = (row) => movedDown(clip(terms, row * inner, (row + 1) * inner), row * inner);
+  const found = rows.map((row) => [...coordinatesOf(row, outer), inRow(row)]);
+  return found.filter((sides) => sides.at(-1).count);
+}
+
 /** A row-major run is the rest of a row, whole rows, and the beginning of another row. */
 function inRows(first, step, count, inner, outer) {
   const [width, phase] = [inner / step, first % step];

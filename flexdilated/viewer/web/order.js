@@ -31,6 +31,12 @@ function orderOf(numTokens, rate) {
       const [first, last] = [classOfSlot(start), classOfSlot(stop - 1)];
       return first < last ? startOf(quotient(first + last + 1, 2)) : quotient(start + stop, 2);
     },
+    classOf: classOfSlot,
+    /** The slots [first, end) of a residue class whose positions lie in [start, stop). */
+    slotsWithin: (residue, start, stop) => {
+      const slotFrom = (position) => startOf(residue) + Math.max(0, Math.ceil((position - residue) / rate));
+      return [slotFrom(start), slotFrom(stop)];
+    },
     /** The first slot of each residue class. */
     starts: () => Array.from({ length: Math.min(rate, numTokens) }, (_, residue) => startOf(residue)),
   };

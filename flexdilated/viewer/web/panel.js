@@ -62,7 +62,7 @@ function branchItem(branch, palette, index) {
 function reasonItem({ phrase, allowed, why, parts }) {
   const [className, textContent, title] = allowed ? ["mark yes", "✓ ", "allowed"] : ["mark no", "✗ ", "not allowed"];
   const mark = element("span", { className, textContent, title });
-  const item = element("li", {}, element("div", {}, mark, element("code", { textContent: phrase })));
+  const item = element("li", {}, element("div", { className: "rule" }, mark, element("code", { textContent: phrase })));
   if (why) item.append(element("div", { className: "why", textContent: why }));
   if (parts.length) item.append(element("ul", {}, ...parts.map(reasonItem)));
   return item;

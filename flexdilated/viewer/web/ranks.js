@@ -2,6 +2,8 @@
 
 const NAME_FROM = [38, 26]; // pixels that a tile needs to be written in
 const TILE_FROM = 10;
+const RUN_FROM = 16; // pixels of a run in a residue class: shorter ones would hide the pattern behind their borders
+const ROOMY_RUN = 48;
 const LETTER = 0.68; // the width of a letter, in heights
 const SMALLEST_FONT = 8;
 
@@ -15,27 +17,56 @@ function rankOf(sharding, position) {
   return runsOf(sharding).find(([start, stop]) => position >= start && position < stop)[2];
 }
 
-/** Ranks hold runs of positions: other orders have no borders to draw. */
-function drawRanks(context, state, palette) {
-  const sharding = state.order === "natural" && state.data.ranks?.shardings[state.sharding];
-  if (!sharding) return;
-  const runs = runsOf(sharding);
-  const borders = runs.slice(1).map(([start]) => start);
-  drawTiles(context, state, palette, sharding, runs);
-  drawLines(context, state.view, borders, borders, palette.css("--rank-line"), 2);
+/** The pixels of a run of a residue class, about: each class is cut into as many runs as the sequence. */
+function runSide({ data, view, keys, sharding }) {
+  return view.numKeys / keys.rate / data.ranks.shardings[sharding].runs.flat().length / view.scale;
 }
 
-function drawTiles(context, { view }, palette, sharding, runs) {
+function areRanksTooFine(state) {
+  return state.keys.rate > 1 && runSide(state) < RUN_FROM;
+}
+
+/** The runs of slots from `start` on that ranks hold, as [start, stop, rank]: residue class by residue class. */
+function slotRuns(sharding, order, start, seen, tokens) {
+  const [first, end] = [Math.max(0, Math.floor(start)), Math.min(tokens, Math.ceil(start + seen))];
+  if (first >= end) return [];
+  const found = [];
+  for (let residue = order.classOf(first); residue <= order.classOf(end - 1); residue++) {
+    for (const [from, to, rank] of runsOf(sharding)) found.push([...order.slotsWithin(residue, from, to), rank]);
+  }
+  return found.filter(([from, to]) => to > first && from < end && to > from);
+}
+
+function drawRanks(context, state, palette) {
+  const { view, queries, keys } = state;
+  const sharding = state.data.ranks?.shardings[state.sharding];
+  if (!sharding || areRanksTooFine(state)) return;
+  const rows = slotRuns(sharding, queries, view.q, view.height * view.scale, view.numQueries);
+  const columns = slotRuns(sharding, keys, view.k, view.width * view.scale, view.numKeys);
+  drawTiles(context, view, palette, sharding, rows, columns);
+  const [across, down] = [columns, rows].map((runs) => runs.map(([start]) => start).filter((start) => start > 0));
+  drawLines(context, view, across, down, palette.css("--rank-line"), runSide(state) < ROOMY_RUN ? 1 : 2);
+}
+
+function drawTiles(context, view, palette, sharding, rows, columns) {
   const most = Math.max(1, ...sharding.received.flat());
-  const seen = (start, pixels) => runs.filter(([from, to]) => to > start && from < start + pixels * view.scale);
-  for (const [top, bottom, target] of seen(view.q, view.height)) {
-    for (const [left, right, source] of seen(view.k, view.width)) {
+  for (const [top, bottom, target] of rows) {
+    for (const [left, right, source] of columns) {
       const corner = [left - view.k, top - view.q];
       const box = [...corner, right - left, bottom - top].map((tokens) => tokens / view.scale);
       const bytes = sharding.received[target][source];
       if (Math.min(box[2], box[3]) >= TILE_FROM) drawTile(context, view, palette, box, { target, source, bytes, most });
     }
   }
+}
+
+/** What the borders mean, or why there are none. */
+function rankLegend(state) {
+  const { note, shardings } = state.data.ranks;
+  if (!areRanksTooFine(state)) return note;
+  const pieces = grouped(shardings[state.sharding].runs.flat().length);
+  const classes = `each of the ${grouped(state.keys.rate)} residue classes is cut into ${pieces} runs`;
+  return `Ranks are too fine to draw here: ${classes}. Zoom in, or choose the natural order.`;
 }
 
 /** A wash that says how many bytes, on a scale of powers of two, and where there is room the bytes in words. */

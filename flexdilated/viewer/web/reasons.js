@@ -55,16 +55,13 @@ function cellNote({ image, view, cursor }) {
 function shareOfCell({ low, high, share, estimates }, cell) {
   const sum = (shares) => shares.reduce((total, each) => total + each[cell], 0);
   if (share.some((each) => each[cell] < 0)) return null;
-  const doubtful = share.map((_, branch) => branch).filter((branch) => !isSettled(boundsOf(low, high, branch, cell), 1));
+  const inDoubt = (branch) => !isSettled({ low: low[branch][cell], high: high[branch][cell] }, 1);
+  const doubtful = share.map((_, branch) => branch).filter(inDoubt);
   const bounds = [...new Set([sum(low), sum(high)].map(partText))].join(" to ");
   if (!doubtful.length) return bounds;
   const pairs = Math.min(...doubtful.map((branch) => estimates.askedOf(branch, cell)));
   const certain = sum(low) >= 0 ? `, for certain ${bounds}` : "";
   return `about ${partText(sum(share))} (estimated from ${grouped(pairs)} of them${certain})`;
-}
-
-function boundsOf(low, high, branch, cell) {
-  return { low: low[branch][cell], high: high[branch][cell] };
 }
 
 /** A share of all pairs; above 1 where branches count pairs several times. */

@@ -1,6 +1,7 @@
 // Rules made of rules: intersection, union, complement, and the choice by head.
 
 const MOST_ALTERNATIVES = 8;
+const FEWEST_OF_CLASS = 8; // tokens, on the shorter side of a box; splitting it is quicker where there are fewer
 
 const ALGEBRA_RULES = {
   and: (data, context) => bothOf(data.parts.map(context.build)),
@@ -19,9 +20,10 @@ function bothOf(written) {
     return rests.get(index);
   };
   const alternatives = alternativesOf(parts);
+  const [exceptOf, classes] = [exceptionOf(parts), classesOf(parts)];
   return {
     allowed: (q, k) => written.every((part) => part.allowed(q, k)),
-    count: (q, k) => countBoth(parts, restOf, alternatives, q, k),
+    count: (q, k) => countBoth(parts, { restOf, exceptOf, classes, alternatives }, q, k),
     distance: parts.length === 1 ? parts[0].distance : undefined,
     why: () => "",
     parts: (q, k) => written.map((rule) => ({ rule, q, k })),
@@ -44,7 +46,29 @@ function alternativesOf(parts) {
   return parts[index].alternatives.map((part) => bothOf([part, ...others]));
 }
 
-function countBoth(parts, restOf, alternatives, q, k) {
+/**
+ * a & ~b is what a allows less what a & b allow: null where no part is a
+ * complement, else both, made at first use.
+ */
+function exceptionOf(parts) {
+  const index = parts.length > 1 ? parts.findIndex((part) => part.complementOf) : -1;
+  if (index < 0) return () => null;
+  const others = parts.filter((_, other) => other !== index);
+  let made = null;
+  return () => (made ??= { all: bothOf(others), except: bothOf([...others, parts[index].complementOf]) });
+}
+
+/** Multiples of a rate lie within a residue class: that rate, and what else holds there; null for none, or too many. */
+function classesOf(parts) {
+  const index = parts.findIndex(({ distance }) => distance?.rate > 1 && distance.rate <= MOST_CLASSES);
+  if (index < 0 || parts.length === 1) return null;
+  const { rate, least, most } = parts[index].distance;
+  const others = parts.filter((_, other) => other !== index);
+  const within = least === -Infinity && most === Infinity ? [] : [distanceRule(1, least, most)];
+  return { rate, rest: bothOf([...within, ...others]) };
+}
+
+function countBoth(parts, { restOf, exceptOf, classes, alternatives }, q, k) {
   if (parts.length === 1) return parts[0].count(q, k);
   for (let index = 0; index < parts.length; index++) {
     const rest = parts[index].narrow && restOf(index);
@@ -53,7 +77,28 @@ function countBoth(parts, restOf, alternatives, q, k) {
   }
   const area = q.count * k.count;
   if (alternatives.length) return alternatives.map((part) => part.count(q, k)).reduce((a, b) => unionOf(a, b, area));
-  return parts.map((part) => part.count(q, k)).reduce((a, b) => intersection(a, b, area));
+  const together = parts.map((part) => part.count(q, k)).reduce((a, b) => intersection(a, b, area));
+  if (together.low === together.high) return together;
+  if (classes?.rate * FEWEST_OF_CLASS <= Math.min(q.count, k.count)) {
+    return closerOf(together, countInPieces(residueBoxes(q, k, classes.rate), classes.rest));
+  }
+  return exceptOf() ? lessExcepted(together, exceptOf(), q, k) : together;
+}
+
+/** Bounds of all pairs less those that are excepted, where they are closer. */
+function lessExcepted(together, { all, except }, q, k) {
+  const [most, least] = [all.count(q, k), except.count(q, k)];
+  return closerOf(together, { low: most.low - least.high, high: most.high - least.low });
+}
+
+function closerOf(a, b) {
+  return { low: Math.max(a.low, b.low), high: Math.min(a.high, b.high) };
+}
+
+/** Queries and keys of one residue class at a time. */
+function residueBoxes(q, k, rate) {
+  const box = (_, residue) => ({ q: ofResidue(q, rate, residue), k: ofResidue(k, rate, residue), times: 1 });
+  return Array.from({ length: rate }, box);
 }
 
 function countInPieces(pieces, rest) {
@@ -84,6 +129,7 @@ function complementOf(part) {
       const [{ low, high }, area] = [part.count(q, k), q.count * k.count];
       return { low: area - high, high: area - low };
     },
+    complementOf: part,
     why: () => "",
     parts: (q, k) => [{ rule: part, q, k }],
   };

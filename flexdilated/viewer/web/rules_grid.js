@@ -1,6 +1,7 @@
 // Neighbourhood attention: a query sees a window around its place in a grid, shifted inwards at the ends of an axis.
 
 const MOST_CLASSES = 64;
+const MOST_UNEVEN_ROWS = 6; // of a grid that an uneven step is followed through
 
 const GRID_RULES = {
   neighborhood: ({ grid, radius, rate }) =>
@@ -39,9 +40,12 @@ function sees(query, key, length, radius, rate) {
 function countNeighbours(q, k, grid, axes) {
   const area = q.count * k.count;
   if (!area) return exactly(0);
-  const even = fitsGrid(q.step, grid) && fitsGrid(k.step, grid);
+  const even = [q, k].every((terms) => fitsGrid(terms.step, grid) || rowsOf(terms, grid) <= MOST_UNEVEN_ROWS);
   const hull = (terms) => progression(terms.first, 1, lastOf(terms) - terms.first + 1);
-  const side = (terms) => rectanglesOf(even ? terms : hull(terms), grid);
+  const side = (terms) => {
+    if (fitsGrid(terms.step, grid)) return rectanglesOf(terms, grid);
+    return even ? rowByRow(terms, grid) : rectanglesOf(hull(terms), grid);
+  };
   const [queries, keys] = [side(q), side(k)];
   let total = exactly(0);
   for (const rows of queries) for (const columns of keys) total = sumOf(total, countRectangles(rows, columns, axes));

@@ -11,14 +11,14 @@ async function readData() {
 function describePage(data) {
   const [queries, keys] = [data.num_queries, data.num_keys].map(shortTokens);
   const sizes = queries === keys ? `${queries} tokens` : `${queries} queries, ${keys} keys`;
-  document.getElementById("pattern").textContent = data.phrase;
+  const pattern = document.getElementById("pattern");
+  pattern.textContent = pattern.title = data.phrase; // the header shows two lines of it
   document.getElementById("sizes").textContent = `${sizes}, ${plural(data.num_heads, "head")}`;
   document.getElementById("heads").hidden = data.num_heads === 1;
   document.getElementById("orders").hidden = !data.residue;
   document.getElementById("residue").textContent = data.residue ? `residue, R = ${data.residue}` : "";
   document.getElementById("rank-choice").hidden = !data.ranks;
   document.getElementById("often").hidden = data.branches.length < 2;
-  if (data.ranks) document.getElementById("rank-note").textContent = data.ranks.note;
 }
 
 readData().then((data) => {

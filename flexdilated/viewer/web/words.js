@@ -30,24 +30,14 @@ function bytesText(size) {
   return `${power && size < 99.95 ? Number(size.toFixed(1)) : grouped(Math.round(size))} ${units[power]}`;
 }
 
-/** How far a picture has come: what is drawn of it, then what is still an estimate. */
+const COUNTED = "counted";
+
+/** How far a picture has come: what is drawn of it, then what is still an estimate. 100 % and 0 % mean all and none. */
 function workText(density) {
   const all = density.cells * density.rules.length;
-  if (!density.isDrawn()) return `${percentBelow(density.drawn, all)} drawn`;
+  if (!density.isDrawn()) return `${Math.floor((100 * density.drawn) / all)} % drawn`;
   const estimated = all - density.certain;
-  if (!estimated) return density.finished ? "counted" : "counting";
-  const share = `${percentAbove(estimated, all)} of it estimated`;
-  return density.finished ? `counted, ${share}` : `drawn, ${share}; counting`;
-}
-
-/** Rounded so that 100 % means all. */
-function percentBelow(part, whole) {
-  return `${Math.floor((100 * part) / whole)} %`;
-}
-
-/** Rounded so that 0 % means none. */
-function percentAbove(part, whole) {
-  return `${Math.ceil((100 * part) / whole)} %`;
+  return estimated ? `≈ ${Math.ceil((100 * estimated) / all)} % estimated` : COUNTED;
 }
 
 /** A share of a whole: percent, or one in so many where percent would be a row of zeros. */

@@ -1,0 +1,121 @@
+"""Jobs on two processes of this machine that hold one sequence together: what each answers, or why it does not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+RANKS = 2
+START_S = 120.0  # most time for the processes to begin
+
+# A function of a module, which the processes import, or a partial of one. Tensors go both ways as bytes: otherwise they
+# would be shared with a process that may have ended.
+RankJob = Callable[["DeviceMesh"], Any]
+
+
+class NoResult(RuntimeError):
+    """A job on two processes came to no result; the message says why, and for which of them."""
+
+
+def on_two_processes(jobs: Sequence[RankJob], *, job_s: float) -> list[list[Any] | NoResult]:
+    """What each rank answers to each job.
+
+    The jobs run one after the other. Where a process raises, ends or takes longer than `job_s` seconds, that job has no
+    result, nor have those after it. No process outlives the call. No port is chosen: the processes meet by a file.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        started: list[tuple[BaseProcess, Connection]] = []
+        try:
+            for rank in range(RANKS):
+                ours, theirs = context.Pipe(duplex=False)
+                arguments = (rank, str(Path(folder, "meeting")), theirs, tuple(jobs), job_s)
+                process = context.Process(target=_rank, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                started.append((process, ours))
+            return _collect(started, len(jobs), job_s)
+        finally:
+            for process, ours in started:
+                process.kill()
+                process.join()
+                ours.close()
+
+
+def _collect(started: Sequence[tuple[BaseProcess, Connection]], count: int, job_s: float) -> list[list[Any] | NoResult]:
+    results: list[list[Any] | NoResult] = []
+    try:
+        _answers(started, START_S, "begin")
+        for _ in range(count):
+            results.append(_answers(started, job_s, "end"))
+    except NoResult as error:
+        results.append(error)
+    untried = NoResult("was not tried, as the job before it came to no result")
+    return [*results, *[untried] * (count - len(results))]
+
+
+def _answers(started: Sequence[tuple[BaseProcess, Connection]], limit_s: float, what: str) -> list[Any]:
+    """One answer of each process, in their order. Raises NoResult for the first that has none, or tells an error."""
+    end, answers = monotonic() + limit_s, {}
+    waiting = {connection: rank for rank, (_, connection) in enumerate(started)}
+    while waiting:
+        ready = wait(list(waiting), max(0.0, end - monotonic()))
+        if not ready:
+            late = " and ".join(str(rank) for rank in waiting.values())
+            raise NoResult(f"rank {late} of {RANKS} did not {what} within {limit_s:.0f} s, and was ended")
+        for connection in ready:
+            rank = waiting.pop(connection)  # pyright: ignore[reportArgumentType]
+            answers[rank] = _answer(started[rank], rank)
+    return [answers[rank] for rank in range(len(started))]
+
+
+def _answer(started: tuple[BaseProcess, Connection], rank: int) -> Any:
+    process, connection = started
+    try:
+        error, answer = connection.recv()
+    except EOFError:
+        process.join()
+        raise NoResult(f"rank {rank} of {RANKS} ended with exit code {process.exitcode}") from None
+    if error is not None:
+        raise NoResult(f"rank {rank} of {RANKS} raises {error}")
+    return answer
+
+
+def _rank(rank: int, meeting: str, sender: Connection, jobs: Sequence[RankJob], job_s: float) -> None:
+    """One process: tell that it has begun, then what each job returns, or what it raised."""
+    torch.set_num_threads(1)
+    if sys.platform == "linux":  # elsewhere gloo finds the way by the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        mesh = _meet(rank, meeting, timedelta(seconds=job_s))
+        sender.send((None, None))
+        for job in jobs:
+            sender.send((None, job(mesh)))
+    except Exception as error:  # whatever it is, the process that waits is to tell it
+        sender.send((f"{type(error).__name__}: {error}", None))
+    # Nothing is taken apart: the other process may be in the middle of something, and both are ended.
+    sender.close()
+
+
+def _meet(rank: int, meeting: str, timeout: timedelta) -> DeviceMesh:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS, timeout=timeout)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    dist.barrier()
+    return mesh
