@@ -8,7 +8,7 @@ from typing import Any
 from flexdilated.cli._sizes import bytes_text
 
 from ._markdown import markdown
-from ._table import Document, condition
+from ._table import Document, condition, with_condition
 
 BUFFERS = Path("docs/communication_buffers.md")
 
@@ -100,7 +100,7 @@ def _errors(document: Document) -> str:
         for kind, figures in row["detail"].items()
     ]
     headers = ("codec", "rows", *(name.replace("_", " ") for name in _ERRORS))
-    return f"{markdown(lines, headers)}\n\n{condition(document)}"
+    return with_condition(lines, headers, document)
 
 
 _ERRORS = ("mean_row_error", "largest_row_error", "proven_bound", "output_error")
@@ -112,7 +112,7 @@ def _choice(document: Document) -> str:
         for row in document["rows"]
         if row["measure"].startswith('"auto"')
     ]
-    return f"{markdown(lines, ('', 'takes', 'saved', 'measured'))}\n\n{condition(document)}"
+    return with_condition(lines, ("", "takes", "saved", "measured"), document)
 
 
 def _percent(share: float) -> str:

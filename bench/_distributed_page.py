@@ -4,8 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from ._markdown import markdown
-from ._table import Document, condition
+from ._table import Document, with_condition
 
 DISTRIBUTED = Path("docs/distributed.md")
 
@@ -39,7 +38,7 @@ def _keys_received(document: Document) -> str:
         if "all_gather_ratio" in figures
     ]
     headers = ("", "order and heads", "needed, mean of ranks", "all-gather", "ratio")
-    return _with_condition(lines, headers, document)
+    return with_condition(lines, headers, document)
 
 
 def _balance(document: Document) -> str:
@@ -51,17 +50,13 @@ def _balance(document: Document) -> str:
         )
         for row in document["rows"]
     ]
-    return _with_condition(lines, ("", "contiguous", "zigzag"), document)
+    return with_condition(lines, ("", "contiguous", "zigzag"), document)
 
 
 def _rows(document: Document) -> str:
     lines = [(row["measure"], row["target"], row["measured_text"]) for row in document["rows"]]
-    return _with_condition(lines, ("", "target", "measured"), document)
+    return with_condition(lines, ("", "target", "measured"), document)
 
 
 def _mean(numbers: list[float]) -> float:
     return sum(numbers) / len(numbers)
-
-
-def _with_condition(lines: list[tuple[str, ...]], headers: tuple[str, ...], document: Document) -> str:
-    return f"{markdown(lines, headers)}\n\n{condition(document)}"

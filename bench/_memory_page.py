@@ -7,8 +7,7 @@ from typing import Any
 
 from flexdilated.cli._sizes import bytes_text, tokens_text
 
-from ._markdown import markdown
-from ._table import Document, condition
+from ._table import Document, with_condition
 
 MEMORY = Path("docs/memory.md")
 
@@ -38,7 +37,7 @@ def _against_dense(document: Document) -> str:
         )
         for row in document["rows"]
     ]
-    return _with_condition(lines, ("forward + backward", "peak", "dense SDPA's", "ratio"), document)
+    return with_condition(lines, ("forward + backward", "peak", "dense SDPA's", "ratio"), document)
 
 
 def _peaks(document: Document) -> str:
@@ -54,7 +53,7 @@ def _peaks(document: Document) -> str:
         for row in document["rows"]
         for point in row["detail"]["peaks"]
     ]
-    return _with_condition(lines, ("", "pattern", "dtype", "predicted", "measured", "deviation"), document)
+    return with_condition(lines, ("", "pattern", "dtype", "predicted", "measured", "deviation"), document)
 
 
 def _what(point: Mapping[str, Any]) -> str:
@@ -77,7 +76,7 @@ def _checkpointing(document: Document) -> str:
         ("ratio", memory["measured_text"], "", time["measured_text"]),
     ]
     name = memory["measure"].partition(", forward")[0]
-    return _with_condition(lines, (name, "peak memory", "predicted", "a step"), document)
+    return with_condition(lines, (name, "peak memory", "predicted", "a step"), document)
 
 
 def _longest(document: Document, device: str) -> str:
@@ -86,8 +85,4 @@ def _longest(document: Document, device: str) -> str:
     lines = [("bytes a token", *(bytes_text(each) for each in found["bytes_a_token"].values()))]
     for each in found["longest"]:
         lines.append((bytes_text(each["budget_bytes"]), *(tokens_text(each[name]) for name in names)))
-    return _with_condition(lines, ("", *names), document)
-
-
-def _with_condition(lines: list[tuple[str, ...]], headers: tuple[str, ...], document: Document) -> str:
-    return f"{markdown(lines, headers)}\n\n{condition(document)}"
+    return with_condition(lines, ("", *names), document)

@@ -15,6 +15,7 @@ from ._claims_page import claims_parts
 from ._compiling_page import COMPILING, compiling_parts
 from ._describe_page import DESCRIBE, describe_parts
 from ._distributed_page import DISTRIBUTED, distributed_parts
+from ._headlines import readme_parts
 from ._markdown import markdown
 from ._memory_page import MEMORY, memory_parts
 from ._mutants_page import PLANTED_BUGS, mutants_parts
@@ -23,7 +24,8 @@ from ._pictures import file_name
 from ._problem import tokens_text
 from ._received_page import RECEIVED, received_parts
 from ._reliability_page import RELIABILITY, reliability_parts
-from ._table import Document, condition, is_headline, markdown_table
+from ._results_page import RESULTS, results_parts
+from ._table import Document, condition
 from .bench_catalogue import BUILD_MB, BUILD_S, WASTE
 
 Figures = Mapping[str, Any]
@@ -54,17 +56,6 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
     if sorted(found) != sorted(parts):
         raise ValueError(f"each part needs its marks, once; got marks {sorted(found)} for parts {sorted(parts)}")
     return _MARK.sub(lambda match: f"{match[1]}{parts[match['name']]}\n{match[3]}", text)
-
-
-def readme_parts(results: Path) -> dict[str, str]:
-    """README's table."""
-    return {"bench table": markdown_table(results, is_headline)}
-
-
-def all_benchmarks_parts(results: Path) -> dict[str, str]:
-    """What is asked and guarded, and the answers that README leaves out."""
-    others = markdown_table(results, lambda name: not is_headline(name))
-    return {**benchmarks_parts(), "other results": f"\n{others}\n"}
 
 
 def catalogue_parts(results: Path) -> dict[str, str]:
@@ -141,5 +132,6 @@ PAGES: dict[Path, Callable[[Path], Mapping[str, str]]] = {
     RECEIVED: received_parts,
     DESCRIBE: describe_parts,
     RELIABILITY: reliability_parts,
-    BENCHMARKS: all_benchmarks_parts,
+    BENCHMARKS: lambda _: benchmarks_parts(),
+    RESULTS: results_parts,
 }

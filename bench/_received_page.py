@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ._markdown import markdown
-from ._table import condition
+from ._table import with_condition
 
 RECEIVED = Path("docs/attention_received.md")
 _MIB = 1 << 20
@@ -21,7 +20,7 @@ def received_parts(results: Path) -> dict[str, str]:
     rows = document["rows"]
     headers = ("", "forward", "attention received", "peak memory of the two", "an N x M matrix")
     lines = [_line(time) for time in rows[::2]]
-    return {"received": f"\n{markdown(lines, headers)}\n\n{condition(document)}\n"}
+    return {"received": f"\n{with_condition(lines, headers, document)}\n"}
 
 
 def _line(row: Mapping[str, Any]) -> tuple[str, ...]:

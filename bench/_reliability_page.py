@@ -8,7 +8,7 @@ from typing import Any
 from flexdilated.cli._sizes import bytes_text
 
 from ._markdown import markdown
-from ._table import Document, condition
+from ._table import Document, with_condition
 
 RELIABILITY = Path("docs/reliability.md")
 
@@ -34,7 +34,7 @@ def _fuzz(document: Document) -> str:
         for answered, slowest, memory in zip(rows[::3], rows[1::3], rows[2::3], strict=True)
     ]
     headers = ("texts", "drawn", "read as a pattern", "a clear error", "anything else", "slowest", "peak memory")
-    return f"{markdown(lines, headers)}\n\n{condition(document)}"
+    return with_condition(lines, headers, document)
 
 
 def _kind(answered: Mapping[str, Any], slowest: Mapping[str, Any], memory: Mapping[str, Any]) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def _kind(answered: Mapping[str, Any], slowest: Mapping[str, Any], memory: Mappi
 
 def _soak(document: Document) -> str:
     lines = [(row["measure"], row["target"], row["measured_text"]) for row in document["rows"]]
-    return f"{markdown(lines, ('', 'target', 'measured'))}\n\n{condition(document)}"
+    return with_condition(lines, ("", "target", "measured"), document)
 
 
 def _marks(document: Document) -> str:

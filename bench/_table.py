@@ -1,7 +1,7 @@
 """Answers as tables: for the terminal, and in Markdown from the files of results."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,20 @@ def is_headline(name: str) -> bool:
     return name == "sweep" or (name[0] in "CDG" and name[1:].isdigit())
 
 
-def markdown_table(results: Path, shown: Callable[[str], bool] = lambda name: True) -> str:
+def markdown_table(results: Path) -> str:
     """The answers in the folder, each line with its file, then the sweep and what it was measured with.
 
-    `shown` chooses by name. Raises FileNotFoundError if the folder holds no answer.
+    Raises FileNotFoundError if the folder holds no answer.
     """
-    documents = [document for document in _read(results) if shown(document["name"])]
+    documents = all_documents(results)
     lines = [
         (document["name"], *_cells(row), f"`{results.as_posix()}/{document['name']}.json`")
         for document in documents
         for row in document["rows"]
     ]
     parts = [markdown(lines, (*_HEADERS, "file"))] if lines else []
-    parts += [_points_table(document["points"]) for document in documents if document["points"]]
-    return "\n\n".join([*parts, *_conditions(documents)])
+    parts += [points_table(document["points"]) for document in documents if document["points"]]
+    return "\n\n".join([*parts, *conditions(documents)])
 
 
 def _cells(row: Document) -> tuple[str, str, str, str]:
@@ -51,14 +51,16 @@ def _cells(row: Document) -> tuple[str, str, str, str]:
     return row["measure"], row["target"], row["measured_text"], "not verified" if "not_verified" in row else verdict
 
 
-def _read(results: Path) -> list[Document]:
+def all_documents(results: Path) -> list[Document]:
+    """The answers in the folder, in the order of the questions. Raises FileNotFoundError if there is none."""
     paths = [path for name in (*QUESTIONS, *DEVICE_NAMES) if (path := results / f"{name}.json").exists()]
     if not paths:
         raise FileNotFoundError(f"a table needs results in {results}; `python -m bench` writes them")
     return [json.loads(path.read_text()) for path in paths]
 
 
-def _points_table(points: list[Document]) -> str:
+def points_table(points: list[Document]) -> str:
+    """Seconds and peak of each point of the sweep."""
     lines = [
         (
             tokens_text(point["num_tokens"]),
@@ -73,7 +75,7 @@ def _points_table(points: list[Document]) -> str:
     return markdown(lines, headers)
 
 
-def _conditions(documents: list[Document]) -> list[str]:
+def conditions(documents: list[Document]) -> list[str]:
     """One line for each set of conditions that some of the answers share."""
     names: dict[str, list[str]] = {}
     for document in documents:
@@ -91,3 +93,8 @@ def condition(document: Document) -> str:
         f"Python {versions['python']}, torch {versions['torch']}, flexdilated {versions['flexdilated']}; "
         f"commit {document['commit']}; {document['date'][:10]}{'; tiny sizes' if document['small'] else ''}."
     )
+
+
+def with_condition(lines: Iterable[Sequence[object]], headers: Sequence[str], document: Document) -> str:
+    """A table in Markdown, and under it with what its answer was measured."""
+    return f"{markdown(lines, headers)}\n\n{condition(document)}"

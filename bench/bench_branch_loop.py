@@ -1,4 +1,4 @@
-"""How much faster is the library than a loop over branches on the same kernels, as torchscale runs it?"""
+"""How much faster is it than torchscale's way, a loop over branches, on the same kernels?"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Does a cached decoding step take no longer after a million tokens than after 64 thousand?"""
+"""Is a decoding step as quick after a million tokens as after 64 thousand, at equal phase?"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -32,6 +32,7 @@ _OWN = (
 _OF_CATALOGUE = (
     *("local_window", "longnet", "longnet, full", "strided", "blockwise", "neighborhood, 2-D", "documents"),
     *("per_document", "longformer", "bigbird", "bigbird, block 128", "sparse_transformer_strided", "streaming_llm"),
+    *("random_blocks", "block_list", "visible_keys"),
 )
 _ENTRIES = (*_OWN, *(entry for entry in ENTRIES if entry.name in _OF_CATALOGUE))
 

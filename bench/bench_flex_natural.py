@@ -1,4 +1,4 @@
-"""How much faster is the library than compiled FlexAttention in natural token order?"""
+"""How much faster is it than compiled FlexAttention in natural token order?"""
 
 from dataclasses import dataclass
 

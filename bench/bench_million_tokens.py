@@ -1,4 +1,4 @@
-"""What do the block tables of a million tokens cost in bytes, time and memory?"""
+"""What do block tables of a million tokens cost: bytes over dense ones', time, memory?"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""How many collectives does a step need besides those that carry keys, values and their gradients?"""
+"""How many collectives does a step need besides those that carry keys and gradients?"""
 
 from collections import Counter
 from collections.abc import Iterator

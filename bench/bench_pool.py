@@ -1,4 +1,4 @@
-"""Do buffers for what is sent come from a pool after warm-up?"""
+"""Are buffers for what is sent there again after warm-up, and how many are made a step?"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

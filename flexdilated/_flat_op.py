@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import Parameter, signature
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 import torch
-from torch._library.custom_ops import CustomOpDef
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
 
 
 def flat_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:

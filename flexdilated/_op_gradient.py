@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
 
 from ._sinks import sinks_gradient
 from .masks._json import kept_functions
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
 
 
 def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, over_ranks: bool = False) -> None:

@@ -65,8 +65,12 @@ class PlacedCall:
         dq, dk, dv = torch.autograd.grad((part, part_lse), (q, k, v), sent)
         return dq, dk, dv
 
+    def key(self, num_heads: int, num_kv_heads: int, num_queries: int, num_keys: int) -> CallKey:
+        """The call with these sizes."""
+        return CallKey.of(self.pattern, num_heads, num_kv_heads, num_queries, num_keys, *self._where)
+
     def _key(self, q: Tensor, k: Tensor) -> CallKey:
-        return CallKey.of(self.pattern, q.shape[1], k.shape[1], q.shape[2], k.shape[2], *self._where)
+        return self.key(q.shape[1], k.shape[1], q.shape[2], k.shape[2])
 
     @property
     def _where(self) -> tuple[int | list[int] | str, ...]:

@@ -128,6 +128,11 @@ def test_trials_say_what_they_are() -> None:
     ("arguments", "message"),
     [
         (["causal()", "--examples", "0"], "--examples must be at least 1; got 0"),
+        (["causal()", "--heads", "4096"], "squared must be at most 4194304; got 4096 heads and 96 tokens"),
+        (
+            ["block_list([[7]], block=16)"],
+            "the pattern must take these --heads, and up to --max-tokens; block_list is out of range",
+        ),
         (["causal()", "--max-tokens", "-3"], "--max-tokens must be at least 1; got -3"),
         (["casual()"], "casual"),
         (["per_head((causal(), causal()))"], "per_head needs one pattern a head; got 2 for 4 heads"),
@@ -147,3 +152,18 @@ def test_a_file_without_that_pattern(file, capsys) -> None:
         "must make a pattern of that name; got 'number', and the patterns in it are 'good', 'bad'"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "most"),
+    [
+        ("neighborhood((3, 4), 1)", "12 tokens, as it takes no more,"),
+        ("block_list([[1], [0, 1], [2]], block=4)", "20 tokens,"),
+        ("neighborhood((4, 4), 1) & ~block_list([[3], [0, 1]], block=4)", "16 tokens, as it takes no more,"),
+    ],
+)
+def test_patterns_of_few_lengths(pattern, most, capsys) -> None:
+    assert main(["check", pattern, *FEW, "--examples", "40"]) == 0
+    assert f"(up to {most} 2 heads" in capsys.readouterr().out
+    assert main(["check", pattern, *FEW, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["max_tokens"] == int(most.split()[0])

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench._table import is_headline, markdown_table
+from bench._page import PAGES as WRITERS
+from bench._page import README, filled
+from bench._results_page import RESULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -141,10 +143,9 @@ def test_every_page_can_be_reached() -> None:
     assert set(PAGES) <= known
 
 
-def test_measured_table_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No number without its file: between the marks stands the table of the results."""
+@pytest.mark.parametrize("path", [README, RESULTS], ids=str)
+def test_figures_are_those_of_the_results(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No number without its file: between the marks stands what the files of results say."""
     monkeypatch.chdir(ROOT)
-    results = Path("bench/results")
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (table,) = re.findall(r"<!-- bench table -->\n(.*?)<!-- end bench table -->", text, re.DOTALL)
-    assert table.strip() == (markdown_table(results, is_headline) if list(results.glob("*.json")) else "")
+    text = path.read_text(encoding="utf-8")
+    assert filled(text, WRITERS[path](Path("bench/results"))) == text, "`python -m bench pages` writes them"

@@ -1,15 +1,11 @@
 """What describe tells where little repeats, such as listed blocks and visible keys, against the rule pair by pair."""
 
-import operator
-from dataclasses import replace
-from itertools import count
 from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.masks._bound import Bound
@@ -22,127 +18,16 @@ from flexdilated.masks.inspection._receptive_field_stretches import StretchField
 from flexdilated.masks.inspection._relations import Relations
 from flexdilated.masks.inspection._squares import TooManySquaresError
 from tests.heard import assert_same
+from tests.irregular import bound_rules, dense, listed, padded, run_rules, stretch_rules, sums_of_runs
 
 MILLION = 1 << 20
 FIELD = "flexdilated.masks.inspection._receptive_field._field"
-
-_number = count()  # tensors of one pattern go by names of their own
-joins = st.sampled_from([operator.and_, operator.or_])
-
-
-def dense(bound: Bound, rule: masks.Pattern | None = None) -> Tensor:
-    """(H, N, N), pair by pair: the whole pattern, or one rule of it."""
-    if rule is not None:
-        bound = replace(bound, pattern=rule)
-    head, query, key = (torch.arange(size) for size in (bound.num_heads, bound.num_queries, bound.num_keys))
-    allowed = bound.mask_mod()(torch.tensor(0), head[:, None, None], query[:, None], key)
-    return allowed.expand(bound.num_heads, bound.num_queries, bound.num_keys)
 
 
 def assert_told(bound: Bound, kind: type[RunField] | type[StretchField]) -> None:
     """By this way alone."""
     with patch(FIELD, kind.of):
         assert_same(receptive_field_of(Relations(bound)), dense(bound))
-
-
-def marks(num_tokens: int, *, runs: int) -> st.SearchStrategy[Tensor]:
-    """Of each token: runs of tokens that are marked or not."""
-    lengths = st.lists(st.integers(1, runs), min_size=num_tokens, max_size=num_tokens).map(torch.tensor)
-    return lengths.map(lambda sizes: torch.arange(num_tokens).repeat_interleave(sizes)[:num_tokens] % 2 > 0)
-
-
-def documents(num_tokens: int) -> st.SearchStrategy[masks.Pattern]:
-    """Documents with padding before, between and after some of them."""
-    steps = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=num_tokens, max_size=num_tokens)
-    padding = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=num_tokens, max_size=num_tokens)
-    return st.builds(
-        lambda steps, padding: masks.documents(
-            torch.tensor(steps).cumsum(0).masked_fill(torch.tensor(padding) > 0, -1), name=f"documents_{next(_number)}"
-        ),
-        steps,
-        padding,
-    ).filter(lambda pattern: _is_sound(pattern, num_tokens))
-
-
-def _is_sound(pattern: masks.Pattern, num_tokens: int) -> bool:
-    try:
-        pattern.bind(num_heads=1, num_queries=num_tokens, num_keys=num_tokens)
-    except ValueError:
-        return False
-    return True
-
-
-@st.composite
-def stretch_leaves(draw: st.DrawFn, num_tokens: int) -> masks.Pattern:
-    block = draw(st.sampled_from([1, 2, 3, 5, 8, 16]))
-    blocks = -(-num_tokens // block)
-    rows = st.lists(st.sets(st.integers(0, blocks - 1), max_size=3).map(sorted), min_size=1, max_size=blocks + 1)
-    kinds = {
-        "random": st.builds(
-            masks.random_blocks,
-            st.sampled_from([num_tokens, max(1, num_tokens - 3), num_tokens + 5]),
-            block=st.just(block),
-            count=st.just(1),
-            seed=st.integers(0, 9),
-        ),
-        "listed": rows.map(lambda rows: masks.block_list(rows, block=block)),
-        "blockwise": st.builds(masks.local_window, left=st.integers(0, 2), right=st.integers(0, 1)).map(
-            lambda window: masks.blockwise(window, block)
-        ),
-        "causal": st.just(masks.causal()),
-        "chunked": st.builds(masks.chunked, st.integers(1, 20)),
-        "global": st.builds(masks.first_tokens, st.integers(1, 9)) | st.builds(masks.global_tokens, st.integers(1, 9)),
-        "documents": documents(num_tokens),
-        "restarted": documents(num_tokens).map(lambda ids: masks.causal().per_document(ids)),
-        "visible": marks(num_tokens, runs=12).map(lambda seen: masks.visible_keys(seen, name=f"keys_{next(_number)}")),
-    }
-    return draw(kinds[draw(st.sampled_from([*kinds, "random", "listed", "listed"]))])
-
-
-@st.composite
-def stretch_rules(draw: st.DrawFn, num_tokens: int) -> masks.Pattern:
-    rule = draw(stretch_leaves(num_tokens))
-    for _ in range(draw(st.integers(0, 2))):
-        other = draw(stretch_leaves(num_tokens))
-        rule = draw(joins)(rule, ~other if draw(st.integers(0, 3)) == 3 else other)
-    return rule
-
-
-@st.composite
-def run_rules(draw: st.DrawFn, num_tokens: int, depth: int = 2) -> masks.Pattern:
-    if depth and draw(st.booleans()):
-        return draw(joins)(draw(run_rules(num_tokens, depth - 1)), draw(run_rules(num_tokens, depth - 1)))
-    windows = st.builds(masks.local_window, left=st.integers(0, 7), right=st.sampled_from([0, 0, 1, 3]))
-    leaves = windows | windows | st.builds(masks.chunked, st.integers(1, 20)) | documents(num_tokens)
-    windows_anew = st.builds(lambda window, ids: window.per_document(ids), windows, documents(num_tokens))
-    return draw(leaves | windows_anew | st.sampled_from([masks.causal(), masks.every()]))
-
-
-@st.composite
-def bound_rules(draw: st.DrawFn, rules, *, visible: bool = False) -> Bound:
-    """One rule for all heads, one for each of two, or a sum; self-attention of some tokens."""
-    num_tokens = draw(st.integers(1, 90))
-    several = [draw(rules(num_tokens)) for _ in range(draw(st.sampled_from([1, 1, 2])))]
-    if visible and draw(st.integers(0, 3)):
-        keys = masks.visible_keys(draw(marks(num_tokens, runs=draw(st.sampled_from([1, 4, 30])))))
-        several = [rule & keys for rule in several]
-    pattern = several[0]
-    if len(several) == 2:
-        pattern = masks.per_head(several) if draw(st.booleans()) else several[0] + several[1]
-    return pattern.bind(num_heads=2, num_queries=num_tokens, num_keys=num_tokens)
-
-
-def listed(num_tokens: int, block: int) -> masks.Pattern:
-    """Each block sees its own, or the one before, and one more."""
-    blocks = -(-num_tokens // block)
-    rows = [sorted({max(0, row - row % 2), (5 * row + 3) % blocks}) for row in range(blocks)]
-    return masks.block_list(rows, block=block)
-
-
-def padded(num_tokens: int) -> masks.Pattern:
-    """Documents of 5 tokens, each second one padding."""
-    number = torch.arange(num_tokens) // 5
-    return masks.documents(torch.where(number % 2 == 0, number, -1))
 
 
 STRETCHED = {
@@ -156,6 +41,7 @@ STRETCHED = {
     "beside global tokens": lambda N: listed(N, 7) & masks.causal() | masks.global_tokens(3),
     "beside padded documents": lambda N: listed(N, 8) & masks.causal() | padded(N),
     "in documents": lambda N: listed(N, 8) & masks.causal().per_document(torch.arange(N) // 9),
+    "anew in documents": lambda N: masks.random_blocks(9, block=2, count=1).per_document(torch.arange(N) // 9),
     "chain": lambda N: masks.block_list([[max(0, row - 1)] for row in range(N)], block=1),
 }
 
@@ -165,7 +51,9 @@ STRETCHED = {
 def test_stretches_of_each_length(name: str, bytes_a_pair: int):
     """Word goes round piece by piece, all at once, or whichever is quicker."""
     for num_tokens in (*range(1, 14), 26, 65):
-        bound = STRETCHED[name](num_tokens).bind(num_heads=2, num_queries=num_tokens, num_keys=num_tokens)
+        first = num_tokens % 2 * 3
+        sizes = {"num_queries": num_tokens, "num_keys": num_tokens, "q_offset": first, "k_offset": first}
+        bound = STRETCHED[name](first + num_tokens).bind(num_heads=2, **sizes)
         with patch.object(_spread, "_BYTES_A_PAIR", bytes_a_pair), patch.object(_stretches, "_PAIRS_AT_ONCE", 100):
             assert_told(bound, StretchField)
 
@@ -200,22 +88,42 @@ def test_runs(bound: Bound):
     assert_told(bound, RunField)
 
 
-@st.composite
-def sums_of_runs(draw: st.DrawFn) -> Bound:
-    """A sum of rules by which tokens see runs, among them dilated ones."""
-    num_tokens = draw(st.integers(1, 60))
-    dilated = st.builds(masks.dilated, st.integers(1, 40), st.integers(1, 7), st.just("interleaved"))
-    parts = draw(st.lists(dilated | run_rules(num_tokens), min_size=1, max_size=4))
-    pattern = masks.Mixture(tuple(parts))
-    if draw(st.booleans()):
-        pattern = pattern & draw(st.just(masks.causal()) | dilated | run_rules(num_tokens, 0))
-    if draw(st.booleans()):
-        pattern = pattern & masks.visible_keys(draw(marks(num_tokens, runs=4)))
-    return pattern.bind(num_heads=2, num_queries=num_tokens, num_keys=num_tokens)
-
-
 @given(sums_of_runs())
 def test_overlap_and_gaps_from_runs(bound: Bound):
+    assert_overlap_and_gaps(bound)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        padded(40) | masks.local_window(left=2, right=0),
+        masks.local_window(left=2, right=0) | padded(40),
+        padded(40) & masks.documents(torch.arange(40) // 3, name="others"),
+        masks.dilated(9, 3, 1) & masks.dilated(16, 2) & masks.causal(),
+        masks.dilated(7, 3) + masks.dilated(40, 5) + masks.dilated(40, 5) + masks.causal(),
+    ],
+    ids=repr,
+)
+def test_overlap_and_gaps_of_some_runs(pattern: masks.Pattern | masks.Mixture):
+    assert_overlap_and_gaps(pattern.bind(num_heads=1, num_queries=40, num_keys=40))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 30, 31])
+def test_runs_of_active_tokens(num_tokens: int):
+    rule = masks.dilated(9, 3, 1) & masks.local_window(left=4, right=3)
+    assert_told(rule.bind(num_heads=1, num_queries=num_tokens, num_keys=num_tokens), RunField)
+
+
+def test_other_rules_have_no_runs():
+    window = masks.local_window(left=3, right=0)
+    odd, third = (masks.visible_keys(torch.arange(40) % rate == 1, name=f"each_{rate}") for rate in (2, 3))
+    for pattern in ((odd & window) | (third & window), (odd & window) + window, masks.strided(3), ~window):
+        relations = Relations(pattern.bind(num_heads=1, num_queries=40, num_keys=40))
+        assert RunField.of(relations, relations.sections[0]) is None
+
+
+def assert_overlap_and_gaps(bound: Bound) -> None:
+    """By runs alone."""
     with patch.object(Relations, "of", side_effect=TooManySquaresError):
         overlap, gaps = multiplicity_of(Relations(bound)), gaps_of(Relations(bound))
     counts = sum((dense(bound, branch).long() for branch in bound.pattern.branches()), torch.tensor(0))
@@ -228,19 +136,19 @@ def test_overlap_and_gaps_from_runs(bound: Bound):
 def test_rates_whose_multiple_is_large():
     """Tokens at multiples of 13 and of 997 see their own kind; those of both are seen by both rules."""
     both = masks.dilated(MILLION, 13) + masks.dilated(MILLION, 997)
-    found = masks.describe(both, MILLION, num_heads=1)
+    relations = Relations(both.bind(num_heads=1, num_queries=MILLION, num_keys=MILLION)).ask()
+    with patch.object(Relations, "of", side_effect=TooManySquaresError):
+        overlap, gaps = multiplicity_of(relations), gaps_of(relations)
     sizes = [-(-MILLION // rate) for rate in (13, 997, 13 * 997)]
     once = sizes[0] ** 2 + sizes[1] ** 2 - 2 * sizes[2] ** 2
-    assert found.multiplicity == {0: MILLION**2 - once - sizes[2] ** 2, 1: once, 2: sizes[2] ** 2}
-    assert found.gaps is not None
-    assert found.gaps.queries.in_every_head == MILLION - sizes[0] - sizes[1] + sizes[2]
-    assert found.gaps.keys.first_in_every_head == 1
+    assert overlap == {0: MILLION**2 - once - sizes[2] ** 2, 1: once, 2: sizes[2] ** 2}
+    assert gaps.queries.in_every_head == MILLION - sizes[0] - sizes[1] + sizes[2]
+    assert gaps.keys.first_in_every_head == 1
 
 
 def told(pattern: masks.Pattern | masks.Mixture, num_tokens: int = MILLION, num_heads: int = 1) -> ReceptiveField:
-    found = masks.describe(pattern, num_tokens, num_heads=num_heads).receptive_field()
-    assert isinstance(found, ReceptiveField)
-    return found
+    bound = pattern.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
+    return receptive_field_of(Relations(bound).ask())
 
 
 def test_random_blocks_at_a_million_tokens():
@@ -270,7 +178,7 @@ def _blocks_that_know_themselves(layers: int, blocks: int) -> int:
 
 def test_a_chain_of_listed_blocks():
     """Each block sees the one before it: as many layers as there are blocks, one block more a layer."""
-    side = 256
+    side = 1024
     found = told(masks.block_list([[max(0, row - 1)] for row in range(MILLION // side)], block=side))
     blocks = MILLION // side
     assert found.layers == blocks - 1

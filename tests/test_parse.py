@@ -183,15 +183,16 @@ def test_patterns_from_elsewhere_print_too():
 
 
 @pytest.mark.parametrize(
-    "pattern",
+    "make",
     [
-        masks.block_list([[block % 7] for block in range(100_000)], block=128),
-        masks.per_head([masks.dilated(8, 4, 1)] * 2000),
-        masks.longnet([8] * 3000, [2] * 3000),
+        lambda: masks.block_list([[block % 7] for block in range(100_000)], block=128),
+        lambda: masks.per_head([masks.dilated(8, 4, 1)] * 2000),
+        lambda: masks.longnet([8] * 3000, [2] * 3000),
     ],
     ids=["table", "heads", "branches"],
 )
-def test_large_patterns_are_cut(pattern):
+def test_large_patterns_are_cut(make):
+    pattern = make()
     text = repr(pattern)
     assert len(text) == 4097
     assert text.endswith("…")

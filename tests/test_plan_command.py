@@ -4,13 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from flexdilated import masks
+from flexdilated import _kernel, masks
+from flexdilated._live_bytes import LiveBytes, fake_tensors
 from flexdilated.cli._main import main
 from flexdilated.cli._plan_fits import longest, longest_bound, rounded, slope
 from flexdilated.cli._plan_settings import BUDGETS, read_pattern
 from flexdilated.cli._sizes import bytes_text, parse_bytes, parse_tokens, tokens_text
 from flexdilated.cli._usage import UsageError
+from flexdilated.masks.inspection._describe import MOST_DESCRIBED
 
 LONGNET = "longnet((256, 1024), (1, 4)) & causal()"
 SMALL = ["--heads", "4", "--head-dim", "16", "--layers", "2"]
@@ -211,3 +214,32 @@ def test_what_is_refused(arguments, message, capsys) -> None:
 def test_sizes_that_no_tensor_has_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "causal()", f"--{name}", "99999999999999999999"]) == 2
     assert f"--{name} must be at most" in capsys.readouterr().err
+
+
+def test_tokens_whose_blocks_would_fill_the_memory_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "local_window(left=9, right=0)", "-n", str(MOST_DESCRIBED + 1)]) == 2
+    assert "blocks are counted up to 134217728 tokens (128M)" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="as their lists fill the memory beyond; got 134217729"):
+        masks.describe(masks.causal(), 1, MOST_DESCRIBED + 1, num_heads=1)
+    assert (
+        masks.describe(masks.causal(), MOST_DESCRIBED, num_heads=1).useful_pairs
+        == MOST_DESCRIBED * (MOST_DESCRIBED + 1) // 2
+    )
+
+
+def test_two_of_many_alike_calls_tell_the_memory_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision problems are copied to float32 a few at a time; without values the others are left out."""
+    monkeypatch.setattr(_kernel, "_FLOAT32_BYTES", 1)
+    with fake_tensors():
+        q, k, v, out, grad = (torch.empty(12, 2, 64, 16, dtype=torch.float16) for _ in range(5))
+        lse = torch.empty(12, 2, 64)
+    peaks = {}
+    for enough in (1, 2, 12):
+        monkeypatch.setattr(_kernel, "_ENOUGH", enough)
+        with LiveBytes(q, k, v, out, grad, lse) as memory:
+            _kernel.flash_backward(grad, q, k, v, out, lse, scale=0.25)
+        peaks[enough] = memory.peak
+    assert peaks[1] < peaks[2] == peaks[12]
+    assert _kernel._ENOUGH == 12
+    monkeypatch.undo()
+    assert _kernel._ENOUGH == 2

@@ -208,3 +208,29 @@ def test_the_largest_sequence_is_drawn_and_not_planned(capsys: pytest.CaptureFix
     assert "Density, blocks and work are counted up to 128M tokens." in capsys.readouterr().out
     assert main(["show", "causal()", "-n", "2147483647", "--cells", "4x4", "--json"]) == 0
     assert '"description": null' in capsys.readouterr().out
+
+
+def test_data_of_too_many_cells_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "causal()", "--json", "--cells", "4096x1024"]) == 2
+    assert "--json prints at most 262144 cells, such as --cells 512x512; got 4096x1024" in capsys.readouterr().err
+    assert main(["show", "causal()", "--json", "--cells", "4096x1024", "-n", "8"]) == 0  # as many as there are pairs
+    assert len(json.loads(capsys.readouterr().out)["low"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("pattern", "bindings", "shown"),
+    [
+        ("causal().per_document(documents('d'))", ["d=3,2,4"], "causal().per_document(<3 documents>)"),
+        ("lengths('d')", ["d=5"], "<1 document>"),
+        ("causal() & visible_keys('v')", ["v=0:2,4:5"], "causal() & <3 of 9 keys>"),
+    ],
+)
+def test_run_time_tensors_are_told_in_a_few_words(
+    pattern: str, bindings: list[str], shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    given = [part for each in bindings for part in ("--bind", each)]
+    assert main(["show", pattern, *given, "-n", "9", "--heads", "1"]) == 0
+    assert f"\n{shown} " in capsys.readouterr().out
+    rule = masks.documents([[0, 1], [0, 0]]).bind(num_heads=1, num_queries=2, num_keys=2, batch=2).pattern
+    assert repr(rule) == "<documents of 2 batch entries>"

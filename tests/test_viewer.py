@@ -12,7 +12,7 @@ from flexdilated.distributed import Sharding
 from flexdilated.distributed._token_counts import token_counts
 from flexdilated.viewer import Ranks, page
 from tests.browser import Tab
-from tests.viewer_pages import Shown, hold, sampled
+from tests.viewer_pages import Shown, hold, look, sampled
 
 pytestmark = pytest.mark.slow
 
@@ -150,13 +150,14 @@ def test_a_link_restores_what_was_seen(show):
     assert other.evaluate("viewer.canvas.toDataURL()") == picture
 
 
-@pytest.mark.parametrize(
-    "link", ["q=x&k=&span=nan&head=99&order=upside&block=-1&ranks=many", "span=0", "span=1e300&q=9e99", "%%%"]
-)
-def test_a_link_that_makes_no_sense_is_left_out(show, link):
-    tab = show(LONGNET, 5_000, num_heads=4, link=link)
-    assert tab.evaluate("[viewer.state.head, viewer.state.order, viewer.state.block]") == [0, "natural", 128]
-    assert tab.evaluate("viewer.state.view.scale === wholeScale(viewer.state.view)")
+def test_a_link_that_makes_no_sense_is_left_out(show):
+    first, *others = "q=x&k=&span=nan&head=99&order=upside&block=-1&ranks=many", "span=0", "span=1e300&q=9e99", "%%%"
+    tab = show(LONGNET, 5_000, num_heads=4, link=first, window={"width": 560, "height": 420})
+    for link in [None, *others]:
+        if link is not None:
+            look(tab, link)
+        assert tab.evaluate("[viewer.state.head, viewer.state.order, viewer.state.block]") == [0, "natural", 128]
+        assert tab.evaluate("viewer.state.view.scale === wholeScale(viewer.state.view)")
 
 
 def test_a_pair_is_explained(show):
@@ -221,6 +222,41 @@ def test_ranks_and_their_bytes(show, sharding):
     much = f"{tab.evaluate(f'bytesText({size})')} of keys and values" if size else "nothing"
     said = tab.evaluate("document.getElementById('reasons').innerText")
     assert f"the query lies on rank 2, which receives {much} from the key's rank 0" in said
+
+
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+def test_ranks_in_residue_order(show, sharding):
+    """Each slot lies in the run of the rank that holds its position; far away, the page says why it draws none."""
+    tab = show(
+        LONGNET, 20_003, num_heads=4, ranks=Ranks(num_ranks=8, sharding=sharding), link="order=residue&span=4500"
+    )
+    held = Sharding(20_003, 8, sharding)
+    rank_of = torch.empty(20_003, dtype=torch.long)
+    for rank in range(8):
+        for run in held.ranges(rank):
+            rank_of[run.start : run.stop] = rank
+    ranks = rank_of[masks.Layout(20_003, 8).positions()]
+    start, seen = 2_321.5, 4_711.25
+    asked = f"slotRuns(viewer.state.data.ranks.shardings.{sharding}, viewer.state.keys, {start}, {seen}, 20003)"
+    runs = tab.evaluate(asked)
+    assert runs[0][0] <= start
+    assert runs[-1][1] >= start + seen
+    for (first, end, rank), (following, *_) in zip(runs, [*runs[1:], [runs[-1][1]]], strict=True):
+        assert end == following
+        assert ranks[first:end].eq(rank).all()
+    borders = ranks.diff().ne(0).nonzero().flatten() + 1
+    inner = {first for first, *_ in runs[1:]}
+    assert set(borders[(borders > start) & (borders < start + seen)].tolist()) <= inner
+    note = "document.getElementById('rank-note').textContent"
+    assert tab.evaluate(note) == tab.evaluate("viewer.state.data.ranks.note")
+    with_ranks = tab.evaluate("viewer.canvas.toDataURL()")
+    tab.evaluate("viewer.chooseRanks('off')")
+    tab.settle()
+    assert tab.evaluate("viewer.canvas.toDataURL()") != with_ranks
+    tab.evaluate(f"viewer.chooseRanks('{sharding}')")
+    look(tab, "span=20003")
+    pieces = sum(len(held.ranges(rank)) for rank in range(8))
+    assert f"each of the 8 residue classes is cut into {pieces} runs" in tab.evaluate(note)
 
 
 def test_narrow_windows_and_the_dark(show):

@@ -133,6 +133,7 @@ WIDE = [
     masks.random_blocks(LARGEST, block=1 << 20, count=5, seed=2**63 - 1),
     masks.neighborhood((40_000, 50_000), (17, 1000), rate=(3, 7)),
     ~masks.dilated(4096, 4, 1) & masks.causal(),
+    ~masks.strided(7) & masks.neighborhood((40_000, 50_000), (17, 1000)),
 ]
 FAR = """
 (({ data, head, pairs, boxes }) => {
@@ -188,6 +189,48 @@ def single(box: Box, place: int, drawn: tuple) -> Box:
         for side, (_, step, _) in zip((chosen.q, chosen.k), drawn, strict=True)
     )
     return Box(chosen.head, q, k)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        ~masks.strided(7) & masks.neighborhood((60, 50), (4, 6)),
+        masks.strided(5) & masks.neighborhood((6, 10, 50), (1, 2, 6), rate=(1, 2, 1)),
+        ~masks.global_tokens(40, rows=False) & masks.local_window(left=50, right=20),
+    ],
+    ids=repr,
+)
+def test_counts_that_are_exact(tab, pattern):
+    """Boxes of a pixel's shape, for which no estimate is needed."""
+    mod = pattern.mask_mod(num_heads=1, device=torch.device("cpu"))
+    drawn = [((first, 1, 70), (first + shift, 1, 80)) for first in (0, 33, 490, 2100) for shift in (0, 37, 311)]
+    found = asked(tab, FAR, data=data_of(pattern, 3000, 3000, 1), head=0, pairs=[], boxes=drawn)
+    for (q, k), ((low, high),) in zip(drawn, found["bounds"], strict=True):
+        queries, keys = index(q)[:, None], index(k)[None, :]
+        zero = torch.zeros(queries.shape[0], keys.shape[1], dtype=torch.long)
+        assert low == high == int(mod(zero, zero, queries + zero, keys + zero).sum()), (q, k)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        ~masks.strided(7) & masks.neighborhood((60, 50), (4, 6)),
+        masks.strided(3) & masks.causal() & masks.neighborhood((60, 50), (9, 6)),
+        ~masks.global_tokens(40) & ~masks.strided(2) & masks.local_window(left=50, right=20),
+    ],
+    ids=repr,
+)
+def test_bounds_of_parts_that_are_bounds_themselves(tab, pattern):
+    """Large boxes, and those on the diagonal, of which the parts' counts are not exact."""
+    mod = pattern.mask_mod(num_heads=1, device=torch.device("cpu"))
+    large = [(0, 0, 1), (0, 0, 2), (33, 37, 1), (500, 311, 1), (20, 0, 4), (1000, -300, 3)]
+    drawn = [((first, 1, 700), (first + shift, step, 600)) for first, shift, step in large]
+    drawn += [((first, 1, 70), (first + 5, 1, 80)) for first in (0, 33, 490, 2100)]
+    found = asked(tab, FAR, data=data_of(pattern, 3000, 3000, 1), head=0, pairs=[], boxes=drawn)
+    for (q, k), ((low, high),) in zip(drawn, found["bounds"], strict=True):
+        queries, keys = index(q)[:, None], index(k)[None, :]
+        zero = torch.zeros(queries.shape[0], keys.shape[1], dtype=torch.long)
+        assert low <= int(mod(zero, zero, queries + zero, keys + zero).sum()) <= high, (q, k)
 
 
 def test_residues_of_numbers_whose_products_exceed_doubles(tab):

@@ -15,7 +15,7 @@ _LEFT_OUT = {
     *("buffers_over_ranks", "demo", "demo_parts", "demo_ranks", "device_rows", "device_suite", "distributed_attend"),
     *("distributed_modules", "distributed_page", "faults", "generate", "guard", "head_parallel", "house", "mutants"),
     *("plan_ranks", "planted_bugs", "pool", "pool_choice", "pool_lifetime", "pool_machine", "ranks", "ring", "ring_op"),
-    *("ring_transfers", "shard", "simulation"),
+    *("results_page", "ring_transfers", "shard", "simulation"),
 }
 
 

@@ -27,11 +27,11 @@ _AT_ONCE = 25  # examples of the rule's check between two steps of the bar
 def check(text: str, *, examples: int, num_heads: int, max_tokens: int, seed: int, as_json: bool) -> int:
     """Exit status 0, or 1 with the counterexample printed."""
     pattern = _read(text)
+    longest = _longest(pattern, num_heads, max_tokens)
+    sizes = {"num_heads": num_heads, "max_tokens": longest}
     found: str | None = None
     done = 0
     try:
-        longest = _longest(pattern, num_heads, max_tokens)
-        sizes = {"num_heads": num_heads, "max_tokens": longest}
         with one_thread(), progress("checking", unit="example", done=0, total=2 * examples, lines=sys.stderr) as bar:
             for step, note in _steps(pattern, examples=examples, seed=seed, **sizes):
                 done += step
@@ -55,18 +55,18 @@ def check(text: str, *, examples: int, num_heads: int, max_tokens: int, seed: in
 def _longest(pattern: Pattern | Mixture, num_heads: int, max_tokens: int) -> int:
     """The most tokens, up to `max_tokens`, that the pattern takes: a grid has room for so many, a table needs so many.
 
-    Raises ValueError where it does not take the heads, or no number of tokens.
+    Raises UsageError where it takes none.
     """
-    pattern.check_heads(num_heads)
     if names(pattern):  # which check_pattern refuses
         return max_tokens
     for number in range(max_tokens, 0, -1):
         if takes(pattern, num_heads, number):
             return number
     try:
+        pattern.check_heads(num_heads)
         pattern.bind(num_heads=num_heads, num_queries=max_tokens, num_keys=max_tokens)
     except ValueError as error:
-        raise UsageError(f"--max-tokens must be a number of tokens that the pattern takes, or more; {error}") from None
+        raise UsageError(f"the pattern must take these --heads, and up to --max-tokens; {error}") from None
     return max_tokens
 
 

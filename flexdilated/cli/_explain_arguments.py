@@ -14,13 +14,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_pattern_arguments(parser)
     add = parser.add_argument
-    add("--query", type=int, required=True, metavar="Q", help="the position of the query")
-    add("--key", type=int, required=True, metavar="K", help="the position of the key")
+    add("--query", type=_position, required=True, metavar="Q", help="the position of the query, such as 5000 or 64K")
+    add("--key", type=_position, required=True, metavar="K", help="the position of the key")
     add("--head", type=int, default=0, metavar="H", help="counted over all devices (%(default)s)")
     add("--batch", type=int, default=0, metavar="B", help="the entry whose run-time tensors are asked (%(default)s)")
     add("--block-size", type=int, default=128, metavar="S", help="side of the blocks (%(default)s)")
     add("--json", action="store_true", help="print plain data instead of the tree")
     parser.set_defaults(command=_explain)
+
+
+def _position(text: str) -> int:
+    """A whole number, in full or in K or M; the library says which are too small or too large."""
+    from ._sizes import tokens_of
+
+    found = tokens_of(text.strip().removeprefix("-"))
+    if found is None:
+        raise argparse.ArgumentTypeError(f"a position must be a whole number, such as 5000 or 64K; got {text!r}")
+    return -found if text.strip().startswith("-") else found
 
 
 def _explain(options: argparse.Namespace) -> int:

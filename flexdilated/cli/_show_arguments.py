@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cols", metavar="A:B", help="the same of keys")
     add("--cells", metavar="ROWSxCOLUMNS", help="cut the window into so many cells (as many as fit)")
     add("--batch", type=int, default=0, metavar="b", help="the batch entry, where --bind gives several (%(default)s)")
-    add("--color", choices=COLOUR_CHOICES, default="auto", help="auto: on a terminal (%(default)s)")
+    add("--color", "--colour", choices=COLOUR_CHOICES, default="auto", help="auto: on a terminal (%(default)s)")
     add("--brief", action="store_true", help="print the heat map alone")
     add("--json", action="store_true", help="print plain data: the cells, and what describe tells")
     add("--plot", type=Path, metavar="FILE", help="draw the window as a .png or .svg instead")

@@ -136,7 +136,11 @@ def _tune_pattern(settings: TuneSettings, pattern: Expression, device: torch.dev
         bound = call.bound()
     except ValueError as error:
         raise UsageError(str(error)) from None
-    x = Inputs.of(bound, num_kv_heads=call.num_kv_heads, head_dim=head_dim, dtype=dtype, device=device)
+    try:
+        x = Inputs.of(bound, num_kv_heads=call.num_kv_heads, head_dim=head_dim, dtype=dtype, device=device)
+    except RuntimeError as error:  # torch's for a tensor that does not fit
+        sizes = f"{tokens} tokens, {heads} heads, head dim {head_dim}"
+        raise UsageError(f"the inputs must fit into memory; got {sizes}: {str(error).partition(chr(10))[0]}") from None
     found = measure(bound, x, backward=backward, seconds=settings.seconds)
     print(_options_table(found))
     path = remember(Sight.of(call, x.q), found, backward=backward)

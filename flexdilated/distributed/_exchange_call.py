@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._call_key import CallKey
+from .._flex_op import flex
 from .._placed_call import PlacedCall, WholeRows
 from ._codec import gradient_codec
 from ._codec_choice import codec_for
@@ -83,17 +86,22 @@ class ExchangeCall(PlainCall):
         if not q.shape[2]:
             nothing = k_all.sum() + v_all.sum()  # the backward of every rank has to come to the exchange
             return q + nothing, q.sum(-1).to(_wide(q)) + nothing
-        placed = self.placed(_wires(self, q.shape[1], k.shape[1], bindings))
-        return placed.forward(q, k_all, v_all, sinks, bindings, return_lse=return_lse)
+        key = _key(tuple(self), q.shape[1], k.shape[1], q.shape[2], bindings)
+        options = {"scale": self.scale, "score_mod": None, "sinks": sinks, "return_lse": return_lse}
+        return flex(q, k_all, v_all, bindings, key, **options)
 
 
 def _wide(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-def _wires(call: ExchangeCall, num_heads: int, num_kv_heads: int, bindings: list[Tensor]) -> Wires:
-    return call.wires(num_heads, num_kv_heads, bindings)
+def _key(
+    values: tuple[Any, ...], num_heads: int, num_kv_heads: int, num_queries: int, bindings: list[Tensor]
+) -> CallKey:
+    call = ExchangeCall(*values)
+    wires = call.wires(num_heads, num_kv_heads, bindings)
+    return call.placed(wires).key(num_heads, num_kv_heads, num_queries, wires.num_keys)
 
 
-# Where keys lie is a constant of a compiled graph.
-_wires._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# Where keys lie is a constant of a compiled graph, which takes a call for one as a plain tuple only.
+_key._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from ._drawn_sizes import AttentionSizes
 from ._grammar import Grammar
 
 # The simplest comes first: hypothesis shrinks towards it.
-_COMPOSITIONS = ("and", "per_document", "or", "without", "both", "and", "per_document", "both")
+_COMPOSITIONS = ("and", "per_document", "or", "without", "both", "and", "per_document", "per_document")
 
 
 def run_time_patterns(

@@ -17,8 +17,8 @@ def edges_of(pattern: Pattern | Mixture) -> tuple[int, ...]:
 
     They are read off the pattern's data; of a function nothing is known but its period.
     """
-    periods = {leaf.period() for leaf in pattern.leaves() if leaf.to_data()["kind"] == "custom"}
-    return tuple(sorted((_edges(pattern.to_data()) | (periods - {None})) - {0}))
+    periods = {leaf.period() or 0 for leaf in pattern.leaves() if leaf.to_data()["kind"] == "custom"}
+    return tuple(sorted((_edges(pattern.to_data()) | periods) - {0}))
 
 
 def _edges(data: Mapping[str, Any]) -> set[int]:

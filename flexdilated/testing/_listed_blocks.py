@@ -41,11 +41,13 @@ def check_lists(dense: DenseRule, examples: int, generator: torch.Generator) -> 
 
 def _draw(dense: DenseRule, generator: torch.Generator) -> _Case:
     """Sizes to which the pattern binds: any, but for rules that hold few, such as grids and tables of blocks."""
+    case = _draw_any(dense, generator)
     for _ in range(_TRIES):
-        case = _draw_any(dense, generator)
         if _binds(dense, case):
             return case
-    return replace(case, num_queries=dense.num_tokens, num_keys=dense.num_tokens, q_offset=0)
+        case = _draw_any(dense, generator)
+    whole = {"num_queries": dense.num_tokens, "num_keys": dense.num_tokens, "q_offset": 0}
+    return replace(_draw_any(dense, generator), **whole)
 
 
 def _binds(dense: DenseRule, case: _Case) -> bool:

@@ -26,7 +26,8 @@ _LONGEST_PATTERN = 400
 _SCRIPTS = (
     *("numbers", "words", "progressions", "counting", "order", "random_draw", "grid_rectangles"),
     *("rules_distance", "rules_segments", "rules_tokens", "rules_blocks", "rules_grid", "rules_algebra", "rules"),
-    *("colours", "estimates", "density", "viewport", "link", "ranks", "drawing", "reasons", "panel", "controls", "app", "start"),
+    *("colours", "estimates", "density", "viewport", "link", "ranks", "drawing", "reasons", "panel", "controls"),
+    *("app", "start"),
 )
 
 

@@ -159,9 +159,9 @@ class Description:
     def receptive_field(self) -> ReceptiveField | FollowedTokens:
         """After how many layers which tokens can have heard of which.
 
-        Exact for all tokens where enough of the pattern repeats; else what a few tokens have heard of, which bounds
-        the number of layers from below: a value of another type. Raises ValueError if queries and keys are not the
-        same tokens.
+        Exact for all tokens where enough of the pattern repeats, or where it treats tokens alike by blocks, or shows
+        each a run of visible keys; else what a few tokens have heard of, which bounds the number of layers from below:
+        a value of another type. Raises ValueError if queries and keys are not the same tokens.
         """
         return self._receptive_field
 

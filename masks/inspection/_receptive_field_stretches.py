@@ -15,7 +15,7 @@ from ._stretches import Stretches, stretches_of
 
 # S stretches, W bytes a row
 
-_MOST_BYTES = 1 << 34  # of rows joined and weighed, over all layers: a few seconds of work
+_MOST_BYTES = 1 << 33  # of rows joined, over all layers: a few seconds of work
 
 
 class StretchField:

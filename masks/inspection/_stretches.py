@@ -24,7 +24,7 @@ from .._visible_keys import KeySet
 
 # S stretches, R of them as rows
 
-_MOST_STRETCHES = 1 << 15
+_MOST_STRETCHES = 1 << 14
 _MOST_SEEN = 1 << 24
 _PAIRS_AT_ONCE = 1 << 22
 

@@ -1,4 +1,4 @@
-"""Subsets: pairs that exactly these of several rules allow, from those that all of some allow."""
+"""Subsets: pairs by how many rules allow them, from those that all rules of each set allow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._runs import Runs
 def pairs_by_times(rules: list[tuple[Runs, int]]) -> Counter[int]:
     """Pairs by the sum of the numbers of the rules that allow them; those that none allows are left out.
 
-    By inclusion and exclusion: of the pairs that all of some rules allow, one rule more has some.
+    By inclusion and exclusion, over the pairs that all rules of a set allow.
     """
     found: Counter[int] = Counter()
 

@@ -72,7 +72,7 @@ function drawMatrix(context, state, palette) {
 function markEstimates(context, view, density, palette) {
   const [text, shortest] = [workText(density), 2 * LABEL_ROOM];
   if (density.spent < UNMARKED || text === COUNTED || view.width < shortest) return;
-  writeLabel(context, palette, 12, view.width - LABEL_ROOM, view.height - 18, [text]);
+  writeLabel(context, palette, 12, view.width - LABEL_ROOM, 18, [text]);
 }
 
 /** An image lies where its slots lie now, whatever was seen when it was begun. */

@@ -61,7 +61,8 @@ function shareOfCell({ low, high, share, estimates }, cell) {
   if (!doubtful.length) return bounds;
   const pairs = Math.min(...doubtful.map((branch) => estimates.askedOf(branch, cell)));
   const certain = sum(low) >= 0 ? `, for certain ${bounds}` : "";
-  return `about ${partText(sum(share))} (estimated from ${grouped(pairs)} of them${certain})`;
+  const found = sum(share) > 2 * FAINTEST * share.length ? `about ${partText(sum(share))}` : "none found";
+  return `${found} (estimated from ${grouped(pairs)} of them${certain})`;
 }
 
 /** A share of all pairs; above 1 where branches count pairs several times. */

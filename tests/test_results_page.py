@@ -1,0 +1,85 @@
+"""README's tables and the page of results, from files of results made up here: nothing that falls short is hidden."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from bench._headlines import readme_parts
+from bench._result import Gap, Row, at_least, at_most
+from bench._results_page import results_parts
+
+ROOT = Path(__file__).resolve().parents[1]
+FAST, SLOW, MISSED = (
+    Row(f"LongNet, {n}K: times as fast", at_least(1.5, "×"), x) for n, x in ((1, 9), (2, 2), (3, 1.4954))
+)
+GAP = Gap("LongNet, 4K: times as fast", at_least(1.5, "×"), "out of memory")
+SMALL = Row("LongNet, 1K: peak memory", at_most(512, "MB"), 3.0)
+UNCHECKED = Row("LongNet, 1K: peak memory", at_most(512, "MB"), 3.0, not_verified=("gradients",))
+
+
+@pytest.fixture
+def written(tmp_path: Path):
+    """Writes rows as the answer to C4, beside the sweep, and returns the folder."""
+
+    def write(*rows: Row | Gap) -> Path:
+        for name in ("C4", "sweep"):
+            document = json.loads((ROOT / f"bench/results/{name}.json").read_text())
+            if name == "C4":
+                document["rows"] = [row.to_data() for row in rows]
+            (tmp_path / f"{name}.json").write_text(json.dumps(document))
+        return tmp_path
+
+    return write
+
+
+def cells(parts: Mapping[str, str]) -> list[str]:
+    """Target, measured and met of README's one line."""
+    (line,) = (line for line in parts["answers"].splitlines() if line.startswith("| C4 "))
+    return [cell.strip() for cell in line.split("|")[3:-1]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ((FAST,), ["≥ 1.5 ×", "9 ×", "yes"]),
+        ((MISSED,), ["≥ 1.5 ×", "1.495 ×", "**no**"]),
+        ((FAST, SLOW), ["≥ 1.5 ×", "2 to 9 ×", "2 of 2"]),
+        ((FAST, MISSED, SMALL), ["≥ 1.5 ×, ≤ 512 MB", "1.495 to 9 ×, 3 MB", "**2 of 3**"]),
+        ((FAST, GAP), ["≥ 1.5 ×", "9 ×, 1 not measured", "**1 of 2**"]),
+        ((GAP,), ["≥ 1.5 ×", "not measured", "**no**"]),
+        ((FAST, UNCHECKED), ["≥ 1.5 ×, ≤ 512 MB", "9 ×, 3 MB", "**1 of 2**"]),
+    ],
+)
+def test_a_line_a_question(written, rows, expected) -> None:
+    assert cells(readme_parts(written(*rows))) == expected
+
+
+def test_what_falls_short_is_said_in_full(written) -> None:
+    assert readme_parts(written(FAST, MISSED, GAP, UNCHECKED))["short"].strip().splitlines() == [
+        "* C4: LongNet, 3K: times as fast: **1.495 ×**, target ≥ 1.5 ×",
+        "* C4: LongNet, 4K: times as fast: **not measured: out of memory**, target ≥ 1.5 ×",
+        "* C4: LongNet, 1K: peak memory: **3 MB, not verified**, target ≤ 512 MB",
+    ]
+    assert readme_parts(written(FAST))["short"].strip() == "Nothing: every target is met."
+
+
+def test_each_row_stands_on_the_page(written) -> None:
+    """Words that all rows share stand once, as the title of the column."""
+    shared = results_parts(written(FAST, MISSED, GAP))["results"]
+    assert "| times as fast " in shared
+    assert [line.split("|")[4].strip() for line in shared.splitlines() if line.startswith("| LongNet")] == [
+        "yes",
+        "**no**",
+        "—",
+    ]
+    mixed = results_parts(written(FAST, UNCHECKED))["results"]
+    assert "| LongNet, 1K: times as fast " in mixed
+    assert "**not verified**" in mixed
+
+
+def test_a_length_without_dense_attention_has_dashes(written) -> None:
+    lines = readme_parts(written(FAST))["growth"].strip().splitlines()
+    assert lines[0].startswith("LongNet-4 (segments 2048, 4096, 8192, 16384; rates 1, 2, 4, 8; not causal), one head")
+    assert [line.count("—") for line in lines[4:]] == [0, 0, 0, 0, 0, 3, 3]
