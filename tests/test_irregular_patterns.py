@@ -117,8 +117,8 @@ def test_runs_of_active_tokens(num_tokens: int):
 def test_other_rules_have_no_runs():
     window = masks.local_window(left=3, right=0)
     odd, third = (masks.visible_keys(torch.arange(40) % rate == 1, name=f"each_{rate}") for rate in (2, 3))
-    counted_anew = masks.chunked(4).per_document(torch.arange(40) // 13) | window
-    for pattern in ((odd & window) | (third & window), (odd & window) + window, masks.strided(3), ~window, counted_anew):
+    anew = masks.chunked(4).per_document(torch.arange(40) // 13) | window
+    for pattern in ((odd & window) | (third & window), (odd & window) + window, masks.strided(3), ~window, anew):
         relations = Relations(pattern.bind(num_heads=1, num_queries=40, num_keys=40))
         assert RunField.of(relations, relations.sections[0]) is None
 
