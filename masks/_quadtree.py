@@ -86,7 +86,8 @@ def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Le
         full = (certain & ~single).nonzero().squeeze(1)
         yield _expand(nodes.select(full), sizes[full], columns[full], q_block, k_block)
         inner = nodes.select((occupied & ~certain & ~single).nonzero().squeeze(1))
-        stack.extend(_chunks(_split(inner, q_block, k_block)))
+        if len(inner):
+            stack.extend(_chunks(_split(inner, q_block, k_block)))
 
 
 def _chunks(nodes: Nodes) -> Iterator[Nodes]:

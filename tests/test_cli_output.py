@@ -102,3 +102,14 @@ def test_a_file_on_a_full_disk_is_named_and_not_left_half(tmp_path, capsys) -> N
 def test_a_checkpoint_on_a_full_disk_is_a_usage_error(tmp_path) -> None:
     with pytest.raises(UsageError, match=r"checkpoint\.pt: No space left on device"):
         _checkpoint.save(tmp_path, {"losses": []})
+
+
+def test_what_a_link_names_is_written_and_the_link_stays(tmp_path) -> None:
+    """A device is no file to be replaced, as `--html /dev/stdout` would be."""
+    for name, target in (("device.html", os.devnull), ("page.html", str(tmp_path / "real"))):
+        link = tmp_path / name
+        link.symlink_to(target)
+        assert main(["show", "causal()", "-n", "64", "--html", str(link)]) == 0
+        assert os.readlink(link) == target
+    assert "<html" in (tmp_path / "real").read_text(encoding="utf-8")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["device.html", "page.html", "real"]

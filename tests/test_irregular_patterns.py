@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.masks._bound import Bound
-from flexdilated.masks.inspection import _packed_rows, _receptive_field_stretches, _spread, _stretches
+from flexdilated.masks.inspection import _packed_rows, _receptive_field_stretches, _runs, _spread, _stretches
 from flexdilated.masks.inspection._gaps import gaps_of
 from flexdilated.masks.inspection._multiplicity import multiplicity_of
 from flexdilated.masks.inspection._receptive_field import ReceptiveField, receptive_field_of
 from flexdilated.masks.inspection._receptive_field_runs import RunField
 from flexdilated.masks.inspection._receptive_field_stretches import StretchField
 from flexdilated.masks.inspection._relations import Relations
+from flexdilated.masks.inspection._runs import runs_of
 from flexdilated.masks.inspection._squares import TooManySquaresError
 from tests.heard import assert_same
 from tests.irregular import bound_rules, dense, listed, padded, run_rules, stretch_rules, sums_of_runs
@@ -121,6 +122,12 @@ def test_other_rules_have_no_runs():
     for pattern in ((odd & window) | (third & window), (odd & window) + window, masks.strided(3), ~window, anew):
         relations = Relations(pattern.bind(num_heads=1, num_queries=40, num_keys=40))
         assert RunField.of(relations, relations.sections[0]) is None
+
+
+def test_runs_of_more_tokens_than_fit_into_memory_are_not_followed():
+    most = _runs._MOST_TOKENS
+    assert runs_of(masks.causal(), range(7, 9)) is not None
+    assert runs_of(masks.dilated(9, 3, 1) & masks.causal(), range(7, 8 + most)) is None
 
 
 def assert_overlap_and_gaps(bound: Bound) -> None:

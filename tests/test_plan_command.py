@@ -190,7 +190,7 @@ REFUSED = {
     "both dims": (["causal()", "--embed-dim", "512", "--head-dim", "32"], "--heads 8, --head-dim 32"),
     "odd head dim": (["causal()", "-n", "64", "--head-dim", "15"], "head"),
     "tokens": (["causal()", "-n", "many"], "--tokens must be a whole number"),
-    "too many": (["causal()", "-n", "4000M"], "blocks are counted up to 134217728 tokens (128M)"),
+    "too many": (["causal()", "-n", "4000M"], "num_queries must be at most 2147483647"),
     "budget": (["causal()", "--budget", "8"], "a budget must be a number above 0 with a unit"),
     "measure": (["causal()", "--measure", "--device", "cuda"], "--measure times this machine's CPU"),
     "head dim on cuda": (["causal()", "--head-dim", "8", "--device", "cuda"], "at least 16 on cuda; got 8"),
@@ -220,11 +220,15 @@ def test_tokens_whose_blocks_would_fill_the_memory_are_refused(capsys: pytest.Ca
     assert main(["plan", "local_window(left=9, right=0)", "-n", str(MOST_DESCRIBED + 1)]) == 2
     assert "blocks are counted up to 134217728 tokens (128M)" in capsys.readouterr().err
     with pytest.raises(ValueError, match="as their lists fill the memory beyond; got 134217729"):
-        masks.describe(masks.causal(), 1, MOST_DESCRIBED + 1, num_heads=1)
-    assert (
-        masks.describe(masks.causal(), MOST_DESCRIBED, num_heads=1).useful_pairs
-        == MOST_DESCRIBED * (MOST_DESCRIBED + 1) // 2
-    )
+        masks.describe(masks.local_window(left=9, right=0), MOST_DESCRIBED + 1, num_heads=1)
+
+
+def test_a_billion_tokens_are_counted_where_no_blocks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    billion = 1 << 30
+    told = masks.describe(masks.dilated(segment=2048, rate=4), billion, num_heads=1)
+    assert told.useful_pairs == billion * 2048 // 16
+    assert main(["plan", "longnet((2048, 4096), (1, 2))", "-n", str(billion)]) == 0
+    assert "dense" in capsys.readouterr().out
 
 
 def test_two_of_many_alike_calls_tell_the_memory_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

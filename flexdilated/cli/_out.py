@@ -1,7 +1,8 @@
-"""The output folder: made and tried before any work, its files replaced in one piece."""
+"""Files that commands write: the output folder is tried before any work, and files are replaced in one piece."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -22,13 +23,23 @@ def prepare(folder: Path) -> None:
 def replace(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file beside `path`, then move it there: readers see a whole file, old or new.
 
-    Raises UsageError where that cannot be written.
+    What a link names is replaced, not the link; what is no file, such as a pipe, is written to. Raises UsageError where
+    that cannot be written.
     """
-    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
+    try:
+        if path.exists() and not path.is_file():
+            write(path)
+        else:
+            _move_in(Path(os.path.realpath(path)), path.suffix, write)
+    except OSError as error:
+        raise UsageError(f"the file must be one that can be written; {path}: {error.strerror}") from None
+
+
+def _move_in(path: Path, suffix: str, write: Callable[[Path], object]) -> None:
+    """The suffix is that of the file to fill: it may say in which format."""
+    partial = path.with_name(f".{path.stem}.partial{suffix}")
     try:
         write(partial)
         partial.replace(path)
-    except OSError as error:
-        raise UsageError(f"the file must be one that can be written; {path}: {error.strerror}") from None
     finally:
         partial.unlink(missing_ok=True)

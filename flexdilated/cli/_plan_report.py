@@ -18,7 +18,7 @@ from ..masks._pattern import Mixture
 from ..masks._planner import Plan, plan
 from ..masks._spelling import shortened
 from ..masks._term import Term
-from ..masks.inspection._describe import Description, describe_plan, require_describable
+from ..masks.inspection._describe import Description, describe_plan
 from ..masks.inspection._fitted_table import fitted_facts, fitted_table
 from ..nn._model_memory import attention_size, model_memory
 from ._plan_settings import DTYPES, PlanSettings
@@ -29,8 +29,7 @@ _WIDEST_RULE = 60
 
 
 def report_data(settings: PlanSettings) -> dict[str, Any]:
-    """All that is known of the plan, as plain data. Raises ValueError where the pattern does not bind."""
-    require_describable(settings.num_tokens)
+    """All that is known of the plan, as plain data. ValueError where it does not bind or blocks are too many."""
     bound = _bound(settings)
     allowed = ANYTHING if settings.device == "cpu" else allowed_on(torch.device(settings.device))
     best = plan(bound, device=settings.device, allowed=allowed)

@@ -86,7 +86,7 @@ class ExchangeCall(PlainCall):
         if not q.shape[2]:
             nothing = k_all.sum() + v_all.sum()  # the backward of every rank has to come to the exchange
             return q + nothing, q.sum(-1).to(_wide(q)) + nothing
-        key = _key(tuple(self), q.shape[1], k.shape[1], q.shape[2], bindings)
+        key = CallKey(*_key(tuple(self), q.shape[1], k.shape[1], q.shape[2], bindings))
         options = {"scale": self.scale, "score_mod": None, "sinks": sinks, "return_lse": return_lse}
         return flex(q, k_all, v_all, bindings, key, **options)
 
@@ -97,11 +97,12 @@ def _wide(q: Tensor) -> torch.dtype:
 
 def _key(
     values: tuple[Any, ...], num_heads: int, num_kv_heads: int, num_queries: int, bindings: list[Tensor]
-) -> CallKey:
+) -> tuple[Any, ...]:
     call = ExchangeCall(*values)
     wires = call.wires(num_heads, num_kv_heads, bindings)
-    return call.placed(wires).key(num_heads, num_kv_heads, num_queries, wires.num_keys)
+    return tuple(call.placed(wires).key(num_heads, num_kv_heads, num_queries, wires.num_keys))
 
 
-# Where keys lie is a constant of a compiled graph, which takes a call for one as a plain tuple only.
+# Where keys lie is a constant of a compiled graph. Such a function takes a call only as a plain tuple, and what it
+# returns must be one too: torch 2.11 cannot unpack a named tuple that it got as a constant.
 _key._dynamo_marked_constant = True  # type: ignore[attr-defined]

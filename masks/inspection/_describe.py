@@ -211,31 +211,32 @@ def describe(
     """Count what the pattern allows and what the planner's choice computes, in closed form where there is one.
 
     Useful pairs count each (query, key) pair once for each branch that allows it. Predicted times are those
-    of the cost model for one forward pass, batch 1, on this kind of device. Raises ValueError for sizes below 1 or
-    above 134,217,728, for heads that the pattern has no rule for, and for run-time tensors that differ by batch entry.
+    of the cost model for one forward pass, batch 1, on this kind of device. Raises ValueError for sizes below 1, for
+    heads that the pattern has no rule for, for run-time tensors that differ by batch entry, and for more than
+    134,217,728 queries or keys where the planner's choice lists blocks.
     """
     require_int("head_dim", head_dim, minimum=1)
     keys = num_queries if num_keys is None else num_keys
-    require_describable(num_queries, keys)
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_queries, num_keys=keys, **offsets)
     return describe_plan(plan(bound, device=device), head_dim=head_dim)
 
 
-def require_describable(*sizes: int) -> None:
-    """Raise ValueError for more queries or keys than a plan's lists of blocks have memory for."""
-    for size in sizes:
-        if size > MOST_DESCRIBED:
-            raise ValueError(
-                f"blocks are counted up to {MOST_DESCRIBED} tokens (128M), as their lists fill the memory beyond; "
-                f"got {size}"
-            )
-
-
 def describe_plan(plan: Plan, *, head_dim: int) -> Description:
-    """The same of a plan that was made."""
+    """The same of a plan that was made. Raises ValueError where its lists of blocks would fill the memory."""
+    _require_countable(plan)
     bound, branches = plan.bound, tuple(_describe_branch(options) for options in plan.options)
     return Description(bound.pattern, bound.num_queries, bound.num_keys, bound.num_heads, head_dim, branches, bound)
+
+
+def _require_countable(plan: Plan) -> None:
+    most = max(plan.bound.num_queries, plan.bound.num_keys)
+    listed = any(term.shape == "blocks" for chosen, *_ in plan.options for term in chosen.terms)
+    if listed and most > MOST_DESCRIBED:
+        raise ValueError(
+            f"blocks are counted up to {MOST_DESCRIBED} tokens (128M), as their lists fill the memory beyond; "
+            f"got {most}"
+        )
 
 
 def _describe_branch(options: tuple[Option, ...]) -> BranchDescription:

@@ -20,6 +20,8 @@ from .._visible_keys import KeySet
 
 # N tokens
 
+_MOST_TOKENS = 1 << 24  # their runs, and what is made of them, fill about 2 GB
+
 
 @dataclass(frozen=True)
 class Runs:
@@ -68,7 +70,9 @@ def joined_runs(found: list[Runs | None]) -> Runs | None:
 
 
 def runs_of(rule: Pattern, tokens: range) -> Runs | None:
-    """The runs of tokens at these positions, counted from the first of them; None for other rules."""
+    """The runs of tokens at these positions, counted from the first; None for other rules, and for too many tokens."""
+    if len(tokens) > _MOST_TOKENS:
+        return None
     if isinstance(rule, And | Or):
         parts = [runs_of(part, tokens) for part in rule.parts]
         if isinstance(rule, Or):
