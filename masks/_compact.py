@@ -64,7 +64,9 @@ def _compact_term(
     aligned = strand.num_queries == strand.num_keys and all(
         q + bound.q_offset == k + bound.k_offset for q, k in zip(q_starts, k_starts, strict=True)
     )
-    shape: Shape = "dense" if rule == Every() else "causal" if rule == Causal() and aligned else "blocks"
+    shape: Shape = (
+        "dense" if isinstance(rule, Every) else "causal" if isinstance(rule, Causal) and aligned else "blocks"
+    )
     return Term(
         rule,
         shape,

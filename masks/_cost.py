@@ -46,6 +46,14 @@ def least_seconds(terms: Sequence[Term], wanted_pairs: float, machine: Machine, 
     return 4 * _HEAD_DIM * wanted_pairs / fastest + moved / machine.bytes_per_s + launches * machine.launch_s
 
 
+def least_seconds_in_larger(side: int, cost: Cost, terms: Sequence[Term], machine: Machine) -> float:
+    """What terms of this cost cost at least in blocks of a larger side, which hold all that is computed now."""
+    rates = machine.rates(side)
+    fastest = max(rates.runs_flops_per_s, rates.plain_flops_per_s)
+    work = [_work(term, machine) for term in terms if term.shape == "blocks"]
+    return cost.seconds + 4 * _HEAD_DIM * sum(pairs / fastest - at_rate for pairs, at_rate in work)
+
+
 def computed_pairs(term: Term) -> int:
     """Pairs in the term's listed blocks, over its heads and folds; an estimate for block lists."""
     return round(sum(term.listed_blocks) * term.block_side**2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -48,11 +49,15 @@ def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     """
     chain = _Chain.of(branches, bound)
     assert chain is not None
-    causal = chain.rest == Causal()
-    terms = list(_strips(chain, bound)) if causal else []
+    causal = isinstance(chain.rest, Causal)
+    terms = list(_strips(chain)) if causal else []
     for index in range(causal, len(chain.bases)):
-        for rectangle in _rectangles(chain, index, bound):
-            terms += _terms(chain, index, rectangle, bound)
+        weights = [
+            [chain.weights(index, level, offsets) for offsets in chain.offsets]
+            for level in range(index, len(chain.bases))
+        ]
+        for rectangle in _rectangles(chain, index):
+            terms += _terms(chain, index, rectangle, weights)
     return terms
 
 
@@ -68,6 +73,7 @@ class _Chain:
     bases: tuple[Dilated, ...]
     times: tuple[int, ...]
     rest: Pattern
+    bound: Bound
 
     @classmethod
     def of(cls, branches: Mapping[Pattern, int], bound: Bound) -> _Chain | None:
@@ -77,27 +83,34 @@ class _Chain:
         if not aligned or len(bases) < 2 or len(bases) < len(split) or any(rest != split[0][1] for _, rest, _ in split):
             return None
         order = sorted(range(len(bases)), key=lambda index: (bases[index].segment, bases[index].rate))
-        chain = cls(tuple(bases[i] for i in order), tuple(split[i][2] for i in order), split[0][1])
-        return chain if chain._nests(bound) else None
+        chain = cls(tuple(bases[i] for i in order), tuple(split[i][2] for i in order), split[0][1], bound)
+        return chain if chain._nests() else None
 
-    def _nests(self, bound: Bound) -> bool:
+    @cached_property
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """For each of the device's heads its offset in each branch."""
+        first, num_heads = self.bound.head_offset, self.bound.num_heads_global
+        heads = range(first, first + self.bound.num_heads)
+        return tuple(tuple(base.offset_of(head, num_heads) for base in self.bases) for head in heads)
+
+    def _nests(self) -> bool:
         # Every segment begins at a multiple of the largest rate: levels are the same wherever a segment lies.
         shortest, longest = self.bases[0], self.bases[-1]
         if shortest.segment % longest.rate or longest.rate // shortest.rate > _MAX_PERIOD:
             return False
-        heads = range(bound.head_offset, bound.head_offset + bound.num_heads)
         for inner, outer in pairwise(self.bases):
             ratios = (outer.segment // inner.segment, outer.rate // inner.rate)
             if outer.segment % inner.segment or outer.rate % inner.rate or max(ratios) > _MAX_RATIO:
                 return False
-            offsets = [[base.offset_of(head, bound.num_heads_global) for head in heads] for base in (inner, outer)]
-            if any((after - before) % inner.rate for before, after in zip(*offsets, strict=True)):
-                return False
-        return True
+        return all(
+            (after - before) % base.rate == 0
+            for offsets in self.offsets
+            for (base, before), (_, after) in pairwise(zip(self.bases, offsets, strict=True))
+        )
 
-    def tables(self, head: int, bound: Bound) -> PairWeights:
+    def table(self, offsets: tuple[int, ...]) -> PairWeights:
         """How often pairs of one of the shortest segments count: the branches in which both tokens are active."""
-        offsets, step = self.offsets(head, bound), self.bases[0].rate
+        step = self.bases[0].rate
         tokens = range(offsets[0], offsets[0] + self.bases[-1].rate, step)
         branches = list(zip(self.bases, offsets, self.times, strict=True))
         active = [[times * ((t - o) % base.rate == 0) for base, o, times in branches] for t in tokens]
@@ -112,10 +125,6 @@ class _Chain:
             return level, range(1)
         own, upper = self.bases[level].rate, self.bases[level + 1].rate
         return level + 1, range(own, upper, own)
-
-    def offsets(self, head: int, bound: Bound) -> tuple[int, ...]:
-        """The offset of one of the device's heads in each branch."""
-        return tuple(base.offset_of(head + bound.head_offset, bound.num_heads_global) for base in self.bases)
 
     def weights(self, first: int, level: int, offsets: tuple[int, ...]) -> tuple[int, ...]:
         """How often pairs count whose queries have this level and which first meet in branch `first`.
@@ -159,19 +168,19 @@ def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
         yield whole * length, 1, tail
 
 
-def _strips(chain: _Chain, bound: Bound) -> Iterator[Term]:
+def _strips(chain: _Chain) -> Iterator[Term]:
     """The pairs of each shortest segment with k <= q: runs of queries, each with all keys up to its last."""
-    base = chain.bases[0]
-    tables = [chain.tables(head, bound) for head in range(bound.num_heads)]
+    base, bound = chain.bases[0], chain.bound
+    tables = [chain.table(offsets) for offsets in chain.offsets]
     for start, folds, length in _segments(base.segment, bound.num_keys):
         groups: dict[tuple[PairWeights, int], list[int]] = {}
         for head, table in enumerate(tables):
-            _, slots = _active(range(length), chain.offsets(head, bound)[0], base.rate)
+            _, slots = _active(range(length), chain.offsets[head][0], base.rate)
             groups.setdefault((table, slots), []).append(head)
         for (weights, slots), heads in groups.items():
             period = len(weights.table)
             rows = max(period, _STRIP_ROWS // period * period)
-            firsts = tuple(start + chain.offsets(head, bound)[0] for head in heads)
+            firsts = tuple(start + chain.offsets[head][0] for head in heads)
             for begin in range(0, slots, rows):
                 end = min(begin + rows, slots)
                 q_firsts = tuple(first + begin * base.rate for first in firsts)
@@ -181,40 +190,41 @@ def _strips(chain: _Chain, bound: Bound) -> Iterator[Term]:
                 yield Term(Causal(), "strip", 1, tuple(heads), *here, q, k, 0, 0, weights)
 
 
-def _rectangles(chain: _Chain, index: int, bound: Bound) -> Iterator[_Rectangle]:
+def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
     """The pairs of one segment of branch `index` that lie in no segment of the branch before it, if there is one."""
     whole = chain.bases[index].segment
     if index == 0:
-        for start, folds, length in _segments(whole, bound.num_keys):
+        for start, folds, length in _segments(whole, chain.bound.num_keys):
             yield _Rectangle(start, folds, whole, range(length), range(length))
         return
     part = chain.bases[index - 1].segment
-    for start, folds, length in _segments(whole, bound.num_keys):
+    for start, folds, length in _segments(whole, chain.bound.num_keys):
         for begin in range(0, length, part):
             end = min(begin + part, length)
             if begin:
                 yield _Rectangle(start, folds, whole, range(begin, end), range(begin))
-            if end < length and chain.rest == Every():
+            if end < length and isinstance(chain.rest, Every):
                 yield _Rectangle(start, folds, whole, range(begin, end), range(end, length))
 
 
-def _terms(chain: _Chain, index: int, rectangle: _Rectangle, bound: Bound) -> Iterator[Term]:
-    """The terms of pairs that first meet in branch `index`: one for each level of the queries and size of a head."""
-    for level in range(index, len(chain.bases)):
+def _terms(chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[tuple[int, ...]]]) -> Iterator[Term]:
+    """The terms of pairs that first meet in branch `index`: one for each level of the queries and size of a head.
+
+    `weights` are those of the keys, for each level from `index` on and each head.
+    """
+    for level, of_heads in enumerate(weights, index):
         upper, phases = chain.exactly(level)
         for phase in phases:
             alike: dict[tuple[int, int], list[_Member]] = {}
-            for head in range(bound.num_heads):
-                offsets = chain.offsets(head, bound)
+            for head, (offsets, of_keys) in enumerate(zip(chain.offsets, of_heads, strict=True)):
                 q_first, num_queries = _active(rectangle.queries, offsets[upper] + phase, chain.bases[upper].rate)
                 k_first, num_keys = _active(rectangle.keys, offsets[index], chain.bases[index].rate)
-                weights = chain.weights(index, level, offsets)
-                member = _Member(k_first + rectangle.start, head, q_first + rectangle.start, weights)
+                member = _Member(k_first + rectangle.start, head, q_first + rectangle.start, of_keys)
                 alike.setdefault((num_queries, num_keys), []).append(member)
             for (num_queries, num_keys), members in alike.items():
                 if num_queries and num_keys:
                     steps = chain.bases[upper].rate, chain.bases[index].rate
-                    yield _term(sorted(members), rectangle, steps, (num_queries, num_keys), bound)
+                    yield _term(sorted(members), rectangle, steps, (num_queries, num_keys), chain.bound)
 
 
 class _Member(NamedTuple):

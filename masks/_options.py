@@ -9,7 +9,7 @@ from functools import cached_property
 from ._algebra import And, Not, Or
 from ._bound import Bound
 from ._compact import compact_terms
-from ._cost import Cost, cost_of, least_seconds
+from ._cost import Cost, cost_of, least_seconds, least_seconds_in_larger
 from ._layout import Compact, Layout
 from ._lower import residue_rate, shared_terms
 from ._machine import Machine
@@ -140,10 +140,20 @@ def _in_best_blocks(options: list[Option], machine: Machine) -> tuple[Option, ..
     for index, option in enumerate(weighed):
         # "disjoint" has chosen part by part.
         if _is_listed(option) and option.layout != "disjoint" and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least:
-            others = (in_blocks_of(option, side) for side in machine.sides if side != Term.block_side)
+            others = (in_blocks_of(option, side) for side in _other_sides(option, least))
             best = min(others, key=lambda each: each.cost.seconds, default=option)
             weighed[index] = best if best.cost.seconds < _CLEARLY * option.cost.seconds else option
     return (*sorted(weighed, key=lambda option: option.cost.seconds), *hopeless)
+
+
+def _other_sides(option: Option, least: float) -> list[int]:
+    """The sides other than 128 in whose blocks an option may cost less than `least` seconds."""
+    machine, own = option.machine, Term.block_side
+    return [
+        side
+        for side in machine.sides
+        if side < own or (side > own and least_seconds_in_larger(side, option.cost, option.terms, machine) < least)
+    ]
 
 
 def _is_listed(option: Option) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.masks import _term
+from flexdilated.masks._cost import least_seconds_in_larger
 from flexdilated.masks._estimate import estimate_blocks
 from flexdilated.masks._layout import Compact, Layout, Permutation
 from flexdilated.masks._options import Allowed, _fullest, in_blocks_of
@@ -147,6 +148,21 @@ def test_what_is_given_up_unweighed_is_not_the_cheapest(pattern, N):
         least = wanted / _fullest(option, compact)
         assert all(least <= in_blocks_of(option, side).cost.computed_pairs for side in option.machine.sides)
     assert options[0].cost.seconds == min(option.cost.seconds for option in options)
+
+
+@pytest.mark.parametrize("N", [256, 801, 3001])
+@pytest.mark.parametrize("pattern", [masks.dilated(256, 1), masks.strided(3), masks.local_window(left=99, right=0)])
+def test_blocks_of_other_sides_are_passed_over_only_where_they_cost_more(pattern, N):
+    """Nothing is below the bound of a larger side, and no side would make any way cheaper than the cheapest."""
+    bound = (pattern & masks.causal()).bind(num_heads=4, num_queries=N, num_keys=N)
+    (options,) = plan(bound, allowed=Allowed(windows=False)).options
+    for option in options:
+        for side in option.machine.sides:
+            other, own = in_blocks_of(option, side), in_blocks_of(option, Term.block_side)
+            assert other.cost.seconds >= 0.95 * options[0].cost.seconds
+            if side > Term.block_side:
+                least = least_seconds_in_larger(side, own.cost, own.terms, own.machine)
+                assert least <= other.cost.seconds * (1 + 1e-9)
 
 
 def test_blocks_are_counted_once_for_all_that_weigh_them(monkeypatch):
