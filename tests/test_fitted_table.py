@@ -11,7 +11,7 @@ from flexdilated import masks
 from flexdilated.cli import main
 from flexdilated.masks.inspection._fitted_table import fitted_facts, fitted_table
 
-_NARROWEST = 30  # two columns stay together: 14 characters of each, and what is between them
+_LEAST = 30  # two columns stay together: 14 characters of each, and what is between them
 words = st.text("abc(,)=1 ", max_size=60).map(lambda text: " ".join(text.split()))
 
 
@@ -26,7 +26,7 @@ def tables(draw: st.DrawFn) -> tuple[list[list[str]], list[str]]:
 def test_no_line_is_longer_and_no_character_is_lost(table, columns):
     rows, headers = table
     text = fitted_table(rows, headers, columns=columns)
-    assert max(map(len, text.splitlines())) <= max(columns, _NARROWEST)
+    assert max(map(len, text.splitlines())) <= max(columns, _LEAST)
     for character in "abc(,)=1":
         assert text.count(character) >= sum(cell.count(character) for row in (headers, *rows) for cell in row)
 
@@ -47,8 +47,8 @@ def test_columns_that_do_not_fit_follow_with_the_first():
 
 
 def test_facts_are_wrapped_beside_their_names():
-    assert fitted_facts([("name", "one two three four five"), ("b", "six")], columns=24) == (
-        "name  one two three four\n      five\nb     six"
+    assert fitted_facts([("name", "one two three four five six seven"), ("b", "eight")], columns=30) == (
+        "name  one two three four five\n      six seven\nb     eight"
     )
 
 

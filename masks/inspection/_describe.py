@@ -188,7 +188,7 @@ class Description:
         return data_of(self)
 
     def to_text(self, *, columns: int = 80) -> str:
-        """Tables whose lines have at most so many characters, or 24 if it is fewer."""
+        """Tables whose lines have at most so many characters, or 30 if it is fewer."""
         from ._describe_text import text_of
 
         return text_of(self, columns=columns)

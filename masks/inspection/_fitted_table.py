@@ -9,7 +9,7 @@ from tabulate import tabulate
 
 _GAP, _PADDING = 2, 2  # between columns, and what tabulate adds to a heading
 _NARROWEST = 12  # characters to which a column without spaces is cut
-_LEAST = 24  # narrower terminals get lines of as many
+_LEAST = 2 * (_NARROWEST + _PADDING) + _GAP  # narrower terminals get lines of as many: two columns stay together
 
 
 def fitted_table(
