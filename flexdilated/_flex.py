@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ._flex_function import Call, compiled_flex
+from ._hidden import Hidden, hidden_of_blocks
 from ._pick import Pick, join, make_pick, pick_of, take, take_ahead
 from ._placed_sides import key_side, query_side
 from ._score_mod import Indices, ScoreMod, indices_of, with_bias
 from ._sinks import with_sinks
 from .masks import Layout
-from .masks._block_mask import term_mask
+from .masks._block_mask import bound_blocks, term_mask
 from .masks._layout import Listed
 from .masks._placement import Placement
 from .masks._planner import Plan
@@ -33,10 +34,12 @@ from .masks._term import Term
 class FlexStep:
     """One term ready to run: its BlockMask, and how its operands are picked and its rows put back.
 
-    `bias` is added to the scores, after a caller's score_mod.
+    `hidden` are the slots that its kernels read although they take part in no pair. `bias` is added to the scores,
+    after a caller's score_mod.
     """
 
     mask: BlockMask
+    hidden: Hidden
     term: Term
     held: tuple[Rows, ...]
     indices: Indices
@@ -50,7 +53,7 @@ class FlexStep:
     def nbytes(self) -> int:
         """Bytes of what tells rows, positions and weights."""
         bias = 0 if self.bias is None else self.bias.untyped_storage().nbytes()
-        return self.indices.nbytes + self.queries.nbytes + self.keys.nbytes + bias
+        return self.indices.nbytes + self.queries.nbytes + self.keys.nbytes + self.hidden.nbytes + bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +169,7 @@ def _step(
     mask = term_mask(term, plan.bound, device=device, block_size=block_size)
     return FlexStep(
         mask,
+        hidden_of_blocks(term, bound_blocks(term, plan.bound, block_size)).on(device),
         term,
         tuple(table.on(device) for table in tables(term.rule)),
         indices_of(term, device),
@@ -210,10 +214,14 @@ def _attend(
     outer = inner if step.bias is None else with_bias(inner, step.bias)
     if outer is not None:
         options["score_mod"] = outer
+    # Their results are cleared as well, so that no gradient of theirs, which may be NaN, enters the kernel.
+    hidden = step.hidden
+    q, k, v = hidden.clear_queries(q, dim=2), hidden.clear_keys(k, dim=2), hidden.clear_keys(v, dim=2)
     if not needs_lse:
-        return call(q, k, v, **options), None
+        return hidden.clear_queries(call(q, k, v, **options), dim=2), None
     out, aux = call(q, k, v, **options, return_aux=AuxRequest(lse=True))
-    return out, aux.lse + step.log_multiplicity
+    lse = hidden.clear_queries(aux.lse + step.log_multiplicity, dim=2, value=-torch.inf)
+    return hidden.clear_queries(out, dim=2), lse
 
 
 def _flex_in_graph(q, k, v, **options):

@@ -14,6 +14,7 @@ from ._flex import FlexProgram, run_flex
 from ._flex_parts import heads_of_part, joined, key_of_part, kv_head_parts
 from ._flex_program import blank_program, run_time_program, static_program
 from ._flex_tables import flex_tables, with_tables
+from ._kernel import readable
 from ._score_mod import ScoreMod
 from ._tune_choices import chosen
 
@@ -39,6 +40,7 @@ def flex(
     if q.device.type == "cpu":
         # FlexAttention refuses here whatever requires a gradient, even under torch.no_grad().
         q, k, v = q.detach(), k.detach(), v.detach()
+    q, k, v = readable(q), readable(k), readable(v)
     options = {"scale": scale, "score_mod": score_mod, "return_lse": return_lse}
     parts = kv_head_parts(q, k)
     if len(parts) == 1:

@@ -15,6 +15,7 @@ from ._call_key import CallKey
 from ._flat_op import flat_op
 from ._flex import FlexProgram, FlexStep
 from ._flex_program import blank_program, list_width, run_time_program
+from ._hidden import Hidden
 from .masks._run_time import tables
 
 # B batch entries, H mask heads, R rows, C columns, W blocks in a row at most
@@ -25,13 +26,14 @@ _FIELDS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 @flat_op("flexdilated::flex_tables")
 def flex_tables(q: Tensor, bindings: list[Tensor], key: CallKey) -> list[Tensor]:
-    """For each step of the program its block tables, as BlockMask orders them, then the rows of its run-time tables."""
+    """For each step of the program its block tables, as in BlockMask, run-time tables' rows, what it hides."""
     found: list[Tensor] = []
     for step in run_time_program(key, q.device, bindings, len(q)).steps:
         for name, width in _widths(step, key).items():
             table = getattr(step.mask, name)
             found.append(table.clone() if width is None else pad(table, (0, width - table.shape[-1])))
         found += [table.rows.to(q.device, copy=True) for table in tables(step.term.rule)]
+        found += [side.clone() for side in _hidden_sides(step)]
     return found
 
 
@@ -44,7 +46,8 @@ def _(q, bindings, *key):
             for name, width in _widths(step, found).items():
                 table = getattr(step.mask, name)
                 shapes.append((tuple(table.shape) if width is None else (*table.shape[:-1], width), table.dtype))
-            shapes += [(tuple(table.rows.shape), table.rows.dtype) for table in tables(step.term.rule)]
+            rows = [table.rows for table in tables(step.term.rule)]
+            shapes += [(tuple(each.shape), each.dtype) for each in (*rows, *_hidden_sides(step))]
     return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
@@ -63,13 +66,20 @@ def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
         named = {name: next(following) for name in _FIELDS}
         for held in step.held:
             held.rows = next(following)
-        steps.append(_with_mask(step, named))
+        hidden = Hidden(*(next(following) for _ in _hidden_sides(step))) if step.held else step.hidden
+        steps.append(_with_mask(step, named, hidden))
     return FlexProgram(tuple(steps), program.shares_rows, program.enter, program.leave)
 
 
-def _with_mask(step: FlexStep, named: dict[str, Tensor]) -> FlexStep:
+def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:
+    """The hidden slots of a step, which has both sides where its rule has run-time tables."""
+    sides = (step.hidden.queries, step.hidden.keys) if step.held else ()
+    return tuple(side for side in sides if side is not None)
+
+
+def _with_mask(step: FlexStep, named: dict[str, Tensor], hidden: Hidden) -> FlexStep:
     sizes: dict[str, Any] = {"seq_lengths": step.mask.seq_lengths, "BLOCK_SIZE": step.mask.BLOCK_SIZE}
     sizes.update(named)
     mask = BlockMask(**sizes, mask_mod=step.mask.mask_mod)
     picks, weights = (step.queries, step.keys), (step.log_multiplicity, step.bias)
-    return FlexStep(mask, step.term, step.held, step.indices, *picks, *weights, step.call)
+    return FlexStep(mask, hidden, step.term, step.held, step.indices, *picks, *weights, step.call)

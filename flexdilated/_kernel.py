@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -105,6 +105,7 @@ def flash_forward(
     """(out, natural lse in float32) of ATen's attention. `mask` is added, in q's dtype or float32, on CPU only."""
     factor, scale = _positive(scale, is_causal or not _is_here(q))
     q = q if factor == 1.0 else q * factor
+    q, k, v = readable(q), readable(k), readable(v)
     if not _is_here(q):
         assert mask is None
         return _kernel_cuda.forward(q, k, v, scale=scale, is_causal=is_causal)
@@ -128,6 +129,8 @@ def flash_backward(
     """(dq, dk, dv) of ATen's attention; a row whose lse is +inf has weight 0 everywhere."""
     factor, scale = _positive(scale, is_causal or not _is_here(q))
     q = q if factor == 1.0 else q * factor
+    grad_out, q, k, v, out = (readable(x) for x in (grad_out, q, k, v, out))
+    lse = lse.contiguous()
     if _is_here(q):
         options = {"is_causal": is_causal, "scale": scale}
         run = _backward_in_float32 if _is_better_in_float32(q) else _backward_on_cpu
@@ -136,6 +139,15 @@ def flash_backward(
         assert mask is None
         dq, dk, dv = _kernel_cuda.backward(grad_out, q, k, v, out, lse, scale=scale, is_causal=is_causal)
     return dq if factor == 1.0 else dq * factor, dk, dv
+
+
+def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
+    """x with the numbers of a row side by side in memory: kernels rely on that, and few of them check it.
+
+    A copy where x lies otherwise, which happens after `transpose`, `stack(..., -1)`, `expand` and steps over channels.
+    """
+    x = x.resolve_neg()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _is_better_in_float32(q: Float[Tensor, "B H Q D"]) -> bool:

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ._hidden import Hidden
 from ._score_mod import ScoreMod, new_score
 from .masks import Bound
 from .masks._run_time import num_entries
@@ -60,15 +61,18 @@ def reference_attention(
     """One softmax over the multiset union, in float64; out in q's dtype, lse in float64.
 
     A sink is a key more with its head's logit for score and value 0. Differentiable as often as wanted.
-    Rows without keys (and sink) give output 0 and lse -inf.
+    Rows without keys (and sink) give output 0 and lse -inf. What such rows hold, and keys that no query sees, reaches
+    nothing: a weight of 0 times NaN would be NaN.
     """
     bound = replace(bound, batch=q.shape[0])
+    times = multiplicity(bound, q.device)
+    hidden = Hidden((times == 0).all(3), (times == 0).all(2))
+    q, k, v = hidden.clear_queries(q, dim=2), hidden.clear_keys(k, dim=2), hidden.clear_keys(v, dim=2)
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
     scores = (q.double() @ keys.transpose(-1, -2)) * scale
     if score_mod is not None:
         scores = modified_scores(scores, score_mod, bound)
-    times = multiplicity(bound, q.device)
     scores = (scores + times.clamp(min=1).double().log()).masked_fill(times == 0, -torch.inf)
     if sinks is not None:
         column = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
@@ -77,4 +81,5 @@ def reference_attention(
     # A row without keys has no softmax, and none of its NaN gradients: its weights come out 0 all the same.
     lse = scores.masked_fill(empty[..., None], 0.0).logsumexp(-1)
     weights = (scores - lse[..., None]).exp()
-    return (weights @ values).to(q.dtype), lse.masked_fill(empty, -torch.inf)
+    out = hidden.clear_queries(weights @ values, dim=2)
+    return out.to(q.dtype), lse.masked_fill(empty, -torch.inf)

@@ -41,7 +41,8 @@ def sinks_gradient(
     A sink has weight exp(sink - lse) and value 0, so like any score it gets that weight times
     (grad_out · value - grad_out · out + grad_lse).
     """
-    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    # A row without keys has output 0, whatever its gradient holds.
+    delta = torch.where(out == 0, 0.0, grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse.to(lse.dtype)
     absent = lse == -torch.inf

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -30,13 +30,11 @@ class _Portion:
     at_q: _Index
     at_k: _Index
     mask: Float[Tensor, "#n 1 Q K"] | None
-    hidden: Bool[Tensor, "#m Q"] | None  # rows without any key, the same in all heads
 
 
 def forward(x: Operands, calls: Calls, *, scale: float) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
-    """(out, lse); rows in no list give output 0 and lse -inf."""
-    q, k, v = (_readable(part) for part in (x.q, x.k, x.v))
-    k, v = (_padded(part, calls.key_slots) for part in (k, v))
+    """(out, lse); rows in no list give output 0 and lse -inf, and hidden ones, which must hold 0, lse 0."""
+    q, k, v = x.q, _padded(x.k, calls.key_slots), _padded(x.v, calls.key_slots)
     out = torch.empty_like(q) if calls.complete else torch.zeros_like(q)
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=_wide(q))
     for each in _portions(x, calls):
@@ -45,8 +43,6 @@ def forward(x: Operands, calls: Calls, *, scale: float) -> tuple[Float[Tensor, "
         tile_k, tile_v = (_problems(keys.of(part[each.at_k])) for part in (k, v))
         part, part_lse = flash_forward(_problems(tile_q), tile_k, tile_v, scale=scale, mask=each.mask)
         part, part_lse = part.reshape(tile_q.shape), part_lse.reshape(tile_q.shape[:-1])
-        if each.hidden is not None:
-            part_lse = part_lse.masked_fill(each.hidden, -torch.inf)
         queries.put(out[each.at_q], part)
         queries.put(lse[each.at_q], part_lse)
     return out, lse
@@ -56,15 +52,14 @@ def backward(
     x: Operands, calls: Calls, grad_out: Tensor, out: Tensor, lse: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in float32 or wider; `lse` is +inf where a row has no key."""
-    q, k, v, grad_out, out = (_readable(part) for part in (x.q, x.k, x.v, grad_out, out))
-    k, v = (_padded(part, calls.key_slots) for part in (k, v))
+    q, k, v = x.q, _padded(x.k, calls.key_slots), _padded(x.v, calls.key_slots)
     dq = (torch.empty_like if calls.complete else torch.zeros_like)(q, dtype=lse.dtype)
     dk, dv = (torch.zeros_like(part, dtype=lse.dtype) for part in (k, v))
     for each in _portions(x, calls):
         queries, keys = each.call.queries, each.call.keys
         tile_grad, tile_q, tile_out = (queries.of(part[each.at_q]) for part in (grad_out, q, out))
         tile_k, tile_v = (keys.of(part[each.at_k]) for part in (k, v))
-        row_lse = _problems(queries.of(lse[each.at_q])).contiguous()
+        row_lse = _problems(queries.of(lse[each.at_q]))
         grad_q, grad_k, grad_v = flash_backward(
             _problems(tile_grad), _problems(tile_q), _problems(tile_k), _problems(tile_v), _problems(tile_out),
             row_lse, scale=scale, mask=each.mask,
@@ -79,16 +74,16 @@ def _portions(x: Operands, calls: Calls) -> Iterator[_Portion]:
     """All calls for all heads; a mask is made once for those that share it."""
     for call in calls.calls:
         own_masks = call.masks is not None and len(call.masks) > 1
-        mask, hidden = (None, None) if own_masks else calls.mask_of(call, x.q.dtype)
+        mask = None if own_masks else calls.mask_of(call, x.q.dtype)
         mask_row = call.queries.length if own_masks else 0
         bytes_each = (2 * x.q.shape[-1] + mask_row) * call.keys.length * x.q.element_size()
         for part in call.parts(max(1, _GATHERED_BYTES // bytes_each)):
             if own_masks:
-                mask, hidden = calls.mask_of(part, x.q.dtype)
+                mask = calls.mask_of(part, x.q.dtype)
             together = max(1, _PAIRS_AT_ONCE // (len(part.row) * part.num_pairs))
             for at_q, at_k in _places(x, calls.heads[call.table], together):
                 added = None if mask is None else _repeated(mask, times=x.q[at_q].shape[0])
-                yield _Portion(part, at_q, at_k, added, hidden)
+                yield _Portion(part, at_q, at_k, added)
 
 
 def _places(x: Operands, heads: tuple[int, ...], together: int) -> Iterator[tuple[_Index, _Index]]:
@@ -122,11 +117,6 @@ def _repeated(mask: Float[Tensor, "m Q K"], *, times: int) -> Float[Tensor, "n 1
 def _problems(tiles: Tensor) -> Tensor:
     """(X, n, slots, ...) as the kernel's batch; one head each, whose output comes back contiguous."""
     return tiles.flatten(0, 1).unsqueeze(1)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """x with each token's numbers side by side, which the kernels rely on."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _padded(x: Tensor, slots: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
+from ._hidden import Hidden, hidden_slots
 from ._tile_masks import added, distinct_masks, random_numbers
 from ._tile_stretches import Listed, Stretches, evenly
 from .masks._blocks import Blocks, Places, evaluate
@@ -58,7 +59,8 @@ class Calls:
     """All calls of a block list of this shape: query slots, key slots, query side of a block, key side.
 
     `heads` gives the heads of each table. `complete`: every query is in a problem. `key_slots`: how many the keys
-    must be padded to. `masks[0]` is the mask of a full block; None where masks would not fit.
+    must be padded to. `masks[0]` is the mask of a full block; None where masks would not fit. `hidden` are the slots
+    that a call reads although they take part in no pair.
     """
 
     rule: Rule
@@ -68,29 +70,27 @@ class Calls:
     complete: bool
     key_slots: int
     masks: Bool[Tensor, "U q_block k_block"] | None
+    hidden: Hidden
 
     @property
     def nbytes(self) -> int:
         numbers = (x for call in self.calls for x in (call.row, call.columns, call.masks))
-        return sum(x.nbytes for x in (*numbers, self.masks) if x is not None)
+        return sum(x.nbytes for x in (*numbers, self.masks, self.hidden) if x is not None)
 
-    def mask_of(
-        self, call: Call, dtype: torch.dtype
-    ) -> tuple[Float[Tensor, "m Q K"] | None, Bool[Tensor, "m Q"] | None]:
-        """(what is added to the scores of each problem, or of all; rows it hides wholly), None for nothing."""
+    def mask_of(self, call: Call, dtype: torch.dtype) -> Float[Tensor, "m Q K"] | None:
+        """What is added to the scores of each problem, or of all; None for nothing."""
         if call.masks is None:
-            return None, None
+            return None
         if self.masks is None:
             tiles, which = self._evaluated(call), torch.arange(call.masks.numel())
         else:
             distinct, which = call.masks.flatten().unique(return_inverse=True)
             tiles = self.masks[distinct]
         which = which.view(call.masks.shape)
-        hidden = ~tiles.any(-1)[which].any(1)[:, : call.queries.length]
         # Row by row of the blocks side by side, so that nothing is moved twice.
         rows = which[:, None] * tiles.shape[1] + torch.arange(call.queries.length)[:, None]
         mask = added(tiles, dtype).flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape[:2], -1)
-        return mask[:, :, : call.keys.length], hidden if bool(hidden.any()) else None
+        return mask[:, :, : call.keys.length]
 
     def _evaluated(self, call: Call) -> Tensor:
         length = call.columns.shape[1]
@@ -111,7 +111,8 @@ def plan_calls(term: Term, blocks: Blocks) -> Calls:
     heads = tuple(
         tuple(head for head, own in enumerate(blocks.heads) if own == table) for table in range(blocks.num_tables)
     )
-    return Calls(rule, blocks.shape, heads, tuple(calls), complete, key_slots, masks)
+    hidden = hidden_slots(rule, blocks, ids, masks)
+    return Calls(rule, blocks.shape, heads, tuple(calls), complete, key_slots, masks, hidden)
 
 
 def _is_cut(keys: Listed) -> bool:

@@ -13,7 +13,8 @@ from torch.nn.functional import pad
 
 from . import _kernel, _tile_blocks
 from ._gather import Picked, Side, Whole, claim_rows, side
-from ._kernel import Operands
+from ._hidden import Hidden, keys_after_queries
+from ._kernel import Operands, readable
 from ._placed_sides import key_side, query_side
 from ._sinks import add_sinks
 from ._tile_calls import Calls, plan_calls
@@ -39,23 +40,35 @@ class Step:
     queries: Side
     keys: Side
     calls: Calls | None
+    hidden: Hidden
     fresh: bool
 
     def forward(self, x: Operands, scale: float) -> tuple[Tensor, Tensor]:
+        x = self._clear(x)
         if self.calls is not None:
             out, lse = _tile_blocks.forward(x, self.calls, scale=scale)
         else:
             out, lse = _kernel.forward(x, scale=scale, is_causal=self.term.shape == "causal", bias=self._bias(x))
+        lse = self.hidden.clear_queries(lse, dim=3, value=-torch.inf)
         return out, lse + log(self.term.multiplicity) if self.term.multiplicity > 1 else lse
 
     def backward(self, x: Operands, grad_out: Tensor, out: Tensor, lse: Tensor, scale: float) -> tuple[Tensor, ...]:
         grad_out, out, lse = (self.queries.take(part) for part in (grad_out, out, lse))
         # A pair that counts m times has weight m exp(s - lse) = exp(s - (lse - log m)); a row without keys has none.
         lse = (lse - log(self.term.multiplicity)).masked_fill(lse == -torch.inf, torch.inf)
+        lse = self.hidden.clear_queries(lse, dim=3, value=torch.inf)
+        x, (grad_out, out) = self._clear(x), (self.hidden.clear_queries(part, dim=3) for part in (grad_out, out))
         if self.calls is not None:
-            return _tile_blocks.backward(x, self.calls, grad_out, out, lse, scale=scale)
-        is_causal = self.term.shape == "causal"
-        return _kernel.backward(x, grad_out, out, lse, scale=scale, is_causal=is_causal, bias=self._bias(x))
+            dq, dk, dv = _tile_blocks.backward(x, self.calls, grad_out, out, lse, scale=scale)
+        else:
+            options = {"scale": scale, "is_causal": self.term.shape == "causal", "bias": self._bias(x)}
+            dq, dk, dv = _kernel.backward(x, grad_out, out, lse, **options)
+        return dq, self.hidden.clear_keys(dk, dim=3), self.hidden.clear_keys(dv, dim=3)
+
+    def _clear(self, x: Operands) -> Operands:
+        """The operands with nothing in hidden slots that a kernel could spread."""
+        k, v = (self.hidden.clear_keys(part, dim=3) for part in (x.k, x.v))
+        return Operands(self.hidden.clear_queries(x.q, dim=3), k, v)
 
     def _bias(self, x: Operands) -> Tensor | None:
         return self.term.bias(_wide(x.q))
@@ -101,10 +114,16 @@ def make_program(
     laid_out = _in_order([(*_sides(term, plan, groups, placement), term) for term in terms], plan.bound)
     fresh, complete = claim_rows([queries for queries, _, _ in laid_out], plan.bound.num_heads, plan.bound.num_queries)
     steps = tuple(
-        Step(term, queries, keys, _calls(term, block_size) if term.shape == "blocks" else None, is_fresh)
+        _step(term, queries, keys, block_size, is_fresh)
         for (queries, keys, term), is_fresh in zip(laid_out, fresh, strict=True)
     )
     return Program(given, plan.layout, steps, complete)
+
+
+def _step(term: Term, queries: Side, keys: Side, block_size: tuple[int, ...], fresh: bool) -> Step:
+    calls = _calls(term, block_size) if term.shape == "blocks" else None
+    hidden = keys_after_queries(term) if calls is None else calls.hidden
+    return Step(term, queries, keys, calls, hidden, fresh)
 
 
 def _sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> tuple[Side, Side]:
@@ -158,7 +177,7 @@ def run_forward(
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """(out in q's dtype and memory format, lse in float32 or wider); `wide` leaves out as it is summed."""
     like = q
-    q, k, v = (_enter(program, x) for x in (q, k, v))
+    q, k, v = (_enter(program, readable(x)) for x in (q, k, v))
     sums: tuple[Tensor, Tensor] | None = None
     for step, operands in _operands(program, q, k, v):
         part = step.forward(operands, scale)
@@ -219,8 +238,8 @@ def run_backward(
         operands = tuple(pad(x, (0, 1)) for x in operands)
         grad_out = pad(grad_out, (0, 1), value=1.0)
         out = torch.cat([out, -result.grad_lse.unsqueeze(-1).to(out.dtype)], dim=-1)
-    operands = tuple(_enter(program, x) for x in operands)
-    grad_out, out, lse = (_enter(program, x) for x in (grad_out, out, result.lse))
+    operands = tuple(_enter(program, readable(x)) for x in operands)
+    grad_out, out, lse = (_enter(program, x) for x in (readable(grad_out), readable(out), result.lse))
     totals: list[Tensor | None] = [None, None, None]
     for step, x in _operands(program, *operands):
         grads = step.backward(x, grad_out, out, lse, scale)
@@ -261,7 +280,7 @@ def _empty(x: Tensor) -> tuple[Tensor, Tensor]:
 def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
     """(zeros, lse -inf): the sum over no part."""
     out = torch.zeros_like(x, dtype=_wide(x))
-    return out, torch.full(x.shape[:3], -torch.inf, dtype=out.dtype)
+    return out, out.new_full(x.shape[:3], -torch.inf)
 
 
 def _accumulate(total: Tensor | None, grad: Tensor, side: Side, x: Tensor) -> Tensor:

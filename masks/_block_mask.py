@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -70,19 +71,33 @@ def block_mask(
 
 def term_mask(term: Term, bound: Bound, *, device: torch.device, block_size: tuple[int, int]) -> BlockMask:
     """A new BlockMask of one term of a bound pattern, over its slots, from the cached block lists."""
+    blocks = join_blocks(bound_blocks(term, bound, block_size))
+    return to_block_mask(blocks, term.mask_mod(device), device, batch=num_entries(term.rule))
+
+
+def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[Blocks]:
+    """The cached block lists of one term of a bound pattern, for each batch entry that run-time tables tell apart."""
     packed = cache().get(
         ("blocks", bound.key(), term, block_size),
-        lambda: PackedBlocks.pack(term_blocks(term, block_size)),
-        lambda packed: packed.nbytes,
+        lambda: [PackedBlocks.pack(each) for each in _entries_blocks(term, block_size)],
+        lambda packed: sum(each.nbytes for each in packed),
         pattern=bound.pattern.text,
     )
-    return to_block_mask(packed.unpack(), term.mask_mod(device), device, batch=num_entries(term.rule))
+    return [each.unpack() for each in packed]
 
 
 def term_blocks(term: Term, block_size: tuple[int, int]) -> Blocks:
     """The term's block lists; where run-time tables differ by batch entry, those of one entry after the other."""
-    entries = [replace(term, rule=entry(term.rule, index)) for index in range(num_entries(term.rule))]
-    return join_blocks([each.blocks(*block_size) for each in entries])
+    return join_blocks(list(_entries_blocks(term, block_size)))
+
+
+def _entries_blocks(term: Term, block_size: tuple[int, int]) -> Iterator[Blocks]:
+    return (each.blocks(*block_size) for each in entry_terms(term))
+
+
+def entry_terms(term: Term) -> list[Term]:
+    """The term of each batch entry that run-time tables tell apart."""
+    return [replace(term, rule=entry(term.rule, index)) for index in range(num_entries(term.rule))]
 
 
 def _indexed(device: torch.device) -> torch.device:

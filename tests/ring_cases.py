@@ -20,6 +20,7 @@ from flexdilated.distributed._ranks import Ranks
 from flexdilated.distributed._ring_op import ring_op
 from flexdilated.distributed._sharding import Sharding
 from flexdilated.distributed._traffic import traffic
+from flexdilated.testing import MEMORY_LAYOUTS, laid_out
 from flexdilated.testing.strategies import shardings
 from tests import oracle
 from tests.strategies import longnets, written_expressions
@@ -41,6 +42,11 @@ class RingCase:
     head_offset: int = 0
     num_heads_global: int | None = None
     through_lse: bool = True
+    layouts: tuple[str, ...] = (MEMORY_LAYOUTS[0],) * 4  # in memory, of q, k, v and the gradient of out on each rank
+
+    def __post_init__(self) -> None:
+        laid = (laid_out(x, layout) for x, layout in zip(self.tensors[:3], self.layouts, strict=False))
+        object.__setattr__(self, "tensors", (*laid, *self.tensors[3:]))
 
     def __repr__(self) -> str:
         shapes = [tuple(x.shape) for x in self.tensors]
@@ -53,7 +59,7 @@ class RingCase:
         q = self.tensors[0]
         out = torch.randn(q.shape, generator=generator, dtype=torch.float64)
         lse = torch.randn(q.shape[:3], generator=generator, dtype=torch.float64)
-        return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+        return laid_out(out.to(q.dtype), self.layouts[3]), lse.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def whole_of(case: RingCase) -> tuple[Tensor, ...]:
@@ -88,9 +94,11 @@ def all_ranks() -> Ranks:
 
 def shares_of(case: RingCase, ranks: Ranks, call: Call | None = None, **options: Any) -> Shares:
     here = case.sharding.positions(ranks.rank)
-    leaves = [x[:, :, here].requires_grad_() for x in case.tensors[:3]]
+    shards = (x[:, :, here] for x in case.tensors[:3])
+    leaves = [laid_out(x, layout).requires_grad_() for x, layout in zip(shards, case.layouts, strict=False)]
     sinks = [x.clone().requires_grad_() for x in case.tensors[3:]]
     grad_out, grad_lse = (x[:, :, here] for x in case.cotangents)
+    grad_out = laid_out(grad_out, case.layouts[3])
     traffic().reset()
     out, lse = (call or call_ring)(case, ranks, *leaves, sinks=sinks[0] if sinks else None, **options)
     outputs, grads = ((out, lse), (grad_out, grad_lse)) if case.through_lse else ((out,), (grad_out,))
@@ -149,4 +157,5 @@ def ring_cases(draw: st.DrawFn, W: int) -> RingCase:
     tensors = tensors_for(H, G, N, sinks=draw(st.booleans()), **size)
     counts = oracle.counts(twin.rule, range(first, first + H), num_heads, torch.arange(N), torch.arange(N))
     sharding = draw(shardings(N, num_ranks=W))
-    return RingCase(twin.pattern, counts, sharding, tensors, first, num_heads, draw(st.booleans()))
+    layouts = tuple(draw(st.sampled_from(MEMORY_LAYOUTS)) for _ in range(4))
+    return RingCase(twin.pattern, counts, sharding, tensors, first, num_heads, draw(st.booleans()), layouts)

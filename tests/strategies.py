@@ -163,7 +163,7 @@ whole_cases = partial(cases, max_heads=4, whole=True)
 def tensors(
     draw: st.DrawFn, case: Sizes, dtype: torch.dtype = torch.float64, batch: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v for a case, with gradients wanted: grouped heads and both memory formats drawn."""
+    """q, k, v for a case, with gradients wanted: grouped heads and a memory layout of each drawn."""
     sizes = draw(fst.attention_sizes(num_heads=case.num_heads, max_tokens=1))
     sizes = replace(sizes, batch=batch or sizes.batch, num_queries=case.num_queries, num_keys=case.num_keys)
     return draw(fst.attention_inputs(sizes, dtype=dtype, values=["ordinary"], requires_grad=True))

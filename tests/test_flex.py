@@ -43,13 +43,17 @@ def dense_flex(
     whole = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     row_block, column_block = rows // block_mask.BLOCK_SIZE[0], columns // block_mask.BLOCK_SIZE[1]
     partial, full = (x[:, row_block][:, :, column_block] for x in (listed, whole))
+    read = (partial | full).expand(H, -1, -1)  # a kernel reads the slots of listed blocks
+    rows_read = read.any(2)[..., None]
+    columns_read = read.unflatten(0, (k.shape[1], -1)).any(1).any(1)[..., None]
+    q, (k, v) = q.masked_fill(~rows_read, 0.0), (x.masked_fill(~columns_read, 0.0) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * scale
     if score_mod is not None:
         scores = one_by_one(score_mod)(scores, torch.arange(len(q)), heads.flatten(), rows, columns)
     scores = scores.masked_fill(~(full | (partial & by_rule)), -torch.inf)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-    return weights @ v, SimpleNamespace(lse=lse)
+    return (weights @ v).masked_fill(~rows_read, 0.0), SimpleNamespace(lse=lse)
 
 
 def one_by_one(score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -18,6 +18,7 @@ from flexdilated import masks
 from flexdilated.distributed import Sharding, traffic
 from flexdilated.distributed._heads import HeadSplit, attend_heads
 from flexdilated.distributed._ranks import Ranks
+from flexdilated.testing import MEMORY_LAYOUTS, laid_out
 from tests.agreement import TIGHT
 from tests.ranks import on_ranks, outcomes_on_ranks
 
@@ -45,13 +46,15 @@ class Problem:
     dtype: torch.dtype = torch.float64
     rounded: bool = False
     engine: str | None = None
+    layouts: tuple[str, ...] = (MEMORY_LAYOUTS[0],) * 4  # in memory, of q, k, v and the gradient of out on each rank
 
     def tensors(self) -> list[Tensor]:
         """q, k, v of the whole sequence, maybe sinks; the same on every rank."""
         generator = torch.Generator().manual_seed(0)
         N, heads = self.sharding.num_tokens, (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         shapes = [(2, H, N, D) for H in heads] + [(self.num_heads,)] * self.sinks
-        return [self._as_asked(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
+        found = [self._as_asked(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
+        return [*map(laid_out, found[:3], self.layouts), *found[3:]]
 
     def _as_asked(self, x: Tensor) -> Tensor:
         """In the problem's dtype, maybe of numbers that bfloat16 can hold."""
@@ -63,7 +66,7 @@ class Problem:
         grad_out, grad_lse = (
             torch.randn(each, generator=generator, dtype=torch.float64) for each in ((*shape, D), shape)
         )
-        return self._as_asked(grad_out), grad_lse
+        return laid_out(self._as_asked(grad_out), self.layouts[3]), grad_lse
 
 
 def ranks_of() -> Ranks:
@@ -83,8 +86,9 @@ def this_rank(problem: Problem) -> list[Tensor]:
     """The same of this rank's shard; the gradient of the sinks summed over ranks."""
     ranks = ranks_of()
     held = problem.sharding.positions(ranks.rank)
-    leaves = [x[:, :, held] if x.dim() == 4 else x for x in problem.tensors()]
-    leaves = [x.clone().requires_grad_() for x in leaves]
+    *tensors, sinks = problem.tensors() if problem.sinks else (*problem.tensors(), None)
+    leaves = [laid_out(x[:, :, held], layout) for x, layout in zip(tensors, problem.layouts, strict=False)]
+    leaves = [x.requires_grad_() for x in (*leaves, *([] if sinks is None else [sinks]))]
     options = {"enable_gqa": True, "sinks": leaves[3] if problem.sinks else None, "return_lse": True}
     options["engine"] = problem.engine
     where = {"ranks": ranks, "sharding": problem.sharding}
@@ -97,6 +101,7 @@ def this_rank(problem: Problem) -> list[Tensor]:
 
 def _gradients(problem: Problem, out: Tensor, lse: Tensor, leaves: list[Tensor], held) -> list[Tensor]:
     grad_out, grad_lse = (x[:, :, held] for x in problem.cotangents())
+    grad_out = laid_out(grad_out, problem.layouts[3])
     grad_lse = grad_lse.masked_fill(lse == -torch.inf, 0.0).to(lse.dtype)
     return list(torch.autograd.grad((out, lse), leaves, (grad_out, grad_lse)))
 
@@ -113,6 +118,7 @@ def problems(draw: st.DrawFn) -> Problem:
     H = W * draw(st.integers(2 if W == 1 else 1, 3))
     G = draw(st.sampled_from([G for G in range(1, H + 1) if H % G == 0]))
     features = {"sinks": draw(st.booleans()), "engine": draw(st.sampled_from([None, "reference"]))}
+    features["layouts"] = tuple(draw(st.sampled_from(MEMORY_LAYOUTS)) for _ in range(4))
     return Problem(sharding, H, G, draw(st.sampled_from(sorted(PATTERNS))), **features)
 
 

@@ -75,7 +75,7 @@ def counted(calls: Calls) -> torch.Tensor:
     num_queries, num_keys = calls.shape[:2]
     counts = torch.zeros(len(calls.heads), num_queries, num_keys, dtype=torch.int64)
     for call in calls.calls:
-        mask, _ = calls.mask_of(call, torch.float32)
+        mask = calls.mask_of(call, torch.float32)
         q, k = slots(call.queries, num_queries), slots(call.keys, num_keys)
         shown = torch.ones(len(q), q.shape[1], k.shape[1]) if mask is None else (mask == 0).expand(len(q), -1, -1)
         index = (

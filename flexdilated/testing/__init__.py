@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ._check_module import MODULE_CHECKS, check_attention_module, examine_attention_module
 from ._check_pattern import check_pattern
 from ._closeness import assert_attention_close
+from ._memory_layouts import MEMORY_LAYOUTS, laid_out
 from ._module_calls import Calls, identity_projections
 from ._module_report import CheckResult, ModuleReport
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from . import strategies as strategies
 
 __all__ = [
+    "MEMORY_LAYOUTS",
     "MODULE_CHECKS",
     "Calls",
     "CheckResult",
@@ -25,6 +27,7 @@ __all__ = [
     "check_pattern",
     "examine_attention_module",
     "identity_projections",
+    "laid_out",
 ]
 
 

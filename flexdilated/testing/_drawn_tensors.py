@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..masks._check import require_bool
 from ._drawn_sizes import AttentionSizes
+from ._memory_layouts import MEMORY_LAYOUTS, laid_out
 
 # The first is the simplest. "ties": equal numbers, so that scores tie; "large": scores of which exp overflows.
 _VALUES = ("ordinary", "ties", "zeros", "large", "tiny", "one far above")
@@ -59,21 +60,22 @@ def attention_inputs(
     *,
     dtype: torch.dtype = torch.float32,
     values: Sequence[str] = _VALUES,
+    layouts: Sequence[str] = MEMORY_LAYOUTS,
     requires_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, H, N, D), k and v (B, G, M, D); heads outermost in memory, or tokens, as a projection leaves them.
+    """q (B, H, N, D), k and v (B, G, M, D), each with a kind of values and a layout in memory of its own.
 
-    Each has a kind of values of its own; of one seed, so that no two of them are equal, however far they shrink.
+    layouts: some of those that `flexdilated.testing.laid_out` knows; they shrink towards the first.
+    Of one seed, so that no two of the tensors are equal, however far they shrink.
     """
     _require_kinds(values)
-    tokens_first, seed = draw(st.booleans()), draw(_SEEDS)
+    seed = draw(_SEEDS)
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def one(heads: int, tokens: int) -> Tensor:
-        B, D = sizes.batch, sizes.head_dim
-        shape = (B, tokens, heads, D) if tokens_first else (B, heads, tokens, D)
+        shape = (sizes.batch, heads, tokens, sizes.head_dim)
         x = _filled(shape, draw(st.sampled_from(list(values))), generator).to(dtype)
-        return (x.transpose(1, 2) if tokens_first else x).requires_grad_(requires_grad)
+        return laid_out(x, draw(st.sampled_from(list(layouts)))).requires_grad_(requires_grad)
 
     queries, keys = (sizes.num_heads, sizes.num_queries), (sizes.num_kv_heads, sizes.num_keys)
     return one(*queries), one(*keys), one(*keys)
