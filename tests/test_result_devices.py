@@ -1,0 +1,67 @@
+"""Results lie on the device of the operands: the ops' own code, run on tensors that have no numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexdilated import _kernel_cuda, masks
+from flexdilated._call_key import CallKey
+from flexdilated._flex import _own_buffer
+from flexdilated._gather import side
+from flexdilated._slots_op import add_slots, encoded, join_slots, take_slots
+from flexdilated._tiles_op import tiles, tiles_backward
+from flexdilated.masks._layout import Compact, Layout
+
+META = torch.device("meta")
+PATTERNS = {
+    "every pair": masks.every(),
+    "keys after the queries": masks.causal(),
+    "no pair": masks.dilated(64, 40, 35),
+    "rows without keys": masks.dilated(8, 2),
+    "branches": masks.longnet([8, 32], [1, 4]) & masks.causal(),
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of a device's kernels, results of the right shape."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        assert q.device == k.device == v.device
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    def backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: object):
+        assert len({x.device for x in (grad_out, q, k, v, out, lse)}) == 1
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    monkeypatch.setattr(_kernel_cuda, "forward", forward)
+    monkeypatch.setattr(_kernel_cuda, "backward", backward)
+
+
+def on_meta(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_tiles(name: str, with_sinks: bool):
+    M = 40 if name == "keys after the queries" else 32
+    q, k, v = on_meta(1, 2, 32, 8), on_meta(1, 2, M, 8), on_meta(1, 2, M, 8)
+    sinks = on_meta(2) if with_sinks else None
+    key = CallKey(PATTERNS[name].text, 2, 2, 32, M, 0, 0, 0, 2, 1, ())
+    options = (key.pattern, 1.0, 0, 0, 0, 2, 1, [], "")
+    out, lse = tiles._init_fn(q, k, v, sinks, [], *options)
+    assert (out.device, lse.device) == (META, META)
+    grads = tiles_backward._init_fn(out, torch.empty_like(lse), q, k, v, out, lse, [], *options)
+    assert [grad.device for grad in grads] == [META] * 3
+
+
+def test_slots():
+    x = on_meta(2, 3, 12, 8)
+    sides = encoded([side(Compact((0, 1, 2), (0, 1, 0), 2, 3, 2, 6), Layout(12), (0, 1, 2))])
+    (taken,) = take_slots._init_fn(x, sides)
+    out, lse = join_slots._init_fn([taken], [taken[..., 0].float()], sides, [2, 3, 12], False)
+    found = (taken, out, lse, add_slots._init_fn([taken], sides, [2, 3, 12, 8]), _own_buffer._init_fn(x))
+    assert [each.device for each in found] == [META] * 5
