@@ -181,7 +181,7 @@ def test_a_build_within_a_build_takes_its_time_once(monkeypatch):
         now[0] += 4.0
         return 1
 
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
     cache.get("outer", lambda: wait() + cache.get("inner", wait, size), size)
     assert cache.stats().build_seconds == 8.0
 

@@ -49,12 +49,7 @@ TEXTS = {
         ),
     ],
     "LocalWindow": [
-        (
-            masks.local_window(left=3, right=0),
-            (50, 46, 0, 1),
-            False,
-            "key 46 4 before query 50 3 before 0 after",
-        ),
+        (masks.local_window(left=3, right=0), (50, 46, 0, 1), False, "key 46 4 before query 50 3 before 0 after")
     ],
     "DilatedWindow": [
         (
@@ -63,30 +58,15 @@ TEXTS = {
             True,
             "key 65 15 after query 50 3 5 2 before 3 after",
         ),
-        (
-            masks.dilated_window(left=2, right=3, rate=5),
-            (50, 38, 0, 1),
-            False,
-            "key 38 12 before query 50 2 5",
-        ),
+        (masks.dilated_window(left=2, right=3, rate=5), (50, 38, 0, 1), False, "key 38 12 before query 50 2 5"),
     ],
     "GlobalTokens": [
-        (
-            masks.global_tokens(16),
-            (3, 2, 0, 1),
-            True,
-            "query 3 16 key key 2 16 query",
-        ),
+        (masks.global_tokens(16), (3, 2, 0, 1), True, "query 3 16 key key 2 16 query"),
         (masks.global_tokens(16), (16, 17, 0, 1), False, "query 16 key 17 not 16"),
         (masks.first_tokens(4), (2, 17, 0, 1), False, "key 17 not 4"),
     ],
     "LandmarkTokens": [
-        (
-            masks.landmark_tokens(64),
-            (128, 17, 0, 1),
-            True,
-            "query 128 64 key 17 17 64",
-        ),
+        (masks.landmark_tokens(64), (128, 17, 0, 1), True, "query 128 64 key 17 17 64"),
         (masks.landmark_tokens(64, rows=False), (128, 65, 0, 1), False, "key 65 1 64"),
     ],
     "Strided": [
@@ -94,12 +74,7 @@ TEXTS = {
         (masks.strided(7), (22, 52, 0, 1), False, "key 52 30 after query 22 4 7 2"),
     ],
     "Fixed": [
-        (
-            masks.fixed(8, summary=2),
-            (1, 14, 0, 1),
-            True,
-            "key 14 block 8 14 15",
-        ),
+        (masks.fixed(8, summary=2), (1, 14, 0, 1), True, "key 14 block 8 14 15"),
         (masks.fixed(8), (1, 8, 0, 1), False, "key 8 not block 8 15"),
     ],
     "RandomBlocks": [
@@ -109,32 +84,17 @@ TEXTS = {
             False,
             "query 500 block 7 key 5 72 79 head 0 key 17 block 0",
         ),
-        (
-            masks.random_blocks(200),
-            (500, 17, 0, 1),
-            False,
-            "query 500 beyond 200",
-        ),
+        (masks.random_blocks(200), (500, 17, 0, 1), False, "query 500 beyond 200"),
     ],
     "BlockList": [
-        (
-            masks.block_list([[0], [0, 1]], block=8),
-            (9, 17, 0, 1),
-            False,
-            "query 9 block 1 key 0 1 key 17 block 2",
-        ),
+        (masks.block_list([[0], [0, 1]], block=8), (9, 17, 0, 1), False, "query 9 block 1 key 0 1 key 17 block 2"),
         (
             masks.block_list([[[0]], [[]]], block=8),
             (7, 1, 1, 2),
             False,
             "query 7 block 0 head 1 key none key 1 block 0",
         ),
-        (
-            masks.block_list([[0]], block=8),
-            (8, 1, 0, 1),
-            False,
-            "query 8 block 1 beyond 1 key 1 block 0",
-        ),
+        (masks.block_list([[0]], block=8), (8, 1, 0, 1), False, "query 8 block 1 beyond 1 key 1 block 0"),
     ],
     "Neighborhood": [
         (
@@ -144,22 +104,12 @@ TEXTS = {
             "query 500 7 52 4 10 46 58 2 key 17 0 17 outside 0 1",
         ),
         (masks.neighborhood((9,), 1), (0, 2, 0, 1), True, "query 0 0 0 2 key 2 2"),
-        (
-            masks.neighborhood((9,), 1, rate=3),
-            (4, 5, 0, 1),
-            False,
-            "query 4 4 1 7 3 key 5 5 outside 0",
-        ),
+        (masks.neighborhood((9,), 1, rate=3), (4, 5, 0, 1), False, "query 4 4 1 7 3 key 5 5 outside 0"),
         (masks.neighborhood((9,), 1), (9, 10, 0, 1), False, "query 9 key 10 beyond 9"),
     ],
     "Documents": [
         (masks.documents(IDS[0]), (34, 49, 0, 1), True, "1 30 49"),
-        (
-            masks.documents(IDS[0]),
-            (34, 29, 0, 1),
-            False,
-            "query 34 1 30 49 key 29 0 0 29 different",
-        ),
+        (masks.documents(IDS[0]), (34, 29, 0, 1), False, "query 34 1 30 49 key 29 0 0 29 different"),
         (masks.documents(IDS[0]), (54, 50, 0, 1), False, "query 54 key 50 padding"),
     ],
     "Lengths": [(masks.lengths(torch.tensor(40)), (39, 40, 0, 1), False, "key 40 padding")],
@@ -168,60 +118,26 @@ TEXTS = {
         (masks.visible_keys(torch.arange(55) % 3 == 0), (33, 34, 0, 1), False, "key 34 hidden"),
     ],
     "PerDocument": [
-        (
-            masks.causal().per_document(IDS[0]),
-            (34, 33, 0, 1),
-            True,
-            "30 allowed",
-        ),
+        (masks.causal().per_document(IDS[0]), (34, 33, 0, 1), True, "30 allowed"),
         (masks.causal().per_document(IDS[0]), (34, 3, 0, 1), False, "forbidden"),
     ],
-    "Blockwise": [
-        (
-            masks.blockwise(masks.causal(), 64),
-            (3, 60, 0, 1),
-            True,
-            "query 3 block 0 64 key 60 block 0",
-        ),
-    ],
-    "PerHead": [
-        (masks.per_head([masks.causal(), ~masks.causal()]), (3, 2, 1, 2), False, "head 1 2 2"),
-    ],
-    "HeadGroups": [
-        (
-            masks.head_groups([masks.causal(), ~masks.causal()]),
-            (3, 2, 1, 5),
-            True,
-            "head 1 1 2 0 2",
-        ),
-    ],
+    "Blockwise": [(masks.blockwise(masks.causal(), 64), (3, 60, 0, 1), True, "query 3 block 0 64 key 60 block 0")],
+    "PerHead": [(masks.per_head([masks.causal(), ~masks.causal()]), (3, 2, 1, 2), False, "head 1 2 2")],
+    "HeadGroups": [(masks.head_groups([masks.causal(), ~masks.causal()]), (3, 2, 1, 5), True, "head 1 1 2 0 2")],
     "Custom": [
-        (
-            masks.custom(window),
-            (340, 33, 2, 4),
-            False,
-            "False head 2 query 340 key 33",
-        ),
+        (masks.custom(window), (340, 33, 2, 4), False, "False head 2 query 340 key 33"),
         (masks.custom(window), (9, 0, 2, 4), True, "True head 2 query 9 key 0"),
     ],
     "Every": [(masks.every(), (3, 2, 0, 1), True, "allowed")],
     "And": [
-        (
-            masks.causal() & masks.strided(2) & masks.first_tokens(2),
-            (3, 4, 0, 1),
-            False,
-            "forbidden 1 2 3 3",
-        ),
+        (masks.causal() & masks.strided(2) & masks.first_tokens(2), (3, 4, 0, 1), False, "forbidden 1 2 3 3"),
         (masks.causal() & masks.strided(2), (4, 2, 0, 1), True, "2"),
     ],
     "Or": [
         (masks.causal() | masks.strided(2), (3, 2, 0, 1), True, "allowed 1 2"),
         (masks.causal() | masks.strided(2), (3, 4, 0, 1), False, "none 2 allows"),
     ],
-    "Not": [
-        (~masks.causal(), (3, 4, 0, 1), True, "forbids"),
-        (~masks.causal(), (4, 3, 0, 1), False, "allows"),
-    ],
+    "Not": [(~masks.causal(), (3, 4, 0, 1), True, "forbids"), (~masks.causal(), (4, 3, 0, 1), False, "allows")],
 }
 # Bases of others; what run-time patterns become when their tensors are known; and slots, which no expression holds.
 NO_KINDS = {"Composite", "_Combination", "_HeadChoice", "RunTime", "Table", "Spans", "KeySet", "Tiled"}
