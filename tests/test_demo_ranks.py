@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from flexdilated.cli import main
+from tests.rank_worker import set_group_timeout
 from tests.ranks import on_ranks, outcomes_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,6 +164,7 @@ def fail_on(rank: int, command: list[str]) -> tuple[int, str, str]:
     from flexdilated.cli import _train
 
     def loss(*given):
+        set_group_timeout(4)
         if dist.get_rank() == rank:
             raise MemoryError("made up")
         return loss_bits(*given)
@@ -174,7 +176,7 @@ def fail_on(rank: int, command: list[str]) -> tuple[int, str, str]:
 
 def test_an_error_in_one_process_ends_the_others(tmp_path: Path, text: Path) -> None:
     """The one that fails says why; the other waits for it no longer than its group does."""
-    first, second = outcomes_on_ranks(2, fail_on, 1, arguments(tmp_path, text), group_timeout=10)
+    first, second = outcomes_on_ranks(2, fail_on, 1, arguments(tmp_path, text))
     assert "made up" in str(second.error)
     assert "DistError" in str(first.error)
 

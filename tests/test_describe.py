@@ -69,7 +69,7 @@ def tiles_of(term: Term, pairs: Tensor) -> Tensor:
 @settings(max_examples=30)
 @given(patterns, st.integers(1, 400), st.integers(1, 4))
 @example(masks.dilated(300, 2, offset="interleaved") + masks.local_window(left=130, right=0), 390, 3)
-@example(masks.longnet([16, 64], [1, 4]) + masks.dilated(32, 3, offset="interleaved"), 200, 3)
+@example(masks.causal() + masks.local_window(left=9, right=3) + masks.causal(), 150, 2)
 def test_every_number_is_counted_pair_by_pair(pattern, N, H):
     told = masks.describe(pattern, N, num_heads=H, head_dim=48)
     each = [allowed(branch, N, H).long() for branch in pattern.branches()]

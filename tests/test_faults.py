@@ -2,7 +2,6 @@
 
 import os
 import socket
-import time
 from datetime import timedelta
 
 import pytest
@@ -22,8 +21,7 @@ def fail(how: str) -> None:
     if dist.get_rank() == LAST:
         if how == "dies":
             os._exit(9)
-        time.sleep(25)
-        raise SystemExit("it hung for longer than the timeout")
+        raise SystemExit("it lives on, its connections open, and takes no part")
 
 
 def collective(how: str) -> None:
