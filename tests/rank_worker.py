@@ -69,6 +69,17 @@ def _carry_out(order: Order) -> Any:
         return function(*args)
 
 
+def set_group_timeout(seconds: float) -> None:
+    """That of collectives, from here on; gloo sends from one rank to one by the first timeout.
+
+    All ranks meet first: how long each needed until here counts for nothing, on a busy machine too.
+    """
+    from torch import distributed
+
+    distributed.barrier()
+    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), distributed.group.WORLD)
+
+
 def _die_with_the_parent() -> None:
     parent = parent_process()
     assert parent is not None

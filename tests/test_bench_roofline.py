@@ -1,7 +1,5 @@
 """The roofline: shares of time that sum to one, by the operator that spends it, and the page they stand on."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +7,7 @@ import torch
 
 from bench import bench_roofline
 from bench._kernel_rates import Shape, kernel_jobs
-from bench._page import PERFORMANCE, filled
 from bench._parts import KINDS, _kind, parts_of
-from bench._performance_page import performance_parts
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(
@@ -85,12 +79,3 @@ def test_every_expression_of_the_full_size_is_a_pattern() -> None:
     assert len(set(names)) == len(names)
     for case in bench_roofline.CASES:
         assert case.pattern(2048).bind(num_heads=2, num_queries=2048, num_keys=2048)
-
-
-def test_the_page_shows_the_figures_of_the_results(monkeypatch) -> None:
-    """Between the marks stands what `python -m bench pages` writes."""
-    monkeypatch.chdir(ROOT)
-    text = PERFORMANCE.read_text(encoding="utf-8")
-    assert filled(text, performance_parts(Path("bench/results"))) == text
-    document = json.loads(Path("bench/results/roofline.json").read_text())
-    assert not document["small"]

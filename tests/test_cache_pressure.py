@@ -230,7 +230,7 @@ def test_sixty_four_threads_build_once():
         return object()
 
     def ask() -> object:
-        together.wait(60)
+        together.wait(250)
         return cache.get("key", build, lambda value: 10)
 
     values = side_by_side([ask] * 64, seconds=60)
@@ -245,7 +245,7 @@ def test_threads_may_do_everything_at_once():
 
     def work(seed: int) -> None:
         draw = random.Random(seed)
-        together.wait(60)
+        together.wait(250)
         for _ in range(800):
             key, what = draw.randrange(1, 40), draw.random()
             if what < 0.9:

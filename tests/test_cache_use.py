@@ -133,7 +133,7 @@ def test_a_value_still_being_built_for_a_forgotten_pattern_is_not_kept():
 
     def build_stale() -> str:
         building.set()
-        gate.wait(10)
+        gate.wait(250)
         return "stale"
 
     def ask(build) -> str:
@@ -141,11 +141,11 @@ def test_a_value_still_being_built_for_a_forgotten_pattern_is_not_kept():
 
     with ThreadPoolExecutor(1) as pool:
         stale = pool.submit(ask, build_stale)
-        building.wait(10)
+        building.wait(250)
         assert cache.forget(WINDOW) == 0
         assert ask(lambda: "fresh") == "fresh"  # does not wait for the stale one
         gate.set()
-        assert stale.result(20) == "stale"
+        assert stale.result(250) == "stale"
     assert ask(str) == "fresh"
 
 

@@ -83,7 +83,7 @@ def test_nothing_is_counted_or_imported_before_the_first_compilation() -> None:
         "found = fd.compilations()\n"
         "print('torch._dynamo' in sys.modules, found.graphs, found.seconds, found.latest)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False 0 0.0 ()"
 
 
@@ -142,9 +142,7 @@ def test_a_warm_start_finds_its_graph_on_disk(tmp_path) -> None:
     """The operator can be part of what torch keeps: the second process compiles nothing."""
     for found in ("1 0", "1 1"):
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-c", STARTS], capture_output=True, text=True, env=environment, timeout=300
-        )
+        done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, env=environment)
         assert done.stdout.strip() == found, done.stderr
 
 

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from flexdilated.cli import main
+from tests.rank_worker import set_group_timeout
 from tests.ranks import on_ranks, outcomes_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +69,7 @@ def test_the_loss_curve_of_one_process(tmp_path: Path, text: Path) -> None:
     assert whole[-1] < whole[0] - 2
     for size in (2, 3):
         out = tmp_path / str(size)
-        (first, *others) = on_ranks(size, run_here, arguments(out, text), timeout=100)
+        (first, *others) = on_ranks(size, run_here, arguments(out, text))
         assert first[0] == 0
         assert f"ranks     {size} processes" in first[1]
         assert first[1].count("validation bits per byte, after") == 1
@@ -84,7 +85,7 @@ def test_several_branches_on_ranks(tmp_path: Path, text: Path) -> None:
     """At 1024 bytes the pattern is a mixture, and keys come from other processes."""
     options = ("--context", "1024", "--steps", "4")
     assert main(arguments(tmp_path / "1", text, *options)) == 0
-    on_ranks(2, run_here, arguments(tmp_path / "2", text, *options), timeout=100)
+    on_ranks(2, run_here, arguments(tmp_path / "2", text, *options))
     assert_one_curve(history(tmp_path / "2"), history(tmp_path / "1"))
 
 
@@ -96,7 +97,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, text: Pa
     assert "training ended by" in first[1]
     assert results(parts)["ended_by"] == "Ctrl-C"
     assert len(history(parts)) == 5
-    ended = on_ranks(3, run_here, arguments(parts, text, "--resume", "--sample", "5"), timeout=100)
+    ended = on_ranks(3, run_here, arguments(parts, text, "--resume", "--sample", "5"))
     assert [status for status, *_ in ended] == [0, 0, 0]
     assert "resumed   at step 5" in ended[0][1]
     assert "sample    5 bytes" in ended[0][1]
@@ -163,6 +164,7 @@ def fail_on(rank: int, command: list[str]) -> tuple[int, str, str]:
     from flexdilated.cli import _train
 
     def loss(*given):
+        set_group_timeout(4)
         if dist.get_rank() == rank:
             raise MemoryError("made up")
         return loss_bits(*given)
@@ -174,7 +176,7 @@ def fail_on(rank: int, command: list[str]) -> tuple[int, str, str]:
 
 def test_an_error_in_one_process_ends_the_others(tmp_path: Path, text: Path) -> None:
     """The one that fails says why; the other waits for it no longer than its group does."""
-    first, second = outcomes_on_ranks(2, fail_on, 1, arguments(tmp_path, text), timeout=30, group_timeout=4)
+    first, second = outcomes_on_ranks(2, fail_on, 1, arguments(tmp_path, text))
     assert "made up" in str(second.error)
     assert "DistError" in str(first.error)
 
@@ -185,7 +187,7 @@ def test_torchrun(tmp_path: Path, text: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command = [*launcher, "-m", "flexdilated", *arguments(tmp_path / "4", text, "--steps", "4")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLEXDILATED_MACHINE": "builtin"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("validation bits per byte, after") == 1
     assert "Traceback" not in done.stderr

@@ -1,10 +1,8 @@
 """What describe tells beyond pairs: heads, branches, multiplicity, gaps and blocks, against the dense rule."""
 
-import json
-
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from torch import Tensor
 
 from flexdilated import masks
@@ -15,23 +13,14 @@ from flexdilated.masks.inspection._gaps import Gap, Gaps, gaps_of
 from flexdilated.masks.inspection._multiplicity import multiplicity_of
 from flexdilated.masks.inspection._relations import Relations
 from flexdilated.masks.inspection._shares import head_shares
+from tests import oracle
+from tests.ladders import GIGAPATH_5
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import Case, cases
+from tests.test_describe import gap, histogram
 
 MILLION = 1 << 20
-GIGAPATH = masks.longnet([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
-
-
-def histogram(counts: Tensor) -> dict[int, int]:
-    numbers, pairs = counts.unique(return_counts=True)
-    return {0: 0} | dict(zip(numbers.tolist(), pairs.tolist(), strict=True))
-
-
-def gap(empty: Tensor) -> Gap:
-    """Of (H, tokens), True where a token has no pair."""
-    sides = [empty.all(0), empty.any(0)]
-    firsts = [int(side.nonzero()[0]) if bool(side.any()) else None for side in sides]
-    return Gap(*(int(side.sum()) for side in sides), *firsts)
+GIGAPATH = masks.longnet(*GIGAPATH_5)
 
 
 def assert_details(bound: masks.Bound, counts: Tensor) -> None:
@@ -55,59 +44,14 @@ def test_details_with_run_time_tensors(packed: Packed):
         assert_details(packed.bind().entry(entry), packed.counts[entry])
 
 
-@given(cases(max_heads=3, largest=30))
-def test_branches(case: Case):
-    """The share of a branch is what the branch alone allows, as often as it counts."""
-    assume(case.num_heads == case.num_heads_global)
-    sizes = {"num_heads": case.num_heads, "q_offset": case.q_offset, "k_offset": case.k_offset}
-    told = masks.describe(case.twin.pattern, case.num_queries, case.num_keys, **sizes)
-    for share in told.branch_shares:
-        alone = masks.describe(share.pattern, case.num_queries, case.num_keys, **sizes)
-        assert share.pairs == share.multiplicity * alone.useful_pairs
-    assert sum(share.pairs for share in told.branch_shares) == told.useful_pairs
-    assert told.multiplicity == histogram(case.counts())
-    assert told.distinct_pairs == int((case.counts() > 0).sum())
-    json.dumps(told.to_data(), allow_nan=False)
-
-
-@pytest.mark.parametrize("pattern", [masks.local_window(left=300, right=40), masks.global_tokens(200)], ids=repr)
-def test_blocks_are_those_of_the_block_mask(pattern):
-    told = masks.describe(pattern, 3000, num_heads=2)
-    (chosen,) = (branch.options[0] for branch in told.branches)
-    assert chosen.layout == "natural"
-    mask = masks.block_mask(pattern, 3000, num_heads=2, block_size=chosen.terms[0].block_side)
-    heads = 2 // mask.kv_num_blocks.shape[1]
-    assert mask.full_kv_num_blocks is not None
-    assert told.full_blocks == heads * int(mask.full_kv_num_blocks.sum())
-    assert told.partial_blocks == heads * int(mask.kv_num_blocks.sum())
-
-
-@pytest.mark.parametrize(
-    ("pattern", "full", "partial"),
-    [
-        # Blocks of 128: a last one that is shorter is not whole.
-        (masks.causal(), 1, 5),
-        (masks.every(), 4, 5),
-        (masks.causal() & ~masks.causal(), 0, 0),
-    ],
-    ids=repr,
-)
-def test_blocks_of_other_shapes(pattern, full: int, partial: int):
-    told = masks.describe(pattern, 300, num_heads=3)
-    assert (told.full_blocks, told.partial_blocks) == (3 * full, 3 * partial)
-    assert told.computed_pairs == (told.full_blocks + told.partial_blocks) * 128**2
-
-
 def test_blocks_of_strips():
-    """Branches that nest run as strips: rows of queries with all keys up to the last of them."""
+    """Branches that nest run as strips: two rows of blocks with all blocks up to the last of them."""
     told = masks.describe(masks.longnet([2048, 4096], [1, 4]) & masks.causal(), 8192, num_heads=4)
-    sides = {term.block_side for term in told.branches[0].options[0].terms}
-    assert told.branches[0].options[0].layout == "nested"
-    assert sides == {128}
-    assert (told.full_blocks + told.partial_blocks) * 128**2 == told.computed_pairs
-    # Of the 16 x 16 blocks of each segment of 2048 the diagonal is partial: in strips of two rows one block more.
-    strips = [term for term in told.branches[0].options[0].terms if term.shape == "strip"]
-    assert told.partial_blocks == sum(2 + 1 for term in strips for _ in range(len(term.heads) * term.folds))
+    strips, dense = 4 * 4 * 8, 4 * 2  # 4 heads with 4 segments of 8 strips, and with 2 segments' later halves
+    assert told.partial_blocks == strips * 3
+    assert told.full_blocks == 4 * 4 * sum(2 * 2 * row - 3 for row in range(1, 9)) + dense * (512 // 128) ** 2
+    assert told.computed_pairs == 2432 * 128**2
+    assert told.useful_pairs == oracle.useful_pairs([2048, 4096], [1, 4], num_heads=4, N=8192, causal=True)
 
 
 @pytest.mark.parametrize(
@@ -138,13 +82,15 @@ def test_heads_that_follow_one_rule_are_told_once():
     assert [share.pairs for share in told.heads] == [3 * 256**2 + 232**2] * 4
 
 
-def test_a_million_tokens_by_two_ways():
-    """Pairs that how many branches allow, told from what repeats, add up to the pairs of the plan's blocks."""
+def test_a_million_tokens():
+    """Pairs by how many branches allow them, and by head, add up to those of the segments."""
     told = masks.describe(GIGAPATH, MILLION, num_heads=16)
+    useful = oracle.useful_pairs(*GIGAPATH_5, num_heads=16, N=MILLION, causal=False)
+    assert told.useful_pairs == useful
     assert told.multiplicity is not None
-    assert sum(told.multiplicity.values()) == told.all_pairs
-    assert sum(number * pairs for number, pairs in told.multiplicity.items()) == told.useful_pairs
-    assert sum(share.pairs * len(share.heads) for share in told.heads) == told.useful_pairs
+    assert sum(told.multiplicity.values()) == 16 * MILLION**2
+    assert sum(number * pairs for number, pairs in told.multiplicity.items()) == useful
+    assert sum(share.pairs * len(share.heads) for share in told.heads) == useful
     # All five branches allow the pairs of a segment of 1024 whose tokens are active in all of them.
     assert told.multiplicity[5] < MILLION * 64
     assert told.gaps == Gaps(Gap(0, 0, None, None), Gap(0, 0, None, None))

@@ -291,7 +291,7 @@ def test_traces_without_a_graph_break(schedule: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["exchange", "ring"])
 def test_compiles(schedule: str) -> None:
-    on_ranks(2, compile_longnet, schedule, "inductor", timeout=200)
+    on_ranks(2, compile_longnet, schedule, "inductor")
 
 
 def live() -> str:

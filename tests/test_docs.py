@@ -13,10 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from bench._page import PAGES as WRITERS
-from bench._page import README, filled
-from bench._results_page import RESULTS
-
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -141,11 +137,3 @@ def test_every_page_can_be_reached() -> None:
         found = [(page.parent / link.partition("#")[0]).resolve() for link in links(page)]
         ahead += [target for target in found if target.suffix == ".md" and target not in known]
     assert set(PAGES) <= known
-
-
-@pytest.mark.parametrize("path", [README, RESULTS], ids=str)
-def test_figures_are_those_of_the_results(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No number without its file: between the marks stands what the files of results say."""
-    monkeypatch.chdir(ROOT)
-    text = path.read_text(encoding="utf-8")
-    assert filled(text, WRITERS[path](Path("bench/results"))) == text, "`python -m bench pages` writes them"

@@ -184,7 +184,7 @@ def test_whoever_handles_a_line_may_use_the_cache_and_the_pool(own_cache) -> Non
     try:
         worker = threading.Thread(target=lambda: _stir(own_cache, pool), daemon=True)
         worker.start()
-        worker.join(30)
+        worker.join(250)
         assert not worker.is_alive(), "deadlock"
     finally:
         logger.removeHandler(handler)

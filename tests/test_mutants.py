@@ -166,7 +166,7 @@ def test_what_runs_without_end_is_ended(tmp_path: Path) -> None:
         os.write(1, Path.cwd().name.encode())
         return 3
 
-    running = start(tmp_path, speaking, log=tmp_path / "log", limit_s=60)
+    running = start(tmp_path, speaking, log=tmp_path / "log", limit_s=250)
     while (ended := running.ended()) is None:
         time.sleep(0.01)
     assert ended.status == 3

@@ -220,7 +220,7 @@ def test_tests_are_recorded_one_file_each(folder) -> None:
     """In a run of their own, as a user starts one."""
     which, chosen = "tests/test_merge.py", "order_of_parts"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", which, "-k", chosen]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     found = recordings(folder)
     assert len(found) == 2
     assert all(name.startswith(f"test {which}::test_") for name in found)

@@ -22,7 +22,7 @@ def run_pytest(folder: Path, code: str, *arguments: str, conftest: str = "") -> 
     (folder / "conftest.py").write_text(textwrap.dedent(conftest), encoding="utf-8")
     start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
     command = [sys.executable, "-c", start, *PLAIN, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def test_start_up_is_light(tmp_path) -> None:

@@ -9,14 +9,25 @@ import pytest
 from bench._headlines import readme_parts
 from bench._result import Gap, Row, at_least, at_most
 from bench._results_page import results_parts
+from tests.test_compiling_page import MEASURED
 
-ROOT = Path(__file__).resolve().parents[1]
 FAST, SLOW, MISSED = (
     Row(f"LongNet, {n}K: times as fast", at_least(1.5, "×"), x) for n, x in ((1, 9), (2, 2), (3, 1.4954))
 )
 GAP = Gap("LongNet, 4K: times as fast", at_least(1.5, "×"), "out of memory")
 SMALL = Row("LongNet, 1K: peak memory", at_most(512, "MB"), 3.0)
 UNCHECKED = Row("LongNet, 1K: peak memory", at_most(512, "MB"), 3.0, not_verified=("gradients",))
+SPEC = {"name": "Net-2", "segment_lengths": [16, 32], "dilation_rates": [1, 3], "causal": True}
+POINTS = [("flexdilated", 1024, 0.25), ("dense SDPA", 1024, 0.5), ("flexdilated", 2048, 0.75)]
+SWEEP = {
+    "config": {"spec": SPEC, "sizes": [{"num_heads": 2, "head_dim": 8}]},
+    "rows": [],
+    "points": [
+        {"attention": name, "num_tokens": tokens, "peak_bytes": tokens << 20}
+        | {part: {"median_s": seconds, "spread_s": 0.0} for part in ("forward", "backward")}
+        for name, tokens, seconds in POINTS
+    ],
+}
 
 
 @pytest.fixture
@@ -24,10 +35,9 @@ def written(tmp_path: Path):
     """Writes rows as the answer to C4, beside the sweep, and returns the folder."""
 
     def write(*rows: Row | Gap) -> Path:
-        for name in ("C4", "sweep"):
-            document = json.loads((ROOT / f"bench/results/{name}.json").read_text())
-            if name == "C4":
-                document["rows"] = [row.to_data() for row in rows]
+        answer = {"rows": [row.to_data() for row in rows], "points": []}
+        for name, found in (("C4", answer), ("sweep", SWEEP)):
+            document = {"name": name, "question": "How fast?", "config": {}, **MEASURED, **found}
             (tmp_path / f"{name}.json").write_text(json.dumps(document))
         return tmp_path
 
@@ -80,6 +90,9 @@ def test_each_row_stands_on_the_page(written) -> None:
 
 
 def test_a_length_without_dense_attention_has_dashes(written) -> None:
-    lines = readme_parts(written(FAST))["growth"].strip().splitlines()
-    assert lines[0].startswith("LongNet-4 (segments 2048, 4096, 8192, 16384; rates 1, 2, 4, 8; not causal), one head")
-    assert [line.count("—") for line in lines[4:]] == [0, 0, 0, 0, 0, 3, 3]
+    first, _, *table = readme_parts(written(FAST))["growth"].strip().splitlines()
+    for fact in ("Net-2", "segments 16, 32", "rates 1, 3", "; causal)", "2 heads of dim 8"):
+        assert fact in first
+    _, _, both, alone = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    assert both == ["1K", *["0.25 s", "0.5 s"] * 2, *["1,024 MiB"] * 2]
+    assert alone == ["2K", *["0.75 s", "—"] * 2, "2,048 MiB", "—"]

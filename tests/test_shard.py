@@ -201,7 +201,7 @@ def test_ddp_makes_the_gradients_those_of_one_rank(whole_loss: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_both_compile_without_a_graph_break(dynamic: bool) -> None:
-    assert on_ranks(2, compiled_is_eager, dynamic, timeout=120) == [[True] * 4] * 2
+    assert on_ranks(2, compiled_is_eager, dynamic) == [[True] * 4] * 2
 
 
 def test_bad_input() -> None:

@@ -27,7 +27,7 @@ Document = dict[str, Any]
 
 _CASE_LIMIT_S, _REHEARSAL_LIMIT_S = 120.0, 150.0
 _WORKERS = {True: 12, False: 2}  # on CUDA compilation keeps them busy, not the device
-_DRY_RUN_FACTOR = 3  # a CPU that others share builds C++ slowly
+_DRY_RUN_FACTOR = 30  # a CPU that others share builds C++ slowly
 _LEAST_S = 5.0  # with less left, a row is not begun
 
 
@@ -79,20 +79,20 @@ class Suite:
     def _beforehand(self, clock: Clock) -> tuple[dict[Trial, Verdict], Any, float]:
         """The odd cases, and on CUDA a rehearsal of the rows that fills the caches of compiled kernels."""
         start = perf_counter()
-        found = self._apart(trials, self.where, limit_s=clock.left_s(_CASE_LIMIT_S))
+        found = self._apart(trials, self.where, limit_s=clock.left_s(self._seconds(_CASE_LIMIT_S)))
         if isinstance(found, Failure):
             raise SystemExit(f"nothing runs on {self.where.device}: {found.reason}")
         names = [name for name in self.names if self.where.is_cuda and name in SUITE]
         rehearsals = [(name, config) for name in names for config in SUITE[name].rehearsals(small=self.small)]
         with ThreadPoolExecutor(_WORKERS[self.where.is_cuda]) as pool:
             judged = [pool.submit(self._judge, trial, clock) for trial in found]
-            tests = pool.submit(run_device_tests, self.where, clock.left_s(_CASE_LIMIT_S))
+            tests = pool.submit(run_device_tests, self.where, clock.left_s(self._seconds(_CASE_LIMIT_S)))
             list(pool.map(lambda rehearsal: self._rehearse(rehearsal[0], rehearsal[1], clock), rehearsals))
             verdicts = dict(zip(found, (each.result() for each in judged), strict=True))
             return verdicts, tests.result(), perf_counter() - start
 
     def _judge(self, trial: Trial, clock: Clock) -> Verdict:
-        found = self._apart(judge, trial, self.where, limit_s=clock.left_s(_CASE_LIMIT_S))
+        found = self._apart(judge, trial, self.where, limit_s=clock.left_s(self._seconds(_CASE_LIMIT_S)))
         verdict = failure(trial, found.reason) if isinstance(found, Failure) else found
         say(f"G0: {trial.measure}: {verdict.row.to_data()['measured_text']}")
         return verdict
@@ -106,7 +106,7 @@ class Suite:
     def _measure(self, name: str, clock: Clock, spoiled: dict[str, list[str]]) -> Document:
         entry = SUITE[name]
         document = {"name": name, "question": question_text(entry), "config": {}}
-        limit_s = clock.left_s(entry.limit_s * (1 if self.where.is_cuda else _DRY_RUN_FACTOR))
+        limit_s = clock.left_s(self._seconds(entry.limit_s))
         start = perf_counter()
         if limit_s < _LEAST_S:
             found: Any = Failure("the suite's time was up")
@@ -121,6 +121,10 @@ class Suite:
         rows = [_marked(row, entry.question.NEEDS, spoiled, found["ways"]) for row in found["rows"]]
         return document | found | {"rows": rows, "seconds": seconds}
 
+    def _seconds(self, on_a_device: float) -> float:
+        """A limit here, where that of a device is stated."""
+        return on_a_device if self.where.is_cuda else on_a_device * _DRY_RUN_FACTOR
+
     def _apart(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Any:
         try:
             return run_apart(_guarded, self.flash_impl, function, args, limit_s=max(limit_s, 0.0))
@@ -130,7 +134,7 @@ class Suite:
             return Failure(f"{error}; its last words are above")
 
     def _conditions(self) -> Document:
-        here = self._apart(_here, self.where, limit_s=_CASE_LIMIT_S)
+        here = self._apart(_here, self.where, limit_s=self._seconds(_CASE_LIMIT_S))
         if isinstance(here, Failure):
             raise SystemExit(f"nothing runs on {self.where.device}: {here.reason}")
         return {
