@@ -191,8 +191,8 @@ def _fullest(option: Option, plain: Option) -> float:
 
 
 def _shared_rates(branch: Pattern, bound: Bound) -> list[int]:
-    rate = residue_rate(branch)
-    return [1, rate] if 1 < rate <= min(MAX_RESIDUE_RATE, bound.num_queries) else [1]
+    rate = residue_rate(branch, min(MAX_RESIDUE_RATE, bound.num_queries))
+    return [1, rate] if rate > 1 else [1]
 
 
 def _disjoint_terms(branch: Pattern, times: int, bound: Bound, machine: Machine) -> tuple[Term, ...] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from math import lcm
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,15 @@ class Expression:
         """The same composition of changed leaves."""
         raise NotImplementedError
 
+    def below(self, positions: int) -> Any:
+        """The same rule where all positions are below this number: what rules draw or hold beyond it is left out."""
+        return self.map_leaves(lambda leaf: leaf.below(positions)) if self.draws else self
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether a part draws or holds something for each position, as far as they go."""
+        return any(type(leaf).below is not Expression.below for leaf in self.leaves())
+
     @cached_property
     def varies(self) -> bool:
         """Whether run-time tensors take part, by name or with their values in place."""
@@ -116,7 +125,7 @@ class Expression:
             batch = num_entries(rule) if batch == 1 else batch
         bound = Bound(rule, num_queries, num_keys, num_heads, head_offset, total, q_offset, k_offset, batch)
         rule.check_tokens(*(range(at, at + size) for at, size in ((q_offset, num_queries), (k_offset, num_keys))))
-        return bound
+        return replace(bound, pattern=bound.pattern.below(bound.num_positions)) if rule.draws else bound
 
     def per_document(self, documents: Any) -> Any:
         """The rule counted anew from the start of each document, and no pair across documents.
