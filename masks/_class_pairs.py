@@ -95,7 +95,7 @@ def descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], q_block: int
     rule = _shorter(rule, q_block, k_block)
     q, k = (_in_blocks(*side) for side in ((rule.q, rows, q_block), (rule.k, columns, k_block)))
     nodes = q.number[key // columns % rows] * k.number[key % columns]
-    for some in torch.arange(len(key)).split(max(1, _NODES_AT_ONCE // max(1, int(nodes.max())))):
+    for some in torch.arange(len(key)).split(max(1, _NODES_AT_ONCE // int(nodes.max()) if len(key) else 1)):
         block = torch.repeat_interleave(nodes[some])
         index = torch.arange(len(block)) - (nodes[some].cumsum(0) - nodes[some])[block]
         number = key[some][block]
