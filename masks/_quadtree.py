@@ -146,5 +146,5 @@ def join_nodes(parts: Sequence[Nodes]) -> Nodes:
 def join_runs(runs: Sequence[Run]) -> Run:
     """One after the other; all or none have strides."""
     strides = [run.stride for run in runs if run.stride is not None]
-    columns = (torch.cat([getattr(run, name) for run in runs]) for name in ("piece", "start", "count"))
-    return Run(*columns, torch.cat(strides) if strides else None)
+    piece, start, count = (torch.cat([getattr(run, name) for run in runs]) for name in ("piece", "start", "count"))
+    return Run(piece, start, count, torch.cat(strides) if strides else None)

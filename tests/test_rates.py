@@ -269,6 +269,7 @@ def test_draws_are_of_the_tokens_that_there_are(num_tokens, block, drawn, N):
         assert sum(made) < 20 * N + 64
     assert counted == int(table.sum())
     for query, keys in enumerate(rows):
+        assert keys is not None
         assert sorted(key for run in keys for key in run) == table[query].nonzero().squeeze(1).tolist()
 
 
