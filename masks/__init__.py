@@ -14,7 +14,7 @@ tests/test_boxes.py holds its bounds to its pairs, and tests/test_tiles.py what 
     as text             _json _canonical _spelling _written_branches _parse _reader _lexer
     who sees which key  _needs _needs_by_boxes _needs_by_distance _asked _narrowed _reach _row _ranges _range_union
     orders of tokens    _layout _tiling _tiled _placement
-    blocks              _rule _blocks _quadtree _cover _tables _packed_blocks _block_mask
+    blocks              _rule _blocks _quadtree _class_pairs _cover _tables _packed_blocks _block_mask
     ways to compute     _planner _options _estimate _cost _choice _placed _plan_text
     what is computed    _term _lower _compact _nested _windows _tiled_terms _split_causal _weights
     constants           _machine _machine_in_use _machine_file _machine_key

@@ -119,7 +119,8 @@ def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:
 def layout(pattern: Expression, num_tokens: int) -> Layout:
     """The residue-major order of this pattern: its rate is the least common multiple of the dilation rates.
 
-    A pattern without dilation gets the natural order (rate 1).
+    A pattern without dilation gets the natural order (rate 1). More residue classes than tokens order nothing: a rate
+    that would take the common multiple beyond `num_tokens` is left out, the smallest rates come first.
     """
     require_int("num_tokens", num_tokens, minimum=1)
-    return Layout(num_tokens, residue_rate(union(require_expression(pattern).branches())))
+    return Layout(num_tokens, residue_rate(union(require_expression(pattern).branches()), num_tokens))

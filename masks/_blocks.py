@@ -12,13 +12,14 @@ from jaxtyping import Bool, Int32, Int64, Shaped
 from torch import Tensor
 
 from ._cover import find_leaves
-from ._quadtree import Leaves
+from ._quadtree import Leaves, Slots
 from ._rule import Rule
 
 # T tables (one for each distinct head), E listed blocks
 
 _CELLS = 1 << 18  # pairs evaluated at once when blocks are settled: what stays in a cache
 _SLOTS_AT_ONCE = 1 << 17  # small tables are built together: fewer, larger tensor operations
+_LEAVES_AT_ONCE = 1 << 21  # parts of blocks held at once: then those of one block are added up
 _DOUBTS_AT_ONCE = 1 << 17  # undecided blocks held at once: beyond, fewer rows are built at a time
 UNKNOWN = -1
 LISTED_BYTES = 17  # of each block in `Blocks`: four int32 and a bool
@@ -165,12 +166,16 @@ def _look(
 ) -> list[Leaves] | None:
     """What the quadtree finds; None if it leaves too many doubts and the range can be halved."""
     _, _, q_block, k_block = shape
-    found, doubts, may_stop = [], 0, settle and len(tables) * len(rows) > 1
-    for leaves in find_leaves(rule, tables, rows, q_block, k_block):
+    found, held, doubts, may_stop = [], 0, 0, settle and len(tables) * len(rows) > 1
+    for leaves in find_leaves(rule, tables, Slots.of_rows(rows, q_block), q_block, k_block):
         doubts += int((leaves.low != leaves.high).sum())
         if may_stop and doubts > _DOUBTS_AT_ONCE:
             return None
         found.append(leaves)
+        held += len(leaves.row)
+        if held > _LEAVES_AT_ONCE:
+            found = [_join_leaves(found, shape)]
+            held = max(0, 2 * len(found[0].row) - _LEAVES_AT_ONCE)
     return found
 
 
@@ -181,10 +186,8 @@ def _halves(some: range) -> list[range]:
 
 def _list(rule: Rule, found: list[Leaves], shape: tuple[int, int, int, int], settle: bool) -> tuple[Tensor, ...]:
     _, _, q_block, k_block = shape
-    table, row, column, low, high = (
-        torch.cat([getattr(leaves, name) for leaves in found]) for name in ("table", "row", "column", "low", "high")
-    )
-    table, row, column, low, high = _join_leaves(table, row, column, low, high, shape)
+    leaves = _join_leaves(found, shape)
+    table, row, column, low, high = leaves.table, leaves.row, leaves.column, leaves.low, leaves.high
     whole = q_block * k_block
     if settle:
         doubtful = ((low == 0) | ((low < whole) & (high >= whole))).nonzero().squeeze(1)
@@ -219,14 +222,15 @@ def evaluate(
         yield rule.allowed(tables, q.clamp(max=num_q - 1), k.clamp(max=num_k - 1)) & inside
 
 
-def _join_leaves(
-    table: Tensor, row: Tensor, column: Tensor, low: Tensor, high: Tensor, shape: tuple[int, int, int, int]
-) -> tuple[Tensor, ...]:
-    """Sort leaves by (table, row, column) and add up those of one block."""
+def _join_leaves(found: list[Leaves], shape: tuple[int, int, int, int]) -> Leaves:
+    """Sorted by (table, row, column), with those of one block added up."""
+    table, row, column, low, high = (
+        torch.cat([getattr(leaves, name) for leaves in found]) for name in ("table", "row", "column", "low", "high")
+    )
     num_q, num_k, q_block, k_block = shape
     num_rows, num_columns = -(-num_q // q_block), -(-num_k // k_block)
     key, order = ((table * num_rows + row) * num_columns + column).sort()
     key, index = key.unique_consecutive(return_inverse=True)
     low = torch.zeros_like(key).index_add_(0, index, low[order])
     high = torch.zeros_like(key).index_add_(0, index, high[order])
-    return key // (num_rows * num_columns), key // num_columns % num_rows, key % num_columns, low, high
+    return Leaves(key // (num_rows * num_columns), key // num_columns % num_rows, key % num_columns, low, high)

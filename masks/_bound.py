@@ -52,6 +52,11 @@ class Bound:
         return union(self.pattern.branches())
 
     @property
+    def num_positions(self) -> int:
+        """Positions of queries and keys are below this number."""
+        return max(self.q_offset + self.num_queries, self.k_offset + self.num_keys)
+
+    @property
     def is_self_attention(self) -> bool:
         """Whether queries and keys are the same tokens."""
         return (self.num_queries, self.q_offset) == (self.num_keys, self.k_offset)

@@ -14,6 +14,8 @@ from ._pattern import Pattern
 
 _CELLS = 1 << 20  # pairs looked at together
 _MOST_CLASSES = 1 << 6  # a side, into which a box is cut where each class of queries may see each of keys
+_SMALL = 1 << 6  # factors below are split off one by one, what is left is one factor
+_BEYOND = 1 << 33  # no two positions are as far apart
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,25 @@ def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
     The first are those of the rule's spacing, where a query's class tells that of its keys; the others what its rates
     have beside, unless that makes many classes, or diagonals settle a rule of distances sooner.
     """
-    spacing = rule.spacing()
+    spacing = min(rule.spacing(), _BEYOND)
     others = lcm(spacing, *rule.rates()) // spacing
-    return _primes(spacing), [] if rule.period() == 1 or others > _MOST_CLASSES else _primes(others)
+    return _factors(spacing), [] if rule.period() == 1 or others > _MOST_CLASSES else _factors(others)
 
 
-def _primes(number: int) -> list[int]:
-    """Its prime factors, ascending."""
-    found, factor = [], 2
-    while number > 1:
-        if factor * factor > number:
-            factor = number
+def _factors(number: int) -> list[int]:
+    """Its small prime factors, ascending, and what is left of it."""
+    found = []
+    for factor in range(2, _SMALL):
         while number % factor == 0:
             found.append(factor)
             number //= factor
-        factor += 1
-    return found
+    return [*found, number] if number > 1 else found
+
+
+def num_classes(owned: Owned, factor: int, together: bool) -> int:
+    """Parts into which `cut_classes` cuts each box: a class for each remainder, but no more than there are terms."""
+    queries, keys = (min(factor, int(side.count.max())) if len(owned) else 1 for side in (owned.box.q, owned.box.k))
+    return queries if together else queries * keys
 
 
 def cut_classes(owned: Owned, factor: int, together: bool) -> Owned:
@@ -59,7 +64,10 @@ def cut_classes(owned: Owned, factor: int, together: bool) -> Owned:
 
     With `together` only those whose queries and keys agree modulo the new step, as they do modulo the old one.
     """
-    classes = [torch.arange(len(owned)), torch.arange(factor), *([] if together else [torch.arange(factor)])]
+    if not len(owned):
+        return owned
+    queries, keys = (torch.arange(min(factor, int(side.count.max()))) for side in (owned.box.q, owned.box.k))
+    classes = [torch.arange(len(owned)), queries, *([] if together else [keys])]
     each, q_class, *others = torch.cartesian_prod(*classes).unbind(1)
     part = owned.select(each)
     q, k = _every(part.box.q, factor, q_class), part.box.k

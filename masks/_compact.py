@@ -15,9 +15,6 @@ from ._pattern import Pattern
 from ._strided import Strided
 from ._term import Shape, Term
 
-# More residue classes than this leave too few tokens in each for a kernel.
-_MAX_SPACING = 4096
-
 
 def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term] | None:
     """Terms over the active tokens of each head, equal parts folded; None if a head's rule has no such form.
@@ -130,8 +127,7 @@ def _active(base: Dilated, start: int, begin: int, end: int) -> tuple[int, int]:
 
 def _is_spaced(rule: Pattern, bound: Bound) -> bool:
     """Whether tokens fall into residue classes that do not meet, in each of which the rule is the same."""
-    spacing = rule.spacing()
-    return 1 < spacing <= min(_MAX_SPACING, bound.num_queries, bound.num_keys) and rule.period() == 1
+    return 1 < rule.spacing() <= min(bound.num_queries, bound.num_keys) and rule.period() == 1
 
 
 def _without_spacing(rule: Pattern) -> Pattern:

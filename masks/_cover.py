@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, product
 from math import prod
 
@@ -12,17 +12,18 @@ from torch import Tensor
 
 from ._algebra import And, Or
 from ._box import Squares
+from ._class_pairs import descend_blocks, descend_classes, is_dear, roots
 from ._layout import Pieces
 from ._pattern import Pattern
-from ._quadtree import Leaves, descend, range_roots, within_rows
+from ._quadtree import Leaves, Slots, descend, join_nodes
 from ._rule import Nodes, Rule, Run
 
 _MOST_ALTERNATIVES = 16
 _MOST_LEAVES = 1 << 20
 
 
-def find_leaves(rule: Rule, tables: range, rows: range, q_block: int, k_block: int) -> Iterator[Leaves]:
-    """The leaves of some tables and block rows.
+def find_leaves(rule: Rule, tables: Sequence[int], slots: Slots, q_block: int, k_block: int) -> Iterator[Leaves]:
+    """The leaves of some tables and query slots.
 
     For pairs that lie scattered, a descent from the root looks at many boxes each: where a table lists squares
     that hold them, it begins with those. Of a union, the parts with and without such squares find their blocks
@@ -30,20 +31,39 @@ def find_leaves(rule: Rule, tables: range, rows: range, q_block: int, k_block: i
     """
     parts = _alternatives(rule.pattern) if _in_order(rule) else []
     covered = {part: squares for part in parts if (squares := _covering(rule, part, tables)) is not None}
-    everywhere = range_roots(rule, tables, rows, q_block)
-    if not covered:
-        yield from descend(rule, everywhere, q_block, k_block)
+    whole = leaves_everywhere(rule, tables, slots, q_block, k_block)
+    found = [
+        descend(replace(rule, pattern=part), slots.of_nodes(nodes), q_block, k_block) for part, nodes in covered.items()
+    ]
+    if covered and (rest := [part for part in parts if part not in covered]):
+        found.append(descend(replace(rule, pattern=Or.of(*rest)), roots(rule, tables, slots), q_block, k_block))
+    yield from _together(rule, found or [whole], whole, q_block, k_block)
+
+
+def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: Slots, q_block: int, k_block: int) -> Iterator[Leaves]:
+    """The same without squares.
+
+    In an order of very many residue classes all parts of a union find their blocks apart: which classes can meet
+    is told for each by itself.
+    """
+    if not is_dear(rule, tables, slots):
+        yield from descend(rule, roots(rule, tables, slots), q_block, k_block)
         return
-    starts = [(part, within_rows(squares, rows, q_block)) for part, squares in covered.items()]
-    if rest := [part for part in parts if part not in covered]:
-        starts.append((Or.of(*rest), everywhere))
-    found = [descend(replace(rule, pattern=part), nodes, q_block, k_block) for part, nodes in starts]
+    found = [descend_classes(rule, part, tables, slots, q_block, k_block) for part in _alternatives(rule.pattern)]
+    whole = descend_classes(rule, rule.pattern, tables, slots, q_block, k_block)
+    yield from _together(rule, found, whole, q_block, k_block)
+
+
+def _together(
+    rule: Rule, found: list[Iterator[Leaves]], whole: Iterator[Leaves], q_block: int, k_block: int
+) -> Iterator[Leaves]:
+    """The leaves of the rule on the blocks of its parts; those of the `whole` where that are too many blocks."""
     if len(found) == 1:
         yield from found[0]
         return
-    leaves = _if_few(chain.from_iterable(found))
-    nodes = everywhere if leaves is None else _blocks(rule, leaves, q_block, k_block)
-    yield from descend(rule, nodes, q_block, k_block)
+    rows, columns = (-(-int(side.lengths.sum()) // block) for side, block in ((rule.q, q_block), (rule.k, k_block)))
+    blocks = _if_few(chain.from_iterable(found), rows, columns)
+    yield from whole if blocks is None else descend_blocks(rule, blocks, (rows, columns), q_block, k_block)
 
 
 def _alternatives(pattern: Pattern) -> list[Pattern]:
@@ -64,56 +84,37 @@ def _in_order(rule: Rule) -> bool:
     return all(len(side.starts) == 1 and side.step == 1 for side in (rule.q, rule.k))
 
 
-def _covering(rule: Rule, pattern: Pattern, tables: range) -> Nodes | None:
+def _covering(rule: Rule, pattern: Pattern, tables: Sequence[int]) -> Nodes | None:
     """Nodes that hold all of the pattern's pairs, each once; None if it lists no squares for one of the tables."""
     listed = [pattern.squares(rule.heads[table], rule.num_heads) for table in tables]
     known = [squares for squares in listed if squares is not None]
     if len(known) < len(tables):
         return None
-    return _joined([_nodes(rule, table, squares) for table, squares in zip(tables, known, strict=True)])
+    return join_nodes([_nodes(rule, table, squares) for table, squares in zip(tables, known, strict=True)])
 
 
 def _nodes(rule: Rule, table: int, squares: Squares) -> Nodes:
     q = _run(rule.q, table, squares.q_first, squares.side)
     k = _run(rule.k, table, squares.k_first, squares.side)
     nodes = Nodes(torch.full_like(q.piece, table), q, k)
-    return nodes.select(((q.start < q.stop) & (k.start < k.stop)).nonzero().squeeze(1))
+    return nodes.select(((q.count > 0) & (k.count > 0)).nonzero().squeeze(1))
 
 
 def _run(pieces: Pieces, table: int, first: Tensor, length: int) -> Run:
     """The slots of positions from `first` on, as far as there are any."""
     begin, last = first - pieces.firsts[table, 0], int(pieces.lengths[0])
-    return Run(torch.zeros_like(begin), begin.clamp(0, last), (begin + length).clamp(0, last))
+    start = begin.clamp(0, last)
+    return Run(torch.zeros_like(begin), start, (begin + length).clamp(0, last) - start)
 
 
-def _joined(nodes: list[Nodes]) -> Nodes:
-    def run(runs: list[Run]) -> Run:
-        return Run(*(torch.cat([getattr(each, field.name) for each in runs]) for field in fields(Run)))
-
-    return Nodes(
-        torch.cat([each.table for each in nodes]), run([each.q for each in nodes]), run([each.k for each in nodes])
-    )
-
-
-def _if_few(found: Iterable[Leaves]) -> list[Leaves] | None:
-    """All of them, or None if they are too many to hold beside what comes of them."""
-    leaves, number = [], 0
-    for some in found:
-        leaves.append(some)
-        number += len(some.row)
-        if number > _MOST_LEAVES:
-            return None
-    return leaves
-
-
-def _blocks(rule: Rule, found: list[Leaves], q_block: int, k_block: int) -> Nodes:
-    """The blocks of these leaves, each once."""
-    last_q, last_k = int(rule.q.lengths[0]), int(rule.k.lengths[0])
-    rows, columns = -(-last_q // q_block), -(-last_k // k_block)
-    key = torch.cat([(leaves.table * rows + leaves.row) * columns + leaves.column for leaves in found]).unique()
-    q, k, piece = key // columns % rows * q_block, key % columns * k_block, torch.zeros_like(key)
-    return Nodes(
-        key // (rows * columns),
-        Run(piece, q, (q + q_block).clamp(max=last_q)),
-        Run(piece, k, (k + k_block).clamp(max=last_k)),
-    )
+def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
+    """The numbers of their blocks, table by table and row by row; None if they are too many to look at again."""
+    key, new, number = torch.zeros(0, dtype=torch.int64), [], 0
+    for leaves in found:
+        new.append((leaves.table * rows + leaves.row) * columns + leaves.column)
+        number += len(leaves.row)
+        if number > _MOST_LEAVES:  # parts of blocks that are listed already count no more
+            key, new, number = torch.cat([key, *new]).unique(), [], 0
+            if len(key) > _MOST_LEAVES:
+                return None
+    return torch.cat([key, *new]).unique()

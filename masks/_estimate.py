@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._quadtree import descend, roots, some_rows
+from ._cover import leaves_everywhere
+from ._quadtree import Slots
 from ._rule import Rule
 
 _SAMPLED_BLOCKS = 1 << 14  # blocks looked at, beside those of the first rows
@@ -42,11 +43,10 @@ def _rows_of(rule: Rule, tables: Tensor, sampled: Tensor, shape: tuple[int, int,
     """(table and row in one number, blocks listed, whether they are neighbours, whether any is partial) by row."""
     num_q, num_k, q_block, k_block = shape
     rows, columns = -(-num_q // q_block), -(-num_k // k_block)
-    nodes = roots(rule, tables)
-    nodes = nodes if len(sampled) == rows else some_rows(nodes, sampled, q_block)
+    slots = Slots.of_rows(range(rows) if len(sampled) == rows else sampled, q_block)
     parts = [
         ((leaves.table * rows + leaves.row) * columns + leaves.column, leaves.low)
-        for leaves in descend(rule, nodes, q_block, k_block)
+        for leaves in leaves_everywhere(rule, tables.tolist(), slots, q_block, k_block)
     ]
     # A block that pieces share has a leaf for each, and is full where these together are.
     block, index = torch.cat([block for block, _ in parts]).unique(return_inverse=True)

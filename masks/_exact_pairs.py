@@ -5,12 +5,24 @@ from __future__ import annotations
 import torch
 
 from ._box import Box, Counts
-from ._box_parts import Owned, by_size, cut_classes, few_at_once, halves, join, look_at_pairs, residue_factors
+from ._box_parts import (
+    Owned,
+    by_size,
+    cut_classes,
+    few_at_once,
+    halves,
+    join,
+    look_at_pairs,
+    num_classes,
+    residue_factors,
+)
 from ._diagonals import settle_by_diagonals
 from ._pattern import Pattern
 
 _CELL_SIDE = 64  # boxes up to this side are looked at pair by pair
 _FRONTIER = 1 << 16  # boxes counted together
+_MOST_CLASSES = 1 << 20  # into which boxes are cut together
+_LONGEST = 1 << 20  # side of a box whose diagonals are looked at together
 
 
 def exact_pairs(rule: Pattern, box: Box) -> Counts:
@@ -26,11 +38,13 @@ def exact_pairs(rule: Pattern, box: Box) -> Counts:
     stack = [(0, part) for part in few_at_once(Owned(torch.arange(len(pairs)), box), _FRONTIER)]
     while stack:
         level, part = stack.pop()
-        if level < len(cuts):
-            rest = cut_classes(_settle(rule, part, pairs), *cuts[level])
+        classes = num_classes(part, *cuts[level]) if level < len(cuts) else 0
+        if 0 < classes <= _MOST_CLASSES:
+            left = few_at_once(_settle(rule, part, pairs), max(1, _MOST_CLASSES // classes))
+            parts = [cut_classes(some, *cuts[level]) for some in left]
         else:
-            rest = halves(_settle_all(rule, part, pairs))
-        stack.extend((level + 1, few) for few in few_at_once(rest, _FRONTIER))
+            level, parts = len(cuts), [halves(_settle_all(rule, part, pairs))]
+        stack.extend((level + 1, few) for rest in parts for few in few_at_once(rest, _FRONTIER))
     return pairs
 
 
@@ -40,7 +54,8 @@ def _settle(rule: Pattern, owned: Owned, pairs: Counts, *, by_diagonals: bool = 
     bounds = rule.count(box, num_heads=1)
     if by_diagonals:
         longer, shorter = torch.maximum(box.q.count, box.k.count), torch.minimum(box.q.count, box.k.count)
-        bounds = settle_by_diagonals(rule, box, bounds, num_heads=1, where=longer <= 2 * shorter)
+        where = (longer <= 2 * shorter) & (longer <= _LONGEST)
+        bounds = settle_by_diagonals(rule, box, bounds, num_heads=1, where=where)
     exact = bounds.low == bounds.high
     pairs.index_add_(0, owned.owner[exact], bounds.low[exact])
     return owned.select((~exact).nonzero().squeeze(1))

@@ -17,19 +17,25 @@ from ._check import require_int
 class Pieces:
     """Slots cut into runs whose positions are progressions of one step.
 
-    Run p holds the slots starts[p] to starts[p] + lengths[p] - 1; for table t the position of slot s of
-    run p is firsts[t, p] + step * (s - starts[p]).
+    Run p holds lengths[p] slots from starts[p] on, every one of them, or every strides[p]-th; for table t the position
+    of its slot number i is firsts[t, p] + step * i. Runs of a stride above 1 come in groups of that many, which begin
+    at neighbouring slots and together leave out none.
     """
 
     starts: Int64[Tensor, " P"]
     lengths: Int64[Tensor, " P"]
     firsts: Int64[Tensor, "T P"]
     step: int
+    strides: Int64[Tensor, " P"] | None = None
 
     def position(self, table: Int64[Tensor, "..."], slot: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
         """Position of each slot in the order of each table."""
         piece = torch.searchsorted(self.starts, slot, right=True) - 1
-        return self.firsts[table, piece] + self.step * (slot - self.starts[piece])
+        index = slot - self.starts[piece]
+        if self.strides is not None:  # beyond the last start of a group its runs take turns
+            stride = self.strides[piece]
+            piece, index = piece - (stride - 1) + (index - 1) % stride, (index + stride - 1) // stride
+        return self.firsts[table, piece] + self.step * index
 
 
 class Permutation:
@@ -115,6 +121,25 @@ class Layout(Permutation):
         lengths = (self.num_tokens - 1 - classes) // self.rate + 1
         starts = lengths.cumsum(0) - lengths
         return Pieces(starts, lengths, (classes + origin)[None], self.rate)
+
+    def rows(self, origin: int) -> Pieces:
+        """The same slots as runs of neighbouring tokens: the first tokens of all classes, the second, and so on.
+
+        Few where classes are many and short. Classes with one token more than others make a group of their own.
+        """
+        each, longer = divmod(self.num_tokens, self.rate)
+        groups = [
+            (first, number, held)
+            for first, number, held in ((0, longer, each + 1), (longer, self.rate - longer, each))
+            if number and held
+        ]
+        starts = torch.cat([first * (each + 1) + torch.arange(held) for first, _, held in groups])
+        firsts = torch.cat([first + origin + self.rate * torch.arange(held) for first, _, held in groups])
+        lengths, strides = (
+            torch.cat([torch.full((held,), value) for (_, _, held), value in zip(groups, values, strict=True)])
+            for values in ([number for _, number, _ in groups], [held for *_, held in groups])
+        )
+        return Pieces(starts, lengths, firsts[None], 1, strides)
 
 
 @dataclass(frozen=True)

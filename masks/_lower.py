@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
 from math import lcm
 
 from ._algebra import Every
@@ -33,6 +32,13 @@ def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) ->
     ]
 
 
-def residue_rate(branch: Pattern) -> int:
-    """The least rate of a residue-major order in which every dilated factor finds its tokens in runs."""
-    return reduce(lcm, branch.rates(), 1)
+def residue_rate(branch: Pattern, most: int) -> int:
+    """The rate, at most `most`, of a residue-major order in which dilated factors find their tokens in runs.
+
+    The least common multiple of the factors' rates, in ascending order, without those that would take it beyond `most`.
+    """
+    common = 1
+    for rate in sorted(set(branch.rates())):
+        joined = lcm(common, rate)
+        common = joined if joined <= most else common
+    return common

@@ -83,7 +83,7 @@ class _Search:
             roots = _Boxes(q.first[held], q.count[held], k.first[held], k.count[held])
             return cls(asked, q.step, k.step, roots)
         # In residue-major order what a dilated rule allows is dense.
-        q, k = _classes(asked, residue_rate(asked.rule))
+        q, k = _classes(asked, residue_rate(asked.rule, _MOST_PIECES))
         node_q, node_k = torch.cartesian_prod(torch.arange(len(q.first)), torch.arange(len(k.first))).unbind(1)
         return cls(asked, q.step, k.step, _Boxes(q.first[node_q], q.count[node_q], k.first[node_k], k.count[node_k]))
 

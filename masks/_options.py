@@ -191,8 +191,10 @@ def _fullest(option: Option, plain: Option) -> float:
 
 
 def _shared_rates(branch: Pattern, bound: Bound) -> list[int]:
-    rate = residue_rate(branch)
-    return [1, rate] if 1 < rate <= min(MAX_RESIDUE_RATE, bound.num_queries) else [1]
+    # Of a union each part is weighed in an order of its own; one that suits all has few classes.
+    most = bound.num_queries // 2 if len(_alternatives(branch)) == 1 else min(MAX_RESIDUE_RATE, bound.num_queries)
+    rate = residue_rate(branch, max(1, most))
+    return [1, rate] if rate > 1 else [1]
 
 
 def _disjoint_terms(branch: Pattern, times: int, bound: Bound, machine: Machine) -> tuple[Term, ...] | None:

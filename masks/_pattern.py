@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from math import lcm
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,7 @@ class Expression:
         return canonical(self.to_data())
 
     def to_data(self) -> dict[str, Any]:
-        """The expression as plain data for JSON: a `kind` and its parameters."""
+        """Plain data for JSON: a `kind` and its parameters."""
         raise NotImplementedError  # every concrete pattern states its own
 
     def phrase(self) -> Phrase:
@@ -65,11 +65,19 @@ class Expression:
 
     def leaves(self) -> tuple[Pattern, ...]:
         """The patterns without parts that this is composed of, each use of one."""
-        raise NotImplementedError  # Pattern, and whatever has parts
+        raise NotImplementedError
 
     def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
         """The same composition of changed leaves."""
         raise NotImplementedError
+
+    def below(self, positions: int) -> Any:
+        """The same rule where all positions are below this number: no more is drawn."""
+        return self.map_leaves(lambda leaf: leaf.below(positions)) if self.draws else self
+
+    @cached_property
+    def draws(self) -> bool:  # something for each position
+        return any(type(leaf).below is not Expression.below for leaf in self.leaves())
 
     @cached_property
     def varies(self) -> bool:
@@ -109,14 +117,13 @@ class Expression:
         from ._bound import Bound
         from ._run_time import Extent, given_tensors, num_entries, resolve
 
-        total = head_offset + num_heads if num_heads_global is None else num_heads_global
-        rule = self
+        total, rule = head_offset + num_heads if num_heads_global is None else num_heads_global, self
         if self.varies:
             rule = resolve(self, given_tensors(self), Extent(q_offset + num_queries, k_offset + num_keys))
             batch = num_entries(rule) if batch == 1 else batch
         bound = Bound(rule, num_queries, num_keys, num_heads, head_offset, total, q_offset, k_offset, batch)
         rule.check_tokens(*(range(at, at + size) for at, size in ((q_offset, num_queries), (k_offset, num_keys))))
-        return bound
+        return replace(bound, pattern=bound.pattern.below(bound.num_positions)) if rule.draws else bound
 
     def per_document(self, documents: Any) -> Any:
         """The rule counted anew from the start of each document, and no pair across documents.
@@ -277,14 +284,12 @@ def require_expression(value: object) -> Expression:
 
 def common_period(parts: tuple[Pattern, ...]) -> int | None:
     """The least shift that leaves every part as it is, or None; None too where no sequence is as long."""
-    periods = [part.period() for part in parts]
-    known = [period for period in periods if period is not None]
+    known = [period for part in parts if (period := part.period()) is not None]
     least = reduce(lcm, known, 1)
-    return least if len(known) == len(periods) and least <= LARGEST else None
+    return least if len(known) == len(parts) and least <= LARGEST else None
 
 
 def all_leaves(parts: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
-    """The leaves of all parts, one after the other."""
     return tuple(leaf for part in parts for leaf in part.leaves())
 
 

@@ -105,8 +105,8 @@ def _recommended_rate(pattern: str, num_tokens: int, num_heads: int, kind: str) 
     machine = machine_of(kind)
 
     def build() -> int:
-        rate = residue_rate(bound.union)
-        if rate == 1 or rate > min(MAX_RESIDUE_RATE, num_tokens):
+        rate = residue_rate(bound.union, min(MAX_RESIDUE_RATE, num_tokens))
+        if rate == 1:
             return 1
         residue, given = _in_layout(bound, machine, Layout(num_tokens, rate)), plan(bound, device=kind)
         tell_order(bound, residue, given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,37 +26,31 @@ class Leaves:
     high: Tensor
 
 
-def roots(rule: Rule, tables: Tensor) -> Nodes:
-    q_piece, k_piece = torch.arange(len(rule.q.starts)), torch.arange(len(rule.k.starts))
-    table, q, k = torch.cartesian_prod(tables, q_piece, k_piece).unbind(1)
-    return Nodes(
-        table,
-        Run(q, rule.q.starts[q], rule.q.starts[q] + rule.q.lengths[q]),
-        Run(k, rule.k.starts[k], rule.k.starts[k] + rule.k.lengths[k]),
-    )
+@dataclass(frozen=True)
+class Slots:
+    """Stretches of query slots, from each first to the slot before each last."""
 
+    first: Tensor
+    last: Tensor
 
-def some_rows(nodes: Nodes, rows: Tensor, q_block: int) -> Nodes:
-    """The parts of the nodes that lie in some block rows."""
-    node, row = torch.cartesian_prod(torch.arange(len(nodes)), rows).unbind(1)
-    return _within(nodes.select(node), row * q_block, (row + 1) * q_block)
+    @classmethod
+    def of_rows(cls, rows: range | Tensor, q_block: int) -> Slots:
+        """A range of block rows as one stretch, or each of some."""
+        if isinstance(rows, range):
+            return cls(torch.tensor([rows.start * q_block]), torch.tensor([rows.stop * q_block]))
+        return cls(rows * q_block, (rows + 1) * q_block)
 
+    def of_runs(self, run: Run) -> tuple[Tensor, Run]:
+        """What of runs lies in each stretch, and the number of the run that it is a part of."""
+        each, stretch = torch.cartesian_prod(torch.arange(len(run.start)), torch.arange(len(self.first))).unbind(1)
+        cut = run.select(each).within(self.first[stretch], self.last[stretch])
+        held = (cut.count > 0).nonzero().squeeze(1)
+        return each[held], cut.select(held)
 
-def range_roots(rule: Rule, tables: range, rows: range, q_block: int) -> Nodes:
-    """The roots of a range of block rows: the parts of the whole roots that lie in it."""
-    return within_rows(roots(rule, torch.arange(tables.start, tables.stop)), rows, q_block)
-
-
-def within_rows(nodes: Nodes, rows: range, q_block: int) -> Nodes:
-    """The parts of the nodes that lie in a range of block rows."""
-    return _within(nodes, torch.tensor(rows.start * q_block), torch.tensor(rows.stop * q_block))
-
-
-def _within(nodes: Nodes, first: Tensor, last: Tensor) -> Nodes:
-    """What of each node lies in query slots first to last - 1, without those of which nothing does."""
-    start, stop = torch.maximum(nodes.q.start, first), torch.minimum(nodes.q.stop, last)
-    cut = Nodes(nodes.table, Run(nodes.q.piece, start, stop), nodes.k)
-    return cut.select((start < stop).nonzero().squeeze(1))
+    def of_nodes(self, nodes: Nodes) -> Nodes:
+        """The parts of the nodes that lie in the stretches."""
+        each, q = self.of_runs(nodes.q)
+        return Nodes(nodes.table[each], q, nodes.k.select(each))
 
 
 def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Leaves]:
@@ -67,7 +61,7 @@ def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Le
         rows, columns = nodes.q.num_blocks(q_block), nodes.k.num_blocks(k_block)
         sizes = rows * columns
         if int(sizes.sum()) <= _FEW_BLOCKS:
-            nodes = _single_blocks(nodes, sizes, columns, q_block, k_block)
+            nodes = single_blocks(nodes, q_block, k_block)
             sizes = torch.ones_like(nodes.table)
         box, single = rule.boxes(nodes), sizes == 1
         bounds = rule.pattern.count(box, num_heads=rule.num_heads)
@@ -84,7 +78,7 @@ def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Le
         if bool(single.all()):
             continue
         full = (certain & ~single).nonzero().squeeze(1)
-        yield _expand(nodes.select(full), sizes[full], columns[full], q_block, k_block)
+        yield _expand(nodes.select(full), q_block, k_block)
         inner = nodes.select((occupied & ~certain & ~single).nonzero().squeeze(1))
         if len(inner):
             stack.extend(_chunks(_split(inner, q_block, k_block)))
@@ -98,25 +92,30 @@ def _chunks(nodes: Nodes) -> Iterator[Nodes]:
         yield nodes.select(part)
 
 
-def _expand(nodes: Nodes, sizes: Tensor, columns: Tensor, q_block: int, k_block: int) -> Leaves:
+def _expand(nodes: Nodes, q_block: int, k_block: int) -> Leaves:
     """All blocks of nodes that are full."""
-    single = _single_blocks(nodes, sizes, columns, q_block, k_block)
-    area = (single.q.stop - single.q.start) * (single.k.stop - single.k.start)
+    single = single_blocks(nodes, q_block, k_block)
+    area = single.q.count * single.k.count
     return Leaves(single.table, single.q.start // q_block, single.k.start // k_block, area, area)
 
 
-def _single_blocks(nodes: Nodes, sizes: Tensor, columns: Tensor, q_block: int, k_block: int) -> Nodes:
-    """The parts of the nodes that lie in one block each; `sizes` and `columns` say in how many the nodes do."""
+def single_blocks(nodes: Nodes, q_block: int, k_block: int) -> Nodes:
+    """The parts of the nodes that lie in one block each."""
+    width = nodes.k.num_blocks(k_block)
+    sizes = nodes.q.num_blocks(q_block) * width
     node = torch.repeat_interleave(sizes)
-    index, width = torch.arange(len(node)) - (sizes.cumsum(0) - sizes)[node], columns[node]
+    index, width = torch.arange(len(node)) - (sizes.cumsum(0) - sizes)[node], width[node]
     q = _nth_block(nodes.q.select(node), index // width, q_block)
-    return Nodes(nodes.table[node], q, _nth_block(nodes.k.select(node), index % width, k_block))
+    single = Nodes(nodes.table[node], q, _nth_block(nodes.k.select(node), index % width, k_block))
+    if q.stride is None and single.k.stride is None:
+        return single
+    return single.select(((q.count > 0) & (single.k.count > 0)).nonzero().squeeze(1))
 
 
 def _nth_block(run: Run, index: Tensor, block: int) -> Run:
-    """What of each run lies in the block of this number, counted from its first."""
+    """What of each run lies in the block of this number, counted from its first; strides may leap over it."""
     first = (run.start // block + index) * block
-    return Run(run.piece, torch.maximum(run.start, first), torch.minimum(run.stop, first + block))
+    return run.within(first, first + block)
 
 
 def _split(nodes: Nodes, q_block: int, k_block: int) -> Nodes:
@@ -128,9 +127,24 @@ def _split(nodes: Nodes, q_block: int, k_block: int) -> Nodes:
 
 
 def _halves(run: Run, block: int) -> tuple[Tensor, Run]:
-    middle = (run.start // block + (run.num_blocks(block) + 1) // 2) * block
-    many = (run.num_blocks(block) > 1).nonzero().squeeze(1)
+    blocks = run.num_blocks(block)
+    middle = (run.start // block + (blocks + 1) // 2) * block
+    many = (blocks > 1).nonzero().squeeze(1)
     node = torch.cat([torch.arange(len(run.start)), many])
-    start = torch.cat([run.start, middle[many]])
-    stop = torch.cat([torch.minimum(middle, run.stop), run.stop[many]])
-    return node, Run(run.piece[node], start, stop)
+    first, second = run.split(middle)
+    return node, join_runs([first, second.select(many)])
+
+
+def join_nodes(parts: Sequence[Nodes]) -> Nodes:
+    """One after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    q, k = (join_runs([getattr(part, side) for part in parts]) for side in ("q", "k"))
+    return Nodes(torch.cat([part.table for part in parts]), q, k)
+
+
+def join_runs(runs: Sequence[Run]) -> Run:
+    """One after the other; all or none have strides."""
+    strides = [run.stride for run in runs if run.stride is not None]
+    piece, start, count = (torch.cat([getattr(run, name) for run in runs]) for name in ("piece", "start", "count"))
+    return Run(piece, start, count, torch.cat(strides) if strides else None)

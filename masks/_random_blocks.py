@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,13 +19,17 @@ from ._spelling import Phrase, call
 
 _TABLES_KEPT = 8
 _LARGEST_SEED = 2**63 - 1
+_MOST_DRAWN = 1 << 25  # blocks in one table: a quarter of a gigabyte, in seconds
+_DRAWN_AHEAD = 1 << 20  # blocks drawn at least, where it is not known how many positions there are
+_DRAWN_AT_ONCE = 1 << 21  # bounds the memory of a draw
 
 
 @dataclass(frozen=True)
 class RandomBlocks(Pattern):
     """Allowed iff the query's block drew the key's block, and both positions lie below `num_tokens`.
 
-    Each global head draws for itself; with `head` all of them see what that one drew.
+    Each global head draws for itself; with `head` all of them see what that one drew. `positions` is how many of the
+    tokens are asked about, None for all: no more blocks of queries are drawn than these fill.
     """
 
     num_tokens: int
@@ -33,6 +37,7 @@ class RandomBlocks(Pattern):
     drawn: int
     seed: int
     head: int | None = None
+    positions: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         require_int("num_tokens", self.num_tokens, minimum=1)
@@ -65,11 +70,21 @@ class RandomBlocks(Pattern):
     def for_head(self, head: int, num_heads: int) -> Pattern:
         return replace(self, head=head) if self.head is None else self
 
+    def below(self, positions: int) -> Pattern:
+        return replace(self, positions=positions)
+
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return self._table(num_heads).mask_mod(self._tables_of_heads(num_heads), device)
+        return self._table(num_heads, self._rows()).mask_mod(self._tables_of_heads(num_heads), device)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        return self._table(num_heads).count(self._tables_of_heads(num_heads)[box.head], box)
+        rows = self._rows()
+        if self.positions is None and len(box.head):  # of queries that may go on forever, the rest stays in doubt
+            asked = int(box.q.first.max()) // self.block + 1
+            rows = min(rows, max(_power_of_two(asked), _DRAWN_AHEAD // self.drawn))
+        bounds = self._table(num_heads, rows).count(self._tables_of_heads(num_heads)[box.head], box)
+        if rows == self._rows():
+            return bounds
+        return Bounds(bounds.low, torch.where(box.q.last // self.block < rows, bounds.high, box.area))
 
     def reason(self, pair: Pair) -> Reason:
         sides = ((pair.the_query, pair.query), (pair.the_key, pair.key))
@@ -79,19 +94,31 @@ class RandomBlocks(Pattern):
             return Reason(self, False, f"{' and '.join(beyond)} {verb} beyond the {self.num_tokens} tokens of the draw")
         head = pair.head if self.head is None else self.head
         row, column = pair.query // self.block, pair.key // self.block
-        drawn = _table(self.num_tokens, self.block, self.drawn, self.seed, range(head, head + 1)).listed(0, row)
+        table = _draw(self.num_blocks, self.drawn, self.seed, range(head, head + 1), range(row, row + 1))
+        drawn = table.flatten().tolist()
         text = f"{pair.the_query} is in block {row}, which drew key blocks {listing(drawn)} for head {head}"
         return Reason(self, column in drawn, f"{text}; {pair.the_key} is in block {column}")
 
-    def _table(self, num_heads: int) -> BlockTable:
+    def _rows(self) -> int:
+        """The blocks of queries that are asked about."""
+        return self.num_blocks if self.positions is None else min(self.num_blocks, -(-self.positions // self.block))
+
+    def _table(self, num_heads: int, rows: int) -> BlockTable:
         heads = range(num_heads) if self.head is None else range(self.head, self.head + 1)
-        return _table(self.num_tokens, self.block, self.drawn, self.seed, heads)
+        if len(heads) * rows * self.drawn > _MOST_DRAWN:
+            raise ValueError(
+                f"random_blocks draws count blocks for each head and each block of queries, {_MOST_DRAWN} in all at "
+                f"most; got count={self.drawn} for {len(heads)} heads and {rows} blocks: draw fewer, or larger blocks"
+            )
+        return _table(self.num_tokens, self.block, self.drawn, self.seed, heads, rows)
 
     def squares(self, head: int, num_heads: int) -> Squares:
-        return self._table(num_heads).squares(int(self._tables_of_heads(num_heads)[head]))
+        return self._table(num_heads, self._rows()).squares(int(self._tables_of_heads(num_heads)[head]))
 
     def row(self, query: int, stop: int) -> Ranges:
-        return self._table(1).row(0, query, stop)
+        # For one query after the other: a table twice as large where the last one ends.
+        rows = min(self.num_blocks, _power_of_two(query // self.block + 1))
+        return self._table(1, rows).row(0, query, stop)
 
     def _tables_of_heads(self, num_heads: int) -> Tensor:
         return torch.arange(num_heads) if self.head is None else torch.zeros(num_heads, dtype=torch.int64)
@@ -108,31 +135,52 @@ def random_blocks(num_tokens: int, *, block: int = 64, count: int = 3, seed: int
 
     Kernels compute whole blocks of their own side, 128 by default: a `block` that is a multiple of it wastes
     nothing. Raises ValueError for numbers below 1, a seed outside [0, 2**63), and a count above the number of
-    blocks.
+    blocks. Only the blocks of those queries are drawn that a call has; more than 2**25 in all are a ValueError.
     """
     return RandomBlocks(num_tokens, block, count, seed)
 
 
 @lru_cache(maxsize=_TABLES_KEPT)
-def _table(num_tokens: int, block: int, drawn: int, seed: int, heads: range) -> BlockTable:
-    return BlockTable(padded(_draw(-(-num_tokens // block), drawn, seed, heads)), block, num_tokens)
+def _table(num_tokens: int, block: int, drawn: int, seed: int, heads: range, rows: int) -> BlockTable:
+    return BlockTable(padded(_draw(-(-num_tokens // block), drawn, seed, heads, range(rows))), block, num_tokens)
 
 
-def _draw(num_blocks: int, drawn: int, seed: int, heads: range) -> Tensor:
-    """(heads, block rows, drawn): distinct key blocks, ascending.
-
-    Floyd's method: for each of the last `drawn` blocks draw one up to it; where that was drawn before, take
-    the block itself.
-    """
-    head, row = torch.tensor(heads)[:, None], torch.arange(num_blocks)
+def _draw(num_blocks: int, drawn: int, seed: int, heads: range, rows: range) -> Tensor:
+    """(heads, rows, drawn): distinct key blocks of each row of blocks, ascending."""
+    head, row = torch.tensor(heads)[:, None], torch.arange(rows.start, rows.stop)
     state = _mixed(_mixed(_mixed(torch.tensor(seed)) + head) + row)
-    chosen = torch.empty(*state.shape, drawn, dtype=torch.int64)
-    for index, last in enumerate(range(num_blocks - drawn, num_blocks)):
-        upper = _shifted_right(_mixed(state + index), 32)
-        block = (upper * (last + 1)) >> 32  # below 2^32 times below 2^31: no overflow; uniform to one in 2^32
-        repeated = (chosen[..., :index] == block[..., None]).any(-1)
-        chosen[..., index] = torch.where(repeated, last, block)
-    return chosen.sort(-1).values
+    parts = [_sampled(some, num_blocks, drawn) for some in state.flatten().split(max(1, _DRAWN_AT_ONCE // drawn))]
+    return torch.cat(parts).view(*state.shape, drawn)
+
+
+def _sampled(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
+    """(rows, drawn): distinct blocks for each state, ascending.
+
+    Floyd's method: for each of the last `drawn` blocks draw one up to it; where that is taken already, take the
+    block itself. A draw is taken if an earlier draw is the same, or if it is one of the last blocks and that block
+    itself was taken for its own draw: a chain that leads to ever earlier draws, followed in steps that double.
+    """
+    index, first = torch.arange(drawn), num_blocks - drawn
+    last = first + index
+    upper = _shifted_right(_mixed(state[:, None] + index), 32)
+    block = (upper * (last + 1)) >> 32  # below 2^32 times below 2^31: no overflow; uniform to one in 2^32
+    ordered, order = block.int().sort(dim=-1, stable=True)  # half the time of int64
+    same = torch.zeros_like(block, dtype=torch.bool)
+    same[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    taken = torch.zeros_like(same).scatter_(1, order, same)
+    earlier = torch.where((block >= first) & (block < last), block - first, index)
+    while True:
+        further = earlier.gather(1, earlier)
+        taken |= taken.gather(1, earlier)
+        if torch.equal(further, earlier):
+            break
+        earlier = further
+    return torch.where(taken, last, block).int().sort(-1).values.long()
+
+
+def _power_of_two(number: int) -> int:
+    """The least that is not below a number from 1 on."""
+    return 1 << (number - 1).bit_length()
 
 
 def _mixed(state: Tensor) -> Tensor:

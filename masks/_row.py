@@ -48,8 +48,9 @@ class RowSource:
 
     def _search(self, first: int, oldest: int) -> dict[int, Tensor]:
         rows = self._rows_ahead
-        # In residue-major order the keys of a dilated rule stand in runs.
-        keys = Layout(first + rows - oldest, residue_rate(self.rule)).pieces(oldest)
+        # In residue-major order the keys of a dilated rule stand in runs, if those are as long as what bounds are for.
+        held = first + rows - oldest
+        keys = Layout(held, residue_rate(self.rule, max(1, held // _KEY_BLOCK))).pieces(oldest)
         rule = Rule(self.rule, self.num_heads, (self.head,), Layout(rows).pieces(first), keys)
         blocks = build_blocks(rule, q_block=1, k_block=_KEY_BLOCK, settle=False)
         listed, place = _pairs(rule, blocks).nonzero().unbind(1)

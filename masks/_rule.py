@@ -14,17 +14,45 @@ from ._pattern import Pattern
 
 @dataclass(frozen=True)
 class Run:
-    """Slots [start, stop) within one piece, for n nodes."""
+    """Parts of runs of slots, for n nodes: `count` slots from `start` on within one piece.
+
+    `stride` slots lie from one to the next; None where they are neighbours everywhere.
+    """
 
     piece: Tensor
     start: Tensor
-    stop: Tensor
+    count: Tensor
+    stride: Tensor | None = None
+
+    @classmethod
+    def of(cls, pieces: Pieces) -> Run:
+        """All pieces, whole."""
+        return cls(torch.arange(len(pieces.starts)), pieces.starts, pieces.lengths, pieces.strides)
 
     def select(self, index: Tensor) -> Run:
-        return Run(self.piece[index], self.start[index], self.stop[index])
+        stride = None if self.stride is None else self.stride[index]
+        return Run(self.piece[index], self.start[index], self.count[index], stride)
+
+    @property
+    def last(self) -> Tensor:
+        """The last slot of each; none may be empty."""
+        return self.start + (self.count - 1 if self.stride is None else (self.count - 1) * self.stride)
 
     def num_blocks(self, block: int) -> Tensor:
-        return (self.stop - 1) // block - self.start // block + 1
+        """Blocks from that of the first slot to that of the last."""
+        return self.last // block - self.start // block + 1
+
+    def split(self, slot: Tensor) -> tuple[Run, Run]:
+        """What lies before a slot of each, and what lies from it on; either may be empty."""
+        ahead, stride = slot - self.start, self.stride
+        number = ahead if stride is None else (ahead + stride - 1) // stride
+        number = number.clamp(min=0).minimum(self.count)
+        begin = self.start + (number if stride is None else number * stride)
+        return Run(self.piece, self.start, number, stride), Run(self.piece, begin, self.count - number, stride)
+
+    def within(self, first: Tensor, last: Tensor) -> Run:
+        """What of each lies in slots first to last - 1; may be empty."""
+        return self.split(last)[0].split(first)[1]
 
 
 @dataclass(frozen=True)
@@ -44,7 +72,8 @@ class Nodes:
 class Rule:
     """A pattern over the slots of two layouts: what the builder classifies and settles.
 
-    `heads` are the global heads that need a table each; `q` and `k` hold a row of firsts for each of them.
+    `heads` are the global heads that need a table each; `q` and `k` hold a row of firsts for each of them. `rows` is
+    the same in other pieces, where an order of many short residue classes has them.
     """
 
     pattern: Pattern
@@ -52,10 +81,11 @@ class Rule:
     heads: tuple[int, ...]
     q: Pieces
     k: Pieces
+    rows: Rule | None = None
 
     def boxes(self, nodes: Nodes) -> Box:
         heads = torch.tensor(self.heads)
-        return Box(heads[nodes.table], _span(self.q, nodes.table, nodes.q), _span(self.k, nodes.table, nodes.k))
+        return Box(heads[nodes.table], span(self.q, nodes.table, nodes.q), span(self.k, nodes.table, nodes.k))
 
     def allowed(self, table: Tensor, q_slot: Tensor, k_slot: Tensor) -> Tensor:
         """The rule elementwise, over broadcast tables and slots; ValueError where a table in it ends too early."""
@@ -70,6 +100,8 @@ class Rule:
             raise ValueError(f"{self.pattern!r} has no answer for {', '.join(asked)}: {error}") from error
 
 
-def _span(pieces: Pieces, table: Tensor, run: Run) -> Progression:
-    first = pieces.firsts[table, run.piece] + pieces.step * (run.start - pieces.starts[run.piece])
-    return Progression(first, pieces.step, run.stop - run.start)
+def span(pieces: Pieces, table: Tensor, run: Run) -> Progression:
+    """The positions of each run in its table."""
+    index = run.start - pieces.starts[run.piece]
+    index = index if run.stride is None else index // run.stride
+    return Progression(pieces.firsts[table, run.piece] + pieces.step * index, pieces.step, run.count)

@@ -22,6 +22,7 @@ from ._tiled import Tiled
 from ._tiling import Tiling
 from ._weights import PairWeights, Weights
 
+_MANY_CLASSES = 1 << 8  # of an order: with as many or more, pairs of them may be more than blocks
 Shape = Literal["dense", "causal", "strip", "blocks"]
 
 
@@ -125,7 +126,11 @@ class Term:
     def _slot_rule(self, distinct: tuple[int, ...]) -> Rule:
         heads = tuple(self.heads[index] + self.head_offset for index in distinct)
         pattern, q, k = self._in_pieces()
-        return Rule(pattern, self.num_heads_global, heads, _select(q, distinct), _select(k, distinct))
+        rule = Rule(pattern, self.num_heads_global, heads, _select(q, distinct), _select(k, distinct))
+        if not isinstance(self.q, Layout) or not isinstance(self.k, Layout) or self.q.rate < _MANY_CLASSES:
+            return rule
+        q, k = self.q.rows(self.q_offset), self.k.rows(self.k_offset)
+        return replace(rule, rows=replace(rule, q=_select(q, distinct), k=_select(k, distinct)))
 
     def _in_pieces(self) -> tuple[Pattern, Pieces, Pieces]:
         """A pattern, and both sides as runs of what it takes for positions."""
@@ -211,7 +216,7 @@ def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
     """The firsts of some heads; a shared layout has one row for all of them."""
     shared = len(pieces.firsts) == 1
     firsts = pieces.firsts.expand(len(tables), -1) if shared else pieces.firsts[list(tables)]
-    return Pieces(pieces.starts, pieces.lengths, firsts, pieces.step)
+    return replace(pieces, firsts=firsts)
 
 
 def _on_progressions(

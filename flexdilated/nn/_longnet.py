@@ -70,7 +70,7 @@ class LongNet(nn.Module):
             raise ValueError(
                 "with a mesh the tokens stay in their order: layout must be 'auto' or 'natural'; got 'residue'"
             )
-        self.residue_rate = masks.layout(self.pattern, 1).rate
+        self.residue_rate = masks.layout(self.pattern, max(config.segment_lengths)).rate
         factory = {"device": device, "dtype": dtype}
         self.embedding: nn.Embedding | None = None
         self.head: nn.Linear | None = None

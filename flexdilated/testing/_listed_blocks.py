@@ -67,7 +67,7 @@ def _draw_any(dense: DenseRule, generator: torch.Generator) -> _Case:
     def below(size: int) -> int:
         return int(torch.randint(size, (), generator=generator))
 
-    tokens, rates = dense.num_tokens, (*_RATES, residue_rate(dense.pattern))
+    tokens, rates = dense.num_tokens, (*_RATES, residue_rate(dense.pattern, dense.num_tokens))
     keys, queries = 1 + below(tokens), 1 + below(tokens)
     if below(2):  # self-attention
         queries, q_offset = keys, 0

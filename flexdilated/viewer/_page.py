@@ -77,14 +77,15 @@ def _bound(pattern: Expression, num_queries: int, num_keys: int, num_heads: int,
 
 def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
     """What the page knows of the pattern."""
-    rate = residue_rate(union(pattern.branches()))
+    most = min(_MOST_RESIDUES, bound.num_queries, bound.num_keys)
+    rate = residue_rate(union(pattern.branches()), most)
     pairs = zip(pattern.branches(), bound.pattern.branches(), strict=True)
     return {
         "phrase": shortened(pattern.phrase().text, _LONGEST_PATTERN),
         "num_queries": bound.num_queries,
         "num_keys": bound.num_keys,
         "num_heads": bound.num_heads,
-        "residue": rate if 1 < rate <= min(_MOST_RESIDUES, bound.num_queries, bound.num_keys) else None,
+        "residue": rate if rate > 1 else None,
         "branches": [rule_data(written, branch) for written, branch in pairs],
     }
 

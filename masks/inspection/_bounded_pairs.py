@@ -18,6 +18,7 @@ from .._box_parts import (
     few_at_once,
     halves,
     look_at_pairs,
+    num_classes,
     residue_factors,
 )
 from .._diagonals import settle_by_diagonals
@@ -104,9 +105,10 @@ class _Search:
 
     def _by_classes(self, box: Box, cuts: _Cuts) -> PairCounts:
         (factor, together), *others = cuts
-        if not self.looks.afford(len(box.head) * factor ** (1 if together else 2)):
+        whole = Owned(torch.arange(len(box.head)), box)
+        if not self.looks.afford(len(whole) * num_classes(whole, factor, together)):
             return self._closely(box)
-        parts = cut_classes(Owned(torch.arange(len(box.head)), box), factor, together)
+        parts = cut_classes(whole, factor, together)
         return self._of_parts(parts, len(box.head), others)
 
     def _closely(self, box: Box) -> PairCounts:

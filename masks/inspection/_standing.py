@@ -62,8 +62,8 @@ def standings(
 ) -> tuple[Standing, ...]:
     """In the natural order, and for as many keys as queries in the residue-major one, if the rule has rates for it."""
     whole = union(rule.branches())
-    rate = residue_rate(whole) if num_queries == num_keys else 1
-    rates = (1, rate) if 1 < rate <= num_queries else (1,)
+    rate = residue_rate(whole, num_queries) if num_queries == num_keys else 1
+    rates = (1, rate) if rate > 1 else (1,)
     return tuple(_standing(whole, pair, num_queries, num_keys, block_size, each) for each in rates)
 
 

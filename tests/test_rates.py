@@ -1,0 +1,294 @@
+"""Rates of any size: orders, plans and blocks of large and coprime ones, in work that tokens bound, and exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.masks import _random_blocks, recipes
+from flexdilated.masks._algebra import And
+from flexdilated.masks._box import Box, Progression
+from flexdilated.masks._check import LARGEST
+from flexdilated.masks._exact_pairs import exact_pairs
+from flexdilated.masks._lower import residue_rate, shared_terms
+from flexdilated.masks._pattern import Pattern
+from flexdilated.masks._planner import plan
+from flexdilated.masks._query_pairs import pairs_of_queries
+from flexdilated.masks.inspection._cells import count_cells
+
+# N tokens
+
+MILLION = 1 << 20
+_MOST_LOOKS = 32  # boxes for each pair of tokens that all faces of a pattern together ask about
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """A pattern, and its rule in Python's integers."""
+
+    pattern: Pattern
+    rule: Callable[[int, int], bool]
+
+    def table(self, num_tokens: int) -> Tensor:
+        return torch.tensor([[self.rule(q, k) for k in range(num_tokens)] for q in range(num_tokens)])
+
+
+@st.composite
+def numbers(draw: st.DrawFn, least: int = 1) -> int:
+    """From 1 to 2**31 - 1, every number of bits as often."""
+    bits = draw(st.integers(1, 31))
+    return max(least, draw(st.integers(1 << (bits - 1), (1 << bits) - 1)))
+
+
+@st.composite
+def leaves(draw: st.DrawFn) -> Ruled:
+    a, b = draw(numbers()), draw(numbers())
+    low, high = min(a, b), max(a, b)
+    kinds = [
+        Ruled(masks.causal(), lambda q, k: k <= q),
+        Ruled(masks.strided(a), lambda q, k: (q - k) % a == 0),
+        Ruled(masks.chunked(a), lambda q, k: q // a == k // a),
+        Ruled(masks.fixed(high, summary=low), lambda q, k: k % high >= high - low),
+        Ruled(masks.landmark_tokens(a), lambda q, k: q % a == 0 or k % a == 0),
+        Ruled(masks.global_tokens(a), lambda q, k: q < a or k < a),
+        Ruled(masks.local_window(left=a, right=b), lambda q, k: -a <= k - q <= b),
+        Ruled(masks.dilated(a, b), lambda q, k: q // a == k // a and q % a % b == 0 == k % a % b),
+        Ruled(
+            masks.dilated(a, high, low - 1), lambda q, k: q // a == k // a and q % a % high == low - 1 == k % a % high
+        ),
+        Ruled(
+            masks.dilated_window(left=low, right=b, rate=a),
+            lambda q, k: (k - q) % a == 0 and -low * a <= k - q <= b * a,
+        ),
+        Ruled(masks.blockwise(masks.causal(), a), lambda q, k: k // a <= q // a),
+    ]
+    return draw(st.sampled_from(kinds))
+
+
+def _joined(left: Ruled, right: Ruled, operator: str) -> Ruled:
+    if operator == "and":
+        return Ruled(left.pattern & right.pattern, lambda q, k: left.rule(q, k) and right.rule(q, k))
+    if operator == "or":
+        return Ruled(left.pattern | right.pattern, lambda q, k: left.rule(q, k) or right.rule(q, k))
+    return Ruled(left.pattern & ~right.pattern, lambda q, k: left.rule(q, k) and not right.rule(q, k))
+
+
+def ruled() -> st.SearchStrategy[Ruled]:
+    pairs = st.builds(_joined, leaves(), leaves(), st.sampled_from(["and", "or", "less"]))
+    return st.one_of(leaves(), pairs, st.builds(_joined, pairs, leaves(), st.sampled_from(["and", "or"])))
+
+
+def _tensors(num_tokens: int) -> Tensor:
+    return torch.randn(3, 1, 1, num_tokens, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def _dense(table: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~table, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0) @ v
+
+
+@settings(max_examples=40)
+@given(ruled(), st.integers(1, 96), st.sampled_from([1, 7, 16, 128]))
+def test_the_dense_rule_for_any_numbers(case, N, side):
+    """Each face of the pattern; boxes that bounds are asked about are few, whatever the numbers."""
+    pattern, table = case.pattern, case.table(N)
+    with pytest.MonkeyPatch.context() as patch:
+        masks.cache().clear()
+        asked = _boxes_of(patch, type(pattern))
+        order = masks.layout(pattern, N)
+        assert 1 <= order.rate <= N
+        mod = pattern.bind(num_heads=1, num_queries=N, num_keys=N).mask_mod()
+        zero, position = torch.tensor(0), torch.arange(N)
+        assert torch.equal(mod(zero, zero, position[:, None], position), table)
+        for layout in (None, order):
+            mask = masks.block_mask(pattern, N, num_heads=1, layout=layout, block_size=side)
+            place = position if layout is None else layout.positions()
+            assert torch.equal(mask.to_dense()[0, 0].bool(), _in_blocks(table[place][:, place], side))
+        assert int(count_cells(pattern, N, shape=(1, 1)).low.sum()) == int(table.sum())
+        one = torch.tensor([0]), Progression(torch.tensor([0]), 1, torch.tensor([N]))
+        assert int(exact_pairs(pattern, Box(one[0], one[1], one[1]))) == int(table.sum())
+        q, k, v = _tensors(N)
+        expected = _dense(table, q, k, v)
+        for layout in (None, order):
+            x = [each if layout is None else layout.apply(each) for each in (q, k, v)]
+            out = fd.attend(*x, pattern, layout=layout, engine="tiles")
+            torch.testing.assert_close(out if layout is None else layout.invert(out), expected, rtol=1e-9, atol=1e-9)
+        assert sum(asked) < _MOST_LOOKS * (N + 8) ** 2
+
+
+@settings(max_examples=20)
+@given(ruled(), st.integers(1, 64))
+def test_told_and_decoded_for_any_numbers(case, N):
+    """What is told of a pattern, and one token after the other."""
+    table = case.table(N).tril()
+    pattern = case.pattern & masks.causal()
+    assert masks.describe(pattern, N, num_heads=1).useful_pairs == int(table.sum())
+    assert masks.explain(pattern, query=N - 1, key=0, num_tokens=N).allowed == bool(table[N - 1, 0])
+    q, k, v = _tensors(N)
+    cache = fd.KVCache(pattern, num_heads=1)
+    with torch.no_grad():
+        out = torch.cat([cache.attend(*each) for each in zip(*(x.split(1, 2) for x in (q, k, v)), strict=True)], 2)
+    torch.testing.assert_close(out, _dense(table, q, k, v), rtol=1e-9, atol=1e-9)
+
+
+def _in_blocks(table: Tensor, side: int) -> Tensor:
+    rows = -(-len(table) // side)
+    padded = torch.zeros(rows * side, rows * side, dtype=torch.bool)
+    padded[: len(table), : len(table)] = table
+    return padded.view(rows, side, rows, side).any(3).any(1)
+
+
+def _boxes_of(patch: pytest.MonkeyPatch, kind: type[Pattern]) -> list[int]:
+    """How many boxes patterns of this kind are asked about, call by call."""
+    asked, count = [], kind.count
+
+    def counted(self, box, *, num_heads):
+        asked.append(len(box.head))
+        return count(self, box, num_heads=num_heads)
+
+    patch.setattr(kind, "count", counted)
+    return asked
+
+
+@given(st.lists(numbers(), min_size=1, max_size=20), numbers())
+def test_common_rates_are_bounded(rates, most):
+    """No order has more residue classes than are useful; rates that fit are all in."""
+    pattern = masks.every()
+    for rate in rates:
+        pattern = pattern & masks.strided(rate)
+    common = residue_rate(pattern, most)
+    assert 1 <= common <= most
+    fitting = [rate for rate in rates if common % rate == 0]
+    assert common == 1 or fitting
+    assert all(masks.layout(masks.strided(rate), most).rate == (rate if rate <= most else 1) for rate in rates)
+
+
+COPRIME = {
+    "two primes": masks.strided(65537) | masks.strided(65539),
+    "many branches": masks.longnet([64 * r for r in range(6, 60, 4)], list(range(6, 60, 4))),
+    "beyond int64": masks.strided(LARGEST) | masks.strided(LARGEST - 1) | masks.strided(LARGEST - 2),
+}
+
+
+@pytest.mark.parametrize("pattern", COPRIME.values(), ids=COPRIME)
+def test_no_error_names_a_rate_that_nobody_gave(pattern):
+    N = 60
+    assert masks.layout(pattern, N).rate <= N
+    q, k, v = _tensors(N)
+    expected = fd.attend(q, k, v, pattern & masks.causal(), engine="reference")
+    cache = fd.KVCache(pattern & masks.causal(), num_heads=1)
+    with torch.no_grad():
+        out = torch.cat([cache.attend(*each) for each in zip(*(x.split(1, 2) for x in (q, k, v)), strict=True)], 2)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("num_tokens", [64, 5000, MILLION])
+def test_products_of_large_primes_are_not_factored(num_tokens):
+    pattern = masks.strided(2147483647) & masks.strided(2147483629)
+    assert int(count_cells(pattern, num_tokens, shape=(4, 4)).low.sum()) == num_tokens
+
+
+LARGE_ORDERS = {
+    "fixed": (recipes.sparse_transformer_fixed(4096), 1 << 13, 4096),
+    "strided": ((masks.strided(4093) | masks.local_window(left=64, right=0)) & masks.causal(), 1 << 13, 4093),
+    "summaries": (masks.fixed(1021) & masks.causal(), 1 << 16, 1021),
+    "classes alone": (masks.strided(8191) & masks.causal(), 1 << 17, 8191),
+}
+
+
+@pytest.mark.parametrize(("pattern", "N", "rate"), LARGE_ORDERS.values(), ids=LARGE_ORDERS)
+def test_classes_of_few_tokens_cost_no_box_a_pair(pattern, N, rate, monkeypatch):
+    """Boxes asked about grow with the blocks that are listed, not with pairs of residue classes."""
+    bound = pattern.bind(num_heads=1, num_queries=N, num_keys=N)
+    (term,) = shared_terms(bound.union, 1, bound, rate)
+    asked = _boxes_of(monkeypatch, And)
+    blocks = term.blocks(128, 128)
+    assert sum(asked) < 32 * len(blocks.row) + 8 * rate
+    assert sum(asked) < rate**2 / 16
+
+
+# At most so many pairs are computed for each that is wanted, over a million tokens; in natural order 64 to 126.
+PLANNED = {
+    "strided": (masks.strided(9973), 2),
+    "strided, causal": (masks.strided(9973) & masks.causal(), 4),
+    "strided, composite": (masks.strided(8192) & masks.causal(), 4),
+    "fixed": (masks.fixed(9973), 2),
+    "fixed, causal": (masks.fixed(9973) & masks.causal(), 4),
+    "few tokens in a class": (masks.strided(100_003), 20),
+    "window": (masks.dilated_window(left=3, right=3, rate=9973), 32),
+}
+
+
+@pytest.mark.parametrize(("pattern", "most"), PLANNED.values(), ids=PLANNED)
+def test_large_strides_compute_little_that_is_not_wanted(pattern, most):
+    bound = pattern.bind(num_heads=1, num_queries=MILLION, num_keys=MILLION)
+    wanted = int(pairs_of_queries(pattern, torch.tensor([0]), torch.tensor([MILLION]), MILLION))
+    assert wanted <= plan(bound).cost.computed_pairs <= most * wanted
+
+
+@given(numbers(), st.integers(1, 40), st.integers(0, 2**63 - 1), st.integers(1, 40))
+def test_draws_are_floyds(num_blocks, drawn, seed, rows):
+    """One draw after the other, as the method is written."""
+    drawn, rows = min(drawn, num_blocks), min(rows, num_blocks)
+    found = _random_blocks._draw(num_blocks, drawn, seed, range(1), range(rows))[0]
+    mixed = _random_blocks._mixed
+    state = mixed(mixed(mixed(torch.tensor(seed)) + 0) + torch.arange(rows))
+    for row in range(rows):
+        chosen: set[int] = set()
+        for index, last in enumerate(range(num_blocks - drawn, num_blocks)):
+            upper = int(_random_blocks._shifted_right(mixed(state[row] + index), 32))
+            block = (upper * (last + 1)) >> 32
+            chosen.add(last if block in chosen else block)
+        assert found[row].tolist() == sorted(chosen)
+
+
+@settings(max_examples=30)
+@given(numbers(), numbers(), st.integers(1, 40), st.integers(1, 96))
+def test_draws_are_of_the_tokens_that_there_are(num_tokens, block, drawn, N):
+    """However many tokens the draw is for, no more rows are drawn than a call has."""
+    drawn = min(drawn, -(-num_tokens // block))
+    pattern = masks.random_blocks(num_tokens, block=block, count=drawn)
+    bound = pattern.bind(num_heads=1, num_queries=N, num_keys=N)
+    with pytest.MonkeyPatch.context() as patch:
+        made = _rows_drawn(patch)
+        position = torch.arange(N)
+        table = bound.mask_mod()(torch.tensor(0), torch.tensor(0), position[:, None], position)
+        rows = [pattern.row(query, N) for query in range(N)]
+        counted = int(count_cells(pattern, N, shape=(1, 1)).low.sum())
+        masks.block_mask(pattern, N, num_heads=1, block_size=16)
+        (pattern & masks.causal()).bind(num_heads=1, num_queries=N, num_keys=N).count(
+            Box(torch.tensor([0]), *(Progression(torch.tensor([0]), 1, torch.tensor([N])),) * 2)
+        )
+        assert sum(made) < 20 * N + 64
+    assert counted == int(table.sum())
+    for query, keys in enumerate(rows):
+        assert keys is not None
+        assert sorted(key for run in keys for key in run) == table[query].nonzero().squeeze(1).tolist()
+
+
+def _rows_drawn(patch: pytest.MonkeyPatch) -> list[int]:
+    made, draw = [], _random_blocks._draw
+    _random_blocks._table.cache_clear()
+
+    def drawn(num_blocks, drawn, seed, heads, rows):
+        made.append(len(heads) * len(rows))
+        return draw(num_blocks, drawn, seed, heads, rows)
+
+    patch.setattr(_random_blocks, "_draw", drawn)
+    return made
+
+
+def test_draws_beyond_memory_are_refused():
+    pattern = masks.random_blocks(LARGEST, block=1, count=10**6)
+    with pytest.raises(ValueError, match=r"33554432 in all at most; got count=1000000 for 4 heads and 64 blocks"):
+        masks.block_mask(pattern, 64, num_heads=4)
+    with pytest.raises(ValueError, match=r"got count=3 for 1 heads and 2147483647 blocks"):
+        masks.random_blocks(LARGEST, block=1).mask_mod(num_heads=1, device=torch.device("cpu"))
