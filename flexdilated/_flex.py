@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ._flex_function import Call, compiled_flex
-from ._hidden import Hidden, hidden_of_blocks
+from ._operands import Hidden, hidden_of_blocks
 from ._pick import Pick, join, make_pick, pick_of, take, take_ahead
 from ._placed_sides import key_side, query_side
 from ._score_mod import Indices, ScoreMod, indices_of, with_bias

@@ -14,7 +14,7 @@ from ._flex import FlexProgram, run_flex
 from ._flex_parts import heads_of_part, joined, key_of_part, kv_head_parts
 from ._flex_program import blank_program, run_time_program, static_program
 from ._flex_tables import flex_tables, with_tables
-from ._kernel import readable
+from ._operands import readable
 from ._score_mod import ScoreMod
 from ._tune_choices import chosen
 

@@ -15,7 +15,7 @@ from ._call_key import CallKey
 from ._flat_op import flat_op
 from ._flex import FlexProgram, FlexStep
 from ._flex_program import blank_program, list_width, run_time_program
-from ._hidden import Hidden
+from ._operands import Hidden
 from .masks._run_time import tables
 
 # B batch entries, H mask heads, R rows, C columns, W blocks in a row at most

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _kernel_cuda
+from ._operands import readable
 
 # B batch, H query heads, G key/value heads, F folds, Q queries, K keys, D head dim
 
@@ -139,15 +140,6 @@ def flash_backward(
         assert mask is None
         dq, dk, dv = _kernel_cuda.backward(grad_out, q, k, v, out, lse, scale=scale, is_causal=is_causal)
     return dq if factor == 1.0 else dq * factor, dk, dv
-
-
-def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
-    """x with the numbers of a row side by side in memory: kernels rely on that, and few of them check it.
-
-    A copy where x lies otherwise, which happens after `transpose`, `stack(..., -1)`, `expand` and steps over channels.
-    """
-    x = x.resolve_neg()
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _is_better_in_float32(q: Float[Tensor, "B H Q D"]) -> bool:

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._hidden import Hidden
+from ._operands import Hidden
 from ._score_mod import ScoreMod, new_score
 from .masks import Bound
 from .masks._run_time import num_entries

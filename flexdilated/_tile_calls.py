@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
-from ._hidden import Hidden, hidden_slots
+from ._operands import Hidden, hidden_slots
 from ._tile_masks import added, distinct_masks, random_numbers
 from ._tile_stretches import Listed, Stretches, evenly
 from .masks._blocks import Blocks, Places, evaluate

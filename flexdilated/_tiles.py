@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 
 from . import _kernel, _tile_blocks
 from ._gather import Picked, Side, Whole, claim_rows, side
-from ._hidden import Hidden, keys_after_queries
-from ._kernel import Operands, readable
+from ._kernel import Operands
+from ._operands import Hidden, keys_after_queries, readable
 from ._placed_sides import key_side, query_side
 from ._sinks import add_sinks
 from ._tile_calls import Calls, plan_calls

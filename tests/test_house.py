@@ -64,7 +64,16 @@ PUBLIC = {
     distributed: ["BufferPool", "Sharding", "Traffic", "attend", "pool", "shard", "traffic", "unshard"],
     viewer: ["Ranks", "page"],
     testing: [
-        *("Calls", "CheckResult", "MODULE_CHECKS", "ModuleReport", "assert_attention_close", "check_attention_module"),
+        *(
+            "Calls",
+            "CheckResult",
+            "MEMORY_LAYOUTS",
+            "MODULE_CHECKS",
+            "laid_out",
+            "ModuleReport",
+            "assert_attention_close",
+            "check_attention_module",
+        ),
         *("check_pattern", "examine_attention_module", "identity_projections"),
     ],
     masks: [

@@ -1,8 +1,9 @@
-"""Hidden slots: queries of a term that see no key, and keys that no query sees. What they hold reaches nothing.
+"""Operands as kernels may read them: rows side by side in memory, and nothing in hidden slots.
 
-Kernels compute whole blocks, and in a block a weight of 0 times NaN is NaN. So hidden slots are cleared before a kernel
-reads them. A key that some queries of its block see and others do not is beyond that, as it is in
-`scaled_dot_product_attention`: a NaN there reaches rows of the whole block.
+Hidden are queries of a term that see no key, and keys that no query sees: what they hold reaches nothing. Kernels
+compute whole blocks, in which a weight of 0 times NaN is NaN, so hidden slots are cleared before. A key that some
+queries of its block see and others do not is beyond that, as it is in `scaled_dot_product_attention`: a NaN there
+reaches rows of the whole block.
 """
 
 from __future__ import annotations
@@ -24,6 +25,15 @@ from .masks._term import Term
 # E batch entries that differ, X heads of a term or 1 for all, Q query slots, K key slots, n blocks, U distinct masks
 
 _AT_ONCE = 1 << 14  # blocks whose rows and columns are marked at once
+
+
+def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
+    """x with the numbers of a row side by side in memory: kernels rely on that, and few of them check it.
+
+    A copy where x lies otherwise, which happens after `transpose`, `stack(..., -1)`, `expand` and steps over channels.
+    """
+    x = x.resolve_neg()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 @dataclass(frozen=True, eq=False)
