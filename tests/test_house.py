@@ -64,17 +64,8 @@ PUBLIC = {
     distributed: ["BufferPool", "Sharding", "Traffic", "attend", "pool", "shard", "traffic", "unshard"],
     viewer: ["Ranks", "page"],
     testing: [
-        *(
-            "Calls",
-            "CheckResult",
-            "MEMORY_LAYOUTS",
-            "MODULE_CHECKS",
-            "laid_out",
-            "ModuleReport",
-            "assert_attention_close",
-            "check_attention_module",
-        ),
-        *("check_pattern", "examine_attention_module", "identity_projections"),
+        *("Calls", "CheckResult", "MEMORY_LAYOUTS", "MODULE_CHECKS", "ModuleReport", "assert_attention_close"),
+        *("check_attention_module", "check_pattern", "examine_attention_module", "identity_projections", "laid_out"),
     ],
     masks: [
         *("BlockRates", "Bound", "EMPTY", "FULL", "Layout", "Machine", "Mixture", "PARTIAL", "Pattern", "block_list"),
