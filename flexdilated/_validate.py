@@ -32,8 +32,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
         raise ValueError(f"k and v must have one shape; got {_shape(k)} and {_shape(v)}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q, k and v must agree in batch and head dim; got q {_shape(q)} and k {_shape(k)}")
-    if 0 in q.shape or 0 in k.shape:
-        raise ValueError(f"q, k and v need at least one of everything; got q {_shape(q)} and k {_shape(k)}")
+    if q.shape[3] == 0:
+        raise ValueError(f"the head dim must be at least 1; got q {_shape(q)}")
     _check_heads(q.shape[1], k.shape[1], enable_gqa)
 
 
@@ -81,7 +81,7 @@ def check_dropout(dropout_p: float) -> None:
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
-    if num_heads % num_kv_heads:
+    if num_heads % num_kv_heads if num_kv_heads else num_heads:
         raise ValueError(
             f"the query heads must be a multiple of the key/value heads; got {num_heads} and {num_kv_heads}"
         )
@@ -125,8 +125,13 @@ def check_sizes(
     return heads
 
 
-def run_time_tensors(pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None) -> list[Tensor]:
-    """The tensors that a pattern needs when it runs, in the order of their names: those it carries and those given."""
+def run_time_tensors(
+    pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None, *, has_values: bool = True
+) -> list[Tensor]:
+    """The tensors that a pattern needs when it runs, in the order of their names: those it carries and those given.
+
+    A call of meta tensors, which has no values, needs none of these tensors either.
+    """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
     needed = _needed(pattern.text) if torch.compiler.is_compiling() else names(pattern)
@@ -143,7 +148,7 @@ def run_time_tensors(pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] 
     for name in needed:
         if name not in found:
             raise ValueError(missing(name))
-    return [require_values(name, found[name]) for name in needed]
+    return [require_values(name, found[name]) for name in needed] if has_values else []
 
 
 def _needed(pattern: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._attend import attend
+from .._attend import attend, autocast_dtype
 from .._engines import check_engine
 from ..masks import causal as causal_pattern
 from ..masks._check import require_bool, require_finite, require_int
@@ -192,7 +192,7 @@ class MultiheadDilatedAttention(nn.Module):
         weight = self.out_proj.weight
         if x.device != weight.device:
             raise ValueError(f"{name} must be on the module's device {weight.device}; got {x.device}")
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
             raise ValueError(f"{name} must have the module's dtype {weight.dtype}; got {x.dtype}")
 
     def extra_repr(self) -> str:
