@@ -20,6 +20,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+        require_dense(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have the 4 dims (batch, heads, tokens, head dim); got {_shape(tensor)}")
         if tensor.dtype not in _DTYPES:
@@ -35,6 +36,16 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
     if q.shape[3] == 0:
         raise ValueError(f"the head dim must be at least 1; got q {_shape(q)}")
     _check_heads(q.shape[1], k.shape[1], enable_gqa)
+
+
+def require_dense(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a nested tensor."""
+    if tensor.is_nested:
+        raise ValueError(
+            f"{name} must be a dense tensor; got a nested one: call once a sequence, pad them and give a "
+            "key_padding_mask, or pack them and take masks.documents. Where torch's encoder made it, build "
+            "nn.TransformerEncoder(..., enable_nested_tensor=False), or set use_nested_tensor = False on it"
+        )
 
 
 def check_sinks(sinks: object, q: Tensor) -> None:

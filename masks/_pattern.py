@@ -271,8 +271,18 @@ class Mixture(Expression):
 def require_expression(value: object) -> Expression:
     """The value itself, if it is a pattern or mixture; TypeError otherwise."""
     if not isinstance(value, Expression):
-        raise TypeError(f"pattern must be a pattern or mixture from flexdilated.masks; got {type(value).__name__}")
+        kind = type(value).__name__
+        raise TypeError(f"pattern must be a pattern or mixture from flexdilated.masks; got {kind}{_instead(kind, value)}")
     return value
+
+
+def _instead(kind: str, value: object) -> str:
+    """What to write for other ways to say who attends to whom."""
+    if kind == "BlockMask":
+        return ": give masks.custom the function that it was made from, masks.custom(block_mask.mask_mod)"
+    if isinstance(value, Tensor):
+        return ": give masks.custom a function that reads it, masks.custom(lambda b, h, q, k: mask[q, k])"
+    return ": give it to masks.custom, as masks.custom(fn)" if callable(value) else ""
 
 
 def common_period(parts: tuple[Pattern, ...]) -> int | None:

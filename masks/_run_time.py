@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from ._ambient import plans
 from ._algebra import Every
 from ._box import Bounds, Box
 from ._local_window import LocalWindow
@@ -184,6 +185,7 @@ def run_time_leaves(pattern: Expression) -> tuple[RunTime, ...]:
     return tuple(leaf for leaf in pattern.leaves() if isinstance(leaf, RunTime))
 
 
+@plans
 def resolve(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Expression:
     """The pattern with its run-time tensors' values in place. Raises ValueError for one that is missing or unfit."""
     if not run_time_leaves(pattern):
@@ -204,6 +206,7 @@ def entry(pattern: Expression, batch: int) -> Expression:
     return pattern.map_leaves(lambda leaf: leaf.entry(batch) if isinstance(leaf, Table) else leaf)
 
 
+@plans
 def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
     """The pattern with tables as tensors of these shapes make them, told apart by their names and not by values."""
 

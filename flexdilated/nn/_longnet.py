@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import masks
 from .._attend import autocast_dtype
 from .._kv_cache import KVCache
+from .._validate import require_dense
 from ..masks import Layout, Mixture, Pattern
 from ._generate import Sampling, generate
 from ._longnet_block import Block
@@ -221,6 +222,7 @@ class LongNet(nn.Module):
     def _check(self, tokens: Tensor) -> None:
         if not isinstance(tokens, Tensor):
             raise TypeError(f"the input must be a tensor; got {type(tokens).__name__}")
+        require_dense("the input", tokens)
         device, shape, E = self.norm.weight.device, tuple(tokens.shape), self.config.embed_dim
         if tokens.device != device:
             raise ValueError(f"the input must be on the model's device {device}; got {tokens.device}")
