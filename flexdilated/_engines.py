@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ._flex import missing_compiler
 from ._flat_op import own_op
+from ._flex import missing_compiler
 from ._score_mod import ScoreMod, probe
 from ._transforms import is_transformed
 from .masks import Mixture, Pattern

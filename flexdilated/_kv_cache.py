@@ -17,8 +17,8 @@ from ._key_store import KeyStore
 from ._merge import merge
 from ._row_attention import Part, Selection, row_attention
 from ._sinks import with_sinks
-from ._validate import check_sinks, check_tensors, resolve_scale
 from ._transforms import refuse_transforms
+from ._validate import check_sinks, check_tensors, resolve_scale
 from .masks import Bound, Mixture, Pattern, causal
 from .masks._bytes_text import bytes_text
 from .masks._check import require_int

@@ -22,7 +22,7 @@ def with_sinks(
 def nothing(
     q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], sinks: Tensor | None
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out, lse) where no row has a key, or there is no row: functions of the inputs, with gradient 0 for q, k and v."""
+    """(out, lse) where no row has a key, or there is no row: functions of the inputs; q, k and v have gradient 0."""
     everywhere = torch.ones((), dtype=torch.bool, device=q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
     zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (k, v))

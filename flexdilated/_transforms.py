@@ -1,4 +1,4 @@
-"""What differentiates or maps a call from outside of autograd's backward: forward mode, and the transforms of torch.func."""
+"""Forward mode and the transforms of torch.func: what an op has no rule for is refused, and never dropped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.autograd import forward_ad
 
 _REMEDY = "engine='reference' has (in attend: dense, small inputs, eagerly, one rank)"
@@ -14,7 +15,7 @@ _REMEDY = "engine='reference' has (in attend: dense, small inputs, eagerly, one 
 
 def is_transformed() -> bool:
     """Whether a level of forward mode or of torch.func is open: where none is, no tensor can be in one."""
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    return forward_ad._current_level >= 0 or _functorch.peek_interpreter_stack() is not None
 
 
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -24,9 +25,9 @@ def refuse_transforms(what: str, inputs: Iterable[Any]) -> None:
     """Raise ValueError where a derivative that `what` does not have would come through one of its inputs."""
     if not is_transformed():
         return
-    in_func = torch._C._functorch.peek_interpreter_stack() is not None
+    in_func = _functorch.peek_interpreter_stack() is not None
     for x in _tensors(inputs):
-        if torch._C._functorch.is_batchedtensor(x):
+        if _functorch.is_batchedtensor(x):
             refuse_vmap()
         if torch._VF._unpack_dual(x, level=0).tangent is not None:
             raise ValueError(f"{what} has no forward-mode derivative; {_REMEDY}")

@@ -272,7 +272,9 @@ def require_expression(value: object) -> Expression:
     """The value itself, if it is a pattern or mixture; TypeError otherwise."""
     if not isinstance(value, Expression):
         kind = type(value).__name__
-        raise TypeError(f"pattern must be a pattern or mixture from flexdilated.masks; got {kind}{_instead(kind, value)}")
+        raise TypeError(
+            f"pattern must be a pattern or mixture from flexdilated.masks; got {kind}{_instead(kind, value)}"
+        )
     return value
 
 

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from ._ambient import plans
 from ._algebra import And, Not, Or
+from ._ambient import plans
 from ._blocks import build_blocks
 from ._box import Box, Progression
 from ._causal import Causal

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ._ambient import plans
 from ._algebra import Every
+from ._ambient import plans
 from ._box import Bounds, Box
 from ._local_window import LocalWindow
 from ._pattern import Expression, MaskMod, Pattern

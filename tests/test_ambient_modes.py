@@ -113,7 +113,7 @@ def attended(pattern: Any) -> list[float]:
     return fd.attend(*QKV, pattern).flatten().tolist()
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES])
+@pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("entry", TELLING)
 @given(pattern=patterns)
 @settings(max_examples=3)
@@ -185,11 +185,10 @@ def test_real_tensors_go_through_cold(name: str, mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_model_is_exported_cold(strict: bool) -> None:
+def test_a_model_is_exported_cold() -> None:
     masks.cache().clear()
     with torch.no_grad():
-        exported = torch.export.export(LONGNET, (TOKENS,), strict=strict)
+        exported = torch.export.export(LONGNET, (TOKENS,), strict=False)
         assert_close(exported.module()(TOKENS), LONGNET(TOKENS))
 
 

@@ -128,7 +128,9 @@ def test_a_causal_module_takes_torchs_causal_mask(called, beside):
     assert_close(compiled(*x, attn_mask=mask, is_causal=called)[0], expected, **TOLERANCE)
 
 
-@given(place=st.tuples(st.integers(0, N - 1), st.integers(0, N - 1)), kind=st.sampled_from(["booleans", "floats", "bias"]))
+@given(
+    place=st.tuples(st.integers(0, N - 1), st.integers(0, N - 1)), kind=st.sampled_from(["booleans", "floats", "bias"])
+)
 def test_a_mask_that_is_not_causal_is_refused(place, kind):
     """Off by one pair in any place is another function."""
     ours, _ = pair(causal=True)
@@ -148,7 +150,9 @@ def test_a_compiled_graph_refuses_another_mask_when_it_runs():
         compiled(*inputs(E, E, E), attn_mask=~future(), is_causal=True)
 
 
-@pytest.mark.parametrize("call", [{"is_causal": True}, {"attn_mask": future()}, {"attn_mask": future(), "is_causal": True}])
+@pytest.mark.parametrize(
+    "call", [{"is_causal": True}, {"attn_mask": future()}, {"attn_mask": future(), "is_causal": True}]
+)
 def test_a_causal_call_needs_a_causal_module(call):
     ours, _ = pair(causal=False)
     with pytest.raises(ValueError, match="needs a module that is made with causal=True"):

@@ -1,4 +1,4 @@
-"""Calls of meta tensors, of nothing (a size of 0), and what comes out as a tensor like any other: as torch's attention."""
+"""As torch's attention: calls of meta tensors, calls with a size of 0, and outputs that are tensors like any other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -29,7 +29,16 @@ def drawn(B: int, N: int, M: int, dtype: torch.dtype, device: str) -> list[Tenso
     return [torch.ones(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
 
 
-@given(B=sizes, N=sizes, M=sizes, dtype=dtypes, engine=st.sampled_from(ENGINES), sinks=st.booleans(), p=st.sampled_from(PATTERNS))
+@given(
+    B=sizes,
+    N=sizes,
+    M=sizes,
+    dtype=dtypes,
+    engine=st.sampled_from(ENGINES),
+    sinks=st.booleans(),
+    p=st.sampled_from(PATTERNS),
+)
+@settings(max_examples=20)
 def test_meta_tensors_have_the_shapes_and_dtypes_of_torchs(B, N, M, dtype, engine, sinks, p) -> None:
     """Any engine, forward and backward, and the lse as wide as it is anywhere."""
     q, k, v = drawn(B, N, M, dtype, "meta")
@@ -43,7 +52,10 @@ def test_meta_tensors_have_the_shapes_and_dtypes_of_torchs(B, N, M, dtype, engin
         assert (grad.shape, grad.dtype, grad.is_meta) == (leaf.shape, leaf.dtype, True)
 
 
-@given(sizes=st.sampled_from([(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0), (1, 0, 0)]), dtype=dtypes, sinks=st.booleans())
+@given(
+    sizes=st.sampled_from([(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0), (1, 0, 0)]), dtype=dtypes, sinks=st.booleans()
+)
+@settings(max_examples=20)
 def test_nothing_in_is_nothing_out(sizes, dtype, sinks) -> None:
     """As torch's attention: zeros where there is no key; the lse is -inf there, or the sink."""
     for engine in ("tiles", "reference"):
@@ -67,6 +79,7 @@ def test_no_heads() -> None:
 
 
 @given(B=st.integers(0, 2), N=st.integers(0, 20))
+@settings(max_examples=20)
 def test_modules_and_caches_take_an_empty_batch(B: int, N: int) -> None:
     """And, on the meta device, any."""
     config = fd.LongNetConfig(
@@ -113,9 +126,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@given(way=st.sampled_from(list(WAYS)), dtype=dtypes, recorded=st.booleans(), heads_last=st.booleans(), p=st.sampled_from(PATTERNS))
+@given(
+    way=st.sampled_from(list(WAYS)),
+    dtype=dtypes,
+    recorded=st.booleans(),
+    heads_last=st.booleans(),
+    p=st.sampled_from(PATTERNS),
+)
+@settings(max_examples=20)
 def test_what_comes_out_can_be_written_into(way, dtype, recorded, heads_last, p) -> None:
-    """In place as out of place, with a factor that wants a gradient; a forward that recorded nothing leaves no trace."""
+    """In place as out of place, with a factor that wants a gradient."""
     q = torch.randn(2, H, 12, D, generator=torch.Generator().manual_seed(0)).to(dtype)
     if heads_last:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)

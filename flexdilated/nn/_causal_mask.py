@@ -25,6 +25,6 @@ def require_causal_mask(mask: object, shape: tuple[int, int]) -> None:
     is_causal = (mask == (later if mask.dtype == torch.bool else torch.where(later, -torch.inf, 0.0))).all()
     message = f"{rule}; {instead}. Got a mask that hides other pairs, or adds to scores"
     if torch.compiler.is_compiling():
-        torch._assert_async(is_causal, message)
+        torch.ops.aten._assert_async.msg(is_causal, message)
     elif not is_causal:
         raise ValueError(message)
