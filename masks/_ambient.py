@@ -34,7 +34,7 @@ def own_modes() -> Iterator[None]:
 
 
 def plans(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, under `own_modes` where another mode is on. For what plans: a caller's tensors are not computed with."""
+    """The function, under `own_modes` where another mode is on. For what plans, and computes with no caller's tensors."""
 
     @wraps(function)
     def planned(*args: P.args, **kwargs: P.kwargs) -> T:

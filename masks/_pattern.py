@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._box import Bounds, Box, Squares
 from ._canonical import canonical, written_parts
-from ._check import LARGEST
+from ._check import LARGEST, instead_of_pattern
 from ._ranges import Ranges
 from ._spelling import Phrase, call, shortened
 
@@ -271,20 +271,9 @@ class Mixture(Expression):
 def require_expression(value: object) -> Expression:
     """The value itself, if it is a pattern or mixture; TypeError otherwise."""
     if not isinstance(value, Expression):
-        kind = type(value).__name__
-        raise TypeError(
-            f"pattern must be a pattern or mixture from flexdilated.masks; got {kind}{_instead(kind, value)}"
-        )
+        came = f"{type(value).__name__}{instead_of_pattern(value)}"
+        raise TypeError(f"pattern must be a pattern or mixture from flexdilated.masks; got {came}")
     return value
-
-
-def _instead(kind: str, value: object) -> str:
-    """What to write for other ways to say who attends to whom."""
-    if kind == "BlockMask":
-        return ": give masks.custom the function that it was made from, masks.custom(block_mask.mask_mod)"
-    if isinstance(value, Tensor):
-        return ": give masks.custom a function that reads it, masks.custom(lambda b, h, q, k: mask[q, k])"
-    return ": give it to masks.custom, as masks.custom(fn)" if callable(value) else ""
 
 
 def common_period(parts: tuple[Pattern, ...]) -> int | None:

@@ -206,7 +206,6 @@ def entry(pattern: Expression, batch: int) -> Expression:
     return pattern.map_leaves(lambda leaf: leaf.entry(batch) if isinstance(leaf, Table) else leaf)
 
 
-@plans
 def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
     """The pattern with tables as tensors of these shapes make them, told apart by their names and not by values."""
 

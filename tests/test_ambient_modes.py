@@ -1,4 +1,4 @@
-"""Plans under any mode of torch: made cold in one, they are those that are made without, and serve calls outside of it."""
+"""Plans under any mode of torch: made cold in one, they are those made without it, and serve calls outside of it."""
 
 from __future__ import annotations
 
