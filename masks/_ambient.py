@@ -34,7 +34,7 @@ def own_modes() -> Iterator[None]:
 
 
 def plans(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, under `own_modes` where another mode is on. For what plans, and computes with no caller's tensors."""
+    """The function, under `own_modes` where another mode is on: for what plans, not for what computes with tensors."""
 
     @wraps(function)
     def planned(*args: P.args, **kwargs: P.kwargs) -> T:
