@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
+from torch._C._functorch import is_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 _REMEDY = "engine='reference' has (in attend: dense, small inputs, eagerly, one rank)"
@@ -15,7 +15,7 @@ _REMEDY = "engine='reference' has (in attend: dense, small inputs, eagerly, one 
 
 def is_transformed() -> bool:
     """Whether a level of forward mode or of torch.func is open: where none is, no tensor can be in one."""
-    return forward_ad._current_level >= 0 or _functorch.peek_interpreter_stack() is not None
+    return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -25,9 +25,9 @@ def refuse_transforms(what: str, inputs: Iterable[Any]) -> None:
     """Raise ValueError where a derivative that `what` does not have would come through one of its inputs."""
     if not is_transformed():
         return
-    in_func = _functorch.peek_interpreter_stack() is not None
+    in_func = peek_interpreter_stack() is not None
     for x in _tensors(inputs):
-        if _functorch.is_batchedtensor(x):
+        if is_batchedtensor(x):
             refuse_vmap()
         if torch._VF._unpack_dual(x, level=0).tangent is not None:
             raise ValueError(f"{what} has no forward-mode derivative; {_REMEDY}")

@@ -8,7 +8,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch._C import _functorch
+from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -28,7 +28,7 @@ def own_modes() -> Iterator[None]:
         stack.enter_context(torch._C.DisableTorchFunction())
         if _has_dispatch_modes():
             stack.enter_context(_disable_current_modes())  # which imports the compiler's tracing
-        if _functorch.peek_interpreter_stack() is not None:
+        if peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())
         yield
 
@@ -51,4 +51,4 @@ def _has_dispatch_modes() -> bool:
 
 
 def _in_other_levels() -> bool:
-    return torch.is_inference_mode_enabled() or _functorch.peek_interpreter_stack() is not None
+    return torch.is_inference_mode_enabled() or peek_interpreter_stack() is not None
