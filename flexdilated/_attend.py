@@ -14,6 +14,7 @@ from ._engines import choose_engine
 from ._flex_op import flex
 from ._reference import reference_attention
 from ._score_mod import ScoreMod
+from ._sinks import nothing
 from ._tiles_op import tiles
 from ._tune_choices import autotune as measure_call
 from ._validate import (
@@ -144,7 +145,7 @@ def attend(
         pattern, q, q_offset=q_offset, k_offset=k_offset, head_offset=head_offset, num_heads_global=num_heads_global
     )
     check_layout(layout, q, k)
-    tensors = run_time_tensors(pattern, bindings)
+    tensors = run_time_tensors(pattern, bindings, has_values=not q.is_meta)
     sides = () if block_size is None else block_sides(block_size)
     factor = resolve_scale(scale, q.shape[-1])
     rate = 1 if layout is None else layout.rate
@@ -152,10 +153,12 @@ def attend(
     features = {"score_mod": score_mod, "sinks": sinks}
     chosen = choose_engine(engine, q, k, v, pattern, first=first, return_lse=return_lse, **features)
     where = (q_offset, k_offset, head_offset, heads, rate)
-    if require_bool("autotune", autotune) and not torch.compiler.is_compiling():
+    if require_bool("autotune", autotune) and not torch.compiler.is_compiling() and not q.is_meta:
         call = CallKey(pattern.text, q.shape[1], k.shape[1], q.shape[2], k.shape[2], *where, sides)
         measure_call(call, q, k, v, engine=chosen, has_bindings=bool(tensors))
-    if chosen == "tiles":
+    if 0 in q.shape or 0 in k.shape:
+        out, lse = nothing(q, k, v, sinks)
+    elif chosen == "tiles":
         out, lse = tiles(q, k, v, sinks, tensors, pattern.text, factor, *where, list(sides), "")
     else:
         key = CallKey(pattern.text, q.shape[1], k.shape[1], q.shape[2], k.shape[2], *where, sides)
@@ -173,11 +176,18 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as autocast, where it is on, wants them: float64 stays."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return q, k, v  # what is no tensor is answered by the checks
-    if not torch.is_autocast_enabled(q.device.type):
+    dtype = autocast_dtype(q.device)
+    if dtype is None:
         return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     return q, k, v
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast, where it is on for this kind of device, casts to."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 def _reference(

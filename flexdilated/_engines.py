@@ -6,10 +6,11 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
+from ._flat_op import own_op
 from ._flex import missing_compiler
 from ._score_mod import ScoreMod, probe
+from ._transforms import is_transformed
 from .masks import Mixture, Pattern
 from .masks._debug_log import in_line, is_told, log
 
@@ -41,16 +42,17 @@ def choose_engine(
     Raises ValueError if it cannot serve the call, naming those that can.
     """
     check_engine(engine)
+    if q.is_meta:
+        return "tiles"  # shapes and dtypes, which its op tells for all engines
     chosen = engine or ("tiles" if q.device.type == "cpu" else "flex")
     reason = None
     if chosen == "reference" and torch.compiler.is_compiling():
         reason = "reference runs eagerly only; engine='tiles' (on CPU) and 'flex' compile"
-    elif chosen != "reference" and _has_tangent(q, k, v):
-        # An op without a forward-mode rule would pass no tangent on, and say nothing.
-        reason = f"{chosen} has no forward-mode derivative; engine='reference' has (dense, small inputs)"
     elif chosen == "tiles":
         reason = _tiles_cannot(q, score_mod)
     elif chosen == "flex":
+        if is_transformed():
+            _check_flex([q, k, v, *_others(sinks, score_mod, q, first)])
         reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse)
     if reason is not None:
         raise ValueError(reason)
@@ -72,9 +74,21 @@ def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
     return f"{in_line(pattern)}, {sizes}, {q.dtype} on {q.device}"
 
 
-def _has_tangent(*inputs: Tensor) -> bool:
-    """Whether forward-mode differentiation comes through these; a graph being compiled has none."""
-    return not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in inputs)
+def _others(sinks: Tensor | None, score_mod: ScoreMod | None, q: Tensor, first: tuple[int, int, int]) -> list[Tensor]:
+    """What else a derivative may come through: sinks, and whatever a score is made of."""
+    found = [] if sinks is None else [sinks]
+    return found if score_mod is None else [*found, probe(score_mod, q, *first)]
+
+
+@own_op("flexdilated::flex")
+def _check_flex(inputs: list[Tensor]) -> Tensor:
+    """Nothing: as any op it refuses the derivatives that it does not have, also where it is traced."""
+    return inputs[0].new_empty(0)
+
+
+@_check_flex.register_fake
+def _(inputs):
+    return inputs[0].new_empty(0)
 
 
 def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None) -> str | None:

@@ -12,12 +12,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from ._flat_op import own_op
 from ._flex_function import Call, compiled_flex
 from ._operands import Hidden, hidden_of_blocks
 from ._pick import Pick, join, make_pick, pick_of, take, take_ahead
 from ._placed_sides import key_side, query_side
 from ._score_mod import Indices, ScoreMod, indices_of, with_bias
-from ._sinks import with_sinks
+from ._sinks import nothing, with_sinks
 from .masks import Layout
 from .masks._block_mask import bound_blocks, term_mask
 from .masks._layout import Listed
@@ -133,7 +134,7 @@ def _run_steps(
     keep_wide: bool,
 ) -> tuple[Tensor, Tensor | None]:
     if not steps:
-        return _nothing(q, k, v)
+        return nothing(q, k, v, None)
     queries, keys = [step.queries for step in steps], [step.keys for step in steps]
     ahead = zip(take_ahead(q, queries), take_ahead(k, keys), take_ahead(v, keys), strict=True)
     parts, lses = [], []
@@ -146,14 +147,6 @@ def _run_steps(
         if lse is not None:
             lses.append(lse)
     return join(queries, parts, lses, (q.shape[0], q.shape[1], q.shape[2]), keep_wide=keep_wide)
-
-
-def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(zeros, lse -inf) where no pair is allowed, as functions of q, k and v: gradients exist, and are 0."""
-    everywhere = torch.ones((), dtype=torch.bool, device=q.device)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (k, v))
-    return q.masked_fill(everywhere, 0.0) + zero, q[..., 0].to(wide).masked_fill(everywhere, -torch.inf)
 
 
 def missing_compiler() -> str | None:
@@ -231,7 +224,7 @@ def _flex_in_graph(q, k, v, **options):
     return _own_buffer(flex_attention(*(_own_buffer(x) for x in (q, k, v)), **options))
 
 
-@torch.library.custom_op("flexdilated::own_buffer", mutates_args=())
+@own_op("flexdilated::own_buffer")
 def _own_buffer(x: Tensor) -> Tensor:
     """A copy that inductor cannot see through: its CPU template reads the shape of the buffer behind a view."""
     return x.clone(memory_format=torch.contiguous_format)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ._call_key import CallKey
 from ._flat_op import flat_op
@@ -17,6 +16,7 @@ from ._flex_tables import flex_tables, with_tables
 from ._operands import readable
 from ._score_mod import ScoreMod
 from ._tune_choices import chosen
+from .masks._ambient import own_modes
 
 # Programs that compiled graphs refer to: a graph reads its tables from here, at every run. The oldest go first; a
 # graph whose program has gone is traced anew.
@@ -80,7 +80,7 @@ def _(q, bindings, *key):
     found, batch = CallKey.of(*key), int(q.shape[0])
     shapes = tuple(tuple(map(int, each.shape)) for each in bindings)
     if (found, shapes, q.device.type) not in _traced:
-        with unset_fake_temporarily():
+        with own_modes():
             if bindings:
                 made = blank_program(found, q.device, bindings, batch)
             else:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
@@ -16,6 +15,7 @@ from ._flat_op import flat_op
 from ._flex import FlexProgram, FlexStep
 from ._flex_program import blank_program, list_width, run_time_program
 from ._operands import Hidden
+from .masks._ambient import own_modes
 from .masks._run_time import tables
 
 # B batch entries, H mask heads, R rows, C columns, W blocks in a row at most
@@ -41,7 +41,7 @@ def flex_tables(q: Tensor, bindings: list[Tensor], key: CallKey) -> list[Tensor]
 def _(q, bindings, *key):
     found = CallKey.of(*key)
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
-    with unset_fake_temporarily():
+    with own_modes():
         for step in blank_program(found, q.device, bindings, int(q.shape[0])).steps:
             for name, width in _widths(step, found).items():
                 table = getattr(step.mask, name)

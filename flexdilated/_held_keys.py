@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ._key_store import KeyStore
+from .masks._ambient import plans
 from .masks._reach import FOREVER, visible
 from .masks._row import RowSource
 
@@ -61,6 +62,7 @@ class HeldKeys:
             if 2 * num_slots < self.store.num_slots:
                 self.store.pack(kept, num_slots)
 
+    @plans
     def visible(self, query: int, num_queries: int = FOREVER) -> list[range]:
         """Runs of the positions held, those apart that none of the queries from `query` on can see.
 

@@ -17,6 +17,7 @@ from ._key_store import KeyStore
 from ._merge import merge
 from ._row_attention import Part, Selection, row_attention
 from ._sinks import with_sinks
+from ._transforms import refuse_transforms
 from ._validate import check_sinks, check_tensors, resolve_scale
 from .masks import Bound, Mixture, Pattern, causal
 from .masks._bytes_text import bytes_text
@@ -123,6 +124,8 @@ class KVCache:
         self._check(q, k, v)
         check_sinks(sinks, q)
         _check_no_gradient(q, k, v, sinks)
+        if not q.shape[2]:
+            return torch.zeros_like(q)
         held = self._take(k, v)
         compute = self._rows if q.shape[2] <= _ROWS else self._chunk
         out, lse = compute(q, held)
@@ -138,6 +141,8 @@ class KVCache:
         _, k, v = autocast(k, k, v)
         self._check(None, k, v)
         _check_no_gradient(k, v)
+        if not k.shape[2]:
+            return
         for portion in zip(k.split(_APPENDED_AT_ONCE, 2), v.split(_APPENDED_AT_ONCE, 2), strict=True):
             held = self._take(*portion)
             self._seen += portion[0].shape[2]
@@ -272,6 +277,7 @@ def _accepts(pattern: Pattern | Mixture, queries: range, keys: range) -> bool:
 
 
 def _check_no_gradient(*tensors: Tensor | None) -> None:
+    refuse_transforms("KVCache", tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError("a cache passes no gradient on, and an input requires one: call it under torch.no_grad()")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ._attend import attend, autocast
 from ._engines import choose_engine
 from ._tiles_op import tiles_backward
+from ._transforms import refuse_transforms
 from ._validate import check_layout, check_sizes, check_tensors, resolve_scale, run_time_tensors
 from .masks import Layout, Mixture, Pattern
 from .masks._block_mask import block_sides
@@ -58,14 +59,17 @@ def attention_received(
     where = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
     heads = check_sizes(pattern, q, **where, num_heads_global=num_heads_global)
     check_layout(layout, q, k)
-    tensors = run_time_tensors(pattern, bindings)
+    tensors = run_time_tensors(pattern, bindings, has_values=not q.is_meta)
     sides = () if block_size is None else block_sides(block_size)
     factor = resolve_scale(scale, q.shape[-1])
     first = (head_offset, q_offset, k_offset)
     if engine == "flex" and q.device.type == "cpu":
         raise ValueError("attention_received needs a backward, and flex has none on CPU; engine='tiles' serves it")
     chosen = choose_engine(engine, q, k, k, pattern, first=first, return_lse=True, score_mod=None, sinks=None)
+    refuse_transforms("attention_received", (q, k, lse))
     q, k, lse = q.detach(), k.detach(), lse.detach().to(torch.promote_types(q.dtype, torch.float32))
+    if 0 in q.shape or 0 in k.shape:
+        return lse.new_zeros(q.shape[0], q.shape[1], k.shape[2])
     if chosen == "tiles":
         rate = 1 if layout is None else layout.rate
         options = (pattern.text, factor, q_offset, k_offset, head_offset, heads, rate, list(sides), "")

@@ -19,6 +19,18 @@ def with_sinks(
     return merge(out, lse, out.new_zeros(()).expand_as(out), logits)
 
 
+def nothing(
+    q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], sinks: Tensor | None
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """(out, lse) where no row has a key, or there is no row: functions of the inputs; q, k and v have gradient 0."""
+    everywhere = torch.ones((), dtype=torch.bool, device=q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (k, v))
+    out = q.masked_fill(everywhere, 0.0) + zero
+    lse = q[..., 0].to(wide).masked_fill(everywhere, -torch.inf)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+
+
 def add_sinks(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], sinks: Float[Tensor, " H"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:

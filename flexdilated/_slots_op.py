@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ._flat_op import own_op
 from ._gather import Run, Strands, claim_rows
 from .masks._layout import Compact
 
@@ -39,7 +40,7 @@ def _decoded(numbers: tuple[int, ...]) -> tuple[Strands, ...]:
     return tuple(sides)
 
 
-@torch.library.custom_op("flexdilated::take_slots", mutates_args=())
+@own_op("flexdilated::take_slots")
 def take_slots(x: Tensor, sides: list[int]) -> list[Tensor]:
     """Of x (B, X, N, D) the slots of each side, contiguous: (B * F, H, S, D)."""
     taken = []
@@ -56,7 +57,7 @@ def _(x, sides):
     return [_empty_slots(x, side) for side in _decoded(tuple(map(int, sides)))]
 
 
-@torch.library.custom_op("flexdilated::add_slots", mutates_args=())
+@own_op("flexdilated::add_slots")
 def add_slots(slots: list[Tensor], sides: list[int], shape: list[int]) -> Tensor:
     """Zeros of `shape`, (B, X, N, D), with the slots of each side added where `take_slots` found them."""
     exact = len(slots) == 1
@@ -93,7 +94,7 @@ take_slots.register_autograd(_take_backward, setup_context=_remember_input)
 add_slots.register_autograd(_add_backward, setup_context=_remember_slots)
 
 
-@torch.library.custom_op("flexdilated::join_slots", mutates_args=())
+@own_op("flexdilated::join_slots")
 def join_slots(
     parts: list[Tensor], lses: list[Tensor], sides: list[int], rows: list[int], keep_wide: bool
 ) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._call_key import CallKey
+from ._flat_op import own_op
 from ._op_gradient import set_gradient
 from ._run_time_rules import rules_of
 from ._tile_plan import plan_tiles, portions_on
@@ -20,7 +21,7 @@ from .masks._placement import Placement
 from .masks._run_time import alike
 
 
-@torch.library.custom_op("flexdilated::tiles", mutates_args=())
+@own_op("flexdilated::tiles")
 def tiles(
     q: Tensor,
     k: Tensor,
@@ -76,7 +77,7 @@ def _(q, k, v, sinks, bindings, pattern, scale, q_offset, k_offset, head_offset,
     return torch.empty_like(q), lse
 
 
-@torch.library.custom_op("flexdilated::tiles_backward", mutates_args=())
+@own_op("flexdilated::tiles_backward")
 def tiles_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,

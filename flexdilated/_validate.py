@@ -20,6 +20,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+        require_dense(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have the 4 dims (batch, heads, tokens, head dim); got {_shape(tensor)}")
         if tensor.dtype not in _DTYPES:
@@ -32,9 +33,19 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
         raise ValueError(f"k and v must have one shape; got {_shape(k)} and {_shape(v)}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q, k and v must agree in batch and head dim; got q {_shape(q)} and k {_shape(k)}")
-    if 0 in q.shape or 0 in k.shape:
-        raise ValueError(f"q, k and v need at least one of everything; got q {_shape(q)} and k {_shape(k)}")
+    if q.shape[3] == 0:
+        raise ValueError(f"the head dim must be at least 1; got q {_shape(q)}")
     _check_heads(q.shape[1], k.shape[1], enable_gqa)
+
+
+def require_dense(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a nested tensor."""
+    if tensor.is_nested:
+        raise ValueError(
+            f"{name} must be a dense tensor; got a nested one: call once a sequence, pad them and give a "
+            "key_padding_mask, or pack them and take masks.documents. Where torch's encoder made it, build "
+            "nn.TransformerEncoder(..., enable_nested_tensor=False), or set use_nested_tensor = False on it"
+        )
 
 
 def check_sinks(sinks: object, q: Tensor) -> None:
@@ -81,7 +92,7 @@ def check_dropout(dropout_p: float) -> None:
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
-    if num_heads % num_kv_heads:
+    if num_heads % num_kv_heads if num_kv_heads else num_heads:
         raise ValueError(
             f"the query heads must be a multiple of the key/value heads; got {num_heads} and {num_kv_heads}"
         )
@@ -125,8 +136,13 @@ def check_sizes(
     return heads
 
 
-def run_time_tensors(pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None) -> list[Tensor]:
-    """The tensors that a pattern needs when it runs, in the order of their names: those it carries and those given."""
+def run_time_tensors(
+    pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None, *, has_values: bool = True
+) -> list[Tensor]:
+    """The tensors that a pattern needs when it runs, in the order of their names: those it carries and those given.
+
+    A call of meta tensors, which has no values, needs none of these tensors either.
+    """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
     needed = _needed(pattern.text) if torch.compiler.is_compiling() else names(pattern)
@@ -143,7 +159,7 @@ def run_time_tensors(pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] 
     for name in needed:
         if name not in found:
             raise ValueError(missing(name))
-    return [require_values(name, found[name]) for name in needed]
+    return [require_values(name, found[name]) for name in needed] if has_values else []
 
 
 def _needed(pattern: str) -> tuple[str, ...]:

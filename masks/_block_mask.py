@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from ._algebra import union
+from ._ambient import plans
 from ._blocks import Blocks, join_blocks
 from ._bound import Bound
 from ._cache import cache
@@ -24,6 +25,7 @@ from ._term import Term
 _LARGEST_SIDE = 1 << 15  # pairs of a block are counted in int32
 
 
+@plans
 def block_mask(
     pattern: Expression,
     num_queries: int,

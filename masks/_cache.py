@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
+from ._ambient import own_modes
 from ._bytes_text import bytes_text
 from ._cache_limits import DEFAULT_ENTRIES, Limits, limits_from_environment
 from ._cache_pins import Pins
@@ -191,7 +192,7 @@ class Cache:
         begin = time.perf_counter()
         self._inside.patterns.append(mine.pattern)
         try:
-            with _own_modes():
+            with own_modes():
                 value = build()
             size = nbytes(value)
         except BaseException as error:
@@ -260,14 +261,6 @@ class Cache:
     def _note_built(self, entry: Entry, seconds: float) -> None:
         what, where = (Named(entry.key), Written(entry.pattern)), "" if entry.device is None else f" on {entry.device}"
         self._untold.note("built %s of %s%s: %s in %.2f ms", *what, where, Sized(entry.nbytes), 1e3 * seconds)
-
-
-@contextmanager
-def _own_modes() -> Iterator[None]:
-    """Values do not depend on who asks first: made on the CPU unless they say where, and fit for training."""
-    elsewhere = torch.get_default_device().type != "cpu"
-    with torch.inference_mode(False), torch.device("cpu") if elsewhere else nullcontext():
-        yield
 
 
 _cache: Cache | None = None

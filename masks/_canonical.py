@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ def canonical(value: Any) -> str:
         return f'"{value}"'  # names, of letters and digits
     if value is None:
         return "null"
-    return str(value).lower()  # True and False, integers
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(index(value))  # a size that a graph has left open becomes a constant of it
 
 
 def written_parts(kind: str, parts: tuple[Pattern, ...]) -> str:

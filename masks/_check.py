@@ -2,6 +2,8 @@
 
 import sys
 
+from torch import Tensor
+
 # Kernels count positions in int32. The product of two such numbers, and any position plus it, fits into int64.
 LARGEST = 2**31 - 1
 
@@ -46,6 +48,15 @@ def require_finite(name: str, value: object) -> float:
     if not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name} must be finite; got {name}={_shown(value)}")
     return float(value)
+
+
+def instead_of_pattern(value: object) -> str:
+    """What to write for other ways to say who attends to whom, as the end of an error."""
+    if type(value).__name__ == "BlockMask":
+        return ": give masks.custom the function that it was made from, masks.custom(block_mask.mask_mod)"
+    if isinstance(value, Tensor):
+        return ": give masks.custom a function that reads it, masks.custom(lambda b, h, q, k: mask[q, k])"
+    return ": give it to masks.custom, as masks.custom(fn)" if callable(value) else ""
 
 
 def _shown(value: float) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._box import Bounds, Box, Squares
 from ._canonical import canonical, written_parts
-from ._check import LARGEST
+from ._check import LARGEST, instead_of_pattern
 from ._ranges import Ranges
 from ._spelling import Phrase, call, shortened
 
@@ -278,7 +278,8 @@ class Mixture(Expression):
 def require_expression(value: object) -> Expression:
     """The value itself, if it is a pattern or mixture; TypeError otherwise."""
     if not isinstance(value, Expression):
-        raise TypeError(f"pattern must be a pattern or mixture from flexdilated.masks; got {type(value).__name__}")
+        came = f"{type(value).__name__}{instead_of_pattern(value)}"
+        raise TypeError(f"pattern must be a pattern or mixture from flexdilated.masks; got {came}")
     return value
 
 

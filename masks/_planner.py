@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ._ambient import plans
 from ._bound import Bound
 from ._cache import cache
 from ._choice import Candidates, Choice, way_of
@@ -63,6 +64,7 @@ class Plan:
         return plan_text(self)
 
 
+@plans
 def plan(
     bound: Bound,
     *,
@@ -99,6 +101,7 @@ def recommended_layout(
     return None if rate == 1 else Layout(num_tokens, rate)
 
 
+@plans
 def _recommended_rate(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
     bound = read_text(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
 

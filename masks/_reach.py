@@ -9,6 +9,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ._algebra import And, Not, Or
+from ._ambient import plans
 from ._blocks import build_blocks
 from ._box import Box, Progression
 from ._causal import Causal
@@ -44,6 +45,7 @@ def visible(
     return seen
 
 
+@plans
 def later_pair(source: RowSource) -> tuple[int, int] | None:
     """A query and a later key that it sees; None if there is none among the first 2048 positions."""
     if causal_by_form(source.rule):

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+from ._ambient import plans
 from ._blocks import Blocks, build_blocks, evaluate
 from ._layout import Layout
 from ._lower import residue_rate
@@ -32,6 +33,7 @@ class RowSource:
     _ahead: dict[int, Tensor] = field(default_factory=dict)
     _rows_ahead: int = 1
 
+    @plans
     def keys(self, query: int, oldest: int = 0) -> Keys:
         """The keys that a query sees: a rule's closed form, or a search by bounds for some rows at once.
 

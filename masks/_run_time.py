@@ -13,6 +13,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ._algebra import Every
+from ._ambient import plans
 from ._box import Bounds, Box
 from ._local_window import LocalWindow
 from ._pattern import Expression, MaskMod, Pattern
@@ -184,6 +185,7 @@ def run_time_leaves(pattern: Expression) -> tuple[RunTime, ...]:
     return tuple(leaf for leaf in pattern.leaves() if isinstance(leaf, RunTime))
 
 
+@plans
 def resolve(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Expression:
     """The pattern with its run-time tensors' values in place. Raises ValueError for one that is missing or unfit."""
     if not run_time_leaves(pattern):

@@ -134,3 +134,28 @@ def test_the_custom_op_keeps_its_contract(dtype, transposed):
                 atol=1e-2 if dtype == torch.bfloat16 else 1e-5,
                 rtol=1e-2,
             )
+
+
+BY_SIZE = {
+    "local_window": lambda n: masks.local_window(left=n // 2, right=0),
+    "longnet": lambda n: masks.longnet([n // 4, n // 2], [1, 2]),
+    "strided": lambda n: masks.strided(n // 4),
+    "global_tokens": lambda n: masks.global_tokens(n // 4) & masks.causal(),
+    "chunked": lambda n: masks.chunked(n // 4),
+    "prefix_lm": lambda n: masks.prefix_lm(n // 4) | masks.dilated(segment=n // 2, rate=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_SIZE)
+def test_a_pattern_is_built_in_a_graph_from_a_size_that_varies(graphs, name):
+    """The size becomes a constant of the graph, as the pattern is one."""
+
+    def attend(x: Tensor) -> Tensor:
+        return fd.attend(x, x, x, BY_SIZE[name](x.shape[2]))
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=graphs)
+    for N in (8, 12, 16):
+        x = torch.randn(1, 2, N, 4)
+        assert_close(compiled(x), attend(x))
+    assert len(graphs.kept) == 3

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._attend import autocast
 from .._engines import choose_engine
 from .._placed_call import placed_engine
+from .._sinks import nothing
 from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
 from ..masks import Mixture, Pattern
 from ..masks._block_mask import block_sides
@@ -163,7 +164,9 @@ def attend(
         _agree(ranks.name, ranks.size, ranks.rank, ranks.device_type, facts)
     else:
         check_agreement(ranks, _named_facts(facts), once=lambda: values_of(pattern, tensors))
-    if chosen == "ring":
+    if 0 in q.shape[:2]:  # on all ranks, so nobody waits
+        out, lse = nothing(q, k, v, sinks)
+    elif chosen == "ring":
         out, lse = ring_op(q, k, v, sinks, tensors, *call)
     else:
         out, lse = exchange(q, k, v, sinks, tensors, call, return_lse=return_lse)

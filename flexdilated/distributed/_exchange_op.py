@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .._flat_op import flat_op
 from .._op_gradient import no_gradients, refuse, set_gradient
 from .._placed_call import WholeRows
+from ..masks._ambient import own_modes
 from ..masks._json import read_text
 from ._exchange_call import ExchangeCall
 
@@ -100,7 +100,7 @@ def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: ExchangeCall
     if bindings:
         num_keys = torch.library.get_ctx().new_dynamic_size()
     else:
-        with unset_fake_temporarily():
+        with own_modes():
             num_keys = call.wires(int(q.shape[1]), int(k.shape[1]), []).num_keys
     return tuple(k.new_empty(k.shape[0], k.shape[1], num_keys, k.shape[3]) for _ in range(2))  # pyright: ignore[reportReturnType]
 

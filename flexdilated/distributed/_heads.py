@@ -13,6 +13,7 @@ from torch import Tensor
 from .._attend import attend, autocast
 from .._engines import choose_engine
 from .._score_mod import ScoreMod
+from .._sinks import nothing
 from .._tiles_op import tiles
 from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
 from ..masks import Mixture, Pattern
@@ -141,6 +142,9 @@ def attend_heads(
     check_sinks(sinks, q)
     heads = check_sizes(pattern, q, q_offset=0, k_offset=0, head_offset=head_offset, num_heads_global=num_heads_global)
     tensors = run_time_tensors(pattern, bindings)
+    if 0 in q.shape[:2]:  # on all ranks, so nobody waits
+        out, lse = nothing(q, k, v, sinks)
+        return (out, lse) if return_lse else out
     split = HeadSplit(q.shape[1], k.shape[1], ranks.size)
     mine, numbers = split.queries[ranks.rank], list(sharding.numbers())
     options = {"score_mod": score_mod, "sinks": None if sinks is None else sinks[mine.start : mine.stop]}

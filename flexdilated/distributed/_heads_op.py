@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._flat_op import own_op
 from ._agreement import check_agreement
 from ._faults import communicating
 from ._ranks import Ranks, group_of
@@ -27,7 +28,7 @@ def encoded(tensors: Sequence[Takers]) -> list[int]:
     return [bound for takers in tensors for heads in takers for bound in (heads.start, heads.stop)]
 
 
-@torch.library.custom_op("flexdilated::tokens_to_heads", mutates_args=())
+@own_op("flexdilated::tokens_to_heads")
 def tokens_to_heads(
     shards: list[Tensor], heads: list[int], sharding: list[int], group: str, pattern: str, widen: bool
 ) -> list[Tensor]:
@@ -51,7 +52,7 @@ def _(shards, heads, sharding, group, pattern, widen):
     return [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
 
 
-@torch.library.custom_op("flexdilated::heads_to_tokens", mutates_args=())
+@own_op("flexdilated::heads_to_tokens")
 def heads_to_tokens(
     wholes: list[Tensor], heads: list[int], num_heads: list[int], sharding: list[int], group: str
 ) -> list[Tensor]:

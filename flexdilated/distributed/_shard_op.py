@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._flat_op import own_op
 from ..masks._ranges import Ranges
 from ._agreement import check_agreement
 from ._messages import Message, post
@@ -12,7 +13,7 @@ from ._ranks import Ranks, group_of
 from ._sharding import Sharding
 
 
-@torch.library.custom_op("flexdilated::all_tokens", mutates_args=())
+@own_op("flexdilated::all_tokens")
 def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     """The whole sequence along dim, in order, from this rank's tokens and the others'."""
     split, ranks = Sharding.of(sharding), Ranks.named(group, x.device.type)
@@ -30,7 +31,7 @@ def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     return whole.movedim(0, dim).contiguous()
 
 
-@torch.library.custom_op("flexdilated::own_tokens_sum", mutates_args=())
+@own_op("flexdilated::own_tokens_sum")
 def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
     """This rank's tokens of the sum of all ranks' wholes, added in the order of the ranks."""
     split, ranks = Sharding.of(sharding), Ranks.named(group, whole.device.type)

@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .. import masks
+from .._attend import autocast_dtype
 from .._kv_cache import KVCache
+from .._validate import require_dense
 from ..masks import Layout, Mixture, Pattern
 from ._generate import Sampling, generate
 from ._longnet_block import Block
@@ -147,6 +149,8 @@ class LongNet(nn.Module):
             )
         self._check_one_rank("generate")
         self._check(tokens)
+        if not tokens.shape[1]:
+            raise ValueError(f"generate needs a token to begin with; got shape {tuple(tokens.shape)}")
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         caches = self.new_caches()
 
@@ -218,6 +222,7 @@ class LongNet(nn.Module):
     def _check(self, tokens: Tensor) -> None:
         if not isinstance(tokens, Tensor):
             raise TypeError(f"the input must be a tensor; got {type(tokens).__name__}")
+        require_dense("the input", tokens)
         device, shape, E = self.norm.weight.device, tuple(tokens.shape), self.config.embed_dim
         if tokens.device != device:
             raise ValueError(f"the input must be on the model's device {device}; got {tokens.device}")
@@ -225,8 +230,8 @@ class LongNet(nn.Module):
             fits, rule = tokens.dim() == 2, "(batch, tokens)"
         else:
             fits, rule = tokens.dim() == 3 and shape[-1] == E, f"(batch, tokens, {E})"
-        if not fits or 0 in (shape if self.over_ranks is None else shape[:1]):
-            raise ValueError(f"the input must have shape {rule}, none of them 0; got {shape}")
+        if not fits:
+            raise ValueError(f"the input must have shape {rule}; got {shape}")
         self._check_dtype(tokens)
 
     def _check_one_rank(self, what: str) -> None:
@@ -253,7 +258,7 @@ class LongNet(nn.Module):
         if self.embedding is not None:
             if tokens.dtype != torch.int64:
                 raise TypeError(f"tokens must be int64; got {tokens.dtype}")
-        elif tokens.dtype != self.norm.weight.dtype and not torch.is_autocast_enabled(tokens.device.type):
+        elif tokens.dtype != self.norm.weight.dtype and autocast_dtype(tokens.device) is None:
             raise TypeError(f"the input must have the model's dtype {self.norm.weight.dtype}; got {tokens.dtype}")
 
     def extra_repr(self) -> str:

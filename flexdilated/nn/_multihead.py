@@ -10,10 +10,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._attend import attend
+from .._attend import attend, autocast_dtype
 from .._engines import check_engine
-from ..masks import causal as causal_pattern
+from .._validate import require_dense
 from ..masks._check import require_bool, require_finite, require_int
+from ._causal_mask import require_causal_mask
 from ._dilated_pattern import dilated_pattern
 from ._over_ranks import over_ranks
 from ._padding import without_padding
@@ -86,7 +87,7 @@ class MultiheadDilatedAttention(nn.Module):
         self.batch_first = require_bool("batch_first", batch_first)
         self.pattern = dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
         self.pattern.check_heads(num_heads)
-        self.causal_pattern = self.pattern if causal else self.pattern & causal_pattern()
+        self.causal = causal
         self.engine = engine
         self.over_ranks = over_ranks(mesh, schedule=schedule, sharding=sharding)
         self._add_parameters(require_bool("bias", bias), device, dtype)
@@ -130,27 +131,36 @@ class MultiheadDilatedAttention(nn.Module):
         """The attended values, in the shape of query, and None for the weights, which are never formed.
 
         Shapes: (N, B, E), or (B, N, E) with batch_first, or (N, E) unbatched; key and value likewise with M,
-        kdim and vdim. is_causal=True makes this call causal whatever the constructor said, and needs no mask.
+        kdim and vdim. is_causal=True needs a module made with causal=True, and no mask. attn_mask: None, or exactly the
+        causal mask of torch, (N, M) booleans or floats, beside which that module computes what it does without.
         key_padding_mask: booleans (B, M), or (M,) unbatched, True for keys to leave out, or floats, 0 and -inf
         for them. A query that is left without keys attends to nothing, where torch has NaN. Positions stay as
         they are: with padding on the left, segments begin in the padding. average_attn_weights says how weights
-        are returned, so it changes nothing here. Raises ValueError for need_weights and attn_mask, and for inputs
-        that do not fit.
+        are returned, so it changes nothing here. Raises ValueError for need_weights, for any other attn_mask (in a
+        compiled graph RuntimeError, when it runs), and for inputs that do not fit.
         """
-        _check_call(need_weights, attn_mask)
+        _check_call(need_weights)
         self._check_inputs(query, key, value)
-        is_causal = require_bool("is_causal", is_causal)
         q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
         *batch, tokens = key.shape[:-1] if self.batch_first or key.dim() == 2 else key.shape[1::-1]
-        pattern = self.causal_pattern if is_causal else self.pattern
+        if self.over_ranks is not None:
+            tokens = self.over_ranks.sharding_of(tokens).num_tokens
+        num_queries = q.shape[2] if self.over_ranks is None else tokens
+        self._check_order(require_bool("is_causal", is_causal), attn_mask, (num_queries, tokens))
+        pattern = without_padding(self.pattern, key_padding_mask, (*batch, tokens))
         if self.over_ranks is None:
-            pattern = without_padding(pattern, key_padding_mask, (*batch, tokens))
             out = attend(q, k, v, pattern, engine=self.engine)
         else:
-            tokens = self.over_ranks.sharding_of(tokens).num_tokens
-            pattern = without_padding(pattern, key_padding_mask, (*batch, tokens))
             out = self.over_ranks.attend(q, k, v, pattern, engine=self.engine)
         return self.out_proj(self._join_heads(out, query.dim())), None
+
+    def _check_order(self, is_causal: bool, attn_mask: object, shape: tuple[int, int]) -> None:
+        """A causal call needs a causal module; the mask beside it says the same once more."""
+        if attn_mask is not None:
+            require_causal_mask(attn_mask, shape)
+        if not self.causal and (is_causal or attn_mask is not None):
+            came = "is_causal=True" if is_causal else "a causal attn_mask"
+            raise ValueError(f"a causal call needs a module that is made with causal=True; got {came}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         weight, bias = self.in_proj_weight, self.in_proj_bias
@@ -178,8 +188,7 @@ class MultiheadDilatedAttention(nn.Module):
         for (name, x), width in zip(tensors.items(), (self.embed_dim, self.kdim, self.vdim), strict=True):
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
-            if x.is_nested:
-                raise ValueError(f"{name} must be a dense tensor; got a nested one: call once a sequence")
+            require_dense(name, x)
             if x.dim() not in (2, 3) or x.shape[-1] != width:
                 raise ValueError(
                     f"{name} must have shape (tokens, {width}), or that with a batch dim; got {tuple(x.shape)}"
@@ -192,7 +201,7 @@ class MultiheadDilatedAttention(nn.Module):
         weight = self.out_proj.weight
         if x.device != weight.device:
             raise ValueError(f"{name} must be on the module's device {weight.device}; got {x.device}")
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
             raise ValueError(f"{name} must have the module's dtype {weight.dtype}; got {x.dtype}")
 
     def extra_repr(self) -> str:
@@ -226,16 +235,11 @@ def _check_unavailable(dropout: float, *, add_bias_kv: bool, add_zero_attn: bool
         )
 
 
-def _check_call(need_weights: bool, attn_mask: object) -> None:
+def _check_call(need_weights: bool) -> None:
     if require_bool("need_weights", need_weights):
         raise ValueError(
             "need_weights must be False, as attention weights are never formed: for a small input, read the "
             "allowed pairs from pattern.bind(...).mask_mod(); got need_weights=True"
-        )
-    if attn_mask is not None:
-        raise ValueError(
-            "attn_mask must be None, as the pattern says who attends to whom: pass is_causal=True for a "
-            "causal mask, or call flexdilated.attend with `pattern & other` for another; got a mask"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .._ambient import plans
 from .._bound import Bound
 from .._check import require_int
 from .._pattern import Expression, require_expression
@@ -119,6 +120,7 @@ class Description:
         return sum(branch.table_bytes for branch in self.branches)
 
     @cached_property
+    @plans
     def heads(self) -> tuple[HeadShare, ...]:
         """The pairs of each head, and of each branch in it; heads that follow the same rules are told once."""
         groups = groups_of(self.bound)
@@ -127,11 +129,13 @@ class Description:
         return head_shares(self._relations.ask())
 
     @cached_property
+    @plans
     def branch_shares(self) -> tuple[BranchShare, ...]:
         """The pairs of each distinct branch as the pattern states them, whichever way they are computed."""
         return branch_shares(self.bound, self.heads)
 
     @cached_property
+    @plans
     def multiplicity(self) -> Mapping[int, int] | None:
         """How many pairs are allowed by exactly so many branches, from 0 on; None where too little repeats to count."""
         if len(self.branch_shares) == 1:
@@ -149,6 +153,7 @@ class Description:
         return None if self.multiplicity is None else self.all_pairs - self.multiplicity[0]
 
     @cached_property
+    @plans
     def gaps(self) -> Gaps | None:
         """Queries without a key and keys that no query sees; None where too little repeats to tell."""
         try:
@@ -166,6 +171,7 @@ class Description:
         return self._receptive_field
 
     @cached_property
+    @plans
     def _receptive_field(self) -> ReceptiveField | FollowedTokens:
         try:
             return receptive_field_of(self._relations.ask())
@@ -173,6 +179,7 @@ class Description:
             return follow_tokens(self.bound)
 
     @cached_property
+    @plans
     def _relations(self) -> Relations:
         return Relations(self.bound)
 
@@ -197,6 +204,7 @@ class Description:
         return self.to_text()
 
 
+@plans
 def describe(
     pattern: Expression,
     num_queries: int,
@@ -222,6 +230,7 @@ def describe(
     return describe_plan(plan(bound, device=device), head_dim=head_dim)
 
 
+@plans
 def describe_plan(plan: Plan, *, head_dim: int) -> Description:
     """The same of a plan that was made. Raises ValueError where its lists of blocks would fill the memory."""
     _require_countable(plan)

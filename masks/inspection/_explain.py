@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._ambient import plans
 from .._block_mask import block_sides
 from .._check import require_below, require_int
 from .._pattern import Expression, Mixture, require_expression
@@ -61,6 +62,7 @@ class Explanation:
         return "\n".join([verdict, *self.reason.lines(), *map(str, self.standings)])
 
 
+@plans
 def explain(
     pattern: Expression,
     *,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .._ambient import plans
 from .._block_mask import block_sides
 from .._check import require_below, require_bool, require_choice, require_int
 from .._pattern import Expression, require_expression
@@ -37,6 +38,7 @@ class Picture:
     legend: bool
 
 
+@plans
 def plot(
     pattern: Expression,
     num_tokens: int,

@@ -1,0 +1,30 @@
+"""The causal mask of torch, which its modules hand over beside is_causal=True."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def require_causal_mask(mask: object, shape: tuple[int, int]) -> None:
+    """Raise ValueError unless the mask hides exactly the later keys, as `generate_square_subsequent_mask` does.
+
+    It holds booleans, True for pairs to hide, or floats, -inf for them and 0 for others. In a graph its values are
+    checked when it runs, with a RuntimeError; on the meta device there are none.
+    """
+    rule = "attn_mask must be None, or exactly torch's causal mask, as the pattern says who attends to whom"
+    instead = "for another rule call flexdilated.attend with `pattern & other`"
+    kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise ValueError(f"{rule}; {instead}. Got {kind}")
+    if tuple(mask.shape) != shape:
+        raise ValueError(f"{rule}, here of shape {shape}; {instead}. Got shape {tuple(mask.shape)}")
+    if mask.is_meta:
+        return
+    later = torch.ones(shape, dtype=torch.bool, device=mask.device).triu(1)
+    is_causal = (mask == (later if mask.dtype == torch.bool else torch.where(later, -torch.inf, 0.0))).all()
+    message = f"{rule}; {instead}. Got a mask that hides other pairs, or adds to scores"
+    if torch.compiler.is_compiling():
+        torch.ops.aten._assert_async.msg(is_causal, message)
+    elif not is_causal:
+        raise ValueError(message)

@@ -1,0 +1,54 @@
+"""What surrounds a call and is no part of it: modes of torch, under which the library's own plans are made as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@contextmanager
+def own_modes() -> Iterator[None]:
+    """Plain tensors with values, on the CPU unless a call says where, and fit for training, whoever asks.
+
+    Left out of account are fake, tracing and other modes, default devices, the levels of torch.func and inference mode.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch._C.DisableTorchFunction())
+        if _has_dispatch_modes():
+            stack.enter_context(_disable_current_modes())  # which imports the compiler's tracing
+        if peek_interpreter_stack() is not None:
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        yield
+
+
+def plans(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, under `own_modes` where another mode is on: for what plans, not for what computes with tensors."""
+
+    @wraps(function)
+    def planned(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch._C._len_torch_function_stack() or _has_dispatch_modes() or _in_other_levels():
+            with own_modes():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return planned
+
+
+def _has_dispatch_modes() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0 or _len_torch_dispatch_stack_pre_dispatch() > 0
+
+
+def _in_other_levels() -> bool:
+    return torch.is_inference_mode_enabled() or peek_interpreter_stack() is not None

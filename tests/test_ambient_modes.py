@@ -1,0 +1,202 @@
+"""Plans under any mode of torch: made cold in one, they are those made without it, and serve calls outside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._C import _functorch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flexdilated as fd
+from flexdilated import masks
+
+H, N, D = 2, 40, 8
+
+
+class NoTensors(TorchFunctionMode):
+    """Whoever makes a tensor here fails."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        assert not isinstance(found, Tensor), f"planning called {func}"
+        return found
+
+
+class NoOperations(TorchDispatchMode):
+    """Whoever computes here fails."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"planning dispatched {func}")
+
+
+@contextmanager
+def default(setting: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    setting(value)
+    try:
+        yield
+    finally:
+        setting(before)
+
+
+@contextmanager
+def level(enter: Callable[..., Any], leave: Callable[[], Any], *arguments: Any) -> Iterator[None]:
+    enter(*arguments)
+    try:
+        yield
+    finally:
+        leave()
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "fake": FakeTensorMode,
+    "fake beside real": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "dispatch mode": NoOperations,
+    "function mode": NoTensors,
+    "device context": lambda: torch.device("meta"),
+    "default device": lambda: default(torch.set_default_device, "meta", None),
+    "float64": lambda: default(torch.set_default_dtype, torch.float64, torch.float32),
+    "bfloat16": lambda: default(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "deterministic": lambda: default(torch.use_deterministic_algorithms, True, False),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "vmap": lambda: level(_functorch._vmap_increment_nesting, _functorch._vmap_decrement_nesting, 2, "error"),
+    "grad": lambda: level(_functorch._grad_increment_nesting, _functorch._grad_decrement_nesting),
+    "jvp": lambda: level(_functorch._jvp_increment_nesting, _functorch._jvp_decrement_nesting),
+}
+# These change, or forbid, what a call itself computes with a caller's tensors.
+OTHER_RESULTS = ("fake", "fake beside real", "dispatch mode", "function mode", "autocast")
+PATTERNS = [
+    masks.longnet([8, 16], [1, 2]) & masks.causal(),
+    masks.local_window(left=5, right=3) | masks.global_tokens(2),
+    masks.strided(4),
+    masks.random_blocks(N, block=4, count=2, seed=1) & masks.causal(),
+    masks.custom(lambda b, h, q, k: (q - k) % 3 == 0),
+    masks.longnet([8, 16], [1, 2]).per_document(torch.tensor([0] * 15 + [1] * 25)),
+]
+patterns = st.sampled_from(PATTERNS)
+
+
+def blocks(pattern: Any) -> list[Any]:
+    mask = masks.block_mask(pattern, N, num_heads=H, block_size=8)
+    return [mask.kv_num_blocks.tolist(), mask.kv_indices.tolist()]
+
+
+# What tells of a pattern, and reads no tensor of the caller's but run-time ones.
+TELLING: dict[str, Callable[[Any], Any]] = {
+    "describe": lambda pattern: str(masks.describe(pattern, N, num_heads=H)),
+    "explain": lambda pattern: str(masks.explain(pattern, query=17, key=5, num_heads=H, num_tokens=N)),
+    "block_mask": blocks,
+    "recommended_layout": lambda pattern: repr(
+        None if pattern.varies else masks.recommended_layout(pattern, N, num_heads=H)
+    ),
+    "attend": lambda pattern: attended(pattern),
+}
+
+
+def inputs() -> tuple[Tensor, ...]:
+    return torch.randn(3, 1, H, N, D, generator=torch.Generator().manual_seed(0), device="cpu").unbind()
+
+
+QKV = inputs()
+
+
+def attended(pattern: Any) -> list[float]:
+    return fd.attend(*QKV, pattern).flatten().tolist()
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("entry", TELLING)
+@given(pattern=patterns)
+@settings(max_examples=3)
+def test_a_mode_changes_nothing_that_is_planned(entry: str, mode: str, pattern: Any) -> None:
+    if entry == "attend" and mode in OTHER_RESULTS:
+        return
+    masks.cache().clear()
+    expected = TELLING[entry](pattern)
+    masks.cache().clear()
+    with MODES[mode]():
+        assert TELLING[entry](pattern) == expected
+    assert TELLING[entry](pattern) == expected
+
+
+def model() -> fd.LongNet:
+    torch.manual_seed(0)
+    config = fd.LongNetConfig(
+        vocab_size=11, embed_dim=16, num_heads=H, depth=1, segment_lengths=[8, 16], dilation_rates=[1, 2], causal=True
+    )
+    return fd.LongNet(config)
+
+
+def cached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    cache = fd.KVCache(PATTERNS[0], num_heads=H)
+    return torch.cat([cache.attend(*(x[:, :, at] for x in (q, k, v))) for at in (slice(0, 30), slice(30, N))], 2)
+
+
+MODULE = fd.MultiheadDilatedAttention(16, H, [8], [2], batch_first=True)
+LONGNET, TOKENS, FEATURES = model(), torch.arange(N)[None] % 11, torch.randn(1, N, 16)
+# What computes: the call, and its tensors.
+COMPUTING: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "attend": (lambda q, k, v: fd.attend(q, k, v, PATTERNS[0]), QKV),
+    "custom": (lambda q, k, v: fd.attend(q, k, v, PATTERNS[4]), QKV),
+    "KVCache": (cached, QKV),
+    "MultiheadDilatedAttention": (lambda x: MODULE(x, x, x)[0], (FEATURES,)),
+    "LongNet": (LONGNET, (TOKENS,)),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTING)
+def test_fake_tensors_go_through_cold(name: str) -> None:
+    """Shapes and dtypes of real ones; and what was planned on the way serves these afterwards."""
+    call, tensors = COMPUTING[name]
+    with torch.no_grad():
+        masks.cache().clear()
+        expected = call(*tensors)
+        masks.cache().clear()
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            found = call(*(fake.from_tensor(x) for x in tensors))
+        assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
+        assert_close(call(*tensors), expected)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in OTHER_RESULTS])
+@pytest.mark.parametrize("name", COMPUTING)
+def test_real_tensors_go_through_cold(name: str, mode: str) -> None:
+    call, tensors = COMPUTING[name]
+    with torch.no_grad():
+        masks.cache().clear()
+        expected = call(*tensors).clone()
+        masks.cache().clear()
+        with MODES[mode]():
+            call(*tensors)
+        assert_close(call(*tensors), expected)
+
+
+@pytest.mark.slow
+def test_a_model_is_exported_cold() -> None:
+    masks.cache().clear()
+    with torch.no_grad():
+        exported = torch.export.export(LONGNET, (TOKENS,), strict=False)
+        assert_close(exported.module()(TOKENS), LONGNET(TOKENS))
+
+
+def test_nothing_ambient_costs_nothing() -> None:
+    """Where no mode is on, none is entered."""
+    from flexdilated.masks._ambient import own_modes, plans
+
+    assert plans(torch.is_inference_mode_enabled)() is False
+    with torch.inference_mode(), nullcontext():
+        assert plans(torch.is_inference_mode_enabled)() is False
+        with own_modes():
+            assert not torch.is_inference_mode_enabled()
+        assert torch.is_inference_mode_enabled()

@@ -1,0 +1,182 @@
+"""As torch's attention: calls of meta tensors, calls with a size of 0, and outputs that are tensors like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+
+H, D = 2, 16
+PATTERN = masks.longnet([4, 8], [1, 2]) & masks.causal()
+PATTERNS = [PATTERN, masks.causal(), masks.local_window(left=2, right=1) | masks.global_tokens(1)]
+ENGINES = [None, "tiles", "flex", "reference"]
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+sizes = st.integers(0, 3)
+
+
+def drawn(B: int, N: int, M: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    shapes = [(B, H, N, D), (B, H, M, D), (B, H, M, D)]
+    return [torch.ones(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+
+
+@given(
+    B=sizes,
+    N=sizes,
+    M=sizes,
+    dtype=dtypes,
+    engine=st.sampled_from(ENGINES),
+    sinks=st.booleans(),
+    p=st.sampled_from(PATTERNS),
+)
+@settings(max_examples=20)
+def test_meta_tensors_have_the_shapes_and_dtypes_of_torchs(B, N, M, dtype, engine, sinks, p) -> None:
+    """Any engine, forward and backward, and the lse as wide as it is anywhere."""
+    q, k, v = drawn(B, N, M, dtype, "meta")
+    logits = torch.zeros(H, device="meta", requires_grad=True) if sinks else None
+    out, lse = fd.attend(q, k, v, p, engine=engine, sinks=logits, return_lse=True)
+    expected = scaled_dot_product_attention(q, k, v)
+    assert (out.shape, out.dtype, out.device) == (expected.shape, expected.dtype, expected.device)
+    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.promote_types(dtype, torch.float32))
+    leaves = [q, k, v] if logits is None else [q, k, v, logits]
+    for grad, leaf in zip(torch.autograd.grad((out.sum(), lse.sum()), leaves), leaves, strict=True):
+        assert (grad.shape, grad.dtype, grad.is_meta) == (leaf.shape, leaf.dtype, True)
+
+
+@given(
+    sizes=st.sampled_from([(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0), (1, 0, 0)]), dtype=dtypes, sinks=st.booleans()
+)
+@settings(max_examples=20)
+def test_nothing_in_is_nothing_out(sizes, dtype, sinks) -> None:
+    """As torch's attention: zeros where there is no key; the lse is -inf there, or the sink."""
+    for engine in ("tiles", "reference"):
+        q, k, v = drawn(*sizes, dtype, "cpu")
+        logits = torch.arange(H).to(dtype).requires_grad_() if sinks else None
+        out, lse = fd.attend(q, k, v, PATTERN, engine=engine, sinks=logits, return_lse=True)
+        assert_close(out, scaled_dot_product_attention(q, k, v))
+        bare = torch.full(q.shape[:3], -torch.inf) if logits is None else logits.detach()[:, None].expand(q.shape[:3])
+        assert_close(lse.detach(), bare.to(lse.dtype))
+        for grad, leaf in zip(torch.autograd.grad(out.sum(), (q, k, v)), (q, k, v), strict=True):
+            assert_close(grad, torch.zeros_like(leaf))
+        if logits is not None and q.numel():
+            assert_close(torch.autograd.grad(lse.sum(), logits)[0], torch.full_like(logits, q.shape[0] * q.shape[2]))
+
+
+def test_no_heads() -> None:
+    q = torch.ones(2, 0, 5, D)
+    assert fd.attend(q, q, q, PATTERN).shape == q.shape
+    with pytest.raises(ValueError, match="must be a multiple"):
+        fd.attend(torch.ones(2, 4, 5, D), q, q, PATTERN, enable_gqa=True)
+
+
+@given(B=st.integers(0, 2), N=st.integers(0, 20))
+@settings(max_examples=20)
+def test_modules_and_caches_take_an_empty_batch(B: int, N: int) -> None:
+    """And, on the meta device, any."""
+    config = fd.LongNetConfig(
+        vocab_size=7, embed_dim=32, num_heads=H, depth=1, segment_lengths=[4, 8], dilation_rates=[1, 2], causal=True
+    )
+    for device in ("cpu", "meta") if B == 0 or N == 0 else ("meta",):
+        x = torch.zeros(B, N, 32, device=device)
+        module = fd.MultiheadDilatedAttention(32, H, [4], [2], batch_first=True, device=device)
+        padding = torch.zeros(B, N, dtype=torch.bool, device=device)
+        for out in (module(x, x, x)[0], module(x, x, x, key_padding_mask=padding)[0]):
+            assert out.shape == x.shape
+            assert len(torch.autograd.grad(out.sum(), list(module.parameters()))) == 4
+        tokens = torch.zeros(B, N, dtype=torch.int64, device=device)
+        assert fd.LongNet(config, device=device)(tokens).shape == (B, N, 7)
+        heads = x.unflatten(2, (H, D)).transpose(1, 2)
+        packed = PATTERN & masks.documents(tokens)
+        assert fd.attend(heads, heads, heads, packed).shape == heads.shape
+        assert fd.DilatedAttention([4], [1])(heads, heads, heads).shape == heads.shape
+        cache = fd.KVCache(PATTERN, num_heads=H)
+        for step in (heads, heads[:, :, :1]):
+            assert cache.attend(step, step, step).shape == step.shape
+        assert cache.num_tokens == N + min(N, 1)
+
+
+def called(way: str, q: Tensor, p: Any, **options: Any) -> list[Tensor]:
+    """All that comes out of a call, some of which autograd records."""
+    if way == "module":
+        return [fd.BlockSparseAttention(p)(q, q, q)]
+    if way == "cache":
+        return [fd.KVCache(PATTERN, num_heads=H).attend(q, q, q)]
+    found = fd.attend(q, q, q, p, **options)
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "out": {},
+    "out and lse": {"return_lse": True},
+    "sinks": {"return_lse": True, "sinks": torch.zeros(H)},
+    "reference": {"return_lse": True, "engine": "reference"},
+    "layout": {"return_lse": True, "layout": masks.Layout(12, 2)},
+    "blocks": {"block_size": 4},
+    "module": {},
+    "cache": {},
+}
+
+
+@given(
+    way=st.sampled_from(list(WAYS)),
+    dtype=dtypes,
+    recorded=st.booleans(),
+    heads_last=st.booleans(),
+    p=st.sampled_from(PATTERNS),
+)
+@settings(max_examples=20)
+def test_what_comes_out_can_be_written_into(way, dtype, recorded, heads_last, p) -> None:
+    """In place as out of place, with a factor that wants a gradient."""
+    q = torch.randn(2, H, 12, D, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if heads_last:
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    factor = torch.full((), 3.0, dtype=dtype, requires_grad=True)
+    q.requires_grad_(recorded and way != "cache")
+    with torch.set_grad_enabled(q.requires_grad):
+        outs, same = called(way, q, p, **WAYS[way]), called(way, q.detach(), p, **WAYS[way])
+    for out, plain in zip(outs, same, strict=True):
+        wide = factor.to(out.dtype)
+        out += 1
+        out.mul_(wide)
+        assert_close(out.detach(), (plain.detach() + 1) * 3)
+        if not q.requires_grad:
+            (grad,) = torch.autograd.grad(out.masked_fill(out.isinf(), 0.0).sum(), factor, retain_graph=True)
+            assert_close(grad, (plain + 1).masked_fill(plain.isinf(), 0.0).sum().to(dtype), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.slow
+def test_a_compiled_graph_writes_in_place() -> None:
+    """What no backward needs; the gradients go to what it was written with."""
+    torch.compiler.reset()
+
+    def in_place(q: Tensor, factor: Tensor) -> Tensor:
+        out, lse = fd.attend(q, q, q, PATTERN, return_lse=True)
+        out += 1
+        out.mul_(factor)
+        lse.mul_(factor)
+        return out.square().sum() + lse.sum()
+
+    q, factor = torch.randn(1, H, 8, D), torch.full((), 3.0, requires_grad=True)
+    compiled: Callable[..., Tensor] = torch.compile(in_place, fullgraph=True, backend="aot_eager")
+    out, lse = fd.attend(q, q, q, PATTERN, return_lse=True)
+    expected = 2 * factor * (out + 1).square().sum() + lse.sum()
+    assert_close(torch.autograd.grad(compiled(q, factor), factor)[0], expected.detach())
+
+
+def test_an_output_that_a_backward_needs_says_so() -> None:
+    """As torch's own attention does: no gradient is computed from what was written over."""
+    for attend in (lambda q: fd.attend(q, q, q, PATTERN), lambda q: scaled_dot_product_attention(q, q, q)):
+        q = torch.randn(1, H, 8, D, requires_grad=True)
+        out = attend(q)
+        out += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
