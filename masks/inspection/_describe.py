@@ -202,7 +202,7 @@ def describe(
     num_queries: int,
     num_keys: int | None = None,
     *,
-    num_heads: int,
+    num_heads: int = 1,
     head_dim: int = 64,
     q_offset: int = 0,
     k_offset: int = 0,
