@@ -1,4 +1,4 @@
-"""The commands as tests run them: all arguments with a value each, and what takes long replaced by what it was asked."""
+"""The commands as tests run them: all options with a value each; what takes long only says what it was asked."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from flexdilated._memory import AttentionMemory, AttentionSize
 from flexdilated.cli import main
 from flexdilated.cli._command_parser import CommandParser
 from flexdilated.cli._main import _parser
+from flexdilated.masks._run_time import given_tensors
 from flexdilated.nn._model_memory import ModelMemory
 
 # Of every option a value that differs from its default.
 PATTERN = {"tokens": ["-n", "48"], "heads": ["--heads", "4"], "bind": ["--bind", "d=30/35"]}
 OPTIONS: dict[str, dict[str, list[str]]] = {
     "show": {
-        **PATTERN, "head": ["--head", "1"], "order": ["--order", "residue"], "rows": ["--rows", "3:29"],
-        "cols": ["--cols", "2:31"], "cells": ["--cells", "3x5"], "batch": ["--batch", "1"],
+        **PATTERN, "head": ["--head", "1"], "order": ["--order", "residue"], "rows": ["--rows", "3:45"],
+        "cols": ["--cols", "2:46"], "cells": ["--cells", "3x5"], "batch": ["--batch", "1"],
         "color": ["--color", "always"], "brief": ["--brief"], "json": ["--json"], "plot": ["--plot", "out.png"],
         "html": ["--html", "out.html"], "ranks": ["--ranks", "4"], "sharding": ["--sharding", "zigzag"],
     },
     "explain": {
         **PATTERN, "query": ["--query", "21"], "key": ["--key", "4"], "head": ["--head", "1"],
-        "batch": ["--batch", "1"], "block_size": ["--block-size", "16"], "json": ["--json"],
+        "batch": ["--batch", "1"], "block_size": ["--block-size", "33"], "json": ["--json"],
     },
     "plan": {
         **PATTERN, "bind": ["--bind", "d=30"], "kv_heads": ["--kv-heads", "2"], "head_dim": ["--head-dim", "32"],
@@ -44,8 +45,9 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "seed": ["--seed", "5"], "json": ["--json"],
     },
     "tune": {
-        **PATTERN, "bind": ["--bind", "d=30"], "pattern": ["mine.py:mine"], "device": ["--device", "meta"],
-        "seconds": ["--seconds", "2"], "out": ["--out", "out.json"], "kv_heads": ["--kv-heads", "2"],
+        **PATTERN, "bind": ["--bind", "d=30"], "heads": ["--heads", "6"], "pattern": ["mine.py:mine"],
+        "device": ["--device", "meta"], "seconds": ["--seconds", "2"], "out": ["--out", "out.json"],
+        "kv_heads": ["--kv-heads", "2"],
         "head_dim": ["--head-dim", "32"], "dtype": ["--dtype", "fp64"], "forward": ["--forward"],
     },
     "demo": {
@@ -63,7 +65,8 @@ MODULE = """
 import torch
 from flexdilated import masks
 plain = masks.head_groups([masks.dilated(8, 2, "interleaved") & masks.causal(), masks.chunked(5)])
-mine = plain & masks.lengths(torch.tensor(40), name="d")
+light = masks.causal()
+mine = light & masks.lengths(torch.tensor(40), name="d")
 several = plain & masks.lengths(torch.tensor([40, 25]), name="d")
 """
 FILES = ("out.png", "out.html", "out.json")
@@ -82,14 +85,14 @@ def first_words(command: str, options: frozenset[str]) -> list[str]:
     if command == "profile":
         return [command, "recordings"]
     several = command in ("show", "explain") and options & {"bind", "batch"}
-    name = "several" if several else "mine" if "bind" in options else "plain"
+    name = "several" if several else "mine" if "bind" in options else "light" if command == "plan" else "plain"
     size = [] if command == "check" or options & {"tokens", "budget"} else ["-n", "64"]
     return [command, f"mine.py:{name}", *size]
 
 
 def needed(command: str, options: frozenset[str]) -> list[str]:
     """A pair to explain."""
-    pair = {"query": ["--query", "20"], "key": ["--key", "2"]} if command == "explain" else {}
+    pair = {"query": ["--query", "47"], "key": ["--key", "2"]} if command == "explain" else {}
     return [word for name, words in pair.items() if name not in options for word in words]
 
 
@@ -116,7 +119,9 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{module}.attention_memory", _attention_memory)
         monkeypatch.setattr(f"{module}.model_memory", _model_memory)
     monkeypatch.setattr("flexdilated.distributed._simulation.attention_memory", _attention_memory)
-    monkeypatch.setattr("flexdilated.cli._plan_report.measure_options", lambda *given, **named: [(f"{given}", 1.0, 1.0)])
+    monkeypatch.setattr(
+        "flexdilated.cli._plan_report.measure_options", lambda *given, **named: [(f"{given}", 1.0, 1.0)]
+    )
     monkeypatch.setattr("flexdilated.cli._traffic_picture.save_traffic_picture", _save_picture)
     monkeypatch.setattr("flexdilated.masks.plot", _Told)
     monkeypatch.setattr("flexdilated.cli._show.describe", _Told)
@@ -124,7 +129,7 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexdilated.cli._tune_settings.available_devices", lambda: ("cpu", "meta"))
     monkeypatch.setattr("flexdilated.cli._settings.available_devices", lambda: ("cpu", "meta"))
     monkeypatch.setattr("flexdilated.cli._settings._count", lambda kind: 1)
-    monkeypatch.setattr("flexdilated.cli._tune.measure", lambda bound, x, **how: f"{bound} {x.q.dtype} {x.k.shape} {how}")
+    monkeypatch.setattr("flexdilated.cli._tune.measure", _measure)
     monkeypatch.setattr("flexdilated.cli._tune._options_table", str)
     monkeypatch.setattr("flexdilated.cli._tune._remembered", lambda settings, *rest: str(settings.device))
     monkeypatch.setattr("flexdilated.cli._tune.measure_machine", _measure_machine)
@@ -140,7 +145,9 @@ def _attention_memory(pattern: Any, size: AttentionSize, *, device: str = "cpu")
     """Numbers that depend on all that is asked, and rise with the tokens."""
     row = size.batch * size.dtype.itemsize * size.head_dim * size.num_tokens * (1 if device == "cpu" else 2)
     queries, keys = row * size.num_heads, 2 * row * size.kv_heads
-    return AttentionMemory(queries, keys, 4, queries + keys, queries + keys, 2 * queries, 3 * queries, len(pattern.text))
+    return AttentionMemory(
+        queries, keys, 4, queries + keys, queries + keys, 2 * queries, 3 * queries, len(pattern.text)
+    )
 
 
 def _model_memory(size: Any, num_tokens: int, call: AttentionMemory, *, checkpoint: bool) -> ModelMemory:
@@ -153,7 +160,8 @@ class _Told:
     """What was asked, in every form."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        self._text = f"{given} {named}"
+        values = [tensor.tolist() for tensor in given_tensors(given[0]).values()]
+        self._text = f"{given} {named} {values}"
 
     def to_text(self, *, columns: int) -> str:
         return self._text
@@ -172,6 +180,10 @@ def _save_picture(path: Path, shown: Any, *, title: str) -> None:
 def _steps(pattern: Any, **asked: Any) -> Iterator[tuple[int, str]]:
     yield 1, "the rule"
     raise AssertionError(f"{pattern!r} {asked}")
+
+
+def _measure(bound: Any, x: Any, **how: Any) -> str:
+    return f"{bound} {bound.pattern.text} {x.q.dtype} {x.k.shape} {how}"
 
 
 def _measure_machine(device: Any, *, seconds: float) -> Any:

@@ -107,7 +107,23 @@ def test_an_option_without_what_it_needs_is_refused(command: str, capsys) -> Non
 
 def texts() -> st.SearchStrategy[str]:
     """What no option takes, and what some do."""
-    bad = ["", " ", "-1", "0", "nan", "inf", "1e400", "9" * 25, "-" + "9" * 25, "²", "٣", "none.json", ".", "a\nb", "x=y"]
+    bad = [
+        "",
+        " ",
+        "-1",
+        "0",
+        "nan",
+        "inf",
+        "1e400",
+        "9" * 25,
+        "-" + "9" * 25,
+        "²",
+        "٣",
+        "none.json",
+        ".",
+        "a\nb",
+        "x=y",
+    ]
     bad += ["d=", "d=-1", "d=" + "9" * 19, "d=none.pt", "d=mine.py", "0:0", "5:3", ":", "1:99999999999", "0x0", "9x9x9"]
     bad += ["/", "none/x.png", "mine.py:none", "none.py:x", "mine.py:", "mine.py", "recordings", "1GB", "1GB/s", "1s"]
     return st.sampled_from(bad) | st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6)

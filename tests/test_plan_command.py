@@ -12,6 +12,7 @@ from flexdilated._memory import AttentionSize, attention_memory
 from flexdilated.cli._main import main
 from flexdilated.cli._plan_fits import longest, longest_bound, rounded, slope
 from flexdilated.cli._plan_settings import BUDGETS
+from flexdilated.cli._read_pattern import read_pattern
 from flexdilated.cli._sizes import bytes_text, parse_bytes, parse_tokens, tokens_text
 from flexdilated.cli._usage import UsageError
 from flexdilated.masks.inspection._describe import MOST_DESCRIBED
