@@ -142,7 +142,8 @@ def test_the_memory_of_values_is_that_of_the_same_rule_without_them(capsys) -> N
         assert bound["useful_pairs"] == plain["useful_pairs"] == 2 * 4 * (64 * 65 // 2)
         assert bound["memory"]["attention"]["inputs"] == plain["memory"]["attention"]["inputs"] == 3 * 256 * 2 * 16 * 4
         kept = 4 * 256 * 2 * 16 * 4 + 256 * 2 * 4  # q, k, v and out, and lse
-        assert all(kept <= each["memory"]["attention"]["kept_for_backward"] < 1.01 * kept for each in (bound, plain))
+        for each in (bound, plain):  # flex keeps lse twice
+            assert kept <= each["memory"]["attention"]["kept_for_backward"] <= kept + 256 * 2 * 4
 
 
 def test_tune_measures_values_and_stores_nothing(capsys) -> None:

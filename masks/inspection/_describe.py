@@ -210,7 +210,7 @@ def describe(
 ) -> Description:
     """Count what the pattern allows and what the planner's choice computes, in closed form where there is one.
 
-    Useful pairs count each (query, key) pair once for each branch that allows it. Predicted times are those
+    Of one head, unless `num_heads` says otherwise. Useful pairs count each (query, key) pair once for each branch that allows it. Predicted times are those
     of the cost model for one forward pass, batch 1, on this kind of device. Raises ValueError for sizes below 1, for
     heads that the pattern has no rule for, for run-time tensors that differ by batch entry, and for more than
     134,217,728 queries or keys where the planner's choice lists blocks.
