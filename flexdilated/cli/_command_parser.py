@@ -44,7 +44,9 @@ class CommandParser(argparse.ArgumentParser):
         self._shown[action.dest] = next((name for name in names if name.startswith("--")), how.get("metavar", names[0]))
         self._unless_given[action.dest] = default
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]: one in place of the overloads
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
         """Raises UsageError for arguments that do not go together; others that are wrong end with the usage."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
