@@ -108,9 +108,9 @@ def _dry_run(pattern: Expression, size: AttentionSize, device: str) -> Attention
     key = CallKey(pattern.text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
     if device == "cpu":
         key_bytes = 2 * size.batch * size.head_dim * size.dtype.itemsize
-        attention, tables = tiles_attention_of(key, key_bytes=key_bytes)
+        attention, tables = tiles_attention_of(key, pattern, key_bytes=key_bytes)
     else:
-        attention, tables = flex_attention_of(key, device=device)
+        attention, tables = flex_attention_of(key, pattern, device=device)
     with fake_tensors():
         q, k, v = (_empty(heads, size) for heads in (size.num_heads, size.kv_heads, size.kv_heads))
     # Outside of the mode: what the engine does with its tables alone is done, as it decides by their values.

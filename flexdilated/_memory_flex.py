@@ -12,17 +12,20 @@ from torch import Tensor
 from ._call_key import CallKey
 from ._flex import FlexStep, make_flex_program, run_flex
 from ._flex_program import allowed_on
+from .masks._pattern import Expression
 from .masks._planner import plan
 
 _SIDES = (128, 128)  # the engine's own
 
 
-def flex_attention_of(key: CallKey, *, device: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], int]:
+def flex_attention_of(
+    key: CallKey, rule: Expression, *, device: str
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], int]:
     """(q, k, v) -> (out, lse) by the engine's own steps, with a stand-in for the kernel; and its tables' bytes.
 
     The plan is that of the device; tables and rows are built on the CPU, where no such device is needed.
     """
-    best = plan(key.bound(), device=device, allowed=allowed_on(torch.device(device)))
+    best = plan(key.bound(rule), device=device, allowed=allowed_on(torch.device(device)))
     sizes = {"num_kv_heads": key.num_kv_heads, "block_size": _SIDES}
     program = make_flex_program(best, key.layout, **sizes, device=torch.device("cpu"))
     program = replace(program, steps=tuple(map(_with_stand_in, program.steps)))

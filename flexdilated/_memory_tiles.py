@@ -14,20 +14,23 @@ from . import _tile_blocks
 from ._call_key import CallKey
 from ._tile_calls import Calls
 from ._tiles import Program, Result, Step, run_backward, run_forward
-from ._tiles_op import _programs
+from ._tiles_op import _program
+from .masks._pattern import Expression
 
 # Enough of what repeats: this many steps of a kind, so that one has neighbours on both sides, and twice the problems
 # of a call that the engine gathers at once.
 _STEPS, _GATHERED_BYTES = 3, 2 * _tile_blocks._GATHERED_BYTES
 
 
-def tiles_attention_of(key: CallKey, *, key_bytes: int) -> tuple[Callable[..., tuple[Tensor, Tensor]], int]:
+def tiles_attention_of(
+    key: CallKey, rule: Expression, *, key_bytes: int
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], int]:
     """(q, k, v) -> (out, lse) by the engine's own steps, without its operator around them; and its tables' bytes.
 
     `key_bytes` are those of a key and its value over the batch. Of steps that are alike only a few are taken, as
     what they hold is freed before others of their kind begin.
     """
-    ((_, program),) = _programs(key, [], batch=1)
+    program = _program(key, rule, "cpu", None, written=key.pattern)
     few = _few_of_each_kind(program, key_bytes)
     return lambda q, k, v: _Tiles.apply(q, k, v, few), program.nbytes
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Sequence
 
+from flexdilated.cli._command_parser import CommandParser
 from flexdilated.cli._show_arguments import add_arguments
 from flexdilated.cli._show_settings import ShowSettings, settings_from
 
 
 def asked(*arguments: str) -> ShowSettings:
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     add_arguments(parser)
     return settings_from(parser.parse_args(arguments))
 

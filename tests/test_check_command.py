@@ -74,6 +74,7 @@ def test_a_pattern_of_ones_own(file, capsys) -> None:
     ("text", "words"),
     [
         ("one = 1\nraise LookupError('none')\n", "mine.py must run without an error, line 2; got LookupError: none"),
+        ("import sys\nsys.exit(3)\n", "mine.py must run without an error, line 2; got SystemExit: 3"),
         ("def (\n", "mine.py must run without an error; got SyntaxError: invalid syntax"),
     ],
 )
@@ -135,7 +136,7 @@ def test_trials_say_what_they_are() -> None:
         ),
         (["causal()", "--max-tokens", "-3"], "--max-tokens must be at least 1; got -3"),
         (["casual()"], "casual"),
-        (["per_head((causal(), causal()))"], "per_head needs one pattern a head; got 2 for 4 heads"),
+        (["per_head((causal(), causal()))", "--heads", "4"], "per_head needs one pattern a head; got 2 for 4 heads"),
         (["documents('ids')"], "check_pattern draws positions of its own"),
         (["no_such.py:p"], "got 'no_such.py', which is no file"),
         (["no_such.json"], "PATTERN must be an expression or a file that can be read"),

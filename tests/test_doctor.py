@@ -1,11 +1,14 @@
 """`python -m flexdilated doctor`: what it says, and the status it ends with."""
 
+import importlib.util
+import re
 import sys
 
 import pytest
 import torch
 from torch._dynamo.utils import clear_compilation_metrics, counters
 
+from flexdilated import masks
 from flexdilated.cli import _doctor, _flash, main
 
 
@@ -14,22 +17,47 @@ def examine(capsys) -> tuple[int, str]:
     return status, capsys.readouterr().out
 
 
+def findings(printed: str) -> dict[str, str]:
+    """What stands behind each subject; columns are two spaces or more apart."""
+    rows = (re.split(" {2,}", line, maxsplit=1) for line in printed.splitlines())
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
 def test_a_sound_machine(capsys) -> None:
-    """The trial really runs attention, forward and backward, through the cache."""
+    """Each finding against what Python, torch and the cache say themselves."""
+    before = masks.cache().stats()
     status, printed = examine(capsys)
+    found = findings(printed)
     assert status == 0
-    assert "Attention works on this machine." in printed
-    for subject in (
-        "python",
-        "torch",
-        "devices",
-        "C++ compiler",
-        "engines on cpu",
-        "attention on cpu",
-        "plan cache",
-        "compilations",
-    ):
-        assert subject in printed
+    assert found["python"] == sys.version.split()[0]
+    assert found["torch"].split(",")[0] == torch.__version__
+    assert f"{torch.get_num_threads()} CPU threads" in found["devices"]
+    for package in ("tqdm", "matplotlib", "platformdirs"):
+        is_there = importlib.util.find_spec(package) is not None
+        assert (found[package] == "found") == is_there
+    after = masks.cache().stats()
+    assert [int(each) for each in re.findall(r"(\d+) (?:entries|hits|misses)", found["plan cache"])] == [
+        after.entries,
+        after.hits,
+        after.misses,
+    ]
+    assert after.hits + after.misses > before.hits + before.misses
+
+
+def test_the_error_of_the_trial_is_that_of_the_engine(capsys, monkeypatch) -> None:
+    """Attention that is off by a known amount is reported with that amount, and by less than the limit as right."""
+    right = _doctor._forward_backward
+    for error, status in ((0.25, 1), (2e-4, 1), (1e-6, 0)):
+
+        def shifted(inputs, *, engine, error=error):
+            out, grad = right(inputs, engine=engine)
+            return (out, grad) if engine else (out + error, grad)
+
+        monkeypatch.setattr(_doctor, "_forward_backward", shifted)
+        found, printed = examine(capsys)
+        assert found == status
+        told = re.findall(r"(\d\.\de[+-]\d+)", findings(printed)["attention on cpu"])
+        assert [float(each) for each in told] == ([pytest.approx(error, rel=0.06)] if status else [])
 
 
 def test_without_a_compiler(capsys, monkeypatch) -> None:
@@ -37,9 +65,10 @@ def test_without_a_compiler(capsys, monkeypatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     status, printed = examine(capsys)
     assert status == 0
-    assert "no C++ compiler found (looked for no-such-compiler)" in printed
-    assert "engine 'tiles' needs none" in printed
-    assert "tiles (default), reference" in printed
+    found = findings(printed)
+    assert "no-such-compiler" in found["C++ compiler"]
+    assert "flex" not in found["engines on cpu"]
+    assert found["attention on cpu"] == "works"
 
 
 def test_flash_attention_is_named_and_left_alone(capsys, monkeypatch) -> None:

@@ -338,7 +338,8 @@ def test_tune_writes_to_a_file_of_choice(tmp_path, monkeypatch, capsys):
         (["caus()"], "caus"),
         (["nowhere.json"], "nowhere.json"),
         (["per_head([causal()])", "--heads", "2"], "per_head"),
-        (["causal()", "--out", "x.json"], "--out is for the device's constants"),
+        (["causal()", "--out", "x.json"], "--out has no effect with PATTERN"),
+        (["-n", "64"], "--tokens needs PATTERN"),
         (["--out", "/dev/null/x.json"], "a file that can be written"),
     ],
 )

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from .. import masks
 from ..masks._bound import Bound
 from ..masks._check import LARGEST, require_below
 from ..masks._pattern import Expression
 from ..masks._run_time import names
-from ._bindings import one_entry, read_bindings, with_values
+from ._bindings import carried, one_entry, read_bindings, with_values
+from ._fixed_sizes import MOST_HEADS, fitting_heads, most_tokens
+from ._read_pattern import read_pattern
 from ._sizes import parse_tokens
 from ._usage import UsageError
 
-_TOKENS = 1 << 16
-MOST_HEADS = 1 << 12
 _MOST_BOUND_TOKENS = 1 << 24  # a run-time tensor is as long
 
 
@@ -29,8 +27,12 @@ class AskedPattern:
     num_heads: int
 
     def bind(self) -> Bound:
-        sizes = {"num_queries": self.num_tokens, "num_keys": self.num_tokens}
-        return self.pattern.bind(num_heads=self.num_heads, **sizes)
+        return self.pattern.bind(**self.sizes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What `bind` takes."""
+        return {"num_heads": self.num_heads, "num_queries": self.num_tokens, "num_keys": self.num_tokens}
 
     @property
     def num_entries(self) -> int:
@@ -47,38 +49,42 @@ class AskedPattern:
         _require(lambda: require_below("batch", batch, self.num_entries, "batch entries"))
 
 
-def read_expression(text: str) -> Expression:
-    """The pattern of an expression, or of a JSON file. Raises UsageError where it is neither."""
-    path = Path(text)
-    try:
-        return masks.from_json(path.read_text("utf-8")) if path.suffix == ".json" else masks.parse(text)
-    except OSError as error:
-        raise UsageError(f"PATTERN must be an expression or a file that can be read; {error}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"PATTERN must be an expression or a file of JSON in UTF-8; got {text}: {error}") from None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+def ask(
+    text: str, tokens: str | None, heads: int | None, bindings: Sequence[str], *, usual: tuple[str, int]
+) -> AskedPattern:
+    """Tokens None: those of the run-time tensors, or else of the pattern's grid; heads None: as many as it takes.
 
-
-def ask(text: str, tokens: str | None, num_heads: int, bindings: Sequence[str]) -> AskedPattern:
-    """Raises UsageError for a pattern that does not read, for sizes, and for values that are missing or do not fit."""
-    if not 1 <= num_heads <= MOST_HEADS:
-        rule = "at least 1" if num_heads < 1 else f"at most {MOST_HEADS}"
-        raise UsageError(f"--heads must be {rule}; got {num_heads}")
-    pattern = read_expression(text)
-    values = read_bindings(pattern, bindings)
+    `usual` (tokens, heads) are taken where nothing fixes them. Raises UsageError for a pattern that does not read, for
+    sizes, and for values that are missing or do not fit.
+    """
+    if heads is not None and not 1 <= heads <= MOST_HEADS:
+        rule = "at least 1" if heads < 1 else f"at most {MOST_HEADS}"
+        raise UsageError(f"--heads must be {rule}; got {heads}")
+    pattern = read_pattern(text)
+    values = carried(pattern) | read_bindings(pattern, bindings)
     missing = [name for name in names(pattern) if name not in values]
     if missing:
         raise UsageError(f"the pattern needs run-time tensors: give --bind {missing[0]}=...; got none for {missing[0]}")
-    positions = max((value.positions for value in values.values()), default=0) or _TOKENS
-    num_tokens = positions if tokens is None else parse_tokens(tokens)
+    fixed = max((value.positions for value in values.values()), default=0) if values else most_tokens(pattern)
+    num_tokens = parse_tokens(usual[0] if tokens is None else tokens) if tokens is not None or not fixed else fixed
     if num_tokens > LARGEST:
         raise UsageError(f"--tokens must be at most {LARGEST}; got {num_tokens}")
     if values and num_tokens > _MOST_BOUND_TOKENS:
         raise UsageError(f"--tokens must be at most {_MOST_BOUND_TOKENS} with --bind; got {num_tokens}")
+    num_heads = fitting_heads(pattern, usual[1]) if heads is None else heads
     asked = AskedPattern(with_values(pattern, values, num_tokens), num_tokens, num_heads)
     _require(asked.bind)
     return asked
+
+
+def one_rule(asked: AskedPattern) -> Expression:
+    """The pattern with the values of its run-time tensors in its rule. Raises UsageError where they differ by entry."""
+    if asked.num_entries > 1:
+        raise UsageError(
+            "what is planned is the rule of one batch entry, whatever their number: give --bind the values of one; "
+            f"got those of {asked.num_entries} entries"
+        )
+    return asked.bind().pattern
 
 
 def _require(check: Callable[[], object]) -> None:

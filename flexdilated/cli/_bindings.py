@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..masks._check import LARGEST
 from ..masks._documents import Documents
 from ..masks._lengths import Lengths
 from ..masks._pattern import Expression, Pattern
-from ..masks._run_time import Given, RunTime, names, run_time_leaves
+from ..masks._run_time import Given, RunTime, given_tensors, names, run_time_leaves
 from ..masks._visible_keys import VisibleKeys
 from ._sizes import tokens_of
 from ._usage import UsageError
 
 _FILES = (".json", ".pt")
 _ENTRIES = "/"
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _RANGE = re.compile(r"([^:]+):([^:]+)")
 
 
@@ -31,7 +33,7 @@ _RANGE = re.compile(r"([^:]+):([^:]+)")
 class Value:
     """What a run-time tensor is made of: `tensor(num_tokens)`, which raises UsageError where it does not fit.
 
-    `positions` is how many tokens it has a value for, 0 where any number fits.
+    `positions` is how many tokens it has values for: the fewest that hold them all, 0 where that is not known.
     """
 
     positions: int
@@ -50,8 +52,18 @@ def read_bindings(pattern: Expression, texts: Sequence[str]) -> dict[str, Value]
             raise UsageError(f"--bind must name a run-time tensor of the pattern, which needs {needed}; got {name!r}")
         if name in found:
             raise UsageError(f"--bind gives each run-time tensor one value; got two for {name!r}")
-        found[name] = _from_file(name, Path(value)) if value.endswith(_FILES) else _from_text(pattern, name, value)
+        found[name] = (
+            _from_file(pattern, name, Path(value)) if value.endswith(_FILES) else _from_text(pattern, name, value)
+        )
     return found
+
+
+def carried(pattern: Expression) -> dict[str, Value]:
+    """The tensors that the pattern has with it. Raises UsageError where two go by one name."""
+    try:
+        return {name: _of_tensor(pattern, name, tensor) for name, tensor in given_tensors(pattern).items()}
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def with_values(pattern: Expression, values: Mapping[str, Value], num_tokens: int) -> Expression:
@@ -81,10 +93,15 @@ def one_entry(pattern: Expression, batch: int) -> Expression:
 
 def _from_text(pattern: Expression, name: str, text: str) -> Value:
     """By what the pattern does with the tensor."""
-    (kind, *others) = {type(leaf) for leaf in run_time_leaves(pattern) if leaf.name == name}
+    (kind, *others) = _kinds(pattern, name)
     if others or kind not in _READERS:
         raise UsageError(f"--bind {name} needs a .json or .pt file with the tensor itself; got {text!r}")
     return _READERS[kind](name, [entry.strip() for entry in text.split(_ENTRIES)])
+
+
+def _kinds(pattern: Expression, name: str) -> set[type[RunTime]]:
+    """What the pattern does with the tensor of this name."""
+    return {type(leaf) for leaf in run_time_leaves(pattern) if leaf.name == name}
 
 
 def _documents(name: str, entries: Sequence[str]) -> Value:
@@ -105,7 +122,7 @@ def _documents(name: str, entries: Sequence[str]) -> Value:
 def _lengths(name: str, entries: Sequence[str]) -> Value:
     """Real tokens of each batch entry, which a comma separates as well."""
     values = torch.tensor([number for entry in entries for number in _whole_numbers(name, entry)])
-    return Value(0, lambda num_tokens: values)
+    return Value(int(values.max()), lambda num_tokens: values)
 
 
 def _visible(name: str, entries: Sequence[str]) -> Value:
@@ -121,7 +138,7 @@ def _visible(name: str, entries: Sequence[str]) -> Value:
                 row[keys.start : keys.stop] = True
         return marks if len(marks) > 1 else marks[0]
 
-    return Value(0, tensor)
+    return Value(max(keys.stop for each in ranges for keys in each), tensor)
 
 
 _READERS: dict[type[RunTime], Callable[[str, Sequence[str]], Value]] = {
@@ -133,7 +150,7 @@ _READERS: dict[type[RunTime], Callable[[str, Sequence[str]], Value]] = {
 
 def _whole_numbers(name: str, text: str) -> list[int]:
     numbers = [tokens_of(part) for part in text.split(",")]
-    if None in numbers:
+    if any(number is None or number > LARGEST for number in numbers):
         raise UsageError(f"--bind {name} takes whole numbers with commas, such as 100,2K,300, or a file; got {text!r}")
     return [number for number in numbers if number is not None]
 
@@ -146,17 +163,33 @@ def _range(name: str, text: str) -> range:
     return range(first, stop)
 
 
-def _from_file(name: str, path: Path) -> Value:
+def _from_file(pattern: Expression, name: str, path: Path) -> Value:
     try:
         tensor = torch.load(path, weights_only=True) if path.suffix == ".pt" else _listed(json.loads(path.read_bytes()))
     except OSError as error:
         raise UsageError(f"--bind {name} must name a file that can be read; {error}") from None
-    except (ValueError, TypeError, RuntimeError, EOFError, RecursionError, pickle.UnpicklingError) as error:
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        OverflowError,
+        EOFError,
+        RecursionError,
+        pickle.UnpicklingError,
+    ) as error:
         reason = "torch.load does not read it" if path.suffix == ".pt" else str(error)
         raise UsageError(f"--bind {name} must name a file with a tensor; {path}: {reason:.120}") from None
     if not isinstance(tensor, Tensor):
         raise UsageError(f"--bind {name} must name a file with a tensor; {path} holds a {type(tensor).__name__}")
-    return Value(tensor.shape[-1] if tensor.dim() and tensor.dtype != torch.bool else 0, lambda num_tokens: tensor)
+    return _of_tensor(pattern, name, tensor)
+
+
+def _of_tensor(pattern: Expression, name: str, tensor: Tensor) -> Value:
+    """A tensor itself has a value for each position, unless it holds lengths."""
+    positions = tensor.shape[-1] if tensor.dim() else 0
+    if _kinds(pattern, name) == {Lengths}:
+        positions = int(tensor.max()) if tensor.numel() and tensor.dtype in _INTEGERS else 0
+    return Value(positions, lambda num_tokens: tensor)
 
 
 def _listed(data: Any) -> Tensor:

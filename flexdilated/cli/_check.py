@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from traceback import extract_tb
-from typing import Any
 
 from ..masks import Mixture, Pattern
 from ..masks._run_time import names
@@ -16,7 +12,6 @@ from ..testing import check_pattern
 from ..testing._attend_trials import attend_trials, run_trial
 from ..testing._tried_lengths import takes
 from ..testing._words import tokens
-from ._asked_pattern import read_expression
 from ._one_thread import one_thread
 from ._progress import progress
 from ._usage import UsageError
@@ -24,9 +19,10 @@ from ._usage import UsageError
 _AT_ONCE = 25  # examples of the rule's check between two steps of the bar
 
 
-def check(text: str, *, examples: int, num_heads: int, max_tokens: int, seed: int, as_json: bool) -> int:
+def check(
+    pattern: Pattern | Mixture, *, examples: int, num_heads: int, max_tokens: int, seed: int, as_json: bool
+) -> int:
     """Exit status 0, or 1 with the counterexample printed."""
-    pattern = _read(text)
     longest = _longest(pattern, num_heads, max_tokens)
     sizes = {"num_heads": num_heads, "max_tokens": longest}
     found: str | None = None
@@ -82,28 +78,3 @@ def _steps(
     for trial in attend_trials(pattern, **sizes, examples=examples, seed=seed):
         run_trial(pattern, trial)
         yield 1, "attend"
-
-
-def _read(text: str) -> Pattern | Mixture:
-    file, colon, name = text.rpartition(":")
-    if not colon or not file.endswith(".py"):
-        pattern = read_expression(text)
-        assert isinstance(pattern, Pattern | Mixture)
-        return pattern
-    if not Path(file).is_file():
-        raise UsageError(f"PATTERN must be an expression or a file that can be read; got {file!r}, which is no file")
-    made = {key: value for key, value in _run(file).items() if isinstance(value, Pattern | Mixture)}
-    if name not in made:
-        held = ", ".join(map(repr, made)) or "none"
-        raise UsageError(f"{file} must make a pattern of that name; got {name!r}, and the patterns in it are {held}")
-    return made[name]
-
-
-def _run(file: str) -> dict[str, Any]:
-    """What the file has defined at its end. Raises UsageError, with its last line that was reached, where it raises."""
-    try:
-        return runpy.run_path(file)
-    except Exception as error:
-        lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
-        reached = f", line {lines[-1]}" if lines else ""
-        raise UsageError(f"{file} must run without an error{reached}; got {type(error).__name__}: {error}") from error

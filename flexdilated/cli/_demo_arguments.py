@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ._command_parser import CommandParser
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_arguments(parser: CommandParser) -> None:
     parser.description = (
         "Train a byte-level LongNet language model on the source text of Python's own standard library, and "
         "measure it. Ctrl-C ends the training early, with all results so far; --resume goes on. Under torchrun all "
         "processes train one model, each on its part of every text."
     )
-    add = parser.add_argument
+    add = parser.argument
     add(
         "--context",
         type=int,

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 
+from ._command_parser import CommandParser
 from ._pattern_arguments import add_pattern_arguments
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     parser.description = (
         "Why a query sees a key, or why not: by each branch of a mixture and each part of a composition, in plain "
         "numbers; and in which block the pair lies, in the natural order and in residue-major order."
     )
     add_pattern_arguments(parser)
-    add = parser.add_argument
+    add = parser.argument
     add("--query", type=_position, required=True, metavar="Q", help="the position of the query, such as 5000 or 64K")
     add("--key", type=_position, required=True, metavar="K", help="the position of the key")
     add("--head", type=int, default=0, metavar="H", help="counted over all devices (%(default)s)")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
+from .. import __version__
 from . import (
     _check_arguments,
     _demo_arguments,
@@ -17,6 +17,7 @@ from . import (
     _show_arguments,
     _tune_arguments,
 )
+from ._command_parser import CommandParser
 from ._standard_output import require_open, tell, written
 from ._usage import UsageError
 
@@ -35,14 +36,17 @@ _COMMANDS = {
 _INTERRUPTED = 130  # what shells report of a process that SIGINT ended
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. The exit status: 0 done, 1 does not work here, 2 bad usage, 130 interrupted, 141 unread."""
-    return written(lambda: _run(arguments))
+def main(arguments: Sequence[str] | None = None, *, program: str = "flexdilated") -> int:
+    """Run one command; `program` is what starts it, as the help names it.
+
+    The exit status: 0 done, 1 does not work here, 2 bad usage, 130 interrupted, 141 unread.
+    """
+    return written(lambda: _run(arguments, program))
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def _run(arguments: Sequence[str] | None, program: str) -> int:
     try:
-        options = _parser().parse_args(arguments)
+        options = _parser(program).parse_args(arguments)
         require_open()
         return options.command(options)
     except UsageError as error:
@@ -60,8 +64,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="flexdilated", description="Sparse attention over long sequences.")
+def _parser(program: str) -> CommandParser:
+    parser = CommandParser(prog=program, description="Sparse attention over long sequences.")
+    parser.add_argument("--version", action="version", version=f"flexdilated {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (purpose, arguments) in _COMMANDS.items():
         arguments.add_arguments(commands.add_parser(name, help=purpose))

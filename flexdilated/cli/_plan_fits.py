@@ -8,8 +8,8 @@ from functools import cache
 from .._memory import LARGEST_RUN, AttentionMemory, attention_memory
 from ..masks._pattern import Expression
 from ..nn._model_memory import ModelMemory, attention_size, model_memory
+from ._fixed_sizes import most_tokens
 from ._plan_settings import PlanSettings
-from ._usage import UsageError
 
 Peak = Callable[[int], int]
 
@@ -78,23 +78,6 @@ def rounded(num_tokens: int) -> int:
     return num_tokens // unit * unit
 
 
-@cache
 def longest_bound(pattern: Expression) -> int:
-    """The most tokens that the pattern binds to: those of its grid, if it has one. Raises UsageError for none."""
-
-    def binds(num_tokens: int) -> bool:
-        try:
-            pattern.check_tokens(range(num_tokens), range(num_tokens))
-        except ValueError:
-            return False
-        return True
-
-    if binds(_MOST):
-        return _MOST
-    low, high = next((rung for rung in reversed(_RUNGS) if binds(rung)), 0), _MOST
-    if not low:
-        raise UsageError("--budget needs a pattern that binds to various numbers of tokens; this one does not")
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if binds(middle) else (low, middle)
-    return low
+    """The most tokens that are tried: those of its grid, if it has one."""
+    return min(most_tokens(pattern) or _MOST, _MOST)

@@ -10,24 +10,28 @@ import torch
 from .._memory import AttentionSize
 from ..masks._check import LARGEST
 from ..masks._pattern import Expression
-from ..masks._run_time import names
 from ..nn._model_memory import ModelSize
-from ._asked_pattern import MOST_HEADS, read_expression
-from ._sizes import parse_bytes, parse_tokens
+from ._asked_pattern import one_rule
+from ._fixed_sizes import MOST_HEADS
+from ._pattern_arguments import asked_from
+from ._sizes import parse_bytes
 from ._usage import UsageError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TABLE = "table"
 _LAYERS = 12
 _MIN_FLEX_HEAD_DIM = 16
-_MOST = {"heads": MOST_HEADS, "kv_heads": MOST_HEADS, "head_dim": 1 << 16, "batch": 1 << 16}
+_MOST = {"kv_heads": MOST_HEADS, "head_dim": 1 << 16, "batch": 1 << 16}
 # Memories of accelerators and of small machines.
 BUDGETS = tuple(size << 30 for size in (8, 16, 24, 40, 48, 80, 96, 141))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """`budgets` are in bytes, and empty where none was asked for; `layers` and `embed_dim` are a LongNet's."""
+    """`budgets` are in bytes, and empty where none was asked for; `layers` and `embed_dim` are a LongNet's.
+
+    `pattern` holds the values of its run-time tensors as part of its rule.
+    """
 
     pattern: Expression
     num_tokens: int
@@ -57,25 +61,20 @@ class PlanSettings:
 
 def settings_from(options: argparse.Namespace) -> PlanSettings:
     """Raises UsageError for a pattern that does not read and for sizes that do not fit together."""
-    for name in ("heads", "kv_heads", "head_dim", "batch", "layers", "embed_dim"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
-        if value is not None and value > _MOST.get(name, LARGEST):
-            most = _MOST.get(name, LARGEST)
-            raise UsageError(f"--{name.replace('_', '-')} must be at most {most}; got {value}")
-    head_dim, embed_dim = _widths(options)
-    kv_heads = options.heads if options.kv_heads is None else options.kv_heads
-    if options.heads % kv_heads:
-        raise UsageError(f"--kv-heads must divide --heads; got {kv_heads} and {options.heads}")
+    require_sizes(options, "kv_heads", "head_dim", "batch", "layers", "embed_dim")
+    asked = asked_from(options)
+    if options.budget is not None and asked.pattern.varies:
+        raise UsageError("--budget needs a pattern of any number of tokens; got one with run-time tensors")
+    head_dim, embed_dim = _widths(options, asked.num_heads)
+    kv_heads = asked.num_heads if options.kv_heads is None else options.kv_heads
+    if asked.num_heads % kv_heads:
+        raise UsageError(f"--kv-heads must divide --heads; got {kv_heads} and {asked.num_heads}")
     if options.device != "cpu" and head_dim < _MIN_FLEX_HEAD_DIM:
         raise UsageError(f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {options.device}; got {head_dim}")
-    if options.measure and options.device != "cpu":
-        raise UsageError(f"--measure times this machine's CPU; got it with --device {options.device}")
     return PlanSettings(
-        pattern=read_pattern(options.pattern),
-        num_tokens=parse_tokens(options.tokens),
-        num_heads=options.heads,
+        pattern=one_rule(asked),
+        num_tokens=asked.num_tokens,
+        num_heads=asked.num_heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=options.dtype,
@@ -89,27 +88,24 @@ def settings_from(options: argparse.Namespace) -> PlanSettings:
     )
 
 
-def read_pattern(text: str) -> Expression:
-    """The pattern of an expression, or of a JSON file. Raises UsageError where it is neither."""
-    pattern = read_expression(text)
-    missing = names(pattern)
-    if missing:
-        raise UsageError(
-            f"a pattern is planned without a batch; got one that needs {', '.join(missing)} with each call"
-        )
-    return pattern
+def require_sizes(options: argparse.Namespace, *names: str) -> None:
+    """Raises UsageError for one that is given and that no tensor has."""
+    for name in names:
+        value, most = getattr(options, name), _MOST.get(name, LARGEST)
+        if value is not None and not 1 <= value <= most:
+            rule = "at least 1" if value < 1 else f"at most {most}"
+            raise UsageError(f"--{name.replace('_', '-')} must be {rule}; got {value}")
 
 
-def _widths(options: argparse.Namespace) -> tuple[int, int]:
+def _widths(options: argparse.Namespace, num_heads: int) -> tuple[int, int]:
     """(head dim, embed dim), of which one gives the other."""
-    heads, head_dim, embed_dim = options.heads, options.head_dim, options.embed_dim
+    head_dim, embed_dim = options.head_dim, options.embed_dim
     if embed_dim is None:
         head_dim = 64 if head_dim is None else head_dim
-        return head_dim, heads * head_dim
-    if embed_dim % heads or head_dim not in (None, embed_dim // heads):
-        given = f"--embed-dim {embed_dim}, --heads {heads}" + ("" if head_dim is None else f", --head-dim {head_dim}")
-        raise UsageError(f"--embed-dim must be --heads times --head-dim; got {given}")
-    return embed_dim // heads, embed_dim
+        return head_dim, num_heads * head_dim
+    if embed_dim % num_heads:
+        raise UsageError(f"--embed-dim must be a multiple of --heads; got {embed_dim} and {num_heads}")
+    return embed_dim // num_heads, embed_dim
 
 
 def _budgets(text: str | None) -> tuple[int, ...]:

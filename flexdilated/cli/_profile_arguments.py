@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ._command_parser import CommandParser
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_arguments(parser: CommandParser) -> None:
     parser.description = (
         "Print what took most time, memory or calls in the profiles of a folder. FLEXDILATED_PROFILE=DIR has the demo, "
         "the benchmarks and the tests record them there. The traces beside them open in ui.perfetto.dev."
     )
-    add = parser.add_argument
+    add = parser.argument
     add("folder", type=Path, metavar="DIR", help="the folder that FLEXDILATED_PROFILE named")
-    add("--top", type=int, default=15, metavar="N", help="so many rows (%(default)s)")
+    add("--top", type=int, default=15, metavar="N", excludes=("json",), help="so many rows (%(default)s)")
     add("--sort", choices=("time", "memory", "calls"), default="time", help="by what of themselves (%(default)s)")
     add("--only", default="", metavar="TEXT", help="only recordings whose names contain this")
     add("--json", action="store_true", help="all rows, as JSON")

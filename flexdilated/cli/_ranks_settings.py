@@ -16,9 +16,6 @@ from ._usage import UsageError
 
 MOST_RANKS = 4096
 _CODECS: dict[str, CodecName | None] = {"none": None, "bf16": "bf16", "int8": "int8"}
-# What only ranks have, and what only one device has.
-_OF_RANKS = ("sharding", "codec", "link", "link_between", "ranks_per_node", "latency", "picture")
-_OF_ONE = ("layers", "budget", "measure")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +30,7 @@ class RanksSettings:
 
 
 def ranks_settings_from(options: argparse.Namespace) -> RanksSettings:
-    """Raises UsageError for what does not fit together."""
-    for name in _OF_ONE:
-        if getattr(options, name) not in (None, False):
-            raise UsageError(f"{_flag(name)} is for one device; got it with --ranks")
+    """Raises UsageError for sizes and files that do not fit."""
     if not 1 <= options.ranks <= MOST_RANKS:
         raise UsageError(f"--ranks must be at least 1 and at most {MOST_RANKS}; got {options.ranks}")
     plan = settings_from(options)
@@ -49,13 +43,6 @@ def ranks_settings_from(options: argparse.Namespace) -> RanksSettings:
     )
 
 
-def refuse_without_ranks(options: argparse.Namespace) -> None:
-    """Raises UsageError for an option that means nothing on one device."""
-    for name in _OF_RANKS:
-        if getattr(options, name) is not None:
-            raise UsageError(f"{_flag(name)} needs --ranks; got it without")
-
-
 def _sharding(num_tokens: int, num_ranks: int, order: Order) -> Sharding:
     try:
         return Sharding(num_tokens, num_ranks, order)
@@ -65,13 +52,7 @@ def _sharding(num_tokens: int, num_ranks: int, order: Order) -> Sharding:
 
 def _links(options: argparse.Namespace) -> Links | None:
     if options.link is None:
-        for name in ("link_between", "ranks_per_node", "latency"):
-            if getattr(options, name) is not None:
-                raise UsageError(f"{_flag(name)} needs --link; got it without")
         return None
-    if (options.link_between is None) != (options.ranks_per_node is None):
-        given, needed = ("--link-between", "--ranks-per-node")[:: 1 if options.ranks_per_node is None else -1]
-        raise UsageError(f"{given} needs {needed}; got it without")
     if options.ranks_per_node is not None and options.ranks_per_node < 1:
         raise UsageError(f"--ranks-per-node must be at least 1; got {options.ranks_per_node}")
     return Links(
@@ -93,7 +74,3 @@ def _picture(path: Path | None) -> Path | None:
     if find("matplotlib") is None:
         raise UsageError(missing_line("matplotlib"))
     return path
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -72,10 +72,7 @@ def settings_from(options: argparse.Namespace) -> ShowSettings:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """At most one form, files of kinds that can be written, and nothing that would have no effect."""
-    forms = [f"--{name}" for name in ("brief", "json", "plot", "html") if getattr(options, name)]
-    if len(forms) > 1:
-        raise UsageError(f"show gives one form at a time; got {' and '.join(forms)}")
+    """Files of kinds that can be written, in folders that there are."""
     for name, kinds in (("plot", _PICTURES), ("html", _PAGES)):
         path: Path | None = getattr(options, name)
         if path is None:
@@ -84,18 +81,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
             raise UsageError(f"--{name} writes {' or '.join(kinds)} files; got {path}")
         if not path.parent.is_dir():
             raise UsageError(f"--{name} must be in a folder that exists; got {path}")
-    if options.html:
-        given = [f"--{name}" for name in ("rows", "cols", "cells") if getattr(options, name) is not None]
-        if options.order != "natural" or given:
-            raise UsageError(f"a page holds every window and both orders; got --html with {(*given, '--order')[0]}")
-    if options.ranks is not None and not options.html:
-        raise UsageError("--ranks needs --html; got it without")
-    if options.sharding is not None and options.ranks is None:
-        raise UsageError("--sharding needs --ranks; got it without")
     if options.plot and find("matplotlib") is None:
         raise UsageError(missing_line("matplotlib"))
-    if options.plot and options.cells is not None:
-        raise UsageError("--cells is for the terminal and --json; got it with --plot")
 
 
 def _window(flag: str, text: str | None, size: int) -> range:

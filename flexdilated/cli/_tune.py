@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,64 +16,23 @@ from ..masks._machine import Machine
 from ..masks._machine_file import Measured, stored_path, write_json
 from ..masks._machine_in_use import forget_machines
 from ..masks._machine_key import MachineKey
-from ..masks._pattern import Expression
 from . import _extras
-from ._plan_settings import read_pattern
-from ._settings import available_devices
-from ._sizes import parse_tokens
+from ._asked_pattern import AskedPattern, one_rule
+from ._tune_settings import TuneSettings
 from ._usage import UsageError
 
 _FAR_APART = 1.5  # slowest over fastest, beyond which constants say little
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-
-
-@dataclass(frozen=True)
-class TuneSettings:
-    """What the command line asks for; `pattern` None measures the device's constants."""
-
-    pattern: str | None
-    device: str
-    seconds: float
-    out: Path | None
-    tokens: str
-    heads: int
-    kv_heads: int | None
-    head_dim: int
-    dtype: str
-    forward: bool
-
-    def __post_init__(self) -> None:
-        if self.device not in available_devices():
-            raise UsageError(f"--device must be one of {', '.join(available_devices())}; got {self.device!r}")
-        if self.pattern is not None and self.out is not None:
-            raise UsageError("--out is for the device's constants; what a pattern's ways took is stored beside these")
-        if not 0 < self.seconds <= 3600:
-            raise UsageError(f"--seconds must be above 0 and at most 3600; got {self.seconds:g}")
-        for name in ("heads", "head_dim", "kv_heads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
-        if self.heads % self.num_kv_heads:
-            raise UsageError(f"--heads must be a multiple of --kv-heads; got {self.heads} and {self.num_kv_heads}")
-
-    @property
-    def num_tokens(self) -> int:
-        return parse_tokens(self.tokens)
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.heads if self.kv_heads is None else self.kv_heads
 
 
 def tune(settings: TuneSettings) -> int:
     """Measure, print, store; 0, or a UsageError where there is nowhere to store it."""
-    device = torch.device(settings.device)
-    if settings.pattern is None:
-        return _tune_machine(settings, device)
-    return _tune_pattern(settings, read_pattern(settings.pattern), device)
+    if settings.asked is None:
+        return _tune_machine(settings)
+    return _tune_pattern(settings, settings.asked)
 
 
-def _tune_machine(settings: TuneSettings, device: torch.device) -> int:
+def _tune_machine(settings: TuneSettings) -> int:
+    device = settings.device
     path = settings.out or _stored(device)
     print(f"Measuring {MachineKey.of(device.type)}. Other work on this machine makes the numbers wrong.", flush=True)
     found = measure_machine(device, seconds=settings.seconds)
@@ -128,24 +86,28 @@ def _rate(flops_per_s: float) -> str:
     return f"{flops_per_s / 1e9:,.1f} GFLOP/s"
 
 
-def _tune_pattern(settings: TuneSettings, pattern: Expression, device: torch.device) -> int:
-    heads, tokens, backward = settings.heads, settings.num_tokens, not settings.forward
-    call = CallKey(pattern.text, heads, settings.num_kv_heads, tokens, tokens, 0, 0, 0, heads, 1, ())
-    dtype, head_dim = DTYPES[settings.dtype], settings.head_dim
+def _tune_pattern(settings: TuneSettings, asked: AskedPattern) -> int:
+    bound = one_rule(asked).bind(**asked.sizes)
+    sizes = {"num_kv_heads": settings.num_kv_heads, "head_dim": settings.head_dim}
     try:
-        bound = call.bound()
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    try:
-        x = Inputs.of(bound, num_kv_heads=call.num_kv_heads, head_dim=head_dim, dtype=dtype, device=device)
+        x = Inputs.of(bound, **sizes, dtype=settings.dtype, device=settings.device)
     except RuntimeError as error:  # torch's for a tensor that does not fit
-        sizes = f"{tokens} tokens, {heads} heads, head dim {head_dim}"
-        raise UsageError(f"the inputs must fit into memory; got {sizes}: {str(error).partition(chr(10))[0]}") from None
-    found = measure(bound, x, backward=backward, seconds=settings.seconds)
+        given = f"{asked.num_tokens} tokens, {asked.num_heads} heads, head dim {settings.head_dim}"
+        raise UsageError(f"the inputs must fit into memory; got {given}: {str(error).partition(chr(10))[0]}") from None
+    found = measure(bound, x, backward=settings.backward, seconds=settings.seconds)
     print(_options_table(found))
-    path = remember(Sight.of(call, x.q), found, backward=backward)
-    print(f"\nStored in {path}." if path else "\nNot stored: run `python -m flexdilated tune` once before.")
+    print(f"\n{_remembered(settings, asked, x, found)}")
     return 0
+
+
+def _remembered(settings: TuneSettings, asked: AskedPattern, x: Inputs, found: Trials) -> str:
+    """Where it is stored, or why it is not."""
+    if asked.pattern.varies:
+        return "Not stored: each batch of run-time tensors is another rule."
+    heads, tokens = asked.num_heads, asked.num_tokens
+    call = CallKey(asked.pattern.text, heads, settings.num_kv_heads, tokens, tokens, 0, 0, 0, heads, 1, ())
+    path = remember(Sight.of(call, x.q), found, backward=settings.backward)
+    return f"Stored in {path}." if path else "Not stored: run `python -m flexdilated tune` once before."
 
 
 def _options_table(found: Trials) -> str:

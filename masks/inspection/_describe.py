@@ -210,7 +210,7 @@ def describe(
     num_queries: int,
     num_keys: int | None = None,
     *,
-    num_heads: int,
+    num_heads: int = 1,
     head_dim: int = 64,
     q_offset: int = 0,
     k_offset: int = 0,
@@ -218,10 +218,10 @@ def describe(
 ) -> Description:
     """Count what the pattern allows and what the planner's choice computes, in closed form where there is one.
 
-    Useful pairs count each (query, key) pair once for each branch that allows it. Predicted times are those
-    of the cost model for one forward pass, batch 1, on this kind of device. Raises ValueError for sizes below 1, for
-    heads that the pattern has no rule for, for run-time tensors that differ by batch entry, and for more than
-    134,217,728 queries or keys where the planner's choice lists blocks.
+    Of one head, unless `num_heads` says otherwise. Useful pairs count each (query, key) pair once for each branch that
+    allows it. Predicted times are those of the cost model for one forward pass, batch 1, on this kind of device. Raises
+    ValueError for sizes below 1, for heads that the pattern has no rule for, for run-time tensors that differ by batch
+    entry, and for more than 134,217,728 queries or keys where the planner's choice lists blocks.
     """
     require_int("head_dim", head_dim, minimum=1)
     keys = num_queries if num_keys is None else num_keys

@@ -1,0 +1,72 @@
+"""CommandParser: each option states what it needs and what it has no effect with, and the parser holds it to that."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ._usage import UsageError
+
+
+class Relation(NamedTuple):
+    """What an argument states of others, by their `dest`. In `excludes`, "device=cuda" is only that value of one."""
+
+    needs: tuple[str, ...]
+    excludes: tuple[str, ...]
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An ArgumentParser that knows which arguments were given, and refuses those that have no effect together."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.relations: dict[str, Relation] = {}
+        self._shown: dict[str, str] = {}
+        self._unless_given: dict[str, Any] = {}
+        super().__init__(*arguments, **options)
+
+    def argument(
+        self,
+        *names: str,
+        needs: Sequence[str] = (),
+        excludes: Sequence[str] = (),
+        group: argparse._ArgumentGroup | None = None,
+        default: Any = None,
+        help: str = "",  # noqa: A002
+        **how: Any,
+    ) -> None:
+        """As `add_argument`: it is refused without all of `needs`, and beside any of `excludes`."""
+        text = help.replace("%(default)s", str(default))
+        action = (group or self).add_argument(*names, default=argparse.SUPPRESS, help=text, **how)
+        if default is None and isinstance(action, argparse._StoreTrueAction):
+            default = False
+        self.relations[action.dest] = Relation(tuple(needs), tuple(excludes))
+        self._shown[action.dest] = next((name for name in names if name.startswith("--")), how.get("metavar", names[0]))
+        self._unless_given[action.dest] = default
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]: one in place of the overloads
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Raises UsageError for arguments that do not go together; others that are wrong end with the usage."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        given = [name for name in self.relations if hasattr(found, name)]
+        for name, value in self._unless_given.items():
+            if name not in given:
+                setattr(found, name, value)
+        for refusal in self._refusals(found, given):
+            raise UsageError(refusal)
+        return found, rest
+
+    def _refusals(self, options: argparse.Namespace, given: Sequence[str]) -> Iterator[str]:
+        for name in given:
+            relation, shown = self.relations[name], self._shown[name]
+            for other in relation.excludes:
+                dest, equals, value = other.partition("=")
+                if (equals and getattr(options, dest) == value) or (not equals and dest in given):
+                    with_what = self._shown[dest] + (f" {value}" if equals else "")
+                    yield f"{shown} has no effect with {with_what}: leave one of them out"
+            for other in relation.needs:
+                if other not in given:
+                    yield f"{shown} needs {self._shown[other]}; got it without"

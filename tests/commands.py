@@ -1,0 +1,202 @@
+"""The commands as tests run them: all options with a value each; what takes long only says what it was asked."""
+
+from __future__ import annotations
+
+import json
+from argparse import _SubParsersAction
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flexdilated._memory import AttentionMemory, AttentionSize
+from flexdilated.cli import main
+from flexdilated.cli._command_parser import CommandParser
+from flexdilated.cli._main import _parser
+from flexdilated.masks._run_time import given_tensors
+from flexdilated.nn._model_memory import ModelMemory
+
+# Of every option a value that differs from its default.
+PATTERN = {"tokens": ["-n", "48"], "heads": ["--heads", "4"], "bind": ["--bind", "d=30/35"]}
+OPTIONS: dict[str, dict[str, list[str]]] = {
+    "show": {
+        **PATTERN, "head": ["--head", "1"], "order": ["--order", "residue"], "rows": ["--rows", "3:45"],
+        "cols": ["--cols", "2:46"], "cells": ["--cells", "3x5"], "batch": ["--batch", "1"],
+        "color": ["--color", "always"], "brief": ["--brief"], "json": ["--json"], "plot": ["--plot", "out.png"],
+        "html": ["--html", "out.html"], "ranks": ["--ranks", "4"], "sharding": ["--sharding", "zigzag"],
+    },
+    "explain": {
+        **PATTERN, "query": ["--query", "21"], "key": ["--key", "4"], "head": ["--head", "1"],
+        "batch": ["--batch", "1"], "block_size": ["--block-size", "33"], "json": ["--json"],
+    },
+    "plan": {
+        **PATTERN, "bind": ["--bind", "d=30"], "kv_heads": ["--kv-heads", "2"], "head_dim": ["--head-dim", "32"],
+        "dtype": ["--dtype", "bf16"], "device": ["--device", "cuda"], "batch": ["--batch", "3"],
+        "layers": ["--layers", "2"], "embed_dim": ["--embed-dim", "768"], "budget": ["--budget", "1GiB"],
+        "measure": ["--measure"], "json": ["--json"], "ranks": ["--ranks", "3"], "sharding": ["--sharding", "zigzag"],
+        "codec": ["--codec", "int8"], "link": ["--link", "50GB/s"], "ranks_per_node": ["--ranks-per-node", "2"],
+        "link_between": ["--link-between", "1GB/s"], "latency": ["--latency", "5us"],
+        "picture": ["--picture", "out.png"],
+    },
+    "check": {
+        "examples": ["--examples", "3"], "heads": ["--heads", "2"], "max_tokens": ["--max-tokens", "9"],
+        "seed": ["--seed", "5"], "json": ["--json"],
+    },
+    "tune": {
+        **PATTERN, "bind": ["--bind", "d=30"], "heads": ["--heads", "6"], "pattern": ["mine.py:mine"],
+        "device": ["--device", "meta"], "seconds": ["--seconds", "2"], "out": ["--out", "out.json"],
+        "kv_heads": ["--kv-heads", "2"],
+        "head_dim": ["--head-dim", "32"], "dtype": ["--dtype", "fp64"], "forward": ["--forward"],
+    },
+    "demo": {
+        "context": ["--context", "64"], "steps": ["--steps", "3"], "minutes": ["--minutes", "1"],
+        "seed": ["--seed", "5"], "device": ["--device", "meta"], "out": ["--out", "there"], "data": ["--data", "x"],
+        "resume": ["--resume"], "sample": ["--sample"],
+    },
+    "profile": {
+        "top": ["--top", "1"], "sort": ["--sort", "calls"], "only": ["--only", "b"], "json": ["--json"],
+    },
+    "doctor": {"verify": ["--verify"], "json": ["--json"]},
+}  # fmt: skip
+# What stands before them. A pattern has run-time tensors where --bind or --batch is asked for, and heads that differ.
+MODULE = """
+import torch
+from flexdilated import masks
+plain = masks.head_groups([masks.dilated(8, 2, "interleaved") & masks.causal(), masks.chunked(5)])
+light = masks.causal()
+mine = light & masks.lengths(torch.tensor(40), name="d")
+several = plain & masks.lengths(torch.tensor([40, 25]), name="d")
+"""
+FILES = ("out.png", "out.html", "out.json")
+
+
+def parsers() -> dict[str, CommandParser]:
+    """Of each command."""
+    (action,) = (each for each in _parser("flexdilated")._actions if isinstance(each, _SubParsersAction))
+    return dict(action.choices)
+
+
+def first_words(command: str, options: frozenset[str]) -> list[str]:
+    """The command, and what it cannot be without."""
+    if command in ("tune", "demo", "doctor"):
+        return [command]
+    if command == "profile":
+        return [command, "recordings"]
+    several = command in ("show", "explain") and options & {"bind", "batch"}
+    name = "several" if several else "mine" if "bind" in options else "light" if command == "plan" else "plain"
+    size = [] if command == "check" or options & {"tokens", "budget"} else ["-n", "64"]
+    return [command, f"mine.py:{name}", *size]
+
+
+def needed(command: str, options: frozenset[str]) -> list[str]:
+    """A pair to explain."""
+    pair = {"query": ["--query", "47"], "key": ["--key", "2"]} if command == "explain" else {}
+    return [word for name, words in pair.items() if name not in options for word in words]
+
+
+def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """(status, what was printed and written, what was said of errors)."""
+    capsys.readouterr()
+    try:
+        status = main(arguments)
+    except SystemExit as ended:  # argparse
+        status = int(ended.code or 0)
+    said = capsys.readouterr()
+    written = [(name, Path(name).read_bytes()) for name in FILES if Path(name).exists()]
+    for name, _ in written:
+        Path(name).unlink()
+    return status, f"{said.out}{written}", said.err
+
+
+def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder with a module of patterns and two recordings; what takes long answers with what it was asked."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MODULE, encoding="utf-8")
+    _write_recordings(Path("recordings"))
+    for module in ("flexdilated.cli._plan_fits", "flexdilated.cli._plan_report"):
+        monkeypatch.setattr(f"{module}.attention_memory", _attention_memory)
+        monkeypatch.setattr(f"{module}.model_memory", _model_memory)
+    monkeypatch.setattr("flexdilated.distributed._simulation.attention_memory", _attention_memory)
+    monkeypatch.setattr(
+        "flexdilated.cli._plan_report.measure_options", lambda *given, **named: [(f"{given}", 1.0, 1.0)]
+    )
+    monkeypatch.setattr("flexdilated.cli._traffic_picture.save_traffic_picture", _save_picture)
+    monkeypatch.setattr("flexdilated.masks.plot", _Told)
+    monkeypatch.setattr("flexdilated.cli._show.describe", _Told)
+    monkeypatch.setattr("flexdilated.cli._check._steps", _steps)
+    monkeypatch.setattr("flexdilated.cli._tune_settings.available_devices", lambda: ("cpu", "meta"))
+    monkeypatch.setattr("flexdilated.cli._settings.available_devices", lambda: ("cpu", "meta"))
+    monkeypatch.setattr("flexdilated.cli._settings._count", lambda kind: 1)
+    monkeypatch.setattr("flexdilated.cli._tune.measure", _measure)
+    monkeypatch.setattr("flexdilated.cli._tune._options_table", str)
+    monkeypatch.setattr("flexdilated.cli._tune._remembered", lambda settings, *rest: str(settings.device))
+    monkeypatch.setattr("flexdilated.cli._tune.measure_machine", _measure_machine)
+    monkeypatch.setattr("flexdilated.cli._tune.MachineKey", SimpleNamespace(of=str))
+    monkeypatch.setattr("flexdilated.cli._tune._stored", lambda device: Path("out.json"))
+    monkeypatch.setattr("flexdilated.cli._tune._table", lambda found: found.text)
+    monkeypatch.setattr("flexdilated.cli._demo.demo", print)
+    monkeypatch.setattr("flexdilated.cli._verify.verify", lambda *, as_json: print(f"verify {as_json}") or 0)
+    monkeypatch.setattr("flexdilated.cli._doctor.doctor", lambda: print("doctor") or 0)
+
+
+def _attention_memory(pattern: Any, size: AttentionSize, *, device: str = "cpu") -> AttentionMemory:
+    """Numbers that depend on all that is asked, and rise with the tokens."""
+    row = size.batch * size.dtype.itemsize * size.head_dim * size.num_tokens * (1 if device == "cpu" else 2)
+    queries, keys = row * size.num_heads, 2 * row * size.kv_heads
+    return AttentionMemory(
+        queries, keys, 4, queries + keys, queries + keys, 2 * queries, 3 * queries, len(pattern.text)
+    )
+
+
+def _model_memory(size: Any, num_tokens: int, call: AttentionMemory, *, checkpoint: bool) -> ModelMemory:
+    weights = size.depth * size.embed_dim * size.dtype.itemsize
+    step = call.training_peak * (1 if checkpoint else size.depth)
+    return ModelMemory(weights, weights + call.inference_peak, weights + step)
+
+
+class _Told:
+    """What was asked, in every form."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        values = [tensor.tolist() for tensor in given_tensors(given[0]).values()]
+        self._text = f"{given} {named} {values}"
+
+    def to_text(self, *, columns: int) -> str:
+        return self._text
+
+    def to_data(self) -> str:
+        return self._text
+
+    def savefig(self, buffer: Any, **how: Any) -> None:
+        buffer.write(f"{self._text} {how}".encode())
+
+
+def _save_picture(path: Path, shown: Any, *, title: str) -> None:
+    path.write_text(f"{shown} {title}", encoding="utf-8")
+
+
+def _steps(pattern: Any, **asked: Any) -> Iterator[tuple[int, str]]:
+    yield 1, "the rule"
+    raise AssertionError(f"{pattern!r} {asked}")
+
+
+def _measure(bound: Any, x: Any, **how: Any) -> str:
+    return f"{bound} {bound.pattern.text} {x.q.dtype} {x.k.shape} {how}"
+
+
+def _measure_machine(device: Any, *, seconds: float) -> Any:
+    text = f"{device} {seconds}"
+    return SimpleNamespace(text=text, spread={"": 1.0}, to_data=lambda: {"text": text})
+
+
+def _write_recordings(folder: Path) -> None:
+    folder.mkdir()
+    times = {"total_us": 9.0, "device_us": 0.0, "memory_bytes": 0}
+    for name, calls in (("ab", 1), ("c", 3)):
+        operators = [{"name": f"op{each}{name}", "calls": calls + each, "self_us": 9.0 - each, **times}
+                     for each in range(3)]  # fmt: skip
+        data = {"format": "flexdilated profile", "version": 1, "name": name, "seconds": 1.0, "torch": "2", "events": 1}
+        table = folder / f"{name}.profile.json"
+        table.write_text(json.dumps(data | {"trace": None, "operators": operators}), encoding="utf-8")
