@@ -63,7 +63,7 @@ def block_mask(
         ("block_mask", bound.key(), term, where, sides),
         lambda: term_mask(term, bound, device=where, block_size=sides),
         table_bytes,
-        pattern=pattern.text,
+        pattern=pattern,
         device=where,
     )
 
@@ -74,7 +74,7 @@ def term_mask(term: Term, bound: Bound, *, device: torch.device, block_size: tup
         ("blocks", bound.key(), term, block_size),
         lambda: PackedBlocks.pack(term_blocks(term, block_size)),
         lambda packed: packed.nbytes,
-        pattern=bound.pattern.text,
+        pattern=bound.pattern,
     )
     return to_block_mask(packed.unpack(), term.mask_mod(device), device, batch=num_entries(term.rule))
 
