@@ -19,8 +19,8 @@ class Squares:
     """Boolean matrices whose sides are powers of two, each known by a number.
 
     A square is NO_PAIR, EVERY_PAIR, or four quarters (top left, top right, bottom left, bottom right) in the order of
-    their numbers. Equal squares have equal numbers, so whatever is computed of one is computed once: time and memory go with
-    the number of different squares, not with the tokens. `most` bounds that number and that of products.
+    their numbers. Equal squares have equal numbers, so whatever is computed of one is computed once: time and memory go
+    with the number of different squares, not with the tokens. `most` bounds that number and that of products.
     """
 
     most = 1 << 19
