@@ -102,7 +102,6 @@ def test_gradients_by_finite_differences():
     assert torch.autograd.gradcheck(lambda q, k, v: fd.attend(q, k, v, pattern, return_lse=True), x)
 
 
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
 def test_copies_take_the_values_along(copied: Callable):
     """A copy's tensor is another: the patterns are not equal, and the one no longer follows the other."""
