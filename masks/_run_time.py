@@ -200,7 +200,9 @@ def resolve(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) 
             return leaf
         if leaf.name not in tensors:
             raise ValueError(missing(leaf.name))
-        return replace(leaf.table(require_values(leaf.name, tensors[leaf.name]), extent), source=named(leaf))
+        return replace(
+            leaf.table(require_values(leaf.name, tensors[leaf.name]), extent), source=replace(leaf, given=None)
+        )
 
     return pattern.map_leaves(with_values)
 
@@ -230,7 +232,9 @@ def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) ->
             return leaf
         shape = tuple(map(int, tensors[leaf.name].shape))
         table = leaf.table(leaf.most(shape, extent), extent)
-        return type(table)(table.rows, f"any {leaf.phrase().text} of {shape}", table.reach, False, named(leaf))
+        return type(table)(
+            table.rows, f"any {leaf.phrase().text} of {shape}", table.reach, False, replace(leaf, given=None)
+        )
 
     return pattern.map_leaves(with_any)
 

@@ -179,6 +179,7 @@ def test_what_the_library_reads_by_itself_is_done_without(content: bytes | None,
     constants = tmp_path / "machine.json"
     choices = constants.with_suffix(".choices.json")
     monkeypatch.setattr(_machine_in_use, "stored_path", lambda key: constants)
+    monkeypatch.delenv(_machine_in_use.VARIABLE, raising=False)
     for path in (constants, choices):
         path.mkdir() if content is None else path.write_bytes(content)
     forget_machines()
@@ -201,6 +202,7 @@ def test_choices_are_read_where_nothing_is_wrong(tmp_path, monkeypatch) -> None:
     """The same files undamaged: the tests above see readers that read."""
     constants = tmp_path / "machine.json"
     monkeypatch.setattr(_machine_in_use, "stored_path", lambda key: constants)
+    monkeypatch.delenv(_machine_in_use.VARIABLE, raising=False)
     write_json(constants, MACHINE)
     write_json(constants.with_suffix(".choices.json"), CHOICES)
     forget_machines()

@@ -29,7 +29,8 @@ POSITIONS = torch.arange(N)
 class Elsewhere(Tensor):
     """A tensor that says it is on an accelerator; there is none here, so its values are not."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # what is made of it is here
+    # What is made of it is here.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

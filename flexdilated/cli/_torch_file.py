@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -22,6 +23,7 @@ def read_torch(path: Path) -> Any:
     Raises OSError where it cannot be read, and ValueError where torch.load does not read it.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # of an old format, which is read or is damage
+            return torch.load(path, map_location="cpu", weights_only=True)
     except _DAMAGE as error:
         raise ValueError(f"torch.load does not read it ({type(error).__name__})") from None
