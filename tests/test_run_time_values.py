@@ -199,12 +199,12 @@ def layers(q: Tensor, ids: Tensor, engine: str, times: int = 3) -> Tensor:
 def test_a_graph_sees_the_values_of_its_moment(engine: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda q, ids: layers(q, ids, engine), fullgraph=True, dynamic=False)
-    array = np.arange(40) * 3 // 40
-    ids, q = torch.from_numpy(array), torch.randn(1, 2, 40, 16)
+    array = np.arange(64) * 3 // 64
+    ids, q = torch.from_numpy(array), torch.randn(1, 2, 64, 16)
     with torch.no_grad():
         for write in ("in place", "NumPy", "data", "storage"):
             compiled(q, ids)
-            WRITES[write](array, ids, torch.randint(0, 5, (40,)).sort().values)
+            WRITES[write](array, ids, torch.randint(0, 5, (64,)).sort().values)
             exact = layers(q, ids.clone(), "reference")
             assert_close(compiled(q, ids), exact, rtol=1e-4, atol=1e-5)
 
