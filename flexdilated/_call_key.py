@@ -66,7 +66,11 @@ class CallKey(NamedTuple):
         return Extent(self.q_offset + self.num_queries, self.k_offset + self.num_keys)
 
     def rules(self, bindings: Sequence[Tensor]) -> Expression:
-        """The pattern, with the values of its run-time tensors in place; these come in the order of their names."""
+        """The pattern, with the values of its run-time tensors in place; these come in the order of their names.
+
+        The values are those of now: no call relies on what an earlier one read, as neither a tensor's identity nor its
+        version tells that it was written to (collectives, `.data`, NumPy and kernels of others count no version).
+        """
         pattern = read_text(self.pattern)
         return resolve(pattern, dict(zip(names(pattern), bindings, strict=True)), self.extent)
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ._call_key import CallKey
 from ._flex import FlexProgram, make_flex_program
-from ._run_time_rules import rules_of
 from .masks import cache
 from .masks._algebra import Every
 from .masks._block_mask import term_blocks
@@ -41,7 +40,7 @@ def allowed_on(device: torch.device) -> Allowed:
 
 def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int) -> FlexProgram:
     """The program for these values of the run-time tensors, with the steps of `blank_program`."""
-    rule = rules_of(key, bindings)
+    rule = key.rules(bindings)
     require_entries(rule, batch)
 
     def planned() -> Plan:
@@ -74,7 +73,7 @@ def list_width(term: Term, block_size: tuple[int, int], device: torch.device) ->
         by_row, by_column = (max(1, int(torch.bincount(line).max())) if len(line) else 1 for line in lines)
         return by_row, by_column
 
-    return cache().get(("widths", outer, block_size), measure, lambda _: 16, pattern=outer.rule.text)
+    return cache().get(("widths", outer, block_size), measure, lambda _: 16, pattern=outer.rule)
 
 
 def _blank_plan(key: CallKey, device: torch.device, blank: Expression) -> Plan:

@@ -22,7 +22,8 @@ from ._validate import check_sinks, check_tensors, resolve_scale
 from .masks import Bound, Mixture, Pattern, causal
 from .masks._bytes_text import bytes_text
 from .masks._check import require_int
-from .masks._pattern import common_period, require_expression
+from .masks._composite import common_period
+from .masks._pattern import require_expression
 from .masks._reach import FOREVER, causal_by_form, later_pair
 from .masks._row import Keys
 from .masks._run_time import names

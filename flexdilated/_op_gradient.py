@@ -27,7 +27,7 @@ def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, ove
     def remember(ctx, inputs, output) -> None:
         q, k, v, sinks, bindings, *options = inputs
         out, lse, *used = output
-        ctx.save_for_backward(q, *(used or (k, v)), sinks, out, lse, *bindings)
+        ctx.save_for_backward(q, *(used or (k, v)), sinks, out, lse, *copies(bindings))
         ctx.options = options
         ctx.kept = kept_functions(options[0])
         ctx.set_materialize_grads(False)
@@ -47,6 +47,11 @@ def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, ove
 
     op.register_autograd(backward, setup_context=remember)
     backward_op.register_autograd(refuse(refusal))
+
+
+def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
+    """Run-time tensors as a forward read them, for its backward: what writes to them may count no version."""
+    return [x.detach().clone() for x in bindings]
 
 
 def no_gradients(bindings: Sequence[Tensor], options: Sequence[Any]) -> tuple[Any, ...]:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.profiler import profile
 
+from .masks._plain_json import read_json
+
 FORMAT, VERSION = "flexdilated profile", 1
 TABLE, TRACE = ".profile.json", ".trace.json.gz"
 _MOST_EVENTS = 200_000  # in a trace: more than that no viewer opens with ease
@@ -69,11 +71,13 @@ def write_recording(folder: Path, name: str, profiler: profile, seconds: float) 
 def read_recording(path: Path) -> Recording:
     """What `write_recording` wrote. Raises ValueError for anything else, and OSError where it cannot be read."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path.read_bytes())
         if (data.pop("format"), data.pop("version")) != (FORMAT, VERSION):
             raise ValueError(f"needed {FORMAT!r}, version {VERSION}")
         operators = tuple(_operator(each) for each in data.pop("operators"))
         _require(data, {"name": str, "seconds": float, "torch": str, "events": int})
+        if not isinstance(data["trace"], str | None):
+            raise TypeError(f"trace must be a file's name or null; got {data['trace']!r:.80}")
         recording = Recording(**data, operators=operators)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} holds no profile of this version: {error}") from error

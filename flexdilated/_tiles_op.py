@@ -8,7 +8,6 @@ from torch import Tensor
 from ._call_key import CallKey
 from ._flat_op import own_op
 from ._op_gradient import set_gradient
-from ._run_time_rules import rules_of
 from ._tile_plan import plan_tiles, portions_on
 from ._tiles import Program, Result, make_program, run_backward, run_forward
 from ._tune_choices import chosen
@@ -151,7 +150,7 @@ def _programs(
     """(batch entries, their program): one for all, unless run-time tensors tell entries apart."""
     if not bindings:
         return [(slice(None), _program(key, None, kind, choice, written=key.pattern))]
-    groups = alike(rules_of(key, bindings), batch)
+    groups = alike(key.rules(bindings), batch)
     return [
         (rows, _program(key._replace(pattern=rule.text), rule, kind, choice, written=key.pattern))
         for rows, rule in groups

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from pathlib import Path
@@ -20,6 +19,7 @@ from .masks._debug_log import Written, is_told
 from .masks._machine import BUILTIN
 from .masks._machine_file import write_json
 from .masks._machine_in_use import machine_of
+from .masks._plain_json import read_json
 
 FORMAT, VERSION = "flexdilated choices", 1
 _MOST_STORED = 1000
@@ -126,8 +126,8 @@ def _load(source: str) -> None:
     path, read = choices_path(source), {}
     if path is not None and path.is_file():
         try:
-            read = _from_data(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            read = _from_data(read_json(path.read_bytes()))
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             _log.warning("stored choices are not used: %s holds none of this version (%s)", path, error)
     with _lock:
         for sight, won in read.items():

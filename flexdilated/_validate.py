@@ -10,7 +10,8 @@ from torch import Tensor
 from .masks import Layout, Mixture, Pattern
 from .masks._check import require_int
 from .masks._json import read_text
-from .masks._run_time import given_tensors, missing, names, require_values
+from .masks._run_time import given_tensors, names
+from .masks._run_time_checks import missing, require_values
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -6,12 +6,13 @@ tests/test_boxes.py holds its bounds to its pairs, and tests/test_tiles.py what 
     patterns            _causal _local_window _dilated_window _dilated _longnet _strided _fixed _chunked _global_tokens
                         _landmark_tokens _prefix_lm _random_blocks _block_list _neighborhood _custom recipes
     made of others      _composite _algebra _per_head; _blockwise _per_document
-    known at run time   _documents _lengths _visible_keys, which become _spans and tables of _run_time
+    known at run time   _documents _lengths _visible_keys, which become _spans and tables of _run_time;
+                        _run_time_checks
     what each is        _pattern _reason _check; with sizes: _bound
     counting pairs      _box _box_parts _distances _diagonals _exact_pairs _query_pairs _block_table
     grids of tokens     _grid _grid_window _grid_reach
     custom functions    _function_snapshot _function_checks _classify
-    as text             _json _canonical _spelling _written_branches _parse _reader _lexer
+    as text             _json _plain_json _canonical _spelling _written_branches _parse _reader _lexer
     who sees which key  _needs _needs_by_boxes _needs_by_distance _asked _narrowed _reach _row _ranges _range_union
     orders of tokens    _layout _tiling _tiled _placement
     blocks              _rule _blocks _quadtree _class_pairs _cover _tables _packed_blocks _block_mask

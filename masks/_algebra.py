@@ -13,7 +13,7 @@ import torch
 from ._box import Bounds, Box, Squares
 from ._canonical import written_parts
 from ._composite import Composite
-from ._pattern import MaskMod, Pattern
+from ._pattern import MaskMod, Pattern, require_set_patterns
 from ._ranges import Ranges, as_ranges, intersect_all, unite
 from ._reason import Pair, Reason, listing
 from ._spelling import AND, NOT, OR, Phrase, chain
@@ -29,9 +29,19 @@ class _Combination(Composite):
         return unique[0] if len(unique) == 1 else cls(unique)
 
     def __post_init__(self) -> None:
-        if not self.parts or not all(isinstance(part, Pattern) for part in self.parts):
-            raise TypeError(f"{type(self).__name__} combines at least one set pattern; got {self.parts!r}")
+        from ._run_time import given_tensors
+
+        kind = type(self).__name__.lower()
+        require_set_patterns(f"{kind!r}", self.parts, least=2)
+        if any(isinstance(part, type(self)) for part in self.parts):
+            raise ValueError(f"{kind!r} takes the parts of an inner {kind!r} as its own; got {self.parts!r:.200}")
+        if len({part.text for part in self.parts}) < len(self.parts):
+            given_tensors(*self.parts)  # where the parts differ in a tensor that they carry, it names that
+            raise ValueError(f"{kind!r} takes each part once, and a tensor once by its name; got {self.parts!r:.200}")
         super().__post_init__()
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return type(self).of(*(part.map_leaves(change) for part in self.parts))
 
     def to_data(self) -> dict[str, Any]:
         return {"kind": type(self).__name__.lower(), "parts": [part.to_data() for part in self.parts]}
@@ -163,6 +173,8 @@ class Not(Pattern):
     def __post_init__(self) -> None:
         if not isinstance(self.part, Pattern):
             raise TypeError(f"~ needs a set pattern; got {self.part!r}")
+        if isinstance(self.part, Not):
+            raise ValueError(f"the complement of a complement is its part: use ~; got {self.part!r}")
         super().__post_init__()
 
     def to_data(self) -> dict[str, Any]:
@@ -186,7 +198,7 @@ class Not(Pattern):
         return Reason(self, not inner.allowed, f"its part {'allows' if inner.allowed else 'forbids'} it", (inner,))
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
-        return Not(self.part.for_head(head, num_heads))
+        return ~self.part.for_head(head, num_heads)
 
     def period(self) -> int | None:
         return self.part.period()
@@ -201,7 +213,7 @@ class Not(Pattern):
         return self.part.leaves()
 
     def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
-        return Not(self.part.map_leaves(change))
+        return ~self.part.map_leaves(change)
 
     def check_heads(self, num_heads: int) -> None:
         self.part.check_heads(num_heads)

@@ -66,7 +66,7 @@ def block_mask(
         ("block_mask", bound.key(), term, where, sides),
         lambda: term_mask(term, bound, device=where, block_size=sides),
         table_bytes,
-        pattern=pattern.text,
+        pattern=pattern,
         device=where,
     )
 
@@ -83,7 +83,7 @@ def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[
         ("blocks", bound.key(), term, block_size),
         lambda: [PackedBlocks.pack(each) for each in _entries_blocks(term, block_size)],
         lambda packed: sum(each.nbytes for each in packed),
-        pattern=bound.pattern.text,
+        pattern=bound.pattern,
     )
     return [each.unpack() for each in packed]
 

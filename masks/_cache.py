@@ -22,6 +22,7 @@ from ._cache_store import Entry, Store
 from ._cache_watch import Watch
 from ._debug_log import Named, Sized, Untold, Written
 from ._pattern import Expression, require_expression
+from ._run_time import as_written
 
 T = TypeVar("T")
 _log = logging.getLogger("flexdilated")
@@ -84,12 +85,12 @@ class Cache:
         build: Callable[[], T],
         nbytes: Callable[[T], int],
         *,
-        pattern: str = "",
+        pattern: Expression | str = "",
         device: torch.device | None = None,
     ) -> T:
         """The value of `key`, built on first use. A value larger than the budget is returned but not kept.
 
-        `pattern` is the text of the pattern it is built for, beside the patterns of builds that ask for it.
+        `pattern` is the pattern it is built for, or its text as written, beside the patterns of builds that ask for it.
         `device` says that the value is a copy there, made of values that the cache holds too: copies are the
         first to go.
         """
@@ -103,7 +104,7 @@ class Cache:
             building = self._building.get(key)
             is_mine = building is None
             if building is None:
-                building = self._building[key] = _Building(self._inside.and_of(pattern))
+                building = self._building[key] = _Building(self._inside.and_of(_text(pattern)))
             self._misses += is_mine
             self._hits += not is_mine
         if is_mine:
@@ -136,7 +137,7 @@ class Cache:
 
         Values still being built for it are not kept, and whoever asks from now on does not get them.
         """
-        texts = [branch.text for branch in require_expression(pattern).branches()]
+        texts = [_text(branch) for branch in require_expression(pattern).branches()]
 
         def concerns(built: Entry | _Building) -> bool:
             return all(text in built.pattern for text in texts)
@@ -261,6 +262,11 @@ class Cache:
     def _note_built(self, entry: Entry, seconds: float) -> None:
         what, where = (Named(entry.key), Written(entry.pattern)), "" if entry.device is None else f" on {entry.device}"
         self._untold.note("built %s of %s%s: %s in %.2f ms", *what, where, Sized(entry.nbytes), 1e3 * seconds)
+
+
+def _text(pattern: Expression | str) -> str:
+    """The text of a pattern as it was written, with the names of its run-time tensors in place of their values."""
+    return pattern if isinstance(pattern, str) else as_written(pattern).text
 
 
 _cache: Cache | None = None

@@ -10,12 +10,12 @@ LARGEST = 2**31 - 1
 
 def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGEST) -> int:
     """The value itself, if it is an integer in [minimum, maximum]; TypeError or ValueError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if type(value) is not int:  # of another class, such as an enum's, it is written in another way
         raise TypeError(f"{name} must be an integer; got {name}={value!r:.80} of type {type(value).__name__}")
     if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}; got {name}={_shown(value)}")
+        raise ValueError(f"{name} must be at least {minimum}; got {name}={shown(value)}")
     if value > maximum:
-        raise ValueError(f"{name} must be at most {maximum}; got {name}={_shown(value)}")
+        raise ValueError(f"{name} must be at most {maximum}; got {name}={shown(value)}")
     return value
 
 
@@ -36,7 +36,7 @@ def require_bool(name: str, value: object) -> bool:
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """The value itself, if it is one of the choices; ValueError that lists them otherwise."""
-    if not isinstance(value, str) or value not in choices:
+    if type(value) is not str or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {name}={value!r:.80}")
     return value
 
@@ -46,7 +46,7 @@ def require_finite(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a real number; got {name}={value!r:.80} of type {type(value).__name__}")
     if not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{name} must be finite; got {name}={_shown(value)}")
+        raise ValueError(f"{name} must be finite; got {name}={shown(value)}")
     return float(value)
 
 
@@ -59,6 +59,8 @@ def instead_of_pattern(value: object) -> str:
     return ": give it to masks.custom, as masks.custom(fn)" if callable(value) else ""
 
 
-def _shown(value: float) -> str:
+def shown(value: object) -> str:
     """A number as text; Python refuses to write an integer of thousands of digits."""
-    return f"an integer of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 1e40 else str(value)
+    if isinstance(value, int) and abs(value) > 1e40:
+        return f"an integer of {value.bit_length()} bits"
+    return f"{value!r:.80}"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from math import lcm
 from typing import Any
 
-from ._pattern import Pattern, all_leaves, common_period
+from ._check import LARGEST
+from ._pattern import Pattern, all_leaves
 
 
 @dataclass(frozen=True)
@@ -34,3 +37,11 @@ class Composite(Pattern):
     def check_tokens(self, queries: range, keys: range) -> None:
         for part in self.parts:
             part.check_tokens(queries, keys)
+
+
+def common_period(parts: tuple[Pattern, ...]) -> int | None:
+    """The least shift that leaves every part as it is, or None; None too where no sequence is as long."""
+    periods = [part.period() for part in parts]
+    known = [period for period in periods if period is not None]
+    least = reduce(lcm, known, 1)
+    return least if len(known) == len(periods) and least <= LARGEST else None

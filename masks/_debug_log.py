@@ -57,7 +57,7 @@ class Written:
         try:
             _, end = json.JSONDecoder().raw_decode(text)
             return in_line(read_text(text[:end]))
-        except ValueError:  # of a run-time tensor's values, or of a function that is gone
+        except (ValueError, RecursionError):  # of a function that is gone, or of one that nests too deep
             return in_line(text)
 
 

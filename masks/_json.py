@@ -1,6 +1,5 @@
 """Patterns as JSON: what a checkpoint stores and a custom op receives."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from ._neighborhood import Neighborhood
 from ._pattern import Expression, Mixture, Pattern, require_expression
 from ._per_document import PerDocument
 from ._per_head import HeadGroups, PerHead
+from ._plain_json import read_json
 from ._random_blocks import RandomBlocks
 from ._spelling import QUOTED, shortened
 from ._strided import Strided
@@ -51,10 +51,13 @@ def read_text(text: str) -> Pattern | Mixture:
     if not isinstance(text, str):
         raise TypeError(f"a pattern's JSON must be a string; got {type(text).__name__}")
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:  # integers of thousands of digits are a ValueError, too
+        data = read_json(text)
+    except ValueError as error:
         raise ValueError(f"a pattern must be JSON as to_json writes it; got {text[:80]!r}: {error}") from error
-    return _read(data, depth=0)
+    try:
+        return _read(data, depth=0)
+    except RecursionError:
+        raise ValueError(f"a pattern must nest at most {_MAX_DEPTH} deep; got {text[:80]!r}") from None
 
 
 def kept_functions(text: str) -> object:

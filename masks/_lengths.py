@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ._check import require_choice
 from ._pattern import Pattern
-from ._run_time import Extent, RunTime, integers, of_tensor
+from ._run_time import Extent, RunTime, of_tensor
+from ._run_time_checks import integers
 from ._spans import PADDING, Spans
 from ._spelling import Phrase, call
 

@@ -40,4 +40,4 @@ def longnet(
     require_choice("offsets", offsets, OFFSET_RULES)
     require_choice("heads", heads, HEAD_RULES)
     branches = tuple(Dilated(segment, rate, offsets) for segment, rate in zip(segments, rates, strict=True))
-    return HeadGroups(branches) if heads == "grouped" else Mixture(branches)
+    return HeadGroups(branches) if heads == "grouped" else Mixture.of(*branches)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from math import isfinite
 from typing import Any
+
+from ._check import shown
 
 BUILTIN = "builtin"
 
@@ -75,8 +77,8 @@ NUMBERS = tuple(each.name for each in fields(Machine) if each.name not in ("bloc
 def _require_positive(value: Any, *names: str) -> None:
     for name in names:
         number = getattr(value, name)
-        if isinstance(number, bool) or not isinstance(number, int | float) or not (number > 0 and isfinite(number)):
-            raise ValueError(f"{name} must be a positive finite number; got {name}={number!r}")
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= sys.float_info.max:
+            raise ValueError(f"{name} must be a positive finite number; got {name}={shown(number)}")
 
 
 # Orders of magnitude are enough where nothing was measured: the options differ by factors.

@@ -13,6 +13,7 @@ from typing import Any
 
 from ._machine import NUMBERS, BlockRates, Machine
 from ._machine_key import MachineKey
+from ._plain_json import read_json
 
 FORMAT, VERSION = "flexdilated machine constants", 1
 _FIELDS = {"format", "version", "measured_on", "date", "versions", "constants", "spread"}
@@ -57,14 +58,14 @@ def stored_path(key: MachineKey) -> Path | None:
 def read_machine(path: Path) -> tuple[MachineKey, Machine]:
     """(what they were measured on, the constants). Raises ValueError where the file does not hold exactly that."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # no JSON, or no UTF-8
         raise ValueError(f"{path} holds no JSON: {error}") from None
     try:
         return _parse(data, str(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} holds no constants of this version: {error}") from None
 
 
@@ -84,12 +85,14 @@ def write_json(path: Path, data: object) -> None:
 def _parse(data: Any, source: str) -> tuple[MachineKey, Machine]:
     _require_fields("the file", data, _FIELDS)
     if (data["format"], data["version"]) != (FORMAT, VERSION):
-        raise ValueError(f"needed {FORMAT!r}, version {VERSION}; got {data['format']!r}, version {data['version']!r}")
+        raise ValueError(
+            f"needed {FORMAT!r}, version {VERSION}; got {data['format']!r:.80}, version {data['version']!r:.80}"
+        )
     _require_fields("measured_on", data["measured_on"], {"kind", "name", "capability", "torch", "threads"})
     constants = data["constants"]
     _require_fields("constants", constants, {*NUMBERS, "blocks"})
     if not isinstance(constants["blocks"], list):
-        raise ValueError(f"blocks must be a list; got {constants['blocks']!r}")
+        raise ValueError(f"blocks must be a list; got {constants['blocks']!r:.80}")
     for each in constants["blocks"]:
         _require_fields("each of blocks", each, _BLOCK_FIELDS)
     blocks = tuple(BlockRates(**each) for each in constants["blocks"])
@@ -100,4 +103,4 @@ def _parse(data: Any, source: str) -> tuple[MachineKey, Machine]:
 def _require_fields(name: str, value: Any, wanted: set[str]) -> None:
     if not isinstance(value, dict) or set(value) != wanted:
         got = sorted(value) if isinstance(value, dict) else repr(value)
-        raise ValueError(f"{name} must have the fields {', '.join(sorted(wanted))}; got {got}")
+        raise ValueError(f"{name} must have the fields {', '.join(sorted(wanted))}; got {got!s:.200}")

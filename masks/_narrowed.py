@@ -12,6 +12,7 @@ from ._algebra import And, Every, Not, Or
 from ._asked import Asked, moved
 from ._blockwise import Blockwise
 from ._causal import Causal
+from ._composite import common_period
 from ._dilated import Dilated
 from ._fixed import Fixed
 from ._global_tokens import GlobalTokens
@@ -19,7 +20,7 @@ from ._grid_reach import seen_around
 from ._landmark_tokens import LandmarkTokens
 from ._local_window import LocalWindow
 from ._neighborhood import Neighborhood
-from ._pattern import Pattern, common_period
+from ._pattern import Pattern
 from ._per_document import PerDocument
 from ._range_union import ranges_of
 from ._ranges import intersect
@@ -63,7 +64,7 @@ def _complement(part: Pattern, rest: Asked) -> Parts | None:
     if isinstance(part, Not):
         return _same([rest.of(*rest.factors, part.part)])
     if isinstance(part, Or):
-        return _same([rest.of(*rest.factors, *map(Not, part.parts))])
+        return _same([rest.of(*rest.factors, *(~each for each in part.parts))])
     if isinstance(part, GlobalTokens):
         later = range(part.tokens, _ALL.stop)
         return _same([rest.within(later if part.rows else _ALL, later if part.columns else _ALL)])
@@ -119,7 +120,7 @@ def _alternatives(factor: Pattern, rest: Asked) -> Parts | None:
     if isinstance(factor, Or):
         return _same([rest.of(*rest.factors, part) for part in factor.parts])
     if isinstance(factor, Not) and isinstance(factor.part, And):
-        return _same([rest.of(*rest.factors, Not(part)) for part in factor.part.parts])
+        return _same([rest.of(*rest.factors, ~part) for part in factor.part.parts])
     if isinstance(factor, GlobalTokens | LandmarkTokens):  # of both sides
         return _same([rest.from_queries(_chosen(factor)), rest.to_keys(_chosen(factor))])
     return None

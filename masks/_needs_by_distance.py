@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._asked import Asked
 from ._box import Bounds, Box, Progression
-from ._pattern import common_period
+from ._composite import common_period
 from ._range_union import joined_intervals
 from ._ranges import intersect
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ._algebra import And, Not, Or
+from ._algebra import And, Or
 from ._bound import Bound
 from ._compact import compact_terms
 from ._cost import Cost, cost_of, least_seconds, least_seconds_in_larger
@@ -207,7 +207,7 @@ def _disjoint_terms(branch: Pattern, times: int, bound: Bound, machine: Machine)
     if not 1 < len(parts) <= _MAX_PARTS:
         return None
     alone = Allowed(shared_rows=False, windows=False)
-    rests = [And.of(part, *(Not(before) for before in parts[:index])) for index, part in enumerate(parts)]
+    rests = [And.of(part, *(~before for before in parts[:index])) for index, part in enumerate(parts)]
     return tuple(term for rest in rests for term in options_of(rest, times, bound, machine, alone)[0].terms)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
-from math import lcm
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ._box import Bounds, Box, Squares
 from ._canonical import canonical, written_parts
-from ._check import LARGEST, instead_of_pattern
+from ._check import instead_of_pattern
 from ._ranges import Ranges
 from ._spelling import Phrase, call, shortened
 
@@ -236,9 +235,13 @@ class Mixture(Expression):
 
     parts: tuple[Pattern, ...]
 
+    @classmethod
+    def of(cls, *parts: Pattern) -> Pattern | Mixture:
+        """The sum of some set patterns; one alone is its own sum."""
+        return parts[0] if len(parts) == 1 else cls(parts)
+
     def __post_init__(self) -> None:
-        if not self.parts or not all(isinstance(part, Pattern) for part in self.parts):
-            raise TypeError(f"a mixture sums at least one set pattern; got {self.parts!r}")
+        require_set_patterns("a mixture", self.parts, least=2)
         super().__post_init__()
 
     def to_data(self) -> dict[str, Any]:
@@ -283,11 +286,13 @@ def require_expression(value: object) -> Expression:
     return value
 
 
-def common_period(parts: tuple[Pattern, ...]) -> int | None:
-    """The least shift that leaves every part as it is, or None; None too where no sequence is as long."""
-    known = [period for part in parts if (period := part.period()) is not None]
-    least = reduce(lcm, known, 1)
-    return least if len(known) == len(parts) and least <= LARGEST else None
+def require_set_patterns(what: str, parts: object, *, least: int) -> None:
+    """Raise TypeError or ValueError unless the parts are a tuple of at least so many set patterns."""
+    if not isinstance(parts, tuple) or not all(isinstance(part, Pattern) for part in parts):
+        raise TypeError(f"{what} takes set patterns, in a tuple; got {parts!r:.200}")
+    if len(parts) < least:
+        alone = ": a set pattern alone stands for itself" if least > 1 else ""
+        raise ValueError(f"{what} takes at least {least} set pattern{'s' * (least > 1)}{alone}; got {parts!r:.200}")
 
 
 def all_leaves(parts: tuple[Pattern, ...]) -> tuple[Pattern, ...]:

@@ -12,7 +12,7 @@ from ._algebra import either
 from ._box import Bounds, Box, Squares
 from ._canonical import written_parts
 from ._composite import Composite
-from ._pattern import MaskMod, Pattern
+from ._pattern import MaskMod, Pattern, require_set_patterns
 from ._reason import Pair, Reason, span
 from ._spelling import Phrase
 
@@ -20,8 +20,7 @@ from ._spelling import Phrase
 @dataclass(frozen=True)
 class _HeadChoice(Composite):
     def __post_init__(self) -> None:
-        if not self.parts or not all(isinstance(part, Pattern) for part in self.parts):
-            raise TypeError(f"a choice by head needs at least one set pattern; got {self.parts!r}")
+        require_set_patterns("a choice by head", self.parts, least=1)
         super().__post_init__()
 
     def choice(self, num_heads: int) -> list[int]:

@@ -20,6 +20,7 @@ from ._machine_in_use import machine_of
 from ._options import ANYTHING, MAX_RESIDUE_RATE, Allowed, Option
 from ._pattern import Expression
 from ._plan_text import plan_text, tell_order, tell_plan
+from ._run_time import num_entries
 from ._term import Term
 
 
@@ -85,7 +86,7 @@ def plan(
         ("plan", bound.key(), kind, machine.text, layout, allowed, choice),
         lambda: _told(_plan(bound, machine, layout, allowed, choice), kind, choice),
         _plan_bytes,
-        pattern=bound.pattern.text,
+        pattern=bound.pattern,
     )
 
 
@@ -94,32 +95,54 @@ def recommended_layout(
 ) -> Layout | None:
     """The layout in which a whole model should hold its tokens for this pattern; None for the natural order.
 
-    Inside torch.compile the answer is a constant of the graph, for the number of tokens it was traced with.
+    Tensors that the pattern carries are read now: other values may have another answer. Where they differ by batch
+    entry, costs are summed over the entries that differ. Inside torch.compile the
+    answer is a constant of the graph, for the number of tokens it was traced with. Raises ValueError for run-time
+    tensors that are missing or do not fit, and there for any.
     """
     kind = torch.device(device).type
-    rate = _recommended_rate(pattern.text, num_tokens, num_heads, kind)
+    if not torch.compiler.is_compiling():
+        rate = _recommended_rate(pattern, num_tokens, num_heads, kind)
+    elif _is_fixed(pattern.text):
+        rate = _rate_of_text(pattern.text, num_tokens, num_heads, kind)
+    else:
+        raise ValueError(
+            "recommended_layout counts with the values of run-time tensors, which a graph being compiled does not "
+            f"have: ask before compiling, and hand over the layout; got {pattern!r}"
+        )
     return None if rate == 1 else Layout(num_tokens, rate)
 
 
-@plans
-def _recommended_rate(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
-    bound = read_text(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
+def _is_fixed(pattern: str) -> bool:
+    return not read_text(pattern).varies
 
+
+def _rate_of_text(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
+    return _recommended_rate(read_text(pattern), num_tokens, num_heads, kind)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the whole compiler with this package.
+_is_fixed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_rate_of_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@plans
+def _recommended_rate(pattern: Expression, num_tokens: int, num_heads: int, kind: str) -> int:
+    bound = pattern.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
     machine = machine_of(kind)
 
     def build() -> int:
         rate = residue_rate(bound.union, min(MAX_RESIDUE_RATE, num_tokens))
         if rate == 1:
             return 1
-        residue, given = _in_layout(bound, machine, Layout(num_tokens, rate)), plan(bound, device=kind)
-        tell_order(bound, residue, given)
-        return rate if residue.cost.seconds < given.cost.seconds else 1
+        gained_s = 0.0
+        for each in {entry.key(): entry for entry in map(bound.entry, range(num_entries(bound.pattern)))}.values():
+            residue, given = _in_layout(each, machine, Layout(num_tokens, rate)), plan(each, device=kind)
+            tell_order(each, residue, given)
+            gained_s += given.cost.seconds - residue.cost.seconds
+        return rate if gained_s > 0 else 1
 
     return cache().get(("recommended_rate", bound.key(), kind, machine.text), build, lambda rate: 8, pattern=pattern)
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the whole compiler with this package.
-_recommended_rate._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _told(made: Plan, kind: str, choice: Choice | None) -> Plan:

@@ -124,8 +124,12 @@ class RandomBlocks(Pattern):
         return torch.arange(num_heads) if self.head is None else torch.zeros(num_heads, dtype=torch.int64)
 
 
-def random_blocks(num_tokens: int, *, block: int = 64, count: int = 3, seed: int = 0) -> Pattern:
+def random_blocks(
+    num_tokens: int, *, block: int = 64, count: int = 3, seed: int = 0, head: int | None = None
+) -> Pattern:
     """Each head and each block of `block` queries sees `count` distinct blocks of keys, drawn at random.
+
+    With `head` all heads see what that one drew.
 
     Blocks are those of `num_tokens` tokens; positions beyond neither see nor are seen. The draw depends on
     the numbers given here and on the global head alone, so all ranks, platforms and versions agree on it:
@@ -137,7 +141,7 @@ def random_blocks(num_tokens: int, *, block: int = 64, count: int = 3, seed: int
     nothing. Raises ValueError for numbers below 1, a seed outside [0, 2**63), and a count above the number of
     blocks. Only the blocks of those queries are drawn that a call has; more than 2**25 in all are a ValueError.
     """
-    return RandomBlocks(num_tokens, block, count, seed)
+    return RandomBlocks(num_tokens, block, count, seed, head)
 
 
 @lru_cache(maxsize=_TABLES_KEPT)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from ._algebra import And, Not, Or
+from ._algebra import And, Or
 from ._ambient import plans
 from ._blocks import build_blocks
 from ._box import Box, Progression
@@ -51,7 +51,7 @@ def later_pair(source: RowSource) -> tuple[int, int] | None:
     if causal_by_form(source.rule):
         return None
     tokens = Layout(_TRIED).pieces(0)
-    ahead = Rule(And.of(source.rule, Not(Causal())), source.num_heads, (source.head,), tokens, tokens)
+    ahead = Rule(And.of(source.rule, ~Causal()), source.num_heads, (source.head,), tokens, tokens)
     blocks = build_blocks(ahead, q_block=_BLOCK, k_block=_BLOCK)
     if len(blocks.row) == 0:
         return None

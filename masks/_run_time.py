@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from ctypes import c_char
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, NamedTuple, Self
 
@@ -18,6 +18,7 @@ from ._box import Bounds, Box
 from ._local_window import LocalWindow
 from ._pattern import Expression, MaskMod, Pattern
 from ._reason import Pair, Reason
+from ._run_time_checks import missing, require_values
 from ._spelling import Phrase, call
 
 # B batch entries (or one for all of them), L positions
@@ -48,7 +49,7 @@ class RunTime(Pattern):
     given: Given | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.isidentifier():
+        if type(self.name) is not str or not self.name.isidentifier():
             raise ValueError(f"the name of a run-time tensor must be an identifier; got {self.name!r:.80}")
         super().__post_init__()
 
@@ -76,23 +77,25 @@ class RunTime(Pattern):
 
 @dataclass(frozen=True)
 class Table(Pattern):
-    """A rule in a CPU tensor, one row for each batch entry or one for all; equal rows are equal rules.
+    """A rule in a CPU tensor, one row for each batch entry or one for all; equal rows of one source are equal rules.
 
     Bounds, which know no batch, are those of a table with one row: see `entry`. `reach` is a distance that
-    allowed pairs are declared to keep. A table that is not `known` stands for all values of its shape.
+    allowed pairs are declared to keep. A table that is not `known` stands for all values of its shape. `source` is the
+    pattern whose values these are, without its tensor; None where it does not matter.
     """
 
     rows: Shaped[Tensor, "B L"]
     digest: str
     reach: int | None = None
     known: bool = True
+    source: RunTime | None = None
     held: dict[torch.device, Rows] = field(default_factory=dict, repr=False)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and isinstance(other, Table) and other.digest == self.digest
+        return type(other) is type(self) and isinstance(other, Table) and other.text == self.text
 
     def __hash__(self) -> int:
-        return hash(self.digest)
+        return hash(self.text)
 
     @classmethod
     def of(cls, rows: Tensor, reach: int | None = None) -> Self:
@@ -102,7 +105,8 @@ class Table(Pattern):
         return cls(rows, f"{tuple(rows.shape)} {sha256(content).hexdigest()}", reach)
 
     def to_data(self) -> dict[str, Any]:
-        return {"kind": f"{type(self).__name__.lower()} table", "digest": self.digest}
+        source = None if self.source is None else self.source.to_data()
+        return {"kind": f"{type(self).__name__.lower()} table", "digest": self.digest, "source": source}
 
     def phrase(self) -> Phrase:
         return Phrase(f"<{self._told()}>" if self.known else f"<{self.digest}>")
@@ -119,7 +123,9 @@ class Table(Pattern):
 
     def entry(self, batch: int) -> Self:
         """The rule of one batch entry."""
-        return self if len(self.rows) == 1 else type(self).of(self.rows[batch, None], self.reach)
+        if len(self.rows) == 1:
+            return self
+        return replace(type(self).of(self.rows[batch, None], self.reach), source=self.source)
 
     @property
     def only_row(self) -> Shaped[Tensor, " L"]:
@@ -161,10 +167,10 @@ class Rows:
 Window = tuple[range, range]  # query positions, key positions
 
 
-def given_tensors(pattern: Expression) -> dict[str, Tensor]:
-    """The tensors that a pattern carries, by name. Raises ValueError where two go by one name."""
+def given_tensors(*patterns: Expression) -> dict[str, Tensor]:
+    """The tensors that patterns carry, by name. Raises ValueError where two go by one name."""
     found: dict[str, Tensor] = {}
-    for leaf in run_time_leaves(pattern):
+    for leaf in (leaf for pattern in patterns for leaf in run_time_leaves(pattern)):
         if leaf.given is None:
             continue
         if found.setdefault(leaf.name, leaf.given.tensor) is not leaf.given.tensor:
@@ -196,9 +202,23 @@ def resolve(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) 
             return leaf
         if leaf.name not in tensors:
             raise ValueError(missing(leaf.name))
-        return leaf.table(require_values(leaf.name, tensors[leaf.name]), extent)
+        return replace(
+            leaf.table(require_values(leaf.name, tensors[leaf.name]), extent), source=replace(leaf, given=None)
+        )
 
     return pattern.map_leaves(with_values)
+
+
+def named(leaf: Pattern) -> Pattern:
+    """A leaf as its text has it: run-time tensors by name, whether it carries them, has their values or lacks both."""
+    if isinstance(leaf, Table):
+        return leaf if leaf.source is None else leaf.source
+    return replace(leaf, given=None) if isinstance(leaf, RunTime) else leaf
+
+
+def as_written(pattern: Expression) -> Expression:
+    """The pattern as its caller wrote it, but for tensors that it carries: what `cache().forget` knows it by."""
+    return pattern.map_leaves(named) if pattern.varies else pattern
 
 
 def entry(pattern: Expression, batch: int) -> Expression:
@@ -214,7 +234,9 @@ def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) ->
             return leaf
         shape = tuple(map(int, tensors[leaf.name].shape))
         table = leaf.table(leaf.most(shape, extent), extent)
-        return type(table)(table.rows, f"any {leaf.phrase().text} of {shape}", table.reach, known=False)
+        return type(table)(
+            table.rows, f"any {leaf.phrase().text} of {shape}", table.reach, False, replace(leaf, given=None)
+        )
 
     return pattern.map_leaves(with_any)
 
@@ -257,33 +279,6 @@ def require_entries(pattern: Expression, batch: int) -> None:
                 f"run-time tensors must have one row, or one for each of {batch} batch entries; "
                 f"got {len(table.rows)} rows"
             )
-
-
-def missing(name: str) -> str:
-    return (
-        f"the pattern needs the run-time tensor {name!r}: build it with the tensor itself, "
-        f"or pass bindings={{{name!r}: tensor}} to attend"
-    )
-
-
-def require_values(name: str, tensor: Any) -> Tensor:
-    """The tensor itself, if it is a dense one that has values."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"bindings must hold tensors; got {type(tensor).__name__} for {name!r}")
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.device.type == "meta":
-        kind = "nested" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
-        raise ValueError(f"the run-time tensor {name!r} must be a dense one with values; got a tensor that is {kind}")
-    return tensor
-
-
-def integers(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The tensor on the CPU in int64, if it holds integers in one of these numbers of dims."""
-    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
-        raise TypeError(f"{name} must hold integers; got a tensor of {tensor.dtype}")
-    if tensor.dim() not in dims:
-        shapes = " or ".join({0: "()", 1: "(tokens,)", 2: "(batch, tokens)"}[dim] for dim in dims)
-        raise ValueError(f"{name} must have shape {shapes}; got {tuple(tensor.shape)}")
-    return tensor.detach().to("cpu", torch.int64)
 
 
 def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pattern:

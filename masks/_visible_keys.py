@@ -35,8 +35,8 @@ class VisibleKeys(RunTime):
             )
         if tensor.dim() not in (1, 2) or tensor.shape[-1] != extent.keys:
             raise ValueError(
-                f"visible keys must have shape ({extent.keys},) or (batch, {extent.keys}), "
-                f"one for each key; got {tuple(tensor.shape)}"
+                f"visible keys must have shape ({extent.keys},) or (batch, {extent.keys}), one for each position from "
+                f"0 to that of the last key, k_offset included; got {tuple(tensor.shape)}"
             )
         marks = torch.atleast_2d(tensor.detach().cpu())
         # A copy: the caller may change the tensor, and what was made of these values must stay as it is.
@@ -100,9 +100,10 @@ class KeySet(Table):
 def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
     """Each query sees the keys that are marked True.
 
-    visible: booleans of shape (keys,) or (batch, keys); `~key_padding_mask` in torch's convention, the
-    attention_mask in that of transformers; or floats, 0 for True and -inf for False. Or a string, the name under
-    which `attend(bindings=)` passes them.
+    visible: booleans of shape (positions,) or (batch, positions), one for each position from 0 to that of the last
+    key: k_offset more than there are keys, where the first key stands at k_offset. That is `~key_padding_mask` in
+    torch's convention, the attention_mask in that of transformers. Or floats, 0 for True and -inf for False. Or a
+    string, the name under which `attend(bindings=)` passes them.
     """
     return of_tensor(VisibleKeys, visible, name)
 

@@ -130,7 +130,7 @@ def sums_of_runs(draw: st.DrawFn) -> Bound:
     num_tokens = draw(st.integers(1, 60))
     dilated = st.builds(masks.dilated, st.integers(1, 40), st.integers(1, 7), st.just("interleaved"))
     parts = draw(st.lists(dilated | run_rules(num_tokens), min_size=1, max_size=4))
-    pattern = masks.Mixture(tuple(parts))
+    pattern = masks.Mixture.of(*parts)
     if draw(st.booleans()):
         pattern = pattern & draw(st.just(masks.causal()) | dilated | run_rules(num_tokens, 0))
     if draw(st.booleans()):

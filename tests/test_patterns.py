@@ -162,7 +162,7 @@ def test_a_set_is_needed(operation):
             "'interleaved', 'contiguous'; got offsets=",
         ),
         (lambda: masks.longnet([4], [1], heads="some"), ValueError, "'all', 'grouped'; got heads='some'"),
-        (lambda: masks.per_head([]), TypeError, "at least one"),
+        (lambda: masks.per_head([]), ValueError, "at least 1"),
         (lambda: masks.per_head([3]), TypeError, "3"),
     ],
 )

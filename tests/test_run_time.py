@@ -197,7 +197,11 @@ ROW, PAIR = torch.tensor([0, 0, 1, 1]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]
         (lambda: masks.lengths([1, 2], padding="middle"), ValueError, "'right', 'left'; got padding='middle'"),
         (lambda: masks.visible_keys(ROW), TypeError, "must be booleans"),
         (lambda: masks.visible_keys(ROW.float()), ValueError, "0, or -inf for hidden ones; got 1.0"),
-        (lambda: masks.visible_keys(PAIR[:, :3] > 0), ValueError, r"shape \(4,\) or \(batch, 4\), one for each key"),
+        (
+            lambda: masks.visible_keys(PAIR[:, :3] > 0),
+            ValueError,
+            r"shape \(4,\) or \(batch, 4\), one for each position",
+        ),
         (lambda: masks.causal().per_document(masks.causal()), TypeError, "document ids, or a pattern of documents"),
         (lambda: masks.lengths([1, 2]).per_document(ROW), ValueError, "positions from each document's start"),
         (lambda: masks.documents(ROW) | masks.documents(PAIR), ValueError, "two tensors go by the name 'documents'"),

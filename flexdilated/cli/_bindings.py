@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from ..masks._pattern import Expression, Pattern
 from ..masks._run_time import Given, RunTime, given_tensors, names, run_time_leaves
 from ..masks._visible_keys import VisibleKeys
 from ._sizes import tokens_of
+from ._torch_file import read_torch
 from ._usage import UsageError
 
 _FILES = (".json", ".pt")
@@ -165,20 +165,11 @@ def _range(name: str, text: str) -> range:
 
 def _from_file(pattern: Expression, name: str, path: Path) -> Value:
     try:
-        tensor = torch.load(path, weights_only=True) if path.suffix == ".pt" else _listed(json.loads(path.read_bytes()))
+        tensor = read_torch(path) if path.suffix == ".pt" else _listed(json.loads(path.read_bytes()))
     except OSError as error:
         raise UsageError(f"--bind {name} must name a file that can be read; {error}") from None
-    except (
-        ValueError,
-        TypeError,
-        RuntimeError,
-        OverflowError,
-        EOFError,
-        RecursionError,
-        pickle.UnpicklingError,
-    ) as error:
-        reason = "torch.load does not read it" if path.suffix == ".pt" else str(error)
-        raise UsageError(f"--bind {name} must name a file with a tensor; {path}: {reason:.120}") from None
+    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+        raise UsageError(f"--bind {name} must name a file with a tensor; {path}: {error!s:.120}") from None
     if not isinstance(tensor, Tensor):
         raise UsageError(f"--bind {name} must name a file with a tensor; {path} holds a {type(tensor).__name__}")
     return _of_tensor(pattern, name, tensor)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from io import BytesIO
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from ._out import replace
+from ._torch_file import read_torch
 from ._usage import UsageError
 
 FILE_NAME = "checkpoint.pt"
@@ -32,9 +32,9 @@ def load(folder: Path, *, identity: dict[str, Any]) -> dict[str, Any]:
     if not path.is_file():
         raise UsageError(f"--resume needs a checkpoint, written by an earlier run; there is none at {path}")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = read_torch(path)
         found = dict(state["identity"])
-    except (OSError, RuntimeError, EOFError, UnpicklingError, LookupError, TypeError, ValueError) as error:
+    except (OSError, LookupError, TypeError, ValueError) as error:
         raise UsageError(
             f"--resume needs a checkpoint of this command; {path} is none ({type(error).__name__})"
         ) from None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._flat_op import flat_op
-from .._op_gradient import no_gradients, refuse, set_gradient
+from .._op_gradient import copies, no_gradients, refuse, set_gradient
 from .._placed_call import WholeRows
 from ..masks._ambient import own_modes
 from ..masks._json import read_text
@@ -107,7 +107,7 @@ def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: ExchangeCall
 
 def _setup_keys(ctx, inputs, output) -> None:
     q, k, v, bindings, *options = inputs
-    ctx.save_for_backward(q, k, v, *bindings)
+    ctx.save_for_backward(q, k, v, *copies(bindings))
     ctx.options = options
 
 

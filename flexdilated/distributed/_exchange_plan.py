@@ -59,7 +59,7 @@ class ExchangePlan:
             return _built(KVNeeds.of(pattern, sharding.num_tokens, *sizes), sharding, rank)
 
         key = ("exchange plan", require_expression(pattern).text, sharding, rank, *sizes)
-        return cache().get(key, build, _nbytes, pattern=pattern.text)
+        return cache().get(key, build, _nbytes, pattern=pattern)
 
     @property
     def num_received(self) -> tuple[int, ...]:

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 
 from flexdilated.masks._asked import Asked, moved
 from flexdilated.masks._check import require_int
+from flexdilated.masks._composite import common_period
 from flexdilated.masks._needs import keys_of_any, rules_of_heads
-from flexdilated.masks._pattern import Expression, Pattern, common_period, require_expression
+from flexdilated.masks._pattern import Expression, Pattern, require_expression
 from flexdilated.masks._ranges import Ranges
-from flexdilated.masks._run_time import missing, run_time_leaves
+
+from ..masks._run_time import run_time_leaves
+from ..masks._run_time_checks import missing
 
 HeadRule = tuple[Pattern, int]  # a rule for one head, and a head that follows it
 

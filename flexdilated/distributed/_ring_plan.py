@@ -67,7 +67,7 @@ def turns_of(
         )
 
     key = ("ring", rule.text, sharding.numbers(), rank, heads.start, heads.stop, num_heads_global)
-    return cache().get(key, build, lambda turns: 500 * len(turns), pattern=rule.text)
+    return cache().get(key, build, lambda turns: 500 * len(turns), pattern=rule)
 
 
 def _steps(num_ranks: int) -> Iterator[int]:

@@ -75,7 +75,7 @@ def choose_schedule(
         return found
 
     key = ("schedule", rule.text, sharding.numbers(), num_kv_heads, *heads.values(), held, sent)
-    return cache().get(key, build, lambda choice: 512, pattern=rule.text)
+    return cache().get(key, build, lambda choice: 512, pattern=rule)
 
 
 def choice_of(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .._call_key import CallKey
-from .._run_time_rules import rules_of
 from ..masks._json import read_text
 from ..masks._pattern import Expression
 
@@ -15,9 +14,9 @@ from ..masks._pattern import Expression
 def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Expression:
     """The pattern, in JSON, with the values of its run-time tensors in place; these come in the order of their names.
 
-    From an accelerator they are read once, for all layers and passes that give the same tensors.
+    They are read at each call: nothing tells that a tensor has not changed but its values.
     """
     if not bindings:
         return read_text(pattern)
     # Of a call only its pattern and its extent make the rule.
-    return rules_of(CallKey(pattern, 1, 1, num_tokens, num_tokens, 0, 0, 0, 1, 1, ()), bindings)
+    return CallKey(pattern, 1, 1, num_tokens, num_tokens, 0, 0, 0, 1, 1, ()).rules(bindings)

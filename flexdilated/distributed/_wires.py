@@ -55,7 +55,7 @@ class Wires:
             return _laid(plan, sharding.ranges(rank), num_kv_heads, sharding.num_tokens)
 
         key = ("wires", rule.text, sharding, rank, *heads.values(), num_heads_global)
-        return cache().get(key, build, lambda wires: wires.nbytes, pattern=rule.text)
+        return cache().get(key, build, lambda wires: wires.nbytes, pattern=rule)
 
     def on(self, device: torch.device) -> Wires:
         """The same with its indices on a device, where they are put once."""

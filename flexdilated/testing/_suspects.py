@@ -111,7 +111,7 @@ def _other_rules(problem: Problem) -> Iterator[tuple[str, Bound]]:
     branches = bound.pattern.branches()
     for index, branch in enumerate(branches[:_LISTED_BRANCHES] if len(branches) > 1 else ()):
         name = f"branch {index}, {branch!r},"
-        yield f"{name} is left out", replace(bound, pattern=Mixture((*branches[:index], *branches[index + 1 :])))
+        yield f"{name} is left out", replace(bound, pattern=Mixture.of(*branches[:index], *branches[index + 1 :]))
         yield f"{name} counts twice", replace(bound, pattern=Mixture((*branches, branch)))
     operands = dict.fromkeys(part for branch in branches if isinstance(branch, And) for part in branch.parts)
     for operand in operands:
@@ -124,7 +124,7 @@ def _without(pattern: Expression, operand: Pattern) -> Expression:
             return branch
         return And.of(*(part for part in branch.parts if part != operand))
 
-    return Mixture(tuple(map(less, pattern.branches())))
+    return Mixture.of(*map(less, pattern.branches()))
 
 
 def _other_tables(times: Tensor) -> Iterator[tuple[str, Tensor]]:

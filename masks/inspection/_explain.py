@@ -11,9 +11,9 @@ from torch import Tensor
 from .._ambient import plans
 from .._block_mask import block_sides
 from .._check import require_below, require_int
-from .._pattern import Expression, Mixture, require_expression
+from .._pattern import Expression, Mixture, Pattern, require_expression
 from .._reason import Pair, Reason
-from .._run_time import Extent, entry, given_tensors, names, num_entries, resolve
+from .._run_time import Extent, Table, entry, given_tensors, named, names, num_entries, resolve, run_time_leaves
 from ._standing import Standing, standings
 
 
@@ -100,7 +100,7 @@ def explain(
     pair = Pair(query, key, head, num_heads)
     branches = tuple(branch.reason(pair) for branch in rule.branches())
     places = () if num_tokens is None or keys is None else standings(rule, pair, num_tokens, keys, sides)
-    found = _as_written(_whole(rule, branches), rule, pattern)
+    found = _as_written(_whole(rule, branches), pattern)
     return Explanation(pair, batch, sum(branch.allowed for branch in branches), found, places)
 
 
@@ -150,12 +150,15 @@ def _tensors(pattern: Expression, bindings: Mapping[str, Tensor] | None) -> dict
     return carried | given
 
 
-def _as_written(reason: Reason, rule: Expression, pattern: Expression) -> Reason:
+def _as_written(reason: Reason, pattern: Expression) -> Reason:
     """The same reasons, of the rules as the pattern has them: with run-time tensors by their names."""
-    written = {id(leaf): source for leaf, source in zip(rule.leaves(), pattern.leaves(), strict=True)}
+    carried = {leaf.text: leaf for leaf in run_time_leaves(pattern)}
+
+    def written(leaf: Pattern) -> Pattern:
+        return carried[named(leaf).text] if isinstance(leaf, Table) else leaf
 
     def renamed(each: Reason) -> Reason:
-        source = each.pattern.map_leaves(lambda leaf: written.get(id(leaf), leaf))
+        source = each.pattern.map_leaves(written)
         return replace(each, pattern=source, parts=tuple(renamed(part) for part in each.parts))
 
     return renamed(reason) if pattern.varies else reason

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ._relations import Relations
-from ._squares import EMPTY, FULL, Squares, TooManySquaresError
+from ._squares import EVERY_PAIR, NO_PAIR, Squares, TooManySquaresError
 from ._subsets import pairs_by_times
 
 _MOST_KNOWN = 1 << 18  # of squares counted together: a few seconds of work
@@ -66,7 +66,7 @@ class _Count:
 
     def of(self, squares: tuple[int, ...], times: tuple[int, ...], side: int) -> Counter[int]:
         """`times` says how often each square counts."""
-        if all(square in (EMPTY, FULL) for square in squares):
+        if all(square in (NO_PAIR, EVERY_PAIR) for square in squares):
             return Counter({sum(each for square, each in zip(squares, times, strict=True) if square): side**2})
         found = self._known.get((squares, times, side))
         if found is None:

@@ -17,7 +17,7 @@ from ._packed_rows import packed_bits
 from ._rule_squares import RuleSquares
 from ._runs import Runs, runs_of
 from ._sections import Group, Section, sections_of
-from ._squares import EMPTY, Squares, TooManySquaresError
+from ._squares import NO_PAIR, Squares, TooManySquaresError
 
 # Of one question: a few seconds of work.
 _MOST_SQUARES = 1 << 19
@@ -96,7 +96,7 @@ class Relations:
     def of_all(self, section: Section) -> int:
         """The pairs that any head allows. A rule that several groups share is looked at once."""
         rules = {rule: group for group in section.groups for rule, _ in group.rules}
-        return reduce(self.squares.either, (self.of(section, group, rule) for rule, group in rules.items()), EMPTY)
+        return reduce(self.squares.either, (self.of(section, group, rule) for rule, group in rules.items()), NO_PAIR)
 
 
 def _bits(held: Bool[Tensor, " n"]) -> int:

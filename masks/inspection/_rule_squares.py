@@ -17,7 +17,7 @@ from .._random_blocks import RandomBlocks
 from .._spans import Spans
 from .._visible_keys import KeySet
 from ._segments import Segments, segments_of
-from ._squares import EMPTY, FULL, Squares, TooManySquaresError
+from ._squares import EVERY_PAIR, NO_PAIR, Squares, TooManySquaresError
 
 # n boxes
 
@@ -46,7 +46,7 @@ class RuleSquares:
         """The pairs of queries from position q on and keys from position k on. `head` is one that the rule is for."""
         parts = (self.over(part, head, num_heads, q, k, side) for part in getattr(rule, "parts", ()))
         if isinstance(rule, Every):
-            return FULL
+            return EVERY_PAIR
         if isinstance(rule, And):
             return reduce(self.squares.both, parts)
         if isinstance(rule, Or):
@@ -81,10 +81,10 @@ class RuleSquares:
         row, column = (drawn.q_first - q) // block, (drawn.k_first - k) // block
         inside = (row >= 0) & (column >= 0) & (row < side // block) & (column < side // block)
         row, column = row[inside], column[inside]
-        squares = torch.full_like(row, FULL)
+        squares = torch.full_like(row, EVERY_PAIR)
         for half in (side // block >> level for level in range(1, (side // block).bit_length())):
             place, index = (row // 2 * half + column // 2).unique(return_inverse=True)
-            quarters = torch.full((len(place), 4), EMPTY)
+            quarters = torch.full((len(place), 4), NO_PAIR)
             quarters[index, row % 2 * 2 + column % 2] = squares
             row, column, squares = place // half, place % half, self.squares.join_all(quarters)
         # The last block may be shorter.
@@ -96,7 +96,7 @@ class RuleSquares:
         first = max(segments.first(q), segments.first(k))
         last = min(segments.last(q + side - 1), segments.last(k + side - 1))
         if first > last:
-            return EMPTY
+            return NO_PAIR
         if first == last:
             start, stop = segments.edges(first)
             inside = [start <= at and at + side <= stop for at in (q, k)]
@@ -119,9 +119,9 @@ class RuleSquares:
     def _crossing(self, row: int, column: int, rate: int, side: int) -> int:
         """Every rate-th row from `row` on by every rate-th column from `column` on."""
         if row >= side or column >= side:
-            return EMPTY
+            return NO_PAIR
         if rate == 1 or side == 1:
-            return FULL
+            return EVERY_PAIR
         key = (row, column, rate, side, _DOUBT)
         if key not in self._known:
             half = side // 2
@@ -132,9 +132,9 @@ class RuleSquares:
     def _columns(self, marks: bytes, side: int) -> int:
         """Whole columns, or none, by the marks of the keys; beyond the last one anything may stand."""
         if 0 not in marks:
-            return FULL
+            return EVERY_PAIR
         if 1 not in marks:
-            return EMPTY
+            return NO_PAIR
         if (marks, side) not in self._marked:
             half = side // 2
             left, right = self._columns(marks[:half], half), self._columns(marks[half:], half)
@@ -149,7 +149,7 @@ class RuleSquares:
         def over(q: int, k: int, side: int) -> int:
             first = max(segments.first(q), segments.first(k))
             if first > min(segments.last(q + side - 1), segments.last(k + side - 1)):
-                return EMPTY
+                return NO_PAIR
             start, stop = segments.edges(first)
             self._ask(1)
             if start <= min(q, k) and max(q, k) + side <= stop:
@@ -213,7 +213,7 @@ class _Asked:
         return kinds // base, kinds % base, place
 
     def verdict(self, q: Tensor, k: Tensor, side: int) -> Tensor:
-        """EMPTY, FULL, or doubt. What lies beyond the last token may be either."""
+        """NO_PAIR, EVERY_PAIR, or doubt. What lies beyond the last token may be either."""
         inside = [(self.stop - first).clamp(0, side) for first in (q, k)]
         held = (inside[0] > 0) & (inside[1] > 0)
         sides = (
@@ -223,8 +223,8 @@ class _Asked:
         box = Box(torch.full_like(q, self.head), *sides)
         bounds = self.rule.count(box, num_heads=self.num_heads)
         verdict = torch.full_like(q, _DOUBT)
-        verdict[bounds.low == box.area] = FULL
-        verdict[(bounds.high == 0) | ~held] = EMPTY
+        verdict[bounds.low == box.area] = EVERY_PAIR
+        verdict[(bounds.high == 0) | ~held] = NO_PAIR
         return verdict
 
     def pairs(self, q: Tensor, k: Tensor, side: int) -> Tensor:

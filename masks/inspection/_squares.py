@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-EMPTY, FULL = 0, 1  # the squares of one kind throughout, of any side
+NO_PAIR, EVERY_PAIR = 0, 1  # the squares of one kind throughout, of any side
 
 # n squares
 
@@ -18,20 +18,20 @@ class TooManySquaresError(Exception):
 class Squares:
     """Boolean matrices whose sides are powers of two, each known by a number.
 
-    A square is EMPTY, FULL, or four quarters (top left, top right, bottom left, bottom right) in the order of their
-    numbers. Equal squares have equal numbers, so whatever is computed of one is computed once: time and memory go with
-    the number of different squares, not with the tokens. `most` bounds that number and that of products.
+    A square is NO_PAIR, EVERY_PAIR, or four quarters (top left, top right, bottom left, bottom right) in the order of
+    their numbers. Equal squares have equal numbers, so whatever is computed of one is computed once: time and memory go
+    with the number of different squares, not with the tokens. `most` bounds that number and that of products.
     """
 
     most = 1 << 19
 
     def __init__(self) -> None:
-        self._quarters: list[tuple[int, ...]] = [(EMPTY,) * 4, (FULL,) * 4]
+        self._quarters: list[tuple[int, ...]] = [(NO_PAIR,) * 4, (EVERY_PAIR,) * 4]
         self._numbers = {quarters: number for number, quarters in enumerate(self._quarters)}
         self._both: dict[tuple[int, int], int] = {}
         self._either: dict[tuple[int, int], int] = {}
         self._through: dict[tuple[int, int], int] = {}
-        self._others: dict[int, int] = {EMPTY: FULL, FULL: EMPTY}
+        self._others: dict[int, int] = {NO_PAIR: EVERY_PAIR, EVERY_PAIR: NO_PAIR}
         self._pairs: dict[tuple[int, int], int] = {}
         self._lines: dict[tuple[int, int, bool], int] = {}
         self._rectangles: dict[tuple[range, range, int], int] = {}
@@ -61,9 +61,9 @@ class Squares:
 
     def both(self, a: int, b: int) -> int:
         """Pairs of both."""
-        if a in (b, EMPTY) or b == FULL:
+        if a in (b, NO_PAIR) or b == EVERY_PAIR:
             return a
-        if a == FULL or b == EMPTY:
+        if a == EVERY_PAIR or b == NO_PAIR:
             return b
         key = (a, b) if a < b else (b, a)
         found = self._both.get(key)
@@ -74,9 +74,9 @@ class Squares:
 
     def either(self, a: int, b: int) -> int:
         """Pairs of any."""
-        if a in (b, FULL) or b == EMPTY:
+        if a in (b, EVERY_PAIR) or b == NO_PAIR:
             return a
-        if a == EMPTY or b == FULL:
+        if a == NO_PAIR or b == EVERY_PAIR:
             return b
         key = (a, b) if a < b else (b, a)
         found = self._either.get(key)
@@ -94,10 +94,10 @@ class Squares:
 
     def through(self, a: int, b: int) -> int:
         """The pairs (i, j) for which some k has (i, k) in the first and (k, j) in the second: the Boolean product."""
-        if a == EMPTY or b == EMPTY:
-            return EMPTY
-        if a == FULL and b == FULL:
-            return FULL
+        if a == NO_PAIR or b == NO_PAIR:
+            return NO_PAIR
+        if a == EVERY_PAIR and b == EVERY_PAIR:
+            return EVERY_PAIR
         found = self._through.get((a, b))
         if found is None:
             (a0, a1, a2, a3), (b0, b1, b2, b3) = self._quarters[a], self._quarters[b]
@@ -111,11 +111,11 @@ class Squares:
 
     def _through_any(self, a: int, b: int, c: int, d: int) -> int:
         first = self.through(a, b)
-        return FULL if first == FULL else self.either(first, self.through(c, d))
+        return EVERY_PAIR if first == EVERY_PAIR else self.either(first, self.through(c, d))
 
     def pairs(self, square: int, side: int) -> int:
         """How many pairs a square of this side holds."""
-        if square in (EMPTY, FULL):
+        if square in (NO_PAIR, EVERY_PAIR):
             return square * side * side
         found = self._pairs.get((square, side))
         if found is None:
@@ -124,7 +124,7 @@ class Squares:
 
     def lines(self, square: int, side: int, *, columns: bool = False) -> int:
         """The rows (or columns) that hold a pair, as the bits of an integer."""
-        if square in (EMPTY, FULL):
+        if square in (NO_PAIR, EVERY_PAIR):
             return square and (1 << side) - 1
         found = self._lines.get((square, side, columns))
         if found is None:
@@ -135,16 +135,16 @@ class Squares:
 
     def first_pair(self, square: int, side: int) -> tuple[int, int] | None:
         """The first pair of the first row that holds any."""
-        if square == EMPTY:
+        if square == NO_PAIR:
             return None
-        if square == FULL:
+        if square == EVERY_PAIR:
             return 0, 0
         row = _lowest(self.lines(square, side))
         return row, _lowest(self._row(square, side, row))
 
     def _row(self, square: int, side: int, row: int) -> int:
         """The columns of the pairs of one row, as bits."""
-        if square in (EMPTY, FULL):
+        if square in (NO_PAIR, EVERY_PAIR):
             return square and (1 << side) - 1
         half = side // 2
         left, right = self._quarters[square][2:] if row >= half else self._quarters[square][:2]
@@ -154,9 +154,9 @@ class Squares:
         """All pairs of a run of rows and a run of columns, of a square of this side."""
         rows, columns = (range(max(0, run.start), min(side, run.stop)) for run in (rows, columns))
         if not (rows and columns):
-            return EMPTY
+            return NO_PAIR
         if len(rows) == len(columns) == side:
-            return FULL
+            return EVERY_PAIR
         found = self._rectangles.get((rows, columns, side))
         if found is None:
             half = side // 2
@@ -168,16 +168,16 @@ class Squares:
 
     def diagonal(self, side: int) -> int:
         """Each token with itself."""
-        square = FULL
+        square = EVERY_PAIR
         for _ in range(side.bit_length() - 1):
-            square = self.join(square, EMPTY, EMPTY, square)
+            square = self.join(square, NO_PAIR, NO_PAIR, square)
         return square
 
     def below_diagonal(self, side: int) -> int:
         """Each token with the ones before it."""
-        square = EMPTY
+        square = NO_PAIR
         for _ in range(side.bit_length() - 1):
-            square = self.join(square, EMPTY, FULL, square)
+            square = self.join(square, NO_PAIR, EVERY_PAIR, square)
         return square
 
 

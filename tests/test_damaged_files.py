@@ -1,0 +1,218 @@
+"""Stored files and texts that are damaged in any way: each reader's own error, or a warning and life without them."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexdilated import _tune_choices, masks
+from flexdilated._call_key import CallKey
+from flexdilated._profile_file import FORMAT, VERSION, read_recording
+from flexdilated._tune_choices import Sight, chosen, forget_choices
+from flexdilated.cli import _checkpoint
+from flexdilated.cli._asked_pattern import read_expression
+from flexdilated.cli._bindings import read_bindings
+from flexdilated.cli._usage import UsageError
+from flexdilated.masks import _machine_in_use
+from flexdilated.masks._machine import CPU
+from flexdilated.masks._machine_file import Measured, read_machine, write_json
+from flexdilated.masks._machine_in_use import forget_machines
+from flexdilated.masks._machine_key import MachineKey
+
+PATTERN = masks.longnet([8, 16], [1, 2]) & masks.documents("ids", longest=9) & masks.block_list([[0], [0, 1]], block=4)
+MACHINE = Measured(MachineKey.of("cpu"), CPU, "2026-01-01", {"torch": "2"}, {"launch_s": 1.0}).to_data()
+RECORDING = {
+    "format": FORMAT,
+    "version": VERSION,
+    "name": "a",
+    "seconds": 1.5,
+    "torch": "2",
+    "events": 3,
+    "trace": None,
+}
+RECORDING |= {
+    "operators": [{"name": "mm", "calls": 2, "self_us": 1, "total_us": 1.5, "device_us": 0, "memory_bytes": 8}]
+}
+CALL = CallKey(masks.causal().text, 2, 2, 8, 8, 0, 0, 0, 2, 1, ())
+CHOICE = {"call": list(CALL), "at": ["cpu", "torch.float32", 4], "together": False}
+CHOICES = {"format": _tune_choices.FORMAT, "version": _tune_choices.VERSION}
+CHOICES |= {"choices": [CHOICE | {"ways": [["compact", [64, 64]]], "backward": True}]}
+GOOD = [PATTERN.text, json.dumps(MACHINE), json.dumps(RECORDING), json.dumps(CHOICES), "[[0, 0, 1], [0, 1, 2]]"]
+DEEP = 50_000
+ODD = [
+    *(b"[" * DEEP, b"[" * 980 + b"]" * 980, b'{"kind":' * DEEP, b'{"kind":"not","part":' * 900 + b"0" + b"}" * 900),
+    *(
+        b"{",
+        b'"' * 9,
+        b"\xff\xfe[\x00]\x00",
+        b"\xef\xbb\xbf[]",
+        b"\x00" * 50,
+        b"1e999",
+        b"NaN",
+        b"-Infinity",
+        b"9" * 5000,
+    ),
+    *(
+        b"9" * 400,
+        b"[]",
+        b"{}",
+        b"null",
+        b"true",
+        b'"\\ud800"',
+        b"(" * DEEP,
+        b"~" * DEEP,
+        b"causal()" + b"&" * 99,
+        b"\x80\x02.",
+    ),
+    *(b"\x80\x02" + b"]" * DEEP + b".", b"PK\x03\x04" + b"\x00" * 90),
+]
+VALUES = [
+    "1e999",
+    "NaN",
+    "-1",
+    "0",
+    "9" * 400,
+    "9" * 5000,
+    "null",
+    '"\\u0000"',
+    "[]",
+    "{}",
+    "[" * 300 + "]" * 300,
+    "1.5",
+    "true",
+]
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """Odd bytes, or a good text cut, with a value or a byte in place of another, or with a name that comes twice."""
+    if not draw(st.integers(0, 2)):
+        return draw(st.sampled_from(ODD) | st.binary(max_size=40))
+    good = draw(st.sampled_from(GOOD))
+    if draw(st.booleans()):  # a value
+        places = list(re.finditer(r'(?<=[:\[,])\s*("[^"]*"|-?[\d.e+-]+|null|true|false)', good))
+        place = draw(st.sampled_from(places))
+        good = good[: place.start()] + draw(st.sampled_from(VALUES)) + good[place.end() :]
+    if not draw(st.integers(0, 3)):  # a name that comes twice
+        good = re.sub(r"\{(\"\w+\":[^,{\[]*),", r"{\1,\1,", good, count=1)
+    text = bytearray(good.encode())
+    for _ in range(draw(st.integers(0, 2))):
+        text[draw(st.integers(0, len(text) - 1))] = draw(st.integers(0, 255))
+    return bytes(text[: draw(st.just(len(text)) | st.integers(0, len(text)))])
+
+
+READERS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
+    "from_json": (lambda path: masks.from_json(path.read_bytes().decode("latin-1")), ValueError),
+    "parse": (lambda path: masks.parse(path.read_bytes().decode("latin-1")), ValueError),
+    "machine": (read_machine, ValueError),
+    "set_machine": (masks.set_machine, ValueError),
+    "profile": (read_recording, ValueError),
+    "pattern of a command": (lambda path: read_expression(str(path.with_suffix(".json"))), UsageError),
+    "bindings of a command": (lambda path: read_bindings(PATTERN, [f"ids={path.with_suffix('.json')}"]), UsageError),
+    "tensors of a command": (lambda path: read_bindings(PATTERN, [f"ids={path.with_suffix('.pt')}"]), UsageError),
+    "checkpoint": (lambda path: _checkpoint.load(path.parent, identity={}), UsageError),
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path):
+    """A path, and under names with each reader's suffix the same file."""
+    path = tmp_path / "stored"
+    path.touch()
+    for name in ("stored.json", "stored.pt", _checkpoint.FILE_NAME):
+        (tmp_path / name).symlink_to(path)
+    yield path
+    masks.set_machine(None)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@given(damaged())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_read_or_refused(reader: str, place: Path, content: bytes) -> None:
+    """Nothing but the reader's own error comes out of it."""
+    read, refusal = READERS[reader]
+    place.write_bytes(content)
+    with suppress(refusal):
+        read(place)
+
+
+@pytest.mark.parametrize("content", ODD, ids=range(len(ODD)))
+@pytest.mark.parametrize("reader", [name for name in READERS if name != "bindings of a command"])  # numbers are tensors
+def test_odd_bytes_are_refused(reader: str, place: Path, content: bytes) -> None:
+    read, refusal = READERS[reader]
+    place.write_bytes(content)
+    with pytest.raises(refusal):
+        read(place)
+
+
+@pytest.mark.parametrize("change", [1, 5, 50, 95])
+def test_a_damaged_checkpoint_is_refused(change: int, place: Path) -> None:
+    """A byte in place of another, and the end lost, all over a file that torch wrote."""
+    for zipped in (True, False):
+        buffer = io.BytesIO()
+        state = {"identity": {}, "w": torch.arange(9.0)}
+        torch.save(state, buffer, _use_new_zipfile_serialization=zipped)
+        good = buffer.getvalue()
+        for index in range(change, len(good), max(1, len(good) // 60)):
+            for bad in (good[:index], good[:index] + bytes([good[index] ^ change]) + good[index + 1 :]):
+                place.write_bytes(bad)
+                try:
+                    found = _checkpoint.load(place.parent, identity={})
+                except UsageError:
+                    continue
+                assert isinstance(found, dict)
+
+
+@pytest.mark.parametrize("content", [*ODD, None], ids=range(len(ODD) + 1))
+def test_what_the_library_reads_by_itself_is_done_without(content: bytes | None, tmp_path, monkeypatch, caplog) -> None:
+    """Constants and choices beside them: one warning each, and calls go on; a folder in their place is no file."""
+    constants = tmp_path / "machine.json"
+    choices = constants.with_suffix(".choices.json")
+    monkeypatch.setattr(_machine_in_use, "stored_path", lambda key: constants)
+    monkeypatch.delenv(_machine_in_use.VARIABLE, raising=False)
+    for path in (constants, choices):
+        path.mkdir() if content is None else path.write_bytes(content)
+    forget_machines()
+    forget_choices()
+    try:
+        with caplog.at_level(logging.WARNING, logger="flexdilated"):
+            assert masks.machine() == CPU
+            assert len(caplog.records) == (content is not None)
+            if content is not None:
+                write_json(constants, MACHINE)
+                forget_machines()
+            assert chosen(CALL, torch.zeros(1, 2, 8, 4)) is None
+            assert len(caplog.records) == 2 * (content is not None)
+    finally:
+        forget_machines()
+        forget_choices()
+
+
+def test_choices_are_read_where_nothing_is_wrong(tmp_path, monkeypatch) -> None:
+    """The same files undamaged: the tests above see readers that read."""
+    constants = tmp_path / "machine.json"
+    monkeypatch.setattr(_machine_in_use, "stored_path", lambda key: constants)
+    monkeypatch.delenv(_machine_in_use.VARIABLE, raising=False)
+    write_json(constants, MACHINE)
+    write_json(constants.with_suffix(".choices.json"), CHOICES)
+    forget_machines()
+    forget_choices()
+    try:
+        q = torch.zeros(1, 2, 8, 4)
+        found = chosen(CALL, q)
+        assert found is not None
+        assert found.ways == (("compact", (64, 64)),)
+        assert Sight.of(CALL, q) in _tune_choices._won
+    finally:
+        forget_machines()
+        forget_choices()
