@@ -142,7 +142,7 @@ def _calls(term: Term, block_size: tuple[int, ...]) -> Calls:
 
 def _in_portions(term: Term, most_slots: int) -> tuple[Term, ...]:
     """A term whose operands are copies, in smaller terms, so that the copies of all need not exist at once."""
-    copied = isinstance(term.q, Compact) and term.q.step > 1
+    copied = isinstance(term.q, Compact) and term.q.is_copied
     return term.portions(most_slots) if copied else (term,)
 
 
