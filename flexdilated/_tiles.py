@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import _kernel, _tile_blocks
+from ._entries import Entries
 from ._gather import Picked, Side, Whole, claim_rows, side
 from ._kernel import Operands
 from ._placed_sides import key_side, query_side
@@ -191,10 +192,10 @@ class Result:
     grad_out: Float[Tensor, "B H N D"]
     grad_lse: Float[Tensor, "B H N"] | None
 
-    def __getitem__(self, rows: slice) -> Result:
+    def of(self, entries: Entries) -> Result:
         """The same for some batch entries."""
-        grad_lse = None if self.grad_lse is None else self.grad_lse[rows]
-        return Result(self.out[rows], self.lse[rows], self.grad_out[rows], grad_lse)
+        grad_lse = None if self.grad_lse is None else entries.of(self.grad_lse)
+        return Result(entries.of(self.out), entries.of(self.lse), entries.of(self.grad_out), grad_lse)
 
 
 def run_backward(

@@ -23,7 +23,7 @@ from ._term import Term
 from ._window_list import Windows
 
 _ENOUGH_SLOTS = 4096  # of all heads: larger windows are read where they lie, as a call costs less than their copies
-_MOST_KINDS = 32  # beyond, as many as there can be lengths: more are positions that differ, dearer apart than in blocks
+_MOST_LISTS = 32  # of blocks, each planned by itself: more are dearer than one over all tokens
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Cut:
 def window_terms(branch: Pattern, multiplicity: int, bound: Bound, *, any_number: bool = False) -> list[Term] | None:
     """Terms for the windows into which a run-time table cuts a branch; None for other branches.
 
-    None as well for windows of too many kinds, unless `any_number` of terms will do.
+    None as well for windows of too many kinds, unless `any_number` will do: more than there can be lengths, as windows
+    differ in where they begin; or more with lists of blocks than are planned one by one.
     """
     queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
     keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
@@ -46,13 +47,17 @@ def window_terms(branch: Pattern, multiplicity: int, bound: Bound, *, any_number
         return None
     windows, period = cut.windows.within(queries, keys), cut.rest.period()
     kinds = windows.kinds(period)
-    if len(kinds) > max(_MOST_KINDS, isqrt(2 * max(len(queries), len(keys)))) and not any_number:
+    if len(kinds) > _MOST_LISTS + isqrt(2 * max(len(queries), len(keys))) and not any_number:
         return None
     terms: list[Term] = []
+    lists = 0
     for index in kinds:
         alike = windows.select(index)
         part = _part(cut.rest, bound, alike, int(alike.select(slice(1)).counted_from(period)))
         lowered = _lower(part.pattern, multiplicity, part, any_number=any_number)
+        lists += any(term.shape == "blocks" for term in lowered)
+        if lists > _MOST_LISTS and not any_number:
+            return None
         for some in _together(alike, bound.num_heads):
             moves = some.q_start - bound.q_offset, some.k_start - bound.k_offset
             terms += [term.repeated(*moves) for term in lowered]
