@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the plan itself, which holds no tables: a few numbers a head and term, two a fold that lies alone."""
+        """Bytes of the plan itself, which holds no tables: a few numbers a head and term, two an uneven fold."""
         terms = [term for options in self.options for option in options for term in option.terms]
         uneven = (term for term in terms if isinstance(term.q, Compact) and term.q.fold_starts is not None)
         return sum(200 + 24 * len(term.heads) for term in terms) + sum(16 * term.folds for term in uneven)

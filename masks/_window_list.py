@@ -1,4 +1,4 @@
-"""Windows: rectangles of query and key positions that a run-time table cuts a branch into, and those that look alike."""
+"""Windows: rectangles of query and key positions into which a table cuts a branch, and those that look alike."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ class Windows:
         ahead, keys = self.k_start - self.q_start, self.k_stop - self.k_start
         kind, sizes = _numbered(queries, keys - queries, ahead, self.q_start - start)
         return kind.argsort(stable=True).split(sizes.tolist()) if len(self) else ()
+
 
 def _numbered(*columns: Int64[Tensor, " W"]) -> tuple[Int64[Tensor, " W"], Int64[Tensor, " K"]]:
     """(number of each row of these columns, equal for equal rows; how many rows have each number).
