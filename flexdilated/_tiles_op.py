@@ -128,7 +128,7 @@ def gradients(
     dtype = result.lse.dtype if wide else q.dtype
     dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))
     for entries, program in programs:
-        operands = (entries.of(x) for x in (q, k, v))
+        operands = entries.of(q), entries.of(k), entries.of(v)
         found = run_backward(program, *operands, result.of(entries), scale, wide=wide)
         for x, part in zip((dq, dk, dv), found, strict=True):
             entries.put(x, part)

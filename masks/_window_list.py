@@ -54,11 +54,12 @@ class Windows:
         return self.origin + ahead // period * period
 
     def kinds(self, period: int | None) -> tuple[Int64[Tensor, " n"], ...]:
-        """The windows in which a rule of this period looks the same, ascending: an index for each kind."""
+        """The windows in which a rule of this period looks the same: an ascending index for each kind, by its first."""
         start, queries = self.counted_from(period), self.q_stop - self.q_start
         ahead, keys = self.k_start - self.q_start, self.k_stop - self.k_start
         kind, sizes = _numbered(queries, keys - queries, ahead, self.q_start - start)
-        return kind.argsort(stable=True).split(sizes.tolist()) if len(self) else ()
+        found = kind.argsort(stable=True).split(sizes.tolist()) if len(self) else ()
+        return tuple(sorted(found, key=lambda index: int(index[0])))
 
 
 def _numbered(*columns: Int64[Tensor, " W"]) -> tuple[Int64[Tensor, " W"], Int64[Tensor, " K"]]:

@@ -53,8 +53,8 @@ def window_terms(branch: Pattern, multiplicity: int, bound: Bound, *, any_number
     lists = 0
     for index in kinds:
         alike = windows.select(index)
-        part = _part(cut.rest, bound, alike, int(alike.select(slice(1)).counted_from(period)))
-        lowered = _lower(part.pattern, multiplicity, part, any_number=any_number)
+        rest, part = _part(cut.rest, bound, alike, int(alike.select(slice(1)).counted_from(period)))
+        lowered = _lower(rest, multiplicity, part, any_number=any_number)
         lists += any(term.shape == "blocks" for term in lowered)
         if lists > _MOST_LISTS and not any_number:
             return None
@@ -79,12 +79,13 @@ def _cut(branch: Pattern, num_positions: int) -> Cut | None:
     return None
 
 
-def _part(rest: Pattern, bound: Bound, windows: Windows, origin: int) -> Bound:
+def _part(rest: Pattern, bound: Bound, windows: Windows, origin: int) -> tuple[Pattern, Bound]:
     """The rest over the first window, at positions as low as its period allows."""
     first = windows.select(slice(1))
     q, k = (range(int(a), int(b)) for a, b in ((first.q_start, first.q_stop), (first.k_start, first.k_stop)))
     sizes = {"num_queries": len(q), "num_keys": len(k), "q_offset": q.start - origin, "k_offset": k.start - origin}
-    return replace(bound, pattern=_plainest(rest, q, k), **sizes)
+    plainest = _plainest(rest, q, k)
+    return plainest, replace(bound, pattern=plainest, **sizes)
 
 
 def _plainest(rest: Pattern, q: range, k: range) -> Pattern:

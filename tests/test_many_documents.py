@@ -23,6 +23,7 @@ from flexdilated._tiles_op import attention, gradients
 from flexdilated._validate import run_time_tensors
 from flexdilated.masks import _windows
 from flexdilated.masks._planner import plan
+from flexdilated.masks.inspection._sections import sections_of
 
 CAUSAL = masks.causal()
 FORMS: dict[str, Callable[[Tensor], masks.Pattern | masks.Mixture]] = {
@@ -133,7 +134,7 @@ def work(monkeypatch: pytest.MonkeyPatch, pattern: masks.Pattern, *, batch: int,
 @pytest.mark.parametrize("length", [1, 4, 17, 128])
 def test_equal_documents_cost_what_chunks_cost(monkeypatch, length):
     """Kernel calls at most twice those of the same rule written with numbers; planning by a bounded number of ops."""
-    num_tokens = 65_536
+    num_tokens = 8_192
     ids = torch.arange(num_tokens) // length
     chunks = work(monkeypatch, CAUSAL & masks.chunked(length), batch=1, num_tokens=num_tokens)
     for pattern in (CAUSAL & masks.documents(ids), CAUSAL.per_document(ids)):
@@ -146,7 +147,7 @@ def test_equal_documents_cost_what_chunks_cost(monkeypatch, length):
 @pytest.mark.parametrize("form", [name for name in FORMS if name != "without"])
 def test_work_grows_with_lengths_that_differ(monkeypatch, form):
     """Sixteen times as many documents of the same lengths, in another order: as many terms and operations."""
-    lengths, done, terms = torch.tensor([1, 2, 5, 6] * 32), [], []
+    lengths, done, terms = torch.tensor([1, 2, 5, 6] * 8), [], []
     for times in (1, 16):
         order = torch.randperm(times * len(lengths), generator=torch.Generator().manual_seed(times))
         ids = torch.arange(len(order)).repeat_interleave(lengths.repeat(times)[order])
@@ -158,9 +159,22 @@ def test_work_grows_with_lengths_that_differ(monkeypatch, form):
 
 
 def test_short_sequences_of_a_batch_are_one_program(monkeypatch):
-    """Padded to one size with lengths of their own: kernel calls are as many as the lengths that differ."""
-    lengths = torch.arange(256) % 16 + 1
-    pattern = CAUSAL & masks.lengths(lengths)
-    found = work(monkeypatch, pattern, batch=256, num_tokens=16)
-    assert found["flash_forward"] == found["flash_backward"] == 16
-    assert found["operations"] <= 100 * 16
+    """Padded to one size with lengths of their own: as many kernel calls and operations for any number of them."""
+    found = [
+        work(monkeypatch, CAUSAL & masks.lengths(torch.arange(batch) % 16 + 1), batch=batch, num_tokens=16)
+        for batch in (32, 256)
+    ]
+    assert [each["flash_forward"] for each in found] == [each["flash_backward"] for each in found] == [16, 16]
+    assert found[1]["operations"] <= 1.5 * found[0]["operations"]
+
+
+def test_a_section_is_documents_that_look_alike():
+    """What is told of pairs looks at one document of each length, also of those that queries or keys cut."""
+    ids = torch.arange(2048) // 2
+    bound = (CAUSAL & masks.documents(ids)).bind(num_heads=1, num_queries=2047, num_keys=2048, q_offset=1)
+    sections = sections_of(bound)
+    assert [(each.queries, each.keys, len(each.copies)) for each in sections] == [
+        (range(1, 2), range(2), 1),
+        (range(2), range(2), 1023),
+    ]
+    assert sections[1].copies[:2] == ((1, 2), (3, 4))
