@@ -14,7 +14,6 @@ from ._problem import Attention, Problem, Size, train, training_job
 from ._result import Result, Row, at_most
 from ._timing import Job, interleave, ratio
 
-
 _TOLERANCE = 1e-5  # as for whole passes
 
 
