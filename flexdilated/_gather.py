@@ -25,6 +25,10 @@ class Run:
     step: int
     start: int
 
+    def alone(self, place: int) -> Run:
+        """One head of the run."""
+        return Run(place, place + 1, self.first + (place - self.begin) * self.step, 1, self.start)
+
 
 @dataclass(frozen=True)
 class Strands:
@@ -139,10 +143,13 @@ class Whole:
 
 @dataclass(frozen=True, eq=False)
 class Picked:
-    """One side of a term by index: slot s of fold f of head h is token index[h, f, s] of head heads[h] of a tensor."""
+    """One side of a term by index: slot s of fold f of head h is token index[h, f, s] of head heads[h] of a tensor.
+
+    An index with one entry serves all heads.
+    """
 
     heads: tuple[int, ...]
-    index: Int32[Tensor, "H F S"]
+    index: Int32[Tensor, "#H F S"]
 
     @property
     def nbytes(self) -> int:
@@ -150,14 +157,8 @@ class Picked:
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
         """The slots, copied."""
-        if x.is_contiguous():
-            return x.flatten(1, 2).index_select(1, self.rows(x)).unflatten(1, self.index.shape)
-        return torch.stack([x[:, head][:, index] for head, index in self._by_head(x)], dim=1)
-
-    def rows(self, x: Shaped[Tensor, "B X N ..."]) -> Int64[Tensor, " n"]:
-        """Each slot's place among the tokens of all heads, those of one head after the other's."""
-        first = torch.tensor(self.heads)[:, None, None] * x.shape[2]
-        return (first + self.index).flatten().to(x.device)
+        taken = [few.index_select(2, index) for few, index, _ in self._parts(x)]
+        return (taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)).unflatten(2, self.index.shape[1:])
 
     def every(self, heads: int, tokens: int) -> bool:
         return False
@@ -167,13 +168,13 @@ class Picked:
 
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
         """Add the slots onto the tokens of x, in place; slots of one token are summed."""
-        for place, (head, index) in enumerate(self._by_head(x)):
-            x[:, head].index_add_(1, index.flatten(), slots[:, place].flatten(1, 2))
+        for few, index, own in self._parts(x):
+            few.index_add_(2, index, slots[:, own].flatten(2, 3))
 
     def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
         """Write the slots to the tokens of x, in place."""
-        for place, (head, index) in enumerate(self._by_head(x)):
-            x[:, head][:, index] = slots[:, place].to(x.dtype)
+        for few, index, own in self._parts(x):
+            few.index_copy_(2, index, slots[:, own].flatten(2, 3).to(x.dtype))
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
         """Mark these tokens as reached; whether none of them was."""
@@ -194,16 +195,35 @@ class Picked:
         self.put(out, sums[0])
         self.put(lse, sums[1])
 
-    def _by_head(self, x: Tensor) -> Iterator[tuple[int, Int32[Tensor, "F S"]]]:
-        return zip(self.heads, self.index.to(x.device), strict=True)
+    def _parts(self, x: Shaped[Tensor, "B X N ..."]) -> Iterator[tuple[Tensor, Int64[Tensor, " n"], slice]]:
+        """(some heads of x, as a view; the tokens of each; which heads of the term they are)."""
+        index = self.index.to(x.device, torch.int64).flatten(1)
+        for run in _runs(self.heads, tuple(range(len(self.heads))) if len(index) > 1 else (0,) * len(self.heads)):
+            # Heads that are there more than once have no view that can be written to.
+            for few in [run] if run.step > 0 else [run.alone(place) for place in range(run.begin, run.end)]:
+                some = slice(few.first, few.first + (few.end - few.begin - 1) * few.step + 1, few.step)
+                yield x[:, some], index[few.begin if len(index) > 1 else 0], slice(few.begin, few.end)
 
 
 Side = Strands | Whole | Picked
 
 
-def side(layout: Compact | Permutation, given: Layout, heads: tuple[int, ...]) -> Strands | Whole:
+def side(layout: Compact | Permutation, given: Layout, heads: tuple[int, ...]) -> Side:
     """How a tensor's tokens, ordered as `given`, become a term's; `heads` are the tensor's heads it uses."""
-    return Whole(layout, given) if isinstance(layout, Permutation) else Strands(layout, _runs(heads, layout.starts))
+    if isinstance(layout, Permutation):
+        return Whole(layout, given)
+    if layout.fold_starts is None:
+        return Strands(layout, _runs(heads, layout.starts))
+    if len(set(layout.starts)) > 1:
+        return Picked(heads, layout.tokens().int())
+    return Picked(_once(heads), layout.tokens()[:1].int())
+
+
+def _once(heads: tuple[int, ...]) -> tuple[int, ...]:
+    """Each head once where all are there equally often, one after the other: kernels serve groups of query heads."""
+    distinct = tuple(dict.fromkeys(heads))
+    times = len(heads) // len(distinct)
+    return distinct if heads == tuple(head for head in distinct for _ in range(times)) else heads
 
 
 def claim_rows(sides: Sequence[Side], heads: int, tokens: int) -> tuple[tuple[bool, ...], bool]:

@@ -26,7 +26,7 @@ def plan_tiles(bound: Bound, layout: Layout, kind: str, choice: Choice | None = 
     """
     if kind == "cpu":
         return plan(bound, layout=layout, choice=choice)
-    best = plan(bound, device=kind, allowed=Allowed(key_weights=False))
+    best = plan(bound, device=kind, allowed=Allowed(any_windows=True, key_weights=False))
     chosen = tuple(_plain_first(options, kind) for options in best.options)
     return replace(best, terms=tuple(term for options in chosen for term in options[0].terms), options=chosen)
 

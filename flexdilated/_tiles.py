@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import _kernel, _tile_blocks
+from ._entries import Entries
 from ._gather import Picked, Side, Whole, claim_rows, side
 from ._kernel import Operands
 from ._operands import Hidden, keys_after_queries, readable
@@ -161,7 +162,7 @@ def _calls(term: Term, block_size: tuple[int, ...]) -> Calls:
 
 def _in_portions(term: Term, most_slots: int) -> tuple[Term, ...]:
     """A term whose operands are copies, in smaller terms, so that the copies of all need not exist at once."""
-    copied = isinstance(term.q, Compact) and term.q.step > 1
+    copied = isinstance(term.q, Compact) and term.q.is_copied
     return term.portions(most_slots) if copied else (term,)
 
 
@@ -210,10 +211,10 @@ class Result:
     grad_out: Float[Tensor, "B H N D"]
     grad_lse: Float[Tensor, "B H N"] | None
 
-    def __getitem__(self, rows: slice) -> Result:
+    def of(self, entries: Entries) -> Result:
         """The same for some batch entries."""
-        grad_lse = None if self.grad_lse is None else self.grad_lse[rows]
-        return Result(self.out[rows], self.lse[rows], self.grad_out[rows], grad_lse)
+        grad_lse = None if self.grad_lse is None else entries.of(self.grad_lse)
+        return Result(entries.of(self.out), entries.of(self.lse), entries.of(self.grad_out), grad_lse)
 
 
 def run_backward(

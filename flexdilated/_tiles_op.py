@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._call_key import CallKey
+from ._entries import Entries, Packed, Some
 from ._flat_op import own_op
 from ._op_gradient import set_gradient
 from ._tile_plan import plan_tiles, portions_on
@@ -13,11 +14,13 @@ from ._tiles import Program, Result, make_program, run_backward, run_forward
 from ._tune_choices import chosen
 from .masks import cache
 from .masks._choice import Choice
+from .masks._cost import SLOTS_AT_ONCE
 from .masks._json import read_text
 from .masks._machine_in_use import machine_of
+from .masks._one_sequence import one_after_another
 from .masks._pattern import Expression
 from .masks._placement import Placement
-from .masks._run_time import alike
+from .masks._run_time import alike, require_entries, tables
 
 
 @own_op("flexdilated::tiles")
@@ -60,12 +63,14 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call; out in the dtype of q, or as wide as it is summed."""
     programs = _programs_for(key, bindings, q)
-    if len(programs) == 1:
+    if len(programs) == 1 and isinstance(programs[0][0], Some):
         return run_forward(programs[0][1], q, k, v, scale, sinks, wide=wide)
     sums = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q, dtype=sums if wide else q.dtype), q.new_empty(q.shape[:3], dtype=sums)
-    for rows, program in programs:
-        out[rows], lse[rows] = run_forward(program, q[rows], k[rows], v[rows], scale, sinks, wide=wide)
+    for entries, program in programs:
+        found = run_forward(program, entries.of(q), entries.of(k), entries.of(v), scale, sinks, wide=wide)
+        for x, part in zip((out, lse), found, strict=True):
+            entries.put(x, part)
     return out, lse
 
 
@@ -118,12 +123,15 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a call, in the dtype of q, k and v, or as wide as they are summed."""
     programs = _programs_for(key, bindings, q)
-    if len(programs) == 1:
+    if len(programs) == 1 and isinstance(programs[0][0], Some):
         return run_backward(programs[0][1], q, k, v, result, scale, wide=wide)
     dtype = result.lse.dtype if wide else q.dtype
     dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))
-    for rows, program in programs:
-        dq[rows], dk[rows], dv[rows] = run_backward(program, q[rows], k[rows], v[rows], result[rows], scale, wide=wide)
+    for entries, program in programs:
+        operands = entries.of(q), entries.of(k), entries.of(v)
+        found = run_backward(program, *operands, result.of(entries), scale, wide=wide)
+        for x, part in zip((dq, dk, dv), found, strict=True):
+            entries.put(x, part)
     return dq, dk, dv
 
 
@@ -140,21 +148,41 @@ set_gradient(
 )
 
 
-def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> list[tuple[slice, Program]]:
+def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> list[tuple[Entries, Program]]:
     return _programs(key, bindings, q.shape[0], q.device.type, chosen(key, q))
 
 
 def _programs(
     key: CallKey, bindings: list[Tensor], batch: int, kind: str = "cpu", choice: Choice | None = None
-) -> list[tuple[slice, Program]]:
+) -> list[tuple[Entries, Program]]:
     """(batch entries, their program): one for all, unless run-time tensors tell entries apart."""
+    written = key.pattern
     if not bindings:
-        return [(slice(None), _program(key, None, kind, choice, written=key.pattern))]
-    groups = alike(key.rules(bindings), batch)
+        return [(Some(slice(None)), _program(key, None, kind, choice, written=written))]
+    rule = key.rules(bindings)
+    packed = _packed(key, rule, batch)
+    if packed is not None:
+        key, groups = packed
+    else:
+        groups = [(Some(rows), of_rows) for rows, of_rows in alike(rule, batch)]
     return [
-        (rows, _program(key._replace(pattern=rule.text), rule, kind, choice, written=key.pattern))
-        for rows, rule in groups
+        (entries, _program(key._replace(pattern=each.text), each, kind, choice, written=written))
+        for entries, each in groups
     ]
+
+
+def _packed(key: CallKey, rule: Expression, batch: int) -> tuple[CallKey, list[tuple[Entries, Expression]]] | None:
+    """All batch entries as one sequence, where they are too short to be worth a program each."""
+    tokens = key.num_queries
+    is_self_attention = tokens == key.num_keys and not (key.q_offset or key.k_offset or key.placement)
+    require_entries(rule, batch)
+    if not is_self_attention or key.rate > 1 or tokens * key.num_heads > SLOTS_AT_ONCE:
+        return None
+    if all(torch.equal(table.rows, table.rows[:1].expand_as(table.rows)) for table in tables(rule)):
+        return None
+    joined = one_after_another(rule, tokens, batch)
+    key = key._replace(num_queries=batch * tokens, num_keys=batch * tokens)
+    return None if joined is None else (key, [(Packed(), joined)])
 
 
 def _program(key: CallKey, rule: Expression | None, kind: str, choice: Choice | None, *, written: str) -> Program:

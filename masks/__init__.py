@@ -17,7 +17,8 @@ tests/test_boxes.py holds its bounds to its pairs, and tests/test_tiles.py what 
     orders of tokens    _layout _tiling _tiled _placement
     blocks              _rule _blocks _quadtree _class_pairs _cover _tables _packed_blocks _block_mask
     ways to compute     _planner _options _estimate _cost _choice _placed _plan_text
-    what is computed    _term _lower _compact _nested _windows _tiled_terms _split_causal _weights
+    what is computed    _term _lower _compact _nested _windows _window_list _one_sequence _tiled_terms _split_causal
+                        _weights
     constants           _machine _machine_in_use _machine_file _machine_key
     kept results        _ambient _cache _cache_store _cache_limits _cache_pins _cache_watch _cache_stats
     words               _debug_log _bytes_text _tokens_text

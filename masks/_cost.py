@@ -72,7 +72,7 @@ def _work(term: Term, machine: Machine) -> tuple[int, float]:
 
 def _launches(term: Term) -> int:
     """Kernel calls: one, or one for each portion of what is copied."""
-    copied = isinstance(term.q, Compact) and term.q.step > 1
+    copied = isinstance(term.q, Compact) and term.q.is_copied
     return -(-term.q.num_slots * term.folds * len(term.heads) // SLOTS_AT_ONCE) if copied else 1
 
 
@@ -82,7 +82,7 @@ def _moved_numbers(term: Term, given: Layout) -> int:
         gathered = 0 if term.q == given else 4 * term.q.num_slots * len(term.heads)
     else:
         assert not isinstance(term.k, Permutation)
-        slots = sum(2 * side.num_slots for side in (term.q, term.k) if side.step > 1)
+        slots = sum(2 * side.num_slots for side in (term.q, term.k) if side.is_copied)
         gathered = slots * term.folds * len(term.heads)
     merged = 3 * term.q.num_slots * term.folds * len(term.heads)
     return gathered * 2 + merged

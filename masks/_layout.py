@@ -159,6 +159,11 @@ class Listed:
     def step(self) -> int:
         return self.runs[0].step
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether tokens do not lie side by side."""
+        return self.step > 1
+
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
         """The token index that stands in each slot."""
         return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in self.runs])
@@ -170,12 +175,20 @@ class Listed:
         return Pieces(lengths.cumsum(0) - lengths, lengths, firsts, self.step)
 
 
+@dataclass(frozen=True, eq=False)
+class FoldStarts:
+    """How far each fold begins after the first one, where folds are not evenly spaced; equal only to itself."""
+
+    tokens: Int64[Tensor, " folds"]
+
+
 @dataclass(frozen=True)
 class Compact:
     """The tokens that are active for a head, gathered: one progression a head, folded over segments.
 
-    Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step. All heads have
-    the same number of slots; heads with another number are in a Compact of their own.
+    Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step; with `fold_starts` the
+    folds begin there instead. All heads have the same number of slots; heads with another number are in a Compact of
+    their own.
     """
 
     heads: tuple[int, ...]
@@ -184,16 +197,45 @@ class Compact:
     num_slots: int
     folds: int
     fold_stride: int
+    fold_starts: FoldStarts | None = None
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether no strided view has a fold's tokens, and each fold after the other, side by side."""
+        return self.step > 1 or self.fold_starts is not None
+
+    def fold_tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, " folds"]:
+        """How far each fold begins after the first one."""
+        if self.fold_starts is not None:
+            return self.fold_starts.tokens.to(device)
+        return torch.arange(self.folds, device=device) * self.fold_stride
+
+    def at_folds(self, tokens: Int64[Tensor, " folds"]) -> Compact:
+        """Fold 0 again so many tokens further on, for each of some folds; by strides where they are evenly spaced."""
+        first, gaps = int(tokens[0]), tokens.diff()
+        stride = int(gaps[0]) if len(gaps) else self.num_slots
+        even = not bool((gaps != stride).any())
+        return replace(
+            self,
+            starts=tuple(start + first for start in self.starts),
+            folds=len(tokens),
+            fold_stride=stride if even else 0,
+            fold_starts=None if even else FoldStarts(tokens - first),
+        )
+
+    def repeated(self, moves: Int64[Tensor, " n"]) -> Compact:
+        """All folds again for each of these numbers of tokens, so far further on."""
+        return self.at_folds((moves[:, None] + self.fold_tokens()).flatten())
 
     def portion(self, heads: slice, folds: range) -> Compact:
         """The same for some of the heads and some consecutive folds."""
-        starts = tuple(start + folds.start * self.fold_stride for start in self.starts[heads])
-        return replace(self, heads=self.heads[heads], starts=starts, folds=len(folds))
+        some = replace(self, heads=self.heads[heads], starts=self.starts[heads])
+        return some.at_folds(self.fold_tokens()[folds.start : folds.stop])
 
     def alone(self, shift: int) -> Compact:
         """Fold 0, over tokens that lie `shift` further on."""
         starts = tuple(start + shift for start in self.starts)
-        return replace(self, starts=starts, folds=1, fold_stride=0)
+        return replace(self, starts=starts, folds=1, fold_stride=0, fold_starts=None)
 
     def pieces(self, origin: int) -> Pieces:
         """One run a head: the slots of fold 0; token 0 stands at position `origin`."""
@@ -203,5 +245,4 @@ class Compact:
     def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "heads folds S"]:
         """The token index in each slot."""
         starts = torch.tensor(self.starts, device=device)[:, None, None]
-        fold = torch.arange(self.folds, device=device)[:, None] * self.fold_stride
-        return starts + fold + torch.arange(self.num_slots, device=device) * self.step
+        return starts + self.fold_tokens(device)[:, None] + torch.arange(self.num_slots, device=device) * self.step

@@ -34,12 +34,13 @@ _CLEARLY = 0.95
 class Allowed:
     """What an engine can run.
 
-    Terms that share rows (it merges by lse), terms of their own for each document, keys with weights, all tokens in
-    residue-major order.
+    Terms that share rows (it merges by lse), terms of their own for documents of each kind, any number of these where
+    lists of blocks would be cheaper, keys with weights, all tokens in residue-major order.
     """
 
     shared_rows: bool = True
     windows: bool = True
+    any_windows: bool = False
     key_weights: bool = True
     residues: bool = True
 
@@ -72,7 +73,7 @@ class Option:
 def options_of(branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed) -> tuple[Option, ...]:
     """Every way that is worth weighing, the cheapest first."""
     given = Layout(bound.num_queries)
-    cut = window_terms(branch, times, bound) if allowed.windows else None
+    cut = window_terms(branch, times, bound, any_number=allowed.any_windows) if allowed.windows else None
     if cut is not None:
         return (Option(branch, times, "windows", tuple(cut), machine, given, shares_rows=True),)
     options = [

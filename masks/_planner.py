@@ -13,7 +13,7 @@ from ._cache import cache
 from ._choice import Candidates, Choice, way_of
 from ._cost import Cost
 from ._json import read_text
-from ._layout import Layout
+from ._layout import Compact, Layout
 from ._lower import residue_rate, shared_terms
 from ._machine import Machine
 from ._machine_in_use import machine_of
@@ -57,9 +57,10 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the plan itself, which holds no tables: a few numbers a head and term."""
-        terms = (term for options in self.options for option in options for term in option.terms)
-        return sum(200 + 24 * len(term.heads) for term in terms)
+        """Bytes of the plan itself, which holds no tables: a few numbers a head and term, two an uneven fold."""
+        terms = [term for options in self.options for option in options for term in option.terms]
+        uneven = (term for term in terms if isinstance(term.q, Compact) and term.q.fold_starts is not None)
+        return sum(200 + 24 * len(term.heads) for term in terms) + sum(16 * term.folds for term in uneven)
 
     def __repr__(self) -> str:
         return plan_text(self)

@@ -20,6 +20,7 @@ from ._pattern import Expression, MaskMod, Pattern
 from ._reason import Pair, Reason
 from ._run_time_checks import missing, require_values
 from ._spelling import Phrase, call
+from ._window_list import Windows
 
 # B batch entries (or one for all of them), L positions
 
@@ -140,7 +141,7 @@ class Table(Pattern):
     def superset(self) -> Pattern:
         return Every() if self.reach is None else LocalWindow(self.reach, self.reach)
 
-    def windows(self, num_positions: int) -> list[Window] | None:
+    def windows(self, num_positions: int) -> Windows | None:
         """Rectangles without overlap that hold all allowed pairs and no others; None if they are too many."""
         return None
 
@@ -162,9 +163,6 @@ class Rows:
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
-
-
-Window = tuple[range, range]  # query positions, key positions
 
 
 def given_tensors(*patterns: Expression) -> dict[str, Tensor]:

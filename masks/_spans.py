@@ -11,7 +11,8 @@ from torch import Tensor
 from ._box import Bounds, Box, Counts, Progression, clip
 from ._pattern import MaskMod
 from ._reason import Pair, Reason, span
-from ._run_time import Rows, Table, Window
+from ._run_time import Rows, Table
+from ._window_list import Windows
 
 # B batch entries, L positions, S spans
 
@@ -102,9 +103,8 @@ class Spans(Table):
     def _named(self, index: int) -> str:
         return f"document {index} ({span(int(self.starts[index]), int(self.stops[index]))})"
 
-    def windows(self, num_positions: int) -> list[Window]:
-        spans = (range(*edges) for edges in zip(self.starts.tolist(), self.stops.tolist(), strict=True))
-        return [(span, span) for span in spans]
+    def windows(self, num_positions: int) -> Windows:
+        return Windows.squares(self.starts, self.stops)
 
 
 def _same_span(held: Rows, batch_step: Tensor) -> MaskMod:

@@ -8,7 +8,7 @@ from math import lcm
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ._blocks import Blocks, build_blocks, repeat_blocks
@@ -143,10 +143,15 @@ class Term:
         assert isinstance(self.k, Layout | Compact | Listed)
         return self.rule, self.q.pieces(self.q_offset), self.k.pieces(self.k_offset)
 
+    def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
+        """The same n times, as folds, over tokens that lie so far further on, where the rule is the same."""
+        q, k = (_compact(side, self.heads).repeated(by) for side, by in ((self.q, q_tokens), (self.k, k_tokens)))
+        offsets = self.q_offset - int(q_tokens[0]), self.k_offset - int(k_tokens[0])
+        return replace(self, q=q, k=k, q_offset=offsets[0], k_offset=offsets[1])
+
     def moved(self, q_tokens: int, k_tokens: int) -> Term:
         """The same over tokens that lie further on, at the same positions."""
-        q, k = _moved(self.q, self.heads, q_tokens), _moved(self.k, self.heads, k_tokens)
-        return replace(self, q=q, k=k, q_offset=self.q_offset - q_tokens, k_offset=self.k_offset - k_tokens)
+        return self.repeated(torch.tensor([q_tokens]), torch.tensor([k_tokens]))
 
     def at_origin(self) -> Term:
         """A term with the same block lists at positions as low as the rule's period allows.
@@ -204,12 +209,12 @@ class Term:
         return _on_positions(inner, heads, q_positions, k_positions)
 
 
-def _moved(side: Permutation | Compact | Listed, heads: tuple[int, ...], tokens: int) -> Compact:
+def _compact(side: Permutation | Compact | Listed, heads: tuple[int, ...]) -> Compact:
     if isinstance(side, Compact):
-        return replace(side, starts=tuple(start + tokens for start in side.starts))
+        return side
     assert isinstance(side, Permutation)
     assert side.is_natural
-    return Compact(heads, (tokens,) * len(heads), 1, side.num_slots, 1, side.num_slots)
+    return Compact(heads, (0,) * len(heads), 1, side.num_slots, 1, side.num_slots)
 
 
 def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:

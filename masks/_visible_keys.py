@@ -13,7 +13,8 @@ from torch import Tensor
 from ._box import Bounds, Box
 from ._pattern import MaskMod, Pattern
 from ._reason import Pair, Reason
-from ._run_time import Extent, Rows, RunTime, Table, Window, of_tensor
+from ._run_time import Extent, Rows, RunTime, Table, of_tensor
+from ._window_list import Windows
 
 # B batch entries, L positions
 
@@ -89,12 +90,13 @@ class KeySet(Table):
         allowed = bool(self.only_row[pair.key])
         return Reason(self, allowed, f"{pair.the_key} is {'visible' if allowed else 'hidden'}")
 
-    def windows(self, num_positions: int) -> list[Window] | None:
+    def windows(self, num_positions: int) -> Windows | None:
         edges = torch.nn.functional.pad(self.only_row.int(), (1, 1)).diff()
         starts, stops = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
         if len(starts) > _MAX_WINDOWS:
             return None
-        return [(range(num_positions), range(*run)) for run in zip(starts.tolist(), stops.tolist(), strict=True)]
+        first = torch.zeros_like(starts)
+        return Windows(first, first + num_positions, starts, stops, first)
 
 
 def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:

@@ -1,8 +1,13 @@
-"""Lowering along run-time spans: a branch as terms inside each document, each padded sequence, each run of keys."""
+"""Lowering along run-time spans: a branch as terms inside each document, each padded sequence, each run of keys.
+
+Windows in which the rule looks the same are the folds of one term, so terms are as many as there are kinds of windows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import isqrt
 
 from ._algebra import And, Every
 from ._bound import Bound
@@ -12,39 +17,50 @@ from ._local_window import LocalWindow
 from ._lower import shared_terms
 from ._pattern import Pattern
 from ._per_document import PerDocument
-from ._run_time import Table, Window
+from ._run_time import Table
 from ._spans import Spans
 from ._term import Term
+from ._window_list import Windows
+
+_ENOUGH_SLOTS = 4096  # of all heads: larger windows are read where they lie, as a call costs less than their copies
+_MOST_LISTS = 32  # of blocks, each planned by itself: more are dearer than one over all tokens
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A branch that is `rest` inside each of some windows without overlap, and nothing outside.
-
-    With from_start positions are counted from the window's begin.
-    """
+    """A branch that is `rest` inside each of some windows without overlap, and nothing outside."""
 
     rest: Pattern
-    windows: list[Window]
-    from_start: bool
+    windows: Windows
 
 
-def window_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term] | None:
-    """Terms for each window of a branch that a run-time table cuts into windows; None for other branches."""
-    cut = _cut(branch, max(bound.q_offset + bound.num_queries, bound.k_offset + bound.num_keys))
+def window_terms(branch: Pattern, multiplicity: int, bound: Bound, *, any_number: bool = False) -> list[Term] | None:
+    """Terms for the windows into which a run-time table cuts a branch; None for other branches.
+
+    None as well for windows of too many kinds, unless `any_number` will do: more than there can be lengths, as windows
+    differ in where they begin; or more with lists of blocks than are planned one by one.
+    """
+    queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
+    keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
+    cut = _cut(branch, max(queries.stop, keys.stop))
     if cut is None:
         return None
-    lowered: dict[Bound, list[Term]] = {}
+    windows, period = cut.windows.within(queries, keys), cut.rest.period()
+    kinds = windows.kinds(period)
+    if len(kinds) > _MOST_LISTS + isqrt(2 * max(len(queries), len(keys))) and not any_number:
+        return None
     terms: list[Term] = []
-    for q_window, k_window in cut.windows:
-        q = _overlap(q_window, bound.q_offset, bound.num_queries)
-        k = _overlap(k_window, bound.k_offset, bound.num_keys)
-        if q and k:
-            rest = _plainest(cut.rest, q, k)
-            part = _part(rest, bound, q, k, origin=q_window.start if cut.from_start else 0)
-            if part not in lowered:
-                lowered[part] = _lower(rest, multiplicity, part)
-            terms += [term.moved(q.start - bound.q_offset, k.start - bound.k_offset) for term in lowered[part]]
+    lists = 0
+    for index in kinds:
+        alike = windows.select(index)
+        rest, part = _part(cut.rest, bound, alike, int(alike.select(slice(1)).counted_from(period)))
+        lowered = _lower(rest, multiplicity, part, any_number=any_number)
+        lists += any(term.shape == "blocks" for term in lowered)
+        if lists > _MOST_LISTS and not any_number:
+            return None
+        for some in _together(alike, bound.num_heads):
+            moves = some.q_start - bound.q_offset, some.k_start - bound.k_offset
+            terms += [term.repeated(*moves) for term in lowered]
     return terms
 
 
@@ -55,16 +71,21 @@ def _cut(branch: Pattern, num_positions: int) -> Cut | None:
         if isinstance(factor, Table):
             windows = factor.windows(num_positions)
             if windows is not None:
-                return Cut(rest, windows, from_start=False)
+                return Cut(rest, windows)
         # A rule of distances is the same counted from anywhere.
         if isinstance(factor, PerDocument) and isinstance(factor.spans, Spans) and rest.period() == 1:
             inner = factor.part if rest == Every() else And.of(factor.part, rest)
-            return Cut(inner, factor.spans.windows(num_positions), from_start=True)
+            return Cut(inner, factor.spans.windows(num_positions).from_start())
     return None
 
 
-def _overlap(window: range, offset: int, number: int) -> range:
-    return range(max(window.start, offset), min(window.stop, offset + number))
+def _part(rest: Pattern, bound: Bound, windows: Windows, origin: int) -> tuple[Pattern, Bound]:
+    """The rest over the first window, at positions as low as its period allows."""
+    first = windows.select(slice(1))
+    q, k = (range(int(a), int(b)) for a, b in ((first.q_start, first.q_stop), (first.k_start, first.k_stop)))
+    sizes = {"num_queries": len(q), "num_keys": len(k), "q_offset": q.start - origin, "k_offset": k.start - origin}
+    plainest = _plainest(rest, q, k)
+    return plainest, replace(bound, pattern=plainest, **sizes)
 
 
 def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
@@ -80,18 +101,21 @@ def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
     return And.of(*kept) if kept else Every()
 
 
-def _part(rest: Pattern, bound: Bound, q: range, k: range, *, origin: int) -> Bound:
-    """The rest over one window, at positions as low as its period allows: equal windows are then equal parts."""
-    period = rest.period()
-    if period is not None:
-        origin += (min(q.start, k.start) - origin) // period * period
-    sizes = {"num_queries": len(q), "num_keys": len(k), "q_offset": q.start - origin, "k_offset": k.start - origin}
-    return replace(bound, pattern=rest, **sizes)
-
-
-def _lower(rest: Pattern, multiplicity: int, part: Bound) -> list[Term]:
+def _lower(rest: Pattern, multiplicity: int, part: Bound, *, any_number: bool) -> list[Term]:
     """The cheapest way that needs no weighing: windows again, compact, or as given."""
-    for terms in (window_terms(rest, multiplicity, part), compact_terms(rest, multiplicity, part)):
+    cut = window_terms(rest, multiplicity, part, any_number=any_number)
+    for terms in (cut, compact_terms(rest, multiplicity, part) if cut is None else None):
         if terms is not None:
             return terms
     return shared_terms(rest, multiplicity, part, 1)
+
+
+def _together(alike: Windows, num_heads: int) -> Iterator[Windows]:
+    """All of them as the folds of one term, or, where they are large and lie unevenly, one by one."""
+    starts = alike.q_start
+    uneven = bool((starts.diff() != starts.diff()[:1]).any())
+    length = max(int(alike.q_stop[0] - starts[0]), int(alike.k_stop[0] - alike.k_start[0]))
+    if uneven and length * num_heads >= _ENOUGH_SLOTS:
+        yield from (alike.select(slice(index, index + 1)) for index in range(len(alike)))
+    else:
+        yield alike

@@ -128,7 +128,7 @@ def test_documents_compute_no_pair_across():
 
     ids = torch.arange(64).repeat_interleave(16)
     planned = plan((masks.causal() & masks.documents(ids)).bind(num_heads=1, num_queries=1024, num_keys=1024))
-    assert [(term.shape, term.q.num_slots) for term in planned.terms] == [("causal", 16)] * 64
+    assert [(term.shape, term.q.num_slots, term.folds) for term in planned.terms] == [("causal", 16, 64)]
 
 
 def test_equal_documents_share_their_block_lists():

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import reduce
 
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
 from ._relations import Relations
 
 
@@ -28,21 +32,25 @@ class Gaps:
 
 def gaps_of(relations: Relations) -> Gaps:
     """Raises TooManySquaresError where a pattern repeats too little."""
-    bound = relations.bound
-    in_all = [0, 0]  # the tokens that have a pair in every head, as bits
-    in_any = [0, 0]
+    sizes = relations.bound.num_queries, relations.bound.num_keys
+    # The tokens of each side that have a pair in any head, and in every head.
+    in_any, in_all = ([torch.zeros(size, dtype=torch.bool) for size in sizes] for _ in range(2))
     for section in relations.sections:
         lines = [relations.lines(section, group) for group in section.groups]
         for side, held in enumerate(zip(*lines, strict=True)):
-            every, some = reduce(int.__and__, held), reduce(int.__or__, held)
-            for copy in section.copies:
-                in_all[side] |= every << copy[side]
-                in_any[side] |= some << copy[side]
-    sizes = bound.num_queries, bound.num_keys
-    return Gaps(*(_gap(size, *each) for size, each in zip(sizes, zip(in_any, in_all, strict=True), strict=True)))
+            starts = torch.tensor([copy[side] for copy in section.copies])[:, None]
+            in_any[side][(starts + _places(reduce(int.__or__, held))).flatten()] = True
+            in_all[side][(starts + _places(reduce(int.__and__, held))).flatten()] = True
+    return Gaps(*(_gap(*each) for each in zip(in_any, in_all, strict=True)))
 
 
-def _gap(size: int, in_any: int, in_all: int) -> Gap:
-    lacking = [((1 << size) - 1) & ~held for held in (in_any, in_all)]
-    firsts = [(bits & -bits).bit_length() - 1 if bits else None for bits in lacking]
-    return Gap(lacking[0].bit_count(), lacking[1].bit_count(), *firsts)
+def _places(bits: int) -> Int64[Tensor, " n"]:
+    """The places of the bits that are set, from the lowest on."""
+    held = torch.frombuffer(bytearray(bits.to_bytes(bits.bit_length() // 8 + 1, "little")), dtype=torch.uint8)
+    return (held[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().nonzero().squeeze(1)
+
+
+def _gap(in_any: Bool[Tensor, " N"], in_all: Bool[Tensor, " N"]) -> Gap:
+    lacking = [(~held).nonzero().squeeze(1) for held in (in_any, in_all)]
+    firsts = [int(tokens[0]) if len(tokens) else None for tokens in lacking]
+    return Gap(len(lacking[0]), len(lacking[1]), *firsts)

@@ -9,8 +9,8 @@ from .._algebra import And, Every
 from .._bound import Bound
 from .._pattern import Pattern
 from .._per_document import PerDocument
-from .._ranges import within
 from .._spans import Spans
+from .._window_list import Windows
 
 Rules = tuple[tuple[Pattern, int], ...]  # of one head: the rule of each distinct branch, and how often it counts
 
@@ -61,13 +61,19 @@ def sections_of(bound: Bound) -> tuple[Section, ...]:
     if spans is None or any(own != spans for own, _ in split.values()):
         return (Section(queries, keys, groups, ((0, 0),)),)
     inside = tuple(Group(each.heads, tuple((split[rule][1], times) for rule, times in each.rules)) for each in groups)
-    copies: dict[tuple[range, range], list[tuple[int, int]]] = {}
-    for start, stop in zip(spans.starts.tolist(), spans.stops.tolist(), strict=True):
-        q, k = within(queries, start, stop), within(keys, start, stop)
-        if q and k:
-            shifted = range(q.start - start, q.stop - start), range(k.start - start, k.stop - start)
-            copies.setdefault(shifted, []).append((q.start - queries.start, k.start - keys.start))
-    return tuple(Section(*place, inside, tuple(starts)) for place, starts in copies.items())
+    documents = Windows.squares(spans.starts, spans.stops).from_start().within(queries, keys)
+    return tuple(_section(documents.select(index), bound, inside) for index in documents.kinds(None))
+
+
+def _section(documents: Windows, bound: Bound, groups: tuple[Group, ...]) -> Section:
+    """Documents that look alike, counted from their starts."""
+    start, q, q_stop, k, k_stop = (
+        int(edge[0])
+        for edge in (documents.origin, documents.q_start, documents.q_stop, documents.k_start, documents.k_stop)
+    )
+    begins = (documents.q_start - bound.q_offset).tolist(), (documents.k_start - bound.k_offset).tolist()
+    copies = tuple(zip(*begins, strict=True))
+    return Section(range(q - start, q_stop - start), range(k - start, k_stop - start), groups, copies)
 
 
 def _split(rule: Pattern) -> tuple[Spans | None, Pattern]:
