@@ -1,4 +1,4 @@
-"""Which heads see the same keys, for a decoding step: found once, from the pattern's rule for each head."""
+"""Which heads see the same keys, for calls of few queries: found once, from the pattern's rule for each head."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _groups(rule: HeadRule, num_heads: int, num_kv_heads: int, device: torch.dev
     for size, key_heads in by_size.items():
         for run in _progressions(key_heads):
             heads = [head for key_head in run for head in queries[key_head]]
-            yield HeadGroup(rule.source, _selection(heads, device), _slice(run), size, len(heads) == num_heads)
+            yield HeadGroup(rule.source, _selection(heads, device), _slice(run), size)
 
 
 def _progressions(numbers: list[int]) -> list[range]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ._call_key import CallKey
 from ._op_gradient import set_gradient
+from ._row_attention import Part, row_backward, row_forward
+from ._row_parts import parts_of_call, takes_rows
 from ._run_time_rules import rules_of
+from ._sinks import add_sinks
 from ._tile_plan import plan_tiles, portions_on
-from ._tiles import Program, Result, make_program, run_backward, run_forward
+from ._tiles import Program, Result, as_given, make_program, run_backward, run_forward
 from ._tune_choices import chosen
 from .masks import cache
 from .masks._choice import Choice
@@ -61,11 +66,11 @@ def attention(
     """(out, lse) of a call; out in the dtype of q, or as wide as it is summed."""
     programs = _programs_for(key, bindings, q)
     if len(programs) == 1:
-        return run_forward(programs[0][1], q, k, v, scale, sinks, wide=wide)
+        return _forward(programs[0][1], q, k, v, scale, sinks, wide=wide)
     sums = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q, dtype=sums if wide else q.dtype), q.new_empty(q.shape[:3], dtype=sums)
     for rows, program in programs:
-        out[rows], lse[rows] = run_forward(program, q[rows], k[rows], v[rows], scale, sinks, wide=wide)
+        out[rows], lse[rows] = _forward(program, q[rows], k[rows], v[rows], scale, sinks, wide=wide)
     return out, lse
 
 
@@ -119,11 +124,11 @@ def gradients(
     """(dq, dk, dv) of a call, in the dtype of q, k and v, or as wide as they are summed."""
     programs = _programs_for(key, bindings, q)
     if len(programs) == 1:
-        return run_backward(programs[0][1], q, k, v, result, scale, wide=wide)
+        return _backward(programs[0][1], q, k, v, result, scale, wide=wide)
     dtype = result.lse.dtype if wide else q.dtype
     dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))
     for rows, program in programs:
-        dq[rows], dk[rows], dv[rows] = run_backward(program, q[rows], k[rows], v[rows], result[rows], scale, wide=wide)
+        dq[rows], dk[rows], dv[rows] = _backward(program, q[rows], k[rows], v[rows], result[rows], scale, wide=wide)
     return dq, dk, dv
 
 
@@ -140,25 +145,50 @@ set_gradient(
 )
 
 
-def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> list[tuple[slice, Program]]:
-    return _programs(key, bindings, q.shape[0], q.device.type, chosen(key, q))
+_Parts = tuple[Part, ...]
+
+
+def _forward(program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, *, wide):
+    if isinstance(program, Program):
+        return run_forward(program, q, k, v, scale, sinks, wide=wide)
+    out, lse = row_forward(program, q, k, v, scale)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out if wide else as_given(out, q), lse
+
+
+def _backward(program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, result: Result, scale: float, *, wide: bool):
+    if isinstance(program, Program):
+        return run_backward(program, q, k, v, result, scale, wide=wide)
+    whole = result.out, result.lse, result.grad_out, result.grad_lse
+    dq, dk, dv = row_backward(program, q, k, v, *whole, scale)
+    return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
+
+
+def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> list[tuple[slice, Program | _Parts]]:
+    """(batch entries, how they are computed): a few rows as they are, and otherwise by a program."""
+    choice = chosen(key, q)
+    if not takes_rows(key) or q.device.type != "cpu" or choice is not None:
+        return [*_programs(key, bindings, q.shape[0], q.device.type, choice)]
+    return [(rows, parts_of_call(key, rule, q.device)) for rows, rule in _rules(key, bindings, q.shape[0])]
 
 
 def _programs(
     key: CallKey, bindings: list[Tensor], batch: int, kind: str = "cpu", choice: Choice | None = None
 ) -> list[tuple[slice, Program]]:
     """(batch entries, their program): one for all, unless run-time tensors tell entries apart."""
-    if not bindings:
-        return [(slice(None), _program(key, None, kind, choice, written=key.pattern))]
-    groups = alike(rules_of(key, bindings), batch)
-    return [
-        (rows, _program(key._replace(pattern=rule.text), rule, kind, choice, written=key.pattern))
-        for rows, rule in groups
-    ]
+    return [(rows, _program(key, rule, kind, choice)) for rows, rule in _rules(key, bindings, batch)]
 
 
-def _program(key: CallKey, rule: Expression | None, kind: str, choice: Choice | None, *, written: str) -> Program:
-    """The cached program for these sizes on a kind of device; `written` is the pattern as the caller has it."""
+def _rules(key: CallKey, bindings: list[Tensor], batch: int) -> Sequence[tuple[slice, Expression | None]]:
+    """(batch entries, what run-time tensors make of the pattern for them); None is the pattern itself, for all."""
+    return alike(rules_of(key, bindings), batch) if bindings else [(slice(None), None)]
+
+
+def _program(key: CallKey, rule: Expression | None, kind: str, choice: Choice | None) -> Program:
+    """The cached program for these sizes on a kind of device."""
+    written = key.pattern  # as the caller has it
+    key = key if rule is None else key._replace(pattern=rule.text)
 
     def build() -> Program:
         sizes = {"num_kv_heads": key.num_kv_heads, "block_size": key.block_size, **portions_on(kind)}

@@ -1,0 +1,104 @@
+"""Calls of few queries, which need no plan: each group of heads, the rows among them that see keys, and these keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ._call_key import CallKey
+from ._head_groups import GroupedBranch, branch_rules, group_heads
+from ._row_attention import HeadGroup, Part, Selection
+from .masks import cache
+from .masks._pattern import Expression
+from .masks._row import Seen, positions
+
+MOST_ROWS = 16  # queries of a call that is computed without a plan
+_MOST_VIEWS = 4  # keys in more ranges than this are gathered
+_GROUP_BYTES = 1000
+
+
+def takes_rows(key: CallKey) -> bool:
+    """Whether a call is computed row by row: few queries in natural order, and no blocks asked for."""
+    return key.num_queries <= MOST_ROWS and key.rate == 1 and not key.block_size and not key.placement
+
+
+def parts_of_call(key: CallKey, rule: Expression | None, device: torch.device) -> tuple[Part, ...]:
+    """A call's pattern, or what its run-time tensors make of it, over its queries and keys.
+
+    What is cached is the same for all offsets and numbers of tokens; what is made of run-time tensors is not kept.
+    """
+    if rule is None:
+        heads = (key.num_heads, key.num_kv_heads, key.head_offset, key.num_heads_global)
+        rules = cache().get(
+            ("rows", key.pattern, *heads, device),
+            lambda: _Rules.of(key, key.rules([]), device),
+            lambda rules: _GROUP_BYTES * sum(len(branch.groups) for branch in rules.branches),
+            pattern=key.pattern,
+        )
+    else:
+        rules = _Rules.of(key, rule, device)
+    first, after = (key.q_offset, key.k_offset), key.extent
+    queries, keys = range(first[0], after.queries), range(first[1], after.keys)
+    rules.rule.check_tokens(queries, keys)
+
+    def slices(positions: range) -> list[slice]:
+        return [slice(positions.start - keys.start, positions.stop - keys.start, positions.step)]
+
+    return row_parts(rules.branches, queries, keys, slices)
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """A pattern for some heads, wherever queries and keys stand."""
+
+    rule: Expression
+    branches: tuple[GroupedBranch, ...]
+
+    @classmethod
+    def of(cls, key: CallKey, rule: Expression, device: torch.device) -> _Rules:
+        bound = key.bound(rule)
+        where = {"num_heads": bound.num_heads, "head_offset": bound.head_offset}
+        branches = branch_rules(rule, **where, num_heads_global=bound.num_heads_global)
+        kv_heads = {"num_heads": key.num_heads, "num_kv_heads": key.num_kv_heads}
+        return cls(rule, group_heads(branches, **kv_heads, device=device))
+
+
+def row_parts(
+    branches: Sequence[GroupedBranch],
+    queries: range,
+    keys: range,
+    slices: Callable[[range], list[slice]],
+) -> tuple[Part, ...]:
+    """The attention of queries over keys, both runs of positions; `slices` are the slots of a range of positions."""
+    parts: list[Part] = []
+    level = 0
+    for branch in branches:
+        deepest = level
+        for group in branch.groups:
+            seen = group.source.seen(queries, keys)
+            if seen is not None:
+                own = _parts(group, seen, slices, level, branch.log_weight)
+                parts += own
+                deepest = max(deepest, level + len(own))
+        level = deepest
+    return tuple(parts)
+
+
+def _parts(
+    group: HeadGroup, seen: Seen, slices: Callable[[range], list[slice]], level: int, log_weight: float
+) -> list[Part]:
+    """A few views of the keys, or all of them by number."""
+    views = [view for each in seen.keys for view in slices(each)]
+    lengths = [len(range(view.start, view.stop, view.step)) for view in views]
+    assert sum(lengths) == sum(map(len, seen.keys)), "key evicted"
+    slots: list[Selection] = list(views)
+    if len(views) > _MOST_VIEWS:
+        slots, lengths = [positions([range(view.start, view.stop, view.step) for view in views])], [sum(lengths)]
+    pairs = [None] * len(slots) if seen.pairs is None else seen.pairs.split(lengths, 1)
+    rows = slice(seen.rows.start, seen.rows.stop, seen.rows.step)
+    return [
+        Part(group, rows, each, shown, at, log_weight)
+        for at, (each, shown) in enumerate(zip(slots, pairs, strict=True), start=level)
+    ]
