@@ -45,7 +45,7 @@ class KVCache:
     num_heads: query heads on this device.
     capacity: most keys held at once, allocated with the first tokens; None means as many as it takes.
     scale, engine, head_offset, num_heads_global: as in `attend`; an engine computes chunks of more than 16
-        tokens, and fewer go row by row.
+        tokens, and fewer need none.
 
     For inference: nothing here is differentiable. Raises ValueError or TypeError for a pattern in which a query
     sees a later key, for one with run-time tensors, and for tensors that do not continue those before.

@@ -31,17 +31,13 @@ def parts_of_call(key: CallKey, rule: Expression | None, device: torch.device) -
     """
     if rule is None:
         heads = (key.num_heads, key.num_kv_heads, key.head_offset, key.num_heads_global)
-        rules = cache().get(
-            ("rows", key.pattern, *heads, device),
-            lambda: _Rules.of(key, key.rules([]), device),
-            lambda rules: _GROUP_BYTES * sum(len(branch.groups) for branch in rules.branches),
-            pattern=key.pattern,
-        )
+        name = ("rows", key.pattern, *heads, device)
+        rules = cache().get(name, lambda: _Rules.of(key, None, device), lambda rules: rules.nbytes, pattern=key.pattern)
     else:
         rules = _Rules.of(key, rule, device)
-    first, after = (key.q_offset, key.k_offset), key.extent
-    queries, keys = range(first[0], after.queries), range(first[1], after.keys)
-    rules.rule.check_tokens(queries, keys)
+    bound = key.bound(rules.rule)
+    queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
+    keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
 
     def slices(positions: range) -> list[slice]:
         return [slice(positions.start - keys.start, positions.stop - keys.start, positions.step)]
@@ -57,12 +53,16 @@ class _Rules:
     branches: tuple[GroupedBranch, ...]
 
     @classmethod
-    def of(cls, key: CallKey, rule: Expression, device: torch.device) -> _Rules:
+    def of(cls, key: CallKey, rule: Expression | None, device: torch.device) -> _Rules:
         bound = key.bound(rule)
-        where = {"num_heads": bound.num_heads, "head_offset": bound.head_offset}
-        branches = branch_rules(rule, **where, num_heads_global=bound.num_heads_global)
-        kv_heads = {"num_heads": key.num_heads, "num_kv_heads": key.num_kv_heads}
-        return cls(rule, group_heads(branches, **kv_heads, device=device))
+        heads = {"num_heads": bound.num_heads}
+        where = {"head_offset": bound.head_offset, "num_heads_global": bound.num_heads_global}
+        branches = branch_rules(bound.pattern, **heads, **where)
+        return cls(bound.pattern, group_heads(branches, **heads, num_kv_heads=key.num_kv_heads, device=device))
+
+    @property
+    def nbytes(self) -> int:
+        return _GROUP_BYTES * sum(len(branch.groups) for branch in self.branches)
 
 
 def row_parts(
