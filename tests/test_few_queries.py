@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 import flexdilated as fd
@@ -168,6 +169,63 @@ def test_what_a_pattern_refuses_is_refused() -> None:
         fd.attend(q, k, v, masks.causal() & masks.documents(ids), q_offset=39)
     with pytest.raises(ValueError, match="block_list is out of range"):
         fd.attend(q, k[:, :, :9], v[:, :, :9], masks.block_list([[0], [7]], block=8), q_offset=8)
+    two = drawn(1, 40, B=2)
     with pytest.raises(ValueError, match="2 batch entries"):
-        two = drawn(1, 40, B=2)
         fd.attend(*two, masks.visible_keys(torch.ones(3, 40, dtype=torch.bool)), q_offset=39)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_offsets_as_tensors(dtype) -> None:
+    """As caches of a fixed size hand them over: the same as numbers, checked like these."""
+    q, k, v = drawn(1, 40)
+    expected = fd.attend(q, k, v, LONGNET_4, q_offset=30, k_offset=2)
+    assert torch.equal(fd.attend(q, k, v, LONGNET_4, **_offsets(30, 2, dtype)), expected)
+    module = fd.BlockSparseAttention(LONGNET_4)
+    assert torch.equal(module(q, k, v, q_offset=torch.tensor(30, dtype=dtype), k_offset=2), expected)
+    with pytest.raises(ValueError, match="q_offset must be at least 0; got q_offset=-1"):
+        fd.attend(q, k, v, LONGNET_4, **_offsets(-1, 0, dtype))
+    for wrong in (torch.tensor([30]), torch.tensor(30.0), torch.tensor(True)):
+        with pytest.raises(
+            TypeError, match=r"an integer tensor of shape \(\), such as .*; got a tensor"
+        ):
+            fd.attend(q, k, v, LONGNET_4, q_offset=wrong)
+
+
+def _offsets(q_offset: int, k_offset: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {"q_offset": torch.tensor(q_offset, dtype=dtype), "k_offset": torch.tensor(k_offset, dtype=dtype)}
+
+
+@pytest.mark.parametrize("num_queries", [1, MOST_ROWS])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_compiled_step_is_compiled_twice(num_queries, grad) -> None:
+    """At the second offset q_offset becomes a symbol, and at no later one is anything compiled or kept."""
+    q, k, v = (x.requires_grad_(grad) for x in drawn(num_queries, num_queries + 12))
+
+    def step(q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
+        return fd.attend(q, k[:, :, : at + num_queries], v[:, :, : at + num_queries], LONGNET_4, q_offset=at)
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    masks.cache().clear()
+    for at in range(2, 12):
+        assert_close(compiled(q, k, v, at), step(q, k, v, at))
+    assert counter.frame_count <= 2
+    assert masks.cache().stats().entries == 1
+
+
+def test_a_compiled_step_takes_a_tensor() -> None:
+    """Read inside the graph where torch may capture numbers, and by a break of the graph where not."""
+    q, k, v = drawn(1, 40)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+        return fd.attend(q, k, v, LONGNET_4, q_offset=at)
+
+    for captured in (True, False):
+        torch.compiler.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        with torch._dynamo.config.patch(capture_scalar_outputs=captured):
+            compiled = torch.compile(step, backend=counter, fullgraph=captured)
+            for at in range(5, 12):
+                assert_close(compiled(q, k, v, torch.tensor(at)), step(q, k, v, torch.tensor(at)))
+        assert counter.frame_count <= 3
