@@ -157,7 +157,7 @@ class KVCache:
         store, found, first = held.store, [], self._seen
         for few in q.split(MOST_ROWS, dim=2):
             queries = range(first, first + few.shape[2])
-            parts = row_parts(self._groups, queries, range(held.oldest, queries.stop), store.slices)
+            parts = row_parts(self._groups, queries, range(queries.stop), store)
             found.append(row_forward(parts, few, store.keys, store.values, resolve_scale(self._scale, q.shape[-1])))
             first = queries.stop
         outs, lses = zip(*found, strict=True)

@@ -53,14 +53,16 @@ class Part:
 
     def of_keys(self, x: Float[Tensor, "B G S D"]) -> Float[Tensor, "B g n D"]:
         heads = x[:, self.group.key_heads]
-        return heads[:, :, self.slots] if isinstance(self.slots, slice) else heads.index_select(2, self.slots)
+        return (
+            heads[:, :, self.slots] if isinstance(self.slots, slice) else heads.index_select(2, self.slots.to(x.device))
+        )
 
     def add_to_keys(self, total: Float[Tensor, "B G S D"], grad: Float[Tensor, "B g n D"]) -> None:
         heads = total[:, self.group.key_heads]
         if isinstance(self.slots, slice):
             heads[:, :, self.slots] += grad
         else:
-            heads.index_add_(2, self.slots, grad)
+            heads.index_add_(2, self.slots.to(grad.device), grad)
 
     def bias(self, like: Tensor) -> Float[Tensor, "R n"] | None:
         """What hides keys from rows, -inf, added to the scores."""

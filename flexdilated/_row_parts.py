@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from ._call_key import CallKey
 from ._head_groups import GroupedBranch, branch_rules, group_heads
 from ._row_attention import HeadGroup, Part, Selection
 from .masks import cache
 from .masks._pattern import Expression
-from .masks._row import Seen, positions
+from .masks._row import Keys, Seen, positions
 
 MOST_ROWS = 16  # queries of a call that is computed without a plan
 _MOST_VIEWS = 4  # keys in more ranges than this are gathered
@@ -39,10 +41,32 @@ def parts_of_call(key: CallKey, rule: Expression | None, device: torch.device) -
     queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
     keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
 
-    def slices(positions: range) -> list[slice]:
-        return [slice(positions.start - keys.start, positions.stop - keys.start, positions.step)]
+    return row_parts(rules.branches, queries, keys, _InOrder(keys.start))
 
-    return row_parts(rules.branches, queries, keys, slices)
+
+class Slots(Protocol):
+    """Where keys at some positions lie."""
+
+    def slices(self, positions: range) -> list[slice]:
+        """Of a range of positions."""
+        ...
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """Of positions one by one."""
+        ...
+
+
+@dataclass(frozen=True)
+class _InOrder:
+    """Keys that lie one after the other, the first of them at this position."""
+
+    first: int
+
+    def slices(self, positions: range) -> list[slice]:
+        return [slice(positions.start - self.first, positions.stop - self.first, positions.step)]
+
+    def slots(self, positions: Tensor) -> Tensor:
+        return positions - self.first
 
 
 @dataclass(frozen=True)
@@ -65,13 +89,8 @@ class _Rules:
         return _GROUP_BYTES * sum(len(branch.groups) for branch in self.branches)
 
 
-def row_parts(
-    branches: Sequence[GroupedBranch],
-    queries: range,
-    keys: range,
-    slices: Callable[[range], list[slice]],
-) -> tuple[Part, ...]:
-    """The attention of queries over keys, both runs of positions; `slices` are the slots of a range of positions."""
+def row_parts(branches: Sequence[GroupedBranch], queries: range, keys: range, store: Slots) -> tuple[Part, ...]:
+    """The attention of queries over keys, both runs of positions, of which those that are seen lie in the store."""
     parts: list[Part] = []
     level = 0
     for branch in branches:
@@ -79,26 +98,31 @@ def row_parts(
         for group in branch.groups:
             seen = group.source.seen(queries, keys)
             if seen is not None:
-                own = _parts(group, seen, slices, level, branch.log_weight)
+                own = _parts(group, seen, store, level, branch.log_weight)
                 parts += own
                 deepest = max(deepest, level + len(own))
         level = deepest
     return tuple(parts)
 
 
-def _parts(
-    group: HeadGroup, seen: Seen, slices: Callable[[range], list[slice]], level: int, log_weight: float
-) -> list[Part]:
+def _parts(group: HeadGroup, seen: Seen, store: Slots, level: int, log_weight: float) -> list[Part]:
     """A few views of the keys, or all of them by number."""
-    views = [view for each in seen.keys for view in slices(each)]
-    lengths = [len(range(view.start, view.stop, view.step)) for view in views]
-    assert sum(lengths) == sum(map(len, seen.keys)), "key evicted"
-    slots: list[Selection] = list(views)
-    if len(views) > _MOST_VIEWS:
-        slots, lengths = [positions([range(view.start, view.stop, view.step) for view in views])], [sum(lengths)]
+    slots, lengths = _selections(seen.keys, store)
     pairs = [None] * len(slots) if seen.pairs is None else seen.pairs.split(lengths, 1)
     rows = slice(seen.rows.start, seen.rows.stop, seen.rows.step)
     return [
         Part(group, rows, each, shown, at, log_weight)
         for at, (each, shown) in enumerate(zip(slots, pairs, strict=True), start=level)
     ]
+
+
+def _selections(keys: Keys, store: Slots) -> tuple[list[Selection], list[int]]:
+    """Slots of these keys, and how many there are in each selection."""
+    if isinstance(keys, Tensor):
+        return [store.slots(keys)], [len(keys)]
+    views = [view for each in keys for view in store.slices(each)]
+    lengths = [len(range(view.start, view.stop, view.step)) for view in views]
+    assert sum(lengths) == sum(map(len, keys)), "key evicted"
+    if len(views) > _MOST_VIEWS:
+        return [positions([range(view.start, view.stop, view.step) for view in views])], [sum(lengths)]
+    return [*views], lengths

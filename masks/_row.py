@@ -19,6 +19,9 @@ from ._ranges import Ranges, intersect, within
 
 # N rows, n keys
 
+Keys = Ranges | Int64[Tensor, " n"]  # ranges in closed form, or single positions
+
+_FEW_PAIRS = 1 << 20  # of a rule without a closed form: so many are evaluated sooner than bounds are
 _MOST_MEETINGS = 1 << 9  # of a row's range with one of all keys: for more, pairs are evaluated one by one
 
 
@@ -27,11 +30,11 @@ class Seen:
     """The keys that some of a few queries see, each once, and which query sees which.
 
     rows: indices of queries; those left out see nothing. keys: positions. pairs: for each of the rows whether it sees
-    each key, these one range after the other; None where every row sees every key.
+    each key, in the order of these; None where every row sees every key.
     """
 
     rows: range
-    keys: Ranges
+    keys: Keys
     pairs: Bool[Tensor, "N n"] | None
 
 
@@ -60,23 +63,29 @@ class RowSource:
         every = _union(keys for row in some for keys in row)
         if len(every) * sum(map(len, some)) <= _MOST_MEETINGS:
             return Seen(rows, every, _pairs(some, every))
-        return Seen(rows, every, self._allowed(queries[rows.start : rows.stop : rows.step], every))
+        return Seen(rows, every, self._allowed(queries[rows.start : rows.stop : rows.step], positions(every)))
 
     def _searched(self, queries: range, keys: range) -> Seen | None:
-        every = keys_of_any([Asked((self.rule,), queries, keys, self.head, self.num_heads)])
-        if not every:
-            return None
-        if len(queries) == 1:
-            return Seen(range(1), every, None)
-        pairs = self._allowed(queries, every)
+        """Pair by pair, where there are few, and otherwise by bounds."""
+        if len(queries) * len(keys) > _FEW_PAIRS:
+            found = keys_of_any([Asked((self.rule,), queries, keys, self.head, self.num_heads)])
+            if not found:
+                return None
+            places = positions(found)
+            pairs = self._allowed(queries, places)
+        else:
+            places = positions([keys])
+            pairs = self._allowed(queries, places)
+            some = pairs.any(0).nonzero().flatten()
+            places, pairs = places[some], pairs[:, some]
         rows = _hull(pairs.any(1).nonzero().flatten().tolist())
         pairs = pairs[rows.start : rows.stop : rows.step]
-        return Seen(rows, every, None if bool(pairs.all()) else pairs)
+        return Seen(rows, places, None if bool(pairs.all()) else pairs) if rows else None
 
-    def _allowed(self, queries: range, every: Ranges) -> Bool[Tensor, "N n"]:
+    def _allowed(self, queries: range, keys: Int64[Tensor, " n"]) -> Bool[Tensor, "N n"]:
         """The rule pair by pair."""
         asked = Asked((self.rule,), queries, range(0), self.head, self.num_heads)
-        return asked.allows(positions((queries,))[:, None], positions(every))
+        return asked.allows(positions([queries])[:, None], keys)
 
 
 def positions(ranges: Sequence[range]) -> Int64[Tensor, " n"]:

@@ -49,7 +49,7 @@ def limits(request):
     if request.param == "as they are":
         yield
     else:
-        with mock.patch.object(_row_parts, "_MOST_VIEWS", 1), mock.patch.object(_row, "_MOST_MEETINGS", 1):
+        with mock.patch.object(_row_parts, "_MOST_VIEWS", 1), mock.patch.multiple(_row, _MOST_MEETINGS=1, _FEW_PAIRS=1):
             yield
 
 
@@ -185,9 +185,7 @@ def test_offsets_as_tensors(dtype) -> None:
     with pytest.raises(ValueError, match="q_offset must be at least 0; got q_offset=-1"):
         fd.attend(q, k, v, LONGNET_4, **_offsets(-1, 0, dtype))
     for wrong in (torch.tensor([30]), torch.tensor(30.0), torch.tensor(True)):
-        with pytest.raises(
-            TypeError, match=r"an integer tensor of shape \(\), such as .*; got a tensor"
-        ):
+        with pytest.raises(TypeError, match=r"an integer tensor of shape \(\), such as .*; got a tensor"):
             fd.attend(q, k, v, LONGNET_4, q_offset=wrong)
 
 

@@ -26,8 +26,9 @@ def test_closed_forms_are_the_rules(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@pytest.mark.parametrize("meetings", [None, 1], ids=["by ranges", "by pair"])
-def test_rows_of_a_step_are_the_rules(meetings, data: st.DataObject) -> None:
+@pytest.mark.parametrize("meetings", [1 << 9, 0])
+@pytest.mark.parametrize("few_pairs", [1 << 20, 0])
+def test_rows_of_a_step_are_the_rules(few_pairs, meetings, data: st.DataObject) -> None:
     """As a call of few queries asks for them, and by search: the same keys, each once, and the pairs among them."""
     case = data.draw(strategies.whole_cases(strategies.sets))
     first, begin = (data.draw(st.integers(0, case.num_keys - 1)) for _ in range(2))
@@ -37,12 +38,12 @@ def test_rows_of_a_step_are_the_rules(meetings, data: st.DataObject) -> None:
     for rule in branch_rules(
         case.twin.pattern, num_heads=case.num_heads, head_offset=0, num_heads_global=case.num_heads
     )[0].rules:
-        with mock.patch.object(_row, "_MOST_MEETINGS", meetings or _row._MOST_MEETINGS):
+        with mock.patch.multiple(_row, _MOST_MEETINGS=meetings, _FEW_PAIRS=few_pairs):
             ways = rule.source.seen(queries, keys), rule.source._searched(queries, keys)
         for seen in ways:
             found = torch.zeros(len(queries), case.num_keys, dtype=torch.int64)
             if seen is not None:
-                listed = _row.positions(seen.keys)
+                listed = seen.keys if isinstance(seen.keys, torch.Tensor) else _row.positions(seen.keys)
                 assert len(listed.unique()) == len(listed)
                 rows = torch.arange(len(queries))[seen.rows.start : seen.rows.stop : seen.rows.step]
                 shown = 1 if seen.pairs is None else seen.pairs.long()
