@@ -76,14 +76,14 @@ def _measure(config: Config, problem: Problem, past: int, queries: int) -> Row:
 
     def call(_: None) -> Tensor:
         at, q = next(by_calls)
-        return fd.attend(q, *(x[:, :, : at + queries] for x in (problem.k, problem.v)), pattern, q_offset=at)
+        k, v = problem.k[:, :, : at + queries], problem.v[:, :, : at + queries]
+        return fd.attend(q, k, v, pattern, q_offset=at)
 
     def dense_call(_: None) -> Tensor:
         at, q = next(dense)
         shown = torch.ones(queries, at + queries, dtype=torch.bool).tril(at)
-        return scaled_dot_product_attention(
-            q, *(x[:, :, : at + queries] for x in (problem.k, problem.v)), attn_mask=shown
-        )
+        k, v = problem.k[:, :, : at + queries], problem.v[:, :, : at + queries]
+        return scaled_dot_product_attention(q, k, v, attn_mask=shown)
 
     for name, found in (("a cache", step(None)), ("a call", call(None))):
         _check(config.spec, problem, found, first, name)
@@ -106,8 +106,8 @@ def _left_behind(config: Config, problem: Problem) -> Row:
     pattern, before = config.spec.pattern(), 0
     masks.cache().clear()
     for at in range(config.counted):
-        keys = (x[:, :, : at + 1] for x in (problem.k, problem.v))
-        fd.attend(problem.q[:, :, at : at + 1], *keys, pattern, q_offset=at)
+        q, k, v = problem.q[:, :, at : at + 1], problem.k[:, :, : at + 1], problem.v[:, :, : at + 1]
+        fd.attend(q, k, v, pattern, q_offset=at)
         before = before or masks.cache().stats().entries
     left = masks.cache().stats().entries - before
     measure = f"{config.spec.label}: entries that {config.counted:,} calls with new offsets add to the cache of plans"

@@ -10,7 +10,8 @@ from math import log
 import torch
 
 from ._row_attention import HeadGroup, Selection
-from .masks import Mixture, Pattern
+from .masks import Pattern
+from .masks._pattern import Expression
 from .masks._row import RowSource
 
 
@@ -30,9 +31,7 @@ class Branch:
     log_weight: float
 
 
-def branch_rules(
-    pattern: Pattern | Mixture, *, num_heads: int, head_offset: int, num_heads_global: int
-) -> tuple[Branch, ...]:
+def branch_rules(pattern: Expression, *, num_heads: int, head_offset: int, num_heads_global: int) -> tuple[Branch, ...]:
     """Each distinct branch, its heads sorted by rule."""
     branches = []
     for branch, times in Counter(pattern.branches()).items():

@@ -148,7 +148,9 @@ set_gradient(
 _Parts = tuple[Part, ...]
 
 
-def _forward(program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, *, wide):
+def _forward(
+    program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, *, wide: bool
+) -> tuple[Tensor, Tensor]:
     if isinstance(program, Program):
         return run_forward(program, q, k, v, scale, sinks, wide=wide)
     out, lse = row_forward(program, q, k, v, scale)
@@ -157,7 +159,9 @@ def _forward(program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, scale: 
     return out if wide else as_given(out, q), lse
 
 
-def _backward(program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, result: Result, scale: float, *, wide: bool):
+def _backward(
+    program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, result: Result, scale: float, *, wide: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     if isinstance(program, Program):
         return run_backward(program, q, k, v, result, scale, wide=wide)
     whole = result.out, result.lse, result.grad_out, result.grad_lse
