@@ -24,6 +24,7 @@ from ._validate import (
     check_sinks,
     check_sizes,
     check_tensors,
+    position,
     resolve_scale,
     run_time_tensors,
 )
@@ -48,8 +49,8 @@ def attend(
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     bindings: Mapping[str, Tensor] | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
     head_offset: int = 0,
     num_heads_global: int | None = None,
     layout: Layout | None = None,
@@ -73,8 +74,8 @@ def attend(
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     bindings: Mapping[str, Tensor] | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
     head_offset: int = 0,
     num_heads_global: int | None = None,
     layout: Layout | None = None,
@@ -97,8 +98,8 @@ def attend(
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     bindings: Mapping[str, Tensor] | None = None,
-    q_offset: int = 0,
-    k_offset: int = 0,
+    q_offset: int | Tensor = 0,
+    k_offset: int | Tensor = 0,
     head_offset: int = 0,
     num_heads_global: int | None = None,
     layout: Layout | None = None,
@@ -122,7 +123,8 @@ def attend(
         denominator, with value 0. A row without keys then has output 0 and its sink for lse.
     bindings: run-time tensors that the pattern names and does not carry, such as {"documents": ids}.
     q_offset: position of query 0, for queries that follow tokens already seen.
-    k_offset: position of key 0, for keys that are not the first of their sequence.
+    k_offset: position of key 0, for keys that are not the first of their sequence. Either may be an integer tensor of
+        shape (), which is read on the host at every call; a number is not.
     head_offset, num_heads_global: which of all heads these are, where heads live on several devices.
     layout: q, k, v come in this order of tokens, and so does the output.
     engine: "tiles" (CPU; on CUDA branches that are dense or causal), "flex" (accelerators; on CPU one set pattern,
@@ -141,6 +143,7 @@ def attend(
     check_sinks(sinks, q)
     check_score_mod(score_mod)
     check_dropout(dropout_p)
+    q_offset, k_offset = position("q_offset", q_offset), position("k_offset", k_offset)
     heads = check_sizes(
         pattern, q, q_offset=q_offset, k_offset=k_offset, head_offset=head_offset, num_heads_global=num_heads_global
     )

@@ -1,4 +1,4 @@
-"""Which heads see the same keys, for a decoding step: found once, from the pattern's rule for each head."""
+"""Which heads see the same keys, for calls of few queries: found once, from the pattern's rule for each head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from math import log
 import torch
 
 from ._row_attention import HeadGroup, Selection
-from .masks import Mixture, Pattern
+from .masks import Pattern
+from .masks._pattern import Expression
 from .masks._row import RowSource
 
 
@@ -30,9 +31,7 @@ class Branch:
     log_weight: float
 
 
-def branch_rules(
-    pattern: Pattern | Mixture, *, num_heads: int, head_offset: int, num_heads_global: int
-) -> tuple[Branch, ...]:
+def branch_rules(pattern: Expression, *, num_heads: int, head_offset: int, num_heads_global: int) -> tuple[Branch, ...]:
     """Each distinct branch, its heads sorted by rule."""
     branches = []
     for branch, times in Counter(pattern.branches()).items():
@@ -80,7 +79,7 @@ def _groups(rule: HeadRule, num_heads: int, num_kv_heads: int, device: torch.dev
     for size, key_heads in by_size.items():
         for run in _progressions(key_heads):
             heads = [head for key_head in run for head in queries[key_head]]
-            yield HeadGroup(rule.source, _selection(heads, device), _slice(run), size, len(heads) == num_heads)
+            yield HeadGroup(rule.source, _selection(heads, device), _slice(run), size)
 
 
 def _progressions(numbers: list[int]) -> list[range]:

@@ -31,11 +31,6 @@ class HeldKeys:
         self.sources, self.capacity = sources, capacity
         self.store = KeyStore(like, _LEAST_SLOTS if capacity is None else capacity)
 
-    @property
-    def oldest(self) -> int:
-        """No position before this one is held."""
-        return self.store.runs[0].first if self.store.runs else 0
-
     def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N D"], first: int) -> None:
         """Hold the keys of the tokens from `first` on, and of none that was appended there before.
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ._attend import attend, autocast
 from ._engines import check_engine
-from ._head_groups import GroupedBranch, branch_rules, group_heads
+from ._head_groups import Branch, GroupedBranch, branch_rules, group_heads
 from ._held_keys import HeldKeys
 from ._key_store import KeyStore
 from ._merge import merge
-from ._row_attention import Part, Selection, row_attention
+from ._row_attention import row_forward
+from ._row_parts import MOST_ROWS, row_parts
 from ._sinks import with_sinks
 from ._transforms import refuse_transforms
 from ._validate import check_sinks, check_tensors, resolve_scale
@@ -25,16 +26,14 @@ from .masks._check import require_int
 from .masks._composite import common_period
 from .masks._pattern import require_expression
 from .masks._reach import FOREVER, causal_by_form, later_pair
-from .masks._row import Keys
+from .masks._row import RowSource
 from .masks._run_time import names
 from .masks._spelling import shortened
 
 # B batch, H query heads, G key/value heads, N new tokens, D head dim
 
-_ROWS = 16  # so few queries are computed one by one: for more, a plan is worth its time
 _APPENDED_AT_ONCE = 4096  # tokens without queries are taken in portions, and evicted in between
 _SHOWN = 400  # characters of a pattern in a repr
-_MOST_VIEWS = 4  # a row's keys in more ranges than this are gathered
 
 
 class KVCache:
@@ -48,7 +47,7 @@ class KVCache:
     num_heads: query heads on this device.
     capacity: most keys held at once, allocated with the first tokens; None means as many as it takes.
     scale, engine, head_offset, num_heads_global: as in `attend`; an engine computes chunks of more than 16
-        tokens, and fewer go row by row.
+        tokens, and fewer need none.
 
     For inference: nothing here is differentiable. Raises ValueError or TypeError for a pattern in which a query
     sees a later key, for one with run-time tensors, and for tensors that do not continue those before.
@@ -81,12 +80,12 @@ class KVCache:
         self.num_heads, self.capacity, self.engine = num_heads, capacity, engine
         self._head_offset, self._num_heads_global = head_offset, total
         self._scale = None if scale is None else resolve_scale(scale, head_dim=1)
-        self._branches = branch_rules(pattern, num_heads=num_heads, head_offset=head_offset, num_heads_global=total)
-        self._sources = [rule.source for branch in self._branches for rule in branch.rules]
-        self._check_causal(pattern)
+        where = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": total}
+        _check_causal(pattern, _sources(branch_rules(pattern, **where)))
         # A search that found no later key is no proof; the intersection changes nothing, or makes it true.
         proven = all(map(causal_by_form, pattern.branches()))
         self.pattern: Pattern | Mixture = pattern if proven else pattern & causal()
+        self._branches = branch_rules(self.pattern, **where)
         self._period = common_period(self.pattern.branches())
         self._limited = [leaf for leaf in pattern.leaves() if type(leaf).check_tokens is not Pattern.check_tokens]
         self.reset()
@@ -128,12 +127,12 @@ class KVCache:
         if not q.shape[2]:
             return torch.zeros_like(q)
         held = self._take(k, v)
-        compute = self._rows if q.shape[2] <= _ROWS else self._chunk
+        compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
         out, lse = compute(q, held)
         if sinks is not None:
             out, _ = with_sinks(out, lse, sinks)
         self._seen += q.shape[2]
-        if q.shape[2] > _ROWS:
+        if q.shape[2] > MOST_ROWS:
             held.shrink(self._seen)
         return out.to(q.dtype)
 
@@ -152,7 +151,7 @@ class KVCache:
     def _take(self, k: Tensor, v: Tensor) -> HeldKeys:
         """Hold the next tokens' keys. The tokens count as seen once the call is done."""
         if self._held is None:
-            self._held = HeldKeys(k, self._sources, capacity=self.capacity)
+            self._held = HeldKeys(k, _sources(self._branches), capacity=self.capacity)
             self._groups = group_heads(
                 self._branches, num_heads=self.num_heads, num_kv_heads=k.shape[1], device=k.device
             )
@@ -160,28 +159,15 @@ class KVCache:
         return self._held
 
     def _rows(self, q: Tensor, held: HeldKeys) -> tuple[Tensor, Tensor]:
-        rows = [self._row(row, self._seen + index, held) for index, row in enumerate(q.split(1, dim=2))]
-        if len(rows) == 1:
-            return rows[0]
-        outs, lses = zip(*rows, strict=True)
+        """Queries over the keys that they see, a few at a time."""
+        store, found, first = held.store, [], self._seen
+        for few in q.split(MOST_ROWS, dim=2):
+            queries = range(first, first + few.shape[2])
+            parts = row_parts(self._groups, queries, range(queries.stop), store)
+            found.append(row_forward(parts, few, store.keys, store.values, resolve_scale(self._scale, q.shape[-1])))
+            first = queries.stop
+        outs, lses = zip(*found, strict=True)
         return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
-
-    def _row(self, q: Tensor, query: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
-        """One query over its keys: each group of heads that see the same keys on its own."""
-        parts: list[Part] = []
-        level = 0
-        for branch in self._groups:
-            deepest = level
-            for group in branch.groups:
-                keys = group.source.keys(query, held.oldest)
-                if len(keys):
-                    numbered = enumerate(_selections(keys, held), start=level)
-                    own = [Part(group, slots, at, branch.log_weight) for at, slots in numbered]
-                    parts += own
-                    deepest = max(deepest, level + len(own))
-            level = deepest
-        store = held.store
-        return row_attention(q, store.keys, store.values, parts, scale=resolve_scale(self._scale, q.shape[-1]))
 
     def _chunk(self, q: Tensor, held: HeldKeys) -> tuple[Tensor, Tensor]:
         """Many queries, over each run of keys that some of them see, by an engine."""
@@ -216,15 +202,6 @@ class KVCache:
             num_heads_global=self._num_heads_global,
             return_lse=True,
         )
-
-    def _check_causal(self, pattern: Pattern | Mixture) -> None:
-        for source in self._sources:
-            pair = later_pair(source)
-            if pair is not None:
-                raise ValueError(
-                    "a cache needs a causal pattern, in which no query sees a later key; here query "
-                    f"{pair[0]} sees key {pair[1]}: take pattern & masks.causal(). Got {pattern!r}"
-                )
 
     def _check(self, q: Tensor | None, k: Tensor, v: Tensor) -> None:
         for name, x in (("k", k), ("v", v)):  # without q, errors must not speak of it
@@ -268,6 +245,20 @@ def _check_pattern(pattern: Pattern | Mixture) -> None:
         )
 
 
+def _sources(branches: tuple[Branch, ...]) -> list[RowSource]:
+    return [rule.source for branch in branches for rule in branch.rules]
+
+
+def _check_causal(pattern: Pattern | Mixture, sources: list[RowSource]) -> None:
+    for source in sources:
+        pair = later_pair(source)
+        if pair is not None:
+            raise ValueError(
+                "a cache needs a causal pattern, in which no query sees a later key; here query "
+                f"{pair[0]} sees key {pair[1]}: take pattern & masks.causal(). Got {pattern!r}"
+            )
+
+
 def _accepts(pattern: Pattern | Mixture, queries: range, keys: range) -> bool:
     """Whether the pattern can be bound to queries and keys at these positions."""
     try:
@@ -292,16 +283,3 @@ def _check_continues(held: Tensor, k: Tensor) -> None:
 
     if traits(held) != traits(k):
         raise ValueError(f"the next tokens must continue those before, {traits(held)}; got {traits(k)}")
-
-
-def _selections(keys: Keys, held: HeldKeys) -> list[Selection]:
-    """The slots of a row's keys, at least one: a few views, or all of them by number."""
-    store = held.store
-    if isinstance(keys, Tensor):
-        return [store.slots(keys).to(store.keys.device)]
-    slices = [part for positions in keys for part in store.slices(positions)]
-    assert sum(map(len, keys)) == sum(len(range(part.start, part.stop, part.step)) for part in slices), "key evicted"
-    if len(slices) <= _MOST_VIEWS:
-        return list(slices)
-    numbers = torch.cat([torch.arange(part.start, part.stop, part.step) for part in slices])
-    return [numbers.to(store.keys.device)]

@@ -199,7 +199,7 @@ def run_forward(
         # Whole rows are scaled: the backward, which is fed this out and this lse, needs to know no more of sinks.
         out, lse = add_sinks(out, lse, sinks)
     out, lse = _leave(program, out), _leave(program, lse).contiguous()
-    return out if wide else _as(out, like), lse
+    return out if wide else as_given(out, like), lse
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def run_backward(
         _leave(program, _nothing(x)[0] if total is None else total)[..., : q.shape[-1]]
         for total, x in zip(totals, operands, strict=True)
     )
-    return (dq, dk, dv) if wide else (_as(dq, q), _as(dk, k), _as(dv, v))
+    return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
 
 
 def _operands(program: Program, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Operands]]:
@@ -303,7 +303,7 @@ def _leave(program: Program, x: Tensor) -> Tensor:
     return x if program.given == program.layout else Layout(x.shape[2], program.given.rate).apply(x, dim=2)
 
 
-def _as(x: Tensor, like: Tensor) -> Tensor:
+def as_given(x: Tensor, like: Tensor) -> Tensor:
     """x in the dtype and memory format of `like`: what the op's shape rule promises."""
     strides = torch.empty_like(like, device="meta").stride()
     lies = all(size == 1 or has == wants for size, has, wants in zip(x.shape, x.stride(), strides, strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,11 @@ from ._call_key import CallKey
 from ._entries import Entries, Packed, Some
 from ._flat_op import own_op
 from ._op_gradient import set_gradient
+from ._row_attention import Part, row_backward, row_forward
+from ._row_parts import parts_of_call, takes_rows
+from ._sinks import add_sinks
 from ._tile_plan import plan_tiles, portions_on
-from ._tiles import Program, Result, make_program, run_backward, run_forward
+from ._tiles import Program, Result, as_given, make_program, run_backward, run_forward
 from ._tune_choices import chosen
 from .masks import cache
 from .masks._choice import Choice
@@ -64,11 +69,11 @@ def attention(
     """(out, lse) of a call; out in the dtype of q, or as wide as it is summed."""
     programs = _programs_for(key, bindings, q)
     if len(programs) == 1 and isinstance(programs[0][0], Some):
-        return run_forward(programs[0][1], q, k, v, scale, sinks, wide=wide)
+        return _forward(programs[0][1], q, k, v, scale, sinks, wide=wide)
     sums = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q, dtype=sums if wide else q.dtype), q.new_empty(q.shape[:3], dtype=sums)
     for entries, program in programs:
-        found = run_forward(program, entries.of(q), entries.of(k), entries.of(v), scale, sinks, wide=wide)
+        found = _forward(program, entries.of(q), entries.of(k), entries.of(v), scale, sinks, wide=wide)
         for x, part in zip((out, lse), found, strict=True):
             entries.put(x, part)
     return out, lse
@@ -124,12 +129,12 @@ def gradients(
     """(dq, dk, dv) of a call, in the dtype of q, k and v, or as wide as they are summed."""
     programs = _programs_for(key, bindings, q)
     if len(programs) == 1 and isinstance(programs[0][0], Some):
-        return run_backward(programs[0][1], q, k, v, result, scale, wide=wide)
+        return _backward(programs[0][1], q, k, v, result, scale, wide=wide)
     dtype = result.lse.dtype if wide else q.dtype
     dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))
     for entries, program in programs:
         operands = entries.of(q), entries.of(k), entries.of(v)
-        found = run_backward(program, *operands, result.of(entries), scale, wide=wide)
+        found = _backward(program, *operands, result.of(entries), scale, wide=wide)
         for x, part in zip((dq, dk, dv), found, strict=True):
             entries.put(x, part)
     return dq, dk, dv
@@ -148,8 +153,37 @@ set_gradient(
 )
 
 
-def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> list[tuple[Entries, Program]]:
-    return _programs(key, bindings, q.shape[0], q.device.type, chosen(key, q))
+_Parts = tuple[Part, ...]
+
+
+def _forward(
+    program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, *, wide: bool
+) -> tuple[Tensor, Tensor]:
+    if isinstance(program, Program):
+        return run_forward(program, q, k, v, scale, sinks, wide=wide)
+    out, lse = row_forward(program, q, k, v, scale)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out if wide else as_given(out, q), lse
+
+
+def _backward(
+    program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, result: Result, scale: float, *, wide: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if isinstance(program, Program):
+        return run_backward(program, q, k, v, result, scale, wide=wide)
+    whole = result.out, result.lse, result.grad_out, result.grad_lse
+    dq, dk, dv = row_backward(program, q, k, v, *whole, scale)
+    return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
+
+
+def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> Sequence[tuple[Entries, Program | _Parts]]:
+    """(batch entries, how they are computed): a few rows as they are, and otherwise by a program."""
+    choice = chosen(key, q)
+    if not takes_rows(key) or q.device.type != "cpu" or choice is not None:
+        return _programs(key, bindings, q.shape[0], q.device.type, choice)
+    rules = alike(key.rules(bindings), q.shape[0]) if bindings else [(slice(None), None)]
+    return [(Some(rows), parts_of_call(key, rule, q.device)) for rows, rule in rules]
 
 
 def _programs(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .masks import Layout, Mixture, Pattern
-from .masks._check import require_int
+from .masks._check import LARGEST, require_int
 from .masks._json import read_text
 from .masks._run_time import given_tensors, names
 from .masks._run_time_checks import missing, require_values
@@ -110,6 +110,23 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     if not -float_info.max <= scale <= float_info.max:  # torch.compile can trace it for a scale that varies
         raise ValueError(f"scale must be finite; got {scale=}")
     return float(scale)
+
+
+def position(name: str, value: object) -> int:
+    """An offset as `check_sizes` takes it: a number, or what an integer tensor of shape () holds, read on the host."""
+    if not isinstance(value, Tensor):
+        return value  # type: ignore[return-value]
+    if value.dim() or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(
+            f"{name} must be an integer, or an integer tensor of shape (), such as cache_position[0]; "
+            f"got a tensor of {value.dtype} and shape {_shape(value)}"
+        )
+    number = value.item()
+    assert isinstance(number, int)
+    if torch.compiler.is_compiling():  # what the checks ask of it, where its value is not known
+        torch._check(number >= 0)
+        torch._check(number <= LARGEST)
+    return number
 
 
 def check_sizes(

@@ -1,73 +1,137 @@
-"""The keys of one query at a time, in the order of queries: what a decoding step gathers."""
+"""The keys that a few queries see: a rule's closed form, or a search by bounds; what a decoding step reads."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import gcd
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ._ambient import plans
-from ._blocks import Blocks, build_blocks, evaluate
-from ._layout import Layout
-from ._lower import residue_rate
+from ._asked import Asked
+from ._needs import keys_of_any
 from ._pattern import Pattern
-from ._ranges import Ranges
-from ._rule import Rule
+from ._range_union import union_of
+from ._ranges import Ranges, intersect, within
 
-Keys = Ranges | Int64[Tensor, " n"]  # ranges in closed form, or single positions in any order
+# N rows, n keys
 
-_KEY_BLOCK = 64  # keys whose bounds are asked together where a row has no closed form
-_ROWS_AHEAD = 64  # rows found together there: their queries come next
-_PAIRS_AHEAD = 1 << 20  # and at most about this many keys of them all
+Keys = Ranges | Int64[Tensor, " n"]  # ranges in closed form, or single positions
+
+_FEW_PAIRS = 1 << 20  # of a rule without a closed form: so many are evaluated sooner than bounds are
+_MOST_MEETINGS = 1 << 9  # of a row's range with one of all keys: for more, pairs are evaluated one by one
 
 
-@dataclass
+@dataclass(frozen=True)
+class Seen:
+    """The keys that some of a few queries see, each once, and which query sees which.
+
+    rows: indices of queries; those left out see nothing. keys: positions. pairs: for each of the rows whether it sees
+    each key, in the order of these; None where every row sees every key.
+    """
+
+    rows: range
+    keys: Keys
+    pairs: Bool[Tensor, "N n"] | None
+
+
+@dataclass(frozen=True)
 class RowSource:
-    """Rows of one head's rule, which is causal, asked for at growing queries."""
+    """One head's rule; `head` is a global head that follows it."""
 
     rule: Pattern
     head: int
     num_heads: int
-    _ahead: dict[int, Tensor] = field(default_factory=dict)
-    _rows_ahead: int = 1
 
     @plans
-    def keys(self, query: int, oldest: int = 0) -> Keys:
-        """The keys that a query sees: a rule's closed form, or a search by bounds for some rows at once.
+    def seen(self, queries: range, keys: range) -> Seen | None:
+        """Which of these keys some of a few queries see; None if there is none. Both are runs of positions."""
+        found = [self.rule.row(query, keys.stop) for query in queries]
+        listed = [_from(keys.start, row) for row in found if row is not None]
+        return self._among(queries, listed) if len(listed) == len(found) else self._searched(queries, keys)
 
-        No query sees a key before `oldest` any more.
-        """
-        ranges = self.rule.row(query, query + 1)
-        if ranges is not None:
-            return ranges
-        if query not in self._ahead:
-            self._ahead = self._search(query, oldest)
-            found = sum(map(len, self._ahead.values())) // len(self._ahead)
-            self._rows_ahead = max(1, min(_ROWS_AHEAD, _PAIRS_AHEAD // (found + 1)))
-        return self._ahead.pop(query)
+    def _among(self, queries: range, listed: Sequence[Ranges]) -> Seen | None:
+        """Each query sees the keys that are listed for it."""
+        rows = _hull([index for index, row in enumerate(listed) if row])
+        if not rows:
+            return None
+        some = [listed[index] for index in rows]
+        if all(row == some[0] for row in some):
+            return Seen(rows, some[0], None)
+        every = _union(keys for row in some for keys in row)
+        if len(every) * sum(map(len, some)) <= _MOST_MEETINGS:
+            return Seen(rows, every, _pairs(some, every))
+        return Seen(rows, every, self._allowed(queries[rows.start : rows.stop : rows.step], positions(every)))
 
-    def _search(self, first: int, oldest: int) -> dict[int, Tensor]:
-        rows = self._rows_ahead
-        # In residue-major order the keys of a dilated rule stand in runs, if those are as long as what bounds are for.
-        held = first + rows - oldest
-        keys = Layout(held, residue_rate(self.rule, max(1, held // _KEY_BLOCK))).pieces(oldest)
-        rule = Rule(self.rule, self.num_heads, (self.head,), Layout(rows).pieces(first), keys)
-        blocks = build_blocks(rule, q_block=1, k_block=_KEY_BLOCK, settle=False)
-        listed, place = _pairs(rule, blocks).nonzero().unbind(1)
-        row, slot = blocks.row.long()[listed], blocks.column.long()[listed] * _KEY_BLOCK + place
-        position = rule.k.position(torch.zeros_like(slot), slot)
-        seen = position <= row + first  # a rule that is no intersection with causal() may be asked beyond the query
-        per_row = torch.bincount(row[seen], minlength=rows).tolist()
-        return dict(enumerate(position[seen].split(per_row), start=first))
+    def _searched(self, queries: range, keys: range) -> Seen | None:
+        """Pair by pair, where there are few, and otherwise by bounds."""
+        if len(queries) * len(keys) > _FEW_PAIRS:
+            found = keys_of_any([Asked((self.rule,), queries, keys, self.head, self.num_heads)])
+            if not found:
+                return None
+            places = positions(found)
+            pairs = self._allowed(queries, places)
+        else:
+            places = positions([keys])
+            pairs = self._allowed(queries, places)
+            some = pairs.any(0).nonzero().flatten()
+            places, pairs = places[some], pairs[:, some]
+        rows = _hull(pairs.any(1).nonzero().flatten().tolist())
+        pairs = pairs[rows.start : rows.stop : rows.step]
+        return Seen(rows, places, None if bool(pairs.all()) else pairs) if rows else None
+
+    def _allowed(self, queries: range, keys: Int64[Tensor, " n"]) -> Bool[Tensor, "N n"]:
+        """The rule pair by pair."""
+        asked = Asked((self.rule,), queries, range(0), self.head, self.num_heads)
+        return asked.allows(positions([queries])[:, None], keys)
 
 
-def _pairs(rule: Rule, blocks: Blocks) -> Bool[Tensor, "E k_block"]:
-    """Which keys of each listed block its one query sees: bounds decide where they can."""
-    slots = blocks.column[:, None].long() * blocks.k_block + torch.arange(blocks.k_block)
-    pairs = slots < blocks.num_k_slots
-    doubtful = (~blocks.full).nonzero().squeeze(1)
-    if len(doubtful):
-        pairs[doubtful] = torch.cat(list(evaluate(rule, blocks.places(doubtful), blocks.shape)))[:, 0]
+def positions(ranges: Sequence[range]) -> Int64[Tensor, " n"]:
+    """One range after the other."""
+    parts = [torch.arange(each.start, each.stop, each.step) for each in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _from(start: int, row: Ranges) -> Ranges:
+    return tuple(keys for each in row if (keys := within(each, start, each.stop))) if start else row
+
+
+def _hull(indices: Sequence[int]) -> range:
+    """Ascending numbers, and as few others as make them one range."""
+    if not indices:
+        return range(0)
+    step = reduce(gcd, (index - indices[0] for index in indices[1:]), 0)
+    return range(indices[0], indices[-1] + 1, step or 1)
+
+
+def _union(ranges: Iterable[range]) -> Ranges:
+    """The positions of any of these ranges; those of one rule's rows mostly go on in each other."""
+    joined: dict[tuple[int, int], range] = {}
+    rest: list[range] = []
+    for each in sorted(ranges, key=lambda each: each.start):
+        line = each.step, each.start % each.step
+        before = joined.get(line)
+        if before is not None and each.start > before.stop + each.step:
+            rest.append(before)
+            before = None
+        joined[line] = each if before is None else range(before.start, max(before.stop, each.stop), each.step)
+    every = [*rest, *joined.values()]
+    return union_of(every) if len(every) > 1 else tuple(every)
+
+
+def _pairs(rows: Sequence[Ranges], every: Ranges) -> Bool[Tensor, "N n"]:
+    """Which of the keys each row lists."""
+    pairs = torch.zeros(len(rows), sum(map(len, every)), dtype=torch.bool)
+    begin = 0
+    for part in every:
+        for index, row in enumerate(rows):
+            for keys in row:
+                if both := intersect(keys, part):
+                    first, last = ((key - part.start) // part.step for key in (both[0], both[-1]))
+                    pairs[index, begin + first : begin + last + 1 : max(1, both.step // part.step)] = True
+        begin += len(part)
     return pairs

@@ -40,7 +40,7 @@ UNBOUNDED = {
 def tiny_sizes(*, page: int, least_slots: int, rows: int):
     """Keys are evicted after a few tokens, in pages of a few; short chunks take either way."""
     held = mock.patch.multiple(_held_keys, _PAGE=page, _LEAST_SLOTS=least_slots)
-    with held, mock.patch.multiple(_kv_cache, _ROWS=rows, _APPENDED_AT_ONCE=7, _MOST_VIEWS=2):
+    with held, mock.patch.multiple(_kv_cache, MOST_ROWS=rows, _APPENDED_AT_ONCE=7):
         yield
 
 
@@ -271,7 +271,7 @@ def test_a_call_that_fails_leaves_no_trace(monkeypatch) -> None:
     q, k, v = draw_tensors(N=60)
     cache = fd.KVCache(LONGNET, num_heads=4)
     first = decode(cache, *(x[:, :, :30] for x in (q, k, v)), (30,))
-    for name, stop in (("row_attention", 31), ("attend", 60)):
+    for name, stop in (("row_forward", 31), ("attend", 60)):
         with monkeypatch.context() as patch:
             patch.setattr(_kv_cache, name, mock.Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):

@@ -1,10 +1,14 @@
 """Rows: the keys of one query, in closed form or searched, are those of the dense rule; and ranges as sets."""
 
+from unittest import mock
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated._head_groups import branch_rules
+from flexdilated.masks import _row
 from flexdilated.masks._ranges import as_ranges, intersect, unite
 from tests import strategies
 
@@ -22,27 +26,31 @@ def test_closed_forms_are_the_rules(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-def test_rows_of_a_step_are_the_rules(data: st.DataObject) -> None:
-    """As a decoding step asks for them, and by search, of one row or some ahead: the same keys, each once."""
-    case = data.draw(strategies.whole_cases(strategies.causal_twins))
-    query = case.num_keys - 1
-    expected = case.counts()[:, query]
-    asked, searched = torch.zeros_like(expected), torch.zeros_like(expected)
-    heads = {"num_heads": case.num_heads, "head_offset": 0, "num_heads_global": case.num_heads}
-    for branch in branch_rules(case.twin.pattern, **heads):
-        times = round(torch.tensor(branch.log_weight).exp().item())
-        for rule in branch.rules:
-            keys = rule.source.keys(query)
-            listed = keys.tolist() if isinstance(keys, torch.Tensor) else [key for part in keys for key in part]
-            assert len(set(listed)) == len(listed)
-            ahead = data.draw(st.integers(1, query + 1))
-            rule.source._rows_ahead = ahead
-            found = rule.source._search(query + 1 - ahead, 0)[query]
+@pytest.mark.parametrize("meetings", [1 << 9, 0])
+@pytest.mark.parametrize("few_pairs", [1 << 20, 0])
+def test_rows_of_a_step_are_the_rules(few_pairs, meetings, data: st.DataObject) -> None:
+    """As a call of few queries asks for them, and by search: the same keys, each once, and the pairs among them."""
+    case = data.draw(strategies.whole_cases(strategies.sets))
+    first, begin = (data.draw(st.integers(0, case.num_keys - 1)) for _ in range(2))
+    queries = range(first, min(case.num_keys, first + data.draw(st.integers(1, 16))))
+    keys = range(begin, data.draw(st.integers(begin + 1, case.num_keys)))
+    expected = (case.counts() > 0)[:, queries.start : queries.stop, keys.start : keys.stop]
+    for rule in branch_rules(
+        case.twin.pattern, num_heads=case.num_heads, head_offset=0, num_heads_global=case.num_heads
+    )[0].rules:
+        with mock.patch.multiple(_row, _MOST_MEETINGS=meetings, _FEW_PAIRS=few_pairs):
+            ways = rule.source.seen(queries, keys), rule.source._searched(queries, keys)
+        for seen in ways:
+            found = torch.zeros(len(queries), case.num_keys, dtype=torch.int64)
+            if seen is not None:
+                listed = seen.keys if isinstance(seen.keys, torch.Tensor) else _row.positions(seen.keys)
+                assert len(listed.unique()) == len(listed)
+                rows = torch.arange(len(queries))[seen.rows.start : seen.rows.stop : seen.rows.step]
+                shown = 1 if seen.pairs is None else seen.pairs.long()
+                found[rows[:, None], listed] += shown
             for head in rule.heads:
-                asked[head, listed] += times
-                searched[head].index_add_(0, found, torch.full_like(found, times))
-    assert torch.equal(asked, expected)
-    assert torch.equal(searched, expected)
+                assert torch.equal(found[:, keys.start : keys.stop] > 0, expected[head])
+                assert found.sum() == expected[head].sum()
 
 
 starts, steps = st.one_of(st.just(0), st.integers(0, 20)), st.one_of(st.just(1), st.integers(1, 12))

@@ -95,7 +95,7 @@ class BlockSparseAttention(nn.Module):
         score_mod: ScoreMod | None = None,
         bindings: Mapping[str, Tensor] | None = None,
         key_padding_mask: Bool[Tensor, "B M"] | None = None,
-        q_offset: int = 0,
+        q_offset: int | Tensor = 0,
         k_offset: int = 0,
         head_offset: int = 0,
         num_heads_global: int | None = None,
@@ -123,7 +123,7 @@ class BlockSparseAttention(nn.Module):
             num_heads_global=num_heads_global,
         )
 
-    def _attend(self, q, k, v, pattern: Pattern | Mixture, offsets: dict[str, int], **options) -> Tensor:
+    def _attend(self, q, k, v, pattern: Pattern | Mixture, offsets: dict[str, int | Tensor], **options) -> Tensor:
         options |= {"scale": self.scale, "enable_gqa": self.enable_gqa, "sinks": self.sinks}
         options |= {"engine": self.engine, "block_size": self.block_size}
         if self.over_ranks is None:
