@@ -180,7 +180,8 @@ def _backward(
 def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> Sequence[tuple[Entries, Program | _Parts]]:
     """(batch entries, how they are computed): a few rows as they are, and otherwise by a program."""
     choice = chosen(key, q)
-    if not takes_rows(key) or q.device.type != "cpu" or choice is not None:
+    packs = len(bindings) > 0 and len(q) > 1 and _is_short(key)
+    if packs or not takes_rows(key) or q.device.type != "cpu" or choice is not None:
         return _programs(key, bindings, q.shape[0], q.device.type, choice)
     rules = alike(key.rules(bindings), q.shape[0]) if bindings else [(slice(None), None)]
     return [(Some(rows), parts_of_call(key, rule, q.device)) for rows, rule in rules]
@@ -205,12 +206,17 @@ def _programs(
     ]
 
 
+def _is_short(key: CallKey) -> bool:
+    """Whether the tokens of a call are a few that see each other, so that several calls could be one."""
+    is_whole = key.num_queries == key.num_keys and not (key.q_offset or key.k_offset or key.placement)
+    return is_whole and key.rate == 1 and key.num_queries * key.num_heads <= SLOTS_AT_ONCE
+
+
 def _packed(key: CallKey, rule: Expression, batch: int) -> tuple[CallKey, list[tuple[Entries, Expression]]] | None:
     """All batch entries as one sequence, where they are too short to be worth a program each."""
     tokens = key.num_queries
-    is_self_attention = tokens == key.num_keys and not (key.q_offset or key.k_offset or key.placement)
     require_entries(rule, batch)
-    if not is_self_attention or key.rate > 1 or tokens * key.num_heads > SLOTS_AT_ONCE:
+    if not _is_short(key):
         return None
     if all(torch.equal(table.rows, table.rows[:1].expand_as(table.rows)) for table in tables(rule)):
         return None

@@ -226,4 +226,4 @@ def test_a_compiled_step_takes_a_tensor() -> None:
             compiled = torch.compile(step, backend=counter, fullgraph=captured)
             for at in range(5, 12):
                 assert_close(compiled(q, k, v, torch.tensor(at)), step(q, k, v, torch.tensor(at)))
-        assert counter.frame_count <= 3
+        assert counter.frame_count <= 4  # two frames, of one number and of any
