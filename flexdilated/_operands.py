@@ -84,16 +84,18 @@ def hidden_slots(
         seen_q.index_add_(0, row[some], by_row.int())
         seen_k.index_add_(0, column[some], by_column.int())
     heads = list(blocks.heads) if blocks.num_tables > 1 else [0]
-    sides = ((seen_q, blocks.row, blocks.num_q_slots), (seen_k, blocks.column, blocks.num_k_slots))
-    found = (_unseen(seen.view(blocks.num_tables, -1, seen.shape[1]), *side) for seen, *side in sides)
-    return Hidden(*(None if side is None else side[:, heads] for side in found))
+    queries = _unseen(seen_q.unflatten(0, (blocks.num_tables, -1)), blocks.row, blocks.num_q_slots, heads)
+    keys = _unseen(seen_k.unflatten(0, (blocks.num_tables, -1)), blocks.column, blocks.num_k_slots, heads)
+    return Hidden(queries, keys)
 
 
-def _unseen(seen: Int32[Tensor, "T R side"], places: Int32[Tensor, " n"], slots: int) -> Bool[Tensor, "1 T S"] | None:
-    """Slots in blocks that some table lists, in no pair of a table."""
+def _unseen(
+    seen: Int32[Tensor, "T R side"], places: Int32[Tensor, " n"], slots: int, heads: list[int]
+) -> Bool[Tensor, "1 X S"] | None:
+    """Slots in blocks that some table lists, in no pair of a head's table."""
     listed = torch.zeros(seen.shape[1], 1, dtype=torch.bool)
     listed[places.long()] = True
-    found = ((seen == 0) & listed).flatten(1)[None, :, :slots]
+    found = ((seen == 0) & listed).flatten(1)[None, heads, :slots]
     return found if bool(found.any()) else None
 
 

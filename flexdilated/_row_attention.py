@@ -114,9 +114,10 @@ def row_backward(
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row without keys has no weights
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     for part in parts:
-        rows = (part.of_rows(x) for x in (q, grad_out, delta))
-        sums, keys = part.of_rows(lse - part.log_weight, empty=torch.inf), (part.of_keys(x) for x in (k, v))
-        grads = matrix_backward(*rows, sums, *keys, scale=scale, bias=part.bias(q))
+        queries, grad, share = (part.of_rows(x) for x in (q, grad_out, delta))
+        sums = part.of_rows(lse - part.log_weight, empty=torch.inf)
+        keys, values = part.of_keys(k), part.of_keys(v)
+        grads = matrix_backward(queries, grad, share, sums, keys, values, scale=scale, bias=part.bias(q))
         dq[:, part.group.queries, part.rows] += part.to_heads(grads[0])
         part.add_to_keys(dk, grads[1])
         part.add_to_keys(dv, grads[2])
