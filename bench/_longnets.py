@@ -39,11 +39,10 @@ class LongNet:
     def branches(self) -> tuple[tuple[int, int], ...]:
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
-    def pattern(self) -> masks.Mixture:
+    def pattern(self) -> masks.Pattern | masks.Mixture:
         """The same as a pattern of the library."""
-        mixture = masks.longnet(segment_lengths=self.segment_lengths, dilation_rates=self.dilation_rates)
-        assert isinstance(mixture, masks.Mixture)
-        return mixture & masks.causal() if self.causal else mixture
+        branches = masks.longnet(segment_lengths=self.segment_lengths, dilation_rates=self.dilation_rates)
+        return branches & masks.causal() if self.causal else branches
 
     def attention(self) -> Attention:
         """The library's attention with this pattern."""

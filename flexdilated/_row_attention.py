@@ -32,25 +32,25 @@ class HeadGroup:
 class Part:
     """A group's attention from some rows over keys in some slots; parts of one `level` share no head.
 
-    pairs: which row of a head sees which key; None where each sees all.
+    pairs: which row of a head sees which key; None where each sees all. blind: rows that see none of them, if any.
     """
 
     group: HeadGroup
     rows: slice
     slots: Selection
     pairs: Bool[Tensor, "rows n"] | None
+    blind: Bool[Tensor, " rows"] | None
     level: int
     log_weight: float
 
     def of_rows(self, x: Shaped[Tensor, "B H N ..."], *, empty: float = 0.0) -> Shaped[Tensor, "B g R ..."]:
         """The rows at each key/value head: those of one query head after those of the other.
 
-        Rows that see none of the keys have a value in place of their own, which could be NaN.
+        Blind ones have a value in place of their own, which could be NaN.
         """
         heads = x[:, self.group.queries, self.rows]
-        if self.pairs is not None and not bool(self.pairs.any(1).all()):
-            blind = ~self.pairs.any(1).to(x.device)
-            heads = heads.masked_fill(blind.view(-1, *[1] * (x.dim() - 3)), empty)
+        if self.blind is not None:
+            heads = heads.masked_fill(self.blind.to(x.device).view(-1, *[1] * (x.dim() - 3)), empty)
         return heads.unflatten(1, (-1, self.group.per_key_head)).flatten(2, 3)
 
     def to_heads(self, x: Shaped[Tensor, "B g R ..."]) -> Shaped[Tensor, "B h rows ..."]:
@@ -74,8 +74,8 @@ class Part:
         """What hides keys from rows, -inf, added to the scores."""
         if self.pairs is None:
             return None
-        shown = torch.zeros(self.pairs.shape, dtype=wide(like)).masked_fill_(~self.pairs, -torch.inf)
-        return shown.to(like.device).repeat(self.group.per_key_head, 1)
+        shown = torch.zeros(self.pairs.shape, dtype=wide(like), device=like.device)
+        return shown.masked_fill_(~self.pairs.to(like.device), -torch.inf).repeat(self.group.per_key_head, 1)
 
 
 def row_forward(

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from ._call_key import CallKey
 from ._head_groups import GroupedBranch, branch_rules, group_heads
 from ._row_attention import HeadGroup, Part, Selection
 from .masks import cache
+from .masks._ambient import plans
 from .masks._pattern import Expression
 from .masks._row import Keys, Seen, positions
 
@@ -89,6 +91,7 @@ class _Rules:
         return _GROUP_BYTES * sum(len(branch.groups) for branch in self.branches)
 
 
+@plans
 def row_parts(branches: Sequence[GroupedBranch], queries: range, keys: range, store: Slots) -> tuple[Part, ...]:
     """The attention of queries over keys, both runs of positions, of which those that are seen lie in the store."""
     parts: list[Part] = []
@@ -111,9 +114,15 @@ def _parts(group: HeadGroup, seen: Seen, store: Slots, level: int, log_weight: f
     pairs = [None] * len(slots) if seen.pairs is None else seen.pairs.split(lengths, 1)
     rows = slice(seen.rows.start, seen.rows.stop, seen.rows.step)
     return [
-        Part(group, rows, each, shown, at, log_weight)
+        Part(group, rows, each, shown, _blind(shown), at, log_weight)
         for at, (each, shown) in enumerate(zip(slots, pairs, strict=True), start=level)
     ]
+
+
+def _blind(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] | None:
+    """Rows without a pair, if there are any."""
+    blind = None if pairs is None else ~pairs.any(1)
+    return None if blind is None or not bool(blind.any()) else blind
 
 
 def _selections(keys: Keys, store: Slots) -> tuple[list[Selection], list[int]]:

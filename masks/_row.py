@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from ._ambient import plans
 from ._asked import Asked
 from ._needs import keys_of_any
 from ._pattern import Pattern
@@ -47,7 +46,6 @@ class RowSource:
     head: int
     num_heads: int
 
-    @plans
     def seen(self, queries: range, keys: range) -> Seen | None:
         """Which of these keys some of a few queries see; None if there is none. Both are runs of positions."""
         found = [self.rule.row(query, keys.stop) for query in queries]
