@@ -93,7 +93,7 @@ def check_dropout(dropout_p: float) -> None:
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
-    if num_heads % num_kv_heads if num_kv_heads else num_heads:
+    if num_heads % max(1, num_kv_heads) or (num_heads and not num_kv_heads):
         raise ValueError(
             f"the query heads must be a multiple of the key/value heads; got {num_heads} and {num_kv_heads}"
         )

@@ -291,8 +291,8 @@ def test_copies_and_pickles(remake):
 
 
 def test_repr_names_sizes_pattern_and_engine():
-    text = repr(fd.MultiheadDilatedAttention(E, H, (4,), (2,), kdim=7, engine="reference"))
-    assert all(part in text for part in ("embed_dim=12", "kdim=7", "longnet((4,), (2,))", "engine='reference'"))
+    text = repr(fd.MultiheadDilatedAttention(E, H, (4, 8), (2, 4), kdim=7, engine="reference"))
+    assert all(part in text for part in ("embed_dim=12", "kdim=7", "longnet((4, 8), (2, 4))", "engine='reference'"))
 
 
 @pytest.mark.parametrize(
