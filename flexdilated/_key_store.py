@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,12 @@ class KeyStore:
             last = self.runs.pop()
             first, slot, length = last.first, last.slot, last.length + length
         self.runs.append(Run(first, slot, length))
+
+    def snapshot(self) -> KeyStore:
+        """What is held now: the same buffers, in which this one may write behind it."""
+        other = copy(self)
+        other.runs = list(self.runs)
+        return other
 
     def drop_from(self, position: int) -> None:
         """Forget the keys at `position` and after."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Self
 
@@ -126,12 +128,13 @@ class KVCache:
         _check_no_gradient(q, k, v, sinks)
         if not q.shape[2]:
             return torch.zeros_like(q)
-        held = self._take(k, v)
-        compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
-        out, lse = compute(q, held)
-        if sinks is not None:
-            out, _ = with_sinks(out, lse, sinks)
-        self._seen += q.shape[2]
+        with self._as_before_on_error():
+            held = self._take(k, v)
+            compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
+            out, lse = compute(q, held)
+            if sinks is not None:
+                out, _ = with_sinks(out, lse, sinks)
+            self._seen += q.shape[2]
         if q.shape[2] > MOST_ROWS:
             held.shrink(self._seen)
         return out.to(q.dtype)
@@ -143,10 +146,24 @@ class KVCache:
         _check_no_gradient(k, v)
         if not k.shape[2]:
             return
-        for portion in zip(k.split(_APPENDED_AT_ONCE, 2), v.split(_APPENDED_AT_ONCE, 2), strict=True):
-            held = self._take(*portion)
-            self._seen += portion[0].shape[2]
-            held.shrink(self._seen)
+        with self._as_before_on_error():
+            for portion in zip(k.split(_APPENDED_AT_ONCE, 2), v.split(_APPENDED_AT_ONCE, 2), strict=True):
+                held = self._take(*portion)
+                self._seen += portion[0].shape[2]
+                held.shrink(self._seen)
+
+    @contextmanager
+    def _as_before_on_error(self) -> Iterator[None]:
+        """A call that raises leaves the cache as it was: what it wrote lies behind what was held, or in new buffers."""
+        before = self._held, self._groups, self._seen
+        store = None if self._held is None else self._held.store.snapshot()
+        try:
+            yield
+        except BaseException:
+            self._held, self._groups, self._seen = before
+            if self._held is not None and store is not None:
+                self._held.store = store
+            raise
 
     def _take(self, k: Tensor, v: Tensor) -> HeldKeys:
         """Hold the next tokens' keys. The tokens count as seen once the call is done."""
@@ -176,8 +193,8 @@ class KVCache:
         if not all(_accepts(self.pattern, queries, run) for run in runs):
             return self._rows(q, held)  # some patterns insist on all keys that they name
         if not runs:
-            lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-            return torch.zeros_like(q), lse.to(q.device)
+            wide = torch.promote_types(q.dtype, torch.float32)
+            return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
         out, lse = self._attend_run(q, runs[0], held.store)
         for run in runs[1:]:
             out, lse = merge(out.to(lse.dtype), lse, *self._attend_run(q, run, held.store))

@@ -30,10 +30,13 @@ _AT_ONCE = 1 << 14  # blocks whose rows and columns are marked at once
 def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
     """x with the numbers of a row side by side in memory: kernels rely on that, and few of them check it.
 
-    A copy where x lies otherwise, which happens after `transpose`, `stack(..., -1)`, `expand` and steps over channels.
+    A copy where x lies otherwise, which happens after `transpose`, `stack(..., -1)`, `expand` and steps over channels,
+    or where rows share memory, as those of `unfold` do.
     """
     x = x.resolve_neg()
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    is_row = x.stride(-1) == 1 or x.shape[-1] == 1
+    apart = x.dim() < 2 or x.shape[-2] == 1 or x.stride(-2) >= x.shape[-1]
+    return x if is_row and apart else x.contiguous()
 
 
 @dataclass(frozen=True, eq=False)

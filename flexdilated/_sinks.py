@@ -27,7 +27,7 @@ def nothing(
     wide = torch.promote_types(q.dtype, torch.float32)
     zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (k, v))
     out = q.masked_fill(everywhere, 0.0) + zero
-    lse = q[..., 0].to(wide).masked_fill(everywhere, -torch.inf)
+    lse = out.sum(-1).to(wide).masked_fill(everywhere, -torch.inf)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 

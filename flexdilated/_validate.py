@@ -40,7 +40,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
 
 
 def require_dense(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a nested tensor."""
+    """Raise ValueError for a nested, sparse or opaque tensor."""
+    if not tensor.is_nested and tensor.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, such as {name}.to_dense(); got layout {tensor.layout}")
     if tensor.is_nested:
         raise ValueError(
             f"{name} must be a dense tensor; got a nested one: call once a sequence, pad them and give a "

@@ -113,7 +113,7 @@ def _union(ranges: Iterable[range]) -> Ranges:
     for each in sorted(ranges, key=lambda each: each.start):
         line = each.step, each.start % each.step
         before = joined.get(line)
-        if before is not None and each.start > before.stop + each.step:
+        if before is not None and each.start > before[-1] + each.step:
             rest.append(before)
             before = None
         joined[line] = each if before is None else range(before.start, max(before.stop, each.stop), each.step)

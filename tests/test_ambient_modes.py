@@ -140,7 +140,9 @@ def model() -> fd.LongNet:
 
 def cached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     cache = fd.KVCache(PATTERNS[0], num_heads=H)
-    return torch.cat([cache.attend(*(x[:, :, at] for x in (q, k, v))) for at in (slice(0, 30), slice(30, N))], 2)
+    return torch.cat(
+        [cache.attend(*(x[:, :, at] for x in (q, k, v))) for at in (slice(0, 30), slice(30, 37), slice(37, N))], 2
+    )
 
 
 MODULE = fd.MultiheadDilatedAttention(16, H, [8], [2], batch_first=True)

@@ -73,6 +73,12 @@ def test_bad_tensors(given, error, says):
     refused(error, says, *given, PATTERN)
 
 
+def test_sparse_tensors_are_refused():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"q must be a dense tensor, such as q\.to_dense\(\)"):
+        fd.attend(q.to_sparse(), k, v, PATTERN)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [

@@ -67,3 +67,21 @@ def used() -> fd.KVCache:
 def test_bad_input(call, error, message) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("seen", [0, 3])
+def test_a_refused_call_changes_nothing(seen: int) -> None:
+    """Neither the first one, whose sizes would hold for those that follow, nor one that is taken in portions."""
+    cache = fd.KVCache(masks.causal(), num_heads=1, capacity=5000)
+    x = torch.randn(1, 1, 6000, 2)
+    if seen:
+        cache.append(x[:, :, :seen], x[:, :, :seen])
+    before = cache.num_tokens, cache.num_kept, cache.nbytes
+    with pytest.raises(ValueError, match="capacity=5000"):
+        cache.append(x, x)
+    with pytest.raises(ValueError, match="capacity=5000"):
+        cache.attend(x, x, x)
+    assert (cache.num_tokens, cache.num_kept, cache.nbytes) == before
+    some = x[:, :, seen:100] if seen else x.repeat(2, 1, 1, 1)[:, :, :100]
+    expected = fd.attend(x[:, :, :100], x[:, :, :100], x[:, :, :100], masks.causal())[:, :, seen:]
+    torch.testing.assert_close(cache.attend(some, some, some)[:1], expected)

@@ -128,3 +128,13 @@ def test_modules(layout: str):
 def test_an_unknown_layout_is_refused():
     with pytest.raises(ValueError, match=r"'channels first'.*got 'channels last'"):
         laid_out(torch.zeros(1, 1, 1, 1), "channels last")
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("tokens", [4, 70])
+def test_rows_that_share_memory(name: str, tokens: int):
+    """Sliding windows over one buffer: every row begins one number after the one before it."""
+    buffer = torch.randn(4, 2, 4, tokens + 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q, k, v, grad = (x.unfold(-1, 8, 1) for x in buffer)
+    pattern = PATTERNS[name] if tokens == 70 else masks.causal()
+    assert_same_anywhere(lambda *x: fd.attend(*x, pattern, return_lse=True), q, k, v, grad)

@@ -47,6 +47,7 @@ def test_rows_of_a_step_are_the_rules(few_pairs, meetings, data: st.DataObject) 
                 assert len(listed.unique()) == len(listed)
                 rows = torch.arange(len(queries))[seen.rows.start : seen.rows.stop : seen.rows.step]
                 shown = 1 if seen.pairs is None else seen.pairs.long()
+                assert seen.pairs is None or seen.pairs.any(0).all(), "a key that no query sees is not read"
                 found[rows[:, None], listed] += shown
             for head in rule.heads:
                 assert torch.equal(found[:, keys.start : keys.stop] > 0, expected[head])
