@@ -137,7 +137,9 @@ class Cache:
 
         Values still being built for it are not kept, and whoever asks from now on does not get them.
         """
-        texts = [_text(branch) for branch in require_expression(pattern).branches()]
+        # The parts of an intersection or a union stand beside those of a larger one.
+        branches = require_expression(pattern).branches()
+        texts = [_text(part) for branch in branches for part in getattr(branch, "parts", (branch,))]
 
         def concerns(built: Entry | _Building) -> bool:
             return all(text in built.pattern for text in texts)

@@ -2,15 +2,19 @@
 
 import sys
 
-from torch import Tensor
+from torch import SymInt, Tensor
 
 # Kernels count positions in int32. The product of two such numbers, and any position plus it, fits into int64.
 LARGEST = 2**31 - 1
 
 
 def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGEST) -> int:
-    """The value itself, if it is an integer in [minimum, maximum]; TypeError or ValueError otherwise."""
-    if type(value) is not int:  # of another class, such as an enum's, it is written in another way
+    """The value itself, if it is an integer in [minimum, maximum]; TypeError or ValueError otherwise.
+
+    A size that varies in a graph being traced is one.
+    """
+    # An integer of another class, such as an enum's, is written in another way.
+    if type(value) is not int and not isinstance(value, SymInt):
         raise TypeError(f"{name} must be an integer; got {name}={value!r:.80} of type {type(value).__name__}")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}; got {name}={shown(value)}")

@@ -159,3 +159,21 @@ def test_a_pattern_is_built_in_a_graph_from_a_size_that_varies(graphs, name):
         x = torch.randn(1, 2, N, 4)
         assert_close(compiled(x), attend(x))
     assert len(graphs.kept) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_step_takes_an_offset_from_its_sizes(strict):
+    """Sizes that vary in a graph are integers, in either way to trace it."""
+
+    class Step(torch.nn.Module):
+        def forward(self, q, k):
+            return fd.attend(q, k, k, masks.causal(), q_offset=k.shape[2] - q.shape[2])
+
+    def drawn(N, M):
+        return torch.randn(1, 2, N, 4), torch.randn(1, 2, M, 4)
+
+    sizes = {2: torch.export.Dim("n", min=2, max=99)}, {2: torch.export.Dim("m", min=100, max=900)}
+    step = torch.export.export(Step(), drawn(9, 200), strict=strict, dynamic_shapes=sizes).module()
+    given = drawn(20, 300)
+    assert torch.equal(step(*given), Step()(*given))

@@ -177,6 +177,17 @@ def test_what_is_forgotten_is_gone(packed: Packed, call: str, data) -> None:
         assert not len(cache._store)
 
 
+@pytest.mark.parametrize("join", [lambda a, b: a & b, lambda a, b: a | b], ids=["and", "or"])
+def test_a_part_that_a_larger_whole_takes_in_is_forgotten(join) -> None:
+    """Intersections of intersections, and unions of unions, are written flat."""
+    part, other = join(masks.dilated(16, 4), masks.local_window(left=3, right=0)), masks.strided(2)
+    for whole in (join(part, other), join(other, part) & masks.causal(), part + other):
+        masks.cache().clear()
+        fd.attend(*torch.randn(3, 1, 2, 40, 4), whole)
+        assert masks.cache().forget(part) > 0
+        assert not len(masks.cache()._store)
+
+
 def build(packed: Packed, call: str) -> None:
     pattern = packed.pattern
     sizes = {"num_heads": packed.num_heads, **packed.offsets}
