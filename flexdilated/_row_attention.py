@@ -182,7 +182,7 @@ def matrix_backward(
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Float[Tensor, "B g R n"]:
-    scores = (q.to(wide(q)) * scale) @ k.to(wide(k)).mT
+    scores = (q.to(wide(q)) @ k.to(wide(k)).mT) * scale  # rounded as in the kernel, whose lse may come in
     return scores if bias is None else scores + bias
 
 

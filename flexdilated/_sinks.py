@@ -25,10 +25,10 @@ def nothing(
     """(out, lse) where no row has a key, or there is no row: functions of the inputs; q, k and v have gradient 0."""
     everywhere = torch.ones((), dtype=torch.bool, device=q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
-    zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (k, v))
+    zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (k, v, *(() if sinks is None else (sinks,))))
     out = q.masked_fill(everywhere, 0.0) + zero
     lse = out.sum(-1).to(wide).masked_fill(everywhere, -torch.inf)
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    return out, lse if sinks is None else with_sinks(out.detach(), lse, sinks)[1]
 
 
 def add_sinks(

@@ -101,6 +101,8 @@ TELLING: dict[str, Callable[[Any], Any]] = {
         None if pattern.varies else masks.recommended_layout(pattern, N, num_heads=H)
     ),
     "attend": lambda pattern: attended(pattern),
+    # Whether a rule sees a later key, which a cache searches for.
+    "KVCache": lambda pattern: refused(pattern),
 }
 
 
@@ -109,6 +111,13 @@ def inputs() -> tuple[Tensor, ...]:
 
 
 QKV = inputs()
+
+
+def refused(pattern: Any) -> str:
+    try:
+        return repr(fd.KVCache(pattern, num_heads=H))
+    except ValueError as error:
+        return str(error)
 
 
 def attended(pattern: Any) -> list[float]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flexdilated import masks
-from flexdilated.cli import main
+from flexdilated.cli import _check, main
 from flexdilated.testing import _attend_trials
 from flexdilated.testing._attend_trials import Trial, attend_trials, run_trial
 
@@ -82,6 +82,17 @@ def test_a_file_that_raises(text, words, tmp_path, capsys) -> None:
     (tmp_path / "mine.py").write_text(text, encoding="utf-8")
     assert main(["check", f"{tmp_path / 'mine.py'}:good", *FEW]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_seed_is_that_of_all_that_is_drawn(monkeypatch) -> None:
+    """Portions of the rule's examples have seeds of their own, and calls the one that is given."""
+    seeds: dict[str, list[int]] = {"rule": [], "calls": []}
+    monkeypatch.setattr(_check, "check_pattern", lambda pattern, *, seed, **sizes: seeds["rule"].append(seed))
+    monkeypatch.setattr(_check, "attend_trials", lambda pattern, *, seed, **sizes: seeds["calls"].append(seed) or ())
+    assert main(["check", "causal()", "--seed", "1000", "--examples", "60"]) == 0
+    assert seeds["calls"] == [1000]
+    assert len(set(seeds["rule"])) == len(seeds["rule"]) > 1
+    assert all(1000 <= seed < 1060 for seed in seeds["rule"])
 
 
 def test_a_seed_that_is_too_large(capsys) -> None:

@@ -19,8 +19,10 @@ from flexdilated import masks, viewer
 from flexdilated.cli import main
 from flexdilated.cli._asked_pattern import ask
 from flexdilated.cli._fixed_sizes import most_tokens
+from flexdilated.cli._pattern_arguments import asked_from
+from flexdilated.cli._sizes import parse_tokens
 from flexdilated.cli._usage import UsageError
-from tests.commands import make_light
+from tests.commands import make_light, parsers
 
 USUAL = ("64K", 8)
 COMMANDS = {
@@ -103,6 +105,7 @@ def test_heads_default_to_those_of_the_pattern(heads) -> None:
         ("causal().per_document(documents('d'))", "d=3,4/20", 20),
         ("lengths('d')", "d=7/90", 90),
         ("visible_keys('d')", "d=0:4,9:33", 33),
+        ("visible_keys('d')", "d=0:4/9:33,2:3", 33),
         ("documents('d')", "d=ids.json", 6),
         ("lengths('d')", "d=lengths.json", 11),
     ],
@@ -112,6 +115,19 @@ def test_tokens_default_to_those_of_the_values(pattern, bound, tokens, tmp_path,
     Path("ids.json").write_text("[0, 0, 1, 1, 1, 2]", encoding="utf-8")
     Path("lengths.json").write_text("[11, 5]", encoding="utf-8")
     assert ask(pattern, None, None, [bound], usual=USUAL).num_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("command", "tokens", "heads"), [("show", "64K", 8), ("explain", "64K", 8), ("plan", "64K", 8), ("tune", "16K", 4)]
+)
+def test_sizes_that_nothing_fixes_are_those_that_the_help_names(command, tokens, heads) -> None:
+    parser = parsers()[command]
+    pair = ["--query", "3", "--key", "2"] if command == "explain" else []
+    asked = asked_from(parser.parse_args(["causal()", *pair]))
+    assert (asked.num_tokens, asked.num_heads) == (parse_tokens(tokens), heads)
+    told = " ".join(parser.format_help().split())
+    assert f"or of a grid; else {tokens})" in told
+    assert f"({heads}, or per_head's)" in told
 
 
 def test_tensors_that_a_pattern_of_a_file_carries_need_no_bind(tmp_path, capsys) -> None:

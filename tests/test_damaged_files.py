@@ -20,8 +20,8 @@ from flexdilated._call_key import CallKey
 from flexdilated._profile_file import FORMAT, VERSION, read_recording
 from flexdilated._tune_choices import Sight, chosen, forget_choices
 from flexdilated.cli import _checkpoint
-from flexdilated.cli._asked_pattern import read_expression
 from flexdilated.cli._bindings import read_bindings
+from flexdilated.cli._read_pattern import read_pattern
 from flexdilated.cli._usage import UsageError
 from flexdilated.masks import _machine_in_use
 from flexdilated.masks._machine import CPU
@@ -117,7 +117,7 @@ READERS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "machine": (read_machine, ValueError),
     "set_machine": (masks.set_machine, ValueError),
     "profile": (read_recording, ValueError),
-    "pattern of a command": (lambda path: read_expression(str(path.with_suffix(".json"))), UsageError),
+    "pattern of a command": (lambda path: read_pattern(str(path.with_suffix(".json"))), UsageError),
     "bindings of a command": (lambda path: read_bindings(PATTERN, [f"ids={path.with_suffix('.json')}"]), UsageError),
     "tensors of a command": (lambda path: read_bindings(PATTERN, [f"ids={path.with_suffix('.pt')}"]), UsageError),
     "checkpoint": (lambda path: _checkpoint.load(path.parent, identity={}), UsageError),
@@ -152,6 +152,24 @@ def test_odd_bytes_are_refused(reader: str, place: Path, content: bytes) -> None
     read, refusal = READERS[reader]
     place.write_bytes(content)
     with pytest.raises(refusal):
+        read(place)
+
+
+WRITTEN = {"from_json": GOOD[0], "pattern of a command": GOOD[0], "machine": GOOD[1], "profile": GOOD[2]}
+
+
+@pytest.mark.parametrize("reader", WRITTEN)
+@given(data=st.data())
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_name_that_comes_twice_is_refused(reader: str, place: Path, data: st.DataObject) -> None:
+    """In any object, also with one value: a reader that took the last would drop what was written before."""
+    read, refusal = READERS[reader]
+    good = WRITTEN[reader]
+    place.write_text(good, encoding="utf-8")
+    read(place)
+    entry = data.draw(st.sampled_from(list(re.finditer(r'"\w+": ?("[^"]*"|-?[\d.e+-]+|null)', good))))
+    place.write_text(f"{good[: entry.end()]},{entry[0]}{good[entry.end() :]}", encoding="utf-8")
+    with pytest.raises(refusal, match="twice"):
         read(place)
 
 

@@ -1,18 +1,24 @@
 """What describe tells beyond pairs: heads, branches, multiplicity, gaps and blocks, against the dense rule."""
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, reject
+from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.masks._layout import Compact
 from flexdilated.masks._term import Term
+from flexdilated.masks.inspection import _shares
 from flexdilated.masks.inspection._describe_terms import count_term
 from flexdilated.masks.inspection._gaps import Gap, Gaps, gaps_of
 from flexdilated.masks.inspection._multiplicity import multiplicity_of
 from flexdilated.masks.inspection._relations import Relations
 from flexdilated.masks.inspection._shares import head_shares
+from flexdilated.masks.inspection._squares import TooManySquaresError
 from tests import oracle
 from tests.ladders import GIGAPATH_5
 from tests.run_time_strategies import Packed, packed_cases
@@ -36,6 +42,21 @@ def assert_details(bound: masks.Bound, counts: Tensor) -> None:
 @given(cases())
 def test_details_of_drawn_patterns(case: Case):
     assert_details(case.bind(), case.counts())
+
+
+@given(cases(), st.booleans())
+def test_shares_of_heads_where_little_repeats(case: Case, same_tokens: bool):
+    """By bounds on boxes, of queries and keys that begin anywhere, also at one place."""
+    if same_tokens:
+        case = replace(case, num_keys=case.num_queries, k_offset=case.q_offset)
+    try:
+        bound = case.bind()
+    except ValueError:  # a table or a grid that names other keys
+        reject()
+    with patch.object(_shares, "_by_squares", side_effect=TooManySquaresError):
+        shares = head_shares(Relations(bound))
+    found = {head: share.pairs for share in shares for head in share.heads}
+    assert found == dict(enumerate(case.counts().sum((1, 2)).tolist()))
 
 
 @given(packed_cases())

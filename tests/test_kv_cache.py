@@ -267,17 +267,18 @@ def test_a_cache_of_fixed_capacity_keeps_its_size() -> None:
     assert kept.nbytes == 2 * 2 * 1000 * 8 * 4
 
 
-def test_a_call_that_fails_leaves_no_trace(monkeypatch) -> None:
+@pytest.mark.parametrize("seen", [1, 2, 30])
+def test_a_call_that_fails_leaves_no_trace(seen, monkeypatch) -> None:
     q, k, v = draw_tensors(N=60)
     cache = fd.KVCache(LONGNET, num_heads=4)
-    first = decode(cache, *(x[:, :, :30] for x in (q, k, v)), (30,))
-    for name, stop in (("row_forward", 31), ("attend", 60)):
+    first = decode(cache, *(x[:, :, :seen] for x in (q, k, v)), (seen,))
+    for name, stop in (("row_forward", seen + 1), ("attend", 60)):
         with monkeypatch.context() as patch:
             patch.setattr(_kv_cache, name, mock.Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
-                cache.attend(q[:, :, 30:stop], k[:, :, 30:stop], v[:, :, 30:stop])
-        assert cache.num_tokens == 30
-    second = decode(cache, *(x[:, :, 30:] for x in (q, k, v)), (1,))
+                cache.attend(*(x[:, :, seen:stop] for x in (q, k, v)))
+        assert cache.num_tokens == seen
+    second = decode(cache, *(x[:, :, seen:] for x in (q, k, v)), (1,))
     assert_close(torch.cat([first, second], 2), fd.attend(q, k, v, LONGNET, enable_gqa=True), **TIGHT)
 
 

@@ -94,6 +94,18 @@ def results(x: list[Tensor], pattern: masks.Pattern | masks.Mixture, engine: str
     return [out.detach(), lse.detach(), *gradients]
 
 
+@given(st.data(), st.integers(1, 6), st.integers(1, 5), st.integers(1, 5))
+def test_entries_are_one_sequence_only_where_the_rule_repeats(data, tokens, times, rate):
+    """Of segments that are longer than an entry, or shorter: a multiple of one is the same place in every entry."""
+    segment = tokens * times if data.draw(st.booleans(), label="longer") else max(1, tokens // times)
+    batch = data.draw(st.integers(2, 4), label="batch")
+    rows = st.lists(st.integers(0, 1), min_size=tokens, max_size=tokens).map(torch.tensor)
+    ids = torch.stack([data.draw(rows, label="ids").cumsum(0) for _ in range(batch)])
+    pattern = masks.dilated(segment, rate, "interleaved") & masks.documents(ids)
+    x = [randn(batch, 2, tokens, 8, order=(0, 1, 2, 3)) for _ in range(3)]
+    assert_close(results(x, pattern, None), results(x, pattern, "reference"), rtol=1e-9, atol=1e-9)
+
+
 class Dispatched(TorchDispatchMode):
     """Counts the operations of torch that run."""
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated import masks
+from flexdilated import _flex_op, masks
+from flexdilated._call_key import CallKey
+from flexdilated._flex import FlexProgram
 from flexdilated.testing import MEMORY_LAYOUTS, laid_out
+from tests.test_flex import around_dense
 
 # B batch, H heads, N tokens, D head dim, E embedding dim
 
@@ -83,6 +87,24 @@ def test_traced(layout: str):
     """As torch.compile hands operands to the op, which promises strides of its results."""
     attend = torch.compile(lambda q, k, v: fd.attend(q, k, v, MIXTURE, enable_gqa=True), backend="aot_eager")
     assert_same_anywhere(attend, *drawn(2, *[layout] * 4))
+
+
+@given(LAYOUTS)
+def test_around_the_kernel_of_flex(layouts: tuple[str, ...]):
+    """What reaches the engine's kernel, which is dense here: rows side by side, and the same numbers."""
+    q, k, v, _ = drawn(4, *layouts)
+    key = CallKey(MIXTURE.text, 4, 2, 70, 70, 0, 0, 0, 4, 1, ())
+    given = []
+
+    def run(program: FlexProgram, *operands: Tensor, scale: float, score_mod: None, sinks: None, **options: bool):
+        given.extend(operands)
+        return around_dense(program, scale, **options)(*operands)
+
+    with mock.patch.object(_flex_op, "run_flex", run):
+        out, _ = _flex_op.flex(q, k, v, [], key, scale=0.5, score_mod=None, sinks=None, return_lse=True)
+    assert all(x.stride(-1) == 1 for x in given)
+    expected = fd.attend(q.contiguous(), k.contiguous(), v.contiguous(), MIXTURE, enable_gqa=True, scale=0.5)
+    assert_close(out, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.slow

@@ -143,6 +143,22 @@ def test_a_mask_that_is_not_causal_is_refused(place, kind):
         ours(*x, attn_mask=mask, is_causal=True)
 
 
+@given(sizes=st.tuples(st.integers(1, N), st.integers(1, N)), diagonal=st.integers(1 - N, N), as_floats=st.booleans())
+def test_a_causal_mask_of_any_lengths_begins_at_the_first_token(sizes, diagonal, as_floats):
+    """As torch's does, whichever side is longer; one that ends with the last token is another function."""
+    ours, torchs = pair(causal=True)
+    x = inputs(E, E, E, lengths=(sizes[0], sizes[1], sizes[1]))
+    for begins in (diagonal, 1 + sizes[1] - sizes[0], 1):
+        mask = torch.ones(sizes, dtype=torch.bool).triu(begins)
+        given_mask = torch.zeros(sizes).masked_fill(mask, -torch.inf) if as_floats else mask
+        if torch.equal(mask, torch.ones_like(mask).triu(1)):
+            expected, _ = torchs(*x, need_weights=False, attn_mask=mask)
+            assert_close(ours(*x, attn_mask=given_mask)[0], expected, **TOLERANCE)
+        else:
+            with pytest.raises(ValueError, match="exactly torch's causal mask"):
+                ours(*x, attn_mask=given_mask)
+
+
 def test_a_compiled_graph_refuses_another_mask_when_it_runs():
     ours, _ = pair(causal=True)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")

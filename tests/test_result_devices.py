@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import flexdilated as fd
 from flexdilated import _kernel_cuda, masks
 from flexdilated._call_key import CallKey
 from flexdilated._flex import _own_buffer
@@ -65,3 +66,9 @@ def test_slots():
     out, lse = join_slots._init_fn([taken], [taken[..., 0].float()], sides, [2, 3, 12], False)
     found = (taken, out, lse, add_slots._init_fn([taken], sides, [2, 3, 12, 8]), _own_buffer._init_fn(x))
     assert [each.device for each in found] == [META] * 5
+
+
+def test_a_cache_whose_queries_see_no_key():
+    """More of them than go row by row: what sinks are joined to lies where they do."""
+    x, cache = on_meta(1, 2, 32, 8), fd.KVCache(PATTERNS["no pair"] & masks.causal(), num_heads=2)
+    assert cache.attend(x, x, x, sinks=on_meta(2)).device == META

@@ -181,3 +181,19 @@ def test_an_output_that_a_backward_needs_says_so() -> None:
         out += 1
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("place", range(3))
+def test_nested_tensors_are_refused(place: int, kind: torch.layout) -> None:
+    """Whichever of q, k and v is one, by calls, modules and caches."""
+    x = [torch.randn(2, H, 5, D) for _ in range(3)]
+    x[place] = torch.nested.nested_tensor([torch.randn(n, H, D) for n in (3, 5)], layout=kind).transpose(1, 2)
+    calls: list[Callable[..., Tensor]] = [
+        lambda *x, engine=engine: fd.attend(*x, PATTERN, engine=engine) for engine in ENGINES
+    ]
+    calls += [fd.BlockSparseAttention(PATTERN), fd.DilatedAttention([4], [1]), fd.KVCache(PATTERN, num_heads=H).attend]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"{'qkv'[place]} must be a dense tensor; got a nested one"):
+            call(*x)
