@@ -105,7 +105,7 @@ def _left_behind(config: Config, problem: Problem) -> Row:
     """Entries of the cache of plans after many calls, over those after the first."""
     pattern, before = config.spec.pattern(), 0
     masks.cache().clear()
-    for at in range(config.counted):
+    for at in range(1, config.counted + 1):
         q, k, v = problem.q[:, :, at : at + 1], problem.k[:, :, : at + 1], problem.v[:, :, : at + 1]
         fd.attend(q, k, v, pattern, q_offset=at)
         before = before or masks.cache().stats().entries

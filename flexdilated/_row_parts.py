@@ -24,8 +24,12 @@ _GROUP_BYTES = 1000
 
 
 def takes_rows(key: CallKey) -> bool:
-    """Whether a call is computed row by row: few queries in natural order, and no blocks asked for."""
-    return key.num_queries <= MOST_ROWS and key.rate == 1 and not key.block_size and not key.placement
+    """Whether a call is computed row by row: few queries, other tokens than the keys, and no blocks asked for.
+
+    Self-attention comes at the same sizes again, for which its plan is kept, and that is then the faster way.
+    """
+    few = key.num_queries <= MOST_ROWS and key.rate == 1 and not key.block_size and not key.placement
+    return few and (key.num_queries, key.q_offset) != (key.num_keys, key.k_offset)
 
 
 def parts_of_call(key: CallKey, rule: Expression | None, device: torch.device) -> tuple[Part, ...]:

@@ -211,7 +211,7 @@ IN_ENGINES = (
     Bug(
         "log-weight of a branch that counts twice forgotten", f"{ENGINES}._tiles:log", lambda _: lambda number: 0.0,
         module(masks.causal() + masks.causal() + masks.dilated(6, 2), "agreement"),
-        "check_attention_module: agreement", "out is wrong",
+        "check_attention_module: agreement", "lse is wrong",
     ),
     Bug(
         "backward fed each part's own lse instead of the whole's", f"{ENGINES}._tiles:Step.backward", _by_own_lse,
