@@ -13,7 +13,7 @@ import torch
 from ._box import Bounds, Box, Squares
 from ._canonical import written_parts
 from ._composite import Composite
-from ._pattern import MaskMod, Pattern, require_set_patterns
+from ._pattern import DEEPEST, MaskMod, Pattern, require_set_patterns
 from ._ranges import Ranges, as_ranges, intersect_all, unite
 from ._reason import Pair, Reason, listing
 from ._spelling import AND, NOT, OR, Phrase, chain
@@ -177,6 +177,9 @@ class Not(Pattern):
             raise ValueError(f"the complement of a complement is its part: use ~; got {self.part!r}")
         super().__post_init__()
 
+    def inner(self) -> tuple[Pattern, ...]:
+        return (self.part,)
+
     def to_data(self) -> dict[str, Any]:
         return {"kind": "not", "part": self.part.to_data()}
 
@@ -230,12 +233,12 @@ def every() -> Pattern:
 def union(parts: tuple[Pattern, ...]) -> Pattern:
     """The pairs that at least one part allows, with factors that all parts share drawn out.
 
-    (a & c) | (b & c) becomes (a | b) & c, on which bounds are exact more often.
+    (a & c) | (b & c) becomes (a | b) & c, on which bounds are exact more often; not where that nests too deep.
     """
     factors = [part.parts if isinstance(part, And) else (part,) for part in parts]
     shared = tuple(factor for factor in factors[0] if all(factor in others for others in factors[1:]))
     rests = [tuple(factor for factor in each if factor not in shared) for each in factors]
-    if not shared:
+    if not shared or max(part.depth for part in parts) + 2 > DEEPEST:
         return Or.of(*parts)
     if not all(rests):
         return And.of(*shared)

@@ -32,6 +32,9 @@ class Blockwise(Pattern):
         require_int("block", self.block, minimum=1)
         super().__post_init__()
 
+    def inner(self) -> tuple[Pattern, ...]:
+        return (self.part,)
+
     def to_data(self) -> dict[str, Any]:
         return {"kind": "blockwise", "part": self.part.to_data(), "block": self.block}
 

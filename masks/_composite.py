@@ -18,6 +18,9 @@ class Composite(Pattern):
 
     parts: tuple[Pattern, ...]
 
+    def inner(self) -> tuple[Pattern, ...]:
+        return self.parts
+
     def period(self) -> int | None:
         return common_period(self.parts)
 

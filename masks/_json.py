@@ -17,7 +17,7 @@ from ._landmark_tokens import LandmarkTokens
 from ._lengths import Lengths
 from ._local_window import LocalWindow
 from ._neighborhood import Neighborhood
-from ._pattern import Expression, Mixture, Pattern, require_expression
+from ._pattern import DEEPEST, Expression, Mixture, Pattern, require_expression
 from ._per_document import PerDocument
 from ._per_head import HeadGroups, PerHead
 from ._plain_json import read_json
@@ -57,7 +57,7 @@ def read_text(text: str) -> Pattern | Mixture:
     try:
         return _read(data, depth=0)
     except RecursionError:
-        raise ValueError(f"a pattern must nest at most {_MAX_DEPTH} deep; got {text[:80]!r}") from None
+        raise ValueError(f"a pattern must nest at most {DEEPEST} levels; got {text[:80]!r}") from None
 
 
 def kept_functions(text: str) -> object:
@@ -65,13 +65,12 @@ def kept_functions(text: str) -> object:
     return read_text(text) if _NAMES_A_FUNCTION in text else None
 
 
-_MAX_DEPTH = 64
 _NAMES_A_FUNCTION = '"kind":"custom"'
 
 
 def _read(data: Any, *, depth: int) -> Pattern | Mixture:
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"a pattern must nest at most {_MAX_DEPTH} deep")
+    if depth > DEEPEST:
+        raise ValueError(f"a pattern must nest at most {DEEPEST} levels")
     kind = data.get("kind") if isinstance(data, dict) else None
     if kind == "custom":
         return read_custom(data)

@@ -59,7 +59,8 @@ def parse(text: str) -> Pattern | Mixture:
 
     An expression calls the constructors of this package, with arguments by place or by name, and joins patterns
     by `~`, `+`, `&` and `|` in Python's order of precedence. It is read, never run. Raises ValueError for anything
-    else, with a caret at the place; an expression has at most 4096 characters and nests at most 32 brackets.
+    else, with a caret at the place; an expression has at most 4096 characters and nests at most 68 brackets,
+    more than any pattern is printed with.
     """
     if not isinstance(text, str):
         raise TypeError(f"an expression must be a string; got {type(text).__name__}")

@@ -22,15 +22,22 @@ if TYPE_CHECKING:
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+DEEPEST = 32  # levels: all that walks through a pattern, here or in pickle and copy, fits Python's stack
+
+
+_FLATTER = "a chain of one operator, such as a | b | c, is one level"
+
 
 class Expression:
     """What patterns and mixtures share: plain data, a stable text, sums, and binding to sizes.
 
     `text` is canonical JSON, computed once on construction; equal texts mean equal patterns. The repr is the
-    expression that builds the value, which `parse` reads.
+    expression that builds the value, which `parse` reads. `depth` counts the levels of patterns in patterns; one of
+    more than 32 is a ValueError, so that whatever can be made can be stored, copied, printed and computed.
     """
 
     text: str
+    depth: int = 0
 
     def __init_subclass__(cls) -> None:
         # A dataclass writes a repr of its own, unless its class has one already.
@@ -41,7 +48,15 @@ class Expression:
         return shortened(self.phrase().text)
 
     def __post_init__(self) -> None:
+        if inner := self.inner():
+            object.__setattr__(self, "depth", 1 + max([part.depth for part in inner]))
+        if self.depth > DEEPEST:
+            raise ValueError(f"a pattern must nest at most {DEEPEST} levels: {_FLATTER}; got one more, {self!r:.80}")
         object.__setattr__(self, "text", self.write())
+
+    def inner(self) -> tuple[Pattern, ...]:
+        """The patterns that this one is directly made of."""
+        return ()
 
     def write(self) -> str:
         """The canonical JSON of `to_data`: no spaces, sorted keys. What has parts joins their texts."""
@@ -243,6 +258,9 @@ class Mixture(Expression):
     def __post_init__(self) -> None:
         require_set_patterns("a mixture", self.parts, least=2)
         super().__post_init__()
+
+    def inner(self) -> tuple[Pattern, ...]:
+        return self.parts
 
     def to_data(self) -> dict[str, Any]:
         return {"kind": "mixture", "parts": [part.to_data() for part in self.parts]}

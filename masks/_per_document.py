@@ -44,6 +44,9 @@ class PerDocument(Pattern):
             )
         super().__post_init__()
 
+    def inner(self) -> tuple[Pattern, ...]:
+        return (self.part, self.spans)
+
     def to_data(self) -> dict[str, Any]:
         return {"kind": "per_document", "part": self.part.to_data(), "spans": self.spans.to_data()}
 

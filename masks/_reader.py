@@ -7,12 +7,12 @@ from typing import Any
 
 from ._algebra import And, Or
 from ._lexer import Token, fault, tokens
-from ._pattern import Expression, Mixture, Pattern
+from ._pattern import DEEPEST, Expression, Mixture, Pattern
 
 _CONSTANTS = {"True": True, "False": False, "None": None}
 _METHODS = ("per_document",)
 _PREFIX = "masks"
-_MAX_DEPTH = 32
+_MAX_DEPTH = 2 * DEEPEST + 4  # each level of a pattern is printed with up to two brackets, a block list with four
 
 
 class Reader:

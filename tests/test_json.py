@@ -63,7 +63,7 @@ def nested(depth: int) -> str:
         ('{"kind":"mixture","parts":[]}', "at least 2"),
         ('{"kind":"or","parts":[{"kind":"mixture","parts":[{"kind":"causal"}]}]}', "set pattern"),
         ('{"kind":"not","part":{"kind":"mixture","parts":[{"kind":"causal"}]}}', "set pattern"),
-        (nested(65), "at most 64 deep"),
+        (nested(33), "at most 32 levels"),
         (nested(5000), "pattern must"),
     ],
     ids=lambda value: str(value)[:40],

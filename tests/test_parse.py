@@ -252,8 +252,8 @@ BAD = [
     ("causal(,)", 8, "a pattern or a value should stand here; got ,"),
     ("causal()\n\n& ?", 13, "an expression has no '?'"),
     ("dilated(٣, 1)", 9, "an expression has no '٣'"),
-    ("(" * 33 + "causal()" + ")" * 33, 33, "brackets must nest at most 32 deep"),
-    ("per_head(" * 33 + "[]" + ")" * 33, 297, "brackets must nest at most 32 deep"),
+    ("(" * 69 + "causal()" + ")" * 69, 69, "brackets must nest at most 68 deep"),
+    ("per_head(" * 69 + "[]" + ")" * 69, 621, "brackets must nest at most 68 deep"),
 ]
 
 

@@ -1,0 +1,116 @@
+"""How deep patterns nest: what can be made can be stored, copied, printed, read back and attended to."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.masks._algebra import union
+
+MOST = 32
+C = masks.causal()
+
+
+def levels(data: dict[str, Any]) -> int:
+    """Patterns around the innermost leaf, counted in the pattern's JSON."""
+    parts = [*data.get("parts", ()), *(data[name] for name in ("part", "spans") if name in data)]
+    return 1 + max(map(levels, parts)) if parts else 0
+
+
+WRAPPERS: dict[str, Callable[[Any, int], Any]] = {
+    "complement": lambda pattern, index: ~pattern,
+    "union": lambda pattern, index: pattern | masks.strided(index + 2),
+    "intersection": lambda pattern, index: pattern & masks.strided(index + 2),
+    "blocks": lambda pattern, index: masks.blockwise(pattern, 1),
+    "heads": lambda pattern, index: masks.per_head([pattern]),
+    "groups of heads": lambda pattern, index: masks.head_groups([pattern]),
+}
+LAST: dict[str, Callable[[Any, int], Any]] = {
+    "documents": lambda pattern, index: pattern.per_document("ids"),
+    "sum": lambda pattern, index: pattern + masks.strided(3),
+    "sum of intersections": lambda pattern, index: (pattern + masks.local_window(2, 2)) & masks.strided(2),
+    "nothing": lambda pattern, index: pattern,
+}
+
+
+@st.composite
+def towers(draw: st.DrawFn) -> Any:
+    """A pattern of up to so many levels, made until a wrapper is refused."""
+    pattern: Any = draw(st.sampled_from([C, masks.block_list([[[0], [0, 1], [2]]], block=3)]))
+    kinds = st.just(list(WRAPPERS)) | st.lists(st.sampled_from(list(WRAPPERS)), min_size=2, max_size=3, unique=True)
+    chosen = draw(kinds.filter(lambda names: names != ["complement"]))
+    wrappers = [WRAPPERS[name] for name in draw(st.lists(st.sampled_from(chosen), min_size=20, max_size=70))]
+    for index, wrap in enumerate([*wrappers, LAST[draw(st.sampled_from(list(LAST)))]]):
+        try:
+            pattern = wrap(pattern, index)
+        except ValueError as error:
+            assert "must nest at most 32 levels" in str(error)
+            assert levels(json.loads(masks.to_json(pattern))) >= MOST - 1  # the last may add two
+    return pattern
+
+
+@settings(max_examples=12, deadline=None)
+@given(towers())
+def test_what_can_be_made_can_be_stored_copied_printed_and_attended_to(pattern) -> None:
+    text = masks.to_json(pattern)
+    assert levels(json.loads(text)) == pattern.depth <= MOST
+    for again in (masks.from_json(text), masks.parse(repr(pattern)), copy.deepcopy(pattern)):
+        assert again == pattern
+        assert hash(again) == hash(pattern)
+    assert pickle.loads(pickle.dumps(pattern)).depth == pattern.depth
+    bindings = {"ids": torch.tensor([0] * 5 + [1] * 4)} if "ids" in text else None
+    x = torch.randn(1, 1, 9, 4)
+    expected = fd.attend(x, x, x, pattern, engine="reference", bindings=bindings)
+    torch.testing.assert_close(fd.attend(x, x, x, pattern, bindings=bindings), expected)
+
+
+@settings(max_examples=20)
+@given(towers(), towers())
+def test_the_union_of_two_branches_of_a_sum_can_be_made(one, other) -> None:
+    """Drawing shared factors out adds levels, which a sum at the limit has no room for."""
+    try:
+        both = (one + other) & masks.strided(7)
+    except ValueError:
+        return
+    assert union(both.branches()).depth <= MOST
+
+
+def alternating(levels: int) -> Any:
+    pattern: Any = C
+    for index in range(levels):
+        pattern = pattern & masks.strided(index + 2) if index % 2 else pattern | masks.strided(index + 2)
+    return pattern
+
+
+def test_a_sum_at_the_limit_is_attended_to() -> None:
+    deep = alternating(MOST - 2) | masks.strided(90)
+    pattern = (deep & masks.strided(2)) + (alternating(3) & masks.local_window(4, 4) & masks.strided(2))
+    assert pattern.depth == MOST
+    assert union(pattern.branches()).depth <= MOST
+    assert masks.describe(pattern, 9).useful_pairs > 0
+
+
+@pytest.mark.parametrize("wrap", [name for name in WRAPPERS if name not in ("complement", "union", "intersection")])
+def test_one_level_more_is_refused(wrap) -> None:
+    """By the constructor itself, and in JSON and in an expression alike."""
+    pattern: Any = C
+    for index in range(MOST):
+        pattern = WRAPPERS[wrap](pattern, index)
+    refused = r"must nest at most 32 levels"
+    with pytest.raises(ValueError, match=refused):
+        WRAPPERS[wrap](pattern, 0)
+    text = {"kind": "not", "part": json.loads(masks.to_json(pattern))}
+    with pytest.raises(ValueError, match=refused):
+        masks.from_json(json.dumps(text))
+    with pytest.raises(ValueError, match=refused):
+        masks.parse(f"~{pattern!r}")
