@@ -180,8 +180,7 @@ def _backward(
 def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> Sequence[tuple[Entries, Program | _Parts]]:
     """(batch entries, how they are computed): a few rows as they are, and otherwise by a program."""
     choice = chosen(key, q)
-    packs = len(bindings) > 0 and len(q) > 1 and _is_short(key)
-    if packs or not takes_rows(key) or q.device.type != "cpu" or choice is not None:
+    if not takes_rows(key) or q.device.type != "cpu" or choice is not None:
         return _programs(key, bindings, q.shape[0], q.device.type, choice)
     rules = alike(key.rules(bindings), q.shape[0]) if bindings else [(slice(None), None)]
     return [(Some(rows), parts_of_call(key, rule, q.device)) for rows, rule in rules]

@@ -78,7 +78,7 @@ def _first_order(
         loose = 1.0 + sizes.masked_fill(times == 0, 0.0).amax(-1) + finite.abs()
         # A score that is hidden may be of any size: only those that take part are looked at.
         weights = times * (scores.masked_fill(times == 0, -torch.inf) - finite[..., None]).exp()
-        errors = dtype.eps * loose[..., None] * weights + max(dtype.smallest_normal, _VANISHED) * (times > 0)
+        errors = dtype.eps * loose[..., None] * weights + max(dtype.smallest_normal, _VANISHED) * (times > 0).double()
         limits = {"out": errors @ v, "lse": dtype.eps * loose}
         if gradients:
             grad_out, grad_lse = (x.abs() for x in cotangents(out, lse, through_lse=through_lse))
