@@ -54,7 +54,7 @@ def towers(draw: st.DrawFn) -> Any:
         try:
             pattern = wrap(pattern, index)
         except ValueError as error:
-            assert "must nest at most 32 levels" in str(error)
+            assert "must nest at most 32 levels" in str(error)  # noqa: PT017
             assert levels(json.loads(masks.to_json(pattern))) >= MOST - 1  # the last may add two
     return pattern
 
