@@ -21,6 +21,7 @@ from .masks._plain_json import read_json
 FORMAT, VERSION = "flexdilated profile", 1
 TABLE, TRACE = ".profile.json", ".trace.json.gz"
 _MOST_EVENTS = 200_000  # in a trace: more than that no viewer opens with ease
+_LARGEST = 2**63  # of any number of a recording
 _LONGEST = 120  # characters of a file's name
 
 
@@ -104,11 +105,17 @@ def _operator(data: dict[str, Any]) -> Operator:
 
 
 def _require(data: dict[str, Any], kinds: dict[str, type]) -> None:
-    """Raises TypeError unless each of these fields is of its kind; a whole number is a float, too."""
+    """Raises TypeError unless each of these fields is of its kind, a whole number for a float as well.
+
+    Raises ValueError for numbers beyond 2**63, whose sums floats would not hold, and for negative ones but of memory.
+    """
     for name, kind in kinds.items():
         value = data[name]
         if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
             raise TypeError(f"{name} must be a {kind.__name__}; got {value!r:.80}")
+        least = -_LARGEST if name == "memory_bytes" else 0
+        if kind is not str and not least <= value <= _LARGEST:
+            raise ValueError(f"{name} must be from {least} to {_LARGEST}; got {value!r:.40}")
 
 
 def _write_trace(profiler: profile, path: Path) -> None:

@@ -101,6 +101,16 @@ def _documents(name: str, longest: int | None) -> Documents:
     return Documents(name, longest=longest)
 
 
+def _block_list(rows: Any, block: int) -> BlockList:
+    """With rows in ascending order only, as `to_json` writes them."""
+    made = BlockList(rows, block)
+    given, kept = (rows, made.rows) if made.by_head else ([rows], (made.rows,))
+    if any(tuple(row) != ascending for pair in zip(given, kept, strict=True)
+           for row, ascending in zip(*pair, strict=True)):  # fmt: skip
+        raise ValueError("each row must name its blocks in ascending order")
+    return made
+
+
 def _lengths(name: str, padding: str) -> Lengths:
     return Lengths(name, padding=padding)
 
@@ -116,7 +126,7 @@ _FIELDS: dict[str, tuple[Callable[..., Pattern | Mixture], tuple[str, ...]]] = {
     "blockwise": (Blockwise, ("part", "block")),
     "fixed": (Fixed, ("stride", "summary")),
     "random_blocks": (RandomBlocks, ("num_tokens", "block", "count", "seed", "head")),
-    "block_list": (BlockList, ("rows", "block")),
+    "block_list": (_block_list, ("rows", "block")),
     "neighborhood": (Neighborhood, ("grid", "radius", "rate")),
     "documents": (_documents, ("name", "longest")),
     "lengths": (_lengths, ("name", "padding")),

@@ -19,10 +19,19 @@ def require_values(name: str, tensor: Any) -> Tensor:
     """The tensor itself, if it is a dense one that has values."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"bindings must hold tensors; got {type(tensor).__name__} for {name!r}")
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.device.type == "meta":
-        kind = "nested" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
+    kind = _kind_without_values(tensor)
+    if kind is not None:
         raise ValueError(f"the run-time tensor {name!r} must be a dense one with values; got a tensor that is {kind}")
     return tensor
+
+
+def _kind_without_values(tensor: Tensor) -> str | None:
+    """What the tensor is in place of a dense one with values; None for a dense one."""
+    if tensor.is_nested or tensor.is_quantized:
+        return "nested" if tensor.is_nested else "quantized"
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        return f"{tensor.layout} on {tensor.device}"
+    return None
 
 
 def integers(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -193,3 +193,41 @@ def test_version(capsys) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"flexdilated {flexdilated.__version__}\n"
+
+
+NO_DENSE_TENSORS = {
+    "nested": lambda: torch.nested.nested_tensor(
+        [torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)]
+    ),
+    "sparse": lambda: torch.ones(5, dtype=torch.int64).to_sparse(),
+    "meta": lambda: torch.ones(5, dtype=torch.int64, device="meta"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_DENSE_TENSORS)
+@pytest.mark.parametrize("pattern", ["documents('d')", "lengths('d')", "visible_keys('d')"])
+def test_a_file_of_no_dense_tensor_is_refused(pattern, kind, tmp_path, capsys) -> None:
+    torch.save(NO_DENSE_TENSORS[kind](), tmp_path / "h.pt")
+    assert main(["show", pattern, "--bind", f"d={tmp_path / 'h.pt'}", "--brief", "-n", "5"]) == 2
+    assert "must be a dense one with values" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pattern", ["documents('d')", "lengths('d')"])
+def test_a_small_file_of_too_many_values_is_refused(pattern, tmp_path, capsys) -> None:
+    torch.save(torch.zeros(1, dtype=torch.int64).expand(10**12), tmp_path / "h.pt")
+    assert main(["show", pattern, "--bind", f"d={tmp_path / 'h.pt'}", "--brief", "-n", "5"]) == 2
+    assert "takes at most" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "raises",
+    [
+        "class E(BaseException): pass\nraise E()",
+        "class E(Exception):\n    def __str__(self): raise ValueError('no text')\nraise E()",
+    ],
+)
+def test_a_file_that_raises_anything_is_refused(raises, tmp_path, capsys) -> None:
+    file = tmp_path / "raises.py"
+    file.write_text(raises, encoding="utf-8")
+    assert main(["check", f"{file}:p"]) == 2
+    assert "must run without an error" in capsys.readouterr().err

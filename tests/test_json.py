@@ -63,6 +63,8 @@ def nested(depth: int) -> str:
         ('{"kind":"mixture","parts":[]}', "at least 2"),
         ('{"kind":"or","parts":[{"kind":"mixture","parts":[{"kind":"causal"}]}]}', "set pattern"),
         ('{"kind":"not","part":{"kind":"mixture","parts":[{"kind":"causal"}]}}', "set pattern"),
+        ('{"kind":"block_list","rows":[[1],[],[2,1]],"block":2}', "in ascending order"),
+        ('{"kind":"block_list","rows":[[[1]],[[2,1]]],"block":2}', "in ascending order"),
         (nested(33), "at most 32 levels"),
         (nested(5000), "pattern must"),
     ],

@@ -366,3 +366,35 @@ def test_the_doctor_knows_the_variable(folder, capsys, monkeypatch) -> None:
     assert f"does not parse: FLEXDILATED_PROFILE must name a folder that can be written; got '{folder}'" in (
         capsys.readouterr().out
     )
+
+
+def stored(folder: Path, name: str = "a", **changes) -> Path:
+    """A recording as it is stored, with one operator, and other numbers for these fields of either."""
+    operator = {"name": "aten::mm", "calls": 3, "self_us": 5.0, "total_us": 5.0, "device_us": 0.0, "memory_bytes": 9}
+    operator |= {key: value for key, value in changes.items() if key in operator}
+    data = {"format": "flexdilated profile", "version": 1, "name": name, "seconds": 1.0, "torch": "x", "events": 0}
+    data |= {"trace": None, "operators": [operator]} | {key: changes[key] for key in changes if key not in operator}
+    path = folder / f"{name}{TABLE}"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    return path
+
+
+def test_a_recording_without_operators_is_shown(tmp_path, capsys) -> None:
+    stored(tmp_path, operators=[])
+    assert main(["profile", str(tmp_path)]) == 0
+    assert "0 of 0 operators" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 1e308, -1e308, 2**64])
+@pytest.mark.parametrize("field", ["seconds", "events", "calls", "self_us", "total_us", "device_us", "memory_bytes"])
+def test_numbers_that_no_recording_has_are_refused(field, value, tmp_path, capsys) -> None:
+    stored(tmp_path, **{field: value})
+    assert main(["profile", str(tmp_path), "--json"]) == 2
+    assert "holds no profile of this version" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["seconds", "events", "calls", "self_us", "total_us", "device_us"])
+def test_only_memory_may_be_negative(field, tmp_path) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be from 0"):
+        read_recording(stored(tmp_path, **{field: -1}))
+    assert read_recording(stored(tmp_path, memory_bytes=-5)).operators[0].memory_bytes == -5

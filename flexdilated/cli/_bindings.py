@@ -18,6 +18,7 @@ from ..masks._documents import Documents
 from ..masks._lengths import Lengths
 from ..masks._pattern import Expression, Pattern
 from ..masks._run_time import Given, RunTime, given_tensors, names, run_time_leaves
+from ..masks._run_time_checks import require_values
 from ..masks._visible_keys import VisibleKeys
 from ._sizes import tokens_of
 from ._torch_file import read_torch
@@ -177,6 +178,12 @@ def _from_file(pattern: Expression, name: str, path: Path) -> Value:
 
 def _of_tensor(pattern: Expression, name: str, tensor: Tensor) -> Value:
     """A tensor itself has a value for each position, unless it holds lengths."""
+    try:
+        require_values(name, tensor)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if tensor.numel() > LARGEST:  # an expanded one is a small file
+        raise UsageError(f"--bind {name} takes at most {LARGEST} values; got {tensor.numel()}")
     positions = tensor.shape[-1] if tensor.dim() else 0
     if _kinds(pattern, name) == {Lengths}:
         positions = int(tensor.max()) if tensor.numel() and tensor.dtype in _INTEGERS else 0

@@ -109,7 +109,7 @@ def _operators_table(operators: Sequence[Operator], width: int) -> str:
 def _table(rows: Sequence[Sequence[str]], columns: Sequence[str], width: int) -> str:
     """With names cut to what the other columns leave of the width; tabulate keeps two characters around a heading."""
     others = sum(
-        2 + max(len(columns[index]) + 2, *(len(row[index]) for row in rows)) for index in range(1, len(columns))
+        2 + max([len(columns[index]) + 2, *(len(row[index]) for row in rows)]) for index in range(1, len(columns))
     )
     room = max(_NARROWEST, width - others)
     cut = [(_cut(row[0], room), *row[1:]) for row in rows]

@@ -43,7 +43,16 @@ def _run(file: str) -> dict[str, Any]:
     """What the file has defined at its end. Raises UsageError, with its last line that was reached, where it raises."""
     try:
         return runpy.run_path(file)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the file's own code may raise anything, and what it raises may not print
         lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
         reached = f", line {lines[-1]}" if lines else ""
-        raise UsageError(f"{file} must run without an error{reached}; got {type(error).__name__}: {error}") from error
+        raise UsageError(f"{file} must run without an error{reached}; got {_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
