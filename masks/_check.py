@@ -20,7 +20,7 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGES
         raise ValueError(f"{name} must be at least {minimum}; got {name}={shown(value)}")
     if value > maximum:
         raise ValueError(f"{name} must be at most {maximum}; got {name}={shown(value)}")
-    return value
+    return value  # pyright: ignore[reportReturnType]
 
 
 def require_below(name: str, value: object, stop: int, what: str) -> int:
