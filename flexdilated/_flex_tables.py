@@ -72,9 +72,13 @@ def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
 
 
 def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:
-    """The hidden slots of a step, which has both sides where its rule has run-time tables."""
-    sides = (step.hidden.queries, step.hidden.keys) if step.held else ()
-    return tuple(side for side in sides if side is not None)
+    """The hidden slots of a step whose rule has run-time tables, of queries and of keys: one shape for all values."""
+    lead, device = step.mask.kv_num_blocks.shape[:2], step.mask.kv_num_blocks.device
+    sides = ((step.hidden.queries, step.term.q.num_slots), (step.hidden.keys, step.term.k.num_slots))
+    return tuple(
+        torch.zeros(*lead, slots, dtype=torch.bool, device=device) if side is None else side.expand(*lead, -1)
+        for side, slots in (sides if step.held else ())
+    )
 
 
 def _with_mask(step: FlexStep, named: dict[str, Tensor], hidden: Hidden) -> FlexStep:

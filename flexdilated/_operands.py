@@ -19,7 +19,6 @@ from ._tile_masks import distinct_masks
 from .masks._block_mask import entry_terms
 from .masks._blocks import Blocks, evaluate
 from .masks._rule import Rule
-from .masks._run_time import tables
 from .masks._term import Term
 
 # E batch entries that differ, X heads of a term or 1 for all, Q query slots, K key slots, n blocks, U distinct masks
@@ -103,21 +102,20 @@ def _unseen(
 
 
 def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> Hidden:
-    """The hidden slots of a term from its blocks for each batch entry. All run-time values give one shape."""
+    """The hidden slots of a term from its blocks for each batch entry."""
     found = [
         hidden_slots(rule, listed, *distinct_masks(rule, listed))
         for each, listed in zip(entry_terms(term), blocks, strict=True)
         for rule in [each.table_rule()]
     ]
-    some = bool(tables(term.rule))
     heads = 1 if all(listed.num_tables == 1 for listed in blocks) else len(term.heads)
-    queries = _joined([each.queries for each in found], heads, term.q.num_slots, some)
-    return Hidden(queries, _joined([each.keys for each in found], heads, term.k.num_slots, some))
+    queries = _joined([each.queries for each in found], heads, term.q.num_slots)
+    return Hidden(queries, _joined([each.keys for each in found], heads, term.k.num_slots))
 
 
-def _joined(sides: Sequence[Tensor | None], heads: int, slots: int, always: bool) -> Tensor | None:
+def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | None:
     """One side over all batch entries."""
-    if not always and all(side is None for side in sides):
+    if all(side is None for side in sides):
         return None
     none = torch.zeros(1, heads, slots, dtype=torch.bool)
     return torch.cat([none if side is None else side.expand(1, heads, -1) for side in sides])

@@ -204,6 +204,7 @@ NO_DENSE_TENSORS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", NO_DENSE_TENSORS)
 @pytest.mark.parametrize("pattern", ["documents('d')", "lengths('d')", "visible_keys('d')"])
 def test_a_file_of_no_dense_tensor_is_refused(pattern, kind, tmp_path, capsys) -> None:

@@ -299,7 +299,7 @@ def test_an_accelerator_has_a_column_and_decides(two, capsys) -> None:
 
 
 def test_json(two, capsys) -> None:
-    assert main(["profile", str(two), "--json", "--top", "1"]) == 0
+    assert main(["profile", str(two), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["name"] for each in found["recordings"]] == ["second", "first thing"]
     assert found["recordings"][0]["operators"] == 2
