@@ -177,7 +177,7 @@ class Not(Pattern):
             raise ValueError(f"the complement of a complement is its part: use ~; got {self.part!r}")
         super().__post_init__()
 
-    def inner(self) -> tuple[Pattern, ...]:
+    def direct_parts(self) -> tuple[Pattern, ...]:
         return (self.part,)
 
     def to_data(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Blockwise(Pattern):
         require_int("block", self.block, minimum=1)
         super().__post_init__()
 
-    def inner(self) -> tuple[Pattern, ...]:
+    def direct_parts(self) -> tuple[Pattern, ...]:
         return (self.part,)
 
     def to_data(self) -> dict[str, Any]:

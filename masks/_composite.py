@@ -18,7 +18,7 @@ class Composite(Pattern):
 
     parts: tuple[Pattern, ...]
 
-    def inner(self) -> tuple[Pattern, ...]:
+    def direct_parts(self) -> tuple[Pattern, ...]:
         return self.parts
 
     def period(self) -> int | None:

@@ -48,13 +48,13 @@ class Expression:
         return shortened(self.phrase().text)
 
     def __post_init__(self) -> None:
-        if inner := self.inner():
+        if inner := self.direct_parts():
             object.__setattr__(self, "depth", 1 + max([part.depth for part in inner]))
         if self.depth > DEEPEST:
             raise ValueError(f"a pattern must nest at most {DEEPEST} levels: {_FLATTER}; got one more, {self!r:.80}")
         object.__setattr__(self, "text", self.write())
 
-    def inner(self) -> tuple[Pattern, ...]:
+    def direct_parts(self) -> tuple[Pattern, ...]:
         """The patterns that this one is directly made of."""
         return ()
 
@@ -259,7 +259,7 @@ class Mixture(Expression):
         require_set_patterns("a mixture", self.parts, least=2)
         super().__post_init__()
 
-    def inner(self) -> tuple[Pattern, ...]:
+    def direct_parts(self) -> tuple[Pattern, ...]:
         return self.parts
 
     def to_data(self) -> dict[str, Any]:

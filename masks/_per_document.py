@@ -44,7 +44,7 @@ class PerDocument(Pattern):
             )
         super().__post_init__()
 
-    def inner(self) -> tuple[Pattern, ...]:
+    def direct_parts(self) -> tuple[Pattern, ...]:
         return (self.part, self.spans)
 
     def to_data(self) -> dict[str, Any]:
