@@ -32,6 +32,8 @@ def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
     A copy where x lies otherwise, which happens after `transpose`, `stack(..., -1)`, `expand` and steps over channels,
     or where rows share memory, as those of `unfold` do.
     """
+    if x.is_contiguous() and not x.is_neg():  # the usual case, told soonest
+        return x
     x = x.resolve_neg()
     is_row = x.stride(-1) == 1 or x.shape[-1] == 1
     apart = x.dim() < 2 or x.shape[-2] == 1 or x.stride(-2) >= x.shape[-1]
