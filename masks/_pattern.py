@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 DEEPEST = 32  # levels: all that walks through a pattern, here or in pickle and copy, fits Python's stack
-
-
 _FLATTER = "a chain of one operator, such as a | b | c, is one level"
 
 
@@ -90,7 +88,8 @@ class Expression:
         return self.map_leaves(lambda leaf: leaf.below(positions)) if self.draws else self
 
     @cached_property
-    def draws(self) -> bool:  # something for each position
+    def draws(self) -> bool:
+        """Whether something is drawn for each position."""
         return any(type(leaf).below is not Expression.below for leaf in self.leaves())
 
     @cached_property
@@ -131,7 +130,8 @@ class Expression:
         from ._bound import Bound
         from ._run_time import Extent, given_tensors, num_entries, resolve
 
-        total, rule = head_offset + num_heads if num_heads_global is None else num_heads_global, self
+        total = head_offset + num_heads if num_heads_global is None else num_heads_global
+        rule = self
         if self.varies:
             rule = resolve(self, given_tensors(self), Extent(q_offset + num_queries, k_offset + num_keys))
             batch = num_entries(rule) if batch == 1 else batch
