@@ -32,9 +32,9 @@ def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
     A copy where x lies otherwise, which happens after `transpose`, `stack(..., -1)`, `expand` and steps over channels,
     or where rows share memory, as those of `unfold` do.
     """
-    if x.is_contiguous() and not x.is_neg():  # the usual case, told soonest
-        return x
     x = x.resolve_neg()
+    if x.is_contiguous():  # the usual case, told soonest
+        return x
     is_row = x.stride(-1) == 1 or x.shape[-1] == 1
     apart = x.dim() < 2 or x.shape[-2] == 1 or x.stride(-2) >= x.shape[-1]
     return x if is_row and apart else x.contiguous()
@@ -88,19 +88,22 @@ def hidden_slots(
         seen_q.index_add_(0, row[some], by_row.int())
         seen_k.index_add_(0, column[some], by_column.int())
     heads = list(blocks.heads) if blocks.num_tables > 1 else [0]
-    queries = _unseen(seen_q.unflatten(0, (blocks.num_tables, -1)), blocks.row, blocks.num_q_slots, heads)
-    keys = _unseen(seen_k.unflatten(0, (blocks.num_tables, -1)), blocks.column, blocks.num_k_slots, heads)
+    queries = _unseen(seen_q, row, blocks.num_tables, heads, blocks.num_q_slots)
+    keys = _unseen(seen_k, column, blocks.num_tables, heads, blocks.num_k_slots)
     return Hidden(queries, keys)
 
 
 def _unseen(
-    seen: Int32[Tensor, "T R side"], places: Int32[Tensor, " n"], slots: int, heads: list[int]
+    seen: Int32[Tensor, "R side"], places: Int64[Tensor, " n"], num_tables: int, heads: list[int], slots: int
 ) -> Bool[Tensor, "1 X S"] | None:
-    """Slots in blocks that some table lists, in no pair of a head's table."""
-    listed = torch.zeros(seen.shape[1], 1, dtype=torch.bool)
-    listed[places.long()] = True
-    found = ((seen == 0) & listed).flatten(1)[None, heads, :slots]
-    return found if bool(found.any()) else None
+    """Slots in blocks that some table lists, in no pair of a head's table; None where no table lists such a block."""
+    listed = torch.zeros(len(seen), 1, dtype=torch.bool)
+    listed[places] = True
+    unseen = (seen == 0).unflatten(0, (num_tables, -1))
+    listed = listed.unflatten(0, (num_tables, -1))
+    if not bool((unseen & listed).flatten(1)[:, :slots].any()):
+        return None
+    return (unseen & listed.any(0)).flatten(1)[None, heads, :slots]
 
 
 def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> Hidden:

@@ -75,12 +75,9 @@ def _one_by_one(module: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _in_chunks(module: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same with chunks of queries that are too many to go without a plan."""
+    """The same over all keys, with chunks of queries that are too many to go without a plan."""
     chunk = MOST_ROWS + 1
-    steps = [
-        fd.attend(q[:, :, n : n + chunk], k[:, :, : n + chunk], v[:, :, : n + chunk], MIXTURE, q_offset=n)
-        for n in range(0, q.shape[2], chunk)
-    ]
+    steps = [fd.attend(q[:, :, n : n + chunk], k, v, MIXTURE, q_offset=n) for n in range(0, q.shape[2], chunk)]
     return torch.cat(steps, dim=2)
 
 
@@ -256,7 +253,7 @@ IN_ENGINES = (
         _heads_apart, "check_attention_module: agreement", "out is wrong",
     ),
     Bug(
-        "plans kept without the query offset", f"{MASKS}._cache:Cache.get", _without(q_offset=0, num_keys=0),
+        "plans kept without the query offset", f"{MASKS}._cache:Cache.get", _without(q_offset=0),
         decoded(MIXTURE, _in_chunks, lengths=[3 * (MOST_ROWS + 1)]), "check_attention_module: decoding", "out is wrong",
     ),
     Bug(

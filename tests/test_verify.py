@@ -160,7 +160,7 @@ def test_json(only, capsys) -> None:
 
 def test_json_without_verify_is_bad_usage(capsys) -> None:
     assert main(["doctor", "--json"]) == 2
-    assert "--json is of doctor --verify; got it alone" in capsys.readouterr().err
+    assert "--json needs --verify; got it without" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of the process")
