@@ -96,14 +96,14 @@ class And(_Combination):
 
         return reduce(intersect, self._counts(box, num_heads))
 
-    def row(self, query: int, stop: int) -> Ranges | None:
-        keys: Ranges | None = (range(stop),)
+    def row(self, query: int, keys: range) -> Ranges | None:
+        common: Ranges | None = as_ranges(keys)
         for part in self.parts:
-            seen = part.row(query, stop)
+            seen = part.row(query, keys)
             if seen == ():
                 return ()
-            keys = None if keys is None or seen is None else intersect_all(keys, seen)
-        return keys
+            common = None if common is None or seen is None else intersect_all(common, seen)
+        return common
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ class Or(_Combination):
 
         return reduce(unite, self._counts(box, num_heads))
 
-    def row(self, query: int, stop: int) -> Ranges | None:
-        rows = [part.row(query, stop) for part in self.parts]
-        return None if None in rows else unite(tuple(keys for row in rows for keys in row or ()))
+    def row(self, query: int, keys: range) -> Ranges | None:
+        rows = [part.row(query, keys) for part in self.parts]
+        return None if None in rows else unite(tuple(each for row in rows for each in row or ()))
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class Every(Pattern):
     def period(self) -> int:
         return 1
 
-    def row(self, query: int, stop: int) -> Ranges:
-        return as_ranges(range(stop))
+    def row(self, query: int, keys: range) -> Ranges:
+        return as_ranges(keys)
 
 
 @dataclass(frozen=True)

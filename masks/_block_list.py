@@ -93,8 +93,8 @@ class BlockList(Pattern):
     def squares(self, head: int, num_heads: int) -> Squares:
         return _table(self).squares(int(self._tables_of_heads(num_heads)[head]))
 
-    def row(self, query: int, stop: int) -> Ranges:
-        return _table(self).row(0, query, stop)
+    def row(self, query: int, keys: range) -> Ranges:
+        return _table(self).row(0, query, keys)
 
     def _tables_of_heads(self, num_heads: int) -> Tensor:
         return torch.arange(num_heads) if self.by_head else torch.zeros(num_heads, dtype=torch.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ._box import Bounds, Box, Progression, Squares, clip
 from ._pattern import MaskMod
-from ._ranges import Ranges, within
+from ._ranges import Ranges, among, within
 
 # T tables, R rows of query blocks, W entries of the longest row, rounded up to a power of two
 
@@ -63,15 +64,11 @@ class BlockTable:
         entries = self.entries[table, row].tolist() if row < self.entries.shape[1] else []
         return [block for block in entries if block < NOTHING]
 
-    def row(self, table: int, query: int, stop: int) -> Ranges:
-        """The keys below `stop` that one query sees, adjacent blocks as one run."""
+    def row(self, table: int, query: int, keys: range) -> Ranges:
+        """Which of a run of keys one query sees, adjacent blocks as one run."""
         if query >= self.limit:
             return ()
-        seen = set(self.listed(table, query // self.block))
-        firsts = sorted(block for block in seen if block - 1 not in seen)
-        lasts = sorted(block for block in seen if block + 1 not in seen)
-        runs = (range(a * self.block, (b + 1) * self.block) for a, b in zip(firsts, lasts, strict=True))
-        return tuple(keys for run in runs if (keys := within(run, 0, min(stop, self.limit))))
+        return keys_of_blocks(self.listed(table, query // self.block), self.block, within(keys, 0, self.limit))
 
     def _count_entries(self, box: Box, rows: Tensor) -> Tensor:
         """Row by row and entry by entry."""
@@ -112,6 +109,14 @@ class BlockTable:
             cells = torch.bincount((row + entries // cell)[kept], minlength=height * width)
             table[1:, 1:] = cells.view(height, width).cumsum(0).cumsum(1)
         return cell, sums
+
+
+def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
+    """Which of a run of keys lie in these blocks, adjacent ones as one run."""
+    seen = set(blocks)
+    firsts = sorted(number for number in seen if number - 1 not in seen)
+    lasts = sorted(number for number in seen if number + 1 not in seen)
+    return among((range(a * block, (b + 1) * block) for a, b in zip(firsts, lasts, strict=True)), keys)
 
 
 def padded(entries: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ._box import Bounds, Box, Counts, Progression
 from ._check import LARGEST, require_int
 from ._pattern import MaskMod, Pattern
-from ._ranges import Ranges, within
+from ._ranges import Ranges, among
 from ._reason import Pair, Reason
 from ._run_time import run_time_leaves
 from ._spelling import Phrase, call
@@ -63,12 +63,9 @@ class Blockwise(Pattern):
     def confined(self) -> bool:
         return self.part.confined()
 
-    def row(self, query: int, stop: int) -> Ranges | None:
-        blocks = self.part.row(query // self.block, -(-stop // self.block))
-        if blocks is None:
-            return None
-        runs = [run for each in blocks for run in ([each] if each.step == 1 else map(_alone, each))]
-        return tuple(within(range(run.start * self.block, run.stop * self.block), 0, stop) for run in runs)
+    def row(self, query: int, keys: range) -> Ranges | None:
+        blocks = self.part.row(query // self.block, range(keys.start // self.block, -(-keys.stop // self.block)))
+        return None if blocks is None else among((each for run in blocks for each in _tokens(run, self.block)), keys)
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         inner = self.part.mask_mod(num_heads=num_heads, device=device)
@@ -150,8 +147,13 @@ def _span(terms: Progression, block: int) -> Progression:
     return Progression(first, 1, terms.last // block - first + 1)
 
 
-def _alone(block: int) -> range:
-    return range(block, block + 1)
+def _tokens(blocks: range, block: int) -> list[range]:
+    """The tokens of these blocks, in as few ranges as there may be."""
+    if blocks.step == 1:
+        return [range(blocks.start * block, blocks.stop * block)]
+    if len(blocks) <= block:
+        return [range(each * block, (each + 1) * block) for each in blocks]
+    return [range(blocks.start * block + at, blocks.stop * block, blocks.step * block) for at in range(block)]
 
 
 def _by_block(inner: MaskMod, block: Tensor) -> MaskMod:

@@ -30,8 +30,8 @@ class Causal(Pattern):
     def period(self) -> int:
         return 1
 
-    def row(self, query: int, stop: int) -> Ranges:
-        return as_ranges(range(min(query + 1, stop)))
+    def row(self, query: int, keys: range) -> Ranges:
+        return as_ranges(range(keys.start, min(query + 1, keys.stop)))
 
 
 def causal() -> Pattern:

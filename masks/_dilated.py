@@ -9,7 +9,7 @@ from torch import Tensor
 from ._box import Bounds, Box, Counts, Progression, clip, count_residue
 from ._check import require_choice, require_int
 from ._pattern import MaskMod, Pattern
-from ._ranges import Ranges, as_ranges
+from ._ranges import Ranges, among
 from ._reason import Pair, Reason, span
 from ._spelling import Phrase, call
 
@@ -65,13 +65,13 @@ class Dilated(Pattern):
     def rates(self) -> tuple[int, ...]:
         return (self.rate,)
 
-    def row(self, query: int, stop: int) -> Ranges:
+    def row(self, query: int, keys: range) -> Ranges:
         assert isinstance(self.offset, int), "a rule for one head has its offset resolved"
         place = query % self.segment
         if place % self.rate != self.offset:
             return ()
         start = query - place
-        return as_ranges(range(start + self.offset, min(start + self.segment, stop), self.rate))
+        return among([range(start + self.offset, start + self.segment, self.rate)], keys)
 
     def spacing(self) -> int:
         return self.rate

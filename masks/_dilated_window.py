@@ -11,7 +11,7 @@ from ._check import require_int
 from ._distances import count_multiples
 from ._local_window import LocalWindow
 from ._pattern import MaskMod, Pattern
-from ._ranges import Ranges, as_ranges
+from ._ranges import Ranges, among
 from ._reason import Pair, Reason
 from ._strided import Strided
 
@@ -60,9 +60,9 @@ class DilatedWindow(Pattern):
     def spacing(self) -> int:
         return self.rate
 
-    def row(self, query: int, stop: int) -> Ranges:
+    def row(self, query: int, keys: range) -> Ranges:
         before = min(self.left, query // self.rate)
-        return as_ranges(range(query - before * self.rate, min(query + self.right * self.rate + 1, stop), self.rate))
+        return among([range(query - before * self.rate, query + self.right * self.rate + 1, self.rate)], keys)
 
     def _reach(self) -> tuple[int, int]:
         """The least and the greatest distance from query to key, in tokens."""

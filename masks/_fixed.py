@@ -9,7 +9,7 @@ from torch import Tensor
 from ._box import Bounds, Box, Counts
 from ._check import require_int
 from ._pattern import MaskMod, Pattern
-from ._ranges import Ranges
+from ._ranges import Ranges, among
 from ._reason import Pair, Reason, span
 from ._spelling import Phrase, call
 
@@ -57,13 +57,13 @@ class Fixed(Pattern):
         # In residue-major order of this rate the summaries of all blocks stand side by side.
         return (self.stride,)
 
-    def row(self, query: int, stop: int) -> Ranges:
-        first, blocks = self.stride - self.summary, range(0, stop, self.stride)
+    def row(self, query: int, keys: range) -> Ranges:
+        first, blocks = self.stride - self.summary, range(keys.start // self.stride * self.stride, keys.stop, self.stride)
         if self.summary <= len(blocks):  # as few ranges as there may be
-            ranges = [range(start, stop, self.stride) for start in range(first, self.stride)]
+            ranges = [range(blocks.start + at, keys.stop, self.stride) for at in range(first, self.stride)]
         else:
-            ranges = [range(block + first, min(block + self.stride, stop)) for block in blocks]
-        return tuple(keys for keys in ranges if keys)
+            ranges = [range(block + first, block + self.stride) for block in blocks]
+        return among(ranges, keys)
 
 
 def fixed(stride: int, *, summary: int = 1) -> Pattern:

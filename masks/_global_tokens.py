@@ -59,10 +59,10 @@ class GlobalTokens(Pattern):
             text = f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} not among {first}"
         return Reason(self, sees or is_seen, text)
 
-    def row(self, query: int, stop: int) -> Ranges:
+    def row(self, query: int, keys: range) -> Ranges:
         if self.rows and query < self.tokens:
-            return as_ranges(range(stop))
-        return as_ranges(range(min(self.tokens, stop))) if self.columns else ()
+            return as_ranges(keys)
+        return as_ranges(range(keys.start, min(self.tokens, keys.stop))) if self.columns else ()
 
     def _below(self, progression: Progression) -> Tensor:
         begin = torch.zeros_like(progression.first)

@@ -10,7 +10,7 @@ from ._box import Bounds, Box, Counts, Progression, count_residue
 from ._check import require_int
 from ._global_tokens import check_sides
 from ._pattern import MaskMod, Pattern
-from ._ranges import Ranges, as_ranges
+from ._ranges import Ranges, among, as_ranges
 from ._reason import Pair, Reason
 from ._spelling import Phrase, call
 
@@ -48,10 +48,10 @@ class LandmarkTokens(Pattern):
         where = [f"{name} is {f'{past} past ' if past else ''}a multiple of {self.stride}" for name, past in places]
         return Reason(self, any(past == 0 for _, past in places), " and ".join(where))
 
-    def row(self, query: int, stop: int) -> Ranges:
+    def row(self, query: int, keys: range) -> Ranges:
         if self.rows and query % self.stride == 0:
-            return as_ranges(range(stop))
-        return as_ranges(range(0, stop, self.stride)) if self.columns else ()
+            return as_ranges(keys)
+        return among([range(0, keys.stop, self.stride)], keys) if self.columns else ()
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         stride = torch.tensor(self.stride, device=device)

@@ -42,8 +42,8 @@ class LocalWindow(Pattern):
     def period(self) -> int:
         return 1
 
-    def row(self, query: int, stop: int) -> Ranges:
-        return as_ranges(range(max(0, query - self.left), min(query + self.right + 1, stop)))
+    def row(self, query: int, keys: range) -> Ranges:
+        return as_ranges(range(max(keys.start, query - self.left), min(query + self.right + 1, keys.stop)))
 
 
 def local_window(*, left: int, right: int) -> Pattern:

@@ -76,7 +76,7 @@ def _one_sided(factor: Pattern, rest: Asked) -> Parts | None:
     if isinstance(factor, KeySet):
         return [(rest, partial(_visible, factor))]
     if isinstance(factor, Fixed):
-        shown = factor.row(0, rest.keys.stop)
+        shown = factor.row(0, range(rest.keys.start, rest.keys.stop))
         return _same([rest.to_keys(keys) for keys in shown]) if len(shown) <= _MOST_SEGMENTS else None
     if isinstance(factor, GlobalTokens | LandmarkTokens) and factor.rows != factor.columns:
         chosen = _chosen(factor)

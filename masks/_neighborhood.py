@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from math import gcd, prod
-from operator import mul
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ._check import LARGEST, require_int
 from ._grid import Rectangle, fits, hull, rectangles, select
 from ._grid_window import count_window
 from ._pattern import MaskMod, Pattern
-from ._ranges import Ranges, within
+from ._ranges import Ranges, among, within
 from ._reason import Pair, Reason, listing, span
 
 _SEQUENCES = (list, tuple)
@@ -73,14 +72,19 @@ class Neighborhood(Pattern):
     def spacing(self) -> int:
         return gcd(*(rate * stride for rate, stride in zip(self.rate, self._strides, strict=True)))
 
-    def row(self, query: int, stop: int) -> Ranges:
-        if query >= prod(self.grid):
+    def row(self, query: int, keys: range) -> Ranges:
+        if query >= prod(self.grid) or not keys:
             return ()
         places = zip(self._coordinates(query), self.axes, strict=True)
         *outer, inner = (window_along(place, *axis) for place, axis in places)
-        starts = (sum(map(mul, place, self._strides[:-1])) for place in product(*outer))
-        runs = (within(range(start + inner.start, start + inner.stop, inner.step), 0, stop) for start in starts)
-        return tuple(run for run in runs if run)
+        starts = [0]
+        for places, stride in zip(outer, self._strides, strict=False):  # of the rows that hold any of the keys
+            starts = [
+                start + place * stride
+                for start in starts
+                for place in within(places, (keys.start - start) // stride, (keys.stop - 1 - start) // stride + 1)
+            ]
+        return among((range(start + inner.start, start + inner.stop, inner.step) for start in starts), keys)
 
     def reason(self, pair: Pair) -> Reason:
         tokens = prod(self.grid)

@@ -198,8 +198,11 @@ class Pattern(Expression):
         """A number that divides the distance of every allowed pair; 1 where no more is known."""
         return 1
 
-    def row(self, query: int, stop: int) -> Ranges | None:
-        """The keys below `stop` that one query sees, of a rule for one head; None where that has no closed form."""
+    def row(self, query: int, keys: range) -> Ranges | None:
+        """Which of a run of keys one query sees, of a rule for one head; None where that has no closed form.
+
+        No more ranges than there are keys, and work that these bound, wherever they lie.
+        """
         return None
 
     def squares(self, head: int, num_heads: int) -> Squares | None:

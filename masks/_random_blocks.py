@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._block_table import BlockTable, padded
+from ._block_table import BlockTable, keys_of_blocks, padded
 from ._box import Bounds, Box, Squares
 from ._check import require_int
 from ._pattern import MaskMod, Pattern
-from ._ranges import Ranges
+from ._ranges import Ranges, within
 from ._reason import Pair, Reason, listing
 from ._spelling import Phrase, call
 
 _TABLES_KEPT = 8
+_ROWS_KEPT = 64  # of the heads of a decoding step
 _LARGEST_SEED = 2**63 - 1
 _MOST_DRAWN = 1 << 25  # blocks in one table: a quarter of a gigabyte, in seconds
 _DRAWN_AHEAD = 1 << 20  # blocks drawn at least, where it is not known how many positions there are
@@ -94,8 +95,7 @@ class RandomBlocks(Pattern):
             return Reason(self, False, f"{' and '.join(beyond)} {verb} beyond the {self.num_tokens} tokens of the draw")
         head = pair.head if self.head is None else self.head
         row, column = pair.query // self.block, pair.key // self.block
-        table = _draw(self.num_blocks, self.drawn, self.seed, range(head, head + 1), range(row, row + 1))
-        drawn = table.flatten().tolist()
+        drawn = _row(self.num_blocks, self.drawn, self.seed, head, row).tolist()
         text = f"{pair.the_query} is in block {row}, which drew key blocks {listing(drawn)} for head {head}"
         return Reason(self, column in drawn, f"{text}; {pair.the_key} is in block {column}")
 
@@ -105,20 +105,26 @@ class RandomBlocks(Pattern):
 
     def _table(self, num_heads: int, rows: int) -> BlockTable:
         heads = range(num_heads) if self.head is None else range(self.head, self.head + 1)
-        if len(heads) * rows * self.drawn > _MOST_DRAWN:
+        self._require_few(len(heads), rows)
+        return _table(self.num_tokens, self.block, self.drawn, self.seed, heads, rows)
+
+    def _require_few(self, heads: int, rows: int) -> None:
+        if heads * rows * self.drawn > _MOST_DRAWN:
             raise ValueError(
                 f"random_blocks draws count blocks for each head and each block of queries, {_MOST_DRAWN} in all at "
-                f"most; got count={self.drawn} for {len(heads)} heads and {rows} blocks: draw fewer, or larger blocks"
+                f"most; got count={self.drawn} for {heads} heads and {rows} blocks: draw fewer, or larger blocks"
             )
-        return _table(self.num_tokens, self.block, self.drawn, self.seed, heads, rows)
 
     def squares(self, head: int, num_heads: int) -> Squares:
         return self._table(num_heads, self._rows()).squares(int(self._tables_of_heads(num_heads)[head]))
 
-    def row(self, query: int, stop: int) -> Ranges:
-        # For one query after the other: a table twice as large where the last one ends.
-        rows = min(self.num_blocks, _power_of_two(query // self.block + 1))
-        return self._table(1, rows).row(0, query, stop)
+    def row(self, query: int, keys: range) -> Ranges:
+        if query >= self.num_tokens:
+            return ()
+        assert self.head is not None, "a rule for one head has its head resolved"
+        self._require_few(1, 1)
+        drawn = _row(self.num_blocks, self.drawn, self.seed, self.head, query // self.block)
+        return keys_of_blocks(drawn.tolist(), self.block, within(keys, 0, self.num_tokens))
 
     def _tables_of_heads(self, num_heads: int) -> Tensor:
         return torch.arange(num_heads) if self.head is None else torch.zeros(num_heads, dtype=torch.int64)
@@ -147,6 +153,11 @@ def random_blocks(
 @lru_cache(maxsize=_TABLES_KEPT)
 def _table(num_tokens: int, block: int, drawn: int, seed: int, heads: range, rows: int) -> BlockTable:
     return BlockTable(padded(_draw(-(-num_tokens // block), drawn, seed, heads, range(rows))), block, num_tokens)
+
+
+@lru_cache(maxsize=_ROWS_KEPT)
+def _row(num_blocks: int, drawn: int, seed: int, head: int, row: int) -> Tensor:
+    return _draw(num_blocks, drawn, seed, range(head, head + 1), range(row, row + 1)).flatten()
 
 
 def _draw(num_blocks: int, drawn: int, seed: int, heads: range, rows: range) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import gcd
 
 Ranges = tuple[range, ...]  # of steps above 0, none of them empty, no two with a position in common
@@ -32,6 +33,11 @@ def intersect(left: range, right: range) -> range:
     index = (right.start - left.start) // divisor * pow(left.step // divisor, -1, cycle) % cycle
     both = range(left.start + left.step * index, min(left.stop, right.stop), left.step * cycle)
     return within(both, right.start, both.stop)
+
+
+def among(listed: Iterable[range], keys: range) -> Ranges:
+    """The positions of ranges without overlap that are also among `keys`."""
+    return tuple(both for each in listed if (both := intersect(each, keys)))
 
 
 def intersect_all(left: Ranges, right: Ranges) -> Ranges:

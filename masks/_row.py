@@ -15,7 +15,7 @@ from ._asked import Asked
 from ._needs import keys_of_any
 from ._pattern import Pattern
 from ._range_union import union_of
-from ._ranges import Ranges, intersect, within
+from ._ranges import Ranges, intersect
 
 # N rows, n keys
 
@@ -48,8 +48,8 @@ class RowSource:
 
     def seen(self, queries: range, keys: range) -> Seen | None:
         """Which of these keys some of a few queries see; None if there is none. Both are runs of positions."""
-        found = [self.rule.row(query, keys.stop) for query in queries]
-        listed = [_from(keys.start, row) for row in found if row is not None]
+        found = [self.rule.row(query, keys) for query in queries]
+        listed = [row for row in found if row is not None]
         return self._among(queries, listed) if len(listed) == len(found) else self._searched(queries, keys)
 
     def _among(self, queries: range, listed: Sequence[Ranges]) -> Seen | None:
@@ -92,10 +92,6 @@ def positions(ranges: Sequence[range]) -> Int64[Tensor, " n"]:
     """One range after the other."""
     parts = [torch.arange(each.start, each.stop, each.step) for each in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _from(start: int, row: Ranges) -> Ranges:
-    return tuple(keys for each in row if (keys := within(each, start, each.stop))) if start else row
 
 
 def _hull(indices: Sequence[int]) -> range:

@@ -10,7 +10,7 @@ from ._box import Bounds, Box
 from ._check import require_int
 from ._distances import count_multiples
 from ._pattern import MaskMod, Pattern
-from ._ranges import Ranges, as_ranges
+from ._ranges import Ranges, among
 from ._reason import Pair, Reason
 
 
@@ -44,8 +44,8 @@ class Strided(Pattern):
     def rates(self) -> tuple[int, ...]:
         return (self.stride,)
 
-    def row(self, query: int, stop: int) -> Ranges:
-        return as_ranges(range(query % self.stride, stop, self.stride))
+    def row(self, query: int, keys: range) -> Ranges:
+        return among([range(query % self.stride, keys.stop, self.stride)], keys)
 
     def spacing(self) -> int:
         return self.stride

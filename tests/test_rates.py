@@ -262,7 +262,7 @@ def test_draws_are_of_the_tokens_that_there_are(num_tokens, block, drawn, N):
         made = _rows_drawn(patch)
         position = torch.arange(N)
         table = bound.mask_mod()(torch.tensor(0), torch.tensor(0), position[:, None], position)
-        rows = [pattern.row(query, N) for query in range(N)]
+        rows = [pattern.for_head(0, 1).row(query, range(N)) for query in range(N)]
         counted = int(count_cells(pattern, N, shape=(1, 1)).low.sum())
         masks.block_mask(pattern, N, num_heads=1, block_size=16)
         (pattern & masks.causal()).bind(num_heads=1, num_queries=N, num_keys=N).count(
