@@ -43,6 +43,7 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
             _library.impl(op._opoverload._opname, checked, "Autograd", with_keyset=True, allow_override=True)
         op.register_vmap(refuse_vmap)
+        _library.impl(op._opoverload._opname, refuse_vmap, "Batched")  # as autograd maps, not torch.func
         return op
 
     return make

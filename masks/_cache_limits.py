@@ -9,6 +9,7 @@ BYTES_VARIABLE, ENTRIES_VARIABLE = "FLEXDILATED_CACHE_BYTES", "FLEXDILATED_CACHE
 DEFAULT_BYTES = 1 << 30
 # What Python adds to an entry is not counted in bytes: some kB, so this bounds it to about a hundred MB.
 DEFAULT_ENTRIES = 1 << 14
+_MOST_DIGITS = 18  # more than any machine has bytes
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,6 @@ def _require(name: str, value: object, unit: str) -> None:
 
 def _read(variable: str, unit: str, default: int) -> int:
     text = os.environ.get(variable, str(default))
-    if not text.isascii() or not text.isdigit():
-        raise ValueError(f"{variable} must be a whole number of {unit}, such as {default}; got {text!r}")
+    if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS:
+        raise ValueError(f"{variable} must be a whole number of {unit}, such as {default}; got {text!r:.40}")
     return int(text)

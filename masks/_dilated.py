@@ -1,7 +1,7 @@
 """Dilated segments: every rate-th token of a segment attends within its segment."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from ._pattern import MaskMod, Pattern
 from ._ranges import Ranges, among
 from ._reason import Pair, Reason, span
 from ._spelling import Phrase, call
+
+_Heads = TypeVar("_Heads", int, Tensor)
 
 OFFSET_RULES = ("interleaved", "contiguous")
 # A box over more segments than this is bounded by its area: the builder splits it anyway.
@@ -45,8 +47,8 @@ class Dilated(Pattern):
     def phrase(self) -> Phrase:
         return call("dilated", self.segment, self.rate, **({"offset": self.offset} if self.offset else {}))
 
-    def offset_of(self, head: int, num_heads: int) -> int:
-        """The offset of one global head."""
+    def offset_of(self, head: _Heads, num_heads: int) -> _Heads | int:
+        """The offset of a global head, or of each of a tensor of them."""
         if isinstance(self.offset, int):
             return self.offset
         if self.offset == "interleaved":
@@ -80,14 +82,14 @@ class Dilated(Pattern):
         segment = torch.tensor(self.segment, device=device)
         if self.rate == 1:
             return _same_segment(segment)
-        offsets = self._offsets(num_heads).to(device)
+        offsets = self._offsets(torch.arange(num_heads), num_heads).to(device)
         return _active_in_segment(segment, torch.tensor(self.rate, device=device), offsets)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         (q_first, q_last), (k_first, k_last) = self._segments(box.q), self._segments(box.k)
         start, stop = torch.maximum(q_first, k_first), torch.minimum(q_last, k_last) + 1
         spanned = (stop - start).clamp(min=0)
-        offsets = self._offsets(num_heads)[box.head]
+        offsets = self._offsets(box.head, num_heads)
         if torch.equal(q_first, q_last) and torch.equal(k_first, k_last):
             # The common case deep in the quadtree: no box crosses a segment border.
             begin = start * self.segment + offsets
@@ -130,8 +132,8 @@ class Dilated(Pattern):
     def _segments(self, progression: Progression) -> tuple[Counts, Counts]:
         return progression.first // self.segment, progression.last // self.segment
 
-    def _offsets(self, num_heads: int) -> Tensor:
-        return torch.tensor([self.offset_of(head, num_heads) for head in range(num_heads)])
+    def _offsets(self, heads: Tensor, num_heads: int) -> Tensor:
+        return torch.zeros_like(heads) + self.offset_of(heads, num_heads)
 
 
 def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:

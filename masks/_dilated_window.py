@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._box import Bounds, Box
-from ._check import require_int
+from ._check import LARGEST, require_int
 from ._distances import count_multiples
 from ._local_window import LocalWindow
 from ._pattern import MaskMod, Pattern
@@ -41,7 +41,9 @@ class DilatedWindow(Pattern):
         least, most = self._reach()
         if box.q.step == box.k.step:
             return count_multiples(box, self.rate, reach=(least, most))
-        return (Strided(self.rate) & LocalWindow(-least, most)).count(box, num_heads=num_heads)
+        return (Strided(self.rate) & LocalWindow(*(min(end, LARGEST) for end in (-least, most)))).count(
+            box, num_heads=num_heads
+        )
 
     def reason(self, pair: Pair) -> Reason:
         steps, left_over = divmod(abs(pair.key - pair.query), self.rate)

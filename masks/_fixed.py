@@ -58,7 +58,8 @@ class Fixed(Pattern):
         return (self.stride,)
 
     def row(self, query: int, keys: range) -> Ranges:
-        first, blocks = self.stride - self.summary, range(keys.start // self.stride * self.stride, keys.stop, self.stride)
+        first = self.stride - self.summary
+        blocks = range(keys.start // self.stride * self.stride, keys.stop, self.stride)
         if self.summary <= len(blocks):  # as few ranges as there may be
             ranges = [range(blocks.start + at, keys.stop, self.stride) for at in range(first, self.stride)]
         else:

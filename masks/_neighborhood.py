@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ._algebra import both
 from ._box import Bounds, Box
+from ._box_parts import Owned, look_at_pairs
 from ._check import LARGEST, require_int
 from ._grid import Rectangle, fits, hull, rectangles, select
 from ._grid_window import count_window
@@ -22,6 +23,8 @@ from ._ranges import Ranges, among, within
 from ._reason import Pair, Reason, listing, span
 
 _SEQUENCES = (list, tuple)
+_FEW_PAIRS = 1 << 16  # so many are looked at one by one sooner than counted
+_MOST_RUNS = 1 << 10  # of a window that is listed run by run
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Neighborhood(Pattern):
     def spacing(self) -> int:
         return gcd(*(rate * stride for rate, stride in zip(self.rate, self._strides, strict=True)))
 
-    def row(self, query: int, keys: range) -> Ranges:
+    def row(self, query: int, keys: range) -> Ranges | None:
         if query >= prod(self.grid) or not keys:
             return ()
         places = zip(self._coordinates(query), self.axes, strict=True)
@@ -84,6 +87,8 @@ class Neighborhood(Pattern):
                 for start in starts
                 for place in within(places, (keys.start - start) // stride, (keys.stop - 1 - start) // stride + 1)
             ]
+            if len(starts) > _MOST_RUNS:
+                return None
         return among((range(start + inner.start, start + inner.stop, inner.step) for start in starts), keys)
 
     def reason(self, pair: Pair) -> Reason:
@@ -124,6 +129,10 @@ class Neighborhood(Pattern):
         return reduce(both, windows, _inside(torch.tensor(prod(self.grid), device=device)))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
+        if len(box.head) and len(box.head) * int(box.q.count.max()) * int(box.k.count.max()) <= _FEW_PAIRS:
+            pairs = torch.zeros_like(box.area)
+            look_at_pairs(self, Owned(torch.arange(len(pairs)), box), pairs)
+            return Bounds(pairs, pairs)
         even = fits(box.q.step, self.grid) and fits(box.k.step, self.grid)
         q, k = (box.q, box.k) if even else (hull(box.q), hull(box.k))
         low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)

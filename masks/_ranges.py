@@ -7,6 +7,8 @@ from math import gcd
 
 Ranges = tuple[range, ...]  # of steps above 0, none of them empty, no two with a position in common
 
+_MOST_MEETINGS = 1 << 14  # of one range with another: milliseconds
+
 
 def as_ranges(keys: range) -> Ranges:
     """One range as a set of positions, which has no empty ranges."""
@@ -40,13 +42,17 @@ def among(listed: Iterable[range], keys: range) -> Ranges:
     return tuple(both for each in listed if (both := intersect(each, keys)))
 
 
-def intersect_all(left: Ranges, right: Ranges) -> Ranges:
-    """The positions of both sets."""
+def intersect_all(left: Ranges, right: Ranges) -> Ranges | None:
+    """The positions of both sets; None where too many ranges meet."""
+    if len(left) * len(right) > _MOST_MEETINGS:
+        return None
     return tuple(both for a in left for b in right if (both := intersect(a, b)))
 
 
 def unite(ranges: Ranges) -> Ranges | None:
-    """The positions of any of these ranges, each once; None if that takes more than cutting runs out of ranges."""
+    """The positions of any of these ranges, each once; None where too many meet, or runs do not suffice."""
+    if len(ranges) ** 2 > _MOST_MEETINGS:
+        return None
     joined: list[range] = []
     for keys in sorted(ranges, key=lambda keys: keys.step):  # runs first: they can be cut out of what follows
         rest = [keys]

@@ -48,9 +48,13 @@ class RowSource:
 
     def seen(self, queries: range, keys: range) -> Seen | None:
         """Which of these keys some of a few queries see; None if there is none. Both are runs of positions."""
-        found = [self.rule.row(query, keys) for query in queries]
-        listed = [row for row in found if row is not None]
-        return self._among(queries, listed) if len(listed) == len(found) else self._searched(queries, keys)
+        listed: list[Ranges] = []
+        for query in queries:
+            row = self.rule.row(query, keys)
+            if row is None:
+                return self._searched(queries, keys)
+            listed.append(row)
+        return self._among(queries, listed)
 
     def _among(self, queries: range, listed: Sequence[Ranges]) -> Seen | None:
         """Each query sees the keys that are listed for it."""

@@ -130,11 +130,11 @@ class Table(Pattern):
 
     @property
     def only_row(self) -> Shaped[Tensor, " L"]:
-        """The only row. Raises ValueError where batch entries have rows of their own."""
-        if len(self.rows) != 1:
+        """The row of all batch entries. Raises ValueError where they differ."""
+        if len(self.rows) != 1 and not bool((self.rows == self.rows[:1]).all()):
             raise ValueError(
                 "bounds and block counts are those of one batch entry: give the run-time tensor of that one, such as "
-                f"ids[0], or take bound.entry(0); got {len(self.rows)} rows"
+                f"ids[0], or take bound.entry(0); got {len(self.rows)} rows that differ"
             )
         return self.rows[0]
 

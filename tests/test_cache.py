@@ -213,7 +213,7 @@ VARIABLES = {
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
-@pytest.mark.parametrize("text", ["", "1GB", "-5", "1.5", "٣", " 7"])
+@pytest.mark.parametrize("text", ["", "1GB", "-5", "1.5", "٣", " 7", "9" * 5000])
 def test_an_environment_variable_that_does_not_parse(monkeypatch, variable, text):
     read, unit, _ = VARIABLES[variable]
     monkeypatch.setenv(variable, text)

@@ -113,3 +113,17 @@ def test_what_a_link_names_is_written_and_the_link_stays(tmp_path) -> None:
         assert os.readlink(link) == target
     assert "<html" in (tmp_path / "real").read_text(encoding="utf-8")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["device.html", "page.html", "real"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "causal()", "-n", "16", "--ranks", "2", "--picture", "a\0.png"],
+        ["show", "causal()", "-n", "16", "--html", "a\0.html"],
+        ["show", "causal()", "-n", "16", "--plot", "a\0.png"],
+        ["demo", "--steps", "0", "--out", "a\0"],
+    ],
+)
+def test_a_path_that_no_file_can_have_is_a_usage_error(command, capsys) -> None:
+    assert main(command) == 2
+    assert "that can be written; 'a\\x00" in capsys.readouterr().err

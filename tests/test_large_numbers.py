@@ -6,6 +6,7 @@ import torch
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks import _grid_window
+from flexdilated.masks._box import Box, Progression
 from flexdilated.masks._check import LARGEST, require_finite, require_int
 from flexdilated.testing import check_pattern
 
@@ -89,6 +90,21 @@ def test_bounds_by_distance_are_sound(grid, radius, rate, monkeypatch):
 def test_a_row_of_large_numbers_is_short_work():
     assert masks.fixed(LARGEST, summary=LARGEST).row(39, range(40)) == (range(40),)
     assert masks.fixed(2**30, summary=2**29).row(39, range(40)) == ()
+
+
+def test_steps_of_a_window_longer_than_any_sequence_are_counted():
+    pattern = masks.dilated_window(left=100_000, right=100_000, rate=30_000)
+    begin, count = torch.tensor([0]), torch.tensor([4])
+    bounds = pattern.count(Box(begin, Progression(begin, 1, count), Progression(begin, 2, count)), num_heads=1)
+    assert bounds.low <= 2 <= bounds.high  # of queries 0..3 and keys 0, 2, 4, 6
+
+
+def test_heads_elsewhere_cost_nothing():
+    """Of a billion heads a device has one: a list of all would not end."""
+    for offset, expected in (("interleaved", 1), ("contiguous", 0)):
+        pattern = masks.dilated(8, 2, offset=offset)
+        box = Box(torch.tensor([3]), *(Progression(torch.tensor([expected]), 2, torch.tensor([4])),) * 2)
+        assert pattern.count(box, num_heads=10**9).low == 16
 
 
 def test_periods_beyond_any_sequence_are_none():

@@ -29,6 +29,22 @@ def test_closed_forms_are_the_rules(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
+def test_far_along_a_row_takes_as_little(data: st.DataObject) -> None:
+    """Where the positions lie makes no difference to the work: at 2^30 a list of all keys before would not end."""
+    num_heads = data.draw(st.integers(1, 3))
+    pattern = data.draw(strategies.sets(num_heads)).pattern
+    query, begin = (data.draw(st.integers(2**30, 2**30 + 40)) for _ in range(2))
+    keys = range(begin, begin + data.draw(st.integers(0, 40)))
+    head = data.draw(st.integers(0, num_heads - 1))
+    ranges = pattern.for_head(head, num_heads).row(query, keys)
+    allowed = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
+    seen = allowed(torch.tensor(0), torch.tensor(head), torch.tensor(query), torch.tensor([*keys], dtype=torch.int64))
+    if ranges is not None:
+        assert len(ranges) <= len(keys)
+        assert sorted(key for each in ranges for key in each) == [keys[n] for n in seen.nonzero().flatten().tolist()]
+
+
+@given(data=st.data())
 @pytest.mark.parametrize("meetings", [1 << 9, 0])
 @pytest.mark.parametrize("few_pairs", [1 << 20, 0])
 def test_rows_of_a_step_are_the_rules(few_pairs, meetings, data: st.DataObject) -> None:

@@ -131,6 +131,14 @@ def test_documents_compute_no_pair_across():
     assert [(term.shape, term.q.num_slots, term.folds) for term in planned.terms] == [("causal", 16, 64)]
 
 
+def test_batch_entries_that_are_equal_are_one_rule():
+    ids = torch.tensor([[0, 0, 1, 1]])
+    one, three = (masks.causal() & masks.documents(rows) for rows in (ids, ids.expand(3, -1)))
+    assert masks.describe(three, 4).useful_pairs == masks.describe(one, 4).useful_pairs == 6
+    with pytest.raises(ValueError, match="got 2 rows that differ"):
+        masks.describe(masks.causal() & masks.documents(torch.cat([ids, ids + torch.arange(4)])), 4)
+
+
 def test_equal_documents_share_their_block_lists():
     """New values build block lists for no length of document that was there before."""
     window = masks.local_window(left=5, right=0)

@@ -101,6 +101,7 @@ WAYS: dict[str, Callable[[Function, Tensor], Any]] = {
     "hessian": lambda f, x: hessian(lambda x: f(x).sin().sum())(x),
     "vmap": lambda f, x: vmap(f)(torch.stack([x, x.cos()])),
     "double backward": by_double_backward,
+    "batched grads": lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True),
 }
 ARGUMENTS = ["q", "k", "v", "sinks", "bias"]
 # Inside a graph; torch itself refuses these of a compiled function from outside.
@@ -127,7 +128,7 @@ def test_tiles_refuses_what_it_has_not(way: str) -> None:
             WAYS[way](function, x)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("double backward", "linearize")])
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("double backward", "batched grads", "linearize")])
 def test_flex_refuses_what_it_has_not(way: str) -> None:
     """Before it compiles anything; on CPU it has no backward at all. linearize is jvp after a plain call."""
     attend = partial(fd.attend, engine="flex")

@@ -16,8 +16,8 @@ def prepare(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise UsageError(f"--out must be a folder that can be written; {folder}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--out must be a folder that can be written; {_said(folder, error)}") from None
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
@@ -31,8 +31,13 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
             write(path)
         else:
             _move_in(Path(os.path.realpath(path)), path.suffix, write)
-    except OSError as error:
-        raise UsageError(f"the file must be one that can be written; {path}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the file must be one that can be written; {_said(path, error)}") from None
+
+
+def _said(path: Path, error: OSError | ValueError) -> str:
+    """A path and what is wrong with it; one that holds a NUL is a ValueError."""
+    return f"{path}: {error.strerror}" if isinstance(error, OSError) else f"{str(path)!r}: {error}"
 
 
 def _move_in(path: Path, suffix: str, write: Callable[[Path], object]) -> None:
