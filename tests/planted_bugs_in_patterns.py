@@ -125,7 +125,7 @@ IN_PATTERNS = (
     ),
     Bug(
         "torchscale's offsets rounded down: floor(h / floor(H / r))", f"{MASKS}._dilated:Dilated.offset_of",
-        lambda _: lambda self, head, num_heads: min(head // max(num_heads // self.rate, 1), self.rate - 1),
+        lambda _: lambda self, head, num_heads: head // max(num_heads // self.rate, 1) % self.rate,
         rule(masks.dilated(9, 3, "contiguous"), oracle.dilated(9, 3, "contiguous")),
         "the dense rule of tests/oracle.py", "pairs differ from the definition",
     ),
