@@ -89,6 +89,9 @@ def assert_current(pattern: Any, tensor: Tensor, name: str, counts: Tensor, call
     elif call == "named":
         named = masks.from_json(masks.to_json(pattern))
         out = fd.attend(x, x, x, named, scale=1.0, bindings={name: tensor})
+    elif call == "few":  # queries of a longer sequence, which go without a plan
+        out = fd.attend(x[:, :, 1:], x, x, pattern, scale=1.0, q_offset=1)
+        out = torch.cat([dense(counts, x, x, x)[:, :, :1], out], dim=2)
     elif call == "module":
         out = fd.BlockSparseAttention(pattern, scale=1.0)(x, x, x)
     elif call == "flex":
@@ -116,7 +119,7 @@ def assert_current(pattern: Any, tensor: Tensor, name: str, counts: Tensor, call
     assert_close(out, dense(counts, x, x, x), rtol=1e-9, atol=1e-9)
 
 
-CALLS = ("tiles", "reference", "named", "module", "flex", "block_mask", "describe", "explain", "bind")
+CALLS = ("tiles", "reference", "named", "few", "module", "flex", "block_mask", "describe", "explain", "bind")
 
 
 @settings(max_examples=12)
@@ -152,7 +155,7 @@ def test_a_write_is_seen_by_the_next_call(write: str, elsewhere: bool) -> None:
         WRITES[write](array, tensor, ids)
         rule = oracle.both(oracle.causal(), oracle.documents(ids))
         counts = oracle.counts(rule, range(1), 1, POSITIONS, POSITIONS)[0].long()
-        for call in ("tiles", "flex", "named"):
+        for call in ("tiles", "flex", "named", "few"):
             assert_current(pattern, tensor, "documents", counts, call, x)
 
 
