@@ -149,3 +149,26 @@ def test_over_many_blocks(name: str, N: int, dtype: torch.dtype):
     for one, other in zip(run(float("nan")), run(0.0), strict=True):
         assert torch.equal(one, other)
         assert not one.isnan().any()
+
+
+FEW = {
+    "inactive tokens": masks.dilated(8, 3),
+    "of each head": masks.longnet([8, 16], [3, 5]),
+    "a union": masks.dilated(8, 3) | masks.landmark_tokens(5, columns=False),
+    "a table": masks.block_list([[0], [], [1, 5], [], [], [2]], block=4) & masks.dilated(40, 3),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+@given(first=st.integers(0, 23), num_queries=st.integers(1, 16), value=BAD)
+def test_over_few_queries(name: str, first: int, num_queries: int, value: float):
+    """Queries that go without a plan, together with those between them that see no key."""
+    generator = torch.Generator().manual_seed(first)
+    sizes = ((2, 4, num_queries, 3), (2, 2, 40, 3), (2, 2, 40, 3))
+    given = tuple(torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_() for size in sizes)
+    bound = FEW[name].bind(num_heads=4, num_queries=num_queries, num_keys=40, q_offset=first)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor):
+        return fd.attend(q, k, v, FEW[name], q_offset=first, enable_gqa=True, return_lse=True)
+
+    assert_nothing_spreads(attend, given, fd._reference.multiplicity(bound, CPU), value)
