@@ -138,4 +138,5 @@ def _selections(keys: Keys, store: Slots) -> tuple[list[Selection], list[int]]:
     assert sum(lengths) == sum(map(len, keys)), "key evicted"
     if len(views) > _MOST_VIEWS:
         return [positions([range(view.start, view.stop, view.step) for view in views])], [sum(lengths)]
-    return [*views], lengths
+    # Of one key the step means nothing; in strides of memory a large one would overflow.
+    return [slice(x.start, x.start + 1) if n == 1 else x for x, n in zip(views, lengths, strict=True)], lengths

@@ -39,7 +39,8 @@ COMMANDS = {
 def files(tmp_path, monkeypatch) -> None:
     make_light(tmp_path, monkeypatch)
     Path("p.json").write_text(masks.to_json(masks.strided(5)), encoding="utf-8")
-    Path("p.py").write_text("from flexdilated import masks\nmine = masks.strided(5)\n", encoding="utf-8")
+    module = "from flexdilated import masks\nfirst = masks.every()\nmine = masks.strided(5)\nlast = masks.causal()\n"
+    Path("p.py").write_text(module, encoding="utf-8")
     Path("broken.json").write_text("{", encoding="utf-8")
     Path("binary.json").write_bytes(b"\xff\x00")
     Path("ends.py").write_text("raise SystemExit(0)\n", encoding="utf-8")

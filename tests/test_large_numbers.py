@@ -99,6 +99,20 @@ def test_steps_of_a_window_longer_than_any_sequence_are_counted():
     assert bounds.low <= 2 <= bounds.high  # of queries 0..3 and keys 0, 2, 4, 6
 
 
+def test_a_step_beyond_all_memory_between_keys():
+    """One key is left, whose next one would be 2^62 tokens away."""
+    pattern = masks.strided(LARGEST) & masks.strided(LARGEST - 1) & masks.causal()
+    q, k, v = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 9, 8), torch.randn(1, 1, 9, 8).requires_grad_()
+    for offset in range(9):
+        out = fd.attend(q, k, v, pattern, q_offset=offset)
+        assert torch.equal(out[0, 0, 0], v[0, 0, offset])
+        (grad,) = torch.autograd.grad(out.sum(), v)
+        assert grad[0, 0].sum(1).nonzero().flatten().tolist() == [offset]
+    cache = fd.KVCache(pattern, num_heads=1)
+    for step in v.detach().split(1, dim=2):
+        assert torch.equal(cache.attend(q, step, step), step)
+
+
 def test_heads_elsewhere_cost_nothing():
     """Of a billion heads a device has one: a list of all would not end."""
     for offset, expected in (("interleaved", 1), ("contiguous", 0)):

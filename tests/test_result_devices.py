@@ -11,6 +11,8 @@ from flexdilated import _kernel_cuda, masks
 from flexdilated._call_key import CallKey
 from flexdilated._flex import _own_buffer
 from flexdilated._gather import side
+from flexdilated._row_attention import row_backward, row_forward
+from flexdilated._row_parts import parts_of_call
 from flexdilated._slots_op import add_slots, encoded, join_slots, take_slots
 from flexdilated._tiles_op import tiles, tiles_backward
 from flexdilated.masks._layout import Compact, Layout
@@ -66,6 +68,17 @@ def test_slots():
     out, lse = join_slots._init_fn([taken], [taken[..., 0].float()], sides, [2, 3, 12], False)
     found = (taken, out, lse, add_slots._init_fn([taken], sides, [2, 3, 12, 8]), _own_buffer._init_fn(x))
     assert [each.device for each in found] == [META] * 5
+
+
+def test_few_rows():
+    """As a cache has them, rows without keys included, forward and backward."""
+    q, k, out = on_meta(1, 2, 3, 8), on_meta(1, 2, 32, 8), on_meta(1, 2, 3, 8, dtype=torch.float32)
+    for name, pattern in PATTERNS.items():
+        key = CallKey(pattern.text, 2, 2, 3, 32, 1, 0, 0, 2, 1, ())
+        parts = parts_of_call(key, None, META)
+        found = row_forward(parts, q, k, k, 1.0)
+        found += row_backward(parts, q, k, k, out, out[..., 0], out, None, 1.0)
+        assert [each.device for each in found] == [META] * 5, name
 
 
 def test_a_cache_whose_queries_see_no_key():
