@@ -12,7 +12,7 @@ tests/test_boxes.py holds its bounds to its pairs, and tests/test_tiles.py what 
     counting pairs      _box _box_parts _distances _diagonals _exact_pairs _query_pairs _block_table
     grids of tokens     _grid _grid_window _grid_reach
     custom functions    _function_snapshot _function_checks _classify
-    as text             _json _plain_json _canonical _spelling _written_branches _parse _reader _lexer
+    as text             _json _plain_json _canonical _spelling _written_branches _parse
     who sees which key  _needs _needs_by_boxes _needs_by_distance _asked _narrowed _reach _row _ranges _range_union
     orders of tokens    _layout _tiling _tiled _placement
     blocks              _rule _blocks _quadtree _class_pairs _cover _tables _packed_blocks _block_mask

@@ -1,9 +1,16 @@
-"""Patterns from text: the names that an expression may use, and what they call."""
+"""Patterns from text: Python's own grammar, of which an expression may use a little, and nothing is ever run."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
 
 from . import recipes
-from ._algebra import every
+from ._algebra import And, Or, every
 from ._block_list import block_list
 from ._blockwise import blockwise
 from ._causal import causal
@@ -18,40 +25,35 @@ from ._lengths import lengths
 from ._local_window import local_window
 from ._longnet import longnet
 from ._neighborhood import neighborhood
-from ._pattern import Mixture, Pattern
+from ._pattern import DEEPEST, Expression, Mixture, Pattern
 from ._per_head import head_groups, per_head
 from ._prefix_lm import prefix_lm
 from ._random_blocks import random_blocks
-from ._reader import Reader
-from ._spelling import LONGEST
+from ._spelling import CUT, LONGEST, QUOTED, shortened
 from ._strided import strided
 from ._visible_keys import visible_keys
 
-CONSTRUCTORS: dict[str, Callable[..., Pattern | Mixture]] = {
-    "block_list": block_list,
-    "blockwise": blockwise,
-    "causal": causal,
-    "chunked": chunked,
-    "dilated": dilated,
-    "dilated_window": dilated_window,
-    "documents": documents,
-    "every": every,
-    "first_tokens": first_tokens,
-    "fixed": fixed,
-    "global_tokens": global_tokens,
-    "head_groups": head_groups,
-    "landmark_tokens": landmark_tokens,
-    "lengths": lengths,
-    "local_window": local_window,
-    "longnet": longnet,
-    "neighborhood": neighborhood,
-    "per_head": per_head,
-    "prefix_lm": prefix_lm,
-    "random_blocks": random_blocks,
-    "strided": strided,
-    "visible_keys": visible_keys,
-    **{f"recipes.{name}": getattr(recipes, name) for name in recipes.__all__},
-}
+_Constructor = Callable[..., Pattern | Mixture]
+_Join = Callable[[Sequence[Any]], Expression]
+
+_PATTERNS: tuple[_Constructor, ...] = (
+    *(block_list, blockwise, causal, chunked, dilated, dilated_window, documents, every, first_tokens, fixed),
+    *(global_tokens, head_groups, landmark_tokens, lengths, local_window, longnet, neighborhood, per_head),
+    *(prefix_lm, random_blocks, strided, visible_keys),
+)
+CONSTRUCTORS: dict[str, _Constructor] = {each.__name__: each for each in _PATTERNS}
+CONSTRUCTORS |= {f"recipes.{name}": getattr(recipes, name) for name in recipes.__all__}
+
+_METHODS = ("per_document",)
+_PREFIX = "masks."
+_MOST_BRACKETS = 2 * DEEPEST + 4  # each level of a pattern is printed with up to two, a block list with four
+_LARGEST = 2**63 - 1
+_AROUND = 40  # characters that an error shows on either side of its place
+# What a text may hold. Each character has one way to match, so the time is in proportion to the text.
+_STRINGS = r"""'[^'\\\n]*'|"[^"\\\n]*\""""
+_READABLE = re.compile(rf"(?:{_STRINGS}|[\w\s~&|+\-()\[\],=.])*", re.ASCII)
+_MARKS = re.compile(rf"{_STRINGS}|([(\[])|([)\]])")
+_INTEGER = re.compile(r"\d+(_\d+)*", re.ASCII)
 
 
 def parse(text: str) -> Pattern | Mixture:
@@ -66,7 +68,207 @@ def parse(text: str) -> Pattern | Mixture:
         raise TypeError(f"an expression must be a string; got {type(text).__name__}")
     if len(text) > LONGEST:
         raise ValueError(f"an expression must have at most {LONGEST} characters; got {len(text)}")
-    value = Reader(text, CONSTRUCTORS).whole()
+    value = _Text(text).value()
     if not isinstance(value, Pattern | Mixture):
         raise ValueError(f"an expression must give a pattern; {text[:80]!r} gives {value!r:.80}")
     return value
+
+
+class _Text:
+    """The text of an expression: what its syntax tree means, and errors that point into it."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._line = re.sub(r"\s", " ", text, flags=re.ASCII)
+        self._margin = len(text) - len(self._line.lstrip(" "))
+
+    def value(self) -> object:
+        self._require_readable()
+        try:
+            return self._of(ast.parse(self._line[self._margin :], mode="eval").body)
+        except SyntaxError as error:
+            if not error.offset:
+                raise self._error(len(self._text), "a pattern or a value should stand here; got the end") from None
+            raise self._error(min(self._margin + error.offset - 1, len(self._text)), error.msg) from None
+        except (RecursionError, MemoryError):
+            raise self._error(0, "an expression must nest less deep") from None
+
+    def _require_readable(self) -> None:
+        match = _READABLE.match(self._text)
+        assert match is not None, "it matches nothing at least"
+        if match.end() < len(self._text):
+            raise self._error(match.end(), _unreadable(self._text[match.end()]))
+        depth = 0
+        for mark in _MARKS.finditer(self._text):
+            depth += bool(mark[1]) - bool(mark[2])
+            if depth > _MOST_BRACKETS:
+                raise self._error(mark.start(), f"brackets must nest at most {_MOST_BRACKETS} deep")
+
+    def _of(self, node: ast.expr) -> object:
+        match node:
+            case ast.Constant():
+                return self._constant(node)
+            case ast.UnaryOp(ast.USub(), ast.Constant(int() as number)) if type(number) is int:
+                return -self._constant(node.operand)
+            case ast.UnaryOp(ast.Invert()):
+                at, times = 0, 0
+                while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+                    node, at, times = node.operand, self._index(node.col_offset), times + 1
+                return self._join(at, "~", lambda parts: ~parts[0] if times % 2 else ~~parts[0], [node])
+            case ast.BinOp(op=ast.BitOr() | ast.BitAnd() | ast.Add()):
+                parts = [*_chain(node)]
+                mark, join = _JOINS[type(node.op)]
+                return self._join(self._text.index(mark, self._end(parts[0])), mark, join, parts)
+            case ast.List() | ast.Tuple():
+                values = [self._of(each) for each in node.elts]
+                return tuple(values) if isinstance(node, ast.Tuple) else values
+            case ast.Call():
+                return self._called(node)
+            case ast.Name() | ast.Attribute():
+                name, function = self._function(node)
+                raise self._error(self._end(node), f"{name} must be called: {name}{_parameters(function)}")
+        raise self._error_at(node, "an expression has calls, numbers, strings, lists and the operators ~ + & |")
+
+    def _constant(self, node: ast.expr) -> Any:
+        assert isinstance(node, ast.Constant)
+        written = self._text[self._index(node.col_offset) : self._end(node)]
+        value = node.value
+        if isinstance(value, str):
+            if written[1:-1] != value:
+                raise self._error_at(node, f"a string stands between two quotes on one line; got {written:.40}")
+        elif value is not None and not isinstance(value, bool):
+            if not isinstance(value, int) or not _INTEGER.fullmatch(written):
+                raise self._error_at(node, f"a number must be an integer such as 2_048; got {written:.40}")
+            if value > _LARGEST:
+                raise self._error_at(node, f"a number must be at most 2**63 - 1; got one of {len(written)} characters")
+        return value
+
+    def _join(self, at: int, mark: str, join: _Join, nodes: Sequence[ast.expr]) -> Expression:
+        """All parts at once: two at a time, long chains would take long."""
+        parts = [self._of(node) for node in nodes]
+        for part in parts:
+            if not isinstance(part, Expression):
+                raise self._error(at, f"{mark} takes patterns; got {part!r:.80}")
+        try:
+            return join(parts)
+        except TypeError as error:
+            raise self._error(at, str(error)) from error
+
+    def _called(self, node: ast.Call) -> object:
+        """What the function makes of its arguments, which its signature must take."""
+        name, function = self._function(node.func)
+        given = [*node.args, *(each.value for each in node.keywords)]
+        names = [str(each.arg) for each in node.keywords]
+        for index, each in enumerate(node.keywords):
+            if names[index] in names[:index]:
+                raise self._error(self._index(each.col_offset), f"an argument is given once; got {each.arg!r} again")
+        values = [self._of(each) for each in given]
+        by_name = dict(zip(names, values[len(node.args) :], strict=True))
+        try:
+            inspect.signature(function).bind(*values[: len(node.args)], **by_name)
+        except TypeError as error:
+            raise self._error_at(node.func, f"{name}{_parameters(function)}: {error}") from error
+        try:
+            return function(*values[: len(node.args)], **by_name)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise self._error_at(node.func, f"{name}: {error}") from error
+
+    def _function(self, node: ast.expr) -> tuple[str, Callable[..., object]]:
+        """A constructor, whose name may be dotted and may begin with `masks`, or a method of a pattern."""
+        name = _dotted(node).removeprefix(_PREFIX)
+        if name:
+            if name not in CONSTRUCTORS:
+                raise self._error_at(node, _unknown(name))
+            return name, CONSTRUCTORS[name]
+        if not isinstance(node, ast.Attribute):
+            raise self._error_at(node, "only a pattern's name is called")
+        value = self._of(node.value)
+        if not isinstance(value, Expression) or node.attr not in _METHODS:
+            says = f"after the dot stands one of {', '.join(_METHODS)}, of a pattern"
+            raise self._error(self._end(node) - len(node.attr), says)
+        return node.attr, getattr(value, node.attr)
+
+    def _index(self, place: int) -> int:
+        """The character at so many UTF-8 bytes into the expression, as syntax trees count."""
+        return self._margin + len(self._text[self._margin :].encode()[:place].decode(errors="ignore"))
+
+    def _end(self, node: ast.expr) -> int:
+        return self._index(node.end_col_offset or 0)
+
+    def _error_at(self, node: ast.expr, says: str) -> ValueError:
+        return self._error(self._index(node.col_offset), says)
+
+    def _error(self, at: int, says: str) -> ValueError:
+        """It says what is wrong and shows where: the text around the place, with a caret below it."""
+        begin, end = max(0, at - _AROUND), at + _AROUND
+        shown = "".join(character if character.isprintable() else " " for character in self._text[begin:end])
+        before, after = CUT if begin else "", CUT if end < len(self._text) else ""
+        caret = " " * (len(before) + at - begin) + "^"
+        return ValueError(f"{shortened(says, QUOTED)}; at column {at + 1}:\n  {before}{shown}{after}\n  {caret}")
+
+
+def _chain(node: ast.BinOp) -> Iterator[ast.expr]:
+    """The operands of one operator, from left to right."""
+    right: list[ast.expr] = []
+    left: ast.expr = node
+    while isinstance(left, ast.BinOp) and type(left.op) is type(node.op):
+        right.append(left.right)
+        left = left.left
+    yield from (left, *reversed(right))
+
+
+def _dotted(node: ast.expr) -> str:
+    """A name with the names after its dots; nothing for what else may stand before a dot or a bracket."""
+    words: list[str] = []
+    while isinstance(node, ast.Attribute):
+        words.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(words)]) if isinstance(node, ast.Name) else ""
+
+
+def _unite(parts: Sequence[Any]) -> Expression:
+    mixtures = [part for part in parts if isinstance(part, Mixture)]
+    if mixtures:  # its own operator says why not
+        return parts[0] | (parts[1] if parts[0] is mixtures[0] else mixtures[0])
+    return Or.of(*parts)
+
+
+def _intersect(parts: Sequence[Any]) -> Expression:
+    mixtures = [part for part in parts if isinstance(part, Mixture)]
+    if len(mixtures) > 1:
+        return mixtures[0] & mixtures[1]
+    sets = And.of(*(part for part in parts if isinstance(part, Pattern)))
+    return mixtures[0] & sets if mixtures else sets
+
+
+def _add(parts: Sequence[Any]) -> Expression:
+    return Mixture(tuple(branch for part in parts for branch in part.branches()))
+
+
+_JOINS: dict[type[ast.operator], tuple[str, _Join]] = {
+    ast.BitOr: ("|", _unite),
+    ast.BitAnd: ("&", _intersect),
+    ast.Add: ("+", _add),
+}
+
+
+def _unreadable(character: str) -> str:
+    if character in "'\"":
+        return "a string needs its closing quote on the same line, and no backslash in it"
+    if character == CUT:
+        return f"the expression was cut at {CUT}: to_json gives a large pattern whole"
+    return f"an expression has no {character!r}"
+
+
+def _parameters(build: Callable[..., object]) -> str:
+    """The parameters as one writes them, without types."""
+    signature = inspect.signature(build)
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    return str(inspect.Signature(bare))
+
+
+def _unknown(name: str) -> str:
+    known = [*CONSTRUCTORS]
+    near = [full for full in known if full.endswith(f".{name}")] or get_close_matches(name[:64], known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"no pattern is called {name[:64]!r}: {hint}There are {', '.join(known)}"

@@ -144,7 +144,7 @@ def test_wrong_questions_have_clear_answers(question, capsys, tmp_path, monkeypa
 
 def test_a_pattern_that_does_not_read(capsys):
     assert main(["show", "causal("]) == 2
-    assert "a pattern or a value should stand here; got the end; at column 8" in capsys.readouterr().err
+    assert "'(' was never closed; at column 7" in capsys.readouterr().err
     assert main(["show", "none.json"]) == 2
     assert "PATTERN must be an expression or a file that can be read" in capsys.readouterr().err
 
