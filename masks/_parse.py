@@ -52,7 +52,7 @@ _AROUND = 40  # characters that an error shows on either side of its place
 # What a text may hold. Each character has one way to match, so the time is in proportion to the text.
 _STRINGS = r"""'[^'\\\n]*'|"[^"\\\n]*\""""
 _READABLE = re.compile(rf"(?:{_STRINGS}|[\w\s~&|+\-()\[\],=.])*", re.ASCII)
-_MARKS = re.compile(rf"{_STRINGS}|([(\[])|([)\]])")
+_WORDS = re.compile(rf"{_STRINGS}|[A-Za-z_]\w*|(\d[\w.]*)|([(\[])|([)\]])", re.ASCII)
 _INTEGER = re.compile(r"\d+(_\d+)*", re.ASCII)
 
 
@@ -99,17 +99,27 @@ class _Text:
         if match.end() < len(self._text):
             raise self._error(match.end(), _unreadable(self._text[match.end()]))
         depth = 0
-        for mark in _MARKS.finditer(self._text):
-            depth += bool(mark[1]) - bool(mark[2])
+        for word in _WORDS.finditer(self._text):
+            number, opening, closing = word.groups(default="")
+            depth += bool(opening) - bool(closing)
             if depth > _MOST_BRACKETS:
-                raise self._error(mark.start(), f"brackets must nest at most {_MOST_BRACKETS} deep")
+                raise self._error(word.start(), f"brackets must nest at most {_MOST_BRACKETS} deep")
+            if number and not _INTEGER.fullmatch(number):
+                raise self._error(word.start(), f"a number must be an integer such as 2_048; got {number:.40}")
+            if number and int(number) > _LARGEST:
+                says = f"a number must be at most 2**63 - 1; got one of {len(number)} characters"
+                raise self._error(word.start(), says)
 
     def _of(self, node: ast.expr) -> object:
         match node:
-            case ast.Constant():
-                return self._constant(node)
-            case ast.UnaryOp(ast.USub(), ast.Constant(int() as number)) if type(number) is int:
-                return -self._constant(node.operand)
+            case ast.Constant(str() as value):
+                if self._text[self._index(node.col_offset) + 1 : self._end(node) - 1] != value:
+                    raise self._error_at(node, "a string stands between two quotes on one line")
+                return value
+            case ast.Constant(int() | None as value):
+                return value
+            case ast.UnaryOp(ast.USub(), ast.Constant(int() as value)) if not isinstance(value, bool):
+                return -value
             case ast.UnaryOp(ast.Invert()):
                 at, times = 0, 0
                 while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
@@ -128,20 +138,6 @@ class _Text:
                 name, function = self._function(node)
                 raise self._error(self._end(node), f"{name} must be called: {name}{_parameters(function)}")
         raise self._error_at(node, "an expression has calls, numbers, strings, lists and the operators ~ + & |")
-
-    def _constant(self, node: ast.expr) -> Any:
-        assert isinstance(node, ast.Constant)
-        written = self._text[self._index(node.col_offset) : self._end(node)]
-        value = node.value
-        if isinstance(value, str):
-            if written[1:-1] != value:
-                raise self._error_at(node, f"a string stands between two quotes on one line; got {written:.40}")
-        elif value is not None and not isinstance(value, bool):
-            if not isinstance(value, int) or not _INTEGER.fullmatch(written):
-                raise self._error_at(node, f"a number must be an integer such as 2_048; got {written:.40}")
-            if value > _LARGEST:
-                raise self._error_at(node, f"a number must be at most 2**63 - 1; got one of {len(written)} characters")
-        return value
 
     def _join(self, at: int, mark: str, join: _Join, nodes: Sequence[ast.expr]) -> Expression:
         """All parts at once: two at a time, long chains would take long."""
