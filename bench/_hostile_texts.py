@@ -7,9 +7,9 @@ from random import Random
 from typing import Any
 
 from flexdilated import masks
-from flexdilated.masks._custom import Custom
-from flexdilated.masks._json import _FIELDS
-from flexdilated.masks._parse import CONSTRUCTORS
+from flexdilated.masks.patterns.custom._custom import Custom
+from flexdilated.masks.text._json import _FIELDS
+from flexdilated.masks.text._parse import CONSTRUCTORS
 
 from ._catalogue import ENTRIES
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from flexdilated import masks
-from flexdilated.masks._blocks import Blocks
-from flexdilated.masks._lower import shared_terms
-from flexdilated.masks._packed_blocks import PackedBlocks
+from flexdilated.masks.blocks._blocks import Blocks
+from flexdilated.masks.blocks._packed_blocks import PackedBlocks
+from flexdilated.masks.planning.lowering._lower import shared_terms
 
 from ._longnets import LONGNET_5
 from ._problem import tokens_text

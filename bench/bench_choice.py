@@ -10,8 +10,8 @@ from flexdilated._tune import BRANCH_BY_BRANCH, Trialled, Trials, measure
 from flexdilated._tune_machine import ON_CPU, Sizes, measure_machine
 from flexdilated._tune_trial import Inputs
 from flexdilated.masks import recipes
-from flexdilated.masks._choice import way_of
-from flexdilated.masks._planner import Plan, plan
+from flexdilated.masks.planning._choice import way_of
+from flexdilated.masks.planning._planner import Plan, plan
 
 from ._longnets import GIGAPATH_5, LONGNET_4, LongNet
 from ._problem import Size

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from flexdilated._call_key import CallKey
 from flexdilated._tiles_op import _programs
-from flexdilated.masks._planner import plan
+from flexdilated.masks.planning._planner import plan
 
 from ._longnets import LONGNET_5, LongNet
 from ._problem import Size

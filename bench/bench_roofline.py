@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.masks._planner import plan
+from flexdilated.masks.planning._planner import plan
 
 from ._catalogue_rules import names_for
 from ._kernel_rates import Shape, kernel_jobs, kernel_rate

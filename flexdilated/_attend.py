@@ -29,9 +29,9 @@ from ._validate import (
     run_time_tensors,
 )
 from .masks import Layout, Mixture, Pattern
-from .masks._block_mask import block_sides
-from .masks._check import require_bool
-from .masks._pattern import require_expression
+from .masks.core._check import require_bool
+from .masks.core._pattern import require_expression
+from .masks.planning._block_mask import block_sides
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

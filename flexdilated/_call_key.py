@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from .masks import Layout
-from .masks._bound import Bound
-from .masks._choice import Choice
-from .masks._json import read_text
-from .masks._options import ANYTHING, Allowed
-from .masks._pattern import Expression
-from .masks._placed import plan_at
-from .masks._placement import Placement
-from .masks._planner import Plan, plan
-from .masks._run_time import Extent, blank, names, resolve
+from .masks.core._bound import Bound
+from .masks.core._pattern import Expression
+from .masks.orders._placement import Placement
+from .masks.patterns.run_time._run_time import Extent, blank, names, resolve
+from .masks.planning._choice import Choice
+from .masks.planning._options import ANYTHING, Allowed
+from .masks.planning._placed import plan_at
+from .masks.planning._planner import Plan, plan
+from .masks.text._json import read_text
 
 
 class CallKey(NamedTuple):

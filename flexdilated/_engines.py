@@ -12,7 +12,7 @@ from ._flex import missing_compiler
 from ._score_mod import ScoreMod, probe
 from ._transforms import is_transformed
 from .masks import Mixture, Pattern
-from .masks._debug_log import in_line, is_told, log
+from .masks.plan_cache._debug_log import in_line, is_told, log
 
 ENGINES = ("flex", "tiles", "reference")
 _MIN_FLEX_HEAD_DIM = 16  # FlexAttention's Triton kernels

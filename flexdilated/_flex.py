@@ -20,13 +20,13 @@ from ._placed_sides import key_side, query_side
 from ._score_mod import Indices, ScoreMod, indices_of, with_bias
 from ._sinks import nothing, with_sinks
 from .masks import Layout
-from .masks._block_mask import bound_blocks, term_mask
-from .masks._layout import Listed
-from .masks._placement import Placement
-from .masks._planner import Plan
-from .masks._run_time import Rows, tables, without_values
-from .masks._tables import table_bytes
-from .masks._term import Term
+from .masks.blocks._tables import table_bytes
+from .masks.orders._layout import Listed
+from .masks.orders._placement import Placement
+from .masks.patterns.run_time._run_time import Rows, tables, without_values
+from .masks.planning._block_mask import bound_blocks, term_mask
+from .masks.planning._planner import Plan
+from .masks.planning.lowering._term import Term
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from .masks._term import Term
+from .masks.planning.lowering._term import Term
 
 Call = Callable[..., Any]
 

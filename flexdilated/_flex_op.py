@@ -16,7 +16,7 @@ from ._flex_tables import flex_tables, with_tables
 from ._operands import readable
 from ._score_mod import ScoreMod
 from ._tune_choices import chosen
-from .masks._ambient import own_modes
+from .masks.core._ambient import own_modes
 
 # Programs that compiled graphs refer to: a graph reads its tables from here, at every run. The oldest go first; a
 # graph whose program has gone is traced anew.

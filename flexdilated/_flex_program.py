@@ -11,16 +11,16 @@ from torch import Tensor
 from ._call_key import CallKey
 from ._flex import FlexProgram, make_flex_program
 from .masks import cache
-from .masks._algebra import Every
-from .masks._block_mask import term_blocks
-from .masks._choice import Choice
-from .masks._machine_in_use import machine_of
-from .masks._options import Allowed
-from .masks._pattern import Expression
-from .masks._placement import Placement
-from .masks._planner import Plan
-from .masks._run_time import num_entries, require_entries
-from .masks._term import Term
+from .masks.core._algebra import Every
+from .masks.core._pattern import Expression
+from .masks.orders._placement import Placement
+from .masks.patterns.run_time._run_time import num_entries, require_entries
+from .masks.planning._block_mask import term_blocks
+from .masks.planning._choice import Choice
+from .masks.planning._options import Allowed
+from .masks.planning._planner import Plan
+from .masks.planning.lowering._term import Term
+from .masks.planning.machine._machine_in_use import machine_of
 
 
 def static_program(key: CallKey, device: torch.device, choice: Choice | None = None) -> FlexProgram:

@@ -15,8 +15,8 @@ from ._flat_op import flat_op
 from ._flex import FlexProgram, FlexStep
 from ._flex_program import blank_program, list_width, run_time_program
 from ._operands import Hidden
-from .masks._ambient import own_modes
-from .masks._run_time import tables
+from .masks.core._ambient import own_modes
+from .masks.patterns.run_time._run_time import tables
 
 # B batch entries, H mask heads, R rows, C columns, W blocks in a row at most
 

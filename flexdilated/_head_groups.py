@@ -11,8 +11,8 @@ import torch
 
 from ._row_attention import HeadGroup, Selection
 from .masks import Pattern
-from .masks._pattern import Expression
-from .masks._row import RowSource
+from .masks.core._pattern import Expression
+from .masks.needs._row import RowSource
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ._key_store import KeyStore
-from .masks._ambient import plans
-from .masks._reach import FOREVER, visible
-from .masks._row import RowSource
+from .masks.core._ambient import plans
+from .masks.needs._reach import FOREVER, visible
+from .masks.needs._row import RowSource
 
 # B batch, G key/value heads, N tokens, D head dim
 

@@ -23,14 +23,14 @@ from ._sinks import with_sinks
 from ._transforms import refuse_transforms
 from ._validate import check_sinks, check_tensors, resolve_scale
 from .masks import Bound, Mixture, Pattern, causal
-from .masks._bytes_text import bytes_text
-from .masks._check import require_int
-from .masks._composite import common_period
-from .masks._pattern import require_expression
-from .masks._reach import FOREVER, causal_by_form, later_pair
-from .masks._row import RowSource
-from .masks._run_time import names
-from .masks._spelling import shortened
+from .masks.core._bytes_text import bytes_text
+from .masks.core._check import require_int
+from .masks.core._composite import common_period
+from .masks.core._pattern import require_expression
+from .masks.core._spelling import shortened
+from .masks.needs._reach import FOREVER, causal_by_form, later_pair
+from .masks.needs._row import RowSource
+from .masks.patterns.run_time._run_time import names
 
 # B batch, H query heads, G key/value heads, N new tokens, D head dim
 

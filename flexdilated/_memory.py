@@ -12,9 +12,9 @@ from ._call_key import CallKey
 from ._live_bytes import LiveBytes, fake_tensors, nbytes
 from ._memory_flex import flex_attention_of
 from ._memory_tiles import tiles_attention_of
-from .masks._check import require_int
-from .masks._pattern import Expression
-from .masks._run_time import names
+from .masks.core._check import require_int
+from .masks.core._pattern import Expression
+from .masks.patterns.run_time._run_time import names
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
 

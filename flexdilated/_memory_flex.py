@@ -12,8 +12,8 @@ from torch import Tensor
 from ._call_key import CallKey
 from ._flex import FlexStep, make_flex_program, run_flex
 from ._flex_program import allowed_on
-from .masks._pattern import Expression
-from .masks._planner import plan
+from .masks.core._pattern import Expression
+from .masks.planning._planner import plan
 
 _SIDES = (128, 128)  # the engine's own
 

@@ -15,7 +15,7 @@ from ._call_key import CallKey
 from ._tile_calls import Calls
 from ._tiles import Program, Result, Step, run_backward, run_forward
 from ._tiles_op import _program
-from .masks._pattern import Expression
+from .masks.core._pattern import Expression
 
 # Enough of what repeats: this many steps of a kind, so that one has neighbours on both sides, and twice the problems
 # of a call that the engine gathers at once.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._sinks import sinks_gradient
-from .masks._json import kept_functions
+from .masks.text._json import kept_functions
 
 if TYPE_CHECKING:
     from torch._library.custom_ops import CustomOpDef

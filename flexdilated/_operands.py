@@ -16,10 +16,10 @@ from jaxtyping import Bool, Int32, Int64, Shaped
 from torch import Tensor
 
 from ._tile_masks import distinct_masks
-from .masks._block_mask import entry_terms
-from .masks._blocks import Blocks, evaluate
-from .masks._rule import Rule
-from .masks._term import Term
+from .masks.blocks._blocks import Blocks, evaluate
+from .masks.blocks._rule import Rule
+from .masks.planning._block_mask import entry_terms
+from .masks.planning.lowering._term import Term
 
 # E batch entries that differ, X heads of a term or 1 for all, Q query slots, K key slots, n blocks, U distinct masks
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ._gather import Picked, Run, Strands, side
 from ._slots_op import encoded, join_slots, take_slots
 from .masks import Layout
-from .masks._layout import Compact, Permutation
+from .masks.orders._layout import Compact, Permutation
 
 # B batch, X heads of a tensor, N tokens, F folds, H heads of a term, S slots, D head dim
 

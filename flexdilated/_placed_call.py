@@ -11,7 +11,7 @@ from ._call_key import CallKey
 from ._flex_op import flex
 from ._tiles import Result
 from ._tiles_op import attention, gradients, tiles
-from .masks._placement import Placement
+from .masks.orders._placement import Placement
 
 # B batch, H query heads, G key/value heads, L queries, M keys, D head dim
 

@@ -9,9 +9,9 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ._gather import Picked, Strands, side
-from .masks._layout import Compact, Layout, Listed, Permutation
-from .masks._placement import Placement
-from .masks._term import Term
+from .masks.orders._layout import Compact, Layout, Listed, Permutation
+from .masks.orders._placement import Placement
+from .masks.planning.lowering._term import Term
 
 # H heads of a term, F folds, S slots
 

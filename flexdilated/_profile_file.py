@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import profile
 
-from .masks._plain_json import read_json
+from .masks.text._plain_json import read_json
 
 FORMAT, VERSION = "flexdilated profile", 1
 TABLE, TRACE = ".profile.json", ".trace.json.gz"

@@ -15,8 +15,8 @@ from ._tiles_op import tiles_backward
 from ._transforms import refuse_transforms
 from ._validate import check_layout, check_sizes, check_tensors, resolve_scale, run_time_tensors
 from .masks import Layout, Mixture, Pattern
-from .masks._block_mask import block_sides
-from .masks._pattern import require_expression
+from .masks.core._pattern import require_expression
+from .masks.planning._block_mask import block_sides
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

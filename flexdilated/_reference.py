@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from ._operands import Hidden
 from ._score_mod import ScoreMod, new_score
 from .masks import Bound
-from .masks._run_time import num_entries
+from .masks.patterns.run_time._run_time import num_entries
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

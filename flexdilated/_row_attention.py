@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from ._kernel import flash_forward
-from .masks._row import RowSource
+from .masks.needs._row import RowSource
 
 # B batch, H query heads, G key/value heads, N queries, S slots, D head dim
 # Of a part: g key/value heads, R rows at each of them (query heads × queries), n keys

@@ -14,9 +14,9 @@ from ._call_key import CallKey
 from ._head_groups import GroupedBranch, branch_rules, group_heads
 from ._row_attention import HeadGroup, Part, Selection
 from .masks import cache
-from .masks._ambient import plans
-from .masks._pattern import Expression
-from .masks._row import Keys, Seen, positions
+from .masks.core._ambient import plans
+from .masks.core._pattern import Expression
+from .masks.needs._row import Keys, Seen, positions
 
 MOST_ROWS = 16  # queries of a call that is computed without a plan
 _MOST_VIEWS = 4  # keys in more ranges than this are gathered

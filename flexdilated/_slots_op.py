@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._flat_op import own_op
 from ._gather import Run, Strands, claim_rows
-from .masks._layout import Compact
+from .masks.orders._layout import Compact
 
 # B batch, X heads of a tensor, N its tokens; a term has H heads, F folds, S slots; D head dim
 

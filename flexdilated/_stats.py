@@ -13,9 +13,9 @@ from tabulate import tabulate
 from ._compilations import Compilations, compilations
 from ._tune_choices import num_measured
 from .masks import cache
-from .masks._bytes_text import bytes_text
-from .masks._cache_stats import CacheStats
-from .masks._machine_in_use import sources_in_use
+from .masks.core._bytes_text import bytes_text
+from .masks.plan_cache._cache_stats import CacheStats
+from .masks.planning.machine._machine_in_use import sources_in_use
 
 # Imported by whoever has made a pool: nobody else has to wait for it.
 _POOL_MODULE = f"{__package__}.distributed._pool"

@@ -12,9 +12,9 @@ from torch import Tensor
 from ._operands import Hidden, hidden_slots
 from ._tile_masks import added, distinct_masks, random_numbers
 from ._tile_stretches import Listed, Stretches, evenly
-from .masks._blocks import Blocks, Places, evaluate
-from .masks._rule import Rule
-from .masks._term import Term
+from .masks.blocks._blocks import Blocks, Places, evaluate
+from .masks.blocks._rule import Rule
+from .masks.planning.lowering._term import Term
 
 # n problems (a block row of a table each), L blocks in a list, U distinct masks
 

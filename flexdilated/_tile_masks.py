@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from .masks._blocks import Blocks, evaluate
-from .masks._rule import Rule
+from .masks.blocks._blocks import Blocks, evaluate
+from .masks.blocks._rule import Rule
 
 # n problems, E listed blocks, U distinct masks
 

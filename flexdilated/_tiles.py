@@ -20,12 +20,12 @@ from ._placed_sides import key_side, query_side
 from ._sinks import add_sinks
 from ._tile_calls import Calls, plan_calls
 from .masks import cache
-from .masks._bound import Bound
-from .masks._cost import SLOTS_AT_ONCE
-from .masks._layout import Compact, Layout, Listed
-from .masks._placement import Placement
-from .masks._planner import Plan
-from .masks._term import Term
+from .masks.core._bound import Bound
+from .masks.orders._layout import Compact, Layout, Listed
+from .masks.orders._placement import Placement
+from .masks.planning._cost import SLOTS_AT_ONCE
+from .masks.planning._planner import Plan
+from .masks.planning.lowering._term import Term
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

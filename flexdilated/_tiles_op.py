@@ -18,14 +18,14 @@ from ._tile_plan import plan_tiles, portions_on
 from ._tiles import Program, Result, as_given, make_program, run_backward, run_forward
 from ._tune_choices import chosen
 from .masks import cache
-from .masks._choice import Choice
-from .masks._cost import SLOTS_AT_ONCE
-from .masks._json import read_text
-from .masks._machine_in_use import machine_of
-from .masks._one_sequence import one_after_another
-from .masks._pattern import Expression
-from .masks._placement import Placement
-from .masks._run_time import alike, require_entries, tables
+from .masks.core._pattern import Expression
+from .masks.orders._placement import Placement
+from .masks.patterns.run_time._run_time import alike, require_entries, tables
+from .masks.planning._choice import Choice
+from .masks.planning._cost import SLOTS_AT_ONCE
+from .masks.planning.lowering._one_sequence import one_after_another
+from .masks.planning.machine._machine_in_use import machine_of
+from .masks.text._json import read_text
 
 
 @own_op("flexdilated::tiles")

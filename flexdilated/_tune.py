@@ -9,13 +9,13 @@ import torch
 
 from ._flex_program import allowed_on
 from ._tune_trial import Inputs, Run, Times, check_alike, interleave, trial
-from .masks._bound import Bound
-from .masks._choice import Candidates, Choice, in_other_blocks, way_of
-from .masks._cost import cost_of
-from .masks._layout import Layout
-from .masks._machine_in_use import machine_of
-from .masks._options import ANYTHING, Allowed, Option
-from .masks._planner import Plan
+from .masks.core._bound import Bound
+from .masks.orders._layout import Layout
+from .masks.planning._choice import Candidates, Choice, in_other_blocks, way_of
+from .masks.planning._cost import cost_of
+from .masks.planning._options import ANYTHING, Allowed, Option
+from .masks.planning._planner import Plan
+from .masks.planning.machine._machine_in_use import machine_of
 
 BRANCH_BY_BRANCH = "branch by branch"
 WORTH_MEASURING = 4.0  # times the cheapest prediction

@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ._call_key import CallKey
 from ._tune import Trials, measure
 from ._tune_trial import Inputs
-from .masks._choice import Choice
-from .masks._debug_log import Written, is_told
-from .masks._machine import BUILTIN
-from .masks._machine_file import write_json
-from .masks._machine_in_use import machine_of
-from .masks._plain_json import read_json
+from .masks.plan_cache._debug_log import Written, is_told
+from .masks.planning._choice import Choice
+from .masks.planning.machine._machine import BUILTIN
+from .masks.planning.machine._machine_file import write_json
+from .masks.planning.machine._machine_in_use import machine_of
+from .masks.text._plain_json import read_json
 
 FORMAT, VERSION = "flexdilated choices", 1
 _MOST_STORED = 1000

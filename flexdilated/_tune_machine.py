@@ -11,23 +11,23 @@ import torch
 
 from ._gather import side
 from ._tune_trial import Inputs, Run, Times, interleave, trial
-from .masks._algebra import every
-from .masks._bound import Bound
-from .masks._causal import causal
-from .masks._compact import compact_terms
-from .masks._cost import computed_pairs
-from .masks._dilated import dilated
-from .masks._layout import Compact, Layout
-from .masks._local_window import local_window
-from .masks._lower import shared_terms
-from .masks._machine import ACCELERATOR, CPU, BlockRates, Machine
-from .masks._machine_file import Measured
-from .masks._machine_key import MachineKey
-from .masks._neighborhood import neighborhood
-from .masks._options import Option
-from .masks._pattern import Pattern
-from .masks._planner import Plan
-from .masks._random_blocks import random_blocks
+from .masks.core._algebra import every
+from .masks.core._bound import Bound
+from .masks.core._pattern import Pattern
+from .masks.orders._layout import Compact, Layout
+from .masks.patterns._causal import causal
+from .masks.patterns._dilated import dilated
+from .masks.patterns._local_window import local_window
+from .masks.patterns._neighborhood import neighborhood
+from .masks.patterns._random_blocks import random_blocks
+from .masks.planning._cost import computed_pairs
+from .masks.planning._options import Option
+from .masks.planning._planner import Plan
+from .masks.planning.lowering._compact import compact_terms
+from .masks.planning.lowering._lower import shared_terms
+from .masks.planning.machine._machine import ACCELERATOR, CPU, BlockRates, Machine
+from .masks.planning.machine._machine_file import Measured
+from .masks.planning.machine._machine_key import MachineKey
 
 _HEAD_DIM = 64
 KINDS = ("neighbouring", "plain", "masked")  # in the order of the rates in BlockRates

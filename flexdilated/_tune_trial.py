@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ._flex import make_flex_program, run_flex
 from ._tiles import Result, make_program, run_backward, run_forward
-from .masks._bound import Bound
-from .masks._planner import Plan
+from .masks.core._bound import Bound
+from .masks.planning._planner import Plan
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

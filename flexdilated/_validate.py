@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .masks import Layout, Mixture, Pattern
-from .masks._check import LARGEST, require_int
-from .masks._json import read_text
-from .masks._run_time import given_tensors, names
-from .masks._run_time_checks import missing, require_values
+from .masks.core._check import LARGEST, require_int
+from .masks.patterns.run_time._run_time import given_tensors, names
+from .masks.patterns.run_time._run_time_checks import missing, require_values
+from .masks.text._json import read_text
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 
-from ._algebra import every
-from ._blockwise import blockwise
-from ._causal import causal
-from ._check import require_int
-from ._chunked import chunked
-from ._dilated_window import dilated_window
-from ._fixed import fixed
-from ._global_tokens import first_tokens, global_tokens
-from ._landmark_tokens import landmark_tokens
-from ._local_window import local_window
-from ._pattern import Pattern
-from ._random_blocks import random_blocks
-from ._strided import strided
+from .core._algebra import every
+from .core._check import require_int
+from .core._pattern import Pattern
+from .patterns._blockwise import blockwise
+from .patterns._causal import causal
+from .patterns._chunked import chunked
+from .patterns._dilated_window import dilated_window
+from .patterns._fixed import fixed
+from .patterns._global_tokens import first_tokens, global_tokens
+from .patterns._landmark_tokens import landmark_tokens
+from .patterns._local_window import local_window
+from .patterns._random_blocks import random_blocks
+from .patterns._strided import strided
 
 __all__ = [
     "bigbird",

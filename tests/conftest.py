@@ -17,8 +17,10 @@ pytest_plugins = ["pytest_flexdilated", "pytester"]
 # check would break the graph), the custom op (its schema is read from plain annotations), and what callers'
 # own values reach (the check would answer before our errors do).
 CHECKED = [
-    *(f"flexdilated.masks.{name}" for name in ("_blocks", "_box", "_cost", "_lower", "_planner", "_quadtree")),
-    *(f"flexdilated.masks.{name}" for name in ("_reach", "_row", "_rule", "_tables")),
+    "flexdilated.masks.core._box",
+    *(f"flexdilated.masks.blocks.{name}" for name in ("_blocks", "_quadtree", "_rule", "_tables")),
+    *(f"flexdilated.masks.planning.{name}" for name in ("_cost", "_planner", "lowering._lower")),
+    *(f"flexdilated.masks.needs.{name}" for name in ("_reach", "_row")),
     *(f"flexdilated.{name}" for name in ("_held_keys", "_key_store", "_row_attention")),
     *(f"flexdilated.{name}" for name in ("_gather", "_kernel", "_reference", "_tiles")),
     *(f"flexdilated._tile_{name}" for name in ("blocks", "calls", "masks", "stretches")),

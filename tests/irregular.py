@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks._bound import Bound
+from flexdilated.masks.core._bound import Bound
 
 _number = count()  # tensors of one pattern go by names of their own
 joins = st.sampled_from([operator.and_, operator.or_])

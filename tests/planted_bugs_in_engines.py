@@ -241,23 +241,24 @@ IN_ENGINES = (
         "as if query head h reads key/value head h % G, not h // (H / G)",
     ),
     Bug(
-        "the layout's inverse is the layout", f"{MASKS}._layout:Layout.slots", lambda _: masks.Layout.positions,
+        "the layout's inverse is the layout", f"{MASKS}.orders._layout:Layout.slots", lambda _: masks.Layout.positions,
         _laid_out, "check_attention_module: agreement", "out is wrong",
     ),
     Bug(
-        "plans kept without the pattern", f"{MASKS}._cache:Cache.get", _without(pattern=""),
+        "plans kept without the pattern", f"{MASKS}.plan_cache._cache:Cache.get", _without(pattern=""),
         _one_pattern_after_another, "the oracle of tests/oracle.py", "window of 5",
     ),
     Bug(
-        "plans kept without the head offset", f"{MASKS}._cache:Cache.get", _without(head_offset=0),
+        "plans kept without the head offset", f"{MASKS}.plan_cache._cache:Cache.get", _without(head_offset=0),
         _heads_apart, "check_attention_module: agreement", "out is wrong",
     ),
     Bug(
-        "plans kept without the query offset", f"{MASKS}._cache:Cache.get", _without(q_offset=0),
+        "plans kept without the query offset", f"{MASKS}.plan_cache._cache:Cache.get", _without(q_offset=0),
         decoded(MIXTURE, _in_chunks, lengths=[3 * (MOST_ROWS + 1)]), "check_attention_module: decoding", "out is wrong",
     ),
     Bug(
-        "plans kept without the number of tokens", f"{MASKS}._cache:Cache.get", _without(num_queries=0, num_keys=0),
+        "plans kept without the number of tokens", f"{MASKS}.plan_cache._cache:Cache.get",
+        _without(num_queries=0, num_keys=0),
         module(MIXTURE, "lengths"), "check_attention_module: lengths", "raises RuntimeError",
     ),
     Bug(

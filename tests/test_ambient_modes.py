@@ -203,7 +203,7 @@ def test_a_model_is_exported_cold() -> None:
 
 def test_nothing_ambient_costs_nothing() -> None:
     """Where no mode is on, none is entered."""
-    from flexdilated.masks._ambient import own_modes, plans
+    from flexdilated.masks.core._ambient import own_modes, plans
 
     assert plans(torch.is_inference_mode_enabled)() is False
     with torch.inference_mode(), nullcontext():

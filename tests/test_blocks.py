@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks import _class_pairs, _quadtree, _term
-from flexdilated.masks._blocks import UNKNOWN, Blocks, build_blocks
-from flexdilated.masks._compact import compact_terms
-from flexdilated.masks._estimate import estimate_blocks
-from flexdilated.masks._layout import Compact, Layout, Listed
-from flexdilated.masks._lower import shared_terms
-from flexdilated.masks._pattern import Pattern
-from flexdilated.masks._rule import Rule
-from flexdilated.masks._term import Term
+from flexdilated.masks.blocks import _class_pairs, _quadtree
+from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks
+from flexdilated.masks.blocks._estimate import estimate_blocks
+from flexdilated.masks.blocks._rule import Rule
+from flexdilated.masks.core._pattern import Pattern
+from flexdilated.masks.orders._layout import Compact, Layout, Listed
+from flexdilated.masks.planning.lowering import _term
+from flexdilated.masks.planning.lowering._compact import compact_terms
+from flexdilated.masks.planning.lowering._lower import shared_terms
+from flexdilated.masks.planning.lowering._term import Term
 from tests import oracle
 from tests.ladders import LADDERS, scaled
 from tests.strategies import Case, block_sides, cases, dilated, sets

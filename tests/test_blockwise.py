@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks._box import Box, Progression
+from flexdilated.masks.core._box import Box, Progression
 from tests import oracle
 from tests.strategies import sets
 

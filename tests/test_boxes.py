@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks._bound import EMPTY, FULL, PARTIAL
-from flexdilated.masks._box import Box, Progression, clip, count_below, count_residue
+from flexdilated.masks.core._bound import EMPTY, FULL, PARTIAL
+from flexdilated.masks.core._box import Box, Progression, clip, count_below, count_residue
 from tests import oracle, twins
 from tests.strategies import dilated, expressions, local_windows
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flexdilated import masks
-from flexdilated.masks._cache import Cache
-from flexdilated.masks._cache_limits import bytes_from_environment, entries_from_environment
+from flexdilated.masks.plan_cache._cache import Cache
+from flexdilated.masks.plan_cache._cache_limits import bytes_from_environment, entries_from_environment
 
 
 def size(value: int) -> int:

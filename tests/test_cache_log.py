@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.masks import _cache
-from flexdilated.masks._cache import Cache
+from flexdilated.masks.plan_cache import _cache
+from flexdilated.masks.plan_cache._cache import Cache
 
 META = torch.device("meta")
 

@@ -13,11 +13,11 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated._flex import make_flex_program
-from flexdilated.masks import _cache
-from flexdilated.masks._cache import Cache
-from flexdilated.masks._planner import plan
-from flexdilated.masks._tables import table_bytes
-from flexdilated.masks._term import Term
+from flexdilated.masks.blocks._tables import table_bytes
+from flexdilated.masks.plan_cache import _cache
+from flexdilated.masks.plan_cache._cache import Cache
+from flexdilated.masks.planning._planner import plan
+from flexdilated.masks.planning.lowering._term import Term
 
 WINDOW = masks.causal() & masks.local_window(left=40, right=0)
 LONGNET = masks.longnet([16, 48], [1, 3]) & masks.causal()

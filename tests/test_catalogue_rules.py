@@ -6,13 +6,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks._box import Box
-from flexdilated.masks._dilated import _EXACT_SEGMENTS, Dilated
-from flexdilated.masks._distances import count_multiples
-from flexdilated.masks._estimate import estimate_blocks
-from flexdilated.masks._fixed import sum_of_quotients
-from flexdilated.masks._layout import Layout
-from flexdilated.masks._lower import shared_terms
+from flexdilated.masks.blocks._estimate import estimate_blocks
+from flexdilated.masks.core._box import Box
+from flexdilated.masks.core._distances import count_multiples
+from flexdilated.masks.orders._layout import Layout
+from flexdilated.masks.patterns._dilated import _EXACT_SEGMENTS, Dilated
+from flexdilated.masks.patterns._fixed import sum_of_quotients
+from flexdilated.masks.planning.lowering._lower import shared_terms
 from tests.strategies import dilated_windows, global_kinds, strided_kinds
 from tests.test_block_mask import verdicts
 from tests.test_boxes import BOXES, allowed, boxes, progressions

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks._layout import Layout
 from flexdilated.masks.inspection import _bounded_pairs, _cell_boxes, _cells
 from flexdilated.masks.inspection._cells import Cells, count_cells
+from flexdilated.masks.orders._layout import Layout
 from flexdilated.testing._drawn_sizes import in_range
 from tests import oracle
 from tests.ladders import LONGNET_5

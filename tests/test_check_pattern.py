@@ -12,8 +12,8 @@ from hypothesis import given, settings
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.masks._box import Bounds
-from flexdilated.masks._pattern import Pattern
+from flexdilated.masks.core._box import Bounds
+from flexdilated.masks.core._pattern import Pattern
 from flexdilated.testing import check_pattern
 from flexdilated.testing._box_bounds import Place, Terms
 from flexdilated.testing._drawn_closures import classify_window, same_kind, window_by_head
@@ -168,7 +168,7 @@ def test_wrong_period_of_a_function_is_found():
 
 def test_lists_are_checked_by_themselves(monkeypatch):
     """A builder that loses blocks is found even where all bounds are right."""
-    from flexdilated.masks import _blocks
+    from flexdilated.masks.blocks import _blocks
 
     count = _blocks.count_pairs
     monkeypatch.setattr(_blocks, "count_pairs", lambda *places: (count(*places) - 1).clamp(min=0))

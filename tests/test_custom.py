@@ -12,11 +12,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.masks import _blocks
-from flexdilated.masks._blocks import Blocks, build_blocks
-from flexdilated.masks._estimate import estimate_blocks
-from flexdilated.masks._function_checks import check_mask_mod
-from flexdilated.masks._lower import shared_terms
+from flexdilated.masks.blocks import _blocks
+from flexdilated.masks.blocks._blocks import Blocks, build_blocks
+from flexdilated.masks.blocks._estimate import estimate_blocks
+from flexdilated.masks.patterns.custom._function_checks import check_mask_mod
+from flexdilated.masks.planning.lowering._lower import shared_terms
 from flexdilated.testing._drawn_closures import classify_window, lattice, same_kind, window_by_head
 from tests.agreement import assert_agrees
 from tests.custom_rules import TABLE, by_global, diagonal, window

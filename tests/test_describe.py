@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks._layout import Compact
-from flexdilated.masks._term import Term
 from flexdilated.masks.inspection._gaps import Gap, Gaps
+from flexdilated.masks.orders._layout import Compact
+from flexdilated.masks.planning.lowering._term import Term
 from tests import oracle
 from tests.ladders import LADDERS
 from tests.strategies import cases

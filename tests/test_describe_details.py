@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks._layout import Compact
-from flexdilated.masks._term import Term
 from flexdilated.masks.inspection import _shares
 from flexdilated.masks.inspection._describe_terms import count_term
 from flexdilated.masks.inspection._gaps import Gap, Gaps, gaps_of
@@ -19,6 +17,8 @@ from flexdilated.masks.inspection._multiplicity import multiplicity_of
 from flexdilated.masks.inspection._relations import Relations
 from flexdilated.masks.inspection._shares import head_shares
 from flexdilated.masks.inspection._squares import TooManySquaresError
+from flexdilated.masks.orders._layout import Compact
+from flexdilated.masks.planning.lowering._term import Term
 from tests import oracle
 from tests.ladders import GIGAPATH_5
 from tests.run_time_strategies import Packed, packed_cases

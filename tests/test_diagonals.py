@@ -6,10 +6,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks._box import Bounds, Box
-from flexdilated.masks._diagonals import count_by_lag, settle_by_diagonals
-from flexdilated.masks._layout import Layout
-from flexdilated.masks._rule import Rule
+from flexdilated.masks.blocks._diagonals import count_by_lag, settle_by_diagonals
+from flexdilated.masks.blocks._rule import Rule
+from flexdilated.masks.core._box import Bounds, Box
+from flexdilated.masks.orders._layout import Layout
 from tests.strategies import sets
 from tests.test_boxes import BOXES, allowed, boxes, progressions
 

@@ -14,8 +14,8 @@ from flexdilated import masks
 from flexdilated.distributed import Sharding, _chunk_pairs, _dilated_counts
 from flexdilated.distributed._exchange_plan import ExchangePlan, local_indices
 from flexdilated.distributed._token_counts import token_counts
-from flexdilated.masks._needs import needed_keys
-from flexdilated.masks._run_time import Extent, given_tensors, resolve
+from flexdilated.masks.needs._needs import needed_keys
+from flexdilated.masks.patterns.run_time._run_time import Extent, given_tensors, resolve
 from flexdilated.testing.strategies import lengths, shardings
 from tests import oracle, twins
 from tests.run_time_strategies import Packed, packed_cases

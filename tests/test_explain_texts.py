@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexdilated import masks
-from flexdilated.masks._reason import listing
+from flexdilated.masks.core._reason import listing
 
 IDS = torch.tensor([[0] * 30 + [1] * 20 + [-1] * 5, [0] * 55])
 

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import _row_attention, _row_parts, masks
 from flexdilated._row_parts import MOST_ROWS
-from flexdilated.masks import _row
+from flexdilated.masks.needs import _row
 from tests import oracle
 from tests.agreement import assert_agrees
 from tests.run_time_strategies import packed_cases

@@ -19,8 +19,8 @@ from flexdilated import _flex, masks
 from flexdilated._call_key import CallKey
 from flexdilated._flex import FlexProgram, FlexStep, make_flex_program, run_flex
 from flexdilated._flex_program import static_program
-from flexdilated.masks._nested import nested_terms
-from flexdilated.masks._planner import Plan, plan
+from flexdilated.masks.planning._planner import Plan, plan
+from flexdilated.masks.planning.lowering._nested import nested_terms
 from tests import oracle
 from tests.agreement import assert_agrees
 from tests.strategies import Case, block_sides, cases, tensors, whole_cases

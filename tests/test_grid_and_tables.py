@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks import _block_table
-from flexdilated.masks._box import Box, Progression
-from flexdilated.masks._grid import fits
-from flexdilated.masks._layout import Layout
+from flexdilated.masks.core._box import Box, Progression
+from flexdilated.masks.orders._layout import Layout
+from flexdilated.masks.patterns import _block_table
+from flexdilated.masks.patterns._grid import fits
 from tests import oracle
 from tests.strategies import block_lists, neighborhoods, random_blocks
 from tests.test_boxes import BOXES, allowed, progressions
@@ -87,7 +87,7 @@ def test_the_draw_is_pinned():
 
 def test_the_hash_is_splitmix64():
     """The first number of the published generator from state 0."""
-    from flexdilated.masks._random_blocks import _mixed
+    from flexdilated.masks.patterns._random_blocks import _mixed
 
     assert _mixed(torch.tensor(0)).item() % 2**64 == 0xE220A8397B1DCDAF
 
@@ -281,7 +281,7 @@ def test_the_coarse_picture_is_sound(twin, data):
 
 
 def _block_table_of(twin: Twin) -> None:
-    from flexdilated.masks import _block_list, _random_blocks
+    from flexdilated.masks.patterns import _block_list, _random_blocks
 
     _block_list._table.cache_clear()
     _random_blocks._table.cache_clear()

@@ -14,7 +14,7 @@ from bench._guard import BOUND, RECORDED, Verdict, check, read
 from bench._guard_cases import CASES, Pair
 from flexdilated import _tiles_op
 from flexdilated._call_key import CallKey
-from flexdilated.masks._cache import Cache
+from flexdilated.masks.plan_cache._cache import Cache
 
 # Three times, not twice: other tests share the machine, and make either side of a ratio up to 1.3 times as slow.
 TIMES = 3

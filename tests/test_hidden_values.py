@@ -127,9 +127,9 @@ def test_over_many_blocks(name: str, N: int, dtype: torch.dtype):
     generator = torch.Generator().manual_seed(N)
     sizes = ((2, 2, N, 16), (2, 1, M, 16), (2, 1, M, 16))
     q, k, v = (torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes)
-    bindings = dict(zip(masks._run_time.names(pattern), run_time_tensors(pattern, None), strict=True))
-    extent = masks._run_time.Extent(N, M)
-    rule = masks._run_time.resolve(pattern, bindings, extent) if bindings else pattern
+    bindings = dict(zip(masks.patterns.run_time._run_time.names(pattern), run_time_tensors(pattern, None), strict=True))
+    extent = masks.patterns.run_time._run_time.Extent(N, M)
+    rule = masks.patterns.run_time._run_time.resolve(pattern, bindings, extent) if bindings else pattern
     bound = rule.bind(num_heads=2, num_queries=N, num_keys=M, batch=2)
     counts = fd._reference.multiplicity(bound, CPU)
 

@@ -34,7 +34,7 @@ GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
 EXTRAS = {"hypothesis", "matplotlib", "platformdirs", "tqdm"}
 # Used where it is installed, and imported when it is needed: the file of measured constants has its place there.
 LATE = {
-    "flexdilated.masks._machine_file": {"platformdirs"},
+    "flexdilated.masks.planning.machine._machine_file": {"platformdirs"},
     "flexdilated._received_picture": {"matplotlib"},
     "flexdilated.masks.inspection._plot": {"matplotlib"},
     "flexdilated.masks.inspection._plot_axes": {"matplotlib"},
@@ -137,11 +137,29 @@ def test_imports_point_down() -> None:
     assert climbs == []
 
 
-def test_the_package_of_patterns_names_each_of_its_files_once() -> None:
+# From the lowest up. A pattern asks for its run-time tensors, and how it is written, of rooms above its own.
+ROOMS = ("core", "patterns", "recipes", "text", "orders", "blocks", "plan_cache", "planning", "needs", "inspection")
+UPWARD = {("core", "patterns"), ("core", "text")}
+
+
+def room(module: str) -> str | None:
+    """The room of `flexdilated.masks` that a module stands in."""
+    inside = module.removeprefix("flexdilated.masks.").partition(".")[0]
+    return inside if module.startswith("flexdilated.masks.") and inside in ROOMS else None
+
+
+def test_the_rooms_of_patterns_are_named_and_stand_on_each_other() -> None:
     assert masks.__doc__ is not None
-    named = re.findall(r" (_\w+|recipes|inspection)\b", masks.__doc__.partition("    patterns")[2])
-    files = [path.stem for path in (ROOT / "masks").iterdir() if path.suffix == ".py" and path.stem != "__init__"]
-    assert sorted(named) == sorted([*files, "inspection"])
+    assert tuple(re.findall(r"^    (\w+) ", masks.__doc__, re.MULTILINE)) == ROOMS
+    within = {path.name for path in (ROOT / "masks").iterdir() if not path.name.startswith("__pycache__")}
+    assert within == {"__init__.py", "recipes.py", *ROOMS} - {"recipes"}
+    found = {
+        (below, above)
+        for module, file in SOURCES.items()
+        for name in imports(module, file)
+        if (below := room(module)) and (above := room(name)) and ROOMS.index(above) > ROOMS.index(below)
+    }
+    assert found == UPWARD
 
 
 def test_imports_are_declared_dependencies() -> None:
@@ -253,4 +271,4 @@ def test_a_verdict_has_one_meaning() -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in ("EMPTY", "PARTIAL", "FULL")
     }
-    assert stated == {"flexdilated.masks._bound"}
+    assert stated == {"flexdilated.masks.core._bound"}

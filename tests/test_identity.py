@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.masks._algebra import And, Not, Or
-from flexdilated.masks._json import read_text
-from flexdilated.masks._per_head import PerHead
-from flexdilated.masks._planner import plan, recommended_layout
-from flexdilated.masks._run_time import given_tensors
+from flexdilated.masks.core._algebra import And, Not, Or
+from flexdilated.masks.core._per_head import PerHead
+from flexdilated.masks.patterns.run_time._run_time import given_tensors
+from flexdilated.masks.planning._planner import plan, recommended_layout
+from flexdilated.masks.text._json import read_text
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import written_expressions
 

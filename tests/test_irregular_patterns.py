@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks._bound import Bound
+from flexdilated.masks.core._bound import Bound
 from flexdilated.masks.inspection import _packed_rows, _receptive_field_stretches, _runs, _spread, _stretches
 from flexdilated.masks.inspection._gaps import gaps_of
 from flexdilated.masks.inspection._multiplicity import multiplicity_of

@@ -5,9 +5,9 @@ import torch
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.masks import _grid_window
-from flexdilated.masks._box import Box, Progression
-from flexdilated.masks._check import LARGEST, require_finite, require_int
+from flexdilated.masks.core._box import Box, Progression
+from flexdilated.masks.core._check import LARGEST, require_finite, require_int
+from flexdilated.masks.patterns import _grid_window
 from flexdilated.testing import check_pattern
 
 BUILDERS = {

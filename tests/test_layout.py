@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks._layout import Compact
+from flexdilated.masks.orders._layout import Compact
 
 tokens, layout_rates = st.integers(1, 70), st.integers(1, 12)
 

@@ -11,9 +11,9 @@ import flexdilated as fd
 from flexdilated import _engines, masks
 from flexdilated.distributed import BufferPool
 from flexdilated.distributed._schedule import choose_schedule
-from flexdilated.masks import _cache
-from flexdilated.masks._cache import Cache
-from flexdilated.masks._debug_log import LONGEST, Untold, Written
+from flexdilated.masks.plan_cache import _cache
+from flexdilated.masks.plan_cache._cache import Cache
+from flexdilated.masks.plan_cache._debug_log import LONGEST, Untold, Written
 
 LONGNET = masks.longnet([16, 64], [1, 4]) & masks.causal()
 
@@ -248,7 +248,9 @@ def test_a_look_up_asks_nothing_of_the_log(monkeypatch, own_cache) -> None:
     q, k, v = qkv()
     pattern = LONGNET.bind(num_heads=4, num_queries=130, num_keys=130)
     fd.attend(q, k, v, LONGNET)
-    masks._planner.plan(pattern)
-    monkeypatch.setattr(masks._debug_log, "is_told", lambda: pytest.fail("the logger was asked"))
-    monkeypatch.setattr(masks._debug_log.log, "isEnabledFor", lambda level: pytest.fail("the logger was asked"))
-    masks._planner.plan(pattern)
+    masks.planning._planner.plan(pattern)
+    monkeypatch.setattr(masks.plan_cache._debug_log, "is_told", lambda: pytest.fail("the logger was asked"))
+    monkeypatch.setattr(
+        masks.plan_cache._debug_log.log, "isEnabledFor", lambda level: pytest.fail("the logger was asked")
+    )
+    masks.planning._planner.plan(pattern)

@@ -21,9 +21,9 @@ from flexdilated._call_key import CallKey
 from flexdilated._tiles import Result
 from flexdilated._tiles_op import attention, gradients
 from flexdilated._validate import run_time_tensors
-from flexdilated.masks import _windows
-from flexdilated.masks._planner import plan
 from flexdilated.masks.inspection._sections import sections_of
+from flexdilated.masks.planning._planner import plan
+from flexdilated.masks.planning.lowering import _windows
 
 CAUSAL = masks.causal()
 FORMS: dict[str, Callable[[Tensor], masks.Pattern | masks.Mixture]] = {

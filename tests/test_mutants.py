@@ -86,7 +86,7 @@ def test_operators(line, operator, after) -> None:
 
 
 def test_rates_of_a_machine_are_left_alone() -> None:
-    operators = {mutant.operator for mutant in mutants_of("masks/_machine.py", b"RATE = 3 + x(4.5)\n")}
+    operators = {mutant.operator for mutant in mutants_of("masks/planning/machine/_machine.py", b"RATE = 3 + x(4.5)\n")}
     assert operators == {"arithmetic"}
 
 
@@ -109,11 +109,11 @@ def mutant(name: str) -> Mutant:
 def test_quick_tests_first_and_no_more_than_the_effort() -> None:
     names = ("tests/test_other.py::a", "tests/test_box.py::b", "tests/test_z.py::c", "tests/test_z.py::d")
     seconds = dict(zip(names, (1.0, 2.0, 3.0, 9.0), strict=True))
-    recorded = Recorded({"masks/_box.py": {3: list(seconds), 9: ["tests/test_z.py::d"]}}, seconds)
+    recorded = Recorded({"masks/core/_box.py": {3: list(seconds), 9: ["tests/test_z.py::d"]}}, seconds)
     found = chosen_tests(mutant("_box"), recorded, Effort(6, 15))
     assert found == ["tests/test_box.py::b", "tests/test_other.py::a", "tests/test_z.py::c"]
     assert chosen_tests(mutant("_unknown"), recorded, Effort(6, 15)) == []
-    elsewhere = Recorded({"masks/_box.py": {9: ["tests/test_z.py::d"]}}, seconds)
+    elsewhere = Recorded({"masks/core/_box.py": {9: ["tests/test_z.py::d"]}}, seconds)
     assert chosen_tests(mutant("_box"), elsewhere, Effort(6, 15)) == ["tests/test_z.py::d"]
 
 

@@ -15,12 +15,13 @@ from torch import Tensor
 from bench._catalogue import ENTRIES, PICTURED, Entry
 from bench._catalogue_check import dense
 from flexdilated import masks
-from flexdilated.masks import _needs_by_boxes, _needs_by_distance, _range_union
-from flexdilated.masks._needs import needed_keys
-from flexdilated.masks._needs_by_boxes import _Boxes
-from flexdilated.masks._range_union import joined_intervals, ranges_of, union_of
-from flexdilated.masks._ranges import Ranges
-from flexdilated.masks._run_time import Extent, given_tensors, resolve
+from flexdilated.masks.core import _range_union
+from flexdilated.masks.core._range_union import joined_intervals, ranges_of, union_of
+from flexdilated.masks.core._ranges import Ranges
+from flexdilated.masks.needs import _needs_by_boxes, _needs_by_distance
+from flexdilated.masks.needs._needs import needed_keys
+from flexdilated.masks.needs._needs_by_boxes import _Boxes
+from flexdilated.masks.patterns.run_time._run_time import Extent, given_tensors, resolve
 from tests import oracle
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import Case, cases

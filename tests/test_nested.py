@@ -11,9 +11,9 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.masks import _nested
-from flexdilated.masks._options import ANYTHING, Allowed
-from flexdilated.masks._planner import Plan, plan
+from flexdilated.masks.planning._options import ANYTHING, Allowed
+from flexdilated.masks.planning._planner import Plan, plan
+from flexdilated.masks.planning.lowering import _nested
 from tests import twins
 from tests.strategies import Case, tensors
 from tests.test_planner import weight_of_all

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.masks._algebra import union
+from flexdilated.masks.core._algebra import union
 
 MOST = 32
 C = masks.causal()

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks._parse import CONSTRUCTORS
+from flexdilated.masks.text._parse import CONSTRUCTORS
 from tests.strategies import written_expressions
 
 NAMESPACE = {name: getattr(masks, name) for name in masks.__all__} | {"masks": masks}

@@ -13,9 +13,9 @@ from torch.testing import assert_close
 
 from flexdilated import attend, masks
 from flexdilated._placed_call import PlacedCall, WholeRows, placed_engine
-from flexdilated.masks._placed import plan_at
-from flexdilated.masks._placement import Placement
-from flexdilated.masks._ranges import Ranges
+from flexdilated.masks.core._ranges import Ranges
+from flexdilated.masks.orders._placement import Placement
+from flexdilated.masks.planning._placed import plan_at
 from tests import oracle
 from tests.agreement import TIGHT, assert_agrees
 from tests.strategies import longnets, written_expressions

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks import _term
-from flexdilated.masks._cost import least_seconds_in_larger
-from flexdilated.masks._estimate import estimate_blocks
-from flexdilated.masks._layout import Compact, Layout, Permutation
-from flexdilated.masks._options import Allowed, _fullest, in_blocks_of
-from flexdilated.masks._planner import plan, recommended_layout
-from flexdilated.masks._term import Term
+from flexdilated.masks.blocks._estimate import estimate_blocks
+from flexdilated.masks.orders._layout import Compact, Layout, Permutation
+from flexdilated.masks.planning._cost import least_seconds_in_larger
+from flexdilated.masks.planning._options import Allowed, _fullest, in_blocks_of
+from flexdilated.masks.planning._planner import plan, recommended_layout
+from flexdilated.masks.planning.lowering import _term
+from flexdilated.masks.planning.lowering._term import Term
 from tests import oracle, twins
 from tests.ladders import LADDERS
 from tests.strategies import Case, cases, longnets, whole_cases

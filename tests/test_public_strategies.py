@@ -10,7 +10,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from flexdilated import distributed, masks
-from flexdilated.masks import _json
+from flexdilated.masks.text import _json
 from flexdilated.testing import strategies as fst
 
 # `find` gives the last example that was tried: no others are to follow the smallest.

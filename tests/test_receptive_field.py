@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks._bound import Bound
+from flexdilated.masks.core._bound import Bound
 from flexdilated.masks.inspection._receptive_field import ReceptiveField, receptive_field_of
 from flexdilated.masks.inspection._receptive_field_sample import FollowedTokens, follow_tokens
 from flexdilated.masks.inspection._relations import Relations

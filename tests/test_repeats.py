@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from flexdilated import masks
-from flexdilated.masks._lower import shared_terms
-from flexdilated.masks._pattern import Pattern
-from flexdilated.masks._term import Term
+from flexdilated.masks.core._pattern import Pattern
+from flexdilated.masks.planning.lowering._lower import shared_terms
+from flexdilated.masks.planning.lowering._term import Term
 
 UNION = masks.dilated(64, 2) | masks.dilated(32, 1)
 CONFINED = {

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import BufferPool
-from flexdilated.masks._bytes_text import bytes_text
-from flexdilated.masks._planner import plan
+from flexdilated.masks.core._bytes_text import bytes_text
+from flexdilated.masks.planning._planner import plan
 from flexdilated.nn._repr import LONGEST
 
 PATTERN = masks.longnet([16, 64], [1, 4]) & masks.causal()

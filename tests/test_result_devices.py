@@ -15,7 +15,7 @@ from flexdilated._row_attention import row_backward, row_forward
 from flexdilated._row_parts import parts_of_call
 from flexdilated._slots_op import add_slots, encoded, join_slots, take_slots
 from flexdilated._tiles_op import tiles, tiles_backward
-from flexdilated.masks._layout import Compact, Layout
+from flexdilated.masks.orders._layout import Compact, Layout
 
 META = torch.device("meta")
 PATTERNS = {

@@ -17,7 +17,7 @@ from flexdilated._placed_call import PlacedCall
 from flexdilated.distributed import attend
 from flexdilated.distributed._ring_op import ring_backward_op, ring_op
 from flexdilated.distributed._sharding import Sharding
-from flexdilated.masks._json import read_text
+from flexdilated.masks.text._json import read_text
 from tests import oracle
 from tests.agreement import TIGHT
 from tests.ranks import on_ranks

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated._head_groups import branch_rules
-from flexdilated.masks import _row
-from flexdilated.masks._ranges import as_ranges, intersect, unite
+from flexdilated.masks.core._ranges import as_ranges, intersect, unite
+from flexdilated.masks.needs import _row
 from tests import strategies
 
 

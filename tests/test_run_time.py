@@ -124,7 +124,7 @@ def test_values_are_read_at_each_call():
 
 def test_documents_compute_no_pair_across():
     """Cut along documents, work is the documents' own: a block list would compute whole blocks."""
-    from flexdilated.masks._planner import plan
+    from flexdilated.masks.planning._planner import plan
 
     ids = torch.arange(64).repeat_interleave(16)
     planned = plan((masks.causal() & masks.documents(ids)).bind(num_heads=1, num_queries=1024, num_keys=1024))

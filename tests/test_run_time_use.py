@@ -14,8 +14,8 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import _tile_masks, masks
 from flexdilated._reference import multiplicity
-from flexdilated.masks import _blocks
-from flexdilated.masks._planner import plan
+from flexdilated.masks.blocks import _blocks
+from flexdilated.masks.planning._planner import plan
 from flexdilated.testing import check_pattern
 
 LONGNET = masks.longnet([8, 16], [1, 3]) & masks.causal()

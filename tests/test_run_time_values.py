@@ -17,7 +17,7 @@ import flexdilated as fd
 from flexdilated import _flex_op, masks
 from flexdilated._call_key import CallKey
 from flexdilated._flex_program import run_time_program
-from flexdilated.masks._planner import plan
+from flexdilated.masks.planning._planner import plan
 from tests import oracle
 from tests.test_flex import CPU, around_dense
 from tests.test_run_time_flex import entry_by_entry

@@ -20,7 +20,7 @@ from flexdilated._call_key import CallKey
 from flexdilated._flex import make_flex_program
 from flexdilated._flex_program import static_program
 from flexdilated._score_mod import Folded, InOrder, Shifted
-from flexdilated.masks._planner import plan
+from flexdilated.masks.planning._planner import plan
 from tests import oracle, twins
 from tests.agreement import TIGHT, assert_agrees
 from tests.strategies import Case, block_sides, cases, tensors, whole_cases

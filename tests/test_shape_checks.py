@@ -7,7 +7,7 @@ import torch
 from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import TypeCheckError
 
-from flexdilated.masks._box import Bounds, Progression, count_residue
+from flexdilated.masks.core._box import Bounds, Progression, count_residue
 from tests.shape_checks import checked_on_import
 
 CODE = """

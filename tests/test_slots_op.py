@@ -18,8 +18,8 @@ from flexdilated._merge import merge
 from flexdilated._pick import join, make_pick, take, take_ahead
 from flexdilated._slots_op import add_slots, join_slots, take_slots
 from flexdilated.masks import Layout
-from flexdilated.masks._layout import Compact
-from flexdilated.masks._planner import plan
+from flexdilated.masks.orders._layout import Compact
+from flexdilated.masks.planning._planner import plan
 from tests.ladders import LONGNET_5
 
 CPU = torch.device("cpu")

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks._compact import compact_terms
-from flexdilated.masks._layout import Compact
-from flexdilated.masks._lower import shared_terms
-from flexdilated.masks._planner import plan
-from flexdilated.masks._split_causal import split_causal
-from flexdilated.masks._term import Term
+from flexdilated.masks.orders._layout import Compact
+from flexdilated.masks.planning._planner import plan
+from flexdilated.masks.planning.lowering._compact import compact_terms
+from flexdilated.masks.planning.lowering._lower import shared_terms
+from flexdilated.masks.planning.lowering._split_causal import split_causal
+from flexdilated.masks.planning.lowering._term import Term
 from tests import oracle
 
 RULES = {

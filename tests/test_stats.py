@@ -11,8 +11,8 @@ import torch
 import flexdilated as fd
 from flexdilated import _stats, masks
 from flexdilated.distributed import BufferPool
-from flexdilated.masks import _cache
-from flexdilated.masks._cache import Cache
+from flexdilated.masks.plan_cache import _cache
+from flexdilated.masks.plan_cache._cache import Cache
 from tests.test_house import needs_install, run_elsewhere
 
 PATTERN = masks.longnet([16, 64], [1, 4]) & masks.causal()

@@ -14,7 +14,7 @@ from flexdilated import _tile_blocks, _tile_calls, masks
 from flexdilated._tile_calls import Call, Calls, plan_calls
 from flexdilated._tile_stretches import Even, Listed, Stretches
 from flexdilated.masks import Layout
-from flexdilated.masks._lower import shared_terms
+from flexdilated.masks.planning.lowering._lower import shared_terms
 from tests import oracle
 from tests.agreement import assert_agrees, gradients
 from tests.strategies import block_sides, cases, tensors

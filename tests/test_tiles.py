@@ -14,8 +14,9 @@ import flexdilated as fd
 from flexdilated import _tile_blocks, _tile_masks, _tiles, masks
 from flexdilated._tile_plan import plan_tiles, portions_on
 from flexdilated._tiles import Result, make_program, run_backward, run_forward
-from flexdilated.masks import Layout, _blocks, _quadtree
-from flexdilated.masks._planner import Plan, plan
+from flexdilated.masks import Layout
+from flexdilated.masks.blocks import _blocks, _quadtree
+from flexdilated.masks.planning._planner import Plan, plan
 from tests import oracle
 from tests.agreement import assert_agrees
 from tests.ladders import GIGAPATH_5, LONGNET_5, PAPER_5, scaled

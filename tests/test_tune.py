@@ -16,12 +16,12 @@ from flexdilated._tune_choices import Sight, choices_path, chosen, forget_choice
 from flexdilated._tune_machine import Sizes, measure_machine
 from flexdilated._tune_trial import Inputs, Times
 from flexdilated.cli import main
-from flexdilated.masks._choice import Candidates, Choice, way_of
-from flexdilated.masks._machine_file import read_machine, stored_path, write_json
-from flexdilated.masks._machine_in_use import VARIABLE, forget_machines, machine_of
-from flexdilated.masks._machine_key import MachineKey
-from flexdilated.masks._options import ANYTHING
-from flexdilated.masks._planner import plan
+from flexdilated.masks.planning._choice import Candidates, Choice, way_of
+from flexdilated.masks.planning._options import ANYTHING
+from flexdilated.masks.planning._planner import plan
+from flexdilated.masks.planning.machine._machine_file import read_machine, stored_path, write_json
+from flexdilated.masks.planning.machine._machine_in_use import VARIABLE, forget_machines, machine_of
+from flexdilated.masks.planning.machine._machine_key import MachineKey
 
 CPU = torch.device("cpu")
 N, H, D = 256, 2, 8

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks._box import Box, Progression, count_residue
-from flexdilated.masks._run_time import Extent, given_tensors, num_entries, resolve
+from flexdilated.masks.core._box import Box, Progression, count_residue
+from flexdilated.masks.patterns.run_time._run_time import Extent, given_tensors, num_entries, resolve
 from flexdilated.viewer import page
 from flexdilated.viewer._page import _data
 from tests.browser import Browser, Tab
@@ -251,7 +251,7 @@ def test_residues_of_numbers_whose_products_exceed_doubles(tab):
 
 
 def test_every_kind_of_the_json_has_a_rule(tab):
-    from flexdilated.masks._json import _FIELDS
+    from flexdilated.masks.text._json import _FIELDS
 
     known = set(tab.evaluate("Object.keys(RULES)"))
     assert known - {"spans"} == set(_FIELDS) - {"mixture", "documents", "lengths"}

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from flexdilated import masks
 from flexdilated.distributed import Sharding
 from flexdilated.distributed._work import work_of_ranks
-from flexdilated.masks import _exact_pairs, _query_pairs
-from flexdilated.masks._box import Box, Progression
-from flexdilated.masks._exact_pairs import exact_pairs
-from flexdilated.masks._query_pairs import pairs_of_queries
+from flexdilated.masks.blocks import _exact_pairs, _query_pairs
+from flexdilated.masks.blocks._exact_pairs import exact_pairs
+from flexdilated.masks.blocks._query_pairs import pairs_of_queries
+from flexdilated.masks.core._box import Box, Progression
 from flexdilated.testing.strategies import shardings
 from tests.strategies import sets, whole_cases
 from tests.twins import Twin

@@ -10,7 +10,7 @@ from flexdilated._call_key import CallKey
 from flexdilated._flex import FlexProgram, make_flex_program
 from flexdilated._flex_program import allowed_on
 from flexdilated._pick import join, take
-from flexdilated.masks._planner import plan
+from flexdilated.masks.planning._planner import plan
 
 from .._longnets import LongNet
 from .._problem import Problem, Size

@@ -18,7 +18,7 @@ _ENGINES = (
 _TEXT = {"__repr__", "__str__"}
 _SAID = {"debug", "info", "warning", "warn", "cast", "TypeVar"}
 # Whether the constants of a machine are right decides what is fast, never what is computed.
-_RATES = {"masks/_machine.py"}
+_RATES = {"masks/planning/machine/_machine.py"}
 
 
 @dataclass(frozen=True, order=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ..masks._bound import Bound
-from ..masks._check import LARGEST, require_below
-from ..masks._pattern import Expression
-from ..masks._run_time import names
+from ..masks.core._bound import Bound
+from ..masks.core._check import LARGEST, require_below
+from ..masks.core._pattern import Expression
+from ..masks.patterns.run_time._run_time import names
 from ._bindings import carried, one_entry, read_bindings, with_values
 from ._fixed_sizes import MOST_HEADS, fitting_heads, most_tokens
 from ._read_pattern import read_pattern

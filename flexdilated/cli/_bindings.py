@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..masks._check import LARGEST
-from ..masks._documents import Documents
-from ..masks._lengths import Lengths
-from ..masks._pattern import Expression, Pattern
-from ..masks._run_time import Given, RunTime, given_tensors, names, run_time_leaves
-from ..masks._run_time_checks import require_values
-from ..masks._visible_keys import VisibleKeys
+from ..masks.core._check import LARGEST
+from ..masks.core._pattern import Expression, Pattern
+from ..masks.patterns.run_time._documents import Documents
+from ..masks.patterns.run_time._lengths import Lengths
+from ..masks.patterns.run_time._run_time import Given, RunTime, given_tensors, names, run_time_leaves
+from ..masks.patterns.run_time._run_time_checks import require_values
+from ..masks.patterns.run_time._visible_keys import VisibleKeys
 from ._sizes import tokens_of
 from ._torch_file import read_torch
 from ._usage import UsageError

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import masks
 from .._profile import folder_from_environment
-from ..masks._cache_stats import CacheStats
+from ..masks.plan_cache._cache_stats import CacheStats
 from ..nn import LongNetConfig
 from . import _checkpoint, _extras
 from ._attention_time import measure

@@ -16,9 +16,14 @@ from .._compilations import compilations
 from .._flex import missing_compiler
 from .._profile import VARIABLE as PROFILE_VARIABLE
 from .._profile import folder_from_environment
-from ..masks._cache_limits import BYTES_VARIABLE, ENTRIES_VARIABLE, bytes_from_environment, entries_from_environment
-from ..masks._machine_in_use import VARIABLE as MACHINE_VARIABLE
-from ..masks._machine_in_use import machine_from_environment
+from ..masks.plan_cache._cache_limits import (
+    BYTES_VARIABLE,
+    ENTRIES_VARIABLE,
+    bytes_from_environment,
+    entries_from_environment,
+)
+from ..masks.planning.machine._machine_in_use import VARIABLE as MACHINE_VARIABLE
+from ..masks.planning.machine._machine_in_use import machine_from_environment
 from ..nn import DilatedAttention
 from . import _extras
 from ._flash import active_implementation, is_flash_backend_importable, other_implementations

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from itertools import chain
 
-from ..masks._check import LARGEST
-from ..masks._pattern import Expression
+from ..masks.core._check import LARGEST
+from ..masks.core._pattern import Expression
 
 MOST_HEADS = 1 << 12
 

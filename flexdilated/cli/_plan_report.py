@@ -12,14 +12,14 @@ from tabulate import tabulate
 from .._flex_program import allowed_on
 from .._memory import attention_memory
 from .._tune import measure_options
-from ..masks._bound import Bound
-from ..masks._options import ANYTHING, Option
-from ..masks._pattern import Mixture
-from ..masks._planner import Plan, plan
-from ..masks._spelling import shortened
-from ..masks._term import Term
+from ..masks.core._bound import Bound
+from ..masks.core._pattern import Mixture
+from ..masks.core._spelling import shortened
 from ..masks.inspection._describe import Description, describe_plan
 from ..masks.inspection._fitted_table import fitted_facts, fitted_table
+from ..masks.planning._options import ANYTHING, Option
+from ..masks.planning._planner import Plan, plan
+from ..masks.planning.lowering._term import Term
 from ..nn._model_memory import attention_size, model_memory
 from ._plan_settings import DTYPES, PlanSettings
 from ._sizes import bytes_text, tokens_text

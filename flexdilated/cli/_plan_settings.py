@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from .._memory import AttentionSize
-from ..masks._check import LARGEST
-from ..masks._pattern import Expression
+from ..masks.core._check import LARGEST
+from ..masks.core._pattern import Expression
 from ..nn._model_memory import ModelSize
 from ._asked_pattern import one_rule
 from ._fixed_sizes import MOST_HEADS

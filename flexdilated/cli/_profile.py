@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from .._profile import VARIABLE
 from .._profile_file import TABLE, Operator, Recording, read_recording
-from ..masks._bytes_text import bytes_text
+from ..masks.core._bytes_text import bytes_text
 from ._sizes import seconds_text
 from ._usage import UsageError
 

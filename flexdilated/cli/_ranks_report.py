@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..distributed._simulation import Simulation, Way
 from ..distributed._volumes import in_groups
-from ..masks._machine_in_use import machine_of
+from ..masks.planning.machine._machine_in_use import machine_of
 from ._ranks_settings import RanksSettings
 
 # W ranks

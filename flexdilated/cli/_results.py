@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from ..masks._cache_stats import CacheStats
+from ..masks.plan_cache._cache_stats import CacheStats
 from ._attention_time import LONGEST_DENSE, AttentionTime
 from ._out import replace
 

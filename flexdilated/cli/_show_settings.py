@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .. import masks
 from ..distributed._sharding import Order
-from ..masks._layout import Layout
+from ..masks.orders._layout import Layout
 from ._asked_pattern import AskedPattern
 from ._extras import find, missing_line
 from ._pattern_arguments import asked_from

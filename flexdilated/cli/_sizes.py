@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 
-from ..masks._bytes_text import bytes_text as bytes_text
-from ..masks._tokens_text import tokens_text as tokens_text
+from ..masks.core._bytes_text import bytes_text as bytes_text
+from ..masks.core._tokens_text import tokens_text as tokens_text
 from ._usage import UsageError
 
 _BYTES = {"B": 1} | {f"{letter}{middle}B": (1024 if middle else 1000) ** power

@@ -12,10 +12,10 @@ from .._tune import Trialled, Trials, measure
 from .._tune_choices import Sight, remember
 from .._tune_machine import KINDS, measure_machine
 from .._tune_trial import Inputs
-from ..masks._machine import Machine
-from ..masks._machine_file import Measured, stored_path, write_json
-from ..masks._machine_in_use import forget_machines
-from ..masks._machine_key import MachineKey
+from ..masks.planning.machine._machine import Machine
+from ..masks.planning.machine._machine_file import Measured, stored_path, write_json
+from ..masks.planning.machine._machine_in_use import forget_machines
+from ..masks.planning.machine._machine_key import MachineKey
 from . import _extras
 from ._asked_pattern import AskedPattern, one_rule
 from ._tune_settings import TuneSettings

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from ..masks._bytes_text import bytes_text
+from ..masks.core._bytes_text import bytes_text
 from . import _verify_ranks
 from ._settings import available_devices
 from ._sizes import seconds_text

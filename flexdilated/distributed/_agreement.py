@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError, DistNetworkError, ProcessGroup, get_backend_config
 
-from ..masks._pattern import Expression
-from ..masks._run_time import names
+from ..masks.core._pattern import Expression
+from ..masks.patterns.run_time._run_time import names
 from ._disagreement import as_call, disagreement, named
 from ._group_timeout import timeout_of
 from ._ranks import Ranks, group_of

@@ -17,10 +17,10 @@ from .._placed_call import placed_engine
 from .._sinks import nothing
 from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
 from ..masks import Mixture, Pattern
-from ..masks._block_mask import block_sides
-from ..masks._check import require_bool, require_choice
-from ..masks._json import read_text
-from ..masks._pattern import Expression, require_expression
+from ..masks.core._check import require_bool, require_choice
+from ..masks.core._pattern import Expression, require_expression
+from ..masks.planning._block_mask import block_sides
+from ..masks.text._json import read_text
 from ._agreement import check_agreement, values_of
 from ._check_shards import check_shards, equal_shards
 from ._codec import codec_named

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from flexdilated.masks._box import Box, Progression
-from flexdilated.masks._pattern import Pattern
+from flexdilated.masks.core._box import Box, Progression
+from flexdilated.masks.core._pattern import Pattern
 
 from ._chunks import Chunks
 

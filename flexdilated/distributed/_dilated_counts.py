@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from flexdilated.masks._algebra import And
-from flexdilated.masks._causal import Causal
-from flexdilated.masks._dilated import Dilated
-from flexdilated.masks._pattern import Pattern
+from flexdilated.masks.core._algebra import And
+from flexdilated.masks.core._pattern import Pattern
+from flexdilated.masks.patterns._causal import Causal
+from flexdilated.masks.patterns._dilated import Dilated
 
 from ._chunks import Chunks
 

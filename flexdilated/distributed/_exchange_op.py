@@ -8,8 +8,8 @@ from torch import Tensor
 from .._flat_op import flat_op
 from .._op_gradient import copies, no_gradients, refuse, set_gradient
 from .._placed_call import WholeRows
-from ..masks._ambient import own_modes
-from ..masks._json import read_text
+from ..masks.core._ambient import own_modes
+from ..masks.text._json import read_text
 from ._exchange_call import ExchangeCall
 
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, M own and received tokens, D head dim

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from flexdilated.masks._cache import cache
-from flexdilated.masks._pattern import Expression, require_expression
-from flexdilated.masks._ranges import Ranges
+from flexdilated.masks.core._pattern import Expression, require_expression
+from flexdilated.masks.core._ranges import Ranges
+from flexdilated.masks.plan_cache._cache import cache
 
 from ._kv_needs import KVNeeds
 from ._sharding import Sharding

@@ -17,8 +17,8 @@ from .._sinks import nothing
 from .._tiles_op import tiles
 from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
 from ..masks import Mixture, Pattern
-from ..masks._block_mask import block_sides
-from ..masks._pattern import require_expression
+from ..masks.core._pattern import require_expression
+from ..masks.planning._block_mask import block_sides
 from ._check_shards import check_shards
 from ._heads_op import encoded, heads_to_tokens, tokens_to_heads
 from ._ranks import Ranks

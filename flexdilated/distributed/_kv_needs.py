@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flexdilated.masks._asked import Asked, moved
-from flexdilated.masks._check import require_int
-from flexdilated.masks._composite import common_period
-from flexdilated.masks._needs import keys_of_any, rules_of_heads
-from flexdilated.masks._pattern import Expression, Pattern, require_expression
-from flexdilated.masks._ranges import Ranges
+from flexdilated.masks.core._check import require_int
+from flexdilated.masks.core._composite import common_period
+from flexdilated.masks.core._pattern import Expression, Pattern, require_expression
+from flexdilated.masks.core._ranges import Ranges
+from flexdilated.masks.needs._asked import Asked, moved
+from flexdilated.masks.needs._needs import keys_of_any, rules_of_heads
 
-from ..masks._run_time import run_time_leaves
-from ..masks._run_time_checks import missing
+from ..masks.patterns.run_time._run_time import run_time_leaves
+from ..masks.patterns.run_time._run_time_checks import missing
 
 HeadRule = tuple[Pattern, int]  # a rule for one head, and a head that follows it
 

@@ -14,7 +14,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ..masks._debug_log import Sized, Untold
+from ..masks.plan_cache._debug_log import Sized, Untold
 from ._pool_statistics import PoolStatistics
 from ._pool_text import lease_text, pool_text
 from ._traffic import Role

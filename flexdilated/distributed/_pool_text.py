@@ -5,7 +5,7 @@ from __future__ import annotations
 from sys import maxsize
 from typing import TYPE_CHECKING
 
-from ..masks._bytes_text import bytes_text
+from ..masks.core._bytes_text import bytes_text
 
 if TYPE_CHECKING:
     from ._pool import BufferPool, Lease

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._placed_call import PlacedCall
-from ..masks._placement import Placement
+from ..masks.orders._placement import Placement
 from ._codec import Codec
 from ._codec_choice import codec_for
 from ._plain_call import PlainCall

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._flat_op import flat_op
 from .._op_gradient import set_gradient
 from .._placed_call import WholeRows
-from ..masks._json import read_text
+from ..masks.text._json import read_text
 from ._plain_call import PlainCall
 from ._ring_call import RingCall
 from ._ring_passes import run_backward, run_forward

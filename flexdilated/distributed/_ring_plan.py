@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..masks._algebra import union
-from ..masks._box import Box, Progression
-from ..masks._cache import cache
-from ..masks._needs import needed_keys
-from ..masks._pattern import Expression
-from ..masks._ranges import Ranges
-from ..masks._run_time import entry, num_entries
+from ..masks.core._algebra import union
+from ..masks.core._box import Box, Progression
+from ..masks.core._pattern import Expression
+from ..masks.core._ranges import Ranges
+from ..masks.needs._needs import needed_keys
+from ..masks.patterns.run_time._run_time import entry, num_entries
+from ..masks.plan_cache._cache import cache
 from ._sharding import Sharding
 
 

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..masks._bytes_text import bytes_text
-from ..masks._cache import cache
-from ..masks._debug_log import Written, log
-from ..masks._pattern import Expression
+from ..masks.core._bytes_text import bytes_text
+from ..masks.core._pattern import Expression
+from ..masks.plan_cache._cache import cache
+from ..masks.plan_cache._debug_log import Written, log
 from ._sharding import Sharding
 from ._token_counts import tokens_by_chunk
 from ._volumes import held_in_ring, ring_tokens

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..masks._check import require_int
+from ..masks.core._check import require_int
 from ._agreement import check_device
 from ._check_shards import check_sharding, equal_shards
 from ._ranks import Ranks

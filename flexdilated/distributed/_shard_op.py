@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._flat_op import own_op
-from ..masks._ranges import Ranges
+from ..masks.core._ranges import Ranges
 from ._agreement import check_agreement
 from ._messages import Message, post
 from ._ranks import Ranks, group_of

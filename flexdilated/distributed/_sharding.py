@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from flexdilated.masks._check import require_choice, require_int
-from flexdilated.masks._ranges import Ranges
+from flexdilated.masks.core._check import require_choice, require_int
+from flexdilated.masks.core._ranges import Ranges
 
 Order = Literal["contiguous", "zigzag"]
 _ORDERS: tuple[Order, ...] = get_args(Order)

@@ -11,7 +11,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from .._memory import AttentionMemory, AttentionSize, attention_memory
-from ..masks._pattern import Expression
+from ..masks.core._pattern import Expression
 from ._codec import CodecName, codec_named, gradient_codec
 from ._links import Links
 from ._schedule import ScheduleChoice, choice_of

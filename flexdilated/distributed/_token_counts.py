@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from flexdilated.masks._pattern import Expression
+from flexdilated.masks.core._pattern import Expression
 
 from ._chunk_pairs import sort_pairs
 from ._chunks import Chunks

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .._call_key import CallKey
-from ..masks._json import read_text
-from ..masks._pattern import Expression
+from ..masks.core._pattern import Expression
+from ..masks.text._json import read_text
 
 
 def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Expression:

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..masks._cache import cache
-from ..masks._pattern import Expression
-from ..masks._placement import Placement
-from ..masks._ranges import Ranges
+from ..masks.core._pattern import Expression
+from ..masks.core._ranges import Ranges
+from ..masks.orders._placement import Placement
+from ..masks.plan_cache._cache import cache
 from ._exchange_plan import ExchangePlan
 from ._sharding import Sharding
 

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..masks._pattern import Expression
-from ..masks._query_pairs import pairs_of_queries
+from ..masks.blocks._query_pairs import pairs_of_queries
+from ..masks.core._pattern import Expression
 from ._sharding import Sharding
 
 # W ranks

@@ -14,9 +14,9 @@ from .._engines import check_engine
 from .._score_mod import ScoreMod
 from .._validate import check_tensors, resolve_scale
 from ..masks import Mixture, Pattern
-from ..masks._block_mask import block_sides
-from ..masks._check import require_bool, require_int
-from ..masks._pattern import require_expression
+from ..masks.core._check import require_bool, require_int
+from ..masks.core._pattern import require_expression
+from ..masks.planning._block_mask import block_sides
 from ._over_ranks import over_ranks
 from ._padding import without_padding
 from ._repr import engine_text, pattern_text, ranks_text

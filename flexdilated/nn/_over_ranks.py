@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._score_mod import ScoreMod
 from ..masks import Mixture, Pattern
-from ..masks._check import require_choice
+from ..masks.core._check import require_choice
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

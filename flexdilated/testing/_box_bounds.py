@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..masks._box import Bounds, Box, Progression
+from ..masks.core._box import Bounds, Box, Progression
 from ._dense_rule import DenseRule
 
 # (step of queries, step of keys): natural order, layouts of one rate, and two rates

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..masks import Mixture, Pattern
-from ..masks._check import require_int
-from ..masks._pattern import require_expression
-from ..masks._run_time import names
+from ..masks.core._check import require_int
+from ..masks.core._pattern import require_expression
+from ..masks.patterns.run_time._run_time import names
 from ._closeness import AS_IF, likely_mistake
 from ._compile_checks import check_compile, check_recompilation
 from ._leak_checks import check_batch, check_causality, check_isolation, check_packing, check_padding

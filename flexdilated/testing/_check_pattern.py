@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..masks import Mixture, Pattern
-from ..masks._algebra import union
-from ..masks._check import require_int
-from ..masks._pattern import require_expression
-from ..masks._run_time import names
+from ..masks.core._algebra import union
+from ..masks.core._check import require_int
+from ..masks.core._pattern import require_expression
+from ..masks.patterns.run_time._run_time import names
 from ._box_bounds import check_bounds
 from ._claims import check_confined, check_for_head, check_period, check_text
 from ._dense_rule import DenseRule, check_elementwise

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._score_mod import ScoreMod
 from ..masks import Mixture, Pattern
-from ..masks._check import require_bool, require_finite
+from ..masks.core._check import require_bool, require_finite
 from ._problem import Problem
 from ._rounding import MARGIN, Expected, cotangents, expected
 from ._suspects import explain

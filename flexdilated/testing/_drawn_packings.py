@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ..distributed import Sharding
-from ..masks._check import require_int
+from ..masks.core._check import require_int
 
 _ORDERS: list[Literal["contiguous", "zigzag"]] = ["contiguous", "zigzag"]
 

@@ -7,7 +7,7 @@ from typing import Literal
 from hypothesis import strategies as st
 
 from ..masks import Mixture, Pattern
-from ..masks._check import require_int
+from ..masks.core._check import require_int
 from . import _vocabulary
 from ._drawn_leaves import whole_grids
 from ._grammar import Grammar

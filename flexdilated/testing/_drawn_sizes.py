@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from ..masks import Mixture, Pattern
-from ..masks._check import require_int
+from ..masks.core._check import require_int
 from ._any_of import any_of
 from ._edges import edges_of
 

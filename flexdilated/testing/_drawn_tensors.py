@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..masks._check import require_bool
+from ..masks.core._check import require_bool
 from ._drawn_sizes import AttentionSizes
 from ._memory_layouts import MEMORY_LAYOUTS, laid_out
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
-from ..masks._check import require_bool, require_int
+from ..masks.core._check import require_bool, require_int
 from . import _drawn_leaves, _vocabulary
 from ._any_of import any_of
 

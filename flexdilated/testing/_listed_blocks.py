@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..masks import Layout
-from ..masks._blocks import UNKNOWN, Blocks
-from ..masks._bound import Bound
-from ..masks._lower import residue_rate, shared_terms
+from ..masks.blocks._blocks import UNKNOWN, Blocks
+from ..masks.core._bound import Bound
+from ..masks.orders._layout import residue_rate
+from ..masks.planning.lowering._lower import shared_terms
 from ._dense_rule import DenseRule
 
 _SIDES = (1, 2, 3, 4, 5, 8, 13, 16)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from ..masks._check import require_choice
+from ..masks.core._check import require_choice
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
 

@@ -11,8 +11,8 @@ from .._reference import modified_scores, multiplicity, reference_attention
 from .._score_mod import ScoreMod
 from .._validate import check_score_mod, check_sinks, check_sizes, check_tensors, resolve_scale
 from ..masks import Bound, Mixture, Pattern
-from ..masks._pattern import require_expression
-from ..masks._run_time import Extent, given_tensors, resolve
+from ..masks.core._pattern import require_expression
+from ..masks.patterns.run_time._run_time import Extent, given_tensors, resolve
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

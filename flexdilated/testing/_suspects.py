@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .._reference import multiplicity
 from ..masks import Bound, Mixture
-from ..masks._algebra import And
-from ..masks._pattern import Expression, Pattern
+from ..masks.core._algebra import And
+from ..masks.core._pattern import Expression, Pattern
 from ._problem import Problem
 
 # B batch, H query heads, N queries, M keys, D head dim

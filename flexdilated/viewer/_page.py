@@ -10,12 +10,12 @@ from importlib.resources import files
 from typing import Any
 from zlib import compress
 
-from ..masks._algebra import union
-from ..masks._bound import Bound
-from ..masks._check import require_below, require_int
-from ..masks._lower import residue_rate
-from ..masks._pattern import Expression, require_expression
-from ..masks._spelling import shortened
+from ..masks.core._algebra import union
+from ..masks.core._bound import Bound
+from ..masks.core._check import require_below, require_int
+from ..masks.core._pattern import Expression, require_expression
+from ..masks.core._spelling import shortened
+from ..masks.orders._layout import residue_rate
 from ._ranks import Ranks, ranks_data
 from ._rule_data import rule_data
 

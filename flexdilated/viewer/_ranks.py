@@ -12,8 +12,8 @@ from torch import Tensor
 from ..distributed._codec import codec_named
 from ..distributed._sharding import Order, Sharding
 from ..distributed._token_counts import token_counts
-from ..masks._bound import Bound
-from ..masks._check import require_choice, require_int
+from ..masks.core._bound import Bound
+from ..masks.core._check import require_choice, require_int
 
 # W ranks
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..masks._documents import Documents
-from ..masks._pattern import Pattern
-from ..masks._run_time import Table
-from ..masks._spans import Spans
-from ..masks._spelling import shortened
-from ..masks._visible_keys import KeySet
+from ..masks.core._pattern import Pattern
+from ..masks.core._spelling import shortened
+from ..masks.patterns.run_time._documents import Documents
+from ..masks.patterns.run_time._run_time import Table
+from ..masks.patterns.run_time._spans import Spans
+from ..masks.patterns.run_time._visible_keys import KeySet
 
 _LONGEST_PHRASE = 160
 _NO_JSON = (

@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from .._box import Bounds, Box, Counts
-from .._box_parts import (
+from ..blocks._diagonals import settle_by_diagonals
+from ..core._box import Bounds, Box, Counts
+from ..core._box_parts import (
     Owned,
     by_size,
     cut_classes,
@@ -21,8 +22,7 @@ from .._box_parts import (
     num_classes,
     residue_factors,
 )
-from .._diagonals import settle_by_diagonals
-from .._pattern import Pattern
+from ..core._pattern import Pattern
 
 _CELL_SIDE = 64  # boxes up to this side are looked at pair by pair
 _FRONTIER = 1 << 17  # boxes counted together

@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from .._box import Box, Progression
-from .._box_parts import Owned
-from .._layout import Layout
-from .._pattern import Pattern
+from ..core._box import Box, Progression
+from ..core._box_parts import Owned
+from ..core._pattern import Pattern
+from ..orders._layout import Layout
 
 # P parts of cells
 

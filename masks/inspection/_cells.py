@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from .._box_parts import distinct_boxes, join
-from .._check import require_below, require_int
-from .._layout import Layout
-from .._pattern import Expression, Pattern, require_expression
-from .._run_time import num_entries
+from ..core._box_parts import distinct_boxes, join
+from ..core._check import require_below, require_int
+from ..core._pattern import Expression, Pattern, require_expression
+from ..orders._layout import Layout
+from ..patterns.run_time._run_time import num_entries
 from ._bounded_pairs import Looks, PairCounts, bounded_pairs, even_places
 from ._cell_boxes import Pairings, Side
 from ._window_slots import window_slots

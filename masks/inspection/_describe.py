@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from .._ambient import plans
-from .._bound import Bound
-from .._check import require_int
-from .._pattern import Expression, require_expression
-from .._planner import Option, Plan, plan
+from ..core._ambient import plans
+from ..core._bound import Bound
+from ..core._check import require_int
+from ..core._pattern import Expression, require_expression
+from ..planning._planner import Option, Plan, plan
 from ._describe_terms import count_term, sum_counts
 from ._gaps import Gaps, gaps_of
 from ._multiplicity import multiplicity_of

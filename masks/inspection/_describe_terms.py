@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from .._blocks import LISTED_BYTES, UNKNOWN, count_pairs
-from .._cost import computed_pairs
-from .._term import Term
+from ..blocks._blocks import LISTED_BYTES, UNKNOWN, count_pairs
+from ..planning._cost import computed_pairs
+from ..planning.lowering._term import Term
 
 
 class TermCount(NamedTuple):

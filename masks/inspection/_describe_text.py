@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from .._spelling import shortened
+from ..core._spelling import shortened
 from ._fitted_table import fitted_facts, fitted_table
 from ._gaps import Gap
 from ._receptive_field import ReceptiveField

@@ -8,12 +8,22 @@ from typing import Any
 
 from torch import Tensor
 
-from .._ambient import plans
-from .._block_mask import block_sides
-from .._check import require_below, require_int
-from .._pattern import Expression, Mixture, Pattern, require_expression
-from .._reason import Pair, Reason
-from .._run_time import Extent, Table, entry, given_tensors, named, names, num_entries, resolve, run_time_leaves
+from ..core._ambient import plans
+from ..core._check import require_below, require_int
+from ..core._pattern import Expression, Mixture, Pattern, require_expression
+from ..core._reason import Pair, Reason
+from ..patterns.run_time._run_time import (
+    Extent,
+    Table,
+    entry,
+    given_tensors,
+    named,
+    names,
+    num_entries,
+    resolve,
+    run_time_leaves,
+)
+from ..planning._block_mask import block_sides
 from ._standing import Standing, standings
 
 

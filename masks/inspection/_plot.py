@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .._ambient import plans
-from .._block_mask import block_sides
-from .._check import require_below, require_bool, require_choice, require_int
-from .._pattern import Expression, require_expression
+from ..core._ambient import plans
+from ..core._check import require_below, require_bool, require_choice, require_int
+from ..core._pattern import Expression, require_expression
+from ..planning._block_mask import block_sides
 from ._plot_window import Window, window_of
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from torch import Tensor
 
-from .._bound import FULL
-from .._tokens_text import tokens_text
+from ..core._bound import FULL
+from ..core._tokens_text import tokens_text
 from ._plot_panel import Blocks
 from ._plot_text import ticks
 from ._plot_window import Axis, Window

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from .._bound import EMPTY, FULL
+from ..core._bound import EMPTY, FULL
 from ._plot_panel import Blocks, Panel
 from ._plot_window import Window
 

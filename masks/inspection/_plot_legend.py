@@ -9,7 +9,7 @@ from math import ceil
 import torch
 from matplotlib.patches import Patch
 
-from .._bound import FULL
+from ..core._bound import FULL
 from ._plot import BY_BLOCK, Picture
 from ._plot_axes import FRAME
 from ._plot_colours import GREY, PAIR, PAIR_OF_FULL, SAND, WHITE, hues, rgb, shade

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from .._algebra import union
-from .._block_mask import layout
-from .._bound import EMPTY, FULL, PARTIAL
-from .._pattern import Expression, Pattern
+from ..core._algebra import union
+from ..core._bound import EMPTY, FULL, PARTIAL
+from ..core._pattern import Expression, Pattern
+from ..planning._block_mask import layout
 from ._cells import CellCounts, count_cells
 from ._plot import BY_BLOCK, Picture
 from ._plot_window import runs, whole_blocks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from textwrap import shorten, wrap
 
-from .._bound import FULL
-from .._tokens_text import tokens_text
+from ..core._bound import FULL
+from ..core._tokens_text import tokens_text
 from ._plot import Picture
 from ._plot_panel import Blocks, Panel
 from ._round_places import round_places

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .._block_list import BlockList
-from .._bound import Bound
-from .._causal import Causal
-from .._random_blocks import RandomBlocks
-from .._visible_keys import KeySet
+from ..core._bound import Bound
+from ..patterns._block_list import BlockList
+from ..patterns._causal import Causal
+from ..patterns._random_blocks import RandomBlocks
+from ..patterns.run_time._visible_keys import KeySet
 from ._receptive_field_grid import GridField, grid_of
 from ._receptive_field_layers import SectionField, TokenPair
 from ._receptive_field_runs import RunField

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from math import prod
 
-from .._neighborhood import Neighborhood
+from ..patterns._neighborhood import Neighborhood
 from ._receptive_field_layers import SectionField, TokenPair
 from ._relations import Relations
 

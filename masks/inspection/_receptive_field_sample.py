@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .._bound import Bound
-from .._needs import needed_keys
-from .._range_union import union_of
-from .._ranges import Ranges
+from ..core._bound import Bound
+from ..core._range_union import union_of
+from ..core._ranges import Ranges
+from ..needs._needs import needed_keys
 from ._sections import groups_of
 
 _MOST_LAYERS = 64

@@ -9,10 +9,10 @@ from functools import reduce
 from jaxtyping import Bool
 from torch import Tensor
 
-from .._algebra import Or
-from .._bound import Bound
-from .._neighborhood import Neighborhood
-from .._pattern import Pattern
+from ..core._algebra import Or
+from ..core._bound import Bound
+from ..core._pattern import Pattern
+from ..patterns._neighborhood import Neighborhood
 from ._packed_rows import packed_bits
 from ._rule_squares import RuleSquares
 from ._runs import Runs, runs_of

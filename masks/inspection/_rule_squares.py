@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from .._algebra import And, Every, Not, Or
-from .._box import Box, Progression
-from .._dilated import Dilated
-from .._pattern import Pattern
-from .._per_document import PerDocument
-from .._random_blocks import RandomBlocks
-from .._spans import Spans
-from .._visible_keys import KeySet
+from ..core._algebra import And, Every, Not, Or
+from ..core._box import Box, Progression
+from ..core._pattern import Pattern
+from ..patterns._dilated import Dilated
+from ..patterns._per_document import PerDocument
+from ..patterns._random_blocks import RandomBlocks
+from ..patterns.run_time._spans import Spans
+from ..patterns.run_time._visible_keys import KeySet
 from ._segments import Segments, segments_of
 from ._squares import EVERY_PAIR, NO_PAIR, Squares, TooManySquaresError
 

@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from .._algebra import And, Every, Or
-from .._causal import Causal
-from .._dilated import Dilated
-from .._local_window import LocalWindow
-from .._pattern import Pattern
-from .._per_document import PerDocument
-from .._spans import Spans
-from .._visible_keys import KeySet
+from ..core._algebra import And, Every, Or
+from ..core._pattern import Pattern
+from ..patterns._causal import Causal
+from ..patterns._dilated import Dilated
+from ..patterns._local_window import LocalWindow
+from ..patterns._per_document import PerDocument
+from ..patterns.run_time._spans import Spans
+from ..patterns.run_time._visible_keys import KeySet
 
 # N tokens
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from .._algebra import And, Every
-from .._bound import Bound
-from .._pattern import Pattern
-from .._per_document import PerDocument
-from .._spans import Spans
-from .._window_list import Windows
+from ..core._algebra import And, Every
+from ..core._bound import Bound
+from ..core._pattern import Pattern
+from ..patterns._per_document import PerDocument
+from ..patterns.run_time._spans import Spans
+from ..patterns.run_time._window_list import Windows
 
 Rules = tuple[tuple[Pattern, int], ...]  # of one head: the rule of each distinct branch, and how often it counts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Protocol
 
-from .._dilated import Dilated
-from .._spans import Spans
+from ..patterns._dilated import Dilated
+from ..patterns.run_time._spans import Spans
 
 
 class Segments(Protocol):

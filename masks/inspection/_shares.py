@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .._bound import Bound
-from .._box import Box, Progression
-from .._exact_pairs import exact_pairs
-from .._pattern import Pattern
-from .._query_pairs import pairs_of_queries
+from ..blocks._exact_pairs import exact_pairs
+from ..blocks._query_pairs import pairs_of_queries
+from ..core._bound import Bound
+from ..core._box import Box, Progression
+from ..core._pattern import Pattern
 from ._relations import Relations
 from ._sections import Group, groups_of
 from ._squares import TooManySquaresError

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from .._algebra import union
-from .._layout import Layout
-from .._lower import residue_rate
-from .._pattern import Expression, Pattern
-from .._reason import Pair
+from ..core._algebra import union
+from ..core._pattern import Expression, Pattern
+from ..core._reason import Pair
+from ..orders._layout import Layout, residue_rate
 
 _PAIRS_AT_ONCE = 1 << 20
 

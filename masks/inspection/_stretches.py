@@ -10,17 +10,17 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from .._algebra import And, Every, Not, Or
-from .._block_list import BlockList
-from .._blockwise import Blockwise
-from .._causal import Causal
-from .._dilated import Dilated
-from .._global_tokens import GlobalTokens
-from .._pattern import Pattern
-from .._per_document import PerDocument
-from .._random_blocks import RandomBlocks
-from .._spans import Spans
-from .._visible_keys import KeySet
+from ..core._algebra import And, Every, Not, Or
+from ..core._pattern import Pattern
+from ..patterns._block_list import BlockList
+from ..patterns._blockwise import Blockwise
+from ..patterns._causal import Causal
+from ..patterns._dilated import Dilated
+from ..patterns._global_tokens import GlobalTokens
+from ..patterns._per_document import PerDocument
+from ..patterns._random_blocks import RandomBlocks
+from ..patterns.run_time._spans import Spans
+from ..patterns.run_time._visible_keys import KeySet
 
 # S stretches, R of them as rows
 

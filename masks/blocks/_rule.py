@@ -1,0 +1,107 @@
+"""Rule: a pattern over the slots of two layouts, as boxes for the builder and elementwise to settle a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core._box import Box, Progression
+from ..core._pattern import Pattern
+from ..orders._layout import Pieces
+
+
+@dataclass(frozen=True)
+class Run:
+    """Parts of runs of slots, for n nodes: `count` slots from `start` on within one piece.
+
+    `stride` slots lie from one to the next; None where they are neighbours everywhere.
+    """
+
+    piece: Tensor
+    start: Tensor
+    count: Tensor
+    stride: Tensor | None = None
+
+    @classmethod
+    def of(cls, pieces: Pieces) -> Run:
+        """All pieces, whole."""
+        return cls(torch.arange(len(pieces.starts)), pieces.starts, pieces.lengths, pieces.strides)
+
+    def select(self, index: Tensor) -> Run:
+        stride = None if self.stride is None else self.stride[index]
+        return Run(self.piece[index], self.start[index], self.count[index], stride)
+
+    @property
+    def last(self) -> Tensor:
+        """The last slot of each; none may be empty."""
+        return self.start + (self.count - 1 if self.stride is None else (self.count - 1) * self.stride)
+
+    def num_blocks(self, block: int) -> Tensor:
+        """Blocks from that of the first slot to that of the last."""
+        return self.last // block - self.start // block + 1
+
+    def split(self, slot: Tensor) -> tuple[Run, Run]:
+        """What lies before a slot of each, and what lies from it on; either may be empty."""
+        ahead, stride = slot - self.start, self.stride
+        number = ahead if stride is None else (ahead + stride - 1) // stride
+        number = number.clamp(min=0).minimum(self.count)
+        begin = self.start + (number if stride is None else number * stride)
+        return Run(self.piece, self.start, number, stride), Run(self.piece, begin, self.count - number, stride)
+
+    def within(self, first: Tensor, last: Tensor) -> Run:
+        """What of each lies in slots first to last - 1; may be empty."""
+        return self.split(last)[0].split(first)[1]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    table: Tensor
+    q: Run
+    k: Run
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def select(self, index: Tensor) -> Nodes:
+        return Nodes(self.table[index], self.q.select(index), self.k.select(index))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A pattern over the slots of two layouts: what the builder classifies and settles.
+
+    `heads` are the global heads that need a table each; `q` and `k` hold a row of firsts for each of them. `rows` is
+    the same in other pieces, where an order of many short residue classes has them.
+    """
+
+    pattern: Pattern
+    num_heads: int
+    heads: tuple[int, ...]
+    q: Pieces
+    k: Pieces
+    rows: Rule | None = None
+
+    def boxes(self, nodes: Nodes) -> Box:
+        heads = torch.tensor(self.heads)
+        return Box(heads[nodes.table], span(self.q, nodes.table, nodes.q), span(self.k, nodes.table, nodes.k))
+
+    def allowed(self, table: Tensor, q_slot: Tensor, k_slot: Tensor) -> Tensor:
+        """The rule elementwise, over broadcast tables and slots; ValueError where a table in it ends too early."""
+        mod = self.pattern.mask_mod(num_heads=self.num_heads, device=torch.device("cpu"))
+        heads = torch.tensor(self.heads)[table]
+        q, k = self.q.position(table, q_slot), self.k.position(table, k_slot)
+        try:
+            return mod(torch.zeros_like(heads), heads, q, k)
+        except IndexError as error:
+            names = ("heads", "queries", "keys")
+            asked = [f"{name} {int(x.min())} to {int(x.max())}" for name, x in zip(names, (heads, q, k), strict=True)]
+            raise ValueError(f"{self.pattern!r} has no answer for {', '.join(asked)}: {error}") from error
+
+
+def span(pieces: Pieces, table: Tensor, run: Run) -> Progression:
+    """The positions of each run in its table."""
+    index = run.start - pieces.starts[run.piece]
+    index = index if run.stride is None else index // run.stride
+    return Progression(pieces.firsts[table, run.piece] + pieces.step * index, pieces.step, run.count)

@@ -1,0 +1,114 @@
+"""Block lists as the tables of a torch BlockMask, kept in compact storage."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int32, Int64, Shaped
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from ..core._pattern import MaskMod
+from ._blocks import Blocks
+
+# B batch entries (1 where they share all tables), H mask heads (1 if all heads share a table), L = B * H lists
+# of rows, R rows, C columns, W most blocks in a row
+
+
+def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, batch: int = 1) -> BlockMask:
+    """A BlockMask with both tables, key side and query side, built without a dense table in between.
+
+    With batch > 1 the heads of `blocks` are those of each batch entry in turn.
+
+    On CPU an index table has full width, as the compiled kernel there demands, but its rows overlap in
+    memory: entries past a row's count are the next rows' and hold valid block numbers. Elsewhere tables
+    end at the longest row.
+    """
+    column_major = (blocks.table.long() * blocks.num_columns + blocks.column).argsort(stable=True)
+    rows, columns = blocks.num_rows, blocks.num_columns
+    by_row = _side(blocks, None, blocks.row, blocks.column, (rows, columns), device)
+    by_column = _side(blocks, column_major, blocks.column, blocks.row, (columns, rows), device)
+    kv_num, kv, full_kv_num, full_kv = (_by_entry(table, batch) for table in by_row)
+    q_num, q, full_q_num, full_q = (_by_entry(table, batch) for table in by_column)
+    return BlockMask(
+        seq_lengths=(blocks.num_q_slots, blocks.num_k_slots),
+        kv_num_blocks=kv_num,
+        kv_indices=kv,
+        full_kv_num_blocks=full_kv_num,
+        full_kv_indices=full_kv,
+        q_num_blocks=q_num,
+        q_indices=q,
+        full_q_num_blocks=full_q_num,
+        full_q_indices=full_q,
+        BLOCK_SIZE=(blocks.q_block, blocks.k_block),
+        mask_mod=mask_mod,
+    )
+
+
+def table_bytes(mask: BlockMask) -> int:
+    """Bytes of storage behind a BlockMask's tables."""
+    tables = (
+        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
+        mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices,
+    )  # fmt: skip
+    return sum(table.untyped_storage().nbytes() for table in tables if table is not None)
+
+
+def _side(
+    blocks: Blocks, order: Tensor | None, major: Tensor, minor: Tensor, shape: tuple[int, int], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(partial counts, partial indices, full counts, full indices); lists run along `major`, by which `order` sorts."""
+    lines, full = blocks.table.long() * shape[0] + major, blocks.full
+    if order is not None:
+        lines, minor, full = lines[order], minor[order], full[order]
+    lists = blocks.num_tables * shape[0]
+    counts = [torch.bincount(lines[kind], minlength=lists) for kind in (~full, full)]
+    widths = [max(1, int(count.max())) for count in counts]
+    if device.type != "cpu":
+        # torch 2.11's Triton kernels read the full table with the partial table's shape and strides.
+        widths = [max(widths)] * 2
+    result: list[Tensor] = []
+    for kind, count, width in zip((~full, full), counts, widths, strict=True):
+        indices = _indices(lines[kind], minor[kind], count, width, shape)
+        per_head = _per_head(blocks, indices)
+        num = _per_head(blocks, count.int().view(-1, shape[0], 1)).squeeze(-1)
+        result += [
+            num.to(device),
+            _full_width(per_head, shape[1]) if device.type == "cpu" else per_head.to(device),
+        ]
+    return result[0], result[1], result[2], result[3]
+
+
+def _indices(
+    lines: Int64[Tensor, " E"],
+    entries: Int32[Tensor, " E"],
+    count: Int64[Tensor, " lists"],
+    width: int,
+    shape: tuple[int, int],
+) -> Int32[Tensor, "T R W"]:
+    """Each line's entries side by side, in a storage with room to be read at full width."""
+    storage = torch.zeros(len(count) * width + shape[1] - width, dtype=torch.int32)
+    place = torch.arange(len(lines))
+    place -= (count.cumsum(0) - count)[lines]
+    place += lines * width
+    storage[place] = entries
+    return storage[: len(count) * width].view(-1, shape[0], width)
+
+
+def _by_entry(table: Shaped[Tensor, "L ..."], batch: int) -> Shaped[Tensor, "B H ..."]:
+    return table.unflatten(0, (batch, -1))
+
+
+def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor, "L R W"]:
+    """A table for each mask head: the same tensor where that is what it holds, one head where all share."""
+    if blocks.num_tables == 1 or blocks.heads == tuple(range(blocks.num_tables)):
+        return tables
+    heads, (_, rows, width) = torch.tensor(blocks.heads), tables.shape
+    storage = tables.new_zeros(len(heads) * rows * width + blocks.num_rows + blocks.num_columns)
+    copied = storage[: len(heads) * rows * width].view(-1, rows, width)
+    return torch.index_select(tables, 0, heads, out=copied)
+
+
+def _full_width(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L R C"]:
+    """Rows as long as there are columns, each running on into the next rows' entries."""
+    lists, rows, width = table.shape
+    return table.as_strided((lists, rows, columns), (rows * width, width, 1))

@@ -1,0 +1,274 @@
+"""Set algebra: intersection, union and complement of patterns, and the set of all pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from math import gcd, lcm
+from typing import Any
+
+import torch
+
+from ._box import Bounds, Box, Squares
+from ._canonical import written_parts
+from ._composite import Composite
+from ._pattern import DEEPEST, MaskMod, Pattern, require_set_patterns
+from ._ranges import Ranges, as_ranges, intersect_all, unite
+from ._reason import Pair, Reason, listing
+from ._spelling import AND, NOT, OR, Phrase, chain
+
+
+@dataclass(frozen=True)
+class _Combination(Composite):
+    @classmethod
+    def of(cls, *parts: Pattern) -> Pattern:
+        """Combine, with nested combinations of the same kind flattened and repeats dropped."""
+        flat = [inner for part in parts for inner in (part.parts if isinstance(part, cls) else (part,))]
+        unique = tuple(dict.fromkeys(flat))
+        return unique[0] if len(unique) == 1 else cls(unique)
+
+    def __post_init__(self) -> None:
+        from ..patterns.run_time._run_time import given_tensors
+
+        kind = type(self).__name__.lower()
+        require_set_patterns(f"{kind!r}", self.parts, least=2)
+        if any(isinstance(part, type(self)) for part in self.parts):
+            raise ValueError(f"{kind!r} takes the parts of an inner {kind!r} as its own; got {self.parts!r:.200}")
+        if len({part.text for part in self.parts}) < len(self.parts):
+            given_tensors(*self.parts)  # where the parts differ in a tensor that they carry, it names that
+            raise ValueError(f"{kind!r} takes each part once, and a tensor once by its name; got {self.parts!r:.200}")
+        super().__post_init__()
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return type(self).of(*(part.map_leaves(change) for part in self.parts))
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__.lower(), "parts": [part.to_data() for part in self.parts]}
+
+    def write(self) -> str:
+        return written_parts(type(self).__name__.lower(), self.parts)
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return type(self).of(*(part.for_head(head, num_heads) for part in self.parts))
+
+    def superset(self) -> Pattern:
+        return type(self).of(*(part.superset() for part in self.parts))
+
+    def _mods(self, num_heads: int, device: torch.device) -> list[MaskMod]:
+        return [part.mask_mod(num_heads=num_heads, device=device) for part in self.parts]
+
+    def _counts(self, box: Box, num_heads: int) -> list[Bounds]:
+        return [part.count(box, num_heads=num_heads) for part in self.parts]
+
+
+@dataclass(frozen=True)
+class And(_Combination):
+    """Pairs that every part allows."""
+
+    def squares(self, head: int, num_heads: int) -> Squares | None:
+        listed = (part.squares(head, num_heads) for part in self.parts)
+        return next((squares for squares in listed if squares is not None), None)
+
+    def phrase(self) -> Phrase:
+        return chain((part.phrase() for part in self.parts), AND)
+
+    def confined(self) -> bool:
+        return any(part.confined() for part in self.parts)
+
+    def spacing(self) -> int:
+        return lcm(*(part.spacing() for part in self.parts))
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return reduce(both, self._mods(num_heads, device))
+
+    def reason(self, pair: Pair) -> Reason:
+        parts = tuple(part.reason(pair) for part in self.parts)
+        against = [index for index, part in enumerate(parts, 1) if not part.allowed]
+        text = _among("forbidden", against, parts) if against else f"all {len(parts)} parts allow it"
+        return Reason(self, not against, text, parts)
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        area = box.area
+
+        def intersect(a: Bounds, b: Bounds) -> Bounds:
+            return Bounds((a.low + b.low - area).clamp(min=0), torch.minimum(a.high, b.high))
+
+        return reduce(intersect, self._counts(box, num_heads))
+
+    def row(self, query: int, keys: range) -> Ranges | None:
+        common: Ranges | None = as_ranges(keys)
+        for part in self.parts:
+            seen = part.row(query, keys)
+            if seen == ():
+                return ()
+            common = None if common is None or seen is None else intersect_all(common, seen)
+        return common
+
+
+@dataclass(frozen=True)
+class Or(_Combination):
+    """Pairs that at least one part allows."""
+
+    def phrase(self) -> Phrase:
+        return chain((part.phrase() for part in self.parts), OR)
+
+    def confined(self) -> bool:
+        return all(part.confined() for part in self.parts)
+
+    def spacing(self) -> int:
+        return gcd(*(part.spacing() for part in self.parts))
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return reduce(either, self._mods(num_heads, device))
+
+    def reason(self, pair: Pair) -> Reason:
+        parts = tuple(part.reason(pair) for part in self.parts)
+        by = [index for index, part in enumerate(parts, 1) if part.allowed]
+        text = _among("allowed", by, parts) if by else f"none of {len(parts)} parts allows it"
+        return Reason(self, bool(by), text, parts)
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        area = box.area
+
+        def unite(a: Bounds, b: Bounds) -> Bounds:
+            return Bounds(torch.maximum(a.low, b.low), torch.minimum(a.high + b.high, area))
+
+        return reduce(unite, self._counts(box, num_heads))
+
+    def row(self, query: int, keys: range) -> Ranges | None:
+        rows = [part.row(query, keys) for part in self.parts]
+        return None if None in rows else unite(tuple(each for row in rows for each in row or ()))
+
+
+@dataclass(frozen=True)
+class Every(Pattern):
+    """All pairs: what is left of an intersection without parts."""
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "every"}
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return _every
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        return Bounds(box.area, box.area)
+
+    def reason(self, pair: Pair) -> Reason:
+        return Reason(self, True, "every pair is allowed")
+
+    def period(self) -> int:
+        return 1
+
+    def row(self, query: int, keys: range) -> Ranges:
+        return as_ranges(keys)
+
+
+@dataclass(frozen=True)
+class Not(Pattern):
+    """Pairs that the part forbids."""
+
+    part: Pattern
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.part, Pattern):
+            raise TypeError(f"~ needs a set pattern; got {self.part!r}")
+        if isinstance(self.part, Not):
+            raise ValueError(f"the complement of a complement is its part: use ~; got {self.part!r}")
+        super().__post_init__()
+
+    def direct_parts(self) -> tuple[Pattern, ...]:
+        return (self.part,)
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "not", "part": self.part.to_data()}
+
+    def write(self) -> str:
+        return f'{{"kind":"not","part":{self.part.text}}}'
+
+    def phrase(self) -> Phrase:
+        return Phrase(f"~{self.part.phrase().inside(NOT)}", NOT)
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return _negate(self.part.mask_mod(num_heads=num_heads, device=device))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        inner = self.part.count(box, num_heads=num_heads)
+        return Bounds(box.area - inner.high, box.area - inner.low)
+
+    def reason(self, pair: Pair) -> Reason:
+        inner = self.part.reason(pair)
+        return Reason(self, not inner.allowed, f"its part {'allows' if inner.allowed else 'forbids'} it", (inner,))
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return ~self.part.for_head(head, num_heads)
+
+    def period(self) -> int | None:
+        return self.part.period()
+
+    def rates(self) -> tuple[int, ...]:
+        return self.part.rates()
+
+    def superset(self) -> Pattern:
+        return self if self.part.superset() == self.part else Every()
+
+    def leaves(self) -> tuple[Pattern, ...]:
+        return self.part.leaves()
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return ~self.part.map_leaves(change)
+
+    def check_heads(self, num_heads: int) -> None:
+        self.part.check_heads(num_heads)
+
+    def check_tokens(self, queries: range, keys: range) -> None:
+        self.part.check_tokens(queries, keys)
+
+
+def every() -> Pattern:
+    """Each query sees every key: dense attention, and the whole that complements are taken from."""
+    return Every()
+
+
+def union(parts: tuple[Pattern, ...]) -> Pattern:
+    """The pairs that at least one part allows, with factors that all parts share drawn out.
+
+    (a & c) | (b & c) becomes (a | b) & c, on which bounds are exact more often; not where that nests too deep.
+    """
+    factors = [part.parts if isinstance(part, And) else (part,) for part in parts]
+    shared = tuple(factor for factor in factors[0] if all(factor in others for others in factors[1:]))
+    rests = [tuple(factor for factor in each if factor not in shared) for each in factors]
+    if not shared or max(part.depth for part in parts) + 2 > DEEPEST:
+        return Or.of(*parts)
+    if not all(rests):
+        return And.of(*shared)
+    return And.of(Or.of(*(And.of(*rest) for rest in rests)), *shared)
+
+
+def _among(verdict: str, which: list[int], parts: tuple[Reason, ...]) -> str:
+    return f"{verdict} by part{'s' * (len(which) > 1)} {listing(which)} of {len(parts)}"
+
+
+def both(first: MaskMod, second: MaskMod) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return first(b, h, q, k) & second(b, h, q, k)
+
+    return mask_mod
+
+
+def either(first: MaskMod, second: MaskMod) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return first(b, h, q, k) | second(b, h, q, k)
+
+    return mask_mod
+
+
+def _negate(inner: MaskMod) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return ~inner(b, h, q, k)
+
+    return mask_mod
+
+
+def _every(b, h, q, k):
+    return (q == q) & (k == k)

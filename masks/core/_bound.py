@@ -1,0 +1,100 @@
+"""Bound: a pattern with its sizes, and the three faces of its rule."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..patterns.run_time._run_time import entry, require_entries
+from ._algebra import union
+from ._box import Bounds, Box
+from ._check import require_int
+from ._pattern import Expression, MaskMod, Pattern
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A pattern or mixture bound to sizes. Query i stands at position q_offset + i, key j at k_offset + j.
+
+    The rule has three faces: `mask_mod`, elementwise and exact; `classify`, sound over boxes; `key`, plain
+    data for caches. For a mixture `mask_mod` and `classify` speak of the union of its branches.
+    """
+
+    pattern: Expression
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    head_offset: int
+    num_heads_global: int
+    q_offset: int
+    k_offset: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_queries", "num_keys", "num_heads", "batch"):
+            require_int(name, getattr(self, name), minimum=1)
+        for name in ("head_offset", "q_offset", "k_offset"):
+            require_int(name, getattr(self, name), minimum=0)
+        if self.head_offset + self.num_heads > self.num_heads_global:
+            raise ValueError(
+                f"heads {self.head_offset} to {self.head_offset + self.num_heads - 1} must lie within "
+                f"num_heads_global; got num_heads_global={self.num_heads_global}"
+            )
+        self.pattern.check_heads(self.num_heads_global)
+        if self.pattern.varies:
+            require_entries(self.pattern, self.batch)
+
+    @property
+    def union(self) -> Pattern:
+        """The pairs with any weight at all, as one set pattern."""
+        return union(self.pattern.branches())
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of queries and keys are below this number."""
+        return max(self.q_offset + self.num_queries, self.k_offset + self.num_keys)
+
+    @property
+    def is_self_attention(self) -> bool:
+        """Whether queries and keys are the same tokens."""
+        return (self.num_queries, self.q_offset) == (self.num_keys, self.k_offset)
+
+    def entry(self, batch: int) -> "Bound":
+        """The same for one batch entry, with its own rows of run-time tensors."""
+        return replace(self, pattern=entry(self.pattern, batch), batch=1)
+
+    def key(self) -> tuple[str | int, ...]:
+        """Plain data: equal keys mean equal masks."""
+        sizes = (self.num_queries, self.num_keys, self.num_heads, self.head_offset, self.num_heads_global)
+        return (self.pattern.text, *sizes, self.q_offset, self.k_offset, self.batch)
+
+    def mask_mod(self, device: torch.device | str = "cpu") -> MaskMod:
+        """Closure (b, h, q, k) -> bool over this device's head, query and key indices, for FlexAttention."""
+        where = torch.device(device)
+        inner = self.union.mask_mod(num_heads=self.num_heads_global, device=where)
+        offsets = (self.head_offset, self.q_offset, self.k_offset)
+        return _shifted(inner, *(torch.tensor(offset, device=where) for offset in offsets)) if any(offsets) else inner
+
+    def count(self, box: Box) -> Bounds:
+        """Sound bounds on the allowed pairs of each box; boxes hold global heads and positions.
+
+        Boxes know no batch: where run-time tensors differ by batch entry, ask the bound of one `entry`.
+        """
+        return self.union.count(box, num_heads=self.num_heads_global)
+
+    def classify(self, box: Box) -> Tensor:
+        """EMPTY, PARTIAL or FULL for each box: EMPTY and FULL are certain, PARTIAL may be conservative."""
+        bounds = self.count(box)
+        verdict = torch.full_like(box.area, PARTIAL)
+        verdict[bounds.low == box.area] = FULL
+        verdict[bounds.high == 0] = EMPTY
+        return verdict
+
+
+def _shifted(inner: MaskMod, head_offset: Tensor, q_offset: Tensor, k_offset: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return inner(b, h + head_offset, q + q_offset, k + k_offset)
+
+    return mask_mod

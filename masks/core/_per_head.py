@@ -1,0 +1,134 @@
+"""Rules that differ by head: one pattern a head, or groups of heads that share one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._algebra import either
+from ._box import Bounds, Box, Squares
+from ._canonical import written_parts
+from ._composite import Composite
+from ._pattern import MaskMod, Pattern, require_set_patterns
+from ._reason import Pair, Reason, span
+from ._spelling import Phrase
+
+
+@dataclass(frozen=True)
+class _HeadChoice(Composite):
+    def __post_init__(self) -> None:
+        require_set_patterns("a choice by head", self.parts, least=1)
+        super().__post_init__()
+
+    def choice(self, num_heads: int) -> list[int]:
+        """The part of each global head."""
+        raise NotImplementedError
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return self.parts[self.choice(num_heads)[head]].for_head(head, num_heads)
+
+    def squares(self, head: int, num_heads: int) -> Squares | None:
+        return self.parts[self.choice(num_heads)[head]].squares(head, num_heads)
+
+    def confined(self) -> bool:
+        return all(part.confined() for part in self.parts)
+
+    def superset(self) -> Pattern:
+        return type(self)(tuple(part.superset() for part in self.parts))
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        choice = torch.tensor(self.choice(num_heads))
+        chosen = [
+            _on_heads((choice == index).to(device), part.mask_mod(num_heads=num_heads, device=device))
+            for index, part in enumerate(self.parts)
+        ]
+        return reduce(either, chosen)
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        chosen = torch.tensor(self.choice(num_heads))[box.head]
+        low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
+        for index, part in enumerate(self.parts):
+            here = (chosen == index).nonzero().squeeze(1)
+            bounds = part.count(box.select(here), num_heads=num_heads)
+            low[here], high[here] = bounds.low, bounds.high
+        return Bounds(low, high)
+
+    def reason(self, pair: Pair) -> Reason:
+        choice = self.choice(pair.num_heads)
+        chosen = choice[pair.head]
+        first, number = choice.index(chosen), choice.count(chosen)
+        others = f", as heads {span(first, first + number)} do" if number > 1 else ""
+        text = f"head {pair.head} follows part {chosen + 1} of {len(self.parts)}{others}"
+        inner = self.parts[chosen].reason(pair)
+        return Reason(self, inner.allowed, text, (inner,))
+
+
+@dataclass(frozen=True)
+class PerHead(_HeadChoice):
+    """Head h follows parts[h]; exactly one part for each global head."""
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "per_head", "parts": [part.to_data() for part in self.parts]}
+
+    def write(self) -> str:
+        return written_parts("per_head", self.parts)
+
+    def choice(self, num_heads: int) -> list[int]:
+        return list(range(num_heads))
+
+    def check_heads(self, num_heads: int) -> None:
+        if num_heads != len(self.parts):
+            raise ValueError(f"per_head needs one pattern a head; got {len(self.parts)} for {num_heads} heads")
+        super().check_heads(num_heads)
+
+
+@dataclass(frozen=True)
+class HeadGroups(_HeadChoice):
+    """Consecutive groups of heads, one a part; where the heads do not divide, the first groups get one more."""
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "head_groups", "parts": [part.to_data() for part in self.parts]}
+
+    def write(self) -> str:
+        return written_parts("head_groups", self.parts)
+
+    def phrase(self) -> Phrase:
+        from ..text._written_branches import head_groups_phrase
+
+        return head_groups_phrase(self.parts)
+
+    def choice(self, num_heads: int) -> list[int]:
+        size, larger = divmod(num_heads, len(self.parts))
+        sizes = [size + (index < larger) for index in range(len(self.parts))]
+        return [index for index, count in enumerate(sizes) for _ in range(count)]
+
+    def check_heads(self, num_heads: int) -> None:
+        if num_heads < len(self.parts):
+            raise ValueError(f"{len(self.parts)} head groups need a head each; got num_heads={num_heads}")
+        super().check_heads(num_heads)
+
+
+def per_head(patterns: Sequence[Pattern]) -> Pattern:
+    """Head h follows patterns[h]: one set pattern for each head, counted over all devices."""
+    return PerHead(_listed(patterns))
+
+
+def head_groups(patterns: Sequence[Pattern]) -> Pattern:
+    """Consecutive groups of heads follow one pattern each; where they do not divide, the first have one head more."""
+    return HeadGroups(_listed(patterns))
+
+
+def _listed(patterns: Sequence[Pattern]) -> tuple[Pattern, ...]:
+    if not isinstance(patterns, Sequence):
+        raise TypeError(f"a choice by head needs a sequence of set patterns; got {patterns!r:.80}")
+    return tuple(patterns)
+
+
+def _on_heads(chosen: Tensor, inner: MaskMod) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return chosen[h] & inner(b, h, q, k)
+
+    return mask_mod

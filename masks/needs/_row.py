@@ -1,0 +1,135 @@
+"""The keys that a few queries see: a rule's closed form, or a search by bounds; what a decoding step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import gcd
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from ..core._pattern import Pattern
+from ..core._range_union import union_of
+from ..core._ranges import Ranges, intersect
+from ._asked import Asked
+from ._needs import keys_of_any
+
+# N rows, n keys
+
+Keys = Ranges | Int64[Tensor, " n"]  # ranges in closed form, or single positions
+
+_FEW_PAIRS = 1 << 20  # of a rule without a closed form: so many are evaluated sooner than bounds are
+_MOST_MEETINGS = 1 << 9  # of a row's range with one of all keys: for more, pairs are evaluated one by one
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The keys that some of a few queries see, each once, and which query sees which.
+
+    rows: indices of queries; those left out see nothing. keys: positions. pairs: for each of the rows whether it sees
+    each key, in the order of these; None where every row sees every key.
+    """
+
+    rows: range
+    keys: Keys
+    pairs: Bool[Tensor, "N n"] | None
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """One head's rule; `head` is a global head that follows it."""
+
+    rule: Pattern
+    head: int
+    num_heads: int
+
+    def seen(self, queries: range, keys: range) -> Seen | None:
+        """Which of these keys some of a few queries see; None if there is none. Both are runs of positions."""
+        listed: list[Ranges] = []
+        for query in queries:
+            row = self.rule.row(query, keys)
+            if row is None:
+                return self._searched(queries, keys)
+            listed.append(row)
+        return self._among(queries, listed)
+
+    def _among(self, queries: range, listed: Sequence[Ranges]) -> Seen | None:
+        """Each query sees the keys that are listed for it."""
+        rows = _hull([index for index, row in enumerate(listed) if row])
+        if not rows:
+            return None
+        some = [listed[index] for index in rows]
+        if all(row == some[0] for row in some):
+            return Seen(rows, some[0], None)
+        every = _union(keys for row in some for keys in row)
+        if len(every) * sum(map(len, some)) <= _MOST_MEETINGS:
+            return Seen(rows, every, _pairs(some, every))
+        return Seen(rows, every, self._allowed(queries[rows.start : rows.stop : rows.step], positions(every)))
+
+    def _searched(self, queries: range, keys: range) -> Seen | None:
+        """Pair by pair, where there are few, and otherwise by bounds."""
+        if len(queries) * len(keys) > _FEW_PAIRS:
+            found = keys_of_any([Asked((self.rule,), queries, keys, self.head, self.num_heads)])
+            if not found:
+                return None
+            places = positions(found)
+            pairs = self._allowed(queries, places)
+        else:
+            places = positions([keys])
+            pairs = self._allowed(queries, places)
+            some = pairs.any(0).nonzero().flatten()
+            places, pairs = places[some], pairs[:, some]
+        rows = _hull(pairs.any(1).nonzero().flatten().tolist())
+        pairs = pairs[rows.start : rows.stop : rows.step]
+        return Seen(rows, places, None if bool(pairs.all()) else pairs) if rows else None
+
+    def _allowed(self, queries: range, keys: Int64[Tensor, " n"]) -> Bool[Tensor, "N n"]:
+        """The rule pair by pair."""
+        asked = Asked((self.rule,), queries, range(0), self.head, self.num_heads)
+        return asked.allows(positions([queries])[:, None], keys)
+
+
+def positions(ranges: Sequence[range]) -> Int64[Tensor, " n"]:
+    """One range after the other."""
+    parts = [torch.arange(each.start, each.stop, each.step) for each in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _hull(indices: Sequence[int]) -> range:
+    """Ascending numbers, and as few others as make them one range."""
+    if not indices:
+        return range(0)
+    step = reduce(gcd, (index - indices[0] for index in indices[1:]), 0)
+    return range(indices[0], indices[-1] + 1, step or 1)
+
+
+def _union(ranges: Iterable[range]) -> Ranges:
+    """The positions of any of these ranges; those of one rule's rows mostly go on in each other."""
+    joined: dict[tuple[int, int], range] = {}
+    rest: list[range] = []
+    for each in sorted(ranges, key=lambda each: each.start):
+        line = each.step, each.start % each.step
+        before = joined.get(line)
+        if before is not None and each.start > before[-1] + each.step:
+            rest.append(before)
+            before = None
+        joined[line] = each if before is None else range(before.start, max(before.stop, each.stop), each.step)
+    every = [*rest, *joined.values()]
+    return union_of(every) if len(every) > 1 else tuple(every)
+
+
+def _pairs(rows: Sequence[Ranges], every: Ranges) -> Bool[Tensor, "N n"]:
+    """Which of the keys each row lists."""
+    pairs = torch.zeros(len(rows), sum(map(len, every)), dtype=torch.bool)
+    begin = 0
+    for part in every:
+        for index, row in enumerate(rows):
+            for keys in row:
+                if both := intersect(keys, part):
+                    first, last = ((key - part.start) // part.step for key in (both[0], both[-1]))
+                    pairs[index, begin + first : begin + last + 1 : max(1, both.step // part.step)] = True
+        begin += len(part)
+    return pairs

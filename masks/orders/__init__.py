@@ -1,0 +1,1 @@
+"""Orders of tokens: residue-major, tiled over a grid, placed over ranks."""

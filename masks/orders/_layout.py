@@ -1,0 +1,262 @@
+"""Layouts: which token stands in which slot of a reordered sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import lcm
+
+import torch
+from jaxtyping import Int64, Shaped
+from torch import Tensor
+
+from ..core._check import require_int
+from ..core._pattern import Pattern
+
+# N tokens, S slots, P pieces, T tables (distinct heads)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Slots cut into runs whose positions are progressions of one step.
+
+    Run p holds lengths[p] slots from starts[p] on, every one of them, or every strides[p]-th; for table t the position
+    of its slot number i is firsts[t, p] + step * i. Runs of a stride above 1 come in groups of that many, which begin
+    at neighbouring slots and together leave out none.
+    """
+
+    starts: Int64[Tensor, " P"]
+    lengths: Int64[Tensor, " P"]
+    firsts: Int64[Tensor, "T P"]
+    step: int
+    strides: Int64[Tensor, " P"] | None = None
+
+    def position(self, table: Int64[Tensor, "..."], slot: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
+        """Position of each slot in the order of each table."""
+        piece = torch.searchsorted(self.starts, slot, right=True) - 1
+        index = slot - self.starts[piece]
+        if self.strides is not None:  # beyond the last start of a group its runs take turns
+            stride = self.strides[piece]
+            piece, index = piece - (stride - 1) + (index - 1) % stride, (index + stride - 1) // stride
+        return self.firsts[table, piece] + self.step * index
+
+
+class Permutation:
+    """An order of all tokens that all heads share: slot s holds token positions()[s]."""
+
+    @property
+    def num_slots(self) -> int:
+        raise NotImplementedError  # every permutation states its own
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether every token stands in its own slot."""
+        raise NotImplementedError
+
+    def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
+        """The token index that stands in each slot."""
+        raise NotImplementedError
+
+    def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
+        """The slot in which each token stands: the inverse of `positions`."""
+        raise NotImplementedError
+
+    def apply(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
+        """Reorder natural tokens along `dim` into slots."""
+        self._check(x, dim)
+        return x if self.is_natural else x.index_select(dim, self.positions(x.device))
+
+    def invert(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
+        """Reorder slots along `dim` back into natural tokens."""
+        self._check(x, dim)
+        return x if self.is_natural else x.index_select(dim, self.slots(x.device))
+
+    def _check(self, x: Tensor, dim: int) -> None:
+        if x.shape[dim] != self.num_slots:
+            raise ValueError(f"this layout orders {self.num_slots} tokens; got {x.shape[dim]} along {dim=}")
+
+
+@dataclass(frozen=True)
+class Layout(Permutation):
+    """Residue-major order, shared by all heads: tokens sorted by (index mod rate, index div rate).
+
+    A pure permutation of any number of tokens, without padding; rate 1 is the natural order. Rates that
+    divide `rate` find the tokens of one residue class in runs of consecutive slots.
+    """
+
+    num_tokens: int
+    rate: int = 1
+
+    def __post_init__(self) -> None:
+        require_int("num_tokens", self.num_tokens, minimum=1)
+        require_int("rate", self.rate, minimum=1)
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_tokens
+
+    @property
+    def is_natural(self) -> bool:
+        return self.rate == 1
+
+    def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
+        """The token index that stands in each slot."""
+        slot = torch.arange(self.num_tokens, device=device)
+        # The first `longer` residue classes have one token more. No data-dependent shape: this is traced.
+        each, longer = self.num_tokens // self.rate, self.num_tokens % self.rate
+        border = longer * (each + 1)
+        residue = torch.where(slot < border, slot // (each + 1), longer + (slot - border) // max(each, 1))
+        return residue + self.rate * (slot - residue * each - residue.clamp(max=longer))
+
+    def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
+        """The slot in which each token stands: the inverse of `positions`."""
+        return self.slot_of(torch.arange(self.num_tokens, device=device))
+
+    def slot_of(self, token: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
+        """The slot of each of some tokens."""
+        residue = token % self.rate
+        each, longer = self.num_tokens // self.rate, self.num_tokens % self.rate
+        return residue * each + residue.clamp(max=longer) + token // self.rate
+
+    def pieces(self, origin: int) -> Pieces:
+        """One run for each residue class; token 0 stands at position `origin`."""
+        classes = torch.arange(min(self.rate, self.num_tokens))
+        lengths = (self.num_tokens - 1 - classes) // self.rate + 1
+        starts = lengths.cumsum(0) - lengths
+        return Pieces(starts, lengths, (classes + origin)[None], self.rate)
+
+    def rows(self, origin: int) -> Pieces:
+        """The same slots as runs of neighbouring tokens: the first tokens of all classes, the second, and so on.
+
+        Few where classes are many and short. Classes with one token more than others make a group of their own.
+        """
+        each, longer = divmod(self.num_tokens, self.rate)
+        groups = [
+            (first, number, held)
+            for first, number, held in ((0, longer, each + 1), (longer, self.rate - longer, each))
+            if number and held
+        ]
+        starts = torch.cat([first * (each + 1) + torch.arange(held) for first, _, held in groups])
+        firsts = torch.cat([first + origin + self.rate * torch.arange(held) for first, _, held in groups])
+        lengths, strides = (
+            torch.cat([torch.full((held,), value) for (_, _, held), value in zip(groups, values, strict=True)])
+            for values in ([number for _, number, _ in groups], [held for *_, held in groups])
+        )
+        return Pieces(starts, lengths, firsts[None], 1, strides)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Some tokens, the same of every head: slot s holds the s-th token of the runs, one after the other.
+
+    All runs have one step.
+    """
+
+    runs: tuple[range, ...]
+
+    @property
+    def num_slots(self) -> int:
+        return sum(map(len, self.runs))
+
+    @property
+    def step(self) -> int:
+        return self.runs[0].step
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether tokens do not lie side by side."""
+        return self.step > 1
+
+    def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
+        """The token index that stands in each slot."""
+        return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in self.runs])
+
+    def pieces(self, origin: int) -> Pieces:
+        """The runs; token 0 stands at position `origin`."""
+        lengths = torch.tensor([len(run) for run in self.runs])
+        firsts = torch.tensor([[run.start for run in self.runs]]) + origin
+        return Pieces(lengths.cumsum(0) - lengths, lengths, firsts, self.step)
+
+
+@dataclass(frozen=True, eq=False)
+class FoldStarts:
+    """How far each fold begins after the first one, where folds are not evenly spaced; equal only to itself."""
+
+    tokens: Int64[Tensor, " folds"]
+
+
+@dataclass(frozen=True)
+class Compact:
+    """The tokens that are active for a head, gathered: one progression a head, folded over segments.
+
+    Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step; with `fold_starts` the
+    folds begin there instead. All heads have the same number of slots; heads with another number are in a Compact of
+    their own.
+    """
+
+    heads: tuple[int, ...]
+    starts: tuple[int, ...]
+    step: int
+    num_slots: int
+    folds: int
+    fold_stride: int
+    fold_starts: FoldStarts | None = None
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether no strided view has a fold's tokens, and each fold after the other, side by side."""
+        return self.step > 1 or self.fold_starts is not None
+
+    def fold_tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, " folds"]:
+        """How far each fold begins after the first one."""
+        if self.fold_starts is not None:
+            return self.fold_starts.tokens.to(device)
+        return torch.arange(self.folds, device=device) * self.fold_stride
+
+    def at_folds(self, tokens: Int64[Tensor, " folds"]) -> Compact:
+        """Fold 0 again so many tokens further on, for each of some folds; by strides where they are evenly spaced."""
+        first, gaps = int(tokens[0]), tokens.diff()
+        stride = int(gaps[0]) if len(gaps) else self.num_slots
+        even = not bool((gaps != stride).any())
+        return replace(
+            self,
+            starts=tuple(start + first for start in self.starts),
+            folds=len(tokens),
+            fold_stride=stride if even else 0,
+            fold_starts=None if even else FoldStarts(tokens - first),
+        )
+
+    def repeated(self, moves: Int64[Tensor, " n"]) -> Compact:
+        """All folds again for each of these numbers of tokens, so far further on."""
+        return self.at_folds((moves[:, None] + self.fold_tokens()).flatten())
+
+    def portion(self, heads: slice, folds: range) -> Compact:
+        """The same for some of the heads and some consecutive folds."""
+        some = replace(self, heads=self.heads[heads], starts=self.starts[heads])
+        return some.at_folds(self.fold_tokens()[folds.start : folds.stop])
+
+    def alone(self, shift: int) -> Compact:
+        """Fold 0, over tokens that lie `shift` further on."""
+        starts = tuple(start + shift for start in self.starts)
+        return replace(self, starts=starts, folds=1, fold_stride=0, fold_starts=None)
+
+    def pieces(self, origin: int) -> Pieces:
+        """One run a head: the slots of fold 0; token 0 stands at position `origin`."""
+        firsts = torch.tensor(self.starts)[:, None] + origin
+        return Pieces(torch.tensor([0]), torch.tensor([self.num_slots]), firsts, self.step)
+
+    def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "heads folds S"]:
+        """The token index in each slot."""
+        starts = torch.tensor(self.starts, device=device)[:, None, None]
+        return starts + self.fold_tokens(device)[:, None] + torch.arange(self.num_slots, device=device) * self.step
+
+
+def residue_rate(branch: Pattern, most: int) -> int:
+    """The rate, at most `most`, of a residue-major order in which dilated factors find their tokens in runs.
+
+    The least common multiple of the factors' rates, in ascending order, without those that would take it beyond `most`.
+    """
+    common = 1
+    for rate in sorted(set(branch.rates())):
+        joined = lcm(common, rate)
+        common = joined if joined <= most else common
+    return common

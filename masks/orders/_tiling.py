@@ -1,0 +1,159 @@
+"""Tilings: the tokens of a grid in compact tiles, one tile after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from ..core._box import Progression
+from ..core._check import require_int
+from ..patterns._grid import Rectangle, select
+from ._layout import Permutation
+
+# N tokens, S slots, n runs of slots, R rectangles
+
+
+@dataclass(frozen=True)
+class Rectangles:
+    """R rectangles of a grid, and the number of the run to which each belongs."""
+
+    run: Int64[Tensor, " R"]
+    sides: Rectangle
+
+
+@dataclass(frozen=True)
+class Tiling(Permutation):
+    """Tiles of a grid in row-major order, and within each tile its tokens in row-major order.
+
+    A pure permutation of the tokens of the whole grid, without padding: where a tile's side does not divide
+    an axis, the last tiles along that axis are smaller. Positions are those of the grid in row-major order.
+    """
+
+    grid: tuple[int, ...]
+    tile: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("grid", "tile"):
+            for axis, length in enumerate(getattr(self, name)):
+                require_int(f"{name}[{axis}]", length, minimum=1)
+        if not 0 < len(self.grid) == len(self.tile):
+            raise ValueError(f"a tile has one side for each axis of its grid; got grid={self.grid}, tile={self.tile}")
+
+    @property
+    def num_slots(self) -> int:
+        return prod(self.grid)
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether tiles follow each other as rows do: parts of one line, or whole ones side by side."""
+        pairs = list(zip(self.tile, self.grid, strict=True))
+        before = [all(min(pair) == 1 for pair in pairs[:axis]) for axis in range(len(pairs))]
+        after = [all(side >= length for side, length in pairs[axis + 1 :]) for axis in range(len(pairs))]
+        return any(map(min, before, after))
+
+    def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
+        """The token index that stands in each slot."""
+        slot = torch.arange(self.num_slots, device=device)
+        box = self._everywhere(slot)
+        for axis, unit in self._digits():
+            size = unit * _others(box, axis)
+            number = slot // size
+            slot, box = slot - number * size, _children(box, axis, unit, number, number + 1)
+        return sum((side.first * stride for side, stride in self._strided(box)), torch.zeros_like(slot))
+
+    def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
+        """The slot in which each token stands: the inverse of `positions`."""
+        token = torch.arange(self.num_slots, device=device)
+        slot, box = torch.zeros_like(token), self._everywhere(token)
+        places = [token // stride % length for length, (_, stride) in zip(self.grid, self._strided(box), strict=True)]
+        for axis, unit in self._digits():
+            number = (places[axis] - box[axis].first) // unit
+            slot, box = slot + number * unit * _others(box, axis), _children(box, axis, unit, number, number + 1)
+        return slot
+
+    def rectangles(self, start: Int64[Tensor, " n"], stop: Int64[Tensor, " n"]) -> Rectangles:
+        """The tokens in slots start to stop - 1 of n runs as rectangles, none of them empty."""
+        rest = _Runs(torch.arange(len(start)), start, stop, self._everywhere(start)).select(start < stop)
+        found = []
+        for axis, unit in self._digits():
+            whole, rest = _cut(rest, axis, unit)
+            found.append(whole)
+        runs, boxes = zip(*((part.run, part.sides) for part in found), strict=True)
+        return Rectangles(torch.cat(runs), _joined(*boxes))
+
+    def _digits(self) -> Iterator[tuple[int, int]]:
+        """(axis, length of a child along it) from the outermost digit of a slot to the innermost."""
+        yield from enumerate(self.tile)
+        yield from ((axis, 1) for axis in range(len(self.tile)))
+
+    def _everywhere(self, like: Tensor) -> Rectangle:
+        return tuple(Progression(torch.zeros_like(like), 1, torch.full_like(like, length)) for length in self.grid)
+
+    def _strided(self, box: Rectangle) -> list[tuple[Progression, int]]:
+        """Each axis of a rectangle, with the distance of neighbours along it in row-major order."""
+        return [(side, prod(self.grid[axis + 1 :])) for axis, side in enumerate(box)]
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Parts of the runs, none of them empty: slots start to stop - 1, counted from the first of their rectangle."""
+
+    run: Tensor
+    start: Tensor
+    stop: Tensor
+    box: Rectangle
+
+    def select(self, index: Tensor) -> _Runs:
+        return _Runs(self.run[index], self.start[index], self.stop[index], select(self.box, index))
+
+
+def _cut(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
+    """The whole children of which the runs consist, and what is left of them, within one child each.
+
+    A run is the end of a child, whole children, and the beginning of another, for which a smaller last child
+    counts even where it is whole; or it lies inside one child.
+    """
+    size = unit * _others(runs.box, axis)
+    begin, end = -(-runs.start // size), runs.stop // size
+    whole, before = begin < end, runs.start < begin * size
+    after = (begin <= end) & (end * size < runs.stop)
+    boxes = _children(runs.box, axis, unit, begin, end)
+    ends = _inside(runs, begin - 1, size, axis, unit).select(before)
+    beginnings = _inside(runs, end, size, axis, unit).select(after)
+    rest = _Runs(
+        torch.cat([ends.run, beginnings.run]),
+        torch.cat([ends.start, beginnings.start]),
+        torch.cat([ends.stop, beginnings.stop]),
+        _joined(ends.box, beginnings.box),
+    )
+    return Rectangles(runs.run[whole], select(boxes, whole)), rest
+
+
+def _inside(runs: _Runs, child: Tensor, size: Tensor, axis: int, unit: int) -> _Runs:
+    """What of each run lies in the child of this number."""
+    start, stop = (runs.start - child * size).clamp(min=0), torch.minimum(runs.stop - child * size, size)
+    return _Runs(runs.run, start, stop, _children(runs.box, axis, unit, child, child + 1))
+
+
+def _others(box: Rectangle, axis: int) -> Tensor:
+    """Tokens of the rectangle for each place along an axis."""
+    return prod((side.count for side in (*box[:axis], *box[axis + 1 :])), start=torch.ones_like(box[axis].count))
+
+
+def _children(box: Rectangle, axis: int, unit: int, begin: Tensor, end: Tensor) -> Rectangle:
+    """Children begin to end - 1 of each rectangle, cut along an axis at multiples of `unit` from where it begins."""
+    side = box[axis]
+    part = Progression(side.first + unit * begin, 1, torch.minimum(unit * end, side.count) - unit * begin)
+    return (*box[:axis], part, *box[axis + 1 :])
+
+
+def _joined(*boxes: Rectangle) -> Rectangle:
+    return tuple(
+        Progression(torch.cat([side.first for side in sides]), 1, torch.cat([side.count for side in sides]))
+        for sides in zip(*boxes, strict=True)
+    )

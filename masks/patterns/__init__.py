@@ -1,0 +1,1 @@
+"""The patterns, a file for each family; a new one is one more file here."""

@@ -1,0 +1,187 @@
+"""Block list: tables that say outright which blocks of keys each block of queries sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core._box import Bounds, Box, Squares
+from ..core._check import require_int
+from ..core._pattern import MaskMod, Pattern
+from ..core._ranges import Ranges
+from ..core._reason import Pair, Reason, listing
+from ._block_table import NOTHING, BlockTable, padded
+
+_TABLES_KEPT = 8
+_HEADS_KEPT = 128
+_SEQUENCES = (list, tuple, range)
+
+
+@dataclass(frozen=True)
+class BlockList(Pattern):
+    """Allowed iff the row of the query's block names the key's block.
+
+    `rows` is one table of rows for all heads, or one for each global head. Rows are kept in ascending order.
+    """
+
+    rows: tuple[Any, ...]
+    block: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", _checked(self.rows))
+        require_int("block", self.block, minimum=1)
+        super().__post_init__()
+
+    def __hash__(self) -> int:
+        return hash(self.text)  # a text remembers its hash; nested tuples would be walked each time
+
+    def write(self) -> str:
+        # Large tables again: what Python writes for nested tuples is JSON but for brackets, commas and spaces.
+        rows = str(self.rows).replace(" ", "").replace(",)", "]").replace("(", "[").replace(")", "]")
+        return f'{{"block":{self.block},"kind":"block_list","rows":{rows}}}'
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "block_list", "rows": self.rows, "block": self.block}
+
+    @property
+    def by_head(self) -> bool:
+        """Whether each global head has a table of its own."""
+        return _is_table(self.rows[0])
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return _of_head(self, head) if self.by_head else self
+
+    def check_heads(self, num_heads: int) -> None:
+        if self.by_head and len(self.rows) != num_heads:
+            raise ValueError(f"block_list needs one table a head; got {len(self.rows)} for {num_heads} heads")
+
+    def check_tokens(self, queries: range, keys: range) -> None:
+        """Raise ValueError if a row of these queries names a key block that begins after the last key."""
+        begin, blocks = queries.start // self.block, -(-keys.stop // self.block)
+        used = _table(self).entries[:, begin : (queries.stop - 1) // self.block + 1]
+        beyond = ((used >= blocks) & (used < NOTHING)).nonzero()
+        if len(beyond):
+            table, row, place = beyond[0].tolist()
+            whose = f" of head {table}" if self.by_head else ""
+            raise ValueError(
+                f"block_list is out of range: row {begin + row}{whose} names key block {used[table, row, place]}, "
+                f"but {keys.stop} tokens hold {blocks} blocks of {self.block}"
+            )
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return _table(self).mask_mod(self._tables_of_heads(num_heads), device)
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        return _table(self).count(self._tables_of_heads(num_heads)[box.head], box)
+
+    def reason(self, pair: Pair) -> Reason:
+        rows = self.rows[pair.head] if self.by_head else self.rows
+        row, column = pair.query // self.block, pair.key // self.block
+        seen = rows[row] if row < len(rows) else ()
+        whose = f" of head {pair.head}" if self.by_head else ""
+        named = f"whose row{whose} names key blocks {listing(seen)}"
+        where = named if row < len(rows) else f"beyond the {len(rows)} rows{whose}"
+        text = f"{pair.the_query} is in block {row}, {where}; {pair.the_key} is in block {column}"
+        return Reason(self, column in seen, text)
+
+    def squares(self, head: int, num_heads: int) -> Squares:
+        return _table(self).squares(int(self._tables_of_heads(num_heads)[head]))
+
+    def row(self, query: int, keys: range) -> Ranges:
+        return _table(self).row(0, query, keys)
+
+    def _tables_of_heads(self, num_heads: int) -> Tensor:
+        return torch.arange(num_heads) if self.by_head else torch.zeros(num_heads, dtype=torch.int64)
+
+
+def block_list(rows: Sequence[Any] | Tensor, *, block: int) -> Pattern:
+    """Queries of block i see the key blocks that rows[i] names. Blocks have `block` tokens; number 0 is the first.
+
+    For a table a head, give a sequence of such tables, one for each head counted over all devices. A tensor
+    works too: integers of shape (rows, blocks) or (heads, rows, blocks), or booleans of these shapes, True
+    where a row sees the key block of that column. Queries beyond the last row see nothing.
+
+    Raises ValueError for a negative number or one that a row names twice, and for no rows; a TypeError for
+    anything but integers and for uneven nesting. Binding raises ValueError where the row of a query names a
+    block beyond the last key.
+    """
+    return BlockList(_listed(rows) if isinstance(rows, Tensor) else rows, block)  # type: ignore[arg-type]
+
+
+def _listed(rows: Tensor) -> list[Any]:
+    """A tensor as nested lists of block numbers."""
+    if rows.dtype.is_floating_point or rows.dtype.is_complex:
+        raise TypeError(f"a tensor of rows must hold integers or booleans; got {rows.dtype}")
+    if rows.dim() not in (2, 3):
+        raise ValueError(f"a tensor of rows must have 2 dims, or 3 with heads first; got shape {tuple(rows.shape)}")
+    if 0 in rows.shape[:-1]:
+        raise ValueError(f"a table needs at least one row; got a tensor of shape {tuple(rows.shape)}")
+    if rows.dtype != torch.bool:
+        return rows.tolist()
+    if rows.dim() == 3:
+        return [_listed(table) for table in rows]
+    columns = rows.nonzero()[:, 1].split(rows.sum(1).tolist())
+    return [row.tolist() for row in columns]
+
+
+def _checked(rows: Any) -> tuple[Any, ...]:
+    if not isinstance(rows, _SEQUENCES):
+        raise TypeError(f"rows must be a table of rows, or one such table a head; got {type(rows).__name__}")
+    if any(_is_table(each) for each in rows):
+        return tuple(_checked_table(table, f"rows[{head}]") for head, table in enumerate(rows))
+    return _checked_table(rows, "rows")
+
+
+def _checked_table(table: Any, name: str) -> tuple[tuple[int, ...], ...]:
+    if isinstance(table, _SEQUENCES) and not table:
+        raise ValueError(f"a table needs at least one row; got {name}={table!r}")
+    if not isinstance(table, _SEQUENCES):
+        raise TypeError(_uneven(name, table))
+    return tuple(_checked_row(row, f"{name}[{index}]") for index, row in enumerate(table))
+
+
+def _checked_row(row: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(row, _SEQUENCES) or _is_table(row):
+        raise TypeError(_uneven(name, row))
+    # Tables can be large: entries are looked at one by one only to say what is wrong with them.
+    if row and not (set(map(type, row)) == {int} and min(row) >= 0 and max(row) < NOTHING):
+        for place, entry in enumerate(row):
+            if require_int(f"{name}[{place}]", entry, minimum=0) >= NOTHING:
+                raise ValueError(f"{name}[{place}] must be below 2**30; got {name}[{place}]={entry}")
+    ascending = tuple(sorted(row))
+    if len(set(row)) < len(row):
+        twice = next(entry for entry, following in pairwise(ascending) if entry == following)
+        raise ValueError(f"a row must name each key block once; got {name} with block {twice} twice")
+    return ascending
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, _SEQUENCES) and any(issubclass(kind, _SEQUENCES) for kind in set(map(type, value)))
+
+
+def _uneven(name: str, value: Any) -> str:
+    return f"rows must be rows of block numbers, or for each head a table of such rows; got {name}={value!r:.60}"
+
+
+@lru_cache(maxsize=_HEADS_KEPT)
+def _of_head(pattern: BlockList, head: int) -> BlockList:
+    return BlockList(pattern.rows[head], pattern.block)
+
+
+@lru_cache(maxsize=_TABLES_KEPT)
+def _table(pattern: BlockList) -> BlockTable:
+    tables = pattern.rows if pattern.by_head else (pattern.rows,)
+    height = max(map(len, tables))
+    rows = [row for table in tables for row in (*table, *((),) * (height - len(table)))]
+    lengths = torch.tensor([len(row) for row in rows])
+    entries = torch.full((len(rows), max(1, int(lengths.max()))), NOTHING)
+    entries[torch.arange(entries.shape[1]) < lengths[:, None]] = torch.tensor(list(chain.from_iterable(rows))).long()
+    last = max((row[-1] for row in rows if row), default=0)
+    limit = max(height, last + 1) * pattern.block
+    return BlockTable(padded(entries).view(len(tables), height, -1), pattern.block, limit)

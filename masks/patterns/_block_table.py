@@ -1,0 +1,144 @@
+"""Tables of key blocks: which blocks of keys each block of queries sees, looked up by pair and counted in boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+from ..core._box import Bounds, Box, Progression, Squares, clip
+from ..core._pattern import MaskMod
+from ..core._ranges import Ranges, among, within
+
+# T tables, R rows of query blocks, W entries of the longest row, rounded up to a power of two
+
+NOTHING = 1 << 30  # pads short rows: a key block that no sequence reaches
+_EXACT_ROWS = 8  # a box over more rows than this is bounded by the picture
+_PICTURE_CELLS = 1 << 24  # of all tables together: bounds their memory
+_ENTRIES_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTable:
+    """entries[t, r] are the key blocks that query block r sees in table t, ascending, padded with NOTHING.
+
+    Blocks have `block` tokens each. Queries and keys at positions from `limit` on neither see nor are seen.
+    """
+
+    entries: Tensor  # int64, (T, R, W)
+    block: int
+    limit: int
+
+    def mask_mod(self, table_of_head: Tensor, device: torch.device) -> MaskMod:
+        """Closure (b, h, q, k) -> bool for heads that follow these tables."""
+        _, rows, width = self.entries.shape
+        height, block, limit = (torch.tensor(number, device=device) for number in (rows, self.block, self.limit))
+        halves = [torch.tensor(1 << bit, device=device) for bit in reversed(range(width.bit_length() - 1))]
+        return _seen(self.entries.flatten(0, 1).to(device), table_of_head.to(device), height, block, limit, halves)
+
+    def count(self, table: Tensor, box: Box) -> Bounds:
+        """Bounds on the pairs of each box in its table: exact over a few rows of blocks, coarse over more."""
+        begin = torch.zeros_like(table)
+        box = Box(table, *(clip(side, begin, begin + self.limit) for side in (box.q, box.k)))
+        rows = torch.where(box.q.count > 0, box.q.last // self.block - box.q.first // self.block + 1, 0)
+        low, high = begin, begin.clone()
+        few, many = ((rows <= _EXACT_ROWS).nonzero().squeeze(1), (rows > _EXACT_ROWS).nonzero().squeeze(1))
+        for some in few.split(max(1, _ENTRIES_AT_ONCE // self.entries.shape[2])):
+            low[some] = high[some] = self._count_entries(box.select(some), rows[some])
+        if len(many):
+            bounds = self._count_cells(box.select(many))
+            low[many], high[many] = bounds.low, bounds.high
+        return Bounds(low, high)
+
+    def squares(self, table: int) -> Squares:
+        """The listed pairs of blocks of one table."""
+        row, place = (self.entries[table] < NOTHING).nonzero().unbind(1)
+        return Squares(row * self.block, self.entries[table, row, place] * self.block, self.block)
+
+    def listed(self, table: int, row: int) -> list[int]:
+        """The key blocks that one query block sees; none from the last row on."""
+        entries = self.entries[table, row].tolist() if row < self.entries.shape[1] else []
+        return [block for block in entries if block < NOTHING]
+
+    def row(self, table: int, query: int, keys: range) -> Ranges:
+        """Which of a run of keys one query sees, adjacent blocks as one run."""
+        if query >= self.limit:
+            return ()
+        return keys_of_blocks(self.listed(table, query // self.block), self.block, within(keys, 0, self.limit))
+
+    def _count_entries(self, box: Box, rows: Tensor) -> Tensor:
+        """Row by row and entry by entry."""
+        pairs = torch.zeros_like(box.area)
+        first, height = box.q.first // self.block, self.entries.shape[1]
+        for row in (first + step for step in range(int(rows.max()) if len(rows) else 0)):
+            queries = _terms_in(box.q, row * self.block, self.block)
+            seen = self.entries[box.head, row.clamp(max=height - 1)].T * self.block
+            pairs += torch.where(row < height, queries * _terms_in(box.k, seen, self.block).sum(0), 0)
+        return pairs
+
+    def _count_cells(self, box: Box) -> Bounds:
+        """From the number of entries in all cells of the picture that a box touches."""
+        cell, sums = self._picture
+        side = cell * self.block
+        top, bottom = box.q.first // side, box.q.last // side + 1
+        left, right = box.k.first // side, box.k.last // side + 1
+        held = (bottom - top) * (right - left) * cell**2
+        top, bottom = (row.clamp(max=sums.shape[1] - 1) for row in (top, bottom))
+        left, right = (column.clamp(max=sums.shape[2] - 1) for column in (left, right))
+        table = box.head
+        listed = (sums[table, bottom, right] - sums[table, top, right]).long()
+        listed -= sums[table, bottom, left] - sums[table, top, left]
+        area, each = box.area, -(-self.block // box.q.step) * -(-self.block // box.k.step)
+        return Bounds(torch.where(listed == held, area, 0), (listed * each).clamp(min=0).minimum(area))
+
+    @cached_property
+    def _picture(self) -> tuple[int, Tensor]:
+        """(blocks along a cell's side, entries in all cells above and to the left of each corner)."""
+        tables, rows, _ = self.entries.shape
+        listed = self.entries < NOTHING
+        columns = int(self.entries[listed].max()) + 1 if listed.any() else 1
+        cell = -(-max(rows, columns) // isqrt(_PICTURE_CELLS // tables))
+        height, width = -(-rows // cell), -(-columns // cell)
+        sums = torch.zeros(tables, height + 1, width + 1, dtype=torch.int32)
+        row = torch.arange(rows)[:, None] // cell * width
+        for table, entries, kept in zip(sums, self.entries, listed, strict=True):
+            cells = torch.bincount((row + entries // cell)[kept], minlength=height * width)
+            table[1:, 1:] = cells.view(height, width).cumsum(0).cumsum(1)
+        return cell, sums
+
+
+def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
+    """Which of a run of keys lie in these blocks, adjacent ones as one run."""
+    seen = set(blocks)
+    firsts = sorted(number for number in seen if number - 1 not in seen)
+    lasts = sorted(number for number in seen if number + 1 not in seen)
+    return among((range(a * block, (b + 1) * block) for a, b in zip(firsts, lasts, strict=True)), keys)
+
+
+def padded(entries: Tensor) -> Tensor:
+    """Rows of ascending entries, filled up to a power of two with NOTHING."""
+    width = 1 << max(0, entries.shape[-1] - 1).bit_length()
+    return torch.nn.functional.pad(entries, (0, width - entries.shape[-1]), value=NOTHING)
+
+
+def _terms_in(progression: Progression, start: Tensor, length: int) -> Tensor:
+    """Terms of each progression that lie in [start, start + length)."""
+    before = (start - progression.first + (progression.step - 1)).div(progression.step, rounding_mode="floor")
+    after = (start - progression.first + (length + progression.step - 1)).div(progression.step, rounding_mode="floor")
+    return after.clamp(min=0).minimum(progression.count) - before.clamp(min=0).minimum(progression.count)
+
+
+def _seen(entries: Tensor, tables: Tensor, rows: Tensor, block: Tensor, limit: Tensor, halves: list[Tensor]) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        row, column = q // block, k // block
+        line = tables[h] * rows + torch.minimum(row, rows - 1)
+        place = column - column
+        for half in halves:  # halving the row: `place` ends at the only entry that can be the column
+            place = place + torch.where(entries[line, place + half - 1] < column, half, 0)
+        return (entries[line, place] == column) & (row < rows) & (q < limit) & (k < limit)
+
+    return mask_mod

@@ -1,0 +1,163 @@
+"""Blockwise: a pattern over blocks of tokens instead of tokens."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core._box import Bounds, Box, Counts, Progression
+from ..core._check import LARGEST, require_int
+from ..core._pattern import MaskMod, Pattern
+from ..core._ranges import Ranges, among
+from ..core._reason import Pair, Reason
+from ..core._spelling import Phrase, call
+from .run_time._run_time import run_time_leaves
+
+
+@dataclass(frozen=True)
+class Blockwise(Pattern):
+    """Allowed iff `part` allows the query's block and the key's block: position t lies in block floor(t / block)."""
+
+    part: Pattern
+    block: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.part, Pattern):
+            raise TypeError(f"blockwise needs a set pattern; got {self.part!r}")
+        if run_time_leaves(self.part):
+            raise ValueError(
+                f"blockwise needs a pattern without run-time tensors, which go by token; got {self.part!r}"
+            )
+        require_int("block", self.block, minimum=1)
+        super().__post_init__()
+
+    def direct_parts(self) -> tuple[Pattern, ...]:
+        return (self.part,)
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "blockwise", "part": self.part.to_data(), "block": self.block}
+
+    def write(self) -> str:
+        return f'{{"block":{self.block},"kind":"blockwise","part":{self.part.text}}}'
+
+    def phrase(self) -> Phrase:
+        return call("blockwise", self.part, self.block)
+
+    def check_heads(self, num_heads: int) -> None:
+        self.part.check_heads(num_heads)
+
+    def check_tokens(self, queries: range, keys: range) -> None:
+        self.part.check_tokens(
+            *(range(side.start // self.block, -(-side.stop // self.block)) for side in (queries, keys))
+        )
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return replace(self, part=self.part.for_head(head, num_heads))
+
+    def period(self) -> int | None:
+        shift = self.part.period()
+        # A longer one has no use: no sequence is as long.
+        return None if shift is None or shift * self.block > LARGEST else shift * self.block
+
+    def confined(self) -> bool:
+        return self.part.confined()
+
+    def row(self, query: int, keys: range) -> Ranges | None:
+        blocks = self.part.row(query // self.block, range(keys.start // self.block, -(-keys.stop // self.block)))
+        return None if blocks is None else among((each for run in blocks for each in _tokens(run, self.block)), keys)
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        inner = self.part.mask_mod(num_heads=num_heads, device=device)
+        return _by_block(inner, torch.tensor(self.block, device=device))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
+        runs = [_runs(side, self.block) for side in (box.q, box.k)]
+        if not all(runs):
+            return self._count_coarsely(box, num_heads)
+        for q, each_q in runs[0]:
+            for k, each_k in runs[1]:
+                each = each_q * each_k
+                held = each.nonzero().squeeze(1)
+                if not len(held):
+                    continue
+                part = self.part.count(Box(box.head, q, k).select(held), num_heads=num_heads)
+                low[held] += part.low * each[held]
+                high[held] += part.high * each[held]
+        return Bounds(low, high)
+
+    def reason(self, pair: Pair) -> Reason:
+        row, column = pair.query // self.block, pair.key // self.block
+        inner = self.part.reason(pair.counted("block", row, column))
+        where = f"{pair.the_query} is in block {row} of {self.block}, {pair.the_key} in block {column}"
+        return Reason(self, inner.allowed, where, (inner,))
+
+    def _count_coarsely(self, box: Box, num_heads: int) -> Bounds:
+        """From all blocks that lie between the ends of a box, and the most pairs of it that one of them may hold."""
+        sides = [_span(side, self.block) for side in (box.q, box.k)]
+        blocks, area = Box(box.head, *sides), box.area
+        most = torch.ones_like(area)
+        for side in (box.q, box.k):
+            most = most * side.count.clamp(max=-(-self.block // side.step))
+        allowed = self.part.count(blocks, num_heads=num_heads)
+        forbidden = (blocks.area - allowed.low) * most
+        return Bounds((area - forbidden).clamp(min=0), (allowed.high * most).minimum(area))
+
+
+def blockwise(pattern: Pattern, block: int) -> Pattern:
+    """The pattern over blocks of `block` tokens: a pair is allowed where the pattern allows its blocks' numbers.
+
+    All parameters of the pattern count blocks then: `blockwise(local_window(left=1, right=1), 64)` sees the
+    query's own block of 64 tokens, the one before and the one after, whole. Raises ValueError for a block below
+    1, and for a pattern with run-time tensors, which may be intersected with the result instead.
+    """
+    return Blockwise(pattern, block)
+
+
+def _runs(terms: Progression, block: int) -> list[tuple[Progression, Counts]]:
+    """The blocks of each progression in runs, with the number of terms that each block of a run holds.
+
+    The blocks of a run that holds none have no meaning. No runs where the step fits neither into blocks nor the
+    other way round: blocks in a row then hold now one term more, now one less.
+    """
+    if terms.step % block == 0:
+        blocks = Progression(terms.first // block, terms.step // block, terms.count)
+        return [(blocks, torch.ones_like(terms.count))]
+    if block % terms.step:
+        return []
+    span, full = _span(terms, block), torch.full_like(terms.count, block // terms.step)
+    in_first = terms.count.minimum((block - 1 - terms.first % block) // terms.step + 1)
+    in_last = torch.where(span.count > 1, terms.last % block // terms.step + 1, in_first)
+    # Most boxes begin and end where blocks do: those are one run. The ends of others stand apart.
+    cut_first, cut_last = in_first < full, (in_last < full) & (span.count > 1)
+    number = span.count - cut_first.long() - cut_last.long()
+    whole = Progression(span.first + cut_first, 1, number.clamp(min=1))
+    one = torch.ones_like(number)
+    return [
+        (whole, torch.where(number > 0, full, 0)),
+        (Progression(span.first, 1, one), torch.where(cut_first, in_first, 0)),
+        (Progression(span.last, 1, one), torch.where(cut_last, in_last, 0)),
+    ]
+
+
+def _span(terms: Progression, block: int) -> Progression:
+    """All blocks from that of the first term to that of the last."""
+    first = terms.first // block
+    return Progression(first, 1, terms.last // block - first + 1)
+
+
+def _tokens(blocks: range, block: int) -> list[range]:
+    """The tokens of these blocks, in as few ranges as there may be."""
+    if blocks.step == 1:
+        return [range(blocks.start * block, blocks.stop * block)]
+    if len(blocks) <= block:
+        return [range(each * block, (each + 1) * block) for each in blocks]
+    return [range(blocks.start * block + at, blocks.stop * block, blocks.step * block) for at in range(block)]
+
+
+def _by_block(inner: MaskMod, block: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return inner(b, h, q // block, k // block)
+
+    return mask_mod

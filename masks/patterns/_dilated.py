@@ -1,0 +1,163 @@
+"""Dilated segments: every rate-th token of a segment attends within its segment."""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..core._box import Bounds, Box, Counts, Progression, clip, count_residue
+from ..core._check import require_choice, require_int
+from ..core._pattern import MaskMod, Pattern
+from ..core._ranges import Ranges, among
+from ..core._reason import Pair, Reason, span
+from ..core._spelling import Phrase, call
+
+_Heads = TypeVar("_Heads", int, Tensor)
+
+OFFSET_RULES = ("interleaved", "contiguous")
+# A box over more segments than this is bounded by its area: the builder splits it anyway.
+_EXACT_SEGMENTS = 8
+
+
+@dataclass(frozen=True)
+class Dilated(Pattern):
+    """Allowed iff both positions lie in one segment and both are active: (t mod segment) mod rate == offset.
+
+    `offset` is a number, or the rule that gives one to each global head h of H: "interleaved" is
+    h mod rate (LongNet, arXiv 2307.02486, eq. 13), "contiguous" is floor(h / ceil(H / rate)) (torchscale).
+    """
+
+    segment: int
+    rate: int
+    offset: int | str = 0
+
+    def __post_init__(self) -> None:
+        require_int("segment", self.segment, minimum=1)
+        require_int("rate", self.rate, minimum=1)
+        if isinstance(self.offset, str):
+            require_choice("offset", self.offset, OFFSET_RULES)
+        elif require_int("offset", self.offset, minimum=0) >= self.rate:
+            raise ValueError(f"offset must be below the rate; got offset={self.offset}, rate={self.rate}")
+        super().__post_init__()
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "dilated", "segment": self.segment, "rate": self.rate, "offset": self.offset}
+
+    def phrase(self) -> Phrase:
+        return call("dilated", self.segment, self.rate, **({"offset": self.offset} if self.offset else {}))
+
+    def offset_of(self, head: _Heads, num_heads: int) -> _Heads | int:
+        """The offset of a global head, or of each of a tensor of them."""
+        if isinstance(self.offset, int):
+            return self.offset
+        if self.offset == "interleaved":
+            return head % self.rate
+        return head // -(-num_heads // self.rate)
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return Dilated(self.segment, self.rate, self.offset_of(head, num_heads))
+
+    def period(self) -> int:
+        return self.segment
+
+    def confined(self) -> bool:
+        return True
+
+    def rates(self) -> tuple[int, ...]:
+        return (self.rate,)
+
+    def row(self, query: int, keys: range) -> Ranges:
+        assert isinstance(self.offset, int), "a rule for one head has its offset resolved"
+        place = query % self.segment
+        if place % self.rate != self.offset:
+            return ()
+        start = query - place
+        return among([range(start + self.offset, start + self.segment, self.rate)], keys)
+
+    def spacing(self) -> int:
+        return self.rate
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        segment = torch.tensor(self.segment, device=device)
+        if self.rate == 1:
+            return _same_segment(segment)
+        offsets = self._offsets(torch.arange(num_heads), num_heads).to(device)
+        return _active_in_segment(segment, torch.tensor(self.rate, device=device), offsets)
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        (q_first, q_last), (k_first, k_last) = self._segments(box.q), self._segments(box.k)
+        start, stop = torch.maximum(q_first, k_first), torch.minimum(q_last, k_last) + 1
+        spanned = (stop - start).clamp(min=0)
+        offsets = self._offsets(box.head, num_heads)
+        if torch.equal(q_first, q_last) and torch.equal(k_first, k_last):
+            # The common case deep in the quadtree: no box crosses a segment border.
+            begin = start * self.segment + offsets
+            pairs = torch.where(spanned > 0, self._hits(box.q, begin) * self._hits(box.k, begin), 0)
+            return Bounds(pairs, pairs)
+        pairs = torch.zeros_like(spanned)
+        for step in range(min(int(spanned.max()), _EXACT_SEGMENTS) if len(spanned) else 0):
+            segment = start + step
+            in_segment = self._active(box.q, segment, offsets) * self._active(box.k, segment, offsets)
+            pairs += torch.where(segment < stop, in_segment, 0)
+        exact = spanned <= _EXACT_SEGMENTS
+        return Bounds(torch.where(exact, pairs, 0), torch.where(exact, pairs, box.area))
+
+    def reason(self, pair: Pair) -> Reason:
+        of_query, of_key = pair.query // self.segment, pair.key // self.segment
+        if of_query != of_key:
+            where = f"{pair.the_query} is in {self._named(of_query)}, {pair.the_key} in {self._named(of_key)}"
+            return Reason(self, False, f"{where}: different segments")
+        where = f"both are in {self._named(of_query)}"
+        if self.rate == 1:
+            return Reason(self, True, where)
+        offset = self.offset_of(pair.head, pair.num_heads)
+        query, key = (position % self.segment % self.rate for position in (pair.query, pair.key))
+        active = f"where head {pair.head} takes the places of residue {offset} modulo {self.rate}"
+        found = f"{pair.the_query} has residue {query}, {pair.the_key} residue {key}"
+        return Reason(self, query == key == offset, f"{where}, {active}: {found}")
+
+    def _named(self, segment: int) -> str:
+        start = segment * self.segment
+        return f"segment {segment} ({span(start, start + self.segment)})"
+
+    def _active(self, progression: Progression, segment: Counts, offsets: Counts) -> Counts:
+        start = segment * self.segment
+        return self._hits(clip(progression, start, start + self.segment), start + offsets)
+
+    def _hits(self, progression: Progression, begin: Counts) -> Counts:
+        """Active terms of progressions that lie within one segment, whose first active position is `begin`."""
+        return progression.count if self.rate == 1 else count_residue(progression, self.rate, begin)
+
+    def _segments(self, progression: Progression) -> tuple[Counts, Counts]:
+        return progression.first // self.segment, progression.last // self.segment
+
+    def _offsets(self, heads: Tensor, num_heads: int) -> Tensor:
+        return torch.zeros_like(heads) + self.offset_of(heads, num_heads)
+
+
+def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
+    """Every `rate`-th token of each `segment`, from `offset` on, attends to the others of its segment.
+
+    An offset that is a string is one of `longnet`'s rules, "interleaved" or "contiguous", by which each head has
+    its own. Any rate fits any segment: the last active token of a segment need not leave room for another.
+    Raises ValueError for segment or rate below 1, for an offset outside [0, rate) and for an unknown rule.
+    """
+    return Dilated(segment, rate, offset)
+
+
+def _same_segment(segment: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return q // segment == k // segment
+
+    return mask_mod
+
+
+def _active_in_segment(segment: Tensor, rate: Tensor, offsets: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        offset = offsets[h]
+        queries = (q % segment) % rate == offset
+        keys = (k % segment) % rate == offset
+        return (q // segment == k // segment) & queries & keys
+
+    return mask_mod

@@ -1,0 +1,143 @@
+"""Per document: a pattern that starts anew in each document, so that packed equals separate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core._algebra import And
+from ..core._box import Bounds, Box, Counts, Progression
+from ..core._pattern import Expression, MaskMod, Mixture, Pattern
+from ..core._reason import Pair, Reason
+from ..core._spelling import CALL, Phrase
+from .run_time._documents import Documents
+from .run_time._documents import documents as documents_pattern
+from .run_time._lengths import Lengths
+from .run_time._run_time import Rows, run_time_leaves
+from .run_time._spans import EXACT_SPANS, Spans
+
+
+@dataclass(frozen=True)
+class PerDocument(Pattern):
+    """Allowed iff both positions lie in one span and `part` allows them counted from the span's start.
+
+    `spans` is a run-time pattern of documents or lengths, and Spans once its values are known.
+    """
+
+    part: Pattern
+    spans: Pattern
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.part, Pattern) or not isinstance(self.spans, Documents | Lengths | Spans):
+            raise TypeError(
+                "per_document needs a set pattern and document ids, or a pattern of documents or lengths; "
+                f"got {self.part!r} and {self.spans!r}"
+            )
+        if run_time_leaves(self.part):
+            raise ValueError(
+                "per_document counts positions from each document's start, where a run-time tensor inside has no "
+                f"meaning: intersect with it outside, p.per_document(ids) & it; got {self.part!r}"
+            )
+        super().__post_init__()
+
+    def direct_parts(self) -> tuple[Pattern, ...]:
+        return (self.part, self.spans)
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "per_document", "part": self.part.to_data(), "spans": self.spans.to_data()}
+
+    def write(self) -> str:
+        return f'{{"kind":"per_document","part":{self.part.text},"spans":{self.spans.text}}}'
+
+    def phrase(self) -> Phrase:
+        return Phrase(f"{self.part.phrase().inside(CALL)}.per_document({self.spans.phrase().text})")
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return replace(self, part=self.part.for_head(head, num_heads))
+
+    def superset(self) -> Pattern:
+        # A rule of distances is the same counted from anywhere.
+        return And.of(self.part, self.spans.superset()) if self.part.period() == 1 else self.spans.superset()
+
+    def leaves(self) -> tuple[Pattern, ...]:
+        return (*self.part.leaves(), *self.spans.leaves())
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return PerDocument(self.part.map_leaves(change), self.spans.map_leaves(change))
+
+    def check_heads(self, num_heads: int) -> None:
+        self.part.check_heads(num_heads)
+
+    def check_tokens(self, queries: range, keys: range) -> None:
+        spans = self._resolved()
+        if spans.known:
+            self.part.check_tokens(range(spans.longest), range(spans.longest))
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        inner = self.part.mask_mod(num_heads=num_heads, device=device)
+        spans = self._resolved()
+        return _from_start(inner, spans.on(device), spans.batch_step(device))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        spans = self._resolved()
+        first, number = spans.common(box)
+        low, high = torch.zeros_like(number), torch.where(number > EXACT_SPANS, box.area, 0)
+        for step in range(min(int(number.max()), EXACT_SPANS) if len(number) else 0):
+            here = ((step < number) & (number <= EXACT_SPANS)).nonzero().squeeze(1)
+            bounds = self._count_within(spans, box.select(here), first[here] + step, num_heads)
+            low[here] += bounds.low
+            high[here] += bounds.high
+        return Bounds(low, high)
+
+    def reason(self, pair: Pair) -> Reason:
+        spans = self._resolved()
+        together = spans.reason(pair)
+        if not together.allowed:
+            return Reason(self, False, "forbidden across documents", (together,))
+        start = int(spans.only_row[pair.query])
+        inner = self.part.reason(pair.counted("place", pair.query - start, pair.key - start))
+        says = f"counted from {start}, where their document begins, the pair is"
+        return Reason(self, inner.allowed, f"{says} {'allowed' if inner.allowed else 'forbidden'}", (together, inner))
+
+    def _count_within(self, spans: Spans, box: Box, span: Counts, num_heads: int) -> Bounds:
+        """Bounds on the pairs that lie in one span of each box, counted from its start."""
+        start = spans.starts[span]
+        q, k = (_shifted(spans.within(side, span), start) for side in (box.q, box.k))
+        held = (q.count > 0) & (k.count > 0)
+        # A part's bounds hold for boxes that are not empty.
+        q, k = (Progression(side.first.clamp(min=0), side.step, side.count.clamp(min=1)) for side in (q, k))
+        bounds = self.part.count(Box(box.head, q, k), num_heads=num_heads)
+        return Bounds(torch.where(held, bounds.low, 0), torch.where(held, bounds.high, 0))
+
+    def _resolved(self) -> Spans:
+        if not isinstance(self.spans, Spans):
+            # A run-time pattern without its values: the same error as anywhere else.
+            self.spans.mask_mod(num_heads=1, device=torch.device("cpu"))
+        assert isinstance(self.spans, Spans)
+        return self.spans
+
+
+def per_document(pattern: Expression, documents: Any) -> Any:
+    """See `Expression.per_document`."""
+    spans = documents if isinstance(documents, Pattern) else documents_pattern(documents)
+    parts = tuple(PerDocument(part, spans) for part in pattern.branches())
+    return Mixture(parts) if isinstance(pattern, Mixture) else parts[0]
+
+
+def _shifted(progression: Progression, start: Tensor) -> Progression:
+    return Progression(progression.first - start, progression.step, progression.count)
+
+
+def _from_start(inner: MaskMod, held: Rows, batch_step: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        starts, row = held.rows, b * batch_step
+        q_start, k_start = starts[row, q], starts[row, k]
+        # Each side is counted from its own start: a position before another document's would be no position.
+        allowed = inner(b, h, q - q_start.clamp(min=0), k - k_start.clamp(min=0))
+        return (q_start == k_start) & (q_start >= 0) & allowed
+
+    return mask_mod

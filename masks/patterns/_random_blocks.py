@@ -1,0 +1,211 @@
+"""Random blocks: each block of queries sees a few blocks of keys, drawn the same way on every machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core._box import Bounds, Box, Squares
+from ..core._check import require_int
+from ..core._pattern import MaskMod, Pattern
+from ..core._ranges import Ranges, within
+from ..core._reason import Pair, Reason, listing
+from ..core._spelling import Phrase, call
+from ._block_table import BlockTable, keys_of_blocks, padded
+
+_TABLES_KEPT = 8
+_ROWS_KEPT = 64  # of the heads of a decoding step
+_LARGEST_SEED = 2**63 - 1
+_MOST_DRAWN = 1 << 25  # blocks in one table: a quarter of a gigabyte, in seconds
+_DRAWN_AHEAD = 1 << 20  # blocks drawn at least, where it is not known how many positions there are
+_DRAWN_AT_ONCE = 1 << 21  # bounds the memory of a draw
+
+
+@dataclass(frozen=True)
+class RandomBlocks(Pattern):
+    """Allowed iff the query's block drew the key's block, and both positions lie below `num_tokens`.
+
+    Each global head draws for itself; with `head` all of them see what that one drew. `positions` is how many of the
+    tokens are asked about, None for all: no more blocks of queries are drawn than these fill.
+    """
+
+    num_tokens: int
+    block: int
+    drawn: int
+    seed: int
+    head: int | None = None
+    positions: int | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        require_int("num_tokens", self.num_tokens, minimum=1)
+        require_int("block", self.block, minimum=1)
+        require_int("count", self.drawn, minimum=1)
+        require_int("seed", self.seed, minimum=0, maximum=_LARGEST_SEED)
+        if self.head is not None:
+            require_int("head", self.head, minimum=0)
+        if self.drawn > self.num_blocks:
+            raise ValueError(
+                f"count must be at most the number of key blocks; got count={self.drawn}, and "
+                f"{self.num_tokens} tokens hold {self.num_blocks} blocks of {self.block}"
+            )
+        super().__post_init__()
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of `num_tokens` tokens, the last of which may be shorter."""
+        return -(-self.num_tokens // self.block)
+
+    def to_data(self) -> dict[str, Any]:
+        data = {"num_tokens": self.num_tokens, "block": self.block, "count": self.drawn, "seed": self.seed}
+        return {"kind": "random_blocks", **data, "head": self.head}
+
+    def phrase(self) -> Phrase:
+        values = {"block": self.block, "count": self.drawn, "seed": self.seed}
+        chosen = {} if self.head is None else {"head": self.head}
+        return call("random_blocks", self.num_tokens, **values, **chosen)
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return replace(self, head=head) if self.head is None else self
+
+    def below(self, positions: int) -> Pattern:
+        return replace(self, positions=positions)
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return self._table(num_heads, self._rows()).mask_mod(self._tables_of_heads(num_heads), device)
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        rows = self._rows()
+        if self.positions is None and len(box.head):  # of queries that may go on forever, the rest stays in doubt
+            asked = int(box.q.first.max()) // self.block + 1
+            rows = min(rows, max(_power_of_two(asked), _DRAWN_AHEAD // self.drawn))
+        bounds = self._table(num_heads, rows).count(self._tables_of_heads(num_heads)[box.head], box)
+        if rows == self._rows():
+            return bounds
+        return Bounds(bounds.low, torch.where(box.q.last // self.block < rows, bounds.high, box.area))
+
+    def reason(self, pair: Pair) -> Reason:
+        sides = ((pair.the_query, pair.query), (pair.the_key, pair.key))
+        beyond = [name for name, position in sides if position >= self.num_tokens]
+        if beyond:
+            verb = "are" if len(beyond) > 1 else "is"
+            return Reason(self, False, f"{' and '.join(beyond)} {verb} beyond the {self.num_tokens} tokens of the draw")
+        head = pair.head if self.head is None else self.head
+        row, column = pair.query // self.block, pair.key // self.block
+        drawn = _row(self.num_blocks, self.drawn, self.seed, head, row).tolist()
+        text = f"{pair.the_query} is in block {row}, which drew key blocks {listing(drawn)} for head {head}"
+        return Reason(self, column in drawn, f"{text}; {pair.the_key} is in block {column}")
+
+    def _rows(self) -> int:
+        """The blocks of queries that are asked about."""
+        return self.num_blocks if self.positions is None else min(self.num_blocks, -(-self.positions // self.block))
+
+    def _table(self, num_heads: int, rows: int) -> BlockTable:
+        heads = range(num_heads) if self.head is None else range(self.head, self.head + 1)
+        self._require_few(len(heads), rows)
+        return _table(self.num_tokens, self.block, self.drawn, self.seed, heads, rows)
+
+    def _require_few(self, heads: int, rows: int) -> None:
+        if heads * rows * self.drawn > _MOST_DRAWN:
+            raise ValueError(
+                f"random_blocks draws count blocks for each head and each block of queries, {_MOST_DRAWN} in all at "
+                f"most; got count={self.drawn} for {heads} heads and {rows} blocks: draw fewer, or larger blocks"
+            )
+
+    def squares(self, head: int, num_heads: int) -> Squares:
+        return self._table(num_heads, self._rows()).squares(int(self._tables_of_heads(num_heads)[head]))
+
+    def row(self, query: int, keys: range) -> Ranges:
+        if query >= self.num_tokens:
+            return ()
+        assert self.head is not None, "a rule for one head has its head resolved"
+        self._require_few(1, 1)
+        drawn = _row(self.num_blocks, self.drawn, self.seed, self.head, query // self.block)
+        return keys_of_blocks(drawn.tolist(), self.block, within(keys, 0, self.num_tokens))
+
+    def _tables_of_heads(self, num_heads: int) -> Tensor:
+        return torch.arange(num_heads) if self.head is None else torch.zeros(num_heads, dtype=torch.int64)
+
+
+def random_blocks(
+    num_tokens: int, *, block: int = 64, count: int = 3, seed: int = 0, head: int | None = None
+) -> Pattern:
+    """Each head and each block of `block` queries sees `count` distinct blocks of keys, drawn at random.
+
+    With `head` all heads see what that one drew.
+
+    Blocks are those of `num_tokens` tokens; positions beyond neither see nor are seen. The draw depends on
+    the numbers given here and on the global head alone, so all ranks, platforms and versions agree on it:
+    hash the seed, the head, the block row and the number of the draw, one after the other, with splitmix64
+    (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), scale its upper 32 bits,
+    and sample without replacement by Floyd's method. Source: BigBird, arXiv 2007.14062, section 2.
+
+    Kernels compute whole blocks of their own side, 128 by default: a `block` that is a multiple of it wastes
+    nothing. Raises ValueError for numbers below 1, a seed outside [0, 2**63), and a count above the number of
+    blocks. Only the blocks of those queries are drawn that a call has; more than 2**25 in all are a ValueError.
+    """
+    return RandomBlocks(num_tokens, block, count, seed, head)
+
+
+@lru_cache(maxsize=_TABLES_KEPT)
+def _table(num_tokens: int, block: int, drawn: int, seed: int, heads: range, rows: int) -> BlockTable:
+    return BlockTable(padded(_draw(-(-num_tokens // block), drawn, seed, heads, range(rows))), block, num_tokens)
+
+
+@lru_cache(maxsize=_ROWS_KEPT)
+def _row(num_blocks: int, drawn: int, seed: int, head: int, row: int) -> Tensor:
+    return _draw(num_blocks, drawn, seed, range(head, head + 1), range(row, row + 1)).flatten()
+
+
+def _draw(num_blocks: int, drawn: int, seed: int, heads: range, rows: range) -> Tensor:
+    """(heads, rows, drawn): distinct key blocks of each row of blocks, ascending."""
+    head, row = torch.tensor(heads)[:, None], torch.arange(rows.start, rows.stop)
+    state = _mixed(_mixed(_mixed(torch.tensor(seed)) + head) + row)
+    parts = [_sampled(some, num_blocks, drawn) for some in state.flatten().split(max(1, _DRAWN_AT_ONCE // drawn))]
+    return torch.cat(parts).view(*state.shape, drawn)
+
+
+def _sampled(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
+    """(rows, drawn): distinct blocks for each state, ascending.
+
+    Floyd's method: for each of the last `drawn` blocks draw one up to it; where that is taken already, take the
+    block itself. A draw is taken if an earlier draw is the same, or if it is one of the last blocks and that block
+    itself was taken for its own draw: a chain that leads to ever earlier draws, followed in steps that double.
+    """
+    index, first = torch.arange(drawn), num_blocks - drawn
+    last = first + index
+    upper = _shifted_right(_mixed(state[:, None] + index), 32)
+    block = (upper * (last + 1)) >> 32  # below 2^32 times below 2^31: no overflow; uniform to one in 2^32
+    ordered, order = block.int().sort(dim=-1, stable=True)  # half the time of int64
+    same = torch.zeros_like(block, dtype=torch.bool)
+    same[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    taken = torch.zeros_like(same).scatter_(1, order, same)
+    earlier = torch.where((block >= first) & (block < last), block - first, index)
+    while True:
+        further = earlier.gather(1, earlier)
+        taken |= taken.gather(1, earlier)
+        if torch.equal(further, earlier):
+            break
+        earlier = further
+    return torch.where(taken, last, block).int().sort(-1).values.long()
+
+
+def _power_of_two(number: int) -> int:
+    """The least that is not below a number from 1 on."""
+    return 1 << (number - 1).bit_length()
+
+
+def _mixed(state: Tensor) -> Tensor:
+    """One output of splitmix64. An int64 holds the 64 bits: sums and products wrap around."""
+    z = state - 0x61C8864680B583EB  # plus 0x9E3779B97F4A7C15, modulo 2^64
+    z = (z ^ _shifted_right(z, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+    z = (z ^ _shifted_right(z, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+    return z ^ _shifted_right(z, 31)
+
+
+def _shifted_right(bits: Tensor, places: int) -> Tensor:
+    """A shift that fills with zeros, as for unsigned numbers."""
+    return (bits >> places) & ((1 << (64 - places)) - 1)

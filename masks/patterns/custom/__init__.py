@@ -1,0 +1,1 @@
+"""Patterns from functions of a caller, known by their code and what they captured."""

@@ -1,0 +1,206 @@
+"""Custom patterns: any FlexAttention mask_mod as a set pattern, known by its code and what it captured."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from ...core._bound import EMPTY, FULL
+from ...core._box import Bounds, Box
+from ...core._check import require_int
+from ...core._pattern import MaskMod, Pattern
+from ...core._reason import Pair, Reason
+from ...core._spelling import Phrase, call
+from ._classify import Classify, check_classify, classes_of, require_classify
+from ._function_checks import Traits, check_mask_mod, require_mask_mod
+from ._function_snapshot import snapshot
+
+
+class CustomRule:
+    """A checked function with its classify and period: one object for each digest, so identity is equality."""
+
+    def __init__(
+        self,
+        digest: str,
+        function: types.FunctionType,
+        classify: types.FunctionType | None,
+        period: int | None,
+        traits: Traits,
+        given: tuple[types.FunctionType, types.FunctionType | None],
+    ) -> None:
+        self.digest = digest
+        self.function = function
+        self.classify = classify
+        self.period = period
+        self.traits = traits
+        self.given = given  # as they came: what pickle looks up by name
+        self._elsewhere: dict[torch.device, types.FunctionType] = {}
+
+    @property
+    def name(self) -> str:
+        return self.function.__qualname__.rpartition(".")[2]
+
+    def on(self, device: torch.device) -> types.FunctionType:
+        """The function with what it captured on this device."""
+        if device.type == "cpu":
+            return self.function
+        if device not in self._elsewhere:
+            self._elsewhere[device], _, _ = snapshot(self.function, device)
+        return self._elsewhere[device]
+
+
+# Live rules by digest: what the text of a pattern refers to. Patterns, and so cached plans, keep them alive.
+_rules: WeakValueDictionary[str, CustomRule] = WeakValueDictionary()
+_rules_lock = Lock()
+
+
+@dataclass(frozen=True)
+class Custom(Pattern):
+    """Allowed iff the function says so; for one head where `head` is given."""
+
+    rule: CustomRule
+    head: int | None = None
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def to_data(self) -> dict[str, Any]:
+        data = {"kind": "custom", "function": self.rule.digest}
+        return data if self.head is None else data | {"head": self.head}
+
+    def phrase(self) -> Phrase:
+        return call("custom", _Name(self.rule.name), **({} if self.head is None else {"head": self.head}))
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        mod: MaskMod = self.rule.on(device)
+        if not self.rule.traits.covers_pairs:
+            mod = _over_pairs(mod)
+        return mod if self.head is None else _at_head(mod, torch.tensor(self.head, device=device))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        area, classify = box.area, self.rule.classify
+        if classify is None or not len(area):
+            return Bounds(torch.zeros_like(area), area)
+        head = box.head if self.head is None else torch.full_like(box.head, self.head)
+        verdict = classes_of(self.rule.name, classify, (head, box.q.first, box.q.last, box.k.first, box.k.last))
+        return Bounds(torch.where(verdict == FULL, area, 0), torch.where(verdict == EMPTY, 0, area))
+
+    def reason(self, pair: Pair) -> Reason:
+        mod = self.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu"))
+        at = (0, pair.head, pair.query, pair.key)
+        asked = f"head {pair.head if self.head is None else self.head}, {pair.the_query} and {pair.the_key}"
+        try:
+            answer = bool(mod(*(torch.tensor(number, device="cpu") for number in at)))
+        except IndexError as error:
+            raise ValueError(f"{self!r} has no answer for {asked}: {error}") from error
+        return Reason(self, answer, f"the function {self.rule.name} says {answer} for {asked}")
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        fixed = self.head is not None or not self.rule.traits.uses_head
+        return self if fixed else Custom(self.rule, head)
+
+    def period(self) -> int | None:
+        return self.rule.period
+
+    def __copy__(self) -> Custom:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Custom:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (*self.rule.given, self.rule.period, self.head, self.rule.digest)
+
+
+def custom(fn: MaskMod, *, classify: Classify | None = None, period: int | None = None) -> Pattern:
+    """The pairs for which a FlexAttention mask_mod `fn(b, h, q, k)` is true, over positions and global heads.
+
+    `fn` is evaluated pair by pair wherever bounds leave a doubt: everywhere, unless it stands in an intersection
+    or comes with `classify(head, q_first, q_last, k_first, k_last)`. That gets int64 tensors of n boxes, queries
+    q_first to q_last and keys k_first to k_last, ends included, and returns an integer tensor of n: masks.EMPTY
+    (no pair of the box is allowed), masks.FULL (every pair) or masks.PARTIAL (neither is certain). A wrong EMPTY
+    or FULL loses or adds pairs; `flexdilated.testing.check_pattern` finds it. `period` says by what shift of
+    query and key together the rule repeats: 1 if only their distance counts.
+
+    Equal code with equal captured values is an equal pattern. What a function captured is copied now; later
+    changes have no effect. Raises TypeError or ValueError if `fn` is no plain elementwise rule.
+    """
+    given = require_mask_mod(fn), None if classify is None else require_classify(classify)
+    if period is not None:
+        require_int("period", period, minimum=1)
+    parts = [snapshot(function, torch.device("cpu")) for function in given if function is not None]
+    digest = "+".join([part for _, part, _ in parts] + ([] if period is None else [f"period {period}"]))
+    with _rules_lock:
+        known = _rules.get(digest)
+    if known is not None:
+        return Custom(known)
+    function, classes = parts[0][0], parts[1][0] if len(parts) > 1 else None
+    rule = CustomRule(digest, function, classes, period, check_mask_mod(function, parts[0][2]), given)
+    if classes is not None:
+        check_classify(rule.name, classes)
+    if period is not None:
+        _check_period(rule, period)
+    with _rules_lock:
+        return Custom(_rules.setdefault(digest, rule))
+
+
+def read_custom(data: dict[str, Any]) -> Pattern:
+    """The custom pattern that a text of this process names; ValueError if its function is gone."""
+    digest, head = data.get("function"), data.get("head")
+    with _rules_lock:
+        rule = _rules.get(digest) if isinstance(digest, str) else None
+    if rule is None:
+        law = "a custom pattern lives where it was made: keep it for as long as calls and their gradients use it"
+        raise ValueError(f"{law}; no pattern that is alive here has the function {digest!r:.20}")
+    return Custom(rule, head)
+
+
+class _Name(str):
+    """A name that stands in a repr without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _unpickle(fn: MaskMod, classify: Classify | None, period: int | None, head: int | None, digest: str) -> Pattern:
+    pattern = custom(fn, classify=classify, period=period)
+    assert isinstance(pattern, Custom)
+    if pattern.rule.digest != digest:
+        rule = "a pickled custom pattern must find the function it was pickled with"
+        raise ValueError(f"{rule}; {pattern.rule.name!r} or what it reads has changed: build the pattern again")
+    return Custom(pattern.rule, head)
+
+
+def _check_period(rule: CustomRule, period: int) -> None:
+    """The period on a small grid, as far as what the function captured reaches."""
+    h, t = torch.arange(3, device="cpu")[:, None, None], torch.arange(16, device="cpu")
+    b = torch.zeros((), dtype=torch.int64, device="cpu")
+    try:
+        here = rule.function(b, h, t[:, None], t)
+        there = rule.function(b, h, t[:, None] + period, t + period)
+    except IndexError:
+        return
+    if not torch.equal(here, there):
+        claim = f"the custom function {rule.name!r} must repeat after {period=}, query and key shifted together"
+        raise ValueError(f"{claim}; its answers near position 0 and near {period} differ")
+
+
+def _over_pairs(inner: MaskMod) -> MaskMod:
+    """For functions of the query alone or of the key alone: a result for every pair."""
+
+    def mask_mod(b, h, q, k):
+        return inner(b, h, q, k) & (q == q) & (k == k)
+
+    return mask_mod
+
+
+def _at_head(inner: MaskMod, head: torch.Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return inner(b, head, q, k)
+
+    return mask_mod

@@ -1,0 +1,1 @@
+"""Patterns whose tensors come with a call: documents, lengths, visible keys."""

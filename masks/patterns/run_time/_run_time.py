@@ -1,0 +1,294 @@
+"""Run-time tensors: parts of a rule that are known only when it runs, such as document ids, by name until then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ctypes import c_char
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any, NamedTuple, Self
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from ...core._algebra import Every
+from ...core._ambient import plans
+from ...core._box import Bounds, Box
+from ...core._pattern import Expression, MaskMod, Pattern
+from ...core._reason import Pair, Reason
+from ...core._spelling import Phrase, call
+from .._local_window import LocalWindow
+from ._run_time_checks import missing, require_values
+from ._window_list import Windows
+
+# B batch entries (or one for all of them), L positions
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """A tensor as part of a value: equal only to itself."""
+
+    tensor: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Given) and other.tensor is self.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+
+@dataclass(frozen=True)
+class RunTime(Pattern):
+    """A rule that needs the tensor of this name: carried along in `given`, or handed over with the call.
+
+    Its text holds the name and not the values, so new values neither trace nor compile anew. `table` turns
+    the tensor into the rule itself.
+    """
+
+    name: str
+    given: Given | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.name) is not str or not self.name.isidentifier():
+            raise ValueError(f"the name of a run-time tensor must be an identifier; got {self.name!r:.80}")
+        super().__post_init__()
+
+    def phrase(self) -> Phrase:
+        data = self.to_data()
+        return call(data.pop("kind"), data.pop("name"), **data)
+
+    def table(self, tensor: Tensor, extent: Extent) -> Table:
+        """The rule with this tensor's values, checked, over the positions of a call."""
+        raise NotImplementedError  # every run-time pattern knows its own
+
+    def most(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+        """A tensor of this shape that allows the most pairs: what is planned for where no values are known yet."""
+        raise NotImplementedError
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        raise ValueError(missing(self.name))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        raise ValueError(missing(self.name))
+
+    def reason(self, pair: Pair) -> Reason:
+        raise ValueError(missing(self.name))
+
+
+@dataclass(frozen=True)
+class Table(Pattern):
+    """A rule in a CPU tensor, one row for each batch entry or one for all; equal rows of one source are equal rules.
+
+    Bounds, which know no batch, are those of a table with one row: see `entry`. `reach` is a distance that
+    allowed pairs are declared to keep. A table that is not `known` stands for all values of its shape. `source` is the
+    pattern whose values these are, without its tensor; None where it does not matter.
+    """
+
+    rows: Shaped[Tensor, "B L"]
+    digest: str
+    reach: int | None = None
+    known: bool = True
+    source: RunTime | None = None
+    held: dict[torch.device, Rows] = field(default_factory=dict, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and isinstance(other, Table) and other.text == self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    @classmethod
+    def of(cls, rows: Tensor, reach: int | None = None) -> Self:
+        """The rule of these rows, which must not change any more."""
+        rows = rows.contiguous()
+        content = (c_char * rows.nbytes).from_address(rows.data_ptr())
+        return cls(rows, f"{tuple(rows.shape)} {sha256(content).hexdigest()}", reach)
+
+    def to_data(self) -> dict[str, Any]:
+        source = None if self.source is None else self.source.to_data()
+        return {"kind": f"{type(self).__name__.lower()} table", "digest": self.digest, "source": source}
+
+    def phrase(self) -> Phrase:
+        return Phrase(f"<{self._told()}>" if self.known else f"<{self.digest}>")
+
+    def _told(self) -> str:
+        """What the rows hold, in a few words."""
+        raise NotImplementedError  # every table knows its own
+
+    def on(self, device: torch.device) -> Rows:
+        """The rows on a device, in the one place from which all closures there read them."""
+        if device not in self.held:
+            self.held.setdefault(device, Rows(self.rows.to(device)))
+        return self.held[device]
+
+    def entry(self, batch: int) -> Self:
+        """The rule of one batch entry."""
+        if len(self.rows) == 1:
+            return self
+        return replace(type(self).of(self.rows[batch, None], self.reach), source=self.source)
+
+    @property
+    def only_row(self) -> Shaped[Tensor, " L"]:
+        """The row of all batch entries. Raises ValueError where they differ."""
+        if len(self.rows) != 1 and not bool((self.rows == self.rows[:1]).all()):
+            raise ValueError(
+                "bounds and block counts are those of one batch entry: give the run-time tensor of that one, such as "
+                f"ids[0], or take bound.entry(0); got {len(self.rows)} rows that differ"
+            )
+        return self.rows[0]
+
+    def superset(self) -> Pattern:
+        return Every() if self.reach is None else LocalWindow(self.reach, self.reach)
+
+    def windows(self, num_positions: int) -> Windows | None:
+        """Rectangles without overlap that hold all allowed pairs and no others; None if they are too many."""
+        return None
+
+
+class Extent(NamedTuple):
+    """One past the last position of the queries, and of the keys."""
+
+    queries: int
+    keys: int
+
+    @property
+    def tokens(self) -> int:
+        """Positions that queries or keys reach."""
+        return max(self)
+
+
+class Rows:
+    """The rows that a closure reads: a compiled graph puts those of its call there."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+
+def given_tensors(*patterns: Expression) -> dict[str, Tensor]:
+    """The tensors that patterns carry, by name. Raises ValueError where two go by one name."""
+    found: dict[str, Tensor] = {}
+    for leaf in (leaf for pattern in patterns for leaf in run_time_leaves(pattern)):
+        if leaf.given is None:
+            continue
+        if found.setdefault(leaf.name, leaf.given.tensor) is not leaf.given.tensor:
+            raise ValueError(
+                f"two tensors go by the name {leaf.name!r} in one pattern: give one of them another name, "
+                f"such as name='{leaf.name}_2'"
+            )
+    return found
+
+
+def names(pattern: Expression) -> tuple[str, ...]:
+    """The run-time tensors that a pattern needs, sorted by name."""
+    return tuple(sorted({leaf.name for leaf in run_time_leaves(pattern)}))
+
+
+def run_time_leaves(pattern: Expression) -> tuple[RunTime, ...]:
+    """Every use of a run-time tensor."""
+    return tuple(leaf for leaf in pattern.leaves() if isinstance(leaf, RunTime))
+
+
+@plans
+def resolve(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Expression:
+    """The pattern with its run-time tensors' values in place. Raises ValueError for one that is missing or unfit."""
+    if not run_time_leaves(pattern):
+        return pattern
+
+    def with_values(leaf: Pattern) -> Pattern:
+        if not isinstance(leaf, RunTime):
+            return leaf
+        if leaf.name not in tensors:
+            raise ValueError(missing(leaf.name))
+        return replace(
+            leaf.table(require_values(leaf.name, tensors[leaf.name]), extent), source=replace(leaf, given=None)
+        )
+
+    return pattern.map_leaves(with_values)
+
+
+def named(leaf: Pattern) -> Pattern:
+    """A leaf as its text has it: run-time tensors by name, whether it carries them, has their values or lacks both."""
+    if isinstance(leaf, Table):
+        return leaf if leaf.source is None else leaf.source
+    return replace(leaf, given=None) if isinstance(leaf, RunTime) else leaf
+
+
+def as_written(pattern: Expression) -> Expression:
+    """The pattern as its caller wrote it, but for tensors that it carries: what `cache().forget` knows it by."""
+    return pattern.map_leaves(named) if pattern.varies else pattern
+
+
+def entry(pattern: Expression, batch: int) -> Expression:
+    """The resolved pattern of one batch entry."""
+    return pattern.map_leaves(lambda leaf: leaf.entry(batch) if isinstance(leaf, Table) else leaf)
+
+
+def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
+    """The pattern with tables as tensors of these shapes make them, told apart by their names and not by values."""
+
+    def with_any(leaf: Pattern) -> Pattern:
+        if not isinstance(leaf, RunTime):
+            return leaf
+        shape = tuple(map(int, tensors[leaf.name].shape))
+        table = leaf.table(leaf.most(shape, extent), extent)
+        return type(table)(
+            table.rows, f"any {leaf.phrase().text} of {shape}", table.reach, False, replace(leaf, given=None)
+        )
+
+    return pattern.map_leaves(with_any)
+
+
+def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
+    """(batch entries, their rule) for each run of neighbours whose rows are equal. Raises ValueError for other rows."""
+    require_entries(pattern, batch)
+    if num_entries(pattern) == 1:
+        return [(slice(None), pattern)]
+    groups: list[tuple[slice, Expression]] = []
+    for index in range(batch):
+        rule = entry(pattern, index)
+        if groups and groups[-1][1].text == rule.text:
+            groups[-1] = (slice(groups[-1][0].start, index + 1), rule)
+        else:
+            groups.append((slice(index, index + 1), rule))
+    return groups
+
+
+def without_values(pattern: Expression) -> Any:
+    """The same for all values of run-time tables: what stays when new ones come."""
+    return pattern.map_leaves(lambda leaf: type(leaf)(leaf.rows[:0], "") if isinstance(leaf, Table) else leaf)
+
+
+def tables(pattern: Expression) -> tuple[Table, ...]:
+    """The run-time tables of a resolved pattern, in the order of its leaves."""
+    return tuple(leaf for leaf in pattern.leaves() if isinstance(leaf, Table))
+
+
+def num_entries(pattern: Expression) -> int:
+    """Batch entries that a resolved pattern tells apart; 1 if all are alike."""
+    return max((len(table.rows) for table in tables(pattern)), default=1)
+
+
+def require_entries(pattern: Expression, batch: int) -> None:
+    """Raise ValueError unless each run-time table of a resolved pattern serves this many batch entries."""
+    for table in tables(pattern):
+        if len(table.rows) not in (1, batch):
+            raise ValueError(
+                f"run-time tensors must have one row, or one for each of {batch} batch entries; "
+                f"got {len(table.rows)} rows"
+            )
+
+
+def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pattern:
+    """A run-time pattern from a tensor (or what makes one), or from the name under which a call will pass it."""
+    if isinstance(tensor, str):
+        return kind(tensor, **options)
+    if isinstance(tensor, Tensor):
+        return kind(name, Given(tensor), **options)
+    try:
+        values = torch.as_tensor(tensor)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} must be a tensor, what makes one, or a name for attend's bindings; got {tensor!r:.80}: {error}"
+        ) from error
+    return kind(name, Given(values), **options)

@@ -1,0 +1,117 @@
+"""Visible keys: any subset of the keys, known when the rule runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from ...core._box import Bounds, Box
+from ...core._pattern import MaskMod, Pattern
+from ...core._reason import Pair, Reason
+from ._run_time import Extent, Rows, RunTime, Table, of_tensor
+from ._window_list import Windows
+
+# B batch entries, L positions
+
+_MAX_WINDOWS = 32  # more runs of keys than this are dearer apart than as one list of blocks
+
+
+@dataclass(frozen=True)
+class VisibleKeys(RunTime):
+    """Allowed iff the key is marked as visible."""
+
+    def to_data(self) -> dict[str, Any]:
+        return {"kind": "visible_keys", "name": self.name}
+
+    def table(self, tensor: Tensor, extent: Extent) -> KeySet:
+        if not (tensor.dtype == torch.bool or tensor.is_floating_point()):
+            raise TypeError(
+                "visible keys must be booleans, True where a key may be seen, or floats, 0 there and -inf elsewhere; "
+                f"got {tensor.dtype}"
+            )
+        if tensor.dim() not in (1, 2) or tensor.shape[-1] != extent.keys:
+            raise ValueError(
+                f"visible keys must have shape ({extent.keys},) or (batch, {extent.keys}), one for each position from "
+                f"0 to that of the last key, k_offset included; got {tuple(tensor.shape)}"
+            )
+        marks = torch.atleast_2d(tensor.detach().cpu())
+        # A copy: the caller may change the tensor, and what was made of these values must stay as it is.
+        return KeySet.of(marks.clone() if marks.dtype == torch.bool else _unhidden(marks))
+
+    def most(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+        """Every key."""
+        return torch.ones(shape, dtype=torch.bool)
+
+
+def _unhidden(added: Tensor) -> Tensor:
+    """Where nothing is added to the scores."""
+    visible = added == 0
+    other = added[~(visible | (added == -torch.inf))]
+    if len(other):
+        raise ValueError(f"visible keys as floats must be 0, or -inf for hidden ones; got {float(other[0])}")
+    return visible
+
+
+class KeySet(Table):
+    """Allowed iff row b, entry k is True."""
+
+    rows: Bool[Tensor, "B L"]
+
+    def _told(self) -> str:
+        if len(self.rows) != 1:
+            return f"visible keys of {len(self.rows)} batch entries"
+        return f"{int(self.only_row.sum())} of {self.rows.shape[1]} keys"
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return _listed(self.on(device), torch.tensor(int(len(self.rows) > 1), device=device))
+
+    @cached_property
+    def _before(self) -> Int64[Tensor, " L+1"]:
+        """How many keys before each position are visible."""
+        return torch.nn.functional.pad(self.only_row.long().cumsum(0), (1, 0))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        size = self.rows.shape[1]
+        first, last = box.k.first.clamp(0, size), (box.k.last + 1).clamp(0, size)
+        seen = self._before[last] - self._before[first]
+        if box.k.step == 1:
+            pairs = box.q.count * seen
+            return Bounds(pairs, pairs)
+        every = seen == box.k.last + 1 - box.k.first
+        high = box.q.count * torch.minimum(seen, box.k.count)
+        return Bounds(torch.where(every, box.area, 0), high)
+
+    def reason(self, pair: Pair) -> Reason:
+        allowed = bool(self.only_row[pair.key])
+        return Reason(self, allowed, f"{pair.the_key} is {'visible' if allowed else 'hidden'}")
+
+    def windows(self, num_positions: int) -> Windows | None:
+        edges = torch.nn.functional.pad(self.only_row.int(), (1, 1)).diff()
+        starts, stops = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
+        if len(starts) > _MAX_WINDOWS:
+            return None
+        first = torch.zeros_like(starts)
+        return Windows(first, first + num_positions, starts, stops, first)
+
+
+def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
+    """Each query sees the keys that are marked True.
+
+    visible: booleans of shape (positions,) or (batch, positions), one for each position from 0 to that of the last
+    key: k_offset more than there are keys, where the first key stands at k_offset. That is `~key_padding_mask` in
+    torch's convention, the attention_mask in that of transformers. Or floats, 0 for True and -inf for False. Or a
+    string, the name under which `attend(bindings=)` passes them.
+    """
+    return of_tensor(VisibleKeys, visible, name)
+
+
+def _listed(held: Rows, batch_step: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return held.rows[b * batch_step, k] & (q == q)
+
+    return mask_mod

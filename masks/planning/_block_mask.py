@@ -1,0 +1,128 @@
+"""block_mask and layout: what FlexAttention users call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from ..blocks._blocks import Blocks, join_blocks
+from ..blocks._packed_blocks import PackedBlocks
+from ..blocks._tables import table_bytes, to_block_mask
+from ..core._algebra import union
+from ..core._ambient import plans
+from ..core._bound import Bound
+from ..core._check import require_int
+from ..core._pattern import Expression, require_expression
+from ..orders._layout import Layout, residue_rate
+from ..patterns.run_time._run_time import entry, num_entries
+from ..plan_cache._cache import cache
+from .lowering._lower import shared_terms
+from .lowering._term import Term
+
+_LARGEST_SIDE = 1 << 15  # pairs of a block are counted in int32
+
+
+@plans
+def block_mask(
+    pattern: Expression,
+    num_queries: int,
+    num_keys: int | None = None,
+    *,
+    num_heads: int,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    layout: Layout | None = None,
+    device: torch.device | str = "cpu",
+    block_size: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """The pattern as a BlockMask for `flex_attention`, built from closed forms and cached.
+
+    Its block lists are exactly those of `create_block_mask`; no N x M object is made on the way. A mixture
+    gives the mask of its union: pairs that count more than once need `attend`. With `layout` rows and
+    columns are slots: permute q, k and v by `layout.apply` and the output by `layout.invert`.
+    num_keys is num_queries by default; block_size is one side or (query side, key side).
+    """
+    keys = num_queries if num_keys is None else num_keys
+    bound = require_expression(pattern).bind(
+        num_heads=num_heads,
+        num_queries=num_queries,
+        num_keys=keys,
+        head_offset=head_offset,
+        num_heads_global=num_heads_global,
+        q_offset=q_offset,
+        k_offset=k_offset,
+    )
+    if layout is not None and not layout.num_tokens == num_queries == keys:
+        raise ValueError(f"the layout orders {layout.num_tokens} tokens; got {num_queries} queries and {keys} keys")
+    rate = 1 if layout is None else layout.rate
+    (term,) = shared_terms(bound.union, 1, bound, rate)
+    where, sides = _indexed(torch.device(device)), block_sides(block_size)
+    return cache().get(
+        ("block_mask", bound.key(), term, where, sides),
+        lambda: term_mask(term, bound, device=where, block_size=sides),
+        table_bytes,
+        pattern=pattern,
+        device=where,
+    )
+
+
+def term_mask(term: Term, bound: Bound, *, device: torch.device, block_size: tuple[int, int]) -> BlockMask:
+    """A new BlockMask of one term of a bound pattern, over its slots, from the cached block lists."""
+    blocks = join_blocks(bound_blocks(term, bound, block_size))
+    return to_block_mask(blocks, term.mask_mod(device), device, batch=num_entries(term.rule))
+
+
+def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[Blocks]:
+    """The cached block lists of one term of a bound pattern, for each batch entry that run-time tables tell apart."""
+    packed = cache().get(
+        ("blocks", bound.key(), term, block_size),
+        lambda: [PackedBlocks.pack(each) for each in _entries_blocks(term, block_size)],
+        lambda packed: sum(each.nbytes for each in packed),
+        pattern=bound.pattern,
+    )
+    return [each.unpack() for each in packed]
+
+
+def term_blocks(term: Term, block_size: tuple[int, int]) -> Blocks:
+    """The term's block lists; where run-time tables differ by batch entry, those of one entry after the other."""
+    return join_blocks(list(_entries_blocks(term, block_size)))
+
+
+def _entries_blocks(term: Term, block_size: tuple[int, int]) -> Iterator[Blocks]:
+    return (each.blocks(*block_size) for each in entry_terms(term))
+
+
+def entry_terms(term: Term) -> list[Term]:
+    """The term of each batch entry that run-time tables tell apart."""
+    return [replace(term, rule=entry(term.rule, index)) for index in range(num_entries(term.rule))]
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """The device with its number: `cuda` alone means another one after `torch.cuda.set_device`."""
+    return device if device.type == "cpu" else torch.empty(0, device=device).device
+
+
+def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    """(query side, key side) of a block size; ValueError unless both are integers from 1 to 32768."""
+    sides = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
+    if len(sides) != 2:
+        raise ValueError(f"block_size must be one side or (query side, key side); got {block_size=}")
+    rows, columns = sides
+    require_int("block_size", rows, minimum=1, maximum=_LARGEST_SIDE)
+    require_int("block_size", columns, minimum=1, maximum=_LARGEST_SIDE)
+    return rows, columns
+
+
+def layout(pattern: Expression, num_tokens: int) -> Layout:
+    """The residue-major order of this pattern: its rate is the least common multiple of the dilation rates.
+
+    A pattern without dilation gets the natural order (rate 1). More residue classes than tokens order nothing: a rate
+    that would take the common multiple beyond `num_tokens` is left out, the smallest rates come first.
+    """
+    require_int("num_tokens", num_tokens, minimum=1)
+    return Layout(num_tokens, residue_rate(union(require_expression(pattern).branches()), num_tokens))

@@ -1,0 +1,224 @@
+"""Options: the ways to compute one branch, each with its terms and its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ..core._algebra import And, Or
+from ..core._bound import Bound
+from ..core._pattern import Expression, Pattern
+from ..orders._layout import Compact, Layout, residue_rate
+from ._cost import Cost, cost_of, least_seconds, least_seconds_in_larger
+from .lowering._compact import compact_terms
+from .lowering._lower import shared_terms
+from .lowering._nested import chains, nested_terms
+from .lowering._split_causal import split_causal
+from .lowering._term import Term
+from .lowering._tiled_terms import tiled_terms
+from .lowering._windows import window_terms
+from .machine._machine import Machine
+
+# A shared permutation with more classes than this leaves no runs worth a block.
+MAX_RESIDUE_RATE = 256
+# Each part of a union is lowered without the parts before it: many parts make rules that are dear to evaluate.
+_MAX_PARTS = 6
+# In blocks of another side an option may gain as much as this over its cost in blocks of 128.
+_WORTH_OTHER_BLOCKS = 2
+# A smaller gain is within what costs are estimated to: then blocks stay as they are.
+_CLEARLY = 0.95
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What an engine can run.
+
+    Terms that share rows (it merges by lse), terms of their own for documents of each kind, any number of these where
+    lists of blocks would be cheaper, keys with weights, all tokens in residue-major order.
+    """
+
+    shared_rows: bool = True
+    windows: bool = True
+    any_windows: bool = False
+    key_weights: bool = True
+    residues: bool = True
+
+
+ANYTHING = Allowed()
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to compute a branch, or a mixture, that counts `multiplicity` times: a layout's name and its terms.
+
+    With `shares_rows` several terms compute the same rows, and an engine must merge them by their lse. `given`
+    is the order of the tokens for which `machine` is asked about the cost.
+    """
+
+    branch: Expression
+    multiplicity: int
+    layout: str
+    terms: tuple[Term, ...]
+    machine: Machine
+    given: Layout
+    shares_rows: bool = False
+
+    @cached_property
+    def cost(self) -> Cost:
+        """What the terms compute and move."""
+        return cost_of(self.terms, self.machine, self.given)
+
+
+def options_of(branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed) -> tuple[Option, ...]:
+    """Every way that is worth weighing, the cheapest first."""
+    given = Layout(bound.num_queries)
+    cut = window_terms(branch, times, bound, any_number=allowed.any_windows) if allowed.windows else None
+    if cut is not None:
+        return (Option(branch, times, "windows", tuple(cut), machine, given, shares_rows=True),)
+    options = [
+        Option(branch, times, "natural" if rate == 1 else f"residue {rate}", tuple(terms), machine, given)
+        for rate in (_shared_rates(branch, bound) if allowed.residues else [1])
+        for terms in [shared_terms(branch, times, bound, rate)]
+    ]
+    compact = compact_terms(branch, times, bound)
+    if compact is not None:
+        options.append(Option(branch, times, "compact", tuple(compact), machine, given))
+    for tile, tiled in tiled_terms(branch, times, bound).items():
+        name = f"tiled {'x'.join(map(str, tile))}"
+        options.append(Option(branch, times, name, tuple(tiled), machine, given))
+    options += _split_options(options) if allowed.shared_rows else []
+    disjoint = _disjoint_terms(branch, times, bound, machine) if allowed.shared_rows else None
+    if disjoint is not None:
+        options.append(Option(branch, times, "disjoint", disjoint, machine, given, shares_rows=True))
+    return _in_best_blocks(options, machine)
+
+
+def _split_options(options: list[Option]) -> list[Option]:
+    """The same with causal triangles apart from the keys before them."""
+    split = [(option, split_causal(option.terms)) for option in options]
+    return [
+        replace(option, layout=f"{option.layout}, split", terms=terms, shares_rows=len(terms) > len(option.terms))
+        for option, terms in split
+        if terms is not None
+    ]
+
+
+def nested_option(apart: Mapping[Pattern, Option], bound: Bound, machine: Machine, allowed: Allowed) -> Option | None:
+    """All branches of a mixture, those that nest together, and the others as they are chosen `apart`.
+
+    Pairs that nested branches share are computed once. None where no two branches nest.
+    """
+    if not (allowed.shared_rows and allowed.key_weights):
+        return None
+    groups = chains({branch: option.multiplicity for branch, option in apart.items()}, bound)
+    if len(groups) == len(apart):
+        return None
+    terms = [
+        term
+        for group in groups
+        for term in (nested_terms(group, bound) if len(group) > 1 else apart[next(iter(group))].terms)
+    ]
+    return Option(bound.pattern, 1, "nested", tuple(terms), machine, Layout(bound.num_queries), shares_rows=True)
+
+
+def in_blocks_of(option: Option, side: int) -> Option:
+    """The option with all that it lists in blocks of this side."""
+    if all(term.block_side == side for term in option.terms if term.shape == "blocks"):
+        return option  # whose cost may be known
+    terms = (replace(term, block_side=side) if term.shape == "blocks" else term for term in option.terms)
+    return replace(option, terms=tuple(terms))
+
+
+def _in_best_blocks(options: list[Option], machine: Machine) -> tuple[Option, ...]:
+    """The options, the cheapest first, those that come into question in the blocks that suit them best.
+
+    Options that cannot be the cheapest come last, and what they cost is left to whoever asks.
+    """
+    hopeless = _hopeless(options)
+    weighed = [option for option in options if option not in hopeless]
+    least = min(option.cost.seconds for option in weighed)
+    for index, option in enumerate(weighed):
+        # "disjoint" has chosen part by part.
+        if _is_listed(option) and option.layout != "disjoint" and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least:
+            others = (in_blocks_of(option, side) for side in _other_sides(option, least))
+            best = min(others, key=lambda each: each.cost.seconds, default=option)
+            weighed[index] = best if best.cost.seconds < _CLEARLY * option.cost.seconds else option
+    return (*sorted(weighed, key=lambda option: option.cost.seconds), *hopeless)
+
+
+def _other_sides(option: Option, least: float) -> list[int]:
+    """The sides other than 128 in whose blocks an option may cost less than `least` seconds."""
+    machine, own = option.machine, Term.block_side
+    return [
+        side
+        for side in machine.sides
+        if side < own or (side > own and least_seconds_in_larger(side, option.cost, option.terms, machine) < least)
+    ]
+
+
+def _is_listed(option: Option) -> bool:
+    return any(term.shape == "blocks" for term in option.terms)
+
+
+def _hopeless(options: list[Option]) -> list[Option]:
+    """Those with block lists that cost more, full as can be of the pairs that are wanted, than a way without lists.
+
+    Counting blocks is what takes time in planning.
+    """
+    plain = [option for option in options if not _is_listed(option)]
+    if not plain:
+        return []
+    wanted = sum(term.counted_pairs() // term.multiplicity for term in plain[0].terms)
+    least = min(option.cost.seconds for option in plain)
+    return [
+        option
+        for option in options
+        if _is_listed(option)
+        and least_seconds(option.terms, wanted / _fullest(option, plain[0]), option.machine, option.given) > least
+    ]
+
+
+def _fullest(option: Option, plain: Option) -> float:
+    """The largest share of a block's pairs that can be wanted.
+
+    Where tokens lie as they come, a query wants but some of the keys of a block, as far apart as the way without
+    lists has them.
+    """
+    if any(term.q != option.given for term in option.terms):
+        return 1.0
+    step = min((term.k.step if isinstance(term.k, Compact) else 1 for term in plain.terms), default=1)
+    return max(-(-side // step) / side for side in option.machine.sides)
+
+
+def _shared_rates(branch: Pattern, bound: Bound) -> list[int]:
+    # Of a union each part is weighed in an order of its own; one that suits all has few classes.
+    most = bound.num_queries // 2 if len(_alternatives(branch)) == 1 else min(MAX_RESIDUE_RATE, bound.num_queries)
+    rate = residue_rate(branch, max(1, most))
+    return [1, rate] if rate > 1 else [1]
+
+
+def _disjoint_terms(branch: Pattern, times: int, bound: Bound, machine: Machine) -> tuple[Term, ...] | None:
+    """Terms for a union: each part in the layout that suits it, without the pairs of the parts before it.
+
+    Every pair then counts once. Parts that repeat most often go first: they are cheap to leave out of the
+    others, and what they are left out of keeps repeating.
+    """
+    parts = sorted(_alternatives(branch), key=lambda part: (part.period() is None, part.period() or 0, part.spacing()))
+    if not 1 < len(parts) <= _MAX_PARTS:
+        return None
+    alone = Allowed(shared_rows=False, windows=False)
+    rests = [And.of(part, *(~before for before in parts[:index])) for index, part in enumerate(parts)]
+    return tuple(term for rest in rests for term in options_of(rest, times, bound, machine, alone)[0].terms)
+
+
+def _alternatives(branch: Pattern) -> list[Pattern]:
+    """Patterns whose union is the branch: (a | b) & c is a & c or b & c."""
+    if isinstance(branch, Or):
+        return list(branch.parts)
+    unions = [part for part in branch.parts if isinstance(part, Or)] if isinstance(branch, And) else []
+    if not unions:
+        return [branch]
+    assert isinstance(branch, And)
+    others = [part for part in branch.parts if part != unions[0]]
+    return [And.of(part, *others) for part in unions[0].parts]

@@ -1,0 +1,74 @@
+"""Placed plans: the planner's choice for tokens that stand at stated positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..core._bound import Bound
+from ..core._pattern import Expression
+from ..core._ranges import within
+from ..orders._layout import Compact, Layout, Listed
+from ..orders._placement import Part, Placement
+from ._options import ANYTHING, Allowed, Option
+from ._planner import Plan, plan
+from .lowering._term import Term
+
+_GAP = 128  # keys that are not there, and that a block may as well reach over
+
+
+def plan_at(
+    rule: Expression,
+    placement: Placement,
+    *,
+    num_heads: int,
+    head_offset: int,
+    num_heads_global: int,
+    device: torch.device | str = "cpu",
+    allowed: Allowed = ANYTHING,
+) -> Plan:
+    """Terms whose queries are tokens of a device's own q, and whose keys are counted by position.
+
+    The bound of the plan has the device's own sizes. Keys of a term that are not among the placement's are hidden by
+    its rule.
+    """
+    # A part is bound without `bind`, which refuses rules that name tokens beyond its own: those of the whole count.
+    rule.check_tokens(range(placement.end), range(placement.end))
+    heads = (num_heads, head_offset, num_heads_global)
+    terms: list[Term] = []
+    weighed: dict[range, tuple[tuple[Option, ...], ...]] = {}
+    for part in placement.parts():
+        offsets = (part.queries.start, part.span.start)
+        bound = Bound(rule, len(part.queries), len(part.span), *heads, *offsets, batch=1)
+        best = plan(bound, device=device, allowed=allowed)
+        terms += [_placed(term, part, placement) for term in best.terms]
+        weighed[part.queries] = weighed.get(part.queries, ()) + best.options
+    bound = Bound(rule, placement.num_queries, max(1, placement.num_keys), *heads, 0, 0, batch=1)
+    plans = [Plan(bound, Layout(placement.num_queries), tuple(terms), options) for options in weighed.values()]
+    # Runs of queries share no rows; what is weighed for one stands for all, but for whether terms are to be merged.
+    return max(plans, key=lambda each: each.shares_rows, default=Plan(bound, Layout(placement.num_queries), (), ()))
+
+
+def _placed(term: Term, part: Part, placement: Placement) -> Term:
+    """The term over the device's own queries, and keys by their positions."""
+    both_compact = isinstance(term.q, Compact) and isinstance(term.k, Compact)
+    natural = isinstance(term.q, Layout) and term.q.rate == 1
+    if both_compact or (natural and part.gapless):
+        return term.moved(part.q_token, part.span.start)
+    # An order of all tokens: without the keys that are not there. A tiling is left for the natural order.
+    rate = term.q.rate if isinstance(term.q, Layout) else 1
+    tokens = part.queries.start - part.q_token
+    queries = _by_residue([range(part.q_token, part.q_token + len(part.queries))], rate)
+    keys = _by_residue(placement.stretches(part.span, _GAP * rate), rate)
+    return replace(term, shape="blocks", q=Listed(queries), k=Listed(keys), q_offset=tokens, k_offset=0)
+
+
+def _by_residue(stretches: list[range], rate: int) -> tuple[range, ...]:
+    """The numbers of all stretches, first those that the rate divides, then those that leave 1, and so on."""
+    runs = (
+        within(range(residue, stretch.stop, rate), stretch.start, stretch.stop)
+        for residue in range(rate)
+        for stretch in stretches
+    )
+    return tuple(run for run in runs if run)

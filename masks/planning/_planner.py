@@ -1,0 +1,205 @@
+"""The planner: which terms compute a pattern, chosen by cost among its layouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from ..core._ambient import plans
+from ..core._bound import Bound
+from ..core._pattern import Expression
+from ..orders._layout import Compact, Layout, residue_rate
+from ..patterns.run_time._run_time import num_entries
+from ..plan_cache._cache import cache
+from ..text._json import read_text
+from ._choice import Candidates, Choice, way_of
+from ._cost import Cost
+from ._options import ANYTHING, MAX_RESIDUE_RATE, Allowed, Option
+from ._plan_text import plan_text, tell_order, tell_plan
+from .lowering._lower import shared_terms
+from .lowering._term import Term
+from .machine._machine import Machine
+from .machine._machine_in_use import machine_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a bound pattern is computed: the terms to run and merge, and what they were chosen from.
+
+    `layout` is the order in which the terms expect q, k and v; `options` holds, for each distinct branch,
+    every way that was weighed, the chosen one first. Where all branches are computed together there is one
+    such tuple for all of them; where they could have been, `together` is that way.
+    """
+
+    bound: Bound
+    layout: Layout
+    terms: tuple[Term, ...]
+    options: tuple[tuple[Option, ...], ...]
+    together: Option | None = None
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether several terms compute the same rows."""
+        return len(self.options) > 1 or any(options[0].shares_rows for options in self.options)
+
+    @property
+    def cost(self) -> Cost:
+        """The sum over the chosen options."""
+        chosen = [options[0].cost for options in self.options]
+        return Cost(
+            sum(cost.computed_pairs for cost in chosen),
+            sum(cost.gather_bytes for cost in chosen),
+            sum(cost.launches for cost in chosen),
+            sum(cost.seconds for cost in chosen),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the plan itself, which holds no tables: a few numbers a head and term, two an uneven fold."""
+        terms = [term for options in self.options for option in options for term in option.terms]
+        uneven = (term for term in terms if isinstance(term.q, Compact) and term.q.fold_starts is not None)
+        return sum(200 + 24 * len(term.heads) for term in terms) + sum(16 * term.folds for term in uneven)
+
+    def __repr__(self) -> str:
+        return plan_text(self)
+
+
+@plans
+def plan(
+    bound: Bound,
+    *,
+    device: torch.device | str = "cpu",
+    layout: Layout | None = None,
+    allowed: Allowed = ANYTHING,
+    choice: Choice | None = None,
+) -> Plan:
+    """The cached plan of a bound pattern on this kind of device, among the ways that an engine is `allowed`.
+
+    With `layout` the inputs arrive in that order: the plan then either runs in it, or, where that is
+    cheaper with the copies counted, in the natural order; `Plan.layout` says which. A `choice` is followed in the
+    natural order, in place of the predicted costs.
+    """
+    kind = torch.device(device).type
+    machine = machine_of(kind)
+    return cache().get(
+        ("plan", bound.key(), kind, machine.text, layout, allowed, choice),
+        lambda: _told(_plan(bound, machine, layout, allowed, choice), kind, choice),
+        _plan_bytes,
+        pattern=bound.pattern,
+    )
+
+
+def recommended_layout(
+    pattern: Expression, num_tokens: int, *, num_heads: int, device: torch.device | str = "cpu"
+) -> Layout | None:
+    """The layout in which a whole model should hold its tokens for this pattern; None for the natural order.
+
+    Tensors that the pattern carries are read now: other values may have another answer. Where they differ by batch
+    entry, costs are summed over the entries that differ. Inside torch.compile the
+    answer is a constant of the graph, for the number of tokens it was traced with. Raises ValueError for run-time
+    tensors that are missing or do not fit, and there for any.
+    """
+    kind = torch.device(device).type
+    if not torch.compiler.is_compiling():
+        rate = _recommended_rate(pattern, num_tokens, num_heads, kind)
+    elif _is_fixed(pattern.text):
+        rate = _rate_of_text(pattern.text, num_tokens, num_heads, kind)
+    else:
+        raise ValueError(
+            "recommended_layout counts with the values of run-time tensors, which a graph being compiled does not "
+            f"have: ask before compiling, and hand over the layout; got {pattern!r}"
+        )
+    return None if rate == 1 else Layout(num_tokens, rate)
+
+
+def _is_fixed(pattern: str) -> bool:
+    return not read_text(pattern).varies
+
+
+def _rate_of_text(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
+    return _recommended_rate(read_text(pattern), num_tokens, num_heads, kind)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the whole compiler with this package.
+_is_fixed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_rate_of_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@plans
+def _recommended_rate(pattern: Expression, num_tokens: int, num_heads: int, kind: str) -> int:
+    bound = pattern.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
+    machine = machine_of(kind)
+
+    def build() -> int:
+        rate = residue_rate(bound.union, min(MAX_RESIDUE_RATE, num_tokens))
+        if rate == 1:
+            return 1
+        gained_s = 0.0
+        for each in {entry.key(): entry for entry in map(bound.entry, range(num_entries(bound.pattern)))}.values():
+            residue, given = _in_layout(each, machine, Layout(num_tokens, rate)), plan(each, device=kind)
+            tell_order(each, residue, given)
+            gained_s += given.cost.seconds - residue.cost.seconds
+        return rate if gained_s > 0 else 1
+
+    return cache().get(("recommended_rate", bound.key(), kind, machine.text), build, lambda rate: 8, pattern=pattern)
+
+
+def _told(made: Plan, kind: str, choice: Choice | None) -> Plan:
+    ways = tuple(way_of(options[0]) for options in made.options)
+    tell_plan(made, kind, measured=choice is not None and choice.ways == ways)
+    return made
+
+
+def _plan(
+    bound: Bound, machine: Machine, layout: Layout | None, allowed: Allowed, choice: Choice | None = None
+) -> Plan:
+    candidates = Candidates.of(bound, machine, allowed)
+    natural = None if choice is None else _follow(choice, candidates, bound)
+    natural = natural or _choose(candidates, bound, machine)
+    if layout is None or layout.rate == 1:
+        return natural
+    in_layout = _in_layout(bound, machine, layout)
+    copies_s = _relayout_bytes(bound) / machine.bytes_per_s
+    return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copies_s else natural
+
+
+def _choose(candidates: Candidates, bound: Bound, machine: Machine) -> Plan:
+    """The cheapest way for each branch, or for all branches together."""
+    layout, together = Layout(bound.num_queries), candidates.together
+    terms = tuple(term for options in candidates.branches for term in options[0].terms)
+    if together is None:
+        return Plan(bound, layout, terms, candidates.branches)
+    apart = Option(bound.pattern, 1, "branch by branch", terms, machine, layout, shares_rows=True)
+    if apart.cost.seconds <= together.cost.seconds:
+        return Plan(bound, layout, terms, candidates.branches, together)
+    return Plan(bound, layout, together.terms, ((together, apart),), together)
+
+
+def _follow(choice: Choice, candidates: Candidates, bound: Bound) -> Plan | None:
+    """The plan that a measurement chose; None where the choice names what there is not."""
+    chosen = candidates.chosen(choice)
+    if chosen is None:
+        return None
+    terms = tuple(term for options in chosen for term in options[0].terms)
+    return Plan(bound, Layout(bound.num_queries), terms, chosen, candidates.together)
+
+
+def _in_layout(bound: Bound, machine: Machine, layout: Layout) -> Plan:
+    """Every branch as block lists over the order in which the inputs already are."""
+    weighed = []
+    for branch, times in Counter(bound.pattern.branches()).items():
+        terms = shared_terms(branch, times, bound, layout.rate)
+        name = f"residue {layout.rate}, as given"
+        weighed.append((Option(branch, times, name, tuple(terms), machine, layout),))
+    return Plan(bound, layout, tuple(term for (option,) in weighed for term in option.terms), tuple(weighed))
+
+
+def _relayout_bytes(bound: Bound) -> int:
+    """Bytes read and written to bring q, k, v into the natural order and out back."""
+    return 4 * (bound.num_queries + bound.num_keys) * bound.num_heads * 64 * 4
+
+
+def _plan_bytes(value: Plan) -> int:
+    return value.nbytes

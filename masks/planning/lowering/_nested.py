@@ -1,0 +1,257 @@
+"""Nested lowering: the pairs that several dilated branches share, computed once and weighted by how many do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from ...core._algebra import And, Every
+from ...core._bound import Bound
+from ...core._pattern import Pattern
+from ...orders._layout import Compact
+from ...patterns._causal import Causal
+from ...patterns._dilated import Dilated
+from ._term import Term
+from ._weights import KeyWeights, PairWeights
+
+# Terms grow with the ratio of neighbouring segment lengths and rates; beyond this they are too many and too small.
+_MAX_RATIO = 4
+# Active tokens of the first branch for one of the last: weights are tables of so many rows and columns.
+_MAX_PERIOD = 64
+# Rows that share the keys up to the last of them. Half of their number is computed for nothing in each row; fewer
+# rows than this run slower.
+_STRIP_ROWS = 256
+
+
+def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, int]]:
+    """The branches in groups that nest, as few as a greedy choice finds; the others alone."""
+    groups: list[dict[Pattern, int]] = []
+    for branch, times in sorted(branches.items(), key=lambda item: _size(item[0])):
+        for group in groups:
+            if _Chain.of({**group, branch: times}, bound) is not None:
+                group[branch] = times
+                break
+        else:
+            groups.append({branch: times})
+    return groups
+
+
+def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
+    """Terms that compute every allowed pair once, with the number of branches that allow it as its weight.
+
+    `branches` are one of the `chains`: dilated segments that nest. Segment lengths and rates divide the next ones,
+    and a token that is active in a branch is active in all before it. Then a token has a level, the last branch in
+    which it is active, and a pair a branch in which its tokens first lie in one segment; it counts in the branches
+    from that one to the lower of its two levels.
+    """
+    chain = _Chain.of(branches, bound)
+    assert chain is not None
+    causal = isinstance(chain.rest, Causal)
+    terms = list(_strips(chain)) if causal else []
+    for index in range(causal, len(chain.bases)):
+        weights = [
+            [chain.weights(index, level, offsets) for offsets in chain.offsets]
+            for level in range(index, len(chain.bases))
+        ]
+        for rectangle in _rectangles(chain, index):
+            terms += _terms(chain, index, rectangle, weights)
+    return terms
+
+
+def _size(branch: Pattern) -> tuple[int, int]:
+    base, _ = _split(branch)
+    return (0, 0) if base is None else (base.segment, base.rate)
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Branches from the shortest segments to the longest; `rest` is what they all check besides."""
+
+    bases: tuple[Dilated, ...]
+    times: tuple[int, ...]
+    rest: Pattern
+    bound: Bound
+
+    @classmethod
+    def of(cls, branches: Mapping[Pattern, int], bound: Bound) -> _Chain | None:
+        aligned = bound.q_offset == bound.k_offset == 0 and bound.num_queries == bound.num_keys
+        split = [(*_split(branch), times) for branch, times in branches.items()]
+        bases = [base for base, _, _ in split if base is not None]
+        if not aligned or len(bases) < 2 or len(bases) < len(split) or any(rest != split[0][1] for _, rest, _ in split):
+            return None
+        order = sorted(range(len(bases)), key=lambda index: (bases[index].segment, bases[index].rate))
+        chain = cls(tuple(bases[i] for i in order), tuple(split[i][2] for i in order), split[0][1], bound)
+        return chain if chain._nests() else None
+
+    @cached_property
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """For each of the device's heads its offset in each branch."""
+        first, num_heads = self.bound.head_offset, self.bound.num_heads_global
+        heads = range(first, first + self.bound.num_heads)
+        return tuple(tuple(base.offset_of(head, num_heads) for base in self.bases) for head in heads)
+
+    def _nests(self) -> bool:
+        # Every segment begins at a multiple of the largest rate: levels are the same wherever a segment lies.
+        shortest, longest = self.bases[0], self.bases[-1]
+        if shortest.segment % longest.rate or longest.rate // shortest.rate > _MAX_PERIOD:
+            return False
+        for inner, outer in pairwise(self.bases):
+            ratios = (outer.segment // inner.segment, outer.rate // inner.rate)
+            if outer.segment % inner.segment or outer.rate % inner.rate or max(ratios) > _MAX_RATIO:
+                return False
+        return all(
+            (after - before) % base.rate == 0
+            for offsets in self.offsets
+            for (base, before), (_, after) in pairwise(zip(self.bases, offsets, strict=True))
+        )
+
+    def table(self, offsets: tuple[int, ...]) -> PairWeights:
+        """How often pairs of one of the shortest segments count: the branches in which both tokens are active."""
+        step = self.bases[0].rate
+        tokens = range(offsets[0], offsets[0] + self.bases[-1].rate, step)
+        branches = list(zip(self.bases, offsets, self.times, strict=True))
+        active = [[times * ((t - o) % base.rate == 0) for base, o, times in branches] for t in tokens]
+        return PairWeights(tuple(tuple(sum(map(min, q, k)) for k in active) for q in active))
+
+    def exactly(self, level: int) -> tuple[int, range]:
+        """(branch, phases): the tokens of exactly this level lie these phases after its active ones, at its rate.
+
+        Those are the tokens of the last branch, or the ones between the active tokens of the next branch.
+        """
+        if level + 1 == len(self.bases):
+            return level, range(1)
+        own, upper = self.bases[level].rate, self.bases[level + 1].rate
+        return level + 1, range(own, upper, own)
+
+    def weights(self, first: int, level: int, offsets: tuple[int, ...]) -> tuple[int, ...]:
+        """How often pairs count whose queries have this level and which first meet in branch `first`.
+
+        One period over the keys that are active in that branch: the branches up to `level` in which each is, too.
+        """
+        step, last = self.bases[first].rate, self.bases[level].rate
+        keys = (offsets[first] + index * step for index in range(last // step))
+        reached = range(first, level + 1)
+        return tuple(
+            sum(self.times[i] for i in reached if (key - offsets[i]) % self.bases[i].rate == 0) for key in keys
+        )
+
+
+@dataclass(frozen=True)
+class _Rectangle:
+    """Queries by keys, both ranges of tokens counted from `start`; again in each of `folds` segments `stride` apart."""
+
+    start: int
+    folds: int
+    stride: int
+    queries: range
+    keys: range
+
+
+def _split(branch: Pattern) -> tuple[Dilated | None, Pattern]:
+    """(the dilated segments, the rest) of a branch whose rest is all pairs or the past."""
+    factors = branch.parts if isinstance(branch, And) else (branch,)
+    bases = [factor for factor in factors if isinstance(factor, Dilated)]
+    rest = [factor for factor in factors if not isinstance(factor, Dilated)]
+    known = len(bases) == 1 and rest in ([], [Causal()])
+    return (bases[0], And.of(*rest) if rest else Every()) if known else (None, branch)
+
+
+def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
+    """(first token, number, length) of the whole segments, and of the shorter last one."""
+    whole, tail = divmod(num_tokens, length)
+    if whole:
+        yield 0, whole, length
+    if tail:
+        yield whole * length, 1, tail
+
+
+def _strips(chain: _Chain) -> Iterator[Term]:
+    """The pairs of each shortest segment with k <= q: runs of queries, each with all keys up to its last."""
+    base, bound = chain.bases[0], chain.bound
+    tables = [chain.table(offsets) for offsets in chain.offsets]
+    for start, folds, length in _segments(base.segment, bound.num_keys):
+        groups: dict[tuple[PairWeights, int], list[int]] = {}
+        for head, table in enumerate(tables):
+            _, slots = _active(range(length), chain.offsets[head][0], base.rate)
+            groups.setdefault((table, slots), []).append(head)
+        for (weights, slots), heads in groups.items():
+            period = len(weights.table)
+            rows = max(period, _STRIP_ROWS // period * period)
+            firsts = tuple(start + chain.offsets[head][0] for head in heads)
+            for begin in range(0, slots, rows):
+                end = min(begin + rows, slots)
+                q_firsts = tuple(first + begin * base.rate for first in firsts)
+                q = Compact(tuple(heads), q_firsts, base.rate, end - begin, folds, base.segment)
+                k = Compact(tuple(heads), firsts, base.rate, end, folds, base.segment)
+                here = (bound.head_offset, bound.num_heads_global)
+                yield Term(Causal(), "strip", 1, tuple(heads), *here, q, k, 0, 0, weights)
+
+
+def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
+    """The pairs of one segment of branch `index` that lie in no segment of the branch before it, if there is one."""
+    whole = chain.bases[index].segment
+    if index == 0:
+        for start, folds, length in _segments(whole, chain.bound.num_keys):
+            yield _Rectangle(start, folds, whole, range(length), range(length))
+        return
+    part = chain.bases[index - 1].segment
+    for start, folds, length in _segments(whole, chain.bound.num_keys):
+        for begin in range(0, length, part):
+            end = min(begin + part, length)
+            if begin:
+                yield _Rectangle(start, folds, whole, range(begin, end), range(begin))
+            if end < length and isinstance(chain.rest, Every):
+                yield _Rectangle(start, folds, whole, range(begin, end), range(end, length))
+
+
+def _terms(chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[tuple[int, ...]]]) -> Iterator[Term]:
+    """The terms of pairs that first meet in branch `index`: one for each level of the queries and size of a head.
+
+    `weights` are those of the keys, for each level from `index` on and each head.
+    """
+    for level, of_heads in enumerate(weights, index):
+        upper, phases = chain.exactly(level)
+        for phase in phases:
+            alike: dict[tuple[int, int], list[_Member]] = {}
+            for head, (offsets, of_keys) in enumerate(zip(chain.offsets, of_heads, strict=True)):
+                q_first, num_queries = _active(rectangle.queries, offsets[upper] + phase, chain.bases[upper].rate)
+                k_first, num_keys = _active(rectangle.keys, offsets[index], chain.bases[index].rate)
+                member = _Member(k_first + rectangle.start, head, q_first + rectangle.start, of_keys)
+                alike.setdefault((num_queries, num_keys), []).append(member)
+            for (num_queries, num_keys), members in alike.items():
+                if num_queries and num_keys:
+                    steps = chain.bases[upper].rate, chain.bases[index].rate
+                    yield _term(sorted(members), rectangle, steps, (num_queries, num_keys), chain.bound)
+
+
+class _Member(NamedTuple):
+    """A head of a term: where its keys and queries begin, and how often each key counts. Equal keys sort together."""
+
+    k_start: int
+    head: int
+    q_start: int
+    weights: tuple[int, ...]
+
+
+def _active(tokens: range, offset: int, rate: int) -> tuple[int, int]:
+    """(first, number) of the tokens that are `offset` modulo the rate."""
+    first = tokens.start + (offset - tokens.start) % rate
+    return first, max(0, -(-(tokens.stop - first) // rate))
+
+
+def _term(
+    members: list[_Member], rectangle: _Rectangle, steps: tuple[int, int], sizes: tuple[int, int], bound: Bound
+) -> Term:
+    k_starts, heads, q_starts, weights = zip(*members, strict=True)
+    q, k = (
+        Compact(heads, starts, step, size, rectangle.folds, rectangle.stride)
+        for starts, step, size in zip((q_starts, k_starts), steps, sizes, strict=True)
+    )
+    every, here = Every(), (bound.head_offset, bound.num_heads_global)
+    distinct = {each for head in weights for each in head}
+    if len(distinct) == 1:
+        return Term(every, "dense", distinct.pop(), heads, *here, q, k, 0, 0)
+    return Term(every, "dense", 1, heads, *here, q, k, 0, 0, KeyWeights(weights))

@@ -1,0 +1,247 @@
+"""Term: the pairs of one branch that are computed together, in one layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import lcm
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from ...blocks._blocks import Blocks, build_blocks, repeat_blocks
+from ...blocks._estimate import ListedBlocks, estimate_blocks
+from ...blocks._rule import Rule
+from ...core._pattern import MaskMod, Pattern
+from ...orders._layout import Compact, Layout, Listed, Permutation, Pieces
+from ...orders._tiled import Tiled
+from ...orders._tiling import Tiling
+from ...patterns._neighborhood import Neighborhood
+from ...patterns.run_time._run_time import entry, tables
+from ._weights import PairWeights, Weights
+
+_MANY_CLASSES = 1 << 8  # of an order: with as many or more, pairs of them may be more than blocks
+Shape = Literal["dense", "causal", "strip", "blocks"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """Some heads of one branch over a layout of the queries and one of the keys.
+
+    `rule` is what the layout leaves to check. A folded term repeats the rule of fold 0. `shape` names
+    structure that a kernel can use: all pairs; slots k <= q; the same where the queries are the last of the
+    key slots (a strip); or a list of blocks, of the side `block_side` where none is asked for. `heads` are this
+    device's query heads; query token i stands at position q_offset + i, key token j at k_offset + j. A pair
+    of the term counts `multiplicity` times, and with `weights` that often times its weight.
+    """
+
+    rule: Pattern
+    shape: Shape
+    multiplicity: int
+    heads: tuple[int, ...]
+    head_offset: int
+    num_heads_global: int
+    q: Permutation | Compact | Listed
+    k: Permutation | Compact | Listed
+    q_offset: int
+    k_offset: int
+    weights: Weights | None = None
+    block_side: int = 128
+
+    @property
+    def folds(self) -> int:
+        return self.q.folds if isinstance(self.q, Compact) else 1
+
+    def portions(self, most_slots: int) -> tuple[Term, ...]:
+        """The same in terms of at most `most_slots` slots a side, as far as heads and folds can be parted."""
+        if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
+            return (self,)
+        slots = max(self.q.num_slots, self.k.num_slots)
+        folds = max(1, min(self.folds, most_slots // slots))
+        heads = max(1, most_slots // (folds * slots))
+        return tuple(
+            replace(
+                self,
+                heads=self.heads[some],
+                q=self.q.portion(some, few),
+                k=self.k.portion(some, few),
+                weights=self.weights and self.weights.of_heads(some),
+            )
+            for some in (slice(begin, begin + heads) for begin in range(0, len(self.heads), heads))
+            for few in (range(begin, min(begin + folds, self.folds)) for begin in range(0, self.folds, folds))
+        )
+
+    def bias(self, dtype: torch.dtype) -> Float[Tensor, "#H #Q K"] | None:
+        """What the weights add to the scores of a fold, -inf for hidden keys; None for a term without weights."""
+        return None if self.weights is None else self.weights.bias(self.q.num_slots, self.k.num_slots, dtype)
+
+    def counted_pairs(self) -> int:
+        """Pairs of a term without block lists, over its heads and folds, each as often as it counts."""
+        queries, keys, heads = self.q.num_slots, self.k.num_slots, len(self.heads)
+        if self.weights is not None:
+            pairs = self.weights.counted(queries, keys) * (heads if isinstance(self.weights, PairWeights) else 1)
+        elif self.shape == "dense":
+            pairs = queries * keys * heads
+        else:
+            lead = keys - queries if self.shape == "strip" else 0
+            seen = min(queries, keys - lead)
+            pairs = (seen * (seen + 1) // 2 + queries * lead + (queries - seen) * (keys - lead)) * heads
+        return self.multiplicity * pairs * self.folds
+
+    @cached_property
+    def listed_blocks(self) -> ListedBlocks:
+        """Blocks over all heads and folds: an estimate for block lists, made once for all that weigh the term.
+
+        Where run-time tables differ by batch entry, the first stands for all.
+        """
+        problems = len(self.heads) * self.folds
+        rows, columns = (-(-side.num_slots // self.block_side) for side in (self.q, self.k))
+        if self.shape in ("dense", "strip"):
+            return ListedBlocks(0, rows * columns * problems, 0)
+        if self.shape == "causal":
+            return ListedBlocks(0, sum(min(row + 1, columns) for row in range(rows)) * problems, 0)
+        one = replace(self, rule=entry(self.rule, 0)) if tables(self.rule) else self
+        found = estimate_blocks(one.table_rule(), q_block=self.block_side, k_block=self.block_side)
+        return ListedBlocks(*(blocks * problems for blocks in found))
+
+    def tables(self) -> tuple[int, ...]:
+        """The table of each head: heads whose rule over slots is the same share one."""
+        seen: dict[object, int] = {}
+        return tuple(seen.setdefault(self._identity(index), len(seen)) for index in range(len(self.heads)))
+
+    def _identity(self, index: int) -> object:
+        """What a head's table depends on."""
+        starts = [side.starts[index] if isinstance(side, Compact) else 0 for side in (self.q, self.k)]
+        if self.rule.period() == 1:  # only the distance counts
+            starts = [starts[1] - starts[0], 0]
+        return (self.rule.for_head(self.heads[index] + self.head_offset, self.num_heads_global), *starts)
+
+    def table_rule(self) -> Rule:
+        """The rule over slots, once a table."""
+        tables = self.tables()
+        return self._slot_rule(tuple(tables.index(table) for table in range(max(tables) + 1)))
+
+    def _slot_rule(self, distinct: tuple[int, ...]) -> Rule:
+        heads = tuple(self.heads[index] + self.head_offset for index in distinct)
+        pattern, q, k = self._in_pieces()
+        rule = Rule(pattern, self.num_heads_global, heads, _select(q, distinct), _select(k, distinct))
+        if not isinstance(self.q, Layout) or not isinstance(self.k, Layout) or self.q.rate < _MANY_CLASSES:
+            return rule
+        q, k = self.q.rows(self.q_offset), self.k.rows(self.k_offset)
+        return replace(rule, rows=replace(rule, q=_select(q, distinct), k=_select(k, distinct)))
+
+    def _in_pieces(self) -> tuple[Pattern, Pieces, Pieces]:
+        """A pattern, and both sides as runs of what it takes for positions."""
+        if isinstance(self.q, Tiling):
+            # Positions come in runs as short as a tile is wide. Slots are one run, over which the rule counts as well.
+            assert isinstance(self.rule, Neighborhood)
+            slots = Layout(self.q.num_slots).pieces(0)
+            return Tiled(self.rule, self.q), slots, slots
+        assert isinstance(self.q, Layout | Compact | Listed)
+        assert isinstance(self.k, Layout | Compact | Listed)
+        return self.rule, self.q.pieces(self.q_offset), self.k.pieces(self.k_offset)
+
+    def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
+        """The same n times, as folds, over tokens that lie so far further on, where the rule is the same."""
+        q, k = (_compact(side, self.heads).repeated(by) for side, by in ((self.q, q_tokens), (self.k, k_tokens)))
+        offsets = self.q_offset - int(q_tokens[0]), self.k_offset - int(k_tokens[0])
+        return replace(self, q=q, k=k, q_offset=offsets[0], k_offset=offsets[1])
+
+    def moved(self, q_tokens: int, k_tokens: int) -> Term:
+        """The same over tokens that lie further on, at the same positions."""
+        return self.repeated(torch.tensor([q_tokens]), torch.tensor([k_tokens]))
+
+    def at_origin(self) -> Term:
+        """A term with the same block lists at positions as low as the rule's period allows.
+
+        Terms that differ in where they lie, and not in what they look like there, have one in common.
+        """
+        if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
+            return self
+        period = self.rule.period()
+        least = min(min(self.q.starts) + self.q_offset, min(self.k.starts) + self.k_offset)
+        shift = 0 if period is None else least // period * period
+        q, k = self.q.alone(self.q_offset - shift), self.k.alone(self.k_offset - shift)
+        return replace(self, multiplicity=1, q=q, k=k, q_offset=0, k_offset=0, weights=None)
+
+    def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
+        """The block lists over the slots of one fold, with a table for each distinct head."""
+        square = self._square(q_block, k_block)
+        if square is not None:
+            return repeat_blocks(
+                square.blocks(q_block, k_block, settle=settle),
+                classes=self.q.rate if isinstance(self.q, Layout) else 1,
+                times=self.q.num_slots // square.q.num_slots,
+            )
+        built = build_blocks(self.table_rule(), q_block=q_block, k_block=k_block, settle=settle)
+        return built.with_heads(self.tables())
+
+    def _square(self, q_block: int, k_block: int) -> Term | None:
+        """The term over one period, where all its blocks are copies of that one's; None where they are not."""
+        period = self.rule.period()
+        if not isinstance(self.q, Layout) or self.q != self.k or period is None:
+            return None
+        if self.q_offset or self.k_offset:
+            return None
+        rate, tokens = self.q.rate, self.q.num_tokens
+        whole = tokens % period == 0 and tokens > period and period % (rate * lcm(q_block, k_block)) == 0
+        if not whole or not self.rule.confined():
+            return None
+        return replace(self, q=Layout(period, rate), k=Layout(period, rate))
+
+    def mask_mod(self, device: torch.device) -> MaskMod:
+        """Closure (b, h, q slot, k slot) -> bool over the term's own heads, for FlexAttention."""
+        inner = self.rule.mask_mod(num_heads=self.num_heads_global, device=device)
+        heads = torch.tensor(self.heads, device=device) + self.head_offset
+        if isinstance(self.q, Compact) and isinstance(self.k, Compact):
+            q = torch.tensor(self.q.starts, device=device) + self.q_offset
+            k = torch.tensor(self.k.starts, device=device) + self.k_offset
+            steps = (torch.tensor(side.step, device=device) for side in (self.q, self.k))
+            return _on_progressions(inner, heads, q, k, *steps)
+        assert isinstance(self.q, Permutation | Listed)
+        assert isinstance(self.k, Permutation | Listed)
+        if all(isinstance(side, Permutation) and side.is_natural for side in (self.q, self.k)):
+            offsets = (torch.tensor(offset, device=device) for offset in (self.q_offset, self.k_offset))
+            return _shifted(inner, heads, *offsets)
+        q_positions, k_positions = self.q.positions(device) + self.q_offset, self.k.positions(device) + self.k_offset
+        return _on_positions(inner, heads, q_positions, k_positions)
+
+
+def _compact(side: Permutation | Compact | Listed, heads: tuple[int, ...]) -> Compact:
+    if isinstance(side, Compact):
+        return side
+    assert isinstance(side, Permutation)
+    assert side.is_natural
+    return Compact(heads, (0,) * len(heads), 1, side.num_slots, 1, side.num_slots)
+
+
+def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
+    """The firsts of some heads; a shared layout has one row for all of them."""
+    shared = len(pieces.firsts) == 1
+    firsts = pieces.firsts.expand(len(tables), -1) if shared else pieces.firsts[list(tables)]
+    return replace(pieces, firsts=firsts)
+
+
+def _on_progressions(
+    inner: MaskMod, heads: Tensor, q_firsts: Tensor, k_firsts: Tensor, q_step: Tensor, k_step: Tensor
+) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return inner(b, heads[h], q_firsts[h] + q * q_step, k_firsts[h] + k * k_step)
+
+    return mask_mod
+
+
+def _shifted(inner: MaskMod, heads: Tensor, q_offset: Tensor, k_offset: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return inner(b, heads[h], q + q_offset, k + k_offset)
+
+    return mask_mod
+
+
+def _on_positions(inner: MaskMod, heads: Tensor, q_positions: Tensor, k_positions: Tensor) -> MaskMod:
+    def mask_mod(b, h, q, k):
+        return inner(b, heads[h], q_positions[q], k_positions[k])
+
+    return mask_mod

@@ -1,0 +1,100 @@
+"""Weights: how often the pairs of one term count, and what that adds to their scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from ...plan_cache._cache import cache
+
+# H heads, Q query slots, K key slots, P slots of a period
+
+_Table = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class KeyWeights:
+    """A pair counts as often as its key slot says: for each head one period, repeated over the slots."""
+
+    periods: tuple[tuple[int, ...], ...]
+
+    def of_heads(self, some: slice) -> KeyWeights:
+        return KeyWeights(self.periods[some])
+
+    def counted(self, num_queries: int, num_keys: int) -> int:
+        """All pairs of all heads, each as often as it counts."""
+        return num_queries * int(_repeated(torch.tensor(self.periods), num_keys).sum())
+
+    def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "H 1 K"]:
+        """The log of the weights."""
+        return _repeated(torch.tensor(self.periods, dtype=dtype).log(), num_keys)[:, None]
+
+
+@dataclass(frozen=True)
+class PairWeights:
+    """Pairs with slots k <= q, where the queries are the last of the key slots, count as often as a table says.
+
+    The table has a row for each query slot and a column for each key slot, both modulo the period; the first
+    query slot stands at a multiple of the period. All heads share it.
+    """
+
+    table: _Table
+
+    def of_heads(self, some: slice) -> PairWeights:
+        return self
+
+    def counted(self, num_queries: int, num_keys: int) -> int:
+        """All pairs of one head, each as often as it counts."""
+        table, (q, k) = torch.tensor(self.table), _strip(num_queries, num_keys - num_queries, num_queries)
+        return int((table[q % len(table)][:, k % len(table)] * (k <= q[:, None])).sum())
+
+    def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 Q K"]:
+        """The log of the weights, -inf for keys after the query: a view of memory that many strips share."""
+        period, lead = len(self.table), num_keys - num_queries
+        table, shift = self._least_shifted
+        rows, before = _power_of_two(num_queries), _power_of_two(lead) if lead else 0
+        strip = cache().get(
+            ("pair weights", table, rows, before, dtype),
+            lambda: _bias_of_strip(torch.tensor(table), rows + period, before, rows + period, dtype),
+            lambda strip: strip.nbytes,
+        )
+        first = before - lead + shift
+        return strip[None, shift : shift + num_queries, first : first + num_keys]
+
+    @cached_property
+    def _least_shifted(self) -> tuple[_Table, int]:
+        """(the table shifted, by how much): heads of other offsets share it, and one strip holds all shifts."""
+        return min((_shifted(self.table, shift), shift) for shift in range(len(self.table)))
+
+
+Weights = KeyWeights | PairWeights
+
+
+def _repeated(periods: Tensor, slots: int) -> Tensor:
+    return periods.repeat(1, -(-slots // periods.shape[1]))[:, :slots]
+
+
+def _strip(rows: int, before: int, columns: int) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " all"]]:
+    """Query slots from 0 on, and key slots from `before` slots earlier on."""
+    return torch.arange(rows), torch.arange(-before, columns)
+
+
+def _bias_of_strip(table: Tensor, rows: int, before: int, columns: int, dtype: torch.dtype) -> Tensor:
+    q, k = _strip(rows, before, columns)
+    logs = table.to(dtype).log()[q % len(table)][:, k % len(table)]
+    return logs.masked_fill_(k > q[:, None], -torch.inf)
+
+
+def _shifted(table: _Table, shift: int) -> _Table:
+    """The table whose entry (q + shift, k + shift) is this one's at (q, k)."""
+    rows = table[-shift:] + table[:-shift] if shift else table
+    return tuple(row[-shift:] + row[:-shift] if shift else row for row in rows)
+
+
+def _power_of_two(number: int) -> int:
+    """The least power of two that is no smaller: few sizes of what is kept serve all."""
+    return 1 << (number - 1).bit_length()

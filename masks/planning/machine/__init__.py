@@ -1,0 +1,1 @@
+"""The constants of a machine from which costs are predicted."""

@@ -1,0 +1,1 @@
+"""Patterns as text: JSON, expressions, and how they print."""

@@ -1,0 +1,270 @@
+"""Patterns from text: Python's own grammar, of which an expression may use a little, and nothing is ever run."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from .. import recipes
+from ..core._algebra import And, Or, every
+from ..core._pattern import DEEPEST, Expression, Mixture, Pattern
+from ..core._per_head import head_groups, per_head
+from ..core._spelling import CUT, LONGEST, QUOTED, shortened
+from ..patterns._block_list import block_list
+from ..patterns._blockwise import blockwise
+from ..patterns._causal import causal
+from ..patterns._chunked import chunked
+from ..patterns._dilated import dilated
+from ..patterns._dilated_window import dilated_window
+from ..patterns._fixed import fixed
+from ..patterns._global_tokens import first_tokens, global_tokens
+from ..patterns._landmark_tokens import landmark_tokens
+from ..patterns._local_window import local_window
+from ..patterns._longnet import longnet
+from ..patterns._neighborhood import neighborhood
+from ..patterns._prefix_lm import prefix_lm
+from ..patterns._random_blocks import random_blocks
+from ..patterns._strided import strided
+from ..patterns.run_time._documents import documents
+from ..patterns.run_time._lengths import lengths
+from ..patterns.run_time._visible_keys import visible_keys
+
+_Constructor = Callable[..., Pattern | Mixture]
+_Join = Callable[[Sequence[Any]], Expression]
+
+_PATTERNS: tuple[_Constructor, ...] = (
+    *(block_list, blockwise, causal, chunked, dilated, dilated_window, documents, every, first_tokens, fixed),
+    *(global_tokens, head_groups, landmark_tokens, lengths, local_window, longnet, neighborhood, per_head),
+    *(prefix_lm, random_blocks, strided, visible_keys),
+)
+CONSTRUCTORS: dict[str, _Constructor] = {each.__name__: each for each in _PATTERNS}
+CONSTRUCTORS |= {f"recipes.{name}": getattr(recipes, name) for name in recipes.__all__}
+
+_METHODS = ("per_document",)
+_PREFIX = "masks."
+_MOST_BRACKETS = 2 * DEEPEST + 4  # each level of a pattern is printed with up to two, a block list with four
+_LARGEST = 2**63 - 1
+_AROUND = 40  # characters that an error shows on either side of its place
+# What a text may hold. Each character has one way to match, so the time is in proportion to the text.
+_STRINGS = r"""'[^'\\\n]*'|"[^"\\\n]*\""""
+_READABLE = re.compile(rf"(?:{_STRINGS}|[\w\s~&|+\-()\[\],=.])*", re.ASCII)
+_WORDS = re.compile(rf"{_STRINGS}|[A-Za-z_]\w*|(\d[\w.]*)|([(\[])|([)\]])", re.ASCII)
+_INTEGER = re.compile(r"\d+(_\d+)*", re.ASCII)
+
+
+def parse(text: str) -> Pattern | Mixture:
+    """The pattern or mixture that an expression such as `longnet([2048, 4096], [1, 2]) & causal()` names.
+
+    An expression calls the constructors of this package, with arguments by place or by name, and joins patterns
+    by `~`, `+`, `&` and `|` in Python's order of precedence. It is read, never run. Raises ValueError for anything
+    else, with a caret at the place; an expression has at most 4096 characters and nests at most 68 brackets,
+    more than any pattern is printed with.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"an expression must be a string; got {type(text).__name__}")
+    if len(text) > LONGEST:
+        raise ValueError(f"an expression must have at most {LONGEST} characters; got {len(text)}")
+    value = _Text(text).value()
+    if not isinstance(value, Pattern | Mixture):
+        raise ValueError(f"an expression must give a pattern; {text[:80]!r} gives {value!r:.80}")
+    return value
+
+
+class _Text:
+    """The text of an expression: what its syntax tree means, and errors that point into it."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._line = re.sub(r"\s", " ", text, flags=re.ASCII)
+        self._margin = len(text) - len(self._line.lstrip(" "))
+
+    def value(self) -> object:
+        self._require_readable()
+        try:
+            return self._of(ast.parse(self._line[self._margin :], mode="eval").body)
+        except SyntaxError as error:
+            if not error.offset:
+                raise self._error(len(self._text), "a pattern or a value should stand here; got the end") from None
+            raise self._error(min(self._margin + error.offset - 1, len(self._text)), error.msg) from None
+        except (RecursionError, MemoryError):
+            raise self._error(0, "an expression must nest less deep") from None
+
+    def _require_readable(self) -> None:
+        match = _READABLE.match(self._text)
+        assert match is not None, "it matches nothing at least"
+        if match.end() < len(self._text):
+            raise self._error(match.end(), _unreadable(self._text[match.end()]))
+        depth = 0
+        for word in _WORDS.finditer(self._text):
+            number, opening, closing = word.groups(default="")
+            depth += bool(opening) - bool(closing)
+            if depth > _MOST_BRACKETS:
+                raise self._error(word.start(), f"brackets must nest at most {_MOST_BRACKETS} deep")
+            if number and not _INTEGER.fullmatch(number):
+                raise self._error(word.start(), f"a number must be an integer such as 2_048; got {number:.40}")
+            if number and int(number) > _LARGEST:
+                says = f"a number must be at most 2**63 - 1; got one of {len(number)} characters"
+                raise self._error(word.start(), says)
+
+    def _of(self, node: ast.expr) -> object:
+        match node:
+            case ast.Constant(str() as value):
+                if self._text[self._index(node.col_offset) + 1 : self._end(node) - 1] != value:
+                    raise self._error_at(node, "a string stands between two quotes on one line")
+                return value
+            case ast.Constant(int() | None as value):
+                return value
+            case ast.UnaryOp(ast.USub(), ast.Constant(int() as value)) if not isinstance(value, bool):
+                return -value
+            case ast.UnaryOp(ast.Invert()):
+                at, times = 0, 0
+                while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+                    node, at, times = node.operand, self._index(node.col_offset), times + 1
+                return self._join(at, "~", lambda parts: ~parts[0] if times % 2 else ~~parts[0], [node])
+            case ast.BinOp(op=ast.BitOr() | ast.BitAnd() | ast.Add()):
+                parts = [*_chain(node)]
+                mark, join = _JOINS[type(node.op)]
+                return self._join(self._text.index(mark, self._end(parts[0])), mark, join, parts)
+            case ast.List() | ast.Tuple():
+                values = [self._of(each) for each in node.elts]
+                return tuple(values) if isinstance(node, ast.Tuple) else values
+            case ast.Call():
+                return self._called(node)
+            case ast.Name() | ast.Attribute():
+                name, function = self._function(node)
+                raise self._error(self._end(node), f"{name} must be called: {name}{_parameters(function)}")
+        raise self._error_at(node, "an expression has calls, numbers, strings, lists and the operators ~ + & |")
+
+    def _join(self, at: int, mark: str, join: _Join, nodes: Sequence[ast.expr]) -> Expression:
+        """All parts at once: two at a time, long chains would take long."""
+        parts = [self._of(node) for node in nodes]
+        for part in parts:
+            if not isinstance(part, Expression):
+                raise self._error(at, f"{mark} takes patterns; got {part!r:.80}")
+        try:
+            return join(parts)
+        except TypeError as error:
+            raise self._error(at, str(error)) from error
+
+    def _called(self, node: ast.Call) -> object:
+        """What the function makes of its arguments, which its signature must take."""
+        name, function = self._function(node.func)
+        given = [*node.args, *(each.value for each in node.keywords)]
+        names = [str(each.arg) for each in node.keywords]
+        for index, each in enumerate(node.keywords):
+            if names[index] in names[:index]:
+                raise self._error(self._index(each.col_offset), f"an argument is given once; got {each.arg!r} again")
+        values = [self._of(each) for each in given]
+        by_name = dict(zip(names, values[len(node.args) :], strict=True))
+        try:
+            inspect.signature(function).bind(*values[: len(node.args)], **by_name)
+        except TypeError as error:
+            raise self._error_at(node.func, f"{name}{_parameters(function)}: {error}") from error
+        try:
+            return function(*values[: len(node.args)], **by_name)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise self._error_at(node.func, f"{name}: {error}") from error
+
+    def _function(self, node: ast.expr) -> tuple[str, Callable[..., object]]:
+        """A constructor, whose name may be dotted and may begin with `masks`, or a method of a pattern."""
+        name = _dotted(node).removeprefix(_PREFIX)
+        if name:
+            if name not in CONSTRUCTORS:
+                raise self._error_at(node, _unknown(name))
+            return name, CONSTRUCTORS[name]
+        if not isinstance(node, ast.Attribute):
+            raise self._error_at(node, "only a pattern's name is called")
+        value = self._of(node.value)
+        if not isinstance(value, Expression) or node.attr not in _METHODS:
+            says = f"after the dot stands one of {', '.join(_METHODS)}, of a pattern"
+            raise self._error(self._end(node) - len(node.attr), says)
+        return node.attr, getattr(value, node.attr)
+
+    def _index(self, place: int) -> int:
+        """The character at so many UTF-8 bytes into the expression, as syntax trees count."""
+        return self._margin + len(self._text[self._margin :].encode()[:place].decode(errors="ignore"))
+
+    def _end(self, node: ast.expr) -> int:
+        return self._index(node.end_col_offset or 0)
+
+    def _error_at(self, node: ast.expr, says: str) -> ValueError:
+        return self._error(self._index(node.col_offset), says)
+
+    def _error(self, at: int, says: str) -> ValueError:
+        """It says what is wrong and shows where: the text around the place, with a caret below it."""
+        begin, end = max(0, at - _AROUND), at + _AROUND
+        shown = "".join(character if character.isprintable() else " " for character in self._text[begin:end])
+        before, after = CUT if begin else "", CUT if end < len(self._text) else ""
+        caret = " " * (len(before) + at - begin) + "^"
+        return ValueError(f"{shortened(says, QUOTED)}; at column {at + 1}:\n  {before}{shown}{after}\n  {caret}")
+
+
+def _chain(node: ast.BinOp) -> Iterator[ast.expr]:
+    """The operands of one operator, from left to right."""
+    right: list[ast.expr] = []
+    left: ast.expr = node
+    while isinstance(left, ast.BinOp) and type(left.op) is type(node.op):
+        right.append(left.right)
+        left = left.left
+    yield from (left, *reversed(right))
+
+
+def _dotted(node: ast.expr) -> str:
+    """A name with the names after its dots; nothing for what else may stand before a dot or a bracket."""
+    words: list[str] = []
+    while isinstance(node, ast.Attribute):
+        words.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(words)]) if isinstance(node, ast.Name) else ""
+
+
+def _unite(parts: Sequence[Any]) -> Expression:
+    mixtures = [part for part in parts if isinstance(part, Mixture)]
+    if mixtures:  # its own operator says why not
+        return parts[0] | (parts[1] if parts[0] is mixtures[0] else mixtures[0])
+    return Or.of(*parts)
+
+
+def _intersect(parts: Sequence[Any]) -> Expression:
+    mixtures = [part for part in parts if isinstance(part, Mixture)]
+    if len(mixtures) > 1:
+        return mixtures[0] & mixtures[1]
+    sets = And.of(*(part for part in parts if isinstance(part, Pattern)))
+    return mixtures[0] & sets if mixtures else sets
+
+
+def _add(parts: Sequence[Any]) -> Expression:
+    return Mixture(tuple(branch for part in parts for branch in part.branches()))
+
+
+_JOINS: dict[type[ast.operator], tuple[str, _Join]] = {
+    ast.BitOr: ("|", _unite),
+    ast.BitAnd: ("&", _intersect),
+    ast.Add: ("+", _add),
+}
+
+
+def _unreadable(character: str) -> str:
+    if character in "'\"":
+        return "a string needs its closing quote on the same line, and no backslash in it"
+    if character == CUT:
+        return f"the expression was cut at {CUT}: to_json gives a large pattern whole"
+    return f"an expression has no {character!r}"
+
+
+def _parameters(build: Callable[..., object]) -> str:
+    """The parameters as one writes them, without types."""
+    signature = inspect.signature(build)
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    return str(inspect.Signature(bare))
+
+
+def _unknown(name: str) -> str:
+    known = [*CONSTRUCTORS]
+    near = [full for full in known if full.endswith(f".{name}")] or get_close_matches(name[:64], known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"no pattern is called {name[:64]!r}: {hint}There are {', '.join(known)}"
