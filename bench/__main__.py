@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexdilated._profile import folder_from_environment
+from flexdilated.observe._profile import folder_from_environment
 
 from . import _compare, _guard
 from ._page import PAGE, write_pages

@@ -7,8 +7,8 @@ import torch
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated._call_key import CallKey
-from flexdilated._tiles_op import _programs
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.tiles._tiles_op import _programs
 
 from ._claims import CACHED_MEMORY, CACHED_PASS, HITS, LOOK_UP
 from ._longnets import LongNet

@@ -15,8 +15,8 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated._call_key import CallKey
-from flexdilated._tiles_op import _programs
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.tiles._tiles_op import _programs
 
 from ._longnets import LONGNET_4, LongNet
 from ._problem import Attention, Problem, Size, forward_job, training_job

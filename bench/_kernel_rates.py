@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexdilated._kernel import flash_backward, flash_forward
+from flexdilated.engines.kernels._kernel import flash_backward, flash_forward
 
 from ._result import Timing
 from ._timing import Job

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from flexdilated._profile import named_under
+from flexdilated.observe._profile import named_under
 
 from ._apart import DiedApart, run_apart
 from ._machine import commit, machine, versions

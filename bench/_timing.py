@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
-from flexdilated._profile import folder_from_environment, recorded
+from flexdilated.observe._profile import folder_from_environment, recorded
 
 from ._result import Timing
 

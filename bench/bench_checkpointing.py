@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated._memory import attention_memory
+from flexdilated.memory._memory import attention_memory
 from flexdilated.nn import LongNet
 from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from flexdilated import masks
-from flexdilated._tune import BRANCH_BY_BRANCH, Trialled, Trials, measure
-from flexdilated._tune_machine import ON_CPU, Sizes, measure_machine
-from flexdilated._tune_trial import Inputs
 from flexdilated.masks import recipes
 from flexdilated.masks.planning._choice import way_of
 from flexdilated.masks.planning._planner import Plan, plan
+from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Trialled, Trials, measure
+from flexdilated.tuning._tune_machine import ON_CPU, Sizes, measure_machine
+from flexdilated.tuning._tune_trial import Inputs
 
 from ._longnets import GIGAPATH_5, LONGNET_4, LongNet
 from ._problem import Size

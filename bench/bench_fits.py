@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from flexdilated import attend, masks
-from flexdilated._memory import attention_memory
 from flexdilated.cli._plan_budget import budget_data
 from flexdilated.cli._plan_settings import BUDGETS, PlanSettings
+from flexdilated.memory._memory import attention_memory
 from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
 
 from ._memory import peak_bytes

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flexdilated._call_key import CallKey
-from flexdilated._tiles_op import _programs
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.tiles._tiles_op import _programs
 from flexdilated.masks.planning._planner import plan
 
 from ._longnets import LONGNET_5, LongNet

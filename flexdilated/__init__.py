@@ -5,11 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import masks
 from ._attend import attend
-from ._compilations import compilations
-from ._kv_cache import KVCache
-from ._received import attention_received
-from ._received_picture import plot_attention_received
-from ._stats import stats
+from .decoding._kv_cache import KVCache
 from .nn import (
     BlockSparseAttention,
     DilatedAttention,
@@ -19,6 +15,10 @@ from .nn import (
     MultiheadDilatedAttention,
     RingDilatedAttention,
 )
+from .observe._compilations import compilations
+from .observe._received import attention_received
+from .observe._received_picture import plot_attention_received
+from .observe._stats import stats
 
 if TYPE_CHECKING:
     from . import distributed, testing

@@ -9,14 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ._call_key import CallKey
 from ._engines import choose_engine
-from ._flex_op import flex
-from ._reference import reference_attention
-from ._score_mod import ScoreMod
-from ._sinks import nothing
-from ._tiles_op import tiles
-from ._tune_choices import autotune as measure_call
 from ._validate import (
     check_dropout,
     check_layout,
@@ -28,10 +21,17 @@ from ._validate import (
     resolve_scale,
     run_time_tensors,
 )
+from .engines._call_key import CallKey
+from .engines._reference import reference_attention
+from .engines._score_mod import ScoreMod
+from .engines._sinks import nothing
+from .engines.flex._flex_op import flex
+from .engines.tiles._tiles_op import tiles
 from .masks import Layout, Mixture, Pattern
 from .masks.core._check import require_bool
 from .masks.core._pattern import require_expression
 from .masks.planning._block_mask import block_sides
+from .tuning._tune_choices import autotune as measure_call
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

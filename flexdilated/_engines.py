@@ -7,10 +7,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ._flat_op import own_op
-from ._flex import missing_compiler
-from ._score_mod import ScoreMod, probe
-from ._transforms import is_transformed
+from .engines._flat_op import own_op
+from .engines._score_mod import ScoreMod, probe
+from .engines._transforms import is_transformed
+from .engines.flex._flex import missing_compiler
 from .masks import Mixture, Pattern
 from .masks.plan_cache._debug_log import in_line, is_told, log
 

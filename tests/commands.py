@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from flexdilated._memory import AttentionMemory, AttentionSize
 from flexdilated.cli import main
 from flexdilated.cli._command_parser import CommandParser
 from flexdilated.cli._main import _parser
 from flexdilated.masks.patterns.run_time._run_time import given_tensors
+from flexdilated.memory._memory import AttentionMemory, AttentionSize
 from flexdilated.nn._model_memory import ModelMemory
 
 # Of every option a value that differs from its default.

@@ -21,9 +21,10 @@ CHECKED = [
     *(f"flexdilated.masks.blocks.{name}" for name in ("_blocks", "_quadtree", "_rule", "_tables")),
     *(f"flexdilated.masks.planning.{name}" for name in ("_cost", "_planner", "lowering._lower")),
     *(f"flexdilated.masks.needs.{name}" for name in ("_reach", "_row")),
-    *(f"flexdilated.{name}" for name in ("_held_keys", "_key_store", "_row_attention")),
-    *(f"flexdilated.{name}" for name in ("_gather", "_kernel", "_reference", "_tiles")),
-    *(f"flexdilated._tile_{name}" for name in ("blocks", "calls", "masks", "stretches")),
+    *(f"flexdilated.decoding.{name}" for name in ("_held_keys", "_key_store")),
+    *(f"flexdilated.engines.{name}" for name in ("_gather", "_reference", "kernels._kernel", "rows._row_attention")),
+    *(f"flexdilated.engines.tiles._{name}" for name in ("tiles", "tile_blocks", "tile_calls", "tile_masks")),
+    "flexdilated.engines.tiles._tile_stretches",
 ]
 
 # Plans are those of the constants that come with the library, whatever was measured on this machine.
@@ -31,7 +32,7 @@ os.environ["FLEXDILATED_MACHINE"] = "builtin"
 
 with checked_on_import(CHECKED):
     import flexdilated  # noqa: F401
-    from flexdilated._profile import folder_from_environment, recorded
+    from flexdilated.observe._profile import folder_from_environment, recorded
 
 # As the run was started: some tests set the variable.
 IS_PROFILED = folder_from_environment() is not None

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated._call_key import CallKey
-from flexdilated._row_parts import MOST_ROWS
 from flexdilated.distributed import BufferPool
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.rows._row_parts import MOST_ROWS
 from flexdilated.testing import Calls, check_attention_module
 from tests import oracle
 from tests.agreement import assert_agrees
@@ -20,7 +20,7 @@ from tests.planted_bugs import Bug, Look
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
 
-ENGINES, MASKS = "flexdilated", "flexdilated.masks"
+ENGINES, MASKS = "flexdilated.engines", "flexdilated.masks"
 MIXTURE = masks.longnet(segment_lengths=(6, 12), dilation_rates=(1, 2)) & masks.causal()
 # Query 0 sees no key in either branch.
 SPARSE = (masks.local_window(left=3, right=0) + masks.causal()) & ~masks.local_window(left=0, right=0)
@@ -206,16 +206,17 @@ IN_ENGINES = (
         module(SPARSE, "empty rows"), "check_attention_module: empty rows", "sees no key",
     ),
     Bug(
-        "log-weight of a branch that counts twice forgotten", f"{ENGINES}._tiles:log", lambda _: lambda number: 0.0,
+        "log-weight of a branch that counts twice forgotten", f"{ENGINES}.tiles._tiles:log",
+        lambda _: lambda number: 0.0,
         module(masks.causal() + masks.causal() + masks.dilated(6, 2), "agreement"),
         "check_attention_module: agreement", "lse is wrong",
     ),
     Bug(
-        "backward fed each part's own lse instead of the whole's", f"{ENGINES}._tiles:Step.backward", _by_own_lse,
+        "backward fed each part's own lse instead of the whole's", f"{ENGINES}.tiles._tiles:Step.backward", _by_own_lse,
         module(MIXTURE, "gradients"), "check_attention_module: gradients", "dq is wrong",
     ),
     Bug(
-        "gradient of the lse ignored", f"{ENGINES}._tiles_op:run_backward",
+        "gradient of the lse ignored", f"{ENGINES}.tiles._tiles_op:run_backward",
         lambda right: lambda program, q, k, v, result, scale, **options: right(
             program, q, k, v, replace(result, grad_lse=None), scale, **options
         ),
@@ -227,16 +228,16 @@ IN_ENGINES = (
         _sinks, "the oracle of tests/agreement.py", "dsinks",
     ),
     Bug(
-        "sinks left out of the lse that the backward is fed", f"{ENGINES}._tiles:add_sinks",
+        "sinks left out of the lse that the backward is fed", f"{ENGINES}.tiles._tiles:add_sinks",
         lambda right: lambda out, lse, sinks: (right(out, lse, sinks)[0], lse),
         _sinks, "the oracle of tests/agreement.py", "not close",
     ),
     Bug(
-        "scores scaled by 1 / D", f"{ENGINES}._attend:resolve_scale", lambda _: lambda scale, head_dim: 1 / head_dim,
+        "scores scaled by 1 / D", "flexdilated._attend:resolve_scale", lambda _: lambda scale, head_dim: 1 / head_dim,
         module(MIXTURE, "agreement"), "check_attention_module: agreement", "lse is wrong",
     ),
     Bug(
-        "query head h reads key/value head h mod G", f"{ENGINES}._tile_blocks:_places", _heads_modulo,
+        "query head h reads key/value head h mod G", f"{ENGINES}.tiles._tile_blocks:_places", _heads_modulo,
         module(MIXTURE, "agreement", groups=2), "check_attention_module: agreement",
         "as if query head h reads key/value head h % G, not h // (H / G)",
     ),
@@ -270,12 +271,12 @@ IN_ENGINES = (
         decoded(MIXTURE, _one_by_one), "check_attention_module: decoding", "out is wrong",
     ),
     Bug(
-        "keys evicted that the next query still sees", f"{ENGINES}._held_keys:visible",
+        "keys evicted that the next query still sees", "flexdilated.decoding._held_keys:visible",
         lambda right: lambda sources, firsts, lengths, query, num: right(sources, firsts, lengths, query + 3, num),
         decoded(WINDOW, _from_a_cache, lengths=[200]), "check_attention_module: decoding", "key evicted",
     ),
     Bug(
-        "one live buffer handed out twice", f"{ENGINES}.distributed._pool:BufferPool._buffer", _still_idle,
+        "one live buffer handed out twice", "flexdilated.distributed._pool:BufferPool._buffer", _still_idle,
         _two_leases, "two leases of one pool", "read back were", "darcstar",
     ),
 )  # fmt: skip

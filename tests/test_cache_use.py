@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated._flex import make_flex_program
+from flexdilated.engines.flex._flex import make_flex_program
 from flexdilated.masks.blocks._tables import table_bytes
 from flexdilated.masks.plan_cache import _cache
 from flexdilated.masks.plan_cache._cache import Cache

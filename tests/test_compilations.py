@@ -17,8 +17,10 @@ from torch._dynamo.utils import clear_compilation_metrics, counters
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated import _flex_function, _tiles_op, masks
-from flexdilated._compilations import Compilations
+from flexdilated import masks
+from flexdilated.engines.flex import _flex_function
+from flexdilated.engines.tiles import _tiles_op
+from flexdilated.observe._compilations import Compilations
 
 # B batch, H heads, N tokens, D head dim
 

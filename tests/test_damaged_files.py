@@ -15,19 +15,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexdilated import _tune_choices, masks
-from flexdilated._call_key import CallKey
-from flexdilated._profile_file import FORMAT, VERSION, read_recording
-from flexdilated._tune_choices import Sight, chosen, forget_choices
+from flexdilated import masks
 from flexdilated.cli import _checkpoint
 from flexdilated.cli._bindings import read_bindings
 from flexdilated.cli._read_pattern import read_pattern
 from flexdilated.cli._usage import UsageError
+from flexdilated.engines._call_key import CallKey
 from flexdilated.masks.planning.machine import _machine_in_use
 from flexdilated.masks.planning.machine._machine import CPU
 from flexdilated.masks.planning.machine._machine_file import Measured, read_machine, write_json
 from flexdilated.masks.planning.machine._machine_in_use import forget_machines
 from flexdilated.masks.planning.machine._machine_key import MachineKey
+from flexdilated.observe._profile_file import FORMAT, VERSION, read_recording
+from flexdilated.tuning import _tune_choices
+from flexdilated.tuning._tune_choices import Sight, chosen, forget_choices
 
 PATTERN = masks.longnet([8, 16], [1, 2]) & masks.documents("ids", longest=9) & masks.block_list([[0], [0, 1]], block=4)
 MACHINE = Measured(MachineKey.of("cpu"), CPU, "2026-01-01", {"torch": "2"}, {"launch_s": 1.0}).to_data()

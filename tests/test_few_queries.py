@@ -15,8 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated import _row_attention, _row_parts, masks
-from flexdilated._row_parts import MOST_ROWS
+from flexdilated import masks
+from flexdilated.engines.rows import _row_attention, _row_parts
+from flexdilated.engines.rows._row_parts import MOST_ROWS
 from flexdilated.masks.needs import _row
 from tests import oracle
 from tests.agreement import assert_agrees
@@ -68,7 +69,7 @@ def test_attend_is_the_oracle(data, scale, engine) -> None:
         return fd.attend(q, k, v, case.twin.pattern, sinks=sinks, **options, **case.sizes)
 
     same = (case.num_queries, case.q_offset) == (case.num_keys, case.k_offset)
-    unplanned = mock.patch("flexdilated._tiles_op.make_program", side_effect=AssertionError("planned"))
+    unplanned = mock.patch("flexdilated.engines.tiles._tiles_op.make_program", side_effect=AssertionError("planned"))
     with nullcontext() if same else unplanned:
         assert_agrees(attend, inputs, case.counts(), scale=scale)
 
@@ -159,7 +160,7 @@ def test_blocks_layouts_self_attention_and_more_queries_are_planned() -> None:
         lambda: fd.attend(*same, LONGNET_4),
         lambda: fd.attend(*more, LONGNET_4),
     ):
-        with mock.patch("flexdilated._tiles_op.make_program", side_effect=RuntimeError("planned")):
+        with mock.patch("flexdilated.engines.tiles._tiles_op.make_program", side_effect=RuntimeError("planned")):
             masks.cache().clear()
             with pytest.raises(RuntimeError, match="planned"):
                 call()

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated import _flex_op, _flex_parts, masks
-from flexdilated._call_key import CallKey
-from flexdilated._flex_parts import heads_of_part, key_of_part, kv_head_parts
+from flexdilated import masks
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.flex import _flex_op, _flex_parts
+from flexdilated.engines.flex._flex_parts import heads_of_part, key_of_part, kv_head_parts
 from tests.test_flex import around_dense, slanted
 
 PATTERN = masks.longnet([8, 32], [1, 4]) & masks.causal()

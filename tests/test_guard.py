@@ -12,8 +12,8 @@ from bench import _guard, _guard_cases
 from bench.__main__ import main
 from bench._guard import BOUND, RECORDED, Verdict, check, read
 from bench._guard_cases import CASES, Pair
-from flexdilated import _tiles_op
-from flexdilated._call_key import CallKey
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.tiles import _tiles_op
 from flexdilated.masks.plan_cache._cache import Cache
 
 # Three times, not twice: other tests share the machine, and make either side of a ratio up to 1.3 times as slow.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated._flex_program import run_time_program, static_program
 from flexdilated._validate import run_time_tensors
+from flexdilated.engines.flex._flex_program import run_time_program, static_program
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import block_sides, cases, tensors
 from tests.test_flex import CPU, around_dense, call_key
@@ -131,7 +131,7 @@ def test_over_many_blocks(name: str, N: int, dtype: torch.dtype):
     extent = masks.patterns.run_time._run_time.Extent(N, M)
     rule = masks.patterns.run_time._run_time.resolve(pattern, bindings, extent) if bindings else pattern
     bound = rule.bind(num_heads=2, num_queries=N, num_keys=M, batch=2)
-    counts = fd._reference.multiplicity(bound, CPU)
+    counts = fd.engines._reference.multiplicity(bound, CPU)
 
     def attend(q: Tensor, k: Tensor, v: Tensor):
         return fd.attend(q, k, v, pattern, enable_gqa=True, return_lse=True)
@@ -171,4 +171,4 @@ def test_over_few_queries(name: str, first: int, num_queries: int, value: float)
     def attend(q: Tensor, k: Tensor, v: Tensor):
         return fd.attend(q, k, v, FEW[name], q_offset=first, enable_gqa=True, return_lse=True)
 
-    assert_nothing_spreads(attend, given, fd._reference.multiplicity(bound, CPU), value)
+    assert_nothing_spreads(attend, given, fd.engines._reference.multiplicity(bound, CPU), value)

@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # among the commands, which use it as a user does: what lies below takes names from where they are defined.
 FLOORS = {
     r"flexdilated\.masks\b": 0,
-    r"flexdilated\._(attend|engines|kv_cache|received|validate)\b": 2,
-    r"flexdilated\._[^_]": 1,
+    r"flexdilated\.(engines|tuning|memory)\b": 1,
+    r"flexdilated\.(_attend|_engines|_validate|decoding|observe)\b": 2,
     r"flexdilated\.distributed\b": 3,
     r"flexdilated\.nn\b": 4,
     r"flexdilated(\.cli|\.testing|\.viewer|\.__main__|$)": 5,
@@ -35,7 +35,7 @@ EXTRAS = {"hypothesis", "matplotlib", "platformdirs", "tqdm"}
 # Used where it is installed, and imported when it is needed: the file of measured constants has its place there.
 LATE = {
     "flexdilated.masks.planning.machine._machine_file": {"platformdirs"},
-    "flexdilated._received_picture": {"matplotlib"},
+    "flexdilated.observe._received_picture": {"matplotlib"},
     "flexdilated.masks.inspection._plot": {"matplotlib"},
     "flexdilated.masks.inspection._plot_axes": {"matplotlib"},
     "flexdilated.masks.inspection._plot_figure": {"matplotlib"},

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flexdilated as fd
-from flexdilated import _engines, _kernel, _kernel_cuda, masks
-from flexdilated._kernel_cuda import KERNELS, Kernel, choose
-from flexdilated._tile_plan import plan_tiles
-from flexdilated._tiles import Program, Result, make_program, run_backward, run_forward
+from flexdilated import _engines, masks
 from flexdilated._validate import run_time_tensors
+from flexdilated.engines.kernels import _kernel, _kernel_cuda
+from flexdilated.engines.kernels._kernel_cuda import KERNELS, Kernel, choose
+from flexdilated.engines.tiles._tile_plan import plan_tiles
+from flexdilated.engines.tiles._tiles import Program, Result, make_program, run_backward, run_forward
 from flexdilated.masks import Layout
 from flexdilated.masks.core._pattern import Expression
 from flexdilated.masks.patterns.run_time._run_time import Extent, resolve

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated import _held_keys, _kv_cache, masks
-from flexdilated._row_attention import matrix_forward
+from flexdilated import masks
+from flexdilated.decoding import _held_keys, _kv_cache
+from flexdilated.engines.rows._row_attention import matrix_forward
 from tests import oracle, strategies
 from tests.agreement import TIGHT
 

@@ -16,11 +16,13 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexdilated as fd
-from flexdilated import _kernel, _tile_blocks, masks
-from flexdilated._call_key import CallKey
-from flexdilated._tiles import Result
-from flexdilated._tiles_op import attention, gradients
+from flexdilated import masks
 from flexdilated._validate import run_time_tensors
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.kernels import _kernel
+from flexdilated.engines.tiles import _tile_blocks
+from flexdilated.engines.tiles._tiles import Result
+from flexdilated.engines.tiles._tiles_op import attention, gradients
 from flexdilated.masks.inspection._sections import sections_of
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.lowering import _windows

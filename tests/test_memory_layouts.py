@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated import _flex_op, masks
-from flexdilated._call_key import CallKey
-from flexdilated._flex import FlexProgram
+from flexdilated import masks
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.flex import _flex_op
+from flexdilated.engines.flex._flex import FlexProgram
 from flexdilated.testing import MEMORY_LAYOUTS, laid_out
 from tests.test_flex import around_dense
 

@@ -12,13 +12,14 @@ from bench._memory import peak_bytes
 from bench._memory_page import MEMORY, memory_parts
 from bench._page import filled
 from bench.bench_fits import prepared_step
-from flexdilated import _memory, masks
-from flexdilated._call_key import CallKey
-from flexdilated._live_bytes import Hidden, LiveBytes, fake_tensors, nbytes
-from flexdilated._memory import AttentionSize, attention_memory
-from flexdilated._memory_tiles import _few_of_each_kind
-from flexdilated._tiles import Program, Result, run_backward, run_forward
-from flexdilated._tiles_op import _programs
+from flexdilated import masks
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.tiles._tiles import Program, Result, run_backward, run_forward
+from flexdilated.engines.tiles._tiles_op import _programs
+from flexdilated.memory import _memory
+from flexdilated.memory._live_bytes import Hidden, LiveBytes, fake_tensors, nbytes
+from flexdilated.memory._memory import AttentionSize, attention_memory
+from flexdilated.memory._memory_tiles import _few_of_each_kind
 from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
 
 PATTERNS = {

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from flexdilated._gather import merge_
-from flexdilated._merge import merge
+from flexdilated.engines._gather import merge_
+from flexdilated.engines._merge import merge
 from tests import oracle
 from tests.agreement import TIGHT
 

@@ -103,7 +103,7 @@ def test_every_beginning_of_the_order_is_fair() -> None:
 
 
 def mutant(name: str) -> Mutant:
-    return Mutant(f"masks/{name}.py", 3, 0, "constant", 0, 0, 1, "1", "2")
+    return Mutant(f"masks/core/{name}.py", 3, 0, "constant", 0, 0, 1, "1", "2")
 
 
 def test_quick_tests_first_and_no_more_than_the_effort() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 
 from flexdilated import masks
-from flexdilated._reference import multiplicity
+from flexdilated.engines._reference import multiplicity
 from tests import oracle
 from tests.ladders import GIGAPATH_5, LADDERS, PAPER_5, scaled
 from tests.strategies import cases, sets

@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexdilated import _kernel, masks
-from flexdilated._live_bytes import LiveBytes, fake_tensors
-from flexdilated._memory import AttentionSize, attention_memory
+from flexdilated import masks
 from flexdilated.cli._main import main
 from flexdilated.cli._plan_fits import longest, longest_bound, rounded, slope
 from flexdilated.cli._plan_settings import BUDGETS
 from flexdilated.cli._read_pattern import read_pattern
 from flexdilated.cli._sizes import bytes_text, parse_bytes, parse_tokens, tokens_text
 from flexdilated.cli._usage import UsageError
+from flexdilated.engines.kernels import _kernel
 from flexdilated.masks.inspection._describe import MOST_DESCRIBED
+from flexdilated.memory._live_bytes import LiveBytes, fake_tensors
+from flexdilated.memory._memory import AttentionSize, attention_memory
 
 LONGNET = "longnet((256, 1024), (1, 4)) & causal()"
 SMALL = ["--heads", "4", "--head-dim", "16", "--layers", "2"]

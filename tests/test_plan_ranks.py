@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from flexdilated import masks
-from flexdilated._memory import AttentionSize, attention_memory
 from flexdilated.cli._main import main
 from flexdilated.cli._sizes import parse_seconds, parse_speed, seconds_text
 from flexdilated.cli._usage import UsageError
 from flexdilated.distributed import Sharding
+from flexdilated.memory._memory import AttentionSize, attention_memory
 
 # W ranks, G key/value heads, N tokens
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from bench._timing import Job, interleave
-from flexdilated import _profile
-from flexdilated._profile import VARIABLE, folder_from_environment, named_under, recorded, recorded_steps
-from flexdilated._profile_file import TABLE, TRACE, Operator, Recording, file_stem, read_recording
 from flexdilated.cli import main
+from flexdilated.observe import _profile
+from flexdilated.observe._profile import VARIABLE, folder_from_environment, named_under, recorded, recorded_steps
+from flexdilated.observe._profile_file import TABLE, TRACE, Operator, Recording, file_stem, read_recording
 from tests.test_house import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -66,7 +66,7 @@ def test_the_trace_beside_it_is_a_chrome_trace(folder) -> None:
 
 
 def test_a_trace_that_is_too_long_is_left_out(folder, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("flexdilated._profile_file._MOST_EVENTS", 1)
+    monkeypatch.setattr("flexdilated.observe._profile_file._MOST_EVENTS", 1)
     with recorded("long"):
         torch.ones(10).sum()
     assert recordings(folder)["long"].trace is None

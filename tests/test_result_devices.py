@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 import flexdilated as fd
-from flexdilated import _kernel_cuda, masks
-from flexdilated._call_key import CallKey
-from flexdilated._flex import _own_buffer
-from flexdilated._gather import side
-from flexdilated._row_attention import row_backward, row_forward
-from flexdilated._row_parts import parts_of_call
-from flexdilated._slots_op import add_slots, encoded, join_slots, take_slots
-from flexdilated._tiles_op import tiles, tiles_backward
+from flexdilated import masks
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._gather import side
+from flexdilated.engines._slots_op import add_slots, encoded, join_slots, take_slots
+from flexdilated.engines.flex._flex import _own_buffer
+from flexdilated.engines.kernels import _kernel_cuda
+from flexdilated.engines.rows._row_attention import row_backward, row_forward
+from flexdilated.engines.rows._row_parts import parts_of_call
+from flexdilated.engines.tiles._tiles_op import tiles, tiles_backward
 from flexdilated.masks.orders._layout import Compact, Layout
 
 META = torch.device("meta")

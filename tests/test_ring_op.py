@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 from flexdilated import masks
-from flexdilated._placed_call import PlacedCall
 from flexdilated.distributed import attend
 from flexdilated.distributed._ring_op import ring_backward_op, ring_op
 from flexdilated.distributed._sharding import Sharding
+from flexdilated.engines._placed_call import PlacedCall
 from flexdilated.masks.text._json import read_text
 from tests import oracle
 from tests.agreement import TIGHT

@@ -15,11 +15,11 @@ from torch.distributed import DistError
 from torch.testing import assert_close
 
 from flexdilated import masks
-from flexdilated._placed_call import PlacedCall
 from flexdilated.distributed import _ring_transfers
 from flexdilated.distributed._codec import codec_named, gradient_codec
 from flexdilated.distributed._pool import BufferPool
 from flexdilated.distributed._sharding import Sharding
+from flexdilated.engines._placed_call import PlacedCall
 from tests import oracle
 from tests.agreement import TIGHT
 from tests.ranks import on_ranks, outcomes_on_ranks

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated._reference import multiplicity
+from flexdilated.engines._reference import multiplicity
 from tests import oracle
 from tests.agreement import TIGHT, assert_agrees, gradients
 from tests.run_time_strategies import Packed, packed_cases

@@ -14,10 +14,10 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated._call_key import CallKey
-from flexdilated._flex import FlexProgram
-from flexdilated._flex_program import blank_program, list_width, run_time_program
 from flexdilated._validate import run_time_tensors
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.flex._flex import FlexProgram
+from flexdilated.engines.flex._flex_program import blank_program, list_width, run_time_program
 from tests.agreement import assert_agrees
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import block_sides, tensors

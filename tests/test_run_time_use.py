@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated import _tile_masks, masks
-from flexdilated._reference import multiplicity
+from flexdilated import masks
+from flexdilated.engines._reference import multiplicity
+from flexdilated.engines.tiles import _tile_masks
 from flexdilated.masks.blocks import _blocks
 from flexdilated.masks.planning._planner import plan
 from flexdilated.testing import check_pattern

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated import _flex_op, masks
-from flexdilated._call_key import CallKey
-from flexdilated._flex_program import run_time_program
+from flexdilated import masks
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.flex import _flex_op
+from flexdilated.engines.flex._flex_program import run_time_program
 from flexdilated.masks.planning._planner import plan
 from tests import oracle
 from tests.test_flex import CPU, around_dense
@@ -115,7 +116,7 @@ def assert_current(pattern: Any, tensor: Tensor, name: str, counts: Tensor, call
     else:
         bound = pattern.bind(num_heads=1, num_queries=N, num_keys=N)
         plan(bound)
-        out = dense(fd._reference.multiplicity(bound, CPU), x, x, x)
+        out = dense(fd.engines._reference.multiplicity(bound, CPU), x, x, x)
     assert_close(out, dense(counts, x, x, x), rtol=1e-9, atol=1e-9)
 
 

@@ -16,10 +16,10 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated._call_key import CallKey
-from flexdilated._flex import make_flex_program
-from flexdilated._flex_program import static_program
-from flexdilated._score_mod import Folded, InOrder, Shifted
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._score_mod import Folded, InOrder, Shifted
+from flexdilated.engines.flex._flex import make_flex_program
+from flexdilated.engines.flex._flex_program import static_program
 from flexdilated.masks.planning._planner import plan
 from tests import oracle, twins
 from tests.agreement import TIGHT, assert_agrees

@@ -7,11 +7,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated._memory import AttentionSize, attention_memory
 from flexdilated.distributed import Sharding
 from flexdilated.distributed._links import Links
 from flexdilated.distributed._simulation import simulate
 from flexdilated.distributed._step_time import Computing, step_time
+from flexdilated.memory._memory import AttentionSize, attention_memory
 from tests.ranks import on_ranks
 
 # B batch, H query heads, G key/value heads, L tokens of a rank, D head dim

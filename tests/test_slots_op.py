@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
-from flexdilated import _slots_op, masks
-from flexdilated._flex import make_flex_program
-from flexdilated._flex_program import allowed_on
-from flexdilated._merge import merge
-from flexdilated._pick import join, make_pick, take, take_ahead
-from flexdilated._slots_op import add_slots, join_slots, take_slots
+from flexdilated import masks
+from flexdilated.engines import _slots_op
+from flexdilated.engines._merge import merge
+from flexdilated.engines._pick import join, make_pick, take, take_ahead
+from flexdilated.engines._slots_op import add_slots, join_slots, take_slots
+from flexdilated.engines.flex._flex import make_flex_program
+from flexdilated.engines.flex._flex_program import allowed_on
 from flexdilated.masks import Layout
 from flexdilated.masks.orders._layout import Compact
 from flexdilated.masks.planning._planner import plan

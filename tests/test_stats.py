@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import flexdilated as fd
-from flexdilated import _stats, masks
+from flexdilated import masks
 from flexdilated.distributed import BufferPool
 from flexdilated.masks.plan_cache import _cache
 from flexdilated.masks.plan_cache._cache import Cache
+from flexdilated.observe import _stats
 from tests.test_house import needs_install, run_elsewhere
 
 PATTERN = masks.longnet([16, 64], [1, 4]) & masks.causal()

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated import _tile_blocks, _tile_calls, masks
-from flexdilated._tile_calls import Call, Calls, plan_calls
-from flexdilated._tile_stretches import Even, Listed, Stretches
+from flexdilated import masks
+from flexdilated.engines.tiles import _tile_blocks, _tile_calls
+from flexdilated.engines.tiles._tile_calls import Call, Calls, plan_calls
+from flexdilated.engines.tiles._tile_stretches import Even, Listed, Stretches
 from flexdilated.masks import Layout
 from flexdilated.masks.planning.lowering._lower import shared_terms
 from tests import oracle

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flexdilated as fd
-from flexdilated import _tile_blocks, _tile_masks, _tiles, masks
-from flexdilated._tile_plan import plan_tiles, portions_on
-from flexdilated._tiles import Result, make_program, run_backward, run_forward
+from flexdilated import masks
+from flexdilated.engines.tiles import _tile_blocks, _tile_masks, _tiles
+from flexdilated.engines.tiles._tile_plan import plan_tiles, portions_on
+from flexdilated.engines.tiles._tiles import Result, make_program, run_backward, run_forward
 from flexdilated.masks import Layout
 from flexdilated.masks.blocks import _blocks, _quadtree
 from flexdilated.masks.planning._planner import Plan, plan

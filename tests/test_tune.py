@@ -9,19 +9,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flexdilated as fd
-from flexdilated import _tiles_op, _tune, _tune_choices, _tune_machine, _tune_trial, masks
-from flexdilated._call_key import CallKey
-from flexdilated._tune import BRANCH_BY_BRANCH, measure, measure_options
-from flexdilated._tune_choices import Sight, choices_path, chosen, forget_choices
-from flexdilated._tune_machine import Sizes, measure_machine
-from flexdilated._tune_trial import Inputs, Times
+from flexdilated import masks
 from flexdilated.cli import main
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.tiles import _tiles_op
 from flexdilated.masks.planning._choice import Candidates, Choice, way_of
 from flexdilated.masks.planning._options import ANYTHING
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.machine._machine_file import read_machine, stored_path, write_json
 from flexdilated.masks.planning.machine._machine_in_use import VARIABLE, forget_machines, machine_of
 from flexdilated.masks.planning.machine._machine_key import MachineKey
+from flexdilated.tuning import _tune, _tune_choices, _tune_machine, _tune_trial
+from flexdilated.tuning._tune import BRANCH_BY_BRANCH, measure, measure_options
+from flexdilated.tuning._tune_choices import Sight, choices_path, chosen, forget_choices
+from flexdilated.tuning._tune_machine import Sizes, measure_machine
+from flexdilated.tuning._tune_trial import Inputs, Times
 
 CPU = torch.device("cpu")
 N, H, D = 256, 2, 8

@@ -6,10 +6,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flexdilated._call_key import CallKey
-from flexdilated._flex import FlexProgram, make_flex_program
-from flexdilated._flex_program import allowed_on
-from flexdilated._pick import join, take
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._pick import join, take
+from flexdilated.engines.flex._flex import FlexProgram, make_flex_program
+from flexdilated.engines.flex._flex_program import allowed_on
 from flexdilated.masks.planning._planner import plan
 
 from .._longnets import LongNet

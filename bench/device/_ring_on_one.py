@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import flexdilated as fd
-from flexdilated._placed_call import WholeRows
+from flexdilated.engines._placed_call import WholeRows
 
 from .._longnets import LongNet
 from .._problem import Attention, Problem

@@ -10,10 +10,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated._call_key import CallKey
-from flexdilated._flex import run_flex
-from flexdilated._flex_program import static_program
 from flexdilated.cli._flash import is_flash_backend_importable
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.flex._flex import run_flex
+from flexdilated.engines.flex._flex_program import static_program
 
 from .._longnets import LongNet
 from .._problem import Attention

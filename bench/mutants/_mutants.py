@@ -7,13 +7,9 @@ from pathlib import Path
 
 from ._operators import OPERATORS
 
-# The engines; all of masks/ beside them.
-_ENGINES = (
-    *("attend", "call_key", "engines", "flex", "flex_function", "flex_op", "flex_parts", "flex_program"),
-    *("flex_tables", "gather", "head_groups", "held_keys", "kernel", "kernel_cuda", "key_store", "kv_cache", "merge"),
-    *("pick", "placed_call", "placed_sides", "reference", "row_attention", "sinks", "slots_op", "tile_blocks"),
-    *("tile_calls", "tile_masks", "tile_plan", "tile_stretches", "tiles", "tiles_op", "validate"),
-)
+# What computes masks and attention.
+_MUTATED = ("masks", "flexdilated/engines", "flexdilated/decoding")
+_MUTATED += tuple(f"flexdilated/_{name}.py" for name in ("attend", "engines", "validate"))
 # Text for people; what computes nothing that a caller could see.
 _TEXT = {"__repr__", "__str__"}
 _SAID = {"debug", "info", "warning", "warn", "cast", "TypeVar"}
@@ -45,10 +41,10 @@ class Mutant:
 
 
 def mutated_files(tree: Path) -> list[str]:
-    """All of masks/, and the engines."""
-    files = (path for path in (tree / "masks").rglob("*.py") if path.name != "__init__.py")
-    masks = sorted(path.relative_to(tree).as_posix() for path in files)
-    return [*(f"flexdilated/_{name}.py" for name in _ENGINES), *masks]
+    """The files of which there are mutants."""
+    places = [tree / name for name in _MUTATED]
+    files = [file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place])]
+    return sorted(file.relative_to(tree).as_posix() for file in files if file.name != "__init__.py")
 
 
 def all_mutants(tree: Path) -> list[Mutant]:

@@ -10,9 +10,9 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from .. import masks
-from .._profile import folder_from_environment
 from ..masks.plan_cache._cache_stats import CacheStats
 from ..nn import LongNetConfig
+from ..observe._profile import folder_from_environment
 from . import _checkpoint, _extras
 from ._attention_time import measure
 from ._baselines import bigram_bits, unigram_bits

@@ -12,10 +12,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from .. import masks
-from .._compilations import compilations
-from .._flex import missing_compiler
-from .._profile import VARIABLE as PROFILE_VARIABLE
-from .._profile import folder_from_environment
+from ..engines.flex._flex import missing_compiler
 from ..masks.plan_cache._cache_limits import (
     BYTES_VARIABLE,
     ENTRIES_VARIABLE,
@@ -25,6 +22,9 @@ from ..masks.plan_cache._cache_limits import (
 from ..masks.planning.machine._machine_in_use import VARIABLE as MACHINE_VARIABLE
 from ..masks.planning.machine._machine_in_use import machine_from_environment
 from ..nn import DilatedAttention
+from ..observe._compilations import compilations
+from ..observe._profile import VARIABLE as PROFILE_VARIABLE
+from ..observe._profile import folder_from_environment
 from . import _extras
 from ._flash import active_implementation, is_flash_backend_importable, other_implementations
 from ._settings import available_devices

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from .._memory import LARGEST_RUN, AttentionMemory, attention_memory
 from ..masks.core._pattern import Expression
+from ..memory._memory import LARGEST_RUN, AttentionMemory, attention_memory
 from ..nn._model_memory import ModelMemory, attention_size, model_memory
 from ._fixed_sizes import most_tokens
 from ._plan_settings import PlanSettings

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from .._flex_program import allowed_on
-from .._memory import attention_memory
-from .._tune import measure_options
+from ..engines.flex._flex_program import allowed_on
 from ..masks.core._bound import Bound
 from ..masks.core._pattern import Mixture
 from ..masks.core._spelling import shortened
@@ -20,7 +18,9 @@ from ..masks.inspection._fitted_table import fitted_facts, fitted_table
 from ..masks.planning._options import ANYTHING, Option
 from ..masks.planning._planner import Plan, plan
 from ..masks.planning.lowering._term import Term
+from ..memory._memory import attention_memory
 from ..nn._model_memory import attention_size, model_memory
+from ..tuning._tune import measure_options
 from ._plan_settings import DTYPES, PlanSettings
 from ._sizes import bytes_text, tokens_text
 

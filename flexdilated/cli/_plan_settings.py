@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .._memory import AttentionSize
 from ..masks.core._check import LARGEST
 from ..masks.core._pattern import Expression
+from ..memory._memory import AttentionSize
 from ..nn._model_memory import ModelSize
 from ._asked_pattern import one_rule
 from ._fixed_sizes import MOST_HEADS

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from .._profile import VARIABLE
-from .._profile_file import TABLE, Operator, Recording, read_recording
 from ..masks.core._bytes_text import bytes_text
+from ..observe._profile import VARIABLE
+from ..observe._profile_file import TABLE, Operator, Recording, read_recording
 from ._sizes import seconds_text
 from ._usage import UsageError
 

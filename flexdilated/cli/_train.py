@@ -7,7 +7,7 @@ from time import monotonic
 
 from torch import nn
 
-from .._profile import recorded_steps
+from ..observe._profile import recorded_steps
 from ._corpus import Corpus
 from ._evaluate import loss_bits
 from ._interrupt import Interrupt

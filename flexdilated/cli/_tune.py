@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from .._call_key import CallKey
-from .._tune import Trialled, Trials, measure
-from .._tune_choices import Sight, remember
-from .._tune_machine import KINDS, measure_machine
-from .._tune_trial import Inputs
+from ..engines._call_key import CallKey
 from ..masks.planning.machine._machine import Machine
 from ..masks.planning.machine._machine_file import Measured, stored_path, write_json
 from ..masks.planning.machine._machine_in_use import forget_machines
 from ..masks.planning.machine._machine_key import MachineKey
+from ..tuning._tune import Trialled, Trials, measure
+from ..tuning._tune_choices import Sight, remember
+from ..tuning._tune_machine import KINDS, measure_machine
+from ..tuning._tune_trial import Inputs
 from . import _extras
 from ._asked_pattern import AskedPattern, one_rule
 from ._tune_settings import TuneSettings

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import masks
 from .._attend import attend
-from .._flex import missing_compiler
+from ..engines.flex._flex import missing_compiler
 from ..masks import Mixture, Pattern
 from ..nn import BlockSparseAttention, DilatedAttention, LongNet, LongNetConfig, MultiheadDilatedAttention
 from ._verify_measure import Measured, gradients, measure

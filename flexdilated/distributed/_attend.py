@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._attend import autocast
 from .._engines import choose_engine
-from .._placed_call import placed_engine
-from .._sinks import nothing
 from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
+from ..engines._placed_call import placed_engine
+from ..engines._sinks import nothing
 from ..masks import Mixture, Pattern
 from ..masks.core._check import require_bool, require_choice
 from ..masks.core._pattern import Expression, require_expression

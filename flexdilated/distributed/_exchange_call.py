@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._call_key import CallKey
-from .._flex_op import flex
-from .._placed_call import PlacedCall, WholeRows
+from ..engines._call_key import CallKey
+from ..engines._placed_call import PlacedCall, WholeRows
+from ..engines.flex._flex_op import flex
 from ._codec import gradient_codec
 from ._codec_choice import codec_for
 from ._exchange_rows import bring_keys, return_gradients

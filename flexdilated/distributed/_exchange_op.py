@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._flat_op import flat_op
-from .._op_gradient import copies, no_gradients, refuse, set_gradient
-from .._placed_call import WholeRows
+from ..engines._flat_op import flat_op
+from ..engines._op_gradient import copies, no_gradients, refuse, set_gradient
+from ..engines._placed_call import WholeRows
 from ..masks.core._ambient import own_modes
 from ..masks.text._json import read_text
 from ._exchange_call import ExchangeCall

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._flat_op import own_op
+from ..engines._flat_op import own_op
 from ._agreement import check_agreement
 from ._faults import communicating
 from ._ranks import Ranks, group_of

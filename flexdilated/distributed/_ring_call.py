@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .._placed_call import PlacedCall
+from ..engines._placed_call import PlacedCall
 from ..masks.orders._placement import Placement
 from ._codec import Codec
 from ._codec_choice import codec_for

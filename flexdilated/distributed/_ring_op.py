@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._flat_op import flat_op
-from .._op_gradient import set_gradient
-from .._placed_call import WholeRows
+from ..engines._flat_op import flat_op
+from ..engines._op_gradient import set_gradient
+from ..engines._placed_call import WholeRows
 from ..masks.text._json import read_text
 from ._plain_call import PlainCall
 from ._ring_call import RingCall

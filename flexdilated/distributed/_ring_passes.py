@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._gather import merge_
-from .._placed_call import WholeRows
-from .._sinks import add_sinks
+from ..engines._gather import merge_
+from ..engines._placed_call import WholeRows
+from ..engines._sinks import add_sinks
 from ._autograd_on import autograd_on
 from ._ring_call import RingCall
 from ._ring_transfers import Gradients, Shard, rotate

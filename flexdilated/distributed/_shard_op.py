@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._flat_op import own_op
+from ..engines._flat_op import own_op
 from ..masks.core._ranges import Ranges
 from ._agreement import check_agreement
 from ._messages import Message, post

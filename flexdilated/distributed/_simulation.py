@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from .._memory import AttentionMemory, AttentionSize, attention_memory
 from ..masks.core._pattern import Expression
+from ..memory._memory import AttentionMemory, AttentionSize, attention_memory
 from ._codec import CodecName, codec_named, gradient_codec
 from ._links import Links
 from ._schedule import ScheduleChoice, choice_of

@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from .._memory import AttentionSize
 from ..masks.core._pattern import Expression
 from ..masks.orders._layout import Layout
 from ..masks.planning._cost import cost_of
 from ..masks.planning._planner import plan
 from ..masks.planning.machine._machine_in_use import machine_of
+from ..memory._memory import AttentionSize
 from ._links import Links
 
 # W ranks

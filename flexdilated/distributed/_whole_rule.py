@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .._call_key import CallKey
+from ..engines._call_key import CallKey
 from ..masks.core._pattern import Expression
 from ..masks.text._json import read_text
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from .._attend import attend, autocast
 from .._engines import check_engine
-from .._score_mod import ScoreMod
 from .._validate import check_tensors, resolve_scale
+from ..engines._score_mod import ScoreMod
 from ..masks import Mixture, Pattern
 from ..masks.core._check import require_bool, require_int
 from ..masks.core._pattern import require_expression

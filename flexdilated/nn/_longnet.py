@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import masks
 from .._attend import autocast_dtype
-from .._kv_cache import KVCache
 from .._validate import require_dense
+from ..decoding._kv_cache import KVCache
 from ..masks import Layout, Mixture, Pattern
 from ._generate import Sampling, generate
 from ._longnet_block import Block

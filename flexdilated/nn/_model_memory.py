@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import masks
-from .._live_bytes import Hidden, LiveBytes, fake_tensors, nbytes
-from .._memory import AttentionMemory, AttentionSize
 from ..masks import Mixture, Pattern
+from ..memory._live_bytes import Hidden, LiveBytes, fake_tensors, nbytes
+from ..memory._memory import AttentionMemory, AttentionSize
 from ._longnet import LongNet
 from ._longnet_config import LongNetConfig
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from .._score_mod import ScoreMod
+from ..engines._score_mod import ScoreMod
 from ..masks import Mixture, Pattern
 from ..masks.core._check import require_choice
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .._score_mod import ScoreMod
+from ..engines._score_mod import ScoreMod
 from ..masks import Mixture, Pattern
 from ..masks.core._check import require_bool, require_finite
 from ._problem import Problem

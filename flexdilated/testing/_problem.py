@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from .._reference import modified_scores, multiplicity, reference_attention
-from .._score_mod import ScoreMod
 from .._validate import check_score_mod, check_sinks, check_sizes, check_tensors, resolve_scale
+from ..engines._reference import modified_scores, multiplicity, reference_attention
+from ..engines._score_mod import ScoreMod
 from ..masks import Bound, Mixture, Pattern
 from ..masks.core._pattern import require_expression
 from ..masks.patterns.run_time._run_time import Extent, given_tensors, resolve

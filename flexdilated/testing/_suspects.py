@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .._reference import multiplicity
+from ..engines._reference import multiplicity
 from ..masks import Bound, Mixture
 from ..masks.core._algebra import And
 from ..masks.core._pattern import Expression, Pattern

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from .._reference import multiplicity
+from ..engines._reference import multiplicity
 from ._problem import Problem
 
 _RUNS = 8

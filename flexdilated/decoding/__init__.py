@@ -1,0 +1,1 @@
+"""Keys and values of tokens so far, and attention from new ones over them."""

@@ -1,0 +1,1 @@
+"""What computes attention: a plan made ready for a device, its operands, gathering and merging, ops, the reference."""

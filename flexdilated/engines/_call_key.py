@@ -1,0 +1,113 @@
+"""CallKey: everything a program depends on besides the tensors' values, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..masks import Layout
+from ..masks.core._bound import Bound
+from ..masks.core._pattern import Expression
+from ..masks.orders._placement import Placement
+from ..masks.patterns.run_time._run_time import Extent, blank, names, resolve
+from ..masks.planning._choice import Choice
+from ..masks.planning._options import ANYTHING, Allowed
+from ..masks.planning._placed import plan_at
+from ..masks.planning._planner import Plan, plan
+from ..masks.text._json import read_text
+
+
+class CallKey(NamedTuple):
+    """One call's pattern (as JSON) and sizes.
+
+    `rate` is that of the layout in which its tokens come. `block_size` is two sides, or nothing where each term
+    takes its own. `placement` is the text of one, where tokens stand at stated positions; offsets are then 0.
+    """
+
+    pattern: str
+    num_heads: int
+    num_kv_heads: int
+    num_queries: int
+    num_keys: int
+    q_offset: int
+    k_offset: int
+    head_offset: int
+    num_heads_global: int
+    rate: int
+    block_size: tuple[int, ...]
+    placement: str = ""
+
+    @classmethod
+    def of(cls, pattern: str, *fields: Any) -> CallKey:
+        """From an op's arguments: tracing hands over sizes that are no plain integers, and the block size as a list."""
+        *numbers, block_size, placement = fields if isinstance(fields[-1], str) else (*fields, "")
+        return cls._make((pattern, *map(int, numbers), tuple(block_size), placement))
+
+    @property
+    def flex_sides(self) -> tuple[int, int]:
+        """The sides of FlexAttention's blocks: as asked for, or those that all its kernels take."""
+        rows, columns = self.block_size or (128, 128)
+        return rows, columns
+
+    @property
+    def layout(self) -> Layout:
+        """The order of the queries."""
+        return Layout(self.num_queries, self.rate)
+
+    @property
+    def extent(self) -> Extent:
+        """Where the positions of queries and keys end."""
+        if self.placement:
+            end = Placement.read(self.placement).end
+            return Extent(end, end)
+        return Extent(self.q_offset + self.num_queries, self.k_offset + self.num_keys)
+
+    def rules(self, bindings: Sequence[Tensor]) -> Expression:
+        """The pattern, with the values of its run-time tensors in place; these come in the order of their names.
+
+        The values are those of now: no call relies on what an earlier one read, as neither a tensor's identity nor its
+        version tells that it was written to (collectives, `.data`, NumPy and kernels of others count no version).
+        """
+        pattern = read_text(self.pattern)
+        return resolve(pattern, dict(zip(names(pattern), bindings, strict=True)), self.extent)
+
+    def blank(self, bindings: Sequence[Tensor]) -> Expression:
+        """The pattern with run-time tables of these tensors' shapes, the same for all their values."""
+        pattern = read_text(self.pattern)
+        return blank(pattern, dict(zip(names(pattern), bindings, strict=True)), self.extent)
+
+    def bound(self, rule: Expression | None = None) -> Bound:
+        """The pattern, or what its run-time tensors make of it, with its sizes."""
+        return (read_text(self.pattern) if rule is None else rule).bind(
+            num_heads=self.num_heads,
+            num_queries=self.num_queries,
+            num_keys=self.num_keys,
+            q_offset=self.q_offset,
+            k_offset=self.k_offset,
+            head_offset=self.head_offset,
+            num_heads_global=self.num_heads_global,
+        )
+
+    def plan(
+        self,
+        rule: Expression | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        allowed: Allowed = ANYTHING,
+        choice: Choice | None = None,
+    ) -> Plan:
+        """How the pattern, or what its run-time tensors make of it, is computed on this kind of device."""
+        if not self.placement:
+            return plan(self.bound(rule), device=device, layout=self.layout, allowed=allowed, choice=choice)
+        heads = {"num_heads": self.num_heads, "head_offset": self.head_offset}
+        return plan_at(
+            read_text(self.pattern) if rule is None else rule,
+            Placement.read(self.placement),
+            **heads,
+            num_heads_global=self.num_heads_global,
+            device=device,
+            allowed=allowed,
+        )

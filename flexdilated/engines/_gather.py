@@ -1,0 +1,274 @@
+"""Moving tokens between the input's order and a term's: gather, scatter-add, and merge in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from jaxtyping import Bool, Float, Int32, Int64, Shaped
+from torch import Tensor
+
+from ..masks.orders._layout import Compact, Layout, Permutation
+
+# B batch, X heads of a tensor, H heads of a term, F folds, S slots, N tokens, D head dim
+
+
+@dataclass(frozen=True)
+class Run:
+    """Heads begin to end - 1 of a term are heads first, first + step, ... of a tensor and start at one token."""
+
+    begin: int
+    end: int
+    first: int
+    step: int
+    start: int
+
+    def alone(self, place: int) -> Run:
+        """One head of the run."""
+        return Run(place, place + 1, self.first + (place - self.begin) * self.step, 1, self.start)
+
+
+@dataclass(frozen=True)
+class Strands:
+    """One side of a compact term: which tokens of which heads of a tensor are its slots."""
+
+    layout: Compact
+    runs: tuple[Run, ...]
+
+    def view(self, x: Shaped[Tensor, "B X N ..."], run: Run) -> Shaped[Tensor, "B h F S ..."]:
+        """The slots of one run of heads, as a view of x. Heads with step 0 share their memory."""
+        layout = self.layout
+        rest, rest_stride = x.shape[3:], x.stride()[3:]
+        batch, head, token = x.stride()[:3]
+        return x.as_strided(
+            (x.shape[0], run.end - run.begin, layout.folds, layout.num_slots, *rest),
+            (batch, run.step * head, layout.fold_stride * token, layout.step * token, *rest_stride),
+            x.storage_offset() + run.first * head + run.start * token,
+        )
+
+    def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
+        """The slots of all heads: a view where one exists, else a copy in the order of the slots."""
+        if len(self.runs) == 1 and self.layout.step == 1:
+            return self.view(x, self.runs[0])
+        shape = (x.shape[0], len(self.layout.heads), self.layout.folds, self.layout.num_slots, *x.shape[3:])
+        slots = x.new_empty(shape)
+        for run in self.runs:
+            slots[:, run.begin : run.end].copy_(self.view(x, run))
+        return slots
+
+    def all_tokens(self, slots: Shaped[Tensor, "B H F S ..."], heads: int, tokens: int) -> Tensor | None:
+        """The slots as (B, heads, tokens, ...) without a scatter, if they are every token of every head in order."""
+        return slots.flatten(2, 3) if self.every(heads, tokens) else None
+
+    def every(self, heads: int, tokens: int) -> bool:
+        one_run = self.runs == (Run(0, heads, 0, 1, 0),)
+        return one_run and self.layout.step == 1 and self.layout.folds * self.layout.num_slots == tokens
+
+    def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
+        """Add the slots onto the tokens of x, in place; heads that share a token's memory are summed."""
+        for run in self.runs:
+            part = slots[:, run.begin : run.end]
+            if run.step == 0:
+                part = part.sum(1, keepdim=True)
+                run = Run(run.begin, run.begin + 1, run.first, 1, run.start)
+            self.view(x, run).add_(part)
+
+    def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
+        """Write the slots to the tokens of x, in place."""
+        for run in self.runs:
+            self.view(x, run).copy_(slots[:, run.begin : run.end])
+
+    def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
+        """Mark these tokens as reached; whether none of them was."""
+        views = [self.view(reached, run) for run in self.runs]
+        fresh = not any(bool(view.any()) for view in views)
+        for view in views:
+            view.fill_(True)
+        return fresh
+
+    def merge(
+        self,
+        out: Float[Tensor, "B X N D"],
+        lse: Float[Tensor, "B X N"],
+        part: Float[Tensor, "B H F S D"],
+        part_lse: Float[Tensor, "B H F S"],
+    ) -> None:
+        """Merge a part into the tokens of out and lse, in place."""
+        for run in self.runs:
+            chosen = slice(run.begin, run.end)
+            merge_(self.view(out, run), self.view(lse, run), part[:, chosen], part_lse[:, chosen])
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One side of a term over all tokens, in the order of the input or a permutation of it."""
+
+    layout: Permutation
+    given: Layout
+
+    def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B X 1 S ..."]:
+        return self._reorder(x).unsqueeze(2)
+
+    def every(self, heads: int, tokens: int) -> bool:
+        return True
+
+    def all_tokens(self, slots: Shaped[Tensor, "B X 1 S ..."], heads: int, tokens: int) -> Tensor | None:
+        return self._restore(slots.squeeze(2))
+
+    def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B X 1 S ..."]) -> None:
+        x.add_(self._restore(slots.squeeze(2)))
+
+    def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
+        fresh = not bool(reached.any())
+        reached.fill_(True)
+        return fresh
+
+    def merge(
+        self,
+        out: Float[Tensor, "B X N D"],
+        lse: Float[Tensor, "B X N"],
+        part: Float[Tensor, "B X 1 S D"],
+        part_lse: Float[Tensor, "B X 1 S"],
+    ) -> None:
+        merge_(out, lse, self._restore(part.squeeze(2)), self._restore(part_lse.squeeze(2)))
+
+    def _reorder(self, x: Tensor) -> Tensor:
+        return x if self.layout == self.given else _select_tokens(x, self.layout.positions(x.device))
+
+    def _restore(self, x: Tensor) -> Tensor:
+        return x if self.layout == self.given else _select_tokens(x, self.layout.slots(x.device))
+
+
+@dataclass(frozen=True, eq=False)
+class Picked:
+    """One side of a term by index: slot s of fold f of head h is token index[h, f, s] of head heads[h] of a tensor.
+
+    An index with one entry serves all heads.
+    """
+
+    heads: tuple[int, ...]
+    index: Int32[Tensor, "#H F S"]
+
+    @property
+    def nbytes(self) -> int:
+        return self.index.nbytes
+
+    def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
+        """The slots, copied."""
+        taken = [few.index_select(2, index) for few, index, _ in self._parts(x)]
+        return (taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)).unflatten(2, self.index.shape[1:])
+
+    def every(self, heads: int, tokens: int) -> bool:
+        return False
+
+    def all_tokens(self, slots: Shaped[Tensor, "B H F S ..."], heads: int, tokens: int) -> Tensor | None:
+        return None
+
+    def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
+        """Add the slots onto the tokens of x, in place; slots of one token are summed."""
+        for few, index, own in self._parts(x):
+            few.index_add_(2, index, slots[:, own].flatten(2, 3))
+
+    def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
+        """Write the slots to the tokens of x, in place."""
+        for few, index, own in self._parts(x):
+            few.index_copy_(2, index, slots[:, own].flatten(2, 3).to(x.dtype))
+
+    def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
+        """Mark these tokens as reached; whether none of them was."""
+        before = self.take(reached)
+        self.put(reached, torch.ones_like(before))
+        return not bool(before.any())
+
+    def merge(
+        self,
+        out: Float[Tensor, "B X N D"],
+        lse: Float[Tensor, "B X N"],
+        part: Float[Tensor, "B H F S D"],
+        part_lse: Float[Tensor, "B H F S"],
+    ) -> None:
+        """Merge a part into the tokens of out and lse, in place."""
+        sums = self.take(out), self.take(lse)
+        merge_(*sums, part, part_lse)
+        self.put(out, sums[0])
+        self.put(lse, sums[1])
+
+    def _parts(self, x: Shaped[Tensor, "B X N ..."]) -> Iterator[tuple[Tensor, Int64[Tensor, " n"], slice]]:
+        """(some heads of x, as a view; the tokens of each; which heads of the term they are)."""
+        index = self.index.to(x.device, torch.int64).flatten(1)
+        for run in _runs(self.heads, tuple(range(len(self.heads))) if len(index) > 1 else (0,) * len(self.heads)):
+            # Heads that are there more than once have no view that can be written to.
+            for few in [run] if run.step > 0 else [run.alone(place) for place in range(run.begin, run.end)]:
+                some = slice(few.first, few.first + (few.end - few.begin - 1) * few.step + 1, few.step)
+                yield x[:, some], index[few.begin if len(index) > 1 else 0], slice(few.begin, few.end)
+
+
+Side = Strands | Whole | Picked
+
+
+def side(layout: Compact | Permutation, given: Layout, heads: tuple[int, ...]) -> Side:
+    """How a tensor's tokens, ordered as `given`, become a term's; `heads` are the tensor's heads it uses."""
+    if isinstance(layout, Permutation):
+        return Whole(layout, given)
+    if layout.fold_starts is None:
+        return Strands(layout, _runs(heads, layout.starts))
+    if len(set(layout.starts)) > 1:
+        return Picked(heads, layout.tokens().int())
+    return Picked(_once(heads), layout.tokens()[:1].int())
+
+
+def _once(heads: tuple[int, ...]) -> tuple[int, ...]:
+    """Each head once where all are there equally often, one after the other: kernels serve groups of query heads."""
+    distinct = tuple(dict.fromkeys(heads))
+    times = len(heads) // len(distinct)
+    return distinct if heads == tuple(head for head in distinct for _ in range(times)) else heads
+
+
+def claim_rows(sides: Sequence[Side], heads: int, tokens: int) -> tuple[tuple[bool, ...], bool]:
+    """(whether each side, in this order, is the first to reach any of its rows, whether those that are reach all)."""
+    reached, reached_first = torch.zeros(2, 1, heads, tokens, dtype=torch.bool)
+    fresh = []
+    for each in sides:
+        fresh.append(each.claim(reached))
+        if fresh[-1]:
+            each.claim(reached_first)
+    return tuple(fresh), bool(reached_first.all())
+
+
+def merge_(
+    out: Float[Tensor, "*rows D"], lse: Float[Tensor, "*rows"], part: Float[Tensor, "*rows D"], part_lse: Tensor
+) -> None:
+    """Merge a part into (out, lse) in place: one softmax over both, a key that is in both counts twice.
+
+    The part's share is sigmoid(part_lse - lse), which neither overflows nor divides; where the part is empty
+    (lse -inf) nothing changes, empty on both sides stays output 0, lse -inf.
+    Source: LongNet, arXiv 2307.02486, eq. 10.
+    """
+    share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
+    out.lerp_(part.to(out.dtype), share.unsqueeze(-1).to(out.dtype))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _select_tokens(x: Shaped[Tensor, "B X N ..."], index: Int64[Tensor, " S"]) -> Shaped[Tensor, "B X S ..."]:
+    """The tokens at an index, in all heads. Along a first dim PyTorch moves all numbers of a token at once."""
+    if not x.is_contiguous():
+        return x.index_select(2, index)
+    heads = torch.arange(x.shape[0] * x.shape[1], device=x.device)[:, None] * x.shape[2]
+    return x.flatten(0, 2).index_select(0, (heads + index).flatten()).view(*x.shape[:2], len(index), *x.shape[3:])
+
+
+def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Run, ...]:
+    """Cut the heads of a term into the longest runs that one strided view can cover."""
+    runs: list[Run] = []
+    begin = 0
+    steps = [after - before for before, after in pairwise(heads)]
+    for index in range(1, len(heads) + 1):
+        same_start = index < len(heads) and starts[index] == starts[begin]
+        if same_start and steps[index - 1] == steps[begin] and steps[index - 1] >= 0:
+            continue
+        step = steps[begin] if index - begin > 1 else 1
+        runs.append(Run(begin, index, heads[begin], step, starts[begin]))
+        begin = index
+    return tuple(runs)

@@ -1,0 +1,148 @@
+"""Operands as kernels may read them: rows side by side in memory, and nothing in hidden slots.
+
+Hidden are queries of a term that see no key, and keys that no query sees: what they hold reaches nothing. Kernels
+compute whole blocks, in which a weight of 0 times NaN is NaN, so hidden slots are cleared before. A key that some
+queries of its block see and others do not is beyond that, as it is in `scaled_dot_product_attention`: a NaN there
+reaches rows of the whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int32, Int64, Shaped
+from torch import Tensor
+
+from ..masks.blocks._blocks import Blocks, evaluate
+from ..masks.blocks._rule import Rule
+from ..masks.planning._block_mask import entry_terms
+from ..masks.planning.lowering._term import Term
+from .tiles._tile_masks import distinct_masks
+
+# E batch entries that differ, X heads of a term or 1 for all, Q query slots, K key slots, n blocks, U distinct masks
+
+_AT_ONCE = 1 << 14  # blocks whose rows and columns are marked at once
+
+
+def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
+    """x with the numbers of a row side by side in memory: kernels rely on that, and few of them check it.
+
+    A copy where x lies otherwise, which happens after `transpose`, `stack(..., -1)`, `expand` and steps over channels,
+    or where rows share memory, as those of `unfold` do.
+    """
+    x = x.resolve_neg()
+    if x.is_contiguous():  # the usual case, told soonest
+        return x
+    is_row = x.stride(-1) == 1 or x.shape[-1] == 1
+    apart = x.dim() < 2 or x.shape[-2] == 1 or x.stride(-2) >= x.shape[-1]
+    return x if is_row and apart else x.contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class Hidden:
+    """The hidden slots of a term, for each query head; None where a side has none."""
+
+    queries: Bool[Tensor, "E X Q"] | None
+    keys: Bool[Tensor, "E X K"] | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(side.nbytes for side in (self.queries, self.keys) if side is not None)
+
+    def on(self, device: torch.device) -> Hidden:
+        """The same on another device."""
+        return Hidden(*(None if side is None else side.to(device) for side in (self.queries, self.keys)))
+
+    def clear_queries(self, x: Shaped[Tensor, "B H *F Q ..."], *, dim: int, value: float = 0.0) -> Tensor:
+        """x, which has a row for each query along `dim`, with a value in the hidden rows."""
+        return _cleared(x, self.queries, dim, value)
+
+    def clear_keys(self, x: Shaped[Tensor, "B G *F K ..."], *, dim: int) -> Tensor:
+        """x, which has a row for each key along `dim`, with 0 in rows hidden from all heads of a key/value head."""
+        return _cleared(x, self.keys, dim, 0.0)
+
+
+def _cleared(x: Tensor, hidden: Bool[Tensor, "E X S"] | None, dim: int, value: float) -> Tensor:
+    if hidden is None:
+        return x
+    if hidden.shape[1] not in (1, x.shape[1]):
+        hidden = hidden.unflatten(1, (x.shape[1], -1)).all(2)
+    ones = [1] * (dim - 2), [1] * (x.dim() - dim - 1)
+    return x.masked_fill(hidden.to(x.device).view(*hidden.shape[:2], *ones[0], hidden.shape[2], *ones[1]), value)
+
+
+def hidden_slots(
+    rule: Rule, blocks: Blocks, ids: Int64[Tensor, " n"], masks: Bool[Tensor, "U q_block k_block"] | None
+) -> Hidden:
+    """The hidden slots of a rule in its listed blocks, whose masks these are; no kernel reads slots in no block."""
+    row = blocks.table.long() * blocks.num_rows + blocks.row
+    column = blocks.table.long() * blocks.num_columns + blocks.column
+    seen_q = torch.zeros(blocks.num_tables * blocks.num_rows, blocks.q_block, dtype=torch.int32)
+    seen_k = torch.zeros(blocks.num_tables * blocks.num_columns, blocks.k_block, dtype=torch.int32)
+    seen_q[row[blocks.full]], seen_k[column[blocks.full]] = 1, 1
+    # Where a full block tells all there is to know, others need no look.
+    doubtful = (~blocks.full & ~((seen_q[row, 0] > 0) & (seen_k[column, 0] > 0))).nonzero().squeeze(1)
+    for some, by_row, by_column in _marks(rule, blocks, doubtful, ids, masks):
+        seen_q.index_add_(0, row[some], by_row.int())
+        seen_k.index_add_(0, column[some], by_column.int())
+    heads = list(blocks.heads) if blocks.num_tables > 1 else [0]
+    queries = _unseen(seen_q, row, blocks.num_tables, heads, blocks.num_q_slots)
+    keys = _unseen(seen_k, column, blocks.num_tables, heads, blocks.num_k_slots)
+    return Hidden(queries, keys)
+
+
+def _unseen(
+    seen: Int32[Tensor, "R side"], places: Int64[Tensor, " n"], num_tables: int, heads: list[int], slots: int
+) -> Bool[Tensor, "1 X S"] | None:
+    """Slots in blocks that some table lists, in no pair of a head's table; None where no table lists such a block."""
+    listed = torch.zeros(len(seen), 1, dtype=torch.bool)
+    listed[places] = True
+    unseen = (seen == 0).unflatten(0, (num_tables, -1))
+    listed = listed.unflatten(0, (num_tables, -1))
+    if not bool((unseen & listed).flatten(1)[:, :slots].any()):
+        return None
+    return (unseen & listed.any(0)).flatten(1)[None, heads, :slots]
+
+
+def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> Hidden:
+    """The hidden slots of a term from its blocks for each batch entry."""
+    found = [
+        hidden_slots(rule, listed, *distinct_masks(rule, listed))
+        for each, listed in zip(entry_terms(term), blocks, strict=True)
+        for rule in [each.table_rule()]
+    ]
+    heads = 1 if all(listed.num_tables == 1 for listed in blocks) else len(term.heads)
+    queries = _joined([each.queries for each in found], heads, term.q.num_slots)
+    return Hidden(queries, _joined([each.keys for each in found], heads, term.k.num_slots))
+
+
+def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | None:
+    """One side over all batch entries."""
+    if all(side is None for side in sides):
+        return None
+    none = torch.zeros(1, heads, slots, dtype=torch.bool)
+    return torch.cat([none if side is None else side.expand(1, heads, -1) for side in sides])
+
+
+def keys_after_queries(term: Term) -> Hidden:
+    """The hidden slots of a term without block lists: keys after the last query, where it is causal."""
+    queries, keys = term.q.num_slots, term.k.num_slots
+    after = term.shape == "causal" and keys > queries
+    return Hidden(None, (torch.arange(keys) >= queries)[None, None] if after else None)
+
+
+def _marks(
+    rule: Rule, blocks: Blocks, index: Int64[Tensor, " n"], ids: Tensor, masks: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(some of these blocks, which of their rows have a pair, which of their columns have one)."""
+    if masks is None:
+        begin = 0
+        for tiles in evaluate(rule, blocks.places(index), blocks.shape):
+            yield index[begin : begin + len(tiles)], tiles.any(2), tiles.any(1)
+            begin += len(tiles)
+        return
+    rows, columns = masks.any(2), masks.any(1)
+    for some in index.split(_AT_ONCE):
+        yield some, rows[ids[some]], columns[ids[some]]

@@ -1,0 +1,85 @@
+"""The dense oracle: attention as the definition says it, in float64 with an N x M matrix. For tests and tiny inputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..masks import Bound
+from ..masks.patterns.run_time._run_time import num_entries
+from ._operands import Hidden
+from ._score_mod import ScoreMod, new_score
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+
+def multiplicity(bound: Bound, device: torch.device) -> Int64[Tensor, "B H N M"]:
+    """How many branches allow each pair; one batch entry where all are alike."""
+    b, h, q, k = _places(bound, device)
+    shape = (num_entries(bound.pattern), bound.num_heads, bound.num_queries, bound.num_keys)
+    total = torch.zeros(shape, dtype=torch.int64, device=device)
+    for branch in bound.pattern.branches():
+        rule = branch.mask_mod(num_heads=bound.num_heads_global, device=device)
+        total += rule(b[: len(total)], h, q, k)
+    return total
+
+
+def _places(bound: Bound, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Batch entries (B, 1, 1, 1), global heads (H, 1, 1), query positions (1, N, 1) and key positions (1, 1, M)."""
+    b = torch.arange(bound.batch, device=device)[:, None, None, None]
+    h = torch.arange(bound.num_heads, device=device)[:, None, None] + bound.head_offset
+    q = torch.arange(bound.num_queries, device=device)[None, :, None] + bound.q_offset
+    k = torch.arange(bound.num_keys, device=device)[None, None, :] + bound.k_offset
+    return b, h, q, k
+
+
+def modified_scores(scores: Float[Tensor, "B H N M"], score_mod: ScoreMod, bound: Bound) -> Float[Tensor, "B H N M"]:
+    """score_mod of every score, of which it sees one at a time, as in FlexAttention."""
+
+    def each(*one: Tensor) -> Tensor:
+        return new_score(score_mod(*one))
+
+    for place in (4, 3, 2, 1):  # the keys' dim is mapped innermost, the batch's outermost
+        each = torch.vmap(each, in_dims=tuple(0 if index in (0, place) else None for index in range(5)))
+    return each(scores, *(x.flatten() for x in _places(bound, scores.device))).to(scores.dtype)
+
+
+def reference_attention(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M D"],
+    bound: Bound,
+    *,
+    scale: float,
+    score_mod: ScoreMod | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """One softmax over the multiset union, in float64; out in q's dtype, lse in float64.
+
+    A sink is a key more with its head's logit for score and value 0. Differentiable as often as wanted.
+    Rows without keys (and sink) give output 0 and lse -inf. What such rows hold, and keys that no query sees, reaches
+    nothing: a weight of 0 times NaN would be NaN.
+    """
+    bound = replace(bound, batch=q.shape[0])
+    times = multiplicity(bound, q.device)
+    hidden = Hidden((times == 0).all(3), (times == 0).all(2))
+    q, k, v = hidden.clear_queries(q, dim=2), hidden.clear_keys(k, dim=2), hidden.clear_keys(v, dim=2)
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = (q.double() @ keys.transpose(-1, -2)) * scale
+    if score_mod is not None:
+        scores = modified_scores(scores, score_mod, bound)
+    scores = (scores + times.clamp(min=1).double().log()).masked_fill(times == 0, -torch.inf)
+    if sinks is not None:
+        column = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        scores, values = torch.cat([scores, column], -1), pad(values, (0, 0, 0, 1))
+    empty = (scores == -torch.inf).all(-1)
+    # A row without keys has no softmax, and none of its NaN gradients: its weights come out 0 all the same.
+    lse = scores.masked_fill(empty[..., None], 0.0).logsumexp(-1)
+    weights = (scores - lse[..., None]).exp()
+    out = hidden.clear_queries(weights @ values, dim=2)
+    return out.to(q.dtype), lse.masked_fill(empty, -torch.inf)

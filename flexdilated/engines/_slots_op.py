@@ -1,0 +1,206 @@
+"""Gathering the slots of many terms, and joining their results, as ops: strided copies, no index tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..masks.orders._layout import Compact
+from ._flat_op import own_op
+from ._gather import Run, Strands, claim_rows
+
+# B batch, X heads of a tensor, N its tokens; a term has H heads, F folds, S slots; D head dim
+
+_WORD = torch.complex128  # 16 bytes: what a device moves at once
+
+
+def encoded(sides: Sequence[Strands]) -> list[int]:
+    """Sides as numbers, which is what an op takes: of each the heads, step, slots, folds, fold stride, and runs."""
+    numbers: list[int] = []
+    for side in sides:
+        layout = side.layout
+        numbers += [len(layout.heads), layout.step, layout.num_slots, layout.folds, layout.fold_stride, len(side.runs)]
+        for run in side.runs:
+            numbers += [run.begin, run.end, run.first, run.step, run.start]
+    return numbers
+
+
+@lru_cache(maxsize=1024)
+def _decoded(numbers: tuple[int, ...]) -> tuple[Strands, ...]:
+    sides, rest = [], iter(numbers)
+    for heads in rest:
+        step, slots, folds, stride, count = (next(rest) for _ in range(5))
+        runs = tuple(Run(*(next(rest) for _ in range(5))) for _ in range(count))
+        starts = [run.start for run in runs for _ in range(run.begin, run.end)]
+        sides.append(Strands(Compact(tuple(range(heads)), tuple(starts), step, slots, folds, stride), runs))
+    return tuple(sides)
+
+
+@own_op("flexdilated::take_slots")
+def take_slots(x: Tensor, sides: list[int]) -> list[Tensor]:
+    """Of x (B, X, N, D) the slots of each side, contiguous: (B * F, H, S, D)."""
+    taken = []
+    for side in _decoded(tuple(sides)):
+        slots = _empty_slots(x, side)
+        for run in side.runs:
+            _copy(_by_head(slots, len(x))[:, run.begin : run.end], side.view(x, run))
+        taken.append(slots)
+    return taken
+
+
+@take_slots.register_fake
+def _(x, sides):
+    return [_empty_slots(x, side) for side in _decoded(tuple(map(int, sides)))]
+
+
+@own_op("flexdilated::add_slots")
+def add_slots(slots: list[Tensor], sides: list[int], shape: list[int]) -> Tensor:
+    """Zeros of `shape`, (B, X, N, D), with the slots of each side added where `take_slots` found them."""
+    exact = len(slots) == 1
+    dtype = slots[0].dtype if exact else torch.promote_types(slots[0].dtype, torch.float32)
+    total = slots[0].new_zeros(shape, dtype=dtype)
+    for part, side in zip(slots, _decoded(tuple(sides)), strict=True):
+        side.add(total, _by_head(part, shape[0]))
+    return total.to(slots[0].dtype)
+
+
+@add_slots.register_fake
+def _(slots, sides, shape):
+    return slots[0].new_empty(shape)
+
+
+def _remember_input(ctx, inputs, output) -> None:
+    x, ctx.sides = inputs
+    ctx.shape = list(x.shape)
+
+
+def _take_backward(ctx, grads):
+    return add_slots([grad.contiguous() for grad in grads], ctx.sides, ctx.shape), None
+
+
+def _remember_slots(ctx, inputs, output) -> None:
+    _, ctx.sides, _ = inputs
+
+
+def _add_backward(ctx, grad):
+    return take_slots(grad, ctx.sides), None, None
+
+
+take_slots.register_autograd(_take_backward, setup_context=_remember_input)
+add_slots.register_autograd(_add_backward, setup_context=_remember_slots)
+
+
+@own_op("flexdilated::join_slots")
+def join_slots(
+    parts: list[Tensor], lses: list[Tensor], sides: list[int], rows: list[int], keep_wide: bool
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `rows`, (B, X, N), from each side's slots: one softmax over all parts of a row.
+
+    Rows in no side get output 0 and lse -inf. Without lses no row may be in two sides; the lse is then empty.
+    Sums are kept in float32 or wider; out comes in the parts' type unless it is to stay wide.
+    """
+    order = _order(tuple(sides), tuple(rows[1:]))
+    dtype = parts[0].dtype
+    wide = torch.promote_types(dtype, torch.float32) if lses else dtype
+    out = _room(parts[0], (*rows, parts[0].shape[-1]), wide, None if order.complete else 0.0)
+    lse = _room(parts[0], tuple(rows), wide, None if order.complete else -torch.inf) if lses else out.new_empty(0)
+    for index, side, fresh in order.steps:
+        part = _by_head(parts[index], rows[0])
+        if not lses:
+            side.put(out, part)
+        elif fresh:
+            side.put(out, part)
+            side.put(lse, _by_head(lses[index], rows[0]))
+        else:
+            side.merge(out, lse, part, _by_head(lses[index], rows[0]))
+    return out if keep_wide else out.to(dtype), lse
+
+
+@join_slots.register_fake
+def _(parts, lses, sides, rows, keep_wide):
+    wide = torch.promote_types(parts[0].dtype, torch.float32) if lses else parts[0].dtype
+    out = parts[0].new_empty((*rows, parts[0].shape[-1]), dtype=wide if keep_wide else parts[0].dtype)
+    return out, out.new_empty(rows if lses else 0, dtype=wide)
+
+
+def _remember_parts(ctx, inputs, output) -> None:
+    parts, lses, ctx.sides, *_ = inputs
+    ctx.num_parts, ctx.has_lses = len(parts), bool(lses)
+    ctx.save_for_backward(*parts, *lses, *output) if lses else ctx.save_for_backward()
+    ctx.set_materialize_grads(False)
+
+
+def _join_backward(ctx, grad_out, grad_lse):
+    if not ctx.has_lses:
+        grads = [None] * ctx.num_parts if grad_out is None else take_slots(grad_out, ctx.sides)
+        return grads, [], None, None, None
+    *saved, out, lse = ctx.saved_tensors
+    parts, lses = saved[: ctx.num_parts], saved[ctx.num_parts :]
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    # A part's weight in a row is exp(its lse - lse). Its lse moves out by weight * (part - out), and lse by weight.
+    delta = _dot(grad_out, out, lse.dtype) - (0.0 if grad_lse is None else grad_lse)
+    grads, sums, deltas = (take_slots(x, ctx.sides) for x in (grad_out, lse[..., None], delta[..., None]))
+    grad_parts, grad_lses = [], []
+    for part, part_lse, grad, row_lse, row_delta in zip(parts, lses, grads, sums, deltas, strict=True):
+        absent = part_lse == -torch.inf
+        weight = torch.where(absent, 0.0, (part_lse - torch.where(absent, 0.0, row_lse[..., 0])).exp())
+        grad_parts.append((weight[..., None] * grad).to(part.dtype))
+        grad_lses.append((weight * (_dot(grad, part, lse.dtype) - row_delta[..., 0])).to(part_lse.dtype))
+    return grad_parts, grad_lses, None, None, None
+
+
+def _dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product of each two rows, in a type that is wide enough for it."""
+    return (x.to(dtype) * y).sum(-1)
+
+
+join_slots.register_autograd(_join_backward, setup_context=_remember_parts)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Sides to join: (index, side, whether it is the first to reach its rows); `complete`: those reach every row."""
+
+    steps: tuple[tuple[int, Strands, bool], ...]
+    complete: bool
+
+
+@lru_cache(maxsize=1024)
+def _order(sides: tuple[int, ...], rows: tuple[int, int]) -> _Order:
+    found = sorted(enumerate(_decoded(sides)), key=lambda each: not each[1].every(*rows))
+    fresh, complete = claim_rows([side for _, side in found], *rows)
+    steps = tuple((index, side, is_fresh) for (index, side), is_fresh in zip(found, fresh, strict=True))
+    return _Order(steps, complete)
+
+
+def _room(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, value: float | None) -> Tensor:
+    """A tensor full of a value, or, where all of it will be written, of nothing in particular."""
+    return like.new_empty(shape, dtype=dtype) if value is None else like.new_full(shape, value, dtype=dtype)
+
+
+def _empty_slots(x: Tensor, side: Strands) -> Tensor:
+    layout = side.layout
+    return x.new_empty(x.shape[0] * layout.folds, len(layout.heads), layout.num_slots, *x.shape[3:])
+
+
+def _by_head(slots: Tensor, batch: int) -> Tensor:
+    """(B * F, H, S, ...) as (B, H, F, S, ...)."""
+    return slots.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy rows of equal shape, on devices in units of 16 bytes where they allow it."""
+    if source.device.type != "cpu" and _in_words(source) and _in_words(target):
+        target, source = target.view(_WORD), source.view(_WORD)
+    target.copy_(source)
+
+
+def _in_words(x: Tensor) -> bool:
+    """Whether the last dim, every row of it, consists of whole and aligned 16-byte words."""
+    per_word = _WORD.itemsize // x.element_size()
+    begins = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return x.stride(-1) == 1 and all(begin % per_word == 0 for begin in begins)

@@ -1,0 +1,235 @@
+"""The flex engine: a plan run term by term through compiled FlexAttention, with the plan's own BlockMasks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, replace
+from math import log
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from ...masks import Layout
+from ...masks.blocks._tables import table_bytes
+from ...masks.orders._layout import Listed
+from ...masks.orders._placement import Placement
+from ...masks.patterns.run_time._run_time import Rows, tables, without_values
+from ...masks.planning._block_mask import bound_blocks, term_mask
+from ...masks.planning._planner import Plan
+from ...masks.planning.lowering._term import Term
+from .._flat_op import own_op
+from .._operands import Hidden, hidden_of_blocks
+from .._pick import Pick, join, make_pick, pick_of, take, take_ahead
+from .._placed_sides import key_side, query_side
+from .._score_mod import Indices, ScoreMod, indices_of, with_bias
+from .._sinks import nothing, with_sinks
+from ._flex_function import Call, compiled_flex
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+
+@dataclass(frozen=True, eq=False)
+class FlexStep:
+    """One term ready to run: its BlockMask, and how its operands are picked and its rows put back.
+
+    `hidden` are the slots that its kernels read although they take part in no pair. `bias` is added to the scores,
+    after a caller's score_mod.
+    """
+
+    mask: BlockMask
+    hidden: Hidden
+    term: Term
+    held: tuple[Rows, ...]
+    indices: Indices
+    queries: Pick
+    keys: Pick
+    log_multiplicity: float
+    bias: Float[Tensor, "H Q K"] | None
+    call: Call
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what tells rows, positions and weights."""
+        bias = 0 if self.bias is None else self.bias.untyped_storage().nbytes()
+        return self.indices.nbytes + self.queries.nbytes + self.keys.nbytes + self.hidden.nbytes + bias
+
+
+@dataclass(frozen=True, eq=False)
+class FlexProgram:
+    """A plan made ready for one device.
+
+    `enter` and `leave` reorder tokens where the plan's order is not the input's.
+    """
+
+    steps: tuple[FlexStep, ...]
+    shares_rows: bool
+    enter: tuple[Int64[Tensor, " N"], Int64[Tensor, " M"]] | None
+    leave: Int64[Tensor, " N"] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the BlockMasks and of the row indices."""
+        return sum(table_bytes(step.mask) + step.nbytes for step in self.steps)
+
+
+def make_flex_program(
+    plan: Plan,
+    given: Layout,
+    *,
+    num_kv_heads: int,
+    block_size: tuple[int, int],
+    device: torch.device,
+    placement: Placement | None = None,
+) -> FlexProgram:
+    """Build each term's BlockMask and the rows it reads. A placed plan comes with its `placement`."""
+    groups = plan.bound.num_heads // num_kv_heads
+    picks = (_picks(term, plan, groups, placement, device) for term in plan.terms)
+    steps = tuple(_step(term, plan, pick, block_size, device) for term, pick in zip(plan.terms, picks, strict=True))
+    if given == plan.layout:
+        return FlexProgram(steps, plan.shares_rows, None, None)
+    keys = Layout(plan.bound.num_keys, given.rate)
+    enter = (given.slots(device), keys.slots(device))
+    return FlexProgram(steps, plan.shares_rows, enter, given.positions(device))
+
+
+def run_flex(
+    program: FlexProgram,
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M D"],
+    *,
+    scale: float,
+    return_lse: bool,
+    direct: bool,
+    score_mod: ScoreMod | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
+    """(out, lse if asked for). `direct` calls flex_attention itself: for graphs that compile it with the rest."""
+    dtype, needs_lse = q.dtype, return_lse or program.shares_rows or sinks is not None
+    if program.enter is not None:
+        q_order, k_order = program.enter
+        q, k, v = q.index_select(2, q_order), k.index_select(2, k_order), v.index_select(2, k_order)
+    out, lse = _run_steps(program.steps, q, k, v, scale, score_mod, needs_lse, direct, sinks is not None)
+    if sinks is not None:
+        assert lse is not None
+        out, lse = with_sinks(out, lse, sinks)
+    if program.leave is not None:
+        out = out.index_select(2, program.leave)
+        lse = None if lse is None else lse.index_select(2, program.leave)
+    return out.to(dtype), lse
+
+
+def _run_steps(
+    steps: tuple[FlexStep, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    score_mod: ScoreMod | None,
+    needs_lse: bool,
+    direct: bool,
+    keep_wide: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if not steps:
+        return nothing(q, k, v, None)
+    queries, keys = [step.queries for step in steps], [step.keys for step in steps]
+    ahead = zip(take_ahead(q, queries), take_ahead(k, keys), take_ahead(v, keys), strict=True)
+    parts, lses = [], []
+    for step, (taken_q, taken_k, taken_v) in zip(steps, ahead, strict=True):
+        step_q, step_k = take(q, step.queries, taken_q), take(k, step.keys, taken_k)
+        step_v = take(v, step.keys, taken_v)
+        call = _flex_in_graph if direct else step.call
+        part, lse = _attend(step, step_q, step_k, step_v, scale, score_mod, needs_lse, call)
+        parts.append(part)
+        if lse is not None:
+            lses.append(lse)
+    return join(queries, parts, lses, (q.shape[0], q.shape[1], q.shape[2]), keep_wide=keep_wide)
+
+
+def missing_compiler() -> str | None:
+    """What stops inductor from building CPU kernels: no C++ compiler by the names it looks for, or None."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    found = any(shutil.which(name) for name in names)
+    return None if found else f"no C++ compiler found (looked for {', '.join(names)})"
+
+
+def _step(
+    term: Term, plan: Plan, picks: tuple[Pick, Pick], block_size: tuple[int, int], device: torch.device
+) -> FlexStep:
+    mask = term_mask(term, plan.bound, device=device, block_size=block_size)
+    return FlexStep(
+        mask,
+        hidden_of_blocks(term, bound_blocks(term, plan.bound, block_size)).on(device),
+        term,
+        tuple(table.on(device) for table in tables(term.rule)),
+        indices_of(term, device),
+        *picks,
+        log(term.multiplicity),
+        _bias(term, device),
+        # New values of run-time tensors are no new program.
+        compiled_flex(replace(term, rule=without_values(term.rule)), block_size, device),
+    )
+
+
+def _picks(term: Term, plan: Plan, groups: int, placement: Placement | None, device: torch.device) -> tuple[Pick, Pick]:
+    """How queries and keys are picked from tensors of all tokens, or of those that are held."""
+    if placement is not None:
+        queries, keys = query_side(term), key_side(term, placement, groups)
+        return pick_of(queries, plan.bound.num_queries, device), pick_of(keys, plan.bound.num_keys, device)
+    assert not isinstance(term.q, Listed)
+    assert not isinstance(term.k, Listed)
+    kv_heads = tuple(head // groups for head in term.heads)
+    keys_given = Layout(plan.bound.num_keys, plan.layout.rate)
+    return make_pick(term.q, term.heads, plan.layout, device), make_pick(term.k, kv_heads, keys_given, device)
+
+
+def _bias(term: Term, device: torch.device) -> Float[Tensor, "H Q K"] | None:
+    """What the weights of a term add to its scores, as a view that any head and slots index."""
+    bias = term.bias(torch.float32)
+    return None if bias is None else bias.to(device).expand(len(term.heads), term.q.num_slots, term.k.num_slots)
+
+
+def _attend(
+    step: FlexStep,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    score_mod: ScoreMod | None,
+    needs_lse: bool,
+    call: Call,
+) -> tuple[Tensor, Tensor | None]:
+    options = {"block_mask": step.mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    inner = None if score_mod is None else step.indices.at_positions(score_mod)
+    outer = inner if step.bias is None else with_bias(inner, step.bias)
+    if outer is not None:
+        options["score_mod"] = outer
+    # Their results are cleared as well, so that no gradient of theirs, which may be NaN, enters the kernel.
+    hidden = step.hidden
+    q, k, v = hidden.clear_queries(q, dim=2), hidden.clear_keys(k, dim=2), hidden.clear_keys(v, dim=2)
+    if not needs_lse:
+        return hidden.clear_queries(call(q, k, v, **options), dim=2), None
+    out, aux = call(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    lse = hidden.clear_queries(aux.lse + step.log_multiplicity, dim=2, value=-torch.inf)
+    return hidden.clear_queries(out, dim=2), lse
+
+
+def _flex_in_graph(q, k, v, **options):
+    if q.device.type != "cpu":
+        return flex_attention(q, k, v, **options)
+    # The CPU kernel takes whole buffers, and nothing that comes after it may be fused with it.
+    return _own_buffer(flex_attention(*(_own_buffer(x) for x in (q, k, v)), **options))
+
+
+@own_op("flexdilated::own_buffer")
+def _own_buffer(x: Tensor) -> Tensor:
+    """A copy that inductor cannot see through: its CPU template reads the shape of the buffer behind a view."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@_own_buffer.register_fake
+def _(x):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,0 +1,1 @@
+"""Kernels of torch that compute one part, a file for each family of devices."""

@@ -1,0 +1,200 @@
+"""ATen's attention kernels: one batch of dense, causal or (on CPU) masked problems, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .._operands import readable
+from . import _kernel_cuda
+
+# B batch, H query heads, G key/value heads, F folds, Q queries, K keys, D head dim
+
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # the kernels hold the scale in float32; below, scores are 0
+_ROWS_OF_LARGE_BLOCKS = 768  # from which the backward on CPU works on 256 rows at a time, below on 64 or 32
+_FLOAT32_BYTES = 8 << 20  # copies in float32 that are held at once: what stays in a cache
+_ENOUGH = 2  # calls of those copies
+_Problem = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """q, k, v of (batch, heads, folds, slots, head dim); key/value heads divide query heads when folds is 1."""
+
+    q: Float[Tensor, "B H F Q D"]
+    k: Float[Tensor, "B G F K D"]
+    v: Float[Tensor, "B G F K D"]
+
+
+def forward(
+    x: Operands, *, scale: float, is_causal: bool, bias: Float[Tensor, "#H #Q K"] | None = None
+) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
+    """(out, natural lse in float32) of every fold, dense or with slots k <= q; `bias` is added to the scores."""
+    fold = _Folding.of(x)
+    parts = (fold.enter(part) for part in (x.q, x.k, x.v))
+    out, lse = flash_forward(*parts, scale=scale, is_causal=is_causal, mask=fold.mask(bias))
+    return fold.leave(out), fold.leave(lse)
+
+
+def backward(
+    x: Operands,
+    grad_out: Float[Tensor, "B H F Q D"],
+    out: Float[Tensor, "B H F Q D"],
+    lse: Float[Tensor, "B H F Q"],
+    *,
+    scale: float,
+    is_causal: bool,
+    bias: Float[Tensor, "#H #Q K"] | None = None,
+) -> _Problem:
+    """(dq, dk, dv). With the out and lse of a whole softmax these are this part's share of its gradients."""
+    fold = _Folding.of(x)
+    parts = (fold.enter(part) for part in (grad_out, x.q, x.k, x.v, out, lse))
+    grads = flash_backward(*parts, scale=scale, is_causal=is_causal, mask=fold.mask(bias))
+    return fold.leave(grads[0]), fold.leave(grads[1]), fold.leave(grads[2])
+
+
+@dataclass(frozen=True)
+class _Folding:
+    """How batch, heads and folds become the kernel's two leading dims, without a copy where strides allow.
+
+    Tokens outermost (a transposed (B, N, H, D)), grouped key/value heads, or folds that are not all of one batch
+    entry's tokens: (B * F, H). Otherwise (B * H * F, 1), whose output comes back with each head's tokens contiguous.
+    """
+
+    batch: int
+    folds: int
+    keep_heads: bool
+
+    @classmethod
+    def of(cls, x: Operands) -> _Folding:
+        grouped = x.k.shape[1] != x.q.shape[1]
+        batch, heads, folds = x.q.shape[:3]
+        tokens_outermost = heads > 1 and x.q.stride(1) < x.q.stride(3)
+        # Folds that leave tokens over become one dim with their heads by a copy only; alone, one batch entry's do not.
+        leave_some = batch == 1 and heads > 1 and folds > 1 and x.q.stride(1) != folds * x.q.stride(2)
+        return cls(batch, folds, grouped or tokens_outermost or leave_some)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(0, 1) if self.keep_heads else x.flatten(0, 2).unsqueeze(1)
+
+    def leave(self, x: Tensor) -> Tensor:
+        if self.keep_heads:
+            return x.unflatten(0, (self.batch, self.folds)).transpose(1, 2)
+        return x.squeeze(1).unflatten(0, (self.batch, -1, self.folds))
+
+    def mask(self, bias: Float[Tensor, "#H #Q K"] | None) -> Tensor | None:
+        """The mask of the kernel's problems that adds a number to the scores of every fold."""
+        if bias is None or self.keep_heads or len(bias) == 1:
+            return None if bias is None else bias[None]
+        return bias[None, :, None].expand(self.batch, -1, self.folds, -1, -1).flatten(0, 2).unsqueeze(1)
+
+
+def flash_forward(
+    q: Float[Tensor, "B H Q D"],
+    k: Float[Tensor, "B G K D"],
+    v: Float[Tensor, "B G K D"],
+    *,
+    scale: float,
+    is_causal: bool = False,
+    mask: Float[Tensor, "#B #H #Q K"] | None = None,
+) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
+    """(out, natural lse in float32) of ATen's attention. `mask` is added, in q's dtype or float32, on CPU only."""
+    factor, scale = _positive(scale, is_causal or not _is_here(q))
+    q = q if factor == 1.0 else q * factor
+    q, k, v = readable(q), readable(k), readable(v)
+    if not _is_here(q):
+        assert mask is None
+        return _kernel_cuda.forward(q, k, v, scale=scale, is_causal=is_causal)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+
+
+def flash_backward(
+    grad_out: Float[Tensor, "B H Q D"],
+    q: Float[Tensor, "B H Q D"],
+    k: Float[Tensor, "B G K D"],
+    v: Float[Tensor, "B G K D"],
+    out: Float[Tensor, "B H Q D"],
+    lse: Float[Tensor, "B H Q"],
+    *,
+    scale: float,
+    is_causal: bool = False,
+    mask: Float[Tensor, "#B #H #Q K"] | None = None,
+) -> _Problem:
+    """(dq, dk, dv) of ATen's attention; a row whose lse is +inf has weight 0 everywhere."""
+    factor, scale = _positive(scale, is_causal or not _is_here(q))
+    q = q if factor == 1.0 else q * factor
+    grad_out, q, k, v, out = (readable(x) for x in (grad_out, q, k, v, out))
+    lse = lse.contiguous()
+    if _is_here(q):
+        options = {"is_causal": is_causal, "scale": scale}
+        run = _backward_in_float32 if _is_better_in_float32(q) else _backward_on_cpu
+        dq, dk, dv = run(grad_out, q, k, v, out, lse, mask, **options)
+    else:
+        assert mask is None
+        dq, dk, dv = _kernel_cuda.backward(grad_out, q, k, v, out, lse, scale=scale, is_causal=is_causal)
+    return dq if factor == 1.0 else dq * factor, dk, dv
+
+
+def _is_better_in_float32(q: Float[Tensor, "B H Q D"]) -> bool:
+    """Whether the backward on CPU is slow in q's dtype, or rounds more often than it has to.
+
+    PyTorch's kernel for float16 is slow. Each adds dk and dv up in q's dtype, block of rows by block of rows, and with
+    few rows blocks are smaller: the error of bfloat16 grows, while its kernel is no faster than that of float32.
+    """
+    return q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and q.shape[2] < _ROWS_OF_LARGE_BLOCKS)
+
+
+def _backward_in_float32(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, **options: Any
+) -> _Problem:
+    """The same, a few problems at a time, so that what is copied is little."""
+    grads = tuple(torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
+    numbers = 3 * q[:1].numel() + 2 * k[:1].numel()
+    at_once = max(1, _FLOAT32_BYTES // (4 * numbers))
+    begins = range(0, len(q), at_once)
+    if isinstance(q, FakeTensor):  # what is held is the same from the second on, and values there are none
+        begins = begins[:_ENOUGH]
+    for begin in begins:
+        some = slice(begin, begin + at_once)
+        few_grads, *few = (x[some].float() for x in (grad_out, q, k, v, out))
+        hidden = None if mask is None else (mask[some] if len(mask) > 1 else mask).float()
+        found = _backward_on_cpu(few_grads, few[0], few[1], few[2], few[3], lse[some], hidden, **options)
+        for grad, part in zip(grads, found, strict=True):
+            grad[some] = part
+    return grads[0], grads[1], grads[2]
+
+
+def _backward_on_cpu(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> _Problem:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+
+
+def _is_here(x: Tensor) -> bool:
+    """Whether the CPU's kernels run it."""
+    return x.device.type == "cpu"
+
+
+def _positive(scale: float, needed: bool) -> tuple[float, float]:
+    """(factor on q, scale above 0) with the same scores: kernels that hide keys by -inf do so before they scale."""
+    if not needed or scale >= _LEAST_SCALE:
+        return 1.0, scale
+    return (-1.0, -scale) if scale <= -_LEAST_SCALE else (0.0, 1.0)

@@ -1,0 +1,1 @@
+"""A few queries over the keys that each sees, without a plan."""

@@ -1,0 +1,191 @@
+"""Attention of a few query rows: each group of heads over the keys that it sees, joined by lse; exact gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int64, Shaped
+from torch import Tensor
+
+from ...masks.needs._row import RowSource
+from ..kernels._kernel import flash_forward
+
+# B batch, H query heads, G key/value heads, N queries, S slots, D head dim
+# Of a part: g key/value heads, R rows at each of them (query heads × queries), n keys
+
+Selection = slice | Int64[Tensor, " n"]
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Query heads that see the same keys: `per_key_head` of them for each of some key/value heads, in order."""
+
+    source: RowSource
+    queries: Selection
+    key_heads: slice
+    per_key_head: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A group's attention from some rows over keys in some slots; parts of one `level` share no head.
+
+    pairs: which row of a head sees which key; None where each sees all. blind: rows that see none of them, if any.
+    """
+
+    group: HeadGroup
+    rows: slice
+    slots: Selection
+    pairs: Bool[Tensor, "rows n"] | None
+    blind: Bool[Tensor, " rows"] | None
+    level: int
+    log_weight: float
+
+    def of_rows(self, x: Shaped[Tensor, "B H N ..."], *, empty: float = 0.0) -> Shaped[Tensor, "B g R ..."]:
+        """The rows at each key/value head: those of one query head after those of the other.
+
+        Blind ones have a value in place of their own, which could be NaN.
+        """
+        heads = x[:, self.group.queries, self.rows]
+        if self.blind is not None:
+            heads = heads.masked_fill(self.blind.to(x.device).view(-1, *[1] * (x.dim() - 3)), empty)
+        return heads.unflatten(1, (-1, self.group.per_key_head)).flatten(2, 3)
+
+    def to_heads(self, x: Shaped[Tensor, "B g R ..."]) -> Shaped[Tensor, "B h rows ..."]:
+        """The other way: the rows of each query head."""
+        return x.unflatten(2, (self.group.per_key_head, -1)).flatten(1, 2)
+
+    def of_keys(self, x: Float[Tensor, "B G S D"]) -> Float[Tensor, "B g n D"]:
+        heads = x[:, self.group.key_heads]
+        return (
+            heads[:, :, self.slots] if isinstance(self.slots, slice) else heads.index_select(2, self.slots.to(x.device))
+        )
+
+    def add_to_keys(self, total: Float[Tensor, "B G S D"], grad: Float[Tensor, "B g n D"]) -> None:
+        heads = total[:, self.group.key_heads]
+        if isinstance(self.slots, slice):
+            heads[:, :, self.slots] += grad
+        else:
+            heads.index_add_(2, self.slots.to(grad.device), grad)
+
+    def bias(self, like: Tensor) -> Float[Tensor, "R n"] | None:
+        """What hides keys from rows, -inf, added to the scores."""
+        if self.pairs is None:
+            return None
+        shown = torch.zeros(self.pairs.shape, dtype=wide(like), device=like.device)
+        return shown.masked_fill_(~self.pairs.to(like.device), -torch.inf).repeat(self.group.per_key_head, 1)
+
+
+def row_forward(
+    parts: Sequence[Part],
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S D"],
+    scale: float,
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """(out, natural lse), in float32 or wider; a row without keys has output 0 and lse -inf."""
+    levels = 1 + max((part.level for part in parts), default=0)
+    outs = torch.zeros(levels, *q.shape, dtype=wide(q), device=q.device)
+    lses = torch.full(outs.shape[:-1], -torch.inf, dtype=wide(q), device=q.device)
+    for part in parts:
+        out, lse = _attend(part, q, k, v, scale)
+        outs[part.level][:, part.group.queries, part.rows] = part.to_heads(out).to(outs.dtype)
+        lses[part.level][:, part.group.queries, part.rows] = part.to_heads(lse)
+    return (outs[0], lses[0]) if levels == 1 else _joined(outs, lses)
+
+
+def row_backward(
+    parts: Sequence[Part],
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S D"],
+    out: Float[Tensor, "B H N D"],
+    lse: Float[Tensor, "B H N"],
+    grad_out: Float[Tensor, "B H N D"],
+    grad_lse: Float[Tensor, "B H N"] | None,
+    scale: float,
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G S D"], Float[Tensor, "B G S D"]]:
+    """(dq, dk, dv) in float32 or wider, from the out and lse of the whole softmax."""
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row without keys has no weights
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    for part in parts:
+        queries, grad, share = (part.of_rows(x) for x in (q, grad_out, delta))
+        sums = part.of_rows(lse - part.log_weight, empty=torch.inf)
+        keys, values = part.of_keys(k), part.of_keys(v)
+        grads = matrix_backward(queries, grad, share, sums, keys, values, scale=scale, bias=part.bias(q))
+        dq[:, part.group.queries, part.rows] += part.to_heads(grads[0])
+        part.add_to_keys(dk, grads[1])
+        part.add_to_keys(dv, grads[2])
+    return dq, dk, dv
+
+
+def _attend(part: Part, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    rows, keys, values, bias = part.of_rows(q), part.of_keys(k), part.of_keys(v), part.bias(q)
+    if q.device.type == "cpu":
+        out, lse = flash_forward(rows, keys, values, scale=scale, mask=None if bias is None else bias[None, None])
+        if bias is not None:  # the kernel gives 0 as the lse of a row without keys
+            lse = lse.masked_fill(bias.amax(1) == -torch.inf, -torch.inf)
+    else:
+        out, lse = matrix_forward(rows, keys, values, scale=scale, bias=bias)
+    return out, lse + part.log_weight if part.log_weight else lse
+
+
+def _joined(outs: Float[Tensor, "L B H N D"], lses: Float[Tensor, "L B H N"]) -> tuple[Tensor, Tensor]:
+    """One softmax over the keys of all levels."""
+    # Clamped, rows without keys have weights 0 over a sum of 0, and no difference of infinities.
+    top = lses.amax(0).clamp(min=torch.finfo(lses.dtype).min)
+    weights = (lses - top).exp_()
+    total = weights.sum(0)
+    out = (weights.unsqueeze(-1) * outs).sum(0) / total.clamp(min=torch.finfo(lses.dtype).tiny).unsqueeze(-1)
+    return out, total.log() + top
+
+
+def matrix_forward(
+    q: Float[Tensor, "B g R D"],
+    k: Float[Tensor, "B g n D"],
+    v: Float[Tensor, "B g n D"],
+    *,
+    scale: float,
+    bias: Float[Tensor, "R n"] | None = None,
+) -> tuple[Float[Tensor, "B g R D"], Float[Tensor, "B g R"]]:
+    """(out, natural lse) by two matrix products, in float32 or wider: for a few rows on any device."""
+    scores = _scores(q, k, scale, bias)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
+    return weights @ v.to(weights.dtype), lse
+
+
+def matrix_backward(
+    q: Float[Tensor, "B g R D"],
+    grad_out: Float[Tensor, "B g R D"],
+    delta: Float[Tensor, "B g R"],
+    lse: Float[Tensor, "B g R"],
+    k: Float[Tensor, "B g n D"],
+    v: Float[Tensor, "B g n D"],
+    *,
+    scale: float,
+    bias: Float[Tensor, "R n"] | None = None,
+) -> tuple[Float[Tensor, "B g R D"], Float[Tensor, "B g n D"], Float[Tensor, "B g n D"]]:
+    """(dq, dk, dv) in the dtype of the lse, where a score's gradient is weight * (grad_out · value - delta).
+
+    A row whose lse is +inf has weight 0 everywhere.
+    """
+    q, grad_out, k, v = (x.to(lse.dtype) for x in (q, grad_out, k, v))
+    weights = (_scores(q, k, scale, bias) - lse.unsqueeze(-1)).exp_()
+    of_scores = (grad_out @ v.mT - delta.unsqueeze(-1)).mul_(weights).mul_(scale)
+    return of_scores @ k, of_scores.mT @ q, weights.mT @ grad_out
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Float[Tensor, "B g R n"]:
+    scores = (q.to(wide(q)) @ k.to(wide(k)).mT) * scale  # rounded as in the kernel, whose lse may come in
+    return scores if bias is None else scores + bias
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """Sums over keys are kept in float32 or wider."""
+    return torch.promote_types(x.dtype, torch.float32)

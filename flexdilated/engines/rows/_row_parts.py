@@ -1,0 +1,142 @@
+"""Calls of few queries, which need no plan: each group of heads, the rows among them that see keys, and these keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from ...masks import cache
+from ...masks.core._ambient import plans
+from ...masks.core._pattern import Expression
+from ...masks.needs._row import Keys, Seen, positions
+from .._call_key import CallKey
+from ._head_groups import GroupedBranch, branch_rules, group_heads
+from ._row_attention import HeadGroup, Part, Selection
+
+MOST_ROWS = 16  # queries of a call that is computed without a plan
+_MOST_VIEWS = 4  # keys in more ranges than this are gathered
+_GROUP_BYTES = 1000
+
+
+def takes_rows(key: CallKey) -> bool:
+    """Whether a call is computed row by row: few queries, other tokens than the keys, and no blocks asked for.
+
+    Self-attention comes at the same sizes again, for which its plan is kept, and that is then the faster way.
+    """
+    few = key.num_queries <= MOST_ROWS and key.rate == 1 and not key.block_size and not key.placement
+    return few and (key.num_queries, key.q_offset) != (key.num_keys, key.k_offset)
+
+
+def parts_of_call(key: CallKey, rule: Expression | None, device: torch.device) -> tuple[Part, ...]:
+    """A call's pattern, or what its run-time tensors make of it, over its queries and keys.
+
+    What is cached is the same for all offsets and numbers of tokens; what is made of run-time tensors is not kept.
+    """
+    if rule is None:
+        heads = (key.num_heads, key.num_kv_heads, key.head_offset, key.num_heads_global)
+        name = ("rows", key.pattern, *heads, device)
+        rules = cache().get(name, lambda: _Rules.of(key, None, device), lambda rules: rules.nbytes, pattern=key.pattern)
+    else:
+        rules = _Rules.of(key, rule, device)
+    bound = key.bound(rules.rule)
+    queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
+    keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
+
+    return row_parts(rules.branches, queries, keys, _InOrder(keys.start))
+
+
+class Slots(Protocol):
+    """Where keys at some positions lie."""
+
+    def slices(self, positions: range) -> list[slice]:
+        """Of a range of positions."""
+        ...
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """Of positions one by one."""
+        ...
+
+
+@dataclass(frozen=True)
+class _InOrder:
+    """Keys that lie one after the other, the first of them at this position."""
+
+    first: int
+
+    def slices(self, positions: range) -> list[slice]:
+        return [slice(positions.start - self.first, positions.stop - self.first, positions.step)]
+
+    def slots(self, positions: Tensor) -> Tensor:
+        return positions - self.first
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """A pattern for some heads, wherever queries and keys stand."""
+
+    rule: Expression
+    branches: tuple[GroupedBranch, ...]
+
+    @classmethod
+    def of(cls, key: CallKey, rule: Expression | None, device: torch.device) -> _Rules:
+        bound = key.bound(rule)
+        heads = {"num_heads": bound.num_heads}
+        where = {"head_offset": bound.head_offset, "num_heads_global": bound.num_heads_global}
+        branches = branch_rules(bound.pattern, **heads, **where)
+        return cls(bound.pattern, group_heads(branches, **heads, num_kv_heads=key.num_kv_heads, device=device))
+
+    @property
+    def nbytes(self) -> int:
+        return _GROUP_BYTES * sum(len(branch.groups) for branch in self.branches)
+
+
+@plans
+def row_parts(branches: Sequence[GroupedBranch], queries: range, keys: range, store: Slots) -> tuple[Part, ...]:
+    """The attention of queries over keys, both runs of positions, of which those that are seen lie in the store."""
+    parts: list[Part] = []
+    level = 0
+    for branch in branches:
+        deepest = level
+        for group in branch.groups:
+            seen = group.source.seen(queries, keys)
+            if seen is not None:
+                own = _parts(group, seen, store, level, branch.log_weight)
+                parts += own
+                deepest = max(deepest, level + len(own))
+        level = deepest
+    return tuple(parts)
+
+
+def _parts(group: HeadGroup, seen: Seen, store: Slots, level: int, log_weight: float) -> list[Part]:
+    """A few views of the keys, or all of them by number."""
+    slots, lengths = _selections(seen.keys, store)
+    pairs = [None] * len(slots) if seen.pairs is None else seen.pairs.split(lengths, 1)
+    rows = slice(seen.rows.start, seen.rows.stop, seen.rows.step)
+    return [
+        Part(group, rows, each, shown, _blind(shown), at, log_weight)
+        for at, (each, shown) in enumerate(zip(slots, pairs, strict=True), start=level)
+    ]
+
+
+def _blind(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] | None:
+    """Rows without a pair, if there are any."""
+    blind = None if pairs is None else ~pairs.any(1)
+    return None if blind is None or not bool(blind.any()) else blind
+
+
+def _selections(keys: Keys, store: Slots) -> tuple[list[Selection], list[int]]:
+    """Slots of these keys, and how many there are in each selection."""
+    if isinstance(keys, Tensor):
+        return [store.slots(keys)], [len(keys)]
+    views = [view for each in keys for view in store.slices(each)]
+    lengths = [len(range(view.start, view.stop, view.step)) for view in views]
+    assert sum(lengths) == sum(map(len, keys)), "key evicted"
+    if len(views) > _MOST_VIEWS:
+        return [positions([range(view.start, view.stop, view.step) for view in views])], [sum(lengths)]
+    # Of one key the step means nothing; in strides of memory a large one would overflow.
+    return [slice(x.start, x.start + 1) if n == 1 else x for x, n in zip(views, lengths, strict=True)], lengths

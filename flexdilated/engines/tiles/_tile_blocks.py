@@ -1,0 +1,127 @@
+"""Running block lists: each call's queries and keys as views or gathered blocks, the kernel, its rows put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..kernels._kernel import Operands, flash_backward, flash_forward
+from ._tile_calls import Call, Calls
+
+# B batch, H query heads, G key/value heads, F folds, Q query slots, K key slots, D head dim
+# X heads or folds that run together, n problems
+
+_GATHERED_BYTES = 8 << 20  # keys, values, masks or their gradients held at once: what stays in a cache
+_PAIRS_AT_ONCE = 1 << 20  # pairs that keep a kernel busy: with fewer in a head, heads run together
+
+_Index = tuple[int, int | slice, int | slice]
+
+
+@dataclass(frozen=True)
+class _Portion:
+    """A call, for some heads or folds: `at_q` finds them among the queries', `at_k` among the keys'."""
+
+    call: Call
+    at_q: _Index
+    at_k: _Index
+    mask: Float[Tensor, "#n 1 Q K"] | None
+
+
+def forward(x: Operands, calls: Calls, *, scale: float) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
+    """(out, lse); rows in no list give output 0 and lse -inf, and hidden ones, which must hold 0, lse 0."""
+    q, k, v = x.q, _padded(x.k, calls.key_slots), _padded(x.v, calls.key_slots)
+    out = torch.empty_like(q) if calls.complete else torch.zeros_like(q)
+    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=_wide(q))
+    for each in _portions(x, calls):
+        queries, keys = each.call.queries, each.call.keys
+        tile_q = queries.of(q[each.at_q])
+        tile_k, tile_v = (_problems(keys.of(part[each.at_k])) for part in (k, v))
+        part, part_lse = flash_forward(_problems(tile_q), tile_k, tile_v, scale=scale, mask=each.mask)
+        part, part_lse = part.reshape(tile_q.shape), part_lse.reshape(tile_q.shape[:-1])
+        queries.put(out[each.at_q], part)
+        queries.put(lse[each.at_q], part_lse)
+    return out, lse
+
+
+def backward(
+    x: Operands, calls: Calls, grad_out: Tensor, out: Tensor, lse: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) in float32 or wider; `lse` is +inf where a row has no key."""
+    q, k, v = x.q, _padded(x.k, calls.key_slots), _padded(x.v, calls.key_slots)
+    dq = (torch.empty_like if calls.complete else torch.zeros_like)(q, dtype=lse.dtype)
+    dk, dv = (torch.zeros_like(part, dtype=lse.dtype) for part in (k, v))
+    for each in _portions(x, calls):
+        queries, keys = each.call.queries, each.call.keys
+        tile_grad, tile_q, tile_out = (queries.of(part[each.at_q]) for part in (grad_out, q, out))
+        tile_k, tile_v = (keys.of(part[each.at_k]) for part in (k, v))
+        row_lse = _problems(queries.of(lse[each.at_q]))
+        grad_q, grad_k, grad_v = flash_backward(
+            _problems(tile_grad), _problems(tile_q), _problems(tile_k), _problems(tile_v), _problems(tile_out),
+            row_lse, scale=scale, mask=each.mask,
+        )  # fmt: skip
+        queries.put(dq[each.at_q], grad_q.reshape(tile_q.shape))
+        keys.add(dk[each.at_k], grad_k.reshape(tile_k.shape))
+        keys.add(dv[each.at_k], grad_v.reshape(tile_v.shape))
+    return dq, dk[:, :, :, : x.k.shape[3]], dv[:, :, :, : x.v.shape[3]]
+
+
+def _portions(x: Operands, calls: Calls) -> Iterator[_Portion]:
+    """All calls for all heads; a mask is made once for those that share it."""
+    for call in calls.calls:
+        own_masks = call.masks is not None and len(call.masks) > 1
+        mask = None if own_masks else calls.mask_of(call, x.q.dtype)
+        mask_row = call.queries.length if own_masks else 0
+        bytes_each = (2 * x.q.shape[-1] + mask_row) * call.keys.length * x.q.element_size()
+        for part in call.parts(max(1, _GATHERED_BYTES // bytes_each)):
+            if own_masks:
+                mask = calls.mask_of(part, x.q.dtype)
+            together = max(1, _PAIRS_AT_ONCE // (len(part.row) * part.num_pairs))
+            for at_q, at_k in _places(x, calls.heads[call.table], together):
+                added = None if mask is None else _repeated(mask, times=x.q[at_q].shape[0])
+                yield _Portion(part, at_q, at_k, added)
+
+
+def _places(x: Operands, heads: tuple[int, ...], together: int) -> Iterator[tuple[_Index, _Index]]:
+    """Where these heads lie in every batch entry: some folds of a head at a time, or some heads that have one fold."""
+    groups, folds = x.q.shape[1] // x.k.shape[1], x.q.shape[2]
+    for batch in range(x.q.shape[0]):
+        if folds > 1 or groups > 1:
+            for head in heads:
+                for begin in range(0, folds, together):
+                    some = slice(begin, begin + together)
+                    yield (batch, head, some), (batch, head // groups, some)
+        else:
+            for some in _adjacent(heads, together):
+                yield (batch, some, 0), (batch, some, 0)
+
+
+def _adjacent(heads: tuple[int, ...], together: int) -> Iterator[slice]:
+    """Runs of at most so many consecutive heads."""
+    begin = 0
+    for index in range(1, len(heads) + 1):
+        if index == len(heads) or heads[index] != heads[index - 1] + 1 or index - begin == together:
+            yield slice(heads[begin], heads[index - 1] + 1)
+            begin = index
+
+
+def _repeated(mask: Float[Tensor, "m Q K"], *, times: int) -> Float[Tensor, "n 1 Q K"]:
+    """The masks of a head's problems for those of several heads."""
+    return (mask if len(mask) == 1 or times == 1 else mask.repeat(times, 1, 1)).unsqueeze(1)
+
+
+def _problems(tiles: Tensor) -> Tensor:
+    """(X, n, slots, ...) as the kernel's batch; one head each, whose output comes back contiguous."""
+    return tiles.flatten(0, 1).unsqueeze(1)
+
+
+def _padded(x: Tensor, slots: int) -> Tensor:
+    return x if x.shape[3] == slots else pad(x, (0, 0, 0, slots - x.shape[3]))
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)

@@ -1,0 +1,69 @@
+"""The masks of partial blocks: each distinct one once, found where the rule's period does not tell it already."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from ...masks.blocks._blocks import Blocks, evaluate
+from ...masks.blocks._rule import Rule
+
+# n problems, E listed blocks, U distinct masks
+
+_MASK_BYTES = 64 << 20  # distinct masks kept; beyond, masks are evaluated at each call
+
+
+def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Bool[Tensor, "U q_block k_block"] | None]:
+    """(mask of each block, the distinct masks); mask 0 allows every pair. No masks where they would not fit."""
+    partial = (~blocks.full).nonzero().squeeze(1)
+    distinct = [torch.ones(1, blocks.q_block, blocks.k_block, dtype=torch.bool)]
+    limit = _MASK_BYTES // distinct[0].nbytes
+    known: dict[int, int] = {}
+    codes: list[int] = []
+    looked_at, look_of = _repeats(rule, blocks, partial)
+    for tiles in evaluate(rule, blocks.places(looked_at), blocks.shape):
+        found = _fingerprints(tiles).tolist()
+        for index, code in enumerate(found):
+            if code not in known:
+                known[code] = len(distinct)
+                distinct.append(tiles[index : index + 1])
+        codes += found
+        if len(distinct) > limit:
+            return torch.zeros(len(blocks.full), dtype=torch.int64), None
+    ids = torch.zeros(len(blocks.full), dtype=torch.int64)
+    ids[partial] = torch.tensor([known[code] for code in codes], dtype=torch.int64)[look_of]
+    return ids, torch.cat(distinct)
+
+
+def added(allowed: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
+    """What the kernels add to scores: 0 where a pair is allowed, -inf elsewhere."""
+    return torch.where(allowed, torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype))
+
+
+def random_numbers(shape: tuple[int, ...]) -> Int64[Tensor, "..."]:
+    """64-bit numbers, the same at every call: sums of them tell sets apart."""
+    bounds = torch.iinfo(torch.int64)
+    return torch.randint(bounds.min, bounds.max, shape, generator=torch.Generator().manual_seed(0))
+
+
+def _repeats(rule: Rule, blocks: Blocks, partial: Int64[Tensor, " n"]) -> tuple[Int64[Tensor, " d"], Tensor]:
+    """(blocks to look at, which of these each partial block repeats), as the rule's period tells."""
+    period = rule.pattern.period()
+    if period is None or len(rule.q.starts) > 1 or len(rule.k.starts) > 1:
+        return partial, torch.arange(len(partial))
+    table, row, column = (x.long() for x in blocks.places(partial))
+    q_slot, k_slot = row * blocks.q_block, column * blocks.k_block
+    q, k = rule.q.position(table, q_slot), rule.k.position(table, k_slot)
+    # At the ends a block is cut short.
+    height = (blocks.num_q_slots - q_slot).clamp(max=blocks.q_block)
+    width = (blocks.num_k_slots - k_slot).clamp(max=blocks.k_block)
+    look, look_of = torch.stack([table, q - k, q % period, height, width], dim=1).unique(dim=0, return_inverse=True)
+    first = torch.full((len(look),), len(partial))
+    first.scatter_reduce_(0, look_of, torch.arange(len(partial)), "amin")
+    return partial[first], look_of
+
+
+def _fingerprints(tiles: Bool[Tensor, "n q_block k_block"]) -> Int64[Tensor, " n"]:
+    """64-bit sums of one random number a cell: equal masks agree, others do but once in 2^64 pairs."""
+    return torch.where(tiles, random_numbers(tiles.shape[1:]), 0).sum((1, 2))

@@ -1,0 +1,317 @@
+"""The tiles engine: a plan run term by term through ATen's flash kernels, merged by lse; exact gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import log
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...masks import cache
+from ...masks.core._bound import Bound
+from ...masks.orders._layout import Compact, Layout, Listed
+from ...masks.orders._placement import Placement
+from ...masks.planning._cost import SLOTS_AT_ONCE
+from ...masks.planning._planner import Plan
+from ...masks.planning.lowering._term import Term
+from .._entries import Entries
+from .._gather import Picked, Side, Whole, claim_rows, side
+from .._operands import Hidden, keys_after_queries, readable
+from .._placed_sides import key_side, query_side
+from .._sinks import add_sinks
+from ..kernels import _kernel
+from ..kernels._kernel import Operands
+from . import _tile_blocks
+from ._tile_calls import Calls, plan_calls
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One term ready to run: where its operands lie, and its calls if it is a list of blocks.
+
+    A `fresh` step is the first to reach its rows.
+    """
+
+    term: Term
+    queries: Side
+    keys: Side
+    calls: Calls | None
+    hidden: Hidden
+    fresh: bool
+
+    def forward(self, x: Operands, scale: float) -> tuple[Tensor, Tensor]:
+        x = self._clear(x)
+        if self.calls is not None:
+            out, lse = _tile_blocks.forward(x, self.calls, scale=scale)
+        else:
+            out, lse = _kernel.forward(x, scale=scale, is_causal=self.term.shape == "causal", bias=self._bias(x))
+        lse = self.hidden.clear_queries(lse, dim=3, value=-torch.inf)
+        return out, lse + log(self.term.multiplicity) if self.term.multiplicity > 1 else lse
+
+    def backward(self, x: Operands, grad_out: Tensor, out: Tensor, lse: Tensor, scale: float) -> tuple[Tensor, ...]:
+        grad_out, out, lse = (self.queries.take(part) for part in (grad_out, out, lse))
+        # A pair that counts m times has weight m exp(s - lse) = exp(s - (lse - log m)); a row without keys has none.
+        lse = (lse - log(self.term.multiplicity)).masked_fill(lse == -torch.inf, torch.inf)
+        lse = self.hidden.clear_queries(lse, dim=3, value=torch.inf)
+        x, (grad_out, out) = self._clear(x), (self.hidden.clear_queries(part, dim=3) for part in (grad_out, out))
+        if self.calls is not None:
+            dq, dk, dv = _tile_blocks.backward(x, self.calls, grad_out, out, lse, scale=scale)
+        else:
+            options = {"scale": scale, "is_causal": self.term.shape == "causal", "bias": self._bias(x)}
+            dq, dk, dv = _kernel.backward(x, grad_out, out, lse, **options)
+        return dq, self.hidden.clear_keys(dk, dim=3), self.hidden.clear_keys(dv, dim=3)
+
+    def _clear(self, x: Operands) -> Operands:
+        """The operands with nothing in hidden slots that a kernel could spread."""
+        k, v = (self.hidden.clear_keys(part, dim=3) for part in (x.k, x.v))
+        return Operands(self.hidden.clear_queries(x.q, dim=3), k, v)
+
+    def _bias(self, x: Operands) -> Tensor | None:
+        return self.term.bias(_wide(x.q))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A plan made ready for tensors of some head counts, in the order in which they are given.
+
+    Steps that reach every query come first, and steps over the same keys one after the other. `complete`: the
+    fresh steps reach every row.
+    """
+
+    given: Layout
+    layout: Layout
+    steps: tuple[Step, ...]
+    complete: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of block lists and of what is picked by index."""
+        sides = (side for step in self.steps for side in (step.queries, step.keys) if isinstance(side, Picked))
+        lists = sum(step.calls.nbytes for step in self.steps if step.calls is not None)
+        return 1000 * len(self.steps) + lists + sum(side.nbytes for side in sides)
+
+
+def make_program(
+    plan: Plan,
+    given: Layout,
+    *,
+    num_kv_heads: int,
+    block_size: tuple[int, ...] = (),
+    slots_at_once: int = SLOTS_AT_ONCE,
+    placement: Placement | None = None,
+) -> Program:
+    """Lay out each term's operands and, where it needs them, its block lists and calls.
+
+    Blocks have sides `block_size`, or those of their term. Operands that are copies are made for `slots_at_once`
+    slots at a time, as far as a term can be parted. A placed plan comes with its `placement`.
+    """
+    groups = plan.bound.num_heads // num_kv_heads
+    terms = [part for whole in plan.terms for part in _in_portions(whole, slots_at_once)]
+    laid_out = _in_order([(*_sides(term, plan, groups, placement), term) for term in terms], plan.bound)
+    fresh, complete = claim_rows([queries for queries, _, _ in laid_out], plan.bound.num_heads, plan.bound.num_queries)
+    steps = tuple(
+        _step(term, queries, keys, block_size, is_fresh)
+        for (queries, keys, term), is_fresh in zip(laid_out, fresh, strict=True)
+    )
+    return Program(given, plan.layout, steps, complete)
+
+
+def _step(term: Term, queries: Side, keys: Side, block_size: tuple[int, ...], fresh: bool) -> Step:
+    calls = _calls(term, block_size) if term.shape == "blocks" else None
+    hidden = keys_after_queries(term) if calls is None else calls.hidden
+    return Step(term, queries, keys, calls, hidden, fresh)
+
+
+def _sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> tuple[Side, Side]:
+    """Where queries and keys lie in tensors of all tokens, or of those that are held."""
+    if placement is not None:
+        return query_side(term), key_side(term, placement, groups)
+    assert not isinstance(term.q, Listed)
+    assert not isinstance(term.k, Listed)
+    kv_heads = tuple(head // groups for head in term.heads)
+    key_layout = Layout(plan.bound.num_keys, plan.layout.rate)
+    return side(term.q, plan.layout, term.heads), side(term.k, key_layout, kv_heads)
+
+
+def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tuple[Side, Side, Term]]:
+    """Where a sum can start first, then by keys: those of one step may serve the next."""
+    seen: dict[Side, int] = {}
+    places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]
+
+    def rank(index: int) -> tuple[bool, int]:
+        return not laid_out[index][0].every(bound.num_heads, bound.num_queries), places[index]
+
+    return [laid_out[index] for index in sorted(range(len(laid_out)), key=rank)]
+
+
+def _calls(term: Term, block_size: tuple[int, ...]) -> Calls:
+    """The cached calls of a term; terms that lie elsewhere and look alike, such as equal documents, share them."""
+    alike = term.at_origin()
+    q_block, k_block = block_size or (term.block_side, term.block_side)
+    return cache().get(
+        ("calls", alike, q_block, k_block),
+        lambda: plan_calls(alike, alike.blocks(q_block, k_block)),
+        lambda calls: calls.nbytes,
+    )
+
+
+def _in_portions(term: Term, most_slots: int) -> tuple[Term, ...]:
+    """A term whose operands are copies, in smaller terms, so that the copies of all need not exist at once."""
+    copied = isinstance(term.q, Compact) and term.q.is_copied
+    return term.portions(most_slots) if copied else (term,)
+
+
+def run_forward(
+    program: Program,
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M D"],
+    scale: float,
+    sinks: Float[Tensor, " H"] | None = None,
+    *,
+    wide: bool = False,
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """(out in q's dtype and memory format, lse in float32 or wider); `wide` leaves out as it is summed."""
+    like = q
+    q, k, v = (_enter(program, readable(x)) for x in (q, k, v))
+    sums: tuple[Tensor, Tensor] | None = None
+    for step, operands in _operands(program, q, k, v):
+        part = step.forward(operands, scale)
+        if sums is None:
+            out, lse = (_start(step.queries, each, q) for each in part)
+            if out is not None and lse is not None:
+                sums = out, lse
+                continue
+            sums = _empty(q) if program.complete else _nothing(q)
+        if step.fresh:
+            assert not isinstance(step.queries, Whole)  # it is the sum itself where it is first to reach its rows
+            step.queries.put(sums[0], part[0])
+            step.queries.put(sums[1], part[1])
+        else:
+            step.queries.merge(*sums, *part)
+    out, lse = _nothing(q) if sums is None else sums
+    if sinks is not None:
+        # Whole rows are scaled: the backward, which is fed this out and this lse, needs to know no more of sinks.
+        out, lse = add_sinks(out, lse, sinks)
+    out, lse = _leave(program, out), _leave(program, lse).contiguous()
+    return out if wide else as_given(out, like), lse
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a backward needs of a forward's outcome, and the gradients that came in."""
+
+    out: Float[Tensor, "B H N D"]
+    lse: Float[Tensor, "B H N"]
+    grad_out: Float[Tensor, "B H N D"]
+    grad_lse: Float[Tensor, "B H N"] | None
+
+    def of(self, entries: Entries) -> Result:
+        """The same for some batch entries."""
+        grad_lse = None if self.grad_lse is None else entries.of(self.grad_lse)
+        return Result(entries.of(self.out), entries.of(self.lse), entries.of(self.grad_out), grad_lse)
+
+
+def run_backward(
+    program: Program,
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M D"],
+    result: Result,
+    scale: float,
+    *,
+    wide: bool = False,
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:
+    """(dq, dk, dv): each term's own backward, fed the out and lse of the whole.
+
+    They have the dtype and memory format of q, k and v; `wide` leaves them as they are summed.
+    """
+    operands = (q, k, v)
+    out, grad_out = result.out, result.grad_out
+    if result.grad_lse is not None:
+        # The kernels subtract delta = sum(grad_out * out) from each row; a gradient of lse belongs there as
+        # delta - grad_lse, which one more column with grad_out = 1, out = -grad_lse brings in.
+        operands = tuple(pad(x, (0, 1)) for x in operands)
+        grad_out = pad(grad_out, (0, 1), value=1.0)
+        out = torch.cat([out, -result.grad_lse.unsqueeze(-1).to(out.dtype)], dim=-1)
+    operands = tuple(_enter(program, readable(x)) for x in operands)
+    grad_out, out, lse = (_enter(program, x) for x in (readable(grad_out), readable(out), result.lse))
+    totals: list[Tensor | None] = [None, None, None]
+    for step, x in _operands(program, *operands):
+        grads = step.backward(x, grad_out, out, lse, scale)
+        sides = (step.queries, step.keys, step.keys)
+        totals = [
+            _accumulate(total, grad, side, x)
+            for total, grad, side, x in zip(totals, grads, sides, operands, strict=True)
+        ]
+    dq, dk, dv = (
+        _leave(program, _nothing(x)[0] if total is None else total)[..., : q.shape[-1]]
+        for total, x in zip(totals, operands, strict=True)
+    )
+    return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
+
+
+def _operands(program: Program, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Operands]]:
+    """Each step with its operands; neighbours over the same keys share the copy."""
+    side, keys = None, None
+    for step in program.steps:
+        if keys is None or step.keys != side:
+            side, keys = step.keys, None  # the copy before goes first
+            keys = step.keys.take(k), step.keys.take(v)
+        yield step, Operands(step.queries.take(q), *keys)
+
+
+def _start(side: Side, slots: Tensor, x: Tensor) -> Tensor | None:
+    """A sum's first part as the sum itself, if it reaches every token; it is then widened, not copied."""
+    tokens = side.all_tokens(slots, x.shape[1], x.shape[2])
+    return None if tokens is None else tokens.to(_wide(x))
+
+
+def _empty(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for (out, lse) that steps will fill."""
+    wide = _wide(x)
+    return torch.empty_like(x, dtype=wide), x.new_empty(x.shape[:3], dtype=wide)
+
+
+def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(zeros, lse -inf): the sum over no part."""
+    out = torch.zeros_like(x, dtype=_wide(x))
+    return out, out.new_full(x.shape[:3], -torch.inf)
+
+
+def _accumulate(total: Tensor | None, grad: Tensor, side: Side, x: Tensor) -> Tensor:
+    if total is None:
+        first = _start(side, grad, x)
+        if first is not None:
+            return first
+        total = _nothing(x)[0]
+    side.add(total, grad.to(total.dtype))
+    return total
+
+
+def _enter(program: Program, x: Tensor) -> Tensor:
+    """From the order given to the plan's."""
+    return x if program.given == program.layout else Layout(x.shape[2], program.given.rate).invert(x, dim=2)
+
+
+def _leave(program: Program, x: Tensor) -> Tensor:
+    return x if program.given == program.layout else Layout(x.shape[2], program.given.rate).apply(x, dim=2)
+
+
+def as_given(x: Tensor, like: Tensor) -> Tensor:
+    """x in the dtype and memory format of `like`: what the op's shape rule promises."""
+    strides = torch.empty_like(like, device="meta").stride()
+    lies = all(size == 1 or has == wants for size, has, wants in zip(x.shape, x.stride(), strides, strict=True))
+    # A kernel's stride of a dim of size 1 may be any number.
+    return x.as_strided(x.shape, strides) if lies and x.dtype == like.dtype else torch.empty_like(like).copy_(x)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """Sums over terms are kept in float32 or wider."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,237 @@
+"""The tiles engine as a custom op: opaque to torch.compile, which sees its shapes and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...masks import cache
+from ...masks.core._pattern import Expression
+from ...masks.orders._placement import Placement
+from ...masks.patterns.run_time._run_time import alike, require_entries, tables
+from ...masks.planning._choice import Choice
+from ...masks.planning._cost import SLOTS_AT_ONCE
+from ...masks.planning.lowering._one_sequence import one_after_another
+from ...masks.planning.machine._machine_in_use import machine_of
+from ...masks.text._json import read_text
+from ...tuning._tune_choices import chosen
+from .._call_key import CallKey
+from .._entries import Entries, Packed, Some
+from .._flat_op import own_op
+from .._op_gradient import set_gradient
+from .._sinks import add_sinks
+from ..rows._row_attention import Part, row_backward, row_forward
+from ..rows._row_parts import parts_of_call, takes_rows
+from ._tile_plan import plan_tiles, portions_on
+from ._tiles import Program, Result, as_given, make_program, run_backward, run_forward
+
+
+@own_op("flexdilated::tiles")
+def tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bindings: list[Tensor],
+    pattern: str,
+    scale: float,
+    q_offset: int,
+    k_offset: int,
+    head_offset: int,
+    num_heads_global: int,
+    rate: int,
+    block_size: list[int],
+    placement: str,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a pattern in JSON; the plan is looked up when the op runs, so any size needs no retracing.
+
+    k and v are read in the dtype of q. Where they come wider, their gradients do: as these are summed, for more sums.
+    """
+    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    where = (q_offset, k_offset, head_offset, num_heads_global)
+    key = CallKey.of(pattern, *sizes, *where, rate, block_size, placement)
+    return attention(key, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)
+
+
+def attention(
+    key: CallKey,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bindings: list[Tensor],
+    scale: float,
+    *,
+    wide: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call; out in the dtype of q, or as wide as it is summed."""
+    programs = _programs_for(key, bindings, q)
+    if len(programs) == 1 and isinstance(programs[0][0], Some):
+        return _forward(programs[0][1], q, k, v, scale, sinks, wide=wide)
+    sums = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.empty_like(q, dtype=sums if wide else q.dtype), q.new_empty(q.shape[:3], dtype=sums)
+    for entries, program in programs:
+        found = _forward(program, entries.of(q), entries.of(k), entries.of(v), scale, sinks, wide=wide)
+        for x, part in zip((out, lse), found, strict=True):
+            entries.put(x, part)
+    return out, lse
+
+
+@tiles.register_fake
+def _(q, k, v, sinks, bindings, pattern, scale, q_offset, k_offset, head_offset, num_heads_global, *options):
+    read_text(pattern).check_heads(int(num_heads_global))  # `attend` leaves it to this rule where it is traced
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.empty_like(q), lse
+
+
+@own_op("flexdilated::tiles_backward")
+def tiles_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bindings: list[Tensor],
+    pattern: str,
+    scale: float,
+    q_offset: int,
+    k_offset: int,
+    head_offset: int,
+    num_heads_global: int,
+    rate: int,
+    block_size: list[int],
+    placement: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of `tiles`, each in the dtype of what it is the gradient of."""
+    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    where = (q_offset, k_offset, head_offset, num_heads_global)
+    key = CallKey.of(pattern, *sizes, *where, rate, block_size, placement)
+    result, keys = Result(out, lse, grad_out, grad_lse), (k.to(q.dtype), v.to(q.dtype))
+    dq, dk, dv = gradients(key, q, *keys, bindings, result, scale, wide=k.dtype != q.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def gradients(
+    key: CallKey,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bindings: list[Tensor],
+    result: Result,
+    scale: float,
+    *,
+    wide: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of a call, in the dtype of q, k and v, or as wide as they are summed."""
+    programs = _programs_for(key, bindings, q)
+    if len(programs) == 1 and isinstance(programs[0][0], Some):
+        return _backward(programs[0][1], q, k, v, result, scale, wide=wide)
+    dtype = result.lse.dtype if wide else q.dtype
+    dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))
+    for entries, program in programs:
+        operands = entries.of(q), entries.of(k), entries.of(v)
+        found = _backward(program, *operands, result.of(entries), scale, wide=wide)
+        for x, part in zip((dq, dk, dv), found, strict=True):
+            entries.put(x, part)
+    return dq, dk, dv
+
+
+@tiles_backward.register_fake
+def _(grad_out, grad_lse, q, k, v, out, lse, *options):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+set_gradient(
+    tiles,
+    tiles_backward,
+    refusal="the tiles engine has no second derivative; "
+    "for double backward use engine='reference' (dense, small inputs)",
+)
+
+
+_Parts = tuple[Part, ...]
+
+
+def _forward(
+    program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, *, wide: bool
+) -> tuple[Tensor, Tensor]:
+    if isinstance(program, Program):
+        return run_forward(program, q, k, v, scale, sinks, wide=wide)
+    out, lse = row_forward(program, q, k, v, scale)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out if wide else as_given(out, q), lse
+
+
+def _backward(
+    program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, result: Result, scale: float, *, wide: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if isinstance(program, Program):
+        return run_backward(program, q, k, v, result, scale, wide=wide)
+    whole = result.out, result.lse, result.grad_out, result.grad_lse
+    dq, dk, dv = row_backward(program, q, k, v, *whole, scale)
+    return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
+
+
+def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> Sequence[tuple[Entries, Program | _Parts]]:
+    """(batch entries, how they are computed): a few rows as they are, and otherwise by a program."""
+    choice = chosen(key, q)
+    if not takes_rows(key) or q.device.type != "cpu" or choice is not None:
+        return _programs(key, bindings, q.shape[0], q.device.type, choice)
+    rules = alike(key.rules(bindings), q.shape[0]) if bindings else [(slice(None), None)]
+    return [(Some(rows), parts_of_call(key, rule, q.device)) for rows, rule in rules]
+
+
+def _programs(
+    key: CallKey, bindings: list[Tensor], batch: int, kind: str = "cpu", choice: Choice | None = None
+) -> list[tuple[Entries, Program]]:
+    """(batch entries, their program): one for all, unless run-time tensors tell entries apart."""
+    written = key.pattern
+    if not bindings:
+        return [(Some(slice(None)), _program(key, None, kind, choice, written=written))]
+    rule = key.rules(bindings)
+    packed = _packed(key, rule, batch)
+    if packed is not None:
+        key, groups = packed
+    else:
+        groups = [(Some(rows), of_rows) for rows, of_rows in alike(rule, batch)]
+    return [
+        (entries, _program(key._replace(pattern=each.text), each, kind, choice, written=written))
+        for entries, each in groups
+    ]
+
+
+def _is_short(key: CallKey) -> bool:
+    """Whether the tokens of a call are a few that see each other, so that several calls could be one."""
+    is_whole = key.num_queries == key.num_keys and not (key.q_offset or key.k_offset or key.placement)
+    return is_whole and key.rate == 1 and key.num_queries * key.num_heads <= SLOTS_AT_ONCE
+
+
+def _packed(key: CallKey, rule: Expression, batch: int) -> tuple[CallKey, list[tuple[Entries, Expression]]] | None:
+    """All batch entries as one sequence, where they are too short to be worth a program each."""
+    tokens = key.num_queries
+    require_entries(rule, batch)
+    if not _is_short(key):
+        return None
+    if all(torch.equal(table.rows, table.rows[:1].expand_as(table.rows)) for table in tables(rule)):
+        return None
+    joined = one_after_another(rule, tokens, batch)
+    key = key._replace(num_queries=batch * tokens, num_keys=batch * tokens)
+    return None if joined is None else (key, [(Packed(), joined)])
+
+
+def _program(key: CallKey, rule: Expression | None, kind: str, choice: Choice | None, *, written: str) -> Program:
+    """The cached program for these sizes on a kind of device; `written` is the pattern as the caller has it."""
+
+    def build() -> Program:
+        sizes = {"num_kv_heads": key.num_kv_heads, "block_size": key.block_size, **portions_on(kind)}
+        if key.placement:
+            return make_program(key.plan(rule), key.layout, placement=Placement.read(key.placement), **sizes)
+        return make_program(plan_tiles(key.bound(rule), key.layout, kind, choice), key.layout, **sizes)
+
+    name = ("tiles", key, kind, machine_of(kind).text, choice)
+    return cache().get(name, build, lambda program: program.nbytes, pattern=written)

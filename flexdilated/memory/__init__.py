@@ -1,0 +1,1 @@
+"""What a call holds in memory, predicted."""

@@ -1,0 +1,1 @@
+"""What happened: compilations, profiles, statistics, attention received."""

@@ -1,0 +1,144 @@
+"""attention_received: how much attention each key got, as the gradient of v for a cotangent of ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .._attend import attend, autocast
+from .._engines import choose_engine
+from .._validate import check_layout, check_sizes, check_tensors, resolve_scale, run_time_tensors
+from ..engines._transforms import refuse_transforms
+from ..engines.tiles._tiles_op import tiles_backward
+from ..masks import Layout, Mixture, Pattern
+from ..masks.core._pattern import require_expression
+from ..masks.planning._block_mask import block_sides
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+
+def attention_received(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    lse: Float[Tensor, "B H N"],
+    pattern: Pattern | Mixture,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    bindings: Mapping[str, Tensor] | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+    layout: Layout | None = None,
+    engine: str | None = None,
+    block_size: int | tuple[int, int] | None = None,
+) -> Float[Tensor, "B H M"]:
+    """How much attention each key got: over all queries the sum of multiplicity * exp(score - lse), a query head each.
+
+    lse is what `attend(q, k, v, pattern, return_lse=True)` gives, and the other arguments are those of that call. A
+    query shares 1 among its keys, and nothing where its lse is -inf: a head's entries add up to the number of its
+    queries that have keys, less what sinks took, which the lse counts. With the lse of more keys than these, the
+    result is what these got.
+
+    Takes as much memory as a backward pass, and no N x M matrix. float32, or float64 for float64 inputs; no gradient
+    flows through it. On CPU half precision runs in float32; on accelerators engine="flex" rounds the result to it.
+
+    engine: as in `attend`, except that "flex" has no backward on CPU. block_size: as in `attend`.
+
+    Raises ValueError or TypeError, before any work, for inputs that do not fit together.
+    """
+    require_expression(pattern)
+    q, k, _ = autocast(q, k, k)
+    check_tensors(q, k, k, enable_gqa=enable_gqa)
+    _check_lse(lse, q)
+    where = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
+    heads = check_sizes(pattern, q, **where, num_heads_global=num_heads_global)
+    check_layout(layout, q, k)
+    tensors = run_time_tensors(pattern, bindings, has_values=not q.is_meta)
+    sides = () if block_size is None else block_sides(block_size)
+    factor = resolve_scale(scale, q.shape[-1])
+    first = (head_offset, q_offset, k_offset)
+    if engine == "flex" and q.device.type == "cpu":
+        raise ValueError("attention_received needs a backward, and flex has none on CPU; engine='tiles' serves it")
+    chosen = choose_engine(engine, q, k, k, pattern, first=first, return_lse=True, score_mod=None, sinks=None)
+    refuse_transforms("attention_received", (q, k, lse))
+    q, k, lse = q.detach(), k.detach(), lse.detach().to(torch.promote_types(q.dtype, torch.float32))
+    if 0 in q.shape or 0 in k.shape:
+        return lse.new_zeros(q.shape[0], q.shape[1], k.shape[2])
+    if chosen == "tiles":
+        rate = 1 if layout is None else layout.rate
+        options = (pattern.text, factor, q_offset, k_offset, head_offset, heads, rate, list(sides), "")
+        return _by_tiles(q, k, lse, tensors, *options)
+    options = {**where, "scale": factor, "num_heads_global": heads, "layout": layout, "block_size": block_size}
+    return _by_autograd(q, k, lse, pattern, bindings=bindings, engine=chosen, **options)
+
+
+def _by_tiles(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], *options: Any) -> Tensor:
+    """From the op that is the backward of `attend`, which takes the rows' lse as it is given.
+
+    With an out of 0 no row has anything to share among its scores, and v takes no part in its own gradient.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # Keys that are wider than queries have gradients as wide; they are read in the queries' dtype.
+    q, k = (q.to(wide) if q.device.type == "cpu" else q), k.to(wide)
+    out = torch.zeros_like(q)
+    found = [
+        _columns(tiles_backward(cotangent, None, q, k, k, out, lse, bindings, *options)[2], members)
+        for members, cotangent in _cotangents(q, k.shape[1])
+    ]
+    return torch.cat(found, 2).flatten(1, 2)
+
+
+def _by_autograd(
+    q: Tensor, k: Tensor, lse: Tensor, pattern: Pattern | Mixture, *, engine: str, **options: Any
+) -> Tensor:
+    """Through a call of `attend`, whose own lse is that of these keys, without sinks."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    with torch.inference_mode(False), torch.enable_grad():
+        q, k, lse = (x.clone() if x.is_inference() else x for x in (q, k, lse))
+        if engine == "reference":
+            q, k = q.double(), k.double()  # as it computes; its answer would come rounded to their dtype
+        v = torch.zeros_like(k).requires_grad_()
+        out, own = attend(q, k, v, pattern, enable_gqa=True, engine=engine, return_lse=True, **options)
+        none = (own == -torch.inf) | (lse == -torch.inf)
+        weight = (own.detach() - lse.masked_fill(none, 0.0)).masked_fill(none, -torch.inf).exp()[..., None]
+        found = [
+            _columns(torch.autograd.grad(out, v, (cotangent * weight).to(out.dtype), retain_graph=True)[0], members)
+            for members, cotangent in _cotangents(q, k.shape[1])
+        ]
+    return torch.cat(found, 2).flatten(1, 2).to(wide)
+
+
+def _cotangents(q: Tensor, num_kv_heads: int) -> Iterator[tuple[range, Tensor]]:
+    """(members of each group of query heads, gradient of their out): a one in the column that is the member's own.
+
+    The gradient of v is summed over the group of a key/value head, and each member's share stands in its column.
+    """
+    dim, group = q.shape[3], q.shape[1] // num_kv_heads
+    member, column = torch.arange(q.shape[1], device=q.device) % group, torch.arange(dim, device=q.device)
+    for first in range(0, group, dim):
+        ones = (member[:, None] - first == column).to(q.dtype)
+        yield range(first, min(first + dim, group)), torch.empty_like(q).copy_(ones[:, None, :].expand_as(q))
+
+
+def _columns(grad_v: Float[Tensor, "B G M D"], members: range) -> Float[Tensor, "B G C M"]:
+    return grad_v[..., : len(members)].transpose(2, 3)
+
+
+def _check_lse(lse: object, q: Tensor) -> None:
+    """One number for each query and head, as wide as `attend` gives it."""
+    if not isinstance(lse, Tensor):
+        raise TypeError(f"lse must be the tensor that attend(..., return_lse=True) gives; got {type(lse).__name__}")
+    if lse.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"lse must be float32 or float64, as attend gives it; got {lse.dtype}")
+    if lse.shape != q.shape[:3]:
+        raise ValueError(
+            f"lse must have the shape {tuple(q.shape[:3])} of q without its head dim; got {tuple(lse.shape)}"
+        )
+    if lse.device != q.device:
+        raise ValueError(f"lse must be on the device of q, {q.device}; got {lse.device}")

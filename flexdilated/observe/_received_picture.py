@@ -1,0 +1,187 @@
+"""The attention that tokens received as a picture: over the sequence, or over the places of tokens in a plane."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool1d
+
+from ..masks.core._check import require_below
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.figure import Figure
+
+# B batch, H query heads, M keys, Y rows and X columns of a grid
+
+_MOST_COLUMNS = 1024  # of a strip: more tokens than these share a column
+_MOST_HEADS = 8  # that are drawn one by one beside their mean
+_MOST_CELLS = 1 << 22  # of a grid of places; with more they are drawn as points
+_COLOURS = "viridis"
+_NOTHING = (0.85, 0.85, 0.85, 1.0)
+_LABEL = "attention received"
+
+
+def plot_attention_received(
+    received: Float[Tensor, "B H M"],
+    *,
+    coordinates: Shaped[Tensor, "M 2"] | None = None,
+    batch: int = 0,
+    title: str | None = None,
+) -> Figure:
+    """Draw what `attention_received` gives, of one batch entry, as a matplotlib figure: `figure.savefig(path)`.
+
+    Without coordinates: a strip a head over the sequence, and curves, of neighbours' means where tokens are many.
+    With coordinates, the (x, y) of each token, such as those of a slide's tiles: a map of the mean over heads, and of
+    each head where there are at most 8; x grows to the right, y downwards, and places without a token stay white.
+    Colours are on a scale of logarithms, grey where a token got nothing.
+
+    Raises ValueError or TypeError for tensors of other shapes, and ImportError without matplotlib.
+    """
+    heads = _heads(received, batch)
+    if coordinates is None:
+        return _over_the_sequence(heads, title)
+    places = _places(coordinates, heads.shape[1])
+    return _over_the_plane(heads, places, title)
+
+
+def _over_the_sequence(heads: Tensor, title: str | None) -> Figure:
+    figure = _new_figure((11, 2.6 + 0.22 * min(len(heads), 24) + 2.4))
+    tokens, columns = heads.shape[1], min(heads.shape[1], _MOST_COLUMNS)
+    drawn = adaptive_avg_pool1d(heads[None], columns)[0]
+    strip, curves = figure.subplots(2, 1, sharex=True, height_ratios=(0.6 + 0.22 * min(len(heads), 24), 2.2))
+    extent = (0, tokens, len(heads) - 0.5, -0.5)
+    shades = _shades(drawn)
+    strip.imshow(_coloured(drawn, shades).numpy(), aspect="auto", interpolation="nearest", extent=extent)
+    strip.set_ylabel("head")
+    strip.yaxis.get_major_locator().set_params(integer=True)
+    _add_bar(figure, shades, [strip])
+    middle = ((torch.arange(columns) + 0.5) * (tokens / columns)).numpy()
+    if len(heads) <= _MOST_HEADS:
+        for index, head in enumerate(drawn):
+            curves.plot(middle, head.numpy(), linewidth=0.7, alpha=0.7, label=f"head {index}")
+    curves.plot(middle, drawn.mean(0).numpy(), color="black", linewidth=1.4, label=f"mean of {len(heads)} heads")
+    curves.set_xlabel("token" if columns == tokens else f"token, means over {tokens / columns:.1f} neighbours")
+    curves.set_ylabel(_LABEL)
+    curves.set_xlim(0, tokens)
+    curves.legend(loc="upper right", ncols=3, fontsize="small", frameon=False)
+    return _titled(figure, title)
+
+
+def _over_the_plane(heads: Tensor, places: Tensor, title: str | None) -> Figure:
+    panels = {f"mean of {len(heads)} heads" if len(heads) > 1 else "head 0": heads.mean(0)}
+    if 1 < len(heads) <= _MOST_HEADS:
+        panels |= {f"head {index}": head for index, head in enumerate(heads)}
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    grid = _grid(places)
+    figure = _new_figure((4.2 * columns + 1.2, 4.0 * rows + 0.4))
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    shades = _shades(heads if len(panels) > 1 else heads.mean(0))
+    for each, (name, values) in zip(axes, panels.items(), strict=False):
+        _draw_map(each, _coloured(values, shades), places, grid)
+        each.set_title(name, fontsize="medium")
+    for each in axes[len(panels) :]:
+        each.set_axis_off()
+    _add_bar(figure, shades, list(axes))
+    return _titled(figure, title)
+
+
+def _draw_map(axes: Axes, colours: Tensor, places: Tensor, grid: tuple[Tensor, Tensor] | None) -> None:
+    axes.set_aspect("equal")
+    axes.set_xlabel("x")
+    axes.set_ylabel("y")
+    if grid is None:
+        axes.scatter(*places.T.numpy(), c=colours.numpy(), s=6)
+        axes.invert_yaxis()
+        return
+    cells, step = grid
+    size, least = cells.max(0).values + 1, places.min(0).values
+    picture = torch.zeros(int(size[1]), int(size[0]), 4, dtype=colours.dtype)  # transparent
+    picture[cells[:, 1], cells[:, 0]] = colours
+    (left, top), (right, bottom) = (least - step / 2).tolist(), (least + step * (size - 0.5)).tolist()
+    axes.imshow(picture.numpy(), interpolation="nearest", extent=(left, right, bottom, top))
+
+
+def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(column and row of each place, distance of neighbours along x and y) of places on a grid; None for others."""
+    steps = []
+    for along in places.T:
+        gaps = along.unique().diff()
+        steps.append(gaps.min() if len(gaps) else torch.ones((), dtype=along.dtype))
+    step = torch.stack(steps)
+    exact = (places - places.min(0).values) / step
+    cells = exact.round()
+    alike = len(cells.unique(dim=0)) < len(cells)
+    if alike or (exact - cells).abs().max() > 1e-3 or (cells.max(0).values + 1).prod() > _MOST_CELLS:
+        return None
+    return cells.long(), step
+
+
+def _shades(values: Tensor) -> ScalarMappable:
+    """Colours from the hundredth of the values above 0 that got least to that which got most."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+
+    some = values[values > 0]
+    ends = some.quantile(torch.tensor([0.01, 0.99], dtype=some.dtype)).tolist() if len(some) else [0.5, 2.0]
+    least, most = ends if ends[0] < ends[1] else (ends[0] / 2, ends[0] * 2)
+    return ScalarMappable(LogNorm(least, most, clip=True), _COLOURS)
+
+
+def _add_bar(figure: Figure, shades: ScalarMappable, axes: list[Axes]) -> None:
+    """What the colours mean, in plain numbers: 1, 2, 5, 10 and so on."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    plain, ticks = FuncFormatter(lambda value, _: f"{value:g}"), LogLocator(subs=(1, 2, 5))
+    figure.colorbar(shades, ax=axes, label=_LABEL, shrink=0.9, ticks=ticks, format=plain).minorticks_off()
+
+
+def _coloured(values: Tensor, shades: ScalarMappable) -> Tensor:
+    """The colour of each value, as red, green, blue and opacity."""
+    colours = torch.from_numpy(shades.to_rgba(values.clamp(min=torch.finfo(values.dtype).tiny).numpy()))
+    colours[values == 0] = torch.tensor(_NOTHING, dtype=colours.dtype)
+    return colours
+
+
+def _heads(received: object, batch: int) -> Tensor:
+    """(H, M) in float64 on the CPU, of one batch entry."""
+    if not isinstance(received, Tensor):
+        raise TypeError(f"received must be a tensor from attention_received; got {type(received).__name__}")
+    if received.dim() != 3 or 0 in received.shape:
+        raise ValueError(f"received must have the 3 dims (batch, heads, keys); got {tuple(received.shape)}")
+    require_below("batch", batch, len(received), "batch entries")
+    heads = received[batch].detach().to("cpu", torch.float64)
+    if not heads.isfinite().all() or heads.min() < 0:
+        raise ValueError("received must hold finite numbers of at least 0, as attention_received gives them")
+    return heads
+
+
+def _places(coordinates: object, tokens: int) -> Tensor:
+    """(M, 2) in float64 on the CPU."""
+    if not isinstance(coordinates, Tensor):
+        raise TypeError(f"coordinates must be a tensor; got {type(coordinates).__name__}")
+    if coordinates.shape != (tokens, 2):
+        raise ValueError(f"coordinates must be the (x, y) of each of {tokens} keys; got {tuple(coordinates.shape)}")
+    places = coordinates.detach().to("cpu", torch.float64)
+    if not places.isfinite().all():
+        raise ValueError("coordinates must be finite")
+    return places
+
+
+def _new_figure(size: tuple[float, float]) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('plot_attention_received needs matplotlib: pip install "flexdilated[plot]"') from error
+    return Figure(figsize=size, layout="constrained", dpi=140)
+
+
+def _titled(figure: Figure, title: str | None) -> Figure:
+    if title is not None:
+        figure.suptitle(title)
+    return figure

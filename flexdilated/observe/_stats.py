@@ -1,0 +1,131 @@
+"""stats: the plan cache, the pools, the compilations and where plans come from, as one value."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from textwrap import indent
+from typing import Any
+
+from tabulate import tabulate
+
+from ..masks import cache
+from ..masks.core._bytes_text import bytes_text
+from ..masks.plan_cache._cache_stats import CacheStats
+from ..masks.planning.machine._machine_in_use import sources_in_use
+from ..tuning._tune_choices import num_measured
+from ._compilations import Compilations, compilations
+
+# Imported by whoever has made a pool: nobody else has to wait for it.
+_POOL_MODULE = f"{__package__}.distributed._pool"
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """A `distributed.BufferPool` that is alive: its settings, and what it holds and has leased since its last reset.
+
+    threshold_bytes: the least that it leases; None: it never does. budget_bytes: None where it has none. The rest as
+    in its `statistics`.
+    """
+
+    name: str
+    device: str
+    threshold_bytes: int | None
+    budget_bytes: int | None
+    allocated_bytes: int
+    leased_bytes: int
+    peak_bytes: int
+    num_leases: int
+    num_allocations: int
+    num_plain: int
+    reuse_rate: float
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the library holds and has done in this process; print it for tables.
+
+    Its table of compilations has the numbers alone: that of `fd.compilations()` has their reasons, too.
+
+    cache: of plans and tables. pools: those alive. compilations: of torch.compile, whoever called it. constants: (kind
+    of device, source) of the machine constants with which plans were made. measured: calls for which `autotune` chose.
+    """
+
+    cache: CacheStats
+    pools: tuple[PoolStats, ...]
+    compilations: Compilations
+    constants: tuple[tuple[str, str], ...]
+    measured: int
+
+    def to_data(self) -> dict[str, Any]:
+        """The same as dictionaries, lists, numbers and text, which JSON takes."""
+        return _plain(asdict(self))
+
+    def __str__(self) -> str:
+        """A part for each, under its name; text in the order of the fields."""
+        parts = {
+            "Plan cache": str(self.cache),
+            "Buffer pools": _pool_table(self.pools),
+            "Compilations": self.compilations.numbers(),
+            "Plans": _plan_sources(self),
+        }
+        return "\n\n".join(f"{name}\n{indent(text, '  ')}" for name, text in parts.items())
+
+
+def stats() -> Stats:
+    """Cache, pools and compilations of this process at this moment, and where its plans come from.
+
+    Nothing is built, imported or measured for it. Raises ValueError where the cache's variables cannot be read.
+    """
+    return Stats(cache().stats(), tuple(_pools()), compilations(), tuple(sources_in_use().items()), num_measured())
+
+
+def _pools() -> Iterable[PoolStats]:
+    module = sys.modules.get(_POOL_MODULE)
+    # The references are copied in one step: pools come and go in other threads.
+    found = () if module is None else (reference() for reference in module.named.valuerefs())
+    for pool in (pool for pool in found if pool is not None):
+        now = pool.statistics
+        yield PoolStats(
+            name=pool.name,
+            device="any" if pool.device is None else str(pool.device),
+            threshold_bytes=None if pool.threshold_bytes == sys.maxsize else pool.threshold_bytes,
+            budget_bytes=pool.budget_bytes,
+            allocated_bytes=now.allocated_bytes,
+            leased_bytes=now.leased_bytes,
+            peak_bytes=now.peak_bytes,
+            num_leases=now.num_leases,
+            num_allocations=now.num_allocations,
+            num_plain=now.num_plain,
+            reuse_rate=now.reuse_rate,
+        )
+
+
+def _pool_table(pools: tuple[PoolStats, ...]) -> str:
+    if not pools:
+        return "none"
+    head = ("pool", "device", "held", "leased", "peak", "leases", "reused")
+    rows = [
+        (
+            pool.name.removeprefix("pool "),
+            pool.device,
+            *map(bytes_text, (pool.allocated_bytes, pool.leased_bytes, pool.peak_bytes)),
+            f"{pool.num_leases:,}",
+            f"{pool.reuse_rate:.0%}" if pool.num_leases else "",
+        )
+        for pool in pools
+    ]
+    return tabulate(rows, head, disable_numparse=True, colalign=("left", "left", *["right"] * (len(head) - 2)))
+
+
+def _plan_sources(found: Stats) -> str:
+    rows = [(f"constants of {kind}", source) for kind, source in found.constants] or [("constants", "none used yet")]
+    rows.append(("calls that autotune chose for", f"{found.measured:,}"))
+    return tabulate(rows, tablefmt="plain", disable_numparse=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
