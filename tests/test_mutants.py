@@ -132,8 +132,8 @@ def test_the_result(tmp_path: Path) -> None:
     assert found["controls"] == {"passed": 1, "run": 1}
     assert (found["seed"], found["out_of_time"], found["mutants"]) == (7, 1, 5)
     (survivor,) = found["survivors"]
-    assert (survivor["file"], survivor["is"]) == ("masks/d.py", "equivalent")
-    assert [(each["file"], each["by"]) for each in found["caught_since"]] == [("masks/c.py", "test of c")]
+    assert (survivor["file"], survivor["is"]) == ("masks/core/d.py", "equivalent")
+    assert [(each["file"], each["by"]) for each in found["caught_since"]] == [("masks/core/c.py", "test of c")]
     assert found["by_operator"] == {"constant": {"caught": 3, "tried": 4}}
 
 
