@@ -115,6 +115,10 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MODULE, encoding="utf-8")
     _write_recordings(Path("recordings"))
+    # First those that are imported here and take names from the others: later they would keep what is put there.
+    monkeypatch.setattr("flexdilated.cli._demo.demo", print)
+    monkeypatch.setattr("flexdilated.cli._verify.verify", lambda *, as_json: print(f"verify {as_json}") or 0)
+    monkeypatch.setattr("flexdilated.cli._doctor.doctor", lambda: print("doctor") or 0)
     for module in ("flexdilated.cli._plan_fits", "flexdilated.cli._plan_report"):
         monkeypatch.setattr(f"{module}.attention_memory", _attention_memory)
         monkeypatch.setattr(f"{module}.model_memory", _model_memory)
@@ -136,9 +140,6 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexdilated.cli._tune.MachineKey", SimpleNamespace(of=str))
     monkeypatch.setattr("flexdilated.cli._tune._stored", lambda device: Path("out.json"))
     monkeypatch.setattr("flexdilated.cli._tune._table", lambda found: found.text)
-    monkeypatch.setattr("flexdilated.cli._demo.demo", print)
-    monkeypatch.setattr("flexdilated.cli._verify.verify", lambda *, as_json: print(f"verify {as_json}") or 0)
-    monkeypatch.setattr("flexdilated.cli._doctor.doctor", lambda: print("doctor") or 0)
 
 
 def _attention_memory(pattern: Any, size: AttentionSize, *, device: str = "cpu") -> AttentionMemory:

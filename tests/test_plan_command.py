@@ -211,7 +211,7 @@ def test_tokens_are_whole(text) -> None:
 
 # What must be named of the arguments: the option, or the place in the pattern, and the value.
 REFUSED = {
-    "expression": (["causal("], ["column 8"]),
+    "expression": (["causal("], ["column 7"]),
     "no pattern": (["3"], ["pattern"]),
     "heads": (["causal()", "--heads", "0"], ["--heads", "0"]),
     "kv heads": (["causal()", "--kv-heads", "3"], ["--kv-heads", "--heads", "3", "8"]),
