@@ -227,7 +227,7 @@ def test_importing_reads_nothing(tmp_path):
     """Neither the file nor platformdirs, before there is something to plan."""
     code = (
         "import sys, torch, flexdilated\n"
-        "from flexdilated.masks import _machine_in_use as use\n"
+        "from flexdilated.masks.planning.machine import _machine_in_use as use\n"
         "print('platformdirs' in sys.modules, use._found)"
     )
     environment = {"PATH": "", "PYTHONPATH": ":".join(sys.path), VARIABLE: str(tmp_path / "nowhere.json")}
