@@ -137,7 +137,7 @@ def test_imports_point_down() -> None:
     assert climbs == []
 
 
-# From the lowest up. A pattern asks for its run-time tensors, and how it is written, of rooms above its own.
+# Lowest first: a room imports from those before it. But core resolves run-time tensors and prints mixtures.
 ROOMS = ("core", "patterns", "recipes", "text", "orders", "blocks", "plan_cache", "planning", "needs", "inspection")
 UPWARD = {("core", "patterns"), ("core", "text")}
 

@@ -201,7 +201,7 @@ class Pattern(Expression):
     def row(self, query: int, keys: range) -> Ranges | None:
         """Which of a run of keys one query sees, of a rule for one head; None where that has no closed form.
 
-        No more ranges than there are keys, and work that these bound, wherever they lie.
+        At most as many ranges as keys; the work depends on the number of keys, not on their positions.
         """
         return None
 

@@ -50,7 +50,7 @@ def intersect_all(left: Ranges, right: Ranges) -> Ranges | None:
 
 
 def unite(ranges: Ranges) -> Ranges | None:
-    """The positions of any of these ranges, each once; None where too many meet, or runs do not suffice."""
+    """The positions of any of these ranges, each once; None for many ranges, or if longer steps overlap."""
     if len(ranges) ** 2 > _MOST_MEETINGS:
         return None
     joined: list[range] = []
