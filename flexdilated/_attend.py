@@ -28,6 +28,7 @@ from .engines._sinks import nothing
 from .engines.flex._flex_op import flex
 from .engines.tiles._tiles_op import tiles
 from .masks import Layout, Mixture, Pattern
+from .masks.core._ambient import plans
 from .masks.core._check import require_bool
 from .masks.core._pattern import require_expression
 from .masks.planning._block_mask import block_sides
@@ -206,7 +207,7 @@ def _reference(
 ) -> tuple[Tensor, Tensor]:
     queries, keys = key.layout, Layout(key.num_keys, key.rate)
     natural = queries.invert(q), keys.invert(k), keys.invert(v)
-    bound = key.bound(key.rules(bindings))
+    bound = plans(key.bound)(key.rules(bindings))  # which reads values of run-time tensors
     out, lse = reference_attention(*natural, bound, scale=scale, score_mod=score_mod, sinks=sinks)
     wide = torch.promote_types(q.dtype, torch.float32)
     return queries.apply(out), queries.apply(lse, dim=-1).to(wide)

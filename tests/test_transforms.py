@@ -118,6 +118,22 @@ def test_the_reference_has_them_all(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_reference_has_them_with_run_time_tensors(way: str, restarted: bool) -> None:
+    """Whose values are read, whatever traces the call."""
+    ids = torch.tensor([0, 0, 0, 1, 1])
+    pattern = masks.causal().per_document(ids) if restarted else masks.causal() & masks.documents(ids)
+    allowed = (ids[:, None] == ids) & torch.ones(N, N, dtype=torch.bool).tril()
+
+    def expected(x: Tensor) -> Tensor:
+        return (x @ x.mT * D**-0.5).masked_fill(~allowed, -torch.inf).softmax(-1) @ x
+
+    x = tensors()["q"]
+    found = WAYS[way](lambda x: fd.attend(x, x, x, pattern, engine="reference"), x)
+    assert_close(found, WAYS[way](expected, x))
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_tiles_refuses_what_it_has_not(way: str) -> None:
     for name in ARGUMENTS[:4]:
         x, function = tensors()[name], of_argument(name, partial(fd.attend, engine="tiles"))
