@@ -151,6 +151,18 @@ def test_compiled_block_mask(rate, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("D", [8, 16])
+def test_narrow_heads_read_no_keys_of_the_next_head(D):
+    """With vectors of 8 floats, torch's template multiplied 16 keys where 8 were left (40 = 2 * 16 + 8)."""
+    q, k, v = (torch.randn(1, 2, 40, D) for _ in range(3))
+    k[:, 1] *= 1e4
+    with torch.no_grad():
+        out = fd.attend(q, k, v, masks.local_window(left=20, right=20), engine="flex")
+        expected = fd.attend(q, k, v, masks.local_window(left=20, right=20), engine="reference")
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.slow
 def test_fullgraph_from_a_projection():
     """Queries straight from a Linear, planned while tracing, at two lengths and back."""
     torch.manual_seed(0)

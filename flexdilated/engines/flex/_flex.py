@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.functional import pad
 
 from ...masks import Layout
 from ...masks.blocks._tables import table_bytes
@@ -210,11 +211,21 @@ def _attend(
     # Their results are cleared as well, so that no gradient of theirs, which may be NaN, enters the kernel.
     hidden = step.hidden
     q, k, v = hidden.clear_queries(q, dim=2), hidden.clear_keys(k, dim=2), hidden.clear_keys(v, dim=2)
+    q, k = _wide(q), _wide(k)
     if not needs_lse:
         return hidden.clear_queries(call(q, k, v, **options), dim=2), None
     out, aux = call(q, k, v, **options, return_aux=AuxRequest(lse=True))
     lse = hidden.clear_queries(aux.lse + step.log_multiplicity, dim=2, value=-torch.inf)
     return hidden.clear_queries(out, dim=2), lse
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Head dims below 24 are filled up with zeros, on CPU.
+
+    For fewer, torch 2.13's template multiplies 16 keys at once where a ragged end leaves any multiple of its vectors'
+    length: it reads beyond the keys and writes over the maxima of the first queries, whose results become 0 or NaN.
+    """
+    return pad(x, (0, 24 - x.shape[-1])) if x.device.type == "cpu" and x.shape[-1] < 24 else x
 
 
 def _flex_in_graph(q, k, v, **options):
