@@ -24,21 +24,14 @@ from .inspection._describe import describe
 from .inspection._explain import explain
 from .inspection._plot import plot
 from .orders._layout import Layout
+from .patterns._band import causal, dilated_window, local_window, strided
 from .patterns._block_list import block_list
 from .patterns._blockwise import blockwise
-from .patterns._causal import causal
-from .patterns._chunked import chunked
-from .patterns._dilated import dilated
-from .patterns._dilated_window import dilated_window
-from .patterns._fixed import fixed
-from .patterns._global_tokens import first_tokens, global_tokens
-from .patterns._landmark_tokens import landmark_tokens
-from .patterns._local_window import local_window
-from .patterns._longnet import longnet
+from .patterns._dilated import chunked, dilated, longnet
+from .patterns._marked_tokens import first_tokens, fixed, global_tokens, landmark_tokens, prefix_lm
 from .patterns._neighborhood import neighborhood
-from .patterns._prefix_lm import prefix_lm
+from .patterns._per_document import PerDocument as _PerDocument  # noqa: F401  read from JSON, printed, made by a method
 from .patterns._random_blocks import random_blocks
-from .patterns._strided import strided
 from .patterns.custom._custom import custom
 from .patterns.run_time._documents import documents
 from .patterns.run_time._lengths import lengths

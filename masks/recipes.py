@@ -10,17 +10,12 @@ from operator import or_
 
 from .core._algebra import every
 from .core._check import require_int
-from .core._pattern import Pattern
+from .core._pattern import CONSTRUCTORS, Pattern
+from .patterns._band import causal, dilated_window, local_window, strided
 from .patterns._blockwise import blockwise
-from .patterns._causal import causal
-from .patterns._chunked import chunked
-from .patterns._dilated_window import dilated_window
-from .patterns._fixed import fixed
-from .patterns._global_tokens import first_tokens, global_tokens
-from .patterns._landmark_tokens import landmark_tokens
-from .patterns._local_window import local_window
+from .patterns._dilated import chunked
+from .patterns._marked_tokens import first_tokens, fixed, global_tokens, landmark_tokens
 from .patterns._random_blocks import random_blocks
-from .patterns._strided import strided
 
 __all__ = [
     "bigbird",
@@ -172,3 +167,6 @@ def _level(place: int, level: Sequence[int], block: int) -> Pattern:
     keys = every() if size == _ALL_BLOCKS else local_window(left=half, right=half)
     # All queries or all keys need no saying.
     return keys if queries == every() else queries if keys == every() else queries & keys
+
+
+CONSTRUCTORS |= {f"recipes.{name}": globals()[name] for name in __all__}

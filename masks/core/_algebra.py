@@ -9,11 +9,11 @@ from math import gcd, lcm
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ._box import Bounds, Box, Squares
-from ._canonical import written_parts
 from ._composite import Composite
-from ._pattern import DEEPEST, MaskMod, Pattern, require_set_patterns
+from ._pattern import DEEPEST, MaskMod, Pattern, constructor, pattern_kind, require_set_patterns
 from ._ranges import Ranges, as_ranges, intersect_all, unite
 from ._reason import Pair, Reason, listing
 from ._spelling import AND, NOT, OR, Phrase, chain
@@ -29,25 +29,17 @@ class _Combination(Composite):
         return unique[0] if len(unique) == 1 else cls(unique)
 
     def __post_init__(self) -> None:
-        from ..patterns.run_time._run_time import given_tensors
-
-        kind = type(self).__name__.lower()
+        kind = self.kind
         require_set_patterns(f"{kind!r}", self.parts, least=2)
         if any(isinstance(part, type(self)) for part in self.parts):
             raise ValueError(f"{kind!r} takes the parts of an inner {kind!r} as its own; got {self.parts!r:.200}")
         if len({part.text for part in self.parts}) < len(self.parts):
-            given_tensors(*self.parts)  # where the parts differ in a tensor that they carry, it names that
+            self.given_tensors()  # where the parts differ in a tensor that they carry, it names that
             raise ValueError(f"{kind!r} takes each part once, and a tensor once by its name; got {self.parts!r:.200}")
         super().__post_init__()
 
     def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
         return type(self).of(*(part.map_leaves(change) for part in self.parts))
-
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": type(self).__name__.lower(), "parts": [part.to_data() for part in self.parts]}
-
-    def write(self) -> str:
-        return written_parts(type(self).__name__.lower(), self.parts)
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
         return type(self).of(*(part.for_head(head, num_heads) for part in self.parts))
@@ -62,9 +54,12 @@ class _Combination(Composite):
         return [part.count(box, num_heads=num_heads) for part in self.parts]
 
 
-@dataclass(frozen=True)
+@pattern_kind("and")
 class And(_Combination):
     """Pairs that every part allows."""
+
+    def factors(self) -> tuple[Pattern, ...]:
+        return self.parts
 
     def squares(self, head: int, num_heads: int) -> Squares | None:
         listed = (part.squares(head, num_heads) for part in self.parts)
@@ -90,11 +85,7 @@ class And(_Combination):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         area = box.area
-
-        def intersect(a: Bounds, b: Bounds) -> Bounds:
-            return Bounds((a.low + b.low - area).clamp(min=0), torch.minimum(a.high, b.high))
-
-        return reduce(intersect, self._counts(box, num_heads))
+        return reduce(lambda a, b: both_bounds(a, b, area), self._counts(box, num_heads))
 
     def row(self, query: int, keys: range) -> Ranges | None:
         common: Ranges | None = as_ranges(keys)
@@ -106,9 +97,27 @@ class And(_Combination):
         return common
 
 
-@dataclass(frozen=True)
+@pattern_kind("or")
 class Or(_Combination):
     """Pairs that at least one part allows."""
+
+    @classmethod
+    def without_shared_factors(cls, parts: tuple[Pattern, ...]) -> Pattern:
+        """The union of the parts, with factors that all of them share drawn out.
+
+        (a & c) | (b & c) becomes (a | b) & c, on which bounds are exact more often; not where that nests too deep.
+        """
+        factors = [part.factors() for part in parts]
+        shared = tuple(factor for factor in factors[0] if all(factor in others for others in factors[1:]))
+        rests = [tuple(factor for factor in each if factor not in shared) for each in factors]
+        if not shared or max(part.depth for part in parts) + 2 > DEEPEST:
+            return cls.of(*parts)
+        if not all(rests):
+            return And.of(*shared)
+        return And.of(cls.of(*(And.of(*rest) for rest in rests)), *shared)
+
+    def alternatives(self) -> tuple[Pattern, ...]:
+        return self.parts
 
     def phrase(self) -> Phrase:
         return chain((part.phrase() for part in self.parts), OR)
@@ -141,12 +150,9 @@ class Or(_Combination):
         return None if None in rows else unite(tuple(each for row in rows for each in row or ()))
 
 
-@dataclass(frozen=True)
+@pattern_kind("every")
 class Every(Pattern):
     """All pairs: what is left of an intersection without parts."""
-
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "every"}
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         return _every
@@ -164,7 +170,7 @@ class Every(Pattern):
         return as_ranges(keys)
 
 
-@dataclass(frozen=True)
+@pattern_kind("not")
 class Not(Pattern):
     """Pairs that the part forbids."""
 
@@ -180,11 +186,8 @@ class Not(Pattern):
     def direct_parts(self) -> tuple[Pattern, ...]:
         return (self.part,)
 
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "not", "part": self.part.to_data()}
-
-    def write(self) -> str:
-        return f'{{"kind":"not","part":{self.part.text}}}'
+    def __invert__(self) -> Pattern:
+        return self.part
 
     def phrase(self) -> Phrase:
         return Phrase(f"~{self.part.phrase().inside(NOT)}", NOT)
@@ -225,28 +228,19 @@ class Not(Pattern):
         self.part.check_tokens(queries, keys)
 
 
+@constructor
 def every() -> Pattern:
     """Each query sees every key: dense attention, and the whole that complements are taken from."""
     return Every()
 
 
-def union(parts: tuple[Pattern, ...]) -> Pattern:
-    """The pairs that at least one part allows, with factors that all parts share drawn out.
-
-    (a & c) | (b & c) becomes (a | b) & c, on which bounds are exact more often; not where that nests too deep.
-    """
-    factors = [part.parts if isinstance(part, And) else (part,) for part in parts]
-    shared = tuple(factor for factor in factors[0] if all(factor in others for others in factors[1:]))
-    rests = [tuple(factor for factor in each if factor not in shared) for each in factors]
-    if not shared or max(part.depth for part in parts) + 2 > DEEPEST:
-        return Or.of(*parts)
-    if not all(rests):
-        return And.of(*shared)
-    return And.of(Or.of(*(And.of(*rest) for rest in rests)), *shared)
-
-
 def _among(verdict: str, which: list[int], parts: tuple[Reason, ...]) -> str:
     return f"{verdict} by part{'s' * (len(which) > 1)} {listing(which)} of {len(parts)}"
+
+
+def both_bounds(a: Bounds, b: Bounds, area: Tensor) -> Bounds:
+    """Bounds on the pairs that two rules allow both, of boxes of this area."""
+    return Bounds((a.low + b.low - area).clamp(min=0), torch.minimum(a.high, b.high))
 
 
 def both(first: MaskMod, second: MaskMod) -> MaskMod:

@@ -1,17 +1,32 @@
 """Bound: a pattern with its sizes, and the three faces of its rule."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..patterns.run_time._run_time import entry, require_entries
-from ._algebra import union
 from ._box import Bounds, Box
 from ._check import require_int
-from ._pattern import Expression, MaskMod, Pattern
+
+if TYPE_CHECKING:
+    from ._pattern import Expression, MaskMod, Pattern
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+
+
+class Extent(NamedTuple):
+    """One past the last position of the queries, and of the keys."""
+
+    queries: int
+    keys: int
+
+    @property
+    def tokens(self) -> int:
+        """Positions that queries or keys reach."""
+        return max(self)
 
 
 @dataclass(frozen=True)
@@ -44,12 +59,12 @@ class Bound:
             )
         self.pattern.check_heads(self.num_heads_global)
         if self.pattern.varies:
-            require_entries(self.pattern, self.batch)
+            self.pattern.require_entries(self.batch)
 
     @property
     def union(self) -> Pattern:
         """The pairs with any weight at all, as one set pattern."""
-        return union(self.pattern.branches())
+        return self.pattern.union
 
     @property
     def num_positions(self) -> int:
@@ -61,9 +76,9 @@ class Bound:
         """Whether queries and keys are the same tokens."""
         return (self.num_queries, self.q_offset) == (self.num_keys, self.k_offset)
 
-    def entry(self, batch: int) -> "Bound":
+    def entry(self, batch: int) -> Bound:
         """The same for one batch entry, with its own rows of run-time tensors."""
-        return replace(self, pattern=entry(self.pattern, batch), batch=1)
+        return replace(self, pattern=self.pattern.entry(batch), batch=1)
 
     def key(self) -> tuple[str | int, ...]:
         """Plain data: equal keys mean equal masks."""

@@ -2,28 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from operator import index
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
 
+from ._ambient import plans
+from ._bound import Bound, Extent
 from ._box import Bounds, Box, Squares
-from ._canonical import canonical, written_parts
 from ._check import instead_of_pattern
 from ._ranges import Ranges
-from ._spelling import Phrase, call, shortened
-
-if TYPE_CHECKING:
-    from ._bound import Bound
-    from ._reason import Pair, Reason
+from ._reason import Pair, Reason
+from ._spelling import AND, SUM, Phrase, call, chain, shortened
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_Class = TypeVar("_Class", bound=type)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# What JSON, expressions and the operators know patterns by: each class by its kind, each constructor by its name.
+KINDS: dict[str, type[Any]] = {}
+CONSTRUCTORS: dict[str, Callable[..., Any]] = {}
 
 DEEPEST = 32  # levels: all that walks through a pattern, here or in pickle and copy, fits Python's stack
 _FLATTER = "a chain of one operator, such as a | b | c, is one level"
+
+
+@dataclass_transform(frozen_default=True)
+def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Class], _Class]:
+    """Make a class a frozen dataclass, whose JSON names this kind and the fields.
+
+    A field with metadata={"name": ...} goes by another name there; one with metadata={"stored": False} is left out.
+    `positional` fields are printed without their names, by default one that has no default and is alone in that.
+    """
+
+    def register(cls: _Class) -> _Class:
+        made = dataclass(frozen=True)(cls)
+        stored = [each for each in fields(made) if each.metadata.get("stored", True)]
+        made.kind, KINDS[kind] = kind, made
+        made.stored = {each.metadata.get("name", each.name): each.name for each in stored}
+        made.defaults = {each.name: each.default for each in stored}
+        needed = sum(each.default is MISSING for each in stored)
+        made.positional = (1 if needed == 1 else 0) if positional is None else positional
+        return made
+
+    return register
+
+
+def constructor(function: _Function) -> _Function:
+    """Let expressions call a function by its name."""
+    CONSTRUCTORS[function.__name__] = function
+    return function
 
 
 class Expression:
@@ -36,6 +69,10 @@ class Expression:
 
     text: str
     depth: int = 0
+    kind: ClassVar[str]
+    stored: ClassVar[dict[str, str]] = {}
+    defaults: ClassVar[dict[str, Any]] = {}
+    positional: ClassVar[int] = 0
 
     def __init_subclass__(cls) -> None:
         # A dataclass writes a repr of its own, unless its class has one already.
@@ -57,23 +94,40 @@ class Expression:
         return ()
 
     def write(self) -> str:
-        """The canonical JSON of `to_data`: no spaces, sorted keys. What has parts joins their texts."""
-        return canonical(self.to_data())
+        """Canonical JSON of the kind and the stored fields: no spaces, sorted keys, parts by their own texts."""
+        return _canonical({"kind": self.kind, **self._parameters()})
 
     def to_data(self) -> dict[str, Any]:
         """Plain data for JSON: a `kind` and its parameters."""
-        raise NotImplementedError  # every concrete pattern states its own
+        return {"kind": self.kind, **{name: _plain(value) for name, value in self._parameters().items()}}
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Any:
+        """The value with these parameters, as `to_data` names them; parts are patterns already."""
+        return cls(**{field: data[name] for name, field in cls.stored.items()})
+
+    def _parameters(self) -> dict[str, Any]:
+        return {name: getattr(self, field) for name, field in self.stored.items()}
 
     def phrase(self) -> Phrase:
-        """How the value is written: its kind, called with its parameters; a single one stands without its name."""
-        data = self.to_data()
-        kind = data.pop("kind")
-        values = {name: getattr(self, name, value) for name, value in data.items()}
-        return call(kind, *values.values()) if len(values) == 1 else call(kind, **values)
+        """How the value is written: its kind, called with its parameters; those at their defaults are left out."""
+        names = list(self.stored)
+        values = [getattr(self, self.stored[name]) for name in names[: self.positional]]
+        named = {
+            name: value
+            for name in names[self.positional :]
+            if (value := getattr(self, self.stored[name])) != self.defaults[self.stored[name]]
+        }
+        return call(self.kind, *values, **named)
 
     def branches(self) -> tuple[Pattern, ...]:
         """The set patterns whose multiset sum this is, one entry for each time a branch counts."""
         raise NotImplementedError  # Pattern and Mixture
+
+    @property
+    def union(self) -> Pattern:
+        """The pairs with any weight at all, as one set pattern."""
+        raise NotImplementedError
 
     def leaves(self) -> tuple[Pattern, ...]:
         """The patterns without parts that this is composed of, each use of one."""
@@ -95,9 +149,40 @@ class Expression:
     @cached_property
     def varies(self) -> bool:
         """Whether run-time tensors take part, by name or with their values in place."""
-        from ..patterns.run_time._run_time import RunTime, Table
+        return any(leaf.is_run_time for leaf in self.leaves())
 
-        return any(isinstance(leaf, RunTime | Table) for leaf in self.leaves())
+    def given_tensors(self) -> dict[str, Tensor]:
+        """The run-time tensors that the expression carries, by name. Raises ValueError where two go by one name."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in (pair for leaf in self.leaves() for pair in leaf.carried().items()):
+            if found.setdefault(name, tensor) is not tensor:
+                raise ValueError(
+                    f"two tensors go by the name {name!r} in one pattern: give one of them another name, "
+                    f"such as name='{name}_2'"
+                )
+        return found
+
+    @plans
+    def resolve(self, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
+        """The expression with run-time tensors' values in place. Raises ValueError for one that is missing or unfit."""
+        return self.map_leaves(lambda leaf: leaf.resolved(tensors, extent)) if self.varies else self
+
+    def entry(self, batch: int) -> Any:
+        """The resolved expression of one batch entry."""
+        return self.map_leaves(lambda leaf: leaf.of_entry(batch)) if self.varies else self
+
+    def num_entries(self) -> int:
+        """Batch entries that the resolved expression tells apart; 1 if all are alike."""
+        return max([leaf.entries for leaf in self.leaves()]) if self.varies else 1
+
+    def require_entries(self, batch: int) -> None:
+        """Raise ValueError unless each run-time table of the resolved expression serves this many batch entries."""
+        for leaf in self.leaves() if self.varies else ():
+            if leaf.entries not in (1, batch):
+                raise ValueError(
+                    f"run-time tensors must have one row, or one for each of {batch} batch entries; "
+                    f"got {leaf.entries} rows"
+                )
 
     def check_heads(self, num_heads: int) -> None:
         """Raise ValueError if the expression cannot be bound to this many (global) heads."""
@@ -127,14 +212,11 @@ class Expression:
         head_offset + num_heads. Tensors that the pattern carries are read now. Raises ValueError for sizes below
         1, heads the pattern has no rule for, and tensors that are missing or do not fit.
         """
-        from ..patterns.run_time._run_time import Extent, given_tensors, num_entries, resolve
-        from ._bound import Bound
-
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
         rule = self
         if self.varies:
-            rule = resolve(self, given_tensors(self), Extent(q_offset + num_queries, k_offset + num_keys))
-            batch = num_entries(rule) if batch == 1 else batch
+            rule = self.resolve(self.given_tensors(), Extent(q_offset + num_queries, k_offset + num_keys))
+            batch = rule.num_entries() if batch == 1 else batch
         bound = Bound(rule, num_queries, num_keys, num_heads, head_offset, total, q_offset, k_offset, batch)
         rule.check_tokens(*(range(at, at + size) for at, size in ((q_offset, num_queries), (k_offset, num_keys))))
         return replace(bound, pattern=bound.pattern.below(bound.num_positions)) if rule.draws else bound
@@ -145,9 +227,7 @@ class Expression:
         documents: what `masks.documents` takes, or a pattern from `masks.documents` or `masks.lengths`.
         Packed sequences then attend as they would apart. For a mixture it is each branch that starts anew.
         """
-        from ..patterns._per_document import per_document
-
-        return per_document(self, documents)
+        return KINDS["per_document"].of(self, documents)
 
     def __add__(self, other: object) -> Mixture:
         if not isinstance(other, Expression):
@@ -159,8 +239,11 @@ class Pattern(Expression):
     """A set of (head, query, key) triples: a pair is allowed or it is not.
 
     A subclass is a frozen dataclass that states the rule twice, held together by a property test:
-    `mask_mod` elementwise, the whole truth, and `count`, sound bounds over boxes.
+    `mask_mod` elementwise, the whole truth, and `count`, sound bounds over boxes. All else has a default.
     """
+
+    is_run_time: ClassVar[bool] = False
+    entries: int = 1  # batch entries that the rule tells apart
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         """Closure (b, h, q, k) -> bool over *positions* and global heads; parameters ride in tensors."""
@@ -171,8 +254,37 @@ class Pattern(Expression):
         raise NotImplementedError
 
     def reason(self, pair: Pair) -> Reason:
-        """Whether one pair is allowed and why, stated in plain numbers for people."""
-        raise NotImplementedError
+        """Whether one pair is allowed and why, stated in plain numbers for people; by default, how far it reaches."""
+        mod, at = self.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu")), pair.indices()
+        return Reason(self, bool(mod(*at)), pair.distance)
+
+    def factors(self) -> tuple[Pattern, ...]:
+        """The patterns whose intersection this is."""
+        return (self,)
+
+    def alternatives(self) -> tuple[Pattern, ...]:
+        """The patterns whose union this is."""
+        return (self,)
+
+    def origin(self) -> Hashable:
+        """What neighbouring branches must share to be printed as one, such as a `longnet`; None: each for itself."""
+        return None
+
+    def joint_phrase(self, branches: Sequence[Any], *, grouped: bool = False) -> Phrase | None:
+        """How branches of one origin are written as one: a mixture, or groups of heads; None: not at all."""
+        return None
+
+    def carried(self) -> dict[str, Tensor]:
+        """The run-time tensor that a leaf carries, by its name."""
+        return {}
+
+    def resolved(self, tensors: Mapping[str, Tensor], extent: Extent) -> Pattern:
+        """A leaf with its run-time tensor's values in place."""
+        return self
+
+    def of_entry(self, batch: int) -> Pattern:
+        """A leaf as one batch entry has it."""
+        return self
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
         """The same rule for one head, with every choice by head resolved."""
@@ -209,6 +321,10 @@ class Pattern(Expression):
         """Squares outside of which the head has no pair, of a rule that lists some; None for other rules."""
         return None
 
+    @property
+    def union(self) -> Pattern:
+        return self
+
     def branches(self) -> tuple[Pattern, ...]:
         return (self,)
 
@@ -225,26 +341,20 @@ class Pattern(Expression):
         return None
 
     def __and__(self, other: Expression) -> Any:
-        from ._algebra import And
-
         if isinstance(other, Mixture):
             return other & self
-        return And.of(self, other) if isinstance(other, Pattern) else NotImplemented
+        return KINDS["and"].of(self, other) if isinstance(other, Pattern) else NotImplemented
 
     def __or__(self, other: Expression) -> Pattern:
-        from ._algebra import Or
-
         if isinstance(other, Mixture):
             raise TypeError(_needs_set("|", self, other))
-        return Or.of(self, other) if isinstance(other, Pattern) else NotImplemented
+        return KINDS["or"].of(self, other) if isinstance(other, Pattern) else NotImplemented
 
     def __invert__(self) -> Pattern:
-        from ._algebra import Not
-
-        return self.part if isinstance(self, Not) else Not(self)
+        return KINDS["not"](self)
 
 
-@dataclass(frozen=True)
+@pattern_kind("mixture")
 class Mixture(Expression):
     """Multiset sum of set patterns: a pair allowed by m parts has attention weight m * exp(score).
 
@@ -265,16 +375,13 @@ class Mixture(Expression):
     def direct_parts(self) -> tuple[Pattern, ...]:
         return self.parts
 
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "mixture", "parts": [part.to_data() for part in self.parts]}
-
-    def write(self) -> str:
-        return written_parts("mixture", self.parts)
-
     def phrase(self) -> Phrase:
-        from ..text._written_branches import mixture_phrase
+        return sum_phrase(self.parts)
 
-        return mixture_phrase(self.parts)
+    @property
+    def union(self) -> Pattern:
+        """The pairs with any weight at all, as one set pattern."""
+        return KINDS["or"].without_shared_factors(self.parts)
 
     def branches(self) -> tuple[Pattern, ...]:
         return self.parts
@@ -318,6 +425,48 @@ def require_set_patterns(what: str, parts: object, *, least: int) -> None:
 
 def all_leaves(parts: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
     return tuple(leaf for part in parts for leaf in part.leaves())
+
+
+def sum_phrase(parts: Sequence[Pattern]) -> Phrase:
+    """The sum of the branches; neighbours that one constructor made, with what is intersected with them, as one."""
+
+    def shared(part: Pattern) -> Hashable:
+        first, *rest = part.factors()
+        return None if (origin := first.origin()) is None else (origin, tuple(rest))
+
+    terms: list[Phrase] = []
+    for origin, run in groupby(parts, shared):
+        branches = list(run)
+        first, *rest = branches[0].factors()
+        joint = None if origin is None else first.joint_phrase([each.factors()[0] for each in branches])
+        if joint is None:
+            terms += [branch.phrase() for branch in branches]
+        else:
+            terms.append(chain([joint, *(factor.phrase() for factor in rest)], AND))
+    return chain(terms, SUM)
+
+
+def _canonical(value: Any) -> str:
+    """JSON without spaces and with sorted keys; written here, as a compiled graph may build patterns."""
+    if isinstance(value, Expression):
+        return value.text
+    if isinstance(value, dict):
+        return "{" + ",".join([f'"{key}":{_canonical(value[key])}' for key in sorted(value)]) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join([_canonical(each) for each in value]) + "]"
+    if isinstance(value, str):
+        return f'"{value}"'  # names, of letters and digits
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(index(value))  # a size that a graph has left open becomes a constant of it
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Expression):
+        return value.to_data()
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _needs_set(operator: str, left: object, right: object) -> str:

@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._algebra import either
 from ._box import Bounds, Box, Squares
-from ._canonical import written_parts
 from ._composite import Composite
-from ._pattern import MaskMod, Pattern, require_set_patterns
+from ._pattern import MaskMod, Pattern, constructor, pattern_kind, require_set_patterns
 from ._reason import Pair, Reason, span
 from ._spelling import Phrase
 
@@ -66,15 +64,9 @@ class _HeadChoice(Composite):
         return Reason(self, inner.allowed, text, (inner,))
 
 
-@dataclass(frozen=True)
+@pattern_kind("per_head")
 class PerHead(_HeadChoice):
     """Head h follows parts[h]; exactly one part for each global head."""
-
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "per_head", "parts": [part.to_data() for part in self.parts]}
-
-    def write(self) -> str:
-        return written_parts("per_head", self.parts)
 
     def choice(self, num_heads: int) -> list[int]:
         return list(range(num_heads))
@@ -85,20 +77,14 @@ class PerHead(_HeadChoice):
         super().check_heads(num_heads)
 
 
-@dataclass(frozen=True)
+@pattern_kind("head_groups")
 class HeadGroups(_HeadChoice):
     """Consecutive groups of heads, one a part; where the heads do not divide, the first groups get one more."""
 
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "head_groups", "parts": [part.to_data() for part in self.parts]}
-
-    def write(self) -> str:
-        return written_parts("head_groups", self.parts)
-
     def phrase(self) -> Phrase:
-        from ..text._written_branches import head_groups_phrase
-
-        return head_groups_phrase(self.parts)
+        origins = {part.origin() for part in self.parts}
+        joint = self.parts[0].joint_phrase(self.parts, grouped=True) if len(origins) == 1 else None
+        return super().phrase() if joint is None else joint
 
     def choice(self, num_heads: int) -> list[int]:
         size, larger = divmod(num_heads, len(self.parts))
@@ -111,11 +97,13 @@ class HeadGroups(_HeadChoice):
         super().check_heads(num_heads)
 
 
+@constructor
 def per_head(patterns: Sequence[Pattern]) -> Pattern:
     """Head h follows patterns[h]: one set pattern for each head, counted over all devices."""
     return PerHead(_listed(patterns))
 
 
+@constructor
 def head_groups(patterns: Sequence[Pattern]) -> Pattern:
     """Consecutive groups of heads follow one pattern each; where they do not divide, the first have one head more."""
     return HeadGroups(_listed(patterns))

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
     from ._pattern import Expression
 
@@ -29,6 +32,10 @@ class Pair:
     def counted(self, unit: Unit, query: int, key: int) -> Pair:
         """The same pair as a rule meets it that counts otherwise."""
         return replace(self, query=query, key=key, unit=unit)
+
+    def indices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The pair as a mask_mod takes it."""
+        return tuple(torch.tensor(number, device="cpu") for number in (0, self.head, self.query, self.key))  # type: ignore[return-value]
 
     @property
     def the_query(self) -> str:

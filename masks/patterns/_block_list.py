@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ..core._box import Bounds, Box, Squares
 from ..core._check import require_int
-from ..core._pattern import MaskMod, Pattern
+from ..core._pattern import MaskMod, Pattern, constructor, pattern_kind
 from ..core._ranges import Ranges
 from ..core._reason import Pair, Reason, listing
 from ._block_table import NOTHING, BlockTable, padded
@@ -23,7 +22,7 @@ _HEADS_KEPT = 128
 _SEQUENCES = (list, tuple, range)
 
 
-@dataclass(frozen=True)
+@pattern_kind("block_list")
 class BlockList(Pattern):
     """Allowed iff the row of the query's block names the key's block.
 
@@ -46,8 +45,15 @@ class BlockList(Pattern):
         rows = str(self.rows).replace(" ", "").replace(",)", "]").replace("(", "[").replace(")", "]")
         return f'{{"block":{self.block},"kind":"block_list","rows":{rows}}}'
 
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "block_list", "rows": self.rows, "block": self.block}
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> BlockList:
+        """With rows in ascending order only, as they are stored."""
+        made, rows = cls(data["rows"], data["block"]), data["rows"]
+        given, kept = (rows, made.rows) if made.by_head else ([rows], (made.rows,))
+        pairs = (pair for tables in zip(given, kept, strict=True) for pair in zip(*tables, strict=True))
+        if any(tuple(row) != ascending for row, ascending in pairs):
+            raise ValueError("each row must name its blocks in ascending order")
+        return made
 
     @property
     def by_head(self) -> bool:
@@ -100,6 +106,7 @@ class BlockList(Pattern):
         return torch.arange(num_heads) if self.by_head else torch.zeros(num_heads, dtype=torch.int64)
 
 
+@constructor
 def block_list(rows: Sequence[Any] | Tensor, *, block: int) -> Pattern:
     """Queries of block i see the key blocks that rows[i] names. Blocks have `block` tokens; number 0 is the first.
 

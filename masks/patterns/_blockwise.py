@@ -1,21 +1,18 @@
 """Blockwise: a pattern over blocks of tokens instead of tokens."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..core._box import Bounds, Box, Counts, Progression
 from ..core._check import LARGEST, require_int
-from ..core._pattern import MaskMod, Pattern
+from ..core._pattern import MaskMod, Pattern, constructor, pattern_kind
 from ..core._ranges import Ranges, among
 from ..core._reason import Pair, Reason
-from ..core._spelling import Phrase, call
-from .run_time._run_time import run_time_leaves
 
 
-@dataclass(frozen=True)
+@pattern_kind("blockwise", positional=2)
 class Blockwise(Pattern):
     """Allowed iff `part` allows the query's block and the key's block: position t lies in block floor(t / block)."""
 
@@ -25,7 +22,7 @@ class Blockwise(Pattern):
     def __post_init__(self) -> None:
         if not isinstance(self.part, Pattern):
             raise TypeError(f"blockwise needs a set pattern; got {self.part!r}")
-        if run_time_leaves(self.part):
+        if self.part.varies:
             raise ValueError(
                 f"blockwise needs a pattern without run-time tensors, which go by token; got {self.part!r}"
             )
@@ -34,15 +31,6 @@ class Blockwise(Pattern):
 
     def direct_parts(self) -> tuple[Pattern, ...]:
         return (self.part,)
-
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "blockwise", "part": self.part.to_data(), "block": self.block}
-
-    def write(self) -> str:
-        return f'{{"block":{self.block},"kind":"blockwise","part":{self.part.text}}}'
-
-    def phrase(self) -> Phrase:
-        return call("blockwise", self.part, self.block)
 
     def check_heads(self, num_heads: int) -> None:
         self.part.check_heads(num_heads)
@@ -105,6 +93,7 @@ class Blockwise(Pattern):
         return Bounds((area - forbidden).clamp(min=0), (allowed.high * most).minimum(area))
 
 
+@constructor
 def blockwise(pattern: Pattern, block: int) -> Pattern:
     """The pattern over blocks of `block` tokens: a pair is allowed where the pattern allows its blocks' numbers.
 

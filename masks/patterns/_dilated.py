@@ -1,6 +1,6 @@
-"""Dilated segments: every rate-th token of a segment attends within its segment."""
+"""Dilated segments: every rate-th token of a segment attends within its segment; and LongNet's branches of them."""
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..core._box import Bounds, Box, Counts, Progression, clip, count_residue
 from ..core._check import require_choice, require_int
-from ..core._pattern import MaskMod, Pattern
+from ..core._pattern import MaskMod, Mixture, Pattern, constructor, pattern_kind
+from ..core._per_head import HeadGroups
 from ..core._ranges import Ranges, among
 from ..core._reason import Pair, Reason, span
 from ..core._spelling import Phrase, call
@@ -16,11 +17,12 @@ from ..core._spelling import Phrase, call
 _Heads = TypeVar("_Heads", int, Tensor)
 
 OFFSET_RULES = ("interleaved", "contiguous")
+HEAD_RULES = ("all", "grouped")
 # A box over more segments than this is bounded by its area: the builder splits it anyway.
 _EXACT_SEGMENTS = 8
 
 
-@dataclass(frozen=True)
+@pattern_kind("dilated", positional=2)
 class Dilated(Pattern):
     """Allowed iff both positions lie in one segment and both are active: (t mod segment) mod rate == offset.
 
@@ -41,11 +43,15 @@ class Dilated(Pattern):
             raise ValueError(f"offset must be below the rate; got offset={self.offset}, rate={self.rate}")
         super().__post_init__()
 
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "dilated", "segment": self.segment, "rate": self.rate, "offset": self.offset}
+    def origin(self) -> Hashable:
+        return self.offset if isinstance(self.offset, str) else None
 
-    def phrase(self) -> Phrase:
-        return call("dilated", self.segment, self.rate, **({"offset": self.offset} if self.offset else {}))
+    def joint_phrase(self, branches: Sequence[Any], *, grouped: bool = False) -> Phrase | None:
+        if not isinstance(self.offset, str):
+            return None
+        named = {} if self.offset == OFFSET_RULES[0] else {"offsets": self.offset}
+        named |= {"heads": HEAD_RULES[1]} if grouped else {}
+        return call("longnet", tuple(each.segment for each in branches), tuple(each.rate for each in branches), **named)
 
     def offset_of(self, head: _Heads, num_heads: int) -> _Heads | int:
         """The offset of a global head, or of each of a tensor of them."""
@@ -136,6 +142,7 @@ class Dilated(Pattern):
         return torch.zeros_like(heads) + self.offset_of(heads, num_heads)
 
 
+@constructor
 def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
     """Every `rate`-th token of each `segment`, from `offset` on, attends to the others of its segment.
 
@@ -144,6 +151,50 @@ def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
     Raises ValueError for segment or rate below 1, for an offset outside [0, rate) and for an unknown rule.
     """
     return Dilated(segment, rate, offset)
+
+
+@constructor
+def chunked(size: int) -> Pattern:
+    """Chunks of `size` tokens that see themselves, each both ways: a block-diagonal mask.
+
+    The same as `dilated(size, 1)`. The last chunk is as long as there are tokens. Raises ValueError for a size
+    below 1.
+    """
+    return dilated(require_int("size", size, minimum=1), 1)
+
+
+@constructor
+def longnet(
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    offsets: str = "interleaved",
+    heads: str = "all",
+) -> Mixture | Pattern:
+    """Dilated branches (segment length, dilation rate), joined as LongNet joins them.
+
+    heads="all": every head runs every branch, a mixture in which a pair counts once a branch (LongNet,
+    arXiv 2307.02486, eqs. 9 and 10; torchscale). heads="grouped": consecutive head groups run one branch
+    each, a set (the grouping of dilated-attention-pytorch, which starts every head of group i at i mod rate;
+    `per_head` gives that). offsets="interleaved": head h starts at
+    h mod rate (eq. 13); "contiguous": at floor(h / ceil(H / rate)), which torchscale's checkpoints expect.
+    Raises ValueError for lists that are empty or of unequal length, values below 1 and unknown rules.
+    """
+    for name, value in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise TypeError(f"{name} must be a sequence of integers; got {name}={value!r}")
+        for branch, entry in enumerate(value):
+            require_int(f"{name}[{branch}]", entry, minimum=1)
+    segments, rates = tuple(segment_lengths), tuple(dilation_rates)
+    if not segments or len(segments) != len(rates):
+        raise ValueError(
+            "segment_lengths and dilation_rates need one entry each a branch, at least one; "
+            f"got {segment_lengths=} and {dilation_rates=}"
+        )
+    require_choice("offsets", offsets, OFFSET_RULES)
+    require_choice("heads", heads, HEAD_RULES)
+    branches = tuple(Dilated(segment, rate, offsets) for segment, rate in zip(segments, rates, strict=True))
+    return HeadGroups(branches) if heads == "grouped" else Mixture.of(*branches)
 
 
 def _same_segment(segment: Tensor) -> MaskMod:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from math import gcd, prod
@@ -16,7 +15,7 @@ from ..core._algebra import both
 from ..core._box import Bounds, Box
 from ..core._box_parts import Owned, look_at_pairs
 from ..core._check import LARGEST, require_int
-from ..core._pattern import MaskMod, Pattern
+from ..core._pattern import MaskMod, Pattern, constructor, pattern_kind
 from ..core._ranges import Ranges, among, within
 from ..core._reason import Pair, Reason, listing, span
 from ._grid import Rectangle, fits, hull, rectangles, select
@@ -27,7 +26,7 @@ _FEW_PAIRS = 1 << 16  # so many are looked at one by one sooner than counted
 _MOST_RUNS = 1 << 10  # of a window that is listed run by run
 
 
-@dataclass(frozen=True)
+@pattern_kind("neighborhood")
 class Neighborhood(Pattern):
     """Allowed iff along each axis of the grid the key lies in the query's window of 2 * radius + 1 tokens.
 
@@ -64,9 +63,6 @@ class Neighborhood(Pattern):
     def axes(self) -> list[tuple[int, int, int]]:
         """(length, radius, rate) of each axis, the outermost first."""
         return list(zip(self.grid, self.radius, self.rate, strict=True))
-
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "neighborhood", "grid": self.grid, "radius": self.radius, "rate": self.rate}
 
     def rates(self) -> tuple[int, ...]:
         # Residue classes of positions are those of the innermost axis where they fit its rows.
@@ -156,6 +152,7 @@ class Neighborhood(Pattern):
         return Bounds(low, high)
 
 
+@constructor
 def neighborhood(grid: Sequence[int], radius: int | Sequence[int], *, rate: int | Sequence[int] = 1) -> Pattern:
     """Each query of a token grid sees the (2 * radius + 1) tokens an axis around its own place, `rate` apart.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from ..core._algebra import And
 from ..core._box import Bounds, Box, Counts, Progression
-from ..core._pattern import Expression, MaskMod, Mixture, Pattern
+from ..core._pattern import Expression, MaskMod, Mixture, Pattern, pattern_kind, sum_phrase
 from ..core._reason import Pair, Reason
 from ..core._spelling import CALL, Phrase
 from .run_time._documents import Documents
 from .run_time._documents import documents as documents_pattern
 from .run_time._lengths import Lengths
-from .run_time._run_time import Rows, run_time_leaves
+from .run_time._run_time import Rows
 from .run_time._spans import EXACT_SPANS, Spans
 
 
-@dataclass(frozen=True)
+@pattern_kind("per_document")
 class PerDocument(Pattern):
     """Allowed iff both positions lie in one span and `part` allows them counted from the span's start.
 
@@ -31,13 +31,20 @@ class PerDocument(Pattern):
     part: Pattern
     spans: Pattern
 
+    @staticmethod
+    def of(pattern: Expression, documents: Any) -> Any:
+        """See `Expression.per_document`."""
+        spans = documents if isinstance(documents, Pattern) else documents_pattern(documents)
+        parts = tuple(PerDocument(part, spans) for part in pattern.branches())
+        return Mixture(parts) if isinstance(pattern, Mixture) else parts[0]
+
     def __post_init__(self) -> None:
         if not isinstance(self.part, Pattern) or not isinstance(self.spans, Documents | Lengths | Spans):
             raise TypeError(
                 "per_document needs a set pattern and document ids, or a pattern of documents or lengths; "
                 f"got {self.part!r} and {self.spans!r}"
             )
-        if run_time_leaves(self.part):
+        if self.part.varies:
             raise ValueError(
                 "per_document counts positions from each document's start, where a run-time tensor inside has no "
                 f"meaning: intersect with it outside, p.per_document(ids) & it; got {self.part!r}"
@@ -47,14 +54,17 @@ class PerDocument(Pattern):
     def direct_parts(self) -> tuple[Pattern, ...]:
         return (self.part, self.spans)
 
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "per_document", "part": self.part.to_data(), "spans": self.spans.to_data()}
-
-    def write(self) -> str:
-        return f'{{"kind":"per_document","part":{self.part.text},"spans":{self.spans.text}}}'
-
     def phrase(self) -> Phrase:
-        return Phrase(f"{self.part.phrase().inside(CALL)}.per_document({self.spans.phrase().text})")
+        return self._phrase_of(self.part.phrase())
+
+    def origin(self) -> Pattern:
+        return self.spans
+
+    def joint_phrase(self, branches: Sequence[Any], *, grouped: bool = False) -> Phrase | None:
+        return None if grouped else self._phrase_of(sum_phrase([each.part for each in branches]))
+
+    def _phrase_of(self, inner: Phrase) -> Phrase:
+        return Phrase(f"{inner.inside(CALL)}.per_document({self.spans.phrase().text})")
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
         return replace(self, part=self.part.for_head(head, num_heads))
@@ -119,13 +129,6 @@ class PerDocument(Pattern):
             self.spans.mask_mod(num_heads=1, device=torch.device("cpu"))
         assert isinstance(self.spans, Spans)
         return self.spans
-
-
-def per_document(pattern: Expression, documents: Any) -> Any:
-    """See `Expression.per_document`."""
-    spans = documents if isinstance(documents, Pattern) else documents_pattern(documents)
-    parts = tuple(PerDocument(part, spans) for part in pattern.branches())
-    return Mixture(parts) if isinstance(pattern, Mixture) else parts[0]
 
 
 def _shifted(progression: Progression, start: Tensor) -> Progression:

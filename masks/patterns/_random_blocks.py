@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core._box import Bounds, Box, Squares
 from ..core._check import require_int
-from ..core._pattern import MaskMod, Pattern
+from ..core._pattern import MaskMod, Pattern, constructor, pattern_kind
 from ..core._ranges import Ranges, within
 from ..core._reason import Pair, Reason, listing
-from ..core._spelling import Phrase, call
 from ._block_table import BlockTable, keys_of_blocks, padded
 
 _TABLES_KEPT = 8
@@ -25,7 +23,7 @@ _DRAWN_AHEAD = 1 << 20  # blocks drawn at least, where it is not known how many 
 _DRAWN_AT_ONCE = 1 << 21  # bounds the memory of a draw
 
 
-@dataclass(frozen=True)
+@pattern_kind("random_blocks", positional=1)
 class RandomBlocks(Pattern):
     """Allowed iff the query's block drew the key's block, and both positions lie below `num_tokens`.
 
@@ -35,10 +33,10 @@ class RandomBlocks(Pattern):
 
     num_tokens: int
     block: int
-    drawn: int
+    drawn: int = field(metadata={"name": "count"})
     seed: int
     head: int | None = None
-    positions: int | None = field(default=None, compare=False)
+    positions: int | None = field(default=None, compare=False, metadata={"stored": False})
 
     def __post_init__(self) -> None:
         require_int("num_tokens", self.num_tokens, minimum=1)
@@ -58,15 +56,6 @@ class RandomBlocks(Pattern):
     def num_blocks(self) -> int:
         """The blocks of `num_tokens` tokens, the last of which may be shorter."""
         return -(-self.num_tokens // self.block)
-
-    def to_data(self) -> dict[str, Any]:
-        data = {"num_tokens": self.num_tokens, "block": self.block, "count": self.drawn, "seed": self.seed}
-        return {"kind": "random_blocks", **data, "head": self.head}
-
-    def phrase(self) -> Phrase:
-        values = {"block": self.block, "count": self.drawn, "seed": self.seed}
-        chosen = {} if self.head is None else {"head": self.head}
-        return call("random_blocks", self.num_tokens, **values, **chosen)
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
         return replace(self, head=head) if self.head is None else self
@@ -130,6 +119,7 @@ class RandomBlocks(Pattern):
         return torch.arange(num_heads) if self.head is None else torch.zeros(num_heads, dtype=torch.int64)
 
 
+@constructor
 def random_blocks(
     num_tokens: int, *, block: int = 64, count: int = 3, seed: int = 0, head: int | None = None
 ) -> Pattern:

@@ -1,29 +1,9 @@
 """Patterns as JSON: what a checkpoint stores and a custom op receives."""
 
-from collections.abc import Callable
 from typing import Any
 
-from ..core._algebra import And, Every, Not, Or
-from ..core._pattern import DEEPEST, Expression, Mixture, Pattern, require_expression
-from ..core._per_head import HeadGroups, PerHead
+from ..core._pattern import DEEPEST, KINDS, Expression, Mixture, Pattern, require_expression
 from ..core._spelling import QUOTED, shortened
-from ..patterns._block_list import BlockList
-from ..patterns._blockwise import Blockwise
-from ..patterns._causal import Causal
-from ..patterns._dilated import Dilated
-from ..patterns._dilated_window import DilatedWindow
-from ..patterns._fixed import Fixed
-from ..patterns._global_tokens import GlobalTokens
-from ..patterns._landmark_tokens import LandmarkTokens
-from ..patterns._local_window import LocalWindow
-from ..patterns._neighborhood import Neighborhood
-from ..patterns._per_document import PerDocument
-from ..patterns._random_blocks import RandomBlocks
-from ..patterns._strided import Strided
-from ..patterns.custom._custom import read_custom
-from ..patterns.run_time._documents import Documents
-from ..patterns.run_time._lengths import Lengths
-from ..patterns.run_time._visible_keys import VisibleKeys
 from ._plain_json import read_json
 
 
@@ -72,71 +52,26 @@ def _read(data: Any, *, depth: int) -> Pattern | Mixture:
     if depth > DEEPEST:
         raise ValueError(f"a pattern must nest at most {DEEPEST} levels")
     kind = data.get("kind") if isinstance(data, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"a pattern is an object whose kind is one of {', '.join(KINDS)}; got {data!r:.80}")
+    made = KINDS[kind]
     if kind == "custom":
-        return read_custom(data)
-    if not isinstance(kind, str) or kind not in _FIELDS:
-        raise ValueError(f"a pattern is an object whose kind is one of {', '.join(_FIELDS)}; got {data!r:.80}")
-    build, fields = _FIELDS[kind]
-    if set(data) != {"kind", *fields}:
-        raise ValueError(f"a pattern of kind {kind!r} has the fields {list(fields)}; got {sorted(data)!r:.200}")
-    values = [_value(data[field], field, depth) for field in fields]
+        return made.from_data(data)
+    if set(data) != {"kind", *made.stored}:
+        raise ValueError(f"a pattern of kind {kind!r} has the fields {list(made.stored)}; got {sorted(data)!r:.200}")
+    values = {name: _value(data[name], name, depth) for name in made.stored}
     try:
-        return build(*values)
+        return made.from_data(values)
     except (TypeError, ValueError) as error:
         says = shortened(str(error), QUOTED)
         raise ValueError(f"a pattern of kind {kind!r} has wrong values: {says}") from error
 
 
 def _value(value: Any, field: str, depth: int) -> Any:
-    if field in ("part", "spans"):
-        return _read(value, depth=depth + 1)
     if field == "parts":
         if not isinstance(value, list):
             raise ValueError(f"parts must be a list of patterns; got {value!r:.80}")
         return tuple(_read(part, depth=depth + 1) for part in value)
+    if field in ("part", "spans") or (isinstance(value, dict) and "kind" in value):
+        return _read(value, depth=depth + 1)
     return value
-
-
-def _documents(name: str, longest: int | None) -> Documents:
-    return Documents(name, longest=longest)
-
-
-def _block_list(rows: Any, block: int) -> BlockList:
-    """With rows in ascending order only, as `to_json` writes them."""
-    made = BlockList(rows, block)
-    given, kept = (rows, made.rows) if made.by_head else ([rows], (made.rows,))
-    if any(tuple(row) != ascending for pair in zip(given, kept, strict=True)
-           for row, ascending in zip(*pair, strict=True)):  # fmt: skip
-        raise ValueError("each row must name its blocks in ascending order")
-    return made
-
-
-def _lengths(name: str, padding: str) -> Lengths:
-    return Lengths(name, padding=padding)
-
-
-_FIELDS: dict[str, tuple[Callable[..., Pattern | Mixture], tuple[str, ...]]] = {
-    "causal": (Causal, ()),
-    "dilated": (Dilated, ("segment", "rate", "offset")),
-    "local_window": (LocalWindow, ("left", "right")),
-    "dilated_window": (DilatedWindow, ("left", "right", "rate")),
-    "global_tokens": (GlobalTokens, ("tokens", "rows", "columns")),
-    "strided": (Strided, ("stride",)),
-    "landmark_tokens": (LandmarkTokens, ("stride", "rows", "columns")),
-    "blockwise": (Blockwise, ("part", "block")),
-    "fixed": (Fixed, ("stride", "summary")),
-    "random_blocks": (RandomBlocks, ("num_tokens", "block", "count", "seed", "head")),
-    "block_list": (_block_list, ("rows", "block")),
-    "neighborhood": (Neighborhood, ("grid", "radius", "rate")),
-    "documents": (_documents, ("name", "longest")),
-    "lengths": (_lengths, ("name", "padding")),
-    "visible_keys": (VisibleKeys, ("name",)),
-    "per_document": (PerDocument, ("part", "spans")),
-    "every": (Every, ()),
-    "and": (And, ("parts",)),
-    "or": (Or, ("parts",)),
-    "not": (Not, ("part",)),
-    "per_head": (PerHead, ("parts",)),
-    "head_groups": (HeadGroups, ("parts",)),
-    "mixture": (Mixture, ("parts",)),
-}

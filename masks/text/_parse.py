@@ -9,40 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from .. import recipes
-from ..core._algebra import And, Or, every
-from ..core._pattern import DEEPEST, Expression, Mixture, Pattern
-from ..core._per_head import head_groups, per_head
+from ..core._algebra import And, Or
+from ..core._pattern import CONSTRUCTORS, DEEPEST, Expression, Mixture, Pattern
 from ..core._spelling import CUT, LONGEST, QUOTED, shortened
-from ..patterns._block_list import block_list
-from ..patterns._blockwise import blockwise
-from ..patterns._causal import causal
-from ..patterns._chunked import chunked
-from ..patterns._dilated import dilated
-from ..patterns._dilated_window import dilated_window
-from ..patterns._fixed import fixed
-from ..patterns._global_tokens import first_tokens, global_tokens
-from ..patterns._landmark_tokens import landmark_tokens
-from ..patterns._local_window import local_window
-from ..patterns._longnet import longnet
-from ..patterns._neighborhood import neighborhood
-from ..patterns._prefix_lm import prefix_lm
-from ..patterns._random_blocks import random_blocks
-from ..patterns._strided import strided
-from ..patterns.run_time._documents import documents
-from ..patterns.run_time._lengths import lengths
-from ..patterns.run_time._visible_keys import visible_keys
 
-_Constructor = Callable[..., Pattern | Mixture]
 _Join = Callable[[Sequence[Any]], Expression]
-
-_PATTERNS: tuple[_Constructor, ...] = (
-    *(block_list, blockwise, causal, chunked, dilated, dilated_window, documents, every, first_tokens, fixed),
-    *(global_tokens, head_groups, landmark_tokens, lengths, local_window, longnet, neighborhood, per_head),
-    *(prefix_lm, random_blocks, strided, visible_keys),
-)
-CONSTRUCTORS: dict[str, _Constructor] = {each.__name__: each for each in _PATTERNS}
-CONSTRUCTORS |= {f"recipes.{name}": getattr(recipes, name) for name in recipes.__all__}
 
 _METHODS = ("per_document",)
 _PREFIX = "masks."

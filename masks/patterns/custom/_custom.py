@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 from weakref import WeakValueDictionary
@@ -13,7 +12,7 @@ import torch
 from ...core._bound import EMPTY, FULL
 from ...core._box import Bounds, Box
 from ...core._check import require_int
-from ...core._pattern import MaskMod, Pattern
+from ...core._pattern import MaskMod, Pattern, pattern_kind
 from ...core._reason import Pair, Reason
 from ...core._spelling import Phrase, call
 from ._classify import Classify, check_classify, classes_of, require_classify
@@ -59,7 +58,7 @@ _rules: WeakValueDictionary[str, CustomRule] = WeakValueDictionary()
 _rules_lock = Lock()
 
 
-@dataclass(frozen=True)
+@pattern_kind("custom")
 class Custom(Pattern):
     """Allowed iff the function says so; for one head where `head` is given."""
 
@@ -69,9 +68,24 @@ class Custom(Pattern):
     def __hash__(self) -> int:
         return hash(self.text)
 
+    def write(self) -> str:
+        head = "" if self.head is None else f',"head":{self.head}'
+        return f'{{"function":"{self.rule.digest}"{head},"kind":"custom"}}'
+
     def to_data(self) -> dict[str, Any]:
         data = {"kind": "custom", "function": self.rule.digest}
         return data if self.head is None else data | {"head": self.head}
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Pattern:
+        """The pattern that a text of this process names; ValueError if its function is gone."""
+        digest, head = data.get("function"), data.get("head")
+        with _rules_lock:
+            rule = _rules.get(digest) if isinstance(digest, str) else None
+        if rule is None:
+            law = "a custom pattern lives where it was made: keep it for as long as calls and their gradients use it"
+            raise ValueError(f"{law}; no pattern that is alive here has the function {digest!r:.20}")
+        return cls(rule, head)
 
     def phrase(self) -> Phrase:
         return call("custom", _Name(self.rule.name), **({} if self.head is None else {"head": self.head}))
@@ -147,17 +161,6 @@ def custom(fn: MaskMod, *, classify: Classify | None = None, period: int | None 
         _check_period(rule, period)
     with _rules_lock:
         return Custom(_rules.setdefault(digest, rule))
-
-
-def read_custom(data: dict[str, Any]) -> Pattern:
-    """The custom pattern that a text of this process names; ValueError if its function is gone."""
-    digest, head = data.get("function"), data.get("head")
-    with _rules_lock:
-        rule = _rules.get(digest) if isinstance(digest, str) else None
-    if rule is None:
-        law = "a custom pattern lives where it was made: keep it for as long as calls and their gradients use it"
-        raise ValueError(f"{law}; no pattern that is alive here has the function {digest!r:.20}")
-    return Custom(rule, head)
 
 
 class _Name(str):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core._check import require_int
-from ...core._pattern import Pattern
-from ...core._spelling import Phrase, call
-from ._run_time import Extent, RunTime, of_tensor
+from ...core._pattern import Pattern, constructor, pattern_kind
+from ...core._bound import Extent
+from ._run_time import RunTime, of_tensor
 from ._run_time_checks import integers
 from ._spans import PADDING, Spans
 
 
-@dataclass(frozen=True)
+@pattern_kind("documents")
 class Documents(RunTime):
     """Allowed iff query and key belong to one document, by the document id of each position.
 
@@ -30,12 +29,6 @@ class Documents(RunTime):
         if self.longest is not None:
             require_int("longest", self.longest, minimum=1)
         super().__post_init__()
-
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "documents", "longest": self.longest, "name": self.name}
-
-    def phrase(self) -> Phrase:
-        return call("documents", self.name, **({} if self.longest is None else {"longest": self.longest}))
 
     def table(self, tensor: Tensor, extent: Extent) -> Spans:
         num_positions = extent.tokens
@@ -86,6 +79,7 @@ def _check_longest(starts: Tensor, longest: int) -> None:
         )
 
 
+@constructor
 def documents(ids: Any, *, longest: int | None = None, name: str = "documents") -> Pattern:
     """Each token sees the tokens of its own document.
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core._check import require_choice
-from ...core._pattern import Pattern
-from ...core._spelling import Phrase, call
-from ._run_time import Extent, RunTime, of_tensor
+from ...core._pattern import Pattern, constructor, pattern_kind
+from ...core._bound import Extent
+from ._run_time import RunTime, of_tensor
 from ._run_time_checks import integers
 from ._spans import PADDING, Spans
 
 SIDES = ("right", "left")
 
 
-@dataclass(frozen=True)
+@pattern_kind("lengths")
 class Lengths(RunTime):
     """Allowed iff query and key are both real tokens: the first `length` positions, or with padding="left" the last."""
 
@@ -27,12 +26,6 @@ class Lengths(RunTime):
     def __post_init__(self) -> None:
         require_choice("padding", self.padding, SIDES)
         super().__post_init__()
-
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "lengths", "name": self.name, "padding": self.padding}
-
-    def phrase(self) -> Phrase:
-        return call("lengths", self.name, **({} if self.padding == "right" else {"padding": self.padding}))
 
     def table(self, tensor: Tensor, extent: Extent) -> Spans:
         num_positions = extent.tokens
@@ -54,6 +47,7 @@ class Lengths(RunTime):
         return torch.full(shape, extent.tokens)
 
 
+@constructor
 def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> Pattern:
     """Real tokens see each other; padding neither sees nor is seen.
 

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from ctypes import c_char
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ...core._algebra import Every
-from ...core._ambient import plans
+from ...core._algebra import every
+from ...core._bound import Extent
 from ...core._box import Bounds, Box
 from ...core._pattern import Expression, MaskMod, Pattern
 from ...core._reason import Pair, Reason
-from ...core._spelling import Phrase, call
-from .._local_window import LocalWindow
+from ...core._spelling import Phrase
+from .._band import local_window
 from ._run_time_checks import missing, require_values
 from ._window_list import Windows
 
@@ -46,17 +46,24 @@ class RunTime(Pattern):
     the tensor into the rule itself.
     """
 
+    is_run_time = True
+
     name: str
-    given: Given | None = None
+    given: Given | None = field(default=None, metadata={"stored": False})
 
     def __post_init__(self) -> None:
         if type(self.name) is not str or not self.name.isidentifier():
             raise ValueError(f"the name of a run-time tensor must be an identifier; got {self.name!r:.80}")
         super().__post_init__()
 
-    def phrase(self) -> Phrase:
-        data = self.to_data()
-        return call(data.pop("kind"), data.pop("name"), **data)
+    def carried(self) -> dict[str, Tensor]:
+        return {} if self.given is None else {self.name: self.given.tensor}
+
+    def resolved(self, tensors: Mapping[str, Tensor], extent: Extent) -> Table:
+        if self.name not in tensors:
+            raise ValueError(missing(self.name))
+        values = self.table(require_values(self.name, tensors[self.name]), extent)
+        return replace(values, source=replace(self, given=None))
 
     def table(self, tensor: Tensor, extent: Extent) -> Table:
         """The rule with this tensor's values, checked, over the positions of a call."""
@@ -84,6 +91,8 @@ class Table(Pattern):
     allowed pairs are declared to keep. A table that is not `known` stands for all values of its shape. `source` is the
     pattern whose values these are, without its tensor; None where it does not matter.
     """
+
+    is_run_time = True
 
     rows: Shaped[Tensor, "B L"]
     digest: str
@@ -122,8 +131,11 @@ class Table(Pattern):
             self.held.setdefault(device, Rows(self.rows.to(device)))
         return self.held[device]
 
-    def entry(self, batch: int) -> Self:
-        """The rule of one batch entry."""
+    @property
+    def entries(self) -> int:  # type: ignore[override]
+        return len(self.rows)
+
+    def of_entry(self, batch: int) -> Self:
         if len(self.rows) == 1:
             return self
         return replace(type(self).of(self.rows[batch, None], self.reach), source=self.source)
@@ -139,23 +151,11 @@ class Table(Pattern):
         return self.rows[0]
 
     def superset(self) -> Pattern:
-        return Every() if self.reach is None else LocalWindow(self.reach, self.reach)
+        return every() if self.reach is None else local_window(left=self.reach, right=self.reach)
 
     def windows(self, num_positions: int) -> Windows | None:
         """Rectangles without overlap that hold all allowed pairs and no others; None if they are too many."""
         return None
-
-
-class Extent(NamedTuple):
-    """One past the last position of the queries, and of the keys."""
-
-    queries: int
-    keys: int
-
-    @property
-    def tokens(self) -> int:
-        """Positions that queries or keys reach."""
-        return max(self)
 
 
 class Rows:
@@ -163,20 +163,6 @@ class Rows:
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
-
-
-def given_tensors(*patterns: Expression) -> dict[str, Tensor]:
-    """The tensors that patterns carry, by name. Raises ValueError where two go by one name."""
-    found: dict[str, Tensor] = {}
-    for leaf in (leaf for pattern in patterns for leaf in run_time_leaves(pattern)):
-        if leaf.given is None:
-            continue
-        if found.setdefault(leaf.name, leaf.given.tensor) is not leaf.given.tensor:
-            raise ValueError(
-                f"two tensors go by the name {leaf.name!r} in one pattern: give one of them another name, "
-                f"such as name='{leaf.name}_2'"
-            )
-    return found
 
 
 def names(pattern: Expression) -> tuple[str, ...]:
@@ -189,24 +175,6 @@ def run_time_leaves(pattern: Expression) -> tuple[RunTime, ...]:
     return tuple(leaf for leaf in pattern.leaves() if isinstance(leaf, RunTime))
 
 
-@plans
-def resolve(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Expression:
-    """The pattern with its run-time tensors' values in place. Raises ValueError for one that is missing or unfit."""
-    if not run_time_leaves(pattern):
-        return pattern
-
-    def with_values(leaf: Pattern) -> Pattern:
-        if not isinstance(leaf, RunTime):
-            return leaf
-        if leaf.name not in tensors:
-            raise ValueError(missing(leaf.name))
-        return replace(
-            leaf.table(require_values(leaf.name, tensors[leaf.name]), extent), source=replace(leaf, given=None)
-        )
-
-    return pattern.map_leaves(with_values)
-
-
 def named(leaf: Pattern) -> Pattern:
     """A leaf as its text has it: run-time tensors by name, whether it carries them, has their values or lacks both."""
     if isinstance(leaf, Table):
@@ -217,11 +185,6 @@ def named(leaf: Pattern) -> Pattern:
 def as_written(pattern: Expression) -> Expression:
     """The pattern as its caller wrote it, but for tensors that it carries: what `cache().forget` knows it by."""
     return pattern.map_leaves(named) if pattern.varies else pattern
-
-
-def entry(pattern: Expression, batch: int) -> Expression:
-    """The resolved pattern of one batch entry."""
-    return pattern.map_leaves(lambda leaf: leaf.entry(batch) if isinstance(leaf, Table) else leaf)
 
 
 def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
@@ -241,12 +204,12 @@ def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) ->
 
 def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
     """(batch entries, their rule) for each run of neighbours whose rows are equal. Raises ValueError for other rows."""
-    require_entries(pattern, batch)
-    if num_entries(pattern) == 1:
+    pattern.require_entries(batch)
+    if pattern.num_entries() == 1:
         return [(slice(None), pattern)]
     groups: list[tuple[slice, Expression]] = []
     for index in range(batch):
-        rule = entry(pattern, index)
+        rule = pattern.entry(index)
         if groups and groups[-1][1].text == rule.text:
             groups[-1] = (slice(groups[-1][0].start, index + 1), rule)
         else:
@@ -262,21 +225,6 @@ def without_values(pattern: Expression) -> Any:
 def tables(pattern: Expression) -> tuple[Table, ...]:
     """The run-time tables of a resolved pattern, in the order of its leaves."""
     return tuple(leaf for leaf in pattern.leaves() if isinstance(leaf, Table))
-
-
-def num_entries(pattern: Expression) -> int:
-    """Batch entries that a resolved pattern tells apart; 1 if all are alike."""
-    return max((len(table.rows) for table in tables(pattern)), default=1)
-
-
-def require_entries(pattern: Expression, batch: int) -> None:
-    """Raise ValueError unless each run-time table of a resolved pattern serves this many batch entries."""
-    for table in tables(pattern):
-        if len(table.rows) not in (1, batch):
-            raise ValueError(
-                f"run-time tensors must have one row, or one for each of {batch} batch entries; "
-                f"got {len(table.rows)} rows"
-            )
 
 
 def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pattern:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,9 +10,10 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ...core._box import Bounds, Box
-from ...core._pattern import MaskMod, Pattern
+from ...core._pattern import MaskMod, Pattern, constructor, pattern_kind
 from ...core._reason import Pair, Reason
-from ._run_time import Extent, Rows, RunTime, Table, of_tensor
+from ...core._bound import Extent
+from ._run_time import Rows, RunTime, Table, of_tensor
 from ._window_list import Windows
 
 # B batch entries, L positions
@@ -21,12 +21,9 @@ from ._window_list import Windows
 _MAX_WINDOWS = 32  # more runs of keys than this are dearer apart than as one list of blocks
 
 
-@dataclass(frozen=True)
+@pattern_kind("visible_keys")
 class VisibleKeys(RunTime):
     """Allowed iff the key is marked as visible."""
-
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "visible_keys", "name": self.name}
 
     def table(self, tensor: Tensor, extent: Extent) -> KeySet:
         if not (tensor.dtype == torch.bool or tensor.is_floating_point()):
@@ -99,6 +96,7 @@ class KeySet(Table):
         return Windows(first, first + num_positions, starts, stops, first)
 
 
+@constructor
 def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
     """Each query sees the keys that are marked True.
 
