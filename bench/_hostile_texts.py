@@ -7,9 +7,8 @@ from random import Random
 from typing import Any
 
 from flexdilated import masks
+from flexdilated.masks.core._pattern import CONSTRUCTORS, KINDS
 from flexdilated.masks.patterns.custom._custom import Custom
-from flexdilated.masks.text._json import _FIELDS
-from flexdilated.masks.text._parse import CONSTRUCTORS
 
 from ._catalogue import ENTRIES
 
@@ -25,7 +24,7 @@ _JSON_SCRAPS = (
     *'{}[]",:0123456789-+.eE \n',
     *("null", "true", "NaN", "Infinity", "-Infinity", "1e999", '"kind"', '"parts"', '"part"', '"\\ud800"', "\0"),
     *("[" * 100, '{"kind":"not","part":' * 70, "9" * 5000, '"kind":"custom"', "\ufeff", "//", "'"),
-    *(f'"kind":"{kind}"' for kind in _FIELDS),
+    *(f'"kind":"{kind}"' for kind in KINDS),
 )
 
 
@@ -117,4 +116,4 @@ def _replaced(generator: Random, data: Any) -> Any:
     if isinstance(data, list) and data and generator.random() < 0.8:
         at = generator.randrange(len(data))
         return [*data[:at], _replaced(generator, data[at]), *data[at + 1 :]]
-    return generator.choice((*_VALUES, generator.choice(tuple(_FIELDS))))
+    return generator.choice((*_VALUES, generator.choice(tuple(KINDS))))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .masks import Layout, Mixture, Pattern
 from .masks.core._check import LARGEST, require_int
-from .masks.patterns.run_time._run_time import given_tensors, names
+from .masks.patterns.run_time._run_time import names
 from .masks.patterns.run_time._run_time_checks import missing, require_values
 from .masks.text._json import read_text
 
@@ -168,7 +168,7 @@ def run_time_tensors(
     needed = _needed(pattern.text) if torch.compiler.is_compiling() else names(pattern)
     if not needed and not bindings:
         return []
-    carried, given = given_tensors(pattern), {} if bindings is None else dict(bindings)
+    carried, given = pattern.given_tensors(), {} if bindings is None else dict(bindings)
     for name in given:
         if name not in needed:
             known = f"needs {', '.join(map(repr, needed))}" if needed else "needs no run-time tensor"

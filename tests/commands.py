@@ -14,7 +14,6 @@ import pytest
 from flexdilated.cli import main
 from flexdilated.cli._command_parser import CommandParser
 from flexdilated.cli._main import _parser
-from flexdilated.masks.patterns.run_time._run_time import given_tensors
 from flexdilated.memory._memory import AttentionMemory, AttentionSize
 from flexdilated.nn._model_memory import ModelMemory
 
@@ -161,7 +160,7 @@ class _Told:
     """What was asked, in every form."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        values = [tensor.tolist() for tensor in given_tensors(given[0]).values()]
+        values = [tensor.tolist() for tensor in given[0].given_tensors().values()]
         self._text = f"{given} {named} {values}"
 
     def to_text(self, *, columns: int) -> str:

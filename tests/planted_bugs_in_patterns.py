@@ -130,21 +130,21 @@ IN_PATTERNS = (
         "the dense rule of tests/oracle.py", "pairs differ from the definition",
     ),
     Bug(
-        "causal: a query does not see its own key", f"{MASKS}.patterns._causal:_not_after",
+        "causal: a query does not see its own key", f"{MASKS}.patterns._band:_not_after",
         lambda _: lambda b, h, q, k: k < q,
         claims(masks.causal()), "check_pattern", "count must bound the allowed pairs of each box",
     ),
     Bug(
-        "causal: the bounds let a query see the next key", f"{MASKS}.patterns._causal:count_below", _shifted(1),
+        "causal: the bounds let a query see the next key", f"{MASKS}.patterns._band:count_below", _shifted(1),
         claims(masks.causal()), "check_pattern", "count says",
     ),
     Bug(
-        "window one key short on the left, in the bounds", f"{MASKS}.patterns._local_window:LocalWindow.count",
+        "window one key short on the left, in the bounds", f"{MASKS}.patterns._band:LocalWindow.count",
         lambda right: lambda self, box, **heads: right(replace(self, left=self.left - 1), box, **heads),
         claims(masks.local_window(left=3, right=1)), "check_pattern", "count must bound the allowed pairs of each box",
     ),
     Bug(
-        "blocks marked full that miss residues", f"{MASKS}.patterns._dilated_window:DilatedWindow.count", _as_full,
+        "blocks marked full that miss residues", f"{MASKS}.patterns._band:DilatedWindow.count", _as_full,
         claims(masks.dilated_window(left=4, right=4, rate=2)), "check_pattern", "(FULL)", "NATTEN",
     ),
     Bug(
@@ -160,7 +160,7 @@ IN_PATTERNS = (
         claims(masks.dilated(6, 1)), "check_pattern", "period",
     ),
     Bug(
-        "a window said to be confined to its period", f"{MASKS}.patterns._local_window:LocalWindow.confined",
+        "a window said to be confined to its period", f"{MASKS}.patterns._band:LocalWindow.confined",
         lambda _: lambda self: True,
         claims(masks.local_window(left=2, right=0)), "check_pattern", "confined",
     ),
@@ -170,7 +170,7 @@ IN_PATTERNS = (
         claims(LONGNET), "check_pattern", "for_head(",
     ),
     Bug(
-        "one radius written twice into the JSON", f"{MASKS}.patterns._local_window:LocalWindow.to_data",
+        "one radius written twice into the JSON", f"{MASKS}.patterns._band:LocalWindow.to_data",
         lambda _: lambda self: {"kind": "local_window", "left": self.left, "right": self.left},
         claims(masks.local_window(left=3, right=1)), "check_pattern", "JSON",
     ),
@@ -180,7 +180,7 @@ IN_PATTERNS = (
         _order, "apply, then invert", "apply, then invert gives",
     ),
     Bug(
-        "pairs counted in 32 bits", f"{MASKS}.patterns._causal:count_below", _in_32_bits,
+        "pairs counted in 32 bits", f"{MASKS}.patterns._band:count_below", _in_32_bits,
         _pairs_of_a_million, "the closed form over a million tokens", "pairs; got",
     ),
     Bug(

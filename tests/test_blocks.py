@@ -1,7 +1,7 @@
 """Block lists: exactly the non-empty blocks of the dense rule, in every order of tokens, at little cost."""
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import log2
 
 import pytest
@@ -15,7 +15,7 @@ from flexdilated.masks.blocks import _class_pairs, _quadtree
 from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks
 from flexdilated.masks.blocks._estimate import estimate_blocks
 from flexdilated.masks.blocks._rule import Rule
-from flexdilated.masks.core._pattern import Pattern
+from flexdilated.masks.core._pattern import Pattern, pattern_kind
 from flexdilated.masks.orders._layout import Compact, Layout, Listed
 from flexdilated.masks.planning.lowering import _term
 from flexdilated.masks.planning.lowering._compact import compact_terms
@@ -122,15 +122,15 @@ def test_ladders(name, causal, rate):
         assert_lists(term.blocks(*sides), in_blocks(counts, *sides))
 
 
-@dataclass(frozen=True)
+@pattern_kind("watched")
 class Watched(Pattern):
     """A pattern that notes how many boxes it was asked about."""
 
     inner: Pattern
     asked: list[int] = field(default_factory=list)
 
-    def to_data(self):
-        return {"kind": "watched"}
+    def parameters(self):
+        return {}
 
     def mask_mod(self, *, num_heads, device):
         return self.inner.mask_mod(num_heads=num_heads, device=device)

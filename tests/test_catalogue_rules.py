@@ -11,7 +11,7 @@ from flexdilated.masks.core._box import Box
 from flexdilated.masks.core._distances import count_multiples
 from flexdilated.masks.orders._layout import Layout
 from flexdilated.masks.patterns._dilated import _EXACT_SEGMENTS, Dilated
-from flexdilated.masks.patterns._fixed import sum_of_quotients
+from flexdilated.masks.patterns._marked_tokens import sum_of_quotients
 from flexdilated.masks.planning.lowering._lower import shared_terms
 from tests.strategies import dilated_windows, global_kinds, strided_kinds
 from tests.test_block_mask import verdicts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks.core._box import Bounds
-from flexdilated.masks.core._pattern import Pattern
+from flexdilated.masks.core._pattern import Pattern, pattern_kind
 from flexdilated.testing import check_pattern
 from flexdilated.testing._box_bounds import Place, Terms
 from flexdilated.testing._drawn_closures import classify_window, same_kind, window_by_head
@@ -37,15 +37,15 @@ def test_true_functions_pass(twin):
     check_pattern(twin.pattern, **QUICK)
 
 
-@dataclass(frozen=True)
+@pattern_kind("claims")
 class Claims(Pattern):
     """A pattern with some of its statements replaced."""
 
     inner: Pattern
     false: dict[str, Any] = field(default_factory=dict, hash=False)
 
-    def to_data(self):
-        return {"kind": "claims", "inner": self.inner.to_data(), "false": repr(self.false)}
+    def parameters(self):
+        return {"inner": self.inner, "false": str(hash(repr(self.false)))}
 
     def phrase(self):
         return self.inner.phrase()

@@ -14,8 +14,8 @@ from flexdilated import masks
 from flexdilated.distributed import Sharding, _chunk_pairs, _dilated_counts
 from flexdilated.distributed._exchange_plan import ExchangePlan, local_indices
 from flexdilated.distributed._token_counts import token_counts
+from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.needs._needs import needed_keys
-from flexdilated.masks.patterns.run_time._run_time import Extent, given_tensors, resolve
 from flexdilated.testing.strategies import lengths, shardings
 from tests import oracle, twins
 from tests.run_time_strategies import Packed, packed_cases
@@ -155,7 +155,7 @@ def test_run_time_patterns(packed: Packed, data):
     N = max(packed.q_offset + packed.num_queries, packed.k_offset + packed.num_keys)
     if packed.counts.shape[-2:] != (N, N):
         return
-    pattern = resolve(packed.pattern, given_tensors(packed.pattern), Extent(N, N))
+    pattern = packed.pattern.resolve(packed.pattern.given_tensors(), Extent(N, N))
     sharding = data.draw(shardings(N, max_ranks=7))
     needed = needed_by_rank(packed.counts.sum(0), sharding)
     counts = token_counts(pattern, sharding, num_heads=packed.num_heads, num_kv_heads=packed.num_heads)

@@ -19,7 +19,6 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks.core._algebra import And, Not, Or
 from flexdilated.masks.core._per_head import PerHead
-from flexdilated.masks.patterns.run_time._run_time import given_tensors
 from flexdilated.masks.planning._planner import plan, recommended_layout
 from flexdilated.masks.text._json import read_text
 from tests.run_time_strategies import Packed, packed_cases
@@ -157,7 +156,7 @@ def test_what_a_pattern_carries_is_no_part_of_its_text(packed: Packed) -> None:
     assert pattern == copy.copy(pattern)
     assert pattern.text == twin.text == named.text
     assert len({pattern, twin, named}) == 3
-    assert not given_tensors(named)
+    assert not named.given_tensors()
 
 
 @settings(max_examples=20)
@@ -193,7 +192,7 @@ def build(packed: Packed, call: str) -> None:
     sizes = {"num_heads": packed.num_heads, **packed.offsets}
     if call.startswith("attend"):
         x = [torch.randn(packed.counts.shape[0], packed.num_heads, n, 4) for n in (packed.num_queries, packed.num_keys)]
-        tensors = given_tensors(pattern) if call == "attend named" else {}
+        tensors = pattern.given_tensors() if call == "attend named" else {}
         named = read_text(pattern.text) if tensors else pattern
         fd.attend(x[0], x[1], x[1], named, bindings=tensors or None, **packed.offsets)
     elif call == "block_mask":

@@ -18,8 +18,8 @@ from flexdilated.engines.kernels._kernel_cuda import KERNELS, Kernel, choose
 from flexdilated.engines.tiles._tile_plan import plan_tiles
 from flexdilated.engines.tiles._tiles import Program, Result, make_program, run_backward, run_forward
 from flexdilated.masks import Layout
+from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.core._pattern import Expression
-from flexdilated.masks.patterns.run_time._run_time import Extent, resolve
 from tests import oracle
 from tests.agreement import assert_agrees
 from tests.cuda_kernels import StandIns
@@ -44,7 +44,7 @@ def program_of(pattern: Expression, q: Tensor, k: Tensor, given: Layout | None =
     H, G, N, M = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     layout = Layout(N) if given is None else given
     names = dict(zip(masks.patterns.run_time._run_time.names(pattern), run_time_tensors(pattern, None), strict=True))
-    rule = resolve(pattern, names, Extent(N, M))
+    rule = pattern.resolve(names, Extent(N, M))
     plan = plan_tiles(rule.bind(num_heads=H, num_queries=N, num_keys=M), layout, "cuda")
     return make_program(plan, layout, num_kv_heads=G, block_size=(128, 128), **portions)
 

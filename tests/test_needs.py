@@ -16,12 +16,12 @@ from bench._catalogue import ENTRIES, PICTURED, Entry
 from bench._catalogue_check import dense
 from flexdilated import masks
 from flexdilated.masks.core import _range_union
+from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.core._range_union import joined_intervals, ranges_of, union_of
 from flexdilated.masks.core._ranges import Ranges
 from flexdilated.masks.needs import _needs_by_boxes, _needs_by_distance
 from flexdilated.masks.needs._needs import needed_keys
 from flexdilated.masks.needs._needs_by_boxes import _Boxes
-from flexdilated.masks.patterns.run_time._run_time import Extent, given_tensors, resolve
 from tests import oracle
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import Case, cases
@@ -103,7 +103,7 @@ def test_needs_are_the_same_by_the_smallest_steps(case: Case, data):
 def test_needs_of_run_time_patterns_are_those_of_any_batch_entry(packed: Packed, data):
     """Documents, lengths and marks, with their values in place."""
     extent = Extent(packed.q_offset + packed.num_queries, packed.k_offset + packed.num_keys)
-    pattern = resolve(packed.pattern, given_tensors(packed.pattern), extent)
+    pattern = packed.pattern.resolve(packed.pattern.given_tensors(), extent)
     table = torch.zeros(packed.batch, packed.num_heads, extent.queries, extent.keys, dtype=torch.int64)
     table[..., packed.q_offset :, packed.k_offset :] = packed.counts
     queries, keys = (
@@ -120,7 +120,7 @@ def test_needs_of_the_catalogue(entry: Entry):
     """Every pattern and recipe, for the first, a middle and the last quarter of the sequence."""
     heads = entry.num_heads
     pattern = entry.pictured()
-    pattern = resolve(pattern, given_tensors(pattern), Extent(PICTURED, PICTURED))
+    pattern = pattern.resolve(pattern.given_tensors(), Extent(PICTURED, PICTURED))
     tables = [dense(branch, head, heads, PICTURED) for branch in pattern.branches() for head in range(heads)]
     table = torch.stack(tables)
     whole = (range(PICTURED),)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.masks.core._algebra import union
 
 MOST = 32
 C = masks.causal()
@@ -82,7 +81,7 @@ def test_the_union_of_two_branches_of_a_sum_can_be_made(one, other) -> None:
         both = (one + other) & masks.strided(7)
     except ValueError:
         return
-    assert union(both.branches()).depth <= MOST
+    assert both.union.depth <= MOST
 
 
 def alternating(levels: int) -> Any:
@@ -96,7 +95,7 @@ def test_a_sum_at_the_limit_is_attended_to() -> None:
     deep = alternating(MOST - 2)
     pattern = (deep & masks.strided(2)) + (alternating(3) & masks.local_window(left=4, right=4) & masks.strided(2))
     assert pattern.depth == MOST - 1
-    assert union(pattern.branches()).depth <= MOST
+    assert pattern.union.depth <= MOST
     assert masks.describe(pattern, 9).useful_pairs > 0
 
 

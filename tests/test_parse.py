@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from dataclasses import dataclass
 from time import process_time
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks.text._parse import CONSTRUCTORS
+from flexdilated.masks.core._pattern import CONSTRUCTORS, pattern_kind
 from tests.strategies import written_expressions
 
 NAMESPACE = {name: getattr(masks, name) for name in masks.__all__} | {"masks": masks}
@@ -159,18 +158,15 @@ def test_knows_every_constructor():
     assert all(CONSTRUCTORS[name] is functions[name] for name in constructors - made_otherwise)
 
 
-@dataclass(frozen=True)
+@pattern_kind("even")
 class Even(masks.Pattern):
     """A pattern from elsewhere, which says nothing of how it is written."""
 
     places: int
     shift: int
 
-    def to_data(self):
-        return {"kind": "even", "places": self.places, "shift": self.shift}
 
-
-@dataclass(frozen=True)
+@pattern_kind("spoken")
 class Spoken(Even):
     def __repr__(self) -> str:
         return "spoken"

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from flexdilated import masks
+from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.core._box import Box, Progression, count_residue
-from flexdilated.masks.patterns.run_time._run_time import Extent, given_tensors, num_entries, resolve
 from flexdilated.viewer import page
 from flexdilated.viewer._page import _data
 from tests.browser import Browser, Tab
@@ -111,7 +111,7 @@ def test_rules_and_bounds_with_run_time_tensors(tab, data):
     case = data.draw(packed_cases(max_heads=2, largest=30))
     assume((case.q_offset, case.k_offset) == (0, 0) and '"custom"' not in case.pattern.text)
     sizes = case.num_queries, case.num_keys, case.num_heads
-    told_apart = num_entries(resolve(case.pattern, given_tensors(case.pattern), Extent(*sizes[:2])))
+    told_apart = case.pattern.resolve(case.pattern.given_tensors(), Extent(*sizes[:2])).num_entries()
     batch = data.draw(st.integers(0, told_apart - 1))
     drawn = data.draw(boxes(case.num_queries, case.num_keys))
     hold(tab, data_of(case.pattern, *sizes, batch), case.counts[batch], drawn)
@@ -251,10 +251,10 @@ def test_residues_of_numbers_whose_products_exceed_doubles(tab):
 
 
 def test_every_kind_of_the_json_has_a_rule(tab):
-    from flexdilated.masks.text._json import _FIELDS
+    from flexdilated.masks.core._pattern import KINDS
 
     known = set(tab.evaluate("Object.keys(RULES)"))
-    assert known - {"spans"} == set(_FIELDS) - {"mixture", "documents", "lengths"}
+    assert known - {"spans"} == set(KINDS) - {"custom", "mixture", "documents", "lengths"}
 
 
 @pytest.mark.parametrize("rate", [1, 2, 3, 7, 40, 60])

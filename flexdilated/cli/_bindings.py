@@ -17,7 +17,7 @@ from ..masks.core._check import LARGEST
 from ..masks.core._pattern import Expression, Pattern
 from ..masks.patterns.run_time._documents import Documents
 from ..masks.patterns.run_time._lengths import Lengths
-from ..masks.patterns.run_time._run_time import Given, RunTime, given_tensors, names, run_time_leaves
+from ..masks.patterns.run_time._run_time import Given, RunTime, names, run_time_leaves
 from ..masks.patterns.run_time._run_time_checks import require_values
 from ..masks.patterns.run_time._visible_keys import VisibleKeys
 from ._sizes import tokens_of
@@ -62,7 +62,7 @@ def read_bindings(pattern: Expression, texts: Sequence[str]) -> dict[str, Value]
 def carried(pattern: Expression) -> dict[str, Value]:
     """The tensors that the pattern has with it. Raises UsageError where two go by one name."""
     try:
-        return {name: _of_tensor(pattern, name, tensor) for name, tensor in given_tensors(pattern).items()}
+        return {name: _of_tensor(pattern, name, tensor) for name, tensor in pattern.given_tensors().items()}
     except ValueError as error:
         raise UsageError(str(error)) from None
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexdilated.masks.core._algebra import And
 from flexdilated.masks.core._pattern import Pattern
-from flexdilated.masks.patterns._causal import Causal
+from flexdilated.masks.patterns._band import Causal
 from flexdilated.masks.patterns._dilated import Dilated
 
 from ._chunks import Chunks

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..masks.core._algebra import union
 from ..masks.core._box import Box, Progression
 from ..masks.core._pattern import Expression
 from ..masks.core._ranges import Ranges
 from ..masks.needs._needs import needed_keys
-from ..masks.patterns.run_time._run_time import entry, num_entries
 from ..masks.plan_cache._cache import cache
 from ._sharding import Sharding
 
@@ -98,10 +96,7 @@ def _needed_part(
 def _needs(rule: Expression, queries: Ranges, keys: range, heads: range, num_heads_global: int) -> bool:
     """Whether any of the queries may attend to any of the keys: by the bounds of the rule where they tell."""
     box = _boxes(queries, keys, heads)
-    bounds = [
-        union(entry(rule, batch).branches()).count(box, num_heads=num_heads_global)
-        for batch in range(num_entries(rule))
-    ]
+    bounds = [rule.entry(batch).union.count(box, num_heads=num_heads_global) for batch in range(rule.num_entries())]
     if any(bool(bound.low.any()) for bound in bounds):
         return True
     if not any(bool(bound.high.any()) for bound in bounds):

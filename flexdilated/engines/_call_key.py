@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..masks import Layout
-from ..masks.core._bound import Bound
+from ..masks.core._bound import Bound, Extent
 from ..masks.core._pattern import Expression
 from ..masks.orders._placement import Placement
-from ..masks.patterns.run_time._run_time import Extent, blank, names, resolve
+from ..masks.patterns.run_time._run_time import blank, names
 from ..masks.planning._choice import Choice
 from ..masks.planning._options import ANYTHING, Allowed
 from ..masks.planning._placed import plan_at
@@ -72,7 +72,7 @@ class CallKey(NamedTuple):
         version tells that it was written to (collectives, `.data`, NumPy and kernels of others count no version).
         """
         pattern = read_text(self.pattern)
-        return resolve(pattern, dict(zip(names(pattern), bindings, strict=True)), self.extent)
+        return pattern.resolve(dict(zip(names(pattern), bindings, strict=True)), self.extent)
 
     def blank(self, bindings: Sequence[Tensor]) -> Expression:
         """The pattern with run-time tables of these tensors' shapes, the same for all their values."""

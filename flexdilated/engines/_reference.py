@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..masks import Bound
-from ..masks.patterns.run_time._run_time import num_entries
 from ._operands import Hidden
 from ._score_mod import ScoreMod, new_score
 
@@ -20,7 +19,7 @@ from ._score_mod import ScoreMod, new_score
 def multiplicity(bound: Bound, device: torch.device) -> Int64[Tensor, "B H N M"]:
     """How many branches allow each pair; one batch entry where all are alike."""
     b, h, q, k = _places(bound, device)
-    shape = (num_entries(bound.pattern), bound.num_heads, bound.num_queries, bound.num_keys)
+    shape = (bound.pattern.num_entries(), bound.num_heads, bound.num_queries, bound.num_keys)
     total = torch.zeros(shape, dtype=torch.int64, device=device)
     for branch in bound.pattern.branches():
         rule = branch.mask_mod(num_heads=bound.num_heads_global, device=device)

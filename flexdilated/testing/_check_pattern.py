@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..masks import Mixture, Pattern
-from ..masks.core._algebra import union
 from ..masks.core._check import require_int
 from ..masks.core._pattern import require_expression
 from ..masks.patterns.run_time._run_time import names
@@ -40,7 +39,7 @@ def check_pattern(
         )
     generator = torch.Generator("cpu").manual_seed(seed)
     parts = tuple(dict.fromkeys(pattern.branches()))
-    for part in dict.fromkeys((*parts, union(parts))):
+    for part in dict.fromkeys((*parts, Mixture.of(*parts).union)):
         dense = DenseRule.of(part, num_heads, max_tokens)
         check_elementwise(dense, examples, generator)
         check_bounds(dense, examples, generator)

@@ -11,8 +11,8 @@ from .._validate import check_score_mod, check_sinks, check_sizes, check_tensors
 from ..engines._reference import modified_scores, multiplicity, reference_attention
 from ..engines._score_mod import ScoreMod
 from ..masks import Bound, Mixture, Pattern
+from ..masks.core._bound import Extent
 from ..masks.core._pattern import require_expression
-from ..masks.patterns.run_time._run_time import Extent, given_tensors, resolve
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -56,8 +56,8 @@ class Problem:
         sizes = {"num_heads": q.shape[1], "num_queries": q.shape[2], "num_keys": k.shape[2], "batch": q.shape[0]}
         rule = pattern
         if pattern.varies:
-            tensors = {**given_tensors(pattern), **(bindings or {})}
-            rule = resolve(pattern, tensors, Extent(q_offset + q.shape[2], k_offset + k.shape[2]))
+            tensors = {**pattern.given_tensors(), **(bindings or {})}
+            rule = pattern.resolve(tensors, Extent(q_offset + q.shape[2], k_offset + k.shape[2]))
         bound = rule.bind(**sizes, **where, num_heads_global=heads)
         return cls(q, k, v, bound, resolve_scale(scale, q.shape[-1]), score_mod, sinks)
 

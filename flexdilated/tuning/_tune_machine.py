@@ -14,9 +14,8 @@ from ..masks.core._algebra import every
 from ..masks.core._bound import Bound
 from ..masks.core._pattern import Pattern
 from ..masks.orders._layout import Compact, Layout
-from ..masks.patterns._causal import causal
+from ..masks.patterns._band import causal, local_window
 from ..masks.patterns._dilated import dilated
-from ..masks.patterns._local_window import local_window
 from ..masks.patterns._neighborhood import neighborhood
 from ..masks.patterns._random_blocks import random_blocks
 from ..masks.planning._cost import computed_pairs

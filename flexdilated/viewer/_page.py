@@ -10,7 +10,6 @@ from importlib.resources import files
 from typing import Any
 from zlib import compress
 
-from ..masks.core._algebra import union
 from ..masks.core._bound import Bound
 from ..masks.core._check import require_below, require_int
 from ..masks.core._pattern import Expression, require_expression
@@ -78,7 +77,7 @@ def _bound(pattern: Expression, num_queries: int, num_keys: int, num_heads: int,
 def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
     """What the page knows of the pattern."""
     most = min(_MOST_RESIDUES, bound.num_queries, bound.num_keys)
-    rate = residue_rate(union(pattern.branches()), most)
+    rate = residue_rate(pattern.union, most)
     pairs = zip(pattern.branches(), bound.pattern.branches(), strict=True)
     return {
         "phrase": shortened(pattern.phrase().text, _LONGEST_PATTERN),

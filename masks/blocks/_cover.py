@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, product
-from math import prod
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
 
-from ..core._algebra import And, Or
+from ..core._algebra import Or
 from ..core._box import Squares
 from ..core._pattern import Pattern
 from ..orders._layout import Pieces
@@ -67,16 +66,17 @@ def _together(
 
 
 def _alternatives(pattern: Pattern) -> list[Pattern]:
-    """Patterns whose union this is, intersections inside; itself alone where they would be many."""
-    if not isinstance(pattern, And | Or):
-        return [pattern]
-    inner = [_alternatives(part) for part in pattern.parts]
-    number = sum(map(len, inner)) if isinstance(pattern, Or) else prod(map(len, inner))
-    if number > _MOST_ALTERNATIVES:
-        return [pattern]
-    if isinstance(pattern, Or):
-        return [part for parts in inner for part in parts]
-    return [And.of(*chosen) for chosen in product(*inner)]
+    """Patterns whose union this is, unions inside intersections drawn out; itself alone where they would be many."""
+    found = list(islice(_split(pattern), _MOST_ALTERNATIVES + 1))
+    return found if len(found) <= _MOST_ALTERNATIVES else [pattern]
+
+
+def _split(pattern: Pattern) -> Iterator[Pattern]:
+    parts = pattern.alternatives()
+    if len(parts) == 1:
+        yield pattern
+    else:
+        yield from chain.from_iterable(map(_split, parts))
 
 
 def _in_order(rule: Rule) -> bool:

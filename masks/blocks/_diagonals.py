@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..core._algebra import And, Not, Or
+from ..core._algebra import Not
 from ..core._box import Bounds, Box, Counts
+from ..core._composite import Composite
 from ..core._pattern import MaskMod, Pattern
-from ..core._per_head import HeadGroups, PerHead
 
 _LOOKS = 1 << 21  # diagonals looked at together: bounds the memory
 
@@ -67,7 +67,7 @@ def _repeats(pattern: Pattern, box: Box, num_heads: int) -> Tensor:
 
 def _atoms(pattern: Pattern) -> Iterator[Pattern]:
     """What the pattern is composed of. Whatever moves the positions of its parts is an atom itself."""
-    if isinstance(pattern, And | Or | PerHead | HeadGroups):
+    if isinstance(pattern, Composite):
         for part in pattern.parts:
             yield from _atoms(part)
     elif isinstance(pattern, Not):

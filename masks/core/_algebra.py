@@ -23,9 +23,11 @@ from ._spelling import AND, NOT, OR, Phrase, chain
 class _Combination(Composite):
     @classmethod
     def of(cls, *parts: Pattern) -> Pattern:
-        """Combine, with nested combinations of the same kind flattened and repeats dropped."""
+        """Combine, with nested combinations of the same kind flattened and repeats dropped; `And.of()` is `every`."""
         flat = [inner for part in parts for inner in (part.parts if isinstance(part, cls) else (part,))]
         unique = tuple(dict.fromkeys(flat))
+        if not unique and cls is And:
+            return Every()
         return unique[0] if len(unique) == 1 else cls(unique)
 
     def __post_init__(self) -> None:
@@ -60,6 +62,12 @@ class And(_Combination):
 
     def factors(self) -> tuple[Pattern, ...]:
         return self.parts
+
+    def alternatives(self) -> tuple[Pattern, ...]:
+        """By the first part that is a union: (a | b) & c is a & c or b & c."""
+        union = next((part for part in self.parts if len(part.alternatives()) > 1), None)
+        others = [part for part in self.parts if part != union]
+        return (self,) if union is None else tuple(And.of(part, *others) for part in union.alternatives())
 
     def squares(self, head: int, num_heads: int) -> Squares | None:
         listed = (part.squares(head, num_heads) for part in self.parts)

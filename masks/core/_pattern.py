@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby
 from operator import index
@@ -32,7 +32,7 @@ DEEPEST = 32  # levels: all that walks through a pattern, here or in pickle and 
 _FLATTER = "a chain of one operator, such as a | b | c, is one level"
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Class], _Class]:
     """Make a class a frozen dataclass, whose JSON names this kind and the fields.
 
@@ -95,18 +95,19 @@ class Expression:
 
     def write(self) -> str:
         """Canonical JSON of the kind and the stored fields: no spaces, sorted keys, parts by their own texts."""
-        return _canonical({"kind": self.kind, **self._parameters()})
+        return _canonical({"kind": self.kind, **self.parameters()})
 
     def to_data(self) -> dict[str, Any]:
         """Plain data for JSON: a `kind` and its parameters."""
-        return {"kind": self.kind, **{name: _plain(value) for name, value in self._parameters().items()}}
+        return {"kind": self.kind, **{name: _plain(value) for name, value in self.parameters().items()}}
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Any:
         """The value with these parameters, as `to_data` names them; parts are patterns already."""
         return cls(**{field: data[name] for name, field in cls.stored.items()})
 
-    def _parameters(self) -> dict[str, Any]:
+    def parameters(self) -> dict[str, Any]:
+        """All that the rule depends on beside its kind, by the names it is stored under."""
         return {name: getattr(self, field) for name, field in self.stored.items()}
 
     def phrase(self) -> Phrase:

@@ -13,7 +13,6 @@ from ..core._box_parts import distinct_boxes, join
 from ..core._check import require_below, require_int
 from ..core._pattern import Expression, Pattern, require_expression
 from ..orders._layout import Layout
-from ..patterns.run_time._run_time import num_entries
 from ._bounded_pairs import Looks, PairCounts, bounded_pairs, even_places
 from ._cell_boxes import Pairings, Side
 from ._window_slots import window_slots
@@ -97,7 +96,7 @@ def count_cells(
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_keys)
     require_below("head", head, num_heads, "heads")
     require_below("batch", batch, bound.batch, "batch entries")
-    rule = bound.entry(batch).pattern if num_entries(bound.pattern) > 1 else bound.pattern
+    rule = bound.entry(batch).pattern if bound.pattern.num_entries() > 1 else bound.pattern
     sides = [
         _side(name, size, window, cells, order)
         for name, size, window, cells in zip(

@@ -9,18 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from ..core._ambient import plans
+from ..core._bound import Extent
 from ..core._check import require_below, require_int
 from ..core._pattern import Expression, Mixture, Pattern, require_expression
 from ..core._reason import Pair, Reason
 from ..patterns.run_time._run_time import (
-    Extent,
     Table,
-    entry,
-    given_tensors,
     named,
     names,
-    num_entries,
-    resolve,
     run_time_leaves,
 )
 from ..planning._block_mask import block_sides
@@ -104,9 +100,9 @@ def explain(
     require_below("head", head, num_heads, "heads")
     require_int("batch", batch, minimum=0)
     rule = _rule(pattern, num_heads, num_tokens, keys, bindings)
-    if num_entries(rule) > 1:
-        require_below("batch", batch, num_entries(rule), "batch entries")
-    rule = entry(rule, batch)
+    if rule.num_entries() > 1:
+        require_below("batch", batch, rule.num_entries(), "batch entries")
+    rule = rule.entry(batch)
     pair = Pair(query, key, head, num_heads)
     branches = tuple(branch.reason(pair) for branch in rule.branches())
     places = () if num_tokens is None or keys is None else standings(rule, pair, num_tokens, keys, sides)
@@ -135,7 +131,7 @@ def _rule(
     """The pattern with run-time tensors' values in place, checked for these sizes as far as they are known."""
     tensors = _tensors(pattern, bindings)
     if num_tokens is not None and num_keys is not None:
-        rule = resolve(pattern, tensors, Extent(num_tokens, num_keys))
+        rule = pattern.resolve(tensors, Extent(num_tokens, num_keys))
         rule.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_keys)
         return rule
     if num_keys is not None:
@@ -151,7 +147,7 @@ def _tensors(pattern: Expression, bindings: Mapping[str, Tensor] | None) -> dict
     """The run-time tensors that the pattern carries and those given by name."""
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
-    carried, given = given_tensors(pattern), dict(bindings or {})
+    carried, given = pattern.given_tensors(), dict(bindings or {})
     free = [name for name in names(pattern) if name not in carried]
     for name in given:
         if name not in free:

@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from ..core._algebra import union
 from ..core._bound import EMPTY, FULL, PARTIAL
 from ..core._pattern import Expression, Pattern
 from ..planning._block_mask import layout
@@ -64,7 +63,7 @@ class Panel:
 def drawn_branches(picture: Picture) -> dict[Pattern, int]:
     """What has a colour of its own, and how often it is in the pattern: distinct branches, or their union."""
     branches = picture.pattern.branches()
-    return {union(branches): 1} if picture.color_by == BY_BLOCK else dict(Counter(branches))
+    return {picture.pattern.union: 1} if picture.color_by == BY_BLOCK else dict(Counter(branches))
 
 
 def panel_of(picture: Picture, head: int, order: str) -> Panel:
@@ -89,7 +88,7 @@ def panel_of(picture: Picture, head: int, order: str) -> Panel:
     if picture.block is not None:
         sizes = (picture.num_tokens, picture.num_keys)
         wider = tuple(whole_blocks(*each) for each in zip(slots, picture.block, sizes, strict=True))
-        counts, area = count(union(picture.pattern.branches()), slots=wider, sides=picture.block)
+        counts, area = count(picture.pattern.union, slots=wider, sides=picture.block)
         blocks = _blocks(counts, area, picture.block, (wider[0].start, wider[1].start))
     return Panel(head, order, rate, torch.stack(shares), blocks)
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..core._bound import Bound
+from ..patterns._band import Causal
 from ..patterns._block_list import BlockList
-from ..patterns._causal import Causal
 from ..patterns._random_blocks import RandomBlocks
 from ..patterns.run_time._visible_keys import KeySet
 from ._receptive_field_grid import GridField, grid_of

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..core._algebra import And, Every, Or
 from ..core._pattern import Pattern
-from ..patterns._causal import Causal
+from ..patterns._band import Causal, LocalWindow
 from ..patterns._dilated import Dilated
-from ..patterns._local_window import LocalWindow
 from ..patterns._per_document import PerDocument
 from ..patterns.run_time._spans import Spans
 from ..patterns.run_time._visible_keys import KeySet

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..core._algebra import union
 from ..core._pattern import Expression, Pattern
 from ..core._reason import Pair
 from ..orders._layout import Layout, residue_rate
@@ -60,7 +59,7 @@ def standings(
     rule: Expression, pair: Pair, num_queries: int, num_keys: int, block_size: tuple[int, int]
 ) -> tuple[Standing, ...]:
     """In the natural order, and for as many keys as queries in the residue-major one, if the rule has rates for it."""
-    whole = union(rule.branches())
+    whole = rule.union
     rate = residue_rate(whole, num_queries) if num_queries == num_keys else 1
     rates = (1, rate) if rate > 1 else (1,)
     return tuple(_standing(whole, pair, num_queries, num_keys, block_size, each) for each in rates)

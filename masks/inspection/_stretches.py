@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..core._algebra import And, Every, Not, Or
 from ..core._pattern import Pattern
+from ..patterns._band import Causal
 from ..patterns._block_list import BlockList
 from ..patterns._blockwise import Blockwise
-from ..patterns._causal import Causal
 from ..patterns._dilated import Dilated
-from ..patterns._global_tokens import GlobalTokens
+from ..patterns._marked_tokens import GlobalTokens
 from ..patterns._per_document import PerDocument
 from ..patterns._random_blocks import RandomBlocks
 from ..patterns.run_time._spans import Spans

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..core._algebra import And, Every
+from ..core._algebra import And
 from ..core._pattern import Pattern
 from ..core._ranges import intersect
 
@@ -31,7 +31,7 @@ class Asked:
 
     @property
     def rule(self) -> Pattern:
-        return And.of(*self.factors) if self.factors else Every()
+        return And.of(*self.factors)
 
     def of(self, *factors: Pattern) -> Asked:
         """The same of other rules."""

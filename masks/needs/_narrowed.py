@@ -12,14 +12,11 @@ from ..core._algebra import And, Every, Not, Or
 from ..core._composite import common_period
 from ..core._pattern import Pattern
 from ..core._range_union import ranges_of
-from ..core._ranges import intersect
+from ..core._ranges import Ranges, intersect
+from ..patterns._band import Band
 from ..patterns._blockwise import Blockwise
-from ..patterns._causal import Causal
 from ..patterns._dilated import Dilated
-from ..patterns._fixed import Fixed
-from ..patterns._global_tokens import GlobalTokens
-from ..patterns._landmark_tokens import LandmarkTokens
-from ..patterns._local_window import LocalWindow
+from ..patterns._marked_tokens import GlobalTokens, MarkedTokens
 from ..patterns._neighborhood import Neighborhood
 from ..patterns._per_document import PerDocument
 from ..patterns.run_time._spans import Spans
@@ -75,20 +72,18 @@ def _one_sided(factor: Pattern, rest: Asked) -> Parts | None:
     """Rules of the query alone, or of the key alone."""
     if isinstance(factor, KeySet):
         return [(rest, partial(_visible, factor))]
-    if isinstance(factor, Fixed):
-        shown = factor.row(0, range(rest.keys.start, rest.keys.stop))
-        return _same([rest.to_keys(keys) for keys in shown]) if len(shown) <= _MOST_SEGMENTS else None
-    if isinstance(factor, GlobalTokens | LandmarkTokens) and factor.rows != factor.columns:
-        chosen = _chosen(factor)
-        return _same([rest.from_queries(chosen) if factor.rows else rest.to_keys(chosen)])
+    if isinstance(factor, MarkedTokens) and factor.rows != factor.columns:
+        side, narrow = (rest.queries, rest.from_queries) if factor.rows else (rest.keys, rest.to_keys)
+        return _each(narrow, factor.marked(_whole(side)))
     return None
 
 
 def _near(factor: Pattern, rest: Asked) -> Parts | None:
     """Causal order and windows: where not all queries and keys are near enough, or all are, or nothing else counts."""
-    if not isinstance(factor, Causal | LocalWindow):
+    if not isinstance(factor, Band) or factor.step > 1:
         return None
-    left, right = (factor.left, factor.right) if isinstance(factor, LocalWindow) else (_ALL.stop, 0)
+    left = _ALL.stop if factor.least is None else -factor.least
+    right = _ALL.stop if factor.most is None else factor.most
     queries, keys = rest.queries, rest.keys
     near = rest.within(
         range(max(0, keys.start - right), keys[-1] + left + 1),
@@ -103,8 +98,12 @@ def _near(factor: Pattern, rest: Asked) -> Parts | None:
     return None if near == rest else _same([near.of(*near.factors, factor)])
 
 
-def _chosen(factor: GlobalTokens | LandmarkTokens) -> range:
-    return range(factor.tokens) if isinstance(factor, GlobalTokens) else range(0, _ALL.stop, factor.stride)
+def _each(narrow: Callable[[range], Asked], marked: Ranges) -> Parts | None:
+    return _same(list(map(narrow, marked))) if len(marked) <= _MOST_SEGMENTS else None
+
+
+def _whole(positions: range) -> range:
+    return range(positions.start, positions.stop)
 
 
 def _visible(keys: KeySet, found: list[range]) -> list[range]:
@@ -121,8 +120,10 @@ def _alternatives(factor: Pattern, rest: Asked) -> Parts | None:
         return _same([rest.of(*rest.factors, part) for part in factor.parts])
     if isinstance(factor, Not) and isinstance(factor.part, And):
         return _same([rest.of(*rest.factors, ~part) for part in factor.part.parts])
-    if isinstance(factor, GlobalTokens | LandmarkTokens):  # of both sides
-        return _same([rest.from_queries(_chosen(factor)), rest.to_keys(_chosen(factor))])
+    if isinstance(factor, MarkedTokens):  # of both sides
+        queries = _each(rest.from_queries, factor.marked(_whole(rest.queries)))
+        keys = _each(rest.to_keys, factor.marked(_whole(rest.keys)))
+        return None if queries is None or keys is None else [*queries, *keys]
     return None
 
 

@@ -9,7 +9,6 @@ from ..core._check import require_int
 from ..core._pattern import Expression, Pattern, require_expression
 from ..core._range_union import union_of
 from ..core._ranges import Ranges
-from ..patterns.run_time._run_time import entry, num_entries
 from ._asked import Asked
 from ._narrowed import narrowed
 from ._needs_by_boxes import found_by_boxes
@@ -43,8 +42,8 @@ def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) ->
     rules: dict[Pattern, int] = {}
     for head in heads:
         require_int("heads", head, minimum=0, maximum=num_heads - 1)
-        for batch in range(num_entries(pattern)):
-            for branch in entry(pattern, batch).branches():
+        for batch in range(pattern.num_entries()):
+            for branch in pattern.entry(batch).branches():
                 rules.setdefault(branch.for_head(head, num_heads), head)
     return rules
 

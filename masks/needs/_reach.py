@@ -15,7 +15,7 @@ from ..core._ambient import plans
 from ..core._box import Box, Progression
 from ..core._pattern import Pattern
 from ..orders._layout import Layout
-from ..patterns._causal import Causal
+from ..patterns._band import Causal
 from ._row import RowSource
 
 # R runs of keys

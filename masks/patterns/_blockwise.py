@@ -10,6 +10,7 @@ from ..core._check import LARGEST, require_int
 from ..core._pattern import MaskMod, Pattern, constructor, pattern_kind
 from ..core._ranges import Ranges, among
 from ..core._reason import Pair, Reason
+from .run_time._run_time import run_time_leaves
 
 
 @pattern_kind("blockwise", positional=2)
@@ -22,7 +23,7 @@ class Blockwise(Pattern):
     def __post_init__(self) -> None:
         if not isinstance(self.part, Pattern):
             raise TypeError(f"blockwise needs a set pattern; got {self.part!r}")
-        if self.part.varies:
+        if run_time_leaves(self.part):
             raise ValueError(
                 f"blockwise needs a pattern without run-time tensors, which go by token; got {self.part!r}"
             )

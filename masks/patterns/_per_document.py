@@ -17,7 +17,7 @@ from ..core._spelling import CALL, Phrase
 from .run_time._documents import Documents
 from .run_time._documents import documents as documents_pattern
 from .run_time._lengths import Lengths
-from .run_time._run_time import Rows
+from .run_time._run_time import Rows, run_time_leaves
 from .run_time._spans import EXACT_SPANS, Spans
 
 
@@ -44,7 +44,7 @@ class PerDocument(Pattern):
                 "per_document needs a set pattern and document ids, or a pattern of documents or lengths; "
                 f"got {self.part!r} and {self.spans!r}"
             )
-        if self.part.varies:
+        if run_time_leaves(self.part):
             raise ValueError(
                 "per_document counts positions from each document's start, where a run-time tensor inside has no "
                 f"meaning: intersect with it outside, p.per_document(ids) & it; got {self.part!r}"

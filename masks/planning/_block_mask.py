@@ -11,13 +11,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from ..blocks._blocks import Blocks, join_blocks
 from ..blocks._packed_blocks import PackedBlocks
 from ..blocks._tables import table_bytes, to_block_mask
-from ..core._algebra import union
 from ..core._ambient import plans
 from ..core._bound import Bound
 from ..core._check import require_int
 from ..core._pattern import Expression, require_expression
 from ..orders._layout import Layout, residue_rate
-from ..patterns.run_time._run_time import entry, num_entries
 from ..plan_cache._cache import cache
 from .lowering._lower import shared_terms
 from .lowering._term import Term
@@ -74,7 +72,7 @@ def block_mask(
 def term_mask(term: Term, bound: Bound, *, device: torch.device, block_size: tuple[int, int]) -> BlockMask:
     """A new BlockMask of one term of a bound pattern, over its slots, from the cached block lists."""
     blocks = join_blocks(bound_blocks(term, bound, block_size))
-    return to_block_mask(blocks, term.mask_mod(device), device, batch=num_entries(term.rule))
+    return to_block_mask(blocks, term.mask_mod(device), device, batch=term.rule.num_entries())
 
 
 def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[Blocks]:
@@ -99,7 +97,7 @@ def _entries_blocks(term: Term, block_size: tuple[int, int]) -> Iterator[Blocks]
 
 def entry_terms(term: Term) -> list[Term]:
     """The term of each batch entry that run-time tables tell apart."""
-    return [replace(term, rule=entry(term.rule, index)) for index in range(num_entries(term.rule))]
+    return [replace(term, rule=term.rule.entry(index)) for index in range(term.rule.num_entries())]
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -125,4 +123,4 @@ def layout(pattern: Expression, num_tokens: int) -> Layout:
     that would take the common multiple beyond `num_tokens` is left out, the smallest rates come first.
     """
     require_int("num_tokens", num_tokens, minimum=1)
-    return Layout(num_tokens, residue_rate(union(require_expression(pattern).branches()), num_tokens))
+    return Layout(num_tokens, residue_rate(require_expression(pattern).union, num_tokens))

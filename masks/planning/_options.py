@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..core._algebra import And, Or
+from ..core._algebra import And
 from ..core._bound import Bound
 from ..core._pattern import Expression, Pattern
 from ..orders._layout import Compact, Layout, residue_rate
@@ -193,7 +193,7 @@ def _fullest(option: Option, plain: Option) -> float:
 
 def _shared_rates(branch: Pattern, bound: Bound) -> list[int]:
     # Of a union each part is weighed in an order of its own; one that suits all has few classes.
-    most = bound.num_queries // 2 if len(_alternatives(branch)) == 1 else min(MAX_RESIDUE_RATE, bound.num_queries)
+    most = bound.num_queries // 2 if len(branch.alternatives()) == 1 else min(MAX_RESIDUE_RATE, bound.num_queries)
     rate = residue_rate(branch, max(1, most))
     return [1, rate] if rate > 1 else [1]
 
@@ -204,21 +204,9 @@ def _disjoint_terms(branch: Pattern, times: int, bound: Bound, machine: Machine)
     Every pair then counts once. Parts that repeat most often go first: they are cheap to leave out of the
     others, and what they are left out of keeps repeating.
     """
-    parts = sorted(_alternatives(branch), key=lambda part: (part.period() is None, part.period() or 0, part.spacing()))
+    parts = sorted(branch.alternatives(), key=lambda part: (part.period() is None, part.period() or 0, part.spacing()))
     if not 1 < len(parts) <= _MAX_PARTS:
         return None
     alone = Allowed(shared_rows=False, windows=False)
     rests = [And.of(part, *(~before for before in parts[:index])) for index, part in enumerate(parts)]
     return tuple(term for rest in rests for term in options_of(rest, times, bound, machine, alone)[0].terms)
-
-
-def _alternatives(branch: Pattern) -> list[Pattern]:
-    """Patterns whose union is the branch: (a | b) & c is a & c or b & c."""
-    if isinstance(branch, Or):
-        return list(branch.parts)
-    unions = [part for part in branch.parts if isinstance(part, Or)] if isinstance(branch, And) else []
-    if not unions:
-        return [branch]
-    assert isinstance(branch, And)
-    others = [part for part in branch.parts if part != unions[0]]
-    return [And.of(part, *others) for part in unions[0].parts]

@@ -11,7 +11,6 @@ from ..core._ambient import plans
 from ..core._bound import Bound
 from ..core._pattern import Expression
 from ..orders._layout import Compact, Layout, residue_rate
-from ..patterns.run_time._run_time import num_entries
 from ..plan_cache._cache import cache
 from ..text._json import read_text
 from ._choice import Candidates, Choice, way_of
@@ -137,7 +136,7 @@ def _recommended_rate(pattern: Expression, num_tokens: int, num_heads: int, kind
         if rate == 1:
             return 1
         gained_s = 0.0
-        for each in {entry.key(): entry for entry in map(bound.entry, range(num_entries(bound.pattern)))}.values():
+        for each in {entry.key(): entry for entry in map(bound.entry, range(bound.pattern.num_entries()))}.values():
             residue, given = _in_layout(each, machine, Layout(num_tokens, rate)), plan(each, device=kind)
             tell_order(each, residue, given)
             gained_s += given.cost.seconds - residue.cost.seconds

@@ -53,7 +53,7 @@ def _read(data: Any, *, depth: int) -> Pattern | Mixture:
         raise ValueError(f"a pattern must nest at most {DEEPEST} levels")
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"a pattern is an object whose kind is one of {', '.join(KINDS)}; got {data!r:.80}")
+        raise ValueError(f"a pattern is an object whose kind is one of {', '.join(sorted(KINDS))}; got {data!r:.80}")
     made = KINDS[kind]
     if kind == "custom":
         return made.from_data(data)

@@ -238,4 +238,4 @@ def _unknown(name: str) -> str:
     known = [*CONSTRUCTORS]
     near = [full for full in known if full.endswith(f".{name}")] or get_close_matches(name[:64], known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"no pattern is called {name[:64]!r}: {hint}There are {', '.join(known)}"
+    return f"no pattern is called {name[:64]!r}: {hint}There are {', '.join(sorted(known))}"

@@ -12,7 +12,6 @@ from ...masks import cache
 from ...masks.core._algebra import Every
 from ...masks.core._pattern import Expression
 from ...masks.orders._placement import Placement
-from ...masks.patterns.run_time._run_time import num_entries, require_entries
 from ...masks.planning._block_mask import term_blocks
 from ...masks.planning._choice import Choice
 from ...masks.planning._options import Allowed
@@ -41,14 +40,14 @@ def allowed_on(device: torch.device) -> Allowed:
 def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int) -> FlexProgram:
     """The program for these values of the run-time tensors, with the steps of `blank_program`."""
     rule = key.rules(bindings)
-    require_entries(rule, batch)
+    rule.require_entries(batch)
 
     def planned() -> Plan:
         blank = key.blank(bindings)
         real = dict(zip(blank.branches(), rule.branches(), strict=True))
         best = _blank_plan(key, device, blank)
         terms = tuple(replace(term, rule=real.get(term.rule, term.rule)) for term in best.terms)
-        return replace(best, bound=replace(best.bound, pattern=rule, batch=num_entries(rule)), terms=terms)
+        return replace(best, bound=replace(best.bound, pattern=rule, batch=rule.num_entries()), terms=terms)
 
     return _cached(key, rule.text, device, planned)
 
@@ -56,7 +55,7 @@ def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tens
 def blank_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int) -> FlexProgram:
     """The program that all values of tensors of these shapes share, but for its tables."""
     blank = key.blank(bindings)
-    require_entries(blank, batch)
+    blank.require_entries(batch)
     return _cached(key, blank.text, device, lambda: _blank_plan(key, device, blank))
 
 

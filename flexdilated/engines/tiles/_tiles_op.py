@@ -10,7 +10,7 @@ from torch import Tensor
 from ...masks import cache
 from ...masks.core._pattern import Expression
 from ...masks.orders._placement import Placement
-from ...masks.patterns.run_time._run_time import alike, require_entries, tables
+from ...masks.patterns.run_time._run_time import alike, tables
 from ...masks.planning._choice import Choice
 from ...masks.planning._cost import SLOTS_AT_ONCE
 from ...masks.planning.lowering._one_sequence import one_after_another
@@ -214,7 +214,7 @@ def _is_short(key: CallKey) -> bool:
 def _packed(key: CallKey, rule: Expression, batch: int) -> tuple[CallKey, list[tuple[Entries, Expression]]] | None:
     """All batch entries as one sequence, where they are too short to be worth a program each."""
     tokens = key.num_queries
-    require_entries(rule, batch)
+    rule.require_entries(batch)
     if not _is_short(key):
         return None
     if all(torch.equal(table.rows, table.rows[:1].expand_as(table.rows)) for table in tables(rule)):

@@ -114,9 +114,8 @@ class Table(Pattern):
         content = (c_char * rows.nbytes).from_address(rows.data_ptr())
         return cls(rows, f"{tuple(rows.shape)} {sha256(content).hexdigest()}", reach)
 
-    def to_data(self) -> dict[str, Any]:
-        source = None if self.source is None else self.source.to_data()
-        return {"kind": f"{type(self).__name__.lower()} table", "digest": self.digest, "source": source}
+    def parameters(self) -> dict[str, Any]:
+        return {"digest": self.digest, "source": self.source}
 
     def phrase(self) -> Phrase:
         return Phrase(f"<{self._told()}>" if self.known else f"<{self.digest}>")

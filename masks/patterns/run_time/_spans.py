@@ -24,6 +24,8 @@ EXACT_SPANS = 8
 class Spans(Table):
     """Allowed iff both positions lie in one span. Row b, entry t: where the span of position t starts, or PADDING."""
 
+    kind = "spans table"
+
     rows: Int64[Tensor, "B L"]
 
     def _told(self) -> str:

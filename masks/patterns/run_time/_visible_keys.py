@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+from ...core._bound import Extent
 from ...core._box import Bounds, Box
 from ...core._pattern import MaskMod, Pattern, constructor, pattern_kind
 from ...core._reason import Pair, Reason
-from ...core._bound import Extent
 from ._run_time import Rows, RunTime, Table, of_tensor
 from ._window_list import Windows
 
@@ -56,6 +56,8 @@ def _unhidden(added: Tensor) -> Tensor:
 
 class KeySet(Table):
     """Allowed iff row b, entry k is True."""
+
+    kind = "keyset table"
 
     rows: Bool[Tensor, "B L"]
 

@@ -10,9 +10,8 @@ from ...core._algebra import And, Every
 from ...core._bound import Bound
 from ...core._pattern import Pattern
 from ...orders._layout import Compact
-from ...patterns._causal import Causal
+from ...patterns._band import Causal, Strided
 from ...patterns._dilated import Dilated
-from ...patterns._strided import Strided
 from ._term import Shape, Term
 
 
@@ -80,13 +79,12 @@ def _compact_term(
 
 def _split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
     """(the dilated factor that prunes most, the rest), if the rest repeats from segment to segment."""
-    factors = rule.parts if isinstance(rule, And) else (rule,)
+    factors = rule.factors()
     bases = sorted(
         (factor for factor in factors if isinstance(factor, Dilated)), key=lambda base: base.segment / base.rate**2
     )
     for base in bases:
-        rest = tuple(factor for factor in factors if factor != base)
-        remainder = And.of(*rest) if rest else Every()
+        remainder = And.of(*(factor for factor in factors if factor != base))
         period = remainder.period()
         if period is not None and base.segment % period == 0:
             return base, remainder
@@ -132,9 +130,7 @@ def _is_spaced(rule: Pattern, bound: Bound) -> bool:
 
 def _without_spacing(rule: Pattern) -> Pattern:
     """What is left to check within a residue class."""
-    factors = rule.parts if isinstance(rule, And) else (rule,)
-    rest = tuple(factor for factor in factors if not isinstance(factor, Strided))
-    return And.of(*rest) if rest else Every()
+    return And.of(*(factor for factor in rule.factors() if not isinstance(factor, Strided)))
 
 
 def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Strand, int, int]]:

@@ -6,7 +6,7 @@ from ...core._algebra import Every
 from ...core._bound import Bound
 from ...core._pattern import Pattern
 from ...orders._layout import Layout
-from ...patterns._causal import Causal
+from ...patterns._band import Causal
 from ._term import Shape, Term
 
 

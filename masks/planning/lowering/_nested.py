@@ -12,7 +12,7 @@ from ...core._algebra import And, Every
 from ...core._bound import Bound
 from ...core._pattern import Pattern
 from ...orders._layout import Compact
-from ...patterns._causal import Causal
+from ...patterns._band import Causal
 from ...patterns._dilated import Dilated
 from ._term import Term
 from ._weights import KeyWeights, PairWeights
@@ -152,11 +152,11 @@ class _Rectangle:
 
 def _split(branch: Pattern) -> tuple[Dilated | None, Pattern]:
     """(the dilated segments, the rest) of a branch whose rest is all pairs or the past."""
-    factors = branch.parts if isinstance(branch, And) else (branch,)
+    factors = branch.factors()
     bases = [factor for factor in factors if isinstance(factor, Dilated)]
     rest = [factor for factor in factors if not isinstance(factor, Dilated)]
     known = len(bases) == 1 and rest in ([], [Causal()])
-    return (bases[0], And.of(*rest) if rest else Every()) if known else (None, branch)
+    return (bases[0], And.of(*rest)) if known else (None, branch)
 
 
 def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ...core._algebra import And
 from ...core._pattern import Expression, Pattern
 from ...patterns._per_document import PerDocument
 from ...patterns.run_time._run_time import Table, tables
@@ -33,9 +32,8 @@ def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:
 
 
 def _is_one(branch: Pattern, num_tokens: int) -> bool:
-    factors = branch.parts if isinstance(branch, And) else (branch,)
-    spans = [factor for factor in factors if isinstance(factor, Spans | PerDocument)]
-    rest = [factor for factor in factors if not isinstance(factor, Table | PerDocument)]
+    spans = [factor for factor in branch.factors() if isinstance(factor, Spans | PerDocument)]
+    rest = [factor for factor in branch.factors() if not isinstance(factor, Table | PerDocument)]
     return bool(spans) and all(_repeats(factor, num_tokens) for factor in rest)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...core._algebra import Every
 from ...orders._layout import Compact, Layout, Listed, Permutation
-from ...patterns._causal import Causal
+from ...patterns._band import Causal
 from ._term import Term
 
 

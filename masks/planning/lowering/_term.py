@@ -19,7 +19,7 @@ from ...orders._layout import Compact, Layout, Listed, Permutation, Pieces
 from ...orders._tiled import Tiled
 from ...orders._tiling import Tiling
 from ...patterns._neighborhood import Neighborhood
-from ...patterns.run_time._run_time import entry, tables
+from ...patterns.run_time._run_time import tables
 from ._weights import PairWeights, Weights
 
 _MANY_CLASSES = 1 << 8  # of an order: with as many or more, pairs of them may be more than blocks
@@ -102,7 +102,7 @@ class Term:
             return ListedBlocks(0, rows * columns * problems, 0)
         if self.shape == "causal":
             return ListedBlocks(0, sum(min(row + 1, columns) for row in range(rows)) * problems, 0)
-        one = replace(self, rule=entry(self.rule, 0)) if tables(self.rule) else self
+        one = replace(self, rule=self.rule.entry(0)) if tables(self.rule) else self
         found = estimate_blocks(one.table_rule(), q_block=self.block_side, k_block=self.block_side)
         return ListedBlocks(*(blocks * problems for blocks in found))
 

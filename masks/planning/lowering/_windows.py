@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isqrt
 
-from ...core._algebra import And, Every
+from ...core._algebra import And
 from ...core._bound import Bound
 from ...core._pattern import Pattern
-from ...patterns._causal import Causal
-from ...patterns._local_window import LocalWindow
+from ...patterns._band import Causal, LocalWindow
 from ...patterns._per_document import PerDocument
 from ...patterns.run_time._run_time import Table
 from ...patterns.run_time._spans import Spans
@@ -65,16 +64,16 @@ def window_terms(branch: Pattern, multiplicity: int, bound: Bound, *, any_number
 
 
 def _cut(branch: Pattern, num_positions: int) -> Cut | None:
-    factors = branch.parts if isinstance(branch, And) else (branch,)
+    factors = branch.factors()
     for factor in factors:
-        rest = And.of(*others) if (others := [each for each in factors if each != factor]) else Every()
+        rest = And.of(*(each for each in factors if each != factor))
         if isinstance(factor, Table):
             windows = factor.windows(num_positions)
             if windows is not None:
                 return Cut(rest, windows)
         # A rule of distances is the same counted from anywhere.
         if isinstance(factor, PerDocument) and isinstance(factor.spans, Spans) and rest.period() == 1:
-            inner = factor.part if rest == Every() else And.of(factor.part, rest)
+            inner = And.of(factor.part, *(each for each in factors if each != factor))
             return Cut(inner, factor.spans.windows(num_positions).from_start())
     return None
 
@@ -91,14 +90,14 @@ def _part(rest: Pattern, bound: Bound, windows: Windows, origin: int) -> tuple[P
 def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
     """The same rule over these positions, without windows that reach beyond them: those need no block lists."""
     kept = []
-    for factor in rest.parts if isinstance(rest, And) else (rest,):
+    for factor in rest.factors():
         if isinstance(factor, LocalWindow) and factor.left >= q.stop - 1 - k.start:
             if factor.right >= k.stop - 1 - q.start:
                 continue
             if factor.right == 0:
                 factor = Causal()
         kept.append(factor)
-    return And.of(*kept) if kept else Every()
+    return And.of(*kept)
 
 
 def _lower(rest: Pattern, multiplicity: int, part: Bound, *, any_number: bool) -> list[Term]:
