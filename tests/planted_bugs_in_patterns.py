@@ -170,8 +170,8 @@ IN_PATTERNS = (
         claims(LONGNET), "check_pattern", "for_head(",
     ),
     Bug(
-        "one radius written twice into the JSON", f"{MASKS}.patterns._band:LocalWindow.to_data",
-        lambda _: lambda self: {"kind": "local_window", "left": self.left, "right": self.left},
+        "one radius written twice into the JSON", f"{MASKS}.patterns._band:LocalWindow.parameters",
+        lambda _: lambda self: {"left": self.left, "right": self.left},
         claims(masks.local_window(left=3, right=1)), "check_pattern", "JSON",
     ),
     Bug(
