@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from flexdilated import masks
-from flexdilated.masks.core._pattern import CONSTRUCTORS, KINDS
+from flexdilated.masks.core._expression import CONSTRUCTORS, KINDS
 from flexdilated.masks.patterns.custom._custom import Custom
 
 from ._catalogue import ENTRIES

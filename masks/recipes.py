@@ -10,7 +10,8 @@ from operator import or_
 
 from .core._algebra import every
 from .core._check import require_int
-from .core._pattern import CONSTRUCTORS, Pattern
+from .core._expression import CONSTRUCTORS
+from .core._pattern import Pattern
 from .patterns._band import causal, dilated_window, local_window, strided
 from .patterns._blockwise import blockwise
 from .patterns._dilated import chunked

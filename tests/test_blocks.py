@@ -15,7 +15,8 @@ from flexdilated.masks.blocks import _class_pairs, _quadtree
 from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks
 from flexdilated.masks.blocks._estimate import estimate_blocks
 from flexdilated.masks.blocks._rule import Rule
-from flexdilated.masks.core._pattern import Pattern, pattern_kind
+from flexdilated.masks.core._expression import pattern_kind
+from flexdilated.masks.core._pattern import Pattern
 from flexdilated.masks.orders._layout import Compact, Layout, Listed
 from flexdilated.masks.planning.lowering import _term
 from flexdilated.masks.planning.lowering._compact import compact_terms

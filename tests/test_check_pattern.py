@@ -13,7 +13,8 @@ from hypothesis import given, settings
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks.core._box import Bounds
-from flexdilated.masks.core._pattern import Pattern, pattern_kind
+from flexdilated.masks.core._expression import pattern_kind
+from flexdilated.masks.core._pattern import Pattern
 from flexdilated.testing import check_pattern
 from flexdilated.testing._box_bounds import Place, Terms
 from flexdilated.testing._drawn_closures import classify_window, same_kind, window_by_head

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks.core._pattern import CONSTRUCTORS, pattern_kind
+from flexdilated.masks.core._expression import CONSTRUCTORS, pattern_kind
 from tests.strategies import written_expressions
 
 NAMESPACE = {name: getattr(masks, name) for name in masks.__all__} | {"masks": masks}

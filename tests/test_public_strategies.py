@@ -10,7 +10,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from flexdilated import distributed, masks
-from flexdilated.masks.core._pattern import KINDS
+from flexdilated.masks.core._expression import KINDS
 from flexdilated.testing import strategies as fst
 
 # `find` gives the last example that was tried: no others are to follow the smallest.

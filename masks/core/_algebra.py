@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ._box import Bounds, Box, Squares
 from ._composite import Composite
-from ._pattern import DEEPEST, MaskMod, Pattern, constructor, pattern_kind, require_set_patterns
+from ._expression import DEEPEST, constructor, pattern_kind
+from ._pattern import MaskMod, Pattern, require_set_patterns
 from ._ranges import Ranges, as_ranges, intersect_all, unite
 from ._reason import Pair, Reason, listing
 from ._spelling import AND, NOT, OR, Phrase, chain

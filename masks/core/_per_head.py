@@ -10,7 +10,8 @@ from torch import Tensor
 from ._algebra import either
 from ._box import Bounds, Box, Squares
 from ._composite import Composite
-from ._pattern import MaskMod, Pattern, constructor, pattern_kind, require_set_patterns
+from ._expression import constructor, pattern_kind
+from ._pattern import MaskMod, Pattern, require_set_patterns
 from ._reason import Pair, Reason, span
 from ._spelling import Phrase
 

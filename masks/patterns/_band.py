@@ -7,7 +7,8 @@ from ..core._algebra import both, both_bounds
 from ..core._box import Bounds, Box, count_below
 from ..core._check import require_int
 from ..core._distances import count_multiples
-from ..core._pattern import MaskMod, Pattern, constructor, pattern_kind
+from ..core._expression import constructor, pattern_kind
+from ..core._pattern import MaskMod, Pattern
 from ..core._ranges import Ranges, as_ranges
 from ..core._reason import Pair, Reason
 

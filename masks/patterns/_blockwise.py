@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..core._box import Bounds, Box, Counts, Progression
 from ..core._check import LARGEST, require_int
-from ..core._pattern import MaskMod, Pattern, constructor, pattern_kind
+from ..core._expression import constructor, pattern_kind
+from ..core._pattern import MaskMod, Pattern
 from ..core._ranges import Ranges, among
 from ..core._reason import Pair, Reason
 from .run_time._run_time import run_time_leaves

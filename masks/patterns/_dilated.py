@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..core._box import Bounds, Box, Counts, Progression, clip, count_residue
 from ..core._check import require_choice, require_int
-from ..core._pattern import MaskMod, Mixture, Pattern, constructor, pattern_kind
+from ..core._expression import constructor, pattern_kind
+from ..core._pattern import MaskMod, Mixture, Pattern
 from ..core._per_head import HeadGroups
 from ..core._ranges import Ranges, among
 from ..core._reason import Pair, Reason, span

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..core._box import Bounds, Box, Counts, Progression, clip, count_residue
 from ..core._check import require_bool, require_int
-from ..core._pattern import MaskMod, Pattern, constructor, pattern_kind
+from ..core._expression import constructor, pattern_kind
+from ..core._pattern import MaskMod, Pattern
 from ..core._ranges import Ranges, among, as_ranges
 from ..core._reason import Pair, Reason, span
 from ..core._spelling import Phrase, call

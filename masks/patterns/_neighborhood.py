@@ -15,7 +15,8 @@ from ..core._algebra import both
 from ..core._box import Bounds, Box
 from ..core._box_parts import Owned, look_at_pairs
 from ..core._check import LARGEST, require_int
-from ..core._pattern import MaskMod, Pattern, constructor, pattern_kind
+from ..core._expression import constructor, pattern_kind
+from ..core._pattern import MaskMod, Pattern
 from ..core._ranges import Ranges, among, within
 from ..core._reason import Pair, Reason, listing, span
 from ._grid import Rectangle, fits, hull, rectangles, select

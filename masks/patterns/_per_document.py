@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..core._algebra import And
 from ..core._box import Bounds, Box, Counts, Progression
-from ..core._pattern import Expression, MaskMod, Mixture, Pattern, pattern_kind, sum_phrase
+from ..core._expression import pattern_kind
+from ..core._pattern import Expression, MaskMod, Mixture, Pattern, sum_phrase
 from ..core._reason import Pair, Reason
 from ..core._spelling import CALL, Phrase
 from .run_time._documents import Documents

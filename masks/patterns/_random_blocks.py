@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..core._box import Bounds, Box, Squares
 from ..core._check import require_int
-from ..core._pattern import MaskMod, Pattern, constructor, pattern_kind
+from ..core._expression import constructor, pattern_kind
+from ..core._pattern import MaskMod, Pattern
 from ..core._ranges import Ranges, within
 from ..core._reason import Pair, Reason, listing
 from ._block_table import BlockTable, keys_of_blocks, padded

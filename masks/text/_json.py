@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ..core._pattern import DEEPEST, KINDS, Expression, Mixture, Pattern, require_expression
+from ..core._expression import DEEPEST, KINDS
+from ..core._pattern import Expression, Mixture, Pattern, require_expression
 from ..core._spelling import QUOTED, shortened
 from ._plain_json import read_json
 

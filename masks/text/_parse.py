@@ -10,7 +10,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from ..core._algebra import And, Or
-from ..core._pattern import CONSTRUCTORS, DEEPEST, Expression, Mixture, Pattern
+from ..core._expression import CONSTRUCTORS, DEEPEST
+from ..core._pattern import Expression, Mixture, Pattern
 from ..core._spelling import CUT, LONGEST, QUOTED, shortened
 
 _Join = Callable[[Sequence[Any]], Expression]

@@ -12,7 +12,8 @@ import torch
 from ...core._bound import EMPTY, FULL
 from ...core._box import Bounds, Box
 from ...core._check import require_int
-from ...core._pattern import MaskMod, Pattern, pattern_kind
+from ...core._expression import pattern_kind
+from ...core._pattern import MaskMod, Pattern
 from ...core._reason import Pair, Reason
 from ...core._spelling import Phrase, call
 from ._classify import Classify, check_classify, classes_of, require_classify

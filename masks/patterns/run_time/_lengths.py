@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ...core._bound import Extent
 from ...core._check import require_choice
-from ...core._pattern import Pattern, constructor, pattern_kind
+from ...core._expression import constructor, pattern_kind
+from ...core._pattern import Pattern
 from ._run_time import RunTime, of_tensor
 from ._run_time_checks import integers
 from ._spans import PADDING, Spans

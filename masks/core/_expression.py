@@ -1,0 +1,255 @@
+"""Expression: what patterns and mixtures share, and the registry of their kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cached_property
+from operator import index
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
+
+from torch import Tensor
+
+from ._ambient import plans
+from ._bound import Bound, Extent
+from ._spelling import Phrase, call, shortened
+
+if TYPE_CHECKING:
+    from ._pattern import Mixture, Pattern
+
+_Class = TypeVar("_Class", bound=type)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# What JSON, expressions and the operators know patterns by: each class by its kind, each constructor by its name.
+KINDS: dict[str, type[Any]] = {}
+CONSTRUCTORS: dict[str, Callable[..., Any]] = {}
+
+DEEPEST = 32  # levels: all that walks through a pattern, here or in pickle and copy, fits Python's stack
+_FLATTER = "a chain of one operator, such as a | b | c, is one level"
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Class], _Class]:
+    """Make a class a frozen dataclass, whose JSON names this kind and the fields.
+
+    A field with metadata={"name": ...} goes by another name there; one with metadata={"stored": False} is left out.
+    `positional` fields are printed without their names, by default one that has no default and is alone in that.
+    """
+
+    def register(cls: _Class) -> _Class:
+        made = dataclass(frozen=True)(cls)
+        stored = [each for each in fields(made) if each.metadata.get("stored", True)]
+        made.kind, KINDS[kind] = kind, made
+        made.stored = {each.metadata.get("name", each.name): each.name for each in stored}
+        made.defaults = {each.name: each.default for each in stored}
+        needed = sum(each.default is MISSING for each in stored)
+        made.positional = (1 if needed == 1 else 0) if positional is None else positional
+        return made
+
+    return register
+
+
+def constructor(function: _Function) -> _Function:
+    """Let expressions call a function by its name."""
+    CONSTRUCTORS[function.__name__] = function
+    return function
+
+
+class Expression:
+    """What patterns and mixtures share: plain data, a stable text, sums, and binding to sizes.
+
+    `text` is canonical JSON, computed once on construction; equal texts mean equal patterns. The repr is the
+    expression that builds the value, which `parse` reads. `depth` counts the levels of patterns in patterns; one of
+    more than 32 is a ValueError, so that whatever can be made can be stored, copied, printed and computed.
+    """
+
+    text: str
+    depth: int = 0
+    kind: ClassVar[str]
+    stored: ClassVar[dict[str, str]] = {}
+    defaults: ClassVar[dict[str, Any]] = {}
+    positional: ClassVar[int] = 0
+
+    def __init_subclass__(cls) -> None:
+        # A dataclass writes a repr of its own, unless its class has one already.
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Expression.__repr__
+
+    def __repr__(self) -> str:
+        return shortened(self.phrase().text)
+
+    def __post_init__(self) -> None:
+        if inner := self.direct_parts():
+            object.__setattr__(self, "depth", 1 + max([part.depth for part in inner]))
+        if self.depth > DEEPEST:
+            raise ValueError(f"a pattern must nest at most {DEEPEST} levels: {_FLATTER}; got one more, {self!r:.80}")
+        object.__setattr__(self, "text", self.write())
+
+    def direct_parts(self) -> tuple[Pattern, ...]:
+        """The patterns that this one is directly made of."""
+        return ()
+
+    def write(self) -> str:
+        """Canonical JSON of the kind and the stored fields: no spaces, sorted keys, parts by their own texts."""
+        return _canonical({"kind": self.kind, **self.parameters()})
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data for JSON: a `kind` and its parameters."""
+        return {"kind": self.kind, **{name: _plain(value) for name, value in self.parameters().items()}}
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Any:
+        """The value with these parameters, as `to_data` names them; parts are patterns already."""
+        return cls(**{field: data[name] for name, field in cls.stored.items()})
+
+    def parameters(self) -> dict[str, Any]:
+        """All that the rule depends on beside its kind, by the names it is stored under."""
+        return {name: getattr(self, field) for name, field in self.stored.items()}
+
+    def phrase(self) -> Phrase:
+        """How the value is written: its kind, called with its parameters; those at their defaults are left out."""
+        names = list(self.stored)
+        values = [getattr(self, self.stored[name]) for name in names[: self.positional]]
+        named = {
+            name: value
+            for name in names[self.positional :]
+            if (value := getattr(self, self.stored[name])) != self.defaults[self.stored[name]]
+        }
+        return call(self.kind, *values, **named)
+
+    def branches(self) -> tuple[Pattern, ...]:
+        """The set patterns whose multiset sum this is, one entry for each time a branch counts."""
+        raise NotImplementedError  # Pattern and Mixture
+
+    @property
+    def union(self) -> Pattern:
+        """The pairs with any weight at all, as one set pattern."""
+        raise NotImplementedError
+
+    def leaves(self) -> tuple[Pattern, ...]:
+        """The patterns without parts that this is composed of, each use of one."""
+        raise NotImplementedError
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+        """The same composition of changed leaves."""
+        raise NotImplementedError
+
+    def below(self, positions: int) -> Any:
+        """The same rule where all positions are below this number: no more is drawn."""
+        return self.map_leaves(lambda leaf: leaf.below(positions)) if self.draws else self
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether something is drawn for each position."""
+        return any(type(leaf).below is not Expression.below for leaf in self.leaves())
+
+    @cached_property
+    def varies(self) -> bool:
+        """Whether run-time tensors take part, by name or with their values in place."""
+        return any(leaf.is_run_time for leaf in self.leaves())
+
+    def given_tensors(self) -> dict[str, Tensor]:
+        """The run-time tensors that the expression carries, by name. Raises ValueError where two go by one name."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in (pair for leaf in self.leaves() for pair in leaf.carried().items()):
+            if found.setdefault(name, tensor) is not tensor:
+                raise ValueError(
+                    f"two tensors go by the name {name!r} in one pattern: give one of them another name, "
+                    f"such as name='{name}_2'"
+                )
+        return found
+
+    @plans
+    def resolve(self, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
+        """The expression with run-time tensors' values in place. Raises ValueError for one that is missing or unfit."""
+        return self.map_leaves(lambda leaf: leaf.resolved(tensors, extent)) if self.varies else self
+
+    def entry(self, batch: int) -> Any:
+        """The resolved expression of one batch entry."""
+        return self.map_leaves(lambda leaf: leaf.of_entry(batch)) if self.varies else self
+
+    def num_entries(self) -> int:
+        """Batch entries that the resolved expression tells apart; 1 if all are alike."""
+        return max([leaf.entries for leaf in self.leaves()]) if self.varies else 1
+
+    def require_entries(self, batch: int) -> None:
+        """Raise ValueError unless each run-time table of the resolved expression serves this many batch entries."""
+        for leaf in self.leaves() if self.varies else ():
+            if leaf.entries not in (1, batch):
+                raise ValueError(
+                    f"run-time tensors must have one row, or one for each of {batch} batch entries; "
+                    f"got {leaf.entries} rows"
+                )
+
+    def check_heads(self, num_heads: int) -> None:
+        """Raise ValueError if the expression cannot be bound to this many (global) heads."""
+        for branch in self.branches():
+            branch.check_heads(num_heads)
+
+    def check_tokens(self, queries: range, keys: range) -> None:
+        """Raise ValueError if the expression cannot be bound to queries and keys at these positions."""
+        for branch in self.branches():
+            branch.check_tokens(queries, keys)
+
+    def bind(
+        self,
+        *,
+        num_heads: int,
+        num_queries: int,
+        num_keys: int,
+        head_offset: int = 0,
+        num_heads_global: int | None = None,
+        q_offset: int = 0,
+        k_offset: int = 0,
+        batch: int = 1,
+    ) -> Bound:
+        """The expression with its sizes. Heads are global: this device holds `num_heads` from `head_offset` on.
+
+        Query i has position q_offset + i; key j has position k_offset + j. `num_heads_global` defaults to
+        head_offset + num_heads. Tensors that the pattern carries are read now. Raises ValueError for sizes below
+        1, heads the pattern has no rule for, and tensors that are missing or do not fit.
+        """
+        total = head_offset + num_heads if num_heads_global is None else num_heads_global
+        rule = self
+        if self.varies:
+            rule = self.resolve(self.given_tensors(), Extent(q_offset + num_queries, k_offset + num_keys))
+            batch = rule.num_entries() if batch == 1 else batch
+        bound = Bound(rule, num_queries, num_keys, num_heads, head_offset, total, q_offset, k_offset, batch)
+        rule.check_tokens(*(range(at, at + size) for at, size in ((q_offset, num_queries), (k_offset, num_keys))))
+        return replace(bound, pattern=bound.pattern.below(bound.num_positions)) if rule.draws else bound
+
+    def per_document(self, documents: Any) -> Any:
+        """The rule counted anew from the start of each document, and no pair across documents.
+
+        documents: what `masks.documents` takes, or a pattern from `masks.documents` or `masks.lengths`.
+        Packed sequences then attend as they would apart. For a mixture it is each branch that starts anew.
+        """
+        return KINDS["per_document"].of(self, documents)
+
+    def __add__(self, other: object) -> Mixture:
+        if not isinstance(other, Expression):
+            return NotImplemented
+        return KINDS["mixture"](self.branches() + other.branches())
+
+
+def _canonical(value: Any) -> str:
+    """JSON without spaces and with sorted keys; written here, as a compiled graph may build patterns."""
+    if isinstance(value, Expression):
+        return value.text
+    if isinstance(value, dict):
+        return "{" + ",".join([f'"{key}":{_canonical(value[key])}' for key in sorted(value)]) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join([_canonical(each) for each in value]) + "]"
+    if isinstance(value, str):
+        return f'"{value}"'  # names, of letters and digits
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(index(value))  # a size that a graph has left open becomes a constant of it
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Expression):
+        return value.to_data()
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
