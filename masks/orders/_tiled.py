@@ -21,11 +21,13 @@ _RUNS_AT_ONCE = 1 << 14  # boxes whose rectangles are held together: bounds the 
 class Tiled(Pattern):
     """The rule over slots in place of positions. It stands in no expression: terms keep the neighbourhood itself."""
 
+    kind = "tiled"  # of no constructor and no JSON
+
     rule: Neighborhood
     order: Tiling
 
-    def to_data(self) -> dict[str, Any]:
-        return {"kind": "tiled", "rule": self.rule.to_data(), "tile": self.order.tile}
+    def parameters(self) -> dict[str, Any]:
+        return {"rule": self.rule, "tile": self.order.tile}
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         return _at_slots(self.rule.mask_mod(num_heads=num_heads, device=device), self.order.positions(device))
