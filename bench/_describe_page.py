@@ -25,4 +25,6 @@ def describe_parts(results: Path) -> dict[str, str]:
 
 def _line(name: str, figure: Mapping[str, Any]) -> tuple[str, ...]:
     times = (f"{figure['parts'][part]:.2f} s" for part in ("plan", "pairs", "field"))
+    if not figure.get("exact", True):
+        return name, str(figure["heads"]), *times, f"at least {figure['layers']:,}", "sampled"
     return name, str(figure["heads"]), *times, f"{figure['layers']:,}", f"{figure['reached']:.2%}"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.inspection._gaps import Gap, Gaps
+from flexdilated.masks.inspection._pair_counts import Gap, Gaps
 from flexdilated.masks.orders._layout import Compact
 from flexdilated.masks.planning.lowering._term import Term
 from tests import oracle
