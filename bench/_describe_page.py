@@ -18,7 +18,7 @@ def describe_parts(results: Path) -> dict[str, str]:
         return {"describe": ""}
     document = json.loads(file.read_text())
     patterns = document["rows"][0]["detail"]["patterns"]
-    headers = ("", "heads", "plan and blocks", "heads, overlap, gaps", "receptive field", "layers", "pairs that meet")
+    headers = ("", "heads", "plan and blocks", "heads, overlap, gaps", "receptive field", "layers", "pairs reached")
     table = markdown([_line(name, figure) for name, figure in patterns.items()], headers)
     return {"describe": f"\n{table}\n\nOne thread. {condition(document)}\n"}
 

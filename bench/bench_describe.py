@@ -77,10 +77,8 @@ def _measure(entry: Entry, num_tokens: int) -> dict[str, Any]:
     field = timed("field", told.receptive_field)
     exact = isinstance(field, ReceptiveField)
     layers = field.layers if exact else field.layers_at_least
-    at_least = "" if exact else f" at least, by {len(field.tokens)} tokens"
-    say(
-        f"{entry.name}: {', '.join(f'{name} {took:.2f} s' for name, took in seconds.items())}; {layers} layers{at_least}"
-    )
+    parts = ", ".join(f"{name} {took:.2f} s" for name, took in seconds.items())
+    say(f"{entry.name}: {parts}; {layers} layers{'' if exact else ' at least'}")
     reached = field.pairs / num_tokens**2 if exact else None  # of a sample that has not saturated: unknown
     facts = {"heads": entry.num_heads, "layers": layers, "exact": exact, "reached": reached}
     return {**facts, "seconds": sum(seconds.values()), "parts": seconds}

@@ -12,8 +12,8 @@ from flexdilated.masks.inspection._pair_counts import gaps_of, multiplicity_of, 
 from flexdilated.masks.inspection._receptive_field import ReceptiveField, follow_tokens, receptive_field_of
 from flexdilated.masks.inspection._relations import Relations
 from flexdilated.masks.inspection._squares import TooManySquaresError
-from tests.heard import assert_same
 from tests.irregular import bound_rules, dense, listed, padded, run_rules, stretch_rules, sums_of_runs
+from tests.reached import assert_same
 
 MILLION = 1 << 20
 

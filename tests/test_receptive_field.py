@@ -18,7 +18,7 @@ from flexdilated.masks.inspection._receptive_field import (
 )
 from flexdilated.masks.inspection._relations import Relations
 from tests import oracle, twins
-from tests.heard import assert_same, fields
+from tests.reached import assert_same, fields
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import Case, whole_cases, whole_grids
 
@@ -101,7 +101,7 @@ def test_strides_reach_everything_earlier_in_two_layers():
 
 
 def test_rates_that_share_a_factor_keep_tokens_apart():
-    """Tokens at even and at odd positions never meet."""
+    """Tokens at even and at odd positions never reach each other."""
     found = told(masks.dilated_window(left=64, right=0, rate=4) | masks.dilated_window(left=64, right=64, rate=6))
     assert found.first_never_earlier == (1, 0)
     assert found.pairs == 2 * (MILLION // 2) ** 2
