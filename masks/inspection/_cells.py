@@ -16,7 +16,6 @@ from ..orders._layout import Layout
 from ..patterns.run_time._run_time import num_entries
 from ._bounded_pairs import Looks, PairCounts, bounded_pairs, even_places
 from ._cell_boxes import Pairings, Side
-from ._window_slots import window_slots
 
 # R rows, C columns of cells; B branches
 
@@ -194,3 +193,11 @@ def _sampled(rule: Pattern, q: Side, k: Side) -> PairCounts:
         query, key = q.positions_at(some // k.cells, row), k.positions_at(some % k.cells, column)
         share.append(mask_mod(none, none, query, key).double().mean(1))
     return PairCounts(torch.zeros_like(area), area, torch.cat(share) * area)
+
+
+def window_slots(name: str, window: object, size: int) -> range:
+    """The window itself, or for None all `size` slots. Raises ValueError for what is no run of them."""
+    window = range(size) if window is None else window
+    if not isinstance(window, range) or window.step != 1 or not 0 <= window.start < window.stop <= size:
+        raise ValueError(f"{name} must be a range of step 1 within 0 to {size}, and not empty; got {name}={window!r}")
+    return window
