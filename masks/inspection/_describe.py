@@ -214,10 +214,10 @@ def _multiplicity(counts: Counts, columns: int) -> str:
     sample = counts.sampled_multiplicity
     if sample is not None:
         rows = [
-            (str(number), f"{pairs:.4g} ± {sample.standard_errors[number]:.2g}")
+            (str(number), f"{pairs:.4g} +/- {sample.standard_errors[number]:.2g}")
             for number, pairs in sample.pairs.items()
         ]
-        headers = ("branches that allow a pair", "pairs ± standard error")
+        headers = ("branches that allow a pair", "pairs +/- standard error")
         queries = f"Estimated from a sample of {sample.queries:,} of {counts.num_queries:,} queries."
         return f"{fitted_table(rows, headers, columns=columns, align=_right(1))}\n{fill(queries, columns)}"
     assert counts.multiplicity is not None
@@ -234,8 +234,8 @@ def _growth(counts: Counts, columns: int) -> str:
     """How the receptive field grows with the number of layers."""
     field = counts.receptive_field() if counts.is_self_attention else None
     if isinstance(field, FollowedTokens):
-        rows = [(f"{layers:,}", f"{mean:,.1f} ± {error:.2g}") for layers, mean, error in field.growth]
-        headers = ("layers", "mean tokens reached ± standard error")
+        rows = [(f"{layers:,}", f"{mean:,.1f} +/- {error:.2g}") for layers, mean, error in field.growth]
+        headers = ("layers", "mean tokens reached +/- standard error")
         return fitted_table(rows, headers, columns=columns, align=("right",) * 2) if rows else ""
     if field is None or field.layers == 0:
         return ""
@@ -265,7 +265,7 @@ def _right(columns: int) -> tuple[str, ...]:
 def _data(counts: Counts) -> dict[str, Any]:
     """All numbers of a description, for JSON; None for what is not known or has no meaning.
 
-    A receptive field that is not known for all tokens stands under `followed_tokens`.
+    A receptive field that is not counted for all tokens is sampled, under `followed_tokens`.
     """
     field = counts.receptive_field() if counts.is_self_attention else None
     exact, sample = isinstance(field, ReceptiveField), counts.sampled_multiplicity

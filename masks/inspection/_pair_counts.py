@@ -93,7 +93,7 @@ def _pairs_by_boxes(bound: Bound, rule: Pattern) -> int:
 def multiplicity_of(relations: Relations) -> Mapping[int, int]:
     """Pairs over all heads by the number of branches that allow them, ascending; a branch counts as often as it occurs.
 
-    The pairs that no branch allows stand at 0. Raises TooManySquaresError where a pattern repeats too little.
+    Key 0 holds the pairs that no branch allows. Raises TooManySquaresError where a pattern repeats too little.
     """
     counted, count = Counter[int](), _SquaresTogether(relations.squares)
     for section in relations.sections:

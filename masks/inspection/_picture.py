@@ -47,7 +47,7 @@ _LONG, _EVEN = 1 << 12, 1 << 6  # windows with ticks at powers of two
 
 @dataclass(frozen=True)
 class Axis:
-    """One side of a window. Cells begin at multiples of `cell`, so that the first and the last may stand out of it."""
+    """One side of a window. Cells begin at multiples of `cell`, so that the first and the last may extend beyond it."""
 
     slots: range
     cell: int

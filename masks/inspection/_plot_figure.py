@@ -76,7 +76,7 @@ class SameBytes(Figure):
 
 @dataclass(frozen=True)
 class Places:
-    """Where panels and texts stand, in pixels from the top left."""
+    """Where panels and texts are placed, in pixels from the top left."""
 
     columns: int
     rows: int

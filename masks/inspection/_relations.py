@@ -76,7 +76,7 @@ def sections_of(bound: Bound) -> tuple[Section, ...]:
 
 
 def _section(documents: Windows, bound: Bound, groups: tuple[Group, ...]) -> Section:
-    """Documents that look alike, counted from their starts."""
+    """Documents of one length, counted from their starts."""
     start, q, q_stop, k, k_stop = (
         int(edge[0])
         for edge in (documents.origin, documents.q_start, documents.q_stop, documents.k_start, documents.k_stop)
