@@ -1,4 +1,4 @@
-"""How long does `describe` take for all its numbers of a pattern at a million tokens?"""
+"""How long does `describe` take to tell all it knows of a pattern at a million tokens?"""
 
 from collections import Counter
 from collections.abc import Callable

@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 from flexdilated import masks
 from flexdilated.masks.core._bound import Bound
@@ -46,16 +46,19 @@ def test_blocks_of_each_length(name: str):
         assert_field(BLOCKED[name](first + num_tokens).bind(num_heads=2, **sizes))
 
 
+@settings(max_examples=30)
 @given(bound_rules(stretch_rules))
 def test_rules_by_blocks(bound: Bound):
     assert_field(bound)
 
 
+@settings(max_examples=30)
 @given(bound_rules(run_rules, visible=True))
 def test_windows_over_visible_keys(bound: Bound):
     assert_field(bound)
 
 
+@settings(max_examples=30)
 @given(sums_of_runs())
 def test_overlap_and_gaps(bound: Bound):
     assert_overlap_and_gaps(bound)
