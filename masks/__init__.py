@@ -20,9 +20,7 @@ from .core._algebra import every
 from .core._bound import EMPTY, FULL, PARTIAL, Bound
 from .core._pattern import Mixture, Pattern
 from .core._per_head import head_groups, per_head
-from .inspection._describe import describe
-from .inspection._explain import explain
-from .inspection._plot import plot
+from .inspection import describe, explain, plot
 from .orders._layout import Layout
 from .patterns._band import causal, dilated_window, local_window, strided
 from .patterns._block_list import block_list

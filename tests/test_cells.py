@@ -9,12 +9,12 @@ from time import process_time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.inspection import _bounded_pairs, _cell_boxes, _cells
+from flexdilated.masks.inspection import _bounded_pairs, _cells
 from flexdilated.masks.inspection._cells import Cells, count_cells
 from flexdilated.masks.orders._layout import Layout
 from flexdilated.testing._drawn_sizes import in_range
@@ -68,25 +68,25 @@ def assert_true(cells: Cells, counts: Tensor, question: dict) -> None:
     assert (cells.high <= len(cells.branches) * cells.area).all()
 
 
-# (pairs looked at one by one, looks in doubt, boxes at most, side of small boxes): as they are; all by boxes; with few
-# looks or none; by a sample alone.
+# (pairs evaluated one by one, budget for undecided boxes, boxes at most, side of small boxes): as they are; all by
+# boxes; with a small budget or none; by a sample alone.
 WAYS = {
     "pair by pair": (1 << 20, 1 << 26, 1 << 20, 64),
     "by boxes": (0, 1 << 26, 1 << 20, 4),
-    "few looks": (0, 4000, 1 << 20, 3),
-    "no looks": (0, 0, 1 << 20, 2),
+    "small budget": (0, 4000, 1 << 20, 3),
+    "no budget": (0, 0, 1 << 20, 2),
     "sampled": (0, 0, 0, 2),
 }
 
 
 @contextmanager
 def counted(way: str) -> Iterator[None]:
-    every_pair, looks, boxes, side = WAYS[way]
+    every_pair, budget, boxes, side = WAYS[way]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_cells, "_EVERY_PAIR", every_pair)
-        patch.setattr(_cells, "_MOST_LOOKS", looks)
+        patch.setattr(_cells, "_BUDGET", budget)
         patch.setattr(_cells, "_MOST_BOXES", boxes)
-        patch.setattr(_cell_boxes, "_BOXES_AT_ONCE", 200)
+        patch.setattr(_cells, "_BOXES_AT_ONCE", 200)
         patch.setattr(_cells, "_SAMPLES", 500)
         patch.setattr(_bounded_pairs, "_SAMPLES", 500)
         patch.setattr(_bounded_pairs, "_CELL_SIDE", side)
@@ -100,6 +100,7 @@ def from_zero(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_cells_hold_the_pairs_of_the_dense_rule(way: str, data: st.DataObject) -> None:
     case = data.draw(cases(largest=30).map(from_zero).filter(lambda case: in_range(case.bind)))
@@ -116,6 +117,7 @@ def test_cells_hold_the_pairs_of_the_dense_rule(way: str, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_cells_of_run_time_tensors(way: str, data: st.DataObject) -> None:
     packed: Packed = data.draw(packed_cases().filter(lambda packed: packed.q_offset == packed.k_offset == 0))
@@ -191,7 +193,7 @@ def test_windows_that_begin_and_end_at_any_slot(way: str) -> None:
 
 
 def test_a_rule_without_bounds_is_estimated_and_says_so() -> None:
-    """A third of all pairs of a function, found by looks at a few; bounds stay honest."""
+    """A third of all pairs of a function, estimated from a few; bounds hold."""
     third = masks.custom(lambda b, h, q, k: (q + 2 * k) % 3 == 0)
     cells = count_cells(third, MILLION, shape=(30, 20))
     assert not cells.exact.any()

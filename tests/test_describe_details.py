@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.inspection import _shares
-from flexdilated.masks.inspection._describe_terms import count_term
-from flexdilated.masks.inspection._gaps import Gap, Gaps, gaps_of
-from flexdilated.masks.inspection._multiplicity import multiplicity_of
+from flexdilated.masks.inspection import _pair_counts
+from flexdilated.masks.inspection._described import count_term
+from flexdilated.masks.inspection._pair_counts import Gap, Gaps, gaps_of, head_shares, multiplicity_of
 from flexdilated.masks.inspection._relations import Relations
-from flexdilated.masks.inspection._shares import head_shares
 from flexdilated.masks.inspection._squares import TooManySquaresError
 from flexdilated.masks.orders._layout import Compact
 from flexdilated.masks.planning.lowering._term import Term
@@ -53,7 +51,7 @@ def test_shares_of_heads_where_little_repeats(case: Case, same_tokens: bool):
         bound = case.bind()
     except ValueError:  # a table or a grid that names other keys
         reject()
-    with patch.object(_shares, "_by_squares", side_effect=TooManySquaresError):
+    with patch.object(_pair_counts, "_shares_by_squares", side_effect=TooManySquaresError):
         shares = head_shares(Relations(bound))
     found = {head: share.pairs for share in shares for head in share.heads}
     assert found == dict(enumerate(case.counts().sum((1, 2)).tolist()))
@@ -96,7 +94,7 @@ def test_full_blocks_of_a_strip(side: int, queries: int, lead: int):
     assert counted.useful_pairs == 2 * 3 * int(allowed.sum())
 
 
-def test_heads_that_follow_one_rule_are_told_once():
+def test_heads_that_follow_one_rule_share_an_entry():
     told = masks.describe(masks.dilated(1024, 4, offset="interleaved"), 4000, num_heads=6)
     assert [share.heads for share in told.heads] == [(0, 4), (1, 5), (2,), (3,)]
     # The last segment has 928 tokens, of which each offset finds 232.
@@ -124,7 +122,7 @@ def test_multiplicity_counts_a_branch_as_often_as_it_occurs():
     assert alone.multiplicity == {0: 2 * 4950, 2: 2 * 5050}
 
 
-def test_the_text_tells_the_details():
+def test_the_text_states_the_details():
     told = masks.describe(GIGAPATH & masks.causal(), 8192, num_heads=4)
     text = str(told)
     assert told.multiplicity is not None
@@ -134,7 +132,7 @@ def test_the_text_tells_the_details():
     assert f"after {field.layers:,} layers" in text
     missing = masks.describe(masks.dilated(4, 2), 16, num_heads=1)
     assert "8 of 16 queries, such as 1" in str(missing)
-    assert "no token hears of another" in str(masks.describe(masks.dilated(4, 4), 16, num_heads=1))
+    assert "no token reaches another" in str(masks.describe(masks.dilated(4, 4), 16, num_heads=1))
 
 
 def test_queries_and_keys_that_differ_have_no_field():

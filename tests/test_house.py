@@ -37,9 +37,7 @@ LATE = {
     "flexdilated.masks.planning.machine._machine_file": {"platformdirs"},
     "flexdilated.observe._received_picture": {"matplotlib"},
     "flexdilated.masks.inspection._plot": {"matplotlib"},
-    "flexdilated.masks.inspection._plot_axes": {"matplotlib"},
     "flexdilated.masks.inspection._plot_figure": {"matplotlib"},
-    "flexdilated.masks.inspection._plot_legend": {"matplotlib"},
 }
 
 PUBLIC = {

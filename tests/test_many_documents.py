@@ -23,7 +23,7 @@ from flexdilated.engines.kernels import _kernel
 from flexdilated.engines.tiles import _tile_blocks
 from flexdilated.engines.tiles._tiles import Result
 from flexdilated.engines.tiles._tiles_op import attention, gradients
-from flexdilated.masks.inspection._sections import sections_of
+from flexdilated.masks.inspection._relations import sections_of
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.lowering import _windows
 

@@ -226,7 +226,7 @@ def test_plain_characters_where_the_encoding_has_no_others(monkeypatch, colour):
 def test_estimates_are_named(monkeypatch):
     """Cells in doubt are counted in a line of their own; a cell without a hit is not shown as empty."""
     monkeypatch.setattr(_cells, "_EVERY_PAIR", 0)
-    monkeypatch.setattr(_cells, "_MOST_LOOKS", 0)
+    monkeypatch.setattr(_cells, "_BUDGET", 0)
     monkeypatch.setattr(_bounded_pairs, "_SAMPLES", 1)
     lines = map_lines(asked("global_tokens(8) | random_blocks(4096, block=8, count=1)", "-n", "4096"))
     assert re.match("^[0-9,]+ of [0-9,]+ cells are estimates within bounds", lines[-2])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks.inspection._round_places import round_places
+from ..masks.inspection import round_places
 from ._sizes import tokens_text
 
 

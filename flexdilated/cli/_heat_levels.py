@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..masks.inspection._cells import Cells
+from ..masks.inspection import Cells
 
 # R rows, C columns
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..masks.inspection._cells import Cells
+from ..masks.inspection import Cells
 from ._heat_axes import Tick, labels_above, round_slots, ticks
 from ._heat_levels import Level, levels_of, levels_used
 from ._terminal import Terminal

@@ -13,8 +13,7 @@ from ..engines.flex._flex_program import allowed_on
 from ..masks.core._bound import Bound
 from ..masks.core._pattern import Mixture
 from ..masks.core._spelling import shortened
-from ..masks.inspection._describe import Description, describe_plan
-from ..masks.inspection._fitted_table import fitted_facts, fitted_table
+from ..masks.inspection import Description, describe_plan, fitted_facts, fitted_table
 from ..masks.planning._options import ANYTHING, Option
 from ..masks.planning._planner import Plan, plan
 from ..masks.planning.lowering._term import Term

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ..masks.inspection._cells import Cells, count_cells
-from ..masks.inspection._describe import MOST_DESCRIBED, Description, describe
+from ..masks.inspection import MOST_DESCRIBED, Cells, Description, count_cells, describe
 from ._heat_map import Grid, grid_for, heat_map, legend
 from ._out import replace
 from ._show_settings import ShowSettings

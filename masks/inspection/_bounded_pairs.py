@@ -1,4 +1,4 @@
-"""Bounded pairs: how many pairs of a box a rule allows, as exactly as a given number of looks can tell."""
+"""Bounded pairs: how many pairs of a box a rule allows, as exactly as a budget of evaluations permits."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ..core._box_parts import (
 )
 from ..core._pattern import Pattern
 
-_CELL_SIDE = 64  # boxes up to this side are looked at pair by pair
+_CELL_SIDE = 64  # boxes up to this side are evaluated pair by pair
 _FRONTIER = 1 << 17  # boxes counted together
-_COUNT = 8  # looks at single pairs that take as long as the count of a box
-_SAMPLES = 1 << 21  # pairs looked at where looks have run out
+_COUNT = 8  # single pairs that take as long as the bounds of a box
+_SAMPLES = 1 << 21  # pairs evaluated where the budget is spent
 _MOST_SAMPLES = 1 << 12  # of them in one box
 _SAMPLED_AT_ONCE = 1 << 20
 # Steps of a sequence that fills the unit square evenly: Roberts' R2, from the plastic number.
@@ -59,8 +59,8 @@ class PairCounts(NamedTuple):
 
 
 @dataclass
-class Looks:
-    """How many looks at single pairs, and at what takes as long, are left."""
+class Budget:
+    """How many evaluations of single pairs, and of what takes as long, are left."""
 
     left: int
 
@@ -69,58 +69,58 @@ class Looks:
         return boxes * _COUNT <= self.left
 
     def take(self, wanted: Tensor, each: int) -> Tensor:
-        """Which of the wanted boxes can be looked at for `each` looks a box; the looks are taken."""
+        """Which of the wanted boxes can be settled for `each` evaluations a box, which are taken from the budget."""
         chosen = wanted & (wanted.cumsum(0) * each <= self.left)
         self.left -= int(chosen.sum()) * each
         return chosen
 
 
-def bounded_pairs(rule: Pattern, box: Box, looks: Looks) -> PairCounts:
+def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
     """Allowed pairs of each box, of a rule for one head; both sides of the boxes have one step.
 
-    What bounds leave in doubt is cut, all boxes alike, until no doubt or no look is left; parts that repeat are
-    counted once. Of what then stays in doubt `likely` counts a few pairs, spread evenly.
+    Boxes that bounds leave undecided are cut, all alike, until all are decided or the budget is spent; parts that
+    repeat are counted once. Of boxes that stay undecided `likely` is an estimate from a few pairs, evenly placed.
     """
     cuts: _Cuts = []
     if box.q.step == box.k.step == 1:  # else a layout's classes, in which its rules are dense
         together, apart = residue_factors(rule)
         cuts = [*((factor, True) for factor in together), *((factor, False) for factor in apart)]
-    return _Search(rule, looks).pairs(box, cuts)
+    return _Search(rule, budget).pairs(box, cuts)
 
 
 class _Search:
-    """A rule, and the looks that are left."""
+    """A rule, and the budget that is left."""
 
-    def __init__(self, rule: Pattern, looks: Looks) -> None:
-        self.rule, self.looks = rule, looks
+    def __init__(self, rule: Pattern, budget: Budget) -> None:
+        self.rule, self.budget = rule, budget
 
     def pairs(self, box: Box, cuts: _Cuts) -> PairCounts:
-        """The pairs of each box; cut into these residue classes first, where there is a doubt."""
+        """The pairs of each box; cut into these residue classes first, where undecided."""
         found = PairCounts.of(self._bounds(box))
-        doubtful = (found.low < found.high).nonzero().squeeze(1)
-        if len(doubtful):
-            rest = box.select(doubtful)
-            found.put(doubtful, self._by_classes(rest, cuts) if cuts else self._closely(rest))
+        undecided = (found.low < found.high).nonzero().squeeze(1)
+        if len(undecided):
+            rest = box.select(undecided)
+            found.put(undecided, self._by_classes(rest, cuts) if cuts else self._closely(rest))
         return found
 
     def _by_classes(self, box: Box, cuts: _Cuts) -> PairCounts:
         (factor, together), *others = cuts
         whole = Owned(torch.arange(len(box.head)), box)
-        if not self.looks.afford(len(whole) * num_classes(whole, factor, together)):
+        if not self.budget.afford(len(whole) * num_classes(whole, factor, together)):
             return self._closely(box)
         parts = cut_classes(whole, factor, together)
         return self._of_parts(parts, len(box.head), others)
 
     def _closely(self, box: Box) -> PairCounts:
-        """By all diagonals and by all pairs of small boxes as far as looks are left, by halves else, or a sample."""
+        """By all diagonals and by all pairs of small boxes within the budget, by halves else, or a sample."""
         found = PairCounts.of(Bounds(torch.zeros_like(box.area), box.area))
         for alike in by_size(Owned(torch.arange(len(box.head)), box)):
             self._settle(alike, found)
-        doubtful = found.low < found.high
+        undecided = found.low < found.high
         large = torch.maximum(box.q.count, box.k.count) > _CELL_SIDE
-        if not self.looks.afford(2 * int((doubtful & large).sum())):
+        if not self.budget.afford(2 * int((undecided & large).sum())):
             large = torch.zeros_like(large)
-        for index, count in (((doubtful & large), self._by_halves), ((doubtful & ~large), self._sampled)):
+        for index, count in (((undecided & large), self._by_halves), ((undecided & ~large), self._sampled)):
             where = index.nonzero().squeeze(1)
             if len(where):
                 found.put(where, count(box.select(where)))
@@ -139,27 +139,27 @@ class _Search:
         return self.pairs(box, cuts).of_owners(parts.owner, alike, number)
 
     def _settle(self, owned: Owned, found: PairCounts) -> None:
-        """Put what diagonals and looks at all pairs tell of boxes of about one size."""
+        """Put the counts by diagonals, and by all pairs, of boxes of about one size."""
         q, k = owned.box.q.count, owned.box.k.count
-        before, each = self.looks.left, int(q.max()) + int(k.max())
-        where = self.looks.take(torch.maximum(q, k) <= 2 * torch.minimum(q, k), each)
+        before, each = self.budget.left, int(q.max()) + int(k.max())
+        where = self.budget.take(torch.maximum(q, k) <= 2 * torch.minimum(q, k), each)
         bounds = self.rule.count(owned.box, num_heads=1)
         bounds = settle_by_diagonals(self.rule, owned.box, bounds, num_heads=1, where=where)
         exact = bounds.low == bounds.high
-        self.looks.left = before - int(exact.sum()) * each
+        self.budget.left = before - int(exact.sum()) * each
         wanted = ~exact & (torch.maximum(q, k) <= _CELL_SIDE)
-        looked = self.looks.take(wanted, int(q.max()) * int(k.max())).nonzero().squeeze(1)
+        evaluated = self.budget.take(wanted, int(q.max()) * int(k.max())).nonzero().squeeze(1)
         pairs = bounds.low.clone()
-        pairs[looked] = 0
-        small = Owned(looked, owned.box.select(looked))
+        pairs[evaluated] = 0
+        small = Owned(evaluated, owned.box.select(evaluated))
         look_at_pairs(self.rule, small, pairs)
-        exact[looked] = True
+        exact[evaluated] = True
         counted = PairCounts.of(Bounds(pairs, torch.where(exact, pairs, bounds.high)))
         found.put(owned.owner, counted)
 
     def _bounds(self, box: Box) -> Bounds:
         some = [self.rule.count(few.box, num_heads=1) for few in few_at_once(Owned(box.head, box), _FRONTIER)]
-        self.looks.left -= len(box.head) * _COUNT
+        self.budget.left -= len(box.head) * _COUNT
         return Bounds(torch.cat([each.low for each in some]), torch.cat([each.high for each in some]))
 
     def _sampled(self, box: Box) -> PairCounts:

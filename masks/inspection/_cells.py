@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from ..core._box_parts import distinct_boxes, join
+from ..core._box import Box, Progression
+from ..core._box_parts import Owned, distinct_boxes, join
 from ..core._check import require_below, require_int
 from ..core._pattern import Expression, Pattern, require_expression
 from ..orders._layout import Layout
-from ._bounded_pairs import Looks, PairCounts, bounded_pairs, even_places
-from ._cell_boxes import Pairings, Side
-from ._window_slots import window_slots
+from ._bounded_pairs import Budget, PairCounts, bounded_pairs, even_places
 
-# R rows, C columns of cells; B branches
+# R rows, C columns of cells; B branches; P parts of cells
 
-_MOST_LOOKS = 1 << 24  # single pairs, and what takes as long
+_BUDGET = 1 << 24  # single pairs, and what takes as long
 _MOST_CELLS = 1 << 22
-_EVERY_PAIR = 1 << 21  # windows of so many pairs are looked at pair by pair
+_EVERY_PAIR = 1 << 21  # windows of so many pairs are evaluated pair by pair
 _MOST_BOXES = 1 << 20
-_SAMPLES, _LEAST_SAMPLES = 1 << 22, 1 << 6  # pairs looked at where boxes are too many: in all, and in a cell
+_SAMPLES, _LEAST_SAMPLES = 1 << 22, 1 << 6  # pairs evaluated where boxes are too many: in all, and in a cell
 _PAIRS_AT_ONCE = 1 << 20
+_BOXES_AT_ONCE = 1 << 18
 
 
 class CellCounts(NamedTuple):
@@ -88,7 +90,7 @@ def count_cells(
 
     The window is of slots, all of them by default: positions in natural order, which is that of `order=None`.
     Row i begins at slot queries.start + i * len(queries) // rows, columns alike. Time does not grow with the
-    number of tokens, but with that of cells; where doubts would take long, cells keep bounds that differ, and an
+    number of tokens, but with that of cells; where exact counts would take long, cells keep bounds that differ, and an
     estimate. `batch` is the entry meant where run-time tensors have a row for each. Raises ValueError for sizes,
     windows and shapes that do not fit, and for what the pattern cannot be bound to.
     """
@@ -125,21 +127,21 @@ def _side(name: str, size: int, asked: range | None, cells: int, order: Layout |
 
 
 def _count_each(rules: set[Pattern], q: Side, k: Side) -> dict[Pattern, CellCounts]:
-    """Each rule with its share of the looks that are left. Those that meet the fewest classes come first."""
-    found, left = {}, _MOST_LOOKS
+    """Each rule with its share of the budget that is left. Those that meet the fewest classes come first."""
+    found, left = {}, _BUDGET
     for waiting, rule in enumerate(sorted(rules, key=lambda rule: (-rule.spacing(), rule.text))):
-        looks = Looks(left // (len(rules) - waiting))
-        left -= looks.left
-        found[rule] = _count(rule, q, k, looks)
-        left += max(looks.left, 0)
+        budget = Budget(left // (len(rules) - waiting))
+        left -= budget.left
+        found[rule] = _count(rule, q, k, budget)
+        left += max(budget.left, 0)
     return found
 
 
-def _count(rule: Pattern, q: Side, k: Side, looks: Looks) -> CellCounts:
+def _count(rule: Pattern, q: Side, k: Side, budget: Budget) -> CellCounts:
     """The cells of a branch, as a rule for one head."""
     few = len(q.window) * len(k.window) <= _EVERY_PAIR
     try:
-        found = _every_pair(rule, q, k) if few else _by_boxes(rule, q, k, looks)
+        found = _every_pair(rule, q, k) if few else _by_boxes(rule, q, k, budget)
     except IndexError as error:
         asked = f"queries below {q.layout.num_tokens} and keys below {k.layout.num_tokens}"
         raise ValueError(f"{rule!r} has no answer for some of {asked}: {error}") from error
@@ -147,7 +149,7 @@ def _count(rule: Pattern, q: Side, k: Side, looks: Looks) -> CellCounts:
 
 
 def _every_pair(rule: Pattern, q: Side, k: Side) -> PairCounts:
-    """Each pair of the window looked at."""
+    """Each pair of the window evaluated."""
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     position = [
         side.layout.pieces(0).position(torch.zeros_like(slots), slots)
@@ -162,29 +164,29 @@ def _every_pair(rule: Pattern, q: Side, k: Side) -> PairCounts:
     return PairCounts(pairs.flatten(), pairs.flatten(), pairs.flatten().double())
 
 
-def _by_boxes(rule: Pattern, q: Side, k: Side, looks: Looks) -> PairCounts:
-    """Boxes counted by their bounds, and those in doubt closely; boxes that look alike are counted once."""
+def _by_boxes(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
+    """Boxes counted by their bounds, undecided ones by parts; boxes that differ by whole periods are counted once."""
     pairings = Pairings.of(rule, q.parts(), k.parts())
     if pairings.number > _MOST_BOXES:
         return _sampled(rule, q, k)
-    low, doubtful = torch.zeros(q.cells * k.cells, dtype=torch.int64), []
+    low, undecided = torch.zeros(q.cells * k.cells, dtype=torch.int64), []
     for owned in pairings.boxes(k.cells):
         bounds = rule.count(owned.box, num_heads=1)
         exact = bounds.low == bounds.high
         low.index_add_(0, owned.owner[exact], bounds.low[exact])
-        doubtful.append(owned.select((~exact).nonzero().squeeze(1)))
+        undecided.append(owned.select((~exact).nonzero().squeeze(1)))
     high, likely = low.clone(), low.double()
-    rest = join(doubtful) if doubtful else None
+    rest = join(undecided) if undecided else None
     if rest is not None and len(rest):
         period = rule.period()
         alike, box = (torch.arange(len(rest)), rest.box) if period is None else distinct_boxes(rest.box, period)
-        for sums, found in zip((low, high, likely), bounded_pairs(rule, box, looks), strict=True):
+        for sums, found in zip((low, high, likely), bounded_pairs(rule, box, budget), strict=True):
             sums.index_add_(0, rest.owner, found[alike])
     return PairCounts(low, high, likely)
 
 
 def _sampled(rule: Pattern, q: Side, k: Side) -> PairCounts:
-    """A look at some pairs of each cell, where its positions are too many progressions to be counted as boxes."""
+    """A sample of each cell's pairs, where its positions are too many progressions to be counted as boxes."""
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     area = (q.sizes[:, None] * k.sizes).flatten()
     each, share = max(_LEAST_SAMPLES, _SAMPLES // len(area)), []
@@ -193,3 +195,82 @@ def _sampled(rule: Pattern, q: Side, k: Side) -> PairCounts:
         query, key = q.positions_at(some // k.cells, row), k.positions_at(some % k.cells, column)
         share.append(mask_mod(none, none, query, key).double().mean(1))
     return PairCounts(torch.zeros_like(area), area, torch.cat(share) * area)
+
+
+def window_slots(name: str, window: object, size: int) -> range:
+    """The window itself, or for None all `size` slots. Raises ValueError for what is no run of them."""
+    window = range(size) if window is None else window
+    if not isinstance(window, range) or window.step != 1 or not 0 <= window.start < window.stop <= size:
+        raise ValueError(f"{name} must be a range of step 1 within 0 to {size}, and not empty; got {name}={window!r}")
+    return window
+
+
+@dataclass(frozen=True)
+class Side:
+    """The queries or the keys of a window: the slots at which cells begin, and their positions as progressions."""
+
+    window: range
+    edges: Int64[Tensor, " cells+1"]
+    layout: Layout
+
+    @property
+    def cells(self) -> int:
+        return len(self.edges) - 1
+
+    @property
+    def sizes(self) -> Int64[Tensor, " cells"]:
+        return self.edges.diff()
+
+    def positions_at(self, cell: Tensor, share: Tensor) -> Tensor:
+        """Positions of the slots at these shares of cells."""
+        size = self.sizes[cell, None]
+        slot = self.edges[cell, None] + (size * share).long().minimum(size - 1)
+        return self.layout.pieces(0).position(torch.zeros_like(slot), slot)
+
+    def parts(self) -> tuple[Int64[Tensor, " P"], Progression]:
+        """Parts of cells whose positions are progressions of one step, and the cell of each."""
+        pieces = self.layout.pieces(0)
+        inner = pieces.starts[(pieces.starts > self.window.start) & (pieces.starts < self.window.stop)]
+        cuts = torch.cat([self.edges, inner]).unique()
+        start, cell = cuts[:-1], torch.searchsorted(self.edges, cuts[:-1], right=True) - 1
+        first = pieces.position(torch.zeros_like(start), start)
+        return cell, Progression(first, pieces.step, cuts.diff())
+
+
+class Pairings(NamedTuple):
+    """Which parts of keys each part of queries meets: number[i] of them, order[begin[i]] and what follows it there."""
+
+    queries: tuple[Tensor, Progression]
+    keys: tuple[Tensor, Progression]
+    order: Tensor
+    begin: Tensor
+    partners: Tensor
+
+    @classmethod
+    def of(cls, rule: Pattern, queries: tuple[Tensor, Progression], keys: tuple[Tensor, Progression]) -> Pairings:
+        """All but those that the rule's spacing rules out.
+
+        Positions of a part agree modulo its step, and those of a pair modulo the spacing: so parts agree modulo
+        what divides both.
+        """
+        classes = gcd(queries[1].step, rule.spacing())
+        residue = keys[1].first.remainder(classes)
+        order = residue.argsort(stable=True)
+        own, theirs = queries[1].first.remainder(classes), residue[order]
+        begin = torch.searchsorted(theirs, own)
+        return cls(queries, keys, order, begin, torch.searchsorted(theirs, own, right=True) - begin)
+
+    @property
+    def number(self) -> int:
+        return int(self.partners.sum())
+
+    def boxes(self, columns: int) -> Iterator[Owned]:
+        """Each as a box, with the number of its cell."""
+        (row, q), (column, k) = self.queries, self.keys
+        last = (self.partners.cumsum(0) - self.partners) // _BOXES_AT_ONCE
+        for some in torch.arange(len(self.partners)).split(last.unique_consecutive(return_counts=True)[1].tolist()):
+            each = torch.repeat_interleave(self.partners[some])
+            nth = torch.arange(len(each)) - (self.partners[some].cumsum(0) - self.partners[some])[each]
+            mine, other = some[each], self.order[self.begin[some][each] + nth]
+            box = Box(torch.zeros_like(mine), q.select(mine), k.select(other))
+            yield Owned(row[mine] * columns + column[other], box)

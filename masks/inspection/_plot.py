@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..core._ambient import plans
 from ..core._check import require_below, require_bool, require_choice, require_int
 from ..core._pattern import Expression, require_expression
 from ..planning._block_mask import block_sides
-from ._plot_window import Window, window_of
+from ._picture import BY_BLOCK, BY_BRANCH, Picture, window_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ORDERS = ("natural", "residue")
-BY_BRANCH, BY_BLOCK = "branch", "block"
 _MOST_PANELS, _MOST_PIXELS = 32, 2048
-
-
-@dataclass(frozen=True)
-class Picture:
-    """What is to be drawn: one panel for each head and order, of one window."""
-
-    pattern: Expression
-    num_tokens: int
-    num_keys: int
-    num_heads: int
-    heads: tuple[int, ...]
-    orders: tuple[str, ...]
-    batch: int
-    window: Window
-    block: tuple[int, int] | None
-    color_by: str
-    title: str | None
-    legend: bool
 
 
 @plans
@@ -61,12 +41,13 @@ def plot(
     A branch has a hue; what several allow leans to the first of them, darker with each. A window of at most `size`
     tokens is drawn pair by pair; of a longer one a cell is that many pairs, and the more of them are allowed, the
     fuller its colour, on a logarithmic scale. `queries` and `keys` are the window, in slots of the order: positions in
-    "natural" order, and in "residue" order those of `masks.layout`. With `block_size`, one side or (query side, key
-    side), blocks that hold a pair are sand where they hold none, full ones are framed, and white is never
-    computed; color_by="block" then shows pairs of full blocks dark and others light, whichever branch allows
-    them. `size` is about how many pixels a panel has along its longer side; `legend` includes the counts of blocks.
-    `title` is the expression by default, and "" for none. `batch` is the entry meant where run-time tensors
-    have a row for each.
+    "natural" order, and in "residue" order those of `masks.layout`.
+
+    With `block_size`, one side or (query side, key side), masked pairs inside computed blocks are beige, full blocks
+    are framed, and white is never computed; color_by="block" then shows pairs of full blocks dark and others light,
+    whichever branch allows them. `size` is about how many pixels a panel has along its longer side; `legend` includes
+    the counts of blocks. `title` is the expression by default, and "" for none. `batch` is the entry meant where
+    run-time tensors have a row for each.
 
     Returns a matplotlib Figure, made without pyplot: `figure.savefig(path)` writes PNG, SVG or PDF, with the same bytes
     each time. Raises ImportError without matplotlib, and ValueError or TypeError for what does not fit.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from textwrap import wrap
@@ -10,14 +11,37 @@ from typing import Any
 import torch
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch import Tensor
 
-from ._plot import BY_BLOCK, Picture
-from ._plot_axes import draw_frames, draw_grid, draw_image, draw_ticks, label_width
-from ._plot_colours import hues, paint, paint_blocks
-from ._plot_legend import Legend, legends_of
-from ._plot_panel import Panel, drawn_branches, panel_of
-from ._plot_text import counts_text, panel_title, title_lines
+from ..core._bound import FULL
+from ..core._tokens_text import tokens_text
+from ._picture import (
+    BEIGE,
+    BY_BLOCK,
+    GREY,
+    PAIR,
+    PAIR_OF_FULL,
+    WHITE,
+    Axis,
+    Blocks,
+    Panel,
+    Picture,
+    Window,
+    counts_text,
+    drawn_branches,
+    hues,
+    paint,
+    paint_blocks,
+    panel_of,
+    panel_title,
+    rgb,
+    shade,
+    ticks,
+    title_lines,
+)
 
 _DPI = 100
 _LEFT, _RIGHT, _GAP = 36, 24, 22  # beside the tick labels
@@ -26,6 +50,16 @@ _TITLE, _PANEL_TITLE, _LEGEND = 19, 18, 19  # pixels a line
 _LETTER = 8.6  # pixels of a letter of the title, about
 _COLUMNS = 4
 _LEAST = 320  # pixels of a figure with texts
+FRAME = "#333333"
+_GRID, _BORDER = "#d9d9d9", "#999999"
+_LEAST_BLOCK = 12  # pixels, for lines between blocks
+_LEAST_FULL = 4
+_TICK_LETTER = 6.8  # pixels of a letter of tick labels, about
+_LEGEND_LETTER, _SWATCH = 6.6, 42  # pixels
+_MOST_NAMED = 12
+_SHARES = ((0.001, "1 pair in 1,000"), (0.03, "1 in 30"), (1.0, "every pair"))
+
+Colour = tuple[float, float, float]
 
 
 class SameBytes(Figure):
@@ -42,7 +76,7 @@ class SameBytes(Figure):
 
 @dataclass(frozen=True)
 class Places:
-    """Where panels and texts stand, in pixels from the top left."""
+    """Where panels and texts are placed, in pixels from the top left."""
 
     columns: int
     rows: int
@@ -172,3 +206,153 @@ def _add_legend(figure: Figure, legend: Legend, bottom: float) -> None:
         columnspacing=1.6,
         labelspacing=0.45,
     )
+
+
+def draw_image(axes: Axes, colours: Tensor, window: Window) -> None:
+    """The cells as an image over their slots; those at the borders are cut where the window ends."""
+    q, k = window.queries, window.keys
+    extent = (k.first, k.first + k.cell * k.cells, q.first + q.cell * q.cells, q.first)
+    axes.imshow(colours.numpy(), extent=extent, aspect="auto", interpolation="none")
+    axes.set_xlim(k.slots.start, k.slots.stop)
+    axes.set_ylim(q.slots.stop, q.slots.start)
+    axes.spines[:].set_color(_BORDER)
+    axes.spines[:].set_linewidth(0.7)
+
+
+def draw_grid(axes: Axes, blocks: Blocks, window: Window) -> None:
+    """Lines between blocks, where there is room for them."""
+    q, k = window.queries, window.keys
+    lines = []
+    for axis, side, is_row in ((q, blocks.sides[0], True), (k, blocks.sides[1], False)):
+        if axis.pixels_of(side) < _LEAST_BLOCK:
+            return
+        for at in range(-(-(axis.slots.start + 1) // side) * side, axis.slots.stop, side):
+            ends = (k.slots.start, k.slots.stop) if is_row else (q.slots.start, q.slots.stop)
+            lines.append([(end, at) if is_row else (at, end) for end in ends])
+    axes.add_collection(LineCollection(lines, colors=_GRID, linewidths=0.4, gid="grid"), autolim=False)
+
+
+def draw_frames(axes: Axes, blocks: Blocks, window: Window) -> None:
+    """A line around what is full, where there is room for it."""
+    (height, width), (top, left) = blocks.sides, blocks.first
+    if min(window.queries.pixels_of(height), window.keys.pixels_of(width)) < _LEAST_FULL:
+        return
+    full = (blocks.state == FULL).int()
+    around = full.new_zeros(full.shape[0] + 2, full.shape[1] + 2)
+    around[1:-1, 1:-1] = full
+    lines = []
+    for row, column in around[:, 1:-1].diff(dim=0).nonzero().tolist():
+        y, x = (top + row) * height, (left + column) * width
+        lines.append([(x, y), (x + width, y)])
+    for row, column in around[1:-1].diff(dim=1).nonzero().tolist():
+        y, x = (top + row) * height, (left + column) * width
+        lines.append([(x, y), (x, y + height)])
+    axes.add_collection(LineCollection(lines, colors=FRAME, linewidths=0.6, gid="full"), autolim=False)
+
+
+def draw_ticks(axes: Axes, window: Window, *, word: str) -> None:
+    """Positions, or slots, in units of 1024 where they are multiples of it."""
+    wide = label_width(window.keys)
+    for axis, room, set_ticks in ((window.keys, wide + 14, axes.set_xticks), (window.queries, 40, axes.set_yticks)):
+        places = ticks(axis.slots, max(1, min(6, int(axis.length / room))))
+        set_ticks(places, [tokens_text(place) for place in places], fontsize=8)
+    axes.set_xlabel(f"key {word}", fontsize=8.5, labelpad=3)
+    axes.set_ylabel(f"query {word}", fontsize=8.5, labelpad=3)
+    axes.tick_params(length=3, pad=2, color=_BORDER)
+
+
+def label_width(axis: Axis) -> float:
+    """Pixels of the widest tick label, about."""
+    return _TICK_LETTER * max(len(tokens_text(place)) for place in ticks(axis.slots, 4))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A label, the colour it explains, and whether it is a frame."""
+
+    label: str
+    colour: str | Colour
+    frame: str = "#999999"
+
+
+@dataclass(frozen=True)
+class Legend:
+    """Entries in so many columns."""
+
+    entries: tuple[Entry, ...]
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        return ceil(len(self.entries) / self.columns)
+
+    def handles(self) -> list[Patch]:
+        return [
+            Patch(facecolor=entry.colour, edgecolor=entry.frame, linewidth=0.6, label=entry.label)
+            for entry in self.entries
+        ]
+
+
+def legends_of(picture: Picture, panels: Sequence[Panel], *, width: int) -> list[Legend]:
+    """Branches by their expressions; then how they overlap, how pale few pairs are, and the blocks."""
+    by_block = picture.color_by == BY_BLOCK
+    branches = [] if by_block else _branches(picture, letters=int((width - _SWATCH) / _LEGEND_LETTER))
+    others = [] if by_block else _multiplicity(panels)
+    if max(picture.window.queries.cell, picture.window.keys.cell) > 1:
+        base = rgb(PAIR) if by_block else rgb(GREY)
+        others += [Entry(label, _shaded(share, base)) for share, label in _SHARES]
+    if picture.block is not None:
+        others += _blocks(panels, by_block=by_block)
+    parts = [branches, others] if len(branches) > 1 else [branches + others]
+    return [Legend(tuple(entries), _legend_columns(entries, width)) for entries in parts if entries]
+
+
+def _legend_columns(entries: Sequence[Entry], width: int) -> int:
+    """As many as fit, and no more than fill the last one about as well."""
+    longest = max(len(entry.label) for entry in entries)
+    fitting = int(max(1, min(len(entries), width // (_SWATCH + _LEGEND_LETTER * longest))))
+    return ceil(len(entries) / ceil(len(entries) / fitting))
+
+
+def _branches(picture: Picture, *, letters: int) -> list[Entry]:
+    drawn = drawn_branches(picture)
+    colours = [_tuple(hue) for hue in hues(len(drawn))]
+    if len(drawn) == 1:
+        times = next(iter(drawn.values()))
+        return [Entry("allowed pair" if times == 1 else f"pair, allowed {times} times", colours[0])]
+    entries = []
+    for (branch, times), colour in zip(drawn.items(), colours, strict=True):
+        text = repr(branch) if times == 1 else f"{times} × {branch!r}"
+        entries.append(Entry(text if len(text) <= letters else f"{text[: letters - 2]} …", colour))
+    if len(entries) > _MOST_NAMED:
+        entries[_MOST_NAMED - 1 : -1] = [Entry(f"{len(entries) - _MOST_NAMED} between", WHITE, WHITE)]
+    return entries
+
+
+def _multiplicity(panels: Sequence[Panel]) -> list[Entry]:
+    """The same grey for one branch, two, and so on: what several allow is darker."""
+    most = max(panel.most for panel in panels)
+    if most < 2 or len(panels[0].shares) == 1:
+        return []
+    counts = range(1, most + 1) if most <= 3 else (1, 2, most)
+    return [
+        Entry(f"in {count} branch{'es' if count > 1 else ''}", _shaded(float(count), rgb(GREY))) for count in counts
+    ]
+
+
+def _blocks(panels: Sequence[Panel], *, by_block: bool) -> list[Entry]:
+    if by_block:
+        pairs = [Entry("pair of a full block", PAIR_OF_FULL), Entry("pair of a partial block", PAIR)]
+    else:
+        full = any(bool((panel.blocks.state == FULL).any()) for panel in panels if panel.blocks is not None)
+        pairs = [Entry("full blocks", WHITE, FRAME)] if full else []
+    return [*pairs, Entry("computed, no pair", BEIGE), Entry("never computed", WHITE)]
+
+
+def _shaded(share: float, base: torch.Tensor) -> Colour:
+    return _tuple(shade(torch.tensor([share], dtype=torch.float64), base[None], torch.ones(3, dtype=torch.float64)))
+
+
+def _tuple(colour: torch.Tensor) -> Colour:
+    red, green, blue = colour.tolist()
+    return red, green, blue

@@ -1,27 +1,108 @@
-"""Relations: who sees whom in a bound pattern, as squares, section by section; what describe counts beyond pairs."""
+"""Relations: which pairs a bound pattern allows, as squares, section by section; for what describe counts of them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import reduce
 
-from jaxtyping import Bool
-from torch import Tensor
-
-from ..core._algebra import Or
+from ..core._algebra import And, Every, Or
 from ..core._bound import Bound
 from ..core._pattern import Pattern
 from ..patterns._neighborhood import Neighborhood
-from ._packed_rows import packed_bits
+from ..patterns._per_document import PerDocument
+from ..patterns.run_time._spans import Spans
+from ..patterns.run_time._window_list import Windows
 from ._rule_squares import RuleSquares
-from ._runs import Runs, runs_of
-from ._sections import Group, Section, sections_of
 from ._squares import NO_PAIR, Squares, TooManySquaresError
 
-# Of one question: a few seconds of work.
-_MOST_SQUARES = 1 << 19
+# Of one quantity: a second or two of work.
+_MOST_SQUARES = 1 << 18
 _MOST_BOXES = 1 << 21
+
+Rules = tuple[tuple[Pattern, int], ...]  # of one head: the rule of each distinct branch, and how often it counts
+
+
+@dataclass(frozen=True)
+class Group:
+    """Heads, of this device and in its count, that all follow the same rules."""
+
+    heads: tuple[int, ...]
+    rules: Rules
+
+
+@dataclass(frozen=True)
+class Section:
+    """Queries and keys at these positions; copies of it begin with these queries and keys.
+
+    The positions are those that the rules of the groups count: from a document's start where `groups` say so.
+    """
+
+    queries: range
+    keys: range
+    groups: tuple[Group, ...]
+    copies: tuple[tuple[int, int], ...]
+
+    @property
+    def side(self) -> int:
+        """Of the least square that holds it: a power of two."""
+        return 1 << (max(len(self.queries), len(self.keys)) - 1).bit_length()
+
+
+def groups_of(bound: Bound) -> tuple[Group, ...]:
+    """The heads by their rules, in the order of their first heads."""
+    groups: dict[Rules, list[int]] = {}
+    branches = Counter(bound.pattern.branches()).items()
+    for head in range(bound.num_heads):
+        here = head + bound.head_offset, bound.num_heads_global
+        groups.setdefault(tuple((branch.for_head(*here), times) for branch, times in branches), []).append(head)
+    return tuple(Group(tuple(heads), rules) for rules, heads in groups.items())
+
+
+def sections_of(bound: Bound) -> tuple[Section, ...]:
+    """The documents, where every rule keeps to the same ones and counts from their starts; else one for all."""
+    groups = groups_of(bound)
+    split = {rule: _split(rule) for group in groups for rule, _ in group.rules}
+    spans = next(iter(split.values()))[0]
+    queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
+    keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
+    if spans is None or any(own != spans for own, _ in split.values()):
+        return (Section(queries, keys, groups, ((0, 0),)),)
+    inside = tuple(Group(each.heads, tuple((split[rule][1], times) for rule, times in each.rules)) for each in groups)
+    documents = Windows.squares(spans.starts, spans.stops).from_start().within(queries, keys)
+    return tuple(_section(documents.select(index), bound, inside) for index in documents.kinds(None))
+
+
+def _section(documents: Windows, bound: Bound, groups: tuple[Group, ...]) -> Section:
+    """Documents of one length, counted from their starts."""
+    start, q, q_stop, k, k_stop = (
+        int(edge[0])
+        for edge in (documents.origin, documents.q_start, documents.q_stop, documents.k_start, documents.k_stop)
+    )
+    begins = (documents.q_start - bound.q_offset).tolist(), (documents.k_start - bound.k_offset).tolist()
+    copies = tuple(zip(*begins, strict=True))
+    return Section(range(q - start, q_stop - start), range(k - start, k_stop - start), groups, copies)
+
+
+def _split(rule: Pattern) -> tuple[Spans | None, Pattern]:
+    """(the documents that a rule keeps to, the rule counted from their starts); None where it is not that simple."""
+    kept: list[Spans] = []
+    rest: list[Pattern] = []
+    for factor in rule.parts if isinstance(rule, And) else (rule,):
+        if isinstance(factor, Spans):
+            kept.append(factor)
+        elif isinstance(factor, PerDocument) and isinstance(factor.spans, Spans):
+            kept.append(factor.spans)
+            rest.append(factor.part)
+        elif factor.period() == 1:  # a rule of distances is the same counted from anywhere
+            rest.append(factor)
+        else:
+            return None, rule
+    if not kept or any(other != kept[0] for other in kept):
+        return None, rule
+    return kept[0], And.of(*rest) if rest else Every()
 
 
 class Relations:
@@ -31,12 +112,12 @@ class Relations:
         self.bound = bound
         self.sections = sections_of(bound)
         self.squares = Squares()
-        self._hopeless: set[Pattern] = set()
+        self._exceeding: set[Pattern] = set()
         stop = max((max(section.queries.stop, section.keys.stop) for section in self.sections), default=1)
         self._rules = RuleSquares(self.squares, stop)
 
-    def ask(self) -> Relations:
-        """The same with an allowance for one more question: what was asked before takes nothing from it."""
+    def with_allowance(self) -> Relations:
+        """The same, with an allowance for one more quantity: what was counted before takes nothing from it."""
         self.squares.most = len(self.squares) + _MOST_SQUARES
         self._rules.most_boxes = self._rules.boxes + _MOST_BOXES
         return self
@@ -45,15 +126,15 @@ class Relations:
         """The pairs of one rule of a group of heads, of the section's queries and keys alone."""
         head = group.heads[0] + self.bound.head_offset
         starts = section.queries.start, section.keys.start
-        with self._remembering(rule):
+        with self._within_allowance(rule):
             whole = self._rules.over(rule, head, self.bound.num_heads_global, *starts, section.side)
         sizes = range(len(section.queries)), range(len(section.keys))
         return self.squares.both(whole, self.squares.rectangle(*sizes, section.side))
 
     @contextmanager
-    def _remembering(self, rule: Pattern) -> Iterator[None]:
-        """A rule that took most of an allowance in vain is not tried again."""
-        if rule in self._hopeless:
+    def _within_allowance(self, rule: Pattern) -> Iterator[None]:
+        """A rule that exceeded most of an allowance is not tried again."""
+        if rule in self._exceeding:
             raise TooManySquaresError
         squares, boxes = len(self.squares), self._rules.boxes
         try:
@@ -61,11 +142,11 @@ class Relations:
         except TooManySquaresError:
             took = (len(self.squares) - squares) / _MOST_SQUARES + (self._rules.boxes - boxes) / _MOST_BOXES
             if took > 0.5:
-                self._hopeless.add(rule)
+                self._exceeding.add(rule)
             raise
 
     def lines(self, section: Section, group: Group) -> tuple[int, int]:
-        """The queries that see a key by any rule of a group, and the keys that are seen, as the bits of integers."""
+        """The queries with a key by any rule of a group, and the keys with a query, as the bits of integers."""
         sides = [0, 0]
         for rule, _ in group.rules:
             # The parts of a union apart: joined they may be far more squares.
@@ -73,32 +154,12 @@ class Relations:
                 if isinstance(part, Neighborhood) and section.queries == section.keys:
                     # Every token of a grid is in its own window.
                     return (1 << len(section.queries)) - 1, (1 << len(section.keys)) - 1
-                for side, held in enumerate(self._lines_of(section, group, part)):
-                    sides[side] |= held
+                square = self.of(section, group, part)
+                for side, columns in enumerate((False, True)):
+                    sides[side] |= self.squares.lines(square, section.side, columns=columns)
         return sides[0], sides[1]
 
-    def _lines_of(self, section: Section, group: Group, rule: Pattern) -> tuple[int, int]:
-        """The same of one rule, from what repeats in it or from the runs that it lets tokens see."""
-        try:
-            square = self.of(section, group, rule)
-        except TooManySquaresError:
-            runs = self.runs(section, rule)
-            if runs is None:
-                raise
-            queries, keys = runs.lines()
-            return _bits(queries), _bits(keys)
-        return self.squares.lines(square, section.side), self.squares.lines(square, section.side, columns=True)
-
-    def runs(self, section: Section, rule: Pattern) -> Runs | None:
-        """The runs that a rule lets tokens see; None for other rules, and where queries and keys are not the same."""
-        return runs_of(rule, section.queries) if section.queries == section.keys else None
-
     def of_all(self, section: Section) -> int:
-        """The pairs that any head allows. A rule that several groups share is looked at once."""
+        """The pairs that any head allows. A rule that several groups share is evaluated once."""
         rules = {rule: group for group in section.groups for rule, _ in group.rules}
         return reduce(self.squares.either, (self.of(section, group, rule) for rule, group in rules.items()), NO_PAIR)
-
-
-def _bits(held: Bool[Tensor, " n"]) -> int:
-    """The bits of an integer, the first one the lowest."""
-    return int.from_bytes(bytes(packed_bits(held).tolist()), "little")

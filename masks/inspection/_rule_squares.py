@@ -1,7 +1,8 @@
-"""The squares of a rule: its pairs over all tokens, found by what repeats in it instead of pair by pair."""
+"""The squares of a rule: its pairs over all tokens, by what repeats in it instead of pair by pair."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import reduce
 
 import torch
@@ -16,20 +17,19 @@ from ..patterns._per_document import PerDocument
 from ..patterns._random_blocks import RandomBlocks
 from ..patterns.run_time._spans import Spans
 from ..patterns.run_time._visible_keys import KeySet
-from ._segments import Segments, segments_of
 from ._squares import EVERY_PAIR, NO_PAIR, Squares, TooManySquaresError
 
 # n boxes
 
-_DOUBT = -1
-_SIDE = 8  # boxes of this side are looked at pair by pair
-_LOOKS = 1 << 14  # of them together
+_UNDECIDED = -1
+_SIDE = 8  # boxes of this side are evaluated pair by pair
+_MOST_PAIRWISE = 1 << 14  # of them together
 
 
 class RuleSquares:
     """The squares of rules for one head over boxes of positions, all in one store.
 
-    `boxes` says about how many boxes bounds were asked; beyond `most_boxes` that is an error.
+    `boxes` counts the boxes whose bounds were computed; beyond `most_boxes` that is an error.
     """
 
     most_boxes = 1 << 21
@@ -54,7 +54,7 @@ class RuleSquares:
         if isinstance(rule, Not):
             return self.squares.others(self.over(rule.part, head, num_heads, q, k, side))
         if isinstance(rule, Dilated | Spans):
-            return self._segments(rule, segments_of(rule), q, k, side)
+            return self._segments(rule, _segments_of(rule), q, k, side)
         if isinstance(rule, KeySet):
             return self._columns(bytes(rule.only_row[k : k + side].tolist()), side)
         if isinstance(rule, PerDocument):
@@ -68,7 +68,7 @@ class RuleSquares:
             self._known[key] = found
         return self._known[key]
 
-    def _ask(self, boxes: int) -> None:
+    def _take(self, boxes: int) -> None:
         self.boxes += boxes
         if self.boxes > self.most_boxes:
             raise TooManySquaresError
@@ -91,7 +91,7 @@ class RuleSquares:
         tokens = range(rule.num_tokens - q), range(rule.num_tokens - k)
         return self.squares.both(int(squares.sum()), self.squares.rectangle(*tokens, side))
 
-    def _segments(self, rule: Pattern, segments: Segments, q: int, k: int, side: int) -> int:
+    def _segments(self, rule: Pattern, segments: _Segments, q: int, k: int, side: int) -> int:
         """Within one segment the active rows by the active columns; nothing across."""
         first = max(segments.first(q), segments.first(k))
         last = min(segments.last(q + side - 1), segments.last(k + side - 1))
@@ -100,7 +100,7 @@ class RuleSquares:
         if first == last:
             start, stop = segments.edges(first)
             inside = [start <= at and at + side <= stop for at in (q, k)]
-            # What lies inside is known by its residue: along a border all boxes look alike.
+            # A box inside is determined by its residue: along a border all boxes are alike.
             q, k = (
                 start + (at - start) % segments.rate if held else at for at, held in zip((q, k), inside, strict=True)
             )
@@ -110,7 +110,7 @@ class RuleSquares:
         q, k = _shifted(q, k, rule.period())
         key = (self._rules.setdefault(rule, len(self._rules)), q, k, side)
         if key not in self._known:
-            self._ask(1)
+            self._take(1)
             half = side // 2
             quarters = ((i, j) for i in (q, q + half) for j in (k, k + half))
             self._known[key] = self.squares.join(*(self._segments(rule, segments, i, j, half) for i, j in quarters))
@@ -122,7 +122,7 @@ class RuleSquares:
             return NO_PAIR
         if rate == 1 or side == 1:
             return EVERY_PAIR
-        key = (row, column, rate, side, _DOUBT)
+        key = (row, column, rate, side, _UNDECIDED)
         if key not in self._known:
             half = side // 2
             rows, columns = ((first, (first - half) % rate) for first in (row, column))
@@ -130,7 +130,7 @@ class RuleSquares:
         return self._known[key]
 
     def _columns(self, marks: bytes, side: int) -> int:
-        """Whole columns, or none, by the marks of the keys; beyond the last one anything may stand."""
+        """Whole columns, or none, by the marks of the keys; beyond the last one any value will do."""
         if 0 not in marks:
             return EVERY_PAIR
         if 1 not in marks:
@@ -144,14 +144,14 @@ class RuleSquares:
     def _per_document(self, rule: PerDocument, head: int, num_heads: int, q: int, k: int, side: int) -> int:
         """Within one document the part, counted from its start; nothing across."""
         assert isinstance(rule.spans, Spans)
-        segments = segments_of(rule.spans)
+        segments = _segments_of(rule.spans)
 
         def over(q: int, k: int, side: int) -> int:
             first = max(segments.first(q), segments.first(k))
             if first > min(segments.last(q + side - 1), segments.last(k + side - 1)):
                 return NO_PAIR
             start, stop = segments.edges(first)
-            self._ask(1)
+            self._take(1)
             if start <= min(q, k) and max(q, k) + side <= stop:
                 return self.over(rule.part, head, num_heads, q - start, k - start, side)
             half = side // 2
@@ -162,32 +162,32 @@ class RuleSquares:
     def _counted(
         self, rule: Pattern, head: int, num_heads: int, q: Int64[Tensor, " n"], k: Int64[Tensor, " n"], side: int
     ) -> int:
-        """One square, by bounds on ever smaller boxes; boxes that look alike are asked about once."""
-        asked = _Asked(rule, head, num_heads, self.num_tokens)
+        """One square, by bounds on ever smaller boxes; boxes that differ by whole periods are bounded once."""
+        of_head = _RuleOfHead(rule, head, num_heads, self.num_tokens)
         levels: list[tuple[Tensor, Tensor, Tensor]] = []
         while True:
-            q, k, place = asked.distinct(q, k)
-            self._ask(len(q))
-            verdict = asked.verdict(q, k, side)
-            doubtful = (verdict == _DOUBT).nonzero().squeeze(1)
-            levels.append((place, verdict, doubtful))
-            if not len(doubtful) or side <= _SIDE:
+            q, k, place = of_head.distinct(q, k)
+            self._take(len(q))
+            verdict = of_head.verdict(q, k, side)
+            undecided = (verdict == _UNDECIDED).nonzero().squeeze(1)
+            levels.append((place, verdict, undecided))
+            if not len(undecided) or side <= _SIDE:
                 break
             side //= 2
-            q = (q[doubtful, None] + side * torch.tensor([0, 0, 1, 1])).flatten()
-            k = (k[doubtful, None] + side * torch.tensor([0, 1, 0, 1])).flatten()
-        place, verdict, doubtful = levels.pop()
-        verdict[doubtful] = self._looked(asked, q[doubtful], k[doubtful], side)
-        for upper, squares, doubtful in reversed(levels):
-            squares[doubtful] = self.squares.join_all(verdict[place].view(-1, 4))
+            q = (q[undecided, None] + side * torch.tensor([0, 0, 1, 1])).flatten()
+            k = (k[undecided, None] + side * torch.tensor([0, 1, 0, 1])).flatten()
+        place, verdict, undecided = levels.pop()
+        verdict[undecided] = self._pair_by_pair(of_head, q[undecided], k[undecided], side)
+        for upper, squares, undecided in reversed(levels):
+            squares[undecided] = self.squares.join_all(verdict[place].view(-1, 4))
             place, verdict = upper, squares
         return int(verdict[place])
 
-    def _looked(self, asked: _Asked, q: Tensor, k: Tensor, side: int) -> Tensor:
-        """The squares of small boxes, pair by pair."""
+    def _pair_by_pair(self, of_head: _RuleOfHead, q: Tensor, k: Tensor, side: int) -> Tensor:
+        """The squares of small boxes, each pair evaluated."""
         found = [torch.zeros(0, dtype=torch.int64)]
-        for some in torch.arange(len(q)).split(_LOOKS) if len(q) else ():
-            cells = asked.pairs(q[some], k[some], side).long()
+        for some in torch.arange(len(q)).split(_MOST_PAIRWISE) if len(q) else ():
+            cells = of_head.pairs(q[some], k[some], side).long()
             for half in (side >> level for level in range(1, side.bit_length())):
                 quarters = cells.view(len(some), half, 2, half, 2).permute(0, 1, 3, 2, 4).reshape(-1, 4)
                 cells = self.squares.join_all(quarters).view(len(some), half, half)
@@ -195,8 +195,8 @@ class RuleSquares:
         return torch.cat(found)
 
 
-class _Asked:
-    """A rule for one head, asked about boxes of positions from which there are pairs only below `stop`."""
+class _RuleOfHead:
+    """A rule for one head, over boxes of positions; positions from `stop` on are no tokens."""
 
     def __init__(self, rule: Pattern, head: int, num_heads: int, stop: int) -> None:
         self.rule, self.head, self.num_heads, self.stop = rule, head, num_heads, stop
@@ -213,7 +213,7 @@ class _Asked:
         return kinds // base, kinds % base, place
 
     def verdict(self, q: Tensor, k: Tensor, side: int) -> Tensor:
-        """NO_PAIR, EVERY_PAIR, or doubt. What lies beyond the last token may be either."""
+        """NO_PAIR, EVERY_PAIR or _UNDECIDED. What lies beyond the last token may be either."""
         inside = [(self.stop - first).clamp(0, side) for first in (q, k)]
         held = (inside[0] > 0) & (inside[1] > 0)
         sides = (
@@ -222,7 +222,7 @@ class _Asked:
         )
         box = Box(torch.full_like(q, self.head), *sides)
         bounds = self.rule.count(box, num_heads=self.num_heads)
-        verdict = torch.full_like(q, _DOUBT)
+        verdict = torch.full_like(q, _UNDECIDED)
         verdict[bounds.low == box.area] = EVERY_PAIR
         verdict[(bounds.high == 0) | ~held] = NO_PAIR
         return verdict
@@ -240,3 +240,49 @@ def _shifted(q: int, k: int, period: int | None) -> tuple[int, int]:
     """The same box as many periods earlier as there can be."""
     shift = 0 if period is None else min(q, k) // period * period
     return q - shift, k - shift
+
+
+class _EqualSegments:
+    """The segments of a dilated rule: runs of positions, in each of which every `rate`-th from `offset` on is active.
+
+    `first(position)` is the number of the first segment that ends after a position, `last(position)` that of the last
+    one that begins at or before it; `edges(number)` are where a segment begins and ends.
+    """
+
+    def __init__(self, rule: Dilated) -> None:
+        assert isinstance(rule.offset, int), "a rule for one head has its offset resolved"
+        self.length, self.rate, self.offset = rule.segment, rule.rate, rule.offset
+
+    def first(self, position: int) -> int:
+        return position // self.length
+
+    def last(self, position: int) -> int:
+        return position // self.length
+
+    def edges(self, number: int) -> tuple[int, int]:
+        return number * self.length, (number + 1) * self.length
+
+
+class _Documents:
+    """The same for documents, between which there may be padding."""
+
+    rate, offset = 1, 0
+
+    def __init__(self, spans: Spans) -> None:
+        self.starts, self.stops = spans.starts.tolist(), spans.stops.tolist()
+
+    def first(self, position: int) -> int:
+        return bisect_right(self.stops, position)
+
+    def last(self, position: int) -> int:
+        return bisect_right(self.starts, position) - 1
+
+    def edges(self, number: int) -> tuple[int, int]:
+        return self.starts[number], self.stops[number]
+
+
+def _segments_of(rule: Dilated | Spans) -> _Segments:
+    return _EqualSegments(rule) if isinstance(rule, Dilated) else _Documents(rule)
+
+
+_Segments = _EqualSegments | _Documents

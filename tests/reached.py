@@ -1,4 +1,4 @@
-"""Who has heard of whom, by dense powers: what receptive fields are compared with."""
+"""Which tokens reach which, by dense powers: what receptive fields are compared with."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from flexdilated.masks.inspection._receptive_field import ReceptiveField
 
 
 def fields(counts: Tensor) -> list[Tensor]:
-    """Who has heard of whom after 0, 1, 2, ... layers, as dense booleans, until nothing is new; counts (H, N, N)."""
+    """Which tokens reach which after 0, 1, 2, ... layers, as dense booleans, until nothing is new; counts (H, N, N)."""
     once = (counts > 0).any(0) | torch.eye(counts.shape[1], dtype=torch.bool)
     found = [torch.eye(counts.shape[1], dtype=torch.bool)]
     while not torch.equal(found[-1], further := (found[-1].float() @ once.float()) > 0):

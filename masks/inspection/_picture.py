@@ -1,0 +1,373 @@
+"""What a picture of a pattern shows, without drawing it: its window, the cells and blocks of panels, colours, words.
+
+A branch has a hue, darker where several branches allow a pair, paler where few pairs of a cell are allowed. The hues
+are those that people with any colour vision tell apart. Source: Okabe and Ito, Color Universal Design (2008), without
+black, and without yellow, which is faint on white.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count
+from math import gcd
+from textwrap import shorten, wrap
+
+import torch
+from jaxtyping import Bool, Float64, Int64
+from torch import Tensor
+
+from ..core._bound import EMPTY, FULL, PARTIAL
+from ..core._pattern import Expression, Pattern
+from ..core._tokens_text import tokens_text
+from ..planning._block_mask import layout
+from ._cells import CellCounts, count_cells, window_slots
+
+# R rows, C columns of cells; U, V rows and columns of blocks; B distinct branches; a last axis of 3: red, green, blue
+
+BY_BRANCH, BY_BLOCK = "branch", "block"
+
+WHITE, BEIGE = "#ffffff", "#f6ecd9"
+PAIR, PAIR_OF_FULL = "#4292c6", "#08519c"
+GREY = "#9a9a9a"
+_HUES = ("#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#d55e00")
+# From deep blue over violet to orange, ever lighter: for more branches than there are hues.
+_SCALE = ("#1a1a7a", "#6a1a9a", "#b12a90", "#df6263", "#f59a3c")
+
+_PALEST, _DECADES = 0.15, 5.0
+_LEANING = 3.0  # times the weight of the next branch
+_DARKER = 0.68  # what is left of the light where twice as many branches allow a pair
+_LONGER = 4  # a window longer than this many times its other side is stretched
+_TITLE_LINES = 3
+_LONG, _EVEN = 1 << 12, 1 << 6  # windows with ticks at powers of two
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One side of a window. Cells begin at multiples of `cell`, so that the first and the last may extend beyond it."""
+
+    slots: range
+    cell: int
+    pixels: int  # a cell
+
+    @property
+    def first(self) -> int:
+        """Where the first cell begins."""
+        return self.slots.start // self.cell * self.cell
+
+    @property
+    def cells(self) -> int:
+        return -((self.first - self.slots.stop) // self.cell)
+
+    @property
+    def length(self) -> int:
+        """Pixels of the window."""
+        return max(1, round(self.pixels_of(len(self.slots))))
+
+    def pixels_of(self, slots: int) -> float:
+        """Pixels of so many slots."""
+        return slots / self.cell * self.pixels
+
+
+@dataclass(frozen=True)
+class Window:
+    """The window of a picture: query slots downwards, key slots to the right."""
+
+    queries: Axis
+    keys: Axis
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is to be drawn: one panel for each head and order, of one window."""
+
+    pattern: Expression
+    num_tokens: int
+    num_keys: int
+    num_heads: int
+    heads: tuple[int, ...]
+    orders: tuple[str, ...]
+    batch: int
+    window: Window
+    block: tuple[int, int] | None
+    color_by: str
+    title: str | None
+    legend: bool
+
+
+def window_of(
+    num_queries: int,
+    num_keys: int,
+    queries: range | None,
+    keys: range | None,
+    *,
+    block: tuple[int, int] | None,
+    size: int,
+) -> Window:
+    """A window of about `size` pixels along its longer side, both sides to one scale unless one is far longer.
+
+    Raises ValueError for slots that are not there, and where blocks would be smaller than pixels.
+    """
+    q, k = window_slots("queries", queries, num_queries), window_slots("keys", keys, num_keys)
+    sides = (0, 0) if block is None else block
+    longer = max(len(q), len(k))
+    if longer > _LONGER * min(len(q), len(k)):
+        return Window(*(_axis(slots, len(slots), side, size) for slots, side in zip((q, k), sides, strict=True)))
+    return Window(*(_axis(slots, longer, gcd(*sides), size) for slots in (q, k)))
+
+
+def runs(slots: range, side: int) -> Iterator[tuple[range, int]]:
+    """The slots, cut so that parts of `side` slots begin at its multiples, with the number of parts of each run."""
+    up, down = -(-slots.start // side) * side, slots.stop // side * side
+    if up > down:
+        yield slots, 1
+        return
+    for start, stop, parts in ((slots.start, up, 1), (up, down, (down - up) // side), (down, slots.stop, 1)):
+        if start < stop:
+            yield range(start, stop), parts
+
+
+def whole_blocks(slots: range, side: int, limit: int) -> range:
+    """The slots of all blocks that the window touches."""
+    return range(slots.start // side * side, min(limit, -(-slots.stop // side) * side))
+
+
+def _axis(slots: range, scale: int, block: int, size: int) -> Axis:
+    least = -(-scale // size)
+    if not block:
+        cell = 1 << (least - 1).bit_length()
+    else:
+        fitting = [each for each in range(least, block + 1) if block % each == 0]
+        if not fitting:
+            raise ValueError(
+                f"to show {scale} tokens in {size} pixels, block sides must share a divisor of at least {least}; "
+                f"got {block}: take a smaller window, larger blocks or a larger size"
+            )
+        cell = fitting[0]
+    return Axis(slots, cell, max(1, round(size * cell / scale)))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks that a window touches: EMPTY, PARTIAL or FULL, and how many of their pairs are allowed.
+
+    As in block lists, a block that ends with the sequence before its side is full is never FULL.
+    """
+
+    state: Int64[Tensor, "U V"]
+    area: Int64[Tensor, "U V"]
+    pairs: Float64[Tensor, "U V"]
+    sides: tuple[int, int]
+    first: tuple[int, int]  # block row and column of state[0, 0]
+    exact: bool
+
+    @property
+    def computed(self) -> Bool[Tensor, "U V"]:
+        return self.state != EMPTY
+
+    @property
+    def useful(self) -> float:
+        """The part of the computed blocks' pairs that is allowed."""
+        return float(self.pairs.sum()) / max(1, int(self.area[self.computed].sum()))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One head in one order; `shares[b]` counts a pair once for each time its branch is in the pattern."""
+
+    head: int
+    order: str
+    rate: int
+    shares: Float64[Tensor, "B R C"]
+    blocks: Blocks | None
+
+    @property
+    def most(self) -> int:
+        """How many branches allow a pair, at most, on the average of a cell."""
+        return int(torch.round(self.shares.sum(0).max()))
+
+
+def drawn_branches(picture: Picture) -> dict[Pattern, int]:
+    """What has a colour of its own, and how often it is in the pattern: distinct branches, or their union."""
+    branches = picture.pattern.branches()
+    return {picture.pattern.union: 1} if picture.color_by == BY_BLOCK else dict(Counter(branches))
+
+
+def panel_of(picture: Picture, head: int, order: str) -> Panel:
+    """Count what the panel shows. Raises ValueError where the pattern has no answer for some of the window."""
+    window, residue = picture.window, layout(picture.pattern, picture.num_tokens)
+    rate = residue.rate if order == "residue" else 1
+    count_window = partial(
+        _count,
+        num_tokens=picture.num_tokens,
+        num_keys=picture.num_keys,
+        num_heads=picture.num_heads,
+        head=head,
+        batch=picture.batch,
+        order=residue if rate > 1 else None,
+    )
+    slots, sides = (window.queries.slots, window.keys.slots), (window.queries.cell, window.keys.cell)
+    shares = []
+    for branch, times in drawn_branches(picture).items():
+        counts, area = count_window(branch, slots=slots, sides=sides)
+        shares.append(times * counts.likely / area)
+    blocks = None
+    if picture.block is not None:
+        sizes = (picture.num_tokens, picture.num_keys)
+        wider = tuple(whole_blocks(*each) for each in zip(slots, picture.block, sizes, strict=True))
+        counts, area = count_window(picture.pattern.union, slots=wider, sides=picture.block)
+        blocks = _blocks(counts, area, picture.block, (wider[0].start, wider[1].start))
+    return Panel(head, order, rate, torch.stack(shares), blocks)
+
+
+def _blocks(counts: CellCounts, area: Tensor, sides: tuple[int, int], starts: tuple[int, int]) -> Blocks:
+    state = torch.full_like(area, PARTIAL)
+    state[counts.likely == 0] = EMPTY
+    state[counts.low == sides[0] * sides[1]] = FULL
+    first = (starts[0] // sides[0], starts[1] // sides[1])
+    return Blocks(state, area, counts.likely, sides, first, torch.equal(counts.low, counts.high))
+
+
+def _count(
+    pattern: Expression, *, slots: tuple[range, ...], sides: tuple[int, int], **given
+) -> tuple[CellCounts, Int64[Tensor, "R C"]]:
+    """Counts and areas of cells that begin at multiples of their sides, those at the borders of the slots cut there."""
+    queries, keys = (list(runs(each, side)) for each, side in zip(slots, sides, strict=True))
+    parts = [
+        [count_cells(pattern, queries=q, keys=k, shape=(rows, columns), **given) for k, columns in keys]
+        for q, rows in queries
+    ]
+    counts = [[(*part.total, part.area) for part in row] for row in parts]
+    *total, area = (torch.cat([torch.cat([part[which] for part in row], 1) for row in counts]) for which in range(4))
+    return CellCounts(*total), area
+
+
+def hues(count: int) -> Float64[Tensor, "B 3"]:
+    """A colour for each of `count` branches."""
+    if count <= len(_HUES):
+        return torch.stack([rgb(hue) for hue in _HUES[:count]])
+    scale = torch.stack([rgb(colour) for colour in _SCALE])
+    place = torch.linspace(0, len(scale) - 1, count, dtype=torch.float64)
+    left = place.long().clamp(max=len(scale) - 2)
+    return scale[left].lerp(scale[left + 1], (place - left)[:, None])
+
+
+def rgb(colour: str) -> Float64[Tensor, " 3"]:
+    """#rrggbb as numbers."""
+    return torch.tensor([int(colour[at : at + 2], 16) for at in (1, 3, 5)], dtype=torch.float64) / 255
+
+
+def paint(panel: Panel, window: Window, colours: Float64[Tensor, "B 3"]) -> Float64[Tensor, "R C 3"]:
+    """The panel's cells, by branch."""
+    return shade(panel.shares, colours, _ground(panel, window))
+
+
+def paint_blocks(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
+    """The panel's cells, by the block they are in: pairs of full blocks dark, those of partial ones lighter."""
+    assert panel.blocks is not None
+    full = torch.stack([rgb(PAIR), rgb(PAIR_OF_FULL)])[(_states(panel.blocks, window) == FULL).long()]
+    strength = _strength(panel.shares[0])[..., None]
+    return _ground(panel, window).lerp(full, strength)
+
+
+def shade(
+    shares: Float64[Tensor, "B ..."], colours: Float64[Tensor, "B 3"], ground: Float64[Tensor, "... 3"]
+) -> Float64[Tensor, "... 3"]:
+    """The branches' colours by their shares, pale for a small share of all pairs and dark where branches overlap.
+
+    A mixture leans to the first of its branches: even ones would all be grey.
+    """
+    total = shares.sum(0)
+    weights = shares.movedim(0, -1) * _LEANING ** -torch.arange(len(shares), dtype=torch.float64)
+    mixed = (weights @ colours**2) / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    darker = _DARKER ** total.clamp(min=1).log2()
+    return ground.lerp(mixed.sqrt() * darker[..., None], _strength(total)[..., None])
+
+
+def _strength(share: Tensor) -> Tensor:
+    """0 without pairs and 1 with all of them; between, equal steps for equal ratios."""
+    some = (1 + share.clamp(min=1e-12, max=1).log10() / _DECADES).clamp(min=_PALEST)
+    return torch.where(share > 0, some, 0.0)
+
+
+def _ground(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
+    """White, and beige in computed blocks."""
+    if panel.blocks is None:
+        return torch.ones(*panel.shares.shape[1:], 3, dtype=torch.float64)
+    return torch.stack([rgb(WHITE), rgb(BEIGE)])[(_states(panel.blocks, window) != EMPTY).long()]
+
+
+def _states(blocks: Blocks, window: Window) -> Int64[Tensor, "R C"]:
+    """The state of the block that each cell lies in."""
+    places = []
+    for axis, side, first in zip((window.queries, window.keys), blocks.sides, blocks.first, strict=True):
+        places.append((axis.first + axis.cell * torch.arange(axis.cells)) // side - first)
+    return blocks.state[places[0]][:, places[1]]
+
+
+def ticks(slots: range, most: int) -> list[int]:
+    """Round places of a window, `most` steps at the most: quarters of it, if they are round, with its ends."""
+    quarter = len(slots) // 4
+    if most >= 4 and quarter and len(slots) % 4 == 0 and slots.start % quarter == 0:
+        return list(range(slots.start, slots.stop + 1, quarter))
+    return list(round_places(slots, most))
+
+
+def title_lines(picture: Picture, *, letters: int) -> list[str]:
+    """The title in lines of so many letters, and what is seen."""
+    if picture.title is not None:
+        lines = [line for part in picture.title.splitlines() for line in wrap(part, letters)]
+        return lines if not lines or not picture.legend else [*lines, *wrap(_sizes_text(picture), int(letters * 1.15))]
+    text = shorten(repr(picture.pattern), _TITLE_LINES * letters - 8, placeholder=" …")
+    lines = wrap(text, letters, break_on_hyphens=False)[:_TITLE_LINES]
+    return [*lines, *wrap(_sizes_text(picture), int(letters * 1.15))]
+
+
+def panel_title(picture: Picture, panel: Panel) -> str:
+    """What tells the panel from others, or from the usual."""
+    words = [f"head {panel.head}"] if len(picture.heads) > 1 else []
+    if len(picture.orders) > 1 or panel.order != "natural":
+        words.append(f"residue order, mod {panel.rate}" if panel.order == "residue" else "natural order")
+    return ", ".join(words)
+
+
+def counts_text(blocks: Blocks) -> str:
+    """How many blocks are computed, how many of them are full, and how much of them is of use."""
+    computed, about = int(blocks.computed.sum()), "" if blocks.exact else "about "
+    full = int((blocks.state == FULL).sum())
+    of = f"{about}{computed:,} of {blocks.state.numel():,} blocks computed"
+    useful = f"{blocks.useful:.0%}" if blocks.useful >= 0.01 else f"{100 * blocks.useful:.2g}%"
+    return f"{of}, {full:,} full; {about}{useful} of their pairs allowed" if computed else of
+
+
+def _sizes_text(picture: Picture) -> str:
+    window = picture.window
+    sizes = [f"{tokens_text(picture.num_tokens)} token{'s' if picture.num_tokens > 1 else ''}"]
+    if picture.num_keys != picture.num_tokens:
+        sizes = [f"{tokens_text(picture.num_tokens)} queries, {tokens_text(picture.num_keys)} keys"]
+    if picture.num_heads > 1:
+        one, some = (
+            f"head {picture.heads[0]} of {picture.num_heads}",
+            f"{len(picture.heads)} of {picture.num_heads} heads",
+        )
+        sizes.append(one if len(picture.heads) == 1 else some.removeprefix(f"{picture.num_heads} of "))
+    if picture.block is not None:
+        sizes.append("blocks of {} × {}".format(*picture.block))
+    if max(window.queries.cell, window.keys.cell) > 1:
+        cell = f"{tokens_text(window.queries.cell)} × {tokens_text(window.keys.cell)}"
+        sizes.append(f"a cell is {cell} pairs")
+    return ", ".join(sizes)
+
+
+def round_places(window: range, most: int) -> range:
+    """Multiples of the smallest round step of which at most so many fill the window; its end may be one of them.
+
+    Steps are powers of two in windows that are long or a multiple of 64, and 1, 2, 5, 10, 20 and so on in others.
+    """
+    binary = len(window) >= _LONG or len(window) % _EVEN == 0
+    powers: Iterable[int] = (1 << power for power in count())
+    tens = chain.from_iterable((10**power, 2 * 10**power, 5 * 10**power) for power in count())
+    step = next(step for step in (powers if binary else tens) if len(window) <= max(most, 1) * step)
+    return range(-(-window.start // step) * step, window.stop + 1, step)
