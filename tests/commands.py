@@ -122,7 +122,7 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("flexdilated.cli._plan_fits", "flexdilated.cli._plan_report"):
         monkeypatch.setattr(f"{module}.attention_memory", _attention_memory)
         monkeypatch.setattr(f"{module}.model_memory", _model_memory)
-    monkeypatch.setattr("flexdilated.distributed._simulation.attention_memory", _attention_memory)
+    monkeypatch.setattr("flexdilated.cli._simulation.attention_memory", _attention_memory)
     monkeypatch.setattr(
         "flexdilated.cli._plan_report.measure_options", lambda *given, **named: [(f"{given}", 1.0, 1.0)]
     )

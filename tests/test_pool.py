@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexdilated.distributed import BufferPool, _pool
+from flexdilated.distributed import BufferPool
+from flexdilated.distributed.wire import _pool
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -7,10 +7,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.cli._links import Links
+from flexdilated.cli._simulation import simulate
+from flexdilated.cli._step_time import Computing, step_time
 from flexdilated.distributed import Sharding
-from flexdilated.distributed._links import Links
-from flexdilated.distributed._simulation import simulate
-from flexdilated.distributed._step_time import Computing, step_time
 from flexdilated.memory._memory import AttentionSize, attention_memory
 from tests.ranks import on_ranks
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.distributed._work import work_of_ranks
+from flexdilated.distributed.counts._tokens import work_of_ranks
 from flexdilated.masks.blocks import _exact_pairs, _query_pairs
 from flexdilated.masks.blocks._exact_pairs import exact_pairs
 from flexdilated.masks.blocks._query_pairs import pairs_of_queries

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..distributed._simulation import Simulation, simulate
 from ._out import replace
 from ._ranks_report import ranks_data
 from ._ranks_settings import RanksSettings
 from ._ranks_text import ranks_text
+from ._simulation import Simulation, simulate
 from ._sizes import tokens_text
 from ._usage import UsageError
 

@@ -8,10 +8,10 @@ from typing import Any
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..distributed._simulation import Simulation, Way
-from ..distributed._volumes import in_groups
+from ..distributed.counts import in_groups
 from ..masks.planning.machine._machine_in_use import machine_of
 from ._ranks_settings import RanksSettings
+from ._simulation import Simulation, Way
 
 # W ranks
 

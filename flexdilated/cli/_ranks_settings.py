@@ -6,10 +6,10 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..distributed._codec import CodecName
-from ..distributed._links import Links
-from ..distributed._sharding import Order, Sharding
+from ..distributed.group import Order, Sharding
+from ..distributed.wire import CodecName
 from ._extras import find, missing_line
+from ._links import Links
 from ._plan_settings import PlanSettings, settings_from
 from ._sizes import parse_seconds, parse_speed
 from ._usage import UsageError
