@@ -140,9 +140,15 @@ def test_sender_and_receiver_agree(many: Many):
         assert plan.num_sent == tuple(len([*_places(by_head)]) for by_head in plan.sent)
         assert plan.num_received == tuple(plans[other].num_sent[rank] for other in range(len(plans)))
         places = [place for by_head in plan.sent for place in _places(by_head)]
-        assert plan.sent_heads.tolist() == [head for head, _ in places]
-        positions = many.sharding.positions(rank)[plan.sent_tokens]
+        sent, received = plan.rows(torch.device("cpu"))
+        assert sent.heads.tolist() == [head for head, _ in places]
+        positions = many.sharding.positions(rank)[sent.index]
         assert positions.tolist() == [position for _, position in places]
+        came = [place for by_head in plan.received for place in _places(by_head)]
+        assert received.heads.tolist() == [head for head, _ in came]
+        for (head, position), index in zip(came, received.index.tolist(), strict=True):
+            keys = [key for run in plan.placement.keys[head] for key in run]
+            assert keys[index] == position
 
 
 def _places(by_head):
@@ -227,7 +233,7 @@ def test_indices_in_a_shard_of_two_runs():
     """Positions 2, 3 and 12, 13 are the tokens 0 to 3 of the second of four ranks."""
     plan = ExchangePlan.of(masks.every(), Sharding(16, 4, "zigzag"), 1, num_heads=1, num_kv_heads=1)
     assert plan.sent[0] == ((range(2, 4), range(12, 14)),)
-    assert plan.sent_tokens.tolist() == [0, 1, 2, 3] * 3
+    assert plan.rows(torch.device("cpu"))[0].index.tolist() == [0, 1, 2, 3] * 3
     assert local_indices((range(2, 4), range(12, 14)), (range(3, 13, 9), range(2, 3))).tolist() == [1, 2, 0]
 
 

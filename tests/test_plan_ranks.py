@@ -256,6 +256,6 @@ def test_what_is_refused(arguments, message, capsys) -> None:
 
 
 def test_a_picture_that_cannot_be_drawn(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("flexdilated.cli._ranks_settings.find", lambda package: None)
+    monkeypatch.setattr("flexdilated.cli._plan_ranks.find", lambda package: None)
     assert main(["plan", *TWO, "--picture", "x.png"]) == 2
     assert 'pip install "flexdilated[plot]"' in capsys.readouterr().err

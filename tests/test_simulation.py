@@ -7,9 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.cli._links import Links
-from flexdilated.cli._simulation import simulate
-from flexdilated.cli._step_time import Computing, step_time
+from flexdilated.cli._simulation import Links, simulate, step_seconds
 from flexdilated.distributed import Sharding
 from flexdilated.memory._memory import AttentionSize, attention_memory
 from tests.ranks import on_ranks
@@ -68,14 +66,13 @@ def test_links_take_the_busier_direction_and_the_slower_kind() -> None:
 
 
 def test_a_ring_overlaps_and_fetches_twice() -> None:
-    computing = Computing(torch.tensor([3.0, 1.0], dtype=torch.float64), torch.tensor([6.0, 2.0], dtype=torch.float64))
+    computing = torch.tensor([3.0, 1.0], dtype=torch.float64), torch.tensor([6.0, 2.0], dtype=torch.float64)
     keys, gradients = torch.tensor([[0, 0], [20, 0]]), torch.tensor([[0, 0], [70, 0]])
     moved = {"keys": keys, "gradients": gradients}
-    exchange = step_time(computing, Links(bytes_per_s=10), **moved, overlapped=False)
-    assert (exchange.keys, exchange.gradients, exchange.computing) == (2, 7, 9)
-    assert (exchange.forward, exchange.backward, exchange.step) == (5, 13, 18)
-    ring = step_time(computing, Links(bytes_per_s=10), **moved, overlapped=True)
-    assert (ring.forward, ring.backward) == (3, 9)
+    exchange = step_seconds(*computing, Links(bytes_per_s=10), **moved, overlapped=False)
+    assert exchange == {"keys": 2, "gradients": 7, "computing": 9, "forward": 5, "backward": 13, "step": 18}
+    ring = step_seconds(*computing, Links(bytes_per_s=10), **moved, overlapped=True)
+    assert (ring["forward"], ring["backward"]) == (3, 9)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from flexdilated import masks
+from flexdilated.cli._simulation import all_gather_tokens
 from flexdilated.cli._traffic_picture import save_traffic_picture
 from flexdilated.distributed import Sharding
-from flexdilated.distributed.counts._schedule import all_gather_tokens
 from flexdilated.distributed.counts._tokens import token_counts
 
 RANKS, TOKENS, HEADS, HEAD_DIM = 8, 1 << 20, 8, 64

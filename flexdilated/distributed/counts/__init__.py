@@ -6,11 +6,9 @@ Closed forms for dilated branches; bounds on pairs of chunks, and exact needs wh
 from ._schedule import (
     Schedule,
     ScheduleChoice,
-    all_gather_tokens,
     choice_of,
     choose_schedule,
     held_in_ring,
-    in_groups,
     ring_tokens,
 )
 from ._tokens import KVNeeds, token_counts, tokens_by_chunk, work_of_ranks
@@ -19,11 +17,9 @@ __all__ = [
     "KVNeeds",
     "Schedule",
     "ScheduleChoice",
-    "all_gather_tokens",
     "choice_of",
     "choose_schedule",
     "held_in_ring",
-    "in_groups",
     "ring_tokens",
     "token_counts",
     "tokens_by_chunk",

@@ -16,7 +16,7 @@ from ...engines._placed_call import PlacedCall, WholeRows
 from ...engines.flex._flex_op import flex
 from ..group import PlainCall, Ranks, Role, Sharding, communicating, group_of, record, whole_rule
 from ..wire import BufferPool, Codec, codec_for, gradient_codec, lease_from, pool_named
-from ._plan import Wires
+from ._plan import ExchangePlan
 
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, M own and received tokens, D head dim
 # S rows sent, R rows received
@@ -27,39 +27,41 @@ class ExchangeCall(PlainCall):
 
     __slots__ = ()
 
-    def wires(self, num_heads: int, num_kv_heads: int, bindings: Sequence[Tensor]) -> Wires:
+    def plan(self, num_heads: int, num_kv_heads: int, bindings: Sequence[Tensor]) -> ExchangePlan:
         """Which rows go where, for these values of the run-time tensors."""
         heads = {"head_offset": self.head_offset, "num_heads_global": self.num_heads_global}
         split, rank = Sharding.of(self.sharding), group_of(self.group).rank()
         rule = whole_rule(self.pattern, bindings, split.num_tokens)
-        return Wires.of(rule, split, rank, num_heads=num_heads, num_kv_heads=num_kv_heads, **heads)
+        return ExchangePlan.of(rule, split, rank, num_heads=num_heads, num_kv_heads=num_kv_heads, **heads)
 
-    def placed(self, wires: Wires) -> PlacedCall:
+    def placed(self, plan: ExchangePlan) -> PlacedCall:
         """Attention of this rank's queries to its own and the received keys."""
         where = (self.head_offset, self.num_heads_global)
-        return PlacedCall(self.pattern, wires.placement, self.scale, *where, self.engine, self.block_size)
+        return PlacedCall(self.pattern, plan.placement, self.scale, *where, self.engine, self.block_size)
 
-    def bring(self, k: Tensor, v: Tensor, wires: Wires) -> tuple[Tensor, Tensor]:
+    def bring(self, k: Tensor, v: Tensor, plan: ExchangePlan) -> tuple[Tensor, Tensor]:
         """(k, v) with those that this rank's queries need of other ranks."""
         ranks = Ranks.named(self.group, k.device.type)
         codec = codec_for(self.codec, self.error_bound, k, v, ranks)
-        return bring_keys(k, v, wires, ranks, codec, pool_named(self.pool, k.device))
+        return bring_keys(k, v, plan, ranks, codec, pool_named(self.pool, k.device))
 
-    def give_back(self, own_k: Tensor, own_v: Tensor, dk: Tensor, dv: Tensor, wires: Wires) -> tuple[Tensor, Tensor]:
+    def give_back(
+        self, own_k: Tensor, own_v: Tensor, dk: Tensor, dv: Tensor, plan: ExchangePlan
+    ) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's own k and v, in float32 or wider, from those of own and received keys."""
         ranks = Ranks.named(self.group, dk.device.type)
         codec = gradient_codec(codec_for(self.codec, self.error_bound, own_k, own_v, ranks), dk.dtype)
-        return return_gradients(dk, dv, own_k.shape[2], wires, ranks, codec, pool_named(self.pool, dk.device))
+        return return_gradients(dk, dv, own_k.shape[2], plan, ranks, codec, pool_named(self.pool, dk.device))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(out, lse, and the own and received keys and values)."""
-        wires = self.wires(q.shape[1], k.shape[1], bindings)
-        found = self.bring(k, v, wires)
+        plan = self.plan(q.shape[1], k.shape[1], bindings)
+        found = self.bring(k, v, plan)
         if not q.shape[2]:
             return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_wide(q)), *found
-        out, lse = self.placed(wires).forward(q, *found, sinks, bindings)
+        out, lse = self.placed(plan).forward(q, *found, sinks, bindings)
         assert lse is not None
         return out, lse, *found
 
@@ -67,13 +69,13 @@ class ExchangeCall(PlainCall):
         self, q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], whole: WholeRows
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this rank's own tensors; k and v are own and received ones."""
-        wires = self.wires(q.shape[1], k.shape[1], bindings)
+        plan = self.plan(q.shape[1], k.shape[1], bindings)
         if q.shape[2]:
-            dq, dk, dv = self.placed(wires).backward(q, k, v, bindings, whole)
+            dq, dk, dv = self.placed(plan).backward(q, k, v, bindings, whole)
         else:
             dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         own_k, own_v = (x[:, :, : q.shape[2]] for x in (k, v))
-        dk, dv = self.give_back(own_k, own_v, dk, dv, wires)
+        dk, dv = self.give_back(own_k, own_v, dk, dv, plan)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def traced(
@@ -97,8 +99,8 @@ def _key(
     values: tuple[Any, ...], num_heads: int, num_kv_heads: int, num_queries: int, bindings: list[Tensor]
 ) -> tuple[Any, ...]:
     call = ExchangeCall(*values)
-    wires = call.wires(num_heads, num_kv_heads, bindings)
-    return tuple(call.placed(wires).key(num_heads, num_kv_heads, num_queries, wires.num_keys))
+    plan = call.plan(num_heads, num_kv_heads, bindings)
+    return tuple(call.placed(plan).key(num_heads, num_kv_heads, num_queries, plan.num_keys))
 
 
 # Where keys lie is a constant of a compiled graph. Such a function takes a call only as a plain tuple, and what it
@@ -109,21 +111,21 @@ _key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def bring_keys(
     k: Float[Tensor, "B G L D"],
     v: Float[Tensor, "B G L D"],
-    wires: Wires,
+    plan: ExchangePlan,
     ranks: Ranks,
     codec: Codec,
     pool: BufferPool | None,
 ) -> tuple[Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:
     """This rank's keys and values, and after them those of other ranks that its queries need."""
-    own, wires = k.shape[2], wires.on(k.device)
-    found = tuple(x.new_empty(*x.shape[:2], wires.num_keys, x.shape[3]) for x in (k, v))
+    own, (sent, received) = k.shape[2], plan.rows(k.device)
+    found = tuple(x.new_empty(*x.shape[:2], plan.num_keys, x.shape[3]) for x in (k, v))
     for whole, x in zip(found, (k, v), strict=True):
         whole[:, :, :own] = x
-    rows = [x[:, wires.sent_heads, wires.sent_tokens] for x in (k, v)]
-    sizes = wires.num_sent, wires.num_received
+    rows = [x[:, sent.heads, sent.index] for x in (k, v)]
+    sizes = plan.num_sent, plan.num_received
     with _swapped(rows, sizes, ranks, codec, pool, role="keys", what="the exchange of keys") as arrived:
         for whole, x in zip(found, arrived, strict=True):
-            whole[:, wires.received_heads, wires.received_slots] = x
+            whole[:, received.heads, received.index] = x
     return found[0], found[1]
 
 
@@ -131,7 +133,7 @@ def return_gradients(
     dk: Float[Tensor, "B G M D"],
     dv: Float[Tensor, "B G M D"],
     own: int,
-    wires: Wires,
+    plan: ExchangePlan,
     ranks: Ranks,
     codec: Codec,
     pool: BufferPool | None,
@@ -140,14 +142,14 @@ def return_gradients(
 
     They are added up in float32 or wider, and in the order of the ranks.
     """
-    wide, wires = torch.promote_types(dk.dtype, torch.float32), wires.on(dk.device)
+    wide, (sent, received) = torch.promote_types(dk.dtype, torch.float32), plan.rows(dk.device)
     totals = tuple(x[:, :, :own].to(wide, copy=True) for x in (dk, dv))
-    rows = [x[:, wires.received_heads, wires.received_slots] for x in (dk, dv)]
-    sizes = wires.num_received, wires.num_sent
-    heads, tokens = (index.split(wires.num_sent) for index in (wires.sent_heads, wires.sent_tokens))
+    rows = [x[:, received.heads, received.index] for x in (dk, dv)]
+    sizes = plan.num_received, plan.num_sent
+    heads, tokens = (index.split(plan.num_sent) for index in (sent.heads, sent.index))
     with _swapped(rows, sizes, ranks, codec, pool, role="gradients", what="the exchange of gradients") as arrived:
         for total, x in zip(totals, arrived, strict=True):
-            for head, token, part in zip(heads, tokens, x.split(wires.num_sent, dim=1), strict=True):
+            for head, token, part in zip(heads, tokens, x.split(plan.num_sent, dim=1), strict=True):
                 total[:, head, token] += part  # a rank sends one row a token and head
     return totals[0], totals[1]
 

@@ -69,7 +69,7 @@ def exchange_keys_op(
     call: ExchangeCall,
 ) -> tuple[Tensor, Tensor]:
     """(k, v) with those that the queries need of other ranks; of q only its shape is used."""
-    return call.bring(k, v, call.wires(q.shape[1], k.shape[1], bindings))
+    return call.bring(k, v, call.plan(q.shape[1], k.shape[1], bindings))
 
 
 @exchange_keys_op.register_fake
@@ -88,7 +88,7 @@ def exchange_keys_backward_op(
     call: ExchangeCall,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's own k and v from those of own and received ones."""
-    found = call.give_back(k, v, dk, dv, call.wires(q.shape[1], k.shape[1], bindings))
+    found = call.give_back(k, v, dk, dv, call.plan(q.shape[1], k.shape[1], bindings))
     return found[0].to(dk.dtype), found[1].to(dv.dtype)
 
 
@@ -103,7 +103,7 @@ def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: ExchangeCall
         num_keys = torch.library.get_ctx().new_dynamic_size()
     else:
         with own_modes():
-            num_keys = call.wires(int(q.shape[1]), int(k.shape[1]), []).num_keys
+            num_keys = call.plan(int(q.shape[1]), int(k.shape[1]), []).num_keys
     return tuple(k.new_empty(k.shape[0], k.shape[1], num_keys, k.shape[3]) for _ in range(2))  # pyright: ignore[reportReturnType]
 
 

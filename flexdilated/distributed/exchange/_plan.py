@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -22,6 +23,20 @@ Tokens = tuple[tuple[Ranges, ...], ...]  # by rank, by KV head: positions
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The rows that go or come, in the order in which they stand on the wire: (rank, KV head, token).
+
+    index: of each row its place among the tokens of a tensor of this rank.
+    """
+
+    heads: Int64[Tensor, " R"]
+    index: Int64[Tensor, " R"]
+
+    def to(self, device: torch.device) -> Rows:
+        return self if device.type == "cpu" else Rows(self.heads.to(device), self.index.to(device))
+
+
+@dataclass(frozen=True)
 class ExchangePlan:
     """What one rank receives and sends; all ranks compute each other's plans, and they agree to the order.
 
@@ -29,11 +44,16 @@ class ExchangePlan:
     head g: some of its queries, in some query head of that group, may attend to them. sent[target][g] are those of
     its own that `target` needs. A token that several query heads of a group need counts once. Of itself a rank needs
     nothing. On the wire tokens stand in the order (KV head, token) of these ranges.
+
+    The keys that a rank attends to stand in one tensor a head: first its own, then what it receives. Heads that receive
+    less than others have room to spare at the end, which nobody reads.
     """
 
     received: Tokens
     sent: Tokens
     local: Ranges  # the positions that this rank holds
+    num_tokens: int  # of all ranks
+    _on: dict[torch.device, tuple[Rows, Rows]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -63,26 +83,44 @@ class ExchangePlan:
 
     @property
     def num_received(self) -> tuple[int, ...]:
-        """Tokens from each source, summed over KV heads."""
+        """Rows from each source."""
         return tuple(_number(keys) for keys in self.received)
 
     @property
     def num_sent(self) -> tuple[int, ...]:
-        """Tokens to each target, summed over KV heads."""
+        """Rows to each target."""
         return tuple(_number(keys) for keys in self.sent)
 
     @cached_property
-    def sent_heads(self) -> Int64[Tensor, " S"]:
-        """The KV head of each sent token, in the order (target, KV head, token)."""
-        counts = [sum(map(len, keys)) for by_head in self.sent for keys in by_head]
-        heads = [head for by_head in self.sent for head in range(len(by_head))]
-        return torch.tensor(heads, dtype=torch.int64).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    def placement(self) -> Placement:
+        """Where the queries and, by KV head, the own and received keys come from."""
+        heads = zip(*self.received, strict=True)
+        keys = tuple((*self.local, *(run for ranges in by_rank for run in ranges)) for by_rank in heads)
+        return Placement(self.local, keys, complete=True, num_tokens=self.num_tokens)
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens of the tensor that holds own and received keys."""
+        return self.placement.num_keys
+
+    def rows(self, device: torch.device) -> tuple[Rows, Rows]:
+        """(rows sent, among this rank's tokens; rows received, among own and received keys) on a device, kept there."""
+        if device not in self._on:
+            self._on[device] = self._sent_rows.to(device), self._received_rows.to(device)
+        return self._on[device]
 
     @cached_property
-    def sent_tokens(self) -> Int64[Tensor, " S"]:
-        """The index in this rank's shard of each sent token, in the order (target, KV head, token)."""
+    def _sent_rows(self) -> Rows:
         ranges = [keys for by_head in self.sent for ranges in by_head for keys in ranges]
-        return local_indices(self.local, tuple(ranges))
+        return Rows(_heads_of(_counts(self.sent)), local_indices(self.local, tuple(ranges)))
+
+    @cached_property
+    def _received_rows(self) -> Rows:
+        counts = _counts(self.received)
+        first = sum(map(len, self.local)) + counts.cumsum(0) - counts  # after what a head has of earlier ranks
+        each = counts.flatten()
+        row = torch.arange(int(each.sum())) - (each.cumsum(0) - each).repeat_interleave(each)
+        return Rows(_heads_of(counts), first.flatten().repeat_interleave(each) + row)
 
 
 def local_indices(held: Ranges, positions: Ranges) -> Int64[Tensor, " n"]:
@@ -98,10 +136,10 @@ def local_indices(held: Ranges, positions: Ranges) -> Int64[Tensor, " n"]:
 
 
 def _built(needs: KVNeeds, sharding: Sharding, rank: int) -> ExchangePlan:
-    local, others = sharding.ranges(rank), range(sharding.num_ranks)
+    others = range(sharding.num_ranks)
     received = tuple(needs.by_head(*_pair(sharding, rank, source)) for source in others)
     sent = tuple(needs.by_head(*_pair(sharding, target, rank)) for target in others)
-    return ExchangePlan(received, sent, local)
+    return ExchangePlan(received, sent, sharding.ranges(rank), sharding.num_tokens)
 
 
 def _pair(sharding: Sharding, target: int, source: int) -> tuple[Ranges, Ranges]:
@@ -109,94 +147,21 @@ def _pair(sharding: Sharding, target: int, source: int) -> tuple[Ranges, Ranges]
     return (sharding.ranges(target), sharding.ranges(source)) if target != source else ((), ())
 
 
-def _number(keys: tuple[Ranges, ...]) -> int:
+def _counts(tokens: Tokens) -> Int64[Tensor, "W G"]:
+    return torch.tensor([[sum(map(len, ranges)) for ranges in by_head] for by_head in tokens], dtype=torch.int64)
+
+
+def _heads_of(counts: Int64[Tensor, "W G"]) -> Int64[Tensor, " R"]:
+    heads = torch.arange(counts.shape[1]).repeat(len(counts))
+    return heads.repeat_interleave(counts.flatten())
+
+
+def _number(keys: Sequence[Ranges]) -> int:
     return sum(len(each) for ranges in keys for each in ranges)
 
 
 def _nbytes(plan: ExchangePlan) -> int:
-    """About what ranges, tuples and the two index tensors take."""
+    """About what ranges and tuples take, twice where the placement holds them too, and two indices a row."""
     ranges = sum(len(keys) for side in (plan.received, plan.sent) for by_head in side for keys in by_head)
     tuples = sum(len(by_head) + 1 for side in (plan.received, plan.sent) for by_head in side)
-    return 160 * ranges + 64 * tuples + 16 * sum(plan.num_sent)
-
-
-@dataclass(frozen=True, eq=False)
-class Wires:
-    """The keys that a rank attends to stand in one tensor a head: first its own, then what it receives.
-
-    Heads that receive less than others have room to spare at the end, which nobody reads. `num_sent` and
-    `num_received` are rows by rank.
-    """
-
-    placement: Placement
-    num_sent: tuple[int, ...]
-    num_received: tuple[int, ...]
-    sent_heads: Int64[Tensor, " S"]
-    sent_tokens: Int64[Tensor, " S"]
-    received_heads: Int64[Tensor, " R"]
-    received_slots: Int64[Tensor, " R"]
-    _on: dict[torch.device, Wires] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(
-        cls,
-        rule: Expression,
-        sharding: Sharding,
-        rank: int,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_offset: int,
-        num_heads_global: int,
-    ) -> Wires:
-        """The wires of a pattern with the values of its run-time tensors in place, from the cache if they are there."""
-        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_offset": head_offset}
-
-        def build() -> Wires:
-            plan = ExchangePlan.of(rule, sharding, rank, **heads, num_heads_global=num_heads_global)
-            return _laid(plan, sharding.ranges(rank), num_kv_heads, sharding.num_tokens)
-
-        key = ("wires", rule.text, sharding, rank, *heads.values(), num_heads_global)
-        return cache().get(key, build, lambda wires: wires.nbytes, pattern=rule)
-
-    def on(self, device: torch.device) -> Wires:
-        """The same with its indices on a device, where they are put once."""
-        if device.type == "cpu":
-            return self
-        if device not in self._on:
-            names = ("sent_heads", "sent_tokens", "received_heads", "received_slots")
-            self._on[device] = replace(self, **{name: getattr(self, name).to(device) for name in names})
-        return self._on[device]
-
-    @property
-    def nbytes(self) -> int:
-        """About what the indices and ranges take."""
-        indices = (self.sent_heads, self.sent_tokens, self.received_heads, self.received_slots)
-        return sum(x.nbytes for x in indices) + 160 * sum(map(len, self.placement.keys))
-
-    @property
-    def num_keys(self) -> int:
-        """Tokens of the tensor that holds own and received keys."""
-        return self.placement.num_keys
-
-
-def _laid(plan: ExchangePlan, own: Ranges, num_kv_heads: int, num_tokens: int) -> Wires:
-    ranks, num_own = range(len(plan.received)), sum(map(len, own))
-    counts = [[sum(map(len, plan.received[source][head])) for head in range(num_kv_heads)] for source in ranks]
-    each = torch.tensor(counts, dtype=torch.int64)
-    before = each.cumsum(0) - each  # received by a head from earlier ranks
-    heads = torch.arange(num_kv_heads).repeat(len(ranks)).repeat_interleave(each.flatten())
-    row = torch.arange(len(heads)) - (each.flatten().cumsum(0) - each.flatten()).repeat_interleave(each.flatten())
-    slots = num_own + before.flatten().repeat_interleave(each.flatten()) + row
-    by_head = [
-        (*own, *(run for source in ranks for run in plan.received[source][head])) for head in range(num_kv_heads)
-    ]
-    return Wires(
-        Placement(own, tuple(by_head), complete=True, num_tokens=num_tokens),
-        tuple(plan.num_sent),
-        tuple(plan.num_received),
-        plan.sent_heads,
-        plan.sent_tokens,
-        heads,
-        slots,
-    )
+    return 320 * ranges + 64 * tuples + 16 * (sum(plan.num_sent) + sum(plan.num_received))
