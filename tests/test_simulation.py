@@ -1,5 +1,7 @@
 """Simulation: what is planned is what ranks then send; links and steps by hand."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,15 @@ from flexdilated.memory._memory import AttentionSize, attention_memory
 from tests.ranks import on_ranks
 
 # B batch, H query heads, G key/value heads, L tokens of a rank, D head dim
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_dry_run_a_size():
+    """A memory model runs the call on no memory, which takes seconds: once for each size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flexdilated.cli._simulation.attention_memory", functools.cache(attention_memory))
+        yield
+
 
 PATTERNS = {
     "longnet": masks.longnet((32, 128, 512), (1, 4, 16)) & masks.causal(),

@@ -99,9 +99,10 @@ class OverRanks:
         if self.schedule == "heads":
             from ..distributed.heads import attend_heads
 
-            return attend_heads(
-                q, k, v, pattern, ranks=self.ranks, sharding=sharding, score_mod=score_mod, bindings=bindings, **options
-            )
+            options |= {"ranks": self.ranks, "sharding": sharding, "score_mod": score_mod, "bindings": bindings}
+            out = attend_heads(q, k, v, pattern, **options)
+            assert isinstance(out, Tensor)  # no lse was asked for
+            return out
         from ..distributed._attend import attend
 
         if score_mod is not None:

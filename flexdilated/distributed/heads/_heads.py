@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -62,50 +61,6 @@ class HeadSplit:
         """For each query head of a rank, the key/value head that it reads, counted from the rank's first."""
         group, first = self.num_heads // self.num_kv_heads, self.keys[rank].start
         return [head // group - first for head in self.queries[rank]]
-
-
-@overload
-def attend_heads(
-    q: Float[Tensor, "B H L D"],
-    k: Float[Tensor, "B G L D"],
-    v: Float[Tensor, "B G L D"],
-    pattern: Pattern | Mixture,
-    *,
-    ranks: Ranks,
-    sharding: Sharding,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    score_mod: ScoreMod | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
-    bindings: Mapping[str, Tensor] | None = None,
-    head_offset: int = 0,
-    num_heads_global: int | None = None,
-    engine: str | None = None,
-    block_size: int | tuple[int, int] | None = None,
-    return_lse: Literal[False] = False,
-) -> Float[Tensor, "B H L D"]: ...
-
-
-@overload
-def attend_heads(
-    q: Float[Tensor, "B H L D"],
-    k: Float[Tensor, "B G L D"],
-    v: Float[Tensor, "B G L D"],
-    pattern: Pattern | Mixture,
-    *,
-    ranks: Ranks,
-    sharding: Sharding,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    score_mod: ScoreMod | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
-    bindings: Mapping[str, Tensor] | None = None,
-    head_offset: int = 0,
-    num_heads_global: int | None = None,
-    engine: str | None = None,
-    block_size: int | tuple[int, int] | None = None,
-    return_lse: Literal[True],
-) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]: ...
 
 
 def attend_heads(

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 from ...engines._placed_call import PlacedCall
-from ...masks.core._algebra import union
-from ...masks.core._box import Box, Progression
 from ...masks.core._pattern import Expression
 from ...masks.core._ranges import Ranges
-from ...masks.needs._needs import needed_keys
 from ...masks.orders._placement import Placement
-from ...masks.patterns.run_time._run_time import entry, num_entries
 from ...masks.plan_cache._cache import cache
+from ..counts import KVNeeds
 from ..group import PlainCall, Ranks, Sharding, whole_rule
 from ..wire import BufferPool, Codec, codec_for, pool_named
 
@@ -62,8 +59,10 @@ def turns_of(
     """
 
     def build() -> tuple[Turn, ...]:
+        needs = KVNeeds.of(rule, sharding.num_tokens, len(heads), 1, heads.start, num_heads_global)
+
         def part(holder: int, receiver: int) -> Part:
-            return _needed_part(rule, sharding, holder, receiver, heads, num_heads_global)
+            return _needed_part(needs, sharding, holder, receiver)
 
         return tuple(
             Turn(source, part(source, rank), target, part(rank, target))
@@ -86,46 +85,16 @@ def _steps(num_ranks: int) -> Iterator[int]:
             yield num_ranks - step
 
 
-def _needed_part(
-    rule: Expression, sharding: Sharding, holder: int, receiver: int, heads: range, num_heads_global: int
-) -> Part:
+def _needed_part(needs: KVNeeds, sharding: Sharding, holder: int, receiver: int) -> Part:
     """The runs of the holder's shard of which the receiver needs a key: consecutive, as a shard has two at most."""
     queries = sharding.ranges(receiver)
     needed, first = [], 0
     for run in sharding.ranges(holder):
-        if queries and _needs(rule, queries, run, heads, num_heads_global):
+        if any(needs.by_head(queries, (run,))):
             needed.append((range(first, first + len(run)), run))
         first += len(run)
     tokens = range(needed[0][0].start, needed[-1][0].stop) if needed else range(0)
     return Part(tokens, tuple(run for _, run in needed))
-
-
-def _needs(rule: Expression, queries: Ranges, keys: range, heads: range, num_heads_global: int) -> bool:
-    """Whether any of the queries may attend to any of the keys: by the bounds of the rule where they tell."""
-    box = _boxes(queries, keys, heads)
-    bounds = [
-        union(entry(rule, batch).branches()).count(box, num_heads=num_heads_global)
-        for batch in range(num_entries(rule))
-    ]
-    if any(bool(bound.low.any()) for bound in bounds):
-        return True
-    if not any(bool(bound.high.any()) for bound in bounds):
-        return False
-    return bool(needed_keys(rule, queries=queries, keys=(keys,), heads=heads, num_heads_global=num_heads_global))
-
-
-def _boxes(queries: Ranges, keys: range, heads: range) -> Box:
-    """Every head with every range of queries, and the keys."""
-    places = [(head, run) for head in heads for run in queries]
-
-    def numbers(values) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.int64)
-
-    return Box(
-        numbers(head for head, _ in places),
-        Progression(numbers(run.start for _, run in places), 1, numbers(len(run) for _, run in places)),
-        Progression(torch.full((len(places),), keys.start), 1, torch.full((len(places),), len(keys))),
-    )
 
 
 @dataclass(frozen=True, eq=False)
