@@ -25,6 +25,39 @@ named: WeakValueDictionary[str, BufferPool] = WeakValueDictionary()
 _POISON = 0xFF  # in every byte: NaN in each floating type, and in the scale of a coded row; -1 in signed integers
 
 
+@dataclass
+class PoolStatistics:
+    """Bytes are those of now, except the peaks; counts and peaks begin with the pool, or at its last `reset`.
+
+    allocated_bytes: held by the pool, leased and idle. idle_bytes: of these. leased_bytes: what open leases asked for.
+    num_leases: those that the pool served; num_allocations: for how many of them it asked torch for memory; num_plain:
+    tensors that torch made instead. By role: leases, and bytes they asked for.
+    """
+
+    allocated_bytes: int = 0
+    idle_bytes: int = 0
+    leased_bytes: int = 0
+    peak_bytes: int = 0
+    peak_leased_bytes: int = 0
+    num_leases: int = 0
+    num_allocations: int = 0
+    num_plain: int = 0
+    leases_by_role: Counter[Role] = field(default_factory=Counter)
+    bytes_by_role: Counter[Role] = field(default_factory=Counter)
+
+    @property
+    def reuse_rate(self) -> float:
+        """The share of leases that got a buffer which was there already; 0 before the first."""
+        return 1 - self.num_allocations / self.num_leases if self.num_leases else 0.0
+
+    @property
+    def fragmentation(self) -> float:
+        """Bytes held for each byte leased now: 1 where nothing is held, infinite where all of it is idle."""
+        if self.leased_bytes:
+            return self.allocated_bytes / self.leased_bytes
+        return float("inf") if self.allocated_bytes else 1.0
+
+
 @dataclass(eq=False)
 class _Buffer:
     """One bucket. It stays on one stream: as work there is done in order, it can go from use to use without waiting."""
@@ -65,7 +98,10 @@ class Lease:
         self._tensor = None
 
     def __repr__(self) -> str:
-        return lease_text(self)
+        whose = "torch" if self._pool is None else self._pool.name
+        if self._tensor is None:
+            return f"Lease(of {whose}, which has ended)"
+        return f"Lease({tuple(self._tensor.shape)}, {self._tensor.dtype}, of {whose})"
 
     def __enter__(self) -> Tensor:
         return self.tensor
@@ -157,7 +193,14 @@ class BufferPool:
         return partial(BufferPool, self.device, **sizes, pinned=self.pinned, debug=self.debug), ()
 
     def __repr__(self) -> str:
-        return pool_text(self)
+        """Its name, which the log has too, its settings where they are not the usual ones, and what it holds."""
+        where = "any device" if self.device is None else self.device
+        least = "never leases" if self.threshold_bytes == maxsize else f"leases from {bytes_text(self.threshold_bytes)}"
+        budget = "" if self.budget_bytes is None else f", budget {bytes_text(self.budget_bytes)}"
+        traits = "".join(f", {name}" for name in ("pinned", "debug") if getattr(self, name))
+        now = self.statistics
+        held = f"holds {bytes_text(now.allocated_bytes)}, of which {bytes_text(now.leased_bytes)} are leased"
+        return f"BufferPool({self.name}, {where}, {least}{budget}{traits}: {held})"
 
     @property
     def _held(self) -> int:
@@ -267,55 +310,3 @@ def _current_stream(device: torch.device) -> Any:
 def _is_capturing(device: torch.device) -> bool:
     """A captured graph replays on the addresses it has seen: they must be its own, never a pool's."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-@dataclass
-class PoolStatistics:
-    """Bytes are those of now, except the peaks; counts and peaks begin with the pool, or at its last `reset`.
-
-    allocated_bytes: held by the pool, leased and idle. idle_bytes: of these. leased_bytes: what open leases asked for.
-    num_leases: those that the pool served; num_allocations: for how many of them it asked torch for memory; num_plain:
-    tensors that torch made instead. By role: leases, and bytes they asked for.
-    """
-
-    allocated_bytes: int = 0
-    idle_bytes: int = 0
-    leased_bytes: int = 0
-    peak_bytes: int = 0
-    peak_leased_bytes: int = 0
-    num_leases: int = 0
-    num_allocations: int = 0
-    num_plain: int = 0
-    leases_by_role: Counter[Role] = field(default_factory=Counter)
-    bytes_by_role: Counter[Role] = field(default_factory=Counter)
-
-    @property
-    def reuse_rate(self) -> float:
-        """The share of leases that got a buffer which was there already; 0 before the first."""
-        return 1 - self.num_allocations / self.num_leases if self.num_leases else 0.0
-
-    @property
-    def fragmentation(self) -> float:
-        """Bytes held for each byte leased now: 1 where nothing is held, infinite where all of it is idle."""
-        if self.leased_bytes:
-            return self.allocated_bytes / self.leased_bytes
-        return float("inf") if self.allocated_bytes else 1.0
-
-
-def lease_text(lease: Lease) -> str:
-    """What is leased, and of whom."""
-    whose = "torch" if lease._pool is None else lease._pool.name
-    if lease._tensor is None:
-        return f"Lease(of {whose}, which has ended)"
-    return f"Lease({tuple(lease._tensor.shape)}, {lease._tensor.dtype}, of {whose})"
-
-
-def pool_text(pool: BufferPool) -> str:
-    """Its name, which the log has too, its settings where they are not the usual ones, and what it holds."""
-    where = "any device" if pool.device is None else pool.device
-    least = "never leases" if pool.threshold_bytes == maxsize else f"leases from {bytes_text(pool.threshold_bytes)}"
-    budget = "" if pool.budget_bytes is None else f", budget {bytes_text(pool.budget_bytes)}"
-    traits = "".join(f", {name}" for name in ("pinned", "debug") if getattr(pool, name))
-    now = pool.statistics
-    held = f"holds {bytes_text(now.allocated_bytes)}, of which {bytes_text(now.leased_bytes)} are leased"
-    return f"BufferPool({pool.name}, {where}, {least}{budget}{traits}: {held})"
