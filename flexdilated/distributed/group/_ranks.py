@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import ProcessGroup, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
