@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import Sharding, traffic
-from flexdilated.distributed._heads import attend_heads
-from flexdilated.distributed._ranks import Ranks
-from flexdilated.distributed._sharding import Order
+from flexdilated.distributed.group._ranks import Ranks
+from flexdilated.distributed.group._sharding import Order
+from flexdilated.distributed.heads._heads import attend_heads
 
 from ._oracle import Rule, by_definition, relative_error
 from ._problem import Problem, Size

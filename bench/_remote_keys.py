@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from flexdilated.distributed._sharding import Order
+from flexdilated.distributed.group._sharding import Order
 
 from ._longnets import LongNet
 

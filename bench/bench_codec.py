@@ -10,15 +10,15 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.distributed._codec import Codec, CodecName, codec_named
-from flexdilated.distributed._codec_choice import choose_codec, row_peak
-from flexdilated.distributed._wire_report import wire_report
+from flexdilated.distributed.wire._codec import Codec, CodecName, codec_named
+from flexdilated.distributed.wire._codec_choice import choose_codec, row_peak
 
 from ._buffer_claims import MESSAGES
 from ._oracle import relative_error
 from ._problem import Problem, Size
 from ._result import Result, Row, at_most
 from ._timing import Job, interleave
+from ._wire_report import wire_report
 
 # N tokens, G key/value heads, D head dim
 

@@ -7,8 +7,8 @@ import torch
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.distributed._sharding import Order
-from flexdilated.distributed._token_counts import token_counts
+from flexdilated.distributed.counts._tokens import token_counts
+from flexdilated.distributed.group._sharding import Order
 
 from ._longnets import LongNet, longnet_n
 from ._problem import Size, tokens_text

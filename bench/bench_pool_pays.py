@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from flexdilated.distributed import BufferPool
-from flexdilated.distributed._pool import lease_from
-from flexdilated.distributed._pools import break_even_bytes
+from flexdilated.distributed.wire._pool import lease_from
+from flexdilated.distributed.wire._pools import break_even_bytes
 
 from . import bench_pool
 from ._buffer_claims import IMPROVED_TEMPORARIES, MEMORY, PLAIN_TEMPORARIES, RING_TIME, SPARSE_RING_TIME

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.distributed._sharding import Order
+from flexdilated.distributed.group._sharding import Order
 
 from ._longnets import LONGNET_4, LongNet, dense
 from ._problem import Size

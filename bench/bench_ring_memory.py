@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexdilated import masks
-from flexdilated.distributed import _ring_transfers
-from flexdilated.distributed._sharding import Order
-from flexdilated.distributed._traffic import Role
+from flexdilated.distributed.group._sharding import Order
+from flexdilated.distributed.group._traffic import Role
+from flexdilated.distributed.ring import _transfers
 
 from ._longnets import LongNet, dense, longnet_n
 from ._problem import Size
@@ -123,12 +123,12 @@ def held_buffers(*own: Tensor) -> Iterator[Held]:
     """Counts what the ring hands to its messages; the rank's `own` tensors are no buffers."""
     held = Held()
     held.known |= {x.untyped_storage()._cdata for x in own}
-    post = _ring_transfers.post
+    post = _transfers.post
 
     def counting(role: Role, *args: Any, send: Any = (), receive: Any = (), **options: Any) -> Any:
         for x, _ in (*send, *receive):
             held.hold(x, role)
         return post(role, *args, send=send, receive=receive, **options)
 
-    with patch.object(_ring_transfers, "post", counting):
+    with patch.object(_transfers, "post", counting):
         yield held

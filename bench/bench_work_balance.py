@@ -7,8 +7,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from flexdilated.distributed import Sharding
-from flexdilated.distributed._sharding import Order
-from flexdilated.distributed._work import work_of_ranks
+from flexdilated.distributed.counts._tokens import work_of_ranks
+from flexdilated.distributed.group._sharding import Order
 
 from ._longnets import LONGNET_4, LONGNET_5, LongNet, dense
 from ._problem import tokens_text

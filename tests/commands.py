@@ -119,9 +119,9 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexdilated.cli._verify.verify", lambda *, as_json: print(f"verify {as_json}") or 0)
     monkeypatch.setattr("flexdilated.cli._doctor.doctor", lambda: print("doctor") or 0)
     for module in ("flexdilated.cli._plan_fits", "flexdilated.cli._plan_report"):
-        monkeypatch.setattr(f"{module}.attention_memory", _attention_memory)
+        monkeypatch.setattr(f"{module}.attention_memory", memory_of_call)
         monkeypatch.setattr(f"{module}.model_memory", _model_memory)
-    monkeypatch.setattr("flexdilated.distributed._simulation.attention_memory", _attention_memory)
+    monkeypatch.setattr("flexdilated.cli._simulation.attention_memory", memory_of_call)
     monkeypatch.setattr(
         "flexdilated.cli._plan_report.measure_options", lambda *given, **named: [(f"{given}", 1.0, 1.0)]
     )
@@ -141,7 +141,7 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexdilated.cli._tune._table", lambda found: found.text)
 
 
-def _attention_memory(pattern: Any, size: AttentionSize, *, device: str = "cpu") -> AttentionMemory:
+def memory_of_call(pattern: Any, size: AttentionSize, *, device: str = "cpu") -> AttentionMemory:
     """Numbers that depend on all that is asked, and rise with the tokens."""
     row = size.batch * size.dtype.itemsize * size.head_dim * size.num_tokens * (1 if device == "cpu" else 2)
     queries, keys = row * size.num_heads, 2 * row * size.kv_heads

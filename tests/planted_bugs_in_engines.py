@@ -276,7 +276,7 @@ IN_ENGINES = (
         decoded(WINDOW, _from_a_cache, lengths=[200]), "check_attention_module: decoding", "key evicted",
     ),
     Bug(
-        "one live buffer handed out twice", "flexdilated.distributed._pool:BufferPool._buffer", _still_idle,
+        "one live buffer handed out twice", "flexdilated.distributed.wire._pool:BufferPool._buffer", _still_idle,
         _two_leases, "two leases of one pool", "read back were", "darcstar",
     ),
 )  # fmt: skip

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flexdilated import masks
 from flexdilated._validate import run_time_tensors
-from flexdilated.distributed._plain_call import PlainCall
-from flexdilated.distributed._ranks import Ranks
-from flexdilated.distributed._ring_op import ring_op
-from flexdilated.distributed._sharding import Sharding
-from flexdilated.distributed._traffic import traffic
+from flexdilated.distributed.group._call import PlainCall
+from flexdilated.distributed.group._ranks import Ranks
+from flexdilated.distributed.group._sharding import Sharding
+from flexdilated.distributed.group._traffic import traffic
+from flexdilated.distributed.ring._op import ring_op
 from flexdilated.testing import MEMORY_LAYOUTS, laid_out
 from flexdilated.testing.strategies import shardings
 from tests import oracle

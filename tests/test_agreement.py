@@ -9,10 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flexdilated import masks
 from flexdilated.distributed import traffic
-from flexdilated.distributed._agreement import check_agreement, check_device
-from flexdilated.distributed._disagreement import disagreement, named
-from flexdilated.distributed._faults import communicating
-from flexdilated.distributed._ranks import Ranks
+from flexdilated.distributed.group._agreement import check_agreement, check_device, disagreement, named
+from flexdilated.distributed.group._messages import communicating
+from flexdilated.distributed.group._ranks import Ranks
 from tests.rank_worker import set_group_timeout
 from tests.ranks import on_ranks, outcomes_on_ranks
 

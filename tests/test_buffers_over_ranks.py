@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import BufferPool, Sharding, traffic
-from flexdilated.distributed._codec import codec_named
+from flexdilated.distributed.wire._codec import codec_named
 from tests.ranks import on_ranks
 
 SCHEDULES = ["exchange", "ring"]

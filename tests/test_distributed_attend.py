@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flexdilated import masks
 from flexdilated.distributed import BufferPool, Sharding, attend
-from flexdilated.distributed._pool import PoolStatistics
+from flexdilated.distributed.wire._pool import PoolStatistics
 from tests.rank_worker import set_group_timeout
 from tests.ranks import on_ranks, outcomes_on_ranks
 

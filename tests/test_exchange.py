@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from flexdilated import masks
 from flexdilated.distributed import BufferPool, Sharding, attend, traffic
-from flexdilated.distributed._ranks import Ranks
+from flexdilated.distributed.group._ranks import Ranks
 from tests import oracle
 from tests.agreement import TIGHT
 from tests.ranks import on_ranks

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.distributed import Sharding, _chunk_pairs, _dilated_counts
-from flexdilated.distributed._exchange_plan import ExchangePlan, local_indices
-from flexdilated.distributed._token_counts import token_counts
+from flexdilated.distributed import Sharding
+from flexdilated.distributed.counts import _chunks, _dilated
+from flexdilated.distributed.counts._tokens import token_counts
+from flexdilated.distributed.exchange._plan import ExchangePlan, local_indices
 from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.needs._needs import needed_keys
 from flexdilated.testing.strategies import lengths, shardings
@@ -112,10 +113,10 @@ def test_counts_in_closed_form(many: Many):
     expected = minimum(many.needed(), many.sharding)
     with pytest.MonkeyPatch.context() as patch:
         # What is called for other patterns.
-        patch.setattr("flexdilated.distributed._token_counts._of_group", None)
+        patch.setattr("flexdilated.distributed.counts._tokens._of_group", None)
         assert torch.equal(token_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_dilated_counts, "_MOST_VALUES", 0)
+        patch.setattr(_dilated, "_MOST_VALUES", 0)
         assert torch.equal(token_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
 
 
@@ -123,8 +124,8 @@ def test_counts_in_closed_form(many: Many):
 def test_counts_by_many_chunks_at_once(many: Many):
     """Bounds decide squares of chunks, few at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_chunk_pairs, "_FEW_CHUNKS", 0)
-        patch.setattr(_chunk_pairs, "_FRONTIER", 5)
+        patch.setattr(_chunks, "_FEW_CHUNKS", 0)
+        patch.setattr(_chunks, "_FRONTIER", 5)
         counts = token_counts(many.twin.pattern, many.sharding, **many.sizes)
     assert torch.equal(counts, minimum(many.needed(), many.sharding))
 
@@ -139,9 +140,15 @@ def test_sender_and_receiver_agree(many: Many):
         assert plan.num_sent == tuple(len([*_places(by_head)]) for by_head in plan.sent)
         assert plan.num_received == tuple(plans[other].num_sent[rank] for other in range(len(plans)))
         places = [place for by_head in plan.sent for place in _places(by_head)]
-        assert plan.sent_heads.tolist() == [head for head, _ in places]
-        positions = many.sharding.positions(rank)[plan.sent_tokens]
+        sent, received = plan.rows(torch.device("cpu"))
+        assert sent.heads.tolist() == [head for head, _ in places]
+        positions = many.sharding.positions(rank)[sent.index]
         assert positions.tolist() == [position for _, position in places]
+        came = [place for by_head in plan.received for place in _places(by_head)]
+        assert received.heads.tolist() == [head for head, _ in came]
+        for (head, position), index in zip(came, received.index.tolist(), strict=True):
+            keys = [key for run in plan.placement.keys[head] for key in run]
+            assert keys[index] == position
 
 
 def _places(by_head):
@@ -210,7 +217,7 @@ def test_counts_of_many_ranks(pattern, order):
 
 def test_squares_of_chunks_are_no_single_chunks(monkeypatch):
     """Two tokens need two between them, and the first of them one."""
-    monkeypatch.setattr(_chunk_pairs, "_FEW_CHUNKS", 0)
+    monkeypatch.setattr(_chunks, "_FEW_CHUNKS", 0)
     counts = token_counts(masks.causal(), Sharding(8, 8), num_heads=1, num_kv_heads=1)
     assert torch.equal(counts, torch.ones(8, 8, dtype=torch.int64).tril(-1))
 
@@ -226,7 +233,7 @@ def test_indices_in_a_shard_of_two_runs():
     """Positions 2, 3 and 12, 13 are the tokens 0 to 3 of the second of four ranks."""
     plan = ExchangePlan.of(masks.every(), Sharding(16, 4, "zigzag"), 1, num_heads=1, num_kv_heads=1)
     assert plan.sent[0] == ((range(2, 4), range(12, 14)),)
-    assert plan.sent_tokens.tolist() == [0, 1, 2, 3] * 3
+    assert plan.rows(torch.device("cpu"))[0].index.tolist() == [0, 1, 2, 3] * 3
     assert local_indices((range(2, 4), range(12, 14)), (range(3, 13, 9), range(2, 3))).tolist() == [1, 2, 0]
 
 

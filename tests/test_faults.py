@@ -10,8 +10,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from flexdilated.distributed import Sharding, shard, unshard
-from flexdilated.distributed._faults import communicating
-from flexdilated.distributed._ranks import Ranks
+from flexdilated.distributed.group._messages import communicating
+from flexdilated.distributed.group._ranks import Ranks
 from tests.ranks import on_ranks, outcomes_on_ranks
 
 LAST = 2  # of three ranks: the one that fails

@@ -15,8 +15,8 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import Sharding, traffic
-from flexdilated.distributed._heads import HeadSplit, attend_heads
-from flexdilated.distributed._ranks import Ranks
+from flexdilated.distributed.group._ranks import Ranks
+from flexdilated.distributed.heads._heads import HeadSplit, attend_heads
 from flexdilated.testing import MEMORY_LAYOUTS, laid_out
 from tests.agreement import TIGHT
 from tests.rank_worker import set_group_timeout

@@ -159,6 +159,24 @@ def test_the_rooms_of_patterns_are_named_and_stand_on_each_other() -> None:
     assert found == set()
 
 
+# Lowest first, too; other rooms import from a room, and not from its files.
+RANK_ROOMS = ("group", "wire", "counts", "exchange", "ring", "heads")
+
+
+def test_the_rooms_of_ranks_stand_on_each_other() -> None:
+    inside = {path.name for path in (ROOT / "flexdilated" / "distributed").iterdir() if path.name != "__pycache__"}
+    assert inside == {"__init__.py", "_attend.py", *RANK_ROOMS}
+    apart = ("ring", "exchange"), ("heads", "exchange"), ("heads", "ring"), ("heads", "wire"), ("heads", "counts")
+    for module, file in SOURCES.items():
+        here, _, _ = module.removeprefix("flexdilated.distributed.").partition(".")
+        for name in imports(module, file):
+            there, _, inner = name.removeprefix("flexdilated.distributed.").partition(".")
+            if name.startswith("flexdilated.distributed.") and there in RANK_ROOMS and there != here:
+                assert not inner, f"{module} imports from {name}, a file of another room"
+                assert here not in RANK_ROOMS or RANK_ROOMS.index(there) < RANK_ROOMS.index(here)
+                assert (here, there) not in apart
+
+
 def test_imports_are_declared_dependencies() -> None:
     """Only the commands may use an extra, and who imports one late; nothing imports from the checkout."""
 

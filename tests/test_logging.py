@@ -10,7 +10,7 @@ import torch
 import flexdilated as fd
 from flexdilated import _engines, masks
 from flexdilated.distributed import BufferPool
-from flexdilated.distributed._schedule import choose_schedule
+from flexdilated.distributed.counts._schedule import choose_schedule
 from flexdilated.masks.plan_cache import _cache
 from flexdilated.masks.plan_cache._cache import Cache
 from flexdilated.masks.plan_cache._debug_log import LONGEST, Untold, Written

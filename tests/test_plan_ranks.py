@@ -1,5 +1,6 @@
 """plan --ranks: bytes, pairs and memory against the dense rule, times against hand-made numbers, bad input refused."""
 
+import functools
 import json
 from pathlib import Path
 from time import process_time
@@ -13,6 +14,7 @@ from flexdilated.cli._sizes import parse_seconds, parse_speed, seconds_text
 from flexdilated.cli._usage import UsageError
 from flexdilated.distributed import Sharding
 from flexdilated.memory._memory import AttentionSize, attention_memory
+from tests import commands
 
 # W ranks, G key/value heads, N tokens
 
@@ -21,6 +23,14 @@ SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "-n", "500"]
 LONG = "longnet(({}), ({})) & causal()".format(
     ", ".join(str(2048 << power) for power in range(20)), ", ".join(str(1 << power) for power in range(20))
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_dry_run_a_size():
+    """A memory model runs the call on no memory, which takes seconds: once for each size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flexdilated.cli._simulation.attention_memory", functools.cache(attention_memory))
+        yield
 
 
 def data_of(capsys, *arguments: str):
@@ -182,8 +192,9 @@ def test_cuda_is_planned_without_one(capsys) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-def test_4096_ranks_and_a_billion_tokens(capsys, order) -> None:
-    """In a minute on any machine; about 20 seconds on two cores."""
+def test_4096_ranks_and_a_billion_tokens(capsys, monkeypatch, order) -> None:
+    """In a minute on any machine; about 10 seconds on one core, without the memory of a call, which is tested alone."""
+    monkeypatch.setattr("flexdilated.cli._simulation.attention_memory", commands.memory_of_call)
     begin = process_time()
     sizes = ["--tokens", "1024M", "--heads", "8", "--dtype", "bf16"]
     found = data_of(capsys, LONG, *sizes, "--ranks", "4096", "--sharding", order, "--link", "50GB/s")
@@ -256,6 +267,6 @@ def test_what_is_refused(arguments, message, capsys) -> None:
 
 
 def test_a_picture_that_cannot_be_drawn(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("flexdilated.cli._ranks_settings.find", lambda package: None)
+    monkeypatch.setattr("flexdilated.cli._plan_ranks.find", lambda package: None)
     assert main(["plan", *TWO, "--picture", "x.png"]) == 2
     assert 'pip install "flexdilated[plot]"' in capsys.readouterr().err

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from flexdilated import distributed
-from flexdilated.distributed import BufferPool, _pools
-from flexdilated.distributed._pool import lease_from
-from flexdilated.distributed._pools import break_even_bytes, name_of, pool_named
+from flexdilated.distributed import BufferPool
+from flexdilated.distributed.wire import _pools
+from flexdilated.distributed.wire._pool import lease_from
+from flexdilated.distributed.wire._pools import break_even_bytes, name_of, pool_named
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

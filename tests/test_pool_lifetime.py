@@ -6,7 +6,8 @@ import threading
 import pytest
 import torch
 
-from flexdilated.distributed import BufferPool, _pool
+from flexdilated.distributed import BufferPool
+from flexdilated.distributed.wire import _pool
 
 KIB, MIB = 1 << 10, 1 << 20
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from flexdilated import attend, masks
-from flexdilated.distributed._sharding import Sharding
+from flexdilated.distributed.group._sharding import Sharding
 from tests import oracle
 from tests.agreement import TIGHT
 from tests.ranks import on_ranks

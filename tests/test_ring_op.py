@@ -14,8 +14,8 @@ from torch.testing import assert_close
 
 from flexdilated import masks
 from flexdilated.distributed import attend
-from flexdilated.distributed._ring_op import ring_backward_op, ring_op
-from flexdilated.distributed._sharding import Sharding
+from flexdilated.distributed.group._sharding import Sharding
+from flexdilated.distributed.ring._op import ring_backward_op, ring_op
 from flexdilated.engines._placed_call import PlacedCall
 from flexdilated.masks.text._json import read_text
 from tests import oracle

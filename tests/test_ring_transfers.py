@@ -15,10 +15,10 @@ from torch.distributed import DistError
 from torch.testing import assert_close
 
 from flexdilated import masks
-from flexdilated.distributed import _ring_transfers
-from flexdilated.distributed._codec import codec_named, gradient_codec
-from flexdilated.distributed._pool import BufferPool
-from flexdilated.distributed._sharding import Sharding
+from flexdilated.distributed.group._sharding import Sharding
+from flexdilated.distributed.ring import _transfers
+from flexdilated.distributed.wire._codec import codec_named, gradient_codec
+from flexdilated.distributed.wire._pool import BufferPool
 from flexdilated.engines._placed_call import PlacedCall
 from tests import oracle
 from tests.agreement import TIGHT
@@ -37,7 +37,7 @@ def a_case(W: int, N: int = 40, order: Any = "contiguous", pattern: Any = None, 
 def events_of(case: RingCase) -> list[str]:
     """On a rank: the order in which messages are posted and shards computed with, in the forward."""
     events: list[str] = []
-    post, forward = _ring_transfers.post, PlacedCall.forward
+    post, forward = _transfers.post, PlacedCall.forward
 
     def logged_post(role, *args, **options):
         events.append(f"post {role}")
@@ -47,7 +47,7 @@ def events_of(case: RingCase) -> list[str]:
         events.append("compute")
         return forward(*args, **options)
 
-    with patch.object(_ring_transfers, "post", logged_post), patch.object(PlacedCall, "forward", logged_forward):
+    with patch.object(_transfers, "post", logged_post), patch.object(PlacedCall, "forward", logged_forward):
         run([case])
     return events[: events.index("post gradients")]
 
@@ -61,7 +61,7 @@ def test_the_next_shard_is_on_its_way_while_one_is_computed_with():
 def held_by(case: RingCase) -> dict[str, float]:
     """On a rank: the most that lived at once of what messages carry, in shards; "own" is where its keys come from."""
     live, peak, known = Counter[str](), Counter[str](), set[int]()
-    post = _ring_transfers.post
+    post = _transfers.post
 
     def hold(x: Tensor, role: str) -> None:
         storage = x.untyped_storage()
@@ -83,7 +83,7 @@ def held_by(case: RingCase) -> dict[str, float]:
             hold(x, "own" if role == "keys" else role)
         return post(role, ranks, send=send, receive=receive)
 
-    with patch.object(_ring_transfers, "post", counting):
+    with patch.object(_transfers, "post", counting):
         run([case])
     assert live.total() == 0, "all that was held must be freed"
     k = case.tensors[1]

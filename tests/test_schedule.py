@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.distributed import _schedule as module
-from flexdilated.distributed._schedule import _choose, choose_schedule
+from flexdilated.distributed.counts import _schedule as module
+from flexdilated.distributed.counts._schedule import _choose, choose_schedule
 from flexdilated.testing.strategies import shardings
 from tests.strategies import whole_cases
 

@@ -1,5 +1,7 @@
 """Simulation: what is planned is what ranks then send; links and steps by hand."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,14 +9,21 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.cli._simulation import Links, simulate, step_seconds
 from flexdilated.distributed import Sharding
-from flexdilated.distributed._links import Links
-from flexdilated.distributed._simulation import simulate
-from flexdilated.distributed._step_time import Computing, step_time
 from flexdilated.memory._memory import AttentionSize, attention_memory
 from tests.ranks import on_ranks
 
 # B batch, H query heads, G key/value heads, L tokens of a rank, D head dim
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_dry_run_a_size():
+    """A memory model runs the call on no memory, which takes seconds: once for each size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flexdilated.cli._simulation.attention_memory", functools.cache(attention_memory))
+        yield
+
 
 PATTERNS = {
     "longnet": masks.longnet((32, 128, 512), (1, 4, 16)) & masks.causal(),
@@ -68,14 +77,13 @@ def test_links_take_the_busier_direction_and_the_slower_kind() -> None:
 
 
 def test_a_ring_overlaps_and_fetches_twice() -> None:
-    computing = Computing(torch.tensor([3.0, 1.0], dtype=torch.float64), torch.tensor([6.0, 2.0], dtype=torch.float64))
+    computing = torch.tensor([3.0, 1.0], dtype=torch.float64), torch.tensor([6.0, 2.0], dtype=torch.float64)
     keys, gradients = torch.tensor([[0, 0], [20, 0]]), torch.tensor([[0, 0], [70, 0]])
     moved = {"keys": keys, "gradients": gradients}
-    exchange = step_time(computing, Links(bytes_per_s=10), **moved, overlapped=False)
-    assert (exchange.keys, exchange.gradients, exchange.computing) == (2, 7, 9)
-    assert (exchange.forward, exchange.backward, exchange.step) == (5, 13, 18)
-    ring = step_time(computing, Links(bytes_per_s=10), **moved, overlapped=True)
-    assert (ring.forward, ring.backward) == (3, 9)
+    exchange = step_seconds(*computing, Links(bytes_per_s=10), **moved, overlapped=False)
+    assert exchange == {"keys": 2, "gradients": 7, "computing": 9, "forward": 5, "backward": 13, "step": 18}
+    ring = step_seconds(*computing, Links(bytes_per_s=10), **moved, overlapped=True)
+    assert (ring["forward"], ring["backward"]) == (3, 9)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.distributed._token_counts import token_counts
+from flexdilated.distributed.counts._tokens import token_counts
 from flexdilated.viewer import Ranks, page
 from tests.browser import Tab
 from tests.viewer_pages import Shown, hold, look, sampled

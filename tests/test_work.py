@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.distributed._work import work_of_ranks
+from flexdilated.distributed.counts._tokens import work_of_ranks
 from flexdilated.masks.blocks import _exact_pairs, _query_pairs
 from flexdilated.masks.blocks._exact_pairs import exact_pairs
 from flexdilated.masks.blocks._query_pairs import pairs_of_queries
@@ -62,12 +62,13 @@ REPEATING = {
 @pytest.mark.parametrize("pattern", REPEATING.values(), ids=REPEATING)
 @pytest.mark.parametrize("num_tokens", [1, 10, 23, 60])
 def test_runs_of_queries_anywhere(pattern, num_tokens) -> None:
-    """All runs at once, the empty ones too."""
+    """All runs at once, the empty ones too; in small steps, which take long, a quarter of them."""
     zero, position = torch.zeros((), dtype=torch.int64), torch.arange(num_tokens)
     mod = pattern.mask_mod(num_heads=1, device=torch.device("cpu"))
     seen = [0, *accumulate(mod(zero, zero, position[:, None], position).sum(1).tolist())]
     start, stop = torch.cartesian_prod(torch.arange(num_tokens + 1), torch.arange(num_tokens + 1)).unbind(1)
-    start, stop = start[start <= stop], stop[start <= stop]
+    every = 4 if _exact_pairs._FRONTIER == 5 and num_tokens > 10 else 1
+    start, stop = (ends[start <= stop][::every] for ends in (start, stop))
     expected = torch.tensor(seen)[stop] - torch.tensor(seen)[start]
     assert torch.equal(pairs_of_queries(pattern, start, stop, num_tokens), expected)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from flexdilated import masks
+from flexdilated.cli._simulation import all_gather_tokens
 from flexdilated.cli._traffic_picture import save_traffic_picture
 from flexdilated.distributed import Sharding
-from flexdilated.distributed._token_counts import token_counts
-from flexdilated.distributed._volumes import all_gather_tokens
+from flexdilated.distributed.counts._tokens import token_counts
 
 RANKS, TOKENS, HEADS, HEAD_DIM = 8, 1 << 20, 8, 64
 TOKEN_BYTES = 2 * HEAD_DIM * torch.bfloat16.itemsize  # a key and a value of one head

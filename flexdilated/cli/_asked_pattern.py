@@ -35,7 +35,7 @@ class AskedPattern:
         return {"num_heads": self.num_heads, "num_queries": self.num_tokens, "num_keys": self.num_tokens}
 
     @property
-    def self.num_entries() -> int:
+    def num_entries(self) -> int:
         """Batch entries that run-time tensors tell apart; 1 if all are alike."""
         return self.bind().batch
 

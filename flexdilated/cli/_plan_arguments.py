@@ -56,8 +56,7 @@ def _add_ranks(parser: CommandParser) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     if options.ranks is not None:
-        from ._plan_ranks import plan_ranks
-        from ._ranks_settings import ranks_settings_from
+        from ._plan_ranks import plan_ranks, ranks_settings_from
 
         return plan_ranks(ranks_settings_from(options))
     from ._plan import plan

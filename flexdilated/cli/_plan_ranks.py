@@ -2,17 +2,82 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..distributed._simulation import Simulation, simulate
+from jaxtyping import Int64
+from tabulate import tabulate
+from torch import Tensor
+
+from ..distributed.group import Sharding
+from ..distributed.wire import CodecName
+from ..masks.planning.machine._machine_in_use import machine_of
+from ._extras import find, missing_line
 from ._out import replace
-from ._ranks_report import ranks_data
-from ._ranks_settings import RanksSettings
-from ._ranks_text import ranks_text
-from ._sizes import tokens_text
+from ._plan_settings import PlanSettings, settings_from
+from ._simulation import Links, Simulation, in_groups, simulate
+from ._sizes import bytes_text, parse_seconds, parse_speed, seconds_text, tokens_text
 from ._usage import UsageError
+
+# W ranks
+
+MOST_RANKS = 4096
+_CODECS: dict[str, CodecName | None] = {"none": None, "bf16": "bf16", "int8": "int8"}
+MOST_ROWS = 16  # of a table for a terminal; more ranks are shown in groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksSettings:
+    """`links` are None where no times are asked for."""
+
+    plan: PlanSettings
+    sharding: Sharding
+    codec: CodecName | None
+    links: Links | None
+    picture: Path | None
+
+
+def ranks_settings_from(options: argparse.Namespace) -> RanksSettings:
+    """Raises UsageError for sizes and files that do not fit."""
+    if not 1 <= options.ranks <= MOST_RANKS:
+        raise UsageError(f"--ranks must be at least 1 and at most {MOST_RANKS}; got {options.ranks}")
+    plan = settings_from(options)
+    return RanksSettings(
+        plan=plan,
+        sharding=Sharding(plan.num_tokens, options.ranks, options.sharding or "contiguous"),
+        codec=_CODECS[options.codec or "none"],
+        links=_links(options),
+        picture=_picture(options.picture),
+    )
+
+
+def _links(options: argparse.Namespace) -> Links | None:
+    if options.link is None:
+        return None
+    if options.ranks_per_node is not None and options.ranks_per_node < 1:
+        raise UsageError(f"--ranks-per-node must be at least 1; got {options.ranks_per_node}")
+    return Links(
+        bytes_per_s=parse_speed(options.link),
+        between_bytes_per_s=None if options.link_between is None else parse_speed(options.link_between),
+        ranks_per_node=options.ranks_per_node,
+        latency_s=0.0 if options.latency is None else parse_seconds(options.latency),
+    )
+
+
+def _picture(path: Path | None) -> Path | None:
+    """The path, if a picture can be drawn there."""
+    if path is None:
+        return None
+    if path.suffix.lower() != ".png":
+        raise UsageError(f"--picture must name a .png file; got {path}")
+    if not path.parent.is_dir():
+        raise UsageError(f"--picture must lie in a folder that exists; got {path}")
+    if find("matplotlib") is None:
+        raise UsageError(missing_line("matplotlib"))
+    return path
 
 
 def plan_ranks(settings: RanksSettings) -> int:
@@ -37,3 +102,160 @@ def _draw(path: Path, found: Simulation, data: dict[str, Any]) -> None:
     size = f"{tokens_text(data['num_tokens'])} tokens, head dim {data['head_dim']}, {data['dtype']}"
     title = f"{data['pattern']:.90}\nkeys and values between {data['num_ranks']:,} ranks: {size}"
     replace(path, lambda partial: save_traffic_picture(partial, shown, title=title))
+
+
+def ranks_data(settings: RanksSettings, found: Simulation) -> dict[str, Any]:
+    """All of it; sizes are bytes, times seconds."""
+    plan, sharding = settings.plan, settings.sharding
+    exchange = found.ways["exchange"].keys
+    each, sums = in_groups(exchange, MOST_ROWS)
+    return {
+        "pattern": repr(plan.pattern),
+        "num_tokens": plan.num_tokens,
+        "num_heads": plan.num_heads,
+        "num_kv_heads": plan.num_kv_heads,
+        "head_dim": plan.head_dim,
+        "batch": plan.batch,
+        "dtype": plan.dtype,
+        "device": plan.device,
+        "num_ranks": sharding.num_ranks,
+        "sharding": sharding.order,
+        "codec": settings.codec,
+        "auto": asdict(found.choice),
+        "work": {"pairs": int(found.work.sum()), "most_over_mean": dict(found.balance)},
+        "ways": {name: _way(found, name) for name in found.ways},
+        "links": settings.links and asdict(settings.links),
+        "machine": machine_of(plan.device).source,
+        "matrix": {"ranks_in_a_group": each, "bytes": sums.tolist()},  # of many ranks, sums over consecutive ones
+        "ranks": {
+            "tokens": list(sharding.lengths),
+            "pairs": found.work.tolist(),
+            "received": exchange.sum(1).tolist(),
+            "sent": exchange.sum(0).tolist(),
+        },
+        "shard": {"inputs": found.call.inputs, "inference_peak": found.call.inference_peak,
+                  "training_peak": found.call.training_peak},
+    }  # fmt: skip
+
+
+def _way(found: Simulation, name: str) -> dict[str, Any]:
+    way = found.ways[name]
+    return {
+        "received": _spread(way.tokens.sum(1) * way.key_bytes),
+        "sent": _spread(way.tokens.sum(0) * way.key_bytes),
+        "gradients_sent": _spread(way.tokens.sum(1) * way.gradient_bytes),
+        "messages": _spread((way.tokens > 0).sum(1)),
+        "held": int(way.held.max()),
+        "inference_peak": found.inference_peak(name),
+        "training_peak": found.training_peak(name),
+        "predicted_s": way.seconds,
+    }
+
+
+def _spread(each: Int64[Tensor, " W"]) -> dict[str, float]:
+    return {"least": int(each.min()), "mean": float(each.double().mean()), "most": int(each.max())}
+
+
+def ranks_text(data: dict[str, Any]) -> str:
+    """Facts, the matrix, the ranks or what they have at most, the ways beside each other, and what is predicted."""
+    each = data["matrix"]["ranks_in_a_group"]
+    who = "rank" if each == 1 else f"group of {each} ranks"
+    parts = [
+        tabulate(_facts(data), tablefmt="plain", disable_numparse=True),
+        f"Keys and values that the {who} of a row receives from the {who} of a column, in an exchange",
+        _matrix_table(data["matrix"]),
+        "What each rank has",
+        _ranks_table(data),
+        "Ways to bring keys and values to queries",
+        _ways_table(data),
+        _note(data),
+    ]
+    return "\n\n".join(parts)
+
+
+def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
+    heads = f"{data['num_heads']} heads"
+    if data["num_kv_heads"] != data["num_heads"]:
+        heads += f" over {data['num_kv_heads']}"
+    kind = data["dtype"] + (f", batch {data['batch']}" if data["batch"] > 1 else "")
+    kind += f", sent as {data['codec']}" if data["codec"] else ""
+    tokens, balance = data["ranks"]["tokens"], data["work"]["most_over_mean"]
+    held = tokens_text(max(tokens)) if min(tokens) == max(tokens) else f"{min(tokens):,} to {max(tokens):,}"
+    work = ", ".join(f"{most:.4f} {order}" for order, most in balance.items())
+    return [
+        ("pattern", data["pattern"]),
+        ("size", f"{tokens_text(data['num_tokens'])} tokens, {heads}, head dim {data['head_dim']}, {kind}"),
+        ("ranks", f"{data['num_ranks']:,} on {data['device']}, {held} tokens each, {data['sharding']}"),
+        ("work", f"{data['work']['pairs']:,} pairs; load imbalance (max / mean): {work}"),
+        ("schedule", f"{data['auto']['name']}: {data['auto']['reason']}"),
+    ]  # fmt: skip
+
+
+def _matrix_table(matrix: dict[str, Any]) -> str:
+    each, rows = matrix["ranks_in_a_group"], matrix["bytes"]
+    names = [str(index) if each == 1 else f"{each * index}-" for index in range(len(rows))]
+    lines = [
+        [name, *(bytes_text(size) if size else "." for size in row)] for name, row in zip(names, rows, strict=True)
+    ]
+    return tabulate(lines, ("", *names), colalign=["right"] * (len(rows) + 1), disable_numparse=True)
+
+
+def _ranks_table(data: dict[str, Any]) -> str:
+    ranks = data["ranks"]
+    columns = [ranks[name] for name in ("tokens", "pairs", "received", "sent")]
+    if data["num_ranks"] <= MOST_ROWS:
+        lines = [(f"rank {rank}", *each) for rank, each in enumerate(zip(*columns, strict=True))]
+    else:
+        kinds = (("least", min), ("mean", lambda each: sum(each) / len(each)), ("most", max))
+        lines = [(name, *(of(each) for each in columns)) for name, of in kinds]
+    mean = sum(ranks["pairs"]) / len(ranks["pairs"])
+    shown = []
+    for name, tokens, pairs, got, gave in lines:
+        over = f"{pairs / mean:.4f}" if mean else ""
+        shown.append((name, f"{tokens:,.0f}", f"{pairs:,.0f}", over, bytes_text(got), bytes_text(gave)))
+    headers = ("", "tokens", "pairs", "over the mean", "receives", "sends")
+    return tabulate(shown, headers, colalign=("left", *["right"] * 5), disable_numparse=True)
+
+
+_TIMES = {
+    "keys": "predicted: keys and values on their way",
+    "gradients": "predicted: gradients on their way",
+    "computing": "predicted: computing, both directions",
+    "forward": "predicted: forward",
+    "backward": "predicted: backward",
+    "step": "predicted: forward and backward",
+}
+
+
+def _ways_table(data: dict[str, Any]) -> str:
+    ways = data["ways"].values()
+    lines = [
+        ("received by a rank, mean", [bytes_text(way["received"]["mean"]) for way in ways]),
+        ("received by a rank, most", [bytes_text(way["received"]["most"]) for way in ways]),
+        ("from so many others, most", [f"{way['messages']['most']:,}" for way in ways]),
+        ("gradients it sends back, most", [bytes_text(way["gradients_sent"]["most"]) for way in ways]),
+        ("held of others' at one time, most", [bytes_text(way["held"]) for way in ways]),
+        ("attend: inference, peak", [bytes_text(way["inference_peak"]) for way in ways]),
+        ("attend: training, peak", [bytes_text(way["training_peak"]) for way in ways]),
+    ]
+    if data["links"] is not None:
+        lines += [(title, [seconds_text(way["predicted_s"][name]) for way in ways]) for name, title in _TIMES.items()]
+    rows = [(name, *each) for name, each in lines]
+    return tabulate(rows, ("", *data["ways"]), colalign=("left", *["right"] * 3), disable_numparse=True)
+
+
+def _note(data: dict[str, Any]) -> str:
+    """What is predicted, and how."""
+    lines = [
+        "Bytes, tokens and pairs are counted from the pattern. Memory is a model: attention over the largest shard",
+        "alone, with q, k, v and in training all gradients, and beside it the others' keys and values that are held.",
+    ]
+    if data["links"] is None:
+        return "\n".join([*lines, "With --link, the speed of links, times are predicted too."])
+    lines += [
+        f"Times are predicted, not measured. Computing: the cost model's time for one {data['device']} with all tokens",
+        f"({data['machine']} constants), given to the ranks in proportion to their pairs. Sending: a rank's bytes in",
+        "its busier direction over the speed of its links, without contention. In a ring both go on at once, in the",
+        "others one after the other. Each line is of the rank that takes longest in it.",
+    ]
+    return "\n".join(lines)

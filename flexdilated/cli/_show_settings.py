@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import masks
-from ..distributed._sharding import Order
+from ..distributed.group import Order
 from ..masks.orders._layout import Layout
 from ._asked_pattern import AskedPattern
 from ._extras import find, missing_line

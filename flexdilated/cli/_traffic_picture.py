@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..distributed._volumes import in_groups
+from ._simulation import in_groups
 from ._sizes import bytes_text
 
 if TYPE_CHECKING:

@@ -21,18 +21,11 @@ from ..masks.core._check import require_bool, require_choice
 from ..masks.core._pattern import Expression, require_expression
 from ..masks.planning._block_mask import block_sides
 from ..masks.text._json import read_text
-from ._agreement import check_agreement, values_of
-from ._check_shards import check_shards, equal_shards
-from ._codec import codec_named
-from ._codec_choice import CodecChoice, check_codec
-from ._exchange import exchange
-from ._plain_call import PlainCall
-from ._pools import PoolChoice, name_of
-from ._ranks import Ranks
-from ._ring_op import ring_op
-from ._schedule import Schedule, choose_schedule
-from ._sharding import Sharding
-from ._whole_rule import whole_rule
+from .counts import Schedule, choose_schedule
+from .exchange import exchange
+from .group import PlainCall, Ranks, Sharding, check_agreement, check_shards, equal_shards, values_of, whole_rule
+from .ring import ring_op
+from .wire import CodecChoice, PoolChoice, check_codec, codec_named, name_of
 
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim
 

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..distributed import Sharding
-    from ..distributed._codec_choice import CodecChoice
-    from ..distributed._pools import PoolChoice
+    from ..distributed.wire import CodecChoice, PoolChoice
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

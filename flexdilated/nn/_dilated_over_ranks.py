@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..distributed import Sharding
-    from ..distributed._codec_choice import CodecChoice
-    from ..distributed._pools import PoolChoice
+    from ..distributed.wire import CodecChoice, PoolChoice
 
 
 class RingDilatedAttention(BlockSparseAttention):

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..distributed import Sharding
-    from ..distributed._codec_choice import CodecChoice
-    from ..distributed._pools import PoolChoice
-    from ..distributed._ranks import Ranks
+    from ..distributed.group import Ranks
+    from ..distributed.wire import CodecChoice, PoolChoice
 
 SCHEDULES = ("auto", "exchange", "ring", "heads")
 
@@ -47,10 +46,8 @@ class OverRanks:
     ranks: Ranks = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        from ..distributed._check_shards import check_sharding
-        from ..distributed._codec_choice import check_codec
-        from ..distributed._pools import name_of
-        from ..distributed._ranks import Ranks
+        from ..distributed.group import Ranks, check_sharding
+        from ..distributed.wire import check_codec, name_of
 
         require_choice("schedule", self.schedule, SCHEDULES)
         object.__setattr__(self, "ranks", Ranks.of(self.mesh))
@@ -100,11 +97,12 @@ class OverRanks:
         """This rank's part of attention over the whole sequence; options as in `attend`."""
         sharding = self.sharding_of(q.shape[2])
         if self.schedule == "heads":
-            from ..distributed._heads import attend_heads
+            from ..distributed.heads import attend_heads
 
-            return attend_heads(
-                q, k, v, pattern, ranks=self.ranks, sharding=sharding, score_mod=score_mod, bindings=bindings, **options
-            )
+            options |= {"ranks": self.ranks, "sharding": sharding, "score_mod": score_mod, "bindings": bindings}
+            out = attend_heads(q, k, v, pattern, **options)
+            assert isinstance(out, Tensor)  # no lse was asked for
+            return out
         from ..distributed._attend import attend
 
         if score_mod is not None:

@@ -18,7 +18,7 @@ from ..tuning._tune_choices import num_measured
 from ._compilations import Compilations, compilations
 
 # Imported by whoever has made a pool: nobody else has to wait for it.
-_POOL_MODULE = "flexdilated.distributed._pool"
+_POOL_MODULE = "flexdilated.distributed.wire._pool"
 
 
 @dataclass(frozen=True)

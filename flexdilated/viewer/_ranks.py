@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..distributed._codec import codec_named
-from ..distributed._sharding import Order, Sharding
-from ..distributed._token_counts import token_counts
+from ..distributed.counts import token_counts
+from ..distributed.group import Order, Sharding
+from ..distributed.wire import codec_named
 from ..masks.core._bound import Bound
 from ..masks.core._check import require_choice, require_int
 

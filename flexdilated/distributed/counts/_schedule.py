@@ -1,0 +1,120 @@
+"""Schedule: whether keys come in one exchange or shard by shard in a ring, by counted bytes and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from ...masks.core._bytes_text import bytes_text
+from ...masks.core._pattern import Expression
+from ...masks.plan_cache._cache import cache
+from ...masks.plan_cache._debug_log import Written, log
+from ..group import Sharding
+from ._chunks import Chunks
+from ._tokens import tokens_by_chunk
+
+# W ranks, R groups of them, n chunks
+
+Schedule = Literal["exchange", "ring"]
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A schedule, why it is taken, and what each of the two costs the rank that receives most, in bytes.
+
+    exchange_bytes and ring_bytes are received, as they are on the wire; exchange_memory and ring_memory are held of
+    other ranks' keys and values at one time.
+    """
+
+    name: Schedule
+    reason: str
+    exchange_bytes: int
+    ring_bytes: int
+    exchange_memory: int
+    ring_memory: int
+
+
+def choose_schedule(
+    pattern: Expression,
+    sharding: Sharding,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+    batch: int = 1,
+    wire_row_bytes: int | None = None,
+) -> ScheduleChoice:
+    """The exchange, unless it holds more times what the ring does than the ring receives more than it.
+
+    The exchange receives exactly what a rank's queries need, and holds it all. The ring receives whole every run of a
+    shard of which something is needed, and holds two shards. So the exchange never receives more; it is taken where
+    it holds no more either, and where it holds m times as much if it receives at most an m-th. `wire_row_bytes` are
+    those of one row of K or V as it is sent, if that is not as it is held.
+
+    A function of its arguments alone, so that all ranks choose alike, and kept in the cache.
+    Raises ValueError where the pattern does not bind to the sharding's tokens and these heads.
+    """
+    heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}
+    tokens = sharding.num_tokens
+    rule = pattern.bind(num_queries=tokens, num_keys=tokens, **heads).pattern  # with the values of run-time tensors
+    held = 2 * batch * head_dim * dtype.itemsize
+    sent = held if wire_row_bytes is None else 2 * batch * wire_row_bytes
+
+    def build() -> ScheduleChoice:
+        needed, chunks = tokens_by_chunk(rule, sharding, num_kv_heads=num_kv_heads, **heads)
+        shards = ring_tokens(needed, chunks, num_kv_heads=num_kv_heads)
+        found = choice_of(chunks.by_source(needed), shards, held_bytes=held, sent_bytes=sent)
+        log.debug("schedule %r for %s, %s: %s", found.name, Written(rule.text), sharding, found.reason)
+        return found
+
+    key = ("schedule", rule.text, sharding.numbers(), num_kv_heads, *heads.values(), held, sent)
+    return cache().get(key, build, lambda choice: 512, pattern=rule)
+
+
+def choice_of(
+    needed: Int64[Tensor, "W W"], shards: Int64[Tensor, "W W"], *, held_bytes: int, sent_bytes: int
+) -> ScheduleChoice:
+    """The choice where rank i gets needed[i, j] tokens of rank j in an exchange, and shards[i, j] in a ring.
+
+    A token of a KV head has so many bytes as it is held, and as it is sent.
+    """
+    exchanged, ringed, kept = (int(each.max()) for each in (needed.sum(1), shards.sum(1), held_in_ring(shards)))
+    return _choose(exchanged * sent_bytes, ringed * sent_bytes, exchanged * held_bytes, kept * held_bytes)
+
+
+def _choose(exchange_bytes: int, ring_bytes: int, exchange_memory: int, ring_memory: int) -> ScheduleChoice:
+    numbers = exchange_bytes, ring_bytes, exchange_memory, ring_memory
+    if ring_bytes == 0:
+        return ScheduleChoice("exchange", "no rank needs a key of another, so nothing is sent", *numbers)
+    exchange = f"receives at most {bytes_text(exchange_bytes)} of keys and values in an exchange, and holds it all"
+    if exchange_memory <= ring_memory:
+        ring = f"it would receive {bytes_text(ring_bytes)} in a ring and hold {bytes_text(ring_memory)}"
+        return ScheduleChoice("exchange", f"a rank {exchange}; {ring}", *numbers)
+    less, more = ring_bytes / exchange_bytes, exchange_memory / ring_memory
+    if less >= more:
+        ring = f"it would receive {less:.3g} times as much in a ring, to hold {more:.3g} times less"
+        return ScheduleChoice("exchange", f"a rank {exchange}; {ring}", *numbers)
+    ring = f"receives at most {bytes_text(ring_bytes)} of keys and values in a ring"
+    ring += f", and holds {bytes_text(ring_memory)} at a time"
+    instead = f"it would receive {bytes_text(exchange_bytes)} in an exchange, and hold it all"
+    return ScheduleChoice("ring", f"a rank {ring}; {instead}", *numbers)
+
+
+_SHARDS_HELD = 2  # by a ring: the one that is computed with, and the one on its way
+
+
+def ring_tokens(needed: Int64[Tensor, "W n"], chunks: Chunks, *, num_kv_heads: int) -> Int64[Tensor, "W W"]:
+    """Whole chunks, of which something is needed by these numbers of tokens."""
+    return chunks.by_source(torch.where(needed > 0, num_kv_heads * chunks.length, 0))
+
+
+def held_in_ring(tokens: Int64[Tensor, "W W"]) -> Int64[Tensor, " W"]:
+    """The two largest that come of one rank each."""
+    return tokens.topk(min(_SHARDS_HELD, len(tokens)), dim=1).values.sum(1)

@@ -1,0 +1,180 @@
+"""Tokens that each rank needs of each other, and the pairs that it computes, counted for all ranks at once."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from ...masks.blocks._query_pairs import pairs_of_queries
+from ...masks.core._check import require_int
+from ...masks.core._composite import common_period
+from ...masks.core._pattern import Expression, Pattern, require_expression
+from ...masks.core._ranges import Ranges
+from ...masks.needs._asked import Asked, moved
+from ...masks.needs._needs import keys_of_any, rules_of_heads
+from ...masks.patterns.run_time._run_time import run_time_leaves
+from ...masks.patterns.run_time._run_time_checks import missing
+from ..group import Sharding
+from ._chunks import Chunks, sort_pairs
+from ._dilated import as_branches, dilated_tokens
+
+# W ranks, n chunks
+
+
+def token_counts(
+    pattern: Expression,
+    sharding: Sharding,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+) -> Int64[Tensor, "W W"]:
+    """Entry (i, j): how many tokens rank i receives from rank j in an exchange, summed over KV heads.
+
+    The sums of the plans that `ExchangePlan.of` makes for these arguments; it raises the same errors.
+    """
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_offset": head_offset}
+    tokens, chunks = tokens_by_chunk(pattern, sharding, **sizes, num_heads_global=num_heads_global)
+    return chunks.by_source(tokens)
+
+
+def tokens_by_chunk(
+    pattern: Expression,
+    sharding: Sharding,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+) -> tuple[Int64[Tensor, "W n"], Chunks]:
+    """(how many tokens of each chunk each rank needs, the chunks); those that a rank has itself mean nothing."""
+    needs = KVNeeds.of(pattern, sharding.num_tokens, num_heads, num_kv_heads, head_offset, num_heads_global)
+    chunks = Chunks.of(sharding)
+    groups = Counter(needs.groups)
+    dilated = {group: as_branches([rule for rule, _ in group]) for group in groups}
+    known = dilated_tokens([(each, groups[group]) for group, each in dilated.items() if each], chunks)
+    tokens = torch.zeros(sharding.num_ranks, len(chunks), dtype=torch.int64) if known is None else known
+    for group, times in groups.items():
+        if known is None or dilated[group] is None:
+            tokens += times * _of_group(group, needs, chunks)
+    return tokens, chunks
+
+
+def _of_group(group: tuple[HeadRule, ...], needs: KVNeeds, chunks: Chunks) -> Int64[Tensor, "W n"]:
+    """For one KV head. Bounds on chunks decide most pairs; what they leave in doubt is asked by rank and chunk."""
+    tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
+    doubts: dict[tuple[int, int], list[tuple[HeadRule, range]]] = defaultdict(list)
+    every = torch.zeros_like(tokens, dtype=torch.bool)
+    for rule, head in group:
+        full, doubtful = sort_pairs(rule, head, needs.num_heads_global, chunks)
+        every |= chunks.by_target(full)
+        for target, source in doubtful.tolist():
+            doubts[int(chunks.rank[target]), source].append(((rule, head), chunks.runs[target]))
+    torch.where(every, chunks.length, tokens, out=tokens)
+    for (rank, source), asked in doubts.items():
+        if rank != int(chunks.rank[source]) and not every[rank, source]:
+            tokens[rank, source] = sum(map(len, needs.of_any(asked, (chunks.runs[source],))))
+    return tokens
+
+
+HeadRule = tuple[Pattern, int]  # a rule for one head, and a head that follows it
+
+
+@dataclass(frozen=True, eq=False)
+class KVNeeds:
+    """The keys that queries need in each of this device's KV heads, by the rules of its group of query heads."""
+
+    num_heads_global: int
+    groups: tuple[tuple[HeadRule, ...], ...]  # the distinct rules of each KV head's query heads
+    _known: dict[tuple[Asked, ...], Ranges] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        pattern: Expression,
+        num_tokens: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_offset: int,
+        num_heads_global: int | None,
+    ) -> KVNeeds:
+        """Raises ValueError for sizes that do not fit each other, or the pattern, and for tensors without values."""
+        for leaf in run_time_leaves(require_expression(pattern)):
+            raise ValueError(missing(leaf.name))
+        require_int("num_heads", num_heads, minimum=1)
+        require_int("num_kv_heads", num_kv_heads, minimum=1)
+        require_int("head_offset", head_offset, minimum=0)
+        total = head_offset + num_heads if num_heads_global is None else num_heads_global
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads; got {num_heads=} and {num_kv_heads=}")
+        if head_offset + num_heads > total:
+            raise ValueError(
+                f"heads {head_offset} to {head_offset + num_heads - 1} must lie within num_heads_global; "
+                f"got num_heads_global={total}"
+            )
+        pattern.check_heads(total)
+        pattern.check_tokens(range(num_tokens), range(num_tokens))
+        size = num_heads // num_kv_heads
+        firsts = range(head_offset, head_offset + num_heads, size)
+        # Groups with the same rules are equal: each rule goes with the first of all heads that follows it.
+        follower = rules_of_heads(pattern, range(head_offset, head_offset + num_heads), total)
+        rules = (rules_of_heads(pattern, range(at, at + size), total) for at in firsts)
+        groups = tuple(tuple((rule, follower[rule]) for rule in each) for each in rules)
+        return cls(total, groups)
+
+    def by_head(self, queries: Ranges, keys: Ranges) -> tuple[Ranges, ...]:
+        """For each KV head the positions among the keys that some of the queries need."""
+        if not queries or not keys:
+            return ((),) * len(self.groups)
+        return tuple(self.of_any([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups)
+
+    def of_any(self, asked: Sequence[tuple[HeadRule, range]], keys: Ranges) -> Ranges:
+        """The positions among some keys that some of these queries need, each run of them by a rule of its own."""
+        # Where all rules repeat after a shift, so do the needs.
+        period = common_period(tuple(rule for (rule, _), _ in asked))
+        least = min(keys[0].start, *(queries.start for _, queries in asked))
+        shift = 0 if period is None else least // period * period
+        questions = tuple(
+            Asked((rule,), moved(queries, -shift), moved(run, -shift), head, self.num_heads_global)
+            for (rule, head), queries in asked
+            for run in keys
+        )
+        if questions not in self._known:
+            self._known[questions] = keys_of_any(questions)
+        return tuple(moved(each, shift) for each in self._known[questions])
+
+
+def work_of_ranks(
+    pattern: Expression,
+    sharding: Sharding,
+    *,
+    num_heads: int,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+) -> Int64[Tensor, " W"]:
+    """(query, key, head) pairs of each rank's queries, counted once for each branch that allows them.
+
+    Over the batch entries that the pattern's tensors tell apart. Raises ValueError where the pattern does not bind.
+    """
+    tokens = sharding.num_tokens
+    heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}
+    bound = pattern.bind(num_queries=tokens, num_keys=tokens, **heads)
+    ranges = [(rank, run) for rank in range(sharding.num_ranks) for run in sharding.ranges(rank)]
+    rank = torch.tensor([rank for rank, _ in ranges])
+    start, stop = (torch.tensor(ends) for ends in zip(*((run.start, run.stop) for _, run in ranges), strict=True))
+    rules = Counter(
+        branch.for_head(head, bound.num_heads_global)
+        for entry in range(bound.batch)
+        for branch in bound.entry(entry).pattern.branches()
+        for head in range(head_offset, head_offset + num_heads)
+    )
+    work = torch.zeros(sharding.num_ranks, dtype=torch.int64)
+    for rule, times in rules.items():
+        work.index_add_(0, rank, times * pairs_of_queries(rule, start, stop, tokens))
+    return work

@@ -1,0 +1,151 @@
+"""The exchange as custom ops: as a whole for tiles, the transfer of keys alone for engines that trace."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ...engines._flat_op import flat_op
+from ...engines._op_gradient import copies, no_gradients, refuse, set_gradient
+from ...engines._placed_call import WholeRows
+from ...masks.core._ambient import own_modes
+from ...masks.text._json import read_text
+from ..group import PlainCall
+from ._call import ExchangeCall
+
+# B batch, H query heads, G key/value heads, L tokens of this rank's shard, M own and received tokens, D head dim
+
+
+@flat_op("flexdilated::exchange")
+def exchange_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bindings: list[Tensor],
+    call: ExchangeCall,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse) of this rank's queries over the keys of all ranks; and the keys and values that were used."""
+    return call.forward(q, k, v, sinks, bindings)
+
+
+@exchange_op.register_fake
+def _(q, k, v, sinks, bindings, *options):
+    call = ExchangeCall.of(*options)
+    read_text(call.pattern).check_heads(call.num_heads_global)  # `attend` leaves it to this rule where it is traced
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.empty_like(q), lse, *_empty_keys(q, k, bindings, call)
+
+
+@flat_op("flexdilated::exchange_backward")
+def exchange_backward_op(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bindings: list[Tensor],
+    call: ExchangeCall,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of this rank's own tensors; k and v are those that the forward returned."""
+    return call.backward(q, k, v, bindings, WholeRows(out, lse, grad_out, grad_lse))
+
+
+@exchange_backward_op.register_fake
+def _(grad_out, grad_lse, q, k, v, out, lse, bindings, *options):
+    own = (k.shape[0], k.shape[1], q.shape[2], k.shape[3])
+    return torch.empty_like(q), k.new_empty(own), v.new_empty(own)
+
+
+@flat_op("flexdilated::exchange_keys")
+def exchange_keys_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bindings: list[Tensor],
+    call: ExchangeCall,
+) -> tuple[Tensor, Tensor]:
+    """(k, v) with those that the queries need of other ranks; of q only its shape is used."""
+    return call.bring(k, v, call.plan(q.shape[1], k.shape[1], bindings))
+
+
+@exchange_keys_op.register_fake
+def _(q, k, v, bindings, *options):
+    return _empty_keys(q, k, bindings, ExchangeCall.of(*options))
+
+
+@flat_op("flexdilated::exchange_keys_backward")
+def exchange_keys_backward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    bindings: list[Tensor],
+    call: ExchangeCall,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of this rank's own k and v from those of own and received ones."""
+    found = call.give_back(k, v, dk, dv, call.plan(q.shape[1], k.shape[1], bindings))
+    return found[0].to(dk.dtype), found[1].to(dv.dtype)
+
+
+@exchange_keys_backward_op.register_fake
+def _(q, k, v, dk, dv, bindings, *options):
+    return torch.empty_like(k, memory_format=torch.contiguous_format), v.new_empty(v.shape)
+
+
+def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: ExchangeCall) -> tuple[Tensor, Tensor]:
+    """Own and received keys and values: how many depends on the values of run-time tensors, if there are any."""
+    if bindings:
+        num_keys = torch.library.get_ctx().new_dynamic_size()
+    else:
+        with own_modes():
+            num_keys = call.plan(int(q.shape[1]), int(k.shape[1]), []).num_keys
+    return tuple(k.new_empty(k.shape[0], k.shape[1], num_keys, k.shape[3]) for _ in range(2))  # pyright: ignore[reportReturnType]
+
+
+def _setup_keys(ctx, inputs, output) -> None:
+    q, k, v, bindings, *options = inputs
+    ctx.save_for_backward(q, k, v, *copies(bindings))
+    ctx.options = options
+
+
+def _keys_backward(ctx, dk, dv):
+    q, k, v, *bindings = ctx.saved_tensors
+    grads = exchange_keys_backward_op(q, k, v, dk.contiguous(), dv.contiguous(), bindings, *ctx.options)
+    return None, *grads, *no_gradients(bindings, ctx.options)
+
+
+_REFUSAL = "the exchange has no second derivative; engine='reference' has one, on one rank (dense, small inputs)"
+
+set_gradient(exchange_op, exchange_backward_op, refusal=_REFUSAL, over_ranks=True)
+exchange_keys_op.register_autograd(_keys_backward, setup_context=_setup_keys)
+exchange_keys_backward_op.register_autograd(refuse(_REFUSAL))
+
+
+def exchange(
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G L D"],
+    v: Float[Tensor, "B G L D"],
+    sinks: Float[Tensor, " H"] | None,
+    bindings: list[Tensor],
+    call: PlainCall,
+    *,
+    return_lse: bool,
+) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"] | None]:
+    """(out, lse if asked for) of this rank's queries over all ranks' keys; all take part, and in the backward too.
+
+    `bindings` are the pattern's run-time tensors, of the whole sequence, in the order of their names. One all-to-all
+    brings each (key/value head, token) that some query of this rank may attend to; the backward sends their gradients
+    back in another, and owners add them up in float32 or wider. With tiles all of it is one op; other engines are
+    traced, and only the transfer is an op.
+
+    Raises ValueError where the engine cannot serve the call, and torch.distributed.DistError where another rank fails.
+    """
+    if call.engine != "tiles":
+        return ExchangeCall(*call).traced(q, k, v, sinks, bindings, return_lse=return_lse)
+    out, lse, _, _ = exchange_op(q, k, v, sinks, bindings, *call)
+    return out, lse

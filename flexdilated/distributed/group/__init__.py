@@ -1,0 +1,36 @@
+"""The ranks of a mesh: who holds which tokens, whether all make the same call, messages and their counts, shards.
+
+Every rank computes everyone's plan, so the ranks first agree on the call; a peer that fails is an error on all others.
+"""
+
+from ._agreement import check_agreement, values_of
+from ._call import PlainCall, whole_rule
+from ._messages import Message, Posted, communicating, post
+from ._ranks import Ranks, group_of
+from ._sharding import Order, Sharding
+from ._shards import check_sharding, check_shards, equal_shards, shard, unshard
+from ._traffic import Role, Traffic, record, traffic
+
+__all__ = [
+    "Message",
+    "Order",
+    "PlainCall",
+    "Posted",
+    "Ranks",
+    "Role",
+    "Sharding",
+    "Traffic",
+    "check_agreement",
+    "check_sharding",
+    "check_shards",
+    "communicating",
+    "equal_shards",
+    "group_of",
+    "post",
+    "record",
+    "shard",
+    "traffic",
+    "unshard",
+    "values_of",
+    "whole_rule",
+]

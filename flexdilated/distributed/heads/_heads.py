@@ -1,0 +1,149 @@
+"""Head parallelism: each rank gets the whole sequence of some heads, attends, and hands the tokens back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..._attend import attend, autocast
+from ..._engines import choose_engine
+from ..._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
+from ...engines._score_mod import ScoreMod
+from ...engines._sinks import nothing
+from ...engines.tiles._tiles_op import tiles
+from ...masks import Mixture, Pattern
+from ...masks.core._pattern import require_expression
+from ...masks.planning._block_mask import block_sides
+from ..group import Ranks, Sharding, check_shards
+from ._op import encoded, heads_to_tokens, tokens_to_heads
+
+# B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """Which heads each rank computes: H / W query heads, and the key/value heads that these read.
+
+    With fewer key/value heads than ranks, several ranks have one of them. Raises ValueError unless W divides H.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        H, W = self.num_heads, self.num_ranks
+        if H % W:
+            fitting = [str(number) for number in range(1, H + 1) if H % number == 0]
+            raise ValueError(
+                f"head parallelism needs a number of query heads that is a multiple of the number of ranks; got {H} "
+                f"heads and {W} ranks: {H} heads go on {' or '.join(fitting)} ranks, and schedule='exchange' or 'ring' "
+                "takes any number"
+            )
+
+    @property
+    def queries(self) -> tuple[range, ...]:
+        """The query heads of each rank."""
+        share = self.num_heads // self.num_ranks
+        return tuple(range(rank * share, (rank + 1) * share) for rank in range(self.num_ranks))
+
+    @property
+    def keys(self) -> tuple[range, ...]:
+        """The key/value heads of each rank."""
+        group = self.num_heads // self.num_kv_heads
+        return tuple(range(heads[0] // group, heads[-1] // group + 1) for heads in self.queries)
+
+    def read_by(self, rank: int) -> list[int]:
+        """For each query head of a rank, the key/value head that it reads, counted from the rank's first."""
+        group, first = self.num_heads // self.num_kv_heads, self.keys[rank].start
+        return [head // group - first for head in self.queries[rank]]
+
+
+def attend_heads(
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G L D"],
+    v: Float[Tensor, "B G L D"],
+    pattern: Pattern | Mixture,
+    *,
+    ranks: Ranks,
+    sharding: Sharding,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    score_mod: ScoreMod | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    bindings: Mapping[str, Tensor] | None = None,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+    engine: str | None = None,
+    block_size: int | tuple[int, int] | None = None,
+    return_lse: bool = False,
+) -> Float[Tensor, "B H L D"] | tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
+    """`attend` of a sequence whose tokens lie on the ranks as `sharding` says: this rank's tokens in, and out.
+
+    Two all-to-alls, and two in the backward; a rank computes the whole sequence of H / W heads, so any pattern and
+    engine serve, and the work is as balanced as the heads' rules are alike. Bindings and padding are of the whole
+    sequence, sinks of all heads of q; head_offset counts heads of other devices, as in `attend`. The ranks' gradients
+    of sinks add up to the whole. Raises ValueError unless W divides H.
+    """
+    require_expression(pattern)
+    q, k, v = autocast(q, k, v)
+    check_shards(q, k, v, ranks=ranks, sharding=sharding, enable_gqa=enable_gqa)
+    check_sinks(sinks, q)
+    heads = check_sizes(pattern, q, q_offset=0, k_offset=0, head_offset=head_offset, num_heads_global=num_heads_global)
+    tensors = run_time_tensors(pattern, bindings)
+    if 0 in q.shape[:2]:  # on all ranks, so nobody waits
+        out, lse = nothing(q, k, v, sinks)
+        return (out, lse) if return_lse else out
+    split = HeadSplit(q.shape[1], k.shape[1], ranks.size)
+    mine, numbers = split.queries[ranks.rank], list(sharding.numbers())
+    options = {"score_mod": score_mod, "sinks": None if sinks is None else sinks[mine.start : mine.stop]}
+    first = (head_offset + mine.start, 0, 0)
+    chosen = choose_engine(engine, q, k, v, pattern, first=first, return_lse=return_lse, **options)
+    taken = encoded([split.queries, split.keys, split.keys])
+    q, k, v = tokens_to_heads([q, k, v], taken, numbers, ranks.name, pattern.text, chosen == "tiles")
+    k, v = (_as_read(x, split.read_by(ranks.rank)) for x in (k, v))
+    options |= {"scale": scale, "block_size": block_size, "head_offset": first[0], "num_heads_global": heads}
+    lse: Tensor | None = None
+    if chosen == "tiles":
+        out, lse = _tiles(q, k, v, tensors, pattern, **options)
+    else:
+        options |= {"engine": chosen, "enable_gqa": True, "bindings": bindings, "return_lse": return_lse}
+        found = attend(q, k, v, pattern, **options)
+        out, lse = found if return_lse else (found, None)
+    back = (encoded([split.queries]), [split.num_heads], numbers, ranks.name)
+    (out,) = heads_to_tokens([out], *back)
+    if not return_lse or lse is None:
+        return out
+    (column,) = heads_to_tokens([lse.unsqueeze(-1)], *back)
+    return out, column.squeeze(-1)
+
+
+def _tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bindings: list[Tensor],
+    pattern: Pattern | Mixture,
+    *,
+    score_mod: None,
+    sinks: Tensor | None,
+    scale: float | None,
+    block_size: int | tuple[int, int] | None,
+    head_offset: int,
+    num_heads_global: int,
+) -> tuple[Tensor, Tensor]:
+    """`attend` with engine="tiles", where keys and values may come in float32, so that their gradients do."""
+    sides = [] if block_size is None else list(block_sides(block_size))
+    where = (0, 0, head_offset, num_heads_global, 1, sides, "")
+    return tiles(q, k, v, sinks, bindings, pattern.text, resolve_scale(scale, q.shape[-1]), *where)
+
+
+def _as_read(x: Tensor, read: list[int]) -> Tensor:
+    """Key/value heads as `attend` reads them: as they are if each serves as many query heads, else one for each."""
+    if len({read.count(head) for head in read}) == 1:
+        return x
+    return torch.stack([x[:, head] for head in read], dim=1)

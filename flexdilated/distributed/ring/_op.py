@@ -1,0 +1,162 @@
+"""The ring as a custom op: attention over all ranks' tokens, whose keys and values come to a rank shard by shard.
+
+It is opaque to torch.compile, which sees its shapes and its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import _C, Tensor
+from torch._C import DispatchKey
+
+from ...engines._flat_op import flat_op
+from ...engines._gather import merge_
+from ...engines._op_gradient import set_gradient
+from ...engines._placed_call import WholeRows
+from ...engines._sinks import add_sinks
+from ...masks.text._json import read_text
+from ..group import PlainCall
+from ._plan import RingCall
+from ._transfers import Gradients, Shard, rotate
+
+
+@flat_op("flexdilated::ring")
+def ring_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bindings: list[Tensor],
+    call: PlainCall,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries over the keys of all ranks; every rank takes part, and in the backward too.
+
+    `bindings` are the pattern's run-time tensors, of the whole sequence, in the order of their names. A shard goes
+    straight from its owner to each rank that needs a key of it, while that rank computes with the one before; in the
+    backward it goes again, and its gradients come back. The ranks' gradients of sinks add up to the whole.
+
+    Two other ranks' shards are held at most. Sums are kept in float32 or wider, and added in one order. Codec "auto"
+    keeps its error bound, for one collective of 8 bytes in each pass. Raises torch.distributed.DistError where another
+    rank fails.
+    """
+    return run_forward(RingCall.of(call, q, k, v, bindings), q, k, v, sinks)
+
+
+@ring_op.register_fake
+def _(q, k, v, sinks, bindings, *options):
+    call = PlainCall.of(*options)
+    read_text(call.pattern).check_heads(call.num_heads_global)  # `attend` leaves it to this rule where it is traced
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.empty_like(q), lse
+
+
+@flat_op("flexdilated::ring_backward")
+def ring_backward_op(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bindings: list[Tensor],
+    call: PlainCall,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of `ring_op`, from the out and lse over all keys."""
+    return run_backward(RingCall.of(call, q, k, v, bindings), q, k, v, WholeRows(out, lse, grad_out, grad_lse))
+
+
+@ring_backward_op.register_fake
+def _(grad_out, grad_lse, q, k, v, out, lse, *options):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+set_gradient(
+    ring_op,
+    ring_backward_op,
+    refusal="the ring has no second derivative; engine='reference' has one, on one rank (dense, small inputs)",
+    over_ranks=True,
+)
+
+
+def run_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out (B, H, L, D) in q's dtype, lse (B, H, L)); the sums over shards are kept in float32 or wider."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if not len(call.own):  # nobody sends to a rank without queries, nor waits for one without keys
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
+    queries = q.to(call.dtype)
+    sums: list[Tensor] = []
+
+    def visit(shard: Shard) -> None:
+        if not len(shard.part):
+            return
+        placed, bindings = call.with_keys_of(shard.part), list(call.bindings)
+        out, lse = placed.forward(queries, shard.k, shard.v, None, bindings, wide=True)
+        assert lse is not None
+        if sums:
+            merge_(sums[0], sums[1], out, lse)
+        else:
+            sums.extend((out.to(wide), lse.to(wide)))
+
+    rotate(call, k, v, visit)
+    out, lse = sums
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return _as(out, q), lse.contiguous()
+
+
+def run_backward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv): the shards come again, and the gradients of each go straight back to its owner."""
+    if not len(call.own):
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    gradients = Gradients(call, dk, dv)
+    queries = q.to(call.dtype)
+    rows = WholeRows(whole.out.to(call.dtype), whole.lse, whole.grad_out.to(call.dtype), whole.grad_lse)
+
+    def visit(shard: Shard) -> None:
+        found: list[Tensor] = []
+        if len(shard.part):
+            placed, bindings = call.with_keys_of(shard.part), list(call.bindings)
+            with autograd_on():
+                of_queries, *found = placed.backward(queries, shard.k, shard.v, bindings, rows)
+            dq.add_(of_queries)
+        if shard.turn is not None:
+            gradients.exchange(shard.turn, [x.to(wide) for x in found])
+        else:
+            dk.add_(found[0])
+            dv.add_(found[1])
+
+    try:
+        rotate(call, k, v, visit)
+        gradients.settle()
+    finally:
+        gradients.close()
+    return _as(dq, q), _as(dk, k), _as(dv, v)
+
+
+def _as(x: Tensor, like: Tensor) -> Tensor:
+    """x in the dtype and memory format of `like`: what the op's shape rule promises."""
+    promised = torch.empty_like(like)
+    return x if x.dtype == like.dtype and x.stride() == promised.stride() else promised.copy_(x)
+
+
+_KEYS = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor)
+
+
+@contextmanager
+def autograd_on() -> Iterator[None]:
+    """Operations record for autograd as they do outside of an op; `torch.enable_grad` alone does nothing in one.
+
+    An op's kernel runs without autograd's dispatch keys, since the op as a whole has a derivative of its own. Where
+    it calls an engine whose backward is autograd's, it needs them.
+    """
+    excluded = _C._dispatch_tls_local_exclude_set()
+    for key in _KEYS:
+        excluded = excluded.remove(key)
+    with _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield

@@ -1,0 +1,26 @@
+"""How rows travel: the codecs that write them, and the pools of buffers that they travel in.
+
+A row is one head's key or value for one token. Codecs have no state; a pool leases a buffer to one tensor at a time.
+"""
+
+from ._codec import Codec, CodecName, codec_named, gradient_codec
+from ._codec_choice import CodecChoice, check_codec, codec_for
+from ._pool import BufferPool, Lease, lease_from
+from ._pools import PoolChoice, name_of, pool_for, pool_named
+
+__all__ = [
+    "BufferPool",
+    "Codec",
+    "CodecChoice",
+    "CodecName",
+    "Lease",
+    "PoolChoice",
+    "check_codec",
+    "codec_for",
+    "codec_named",
+    "gradient_codec",
+    "lease_from",
+    "name_of",
+    "pool_for",
+    "pool_named",
+]
