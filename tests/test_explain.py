@@ -13,7 +13,7 @@ from flexdilated.masks.core._reason import Pair, Reason
 from flexdilated.masks.patterns._blockwise import Blockwise
 from flexdilated.masks.patterns._per_document import PerDocument
 from flexdilated.masks.patterns.run_time._run_time import entry
-from flexdilated.testing._drawn_sizes import in_range
+from flexdilated.testing._drawn_inputs import in_range
 from tests.run_time_strategies import packed_cases
 from tests.strategies import cases, whole_cases
 

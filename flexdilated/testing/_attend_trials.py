@@ -11,9 +11,8 @@ from torch import Tensor
 from .._attend import attend
 from ..masks import Mixture, Pattern
 from ._closeness import assert_attention_close
-from ._tried_lengths import lengths_for, takes
-from ._tried_values import KINDS, values
-from ._words import tokens
+from ._inputs import KINDS, lengths_for, takes, values
+from ._problem import tokens
 
 _HEAD_DIMS = (1, 3, 8, 16)
 
