@@ -160,33 +160,39 @@ WRONG = {
 }
 
 
+# Mistakes that one check alone can see.
+ONE_CHECK = ("detached merge", "NaN on empty rows", "stale mask", "frozen weight", "wide half")
+SMALL = {"max_tokens": 14, "examples": 9, "skip": COMPILING}
+
+
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_mistake_fails_its_check(mistake) -> None:
     name, (pattern, rules), failing, passing, words = WRONG[mistake]
     kind = getattr(wrong_attention, name)
-    options = {"num_kv_heads": 2} if name == "CycledHeads" else {}
-    options |= {"max_tokens": 14, "examples": 9, "skip": COMPILING}
-    right = check_attention_module(lambda: wrong_attention.Dense(*rules), pattern, **options)
-    assert right.passed
-    report = examine_attention_module(lambda: kind(*rules), pattern, **options)
-    assert {result.name for result in report.failures} >= failing, str(report)
+    heads = {"num_kv_heads": 2} if name == "CycledHeads" else {}
+    report = examine_attention_module(lambda: kind(*rules), pattern, **SMALL, **heads)
+    failed = {result.name for result in report.failures}
+    assert failed >= failing, str(report)
     assert all(report[check].verdict == "passed" for check in passing), str(report)
     assert words in str(report)
+    if mistake in ONE_CHECK:
+        assert failed - ({"gradients"} if mistake == "NaN on empty rows" else set()) == failing, str(report)
+
+
+@pytest.mark.parametrize(
+    ("claim", "heads"), [(WINDOW, {}), (WINDOW, {"num_kv_heads": 2}), (SPARSE, {}), (SEGMENTS, {}), (GAPS, {})]
+)
+def test_dense_attention_without_a_mistake_passes(claim, heads) -> None:
+    pattern, rules = claim
+    assert check_attention_module(lambda: wrong_attention.Dense(*rules), pattern, **SMALL, **heads).passed
+
+
+def test_a_failed_check_raises_with_the_report() -> None:
+    options = {"max_tokens": 6, "checks": ["agreement", "coverage"]}
+    report = examine_attention_module(lambda: wrong_attention.CausalLeak(*WINDOW[1]), WINDOW[0], **options)
     with pytest.raises(AssertionError, match="checks failed") as caught:
-        check_attention_module(lambda: kind(*rules), pattern, **options)
-    assert name == "Noisy" or str(caught.value) == str(report)
-
-
-def test_only_the_check_of_a_mistake_fails() -> None:
-    """Mistakes that one check alone can see."""
-    for mistake in ("detached merge", "NaN on empty rows", "stale mask", "frozen weight", "wide half"):
-        name, (pattern, rules), failing, _, _ = WRONG[mistake]
-        kind = getattr(wrong_attention, name)
-        report = examine_attention_module(
-            lambda kind=kind, rules=rules: kind(*rules), pattern, max_tokens=14, examples=9, skip=COMPILING
-        )
-        also = {"gradients"} if mistake == "NaN on empty rows" else set()
-        assert {result.name for result in report.failures} - also == failing, str(report)
+        check_attention_module(lambda: wrong_attention.CausalLeak(*WINDOW[1]), WINDOW[0], **options)
+    assert str(caught.value) == str(report)
 
 
 def no_mask(module, q, k, v, hidden):

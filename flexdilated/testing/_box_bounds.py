@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..masks import Pattern
 from ..masks.core._box import Bounds, Box, Progression
+from ._inputs import shrunk
 
 # H heads, T tokens
 
@@ -67,9 +69,9 @@ def check_elementwise(dense: DenseRule, examples: int, generator: torch.Generato
             raise AssertionError(f"{rule}; for head {head}, query {query}, key {key} it depends on the others asked")
 
 
+_TRIES = 500
 # (step of queries, step of keys): natural order, layouts of one rate, and two rates
 _STEPS = ((1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (1, 2), (3, 1), (2, 5))
-_SHRINKS = 500
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ def check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) ->
     """0 <= low <= allowed pairs <= high <= area for every box that is looked at."""
     failures = list(_failures(dense, examples, generator))
     if failures:
-        smallest = min((_shrunk(dense, place) for place in failures), key=_size)
+        fails = partial(_fails, dense)
+        smallest = min((shrunk(place, Place.smaller, fails, tries=_TRIES) for place in failures), key=_size)
         raise AssertionError(_report(dense, smallest))
 
 
@@ -199,21 +202,9 @@ def _size(place: Place) -> tuple[int, int]:
     return place.q.step + place.k.step, place.q.count * place.k.count
 
 
-def _shrunk(dense: DenseRule, place: Place) -> Place:
-    """A place that fails too and of which no simpler one does, as far as some hundred tries lead."""
-    tries = 0
-    while tries < _SHRINKS:
-        for smaller in place.smaller():
-            tries += 1
-            if max(smaller.q.last, smaller.k.last) < dense.num_tokens and _fails(dense, smaller):
-                place = smaller
-                break
-        else:
-            return place
-    return place
-
-
 def _fails(dense: DenseRule, place: Place) -> bool:
+    if max(place.q.last, place.k.last) >= dense.num_tokens:
+        return False
     box = place.box()
     bounds = dense.pattern.count(box, num_heads=dense.num_heads)
     return bool(_is_wrong(bounds, _one(_pairs(dense, place)), box.area).any())

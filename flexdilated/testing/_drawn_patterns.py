@@ -296,7 +296,7 @@ def neighborhoods(*, max_tokens: int = 48) -> st.SearchStrategy[Pattern]:
 
 
 # The simplest comes first: hypothesis shrinks towards it.
-_COMPOSITIONS = ("and", "per_document", "or", "without", "both", "and", "per_document", "per_document")
+_RUN_TIME_COMPOSITIONS = ("and", "per_document", "or", "without", "both", "and", "per_document", "per_document")
 
 
 def run_time_patterns(
@@ -319,7 +319,7 @@ def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSiz
     keys = sizes.k_offset + sizes.num_keys
     spans = [_documents(words, sizes.batch, positions), _lengths(words, sizes.batch, positions)]
     seen = _visible_keys(words, sizes.batch, keys)
-    kind = draw(st.sampled_from(_COMPOSITIONS))
+    kind = draw(st.sampled_from(_RUN_TIME_COMPOSITIONS))
     pattern = draw(grammar.patterns() if kind in ("and", "per_document") else grammar.sets())
     if kind == "both":
         one, other = draw(st.sampled_from([(spans[0], seen), (spans[1], seen), (spans[0], spans[1])]))

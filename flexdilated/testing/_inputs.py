@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
+from math import inf
 from operator import mul
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
 from ..masks import Mixture, Pattern
+
+# B batch, H query heads, G key/value heads, X heads of one of them, N tokens, D head dim
+
+Case = TypeVar("Case")
 
 _NO_LENGTHS = ("seed", "head", "rows")
 
@@ -67,6 +72,21 @@ def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, 
     return tuple(possible[place] for place in places)
 
 
+def shrunk(
+    case: Case, smaller: Callable[[Case], Iterable[Case]], fails: Callable[[Case], bool], *, tries: float = inf
+) -> Case:
+    """A case that fails too and of which no smaller one does, as far as so many tries lead."""
+    while tries > 0:
+        for other in smaller(case):
+            tries -= 1
+            if fails(other):
+                case = other
+                break
+        else:
+            return case
+    return case
+
+
 def takes(pattern: Pattern | Mixture, num_heads: int, num_tokens: int) -> bool:
     """Whether the pattern can be bound to so many queries and keys."""
     try:
@@ -75,8 +95,6 @@ def takes(pattern: Pattern | Mixture, num_heads: int, num_tokens: int) -> bool:
         return False
     return True
 
-
-# B batch, H query heads, G key/value heads, N tokens, D head dim
 
 # What values a case has. Of every length the first is tried, and one of the others in turn.
 KINDS = ("ordinary values", "large scores", "equal keys", "zeros and -0.0", "one key far above the others")
@@ -100,9 +118,6 @@ def values(
     elif kind == "one key far above the others":
         k[:, :, num_tokens // 2] *= 20
     return q, k, v
-
-
-# B batch, X heads, N tokens, D head dim
 
 
 def _fused(x: Tensor) -> Tensor:
