@@ -23,7 +23,7 @@ from .. import masks
 from .._attend import attend
 from ..decoding._kv_cache import KVCache
 from ..engines.flex._flex import missing_compiler
-from ..masks.core._pattern import Expression
+from ..masks import Mixture, Pattern
 from ..masks.plan_cache._cache_limits import (
     BYTES_VARIABLE,
     ENTRIES_VARIABLE,
@@ -184,7 +184,7 @@ class Case:
 def cases(device: str) -> Iterator[Case]:
     """All that runs on this kind of device, engines first."""
 
-    def case(name: str, module: Callable[[], Any], pattern: Expression, *checks: str, **options: Any) -> Case:
+    def case(name: str, module: Callable[[], Any], pattern: Pattern | Mixture, *checks: str, **options: Any) -> Case:
         skipped, chosen = options.pop("skipped", None), checks or _BOTH
         return Case(name, device, chosen, lambda: _failures(module, pattern, chosen, device, **options), skipped)
 
@@ -214,7 +214,7 @@ def cases(device: str) -> Iterator[Case]:
 
 
 def _failures(
-    module: Callable[[], Any], pattern: Expression, checks: Sequence[str], device: str, **options: Any
+    module: Callable[[], Any], pattern: Pattern | Mixture, checks: Sequence[str], device: str, **options: Any
 ) -> list[str]:
     """What the checks of modules find, each in its first line."""
     report = examine_attention_module(module, pattern, checks=checks, device=device, **{**_SIZES, **options})
