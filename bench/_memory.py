@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from flexdilated.cli import _resident_memory
-
+from . import _resident_memory
 from ._apart import run_apart
 
 

@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.cli._resident_memory import resident_bytes
 
 from ._longnets import LONGNET_4, LongNet
+from ._resident_memory import resident_bytes
 from ._result import Result, Row, at_most
 from ._timing import say
 from .bench_compilations import Config as LayerConfig

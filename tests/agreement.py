@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flexdilated.testing._memory_layouts import MEMORY_LAYOUTS, laid_out
-from flexdilated.testing._rounding import cotangents
+from flexdilated.testing._closeness import cotangents
+from flexdilated.testing._inputs import MEMORY_LAYOUTS, laid_out
 from tests import oracle
 
 Attention = Callable[..., tuple[Tensor, Tensor]]

@@ -116,7 +116,7 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write_recordings(Path("recordings"))
     # First those that are imported here and take names from the others: later they would keep what is put there.
     monkeypatch.setattr("flexdilated.cli._demo.demo", print)
-    monkeypatch.setattr("flexdilated.cli._verify.verify", lambda *, as_json: print(f"verify {as_json}") or 0)
+    monkeypatch.setattr("flexdilated.cli._doctor.verify", lambda *, as_json: print(f"verify {as_json}") or 0)
     monkeypatch.setattr("flexdilated.cli._doctor.doctor", lambda: print("doctor") or 0)
     for module in ("flexdilated.cli._plan_fits", "flexdilated.cli._plan_report"):
         monkeypatch.setattr(f"{module}.attention_memory", memory_of_call)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.testing import strategies as fst
-from flexdilated.testing._drawn_run_time import run_time_compositions
-from flexdilated.testing._drawn_sizes import in_range
+from flexdilated.testing._drawn_inputs import in_range
+from flexdilated.testing._drawn_patterns import run_time_compositions
 from tests import oracle
 from tests.strategies import grammar
 from tests.twins import Twin

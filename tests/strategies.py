@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.testing import _drawn_leaves
+from flexdilated.testing import _drawn_patterns
 from flexdilated.testing import strategies as fst
-from flexdilated.testing._grammar import Grammar
+from flexdilated.testing._drawn_patterns import Grammar
 from tests import oracle, twins
 from tests.twins import Twin
 
@@ -90,15 +90,15 @@ def grammar(num_heads: int = 1, *, closures: bool = True) -> Grammar:
 
 
 leaves: st.SearchStrategy[Twin] = grammar().leaves()
-dilated = partial(_drawn_leaves.dilated, twins, LARGEST)
-local_windows = partial(_drawn_leaves.windows, twins, LARGEST)
-dilated_windows = partial(_drawn_leaves.dilated_windows, twins, LARGEST)
-strided_kinds = partial(_drawn_leaves.strided_kinds, twins, LARGEST)
-global_kinds = partial(_drawn_leaves.global_kinds, twins, LARGEST)
-random_blocks = partial(_drawn_leaves.random_blocks, twins, LARGEST)
-block_lists = partial(_drawn_leaves.block_lists, twins, LARGEST)
-neighborhoods = partial(_drawn_leaves.neighborhoods, twins, POSITIONS)
-functions = partial(_drawn_leaves.functions, twins, LARGEST)
+dilated = partial(_drawn_patterns.dilated, twins, LARGEST)
+local_windows = partial(_drawn_patterns.windows, twins, LARGEST)
+dilated_windows = partial(_drawn_patterns.dilated_windows, twins, LARGEST)
+strided_kinds = partial(_drawn_patterns.strided_kinds, twins, LARGEST)
+global_kinds = partial(_drawn_patterns.global_kinds, twins, LARGEST)
+random_blocks = partial(_drawn_patterns.random_blocks, twins, LARGEST)
+block_lists = partial(_drawn_patterns.block_lists, twins, LARGEST)
+neighborhoods = partial(_drawn_patterns.large_grids, twins, POSITIONS)
+functions = partial(_drawn_patterns.functions, twins, LARGEST)
 
 
 def longnets() -> st.SearchStrategy[Twin]:
@@ -134,7 +134,7 @@ def causal_twins(draw: st.DrawFn, num_heads: int) -> Twin:
 @st.composite
 def whole_grids(draw: st.DrawFn, max_heads: int = 4) -> Case:
     """Self-attention of every token of a small grid: a neighbourhood, in half of the cases beside another set."""
-    twin = draw(_drawn_leaves.whole_grids(twins, 48))
+    twin = draw(_drawn_patterns.whole_grids(twins, 48))
     N = prod(twin.pattern.grid)
     if draw(st.booleans()):
         other = draw(local_windows())

@@ -17,7 +17,7 @@ from flexdilated import masks
 from flexdilated.masks.inspection import _bounded_pairs, _cells
 from flexdilated.masks.inspection._cells import Cells, count_cells
 from flexdilated.masks.orders._layout import Layout
-from flexdilated.testing._drawn_sizes import in_range
+from flexdilated.testing._drawn_inputs import in_range
 from tests import oracle
 from tests.ladders import LONGNET_5
 from tests.run_time_strategies import Packed, packed_cases

@@ -14,7 +14,10 @@ from flexdilated.testing import (
     examine_attention_module,
     identity_projections,
 )
+from flexdilated.testing._module import Subject
+from flexdilated.testing._ranks_check import examine_over_ranks, on_two_processes
 from tests import oracle, wrong_attention
+from tests.wrong_attention import WithoutGradients, ends_on_a_rank, over_ranks, raises_on_a_rank, without_ranks
 
 COMPILING = ("compile", "recompilation", "ranks")
 WINDOW = masks.local_window(left=2, right=0), [oracle.local_window(2, 0)]
@@ -34,18 +37,6 @@ def one_by_one(module, q, k, v):
 
 def packed(module, q, k, v, ids):
     return fd.attend(q, k, v, module.pattern.per_document(ids), enable_gqa=True)
-
-
-def over_ranks(mesh):
-    return fd.BlockSparseAttention(WINDOW[0], mesh=mesh)
-
-
-def over_no_ranks(mesh):
-    return fd.BlockSparseAttention(WINDOW[0])
-
-
-def fail_on_rank(mesh):
-    raise RuntimeError("no such rank")
 
 
 OURS = {
@@ -88,8 +79,8 @@ def test_ours_pass_the_slow_checks() -> None:
     def factory():
         return fd.BlockSparseAttention(WINDOW[0])
 
-    report = check_attention_module(factory, WINDOW[0], calls=Calls(over_ranks=over_ranks), checks=COMPILING)
-    assert [result.verdict for result in report.results] == ["passed"] * 3
+    report = check_attention_module(factory, WINDOW[0], checks=COMPILING)
+    assert [result.verdict for result in report.results] == ["passed", "passed", "does not apply"]
 
 
 def test_multihead_modules_pass() -> None:
@@ -169,33 +160,39 @@ WRONG = {
 }
 
 
+# Mistakes that one check alone can see.
+ONE_CHECK = ("detached merge", "NaN on empty rows", "stale mask", "frozen weight", "wide half")
+SMALL = {"max_tokens": 14, "examples": 9, "skip": COMPILING}
+
+
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_mistake_fails_its_check(mistake) -> None:
     name, (pattern, rules), failing, passing, words = WRONG[mistake]
     kind = getattr(wrong_attention, name)
-    options = {"num_kv_heads": 2} if name == "CycledHeads" else {}
-    options |= {"max_tokens": 14, "examples": 9, "skip": COMPILING}
-    right = check_attention_module(lambda: wrong_attention.Dense(*rules), pattern, **options)
-    assert right.passed
-    report = examine_attention_module(lambda: kind(*rules), pattern, **options)
-    assert {result.name for result in report.failures} >= failing, str(report)
+    heads = {"num_kv_heads": 2} if name == "CycledHeads" else {}
+    report = examine_attention_module(lambda: kind(*rules), pattern, **SMALL, **heads)
+    failed = {result.name for result in report.failures}
+    assert failed >= failing, str(report)
     assert all(report[check].verdict == "passed" for check in passing), str(report)
     assert words in str(report)
+    if mistake in ONE_CHECK:
+        assert failed - ({"gradients"} if mistake == "NaN on empty rows" else set()) == failing, str(report)
+
+
+@pytest.mark.parametrize(
+    ("claim", "heads"), [(WINDOW, {}), (WINDOW, {"num_kv_heads": 2}), (SPARSE, {}), (SEGMENTS, {}), (GAPS, {})]
+)
+def test_dense_attention_without_a_mistake_passes(claim, heads) -> None:
+    pattern, rules = claim
+    assert check_attention_module(lambda: wrong_attention.Dense(*rules), pattern, **SMALL, **heads).passed
+
+
+def test_a_failed_check_raises_with_the_report() -> None:
+    options = {"max_tokens": 6, "checks": ["agreement", "coverage"]}
+    report = examine_attention_module(lambda: wrong_attention.CausalLeak(*WINDOW[1]), WINDOW[0], **options)
     with pytest.raises(AssertionError, match="checks failed") as caught:
-        check_attention_module(lambda: kind(*rules), pattern, **options)
-    assert name == "Noisy" or str(caught.value) == str(report)
-
-
-def test_only_the_check_of_a_mistake_fails() -> None:
-    """Mistakes that one check alone can see."""
-    for mistake in ("detached merge", "NaN on empty rows", "stale mask", "frozen weight", "wide half"):
-        name, (pattern, rules), failing, _, _ = WRONG[mistake]
-        kind = getattr(wrong_attention, name)
-        report = examine_attention_module(
-            lambda kind=kind, rules=rules: kind(*rules), pattern, max_tokens=14, examples=9, skip=COMPILING
-        )
-        also = {"gradients"} if mistake == "NaN on empty rows" else set()
-        assert {result.name for result in report.failures} - also == failing, str(report)
+        check_attention_module(lambda: wrong_attention.CausalLeak(*WINDOW[1]), WINDOW[0], **options)
+    assert str(caught.value) == str(report)
 
 
 def no_mask(module, q, k, v, hidden):
@@ -259,16 +256,50 @@ def test_mistakes_under_compile() -> None:
     assert "graphs for" in report["recompilation"].detail
 
 
+def subject_over_ranks(made) -> Subject:
+    def factory():
+        return fd.BlockSparseAttention(WINDOW[0])
+
+    return Subject(factory, WINDOW[0], Calls(over_ranks=made), 4, 2, 8, (30,), torch.float32, torch.device("cpu"), 0)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [(over_no_ranks, "tokens on 2 ranks: out is wrong"), (fail_on_rank, "raises RuntimeError: no such rank")],
-)
-def test_mistakes_over_ranks(made, words) -> None:
+def test_over_ranks() -> None:
+    """On the same two processes: right, without the other rank's keys, without its gradients; then one raises."""
+    made = (over_ranks, without_ranks, WithoutGradients, raises_on_a_rank, over_ranks)
+    right, alone, detached, raised, after = examine_over_ranks([subject_over_ranks(each) for each in made])
+    assert right == "30 tokens on 2 ranks: as on one"
+    assert str(alone).startswith("30 tokens on 2 ranks: out is wrong")
+    assert str(detached).startswith("30 tokens on 2 ranks: dk is wrong")
+    assert str(raised) == "rank 1 of 2 raises ZeroDivisionError: by this rank\nand no other"
+    assert str(after) == "was not tried, as the job before it came to no result"
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends() -> None:
+    """The other one waits forever, and is ended at once."""
     report = examine_attention_module(
-        lambda: fd.BlockSparseAttention(WINDOW[0]), WINDOW[0], calls=Calls(over_ranks=made), checks=["ranks"]
+        lambda: fd.BlockSparseAttention(WINDOW[0]), WINDOW[0], calls=Calls(over_ranks=ends_on_a_rank), checks=["ranks"]
     )
-    assert words in report["ranks"].detail
+    assert report["ranks"].detail == "rank 1 of 2 ended with exit code 7"
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs() -> None:
+    """The hang ends its job and those after it; what came before stays."""
+    jobs = [wrong_attention.own_rank, wrong_attention.hang_on_a_rank, wrong_attention.own_rank]
+    fine, hung, after = on_two_processes(jobs, job_s=2.0)
+    assert fine == [0, 1]
+    assert str(hung) == "rank 0 of 2 did not end within 2 s, and was ended"
+    assert str(after) == "was not tried, as the job before it came to no result"
+
+
+def test_a_module_over_ranks_that_cannot_be_sent() -> None:
+    calls = Calls(over_ranks=lambda mesh: mesh)
+    report = examine_attention_module(
+        lambda: fd.BlockSparseAttention(WINDOW[0]), WINDOW[0], calls=calls, checks=["ranks"]
+    )
+    assert report["ranks"].detail.startswith("over_ranks and plain must be functions of a module, to be pickled: ")
 
 
 def test_what_fails_is_the_shortest_case() -> None:

@@ -20,7 +20,7 @@ def test_weights_are_no_lse() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "words"),
+    ("broken", "words"),
     [
         (lambda out: out > 0, "must be of floating point numbers; got torch.bool"),
         (lambda out: out.to("meta"), "must be on the device of q, cpu; got meta"),
@@ -28,9 +28,9 @@ def test_weights_are_no_lse() -> None:
         (lambda out: out[:, :, :0], "must have the shape of q, (2, 1, 4, 8); got (2, 1, 0, 8)"),
     ],
 )
-def test_an_output_that_is_none(spoilt, words) -> None:
+def test_an_output_that_is_none(broken, words) -> None:
     def by_tokens(q, k, v):
-        return spoilt(fd.attend(*(x.transpose(1, 2) for x in (q, k, v)), WINDOW).transpose(1, 2))
+        return broken(fd.attend(*(x.transpose(1, 2) for x in (q, k, v)), WINDOW).transpose(1, 2))
 
     calls = Calls(layout="BNHD")
     report = examine_attention_module(lambda: by_tokens, WINDOW, calls=calls, max_tokens=4, checks=["agreement"])

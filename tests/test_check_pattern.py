@@ -17,7 +17,7 @@ from flexdilated.masks.core._expression import pattern_kind
 from flexdilated.masks.core._pattern import Pattern
 from flexdilated.testing import check_pattern
 from flexdilated.testing._box_bounds import Place, Terms
-from flexdilated.testing._drawn_closures import classify_window, same_kind, window_by_head
+from flexdilated.testing._vocabulary import classify_window, same_kind, window_by_head
 from tests.strategies import expressions, functions
 
 QUICK = {"num_heads": 3, "max_tokens": 40, "examples": 10}

@@ -69,10 +69,10 @@ def test_closed_standard_error_does_not_end_in_the_output(monkeypatch, capsys) -
 
 
 def test_an_error_that_is_not_of_the_output_stays_one(monkeypatch) -> None:
-    def missing(options):
+    def missing():
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "a library's own file")
 
-    monkeypatch.setattr("flexdilated.cli._doctor_arguments._doctor", missing)
+    monkeypatch.setattr("flexdilated.cli._doctor.doctor", missing)
     with pytest.raises(FileNotFoundError):
         main(["doctor"])
 

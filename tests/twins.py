@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexdilated import masks
-from flexdilated.testing import _drawn_closures
-from flexdilated.testing._edges import edges_of
+from flexdilated.testing import _vocabulary
+from flexdilated.testing._inputs import edges_of
 from tests import custom_rules, oracle
 
 
@@ -146,13 +146,13 @@ def _by_head(choose, choose_rule, parts: Sequence[Twin]) -> Twin:
 
 
 def custom_lattice(a: int, b: int, modulus: int) -> Twin:
-    return Twin(_drawn_closures.custom_lattice(a, b, modulus), custom_rules.lattice_rule(a, b, modulus), (modulus,))
+    return Twin(_vocabulary.custom_lattice(a, b, modulus), custom_rules.lattice_rule(a, b, modulus), (modulus,))
 
 
 def custom_windows(widths: Sequence[int], *, classified: bool) -> Twin:
-    pattern = _drawn_closures.custom_windows(widths, classified=classified)
+    pattern = _vocabulary.custom_windows(widths, classified=classified)
     return Twin(pattern, custom_rules.window_rule(widths), tuple(widths))
 
 
 def custom_kinds(kinds: Sequence[int]) -> Twin:
-    return Twin(_drawn_closures.custom_kinds(kinds), custom_rules.kind_rule(kinds))
+    return Twin(_vocabulary.custom_kinds(kinds), custom_rules.kind_rule(kinds))

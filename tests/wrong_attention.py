@@ -5,9 +5,15 @@ Each takes q (B, H, N, D), k and v (B, G, N, D). `Dense(rule)` is right; a rule 
 
 from __future__ import annotations
 
+import os
+import time
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+import flexdilated as fd
+from flexdilated import masks
 from tests import oracle
 
 
@@ -213,3 +219,51 @@ class GraphEachLength(Dense):
         self.seen[n] = self.seen.get(n, 0)
         ones = torch.ones(n, n, dtype=torch.bool)
         return self.weights(self.scores(q, k), ones.tril().long()) @ v
+
+
+# What two processes are given, which import it: modules over ranks, and jobs.
+
+
+def over_ranks(mesh: Any) -> nn.Module:
+    """Right for a window of three keys."""
+    return fd.BlockSparseAttention(masks.local_window(left=2, right=0), mesh=mesh, enable_gqa=True)
+
+
+def without_ranks(mesh: Any) -> nn.Module:
+    """Each rank sees its own tokens alone."""
+    return fd.BlockSparseAttention(masks.local_window(left=2, right=0), enable_gqa=True)
+
+
+class WithoutGradients(nn.Module):
+    """Keys get no gradient."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.inner = over_ranks(mesh)
+
+    def forward(self, q, k, v):
+        return self.inner(q, k.detach(), v)
+
+
+def raises_on_a_rank(mesh: Any) -> nn.Module:
+    if mesh.get_rank() == 1:
+        raise ZeroDivisionError("by this rank\nand no other")
+    time.sleep(3600)
+    return over_ranks(mesh)
+
+
+def ends_on_a_rank(mesh: Any) -> nn.Module:
+    if mesh.get_rank() == 1:
+        os._exit(7)
+    time.sleep(3600)
+    return over_ranks(mesh)
+
+
+def own_rank(mesh: Any) -> int:
+    return mesh.get_rank()
+
+
+def hang_on_a_rank(mesh: Any) -> int:
+    if mesh.get_rank() == 0:
+        time.sleep(3600)
+    return mesh.get_rank()

@@ -10,8 +10,8 @@ from ..masks import Mixture, Pattern
 from ..masks.patterns.run_time._run_time import names
 from ..testing import check_pattern
 from ..testing._attend_trials import attend_trials, run_trial
-from ..testing._tried_lengths import takes
-from ..testing._words import tokens
+from ..testing._inputs import takes
+from ..testing._problem import tokens
 from ._one_thread import one_thread
 from ._progress import progress
 from ._usage import UsageError

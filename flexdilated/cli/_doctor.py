@@ -1,18 +1,29 @@
-"""The doctor: what works on this machine, what is missing, and what to do about it."""
+"""The doctor: what works on this machine, and what is missing; `--verify` checks every engine and module."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
-from collections.abc import Callable
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from textwrap import fill
+from time import perf_counter
+from typing import Any
 
 import torch
-from jaxtyping import Float
 from tabulate import tabulate
 from torch import Tensor
 
 from .. import masks
+from .._attend import attend
+from ..decoding._kv_cache import KVCache
 from ..engines.flex._flex import missing_compiler
+from ..masks import Mixture, Pattern
 from ..masks.plan_cache._cache_limits import (
     BYTES_VARIABLE,
     ENTRIES_VARIABLE,
@@ -21,13 +32,26 @@ from ..masks.plan_cache._cache_limits import (
 )
 from ..masks.planning.machine._machine_in_use import VARIABLE as MACHINE_VARIABLE
 from ..masks.planning.machine._machine_in_use import machine_from_environment
-from ..nn import DilatedAttention
+from ..nn import (
+    BlockSparseAttention,
+    DilatedAttention,
+    HeadParallelDilatedAttention,
+    LongNet,
+    LongNetConfig,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+)
 from ..observe._compilations import compilations
 from ..observe._profile import VARIABLE as PROFILE_VARIABLE
 from ..observe._profile import folder_from_environment
+from ..testing import Calls, examine_attention_module, identity_projections
+from ..testing._module import Failure, Subject
+from ..testing._ranks_check import examine_over_ranks
 from . import _extras
+from ._command_parser import CommandParser
 from ._flash import active_implementation, is_flash_backend_importable, other_implementations
 from ._settings import available_devices
+from ._sizes import seconds_text
 
 Finding = tuple[str, str]
 
@@ -40,8 +64,16 @@ _VARIABLES = {
     MACHINE_VARIABLE: machine_from_environment,
     PROFILE_VARIABLE: folder_from_environment,
 }
-# A float32 result this far from the float64 one is wrong, not rounded.
-_LARGEST_ERROR = 1e-4
+
+
+def add_arguments(parser: CommandParser) -> None:
+    parser.description = (
+        "Say what works on this machine, and what is missing. The exit status is 0 where attention works, else 1."
+    )
+    add = parser.argument
+    add("--verify", action="store_true", help="check each engine and module on fixed cases, against float64")
+    add("--json", action="store_true", needs=("verify",), help="with --verify: print what came out as JSON")
+    parser.set_defaults(command=lambda options: verify(as_json=options.json) if options.verify else doctor())
 
 
 def doctor() -> int:
@@ -131,25 +163,196 @@ def _variables() -> tuple[list[Finding], bool]:
     return findings or [("environment", f"no {_PREFIX}* variable is set ({', '.join(_VARIABLES)} may be)")], all_parse
 
 
+_LADDER = ((64, 256), (1, 4))  # segment lengths, dilation rates
+_MIXTURE = masks.longnet(*_LADDER) & masks.causal()
+_SIZES = {"num_heads": 4, "head_dim": 32, "lengths": (1, 65, 300)}  # the last segments of both rates end early
+_BOTH = ("agreement", "gradients")
+_LARGEST_ERROR = 1e-4  # of a whole model in float32: farther from the float64 one is wrong, not rounded
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is checked on a device, by which checks; `failures` says what is wrong, `skipped` why it cannot be tried."""
+
+    name: str
+    device: str
+    checks: Sequence[str]
+    failures: Callable[[], list[str]]
+    skipped: str | None = None
+
+
+def cases(device: str) -> Iterator[Case]:
+    """All that runs on this kind of device, engines first."""
+
+    def case(name: str, module: Callable[[], Any], pattern: Pattern | Mixture, *checks: str, **options: Any) -> Case:
+        skipped, chosen = options.pop("skipped", None), checks or _BOTH
+        return Case(name, device, chosen, lambda: _failures(module, pattern, chosen, device, **options), skipped)
+
+    def engine(name: str) -> Callable[[], Any]:
+        return lambda: partial(attend, pattern=_MIXTURE, engine=name)
+
+    if device == "cpu":
+        yield case("engine tiles", engine("tiles"), _MIXTURE, *_BOTH, "half precision")
+        one_set, options = masks.longnet([256], [4]), {"lengths": (300,), "skipped": missing_compiler()}
+        flex = partial(attend, pattern=one_set, engine="flex")
+        yield case("engine flex, inference", lambda: flex, one_set, "agreement", **options)
+        yield case("engine reference", engine("reference"), _MIXTURE)
+    else:
+        yield case("engine flex", engine("flex"), _MIXTURE, *_BOTH, "half precision")
+    yield case("attend, causal", lambda: partial(attend, pattern=masks.causal()), masks.causal())
+    yield case("attend, documents at run time", lambda: _by_documents, masks.custom(_same_document) & masks.causal())
+    grouped = partial(attend, pattern=_MIXTURE, enable_gqa=True)
+    yield case("attend, grouped heads", lambda: grouped, _MIXTURE, num_kv_heads=2)
+    window = masks.local_window(left=99, right=0)
+    yield case("BlockSparseAttention", lambda: BlockSparseAttention(window), window)
+    yield case("DilatedAttention", _dilated, _MIXTURE)
+    yield case("DilatedAttention, compiled", _dilated, _MIXTURE, "compile", "recompilation")
+    yield case("MultiheadDilatedAttention", _multihead, _MIXTURE, calls=Calls(layout="BNE"))
+    yield Case("LongNet", device, _BOTH, lambda: _failures_of_a_model(device))
+    decoding = {"calls": Calls(decoded=_one_by_one), "lengths": (1, 130)}
+    yield case("KVCache, decode as prefill", _dilated, _MIXTURE, "decoding", **decoding)
+
+
+def _failures(
+    module: Callable[[], Any], pattern: Pattern | Mixture, checks: Sequence[str], device: str, **options: Any
+) -> list[str]:
+    """What the checks of modules find, each in its first line."""
+    report = examine_attention_module(module, pattern, checks=checks, device=device, **{**_SIZES, **options})
+    return [f"{result.name}: {_first_line(result.detail)}" for result in report.failures]
+
+
+def _dilated() -> DilatedAttention:
+    return DilatedAttention(*_LADDER, causal=True)
+
+
+def _multihead() -> torch.nn.Module:
+    return identity_projections(MultiheadDilatedAttention(4 * 32, 4, *_LADDER, causal=True, batch_first=True))
+
+
+def _document(position: Tensor) -> Tensor:
+    return (position >= 50).long() + (position >= 170)
+
+
+def _same_document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return _document(q) == _document(k)
+
+
+def _by_documents(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    ids = _document(torch.arange(q.shape[2], device=q.device))
+    return attend(q, k, v, masks.documents("ids") & masks.causal(), bindings={"ids": ids})
+
+
+def _one_by_one(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """By a KVCache, instead of the module."""
+    cache = KVCache(_MIXTURE, num_heads=q.shape[1])
+    return torch.cat([cache.attend(*token) for token in zip(*(x.split(1, dim=2) for x in (q, k, v)), strict=True)], 2)
+
+
+def _failures_of_a_model(device: str) -> list[str]:
+    """LongNet in float32, against itself in float64 with the reference engine: they differ by rounding alone."""
+    sizes = {"vocab_size": None, "embed_dim": 128, "depth": 2, "num_heads": 4}
+    config = LongNetConfig(**sizes, segment_lengths=_LADDER[0], dilation_rates=_LADDER[1])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, exact = LongNet(config), LongNet(replace(config, engine="reference"), dtype=torch.float64)
+    exact.load_state_dict(model.state_dict())
+    x, sent = torch.randn(2, 1, 300, 128, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    results = []
+    for each, given in ((model.to(device), x.to(device, torch.float32)), (exact, x.clone())):
+        out = each(given.requires_grad_())
+        results.append([y.detach().cpu().double() for y in (out, *torch.autograd.grad(out, given, sent.to(given)))])
+    errors = {name: float((a - b).abs().amax() / b.abs().amax()) for name, a, b in zip(_BOTH, *results, strict=True)}
+    return [
+        f"{name}: {error:.1e} away from the float64 result, and {_LARGEST_ERROR:.0e} is the most"
+        for name, error in errors.items()
+        if not error < _LARGEST_ERROR
+    ]
+
+
+def _ring(schedule: str, mesh: Any) -> torch.nn.Module:
+    return RingDilatedAttention(*_LADDER, causal=True, mesh=mesh, schedule=schedule)
+
+
+def _by_heads(mesh: Any) -> torch.nn.Module:
+    return HeadParallelDilatedAttention(*_LADDER, causal=True, mesh=mesh)
+
+
+OVER_RANKS: dict[str, Callable[[Any], Any]] = {
+    "RingDilatedAttention, exchange": partial(_ring, "exchange"),
+    "RingDilatedAttention, ring": partial(_ring, "ring"),
+    "HeadParallelDilatedAttention": _by_heads,
+}
+
+
+def _over_ranks() -> Iterator[Case]:
+    """The same two processes for all of these."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        skipped = "this torch has no gloo"
+        yield from (Case(name, "2 ranks", ("ranks",), list, skipped) for name in OVER_RANKS)
+        return
+    sizes = (4, 4, 32, (300,), torch.float32, torch.device("cpu"), 0)
+    subjects = [Subject(_dilated, _MIXTURE, Calls(over_ranks=made), *sizes) for made in OVER_RANKS.values()]
+    for name, found in zip(OVER_RANKS, examine_over_ranks(subjects), strict=True):
+        failures = [f"ranks: {_first_line(str(found))}"] if isinstance(found, Failure) else []
+        yield Case(name, "2 ranks", ("ranks",), failures.copy)
+
+
+def verify(*, as_json: bool) -> int:
+    """Check all cases and print what came out; 0 where all that could be tried is right, else 1."""
+    begin, verdicts = perf_counter(), []
+    for case in chain.from_iterable([*map(cases, available_devices()), _over_ranks()]):
+        if sys.stderr.isatty():  # in place of the line before
+            print(f"\r\033[K{len(verdicts)} tried, now {case.name}", end="", file=sys.stderr, flush=True)
+        verdicts.append(_verdict(case))
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    works = all(each["verdict"] != "failed" for each in verdicts)
+    if as_json:
+        print(json.dumps({"works": works, "jobs": verdicts}, indent=1))
+    else:
+        print(_report(verdicts, perf_counter() - begin))
+    return 0 if works else 1
+
+
+def _verdict(case: Case) -> dict[str, Any]:
+    """As plain data."""
+    found: list[str] = []
+    if case.skipped is None:
+        try:
+            found = case.failures()
+        except Exception as error:  # whatever it is: to say what does not work is what a doctor is for
+            found = [f"raises {_raised(error)}"]
+    verdict = "skipped" if case.skipped is not None else "failed" if found else "passed"
+    told = {"name": case.name, "device": case.device, "checks": list(case.checks), "verdict": verdict}
+    return told | {"cause": case.skipped or "; ".join(found) or None}
+
+
+def _report(verdicts: list[dict[str, Any]], seconds: float) -> str:
+    """The table, below it what failed and what was skipped with the cause."""
+    rows = [
+        (each["name"], each["device"], ", ".join(each["checks"]), each["verdict"].replace("failed", "FAILED"))
+        for each in verdicts
+    ]
+    sorted_out = {kind: [each for each in verdicts if each["verdict"] == kind] for kind in ("failed", "skipped")}
+    layout = {"width": shutil.get_terminal_size().columns, "initial_indent": "* ", "subsequent_indent": "  "}
+    lines = [
+        fill(f"{each['name']} on {each['device']} {kind}: {each['cause']}", break_long_words=False, **layout)
+        for kind, several in sorted_out.items()
+        for each in several
+    ]
+    tried, wrong = len(verdicts) - len(sorted_out["skipped"]), len(sorted_out["failed"])
+    end = f"All {tried} that were tried are right" if not wrong else f"{wrong} of {tried} are not right"
+    table = tabulate(rows, headers=("what", "where", "checks", "verdict"), disable_numparse=True)
+    return "\n\n".join([table, *(["\n".join(lines)] if lines else []), f"{end}, in {seconds_text(seconds)}."])
+
+
 def _trial(device: str) -> str | None:
     """What goes wrong in a small forward and backward on the device, or None."""
-    inputs = torch.randn(3, 1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
     try:
-        ours = _forward_backward(inputs.to(device), engine=None)
-    except (RuntimeError, ImportError, OSError) as failure:
-        return f"fails: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
-    exact = _forward_backward(inputs, engine="reference")
-    error = max(float((x.cpu() - y).abs().max()) for x, y in zip(ours, exact, strict=True))
-    return None if error < _LARGEST_ERROR else f"is wrong: {error:.1e} away from the float64 result"
-
-
-def _forward_backward(inputs: Float[Tensor, "3 B H N D"], *, engine: str | None) -> tuple[Tensor, Tensor]:
-    """The output for q, k and v, and the gradient of the sum of its squares."""
-    inputs = inputs.clone().requires_grad_()
-    q, k, v = inputs
-    out = DilatedAttention((16, 64), (1, 4), causal=True, engine=engine)(q, k, v)
-    (grad,) = torch.autograd.grad(out.square().sum(), inputs)
-    return out.detach(), grad
+        failures = _failures(_dilated, _MIXTURE, _BOTH, device, num_heads=2, head_dim=16, lengths=[64])
+    except (RuntimeError, ImportError, OSError) as error:
+        return f"fails: {_raised(error)}"
+    return f"is wrong: {'; '.join(failures)}" if failures else None
 
 
 def _compiled_trial() -> str | None:
@@ -157,22 +360,19 @@ def _compiled_trial() -> str | None:
 
     No kernel is built: that takes a compiler, and many seconds.
     """
-    attention = DilatedAttention((16, 64), (1, 4), causal=True)
     before = compilations().graphs
-    inputs = torch.randn(3, 1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
-    try:
-        found = _gradient(torch.compile(attention, fullgraph=True, backend="aot_eager"), inputs)
-    except (RuntimeError, ImportError, OSError) as failure:
-        return f"fails: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
-    if compilations().graphs == before:
+    failures = _failures(_dilated, _MIXTURE, ["compile"], "cpu", num_heads=2, head_dim=16, lengths=[64])
+    if compilations().graphs == before and not failures:
         return "is switched off: everything runs eagerly, and engine 'flex' not at all"
-    error = float((found - _gradient(attention, inputs)).abs().max())
-    return None if error < _LARGEST_ERROR else f"is wrong: {error:.1e} away from the eager result"
+    return f"fails: {'; '.join(failures)}" if failures else None
 
 
-def _gradient(attention: Callable[..., Tensor], inputs: Float[Tensor, "3 B H N D"]) -> Float[Tensor, "3 B H N D"]:
-    q, k, v = (each.clone().requires_grad_() for each in inputs)
-    return torch.stack(torch.autograd.grad(attention(q, k, v).square().sum(), (q, k, v)))
+def _raised(error: Exception) -> str:
+    return f"{type(error).__name__}: {_first_line(str(error))}"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
 
 
 def _compilations() -> Finding:

@@ -10,7 +10,7 @@ from .. import __version__
 from . import (
     _check_arguments,
     _demo_arguments,
-    _doctor_arguments,
+    _doctor,
     _explain_arguments,
     _plan_arguments,
     _profile_arguments,
@@ -31,7 +31,7 @@ _COMMANDS = {
     "tune": ("measure this device, or the ways to compute one pattern", _tune_arguments),
     "demo": ("train a small LongNet on Python's own source text", _demo_arguments),
     "profile": ("print what took most in recorded profiles", _profile_arguments),
-    "doctor": ("say what works on this machine, and what is missing", _doctor_arguments),
+    "doctor": ("say what works on this machine, and what is missing", _doctor),
 }
 _INTERRUPTED = 130  # what shells report of a process that SIGINT ended
 

@@ -6,12 +6,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._check_module import MODULE_CHECKS, check_attention_module, examine_attention_module
+from ._check_module import MODULE_CHECKS, CheckResult, ModuleReport, check_attention_module, examine_attention_module
 from ._check_pattern import check_pattern
 from ._closeness import assert_attention_close
-from ._memory_layouts import MEMORY_LAYOUTS, laid_out
-from ._module_calls import Calls, identity_projections
-from ._module_report import CheckResult, ModuleReport
+from ._inputs import MEMORY_LAYOUTS, laid_out
+from ._module import Calls, identity_projections
 
 if TYPE_CHECKING:
     from . import strategies as strategies

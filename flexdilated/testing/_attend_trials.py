@@ -11,9 +11,8 @@ from torch import Tensor
 from .._attend import attend
 from ..masks import Mixture, Pattern
 from ._closeness import assert_attention_close
-from ._tried_lengths import lengths_for, takes
-from ._tried_values import KINDS, values
-from ._words import tokens
+from ._inputs import KINDS, lengths_for, shrunk, takes, values
+from ._problem import tokens
 
 _HEAD_DIMS = (1, 3, 8, 16)
 
@@ -68,15 +67,13 @@ def attend_trials(
 
 def run_trial(pattern: Pattern | Mixture, trial: Trial) -> None:
     """AssertionError, with the smallest trial that fails too, where output, lse or a gradient is wrong."""
-    error = _error(pattern, trial)
-    while error is not None:
-        for smaller in trial.smaller():
-            found = _error(pattern, smaller) if takes(pattern, trial.num_heads, smaller.num_tokens) else None
-            if found is not None:
-                trial, error = smaller, found
-                break
-        else:
-            raise AssertionError(f"{pattern!r}: attend must be the definition; for {trial}: {error}")
+
+    def fails(trial: Trial) -> bool:
+        return takes(pattern, trial.num_heads, trial.num_tokens) and _error(pattern, trial) is not None
+
+    if fails(trial):
+        smallest = shrunk(trial, Trial.smaller, fails)
+        raise AssertionError(f"{pattern!r}: attend must be the definition; for {smallest}: {_error(pattern, smallest)}")
 
 
 def _error(pattern: Pattern | Mixture, trial: Trial) -> str | None:

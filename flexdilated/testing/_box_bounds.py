@@ -1,19 +1,77 @@
-"""Are the bounds of `count` sound? On single cells, whole blocks and drawn progressions; then a smaller failure."""
+"""A pattern's rule as a table of all pairs, and the bounds of `count` held to it, box by box."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..masks import Pattern
 from ..masks.core._box import Bounds, Box, Progression
-from ._dense_rule import DenseRule
+from ._inputs import shrunk
 
+# H heads, T tokens
+
+_CPU = torch.device("cpu")
+_ALONE = 100
+
+
+@dataclass(frozen=True, eq=False)
+class DenseRule:
+    """A pattern for `num_heads` heads, and which pairs `mask_mod` allows: table[h, q, k]."""
+
+    pattern: Pattern
+    num_heads: int
+    table: Tensor
+
+    @classmethod
+    def of(cls, pattern: Pattern, num_heads: int, max_tokens: int) -> DenseRule:
+        heads, tokens = torch.arange(num_heads, device=_CPU), torch.arange(max_tokens, device=_CPU)
+        try:
+            table = ask(pattern, num_heads, heads[:, None, None], tokens[:, None], tokens)
+        except IndexError as error:
+            rule = f"{pattern!r} must have an answer for {num_heads} heads and positions below {max_tokens=}"
+            raise ValueError(f"{rule}: {error}") from error
+        return cls(pattern, num_heads, table)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.table.shape[1]
+
+    def for_head(self, head: int) -> DenseRule:
+        """What the pattern's rule for one head must be, whatever head it is asked about."""
+        one = self.pattern.for_head(head, self.num_heads)
+        return replace(self, pattern=one, table=self.table[head].expand_as(self.table))
+
+
+def ask(pattern: Pattern, num_heads: int, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The rule elementwise, in the broadcast shape of heads and positions."""
+    mod = pattern.mask_mod(num_heads=num_heads, device=_CPU)
+    shape = torch.broadcast_shapes(h.shape, q.shape, k.shape)
+    return mod(torch.zeros((), dtype=torch.int64, device=_CPU), h, q, k).expand(shape)
+
+
+def check_elementwise(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
+    """Pairs in a row, and alone, must get the answers that they get in a table."""
+    number = max(examples, _ALONE)
+    h = torch.randint(dense.num_heads, (number,), generator=generator, device=_CPU)
+    q, k = torch.randint(dense.num_tokens, (2, number), generator=generator, device=_CPU)
+    cells = [slice(None), *range(_ALONE)]
+    for cell in cells:
+        found = ask(dense.pattern, dense.num_heads, h[cell], q[cell], k[cell])
+        wrong = (found != dense.table[h, q, k][cell]).flatten().nonzero().flatten().tolist()
+        if wrong:
+            head, query, key = (int(side[cell].flatten()[wrong[0]]) for side in (h, q, k))
+            rule = f"{dense.pattern!r}: mask_mod must look at each pair by itself"
+            raise AssertionError(f"{rule}; for head {head}, query {query}, key {key} it depends on the others asked")
+
+
+_TRIES = 500
 # (step of queries, step of keys): natural order, layouts of one rate, and two rates
 _STEPS = ((1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (1, 2), (3, 1), (2, 5))
-_SHRINKS = 500
 
 
 @dataclass(frozen=True)
@@ -73,7 +131,8 @@ def check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) ->
     """0 <= low <= allowed pairs <= high <= area for every box that is looked at."""
     failures = list(_failures(dense, examples, generator))
     if failures:
-        smallest = min((_shrunk(dense, place) for place in failures), key=_size)
+        fails = partial(_fails, dense)
+        smallest = min((shrunk(place, Place.smaller, fails, tries=_TRIES) for place in failures), key=_size)
         raise AssertionError(_report(dense, smallest))
 
 
@@ -143,21 +202,9 @@ def _size(place: Place) -> tuple[int, int]:
     return place.q.step + place.k.step, place.q.count * place.k.count
 
 
-def _shrunk(dense: DenseRule, place: Place) -> Place:
-    """A place that fails too and of which no simpler one does, as far as some hundred tries lead."""
-    tries = 0
-    while tries < _SHRINKS:
-        for smaller in place.smaller():
-            tries += 1
-            if max(smaller.q.last, smaller.k.last) < dense.num_tokens and _fails(dense, smaller):
-                place = smaller
-                break
-        else:
-            return place
-    return place
-
-
 def _fails(dense: DenseRule, place: Place) -> bool:
+    if max(place.q.last, place.k.last) >= dense.num_tokens:
+        return False
     box = place.box()
     bounds = dense.pattern.count(box, num_heads=dense.num_heads)
     return bool(_is_wrong(bounds, _one(_pairs(dense, place)), box.area).any())

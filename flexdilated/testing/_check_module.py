@@ -2,28 +2,90 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
+from tabulate import tabulate
 
 from ..masks import Mixture, Pattern
 from ..masks.core._check import require_int
 from ..masks.core._pattern import require_expression
 from ..masks.patterns.run_time._run_time import names
-from ._closeness import AS_IF, likely_mistake
-from ._compile_checks import check_compile, check_recompilation
+from ._closeness import AS_IF, expected, likely_mistake
+from ._inputs import lengths_for, takes
 from ._leak_checks import check_batch, check_causality, check_isolation, check_packing, check_padding
-from ._module_calls import Calls
-from ._module_report import CheckResult, ModuleReport
-from ._module_subject import DoesNotApply, Failure, Subject
+from ._module import Calls, DoesNotApply, Failure, Subject
+from ._problem import tokens
 from ._ranks_check import check_ranks
-from ._rounding import expected
-from ._tried_lengths import lengths_for, takes
-from ._use_checks import check_decoding, check_determinism, check_lengths, check_state_dict
+from ._use_checks import (
+    check_compile,
+    check_decoding,
+    check_determinism,
+    check_lengths,
+    check_recompilation,
+    check_state_dict,
+)
 from ._value_checks import check_agreement, check_coverage, check_empty_rows, check_gradients, check_half_precision
-from ._words import tokens
+
+Verdict = Literal["passed", "failed", "does not apply", "skipped"]
+_WIDTH = 88  # the table has 120 columns
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One check: its name, its verdict, and what was tried or, where it failed, the smallest case that fails."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """All checks of one module, in the order in which they ran."""
+
+    module: str
+    pattern: str
+    sizes: str
+    results: tuple[CheckResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[CheckResult, ...]:
+        """The checks that failed."""
+        return tuple(result for result in self.results if result.verdict == "failed")
+
+    def __getitem__(self, name: str) -> CheckResult:
+        for result in self.results:
+            if result.name == name:
+                return result
+        raise KeyError(f"no check is named {name!r}; there are {', '.join(result.name for result in self.results)}")
+
+    def __str__(self) -> str:
+        applied = sum(result.verdict in ("passed", "failed") for result in self.results)
+        failed = len(self.failures)
+        verdict = f"{failed} of {applied} checks failed" if failed else f"{applied} of {applied} checks passed"
+        table = [
+            (result.name, result.verdict.upper() if result.verdict == "failed" else result.verdict, _first(result))
+            for result in self.results
+        ]
+        head = f"{self.module}, claimed to be {self.pattern}, {self.sizes}: {verdict}"
+        parts = [head, tabulate(table, headers=("check", "verdict", "detail"), maxcolwidths=[None, None, _WIDTH])]
+        parts += [f"{result.name}: {result.detail}" for result in self.failures if "\n" in result.detail]
+        return "\n\n".join(parts)
+
+
+def _first(result: CheckResult) -> str:
+    """The first line; the others stand below the table."""
+    return textwrap.shorten(result.detail.partition("\n")[0], 3 * _WIDTH)
+
 
 MODULE_CHECKS: dict[str, Callable[[Subject], str]] = {
     "agreement": check_agreement,

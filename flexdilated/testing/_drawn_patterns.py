@@ -1,16 +1,250 @@
-"""Patterns that hypothesis draws: sets, LongNets and other mixtures, whole grids."""
+"""Patterns that hypothesis draws: leaves kind by kind, their compositions, LongNets and mixtures, run-time tensors."""
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, Literal
 
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from ..masks import Mixture, Pattern
-from ..masks.core._check import require_int
+from ..masks.core._check import require_bool, require_int
 from . import _vocabulary
-from ._drawn_leaves import whole_grids
-from ._grammar import Grammar
+from ._drawn_inputs import AttentionSizes, any_of, document_ids
+
+# words: what has the constructors, such as `_vocabulary`. largest: of the numbers that a pattern is written with.
+# The simplest comes first: hypothesis shrinks towards it.
+
+OFFSET_RULES = ("interleaved", "contiguous")
+_SIDES = ((True, True), (True, False), (False, True))  # rows, columns
+
+
+def leaves(words: Any, *, largest: int, max_positions: int, closures: bool) -> st.SearchStrategy:
+    """Of every kind: dilated sets, which most of the library is about, most often, causal order least."""
+    kinds = [
+        windows(words, largest),
+        strided_kinds(words, largest),
+        dilated_windows(words, largest),
+        landmarks(words, largest),
+        dilated(words, largest),
+        global_kinds(words, largest),
+        random_blocks(words, largest),
+        block_lists(words, largest),
+        large_grids(words, max_positions),
+        *[functions(words, largest)] * closures,
+    ]
+    return any_of(st.builds(words.causal), *kinds, *kinds, *[dilated(words, largest)] * 6)
+
+
+def rates_up_to(largest: int) -> st.SearchStrategy[int]:
+    """Dilation rates, kept small: with one above the tokens nothing happens."""
+    return st.integers(1, min(7, largest))
+
+
+def windows(words: Any, largest: int) -> st.SearchStrategy:
+    """Local windows, one-sided and empty sides too."""
+    reach = st.integers(0, min(8, largest))
+    return st.builds(words.local_window, left=reach, right=reach)
+
+
+def dilated_windows(words: Any, largest: int) -> st.SearchStrategy:
+    """Windows with steps."""
+    reach = st.integers(0, min(5, largest))
+    return st.builds(words.dilated_window, left=reach, right=reach, rate=rates_up_to(largest))
+
+
+@st.composite
+def dilated(draw: st.DrawFn, words: Any, largest: int) -> Any:
+    """One dilated set, with a fixed offset or one of the two rules of heads."""
+    segment, rate = draw(st.integers(1, largest)), draw(rates_up_to(largest))
+    offset = draw(st.sampled_from(["fixed", *OFFSET_RULES, "interleaved"]))
+    if offset == "fixed":
+        return words.dilated(segment, rate, draw(st.integers(0, rate - 1)))
+    return words.longnet([segment], [rate], offsets=offset, heads="grouped")
+
+
+@st.composite
+def strided_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
+    """The Sparse Transformer's two kinds, and chunks."""
+    kind, stride = draw(st.sampled_from(["strided", "chunked", "fixed"])), draw(st.integers(1, largest))
+    if kind == "fixed":
+        return words.fixed(stride, summary=draw(st.integers(1, stride)))
+    return words.strided(stride) if kind == "strided" else words.chunked(stride)
+
+
+@st.composite
+def global_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
+    """Global tokens in rows, columns or both, and prefixes."""
+    kind = draw(st.sampled_from(["global", "first", "prefix"]))
+    count = draw(st.integers(1, largest))
+    if kind == "first":
+        return words.first_tokens(count)
+    if kind == "prefix":
+        return words.prefix_lm(count)
+    rows, columns = draw(st.sampled_from(_SIDES))
+    return words.global_tokens(count, rows=rows, columns=columns)
+
+
+@st.composite
+def landmarks(draw: st.DrawFn, words: Any, largest: int) -> Any:
+    """Landmarks in rows, columns or both; one at every position makes all pairs."""
+    stride, (rows, columns) = draw(st.integers(1, largest)), draw(st.sampled_from(_SIDES))
+    if stride == 1 and rows and columns:
+        return words.every()
+    return words.landmark_tokens(stride, rows=rows, columns=columns)
+
+
+@st.composite
+def random_blocks(draw: st.DrawFn, words: Any, largest: int) -> Any:
+    """Over fewer or more tokens than will be there."""
+    num_tokens, block = draw(st.integers(1, 4 * largest)), draw(st.integers(1, min(9, largest)))
+    count = draw(st.integers(1, min(4, -(-num_tokens // block))))
+    seed = draw(st.sampled_from([0, 1, (1 << 63) - 1]))
+    return words.random_blocks(num_tokens, block=block, count=count, seed=seed)
+
+
+@st.composite
+def block_lists(draw: st.DrawFn, words: Any, largest: int) -> Any:
+    """Rows name blocks up to their own: in range wherever queries and keys are the same tokens."""
+    block, height = draw(st.integers(1, min(7, largest))), draw(st.integers(1, min(12, largest)))
+    return words.block_list(
+        [sorted(draw(st.sets(st.integers(0, row), max_size=6))) for row in range(height)], block=block
+    )
+
+
+@st.composite
+def large_grids(draw: st.DrawFn, words: Any, min_tokens: int) -> Any:
+    """Grids of 1 to 3 axes with at least so many tokens: beyond a grid's tokens it cannot be bound."""
+    inner = draw(st.lists(st.integers(1, 8), max_size=2))
+    grid = (-(-min_tokens // prod(inner)) + draw(st.integers(0, 3)), *inner)
+    return draw(_neighborhoods_on(words, grid, most=4, max_rate=3))
+
+
+@st.composite
+def whole_grids(draw: st.DrawFn, words: Any, max_tokens: int) -> Any:
+    """Small grids of 2 or 3 axes, for which as many tokens as they hold are meant: windows may reach over an axis."""
+    sides = st.lists(st.integers(1, 7), min_size=2, max_size=3)
+    grid = draw(sides.filter(lambda grid: prod(grid) <= max_tokens))
+    return draw(_neighborhoods_on(words, grid, most=max(grid), max_rate=2))
+
+
+@st.composite
+def _neighborhoods_on(draw: st.DrawFn, words: Any, grid: list[int] | tuple[int, ...], most: int, max_rate: int) -> Any:
+    rate = [draw(st.integers(1, min(max_rate, length))) for length in grid]
+    longest = [min(most, (length // each - 1) // 2) for length, each in zip(grid, rate, strict=True)]
+    return words.neighborhood(grid, [draw(st.integers(0, reach)) for reach in longest], rate=rate)
+
+
+@st.composite
+def functions(draw: st.DrawFn, words: Any, largest: int) -> Any:
+    """Closures, as `masks.custom` takes them."""
+    kind = draw(st.sampled_from(["lattice", "windows", "classified windows", "kinds"]))
+    if kind == "lattice":
+        factors = rates_up_to(largest)
+        return words.custom_lattice(draw(factors), draw(factors), draw(st.integers(2, 9)))
+    if kind == "kinds":
+        return words.custom_kinds(draw(st.lists(st.integers(0, 2), min_size=1, max_size=9)))
+    widths = draw(st.lists(st.integers(1, min(20, largest)), min_size=1, max_size=3))
+    return words.custom_windows(widths, classified=kind == "classified windows")
+
+
+# The simplest comes first: hypothesis shrinks towards it.
+_COMPOSITIONS = ("leaf", "and", "or", "not", "blockwise", "per_head", "LongNet", "groups", "and", "not")
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What may be drawn: patterns for so many heads, of numbers up to `max_number`, bound up to `max_positions`.
+
+    words: what has the constructors; `_vocabulary` says what else it may be.
+    """
+
+    num_heads: int = 1
+    max_number: int = 24
+    max_positions: int = 128
+    closures: bool = False
+    words: Any = _vocabulary
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "max_number", "max_positions"):
+            require_int(name, getattr(self, name), minimum=1)
+        require_bool("closures", self.closures)
+
+    def leaves(self) -> st.SearchStrategy:
+        """Sets without parts."""
+        return _sets(self, 0)
+
+    def sets(self, depth: int = 2) -> st.SearchStrategy:
+        """Sets, composed up to `depth` levels deep."""
+        return _sets(self, require_int("depth", depth, minimum=0))
+
+    def longnets(self, *, heads: Literal["all", "grouped"] = "all", max_branches: int = 4) -> st.SearchStrategy:
+        """LongNet's branches, joined in every head, or one for each group of heads."""
+        return _longnets(self, heads, require_int("max_branches", max_branches, minimum=1))
+
+    def mixtures(self) -> st.SearchStrategy:
+        """LongNets, sums, and sums of LongNets and sets."""
+        return _mixtures(self)
+
+    def patterns(self, depth: int = 2) -> st.SearchStrategy:
+        """Sets, and somewhat less often mixtures."""
+        sets, mixtures = self.sets(depth), self.mixtures()
+        return any_of(sets, mixtures, sets, mixtures, sets)
+
+
+# Hypothesis looks through a strategy when it is first drawn from: one is made, not one a draw.
+@lru_cache(maxsize=64)
+def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
+    if depth:
+        return _composed(grammar, depth)
+    limits = {"largest": grammar.max_number, "max_positions": grammar.max_positions, "closures": grammar.closures}
+    return leaves(grammar.words, **limits)
+
+
+@st.composite
+def _composed(draw: st.DrawFn, grammar: Grammar, depth: int) -> Any:
+    words, part = grammar.words, grammar.sets(depth - 1)
+    kind = draw(st.sampled_from(_COMPOSITIONS))
+    if kind == "leaf":
+        return draw(grammar.leaves())
+    if kind == "and":
+        return draw(part) & draw(part)
+    if kind == "or":
+        return draw(part) | draw(part)
+    if kind == "not":
+        return ~draw(part)
+    if kind == "blockwise":
+        return words.blockwise(draw(part), draw(st.integers(1, min(6, grammar.max_number))))
+    if kind == "per_head":
+        return words.per_head([draw(part) for _ in range(grammar.num_heads)])
+    if kind == "LongNet":
+        return draw(grammar.longnets(heads="grouped", max_branches=grammar.num_heads))
+    return words.head_groups([draw(part) for _ in range(draw(st.integers(1, grammar.num_heads)))])
+
+
+@st.composite
+def _longnets(draw: st.DrawFn, grammar: Grammar, heads: str, max_branches: int) -> Any:
+    branch = st.tuples(st.integers(1, grammar.max_number), rates_up_to(grammar.max_number))
+    branches = draw(st.lists(branch, min_size=1, max_size=max_branches))
+    segments, rates = zip(*branches, strict=True)
+    offsets = draw(st.sampled_from(OFFSET_RULES))
+    return grammar.words.longnet(segments, rates, offsets=offsets, heads=heads)
+
+
+@st.composite
+def _mixtures(draw: st.DrawFn, grammar: Grammar) -> Any:
+    kind = draw(st.sampled_from(["set", "LongNet", "LongNet", "masked LongNet"]))
+    first = draw(grammar.sets(1) if kind == "set" else grammar.longnets())
+    if kind == "masked LongNet":
+        mask = draw(any_of(st.builds(grammar.words.causal), grammar.sets(1)))
+        first = first & mask if draw(st.booleans()) else mask & first
+    if kind != "set" and draw(st.booleans()):
+        return first
+    return first + (draw(grammar.sets(1)) if draw(st.booleans()) else first)
 
 
 def patterns(
@@ -59,3 +293,69 @@ def longnets(
 def neighborhoods(*, max_tokens: int = 48) -> st.SearchStrategy[Pattern]:
     """Neighbourhoods on grids of 2 or 3 axes that hold up to max_tokens tokens, to be bound to all: `prod(p.grid)`."""
     return whole_grids(_vocabulary, require_int("max_tokens", max_tokens, minimum=1))
+
+
+# The simplest comes first: hypothesis shrinks towards it.
+_RUN_TIME_COMPOSITIONS = ("and", "per_document", "or", "without", "both", "and", "per_document", "per_document")
+
+
+def run_time_patterns(
+    sizes: AttentionSizes, *, max_number: int = 24, closures: bool = False
+) -> st.SearchStrategy[Pattern | Mixture]:
+    """Patterns of `patterns`, cut by the tensors of a batch, united with them, without them, begun anew by documents.
+
+    One tensor or two, with its values in place, as `masks.documents(ids)`, `masks.lengths(lengths)` and
+    `masks.visible_keys(visible)` take it; for these sizes: there is an id for each position up to the last query's and
+    key's. They shrink towards `masks.causal() & masks.documents(ids)` of one document.
+    """
+    most = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
+    return run_time_compositions(Grammar(sizes.num_heads_global, max_number, most, closures), sizes, _vocabulary)
+
+
+@st.composite
+def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSizes, words: Any) -> Any:
+    """As `run_time_patterns`, in the words of a grammar, and these of run-time tensors."""
+    positions = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
+    keys = sizes.k_offset + sizes.num_keys
+    spans = [_documents(words, sizes.batch, positions), _lengths(words, sizes.batch, positions)]
+    seen = _visible_keys(words, sizes.batch, keys)
+    kind = draw(st.sampled_from(_RUN_TIME_COMPOSITIONS))
+    pattern = draw(grammar.patterns() if kind in ("and", "per_document") else grammar.sets())
+    if kind == "both":
+        one, other = draw(st.sampled_from([(spans[0], seen), (spans[1], seen), (spans[0], spans[1])]))
+        return pattern & draw(one) & draw(other)
+    if kind == "per_document":
+        return pattern.per_document(draw(any_of(*spans)))
+    given = draw(any_of(spans[0], seen, seen, spans[1], spans[1]))
+    if kind == "and":
+        return pattern & given
+    return pattern | given if kind == "or" else pattern & ~given
+
+
+@st.composite
+def _documents(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
+    """Ids of any numbers that grow; a table for each batch entry, or one for all; padding at the end, and between."""
+    rows = draw(st.sampled_from([1, batch]))
+    ids = draw(document_ids(positions, batch=rows, max_documents=draw(st.sampled_from([5, 40]))))
+    hidden = draw(st.sampled_from([-1, -1, -1, 0, 1]))
+    ids = torch.where((ids < 0) | (ids == hidden), -1, draw(st.integers(1, 3)) * ids + draw(st.integers(0, 1)))
+    longest = draw(st.sampled_from([None, _longest(ids), positions]))
+    return words.documents(ids[0] if rows == 1 and draw(st.booleans()) else ids, longest=longest)
+
+
+def _longest(ids: Tensor) -> int:
+    """Tokens of the longest document of any row, at least 1."""
+    return max([1, *(int((row == number).sum()) for row in ids for number in row[row >= 0].unique())])
+
+
+@st.composite
+def _lengths(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
+    numbers = st.lists(st.integers(0, positions), min_size=batch, max_size=batch)
+    return words.lengths(torch.tensor(draw(numbers)), padding=draw(st.sampled_from(["right", "left"])))
+
+
+@st.composite
+def _visible_keys(draw: st.DrawFn, words: Any, batch: int, keys: int) -> Any:
+    rows = draw(st.sampled_from([1, batch]))
+    seen = st.lists(st.booleans(), min_size=keys, max_size=keys)
+    return words.visible_keys(torch.tensor([draw(seen) for _ in range(rows)]))

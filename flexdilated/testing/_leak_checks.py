@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from ..masks import documents, visible_keys
-from ._closeness import hold
-from ._module_subject import DoesNotApply, Failure, Subject
-from ._problem import Problem
-from ._rounding import Expected, expected
-from ._words import num_lengths, rough, tokens
+from ._closeness import Expected, expected
+from ._module import DoesNotApply, Failure, Subject, hold_rows
+from ._problem import num_lengths, rough, tokens
 
 _KEYS = 6
 
@@ -46,7 +44,7 @@ def _replace_keys(subject: Subject, length: int, hidden: Tensor) -> int:
     q, k, v = subject.inputs(length)
     module = subject.module()
     before, _ = subject.run(module, q, k, v)
-    truth = expected(subject.problem(q, k, v), gradients=False, through_lse=False)["out"]
+    truth = expected(subject.problem(q, k, v))["out"]
     looked_at = 0
     candidates = hidden.any(0).any(0).nonzero().flatten().tolist()
     for key in candidates[:: -(-len(candidates) // _KEYS)]:
@@ -84,7 +82,8 @@ def check_padding(subject: Subject) -> str:
         for name, hidden in _padding_masks(length, subject.device):
             q, k, v = subject.inputs(length)
             problem = subject.problem(q, k, v, subject.pattern & visible_keys(~hidden))
-            _hold_call(subject, f"{tokens(length)}, {name}", problem, ~hidden, hidden, "padded")
+            out, _ = subject.run(subject.module(), q, k, v, hidden, call="padded")
+            hold_rows(f"{tokens(length)}, {name}", problem, out, rows=~hidden[:, None, :])
     return "keys hidden on the right, on the left and in the middle: they take no part, and all others do"
 
 
@@ -107,21 +106,10 @@ def check_packing(subject: Subject) -> str:
         cut = subject.calls.documents == "cut"
         rule = subject.pattern & documents(ids) if cut else subject.pattern.per_document(ids)
         q, k, v = subject.inputs(length)
-        problem = subject.problem(q, k, v, rule)
-        _hold_call(
-            subject, f"{tokens(length)} in 2 and {len(ids[1].unique())} documents", problem, ids >= 0, ids, "packed"
-        )
+        out, _ = subject.run(subject.module(), q, k, v, ids, call="packed")
+        where = f"{tokens(length)} in 2 and {len(ids[1].unique())} documents"
+        hold_rows(where, subject.problem(q, k, v, rule), out)
     return f"2 and 3 documents a sequence, {num_lengths(subject.lengths)}: each attends as it should, and sees no other"
-
-
-def _hold_call(subject: Subject, where: str, problem: Problem, real: Tensor, given: Tensor, call: str) -> None:
-    """The rows of real queries (B, N) that have keys are what the definition says."""
-    out, _ = subject.run(subject.module(), problem.q, problem.k, problem.v, given, call=call)
-    rows = (problem.times() > 0).any(-1) & real[:, None, :]
-    try:
-        hold(problem, "out", out, expected(problem, gradients=False, through_lse=False)["out"], rows=rows)
-    except AssertionError as error:
-        raise Failure(f"{where}: {error}") from None
 
 
 def check_batch(subject: Subject) -> str:
@@ -130,7 +118,7 @@ def check_batch(subject: Subject) -> str:
         q, k, v = subject.inputs(length, batch=3)
         module = subject.module()
         whole, _ = subject.run(module, q, k, v)
-        truth = expected(subject.problem(q, k, v), gradients=False, through_lse=False)["out"]
+        truth = expected(subject.problem(q, k, v))["out"]
         for b in range(3):
             alone, _ = subject.run(module, *(x[b : b + 1] for x in (q, k, v)))
             one = Expected("out", truth.value[b : b + 1], truth.budget[b : b + 1], None)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._closeness import gradients_of, hold
-from ._module_subject import DoesNotApply, Failure, Subject
-from ._rounding import expected
-from ._tried_values import KINDS
-from ._words import number, tokens
+from ._closeness import expected, gradients_of
+from ._inputs import KINDS
+from ._module import DoesNotApply, Failure, Subject, failing, hold_gradients, hold_rows
+from ._problem import number, tokens
 
 
 def check_agreement(subject: Subject) -> str:
@@ -17,14 +16,7 @@ def check_agreement(subject: Subject) -> str:
     for length, kind in subject.cases():
         q, k, v = subject.inputs(length, kind)
         out, lse = subject.run(subject.module(), q, k, v)
-        problem = subject.problem(q, k, v)
-        truth, rows = expected(problem, gradients=False, through_lse=False), (problem.times() > 0).any(-1)
-        try:
-            hold(problem, "out", out, truth["out"], rows=rows)
-            if lse is not None:
-                hold(problem, "lse", lse, truth["lse"], rows=rows)
-        except AssertionError as error:
-            raise Failure(f"{tokens(length)}, {kind}: {error}") from None
+        hold_rows(f"{tokens(length)}, {kind}", subject.problem(q, k, v), out, lse)
     return f"{_lengths(subject)}, {len(KINDS)} kinds of values: within what rounding accounts for"
 
 
@@ -52,7 +44,7 @@ def _weights(subject: Subject, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Te
         keys = torch.arange(first, min(first + D, k.shape[2]))
         v[:, :, keys, keys - first] = 1.0
         out, _ = subject.run(module, q, k, v)
-        truth = expected(subject.problem(q, k, v), gradients=False, through_lse=False)["out"]
+        truth = expected(subject.problem(q, k, v))["out"]
         parts.append(torch.stack([x[0, ..., : len(keys)] for x in (out.detach().double(), truth.value, truth.budget)]))
     found, truth, budget = torch.cat(parts, -1)
     return found, truth, budget
@@ -125,12 +117,10 @@ def check_gradients(subject: Subject) -> str:
         out, lse = subject.run(subject.module(), q, k, v)
         lse = lse if lse is not None and lse.requires_grad else None
         problem = subject.problem(q, k, v)
-        truth = expected(problem, gradients=True, through_lse=lse is not None)
-        try:
-            for name, grad in zip(("dq", "dk", "dv"), gradients_of(problem, out, lse), strict=True):
-                hold(problem, name, grad, truth[name])
-        except AssertionError as error:
-            raise Failure(f"{tokens(length)}, {kind}: {error}") from None
+        where = f"{tokens(length)}, {kind}"
+        with failing(where):
+            grads = gradients_of(problem, out, lse)
+        hold_gradients(where, problem, grads, through_lse=lse is not None)
     return f"{_lengths(subject)}: of q, k and v, within what rounding accounts for"
 
 
@@ -143,13 +133,7 @@ def check_half_precision(subject: Subject) -> str:
             out, _ = half.run(half.module(), q, k, v)
             if out.dtype != dtype:
                 raise Failure(f"the output must have the dtype of q, {dtype}; got {out.dtype}")
-            problem = half.problem(q, k, v)
-            rows = (problem.times() > 0).any(-1)
-            try:
-                truth = expected(problem, gradients=False, through_lse=False)
-                hold(problem, "out", out, truth["out"], rows=rows)
-            except AssertionError as error:
-                raise Failure(f"{tokens(length)} in {str(dtype).removeprefix('torch.')}: {error}") from None
+            hold_rows(f"{tokens(length)} in {str(dtype).removeprefix('torch.')}", half.problem(q, k, v), out)
     return f"bfloat16 and float16, {_lengths(subject, subject.spread)}: within what rounding to them accounts for"
 
 

@@ -1,59 +1,83 @@
-"""What drawn patterns are written with. Another module with the same names draws the same in its own values.
+"""What drawn patterns are written with: the constructors of `masks`, and functions for `custom`.
 
-So a test may draw each pattern together with a rule of its own for it: constructors that return pairs of the two, and
-pairs that have &, |, ~, + and per_document.
+Another module with the same names draws the same in its own values. So a test may draw each pattern together with a
+rule of its own for it: constructors that return pairs of the two, and pairs that have &, |, ~, + and per_document.
 """
 
-from ..masks import (
-    block_list,
-    blockwise,
-    causal,
-    chunked,
-    dilated,
-    dilated_window,
-    documents,
-    every,
-    first_tokens,
-    fixed,
-    global_tokens,
-    head_groups,
-    landmark_tokens,
-    lengths,
-    local_window,
-    longnet,
-    neighborhood,
-    per_head,
-    prefix_lm,
-    random_blocks,
-    strided,
-    visible_keys,
-)
-from ._drawn_closures import custom_kinds, custom_lattice, custom_windows
+from __future__ import annotations
 
-__all__ = [
-    "block_list",
-    "blockwise",
-    "causal",
-    "chunked",
-    "custom_kinds",
-    "custom_lattice",
-    "custom_windows",
-    "dilated",
-    "dilated_window",
-    "documents",
-    "every",
-    "first_tokens",
-    "fixed",
-    "global_tokens",
-    "head_groups",
-    "landmark_tokens",
-    "lengths",
-    "local_window",
-    "longnet",
-    "neighborhood",
-    "per_head",
-    "prefix_lm",
-    "random_blocks",
-    "strided",
-    "visible_keys",
-]
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import masks
+from ..masks import EMPTY, FULL, PARTIAL, Pattern, custom
+
+
+def __getattr__(name: str) -> Any:
+    """What is not below is a constructor of `masks`."""
+    return getattr(masks, name)
+
+
+def custom_lattice(a: int, b: int, modulus: int) -> Pattern:
+    """Query q sees key k where a q + b k is a multiple of `modulus`."""
+    return custom(lattice(a, b, modulus))
+
+
+def custom_windows(widths: Sequence[int], *, classified: bool) -> Pattern:
+    """Head h sees the last widths[h mod len(widths)] keys up to the query's own.
+
+    classified: with a function that classifies boxes, and a period.
+    """
+    table = torch.tensor(widths)
+    if not classified:
+        return custom(window_by_head(table))
+    return custom(window_by_head(table), classify=classify_window(table), period=1)
+
+
+def custom_kinds(kinds: Sequence[int]) -> Pattern:
+    """Positions of one kind see each other; kinds repeat."""
+    return custom(same_kind(torch.tensor(kinds)), period=len(kinds))
+
+
+def lattice(a: int, b: int, modulus: int):
+    """The function of `custom_lattice`."""
+
+    def mask_mod(b_, h, q, k):
+        return (q * a + k * b) % modulus == 0
+
+    return mask_mod
+
+
+def window_by_head(widths: Tensor):
+    """The function of `custom_windows`."""
+
+    def mask_mod(b, h, q, k):
+        distance = q - k
+        return (distance >= 0) & (distance < widths[h % len(widths)])
+
+    return mask_mod
+
+
+def classify_window(widths: Tensor):
+    """What the function of `window_by_head` says of boxes."""
+
+    def classify(head, q_first, q_last, k_first, k_last):
+        width = widths[head % len(widths)]
+        empty = (q_last < k_first) | (q_first - k_last >= width)
+        full = (q_first >= k_last) & (q_last - k_first < width)
+        return torch.where(full, FULL, torch.where(empty, EMPTY, PARTIAL))
+
+    return classify
+
+
+def same_kind(kinds: Tensor):
+    """The function of `custom_kinds`."""
+    size = len(kinds)
+
+    def mask_mod(b, h, q, k):
+        return kinds[q % size] == kinds[k % size]
+
+    return mask_mod

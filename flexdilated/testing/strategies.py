@@ -11,12 +11,18 @@ except ImportError as error:
         'flexdilated.testing.strategies needs hypothesis, which is not installed: pip install "flexdilated[testing]"'
     ) from error
 
-from ._drawn_packings import document_ids, document_lengths, shardings
-from ._drawn_patterns import longnets, mixtures, neighborhoods, patterns, set_patterns
-from ._drawn_run_time import run_time_patterns
-from ._drawn_sizes import AttentionSizes, attention_sizes, lengths
-from ._drawn_tensors import attention_inputs, tensors
-from ._edges import edges_of
+from ._drawn_inputs import (
+    AttentionSizes,
+    attention_inputs,
+    attention_sizes,
+    document_ids,
+    document_lengths,
+    lengths,
+    shardings,
+    tensors,
+)
+from ._drawn_patterns import longnets, mixtures, neighborhoods, patterns, run_time_patterns, set_patterns
+from ._inputs import edges_of
 
 __all__ = [
     "AttentionSizes",

@@ -1,0 +1,248 @@
+"""Sizes, tensors, packings and shards that hypothesis draws: at the edges, and values that break a careless softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ..distributed import Sharding
+from ..masks import Mixture, Pattern
+from ..masks.core._check import require_bool, require_int
+from ._inputs import MEMORY_LAYOUTS, edges_of, laid_out
+
+_ORDERS: list[Literal["contiguous", "zigzag"]] = ["contiguous", "zigzag"]
+
+
+@st.composite
+def any_of(draw: st.DrawFn, *strategies: st.SearchStrategy) -> Any:
+    """From one of them; one that is named twice is drawn from twice as often, where `one_of` drops the second.
+
+    The simplest comes first: hypothesis shrinks towards it.
+    """
+    return draw(draw(st.sampled_from(strategies)))
+
+
+def lengths(
+    around: Pattern | Mixture | Iterable[int] = (), *, max_tokens: int = 48, blocks: Iterable[int] = ()
+) -> st.SearchStrategy[int]:
+    """Numbers of tokens: any, one less, as many or one more than a multiple of an edge, and the smallest and largest.
+
+    around: edges, or a pattern, whose numbers they are (`edges_of`). blocks: more of them, such as the side of blocks.
+    Half of the lengths lie around edges. They shrink towards 1.
+    """
+    require_int("max_tokens", max_tokens, minimum=1)
+    own = edges_of(around) if isinstance(around, Pattern | Mixture) else tuple(around)
+    edges = {require_int("an edge", edge, minimum=1) for edge in (*own, *blocks)}
+    special = {edge * times + step for edge in edges for times in range(1, 5) for step in (-1, 0, 1)}
+    listed, anything = sorted(length for length in special if 1 <= length <= max_tokens), st.integers(1, max_tokens)
+    near = st.sampled_from(listed) if listed else anything
+    return any_of(anything, near, near, st.sampled_from([1, 1, 1, 1, max_tokens]))
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """The sizes of one call: q (batch, num_heads, num_queries, head_dim), k and v (batch, num_kv_heads, num_keys, ...).
+
+    Query i stands at position q_offset + i, key j at k_offset + j. The heads are those from head_offset on of
+    num_heads_global; 0 stands for no more heads than these.
+    """
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    num_queries: int
+    num_keys: int
+    head_dim: int
+    q_offset: int = 0
+    k_offset: int = 0
+    head_offset: int = 0
+    num_heads_global: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.num_heads_global:
+            object.__setattr__(self, "num_heads_global", self.head_offset + self.num_heads)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """q_offset, k_offset, head_offset and num_heads_global: keywords of `attend` and of a pattern's `bind`."""
+        names = ("q_offset", "k_offset", "head_offset", "num_heads_global")
+        return {name: getattr(self, name) for name in names}
+
+
+@st.composite
+def attention_sizes(
+    draw: st.DrawFn,
+    around: Pattern | Mixture | Iterable[int] = (),
+    *,
+    num_heads: int | None = None,
+    max_heads: int = 4,
+    max_batch: int = 2,
+    max_tokens: int = 48,
+    blocks: Iterable[int] = (),
+    self_attention: bool = True,
+    all_heads: bool = True,
+) -> AttentionSizes:
+    """Sizes with grouped heads: num_kv_heads divides num_heads. They shrink towards one of everything.
+
+    around and blocks: as for `lengths`. num_heads: the pattern's, not any number up to max_heads.
+    self_attention=False: queries may be fewer or more than keys, and both stand anywhere up to max_tokens; where
+    `around` is a pattern, it can be bound to them. all_heads=False: the tensors may hold some of the heads only, as on
+    one device of many.
+    """
+    total = draw(st.integers(1, max_heads)) if num_heads is None else require_int("num_heads", num_heads, minimum=1)
+    keys = draw(lengths(around, max_tokens=max_tokens, blocks=blocks))
+    first, here = 0, total
+    if not all_heads and draw(st.integers(0, 2)):
+        first = draw(st.integers(0, total - 1))
+        here = draw(st.integers(1, total - first))
+    groups = draw(st.sampled_from([number for number in range(1, here + 1) if here % number == 0]))
+    batch, head_dim = draw(st.integers(1, max_batch)), draw(st.sampled_from([1, 3, 8, 16]))
+    sizes = AttentionSizes(batch, here, groups, keys, keys, head_dim, 0, 0, first, total)
+    if self_attention or draw(st.integers(0, 2)) == 0:
+        return sizes
+    queries, anywhere = draw(lengths(around, max_tokens=max_tokens, blocks=blocks)), st.integers(0, max_tokens)
+    offsets = draw(anywhere), draw(any_of(st.sampled_from([0, 5]), anywhere))
+    moved = replace(sizes, num_queries=queries, q_offset=offsets[0], k_offset=offsets[1])
+    if not isinstance(around, Pattern | Mixture):
+        return moved
+    tensors = {"num_heads": here, "num_queries": queries, "num_keys": keys}
+    return moved if in_range(lambda: around.bind(**tensors, **moved.places)) else sizes
+
+
+def in_range(bind: Callable[[], object]) -> bool:
+    """Whether a pattern can be bound, as far as it names blocks: those of a list may lie beyond the keys."""
+    try:
+        bind()
+    except ValueError as error:
+        if "block_list is out of range" not in str(error):
+            raise
+        return False
+    return True
+
+
+# The first is the simplest. "ties": equal numbers, so that scores tie; "large": scores of which exp overflows.
+_VALUES = ("ordinary", "ties", "zeros", "large", "tiny", "one far above")
+_SEEDS = st.integers(0, 1 << 16)
+
+
+@st.composite
+def tensors(
+    draw: st.DrawFn,
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    values: Sequence[str] = _VALUES,
+    requires_grad: bool = False,
+) -> Tensor:
+    """A tensor of this shape: ordinary values, or ties, zeros and -0.0, large or tiny ones, one far above the others.
+
+    Drawn is a kind and a seed, so that a tensor of any size costs as little; they shrink towards ordinary values of
+    seed 0. All values are finite in `dtype`.
+    """
+    require_bool("requires_grad", requires_grad)
+    _require_kinds(values)
+    kind, seed = draw(st.sampled_from(list(values))), draw(_SEEDS)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return _filled(shape, kind, generator).to(dtype).requires_grad_(requires_grad)
+
+
+def _filled(shape: Sequence[int], kind: str, generator: torch.Generator) -> Tensor:
+    x = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+    if kind == "ties":
+        x = x.round().clamp(-1, 1)
+    elif kind == "zeros":
+        x = torch.where(x < 0, -0.0, 0.0).double()
+    elif kind == "large":
+        x = x * 100
+    elif kind == "tiny":
+        x = x * 1e-4
+    elif kind == "one far above" and x.numel():
+        x.view(-1)[int(torch.randint(x.numel(), (), generator=generator))] = 1e4
+    return x
+
+
+@st.composite
+def attention_inputs(
+    draw: st.DrawFn,
+    sizes: AttentionSizes,
+    *,
+    dtype: torch.dtype = torch.float32,
+    values: Sequence[str] = _VALUES,
+    layouts: Sequence[str] = MEMORY_LAYOUTS,
+    requires_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q (B, H, N, D), k and v (B, G, M, D), each with a kind of values and a layout in memory of its own.
+
+    layouts: some of those that `flexdilated.testing.laid_out` knows; they shrink towards the first.
+    Of one seed, so that no two of the tensors are equal, however far they shrink.
+    """
+    _require_kinds(values)
+    seed = draw(_SEEDS)
+    generator = torch.Generator("cpu").manual_seed(seed)
+
+    def one(heads: int, tokens: int) -> Tensor:
+        shape = (sizes.batch, heads, tokens, sizes.head_dim)
+        x = _filled(shape, draw(st.sampled_from(list(values))), generator).to(dtype)
+        return laid_out(x, draw(st.sampled_from(list(layouts)))).requires_grad_(requires_grad)
+
+    queries, keys = (sizes.num_heads, sizes.num_queries), (sizes.num_kv_heads, sizes.num_keys)
+    return one(*queries), one(*keys), one(*keys)
+
+
+def _require_kinds(values: Sequence[str]) -> None:
+    if not values or any(value not in _VALUES for value in values):
+        raise ValueError(f"values must be some of {', '.join(map(repr, _VALUES))}; got {values!r}")
+
+
+@st.composite
+def document_lengths(draw: st.DrawFn, num_tokens: int, *, max_documents: int = 5) -> tuple[int, ...]:
+    """Lengths of documents that fill `num_tokens`. They shrink towards one document."""
+    require_int("num_tokens", num_tokens, minimum=1)
+    most = min(require_int("max_documents", max_documents, minimum=1), num_tokens)
+    cuts = draw(st.sets(st.integers(1, num_tokens - 1), max_size=most - 1)) if most > 1 else set()
+    return tuple(after - before for before, after in pairwise([0, *sorted(cuts), num_tokens]))
+
+
+@st.composite
+def document_ids(
+    draw: st.DrawFn, num_tokens: int, *, batch: int = 1, max_documents: int = 5, padding: bool = True
+) -> Tensor:
+    """int64 (batch, num_tokens): the document of each position, 0, 1 and so on; -1 for padding, at the end.
+
+    `masks.documents` takes them. They shrink towards one document in every row.
+    """
+    require_int("batch", batch, minimum=1)
+    rows = []
+    for _ in range(batch):
+        held = draw(document_lengths(num_tokens, max_documents=max_documents))
+        row = torch.repeat_interleave(torch.arange(len(held)), torch.tensor(held))
+        hidden = draw(st.integers(0, num_tokens)) if padding and draw(st.booleans()) else 0
+        row[num_tokens - hidden :] = -1
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@st.composite
+def shardings(
+    draw: st.DrawFn, num_tokens: int, *, max_ranks: int = 4, num_ranks: int | None = None, ragged: bool = True
+) -> Sharding:
+    """How `num_tokens` lie over 1 to max_ranks ranks: in both orders, in shards of any length, empty ones too.
+
+    num_ranks: over this many, not any number. ragged=False: shards as equal as can be. They shrink towards one rank,
+    and towards equal shards in order.
+    """
+    require_int("num_tokens", num_tokens, minimum=1)
+    ranks = draw(st.integers(1, max_ranks)) if num_ranks is None else require_int("num_ranks", num_ranks, minimum=1)
+    order = draw(st.sampled_from(_ORDERS))
+    if not ragged or not draw(st.booleans()):
+        return Sharding(num_tokens, ranks, order)
+    cuts = draw(st.lists(st.integers(0, num_tokens), min_size=ranks - 1, max_size=ranks - 1))
+    return Sharding(
+        num_tokens, ranks, order, [after - before for before, after in pairwise([0, *sorted(cuts), num_tokens])]
+    )

@@ -1,0 +1,172 @@
+"""What modules and calls are tried with: lengths around a pattern's own numbers, kinds of values, memory layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
+from math import inf
+from operator import mul
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from ..masks import Mixture, Pattern
+
+# B batch, H query heads, G key/value heads, X heads of one of them, N tokens, D head dim
+
+Case = TypeVar("Case")
+
+_NO_LENGTHS = ("seed", "head", "rows")
+
+
+def edges_of(pattern: Pattern | Mixture) -> tuple[int, ...]:
+    """Segments, rates, strides, widths of windows and so on, in ascending order.
+
+    They are read off the pattern's data; of a function nothing is known but its period.
+    """
+    periods = {leaf.period() or 0 for leaf in pattern.leaves() if leaf.to_data()["kind"] == "custom"}
+    return tuple(sorted((_edges(pattern.to_data()) | periods) - {0}))
+
+
+def _edges(data: Mapping[str, Any]) -> set[int]:
+    inner = set().union(*(_edges(part) for part in _parts(data)))
+    own = {number for name, value in data.items() if name not in _NO_LENGTHS for number in _numbers(value)}
+    kind, block = data.get("kind"), data.get("block", 1)
+    if kind in ("local_window", "dilated_window"):
+        own.add((data["left"] + data["right"]) * data.get("rate", 1) + 1)
+    if kind == "neighborhood":
+        own |= set(accumulate(reversed(data["grid"]), mul))
+    if kind == "block_list":
+        own.add(block * len(data["rows"]))
+    return own | inner | {block * edge for edge in inner}
+
+
+def _parts(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [*data.get("parts", ()), *(data[name] for name in ("part", "spans") if name in data)]
+
+
+def _numbers(value: object) -> list[int]:
+    several = value if isinstance(value, list | tuple) else [value]
+    return [number for number in several if isinstance(number, int) and not isinstance(number, bool)]
+
+
+_BLOCKS = (64, 128, 256, 512, 1024)  # that kernels work in: the last one whole, or with one token in it
+
+
+def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, examples: int) -> tuple[int, ...]:
+    """Rising lengths that the pattern takes: small ones, around multiples of its numbers, after blocks, the largest."""
+    edges = [edge for edge in edges_of(pattern) if 1 < edge <= max_tokens]
+    around = {multiple * edge + step for edge in edges for multiple in (1, 2, 3) for step in (-1, 0, 1)}
+    wanted = {1, 2, 3, 4, 5, 7, max_tokens - 1, max_tokens} | around
+    wanted |= {block + step for block in _BLOCKS for step in (0, 1)}
+    possible = [n for n in sorted(wanted) if 1 <= n <= max_tokens and takes(pattern, num_heads, n)]
+    if not possible:
+        possible = [n for n in range(1, max_tokens + 1) if takes(pattern, num_heads, n)][-1:]
+    if not possible:
+        raise ValueError(f"the pattern takes no length up to max_tokens; got {max_tokens=} and {pattern!r}")
+    if len(possible) <= examples:
+        return tuple(possible)
+    places = torch.linspace(0, len(possible) - 1, examples).round().long().unique().tolist()
+    return tuple(possible[place] for place in places)
+
+
+def shrunk(
+    case: Case, smaller: Callable[[Case], Iterable[Case]], fails: Callable[[Case], bool], *, tries: float = inf
+) -> Case:
+    """A case that fails too and of which no smaller one does, as far as so many tries lead."""
+    while tries > 0:
+        for other in smaller(case):
+            tries -= 1
+            if fails(other):
+                case = other
+                break
+        else:
+            return case
+    return case
+
+
+def takes(pattern: Pattern | Mixture, num_heads: int, num_tokens: int) -> bool:
+    """Whether the pattern can be bound to so many queries and keys."""
+    try:
+        pattern.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
+    except ValueError:
+        return False
+    return True
+
+
+# What values a case has. Of every length the first is tried, and one of the others in turn.
+KINDS = ("ordinary values", "large scores", "equal keys", "zeros and -0.0", "one key far above the others")
+
+
+def values(
+    kind: str, num_heads: int, num_kv_heads: int, num_tokens: int, head_dim: int, *, batch: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in float64, of a kind of KINDS."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    heads = (num_heads, num_kv_heads, num_kv_heads)
+    q, k, v = (
+        torch.randn((batch, number, num_tokens, head_dim), generator=generator, dtype=torch.float64) for number in heads
+    )
+    if kind == "large scores":
+        q = 30 * q
+    elif kind == "equal keys":
+        k = k[:, :, :1].expand_as(k).clone()
+    elif kind == "zeros and -0.0":
+        q, k = torch.zeros_like(q), -torch.zeros_like(k)
+    elif kind == "one key far above the others":
+        k[:, :, num_tokens // 2] *= 20
+    return q, k, v
+
+
+def _fused(x: Tensor) -> Tensor:
+    """One of three in the output of a joint projection, (B, N, 3, X, D)."""
+    return torch.stack([x.transpose(1, 2)] * 3, 2)[:, :, 1].transpose(1, 2)
+
+
+def _stacked(x: Tensor) -> Tensor:
+    return torch.stack([x + 1, x, x - 1], -1)[..., 1]
+
+
+def _every_second(x: Tensor) -> Tensor:
+    return torch.stack([x - 1, x], -1).flatten(-2)[..., 1::2]
+
+
+def _expanded(x: Tensor) -> Tensor:
+    return x[..., :1].expand_as(x)
+
+
+def _misaligned(x: Tensor) -> Tensor:
+    """Rows with a gap behind each, which begin five numbers into a buffer."""
+    *sizes, D = x.shape
+    buffer = x.new_full((5 + x[..., 0].numel() * (D + 3),), 7.0)
+    room = buffer[5:].view(*sizes, D + 3)[..., :D]
+    return room.copy_(x)
+
+
+_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads first": lambda x: x.clone(memory_format=torch.contiguous_format),
+    "tokens first": lambda x: x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2),
+    "fused": _fused,
+    "channels first": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
+    "stacked": _stacked,
+    "every second": _every_second,
+    "expanded": _expanded,
+    "misaligned": _misaligned,
+}
+
+MEMORY_LAYOUTS = tuple(_LAYOUTS)
+
+
+def laid_out(x: Shaped[Tensor, "B X N D"], layout: str) -> Shaped[Tensor, "B X N D"]:
+    """x in memory as the layout says, cut off from where it came from; "expanded" repeats its first channel.
+
+    "heads first" is contiguous; "tokens first" a transposed projection; "fused" one of three side by side in a token's
+    row; "channels first" the output of a Conv1d; "stacked" one of three along a last dim; "every second" every second
+    channel; "expanded" one channel, with stride 0; "misaligned" rows with gaps, which begin at an odd place.
+    Raises ValueError for another name.
+    """
+    if layout not in _LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(map(repr, MEMORY_LAYOUTS))}; got {layout!r}")
+    return _LAYOUTS[layout](x.detach())
