@@ -1,4 +1,4 @@
-"""The viewer's pixels in a browser: as full as the rule says, from a million tokens down to single pairs; samples are marked."""
+"""The viewer's pixels in a browser: as full as the rule says, from a million tokens to single pairs; and marked samples."""
 
 from __future__ import annotations
 
@@ -102,8 +102,9 @@ SLOW = (masks.neighborhood((1024, 1024), (31, 31)) | masks.landmark_tokens(256))
 # The picture as it is begun: so many steps of work, with the label of the picture after each part of them.
 WORKED = """
 ((steps) => {
-  const { rows, columns } = viewer.state.image.density;
-  const density = new Density({ ...viewer.state, tiles: viewer.state.data.tiles, grids: gridsOf(viewer.state) }, rows, columns);
+  const { state } = viewer;
+  const { rows, columns } = state.image.density;
+  const density = new Density({ ...state, tiles: state.data.tiles, grids: gridsOf(state) }, rows, columns);
   viewer.state.image.density = density;
   return steps.map((number) => {
     for (let step = 0; step < number && !density.finished; step++) density.step();

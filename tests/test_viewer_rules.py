@@ -195,7 +195,7 @@ def test_rules_of_custom_functions(tab, function):
         (lambda b, h, q, k: (q * k).int() > 5, "got numbers that may exceed 2,147,483,647"),
         (lambda b, h, q, k: torch.isin(q, KINDS) & (k == k), "got isin"),
         (lambda b, h, q, k: torch.tensor([0.5, 2.0])[h % 2] < k - q, "got index in torch.float32"),
-        (lambda b, h, q, k: (KINDS == q[..., None, None]).any((-1, -2)) & (k == k), "a tensor of shape (2, 3)"),
+        (lambda b, h, q, k: (q[..., None, None] == KINDS).any((-1, -2)) & (k == k), "a tensor of shape (2, 3)"),
     ],
 )
 def test_functions_that_a_page_does_not_evaluate(function, says):
@@ -221,7 +221,11 @@ def test_parts_are_named_as_written_and_those_of_other_heads_are_marked():
         (masks.causal(), oracle.causal(), 700),
         (masks.dilated(64, 4, "interleaved"), oracle.dilated(64, 4, "interleaved"), 513),
         (~masks.local_window(left=40, right=0), oracle.neither(oracle.local_window(40, 0)), 257),
-        (masks.landmark_tokens(31) & masks.causal(), oracle.both(oracle.landmark_tokens(31, True, True), oracle.causal()), 600),
+        (
+            masks.landmark_tokens(31) & masks.causal(),
+            oracle.both(oracle.landmark_tokens(31, True, True), oracle.causal()),
+            600,
+        ),
     ],
     ids=repr,
 )  # fmt: skip

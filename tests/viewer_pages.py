@@ -35,8 +35,10 @@ SAMPLED = """
     const x = RULER.left + pixel(columns, column, view.k), y = RULER.top + pixel(rows, row, view.q);
     const colour = [...copy.getImageData(x, y, 1, 1).data].slice(0, 3).join();
     const cell = row * width + column;
-    return { rows: [rows[row], rows[row + 1]], columns: [columns[column], columns[column + 1]], empty: colour === paper, labelled: x > blank.width - 200 && y < RULER.top + 40,
-      share: share.reduce((total, each) => total + each[cell], 0), certain: certain.every((each) => each[cell]), coarse };
+    const labelled = x > blank.width - 200 && y < RULER.top + 40; // under the label of samples
+    return { rows: [rows[row], rows[row + 1]], columns: [columns[column], columns[column + 1]],
+      empty: colour === paper, labelled, share: share.reduce((total, each) => total + each[cell], 0),
+      certain: certain.every((each) => each[cell]), coarse };
   });
 })
 """

@@ -51,8 +51,8 @@ _SAME = ("alias", "clone", "detach", "expand", "lift_fresh", "reshape", "squeeze
          "_unsafe_view", "positive")  # fmt: skip
 _NEW = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full")
 _SUPPORTED = (
-    "integer and boolean arithmetic (+, -, *, **, //, %, <<, >>, abs, minimum, maximum, clamp), comparisons, &, |, ^, ~, "
-    "torch.where, and tables indexed by all of their dims"
+    "integer and boolean arithmetic (+, -, *, **, //, %, <<, >>, abs, minimum, maximum, clamp), comparisons, "
+    "&, |, ^, ~, torch.where, and tables indexed by all of their dims"
 )
 
 
@@ -158,8 +158,8 @@ class _Recorder(TorchDispatchMode):
         if name in ("div", "divide") and options.get("rounding_mode") == "floor":
             name = "floor_divide"
         if name == "rsub":
-            name, args = "sub", (args[1], args[0], *args[2:])
-        if options.get("alpha", 1) != 1 or len(args) > 2 and name in ("add", "sub"):
+            name, args = "sub", (args[1], args[0])
+        if options.get("alpha", 1) != 1:
             raise _UnsupportedError(f"{name} with alpha")
         if name not in _OPERATIONS:
             raise _UnsupportedError(name)
