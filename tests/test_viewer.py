@@ -267,7 +267,7 @@ def test_ranks_in_residue_order(show, sharding):
     tab.settle()
     assert tab.evaluate("viewer.canvas.toDataURL()") != with_ranks
     tab.evaluate(f"viewer.chooseRanks('{sharding}')")
-    look(tab, "span=20003")
+    tab.evaluate("(viewer.followLink('span=20003'), viewer.report())")
     pieces = sum(len(held.ranges(rank)) for rank in range(8))
     assert f"each of the 8 residue classes is cut into {pieces} runs" in tab.evaluate(note)
 

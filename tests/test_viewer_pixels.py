@@ -1,4 +1,4 @@
-"""The viewer's pixels in a browser: as full as the rule says, from a million tokens to single pairs; and marked samples."""
+"""The viewer's pixels in a browser, from a million tokens to single pairs: as full as the rule says; samples marked."""
 
 from __future__ import annotations
 
