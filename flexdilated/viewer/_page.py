@@ -112,22 +112,22 @@ def _tiles(bound: Bound, first_head: int) -> dict[str, Any]:
     tiles = []
     for head in sorted(range(bound.num_heads), key=lambda head: head != first_head):
         for branch, rule in enumerate(bound.pattern.branches()):
-            rule = rule.for_head(head, bound.num_heads)
-            if rule not in grids and len(grids) < _MOST_GRIDS:
-                grids[rule] = len(grids)
-                tiles.append(_grid(rule, bound, sides))
-            grid_of[branch][head] = grids.get(rule)
+            of_head = rule.for_head(head, bound.num_heads)  # many heads share one
+            if of_head not in grids and len(grids) < _MOST_GRIDS:
+                grids[of_head] = len(grids)
+                tiles.append(_grid(rule, head, bound, sides))
+            grid_of[branch][head] = grids.get(of_head)
     return {"sides": sides, "grids": tiles, "grid_of": grid_of}
 
 
-def _grid(rule: Pattern, bound: Bound, sides: list[int]) -> list[float]:
+def _grid(rule: Pattern, head: int, bound: Bound, sides: list[int]) -> list[float]:
     queries, keys = (
         torch.arange(0, tokens, side) for tokens, side in zip((bound.num_queries, bound.num_keys), sides, strict=True)
     )
     q, k = queries.repeat_interleave(len(keys)), keys.repeat(len(queries))
     rows = Progression(q, 1, (bound.num_queries - q).clamp(max=sides[0]))
-    box = Box(torch.zeros_like(q), rows, Progression(k, 1, (bound.num_keys - k).clamp(max=sides[1])))
-    found = rule.count(box, num_heads=1)
+    box = Box(torch.full_like(q, head), rows, Progression(k, 1, (bound.num_keys - k).clamp(max=sides[1])))
+    found = rule.count(box, num_heads=bound.num_heads)
     low, high = found.low, found.high
     share = torch.where(low == high, low / box.area, torch.where((low == 0) & (high == box.area), -2.0, -1.0))
     share = torch.where((share > 0) & (share < 1), share.clamp(max=0.9999), share)
