@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 LONGNET = masks.longnet([512, 2048, 8192], [1, 4, 8]) & masks.causal()
 DOCUMENTS = torch.tensor([0] * 700 + [1] * 1 + [2] * 2000 + [3] * 33 + [-1] * 266)
+SMALL = {"width": 560, "height": 420}
 # Where an element stands in the window, and the slots under a place there.
 PLACE = "(() => {{ const box = document.querySelector('{}').getBoundingClientRect(); return [box.x, box.y]; }})()"
 UNDER = """
@@ -108,7 +109,7 @@ def test_keys_do_all_that_a_mouse_does(show):
 
 
 def test_controls_choose_head_order_and_blocks(show):
-    tab = show(LONGNET, 20_000, num_heads=4)
+    tab = show(LONGNET, 20_000, num_heads=4, window={"width": 900, "height": 500})
     for field, value in (("head", "2"), ("block", "512")):
         change = "dispatchEvent(new Event('change', { bubbles: true }))"
         tab.evaluate(f"(() => {{ const it = viewer.form.elements.{field}; it.value = '{value}'; it.{change}; }})()")
@@ -139,10 +140,10 @@ def test_branches_can_be_hidden(show):
 
 def test_a_link_restores_what_was_seen(show):
     link = "q=1000&k=900&span=700&head=3&order=residue&block=64&ranks=off"
-    first = show(LONGNET, 20_000, num_heads=4, link=link)
+    first = show(LONGNET, 20_000, num_heads=4, link=link, window=SMALL)
     assert first.evaluate("location.hash") == f"#{link}"
     picture = first.evaluate("viewer.canvas.toDataURL()")
-    other = show(LONGNET, 20_000, num_heads=4)
+    other = show(LONGNET, 20_000, num_heads=4, window=SMALL)
     assert other.evaluate("viewer.canvas.toDataURL()") != picture
     other.evaluate(f"location.hash = '{link}'")
     other.wait("viewer.state.head === 3")
@@ -152,7 +153,7 @@ def test_a_link_restores_what_was_seen(show):
 
 def test_a_link_that_makes_no_sense_is_left_out(show):
     first, *others = "q=x&k=&span=nan&head=99&order=upside&block=-1&ranks=many", "span=0", "span=1e300&q=9e99", "%%%"
-    tab = show(LONGNET, 5_000, num_heads=4, link=first, window={"width": 560, "height": 420})
+    tab = show(LONGNET, 5_000, num_heads=4, link=first, window=SMALL)
     for link in [None, *others]:
         if link is not None:
             look(tab, link)
@@ -166,9 +167,12 @@ def test_a_pair_is_explained(show):
     said = tab.evaluate("document.getElementById('reasons').innerText")
     assert "query 5,001, key 4,097" in said
     assert "allowed by 2 of 3 branches: weight 2" in said
-    assert "the query lies in segment 9, the key in segment 8 of 512 tokens" in said
-    assert "both lie in segment 2; the query's place in it is 905, modulo 4 1: active" in said
     assert "the key comes 904 tokens before the query" in said
+    shown = "[...document.querySelectorAll('.branches > li')].map((item) => item.innerText)"
+    assert [" ".join(text.split()) for text in tab.evaluate(shown)] == [
+        f"{mark} {segment} & causal() {mark} {segment} ✓ causal()"
+        for mark, segment in zip("✗✓✓", [repr(branch.parts[0]) for branch in LONGNET.branches()], strict=True)
+    ]
     tab.evaluate(GO_TO.format(4097, 5001))
     said = tab.evaluate("document.getElementById('reasons').innerText")
     assert "not allowed" in said
@@ -177,16 +181,20 @@ def test_a_pair_is_explained(show):
 
 def test_hovering_explains_what_is_under_the_pointer(show):
     tab = show(LONGNET.per_document(DOCUMENTS), 3_000, num_heads=4, link="q=690&k=690&span=30&head=0&block=0")
-    expected = {
-        (703, 699): "the query lies in document 2 (701 to 2,700), the key in document 0",
-        (703, 701): "both lie in document 2, positions 701 to 2,700, where they are 2 and 0",
-    }
-    for (query, key), says in expected.items():
+    for (query, key), says in {(703, 699): "not allowed", (703, 701): "allowed by 1 of 3 branches"}.items():
         tab.move(*pixel_of(tab, query, key))
         tab.wait(f"viewer.state.cursor?.q === {query} && viewer.state.cursor?.k === {key}")
         said = tab.evaluate("document.getElementById('reasons').innerText")
         assert f"query {query:,}, key {key:,}" in said
         assert says in said
+
+
+def test_parts_for_other_heads_are_left_out(show):
+    heads = masks.per_head([masks.causal(), masks.strided(7)])
+    tab = show(heads, 600, num_heads=2, link="q=90&k=90&span=30&head=1&block=0")
+    tab.evaluate(GO_TO.format(100, 107))
+    (said,) = tab.evaluate("[...document.querySelectorAll('.branches ul')].map((list) => list.innerText)")
+    assert said.split() == ["✓", "strided(7)"]
 
 
 def pixel_of(tab: Tab, query: int, key: int) -> tuple[float, float]:
@@ -202,7 +210,7 @@ def pixel_of(tab: Tab, query: int, key: int) -> tuple[float, float]:
 @pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
 def test_ranks_and_their_bytes(show, sharding):
     ranks = Ranks(num_ranks=4, sharding=sharding, num_kv_heads=2, head_dim=32, dtype=torch.bfloat16)
-    tab = show(LONGNET, 20_000, num_heads=4, ranks=ranks)
+    tab = show(LONGNET, 20_000, num_heads=4, ranks=ranks, window=SMALL)
     held = Sharding(20_000, 4, sharding)
     counts = token_counts(LONGNET, held, num_heads=4, num_kv_heads=2)
     assert tab.evaluate("viewer.state.data.ranks.shardings[viewer.state.sharding].received") == (counts * 128).tolist()
@@ -228,7 +236,12 @@ def test_ranks_and_their_bytes(show, sharding):
 def test_ranks_in_residue_order(show, sharding):
     """Each slot lies in the run of the rank that holds its position; far away, the page says why it draws none."""
     tab = show(
-        LONGNET, 20_003, num_heads=4, ranks=Ranks(num_ranks=8, sharding=sharding), link="order=residue&span=4500"
+        LONGNET,
+        20_003,
+        num_heads=4,
+        ranks=Ranks(num_ranks=8, sharding=sharding),
+        link="order=residue&span=3000",
+        window={"width": 820, "height": 640},
     )
     held = Sharding(20_003, 8, sharding)
     rank_of = torch.empty(20_003, dtype=torch.long)
@@ -254,7 +267,7 @@ def test_ranks_in_residue_order(show, sharding):
     tab.settle()
     assert tab.evaluate("viewer.canvas.toDataURL()") != with_ranks
     tab.evaluate(f"viewer.chooseRanks('{sharding}')")
-    look(tab, "span=20003")
+    tab.evaluate("(viewer.followLink('span=20003'), viewer.report())")
     pieces = sum(len(held.ranges(rank)) for rank in range(8))
     assert f"each of the 8 residue classes is cut into {pieces} runs" in tab.evaluate(note)
 

@@ -1,8 +1,9 @@
-"""The viewer's pixels in a browser: as full as the rule says, from a million tokens down to single pairs."""
+"""The viewer's pixels in a browser, from a million tokens to single pairs: as full as the rule says; samples marked."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ SHOWN = {
     "grid and strides": Shown(~masks.strided(7) & masks.neighborhood((60, 90), (4, 6)), 5_400),
     "blocks": Shown(masks.block_list([[0], [], [0, 2], [1, 3]], block=700) + masks.first_tokens(5), 2_800),
     "blockwise": Shown(masks.blockwise(masks.dilated(6, 2, 1), 100), 9_000),
+    "custom": Shown(masks.custom(lambda b, h, q, k: (q - k).abs() % 900 < 9 * h) & masks.causal(), 12_000),
     "heads": Shown(
         masks.per_head([masks.causal(), masks.every(), ~masks.causal(), masks.dilated(999, 5, "interleaved")]), 7_000
     ),
@@ -58,7 +60,8 @@ def test_pixels_are_as_full_as_the_rule_says(show, name):
         for head, (q, k, span) in zip(alternating(case.heads, number), views, strict=True):
             look(tab, f"q={q}&k={k}&span={span}&head={head}&order={order}&block=0")
             found = sampled(tab, generator)
-            filled += hold(found, lambda q, k: case.counts(head, layouts[0][q], layouts[1][k]))  # noqa: B023
+            counts = partial(case.counts_of_slots, head, layouts)
+            filled += hold(found, counts, tiles=order == "natural")
     assert filled > 3
 
 
@@ -89,6 +92,60 @@ def sampled_diagonal(tab: Tab, number: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("tokens", "keys"), [(1, 1), (1, 5), (3, 1), (2, 2**31 - 1), (2**31 - 1, 2**31 - 1)])
 def test_any_size(show, tokens, keys):
     tab = show(masks.longnet([4, 2**31 - 1], [1, 3]), tokens, num_keys=keys, num_heads=2)
-    assert tab.evaluate("viewer.state.image.density.certain === viewer.state.image.density.drawn")
+    assert tab.evaluate("viewer.state.image.density.isDrawn()")
     found = tab.evaluate(f"{SAMPLED}({json.dumps({'places': [[0, 0]]})})")[0]
     assert not found["empty"]
+
+
+# Bounds of a union with strides left out, over a grid, decide few tiles.
+SLOW = (masks.neighborhood((1024, 1024), (31, 31)) | masks.landmark_tokens(256)) & ~masks.strided(7) & masks.causal()
+# The picture as it is begun: so many steps of work, with the label of the picture after each part of them.
+WORKED = """
+((steps) => {
+  const { state } = viewer;
+  const { rows, columns } = state.image.density;
+  const density = new Density({ ...state, tiles: state.data.tiles, grids: gridsOf(state) }, rows, columns);
+  viewer.state.image.density = density;
+  return steps.map((number) => {
+    for (let step = 0; step < number && !density.finished; step++) density.step();
+    return [workText(density), density.round, density.finished];
+  });
+})
+"""
+NOTE = "(viewer.state.cursor = {{ q: {}, k: {} }}, cellNote(viewer.state))"
+
+
+def test_samples_are_marked_and_alike_at_every_visit(show):
+    tab = show(SLOW, 1 << 20, window={"width": 560, "height": 420}, link="block=0")
+    tab.wait("viewer.state.image.density.finished", 60)
+    tab.evaluate("(viewer.askFrame = () => {})")  # the work is done by hand
+    blocks = tab.evaluate("viewer.state.image.density.blocks.length")
+    (none, *_), (some, *_), (first, one, _), (last, *_, finished) = tab.evaluate(f"{WORKED}([0, 1, {blocks - 1}, 1e9])")
+    assert none == "0 % drawn"
+    assert int(some.split()[0]) == 100 // blocks
+    assert one == 1
+    assert finished
+    assert first == last
+    assert 45 <= int(last.split()[1]) <= 60  # the lower triangle, in percent
+    assert last.endswith("% sampled")
+    assert "sampled from 64 pairs a pixel" in tab.evaluate(
+        "(viewer.report(), document.getElementById('state').textContent)"
+    )
+    assert "(sampled: 64 of them)" in tab.evaluate(NOTE.format(900_000, 300_000))
+    assert tab.evaluate(NOTE.format(300_000, 900_000)).endswith("allowed: none")
+    shares = "[...viewer.state.image.density.share[0]]"
+    same = tab.evaluate(shares)
+    tab.evaluate(f"{WORKED}([1e9])")
+    assert tab.evaluate(shares) == same
+
+
+def test_a_counted_tile_is_drawn_where_it_is_small(show):
+    tab = show(masks.strided(512) & masks.causal(), 1 << 20, window={"width": 560, "height": 420})
+    assert tab.evaluate("viewer.state.image.density.coarse")
+    note = tab.evaluate(NOTE.format(900_000, 300_000))
+    assert note.endswith("allowed: 0.195 % (counted in tiles of 4,096 × 4,096)")
+    look(tab, "q=300000&k=280000&span=20000")
+    assert not tab.evaluate("viewer.state.image.density.coarse")
+    assert "(sampled: 64 of them)" in tab.evaluate(NOTE.format(300_500, 280_500))
+    look(tab, "q=300000&k=280000&span=1000")
+    assert tab.evaluate("workText(viewer.state.image.density)") == "counted"

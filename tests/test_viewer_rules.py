@@ -1,8 +1,9 @@
-"""The viewer's rules, in the browser, against the dense rule: pair by pair, in boxes, and at the largest positions."""
+"""Traced rules, evaluated by the viewer's page in a browser, against the rules in Python: pair by pair, at any size."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,32 +11,36 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from bench._catalogue import ENTRIES, MILLION, Entry
 from flexdilated import masks
 from flexdilated.masks.core._bound import Extent
-from flexdilated.masks.core._box import Box, Progression, count_residue
 from flexdilated.viewer import page
-from flexdilated.viewer._page import _data
+from flexdilated.viewer._page import _data, _tiles
+from tests import oracle
 from tests.browser import Browser, Tab
 from tests.run_time_strategies import packed_cases
-from tests.strategies import cases, written_expressions
+from tests.strategies import cases
 
 pytestmark = pytest.mark.slow
 LARGEST = 2**31 - 1
+CPU = torch.device("cpu")
 
-# For each head: every pair as the number of branches that allow it, and for each box the sums of the branches' bounds.
+# For each head and window: how many branches allow each pair, and which pairs each part of a rule allows.
 ASKED = """
-(({ data, heads, boxes }) => heads.map((head) => {
-  const rules = data.branches.map((branch) => buildRule(branch, head, data.num_heads));
-  const allowing = (q, k) => rules.filter((rule) => rule.allowed(q, k)).length;
-  const counts = [];
-  for (let q = 0; q < data.num_queries; q++) for (let k = 0; k < data.num_keys; k++) counts.push(allowing(q, k));
-  const bounds = boxes.map(([q, k]) => {
-    const sides = [q, k].map((side) => progression(...side));
-    const found = rules.map((rule) => rule.count(...sides));
-    return [found.reduce((sum, each) => sum + each.low, 0), found.reduce((sum, each) => sum + each.high, 0)];
-  });
-  return { counts, bounds };
-}))
+(({ data, heads, windows }) => {
+  const program = programOf(data.program);
+  const partsOf = (rule) => [rule.node, ...rule.parts.flatMap(partsOf)];
+  const nodes = data.branches.flatMap(partsOf);
+  const needed = neededFor(program, nodes);
+  const branches = data.branches.map(({ node }) => nodes.indexOf(node));
+  return heads.map((head) => windows.map(([q, k]) => {
+    const found = evaluate(program, nodes, needed, head, Float64Array.from(q), Float64Array.from(k));
+    return {
+      counts: [...found[0]].map((_, pair) => branches.reduce((sum, branch) => sum + found[branch][pair], 0)),
+      parts: found.map((allowed) => allowed.join("")),
+    };
+  }));
+})
 """
 
 
@@ -44,77 +49,90 @@ def tab(browser: Browser, tmp_path_factory: pytest.TempPathFactory):
     file = tmp_path_factory.mktemp("viewer") / "page.html"
     file.write_text(page(masks.causal(), 8), "utf-8")
     opened = browser.open(file.as_uri())
+    opened.settle()
     yield opened
     opened.close()
 
 
-def data_of(pattern: Any, num_queries: int, num_keys: int, num_heads: int, batch: int = 0) -> dict[str, Any]:
-    bound = pattern.bind(num_heads=num_heads, num_queries=num_queries, num_keys=num_keys)
-    return _data(pattern, bound.entry(batch))
+def asked(tab: Tab, data: dict[str, Any], heads: Iterable[int], *windows: tuple[Any, Any]) -> list[list[dict]]:
+    lists = [[[int(each) for each in side] for side in window] for window in windows]
+    return tab.evaluate(f"{ASKED}({json.dumps({'data': data, 'heads': list(heads), 'windows': lists})})")
 
 
-def asked(tab: Tab, script: str, **values: Any) -> Any:
-    return tab.evaluate(f"{script}({json.dumps(values)})")
+def parts_of(rule: Any, num_heads: int) -> list[Any]:
+    """A branch and the parts that the page explains, as the page lists them."""
+    from flexdilated.masks.core._algebra import Not
+    from flexdilated.masks.core._composite import Composite
+
+    inner = rule.direct_parts() if isinstance(rule, Not | Composite) else ()
+    return [rule, *(each for part in inner for each in parts_of(part, num_heads))]
 
 
-@st.composite
-def sides(draw: st.DrawFn, tokens: int) -> tuple[int, int, int]:
-    """First, step and count of a progression within the tokens: half of them of step 1, as in natural order."""
-    first = draw(st.integers(0, tokens - 1))
-    step = draw(st.sampled_from([1, 1, draw(st.integers(1, 6))]))
-    return first, step, draw(st.integers(1, (tokens - 1 - first) // step + 1))
+def hold_window(tab: Tab, pattern: Any, sizes: tuple[int, int, int], heads: list[int], *windows: tuple) -> None:
+    """Branches and their parts, against `mask_mod`, where queries meet keys at these positions."""
+    num_heads, num_queries, num_keys = sizes
+    bound = pattern.bind(num_heads=num_heads, num_queries=num_queries, num_keys=num_keys).entry(0)
+    found = asked(tab, _data(pattern, bound), heads, *windows)
+    rules = [part for branch in bound.pattern.branches() for part in parts_of(branch, num_heads)]
+    mods = [rule.mask_mod(num_heads=num_heads, device=CPU) for rule in rules]
+    for head, by_window in zip(heads, found, strict=True):
+        for (q, k), answer in zip(windows, by_window, strict=True):
+            zero = torch.zeros(len(q), len(k), dtype=torch.int64)
+            for rule, mod, allowed in zip(rules, mods, answer["parts"], strict=True):
+                truth = mod(zero, zero + head, q[:, None] + zero, k[None, :] + zero)
+                assert allowed == "".join("01"[each] for each in truth.flatten().tolist()), (rule, head)
 
 
-@st.composite
-def boxes(draw: st.DrawFn, queries: int, keys: int) -> list[tuple]:
-    """Pairs of progressions, of which some share their step, as the slots of a layout do."""
-    drawn = []
-    for _ in range(6):
-        q, k = draw(sides(queries)), draw(sides(keys))
-        if draw(st.booleans()):
-            k = (k[0], q[1], min(k[2], (keys - 1 - k[0]) // q[1] + 1))
-        drawn.append((q, k))
-    return drawn
+def drawn_windows(tokens: int, generator: torch.Generator, number: int, side: int) -> list[tuple]:
+    """Positions near each other and near multiples of large numbers, from the first to the last."""
+    windows = []
+    for _ in range(number):
+        q = torch.randint(0, tokens, (side,), generator=generator)
+        near = q + torch.randint(-40, 40, (side,), generator=generator) * 3
+        far = torch.randint(0, tokens, (side // 4,), generator=generator)
+        windows.append((q, torch.cat([near, far, torch.tensor([0, tokens - 1])]).clamp(0, tokens - 1)))
+    first = torch.arange(min(side, tokens))
+    return [*windows, (first, first), (tokens - 1 - first, tokens - 1 - first)]
 
 
-def hold(tab: Tab, data: dict[str, Any], counts: torch.Tensor, drawn: list[tuple]) -> None:
-    """Counts of one batch entry, (H, N, M), are what the page finds, and its bounds hold them."""
-    found = asked(tab, ASKED, data=data, heads=list(range(len(counts))), boxes=drawn)
-    for head, (dense, each) in enumerate(zip(counts, found, strict=True)):
-        assert each["counts"] == dense.flatten().tolist(), head
-        for (q, k), (low, high) in zip(drawn, each["bounds"], strict=True):
-            truth = int(dense[index(q)][:, index(k)].sum())
-            assert low <= truth <= high, (head, q, k, low, truth, high)
-
-
-def index(side: tuple[int, int, int]) -> torch.Tensor:
-    first, step, count = side
-    return first + step * torch.arange(count)
-
-
-many = settings(max_examples=2 * settings().max_examples, suppress_health_check=list(HealthCheck))
+many = settings(suppress_health_check=list(HealthCheck))
 
 
 @many
 @given(st.data())
-def test_rules_and_bounds_of_drawn_patterns(tab, data):
-    case = data.draw(cases(written_expressions, max_heads=3, largest=40))
-    assume((case.q_offset, case.k_offset, case.head_offset) == (0, 0, 0))
-    assume(case.num_heads == case.num_heads_global)
-    drawn = data.draw(boxes(case.num_queries, case.num_keys))
-    hold(tab, data_of(case.twin.pattern, case.num_queries, case.num_keys, case.num_heads), case.counts(), drawn)
+def test_rules_of_drawn_expressions(tab, data):
+    """Of sets, mixtures and custom functions; for any of the heads, anywhere."""
+    case = data.draw(cases(max_heads=3, largest=40))
+    sizes = {"num_queries": case.q_offset + case.num_queries, "num_keys": case.k_offset + case.num_keys}
+    bound = case.twin.pattern.bind(num_heads=case.num_heads_global, **sizes)
+    q, k = range(case.q_offset, sizes["num_queries"]), range(case.k_offset, sizes["num_keys"])
+    found = asked(tab, _data(case.twin.pattern, bound), case.heads, (q, k))
+    assert [each["counts"] for (each,) in found] == [dense.flatten().tolist() for dense in case.counts()]
 
 
-@settings(many)
+@many
 @given(st.data())
-def test_rules_and_bounds_with_run_time_tensors(tab, data):
+def test_rules_with_run_time_tensors(tab, data):
     case = data.draw(packed_cases(max_heads=2, largest=30))
-    assume((case.q_offset, case.k_offset) == (0, 0) and '"custom"' not in case.pattern.text)
-    sizes = case.num_queries, case.num_keys, case.num_heads
-    told_apart = case.pattern.resolve(case.pattern.given_tensors(), Extent(*sizes[:2])).num_entries()
-    batch = data.draw(st.integers(0, told_apart - 1))
-    drawn = data.draw(boxes(case.num_queries, case.num_keys))
-    hold(tab, data_of(case.pattern, *sizes, batch), case.counts[batch], drawn)
+    assume((case.q_offset, case.k_offset) == (0, 0))
+    queries, keys, heads = case.num_queries, case.num_keys, case.num_heads
+    entries = num_entries(case.pattern.resolve(case.pattern.given_tensors(), Extent(queries, keys)))
+    batch = data.draw(st.integers(0, entries - 1))
+    bound = case.pattern.bind(num_heads=heads, num_queries=queries, num_keys=keys).entry(batch)
+    found = asked(tab, _data(case.pattern, bound), range(heads), (range(queries), range(keys)))
+    assert [each["counts"] for (each,) in found] == [dense.flatten().tolist() for dense in case.counts[batch]]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_rules_of_the_catalogue(tab, entry: Entry):
+    """Every pattern and recipe, and each part of it: as it is drawn, and at a million tokens."""
+    generator = torch.Generator().manual_seed(len(entry.name))
+    heads = sorted({0, entry.num_heads - 1})
+    small = torch.arange(64)
+    hold_window(tab, entry.pictured(), (entry.num_heads, 64, 64), heads, (small, small))
+    tokens = min(entry.largest, 1 << 16) if "random" in entry.text or "bigbird" in entry.text else MILLION
+    windows = drawn_windows(tokens, generator, 2, 32)
+    hold_window(tab, entry.pattern(tokens), (entry.num_heads, tokens, tokens), heads, *windows)
 
 
 WIDE = [
@@ -134,127 +152,110 @@ WIDE = [
     masks.neighborhood((40_000, 50_000), (17, 1000), rate=(3, 7)),
     ~masks.dilated(4096, 4, 1) & masks.causal(),
     ~masks.strided(7) & masks.neighborhood((40_000, 50_000), (17, 1000)),
+    masks.custom(lambda b, h, q, k: ((q * 2_000_003 + k) % 1_000_003 < 9) | ((q ^ k) & 0x70000001 == 1)),
 ]
-FAR = """
-(({ data, head, pairs, boxes }) => {
-  const rules = data.branches.map((branch) => buildRule(branch, head, data.num_heads));
-  const bounds = (rule, q, k) => {
-    const { low, high } = rule.count(progression(...q), progression(...k));
-    return [low, high];
-  };
-  return {
-    counts: pairs.map(([q, k]) => rules.filter((rule) => rule.allowed(q, k)).length),
-    bounds: boxes.map(([q, k]) => rules.map((rule) => bounds(rule, q, k))),
-  };
-})
-"""
 
 
 @pytest.mark.parametrize("pattern", WIDE, ids=repr)
 def test_rules_hold_at_positions_up_to_two_to_the_31(tab, pattern):
     tokens = 2_000_000_000 if "neighborhood" in pattern.text else LARGEST
-    generator = torch.Generator().manual_seed(7)
-    q = torch.randint(0, tokens, (400,), generator=generator)
-    near = (q + torch.randint(-40, 40, (400,), generator=generator) * 3).clamp(0, tokens - 1)
-    far = torch.randint(0, tokens, (400,), generator=generator)
-    k = torch.where(torch.rand(400, generator=generator) < 0.7, near, far)
-    data = data_of(pattern, tokens, tokens, 8)
-    drawn = [((int(q[i]), step, count), (int(k[i]), step, count)) for i, step, count in zip(
-        range(24), [1, 1, 2, 7, 512, 65536] * 7, [1, 50, 1000, 20_000, 3, 999] * 7, strict=False)
-        if max(int(q[i]), int(k[i])) + step * count < tokens]  # fmt: skip
-    found = asked(tab, FAR, data=data, head=5, pairs=list(zip(q.tolist(), k.tolist(), strict=True)), boxes=drawn)
-    heads, zero = torch.full_like(q, 5), torch.zeros_like(q)
-    mods = [branch.mask_mod(num_heads=8, device=torch.device("cpu")) for branch in pattern.branches()]
-    assert found["counts"] == sum(mod(zero, heads, q, k).long() for mod in mods).tolist()
-    box = Box(torch.full((len(drawn),), 5), *(stacked(each) for each in zip(*drawn, strict=True)))
-    for place in range(len(drawn)):
-        here = single(box, place, drawn[place])
-        for branch, (low, high) in zip(pattern.branches(), found["bounds"][place], strict=True):
-            bounds = branch.count(here, num_heads=8)
-            # Both are sound, so that they meet; where the library's is exact, the page's holds it.
-            assert low <= int(bounds.high), drawn[place]
-            assert high >= int(bounds.low), drawn[place]
+    windows = drawn_windows(tokens, torch.Generator().manual_seed(7), 3, 40)
+    hold_window(tab, pattern, (8, tokens, tokens), [5], *windows)
 
 
-def stacked(each: tuple) -> Progression:
-    first, _, count = zip(*each, strict=True)
-    return Progression(torch.tensor(first), 1, torch.tensor(count))
+KINDS = torch.tensor([[0, 3, -1], [5, 2, 2]])
+FUNCTIONS = [
+    lambda b, h, q, k: q - k * 3 >= -k // 4,
+    lambda b, h, q, k: (k - q) % 5 == (q - k) // 3 % -7 + 7,
+    lambda b, h, q, k: torch.fmod(k - q, 4) == -1,
+    lambda b, h, q, k: 7 - q != k.neg().abs(),
+    lambda b, h, q, k: torch.where(q > k, q - k, h).clamp(2, 9) <= torch.minimum(q, k).clamp(max=6),
+    lambda b, h, q, k: torch.maximum(q, k).clamp_min(8) < 20 - (~k),
+    lambda b, h, q, k: ((q & 12) | (k & 3)) ^ 5 > (q // 2).clamp_max(4),
+    lambda b, h, q, k: torch.logical_xor(q % 2 == 0, ~(k < 9)) | torch.logical_not((q & k).bool()),
+    lambda b, h, q, k: (q.int() - k.int()).abs().to(torch.int64) < 1 + h,
+    lambda b, h, q, k: KINDS[h % 2, q % 3] == KINDS[0, -(k % 3) - 1],
+    lambda b, h, q, k: torch.div(k - q, 3, rounding_mode="floor") == torch.zeros_like(q) - 2,
+    lambda b, h, q, k: (2**h + (1 << h) < (q >> 1)) & (q**2 > (k << 2)) & (-k >> h < -3),
+    lambda b, h, q, k: (KINDS[1, k % 3] > 2) & torch.logical_and(q >= k, q < 30),
+]
 
 
-def single(box: Box, place: int, drawn: tuple) -> Box:
-    """One box with its own steps."""
-    chosen = box.select(torch.tensor([place]))
-    q, k = (
-        Progression(side.first, step, side.count)
-        for side, (_, step, _) in zip((chosen.q, chosen.k), drawn, strict=True)
-    )
-    return Box(chosen.head, q, k)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=range(len(FUNCTIONS)))
+def test_rules_of_custom_functions(tab, function):
+    positions = torch.arange(40)
+    hold_window(tab, masks.custom(function), (3, 40, 40), [0, 2], (positions, positions))
 
 
 @pytest.mark.parametrize(
-    "pattern",
+    ("function", "says"),
     [
-        ~masks.strided(7) & masks.neighborhood((60, 50), (4, 6)),
-        masks.strided(5) & masks.neighborhood((6, 10, 50), (1, 2, 6), rate=(1, 2, 1)),
-        ~masks.global_tokens(40, rows=False) & masks.local_window(left=50, right=20),
+        (lambda b, h, q, k: q / 2 > k, "got div in torch.float32 in custom"),
+        (lambda b, h, q, k: q * q * k > 5, "got numbers that may exceed 4,503,599,627,370,496"),
+        (lambda b, h, q, k: (q * k).int() > 5, "got numbers that may exceed 2,147,483,647"),
+        (lambda b, h, q, k: torch.isin(q, KINDS) & (k == k), "got isin"),
+        (lambda b, h, q, k: torch.tensor([0.5, 2.0])[h % 2] < k - q, "got index in torch.float32"),
+        (lambda b, h, q, k: (q[..., None, None] == KINDS).any((-1, -2)) & (k == k), "a tensor of shape (2, 3)"),
     ],
-    ids=repr,
 )
-def test_counts_that_are_exact(tab, pattern):
-    """Boxes of a pixel's shape, for which no estimate is needed."""
-    mod = pattern.mask_mod(num_heads=1, device=torch.device("cpu"))
-    drawn = [((first, 1, 70), (first + shift, 1, 80)) for first in (0, 33, 490, 2100) for shift in (0, 37, 311)]
-    found = asked(tab, FAR, data=data_of(pattern, 3000, 3000, 1), head=0, pairs=[], boxes=drawn)
-    for (q, k), ((low, high),) in zip(drawn, found["bounds"], strict=True):
-        queries, keys = index(q)[:, None], index(k)[None, :]
-        zero = torch.zeros(queries.shape[0], keys.shape[1], dtype=torch.long)
-        assert low == high == int(mod(zero, zero, queries + zero, keys + zero).sum()), (q, k)
+def test_functions_that_a_page_does_not_evaluate(function, says):
+    with pytest.raises(ValueError, match="a page evaluates rules of integer and boolean arithmetic") as raised:
+        page(masks.custom(function), 1 << 20, num_heads=2)
+    assert says in str(raised.value)
+
+
+def test_parts_are_named_as_written_and_those_of_other_heads_are_marked():
+    groups = masks.head_groups([masks.causal(), masks.documents([0, 0, 1], name="ids") & ~masks.strided(2)])
+    bound = groups.bind(num_heads=3, num_queries=3, num_keys=3)
+    (branch,) = _data(groups, bound)["branches"]
+    assert branch["phrase"] == repr(groups)
+    first, second = branch["parts"]
+    assert (first["phrase"], first["heads"], first["parts"]) == ("causal()", [0, 1], [])
+    assert (second["heads"], [part["phrase"] for part in second["parts"]]) == ([2], ["documents('ids')", "~strided(2)"])
+    assert [part["phrase"] for part in second["parts"][1]["parts"]] == ["strided(2)"]
 
 
 @pytest.mark.parametrize(
-    "pattern",
+    ("pattern", "rule", "tokens"),
     [
-        ~masks.strided(7) & masks.neighborhood((60, 50), (4, 6)),
-        masks.strided(3) & masks.causal() & masks.neighborhood((60, 50), (9, 6)),
-        ~masks.global_tokens(40) & ~masks.strided(2) & masks.local_window(left=50, right=20),
+        (masks.causal(), oracle.causal(), 700),
+        (masks.dilated(64, 4, "interleaved"), oracle.dilated(64, 4, "interleaved"), 513),
+        (~masks.local_window(left=40, right=0), oracle.neither(oracle.local_window(40, 0)), 257),
+        (
+            masks.landmark_tokens(31) & masks.causal(),
+            oracle.both(oracle.landmark_tokens(31, True, True), oracle.causal()),
+            600,
+        ),
     ],
     ids=repr,
-)
-def test_bounds_of_parts_that_are_bounds_themselves(tab, pattern):
-    """Large boxes, and those on the diagonal, of which the parts' counts are not exact."""
-    mod = pattern.mask_mod(num_heads=1, device=torch.device("cpu"))
-    large = [(0, 0, 1), (0, 0, 2), (33, 37, 1), (500, 311, 1), (20, 0, 4), (1000, -300, 3)]
-    drawn = [((first, 1, 700), (first + shift, step, 600)) for first, shift, step in large]
-    drawn += [((first, 1, 70), (first + 5, 1, 80)) for first in (0, 33, 490, 2100)]
-    found = asked(tab, FAR, data=data_of(pattern, 3000, 3000, 1), head=0, pairs=[], boxes=drawn)
-    for (q, k), ((low, high),) in zip(drawn, found["bounds"], strict=True):
-        queries, keys = index(q)[:, None], index(k)[None, :]
-        zero = torch.zeros(queries.shape[0], keys.shape[1], dtype=torch.long)
-        assert low <= int(mod(zero, zero, queries + zero, keys + zero).sum()) <= high, (q, k)
+)  # fmt: skip
+def test_tiles_are_counted_by_the_dense_rule(pattern, rule, tokens):
+    bound = pattern.bind(num_heads=2, num_queries=tokens, num_keys=tokens)
+    tiles = _tiles(bound, 1)
+    side = tiles["sides"][0]
+    positions = torch.arange(tokens)
+    dense = oracle.counts(rule, range(2), 2, positions, positions).double()
+    number = -(-tokens // side)
+    for head in range(2):
+        grid = torch.tensor(tiles["grids"][tiles["grid_of"][0][head]]).view(number, number)
+        sums = torch.nn.functional.pad(dense[head], (0, number * side - tokens) * 2).unflatten(1, (-1, side)).sum(2)
+        sums = sums.unflatten(0, (-1, side)).sum(1)
+        sizes = (tokens - side * torch.arange(number)).clamp(max=side)
+        truth = sums / (sizes[:, None] * sizes)
+        known = grid >= 0
+        assert known.double().mean() > 0.05
+        torch.testing.assert_close(grid[known].double(), truth[known], rtol=1e-3, atol=1e-9)
+        for share in (0, 1):
+            assert torch.equal(grid[known] == share, truth[known] == share)
 
 
-def test_residues_of_numbers_whose_products_exceed_doubles(tab):
-    generator = torch.Generator().manual_seed(11)
-    drawn = [[int(torch.randint(1, most, (), generator=generator)) for most in (LARGEST, LARGEST, 2**20, LARGEST)]
-             for _ in range(200)]  # fmt: skip
-    asked_for = []
-    for first, modulus, step, reached in drawn:
-        count = reached % 5000 + 1  # the last term is one of the residue
-        asked_for.append([first, step, count, modulus, (first + step * (count - 1)) % modulus])
-    found = tab.evaluate(f"{asked_for}.map(([f, s, n, m, r]) => ofResidue(progression(f, s, n), m, r))")
-    for (first, step, count, modulus, residue), term in zip(asked_for, found, strict=True):
-        start, number = term["first"], term["count"]
-        terms = Progression(torch.tensor([first]), step, torch.tensor([count]))
-        assert number == int(count_residue(terms, modulus, torch.tensor([residue]))) > 0
-        assert start % modulus == residue
-        assert (start - first) % step == 0
-
-
-def test_every_kind_of_the_json_has_a_rule(tab):
-    from flexdilated.masks.core._pattern import KINDS
-
-    known = set(tab.evaluate("Object.keys(RULES)"))
-    assert known - {"spans"} == set(KINDS) - {"custom", "mixture", "documents", "lengths"}
+def test_tiles_of_the_head_that_is_shown_first_come_first():
+    pattern = masks.dilated(640, 40, "interleaved") + masks.causal()
+    tiles = _tiles(pattern.bind(num_heads=40, num_queries=2000, num_keys=2000), 33)
+    heads, every = tiles["grid_of"]
+    assert len(tiles["grids"]) == 16
+    assert (heads[33], every) == (0, [1] * 40)
+    assert [head for head, grid in enumerate(heads) if grid is None] == [*range(14, 33), *range(34, 40)]
 
 
 @pytest.mark.parametrize("rate", [1, 2, 3, 7, 40, 60])
@@ -262,10 +263,7 @@ def test_orders_are_those_of_the_layout(tab, rate):
     for tokens in (1, 2, 6, 41):
         found = tab.evaluate(
             f"(() => {{ const order = orderOf({tokens}, {rate}); const all = [...Array({tokens}).keys()];"
-            "return [all.map(order.position), all.map(order.slot), all.map((s) => order.runs(0, s + 1, 1e9)"
-            ".flatMap((run) => Array.from({ length: run.count }, (_, i) => run.first + i * run.step)))]; })()"
+            "return [all.map(order.position), all.map(order.slot)]; })()"
         )
         layout = masks.Layout(tokens, rate)
-        positions = layout.positions().tolist()
-        assert found[:2] == [positions, layout.slots().tolist()]
-        assert found[2] == [positions[: slot + 1] for slot in range(tokens)]
+        assert found == [layout.positions().tolist(), layout.slots().tolist()]

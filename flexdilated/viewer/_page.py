@@ -1,4 +1,4 @@
-"""Page: a pattern as one HTML file that draws it at any scale, evaluates its rule and explains its pairs."""
+"""Page: a pattern as one HTML file that draws it at any scale, evaluates its traced rule and explains its pairs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,31 @@ from importlib.resources import files
 from typing import Any
 from zlib import compress
 
+import torch
+
+from ..masks.core._ambient import plans
 from ..masks.core._bound import Bound
+from ..masks.core._box import Box, Progression
 from ..masks.core._check import require_below, require_int
-from ..masks.core._pattern import Expression, require_expression
+from ..masks.core._pattern import Expression, Pattern, require_expression
 from ..masks.core._spelling import shortened
 from ..masks.orders._layout import residue_rate
 from ._ranks import Ranks, ranks_data
-from ._rule_data import rule_data
+from ._traced_rule import Program, traced_rule
 
-LARGEST_PAGE = 300_000  # bytes
+LARGEST_PAGE = 4_000_000  # bytes
 _MOST_RESIDUES = 4096  # more classes than a screen has pixels would be drawn as noise
 _LONGEST_PATTERN = 400
+_TILES = 256  # along each side of the picture
+_MOST_GRIDS = 16  # of tiles, over all branches and heads
 # Each builds on those before it.
 _SCRIPTS = (
-    *("numbers", "words", "progressions", "counting", "order", "random_draw", "grid_rectangles"),
-    *("rules_distance", "rules_segments", "rules_tokens", "rules_blocks", "rules_grid", "rules_algebra", "rules"),
-    *("colours", "estimates", "density", "viewport", "link", "ranks", "drawing", "reasons", "panel", "controls"),
-    *("app", "start"),
+    *("numbers", "order", "program", "density", "colours", "viewport", "link", "ranks", "drawing", "panel"),
+    *("controls", "app"),
 )
 
 
+@plans
 def page(
     pattern: Expression,
     num_tokens: int,
@@ -46,21 +51,23 @@ def page(
     `num_keys` defaults to as many keys as queries. `head` is the global head that it shows first, and `batch` the
     entry whose run-time tensors it holds. `ranks` adds who holds which tokens, and the bytes between ranks.
 
-    Raises ValueError for a custom function, which has no JSON; for sizes that the pattern does not bind to; for a
-    head, a batch entry or ranks that do not fit; and for a page above 300 kB, whose tables are too large to embed.
+    Raises ValueError for sizes that the pattern does not bind to; for a head, a batch entry or ranks that do not fit;
+    for a custom function that does more than compare whole numbers and read tables; and for a page above 4 MB, whose
+    tables are too large to embed.
     """
     keys = num_tokens if num_keys is None else num_keys
     bound = _bound(pattern, num_tokens, keys, num_heads, batch)
     require_below("head", head, num_heads, "heads")
     if not isinstance(title, str | None):
         raise TypeError(f"title must be a string or None; got {title!r:.80}")
-    data = {"head": head, **_data(pattern, bound), "ranks": None if ranks is None else ranks_data(bound, ranks)}
+    data = {"head": head, **_data(pattern, bound), "tiles": _tiles(bound, head)}
+    data["ranks"] = None if ranks is None else ranks_data(bound, ranks)
     text = _assembled(data, "Who attends to whom" if title is None else title)
     size = len(text.encode())
     if size > LARGEST_PAGE:
         raise ValueError(
             f"a page must hold the whole rule in {LARGEST_PAGE:,} bytes; got {size:,}, because of large tables in "
-            f"{pattern!r}: take fewer tokens, or one head's table"
+            f"{pattern!r}: take fewer tokens, or one head"
         )
     return text
 
@@ -78,6 +85,7 @@ def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
     """What the page knows of the pattern."""
     most = min(_MOST_RESIDUES, bound.num_queries, bound.num_keys)
     rate = residue_rate(pattern.union, most)
+    program = Program((bound.num_heads, bound.num_queries, bound.num_keys))
     pairs = zip(pattern.branches(), bound.pattern.branches(), strict=True)
     return {
         "phrase": shortened(pattern.phrase().text, _LONGEST_PATTERN),
@@ -85,8 +93,46 @@ def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
         "num_keys": bound.num_keys,
         "num_heads": bound.num_heads,
         "residue": rate if rate > 1 else None,
-        "branches": [rule_data(written, branch) for written, branch in pairs],
+        "branches": [traced_rule(program, written, branch, bound.num_heads) for written, branch in pairs],
+        "program": program.to_data(),
     }
+
+
+def _tiles(bound: Bound, first_head: int) -> dict[str, Any]:
+    """What bounds say of tiles of queries and keys in natural order, so that the page need not look there.
+
+    A grid has a number a tile: the share of allowed pairs where it is counted, -1 where some may be allowed, -2 where
+    nothing is known.
+    `grid_of` has a grid for each head of each branch; none for heads beyond the largest number of grids.
+    """
+    sides = [max(1, -(-tokens // _TILES)) for tokens in (bound.num_queries, bound.num_keys)]
+    grids: dict[Pattern, int] = {}
+    grid_of: list[list[int | None]] = [[None] * bound.num_heads for _ in bound.pattern.branches()]
+    tiles = []
+    for head in sorted(range(bound.num_heads), key=lambda head: head != first_head):
+        for branch, rule in enumerate(bound.pattern.branches()):
+            of_head = rule.for_head(head, bound.num_heads)  # many heads share one
+            if of_head not in grids and len(grids) < _MOST_GRIDS:
+                grids[of_head] = len(grids)
+                tiles.append(_grid(rule, head, bound, sides))
+            grid_of[branch][head] = grids.get(of_head)
+    return {"sides": sides, "grids": tiles, "grid_of": grid_of}
+
+
+def _grid(rule: Pattern, head: int, bound: Bound, sides: list[int]) -> list[float]:
+    queries, keys = (
+        torch.arange(0, tokens, side) for tokens, side in zip((bound.num_queries, bound.num_keys), sides, strict=True)
+    )
+    q, k = queries.repeat_interleave(len(keys)), keys.repeat(len(queries))
+    rows = Progression(q, 1, (bound.num_queries - q).clamp(max=sides[0]))
+    box = Box(torch.full_like(q, head), rows, Progression(k, 1, (bound.num_keys - k).clamp(max=sides[1])))
+    found = rule.count(box, num_heads=bound.num_heads)
+    low, high = found.low, found.high
+    share = torch.where(low == high, low / box.area, torch.where((low == 0) & (high == box.area), -2.0, -1.0))
+    share = torch.where((share > 0) & (share < 1), share.clamp(max=0.9999), share)
+    values, places = share.double().unique(return_inverse=True)
+    rounded = torch.tensor([float(f"{each:.4g}") for each in values.tolist()], dtype=torch.float64)
+    return rounded[places].tolist()
 
 
 def _assembled(data: dict[str, Any], title: str) -> str:

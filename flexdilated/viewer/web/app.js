@@ -12,6 +12,8 @@ class App {
     this.form = document.getElementById("controls");
     this.state = {
       data,
+      program: programOf(data.program),
+      outputs: data.branches.map((branch) => branch.node),
       view: viewport(data.num_queries, data.num_keys),
       head: data.head,
       order: "natural",
@@ -85,12 +87,11 @@ class App {
     this.viewChanged();
   }
 
-  /** Head, order or ranks are others: the rules are built anew. */
+  /** Head, order or ranks are others. */
   settingsChanged() {
     const { state } = this;
-    const { data, head, order } = state;
+    const { data, order } = state;
     const rate = order === "residue" ? data.residue : 1;
-    state.rules = data.branches.map((branch) => buildRule(branch, head, data.num_heads));
     state.queries = orderOf(data.num_queries, rate);
     state.keys = orderOf(data.num_keys, rate);
     state.image = state.before = null;
@@ -121,10 +122,10 @@ class App {
     const { state } = this;
     const { view } = state;
     if (state.image?.density.isDrawn()) state.before = keepsake(state.image);
-    const side = Math.ceil(Math.sqrt((view.width * view.height * state.rules.length) / MOST_SHARES));
+    const side = Math.ceil(Math.sqrt((view.width * view.height * state.outputs.length) / MOST_SHARES));
     const rows = cellEdges(view.q, side * view.scale, Math.ceil(view.height / side), view.numQueries);
     const columns = cellEdges(view.k, side * view.scale, Math.ceil(view.width / side), view.numKeys);
-    state.image = imageOf(new Density(state.rules, state.queries, state.keys, rows, columns));
+    state.image = imageOf(new Density({ ...state, tiles: state.data.tiles, grids: gridsOf(state) }, rows, columns));
     this.painted = -Infinity;
     this.explain();
     this.askFrame();
@@ -168,7 +169,8 @@ class App {
     const { density } = image;
     const [tokens, pixels] = [grouped(Math.round(view.scale)), Math.round(1 / view.scale)];
     const size = view.scale > 1 ? `1 pixel is ${tokens} tokens a side` : `1 token is ${plural(pixels, "pixel")}`;
-    const work = `${workText(density)}${density.finished ? "" : ", still counting"}`;
+    const pairs = density.samples ? ` from ${grouped(density.asked(0, 0))} pairs a pixel` : "";
+    const work = `${workText(density)}${pairs}${density.finished ? "" : ", in progress"}`;
     const fine = sharding && areRanksTooFine(this.state) ? ", and ranks are too fine to draw" : "";
     const order = this.state.order === "residue" ? ` · rulers count slots${fine}` : "";
     document.getElementById("state").textContent = `${size} · ${work}${order}`;
@@ -281,3 +283,38 @@ class App {
     this.viewChanged();
   }
 }
+
+/** What is known of tiles of each branch for the head: nothing where slots are in another order. */
+function gridsOf({ data, head, order }) {
+  const { grids, grid_of: gridOf } = data.tiles;
+  return gridOf.map((heads) => (order === "natural" ? grids[heads[head]] ?? null : null));
+}
+
+/** The page's data: JSON that is deflated and written in base64. */
+async function readData() {
+  const text = atob(document.getElementById("data").textContent);
+  const packed = Uint8Array.from(text, (letter) => letter.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+/** What a pattern is called, how large it is, and which of the controls mean anything for it. */
+function describePage(data) {
+  const [queries, keys] = [data.num_queries, data.num_keys].map(shortTokens);
+  const sizes = queries === keys ? `${queries} tokens` : `${queries} queries, ${keys} keys`;
+  const pattern = document.getElementById("pattern");
+  pattern.textContent = pattern.title = data.phrase; // the header shows two lines of it
+  document.getElementById("sizes").textContent = `${sizes}, ${plural(data.num_heads, "head")}`;
+  document.getElementById("heads").hidden = data.num_heads === 1;
+  document.getElementById("orders").hidden = !data.residue;
+  document.getElementById("residue").textContent = data.residue ? `residue, R = ${data.residue}` : "";
+  document.getElementById("rank-choice").hidden = !data.ranks;
+  document.getElementById("often").hidden = data.branches.length < 2;
+}
+
+readData().then((data) => {
+  describePage(data);
+  const app = new App(data);
+  app.start();
+  globalThis.viewer = app; // for the console, and for tests
+});

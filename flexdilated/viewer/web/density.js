@@ -1,58 +1,50 @@
-// How full each cell of a window is: coarse first, then finer, in slices of time. A cell is a pixel, or one pair where
-// pairs are larger than pixels. Its bounds are sound at every moment, and in the end equal, or as good as to the eye.
-// What takes longer than a moment to count is drawn as an estimate first.
+// How full each cell of a window is, in slices of time. A cell is a pixel, or one pair where pairs are larger than
+// pixels. All pairs of small cells are evaluated; of larger ones some are sampled, in rounds, and the page says so.
+// Counts of tiles came with the page: where tiles are small on the screen these are drawn, and empty or full ones are
+// never looked into.
 
-const ROOT = 16; // cells a side of the squares that are looked at first
-const LARGEST_ROOT = 2 ** 25; // tokens a side: products of larger sides would be rounded
-const MOST_RUNS = 8; // residue classes that a side of a square may touch before it is split
-const MOST_RUNS_OF_CELL = 64;
-const FEW_PAIRS = 16; // that are asked one by one
-const AT_A_TIME = 32; // squares or cells between two looks at the clock
-const MOMENT = 700; // milliseconds of counting before all cells that wait are estimated
-const FIRST_PAIRS = 16; // of an estimate
-// Round by round, the pairs of a better estimate, and the boxes that a cell's count may take.
-const ROUNDS = [
-  { pairs: 144, boxes: 1 },
-  { pairs: 144, boxes: 64 },
-  { pairs: 144, boxes: 1024 },
-  { pairs: 1024, boxes: 8192 },
-];
+const COUNTED_SIDE = 8; // tokens: cells up to this side are counted
+const SAMPLES = 4; // along each side of a cell, for each round
+const ROUNDS = 4;
+const SIDE = 256; // positions along each side of the blocks that are evaluated at once
+const COUNTED = "counted";
+const FAINTEST = 1e-6; // the share of a cell that may hold pairs, but showed none
+const UNKNOWN = -2; // a tile's share; -1 where it may hold pairs
+const TILE_PIXELS = 8; // tiles up to this side are drawn as they are counted
 
 class Density {
-  /** rows, columns: the slots at which cells begin, and the end of the last. rules: one a branch. */
-  constructor(rules, queries, keys, rows, columns) {
-    Object.assign(this, { rules, queries, keys, rows, columns });
+  /** rows, columns: the slots at which cells begin, and the end of the last. grids: of tiles, one a branch or null. */
+  constructor({ program, outputs, head, queries, keys, tiles, grids }, rows, columns) {
+    Object.assign(this, { program, outputs, head, queries, keys, tiles, grids, rows, columns });
+    this.needed = neededFor(program, outputs);
+    this.across = Math.ceil(keys.numTokens / tiles.sides[1]);
+    [this.rowTiles, this.columnTiles] = [tilesOf(rows, tiles.sides[0]), tilesOf(columns, tiles.sides[1])];
     this.height = rows.length - 1;
     this.width = columns.length - 1;
     this.cells = this.height * this.width;
-    // Shares of a cell's pairs. -1 to 2 stand for nothing known yet.
-    this.low = rules.map(() => new Float32Array(this.cells).fill(-1));
-    this.high = rules.map(() => new Float32Array(this.cells).fill(2));
-    this.share = rules.map(() => new Float32Array(this.cells).fill(-1)); // what is drawn; -1 for nothing yet
-    this.estimates = new Estimates(this.cells, rules.length);
-    this.drawn = 0; // how many cells of all branches have a share
-    this.certain = 0; // how many of these are no estimate
-    this.squares = this.roots();
-    this.spent = 0; // milliseconds
-    this.ahead = 0; // cells that were looked at to be estimated
-    this.doubtful = rules.map(() => []);
-    this.later = rules.map(() => []);
+    this.hits = outputs.map(() => new Uint32Array(this.cells));
+    this.share = outputs.map(() => new Float32Array(this.cells).fill(-1)); // what is drawn; -1 for nothing yet
+    this.certain = outputs.map(() => new Uint8Array(this.cells));
+    this.largest = Math.max(largestStep(rows), largestStep(columns));
+    this.counted = this.largest <= COUNTED_SIDE;
+    this.each = this.counted ? this.largest : SAMPLES; // positions along a side of a cell
+    this.coarse = this.largest * TILE_PIXELS >= Math.max(...tiles.sides) && !this.counted;
+    this.rounds = this.counted ? 1 : ROUNDS;
     this.round = 0;
-    this.place = 0;
+    this.blocks = this.blocksOf(Math.max(1, quotient(SIDE, this.each)));
+    this.at = 0;
+    this.spent = 0; // milliseconds
     this.finished = this.cells === 0;
   }
 
-  roots() {
-    const cell = (this.rows[this.height] - this.rows[0]) / Math.max(1, this.height);
-    let side = ROOT;
-    while (side > 1 && side * cell > LARGEST_ROOT) side /= 2;
-    const squares = [];
+  blocksOf(side) {
+    const blocks = [];
     for (let top = 0; top < this.height; top += side) {
       for (let left = 0; left < this.width; left += side) {
-        for (let branch = 0; branch < this.rules.length; branch++) squares.push(branch, top, left, side);
+        blocks.push([top, Math.min(top + side, this.height), left, Math.min(left + side, this.width)]);
       }
     }
-    return { list: squares, next: [], at: 0 };
+    return blocks;
   }
 
   /** Work until the clock says `deadline`; whether anything changed. */
@@ -60,7 +52,7 @@ class Density {
     const begun = performance.now();
     let [now, changed] = [begun, false];
     while (!this.finished && now < deadline) {
-      this.step(this.spent + now - begun);
+      this.step();
       changed = true;
       now = performance.now();
     }
@@ -68,192 +60,144 @@ class Density {
     return changed;
   }
 
-  step(spent) {
-    const waiting = this.squares.at < this.squares.list.length || this.squares.next.length > 0;
-    if (waiting && spent > MOMENT && this.ahead < this.cells) this.estimateAhead();
-    else if (waiting) this.lookAtSome();
-    else this.settleNext(); // a cell in doubt may take its time
+  /** One block of cells, once. */
+  step() {
+    const block = this.blocks[this.at++];
+    if (this.round === 0) this.readTiles(block);
+    if (!this.isCertain(block)) this.look(block);
+    if (this.at < this.blocks.length) return;
+    this.at = 0;
+    this.finished = ++this.round === this.rounds;
   }
 
-  lookAtSome() {
-    if (this.squares.at === this.squares.list.length) this.squares = { list: this.squares.next, next: [], at: 0 };
-    const { list } = this.squares;
-    const end = Math.min(this.squares.at + 4 * AT_A_TIME, list.length);
-    for (let at = this.squares.at; at < end; at += 4) this.lookAt(list[at], list[at + 1], list[at + 2], list[at + 3]);
-    this.squares.at = end;
+  /** Cells that their tiles decide; where a tile may hold pairs, a cell is drawn faintly until one is met. */
+  readTiles([top, bottom, left, right]) {
+    this.grids.forEach((grid, branch) => {
+      if (!grid) return;
+      for (let row = top; row < bottom; row++) {
+        for (let column = left; column < right; column++) {
+          const [cell, found] = [row * this.width + column, this.tileOf(grid, row, column)];
+          if (found === 0 || found === 1 || (found > 0 && this.coarse)) this.certain[branch][cell] = 1;
+          this.share[branch][cell] = this.certain[branch][cell] ? found : found === UNKNOWN ? 0 : FAINTEST;
+        }
+      }
+    });
   }
 
-  /** Some of the cells that no square decided yet, spread over the picture. */
-  estimateAhead() {
-    const stride = strideThrough(this.cells);
-    const end = Math.min(this.ahead + AT_A_TIME, this.cells);
-    for (; this.ahead < end; this.ahead++) {
-      const cell = (this.ahead * stride) % this.cells;
-      for (let branch = 0; branch < this.rules.length; branch++) {
-        if (this.share[branch][cell] < 0) this.estimate(branch, cell, FIRST_PAIRS);
+  /** The share of pairs in the tiles that a cell touches, on average; else whether something is known of all. */
+  tileOf(grid, row, column) {
+    const { rowTiles, columnTiles, across } = this;
+    let [least, sum, tiles] = [1, 0, 0];
+    for (let y = rowTiles.first[row]; y <= rowTiles.last[row]; y++) {
+      for (let x = columnTiles.first[column]; x <= columnTiles.last[column]; x++) {
+        const tile = grid[y * across + x];
+        least = Math.min(least, tile);
+        sum += tile;
+        tiles++;
       }
     }
+    return least < 0 ? least : sum / tiles;
   }
 
-  lookAt(branch, top, left, side) {
-    const bottom = Math.min(top + side, this.height);
-    const right = Math.min(left + side, this.width);
-    const box = [this.rows[top], this.rows[bottom], this.columns[left], this.columns[right]];
-    const mostRuns = side === 1 ? MOST_RUNS_OF_CELL : MOST_RUNS;
-    const bounds = countSlots(this.rules[branch], this.queries, this.keys, box, mostRuns);
-    const area = areaOf(box);
-    if (side === 1) {
-      this.learn(branch, top * this.width + left, bounds, area, FIRST_PAIRS);
-      if (!isSettled(bounds, area)) this.doubtful[branch].push(top * this.width + left);
-      return;
-    }
-    if (bounds.high === 0 || bounds.low === area) {
-      this.learnSquare(branch, top, bottom, left, right, bounds, area);
-      return;
-    }
-    const half = side / 2;
-    for (const row of [top, top + half]) {
-      if (row >= this.height) continue;
-      for (const column of [left, left + half]) {
-        if (column < this.width) this.squares.next.push(branch, row, column, half);
-      }
-    }
-  }
-
-  learnSquare(branch, top, bottom, left, right, bounds, area) {
+  isCertain([top, bottom, left, right]) {
     for (let row = top; row < bottom; row++) {
       const start = row * this.width;
-      for (let cell = start + left; cell < start + right; cell++) this.learn(branch, cell, bounds, area, 0);
+      if (this.certain.some((flags) => flags.subarray(start + left, start + right).includes(0))) return false;
+    }
+    return true;
+  }
+
+  /** Evaluate the pairs of a block that are this round's. */
+  look(block) {
+    const [top, bottom, left, right] = block;
+    const rows = this.positions(this.queries, this.rows, top, bottom);
+    const columns = this.positions(this.keys, this.columns, left, right);
+    const { program, outputs, needed, head } = this;
+    const found = evaluate(program, outputs, needed, head, rows.positions, columns.positions);
+    found.forEach((allowed, branch) => {
+      const hits = this.hits[branch];
+      for (let i = 0, pair = 0; i < rows.cells.length; i++) {
+        const start = rows.cells[i] * this.width;
+        for (let j = 0; j < columns.cells.length; j++) hits[start + columns.cells[j]] += allowed[pair++];
+      }
+      this.learn(branch, block);
+    });
+  }
+
+  learn(branch, [top, bottom, left, right]) {
+    const [certain, shares, hits] = [this.certain[branch], this.share[branch], this.hits[branch]];
+    for (let row = top; row < bottom; row++) {
+      for (let column = left; column < right; column++) {
+        const cell = row * this.width + column;
+        if (certain[cell]) continue;
+        // No hit is no proof: where a tile may hold pairs, a cell stays as faint as can be seen.
+        const least = this.counted ? 0 : Math.min(Math.max(shares[cell], 0), FAINTEST);
+        shares[cell] = hits[cell] / this.asked(row, column, this.round + 1) || least;
+        if (this.counted) certain[cell] = 1;
+      }
     }
   }
 
-  boxOf(cell) {
-    const [row, column] = [quotient(cell, this.width), cell % this.width];
-    return [this.rows[row], this.rows[row + 1], this.columns[column], this.columns[column + 1]];
+  /** How many pairs of a cell were evaluated after so many rounds. */
+  asked(row, column, rounds = Math.max(1, this.round)) {
+    if (!this.counted) return rounds * SAMPLES ** 2;
+    return (this.rows[row + 1] - this.rows[row]) * (this.columns[column + 1] - this.columns[column]);
   }
 
-  /** Bounds that were unknown or wider; where they leave doubt, an estimate by so many pairs stands between them. */
-  learn(branch, cell, bounds, area, pairs) {
-    this.low[branch][cell] = bounds.low / area;
-    this.high[branch][cell] = bounds.high / area;
-    if (!isSettled(bounds, area)) return this.estimate(branch, cell, pairs);
-    this.certain++;
-    this.draw(branch, cell, (bounds.low + bounds.high) / (2 * area));
-  }
-
-  estimate(branch, cell, pairs) {
-    const { rules, queries, keys, estimates } = this;
-    estimates.ask(branch, cell, rules[branch], queries, keys, this.boxOf(cell), pairs);
-    this.draw(branch, cell, estimates.shareOf(branch, cell, this.low[branch][cell], this.high[branch][cell]));
-  }
-
-  draw(branch, cell, share) {
-    if (this.share[branch][cell] < 0) this.drawn++;
-    this.share[branch][cell] = share;
-  }
-
-  /** The next cell in doubt, with this round's effort; those that it does not settle come again with more. */
-  settleNext() {
-    const branch = this.doubtful.findIndex((cells) => this.place < cells.length);
-    if (branch < 0) {
-      this.nextRound();
-      return;
+  /** Positions of the cells [from, to) along one side, and the cell of each. */
+  positions(order, edges, from, to) {
+    const [positions, cells] = [[], []];
+    for (let cell = from; cell < to; cell++) {
+      const [start, length] = [edges[cell], edges[cell + 1] - edges[cell]];
+      const number = this.counted ? length : SAMPLES;
+      for (let index = 0; index < number; index++) {
+        const random = this.counted ? 0 : randomPart(start, index + SAMPLES * this.round);
+        positions.push(order.position(start + Math.floor(((index + random) * length) / number)));
+        cells.push(cell);
+      }
     }
-    const cell = this.doubtful[branch][this.place++];
-    if (!this.settle(branch, cell)) this.later[branch].push(cell);
-    if (this.place < this.doubtful[branch].length) return;
-    this.doubtful[branch] = [];
-    this.place = 0;
-  }
-
-  nextRound() {
-    this.round++;
-    this.finished = this.round === ROUNDS.length || this.later.every((cells) => !cells.length);
-    if (!this.finished) this.doubtful = this.later;
-    this.later = this.rules.map(() => []);
-  }
-
-  settle(branch, cell) {
-    const { pairs, boxes } = ROUNDS[this.round];
-    const box = this.boxOf(cell);
-    if (boxes === 1) this.estimate(branch, cell, pairs);
-    if (boxes === 1) return false;
-    const bounds = countClosely(this.rules[branch], this.queries, this.keys, box, boxes);
-    this.learn(branch, cell, bounds, areaOf(box), pairs);
-    return isSettled(bounds, areaOf(box));
+    return { positions: Float64Array.from(positions), cells: Int32Array.from(cells) };
   }
 
   isDrawn() {
-    return this.drawn === this.cells * this.rules.length;
+    return this.finished || this.round > 0;
+  }
+
+  /** How many cells of all branches are a sample. */
+  sampled() {
+    return this.certain.reduce((total, flags) => flags.reduce((count, flag) => count + 1 - flag, total), 0);
   }
 }
 
-/** A step that leads through all of so many cells, each far from the one before. */
-function strideThrough(cells) {
-  let stride = Math.round(cells * 0.618);
-  while (greatestDivisor(stride, cells) > 1) stride++;
-  return stride;
+function largestStep(edges) {
+  let largest = 0;
+  for (let at = 1; at < edges.length; at++) largest = Math.max(largest, edges[at] - edges[at - 1]);
+  return largest;
 }
 
-function areaOf([top, bottom, left, right]) {
-  return (bottom - top) * (right - left);
+/** The first and the last tile that each cell touches. */
+function tilesOf(edges, side) {
+  const cells = Int32Array.from({ length: edges.length - 1 }, (_, cell) => cell);
+  return {
+    first: cells.map((cell) => quotient(edges[cell], side)),
+    last: cells.map((cell) => quotient(edges[cell + 1] - 1, side)),
+  };
 }
 
-/** Whether a closer count would look the same. What is settled is known to hold something, or nothing. */
-function isSettled({ low, high }, area) {
-  if (low === high) return true;
-  return low > 0 && shadeOf(high / area) - shadeOf(low / area) < 1 / 128;
+/** A number in [0, 1) that belongs to these two: mixed as in the finalizer of MurmurHash3. */
+function randomPart(start, index) {
+  let mixed = Math.imul(start, 0x9e3779b1) ^ Math.imul(index + 1, 0x85ebca77);
+  mixed = Math.imul(mixed ^ (mixed >>> 16), 0x85ebca6b);
+  mixed = Math.imul(mixed ^ (mixed >>> 13), 0xc2b2ae35);
+  return ((mixed ^ (mixed >>> 16)) >>> 0) / 2 ** 32;
 }
 
-/** Bounds over a box of slots: the sum over the residue classes that it touches. */
-function countSlots(rule, queryOrder, keyOrder, [top, bottom, left, right], mostRuns) {
-  const area = (bottom - top) * (right - left);
-  if (area === 1) return exactly(rule.allowed(queryOrder.position(top), keyOrder.position(left)) ? 1 : 0);
-  const [rows, columns] = [queryOrder.runs(top, bottom, mostRuns), keyOrder.runs(left, right, mostRuns)];
-  if (!rows || !columns) return { low: 0, high: area };
-  let total = exactly(0);
-  for (const row of rows) for (const column of columns) total = sumOf(total, rule.count(row, column));
-  return total;
-}
-
-/** Split what is in doubt until the sum looks settled, or so many boxes were counted. */
-function countClosely(rule, queryOrder, keyOrder, whole, effort) {
-  const area = areaOf(whole);
-  const total = countSlots(rule, queryOrder, keyOrder, whole, MOST_RUNS_OF_CELL);
-  const boxes = [{ box: whole, bounds: { ...total } }];
-  for (let at = 0; at < boxes.length && boxes.length < effort && !isSettled(total, area); at++) {
-    const { box, bounds } = boxes[at];
-    total.low -= bounds.low;
-    total.high -= bounds.high;
-    for (const part of partsOf(box, queryOrder, keyOrder)) {
-      const found = areaOf(part) <= FEW_PAIRS ? countOneByOne(rule, queryOrder, keyOrder, part)
-        : countSlots(rule, queryOrder, keyOrder, part, MOST_RUNS_OF_CELL);
-      total.low += found.low;
-      total.high += found.high;
-      if (found.low < found.high) boxes.push({ box: part, bounds: found });
-    }
-  }
-  return total;
-}
-
-/** Four quarters, or two halves of what is one slot high or wide. */
-function partsOf([top, bottom, left, right], queryOrder, keyOrder) {
-  const rows = bottom - top > 1 ? [top, queryOrder.middle(top, bottom), bottom] : [top, bottom];
-  const columns = right - left > 1 ? [left, keyOrder.middle(left, right), right] : [left, right];
-  const parts = [];
-  for (let row = 1; row < rows.length; row++) {
-    for (let column = 1; column < columns.length; column++) {
-      parts.push([rows[row - 1], rows[row], columns[column - 1], columns[column]]);
-    }
-  }
-  return parts;
-}
-
-function countOneByOne(rule, queryOrder, keyOrder, [top, bottom, left, right]) {
-  let pairs = 0;
-  for (let row = top; row < bottom; row++) {
-    const q = queryOrder.position(row);
-    for (let column = left; column < right; column++) if (rule.allowed(q, keyOrder.position(column))) pairs++;
-  }
-  return exactly(pairs);
+/** How far a picture has come: what is drawn of it, then what is a sample. 0 % and 100 % mean none and all. */
+function workText(density) {
+  if (!density.isDrawn()) return `${Math.floor((100 * density.at) / density.blocks.length)} % drawn`;
+  if (density.counted) return COUNTED;
+  density.samples ??= density.sampled(); // known after the first round
+  if (!density.samples) return COUNTED;
+  const all = density.cells * density.outputs.length;
+  return `≈ ${Math.ceil((100 * density.samples) / all)} % sampled`;
 }

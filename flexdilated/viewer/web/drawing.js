@@ -5,7 +5,7 @@ const STRIPES_FROM = 7; // pixels a pair: branches stand beside each other inste
 const NUMBER_FROM = 26;
 const GRID_FROM = 7; // pixels a block
 const TICK_EVERY = 90; // pixels, about
-const UNMARKED = 300; // milliseconds of counting that pass without a word
+const UNMARKED = 300; // milliseconds of work that pass without a word
 const LABEL_ROOM = 90; // pixels from the middle of a label to the border
 
 /** The density as an image of one pixel a cell. */
@@ -65,11 +65,11 @@ function drawMatrix(context, state, palette) {
   drawClasses(context, state, palette);
   drawRanks(context, state, palette);
   drawCursor(context, state, palette);
-  if (state.image) markEstimates(context, view, state.image.density, palette);
+  if (state.image) markSamples(context, view, state.image.density, palette);
 }
 
 /** In a corner of a picture that is not certain yet, or is not there yet: how far it has come. */
-function markEstimates(context, view, density, palette) {
+function markSamples(context, view, density, palette) {
   const [text, shortest] = [workText(density), 2 * LABEL_ROOM];
   if (density.spent < UNMARKED || text === COUNTED || view.width < shortest) return;
   writeLabel(context, palette, 12, view.width - LABEL_ROOM, 18, [text]);
@@ -91,7 +91,7 @@ function placeImage(context, view, { canvas, density }) {
 /** Pairs as squares apart, in stripes where several branches allow one, with its multiplicity where there is room. */
 function drawPairs(context, state, palette) {
   const { view, image, shown } = state;
-  const { rows, columns, low } = image.density;
+  const { rows, columns, share } = image.density;
   const side = 1 / view.scale;
   const gap = Math.min(2, side / 10);
   context.fillStyle = palette.css("--paper");
@@ -100,7 +100,7 @@ function drawPairs(context, state, palette) {
   for (let row = 0; row < image.density.height; row++) {
     for (let column = 0; column < image.density.width; column++) {
       const cell = row * image.density.width + column;
-      const allowing = low.map((_, branch) => branch).filter((branch) => shown[branch] && low[branch][cell] > 0);
+      const allowing = share.map((_, branch) => branch).filter((branch) => shown[branch] && share[branch][cell] > 0);
       if (!allowing.length) continue;
       const [x, y] = [(columns[column] - view.k) * side + gap, (rows[row] - view.q) * side + gap];
       drawPair(context, x, y, side - 2 * gap, allowing, palette);

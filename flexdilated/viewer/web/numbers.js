@@ -1,38 +1,9 @@
-// Whole numbers beyond 32 bits. Positions reach 2^31 and pairs 2^53: doubles hold them exactly, `|` and `>>` do not.
-
-const LARGEST_EXACT = Number.MAX_SAFE_INTEGER;
+// Numbers: whole ones beyond 32 bits, and how people read them. Positions reach 2^31 and pairs 2^53: doubles hold them
+// exactly, `|` and `>>` do not.
 
 /** floor(a / b) for b > 0. */
 function quotient(a, b) {
   return Math.floor(a / b);
-}
-
-/** The remainder in [0, b), also for negative a. */
-function remainder(a, b) {
-  const rest = a % b;
-  return rest < 0 ? rest + b : rest + 0; // + 0 makes 0 of -0
-}
-
-function greatestDivisor(a, b) {
-  while (b) [a, b] = [b, a % b];
-  return a;
-}
-
-/** (a * b) mod m for 0 <= a, b < m: in doubles where the product fits, else in 64 bits and more. */
-function timesModulo(a, b, m) {
-  const product = a * b;
-  return product <= LARGEST_EXACT ? product % m : Number((BigInt(a) * BigInt(b)) % BigInt(m));
-}
-
-/** The number x in [0, m) with a * x = 1 modulo m; a and m have no common divisor. */
-function inverseModulo(a, m) {
-  let [r, next, x, nextX] = [remainder(a, m), m, 1, 0];
-  while (next) {
-    const times = quotient(r, next);
-    [r, next] = [next, r - times * next];
-    [x, nextX] = [nextX, x - times * nextX];
-  }
-  return remainder(x, m);
 }
 
 /** The first index in an ascending array whose entry is above `value`. */
@@ -48,4 +19,37 @@ function firstAbove(ascending, value) {
 
 function clamp(value, least, most) {
   return Math.min(Math.max(value, least), most);
+}
+
+function grouped(number) {
+  return number.toLocaleString("en-US");
+}
+
+function plural(number, word) {
+  return `${grouped(number)} ${word}${number === 1 ? "" : "s"}`;
+}
+
+/** Tokens on a ruler: in K of 1,024 and M of 1,048,576 where they are whole, as everywhere in the library. */
+function shortTokens(number) {
+  if (number && number % 1048576 === 0) return `${grouped(number / 1048576)}M`;
+  if (number && number % 1024 === 0) return `${grouped(number / 1024)}K`;
+  return grouped(number);
+}
+
+function bytesText(size) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let power = 0;
+  while (size >= 1024 && power < units.length - 1) {
+    size /= 1024;
+    power++;
+  }
+  return `${power && size < 99.95 ? Number(size.toFixed(1)) : grouped(Math.round(size))} ${units[power]}`;
+}
+
+/** A share of a whole: percent, or one in so many where percent would be a row of zeros. */
+function shareText(part, whole) {
+  const share = part / whole;
+  if (part === whole) return "all";
+  if (share >= 0.001) return `${Number((100 * share).toPrecision(3))} %`;
+  return part ? `1 in ${grouped(Math.round(1 / share))}` : "none";
 }

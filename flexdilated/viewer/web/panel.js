@@ -1,4 +1,4 @@
-// The column beside the picture: the legend of branches, and why the pair at hand is allowed or not.
+// The column beside the picture: the legend of branches, and what each part of the rule says of the pair at hand.
 
 const HINT = "Point at a pair, or focus the picture and press Shift with an arrow key: it is explained here.";
 
@@ -59,17 +59,95 @@ function branchItem(branch, palette, index) {
   return item;
 }
 
-function reasonItem({ phrase, allowed, why, parts }) {
+function reasonItem({ phrase, allowed, parts }) {
   const [className, textContent, title] = allowed ? ["mark yes", "✓ ", "allowed"] : ["mark no", "✗ ", "not allowed"];
   const mark = element("span", { className, textContent, title });
-  const item = element("li", {}, element("div", { className: "rule" }, mark, element("code", { textContent: phrase })));
-  if (why) item.append(element("div", { className: "why", textContent: why }));
+  const code = element("code", { textContent: phrase });
+  const item = element("li", {}, element("div", { className: "rule" }, mark, code));
   if (parts.length) item.append(element("ul", {}, ...parts.map(reasonItem)));
   return item;
 }
 
 /** The same in one sentence, for those who listen. */
 function spokenReason(state) {
-  const { title, verdict, branches } = reasonsFor(state, state.cursor);
-  return `${title}: ${verdict}. ${branches.length === 1 ? branches[0].why : ""}`;
+  const { title, verdict, notes } = reasonsFor(state, state.cursor);
+  return `${title}: ${verdict}. ${notes[0]}.`;
+}
+
+/** What the page says of a pair of slots. */
+function reasonsFor(state, cursor) {
+  const { queries, keys, data } = state;
+  const [q, k] = [queries.position(cursor.q), keys.position(cursor.k)];
+  const branches = answersFor(state, q, k);
+  const allowing = branches.filter((branch) => branch.allowed).length;
+  const inResidues = state.order === "residue";
+  const slots = inResidues ? `slots ${grouped(cursor.q)} and ${grouped(cursor.k)} of the residue-major order` : "";
+  const heads = data.num_heads > 1 ? `head ${state.head} of ${data.num_heads}` : "";
+  return {
+    title: `query ${grouped(q)}, key ${grouped(k)}`,
+    verdict: verdictOf(allowing, branches.length),
+    allowing,
+    notes: [distanceText(q, k), slots, heads, rankNote(state, q, k)],
+    branches,
+  };
+}
+
+/** Whether each branch allows a pair, and each part of it that is for this head. */
+function answersFor({ data, program, head }, q, k) {
+  const answer = ({ phrase, node, parts }) => {
+    const needed = neededFor(program, [node]);
+    const [[found]] = evaluate(program, [node], needed, head, Float64Array.of(q), Float64Array.of(k));
+    const here = parts.filter(({ heads }) => heads?.includes(head) ?? true);
+    return { phrase, allowed: found === 1, parts: here.map(answer) };
+  };
+  return data.branches.map(answer);
+}
+
+function verdictOf(allowing, branches) {
+  if (!allowing) return "not allowed";
+  return branches === 1 ? "allowed" : `allowed by ${allowing} of ${branches} branches: weight ${allowing}`;
+}
+
+function distanceText(q, k) {
+  if (k === q) return "the key is the query itself";
+  return `the key comes ${plural(Math.abs(q - k), "token")} ${k > q ? "after" : "before"} the query`;
+}
+
+function rankNote(state, q, k) {
+  const sharding = state.data.ranks?.shardings[state.sharding];
+  if (!sharding) return "";
+  const [target, source] = [rankOf(sharding, q), rankOf(sharding, k)];
+  if (target === source) return `query and key both lie on rank ${target}`;
+  const bytes = sharding.received[target][source];
+  const much = bytes ? `${bytesText(bytes)} of keys and values` : "nothing";
+  return `the query lies on rank ${target}, which receives ${much} from the key's rank ${source}`;
+}
+
+/** How full the cell under a pair of slots is; null where a cell is one pair, or not of this picture. */
+function cellNote({ image, view, cursor }) {
+  if (!image || view.scale <= 1 || !cursor) return null;
+  const { rows, columns, width, height } = image.density;
+  const [row, column] = [firstAbove(rows, cursor.q) - 1, firstAbove(columns, cursor.k) - 1];
+  if (row < 0 || column < 0 || row >= height || column >= width) return null;
+  const size = `${grouped(rows[row + 1] - rows[row])} × ${grouped(columns[column + 1] - columns[column])}`;
+  const found = shareOfCell(image.density, row, column);
+  return found && `the pixel stands for ${size} pairs; allowed: ${found}`;
+}
+
+/** The share that is drawn, marked where it is a sample; null where nothing is known yet. */
+function shareOfCell(density, row, column) {
+  const cell = row * density.width + column;
+  if (density.share.some((each) => each[cell] < 0)) return null;
+  const share = density.share.reduce((total, each) => total + each[cell], 0);
+  if (density.certain.every((each) => each[cell])) {
+    const [high, wide] = density.tiles.sides.map(grouped);
+    return partText(share) + (share > 0 && density.coarse ? ` (counted in tiles of ${high} × ${wide})` : "");
+  }
+  const found = share > 2 * FAINTEST * density.share.length ? `about ${partText(share)}` : "none found";
+  return `${found} (sampled: ${grouped(density.asked(row, column))} of them)`;
+}
+
+/** A share of all pairs; above 1 where branches count pairs several times. */
+function partText(share) {
+  return share > 1 ? `${Number(share.toPrecision(3))} times all` : shareText(share, 1);
 }
