@@ -65,7 +65,7 @@ def test_every_rule_of_the_tree_agrees_with_mask_mod(case, data):
 @given(packed_cases(), st.data())
 def test_run_time_tensors_answer_by_batch_entry(case, data):
     b = data.draw(st.integers(0, case.batch - 1))
-    rule = entry(case.bind().pattern, b)
+    rule = case.bind().pattern.entry(b)
     sizes = {"num_tokens": case.q_offset + case.num_queries, "num_keys": case.k_offset + case.num_keys}
     # With all queries from position 0 on, a block list may have rows that name blocks beyond the keys.
     whole = replace(case, num_queries=sizes["num_tokens"], num_keys=sizes["num_keys"], q_offset=0, k_offset=0)

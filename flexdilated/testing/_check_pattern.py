@@ -50,7 +50,7 @@ def check_pattern(
         )
     generator = torch.Generator("cpu").manual_seed(seed)
     parts = tuple(dict.fromkeys(pattern.branches()))
-    for part in dict.fromkeys((*parts, union(parts))):
+    for part in dict.fromkeys((*parts, Mixture.of(*parts).union)):
         dense = DenseRule.of(part, num_heads, max_tokens)
         check_elementwise(dense, examples, generator)
         check_bounds(dense, examples, generator)
