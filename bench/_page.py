@@ -18,12 +18,10 @@ from ._distributed_page import DISTRIBUTED, distributed_parts
 from ._headlines import readme_parts
 from ._markdown import markdown
 from ._memory_page import MEMORY, memory_parts
-from ._mutants_page import PLANTED_BUGS, mutants_parts
 from ._performance_page import PERFORMANCE, performance_parts
 from ._pictures import file_name
 from ._problem import tokens_text
 from ._received_page import RECEIVED, received_parts
-from ._reliability_page import RELIABILITY, reliability_parts
 from ._results_page import RESULTS, results_parts
 from ._table import Document, condition
 from .bench_catalogue import BUILD_MB, BUILD_S, WASTE
@@ -128,10 +126,8 @@ PAGES: dict[Path, Callable[[Path], Mapping[str, str]]] = {
     DISTRIBUTED: distributed_parts,
     CLAIMS: claims_parts,
     BUFFERS: buffers_parts,
-    PLANTED_BUGS: mutants_parts,
     RECEIVED: received_parts,
     DESCRIBE: describe_parts,
-    RELIABILITY: reliability_parts,
     BENCHMARKS: lambda _: benchmarks_parts(),
     RESULTS: results_parts,
 }

@@ -21,7 +21,6 @@ from . import (
     bench_fits,
     bench_flex_natural,
     bench_forward,
-    bench_fuzz,
     bench_linear_time,
     bench_many_documents,
     bench_mask_build,
@@ -36,7 +35,6 @@ from . import (
     bench_received,
     bench_ring_memory,
     bench_roofline,
-    bench_soak,
     bench_sweep,
     bench_training,
     bench_work_balance,
@@ -89,12 +87,10 @@ QUESTIONS: dict[str, Question] = {
         "first_step": bench_first_step,
         "claims": bench_claims,
         "fits": bench_fits,
-        "fuzz": bench_fuzz,
         "pool": bench_pool_pays,
         "packing": bench_packing,
         "received": bench_received,
         "roofline": bench_roofline,
-        "soak": bench_soak,
         "sweep": bench_sweep,
     }.items()
 }

@@ -1,4 +1,4 @@
-"""Texts that a reader of patterns may be handed: valid ones, spoilt ones, and scraps of both in any order."""
+"""Texts that a reader of patterns may be handed: valid ones, malformed ones, and scraps of both in any order."""
 
 import json
 from collections.abc import Callable
@@ -6,12 +6,12 @@ from functools import cache
 from random import Random
 from typing import Any
 
+from bench._catalogue import ENTRIES
 from flexdilated import masks
 from flexdilated.masks.patterns.custom._custom import Custom
 from flexdilated.masks.text._json import _FIELDS
 from flexdilated.masks.text._parse import CONSTRUCTORS
 
-from ._catalogue import ENTRIES
 
 _WHOLE = (0, 1, -1, 2, 7, 128, 2**31 - 1, 2**31, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63), 10**40)
 _VALUES = (*_WHOLE, True, False, None, 0.5, 1e300, "", "left", "interleaved", "\ud800", [], [1], [[0], [1, 0]], {})
@@ -36,7 +36,7 @@ def expression(generator: Random) -> str:
         return _soup(generator, _SCRAPS)
     if kind < 0.3:
         return _call(generator)
-    return _spoilt(generator, _composed(generator), _SCRAPS)
+    return _damaged(generator, _composed(generator), _SCRAPS)
 
 
 def json_text(generator: Random) -> str:
@@ -48,7 +48,7 @@ def json_text(generator: Random) -> str:
     if kind < 0.6:
         data = _replaced(generator, data)
     text = json.dumps(data)
-    return text if kind < 0.7 else _spoilt(generator, text, _JSON_SCRAPS)
+    return text if kind < 0.7 else _damaged(generator, text, _JSON_SCRAPS)
 
 
 TEXTS: dict[str, Callable[[Random], str]] = {"expressions": expression, "JSON texts": json_text}
@@ -88,7 +88,7 @@ def _call(generator: Random) -> str:
     return f"{name}({', '.join(arguments)})"
 
 
-def _spoilt(generator: Random, text: str, scraps: tuple[str, ...]) -> str:
+def _damaged(generator: Random, text: str, scraps: tuple[str, ...]) -> str:
     """Characters lost, and others put in their place; in a third of the cases none."""
     for _ in range(generator.randint(-1, 3)):
         at = generator.randint(0, len(text))
