@@ -12,7 +12,6 @@ from flexdilated.masks.patterns.custom._custom import Custom
 from flexdilated.masks.text._json import _FIELDS
 from flexdilated.masks.text._parse import CONSTRUCTORS
 
-
 _WHOLE = (0, 1, -1, 2, 7, 128, 2**31 - 1, 2**31, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63), 10**40)
 _VALUES = (*_WHOLE, True, False, None, 0.5, 1e300, "", "left", "interleaved", "\ud800", [], [1], [[0], [1, 0]], {})
 _SCRAPS = (

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
-from bench._comparable import Value, read_results, values
-from bench._compare import Change, compare
+from bench._compare import Change, Value, compare, read_results, values
 
 MACHINE = {"cpu": "a processor", "cores": 4, "threads": 2, "memory_gib": 16.0, "system": "Linux"}
 SPEED, ERROR = "times as fast as dense", "error"
