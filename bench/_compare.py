@@ -21,6 +21,7 @@ from typing import Any
 from tabulate import tabulate
 
 from ._jobs import tokens_text
+from ._run import CODES
 
 Document = Mapping[str, Any]
 Key = tuple[str, str, str]  # question, measure, what of it
@@ -46,13 +47,14 @@ class Value:
 
 
 def read_results(path: Path) -> tuple[dict[str, Document], list[str]]:
-    """(results by question, files of a folder that are none). Raises ValueError if there is no result."""
+    """(results by measure, files of a folder that are none). Raises ValueError if there is no result."""
     if not path.exists():
         raise ValueError(f"results must be a file or a folder; there is no {path}")
     if not path.is_dir():
         document = _read(path)
         return {document["name"]: document}, []
-    found, others = {}, []
+    found: dict[str, Document] = {}
+    others: list[str] = []
     for file in sorted(path.glob("*.json")):
         try:
             document = _read(file)
@@ -60,7 +62,7 @@ def read_results(path: Path) -> tuple[dict[str, Document], list[str]]:
             others.append(str(file))
             continue
         if document["name"] in found:
-            raise ValueError(f"a folder must hold one result a question; {path} has two of {document['name']}")
+            raise ValueError(f"a folder must hold one result a measure; {path} has two of {document['name']}")
         found[document["name"]] = document
     if not found:
         raise ValueError(f"a folder of results must hold at least one; {path} has none")
@@ -70,6 +72,8 @@ def read_results(path: Path) -> tuple[dict[str, Document], list[str]]:
 def _read(path: Path) -> Document:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(document, dict) and document.get("name") in CODES:
+            document["name"] = CODES[document["name"]]  # written when measures had codes
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"a result must be JSON; {path} is not: {error}") from error
     missing = [name for name in _FIELDS if not isinstance(document, dict) or name not in document]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from statistics import median
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 
 @dataclass(frozen=True)
@@ -145,14 +145,13 @@ class Measure:
 
 
 REGISTERED: list[Measure] = []
+_F = TypeVar("_F", bound=Callable[..., Answer])
 
 
-def measure(
-    code: str = "", *, full: Mapping[str, Any], small: Mapping[str, Any]
-) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+def measure(code: str = "", *, full: Mapping[str, Any], small: Mapping[str, Any]) -> Callable[[_F], _F]:
     """Register a function under its own name. The first line of its docstring is the question that it answers."""
 
-    def register(function: Callable[..., Answer]) -> Callable[..., Answer]:
+    def register(function: _F) -> _F:
         REGISTERED.append(Measure(function.__name__, function, full, small, code))
         return function
 

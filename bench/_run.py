@@ -36,6 +36,8 @@ _SUBJECTS = (
 MEASURES: dict[str, Measure] = {
     each.name: each for module in _SUBJECTS for each in REGISTERED if each.run.__module__ == module.__name__
 }
+# The names that measures had before.
+CODES = {each.code: name for name, each in MEASURES.items() if each.code}
 
 Document = dict[str, Any]
 

@@ -65,7 +65,8 @@ def planning_collectives(
     Calls of torch.distributed without payload, and checks of agreement, which go through the group's store, in the
     steps after the first. Forward and backward, full and causal, most of any rank.
     """
-    cases = [(schedule, each) for schedule in schedules for each in (spec, spec.as_causal())]
+    both = (spec, spec.as_causal())
+    cases: list[tuple[Schedule, LongNet]] = [(schedule, each) for schedule in schedules for each in both]
     taken = [(Step(masks.to_json(each.pattern()), size, size.num_heads, schedule), steps) for schedule, each in cases]
     detail: dict[str, dict[str, dict[str, Any]]] = {schedule: {} for schedule in schedules}
     for (schedule, each), by_rank in zip(cases, each_on_ranks(ranks, count, taken), strict=True):

@@ -276,7 +276,7 @@ def test_a_folder_may_hold_other_files(before, tmp_path, capsys) -> None:
 BAD = {
     "results must be a file or a folder; there is no nowhere": "nowhere",
     "a folder of results must hold at least one; empty has none": "empty",
-    "a folder must hold one result a question; twice has two of Q": "twice",
+    "a folder must hold one result a measure; twice has two of Q": "twice",
     "a result must be JSON; text.json is not: Expecting value": "text.json",
     "a result must be JSON; bytes.json is not: 'utf-8' codec": "bytes.json",
     "as `python -m bench` writes it; list.json lacks name, small, config": "list.json",
@@ -318,3 +318,9 @@ def test_a_bound_must_be_a_number(bound, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["compare", "a", "b", f"--bound={bound}"])
     assert f"a bound must be a number of at least 1; got '{bound}'" in capsys.readouterr().err
+
+
+def test_results_from_before_measures_had_names_are_read(tmp_path) -> None:
+    text = (Path("bench/results") / "vs_branch_loop.json").read_text(encoding="utf-8")
+    (tmp_path / "C4.json").write_text(text.replace('"name": "vs_branch_loop"', '"name": "C4"', 1), encoding="utf-8")
+    assert list(read_results(tmp_path)[0]) == ["vs_branch_loop"]
