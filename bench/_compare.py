@@ -24,7 +24,7 @@ from ._jobs import tokens_text
 from ._run import CODES
 
 Document = Mapping[str, Any]
-Key = tuple[str, str, str]  # question, measure, what of it
+Key = tuple[str, str, str]  # measure, its row, what of it
 
 LEAST_NOISE = 0.05
 _NOISE_OF_ONE_RUN = 0.10
@@ -197,10 +197,10 @@ class Comparison:
 
 
 def compare(before: Mapping[str, Document], after: Mapping[str, Document]) -> Comparison:
-    """Results by question, before and after. Raises ValueError if they have no question in common."""
+    """Results by measure, before and after. Raises ValueError if they have no measure in common."""
     names = [name for name in before if name in after]
     if not names:
-        raise ValueError(f"the two need a question in common; got {', '.join(before)} and {', '.join(after)}")
+        raise ValueError(f"the two need a measure in common; got {', '.join(before)} and {', '.join(after)}")
     notes = [f"{name}: only in {'A' if name in before else 'B'}" for name in {**before, **after} if name not in names]
     changes, conditions = [], {}
     for name in names:
@@ -247,7 +247,7 @@ def _differences(before: Document, after: Document) -> Iterator[str]:
 
 
 def _conditions(before: Document, after: Document) -> Iterator[str]:
-    """What several questions share, and is said once."""
+    """What several measures share, and is said once."""
     machines = _machine(before), _machine(after)
     if machines[0] != machines[1]:
         yield f"different machines, so times are not compared: {_listed(*machines)}"

@@ -285,7 +285,7 @@ BAD = {
     "target.json: ValueError: a target must begin with ≥ or ≤; got '= 3'": "target.json",
     "machine.json: TypeError: machine must be a dict; got str": "machine.json",
     "met.json: KeyError: 'met'": "met.json",
-    "the two need a question in common; got Q and P": "other.json",
+    "the two need a measure in common; got Q and P": "other.json",
 }
 
 
