@@ -1,1 +1,1 @@
-"""The benchmark: one question a file, outputs verified before anything is timed. `python -m bench --list`."""
+"""The benchmark: a file a subject, outputs verified before anything is timed. `python -m bench --list`."""

@@ -15,15 +15,11 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines._call_key import CallKey
-from flexdilated.engines.tiles._tiles_op import _programs
 
-from ._longnets import LONGNET_4, LongNet
-from ._problem import Attention, Problem, Size, forward_job, training_job
-from ._timing import Job
-from .peer_block_rows import block_rows
-from .peer_branch_loop import branch_loop
-from .peer_dense import dense_attention
+from ._jobs import Attention, Job, Problem, Size, forward_job, training_job
+from ._rules import LONGNET_4, LongNet
+from .peers import block_rows, branch_loop, dense_attention
+from .planning import planned_call
 
 _BLOCK = 128
 _STEPS = 16
@@ -81,11 +77,11 @@ def small_call() -> Pair:
 
 def plan_look_up() -> Pair:
     """What every call looks up, beside look-ups in a dictionary under a lock."""
-    text, lock = _small_longnet().pattern().text, Lock()
-    numbers = (8, 8, 2048, 2048, 0, 0, 0, 8, 1)
+    pattern, lock = _small_longnet().pattern(), Lock()
+    text, numbers = pattern.text, (8, 8, 2048, 2048, 0, 0, 0, 8, 1)
 
     def look_up() -> object:
-        return _programs(CallKey.of(text, *numbers, [_BLOCK, _BLOCK]), [], 1)[0][1]
+        return planned_call(pattern, 8, 2048)
 
     stored = {(text, *map(int, numbers), (_BLOCK, _BLOCK)): object()}
 
@@ -111,12 +107,11 @@ def mask_build() -> Pair:
 def planning() -> Pair:
     """Plan, block lists and calls with nothing cached, beside the same series."""
     window = masks.causal() & masks.local_window(left=255, right=0)
-    text = (window | masks.global_tokens(16)).text
-    key = CallKey.of(text, 4, 4, 2048, 2048, 0, 0, 0, 4, 1, [_BLOCK, _BLOCK])
+    pattern = window | masks.global_tokens(16)
 
     def build(_: None) -> None:
         masks.cache().clear()
-        _programs(key, [], 1)
+        planned_call(pattern, 4, 2048)
 
     return Pair(Job("library", build), _loop("plain", _small_operations, 2))
 

@@ -1,8 +1,7 @@
-"""Ask one question in a process of its own and keep its answer, with all that is needed to judge it."""
+"""Run one measure in a process of its own and keep its answer, with all that is needed to judge it."""
 
 import json
 import sys
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
@@ -10,19 +9,46 @@ from typing import Any
 
 from flexdilated.observe._profile import named_under
 
-from ._apart import DiedApart, run_apart
+from . import (
+    attention,
+    block_masks,
+    buffers,
+    catalogue,
+    claims,
+    compiling,
+    decoding,
+    memory,
+    packing,
+    planning,
+    ranks,
+    roofline,
+    sharding,
+)
 from ._machine import commit, machine, versions
-from ._questions import QUESTIONS
+from ._measures import REGISTERED, Measure
+from ._processes import DiedApart, run_apart
+
+# In the order in which they are measured and shown; importing a subject has registered its measures.
+_SUBJECTS = (
+    *(attention, block_masks, planning, decoding, packing, compiling, memory),
+    *(sharding, ranks, buffers, catalogue, roofline, claims),
+)
+MEASURES: dict[str, Measure] = {
+    each.name: each for module in _SUBJECTS for each in REGISTERED if each.run.__module__ == module.__name__
+}
+# The names that measures had before.
+CODES = {each.code: name for name, each in MEASURES.items() if each.code}
 
 Document = dict[str, Any]
 
 
 def ask(name: str, *, small: bool, results: Path | None) -> Document | None:
-    """The answer as plain data, also written to `results`/<name>.json; None if the question failed.
+    """The answer as plain data, also written to `results`/<name>.json; None if the measure failed.
 
     A failure prints its reason to stderr; whatever file an earlier run left stays as it is.
     """
-    print(f"{name}: {question_text(name)}", file=sys.stderr, flush=True)
+    question = MEASURES[name].question
+    print(f"{name}: {question}", file=sys.stderr, flush=True)
     start = perf_counter()
     try:
         answer = run_apart(answer_to, name, small)
@@ -32,7 +58,7 @@ def ask(name: str, *, small: bool, results: Path | None) -> Document | None:
     print(f"{name}: {perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     document = {
         "name": name,
-        "question": question_text(name),
+        "question": question,
         "small": small,
         **answer,
         "machine": machine(),
@@ -41,21 +67,19 @@ def ask(name: str, *, small: bool, results: Path | None) -> Document | None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if results is not None:
-        results.mkdir(parents=True, exist_ok=True)
-        written = results / f"{name}.part"  # a command that is killed here leaves the earlier file whole
-        written.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-        written.replace(results / f"{name}.json")
+        write(document, results)
     return document
 
 
 def answer_to(name: str, small: bool) -> Document:
-    """Configuration, rows and points of one question, as plain data."""
-    question = QUESTIONS[name]
-    config = question.SMALL if small else question.FULL
+    """Configuration, rows and points of one measure, as plain data."""
     with named_under(f"bench {name}"):
-        return {"config": asdict(config), **question.run(config).to_data()}
+        return MEASURES[name].answer(small=small)
 
 
-def question_text(name: str) -> str:
-    """The question in words."""
-    return QUESTIONS[name].__doc__.splitlines()[0]
+def write(document: Document, results: Path) -> None:
+    """To a file of its name; a command that is killed here leaves the earlier file whole."""
+    results.mkdir(parents=True, exist_ok=True)
+    written = results / f"{document['name']}.part"
+    written.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    written.replace(results / f"{document['name']}.json")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure on one H200 (or another CUDA device): correctness first, then G1 to G11, a table, one JSON file a row.
+# Measure on one H200 (or another CUDA device): correctness first, then row by row, a table, one JSON file a row.
 #     bench/h200.sh [NAME ...] [--device cuda|cpu] [--out DIR] [--small] [--limit S] [--commit ID] [--flash-impl NAME]
 # docs/device.md says what it needs and what the rows mean. Nothing is installed, and no setting of the device changed.
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""The benchmark: peers and oracle agree with the library's reference; every question runs at tiny sizes."""
+"""The benchmark: peers and oracle agree with the library's reference; every measure runs at tiny sizes."""
 
 import json
 import os
@@ -11,20 +11,27 @@ import pytest
 import torch
 
 import flexdilated as fd
-from bench import _run, _table
+from bench import __main__, _run, attention
 from bench.__main__ import main
-from bench._apart import DiedApart, run_apart
-from bench._longnets import GIGAPATH_5, LONGNET_4, LONGNET_5, PAPER_5, LongNet, Union, dense
-from bench._memory import peak_bytes
-from bench._oracle import by_definition, check_forward, check_training
-from bench._problem import Problem, Size
-from bench._questions import QUESTIONS
-from bench._result import Result, Row, Timing, at_least, at_most
-from bench._timing import Job, interleave
-from bench.bench_mask_build import block_lists
-from bench.peer_branch_loop import branch_loop
-from bench.peer_dense import dense_attention
-from bench.peer_flex import natural_block_mask
+from bench._jobs import Job, Problem, Size, interleave, peak_bytes
+from bench._measures import Gap, Measure, Row, Timing, at_least, at_most
+from bench._processes import DiedApart, run_apart
+from bench._report import markdown_table
+from bench._rules import (
+    GIGAPATH_5,
+    LONGNET_4,
+    LONGNET_5,
+    PAPER_5,
+    LongNet,
+    Union,
+    by_definition,
+    check_forward,
+    check_training,
+    dense,
+)
+from bench._run import MEASURES
+from bench.block_masks import block_lists
+from bench.peers import branch_loop, dense_attention, natural_block_mask
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZE = Size(256, num_heads=4, head_dim=16, repeats=1)
@@ -153,45 +160,58 @@ def test_a_process_that_dies_is_reported() -> None:
         run_apart(os._exit, 3)
 
 
-def test_a_question_that_fails_does_not_stop_the_others(monkeypatch, capsys) -> None:
-    ask = _run.answer_to
-    monkeypatch.setattr(_run, "run_apart", lambda function, name, small: leave_or(ask, name, small))
-    assert main(["--small", "C6", "C12"]) == 1
+def here(function, *arguments, limit_s=None):
+    """Instead of `run_apart`, in this process."""
+    return function(*arguments)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    for module in ("_run", "_jobs", "catalogue"):
+        monkeypatch.setattr(f"bench.{module}.run_apart", here)
+
+
+def test_a_measure_that_fails_does_not_stop_the_others(monkeypatch, capsys) -> None:
+    def fail_or(function, name, small):
+        if name == "plan_lookup":
+            raise DiedApart("exit code 3")
+        return function(name, small)
+
+    monkeypatch.setattr(_run, "run_apart", fail_or)
+    assert main(["--small", "plan_lookup", "work_balance"]) == 1
     out, err = capsys.readouterr()
-    assert "C12" in out
-    assert "C6" not in out
-    assert "C6 failed: exit code 3" in err
-    assert err.endswith("failed: C6\n")
-
-
-def leave_or(ask, name, small):
-    if name == "C6":
-        raise DiedApart("exit code 3")
-    return ask(name, small)
+    assert "work_balance" in out
+    assert "plan_lookup" not in out
+    assert "plan_lookup failed: exit code 3" in err
+    assert err.endswith("failed: plan_lookup\n")
 
 
 def test_names(capsys) -> None:
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("\t")[0] for line in lines] == list(QUESTIONS)
+    assert [line.split("\t")[0] for line in lines] == list(MEASURES)
     assert all(line.endswith("?") for line in lines)
     with pytest.raises(SystemExit, match="2"):
         main(["C99"])
-    assert "a name must be one of C1, C2," in capsys.readouterr().err
+    assert "a name must be one of forward_vs_dense, " in capsys.readouterr().err
 
 
-QUICK = [name for name in QUESTIONS if name not in ("C2", "C11", "first_step")]
-# They start processes themselves: one that was started for them would have to start a server of such processes anew.
-HERE = ["C7", "C13", "D1", "D2", "D3", "D5", "D6", "catalogue", "checkpointing", "claims", "fits", "fuzz"]
-HERE += ["pool", "received", "sweep"]
+def test_earlier_codes_are_accepted() -> None:
+    codes = [each.code for each in MEASURES.values() if each.code]
+    assert sorted(codes) == sorted([*(f"C{n}" for n in range(1, 16)), *(f"D{n}" for n in range(1, 7))])
+    for code, name in {"C4": "vs_branch_loop", "c14": "few_queries", "D2": "planning_collectives"}.items():
+        assert __main__._name(code) == name
+    assert all(__main__._name(name.upper()) == name for name in MEASURES)
+
+
+COMPILES = {"changing_lengths": 3, "first_step": 5}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
-def test_question_that_does_not_compile_runs(name, tmp_path, monkeypatch, capsys) -> None:
-    """Process, file, plot, table in the terminal, table in Markdown."""
-    if name in HERE:
-        monkeypatch.setattr(_run, "run_apart", lambda function, *arguments: function(*arguments))
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("name", [name for name in MEASURES if name not in COMPILES])
+def test_measure_runs_at_tiny_sizes(name, tmp_path, capsys) -> None:
+    """File, plot, table in the terminal, table in Markdown; numbers in every row."""
     assert main(["--small", "--out", str(tmp_path), name]) == 0
     table = capsys.readouterr().out
     files = [f"{name}.json", *(["sweep.png"] if name == "sweep" else [])]
@@ -209,12 +229,12 @@ def test_question_that_does_not_compile_runs(name, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.slow
-def test_several_questions_in_processes_of_their_own(tmp_path, capsys) -> None:
+def test_measures_in_processes_of_their_own(tmp_path, capsys) -> None:
     """From one command: a file for each, and their rows in one table."""
-    names = ["C6", "D4", "cache"]
+    names = ["plan_lookup", "cache", "work_balance"]
     assert main(["--small", "--out", str(tmp_path), *names]) == 0
     table = capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.json" for name in names]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{name}.json" for name in names)
     documents = [json.loads((tmp_path / f"{name}.json").read_text()) for name in names]
     assert [document["name"] for document in documents] == names
     assert all(row["measure"] in table for document in documents for row in document["rows"])
@@ -250,45 +270,45 @@ def check_document(document) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "num_rows"), [("C2", 2), ("C11", 3), ("first_step", 5)])
-def test_question_that_compiles_runs(name, num_rows) -> None:
-    """C2 holds the FlexAttention peer against the definition, the others a compiled step against eager."""
-    # The others compile in processes that they start themselves.
-    answer = run_apart(_run.answer_to, name, True) if name == "C2" else _run.answer_to(name, True)
-    assert len(answer["rows"]) == num_rows
-    if name == "C11":
-        compilations, left_to_eager, _ = answer["rows"]
+@pytest.mark.parametrize("name", COMPILES)
+def test_measure_that_compiles_runs(name) -> None:
+    """A compiled step is held against eager, in processes that the measure starts itself."""
+    rows = _run.answer_to(name, True)["rows"]
+    assert len(rows) == COMPILES[name]
+    if name == "changing_lengths":
+        compilations, left_to_eager, _ = rows
         assert 1 <= compilations["measured"] <= 2
         assert left_to_eager["measured"] == 0
 
 
-def test_accuracy_question_measures_the_error(monkeypatch) -> None:
+def test_accuracy_measures_the_error(monkeypatch) -> None:
     """An attention that rounds its output shows up as many times dense attention's error."""
-    question = QUESTIONS["C8"]
-    config = replace(question.SMALL, specs=question.SMALL.specs[:1])
-    good, *_ = question.run(config).rows
+    small = MEASURES["accuracy"].small
+    config = {**small, "specs": small["specs"][:1]}
+    good = next(iter(attention.accuracy(**config)))
     attend = fd.attend
     monkeypatch.setattr(fd, "attend", lambda *args, **kw: tuple(x.bfloat16().float() for x in attend(*args, **kw)))
-    bad, *_ = question.run(config).rows
+    bad = next(iter(attention.accuracy(**config)))
     assert good.met
     assert bad.measured > 1000
 
 
 def test_markdown_needs_results(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="`python -m bench` writes them"):
-        _table.markdown_table(tmp_path)
+        markdown_table(tmp_path)
 
 
 def test_python_m_bench_starts() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench", "--list"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+    command = [sys.executable, "-m", "bench", "--list"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("forward_vs_dense\t")
+
+
+def test_an_answer_holds_points_beside_rows() -> None:
+    gap = Gap("speed", at_least(1), "none")
+    answer = Measure("m", lambda spec: [{"num_tokens": 1}, gap], {"spec": LONGNET_4}, {"spec": SPECS[0]}).answer(
+        small=True
     )
-    assert done.stdout.startswith("C1\t")
-
-
-def test_result_holds_points_beside_rows() -> None:
-    assert Result(points=({"num_tokens": 1},)).to_data() == {"rows": [], "points": [{"num_tokens": 1}]}
+    assert answer["points"] == [{"num_tokens": 1}]
+    assert answer["rows"] == [gap.to_data()]
+    assert answer["config"]["spec"]["segment_lengths"] == SPECS[0].segment_lengths

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from bench._apart import DiedApart, run_apart
+from bench._processes import DiedApart, run_apart
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A process within a process, as for a peak of memory; the inner one writes down who they are and works on.
-ASK = """
-import signal
-import sys
-from tests.test_bench_apart import outer
-from bench._apart import run_apart
-if __name__ == "__main__":
-    # Who starts the tests in the background may have them ignore it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    run_apart(outer, sys.argv[1])
-"""
+# A process within a process, as for a peak of memory; the inner one writes down who they are and works on. They
+# import no torch: what is tested does not need it.
+JOBS = """
+import os
+import time
+from pathlib import Path
+
+from bench import _processes
+from bench._processes import run_apart
+
+_processes.PRELOADED = []
 
 
 def outer(path):
@@ -32,16 +32,24 @@ def outer(path):
 
 def inner(path, outer_id):
     written = Path(f"{path}.part")
-    written.write_text(f"{os.getpid()} {outer_id} {server_id()}")
+    # Both processes are children of the server that forks them.
+    written.write_text(f"{os.getpid()} {outer_id} {os.getppid()}")
     written.rename(path)
     end = time.monotonic() + 600
     while time.monotonic() < end:
         sum(range(10**5))
+"""
+ASK = """
+import signal
+import sys
 
+from jobs_apart import outer, run_apart
 
-def server_id():
-    """Both processes are children of the server that forks them."""
-    return os.getppid()
+if __name__ == "__main__":
+    # Who starts the tests in the background may have them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run_apart(outer, sys.argv[1])
+"""
 
 
 def alive(process_id) -> bool:
@@ -67,7 +75,10 @@ def until(condition, seconds=250) -> bool:
 def test_no_process_outlives_the_one_that_asked(tmp_path, sent) -> None:
     """The signal goes to that one alone, not to its group as Ctrl-C in a terminal does."""
     path = tmp_path / "ids"
-    asking = subprocess.Popen([sys.executable, "-c", ASK, str(path)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    (tmp_path / "jobs_apart.py").write_text(JOBS)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", ASK, str(path)]
+    asking = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
     try:
         assert until(path.exists, seconds=250)
         ids = [int(word) for word in path.read_text().split()]

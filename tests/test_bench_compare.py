@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
-from bench._comparable import Value, read_results, values
-from bench._compare import Change, compare
+from bench._compare import Change, Value, compare, read_results, values
 
 MACHINE = {"cpu": "a processor", "cores": 4, "threads": 2, "memory_gib": 16.0, "system": "Linux"}
 SPEED, ERROR = "times as fast as dense", "error"
@@ -277,7 +276,7 @@ def test_a_folder_may_hold_other_files(before, tmp_path, capsys) -> None:
 BAD = {
     "results must be a file or a folder; there is no nowhere": "nowhere",
     "a folder of results must hold at least one; empty has none": "empty",
-    "a folder must hold one result a question; twice has two of Q": "twice",
+    "a folder must hold one result a measure; twice has two of Q": "twice",
     "a result must be JSON; text.json is not: Expecting value": "text.json",
     "a result must be JSON; bytes.json is not: 'utf-8' codec": "bytes.json",
     "as `python -m bench` writes it; list.json lacks name, small, config": "list.json",
@@ -286,7 +285,7 @@ BAD = {
     "target.json: ValueError: a target must begin with ≥ or ≤; got '= 3'": "target.json",
     "machine.json: TypeError: machine must be a dict; got str": "machine.json",
     "met.json: KeyError: 'met'": "met.json",
-    "the two need a question in common; got Q and P": "other.json",
+    "the two need a measure in common; got Q and P": "other.json",
 }
 
 
@@ -319,3 +318,9 @@ def test_a_bound_must_be_a_number(bound, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["compare", "a", "b", f"--bound={bound}"])
     assert f"a bound must be a number of at least 1; got '{bound}'" in capsys.readouterr().err
+
+
+def test_results_from_before_measures_had_names_are_read(tmp_path) -> None:
+    text = (Path("bench/results") / "vs_branch_loop.json").read_text(encoding="utf-8")
+    (tmp_path / "C4.json").write_text(text.replace('"name": "vs_branch_loop"', '"name": "C4"', 1), encoding="utf-8")
+    assert list(read_results(tmp_path)[0]) == ["vs_branch_loop"]

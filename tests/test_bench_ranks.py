@@ -1,24 +1,19 @@
 """The benchmark's rows on many ranks: their own rules, their processes, and what they would see."""
 
-import json
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from bench import bench_exchange_bytes, bench_rank_accuracy, bench_ring_memory, bench_work_balance
-from bench._apart import DiedApart, TookTooLong
-from bench._distributed_page import distributed_parts
-from bench._longnets import LONGNET_5, LongNet, longnet_n
-from bench._ranks import on_ranks
-from bench._remote_keys import Heads, least_received, shard_ranges
-from bench.bench_planning_collectives import counted_calls
-from bench.bench_ring_memory import Held
-from bench.bench_work_balance import keys_of_queries
+from bench import ranks, sharding
+from bench._processes import DiedApart, TookTooLong
+from bench._rank_steps import on_ranks
+from bench._rules import LONGNET_5, LongNet, longnet_n
+from bench._run import MEASURES
+from bench.ranks import Held, counted_calls
+from bench.sharding import Heads, keys_of_queries, least_received, shard_ranges
 from flexdilated.distributed import Sharding
-from tests.test_compiling_page import MEASURED, cells
 
 ODD = LongNet("odd", (1, 100, 333, 50), (1, 3, 7, 60))  # rates that divide nothing, one above its segment
 SPECS = [longnet_n(4096).shrunk(32), LONGNET_5.shrunk(64), ODD, LONGNET_5.shrunk(64).as_causal(), ODD.as_causal()]
@@ -60,20 +55,20 @@ def test_keys_of_queries_are_those_of_the_dense_rule(spec) -> None:
 
 
 def test_a_plan_that_sends_more_or_less_shows(monkeypatch) -> None:
-    config = bench_exchange_bytes.SMALL
-    counts = bench_exchange_bytes.token_counts
-    assert bench_exchange_bytes._count(config, config.counted).measured == 1
-    monkeypatch.setattr(bench_exchange_bytes, "token_counts", lambda *args, **kw: counts(*args, **kw) + 1)
-    row = bench_exchange_bytes._count(config, config.counted)
+    case = longnet_n(65536).shrunk(16), 4096, 8, (Heads(4, 2),)
+    counts = sharding.token_counts
+    assert sharding.counted_row(*case).measured == 1
+    monkeypatch.setattr(sharding, "token_counts", lambda *args, **kw: counts(*args, **kw) + 1)
+    row = sharding.counted_row(*case)
     assert row.measured > 1
     assert not row.met
 
 
 def test_work_that_is_counted_otherwise_is_refused(monkeypatch) -> None:
-    work = bench_work_balance.work_of_ranks
-    monkeypatch.setattr(bench_work_balance, "work_of_ranks", lambda *args, **kw: work(*args, **kw) + 1)
+    work = sharding.work_of_ranks
+    monkeypatch.setattr(sharding, "work_of_ranks", lambda *args, **kw: work(*args, **kw) + 1)
     with pytest.raises(AssertionError, match="the library's count must be that of the rule"):
-        bench_work_balance.run(bench_work_balance.SMALL)
+        list(sharding.work_balance(**MEASURES["work_balance"].small))
 
 
 def test_held_elements() -> None:
@@ -143,47 +138,20 @@ def test_collectives_are_seen_below_an_operator() -> None:
 @pytest.mark.slow
 def test_a_wrong_gradient_shows(monkeypatch) -> None:
     """Ranks are forked from a server of their own: what they return is changed here."""
-    config = replace(bench_rank_accuracy.SMALL, schedules=("exchange",), dtypes=("float32",))
-    take = bench_rank_accuracy.take_steps
+    config = {**MEASURES["rank_accuracy"].small, "schedules": ("exchange",), "dtypes": ("float32",)}
+    take = ranks.take_steps
 
     def wrong(*args):
         taken = take(*args)
         taken[0].tensors["dk"] *= 1.0001
         return taken
 
-    assert bench_rank_accuracy.run(config).rows[0].met
-    monkeypatch.setattr(bench_rank_accuracy, "take_steps", wrong)
-    assert not bench_rank_accuracy.run(config).rows[0].met
+    assert ranks.rank_accuracy(**config)[0].met
+    monkeypatch.setattr(ranks, "take_steps", wrong)
+    assert not ranks.rank_accuracy(**config)[0].met
 
 
 @pytest.mark.slow
 def test_a_ring_holds_two_shards_where_all_are_needed() -> None:
-    for row in bench_ring_memory.run(bench_ring_memory.SMALL).rows:
+    for row in ranks.ring_memory(**MEASURES["ring_memory"].small):
         assert row.measured == 2
-
-
-def test_page(tmp_path) -> None:
-    assert distributed_parts(tmp_path) == dict.fromkeys(("keys received", "exactness", "balance", "ring memory"), "")
-    counted = {"tokens_a_kv_head": [3.0, 5.0], "all_gather_tokens_a_kv_head": 1200.0, "all_gather_ratio": 300.4}
-    rows = {
-        "D1": [
-            {"measure": "a net, 4K, 2 ranks, counted: K and V", "detail": {"zigzag, 4 heads": counted}},
-            {"measure": "run", "detail": {"full": {"ratio": 1.0}}},
-        ],
-        "D3": [{"measure": "float32: error", "target": "≤ 1.1 ×", "measured_text": "1.01 ×", "detail": {}}],
-        "D4": [
-            {
-                "measure": "a net, 4K, 2 ranks, zigzag: most over mean",
-                "detail": {"zigzag": {"max_over_mean": 1.0}, "contiguous": {"max_over_mean": 1.5}},
-            }
-        ],
-        "D5": [{"measure": "ring: shards", "target": "≤ 2 shards", "measured_text": "2 shards", "detail": {}}],
-    }
-    for name, found in rows.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": found, **MEASURED}))
-    parts = distributed_parts(tmp_path)
-    assert cells(parts["keys received"], "a net") == ["a net, 4K, 2 ranks", "zigzag, 4 heads", "4", "1,200", "300 ×"]
-    assert "run" not in parts["keys received"]
-    assert cells(parts["balance"], "a net") == ["a net, 4K, 2 ranks", "1.500", "1.000"]
-    assert cells(parts["exactness"], "float32") == ["float32: error", "≤ 1.1 ×", "1.01 ×"]
-    assert cells(parts["ring memory"], "ring") == ["ring: shards", "≤ 2 shards", "2 shards"]

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench import bench_roofline
-from bench._kernel_rates import Shape, kernel_jobs
-from bench._parts import KINDS, _kind, parts_of
+from bench import roofline
+from bench._run import MEASURES
+from bench.roofline import CASES, KINDS, Case, Shape, _kind, kernel_jobs, parts_of
+
+SMALL = MEASURES["roofline"].small
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,7 @@ def test_kinds(operator, kind) -> None:
 
 def test_shares_are_of_the_work_that_is_done() -> None:
     """A run that only gathers is nearly all moves, and what was prepared does not count."""
-    x, index = torch.randn(1 << 14, 256), torch.randperm(1 << 14)
+    x, index = torch.randn(1 << 11, 2048), torch.randperm(1 << 11)
     shares = parts_of(lambda: (x @ x.T, x)[1], lambda given: given.index_select(0, index))
     assert set(shares) == set(KINDS)
     assert sum(shares.values()) == pytest.approx(1.0)
@@ -52,21 +54,19 @@ def test_a_kernel_shape_counts_all_its_problems() -> None:
 
 def test_the_check_sees_a_wrong_attention(monkeypatch) -> None:
     """A pattern that is one key too wide does not get as far as the clock."""
-    attend = bench_roofline.fd.attend
-    wide = bench_roofline.masks.local_window(left=1024, right=0)
-    monkeypatch.setattr(bench_roofline.fd, "attend", lambda q, k, v, pattern: attend(q, k, v, wide))
-    config = bench_roofline.SMALL
-    small = bench_roofline.Case("narrow", "masks.local_window(left=9, right=0)")
+    attend = roofline.fd.attend
+    wide = roofline.masks.local_window(left=1024, right=0)
+    monkeypatch.setattr(roofline.fd, "attend", lambda q, k, v, pattern: attend(q, k, v, wide))
+    small = Case("narrow", "masks.local_window(left=9, right=0)")
     with pytest.raises(AssertionError, match="out must be within"):
-        bench_roofline.run(bench_roofline.Config((small,), config.size, config.matmul, config.shapes))
+        roofline.roofline(**{**SMALL, "cases": (small,)})
 
 
 def test_every_pattern_sums_to_the_whole() -> None:
-    result = bench_roofline.run(bench_roofline.SMALL)
-    patterns = result.rows[0].detail["patterns"]
+    patterns = roofline.roofline(**SMALL)[0].detail["patterns"]
     assert list(patterns) == ["forward", "backward"]
     for figures in patterns.values():
-        assert list(figures) == ["dense", *(case.name for case in bench_roofline.SMALL.cases)]
+        assert list(figures) == ["dense", *(case.name for case in SMALL["cases"])]
         for figure in figures.values():
             assert sum(figure["shares"].values()) == pytest.approx(1.0)
             kernel = sum(figure["shares"][kind] for kind in ("useful", "beyond", "below"))
@@ -75,7 +75,7 @@ def test_every_pattern_sums_to_the_whole() -> None:
 
 
 def test_every_expression_of_the_full_size_is_a_pattern() -> None:
-    names = [case.name for case in bench_roofline.CASES]
+    names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
-    for case in bench_roofline.CASES:
+    for case in CASES:
         assert case.pattern(2048).bind(num_heads=2, num_queries=2048, num_keys=2048)

@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import _page, bench_catalogue
+from bench import _pages, catalogue
 from bench.__main__ import main
-from bench._catalogue import ENTRIES, MILLION, PICTURED, Entry
-from bench._catalogue_check import check, dense
-from bench._page import PAGE, PAGES, catalogue_parts, filled
-from bench._pictures import OVERVIEW, draw_all, file_name, picture, shown_heads
+from bench._catalogue import ENTRIES, MILLION, PICTURED, Entry, dense
+from bench._pages import PAGES
+from bench._report import filled
+from bench._run import MEASURES
+from bench.catalogue import OVERVIEW, check, draw_all, file_name, picture, shown_heads
 from flexdilated import masks
-from tests.test_compiling_page import MEASURED
+from tests.measured import MEASURED
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = Path("docs/catalogue.md")
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
 PICTURES = ROOT / "docs/images/catalogue"
 RESULTS = ROOT / "bench/results"
@@ -106,27 +108,29 @@ def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch: pyte
 @each_entry
 def test_what_misses_its_target_has_its_reason(entry: Entry) -> None:
     """A reason that has become untrue goes, too."""
-    described = masks.describe(entry.pattern(65536), 65536, num_heads=entry.num_heads)
-    assert bool(entry.waste_why) == (not bench_catalogue.WASTE.met_by(described.waste))
+    figures = json.loads((RESULTS / "catalogue.json").read_text())["rows"][0]["detail"]["patterns"][entry.name]
+    assert bool(entry.waste_why) == (not catalogue.WASTE.met_by(figures["waste"]))
+    if entry.name in ("dilated", "fixed", "longformer", "longnet"):  # the figure is still the library's
+        described = masks.describe(entry.pattern(65536), 65536, num_heads=entry.num_heads)
+        assert described.waste == pytest.approx(figures["waste"])
     assert entry.largest == MILLION or entry.build_why
 
 
 @pytest.mark.parametrize("change", ["", "waste", "build_s", "build_mb", "built_tokens"])
 def test_a_figure_beyond_its_target_is_bold_and_has_its_reason(change: str, tmp_path: Path, monkeypatch) -> None:
     entry = replace(ENTRIES[0], waste_why="too narrow", build_why="too many blocks")
-    monkeypatch.setattr(_page, "ENTRIES", (entry,))
+    monkeypatch.setattr(_pages, "ENTRIES", (entry,))
     figures = {"density": 0.123, "waste": 1.0, "layout": "natural", "built_tokens": MILLION, **BUILT, **PLAN}
     figures |= {change: MILLION // 2 if change == "built_tokens" else 1e6} if change else {}
     found = {"rows": [{"detail": {"patterns": {entry.name: figures}}}], **MEASURED}
     (tmp_path / "catalogue.json").write_text(json.dumps(found))
-    parts = catalogue_parts(tmp_path)
-    (line,) = (line for line in parts["all patterns"].splitlines() if line.startswith(f"| [{entry.name}]"))
+    table = PAGES[PAGE]["all patterns"](tmp_path)
+    section = _pages._section_of(entry)(tmp_path)
+    (line,) = (line for line in table.splitlines() if line.startswith(f"| [{entry.name}]"))
     assert line.count("**") == (2 if change else 0)
     assert "| 12 % " in line
-    assert ("too narrow" in parts[entry.name]) == (change == "waste")
-    assert ("too many blocks" in parts[entry.name]) == change.startswith(
-        "built" if change == "built_tokens" else "build"
-    )
+    assert ("too narrow" in section) == (change == "waste")
+    assert ("too many blocks" in section) == change.startswith("built" if change == "built_tokens" else "build")
 
 
 def test_a_wrong_pattern_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,9 +168,10 @@ def test_dense_is_the_rule_of_one_head() -> None:
 
 @pytest.mark.slow
 def test_the_question_runs_at_small_sizes() -> None:
-    config = replace(bench_catalogue.SMALL, entries=bench_catalogue.SMALL.entries[:2])
-    waste, seconds, megabytes = bench_catalogue.run(config).rows
-    assert waste.detail["patterns"].keys() == {entry.name for entry in config.entries}
+    small = MEASURES["catalogue"].small
+    entries = small["entries"][:2]
+    waste, seconds, megabytes = catalogue.catalogue(**{**small, "entries": entries})
+    assert waste.detail["patterns"].keys() == {entry.name for entry in entries}
     assert waste.measured == max(each["waste"] for each in waste.detail["patterns"].values())
     assert 0 < seconds.measured < 2
     assert megabytes.met

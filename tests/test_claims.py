@@ -9,33 +9,22 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bench import (
-    _claims,
-    _claims_length,
-    _claims_memory,
-    _claims_page,
-    _comparable,
-    _compare,
-    _guard,
-    _page,
-    bench_claims,
-)
-from bench.__main__ import main
-from bench._benchmarks_page import BENCHMARKS, benchmarks_parts
+from bench import __main__ as command
+from bench import _claims, _compare, _guard, _pages, claims
 from bench._claims import CLAIMS, Claim
-from bench._claims_length import Length
-from bench._claims_page import PAGE, claims_parts
-from bench._longnets import same_branch
-from bench._page import filled
-from bench._problem import Problem, Size
-from bench._questions import QUESTIONS
-from bench._result import Timing
-from bench._run import answer_to
-from bench.peer_block_rows import block_rows
-from bench.peer_dense import dense_attention
-from tests.test_compiling_page import MEASURED
+from bench._jobs import Problem, Size
+from bench._measures import Timing, at_least
+from bench._pages import PAGES
+from bench._report import filled
+from bench._rules import same_branch
+from bench._run import MEASURES
+from bench.claims import Length
+from bench.peers import block_rows, dense_attention
+from tests.measured import MEASURED
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE, BENCHMARKS = Path("docs/claims.md"), Path("docs/benchmarks.md")
+FULL, SMALL = MEASURES["claims"].full, MEASURES["claims"].small
 
 
 def dense_rows(problem: Problem, allowed: torch.Tensor) -> torch.Tensor:
@@ -72,15 +61,15 @@ def test_rows_of_blocks_are_those_of_the_definition(fused, masked, rows_at_once)
 def test_naive_attention_forms_all_pairs_and_is_dense() -> None:
     problem = Problem.draw(Size(50, num_heads=2, head_dim=4))
     q, k, v = problem.q, problem.k, problem.v
-    assert_close(_claims_memory._naive(q, k, v), dense_attention(causal=False)(q, k, v), rtol=1e-4, atol=1e-5)
+    assert_close(claims.naive(q, k, v), dense_attention(causal=False)(q, k, v), rtol=1e-4, atol=1e-5)
 
 
 def test_branches_of_the_length_claim() -> None:
     """The sizes of the source: four heads over three branches, and as many times the pairs as the figure shows."""
-    length = bench_claims.FULL.length
+    length = FULL["length"]
     assert length.branch_of_head == [(8192, 1, 0), (8192, 1, 0), (16384, 2, 1), (32768, 8, 2)]
     assert (length.size.num_tokens, length.size.num_heads, length.size.head_dim) == (131072, 4, 8)
-    assert _claims_length._ratio_of_pairs(length) == pytest.approx(25, rel=0.002)
+    assert claims.ratio_of_pairs(length) == pytest.approx(25, rel=0.002)
 
 
 def test_pairs_of_the_length_claim_are_counted_right() -> None:
@@ -90,18 +79,18 @@ def test_pairs_of_the_length_claim_are_counted_right() -> None:
         int(same_branch(torch.tensor(branch), t[:, None], t[None], length=segment, rate=rate).sum())
         for segment, rate, branch in length.branch_of_head
     )
-    assert _claims_length._ratio_of_pairs(length) == 5 * 128**2 / pairs
+    assert claims.ratio_of_pairs(length) == 5 * 128**2 / pairs
 
 
 def test_a_wrong_pattern_is_not_timed(monkeypatch) -> None:
-    length = bench_claims.SMALL.length
+    length = SMALL["length"]
     wrong = replace(length, dilation_rates=(1, 4, 8))
     monkeypatch.setattr(
         Length, "branch_of_head", property(lambda self: [(128, 1, 0), (128, 1, 0), (256, 2, 1), (512, 8, 2)])
     )
-    pattern = _claims_length.masks.per_head([_claims_length.masks.dilated(128, rate) for rate in (1, 1, 4, 8)])
+    pattern = claims.masks.per_head([claims.masks.dilated(128, rate) for rate in (1, 1, 4, 8)])
     with pytest.raises(AssertionError):
-        _claims_length._check(wrong, Problem.draw(wrong.size), pattern)
+        claims.check_length(wrong, Problem.draw(wrong.size), pattern)
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.says)
@@ -115,7 +104,7 @@ def test_a_claim_names_its_source(claim) -> None:
 
 @pytest.mark.slow
 def test_each_claim_is_measured_once() -> None:
-    answer = answer_to("claims", small=True)
+    answer = MEASURES["claims"].answer(small=True)
     assert [row["measure"] for row in answer["rows"]] == [claim.says for claim in CLAIMS]
     for row in answer["rows"]:
         assert {"claimed", "source"} <= set(row["detail"])
@@ -128,43 +117,48 @@ def test_each_claim_is_measured_once() -> None:
     assert long["measured"] == pytest.approx(dense / ours * 2048 / 128)
 
 
-def test_every_claim_is_in_the_table() -> None:
-    assert list(CLAIMS) == [value for value in vars(_claims).values() if isinstance(value, Claim)]
+def test_every_claim_is_in_a_table() -> None:
+    stated = [value for value in vars(_claims).values() if isinstance(value, Claim)]
+    assert list(CLAIMS) == stated[: len(CLAIMS)]
+    pool = (ROOT / "docs/communication_buffers.md").read_text(encoding="utf-8")
+    assert all(claim.claimed in pool for claim in stated[len(CLAIMS) :])
 
 
 def test_the_page_says_what_is_missed(tmp_path, monkeypatch) -> None:
     """With times in ms, and details in the unit of their names."""
-    claim = Claim("m", "2 times", "a/b", "this", _claims.at_least(2, "×"))
+    claim = Claim("m", "2 times", "a/b", "this", at_least(2, "×"))
     row = claim.row(1.0, (Timing("job", (0.25,)),), peak_bytes=3 << 20, some_percent=5.0, n=1234, best="x").to_data()
     (tmp_path / "claims.json").write_text(json.dumps({"rows": [row], **MEASURED}))
-    monkeypatch.setattr(_claims_page, "CLAIMS", (claim,))
-    parts = claims_parts(tmp_path)
+    monkeypatch.setattr(_pages, "CLAIMS", (claim,))
+    parts = {name: part(tmp_path) for name, part in PAGES[PAGE].items()}
     assert "| m       | 2 times   | 1 ×    | **no**    |" in parts["claims"]
     assert parts["notes"].strip() == "1. This. Job 250 ms; peak: 3 MiB; some: 5 %; n: 1,234; best: x. Source: a/b."
 
 
-def test_the_page_of_benchmarks_lists_questions_and_cases() -> None:
+def test_the_page_of_benchmarks_lists_measures_and_cases() -> None:
     text = (ROOT / BENCHMARKS).read_text(encoding="utf-8")
-    assert filled(text, benchmarks_parts()) == text, "`python -m bench pages` lists them"
-    assert all(f"| `{name}`" in text for name in QUESTIONS)
+    parts = {name: part(ROOT) for name, part in PAGES[BENCHMARKS].items()}
+    assert filled(text, parts) == text, "`python -m bench pages` lists them"
+    assert all(f"| `{name}`" in text for name in MEASURES)
 
 
 def test_the_page_of_benchmarks_names_the_bounds() -> None:
     text = (ROOT / BENCHMARKS).read_text(encoding="utf-8")
     assert f"the bound, {_compare.BOUND:g} unless you say otherwise" in " ".join(text.split())
     assert f"It may be {_guard.BOUND:g} times the ratio" in text
-    assert f"{_comparable.LEAST_NOISE:.0%}".replace("%", " %") in text
+    assert f"{_compare.LEAST_NOISE:.0%}".replace("%", " %") in text
 
 
-def test_a_page_without_its_results_stays_as_it_is(tmp_path, monkeypatch, capsys) -> None:
+def test_a_part_without_its_result_stays_as_it_is(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     other = PAGE.parent / "other.md"
     PAGE.parent.mkdir()
-    before = "<!-- claims -->\nold\n<!-- end claims -->\n"
+    before = "<!-- claims -->\nold\n<!-- end claims -->\n<!-- notes -->\nold\n<!-- end notes -->\n"
     PAGE.write_text(before, encoding="utf-8")
     other.write_text("<!-- figure -->\nold\n<!-- end figure -->\n", encoding="utf-8")
-    monkeypatch.setattr(_page, "PAGES", {PAGE: _page.PAGES[PAGE], other: lambda _: {"figure": "new"}})
-    assert main(["pages"]) == 0
-    assert f"{PAGE} stays as it is; it shows bench/results/claims.json, which is not there" in capsys.readouterr().err
+    monkeypatch.setattr(command, "PAGES", {PAGE: PAGES[PAGE], other: {"figure": lambda _: "new"}})
+    assert command.main(["pages"]) == 0
+    said = f"{PAGE}, claims: stays as it is; bench/results/claims.json is not there"
+    assert said in capsys.readouterr().err
     assert PAGE.read_text(encoding="utf-8") == before
     assert other.read_text(encoding="utf-8") == "<!-- figure -->\nnew\n<!-- end figure -->\n"

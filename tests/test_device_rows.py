@@ -1,7 +1,6 @@
 """The rows of the device suite: their rules, their clock, and the way that they go on a device, pretended on CPU."""
 
 import re
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench._longnets import GIGAPATH_5, LONGNET_5, LongNet, dense
-from bench._oracle import check_forward, check_training
-from bench._problem import Problem, Size
-from bench._result import Gap, Row
-from bench._timing import Job
-from bench.device import _ways, _where, row_branch_loop
-from bench.device._ring_on_one import as_attention, ring_ranks
+from bench._jobs import Job, Problem, Size
+from bench._measures import Gap, Row
+from bench._rules import GIGAPATH_5, LONGNET_5, LongNet, check_forward, check_training, dense
+from bench.device import _device, _rows
+from bench.device._device import Where
+from bench.device._ranks import as_attention, on_ranks, ring_ranks, shards
+from bench.device._rows import ALIGNED, CUT
 from bench.device._suite import SUITE
-from bench.device._where import Where
-from bench.device.row_ranks import on_ranks, shards
-from bench.device.row_window import ALIGNED, CUT
-from bench.peer_branch_loop import branch_loop, cpu_flash, cuda_flash
+from bench.peers import branch_loop, cpu_flash, cuda_flash
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = LONGNET_5.shrunk(64)
@@ -31,15 +27,10 @@ SIZE = Size(1024, num_heads=4, head_dim=16, repeats=1)
 def test_targets_are_those_of_the_page() -> None:
     """Each row's target, as docs/device.md states it."""
     page = (ROOT / "docs" / "device.md").read_text(encoding="utf-8")
-    for name, entry in SUITE.items():
-        (line,) = re.findall(rf"^\| {name} \|.*$", page, re.MULTILINE)
-        source = Path(sys.modules[entry.question.__name__].__file__).read_text(encoding="utf-8")
-        bounds = [float(number) for number in re.findall(r"at_(?:least|most)\((\d[\d.]*)", source)]
-        bounds += {"G3": [0.70, 0.55], "G4": [ALIGNED.bound, CUT.bound]}.get(name, [])
-        bounds += [branch.bound for branch in getattr(entry.question.FULL, "branches", ())]
-        assert bounds
+    for name, row in SUITE.items():
+        (line,) = re.findall(rf"^\| `{name}` \|.*$", page, re.MULTILINE)
         stated = [float(number) for number in re.findall(r"[≥≤] (\d[\d.]*)", line)]
-        assert sorted(stated) == sorted(set(bounds) if name == "G11" else bounds), line
+        assert [target.bound for target in row.targets] == stated, line
 
 
 @pytest.mark.parametrize("window", [ALIGNED, CUT, replace(ALIGNED, left=1, right=0), replace(CUT, left=3, right=9)])
@@ -86,7 +77,7 @@ def test_ranks_compute_what_one_call_does(spec) -> None:
 @pytest.mark.parametrize("spec", [TINY, TINY.as_causal(), LONGNET_5.shrunk(16)], ids=lambda spec: spec.label)
 def test_ring_on_one_device_has_the_gradients_of_one_call(spec) -> None:
     """Also where a rank needs a third shard, and where it needs none but its own."""
-    ranks = ring_ranks(spec, [(shard.queries, shard.keys) for shard in shards(spec, 1024, 8)])
+    ranks = ring_ranks(spec, shards(spec, 1024, 8))
     assert max(len(rank.shards) for rank in ranks) >= 3
     check_training(as_attention(spec, ranks), Problem.draw(SIZE), spec)
 
@@ -96,9 +87,9 @@ def test_other_kernels_behind_the_same_program() -> None:
     """On CPU the backend's name has no effect: the program is `attend`'s."""
     window = replace(CUT, left=40, right=9)
     problem = Problem.draw(SIZE)
-    flash = _ways.Way("FLASH", "flex", "FLASH").attention(window.pattern())
+    flash = _device.Way("FLASH", "flex", "FLASH").attention(window.pattern())
     check_forward(flash, problem, window)
-    check_forward(_ways.natural(window.pattern()), problem, window)
+    check_forward(_device.natural(window.pattern()), problem, window)
 
 
 def test_loop_over_branches_takes_the_kernel_of_the_device() -> None:
@@ -112,9 +103,9 @@ def test_loop_over_branches_takes_the_kernel_of_the_device() -> None:
 
 def test_dense_kernel_by_name() -> None:
     problem = Problem.draw(SIZE)
-    check_forward(_ways.sdpa("FLASH_ATTENTION", causal=True), problem, dense(1024, causal=True))
+    check_forward(_device.sdpa("FLASH_ATTENTION", causal=True), problem, dense(1024, causal=True))
     with pytest.raises(RuntimeError, match="No viable backend"):
-        _ways.sdpa("CUDNN_ATTENTION", causal=True)(problem.q, problem.k, problem.v)
+        _device.sdpa("CUDNN_ATTENTION", causal=True)(problem.q, problem.k, problem.v)
 
 
 def test_device_clock(monkeypatch) -> None:
@@ -131,14 +122,14 @@ def test_device_clock(monkeypatch) -> None:
         def elapsed_time(self, end) -> float:
             return 250.0
 
-    monkeypatch.setattr(_where.torch.cuda, "Event", Event)
-    monkeypatch.setattr(_where.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(_where.torch.cuda, "synchronize", lambda: order.append("wait"))
-    monkeypatch.setattr(_where, "_flush_buffer", lambda device: SimpleNamespace(zero_=lambda: order.append("flush")))
+    monkeypatch.setattr(_device.torch.cuda, "Event", Event)
+    monkeypatch.setattr(_device.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_device.torch.cuda, "synchronize", lambda: order.append("wait"))
+    monkeypatch.setattr(_device, "_flush_buffer", lambda device: SimpleNamespace(zero_=lambda: order.append("flush")))
     job = Job("job", lambda given: order.append(f"run {given}"), prepare=lambda: order.append("prepare") or 7)
     (timing,) = Where("cuda").time([job], repeats=1)
     assert timing.seconds == (0.25,)
-    assert order == ["prepare", *["flush"] * _where._FLUSHED, "record", "run 7", "record", "wait"]
+    assert order == ["prepare", *["flush"] * _device._FLUSHED, "record", "run 7", "record", "wait"]
 
 
 class Pretended(Where):
@@ -167,17 +158,17 @@ def pretended(monkeypatch) -> Pretended:
     stand_ins |= dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats"), lambda: None)
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(_where, "_flush_buffer", lambda device: torch.empty(8))
-    monkeypatch.setattr(row_branch_loop, "cuda_flash", cpu_flash)
+    monkeypatch.setattr(_device, "_flush_buffer", lambda device: torch.empty(8))
+    monkeypatch.setattr(_rows, "cuda_flash", cpu_flash)
     return Pretended("cpu")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SUITE if name not in ("G5", "G8")])
+@pytest.mark.parametrize("name", [name for name in SUITE if name not in ("gpu_gathers", "gpu_merge", "gpu_ranks")])
 def test_rows_go_the_way_of_a_device(pretended, name) -> None:
     """In `tiles` there are numbers; what FlexAttention cannot do on CPU, and FLASH, is reported in words."""
-    question = SUITE[name].question
-    rows = question.run(question.SMALL, pretended).rows
+    small = SUITE[name].small
+    rows = list(SUITE[name].run(pretended, **({**small, "size": SIZE} if name == "gpu_memory" else small)))
     numbers = [row.measure for row in rows if isinstance(row, Row)]
     gaps = {row.measure: row.reason for row in rows if isinstance(row, Gap)}
     assert numbers
@@ -185,15 +176,16 @@ def test_rows_go_the_way_of_a_device(pretended, name) -> None:
     for measure, reason in gaps.items():
         way = next(way for way in ("Triton", "FLASH") if f", {way}:" in measure)
         assert {"Triton": "flex ", "FLASH": "flash_attn.cute"}[way] in reason
-    if name in ("G1", "G2", "G7", "G9", "G10"):
+    if name in ("gpu_forward", "gpu_backward", "gpu_vs_branch_loop", "gpu_memory", "gpu_million_tokens"):
         assert all(", tiles:" in measure for measure in numbers)
         assert len(gaps) == 2 * len(numbers)
 
 
 def test_rehearsals_are_parts_that_run_once() -> None:
-    parts = SUITE["G2"].rehearsals(small=False)
-    assert [part.specs[0].label for part in parts] == ["LongNet-5, full", "LongNet-5, causal"]
-    assert all(part.size.repeats == 1 for part in parts)
-    assert len(SUITE["G4"].rehearsals(small=True)) == len(SUITE["G6"].rehearsals(small=False)) == 2
-    assert len(SUITE["G11"].rehearsals(small=True)) == 1
-    assert SUITE["G10"].rehearsals(small=True) == []
+    parts = SUITE["gpu_backward"].rehearsals(small=False)
+    assert [part["specs"][0].label for part in parts] == ["LongNet-5, full", "LongNet-5, causal"]
+    assert all(part["size"].repeats == 1 for part in parts)
+    assert len(SUITE["gpu_window"].rehearsals(small=True)) == 2
+    assert len(SUITE["gpu_vs_natural_order"].rehearsals(small=False)) == 2
+    assert len(SUITE["gpu_ranks"].rehearsals(small=True)) == 1
+    assert SUITE["gpu_million_tokens"].rehearsals(small=True) == []

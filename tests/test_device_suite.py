@@ -11,21 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 import flexdilated as fd
 from bench import _machine
 from bench.__main__ import main as bench_main
-from bench._longnets import LONGNET_5
-from bench._problem import Size
-from bench._result import Gap, Row, at_least
-from bench._timing import Job
-from bench.device import _correctness, _device_tests, _run, _ways
+from bench._jobs import Job, Size
+from bench._measures import Gap, Row, at_least
+from bench._rules import LONGNET_5, Contestant
+from bench.device import _correctness, _device, _rows, _suite
 from bench.device.__main__ import main
-from bench.device._cases import CASES
-from bench.device._compare import Contestant, compare
-from bench.device._correctness import Trial, Verdict, failure, judge, summary, trials
-from bench.device._suite import NAMES, SUITE
-from bench.device._where import Where
+from bench.device._correctness import CASES, Trial, Verdict, failure, judge, read_outcome, summary, trials
+from bench.device._device import Where, compare, ways
+from bench.device._suite import CODES, NAMES, SUITE
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Where("cpu")
@@ -46,11 +44,26 @@ def test_every_odd_case_is_right_on_cpu(trial) -> None:
     assert judge(trial, HERE).row.met
 
 
+def here(function, *arguments, limit_s=None):
+    """Instead of `run_apart`, in this process."""
+    return function(*arguments)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(_suite, "run_apart", here)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", NAMES)
 def test_dry_run_of_a_row(name, tmp_path, monkeypatch, capsys) -> None:
-    """A number in every row, or why there is none."""
-    monkeypatch.setattr(_run, "trials", few_trials)
+    """A number in every row, or why there is none. FlexAttention as a peer is traced, and not compiled to C++."""
+    monkeypatch.setattr(_suite, "trials", few_trials)
+    peer = torch.compile(flex_attention, dynamic=False, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(_device, "_compiled", lambda: peer)
+    if name == "gpu_window":  # its own forward compiles too, as that of gpu_vs_natural_order does
+        monkeypatch.setattr(_rows, "inference", lambda where: ways(where)[0])
     assert main([name, "--device", "cpu", "--small", "--limit", "1e6", "--out", str(tmp_path)]) == 0
     document, printed = json.loads((tmp_path / f"{name}.json").read_text()), capsys.readouterr().out
     assert document["rows"]
@@ -58,14 +71,15 @@ def test_dry_run_of_a_row(name, tmp_path, monkeypatch, capsys) -> None:
         assert "not_verified" not in row
         assert row["measure"] in printed
     gaps = [row["measure"] for row in document["rows"] if row["measured"] is None]
-    assert [gap.partition(":")[0] for gap in gaps] == (["tests marked device"] if name == "G0" else [])
+    unmeasured = ["tests marked device"] if name == "gpu_correctness" else []
+    assert [gap.partition(":")[0] for gap in gaps] == unmeasured
 
 
 @pytest.mark.slow
 def test_the_command_and_its_files(tmp_path, capsys) -> None:
     """They make README's table, and one of them holds all others."""
-    names = ["G3", "G5", "G8"]
-    command = [ROOT / "bench" / "h200.sh", *names, "--device", "cpu", "--small", "--limit", "1e6"]
+    names = ["gpu_merge"]
+    command = [ROOT / "bench" / "h200.sh", "G8", "--device", "cpu", "--small", "--limit", "1e6"]
     command += ["--out", tmp_path, "--commit", "abc123"]
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -84,43 +98,50 @@ def test_the_command_and_its_files(tmp_path, capsys) -> None:
     assert {path.name: path.read_text() for path in unpacked.iterdir()} == texts
 
 
+def test_earlier_codes_are_accepted() -> None:
+    assert list(CODES) == [f"G{number}" for number in range(12)]
+    assert list(CODES.values()) == list(NAMES)
+
+
 def fail_some(name, small, where):
-    """`answer`, but G3 raises, G5 ends its process, and G8 takes too long."""
-    if name == "G3":
+    """`answer`, but one row raises, one ends its process, and one takes too long."""
+    if name == "gpu_vs_matmul":
         raise RuntimeError("planted\nmore")
-    if name == "G5":
+    if name == "gpu_gathers":
         os._exit(7)
-    if name == "G8":
+    if name == "gpu_merge":
         time.sleep(600)
     return ANSWER(name, small, where)
 
 
-ANSWER = _run.answer
+ANSWER = _suite.answer
 
 
 @pytest.mark.slow
 def test_rows_that_fail_are_reported_and_the_others_go_on(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(_run, "answer", fail_some)
-    monkeypatch.setitem(SUITE, "G8", replace(SUITE["G8"], limit_s=6.0 / _run._DRY_RUN_FACTOR))
-    names = ["G3", "G5", "G7", "G8", "G10"]
+    monkeypatch.setattr(_suite, "answer", fail_some)
+    monkeypatch.setattr(_suite, "_LEAST_S", 0.1)
+    slow = replace(SUITE["gpu_merge"], limit_s=2.0 / _suite._DRY_RUN_FACTOR)
+    monkeypatch.setitem(SUITE, "gpu_merge", slow)
+    names = ["gpu_vs_matmul", "gpu_gathers", "gpu_vs_branch_loop", "gpu_merge"]
     assert main([*names, "--device", "cpu", "--small", "--limit", "1e6", "--out", str(tmp_path)]) == 1
     table = capsys.readouterr().out
-    for reason in ("RuntimeError: planted ", "exit code 7", "no result within 6 s"):
+    for reason in ("RuntimeError: planted ", "exit code 7", "no result within 2 s"):
         assert f"not measured: {reason}" in table.replace("the process ended with ", "")
     documents = [json.loads((tmp_path / f"{name}.json").read_text()) for name in names]
     assert [[row["measured"] is None for row in document["rows"]] for document in documents] == [
-        [True], [True], [False, False], [True], [False]
+        [True], [True], [False, False], [True]
     ]  # fmt: skip
     assert documents[0]["rows"][0]["detail"]["reason"] == "RuntimeError: planted\nmore"
 
 
 def test_no_row_is_begun_without_time(monkeypatch) -> None:
     kept = []
-    monkeypatch.setattr(_run.Suite, "_conditions", lambda suite: {})
-    _run.Suite(HERE, True, ("G2", "G9")).run(1.0, kept.append)
+    monkeypatch.setattr(_suite.Suite, "_conditions", lambda suite: {})
+    _suite.Suite(HERE, True, ("gpu_backward", "gpu_memory")).run(1.0, kept.append)
     assert [(document["name"], document["rows"][0]["measured_text"]) for document in kept] == [
-        ("G2", "not measured: the suite's time was up"),
-        ("G9", "not measured: the suite's time was up"),
+        ("gpu_backward", "not measured: the suite's time was up"),
+        ("gpu_memory", "not measured: the suite's time was up"),
     ]
 
 
@@ -128,12 +149,12 @@ def test_flash_implementation_is_activated_only_when_asked(monkeypatch) -> None:
     """In the process that measures, before it does; what PyTorch then raises is a reason like any other."""
     order = []
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", order.append)
-    assert _run._guarded(None, lambda: order.append("run"), ()) is None
+    assert _suite._guarded(None, lambda: order.append("run"), ()) is None
     assert order == ["run"]
-    _run._guarded("FA3", lambda: order.append("run"), ())
+    _suite._guarded("FA3", lambda: order.append("run"), ())
     assert order == ["run", "FA3", "run"]
     monkeypatch.undo()
-    found = _run._guarded("FA0", lambda: order.append("run"), ())
+    found = _suite._guarded("FA0", lambda: order.append("run"), ())
     assert "ValueError: Unknown flash attention impl 'FA0'" in found.reason
     assert len(order) == 3
 
@@ -200,14 +221,14 @@ def test_a_way_may_refuse_a_pattern(monkeypatch) -> None:
     other = judge(Trial("mixture, head dim 48", "FlexAttention on CPU"), HERE)
     assert (other.refused, other.spoils) == (True, ())
     assert "engine='tiles' serves it" in other.row.reason
-    monkeypatch.setattr(_correctness, "_default", lambda case, where: _ways.inference(where))
+    monkeypatch.setattr(_correctness, "_default", lambda case, where: _device.inference(where))
     assert judge(Trial("mixture, head dim 48", "FlexAttention on CPU"), HERE).spoils[0] == "longnet forward"
     assert len(summary([other])) == 1
 
 
 def test_every_case_runs_in_the_default_way_and_plain_ones_in_all(monkeypatch) -> None:
-    monkeypatch.setattr(_ways, "_tiles", lambda where: (_ways.Way("tiles", "tiles"),))
-    monkeypatch.setattr(_ways, "is_flash_backend_importable", lambda: True)
+    monkeypatch.setattr(_device, "_tiles", lambda where: (_device.Way("tiles", "tiles"),))
+    monkeypatch.setattr(_device, "is_flash_backend_importable", lambda: True)
     planned = trials(Where("cuda"))
     names = {way: [trial.case for trial in planned if trial.way == way] for way in ("Triton", "FLASH", "tiles")}
     assert names["Triton"] == [case.name for case in CASES]
@@ -222,7 +243,7 @@ def test_figures_of_a_wrong_kernel_are_marked() -> None:
     longnet, either = ("longnet forward",), ("longnet forward", "set forward")
 
     def marks(changes, needs):
-        return _run._marked(row | changes, needs, spoiled, ["Triton", "FLASH", "tiles"]).get("not_verified")
+        return _suite.marked(row | changes, needs, spoiled, ["Triton", "FLASH", "tiles"]).get("not_verified")
 
     assert marks({}, either) == ["causal, FLASH"]
     other = {"measure": "LongNet-5, forward, Triton: rate"}
@@ -291,8 +312,8 @@ def test_machine_with_an_accelerator(monkeypatch) -> None:
     ],
 )
 def test_outcome_of_the_device_tests(last, wrong) -> None:
-    assert _device_tests.read_outcome(f"....\n{last}\n").measured == wrong
-    assert isinstance(_device_tests.read_outcome("4 deselected in 1s\n"), Gap)
+    assert read_outcome(f"....\n{last}\n").measured == wrong
+    assert isinstance(read_outcome("4 deselected in 1s\n"), Gap)
 
 
 def test_gap_as_data() -> None:
@@ -306,7 +327,7 @@ def test_gap_as_data() -> None:
     ("arguments", "message"),
     [
         (["--device", "tpu"], "the device must be cuda or cpu; got 'tpu'"),
-        (["G12"], "a name must be one of G0, G1, G2"),
+        (["G12"], "a name must be one of gpu_correctness, gpu_forward, gpu_backward"),
         (["--limit", "0"], "the limit must be above 0 seconds; got 0"),
         (["--out", __file__], "the results need a folder"),
         (["--unpack", __file__], "it must be a summary.json of this suite"),
@@ -330,7 +351,7 @@ def test_devices_that_will_not_do(capsys) -> None:
         assert "PyTorch finds no CUDA device here" in capsys.readouterr().err
 
 
-def test_questions_are_listed(capsys) -> None:
+def test_rows_are_listed(capsys) -> None:
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("\t")[0] for line in lines] == list(SUITE)

@@ -12,8 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench._catalogue import ENTRIES, PICTURED, Entry
-from bench._catalogue_check import dense
+from bench._catalogue import ENTRIES, PICTURED, Entry, dense
 from flexdilated import masks
 from flexdilated.masks.core import _range_union
 from flexdilated.masks.core._bound import Extent

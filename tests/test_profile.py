@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench._timing import Job, interleave
+from bench._jobs import Job, interleave
 from flexdilated.cli import main
 from flexdilated.observe import _profile
 from flexdilated.observe._profile import VARIABLE, folder_from_environment, named_under, recorded, recorded_steps

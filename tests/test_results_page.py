@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench._headlines import readme_parts
-from bench._result import Gap, Row, at_least, at_most
-from bench._results_page import results_parts
-from tests.test_compiling_page import MEASURED
+from bench._measures import Gap, Row, at_least, at_most
+from bench._pages import PAGES
+from tests.measured import MEASURED
 
 FAST, SLOW, MISSED = (
     Row(f"LongNet, {n}K: times as fast", at_least(1.5, "×"), x) for n, x in ((1, 9), (2, 2), (3, 1.4954))
@@ -32,11 +31,11 @@ SWEEP = {
 
 @pytest.fixture
 def written(tmp_path: Path):
-    """Writes rows as the answer to C4, beside the sweep, and returns the folder."""
+    """Writes rows as the answer to vs_branch_loop, beside the sweep, and returns the folder."""
 
     def write(*rows: Row | Gap) -> Path:
         answer = {"rows": [row.to_data() for row in rows], "points": []}
-        for name, found in (("C4", answer), ("sweep", SWEEP)):
+        for name, found in (("vs_branch_loop", answer), ("sweep", SWEEP)):
             document = {"name": name, "question": "How fast?", "config": {}, **MEASURED, **found}
             (tmp_path / f"{name}.json").write_text(json.dumps(document))
         return tmp_path
@@ -44,9 +43,17 @@ def written(tmp_path: Path):
     return write
 
 
+def readme_parts(results: Path) -> dict[str, str]:
+    return {name: part(results) for name, part in PAGES[Path("README.md")].items()}
+
+
+def results_parts(results: Path) -> dict[str, str]:
+    return {name: part(results) for name, part in PAGES[Path("docs/results.md")].items()}
+
+
 def cells(parts: Mapping[str, str]) -> list[str]:
     """Target, measured and met of README's one line."""
-    (line,) = (line for line in parts["answers"].splitlines() if line.startswith("| C4 "))
+    (line,) = (line for line in parts["answers"].splitlines() if line.startswith("| `vs_branch_loop` "))
     return [cell.strip() for cell in line.split("|")[3:-1]]
 
 
@@ -68,9 +75,9 @@ def test_a_line_a_question(written, rows, expected) -> None:
 
 def test_what_falls_short_is_said_in_full(written) -> None:
     assert readme_parts(written(FAST, MISSED, GAP, UNCHECKED))["short"].strip().splitlines() == [
-        "* C4: LongNet, 3K: times as fast: **1.495 ×**, target ≥ 1.5 ×",
-        "* C4: LongNet, 4K: times as fast: **not measured: out of memory**, target ≥ 1.5 ×",
-        "* C4: LongNet, 1K: peak memory: **3 MB, not verified**, target ≤ 512 MB",
+        "* `vs_branch_loop`: LongNet, 3K: times as fast: **1.495 ×**, target ≥ 1.5 ×",
+        "* `vs_branch_loop`: LongNet, 4K: times as fast: **not measured: out of memory**, target ≥ 1.5 ×",
+        "* `vs_branch_loop`: LongNet, 1K: peak memory: **3 MB, not verified**, target ≤ 512 MB",
     ]
     assert readme_parts(written(FAST))["short"].strip() == "Nothing: every target is met."
 

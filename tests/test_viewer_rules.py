@@ -116,7 +116,7 @@ def test_rules_with_run_time_tensors(tab, data):
     case = data.draw(packed_cases(max_heads=2, largest=30))
     assume((case.q_offset, case.k_offset) == (0, 0))
     queries, keys, heads = case.num_queries, case.num_keys, case.num_heads
-    entries = num_entries(case.pattern.resolve(case.pattern.given_tensors(), Extent(queries, keys)))
+    entries = case.pattern.resolve(case.pattern.given_tensors(), Extent(queries, keys)).num_entries()
     batch = data.draw(st.integers(0, entries - 1))
     bound = case.pattern.bind(num_heads=heads, num_queries=queries, num_keys=keys).entry(batch)
     found = asked(tab, _data(case.pattern, bound), range(heads), (range(queries), range(keys)))

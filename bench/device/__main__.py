@@ -1,4 +1,4 @@
-"""Measure on an accelerator: the odd cases first, then G1 to G11, and a table last.
+"""Measure on an accelerator: the odd cases first, then row by row, and a table last.
 
 A row that fails is reported, and the others go on. One JSON file a row and summary.json, which holds them all, are
 written as the rows end.
@@ -14,10 +14,10 @@ import torch
 
 from flexdilated.cli._flash import other_implementations
 
-from .._table import condition, terminal_table
-from ._run import Document, Suite, question_text
-from ._suite import NAMES, SUITE
-from ._where import Where
+from .._report import condition, terminal_table
+from .._run import write
+from ._device import Where
+from ._suite import CODES, CORRECTNESS, NAMES, SUITE, Document, Suite
 
 _RESULTS = Path("bench/results")
 _LIMIT_S = 520.0
@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 if a row gave no number where there should be one or a check failed."""
     options = _parser().parse_args(arguments)
     if options.list:
-        for name, entry in SUITE.items():
-            print(f"{name}\t{question_text(entry)}")
+        for name, row in SUITE.items():
+            print(f"{name}\t{row.question}")
         return 0
     if options.unpack is not None:
         for document in options.unpack:
@@ -56,16 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(is_failed(document) for document in documents) else 0
 
 
-def write(document: Document, results: Path) -> None:
-    """To a file of its name."""
-    results.mkdir(parents=True, exist_ok=True)
-    (results / f"{document['name']}.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-
-
 def is_failed(document: Document) -> bool:
     """Whether it gave no number at all, or one that a failed check stands against."""
     rows = document["rows"]
-    wrong = document["name"] == "G0" and any(row["met"] is False for row in rows)
+    wrong = document["name"] == CORRECTNESS and any(row["met"] is False for row in rows)
     return wrong or all(row["measured"] is None for row in rows) or any("not_verified" in row for row in rows)
 
 
@@ -108,15 +102,16 @@ def _summary(text: str) -> list[Document]:
 
 
 def _name(text: str) -> str:
-    if text.upper() in NAMES:
-        return text.upper()
+    name = CODES.get(text.upper(), text.lower())
+    if name in NAMES:
+        return name
     raise argparse.ArgumentTypeError(f"a name must be one of {', '.join(NAMES)}; got {text!r}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench/h200.sh", description=__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", type=_name, help="rows to measure: G0 (the odd cases) to G11"
+        "names", nargs="*", metavar="NAME", type=_name, help=f"rows to measure, as --list has them, and {CORRECTNESS}"
     )
     parser.add_argument("--device", type=_device, default="cuda", help="cuda, or cpu for a dry run with --small")
     parser.add_argument(

@@ -1,7 +1,12 @@
-"""Output, lse and gradients of the odd cases against the dense float64 reference, each within a stated budget."""
+"""Correct first: odd cases against the dense float64 reference, each within a stated budget, and the device's tests."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +15,8 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 
-from .._result import Gap, Row, at_most
-from ._cases import CASES, Call, Case, draw
-from ._ways import Way, attend_on, inference, ways
-from ._where import Where
+from .._measures import Gap, Row, at_most
+from ._device import Expression, Way, Where, attend_on, inference, ways
 
 # Relative errors of out, dq, dk and dv. float32 products are exact to 1e-6, their sums to some 1e-5; bfloat16
 # operands round to 4e-3.
@@ -26,6 +29,126 @@ QUESTION = "Are output, lse and gradients right on this device, on the odd cases
 _LEAST_ENTRY = 1e-2  # inputs are standard normal
 
 _TARGET = at_most(1, "of the budget")
+
+
+def _nothing(_: str) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attend. `options` makes its tensors for a device; `keys` and `kv_heads` are q's by default."""
+
+    pattern: Expression
+    tokens: int
+    dtype: str = "bfloat16"
+    head_dim: int = 64
+    heads: int = 4
+    kv_heads: int | None = None
+    keys: int | None = None
+    batch: int = 1
+    options: Callable[[str], Mapping[str, Any]] = _nothing
+    through_lse: bool = False
+    in_layout: bool = False
+    transposed: bool = False
+    compiled: bool = False
+
+    @property
+    def has_score_mod(self) -> bool:
+        return "score_mod" in self.options("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls in this order in one process. `about` names the figures that it bears on, if any."""
+
+    name: str
+    calls: tuple[Call, ...]
+    about: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether any way can run it: one that is no more than q, k, v and a pattern."""
+        odd = (call.in_layout or call.compiled or call.through_lse or call.options("cpu") for call in self.calls)
+        return not any(odd)
+
+
+def _alibi(device: str) -> Mapping[str, Any]:
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=device)
+
+    def score_mod(score, b, h, q_idx, k_idx):
+        return score - slopes[h] * (q_idx - k_idx).abs()
+
+    return {"score_mod": score_mod}
+
+
+def _sinks(device: str) -> Mapping[str, Any]:
+    return {"sinks": torch.tensor([0.0, 1.5, -2.0, 4.0], device=device)}
+
+
+def _lengths(device: str) -> Mapping[str, Any]:
+    return {"bindings": {"lengths": torch.tensor([333, 500], device=device)}}
+
+
+def _packing(*lengths: int) -> Callable[[str], Mapping[str, Any]]:
+    def make(device: str) -> Mapping[str, Any]:
+        ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        return {"bindings": {"documents": ids.to(device)}}
+
+    return make
+
+
+def _shifted(_: str) -> Mapping[str, Any]:
+    return {"q_offset": 900, "k_offset": 256}
+
+
+_WINDOW = masks.local_window(left=100, right=37)
+_NARROW = masks.local_window(left=9, right=0)
+_LONGNET = masks.longnet(segment_lengths=(64, 256), dilation_rates=(1, 4))
+_CAUSAL = _LONGNET & masks.causal()
+_UNEVEN = masks.longnet(segment_lengths=(100, 333), dilation_rates=(3, 7))
+_BOTH_KINDS = (masks.local_window(left=300, right=300) | masks.global_tokens(130)) & masks.causal()
+_REAL = _LONGNET & masks.lengths("lengths")
+_ANEW = _CAUSAL.per_document("documents")
+_WINDOW_CALL = Call(_WINDOW, 1000, "float32")
+
+
+CASES = (
+    Case("window, odd length", (_WINDOW_CALL,), "set"),
+    Case("causal, head dim 128", (Call(masks.causal(), 777, head_dim=128),), "set"),
+    Case("blocks of tokens", (Call(masks.blockwise(masks.local_window(left=2, right=1), 128), 1024),), "set"),
+    Case("partial and full lists of unlike width", (Call(_BOTH_KINDS, 1500, "float32"),), "set"),
+    Case("one token", (Call(_WINDOW, 1), Call(_CAUSAL, 1)), "longnet"),
+    Case("no pair at all", (Call(masks.dilated(4, 8, 5), 130, heads=2),), "set"),
+    Case("hidden rows, rate not dividing segment", (Call(masks.dilated(100, 7, 3), 1023, "float32", 48),), "longnet"),
+    Case("mixture, causal, head dim 128", (Call(_CAUSAL, 1100, head_dim=128, heads=8),), "longnet"),
+    Case("mixture, rates not dividing segments", (Call(_UNEVEN, 1000, "float32", heads=5),), "longnet"),
+    Case("mixture, head dim 48", (Call(_LONGNET, 700, head_dim=48),), "longnet"),
+    Case("mixture, grouped keys", (Call(_CAUSAL, 640, heads=8, kv_heads=2),), "longnet"),
+    Case("gradient through lse", (Call(_LONGNET, 640, "float32", through_lse=True),), "longnet"),
+    Case("later queries, later keys", (Call(_CAUSAL, 300, "float32", keys=944, options=_shifted),), "offsets"),
+    Case("already in the layout", (Call(_CAUSAL, 640, in_layout=True),)),
+    Case("tokens outermost in memory", (Call(_CAUSAL, 640, transposed=True),)),
+    Case("other parameters, same code", (_WINDOW_CALL, replace(_WINDOW_CALL, pattern=_NARROW))),
+    Case("other lengths, same pattern", tuple(Call(_CAUSAL, tokens, "float32") for tokens in (640, 515, 1290))),
+    Case("in one compiled graph", (Call(_CAUSAL, 500, compiled=True),)),
+    Case("sinks", (Call(_CAUSAL, 515, options=_sinks),)),
+    Case("score_mod", (Call(_WINDOW, 515, "float32", options=_alibi),)),
+    Case("lengths of a batch", (Call(_REAL, 500, batch=2, options=_lengths),)),
+    Case("documents", (Call(_ANEW, 600, options=_packing(1, 250, 349)), Call(_ANEW, 600, options=_packing(500, 100)))),
+)  # fmt: skip
+
+
+def draw(call: Call, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of the output, the same on every device."""
+    generator = torch.Generator().manual_seed(call.tokens)
+    keys, kv_heads = call.keys or call.tokens, call.kv_heads or call.heads
+    shapes = [(call.heads, call.tokens), (kv_heads, keys), (kv_heads, keys), (call.heads, call.tokens)]
+    drawn = [torch.randn(call.batch, *shape, call.head_dim, generator=generator) for shape in shapes]
+    q, k, v, grad = (x.to(device, getattr(torch, call.dtype)) for x in drawn)
+    if call.transposed:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    return q, k, v, grad
 
 
 @dataclass(frozen=True)
@@ -189,3 +312,37 @@ def _lse_error(got: Tensor, wanted: Tensor) -> float:
     if not torch.equal(got == -torch.inf, empty):
         return torch.inf
     return float((got.double() - wanted).masked_fill(empty, 0.0).abs().max())
+
+
+# The test suite's own tests for accelerators, where what they need is installed.
+
+_ROOT = Path(__file__).resolve().parents[2]
+_NEEDED = ("pytest", "hypothesis", "beartype", "jaxtyping", "pytest_timeout", "matplotlib", "tqdm")
+_MEASURE = "tests marked device: failures and errors"
+_NONE = at_most(0)
+_COUNTS = re.compile(r"(\d+) (passed|failed|errors?)\b")
+
+
+def run_device_tests(where: Where, limit_s: float) -> Row | Gap:
+    """How many fail; a Gap where they cannot run."""
+    if not where.is_cuda:
+        return Gap(_MEASURE, _NONE, "they need a CUDA device")
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        return Gap(_MEASURE, _NONE, f"not installed: {', '.join(missing)}")
+    files = [str(path) for path in sorted((_ROOT / "tests").glob("test_*.py")) if "mark.device" in path.read_text()]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "device", "-p", "no:cacheprovider", *files]
+    try:
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return Gap(_MEASURE, _NONE, f"no result within {limit_s:.0f} s")
+    return read_outcome(done.stdout)
+
+
+def read_outcome(printed: str) -> Row | Gap:
+    """The row that pytest's last line tells; a Gap if it ran nothing."""
+    last = printed.rstrip().rpartition("\n")[2]
+    counts = {word.rstrip("s"): int(number) for number, word in _COUNTS.findall(last)}
+    wrong = counts.get("failed", 0) + counts.get("error", 0)
+    if not wrong and not counts.get("passed", 0):
+        return Gap(_MEASURE, _NONE, f"pytest ran nothing: {last}")
+    return Row(_MEASURE, _NONE, wrong, detail={"passed": counts.get("passed", 0), "printed": printed[-4000:]})

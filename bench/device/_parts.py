@@ -1,5 +1,6 @@
 """The parts of a LongNet forward beside attention itself: gathers into the branches' order, and the merge."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,40 +13,32 @@ from flexdilated.engines.flex._flex import FlexProgram, make_flex_program
 from flexdilated.engines.flex._flex_program import allowed_on
 from flexdilated.masks.planning._planner import plan
 
-from .._longnets import LongNet
-from .._problem import Problem, Size
-from .._result import Timing
-from .._timing import Job
-from ._compare import Comparison, Contestant, compare
-from ._ways import ways
-from ._where import Where
+from .._jobs import Job, Problem, Size
+from .._measures import Gap, Row, Timing, at_least, at_most
+from .._rules import LONGNET_5, Contestant, LongNet
+from ._device import Comparison, Where, compare, ways
+from ._row import FORWARD, LARGE, TINY, TINY_SIZE, device_row
 
 _COPIED_BYTES = {True: 2 << 30, False: 1 << 24}  # on CUDA well beyond its caches
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of a whole forward, of its gathers, its merges and a copy, with the bytes that these read and write."""
+    """A whole forward, its gathers, its merges and a copy, with the bytes that these read and write."""
 
     way: str
     found: Comparison
-    gathers: Timing
-    merges: Timing
-    copy: Timing
     gathered_bytes: int
     copied_bytes: int
 
-    @property
-    def whole_s(self) -> float:
-        return self.found.median_s(self.way)
+    def seconds(self, name: str) -> float:
+        return self.found.median_s(name)
 
-    @property
-    def copy_rate(self) -> float:
-        """Bytes read and written a second."""
-        return self.copied_bytes / self.copy.median_s
+    def timings(self, *names: str) -> tuple[Timing, ...]:
+        return tuple(self.found.timings[name] for name in (self.way, *names))
 
 
-def measure_parts(spec: LongNet, size: Size, where: Where) -> Parts | str:
+def _parts(spec: LongNet, size: Size, where: Where) -> Parts | str:
     """The default way's forward and, by themselves, the same steps without attention; or why there is none."""
     way, problem = ways(where)[0], where.draw(size)
     program = _program(spec, size, where.device)
@@ -59,10 +52,8 @@ def measure_parts(spec: LongNet, size: Size, where: Where) -> Parts | str:
     ]
     ours = Contestant(way.name, way.attention(spec.pattern()), problem, spec)
     found = compare([ours], where, part="forward", repeats=size.repeats, extra=jobs)
-    if reason := found.missing(way.name, *(job.name for job in jobs)):
-        return reason
-    gathers, merges, copy = (found.timings[job.name] for job in jobs)
-    return Parts(way.name, found, gathers, merges, copy, 2 * gathered, 2 * source.nbytes)
+    reason = found.missing(way.name, *(job.name for job in jobs))
+    return reason or Parts(way.name, found, 2 * gathered, 2 * source.nbytes)
 
 
 @lru_cache(maxsize=1)
@@ -100,3 +91,48 @@ def _merge_job(program: FlexProgram, problem: Problem) -> Job:
         return out.to(q.dtype)
 
     return Job("merges", merge)
+
+
+@device_row(
+    "G5", at_most(8, "%"), at_least(80, "%"), full={"specs": (LONGNET_5,), "size": LARGE},
+    small={"specs": (TINY,), "size": TINY_SIZE}, needs=FORWARD, limit_s=45,
+)  # fmt: skip
+def gpu_gathers(where: Where, specs: tuple[LongNet, ...], size: Size) -> Iterator[Row | Gap]:
+    """What share of a LongNet forward are its gathers, and do they run at the rate of a copy?
+
+    Gathers by themselves over the whole forward; their bytes a second over a copy's.
+    """
+    for spec in specs:
+        name = f"{spec.label}, {size}, forward"
+        share = f"{name}: gathers' share of the time", at_most(8, "%")
+        rate = f"{name}: gathers' share of copy bandwidth", at_least(80, "%")
+        parts = _parts(spec, size, where)
+        if isinstance(parts, str) or not parts.gathered_bytes:
+            reason = parts if isinstance(parts, str) else "nothing is gathered"
+            yield Gap(*share, reason)
+            yield Gap(*rate, reason)
+            continue
+        gathers_s, found = parts.seconds("gathers"), parts.found
+        speed, copy = parts.gathered_bytes / gathers_s, parts.copied_bytes / parts.seconds("copy")
+        detail = {"gathered_bytes": parts.gathered_bytes, "gather_gb_per_s": speed / 1e9, "copy_gb_per_s": copy / 1e9}
+        detail |= {"way": parts.way, "first_call_s": found.first_call_s}
+        timings = parts.timings("gathers", "copy")
+        yield Row(*share, 100 * gathers_s / parts.seconds(parts.way), timings, detail, found.objections)
+        yield Row(*rate, 100 * speed / copy, timings, detail, found.objections)
+
+
+@device_row(
+    "G8", at_most(5, "%"), full={"specs": (LONGNET_5,), "size": LARGE},
+    small={"specs": (TINY,), "size": TINY_SIZE}, needs=FORWARD, limit_s=45,
+)  # fmt: skip
+def gpu_merge(where: Where, specs: tuple[LongNet, ...], size: Size) -> Iterator[Row | Gap]:
+    """What share of a LongNet forward is the merge of its branches?"""
+    for spec in specs:
+        what, target = f"{spec.label}, {size}, forward: merge's share of the time", at_most(5, "%")
+        parts = _parts(spec, size, where)
+        if isinstance(parts, str):
+            yield Gap(what, target, parts)
+            continue
+        share = 100 * parts.seconds("merges") / parts.seconds(parts.way)
+        detail = {"way": parts.way, "first_call_s": parts.found.first_call_s}
+        yield Row(what, target, share, parts.timings("merges"), detail, parts.found.objections)

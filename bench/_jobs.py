@@ -1,0 +1,185 @@
+"""Jobs that take turns on the same tensors, so that drift of the machine hits all alike; and their peak memory."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flexdilated.cli import _resident_memory
+from flexdilated.observe._profile import folder_from_environment, recorded
+
+from ._measures import Timing
+from ._processes import run_apart
+
+# H heads, N tokens, D head dim; the batch is 1
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+WARM_UP_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """`run` is timed; it receives what `prepare`, untimed, returns before every run (None without one)."""
+
+    name: str
+    run: Callable[[Any], object]
+    prepare: Callable[[], Any] | None = None
+
+    def seconds(self, clock: Callable[[], float] = perf_counter) -> float:
+        """Of one run, by this clock."""
+        given = self.prepare() if self.prepare else None
+        start = clock()
+        self.run(given)
+        return clock() - start
+
+
+class Timed(Protocol):
+    """Something with a name that can be run and timed: a Job, or one by another clock."""
+
+    @property
+    def name(self) -> str:
+        """What the timing is called."""
+        ...
+
+    def seconds(self) -> float:
+        """Of one run."""
+        ...
+
+
+def interleave(jobs: Sequence[Timed], *, repeats: int) -> tuple[Timing, ...]:
+    """Run every job once a round for `repeats` rounds; a Timing a job.
+
+    There is no warm-up: the caller has verified each job's output, and so run it.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1; got {repeats=}")
+    rounds: list[list[float]] = []
+    for index in range(repeats):
+        rounds.append([job.seconds() for job in jobs])
+        times = ", ".join(f"{job.name} {seconds:.3g} s" for job, seconds in zip(jobs, rounds[-1], strict=True))
+        say(f"round {index + 1} of {repeats}: {times}")
+    if folder_from_environment() is not None:
+        for job in jobs:
+            with recorded(job.name):  # once more, outside the timing
+                job.seconds()
+    return tuple(Timing(job.name, tuple(seconds)) for job, seconds in zip(jobs, zip(*rounds, strict=True), strict=True))
+
+
+def ratio(slower: Timing, faster: Timing) -> float:
+    """How many times as fast the second is, by medians."""
+    return slower.median_s / faster.median_s
+
+
+def say(text: str) -> None:
+    """Progress, on stderr: stdout holds the table alone."""
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large, and how many timed rounds."""
+
+    num_tokens: int
+    num_heads: int
+    head_dim: int = 64
+    repeats: int = 5
+
+    def __str__(self) -> str:
+        return tokens_text(self.num_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Tensors to attend over and the gradient of the output, drawn from a seed."""
+
+    q: Float[Tensor, "1 H N D"]
+    k: Float[Tensor, "1 H N D"]
+    v: Float[Tensor, "1 H N D"]
+    grad: Float[Tensor, "1 H N D"]
+
+    @classmethod
+    def draw(cls, size: Size, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> "Problem":
+        generator = torch.Generator(device).manual_seed(seed)
+        shape = (1, size.num_heads, size.num_tokens, size.head_dim)
+        kind = {"device": device, "dtype": dtype}
+        return cls(*(torch.randn(shape, generator=generator, **kind) for _ in range(4)))
+
+    @property
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as fresh leaves over the same storage, with gradients on."""
+        q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
+        return q, k, v
+
+
+def forward_job(name: str, attention: Attention, problem: Problem) -> Job:
+    """Inference: nothing is kept for a backward."""
+
+    def run(_: None) -> None:
+        with torch.no_grad():
+            attention(problem.q, problem.k, problem.v)
+
+    return Job(name, run)
+
+
+def training_job(name: str, attention: Attention, problem: Problem) -> Job:
+    """Forward and backward to dq, dk and dv."""
+    return Job(name, lambda _: train(attention, problem))
+
+
+def backward_job(name: str, attention: Attention, problem: Problem) -> Job:
+    """Backward alone, from a forward that is not timed."""
+
+    def prepare() -> tuple[Tensor, tuple[Tensor, ...]]:
+        leaves = problem.leaves
+        return attention(*leaves), leaves
+
+    return Job(name, lambda made: torch.autograd.grad(made[0], made[1], problem.grad), prepare)
+
+
+def train(attention: Attention, problem: Problem) -> tuple[Tensor, ...]:
+    """dq, dk and dv."""
+    leaves = problem.leaves
+    return torch.autograd.grad(attention(*leaves), leaves, problem.grad)
+
+
+def tokens_text(num_tokens: int) -> str:
+    """16384 as 16K; other numbers in full."""
+    return f"{num_tokens // 1024}K" if num_tokens % 1024 == 0 else f"{num_tokens:,}"
+
+
+def peak_bytes(prepare: Callable[..., Callable[[], object]], *args: Any) -> int:
+    """Most resident bytes at once that `prepare(*args)()` adds over what `prepare(*args)` left resident.
+
+    `prepare` must be importable and should run the work once at a tiny size, so that one-off set-up (thread
+    pools, kernels' tables) is not counted.
+    """
+    return run_apart(_peak, prepare, args)
+
+
+def _peak(prepare: Callable[..., Callable[[], object]], args: tuple[Any, ...]) -> int:
+    return peak_here(prepare(*args))
+
+
+def peak_here(work: Callable[[], object]) -> int:
+    """The same of work in this process, which should be a fresh one."""
+    before = _resident_memory.begin_peak()
+    work()
+    return _resident_memory.peak_bytes() - before
+
+
+def step_bytes(name: str, attention: Callable[[], Attention], size: Size) -> int:
+    """Peak bytes of a forward and backward: inputs, the output's gradient, results, plan and temporaries."""
+    peak = peak_bytes(_step, attention, size)
+    say(f"{name}, {size}: peak {peak / 2**20:.0f} MiB")
+    return peak
+
+
+def _step(make: Callable[[], Attention], size: Size) -> Callable[[], object]:
+    attention = make()
+    train(attention, Problem.draw(replace(size, num_tokens=WARM_UP_TOKENS)))
+    return lambda: train(attention, Problem.draw(size))

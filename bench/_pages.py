@@ -1,0 +1,204 @@
+"""The pages that show figures: for each the parts between its marks, rendered from the files of results."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import _tables
+from ._catalogue import ENTRIES, MILLION, Entry
+from ._claims import CLAIMS, Claim
+from ._guard_cases import CASES
+from ._jobs import tokens_text
+from ._measures import with_unit
+from ._report import (
+    Document,
+    Part,
+    answers,
+    from_result,
+    growth,
+    machines,
+    markdown,
+    measured_with,
+    read,
+    sections,
+    short,
+    with_condition,
+)
+from ._run import MEASURES
+from .catalogue import BUILD_MB, BUILD_S, WASTE, file_name
+
+Figures = Mapping[str, Any]
+
+
+# docs/benchmarks.md
+
+
+def _measures(_: Path) -> str:
+    lines = [(f"`{each.name}`", each.question, f"`{each.code}`" * bool(each.code)) for each in MEASURES.values()]
+    return f"\n{markdown(lines, ('name', 'question', 'also'))}\n"
+
+
+def _cases(_: Path) -> str:
+    lines = [(f"`{name}`", (case.__doc__ or "").strip()) for name, case in CASES.items()]
+    return f"\n{markdown(lines, ('case', 'what runs'))}\n"
+
+
+# docs/catalogue.md
+
+
+def _catalogue_table(document: Document) -> str:
+    figures = document["rows"][0]["detail"]["patterns"]
+    headers = ("pattern", "density", "waste", "computed as", "tokens", "`BlockMask`", "plan and lists")
+    return with_condition([_line(entry, figures[entry.name]) for entry in ENTRIES], headers, document)
+
+
+def _section_of(entry: Entry) -> Part:
+    return lambda results: _section(entry, read(results, "catalogue")["rows"][0]["detail"]["patterns"][entry.name])
+
+
+def _section(entry: Entry, figures: Figures) -> str:
+    heads = f", {entry.num_heads} heads" if entry.num_heads > 1 else ""
+    larger = f" (`{entry.million}`)" if entry.million else ""
+    lines = [
+        f"![{entry.name}](images/catalogue/{file_name(entry)})",
+        "",
+        f"Drawn: `{entry.small}`  ",
+        f"Measured: `{entry.text}`{heads}: {_density(figures)} of pairs, waste {figures['waste']:.3f} "
+        f"({figures['layout']})  ",
+        f"Tables for {tokens_text(figures['built_tokens'])} tokens{larger}: {_cost(figures, 'build')}",
+    ]
+    if not WASTE.met_by(figures["waste"]):
+        lines += ["", f"*Waste:* {entry.waste_why}"]
+    if not _built(figures) and entry.build_why:
+        lines += ["", f"*At a million tokens:* {entry.build_why}"]
+    return "\n".join(lines)
+
+
+def _line(entry: Entry, figures: Figures) -> tuple[str, ...]:
+    anchor = entry.name.partition(",")[0]
+    return (
+        f"[{entry.name}](#{anchor})",
+        _density(figures),
+        f"{figures['waste']:.3f}" if WASTE.met_by(figures["waste"]) else f"**{figures['waste']:.3f}**",
+        figures["layout"],
+        tokens_text(figures["built_tokens"]),
+        _cost(figures, "build") if _built(figures) else f"**{_cost(figures, 'build')}**",
+        _cost(figures, "plan"),
+    )
+
+
+def _density(figures: Figures) -> str:
+    percent = 100 * figures["density"]
+    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
+
+
+def _cost(figures: Figures, what: str) -> str:
+    """Time and memory; a peak below the page size of the measurement is no memory."""
+    return f"{figures[f'{what}_s']:.2g} s, {max(0.0, figures[f'{what}_mb']):.0f} MB"
+
+
+def _built(figures: Figures) -> bool:
+    within = BUILD_S.met_by(figures["build_s"]) and BUILD_MB.met_by(figures["build_mb"])
+    return within and figures["built_tokens"] == MILLION
+
+
+# docs/claims.md
+
+
+def _claims(document: Document) -> str:
+    lines = [
+        (str(number), claim.says, claim.claimed, row["measured_text"], _tables.reached(row))
+        for number, claim, row in _numbered(document)
+    ]
+    return with_condition(lines, ("", "claim", "claimed", "here", "reached"), document)
+
+
+def _notes(document: Document) -> str:
+    return "\n".join(f"{number}. {_note(claim, row)}" for number, claim, row in _numbered(document))
+
+
+def _numbered(document: Document) -> Iterable[tuple[int, Claim, Figures]]:
+    rows = {row["measure"]: row for row in document["rows"]}
+    return [(number, claim, rows[claim.says]) for number, claim in enumerate(CLAIMS, start=1)]
+
+
+_TEXTS = ("claimed", "source")
+_UNITS = {"bytes": (2**20, "MiB"), "percent": (1, "%")}
+
+
+def _note(claim: Claim, row: Mapping[str, Any]) -> str:
+    times = [f"{timing['name']} {with_unit(timing['median_s'] * 1e3, 'ms')}" for timing in row["timings"]]
+    beside = [_beside(name, value) for name, value in row["detail"].items() if name not in _TEXTS]
+    return f"{_sentence(claim.here)} {_sentence('; '.join((*times, *beside)))} Source: {claim.source}."
+
+
+def _beside(name: str, value: float | str) -> str:
+    """A detail in words: its name, and its value in the unit that the name holds."""
+    words = name.replace("_", " ")
+    if isinstance(value, str):
+        return f"{words}: {value}"
+    for word, (size, unit) in _UNITS.items():
+        if word in name.split("_"):
+            return f"{' '.join(words.replace(word, '').split())}: {with_unit(value / size, unit)}"
+    return f"{words}: {value:,}" if isinstance(value, int) else f"{words}: {value:.3g}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _from(name: str, **renders: Callable[[Document], str]) -> dict[str, Part]:
+    """Parts of one result; a part's name has spaces for underscores."""
+    return {part.replace("_", " "): from_result(name, render) for part, render in renders.items()}
+
+
+_DOCS = Path("docs")
+PAGES: dict[Path, dict[str, Part]] = {
+    Path("README.md"): {"answers": answers, "short": short, "growth": growth, "machines": machines},
+    _DOCS / "catalogue.md": {
+        **_from("catalogue", all_patterns=_catalogue_table),
+        **{entry.name: _section_of(entry) for entry in ENTRIES},
+    },
+    _DOCS / "performance.md": _from(
+        "roofline",
+        forward=_tables.directions("forward"),
+        backward=_tables.directions("backward"),
+        kernel=_tables.kernel,
+        machine=_tables.matmul,
+    ),
+    _DOCS / "compiling.md": {
+        **_from("first_step", first_step=_tables.first_steps),
+        **_from("changing_lengths", lengths=_tables.lengths),
+    },
+    _DOCS / "memory.md": {
+        **_from("training_memory", against_dense=_tables.against_dense),
+        **_from(
+            "fits",
+            predicted_and_measured=_tables.peaks,
+            what_fits_on_cpu=lambda document: _tables.longest(document, "cpu"),
+            what_fits_on_cuda=lambda document: _tables.longest(document, "cuda"),
+        ),
+        **_from("checkpointing", checkpointing=_tables.checkpointing),
+    },
+    _DOCS / "distributed.md": {
+        **_from("exchange_bytes", keys_received=_tables.keys_received),
+        **_from("rank_accuracy", exactness=_tables.every_row),
+        **_from("work_balance", balance=_tables.balance),
+        **_from("ring_memory", ring_memory=_tables.every_row),
+    },
+    _DOCS / "claims.md": _from("claims", claims=_claims, notes=_notes),
+    _DOCS / "communication_buffers.md": {
+        **_from("buffer_reuse", reuse=_tables.reuse),
+        **_from("pool", single_buffers=_tables.single_buffers, pool_claims=_tables.pool_claims),
+        **_from(
+            "codec",
+            codec_bytes=_tables.codec_bytes,
+            codec_errors=_tables.codec_errors,
+            codec_choice=_tables.codec_choice,
+        ),
+    },
+    _DOCS / "attention_received.md": _from("received", received=_tables.received),
+    _DOCS / "describe.md": _from("describe", describe=_tables.described),
+    _DOCS / "benchmarks.md": {"measures": _measures, "cases": _cases},
+    _DOCS / "results.md": {"results": sections, "machines": measured_with},
+}

@@ -1,0 +1,187 @@
+"""Ranks on one machine: steps on several processes that share a gloo group, forward and backward."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.distributed import Sharding, traffic
+from flexdilated.distributed.group._ranks import Ranks
+from flexdilated.distributed.group._sharding import Order
+from flexdilated.distributed.heads._heads import attend_heads
+
+from ._jobs import Problem, Size
+from ._processes import run_together
+from ._rules import Rule, by_definition, relative_error
+
+# H query heads, G key/value heads, N tokens, L tokens of a rank, D head dim; the batch is 1
+
+Schedule = Literal["exchange", "ring", "heads"]
+NAMES = ("out", "dq", "dk", "dv")
+LIMIT_S = 120.0
+
+
+def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) -> list[Any]:
+    """function(mesh, *args) on every rank of a mesh of one dimension, one thread each; the results by rank.
+
+    The function must be importable; args and results must pickle. Raises DiedApart if a rank ends without a result,
+    and TookTooLong if one has none within `limit_s` seconds, which is the group's timeout too.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder, "store"))
+        calls = [(_rank, (rank, num_ranks, store, limit_s, function, args)) for rank in range(num_ranks)]
+        return run_together(calls, limit_s=limit_s)
+
+
+def each_on_ranks(num_ranks: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    """function(mesh, *args) for each args of `calls`, in turn on the same ranks; for each call the results by rank."""
+    by_rank = on_ranks(num_ranks, _in_turn, function, tuple(calls))
+    return [list(found) for found in zip(*by_rank, strict=True)]
+
+
+def _in_turn(mesh: DeviceMesh, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [function(mesh, *args) for args in calls]
+
+
+def _rank(
+    rank: int, num_ranks: int, store: str, limit_s: float, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    torch.set_num_threads(1)
+    meeting = dist.FileStore(store, num_ranks)  # pyright: ignore[reportPrivateImportUsage]
+    timeout = timedelta(seconds=limit_s)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=num_ranks, timeout=timeout)
+    try:
+        mesh: DeviceMesh = init_device_mesh("cpu", (num_ranks,))
+        result = function(mesh, *args)
+        # A rank that leaves sooner would take its connections from under those that still work.
+        dist.barrier()
+        return result
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is computed, and how it lies on the ranks; "heads" is head parallelism."""
+
+    pattern: str
+    size: Size
+    num_kv_heads: int
+    schedule: Schedule
+    order: Order = "contiguous"
+    dtype: str = "float32"
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the gradient of the output, whole, the same on every rank."""
+        drawn = Problem.draw(self.size)
+        kind = getattr(torch, self.dtype)
+        q, k, v, grad = (x.to(kind) for x in (drawn.q, drawn.k, drawn.v, drawn.grad))
+        return q, k[:, : self.num_kv_heads], v[:, : self.num_kv_heads], grad
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Output and gradients of all tokens, and the bytes that each rank sent and received by role."""
+
+    tensors: dict[str, Float[Tensor, "1 _ N D"]]
+    sent: list[Counter[str]]
+    received: list[Counter[str]]
+
+
+def take_steps(num_ranks: int, steps: Sequence[Step]) -> list[Taken]:
+    """Each step in turn on a group of so many processes."""
+    found = each_on_ranks(num_ranks, _take, [(step,) for step in steps])
+    return [_together(step, num_ranks, by_rank) for step, by_rank in zip(steps, found, strict=True)]
+
+
+def take_alone(step: Step) -> dict[str, Tensor]:
+    """The same tensors in one call on one rank."""
+    *leaves, grad = step.tensors()
+    q, k, v = (x.detach().requires_grad_() for x in leaves)
+    out = fd.attend(q, k, v, masks.from_json(step.pattern), enable_gqa=q.shape[1] != k.shape[1])
+    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, (q, k, v), grad)), strict=True))
+
+
+def take_cut(step: Step, num_ranks: int) -> dict[str, Tensor]:
+    """The same tensors in one call for each contiguous shard of queries, over all keys: nothing sent, sums in float64.
+
+    What a kernel's own rounding makes of shorter calls.
+    """
+    q, k, v, grad = step.tensors()
+    pattern, grouped = masks.from_json(step.pattern), q.shape[1] != k.shape[1]
+    outs, queries, others = [], [], [torch.zeros_like(x, dtype=torch.float64) for x in (k, v)]
+    for part, part_grad in zip(q.tensor_split(num_ranks, dim=2), grad.tensor_split(num_ranks, dim=2), strict=True):
+        leaves = [x.detach().requires_grad_() for x in (part, k, v)]
+        first = sum(out.shape[2] for out in outs)
+        out = fd.attend(leaves[0], leaves[1], leaves[2], pattern, enable_gqa=grouped, q_offset=first)
+        found = torch.autograd.grad(out, leaves, part_grad)
+        outs.append(out.detach())
+        queries.append(found[0])
+        for total, share in zip(others, found[1:], strict=True):
+            total += share
+    cast = (total.to(q.dtype) for total in others)
+    return dict(zip(NAMES, (torch.cat(outs, dim=2), torch.cat(queries, dim=2), *cast), strict=True))
+
+
+def by_rule(step: Step, rule: Rule) -> dict[str, Tensor]:
+    """The same tensors from the definition, in float64; the rule is written outside of the library."""
+    q, k, v, grad = (x[0].double() for x in step.tensors())
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    group = q.shape[0] // k.shape[0]
+    keys, values = (x.repeat_interleave(group, dim=0) for x in leaves[1:])
+    out, _ = by_definition(leaves[0], keys, values, rule, torch.arange(q.shape[1]))
+    found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+    return {name: x[None] for name, x in zip(NAMES, found, strict=True)}
+
+
+def errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """Relative error of each tensor by name."""
+    return {name: relative_error(got[name], wanted[name]) for name in NAMES}
+
+
+def attend_on(mesh: DeviceMesh, step: Step, sharding: Sharding, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """This rank's output from its shards."""
+    pattern = masks.from_json(step.pattern)
+    grouped = q.shape[1] != k.shape[1]
+    if step.schedule == "heads":
+        return attend_heads(q, k, v, pattern, ranks=Ranks.of(mesh), sharding=sharding, enable_gqa=grouped)
+    return fd.distributed.attend(
+        q, k, v, pattern, mesh=mesh, sharding=sharding, schedule=step.schedule, enable_gqa=grouped
+    )
+
+
+def local_tensors(mesh: DeviceMesh, step: Step) -> tuple[Sharding, list[Tensor]]:
+    """The sharding, and this rank's shards of q, k, v, which want gradients, and of the gradient of the output."""
+    sharding = Sharding(step.size.num_tokens, mesh.size(), order=step.order)
+    held = sharding.positions(mesh.get_local_rank())
+    shards = [x[:, :, held] for x in step.tensors()]
+    return sharding, [*(x.requires_grad_() for x in shards[:3]), shards[3]]
+
+
+def _take(mesh: DeviceMesh, step: Step) -> dict[str, Any]:
+    """By value, as arrays of float32: the memory of a tensor would go with the process."""
+    sharding, (q, k, v, grad) = local_tensors(mesh, step)
+    traffic().reset()
+    out = attend_on(mesh, step, sharding, q, k, v)
+    found = (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
+    arrays = {name: x.float().numpy() for name, x in zip(NAMES, found, strict=True)}
+    counts = traffic()
+    return {**arrays, "sent": Counter(counts.sent), "received": Counter(counts.received)}
+
+
+def _together(step: Step, num_ranks: int, found: Sequence[dict[str, Any]]) -> Taken:
+    sharding = Sharding(step.size.num_tokens, num_ranks, order=step.order)
+    order = torch.cat([sharding.positions(rank) for rank in range(num_ranks)]).argsort()
+    tensors = {name: torch.cat([torch.from_numpy(each[name]) for each in found], dim=2)[:, :, order] for name in NAMES}
+    return Taken(tensors, [each["sent"] for each in found], [each["received"] for each in found])

@@ -1,0 +1,329 @@
+"""Results as people read them: tables, README's headlines, the page of results, the parts of pages."""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from ._jobs import tokens_text
+from ._measures import with_unit
+from ._run import MEASURES
+from .device._suite import NAMES as DEVICE_NAMES
+
+Document = dict[str, Any]
+Part = Callable[[Path], str]
+
+_HEADERS = ("measure", "what", "target", "measured", "met")
+_MARK = re.compile(r"(<!-- (?P<name>[^>]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
+
+
+def markdown(lines: Iterable[Sequence[object]], headers: Sequence[str]) -> str:
+    """A table; texts as they are given: none is taken for a number."""
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def read(results: Path, name: str) -> Document:
+    """Raises FileNotFoundError if it has not been measured."""
+    return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def all_documents(results: Path) -> list[Document]:
+    """The answers in the folder, in the order of the measures; last those of which there is no measure any more.
+
+    Raises FileNotFoundError if there is none.
+    """
+    names = {path.stem for path in results.glob("*.json")}
+    known = [name for name in (*MEASURES, *DEVICE_NAMES) if name in names]
+    documents = [read(results, name) for name in (*known, *sorted(names - set(known)))]
+    answers = [each for each in documents if {"rows", "machine", "commit"} <= set(each)]
+    if not answers:
+        raise FileNotFoundError(f"a table needs results in {results}; `python -m bench` writes them")
+    return answers
+
+
+def is_headline(name: str) -> bool:
+    """Whether README shows it: what had a target from the start, on a CPU, many ranks or a GPU; and the sweep."""
+    return name == "sweep" or name in DEVICE_NAMES or (name in MEASURES and bool(MEASURES[name].code))
+
+
+def question(document: Document) -> str:
+    """In the words of the measure as it is now, or, of another machine's suite, of the file."""
+    name = document["name"]
+    return MEASURES[name].question if name in MEASURES else str(document["question"])
+
+
+def condition(document: Document) -> str:
+    """With what an answer was measured, as a line of text."""
+    machine, versions = document["machine"], document["versions"]
+    gpu = f"{machine['gpu']}, {machine['gpu_memory_gib']} GiB; " if "gpu" in machine else ""
+    return (
+        f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, "
+        f"{machine['memory_gib']} GiB; "
+        f"Python {versions['python']}, torch {versions['torch']}, flexdilated {versions['flexdilated']}; "
+        f"commit {document['commit']}; {document['date'][:10]}{'; tiny sizes' if document['small'] else ''}."
+    )
+
+
+def conditions(documents: list[Document]) -> list[str]:
+    """One line for each set of conditions that some of the answers share."""
+    names: dict[str, list[str]] = {}
+    for document in documents:
+        names.setdefault(condition(document), []).append(document["name"])
+    return [f"{', '.join(shared)}: {text}" for text, shared in names.items()]
+
+
+def with_condition(lines: Iterable[Sequence[object]], headers: Sequence[str], document: Document) -> str:
+    """A table in Markdown, and under it with what its answer was measured."""
+    return f"{markdown(lines, headers)}\n\n{condition(document)}"
+
+
+def terminal_table(documents: Iterable[Document]) -> str:
+    """One line a row: what was measured, its target, the figure, whether it is met."""
+    lines = [(document["name"], *_cells(row)) for document in documents for row in document["rows"]]
+    return tabulate(lines, _HEADERS, disable_numparse=True)
+
+
+def markdown_table(results: Path) -> str:
+    """The answers in the folder, each line with its file, then the sweep and what it was measured with."""
+    documents = all_documents(results)
+    lines = [
+        (document["name"], *_cells(row), f"`{results.as_posix()}/{document['name']}.json`")
+        for document in documents
+        for row in document["rows"]
+    ]
+    parts = [markdown(lines, (*_HEADERS, "file"))] if lines else []
+    parts += [points_table(document["points"]) for document in documents if document["points"]]
+    return "\n\n".join([*parts, *conditions(documents)])
+
+
+def _cells(row: Document) -> tuple[str, str, str, str]:
+    verdict = {True: "yes", False: "no", None: "—"}[row["met"]]
+    return row["measure"], row["target"], row["measured_text"], "not verified" if "not_verified" in row else verdict
+
+
+def points_table(points: list[Document]) -> str:
+    """Seconds and peak of each point of the sweep."""
+    lines = [
+        (
+            tokens_text(point["num_tokens"]),
+            point["attention"],
+            f"{point['forward']['median_s']:.3g} s",
+            f"{point['backward']['median_s']:.3g} s",
+            f"{point['peak_bytes'] / 2**20:,.0f} MiB",
+        )
+        for point in points
+    ]
+    headers = ("tokens", "attention", "forward", "backward", "peak memory")
+    return markdown(lines, headers)
+
+
+# README: a line a measure, what falls short in full words, and how time and memory grow.
+
+
+def answers(results: Path) -> str:
+    """Each target that a measure has, and the range of what was measured against it."""
+    lines = []
+    for document in _headlines(results):
+        rows = document["rows"]
+        targets: dict[str, list[Document]] = {}
+        for row in rows:
+            targets.setdefault(row["target"], []).append(row)
+        measured = ", ".join(_range(against) for against in targets.values())
+        lines.append((f"`{document['name']}`", question(document), ", ".join(targets), measured, _verdict(rows)))
+    return _spaced(markdown(lines, ("measure", "question", "target", "measured", "met")))
+
+
+def short(results: Path) -> str:
+    """Each row that misses its target, is not measured, or not verified, in the words of its file."""
+    lines = [
+        f"* `{document['name']}`: {row['measure']}: **{figure(row)}{', not verified' * ('not_verified' in row)}**, "
+        f"target {row['target']}"
+        for document in _headlines(results)
+        for row in document["rows"]
+        if not counts(row)
+    ]
+    return _spaced("\n".join(lines) or "Nothing: every target is met.")
+
+
+def machines(results: Path) -> str:
+    shown = [document for document in all_documents(results) if is_headline(document["name"])]
+    return "  \n".join(dict.fromkeys(_machine(document) for document in shown))
+
+
+def growth(results: Path) -> str:
+    """What is swept, and a line a length: each figure of the library, and beside it that of dense attention."""
+    document = read(results, "sweep")
+    points, names = document["points"], {"forward": "forward", "backward": "backward", "peak_bytes": "peak memory"}
+    attentions = list(dict.fromkeys(point["attention"] for point in points))
+    found = {(point["num_tokens"], point["attention"]): point for point in points}
+    headers = ["tokens", *(text for name in names.values() for text in (name, *attentions[1:]))]
+    lines = [
+        [tokens_text(tokens), *(_cell(found.get((tokens, each)), key) for key in names for each in attentions)]
+        for tokens in dict.fromkeys(point["num_tokens"] for point in points)
+    ]
+    return _spaced(f"{_swept(document['config'])}\n\n{markdown(lines, headers)}")
+
+
+def _headlines(results: Path) -> list[Document]:
+    return [each for each in all_documents(results) if each["rows"] and is_headline(each["name"])]
+
+
+def _verdict(rows: Sequence[Document]) -> str:
+    met = sum(counts(row) for row in rows)
+    if len(rows) == 1:
+        return "yes" if met else "**no**"
+    return f"{met} of {len(rows)}" if met == len(rows) else f"**{met} of {len(rows)}**"
+
+
+def counts(row: Document) -> bool:
+    """Whether a row meets its target, with all its checks passed."""
+    return row["met"] is True and "not_verified" not in row
+
+
+def _range(rows: Sequence[Document]) -> str:
+    numbers = sorted((row for row in rows if row["measured"] is not None), key=lambda row: float(row["measured"]))
+    if not numbers:
+        return "not measured"
+    low, high = figure(numbers[0]), figure(numbers[-1])
+    text = high if low == high else f"{low.partition(' ')[0]} to {high}"
+    return text if len(numbers) == len(rows) else f"{text}, {len(rows) - len(numbers)} not measured"
+
+
+def figure(row: Document) -> str:
+    """What was measured; a miss has the digits that tell it from its bound."""
+    bound = row["target"][2:]
+    if row["met"] is not False or row["measured_text"] != bound:
+        return str(row["measured_text"])
+    return f"{row['measured']:.4g} {bound.partition(' ')[2]}".rstrip()
+
+
+def _swept(config: dict[str, Any]) -> str:
+    spec, size = config["spec"], config["sizes"][0]
+    lengths, rates = (", ".join(map(str, spec[key])) for key in ("segment_lengths", "dilation_rates"))
+    heads = "one head" if size["num_heads"] == 1 else f"{size['num_heads']} heads"
+    causal = "causal" if spec["causal"] else "not causal"
+    return f"{spec['name']} (segments {lengths}; rates {rates}; {causal}), {heads} of dim {size['head_dim']}, float32:"
+
+
+def _cell(point: Document | None, key: str) -> str:
+    if point is None:
+        return "—"
+    return f"{point[key] / 2**20:,.0f} MiB" if key == "peak_bytes" else with_unit(point[key]["median_s"], "s")
+
+
+def _machine(document: Document) -> str:
+    machine, versions = document["machine"], document["versions"]
+    gpu = f"{machine['gpu']}; " if "gpu" in machine else ""
+    tiny = "; tiny sizes" if document["small"] else ""
+    return f"On {gpu}{machine['cpu']}, {machine['threads']} threads; torch {versions['torch']}{tiny}."
+
+
+# The page of results: a section a measure, every row against its target.
+
+
+def sections(results: Path) -> str:
+    return _spaced("\n\n".join(_section(document, results) for document in all_documents(results)))
+
+
+def measured_with(results: Path) -> str:
+    return _spaced("\n\n".join(conditions(all_documents(results))))
+
+
+def _section(document: Document, results: Path) -> str:
+    name = document["name"]
+    asked = f"{question(document)} [{name}.json](../{results.as_posix()}/{name}.json)"
+    parts = [f"## {name}", asked]
+    if document["rows"]:
+        parts.append(_rows(document["rows"]))
+    if document["points"] and name == "sweep":
+        parts.append(points_table(document["points"]))
+    return "\n\n".join(parts)
+
+
+def _rows(rows: Sequence[Document]) -> str:
+    """What all rows say in the same words after their last colon is said once, above them."""
+    split = [row["measure"].rpartition(": ") for row in rows]
+    what = {measure for _, _, measure in split}
+    once = len(what) == 1 and all(case for case, _, _ in split)
+    cases = [case if once else row["measure"] for row, (case, _, _) in zip(rows, split, strict=True)]
+    lines = [(case, row["target"], figure(row), _met(row)) for case, row in zip(cases, rows, strict=True)]
+    return markdown(lines, (what.pop() if once else "measure", "target", "measured", "met"))
+
+
+def _met(row: Document) -> str:
+    if "not_verified" in row:
+        return "**not verified**"
+    return "yes" if counts(row) else "**no**" if row["met"] is False else "—"
+
+
+# Pages: what stands between their marks.
+
+
+def write_pages(pages: Mapping[Path, Mapping[str, Part]], results: Path) -> None:
+    """Put the results into the pages, each part between its marks.
+
+    A part whose result is not there stays as it is, which is said on stderr.
+    """
+    for path, parts in pages.items():
+        found: dict[str, str | None] = {}
+        for name, part in parts.items():
+            try:
+                found[name] = part(results)
+            except FileNotFoundError as error:
+                if error.filename is None:
+                    raise  # there is no result at all
+                print(f"{path}, {name}: stays as it is; {error.filename} is not there", file=sys.stderr)
+                found[name] = None
+        path.write_text(filled(path.read_text(encoding="utf-8"), found), encoding="utf-8")
+
+
+def filled(text: str, parts: Mapping[str, str | None]) -> str:
+    """The text with each part between the marks of its name; None leaves it. Raises ValueError if the names differ."""
+    found = [match["name"] for match in _MARK.finditer(text)]
+    if sorted(found) != sorted(parts):
+        raise ValueError(f"each part needs its marks, once; got marks {sorted(found)} for parts {sorted(parts)}")
+
+    def part(match: re.Match[str]) -> str:
+        new = parts[match["name"]]
+        return match[0] if new is None else f"{match[1]}{new}\n{match[3]}"
+
+    return _MARK.sub(part, text)
+
+
+def from_result(name: str, render: Callable[[Document], str]) -> Part:
+    """A part that one result is rendered into."""
+    return lambda results: _spaced(render(read(results, name)))
+
+
+def _spaced(text: str) -> str:
+    return f"\n{text}\n"
+
+
+_PANELS = (
+    ("forward", "s", lambda point: point["forward"]["median_s"]),
+    ("backward", "s", lambda point: point["backward"]["median_s"]),
+    ("peak memory, forward + backward", "MiB", lambda point: point["peak_bytes"] / 2**20),
+)
+
+
+def plot_sweep(document: dict[str, Any], path: Path) -> None:
+    """Write a PNG. Raises ImportError without matplotlib, which the extra `plot` brings."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    points = document["points"]
+    tokens = sorted({point["num_tokens"] for point in points})
+    for axes, (title, unit, value) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
+        for name in dict.fromkeys(point["attention"] for point in points):
+            own = [point for point in points if point["attention"] == name]
+            axes.loglog([point["num_tokens"] for point in own], [value(point) for point in own], "o-", label=name)
+        axes.set(title=title, xlabel="tokens", ylabel=unit)
+        axes.set_xticks(tokens, [tokens_text(count) for count in tokens])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)

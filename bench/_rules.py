@@ -1,0 +1,284 @@
+"""The rules that are measured, written a second time from the paper, and checks of an attention against them.
+
+LongNet, arXiv 2307.02486. Output, gradients and counts of pairs are held against what is written here, in float64, so
+that every measurement also checks the library.
+"""
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+from typing import Literal, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+import flexdilated as fd
+from flexdilated import masks
+
+from ._jobs import Attention, Job, Problem, backward_job, forward_job, training_job
+
+# H heads, N tokens, D head dim, R sampled query rows; the batch is 1
+
+Part = Literal["forward", "backward", "forward + backward"]
+
+FORWARD_FLOPS = 4  # a useful pair, times the head dim: one multiply-add in q.k and one in p.v
+TOLERANCE = 1e-5  # relative, float32: ten times what dense attention itself is off by
+_SAMPLED_ROWS = 12
+
+
+class Rule(Protocol):
+    """Who attends to whom, written here rather than in the library."""
+
+    def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
+        """The pairs of the sampled query rows that each branch allows."""
+        ...
+
+
+@dataclass(frozen=True)
+class LongNet:
+    """Segment lengths and dilation rates, one each a branch; head h starts at h mod rate."""
+
+    name: str
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    causal: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {'causal' if self.causal else 'full'}"
+
+    @property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
+
+    def pattern(self) -> masks.Pattern | masks.Mixture:
+        """The same as a pattern of the library."""
+        branches = masks.longnet(segment_lengths=self.segment_lengths, dilation_rates=self.dilation_rates)
+        return branches & masks.causal() if self.causal else branches
+
+    def attention(self) -> Attention:
+        """The library's attention with this pattern."""
+        pattern = self.pattern()
+        return lambda q, k, v: fd.attend(q, k, v, pattern)
+
+    def as_causal(self) -> "LongNet":
+        """The same with keys up to the query only."""
+        return replace(self, causal=True)
+
+    def shrunk(self, factor: int) -> "LongNet":
+        """Every segment length divided by `factor`."""
+        lengths = tuple(length // factor for length in self.segment_lengths)
+        return replace(self, name=f"{self.name} / {factor}", segment_lengths=lengths)
+
+    def pairs(self, *, num_tokens: int, num_heads: int) -> int:
+        """Useful (query, key) pairs of all heads, each counted once for every branch that allows it."""
+        return sum(
+            _branch_pairs(length, rate, head % rate, num_tokens, causal=self.causal)
+            for length, rate in self.branches
+            for head in range(num_heads)
+        )
+
+    def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
+        """The pairs of the sampled query rows that each branch allows."""
+        h = torch.arange(num_heads, device=rows.device)[:, None, None]
+        q, k = rows[None, :, None], torch.arange(num_tokens, device=rows.device)[None, None, :]
+        allowed = [same_branch(h, q, k, length=length, rate=rate) for length, rate in self.branches]
+        return [mask & (k <= q) for mask in allowed] if self.causal else allowed
+
+
+@dataclass(frozen=True)
+class Union:
+    """The branches of a LongNet as a set: a pair that several of them allow counts once."""
+
+    spec: LongNet
+
+    def attention(self) -> Attention:
+        """The library's attention with this pattern."""
+        pattern = reduce(or_, self.spec.pattern().branches())
+        return lambda q, k, v: fd.attend(q, k, v, pattern)
+
+    def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
+        """The pairs of the sampled query rows, as the one branch of a set."""
+        return [reduce(or_, self.spec.masks(rows, num_tokens=num_tokens, num_heads=num_heads))]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Each block of tokens sees `left` blocks before and `right` after its own; a block of 1 is a token."""
+
+    name: str
+    left: int
+    right: int
+    block: int
+    bound: float
+
+    def pattern(self) -> masks.Pattern:
+        """The same as a pattern of the library."""
+        window = masks.local_window(left=self.left, right=self.right)
+        return window if self.block == 1 else masks.blockwise(window, self.block)
+
+    def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
+        """The pairs of the sampled query rows, as the one branch of a set."""
+        keys = torch.arange(num_tokens, device=rows.device) // self.block
+        queries = (rows // self.block)[:, None]
+        allowed = (keys >= queries - self.left) & (keys <= queries + self.right)
+        return [allowed.expand(num_heads, -1, -1)]
+
+    def pairs(self, *, num_tokens: int, num_heads: int) -> int:
+        """Pairs of all heads; num_tokens is a multiple of the block."""
+        blocks = num_tokens // self.block
+        lists = sum(min(block + self.right, blocks - 1) - max(block - self.left, 0) + 1 for block in range(blocks))
+        return num_heads * lists * self.block**2
+
+
+def same_branch(h: Tensor, q: Tensor, k: Tensor, *, length: int, rate: int) -> Bool[Tensor, "..."]:
+    """Both positions active for the head, in one segment: eqs. 3 to 6 with the head offset of eq. 13."""
+    offset = h % rate
+    active = (q % length % rate == offset) & (k % length % rate == offset)
+    return active & (q // length == k // length)
+
+
+def dense(num_tokens: int, *, causal: bool) -> LongNet:
+    """Dense attention is one branch whose segment is the sequence."""
+    return LongNet("dense", (num_tokens,), (1,), causal)
+
+
+def longnet_n(num_tokens: int) -> LongNet:
+    """LongNet-N: segments that double from 2048 to the sequence, each with 2048 active tokens."""
+    lengths = [2048]
+    while lengths[-1] < num_tokens:
+        lengths.append(2 * lengths[-1])
+    return LongNet("LongNet-N", tuple(lengths), tuple(length // 2048 for length in lengths))
+
+
+def _branch_pairs(length: int, rate: int, offset: int, num_tokens: int, *, causal: bool) -> int:
+    whole, tail = divmod(num_tokens, length)
+    return whole * _among(_active(length, rate, offset), causal=causal) + _among(
+        _active(tail, rate, offset), causal=causal
+    )
+
+
+def _active(length: int, rate: int, offset: int) -> int:
+    return max(0, -(-(length - offset) // rate))
+
+
+def _among(tokens: int, *, causal: bool) -> int:
+    return tokens * (tokens + 1) // 2 if causal else tokens * tokens
+
+
+LONGNET_4 = LongNet("LongNet-4", (2048, 4096, 8192, 16384), (1, 2, 4, 8))
+LONGNET_5 = LongNet("LongNet-5", (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
+PAPER_5 = LongNet("paper-5", (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+GIGAPATH_5 = LongNet("GigaPath-5", (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))
+
+
+@dataclass(frozen=True, eq=False)
+class Contestant:
+    """An attention on a problem, and the rule it follows; None: not checked.
+
+    `constant_weights`: its gradient leaves the branch weights out, as torchscale's does.
+    """
+
+    name: str
+    attention: Attention
+    problem: Problem
+    rule: Rule | None
+    constant_weights: bool = False
+
+    def check(self, part: Part, *, tolerance: float = TOLERANCE) -> None:
+        """Raise AssertionError unless output, and where it trains gradients, are the definition's."""
+        if self.rule is None:
+            return
+        if part == "forward":
+            check_forward(self.attention, self.problem, self.rule, tolerance=tolerance)
+        else:
+            options = {"constant_weights": self.constant_weights, "tolerance": tolerance}
+            check_training(self.attention, self.problem, self.rule, **options)
+
+    def job(self, part: Part) -> Job:
+        make = {"forward": forward_job, "backward": backward_job, "forward + backward": training_job}[part]
+        return make(self.name, self.attention, self.problem)
+
+
+def by_definition(
+    q: Float[Tensor, "H R D"],
+    k: Float[Tensor, "H N D"],
+    v: Float[Tensor, "H N D"],
+    rule: Rule,
+    rows: Int64[Tensor, " R"],
+    *,
+    constant_weights: bool = False,
+) -> tuple[Float[Tensor, "H R D"], Float[Tensor, "H R"]]:
+    """Output and lse of the query rows: each branch's softmax, weighted by the branches' denominators.
+
+    `constant_weights` takes the branch weights out of the gradient, as torchscale does. Differentiable;
+    computed in the dtype of the inputs. A row without keys has output 0 and lse -inf.
+    """
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    allowed = rule.masks(rows, num_tokens=k.shape[-2], num_heads=k.shape[0])
+    hidden = [scores.masked_fill(~mask, -torch.inf) for mask in allowed]
+    lses = torch.stack([part.logsumexp(-1) for part in hidden])
+    total = lses.logsumexp(0)
+    # The softmax of the lses, and 0 for all branches of a row that has keys in none.
+    weights = (lses - total.masked_fill(total == -torch.inf, 0.0)).exp()
+    out = torch.zeros_like(q)
+    for part, lse, weight in zip(hidden, lses, weights.detach() if constant_weights else weights, strict=True):
+        empty = lse == -torch.inf
+        share = (part - lse.masked_fill(empty, 0.0)[..., None]).exp()
+        out = out + weight[..., None] * (share @ v)
+    return out, total
+
+
+def check_forward(attention: Attention, problem: Problem, rule: Rule, *, tolerance: float = TOLERANCE) -> None:
+    """Raise AssertionError unless the output equals the definition's on the sampled rows."""
+    rows = _sample(problem.q.shape[-2]).to(problem.q.device)
+    with torch.no_grad():
+        out = attention(problem.q, problem.k, problem.v)
+        q, k, v = (x[0].double() for x in (problem.q[:, :, rows], problem.k, problem.v))
+        _compare("out", out[0, :, rows], by_definition(q, k, v, rule, rows)[0], tolerance)
+
+
+def check_training(
+    attention: Attention,
+    problem: Problem,
+    rule: Rule,
+    *,
+    constant_weights: bool = False,
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Raise AssertionError unless out, dq, dk and dv equal the definition's, by the sampled rows."""
+    rows = _sample(problem.q.shape[-2]).to(problem.q.device)
+    grad = torch.zeros_like(problem.grad)
+    grad[:, :, rows] = problem.grad[:, :, rows]
+    leaves = problem.leaves
+    out = attention(*leaves)
+    dq, dk, dv = torch.autograd.grad(out, leaves, grad)
+
+    q, k, v = exact = tuple(x[0].double().requires_grad_() for x in (problem.q[:, :, rows], problem.k, problem.v))
+    expected, _ = by_definition(q, k, v, rule, rows, constant_weights=constant_weights)
+    gradients = torch.autograd.grad(expected, exact, grad[0, :, rows].double())
+    got = (out[0, :, rows], dq[0, :, rows], dk[0], dv[0])
+    for name, value, wanted in zip(("out", "dq", "dk", "dv"), got, (expected, *gradients), strict=True):
+        _compare(name, value, wanted, tolerance)
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted, in float64."""
+    return float((got.detach().double() - wanted.detach()).norm() / wanted.detach().norm())
+
+
+def _compare(name: str, got: Tensor, wanted: Tensor, tolerance: float) -> None:
+    error = relative_error(got, wanted)
+    assert error <= tolerance, f"{name} must be within {tolerance} of the definition; it is off by {error:.2e}"
+
+
+def _sample(num_tokens: int) -> Int64[Tensor, " R"]:
+    """The first and the last row and some between, the same for every call."""
+    drawn = torch.randint(num_tokens, (_SAMPLED_ROWS - 2,), generator=torch.Generator().manual_seed(1))
+    return torch.cat([torch.tensor([0, num_tokens - 1]), drawn]).unique()
+
+
+def assert_near(name: str, got: Tensor, wanted: Tensor) -> None:
+    """AssertionError unless they agree as float32 lets attention agree with its definition."""
+    _compare(name, got, wanted, TOLERANCE)

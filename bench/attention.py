@@ -1,0 +1,361 @@
+"""Attention of one pattern: its speed beside peers', its exactness, its growth with the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flexdilated as fd
+from flexdilated import masks
+
+from ._jobs import (
+    Job,
+    Problem,
+    Size,
+    interleave,
+    peak_bytes,
+    ratio,
+    say,
+    step_bytes,
+    tokens_text,
+)
+from ._measures import Row, Target, at_least, at_most, measure
+from ._rules import (
+    FORWARD_FLOPS,
+    LONGNET_4,
+    LONGNET_5,
+    TOLERANCE,
+    Contestant,
+    LongNet,
+    Part,
+    Union,
+    by_definition,
+    dense,
+    relative_error,
+)
+from .peers import branch_loop, dense_attention, natural_attention, natural_block_mask
+
+_BOTH = (LONGNET_4, LONGNET_4.as_causal())
+_BOTH_SMALL = (LONGNET_4.shrunk(32), LONGNET_4.shrunk(32).as_causal())
+_TINY = (Size(512, num_heads=4, repeats=1),)
+
+
+@measure(
+    "C1",
+    full={"spec": LONGNET_4, "size": Size(16384, num_heads=8)},
+    small={"spec": LONGNET_4.shrunk(32), "size": Size(512, num_heads=8, repeats=1)},
+)
+def forward_vs_dense(spec: LongNet, size: Size) -> Iterator[Row]:
+    """Does a LongNet forward do useful work at the rate of dense attention?"""
+    ours, theirs = _beside_dense(spec, Problem.draw(size))
+    flops = [
+        _pairs(rule, size) * FORWARD_FLOPS * size.head_dim
+        for rule in (dense(size.num_tokens, causal=spec.causal), spec)
+    ]
+    what = f"{spec.label}, {size}, forward: useful-FLOP rate over dense SDPA's"
+    row = _race(what, at_least(0.95), theirs, ours, "forward", size, over=flops[0] / flops[1])
+    rates = [work / timing.median_s / 1e9 for work, timing in zip(flops, row.timings, strict=True)]
+    yield replace(row, detail={"dense_gflop_per_s": rates[0], "useful_gflop_per_s": rates[1], **row.detail})
+
+
+@measure(
+    "C3",
+    full={"specs": _BOTH, "sizes": (Size(16384, num_heads=4, repeats=3), Size(65536, num_heads=1, repeats=2))},
+    small={"specs": _BOTH_SMALL, "sizes": _TINY},
+)
+def training_vs_dense(specs: tuple[LongNet, ...], sizes: tuple[Size, ...]) -> Iterator[Row]:
+    """Does a LongNet training step gain over dense attention what its smaller work promises?
+
+    The speed-up over dense SDPA divided by the ratio of their useful FLOP; causal against causal.
+    """
+    for size, spec in _each(sizes, specs):
+        ours, theirs = _beside_dense(spec, Problem.draw(size))
+        flop_ratio = _pairs(dense(size.num_tokens, causal=spec.causal), size) / _pairs(spec, size)
+        what = f"{spec.label}, {size}, forward + backward: speed-up over dense SDPA over FLOP ratio"
+        target = at_least(0.80 if spec.causal else 0.92)
+        yield _race(what, target, theirs, ours, "forward + backward", size, over=flop_ratio)
+
+
+@measure(
+    "C4",
+    full={"specs": _BOTH, "sizes": (Size(16384, num_heads=4), Size(65536, num_heads=1))},
+    small={"specs": _BOTH_SMALL, "sizes": _TINY},
+)
+def vs_branch_loop(specs: tuple[LongNet, ...], sizes: tuple[Size, ...]) -> Iterator[Row]:
+    """How much faster is it than torchscale's way, a loop over branches, on the same kernels?
+
+    Forward and backward. The loop leaves the branch weights out of its gradient.
+    """
+    for size, spec in _each(sizes, specs):
+        problem = Problem.draw(size)
+        loop = Contestant("loop over branches", branch_loop(spec), problem, spec, constant_weights=True)
+        what = f"{spec.label}, {size}, forward + backward: times as fast as a loop over branches"
+        yield _race(what, at_least(1.5, "×"), loop, _ours(spec, problem), "forward + backward", size)
+
+
+@measure(
+    "C2",
+    full={"spec": LONGNET_4.shrunk(2), "size": Size(8192, num_heads=4, repeats=3), "backend": "inductor"},
+    small={
+        "spec": LONGNET_4.shrunk(64),
+        "size": Size(256, num_heads=2, head_dim=16, repeats=1),
+        "backend": "aot_eager",
+    },
+)
+def vs_flex_attention(spec: LongNet, size: Size, backend: str) -> Iterator[Row]:
+    """How much faster is it than compiled FlexAttention in natural token order?
+
+    The same mixture (a score_mod there), and the union of its branches as a mask.
+    """
+    problem = Problem.draw(size)
+    say("create_block_mask, and compiling FlexAttention")
+    block_mask = natural_block_mask(spec, num_heads=size.num_heads, num_tokens=size.num_tokens)
+    for name, rule, bound in (("mixture", spec, 30), ("union", Union(spec), 15)):
+        natural = natural_attention(spec, block_mask, mixture=name == "mixture", backend=backend)
+        theirs = Contestant("FlexAttention", natural, problem, rule)
+        what = f"{spec.label}, {size}, {name}, forward: times as fast as compiled FlexAttention in natural order"
+        yield _race(what, at_least(bound, "×"), theirs, _ours(rule, problem), "forward", size)
+
+
+@measure(
+    "C9",
+    full={"specs": _BOTH, "sizes": tuple(Size(tokens, num_heads=1, repeats=3) for tokens in (16384, 65536, 262144))},
+    small={
+        "specs": _BOTH_SMALL[:1],
+        "sizes": tuple(Size(tokens, num_heads=1, repeats=1) for tokens in (512, 1024)),
+    },
+)
+def linear_time(specs: tuple[LongNet, ...], sizes: tuple[Size, ...]) -> Iterator[Row]:
+    """Does the time of a token stay the same as the sequence grows?
+
+    Forward and backward, of the longest sequence over the shortest's.
+    """
+    for spec in specs:
+        contestants = [replace(_ours(spec, Problem.draw(size)), name=str(size)) for size in sizes]
+        timings = _timed(contestants, "forward + backward", sizes[0].repeats)
+        token_us = [timing.median_s / size.num_tokens * 1e6 for timing, size in zip(timings, sizes, strict=True)]
+        yield Row(
+            f"{spec.label}, {sizes[0]} to {sizes[-1]}, forward + backward: growth of the time per token",
+            at_most(1.15, "×"),
+            token_us[-1] / token_us[0],
+            timings,
+            {"us_per_token": dict(zip(map(str, sizes), token_us, strict=True))},
+        )
+
+
+@measure(
+    full={
+        "spec": LONGNET_4,
+        "sizes": tuple(
+            Size(1024 * kilo, num_heads=1, repeats=2 if kilo > 16 else 5) for kilo in (4, 8, 16, 32, 64, 128, 256)
+        ),
+        "dense_tokens": 65536,
+    },
+    small={
+        "spec": LONGNET_4.shrunk(8),
+        "sizes": tuple(Size(tokens, num_heads=1, repeats=1) for tokens in (1024, 2048)),
+        "dense_tokens": 1024,
+    },
+)
+def sweep(spec: LongNet, sizes: tuple[Size, ...], dense_tokens: int) -> Iterator[Mapping[str, Any]]:
+    """How do forward, backward and peak memory grow with the sequence?
+
+    Measured points only; dense attention only up to `dense_tokens`, beyond it takes too long.
+    """
+    for size in sizes:
+        ours, theirs = _beside_dense(spec, Problem.draw(size))
+        contestants = [ours, theirs] if size.num_tokens <= dense_tokens else [ours]
+        peaks = {"flexdilated": step_bytes("flexdilated", spec.attention, size)}
+        if theirs in contestants:
+            peaks["dense SDPA"] = step_bytes("dense SDPA", partial(dense_attention, causal=spec.causal), size)
+        for each in contestants:
+            each.check("backward")
+        parts: tuple[Part, ...] = ("forward", "backward")
+        jobs = [replace(each, name=f"{each.name} {part}").job(part) for each in contestants for part in parts]
+        timings = {timing.name: timing.to_data() for timing in interleave(jobs, repeats=size.repeats)}
+        for name in peaks:
+            point = {part: timings[f"{name} {part}"] for part in parts}
+            yield {"attention": name, "num_tokens": size.num_tokens, **point, "peak_bytes": peaks[name]}
+
+
+def _race(
+    what: str,
+    target: Target,
+    theirs: Contestant,
+    ours: Contestant,
+    part: Part,
+    size: Size,
+    *,
+    over: float | None = None,
+) -> Row:
+    """How many times as fast the second is as the first, over the ratio of their work if that is given."""
+    timings = _timed((theirs, ours), part, size.repeats)
+    speed_up = ratio(*timings)
+    detail = {} if over is None else {"speed_up": speed_up, "flop_ratio": over}
+    return Row(what, target, speed_up / (over or 1.0), timings, detail)
+
+
+def _timed(contestants, part: Part, repeats: int):
+    """Timings of contestants that have been verified."""
+    for each in contestants:
+        each.check(part)
+    return interleave([each.job(part) for each in contestants], repeats=repeats)
+
+
+def _ours(rule: Any, problem: Problem) -> Contestant:
+    return Contestant("flexdilated", rule.attention(), problem, rule)
+
+
+def _beside_dense(spec: LongNet, problem: Problem) -> tuple[Contestant, Contestant]:
+    """The library's attention, and dense attention on the same problem."""
+    everything = dense(problem.q.shape[2], causal=spec.causal)
+    return _ours(spec, problem), Contestant("dense SDPA", dense_attention(causal=spec.causal), problem, everything)
+
+
+def _pairs(rule: LongNet, size: Size) -> int:
+    return rule.pairs(num_tokens=size.num_tokens, num_heads=size.num_heads)
+
+
+def _each(sizes: tuple[Size, ...], specs: tuple[LongNet, ...]) -> Iterator[tuple[Size, LongNet]]:
+    return ((size, spec) for size in sizes for spec in specs)
+
+
+_NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@measure(
+    "C8",
+    full={"specs": (LONGNET_4.shrunk(8), LONGNET_4.shrunk(8).as_causal()), "size": Size(2048, num_heads=2)},
+    small={
+        "specs": (LONGNET_4.shrunk(64), LONGNET_4.shrunk(64).as_causal()),
+        "size": Size(256, num_heads=4, head_dim=16),
+    },
+)
+def accuracy(specs: tuple[LongNet, ...], size: Size) -> Iterator[Row]:
+    """Are output and gradients as exact as dense attention's own?
+
+    Relative error against float64 over dense SDPA's own at the same size, the worst of all. The size must allow an
+    N x N matrix in float64.
+    """
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        detail = {}
+        for spec in specs:
+            # No dense kernel of PyTorch takes a gradient of lse; its plain gradient is the yardstick for both.
+            theirs = _errors(_dense, dense(size.num_tokens, causal=spec.causal), size, dtype, through_lse=False)
+            for through_lse in (False, True):
+                ours = _errors(_library, spec, size, dtype, through_lse=through_lse)
+                which = f"{spec.label}, gradient of {'out and lse' if through_lse else 'out'}"
+                ratios = {name: ours[name] / theirs[name] for name in _NAMES}
+                detail[which] = {**ratios, "errors": ours, "dense": theirs}
+        worst = max(entry[name] for entry in detail.values() for name in _NAMES)
+        what = f"{str(dtype).removeprefix('torch.')}, {size}: error of out, lse, dq, dk, dv over dense SDPA's"
+        yield Row(what, at_most(2.0, "×"), worst, detail=detail)
+
+
+def _errors(
+    attention: Callable[..., tuple[Tensor, Tensor]], rule: LongNet, size: Size, dtype: torch.dtype, *, through_lse: bool
+) -> dict[str, float]:
+    """Relative errors by name, of inputs that are rounded to the dtype before either side sees them."""
+    problem = Problem.draw(size)
+    *rounded, grad = (x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.grad))
+    lse_grad = problem.grad[..., 0] if through_lse else None
+    leaves = [x.detach().requires_grad_() for x in rounded]
+    found = attention(*leaves, rule)
+    got = (*found, *_gradients(found, leaves, grad, lse_grad))
+    exact = [x[0].detach().double().requires_grad_() for x in rounded]
+    found = by_definition(exact[0], exact[1], exact[2], rule, torch.arange(size.num_tokens))
+    wanted = (*found, *_gradients(found, exact, grad[0].double(), None if lse_grad is None else lse_grad[0].double()))
+    return {name: relative_error(a[0], b) for name, a, b in zip(_NAMES, got, wanted, strict=True)}
+
+
+def _gradients(
+    found: tuple[Tensor, Tensor], leaves: list[Tensor], grad: Tensor, lse_grad: Tensor | None
+) -> tuple[Tensor, ...]:
+    if lse_grad is None:
+        return torch.autograd.grad(found[0], leaves, grad)
+    return torch.autograd.grad(found, leaves, (grad, lse_grad))
+
+
+def _library(q: Tensor, k: Tensor, v: Tensor, rule: LongNet) -> tuple[Tensor, Tensor]:
+    return fd.attend(q, k, v, rule.pattern(), return_lse=True)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, rule: LongNet) -> tuple[Tensor, Tensor]:
+    """Dense attention with its lse, which the public function keeps to itself."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, rule.causal)
+    return out, lse
+
+
+@measure(
+    full={
+        "spec": LONGNET_5,
+        "sizes": (Size(16384, num_heads=4), Size(65536, num_heads=4, repeats=3)),
+        "verified": Size(2048, num_heads=2),
+    },
+    small={
+        "spec": LONGNET_5.shrunk(64),
+        "sizes": (Size(512, num_heads=2, repeats=1),),
+        "verified": Size(256, num_heads=2),
+    },
+)
+@torch.no_grad()
+def received(spec: LongNet, sizes: tuple[Size, ...], verified: Size) -> Iterator[Row]:
+    """What does it cost to ask how much attention each key got, beside the forward pass it follows?
+
+    Time over that of a forward pass with lse, and peak memory over that pass's.
+    """
+    pattern = spec.pattern()
+    error = _error_of_received(pattern, verified)
+    assert error <= TOLERANCE, f"sums must be within {TOLERANCE} of dense float64 attention; they are off by {error}"
+    for size in sizes:
+        works = {name: _received_or_forward(name, pattern, Problem.draw(size)) for name in ("forward", "received")}
+        names = {"forward": "forward", "received": "attention_received"}
+        works["received"]()
+        jobs = [Job(names[name], lambda _, work=work: work()) for name, work in works.items()]
+        timings = interleave(jobs, repeats=size.repeats)
+        peaks = {name: peak_bytes(_prepared, name, pattern.text, size) for name in works}
+        say(", ".join(f"{name}: peak {peak / 2**20:.0f} MiB" for name, peak in peaks.items()))
+        what = f"{spec.label}, {size.num_heads} heads, {tokens_text(size.num_tokens)}: attention_received"
+        detail = {"error": error, "peak_bytes": peaks, "matrix_bytes": 4 * size.num_heads * size.num_tokens**2}
+        times = ratio(timings[1], timings[0])
+        yield Row(f"{what}, time over a forward pass", at_most(3.5, "×"), times, timings, detail)
+        memory = peaks["received"] / max(1, peaks["forward"])
+        yield Row(f"{what}, peak memory over a forward pass", at_most(6, "×"), memory, (), detail)
+
+
+def _received_or_forward(name: str, pattern: masks.Pattern | masks.Mixture, problem: Problem) -> Callable[[], object]:
+    """A forward pass with lse, or the sums from an lse that is there."""
+    q, k, v = problem.q, problem.k, problem.v
+    if name == "forward":
+        return lambda: fd.attend(q, k, v, pattern, return_lse=True)
+    lse = torch.full(q.shape[:3], 8.0)
+    return lambda: fd.attention_received(q, k, lse, pattern)
+
+
+def _prepared(name: str, text: str, size: Size) -> Callable[[], object]:
+    """The work whose memory is measured, after one run of it at a small size."""
+    pattern = masks.from_json(text)
+    _received_or_forward(name, pattern, Problem.draw(replace(size, num_tokens=256)))()
+    return _received_or_forward(name, pattern, Problem.draw(size))
+
+
+def _error_of_received(pattern: masks.Mixture | masks.Pattern, size: Size) -> float:
+    """The largest difference of the sums from those of dense attention in float64, over the largest sum."""
+    problem = Problem.draw(size)
+    _, lse = fd.attend(problem.q, problem.k, problem.v, pattern, return_lse=True)
+    found = fd.attention_received(problem.q, problem.k, lse, pattern)[0].double()
+    position = torch.arange(size.num_tokens)
+    expected = []
+    for head in range(size.num_heads):
+        pairs = torch.tensor(0), torch.tensor(head), position[:, None], position
+        rules = [branch.mask_mod(num_heads=size.num_heads, device=position.device) for branch in pattern.branches()]
+        times = torch.stack([rule(*pairs) for rule in rules]).sum(0).double()
+        scores = problem.q[0, head].double() @ problem.k[0, head].double().T / size.head_dim**0.5
+        expected.append((scores + times.log()).softmax(-1).nan_to_num(0.0).sum(0))
+    dense = torch.stack(expected)
+    return float((found - dense).abs().max() / dense.max())

@@ -1,0 +1,281 @@
+"""What travels between ranks: pools of buffers, what they bring, and codecs of keys and values."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.distributed import BufferPool
+from flexdilated.distributed._attend import attend
+from flexdilated.distributed._codec import CodecName, codec_named
+from flexdilated.distributed._codec_choice import choose_codec, row_peak
+from flexdilated.distributed._pool import lease_from
+from flexdilated.distributed._pools import break_even_bytes
+from flexdilated.distributed._wire_report import wire_report
+
+from ._claims import IMPROVED_TEMPORARIES, MEMORY, MESSAGES, PLAIN_TEMPORARIES, RING_TIME, SPARSE_RING_TIME, Claim
+from ._jobs import Job, Problem, Size, interleave, peak_here
+from ._measures import Row, Timing, at_least, at_most, measure
+from ._rank_steps import NAMES, Schedule, Step, local_tensors, on_ranks
+from ._rules import longnet_n, relative_error
+
+# N tokens, G key/value heads, D head dim
+
+Found = Sequence[Mapping[str, Any]]
+
+WITHOUT, WITH = "without a pool", "with a pool"
+_CPU = torch.device("cpu")
+_WARM_UP_STEPS = 2
+_MEMORY_STEPS = 2
+_TINY_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of LongNet over so many ranks, forward and backward."""
+
+    size: Size
+    num_ranks: int
+    threshold_bytes: int
+    num_steps: int
+
+    def step(self, schedule: Schedule) -> Step:
+        pattern = longnet_n(self.size.num_tokens).as_causal().pattern()
+        return Step(masks.to_json(pattern), self.size, self.size.num_heads, schedule, "zigzag")
+
+    def of_ranks(self, schedule: Schedule) -> Found:
+        """What each rank found: its times with a pool and without one, and the pool's statistics."""
+        return on_ranks(self.num_ranks, times_and_statistics, self.step(schedule), self.threshold_bytes, self.num_steps)
+
+
+_FULL = Steps(
+    Size(4096, num_heads=8, repeats=15),
+    num_ranks=4,
+    threshold_bytes=1 << 20,
+    num_steps=8,
+)
+_SMALL = Steps(Size(256, num_heads=2, head_dim=8, repeats=3), 2, 1 << 10, 2)
+
+
+@measure("D6", full={"steps": _FULL}, small={"steps": _SMALL})
+def buffer_reuse(steps: Steps) -> Iterator[Row]:
+    """Are buffers for what is sent there again after warm-up, and how many are made a step?
+
+    With and without a pool, outputs and gradients are seen to be equal bit by bit.
+    """
+    for schedule in ("exchange", "ring"):
+        by_rank = steps.of_ranks(schedule)
+        name = f"LongNet, causal, {steps.size}, {steps.num_ranks} ranks, {schedule}, forward + backward"
+        over = (found["peak_bytes"] / max(1, found["peak_leased_bytes"]) for found in by_rank)
+        detail = {
+            "steps": steps.num_steps,
+            "threshold_bytes": steps.threshold_bytes,
+            "leases_a_step": max(found["num_leases"] for found in by_rank) / steps.num_steps,
+            "below_threshold_a_step": max(found["num_plain"] for found in by_rank) / steps.num_steps,
+            "peak_bytes": max(found["peak_bytes"] for found in by_rank),
+            "held_over_leased_at_peak": max(over),
+        }
+        reuse = 100 * min(found["reuse_rate"] for found in by_rank)
+        made = max(found["num_allocations"] for found in by_rank) / steps.num_steps
+        yield Row(f"{name}: leases that find a buffer, after warm-up", at_least(99, "%"), reuse, detail=detail)
+        yield Row(f"{name}: buffers allocated a step, after warm-up", at_most(0), made, detail=detail)
+
+
+@measure(
+    full={"steps": _FULL, "buffer_bytes": tuple(1 << power for power in range(16, 27))},
+    small={"steps": _SMALL, "buffer_bytes": (1 << 16, 1 << 23, 1 << 24)},
+)
+def pool(steps: Steps, buffer_bytes: tuple[int, ...]) -> Iterator[Row]:
+    """Where does a pool of buffers save time or memory?
+
+    Beside what was claimed of pools elsewhere. A step's rows are those of `buffer_reuse`, measured anew.
+    """
+    found = {size: _lease_and_make(size, steps.size.repeats) for size in buffer_bytes}
+    saved = {size: _saved(made.median_s, leased.median_s) for size, (leased, made) in found.items()}
+    largest = max(buffer_bytes)
+    each = [{"bytes": size, "leased_s": a.median_s, "made_s": b.median_s} for size, (a, b) in found.items()]
+    detail = {"break_even_bytes": break_even_bytes(_CPU), "sizes": each}
+    what = f"a buffer of {largest >> 20} MiB, written once: time saved by a lease"
+    yield Row(what, at_least(0, "%"), saved[largest], found[largest], detail)
+    for claim, size in ((PLAIN_TEMPORARIES, 8 << 20), (IMPROVED_TEMPORARIES, 16 << 20)):
+        yield claim.row(saved[size], found[size])
+    claims: dict[Schedule, Claim] = {"exchange": SPARSE_RING_TIME, "ring": RING_TIME}
+    for schedule, claim in claims.items():
+        by_rank = steps.of_ranks(schedule)
+        # A step takes as long as its slowest rank.
+        made, leased = (
+            Timing(name, tuple(map(max, zip(*(times[name] for times in by_rank), strict=True))))
+            for name in (WITHOUT, WITH)
+        )
+        yield claim.row(_saved(made.median_s, leased.median_s), (made, leased))
+    # Each in processes of its own: what one leaves in the heap must not serve the other.
+    options = steps.step("ring"), steps.threshold_bytes, _MEMORY_STEPS
+    made, leased = (max(on_ranks(steps.num_ranks, peak_of_steps, *options, pooled)) for pooled in (False, True))
+    yield MEMORY.row(_saved(max(1, made), leased), peak_bytes=leased, peak_bytes_without=made)
+
+
+def _saved(without: float, with_it: float) -> float:
+    """In percent."""
+    return 100 * (1 - with_it / without)
+
+
+def _lease_and_make(num_bytes: int, repeats: int) -> tuple[Timing, Timing]:
+    pool = BufferPool(_CPU, threshold_bytes=0)
+
+    def touch(lessor: BufferPool | None) -> None:
+        with lease_from(lessor, (num_bytes,), torch.uint8, _CPU, role="keys") as buffer:
+            buffer.zero_()
+
+    jobs = Job(WITH, lambda _: touch(pool)), Job(WITHOUT, lambda _: touch(None))
+    for job in jobs:
+        job.run(None)
+    leased, made = interleave(jobs, repeats=repeats)
+    return leased, made
+
+
+class Taker:
+    """A step of this rank: forward and backward, with the buffers of a pool or without one."""
+
+    def __init__(self, mesh: DeviceMesh, step: Step) -> None:
+        self._pattern = masks.from_json(step.pattern)
+        sharding, (self._q, self._k, self._v, self._grad) = local_tensors(mesh, step)
+        self._how: dict[str, Any] = {"mesh": mesh, "sharding": sharding, "schedule": step.schedule}
+
+    def __call__(self, pool: BufferPool | None) -> tuple[Tensor, ...]:
+        leaves = self._q, self._k, self._v
+        out = attend(*leaves, self._pattern, pool=pool, **self._how)
+        return out.detach(), *torch.autograd.grad(out, leaves, self._grad)
+
+
+def times_and_statistics(mesh: DeviceMesh, step: Step, threshold_bytes: int, num_steps: int) -> dict[str, Any]:
+    """Seconds of each step both ways, taken in turns, and the pool's statistics after warm-up."""
+    pool, take = BufferPool("cpu", threshold_bytes=threshold_bytes), Taker(mesh, step)
+    ways: dict[str, BufferPool | None] = {WITHOUT: None, WITH: pool}
+    for _ in range(_WARM_UP_STEPS):
+        for name, made, leased in zip(NAMES, take(None), take(pool), strict=True):
+            assert torch.equal(made, leased), f"{name} must be the same with and without a pool"
+    pool.reset()
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(num_steps):
+        for name, way in ways.items():
+            dist.barrier()
+            start = perf_counter()
+            take(way)
+            seconds[name].append(perf_counter() - start)
+    found = pool.statistics
+    return {**seconds, **asdict(found), "reuse_rate": found.reuse_rate}
+
+
+def peak_of_steps(mesh: DeviceMesh, step: Step, threshold_bytes: int, num_steps: int, pooled: bool) -> int:
+    """Most bytes that the steps add to this rank's memory, after a tiny one that is not counted."""
+    Taker(mesh, replace(step, size=replace(step.size, num_tokens=_TINY_TOKENS)))(None)
+    take = Taker(mesh, step)
+    pool = BufferPool("cpu", threshold_bytes=threshold_bytes) if pooled else None
+    dist.barrier()
+
+    def steps() -> None:
+        for _ in range(num_steps):
+            take(pool)
+
+    return peak_here(steps)
+
+
+_CODECS: tuple[CodecName, ...] = ("bf16", "int8")
+_ERROR_BOUND = 0.02
+_ROUNDING = 0.50001 / 127  # of int8: half a level, and what float32 rounds
+
+Draw = Callable[[Float[Tensor, "1 G N D"]], Float[Tensor, "1 G N D"]]
+
+
+def _heavy_tailed(x: Float[Tensor, "1 G N D"]) -> Float[Tensor, "1 G N D"]:
+    """Student's t with 3 degrees of freedom: the normal numbers over the root of a mean of three squares."""
+    generator = torch.Generator().manual_seed(1)
+    squares = torch.randn((3, *x.shape), generator=generator).square().mean(0)
+    return x / squares.sqrt()
+
+
+def _outlier_channels(x: Float[Tensor, "1 G N D"]) -> Float[Tensor, "1 G N D"]:
+    """Two channels of each head 20 times as large, as keys of language models have them."""
+    scales = torch.ones(x.shape[-1])
+    scales[[3, x.shape[-1] // 2]] = 20
+    return x * scales
+
+
+KINDS: dict[str, Draw] = {
+    "normal": lambda x: x,
+    "heavy-tailed": _heavy_tailed,
+    "outlier channels": _outlier_channels,
+}
+
+
+@measure(
+    full={"size": Size(4096, num_heads=8, repeats=5), "window": 1024},
+    small={"size": Size(128, num_heads=2, head_dim=16, repeats=1), "window": 32},
+)
+def codec(size: Size, window: int) -> Iterator[Row]:
+    """How many bytes do the wire codecs save, what does that do to rows and to what attention makes of them?
+
+    Keys and values of each kind, under causal attention to a window. Errors are relative, in the Euclidean norm: of
+    each row, and of the whole output against undamaged keys.
+    """
+    drawn = {kind: _drawn(size, kind) for kind in KINDS}
+    for name in _CODECS:
+        yield _saved_row(name, drawn["normal"], size.repeats)
+        errors = {kind: _errors(name, *qkv, window) for kind, qkv in drawn.items()}
+        worst = max(each["largest_row_error"] / each["proven_bound"] for each in errors.values())
+        what = f"{name}: largest error of a row over the bound that is proven for it"
+        yield Row(what, at_most(1, "×"), worst, detail=errors)
+    for kind, (_, k, v) in drawn.items():
+        chosen = choose_codec(k, v, _ERROR_BOUND)
+        report = wire_report(k, v, chosen)
+        detail = {"codec": str(chosen.name), "percent_saved": 100 * report.saved, "peak": max(row_peak(k), row_peak(v))}
+        what = f'"auto" within {100 * _ERROR_BOUND:.0f} %, {kind} rows: largest error of a row'
+        yield Row(what, at_most(100 * _ERROR_BOUND, "%"), 100 * report.largest_error, detail=detail)
+
+
+def _drawn(size: Size, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    problem = Problem.draw(size)
+    return problem.q, KINDS[kind](problem.k), KINDS[kind](problem.v)
+
+
+def _errors(name: CodecName, q: Tensor, k: Tensor, v: Tensor, window: int) -> dict[str, float]:
+    """Errors of rows, the bound that is proven for them, and the error of attention's output."""
+    used = codec_named(name)
+    report = wire_report(k, v, used)
+    pattern = masks.causal() & masks.local_window(left=window - 1, right=0)
+    keys, values = (used.decode(used.encode(x), x.shape[-1], x.dtype) for x in (k, v))
+    return {
+        "largest_row_error": report.largest_error,
+        "mean_row_error": report.mean_error,
+        "proven_bound": 2.0**-8 if name == "bf16" else _ROUNDING * max(row_peak(k), row_peak(v)),
+        "output_error": relative_error(fd.attend(q, keys, values, pattern), fd.attend(q, k, v, pattern)),
+    }
+
+
+def _saved_row(name: CodecName, qkv: tuple[Tensor, Tensor, Tensor], repeats: int) -> Row:
+    """Of float32, which decides, and of bfloat16; and how fast rows are written and read."""
+    used, (_, k, v) = codec_named(name), qkv
+    report, halves = wire_report(k, v, used), wire_report(k.bfloat16(), v.bfloat16(), used)
+    wire, out = used.encode(k), torch.empty_like(k)
+    jobs = (
+        Job("encode", lambda _: used.encode(k)),
+        Job("decode", lambda _: used.decode(wire, k.shape[-1], k.dtype, out=out)),
+    )
+    timings = interleave(jobs, repeats=repeats)
+    detail: dict[str, Any] = {
+        "codec": name,
+        "bytes": report.num_bytes,
+        "plain_bytes": report.plain_bytes,
+        "percent_saved_of_bfloat16": 100 * halves.saved,
+        "pays_below_bytes_a_second": (k.nbytes - wire.nbytes) / sum(timing.median_s for timing in timings),
+    }
+    row = MESSAGES.row(100 * report.saved, timings, **detail)
+    return replace(row, measure=f"{name}: {row.measure}")

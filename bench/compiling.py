@@ -1,0 +1,365 @@
+"""Compiling: graphs where lengths keep changing, and how long first steps take."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from random import Random
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter, process_time
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import compilation_time_metrics, counters
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.nn import _longnet_block
+
+from ._jobs import Attention, Problem, Size, say, train
+from ._measures import Row, Timing, at_most, measure
+from ._processes import run_apart
+from ._rules import LONGNET_4, LongNet, check_forward
+
+_MULTIPLE = 512
+_LATER_STEPS = 3
+_SLOWEST_PARTS = 12
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """`num_lengths` lengths drawn evenly from `shortest` to `longest`, of a layer of this width."""
+
+    num_lengths: int
+    shortest: int
+    longest: int
+    num_heads: int = 4
+    head_dim: int = 16
+    seed: int = 0
+
+    def drawn(self) -> list[int]:
+        random = Random(self.seed)
+        return [random.randint(self.shortest, self.longest) for _ in range(self.num_lengths)]
+
+
+class Layer(nn.Module):
+    """Projections around dilated attention, with a loss on top: the smallest thing that trains."""
+
+    def __init__(self, spec: LongNet, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.num_heads, width = num_heads, num_heads * head_dim
+        self.project_in, self.project_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attention = fd.DilatedAttention(spec.segment_lengths, spec.dilation_rates, causal=spec.causal)
+
+    def forward(self, x: Tensor, real: Tensor) -> Tensor:
+        """The loss of (B, N, width) inputs, over the tokens that are real: a (N,) of ones, and zeros after them."""
+        q, k, v = self.project_in(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        error = (self.project_out(self.attention(q, k, v).transpose(1, 2).flatten(2)) - x).square().mean(-1)
+        return (error * real).sum() / real.sum()
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What came of a way to deal with lengths: seconds of each step, and whether it compiled something."""
+
+    seconds: tuple[float, ...]
+    compiled: tuple[bool, ...]
+    compilations: int
+    not_compiled: int
+    detail: dict[str, Any]
+
+
+def power_of_two(length: int) -> int:
+    return 1 << (length - 1).bit_length()
+
+
+# To what a length is raised.
+WAYS: dict[str, Callable[[int], int]] = {
+    "as they come": lambda length: length,
+    "padded to powers of two": power_of_two,  # a graph for each
+    f"padded to multiples of {_MULTIPLE}": lambda length: -(-length // _MULTIPLE) * _MULTIPLE,
+}
+
+
+@measure(
+    "C11",
+    full={"spec": LONGNET_4.shrunk(8).as_causal(), "lengths": Lengths(50, 200, 4096), "backend": "inductor"},
+    small={"spec": LONGNET_4.shrunk(64).as_causal(), "lengths": Lengths(3, 60, 300), "backend": "aot_eager"},
+)
+def changing_lengths(spec: LongNet, lengths: Lengths, backend: str) -> list[Row]:
+    """When lengths keep changing: how many compilations, graph breaks, and how slow unpadded?
+
+    Each way starts with nothing compiled, in a process and with a folder of its own. Padding is on the right,
+    where a causal pattern needs no mask. A step is a forward and a backward; checks are not timed. Of the ways to
+    pad, the last row takes the faster one. Its bound says that a plan for a new length costs half a step at most.
+    """
+    name = f"{spec.label}, {lengths.num_lengths} random lengths, compiled training step"
+    found: dict[str, Steps] = {way: run_apart(_steps, spec, lengths, backend, way) for way in WAYS}
+    ready = [not any(new) for new in zip(*(steps.compiled for steps in found.values()), strict=True)]
+    ways = {
+        way: {
+            "compilations": steps.compilations,
+            "seconds_of_all_steps": sum(steps.seconds),
+            "seconds_of_steps_that_nowhere_compile": sum(compress(steps.seconds, ready)),
+        }
+        for way, steps in found.items()
+    }
+    drawn, (dynamic, *_) = lengths.drawn(), found.values()
+    later = [Timing(way, tuple(compress(steps.seconds, ready))) for way, steps in found.items()]
+    best = min(later, key=lambda timing: sum(timing.seconds))
+    slower = sum(later[0].seconds) / sum(best.seconds) if any(ready) else torch.nan
+    detail = {"lengths": drawn, "steps_that_nowhere_compile": sum(ready), "ways": ways}
+    bound, left = at_most(len(set(map(power_of_two, drawn)))), sum(steps.not_compiled for steps in found.values())
+    return [
+        Row(f"{name}: compilations, at most one a power of two", bound, dynamic.compilations, detail=detail),
+        Row(f"{name}: graph breaks and frames left to eager", at_most(0), left, detail=dynamic.detail),
+        Row(
+            f"{name}: once compiled, steps of lengths as they come over those padded",
+            at_most(1.5),
+            slower,
+            (later[0], best) if any(ready) else (),
+        ),
+    ]
+
+
+def _steps(spec: LongNet, lengths: Lengths, backend: str, way: str) -> Steps:
+    """In a process of its own: a step at each length, raised as this way has it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(lengths.seed)
+        layer = Layer(spec, lengths.num_heads, lengths.head_dim)
+    raised = WAYS[way]
+    compiled = torch.compile(layer, dynamic=False if raised is power_of_two else None, backend=backend)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    seconds, new = [], []
+    with TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        for length in lengths.drawn():
+            x = torch.randn(1, length, layer.project_out.in_features, generator=torch.Generator().manual_seed(length))
+            graphs, more = counters["stats"]["unique_graphs"], raised(length) - length
+            padded = pad(x, (0, 0, 0, more)), pad(x.new_ones(length), (0, more))
+            optimizer.zero_grad()
+            start = perf_counter()
+            loss = compiled(*padded)
+            loss.backward()
+            seconds.append(perf_counter() - start)
+            new.append(counters["stats"]["unique_graphs"] > graphs)
+            if new[-1]:
+                say(f"{way}: compiled at {length} tokens in {seconds[-1]:.1f} s")
+                _check(layer, x, loss)
+            optimizer.step()
+    frames = counters["frames"]
+    left = counters["graph_break"].total() + frames["total"] - frames["ok"]
+    detail = {"graph_breaks": dict(counters["graph_break"]), "frames": dict(frames)}
+    return Steps(tuple(seconds), tuple(new), counters["stats"]["unique_graphs"], left, detail)
+
+
+def _check(layer: Layer, x: Tensor, loss: Tensor) -> None:
+    """Raise AssertionError unless the compiled loss, and the gradients it left, are the eager ones."""
+    eager = layer(x, x.new_ones(x.shape[1]))
+    wanted = (eager.detach(), *torch.autograd.grad(eager, list(layer.parameters())))
+    got = (loss.detach(), *(weight.grad for weight in layer.parameters()))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+@dataclass(frozen=True)
+class First:
+    """A LongNet for the eager step; a model of two blocks, and a window, to compile; calls to trace in one graph."""
+
+    spec: LongNet
+    size: Size
+    model_tokens: int = 512
+    window: int = 64
+    window_tokens: int = 1024
+    traced_calls: int = 12
+    repeats: int = 3
+    backend: str = "inductor"
+    starts: tuple[str, ...] = ("cold", "warm")
+
+    def window_pattern(self) -> masks.Pattern:
+        return masks.local_window(left=self.window, right=self.window)
+
+
+class Case(NamedTuple):
+    """A step, and a check of what it computes that raises AssertionError."""
+
+    step: Callable[[], object]
+    check: Callable[[], None]
+
+
+class FirstSteps(NamedTuple):
+    """Seconds of the first step and of a later one, and of the parts of torch's compilation."""
+
+    first_s: float
+    later_s: float
+    parts_s: dict[str, float]
+
+
+@measure(
+    full={"config": First(LONGNET_4.as_causal(), Size(8192, num_heads=4))},
+    small={
+        "config": First(
+            *(LONGNET_4.shrunk(64).as_causal(), Size(256, 4), 60, 8, 100, 2),
+            repeats=1,
+            backend="aot_eager",
+            starts=("cold",),
+        )
+    },
+)
+def first_step(config: First) -> Iterator[Row]:
+    """How long does the first step take, with nothing compiled yet, with torch's cache on disk, and then?
+
+    First steps beside those of the same with torch's own attention, which costs what torch.compile costs anyhow.
+    A cold step finds nothing, a warm one the folder that the cold one has left; each in a process of its own, in
+    which everything is imported: the import has its own row. Bounds leave half as much again for what is ours.
+    Two are absolute, as nothing compares: the import is to add less than half of what torch's own takes, which is
+    about a second, and the attention of 12 blocks is to trace within a third of a second.
+    """
+    code = "import torch, time; start = time.perf_counter(); import flexdilated; print(time.perf_counter() - start)"
+    command = [sys.executable, "-c", code]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(config.repeats)]
+    timing = Timing("import", tuple(float(run.stdout) for run in runs))
+    yield Row("import flexdilated, beyond import torch", at_most(0.5, "s"), timing.median_s, (timing,))
+    steps = [run_apart(_first_steps, _eager, config, "") for _ in range(config.repeats)]
+    first, later = (Timing(name, tuple(getattr(each, name) for each in steps)) for name in ("first_s", "later_s"))
+    what = f"{config.spec.label}, {config.size}, eager training step: the first over a later one"
+    yield Row(what, at_most(3), first.median_s / later.median_s, (first, later))
+    yield from _compiled_rows(config)
+    yield _trace_row(config)
+
+
+def _compiled_rows(config: First) -> Iterator[Row]:
+    """Each start of both: the model of two blocks in training, the window in inference."""
+    names = {
+        f"LongNet of 2 blocks, {config.model_tokens} tokens, compiled training step": (_model, _dense_model),
+        f"window of {config.window}, {config.window_tokens} tokens, compiled inference": (_window, _bare_window),
+    }
+    for name, both in names.items():
+        ours, theirs = (_starts(each, config) for each in both)
+        for start, own, other in zip(config.starts, ours, theirs, strict=True):
+            say(f"{name}, {start}: {own.first_s:.2f} s, {other.first_s:.2f} s with torch's own attention")
+            detail = {"flexdilated": own._asdict(), "torch's own attention": other._asdict()}
+            what = f"{name}: {start} first step, over that with torch's own attention"
+            yield Row(what, at_most(1.5), own.first_s / other.first_s, detail=detail)
+
+
+def _starts(prepare: Callable[[First], Case], config: First) -> list[FirstSteps]:
+    with TemporaryDirectory() as folder:
+        return [run_apart(_first_steps, prepare, config, folder) for _ in config.starts]
+
+
+def _first_steps(prepare: Callable[[First], Case], config: First, folder: str) -> FirstSteps:
+    """In a process of its own, with torch's cache in a folder; the check comes last, as it would be a first step."""
+    if folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    case = prepare(config)
+    seconds = []
+    for _ in range(1 + _LATER_STEPS):
+        start = perf_counter()
+        case.step()
+        seconds.append(perf_counter() - start)
+    parts = sorted(((sum(each), name) for name, each in compilation_time_metrics.items()), reverse=True)
+    case.check()
+    return FirstSteps(seconds[0], median(seconds[1:]), {name: spent for spent, name in parts[:_SLOWEST_PARTS]})
+
+
+def _eager(config: First) -> Case:
+    problem, attention = Problem.draw(config.size), config.spec.attention()
+    return Case(lambda: train(attention, problem), lambda: check_forward(attention, problem, config.spec))
+
+
+def _model(config: First) -> Case:
+    """A training step of a model, whose loss is compared with the eager one's."""
+    torch.manual_seed(0)
+    branches = {"segment_lengths": (64, 256), "dilation_rates": (1, 4), "causal": True}
+    model = fd.LongNet(fd.LongNetConfig(vocab_size=256, embed_dim=64, num_heads=4, depth=2, **branches))
+    tokens = torch.arange(config.model_tokens)[None] % 256
+    compiled = torch.compile(model, fullgraph=True, backend=config.backend)
+
+    def check() -> None:
+        torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-4, atol=1e-4)
+
+    return Case(lambda: compiled(tokens).square().mean().backward(), check)
+
+
+def _dense_model(config: First) -> Case:
+    """The same model, but for its attention."""
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, pattern: object, **options: object) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    patch.object(_longnet_block, "attend", dense).start()  # for as long as this process lives
+    return _model(config)
+
+
+def _window(config: First) -> Case:
+    window = config.window_pattern()
+    return _inference(config, lambda q, k, v: fd.attend(q, k, v, window, engine="flex"))
+
+
+def _bare_window(config: First) -> Case:
+    """FlexAttention as it comes, with the same block mask."""
+    mask = masks.block_mask(config.window_pattern(), config.window_tokens, num_heads=config.size.num_heads)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flex_attention(q, k, v, block_mask=mask)
+        assert isinstance(out, Tensor)
+        return out
+
+    return _inference(config, attention)
+
+
+def _inference(config: First, attention: Attention) -> Case:
+    """A call in a graph of its own, compared with an eager call."""
+    problem = Problem.draw(Size(config.window_tokens, config.size.num_heads, head_dim=16))
+    inputs = problem.q, problem.k, problem.v
+    compiled = torch.compile(attention, fullgraph=True, dynamic=False, backend=config.backend)
+
+    def check() -> None:
+        wanted = fd.attend(*inputs, config.window_pattern())
+        torch.testing.assert_close(compiled(*inputs), wanted, rtol=1e-4, atol=1e-4)
+
+    return Case(lambda: compiled(*inputs), check)
+
+
+def _trace_row(config: First) -> Row:
+    """Seconds of the CPU, which other work on the machine disturbs less than those of the clock."""
+    pattern = config.spec.pattern()
+    ours, theirs = (run_apart(_trace_ms, name, pattern, config) for name in ("attend", "scaled_dot_product_attention"))
+    say(f"to trace a call: {ours:.1f} ms, {theirs:.1f} ms of scaled_dot_product_attention")
+    measure = f"{config.spec.label}, to trace a call of attend, of {config.traced_calls} in one graph"
+    return Row(measure, at_most(30, "ms"), ours, detail={"scaled_dot_product_attention_ms": theirs})
+
+
+def _trace_ms(name: str, pattern: masks.Mixture, config: First) -> float:
+    """Median over repeats of the milliseconds that each further call in a graph adds."""
+    x = torch.randn(1, config.size.num_heads, config.size.num_tokens, 16, requires_grad=True)
+
+    def attention(x: Tensor) -> Tensor:
+        return fd.attend(x, x, x, pattern) if name == "attend" else scaled_dot_product_attention(x, x, x)
+
+    def seconds(calls: int) -> float:
+        def several(x: Tensor) -> Tensor:
+            for _ in range(calls):
+                x = x + attention(x)
+            return x
+
+        torch.compiler.reset()
+        start = process_time()
+        torch.compile(several, fullgraph=True, backend=_not_run)(x)
+        return process_time() - start
+
+    seconds(1)
+    many = config.traced_calls
+    return 1e3 * median((seconds(1 + many) - seconds(1)) / many for _ in range(config.repeats))
+
+
+def _not_run(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """A backend that neither compiles nor runs the graph: its first input stands for its output."""
+    return lambda *args: (args[0],)

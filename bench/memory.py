@@ -1,0 +1,218 @@
+"""Peak memory: beside dense attention's, as `plan` predicts it, and with gradient checkpointing."""
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flexdilated as fd
+from flexdilated import attend, masks
+from flexdilated.cli._plan_budget import budget_data
+from flexdilated.cli._plan_settings import BUDGETS, PlanSettings
+from flexdilated.memory._memory import attention_memory
+from flexdilated.nn import LongNet as Model
+from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
+
+from ._jobs import WARM_UP_TOKENS, Attention, Job, Size, interleave, peak_bytes, say, step_bytes, tokens_text
+from ._measures import Row, at_least, at_most, measure
+from ._rules import LONGNET_4, LongNet
+from .peers import dense_attention
+
+Point = Mapping[str, Any]
+_M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+
+
+@dataclass(frozen=True)
+class CausalWindow:
+    """The keys up to the query, as many as `length`."""
+
+    length: int
+    causal = True
+
+    @property
+    def label(self) -> str:
+        return f"window of {self.length}, causal"
+
+    def attention(self) -> Attention:
+        pattern = masks.local_window(left=self.length - 1, right=0)
+        return lambda q, k, v: fd.attend(q, k, v, pattern)
+
+
+@measure(
+    "C13",
+    full={"specs": (LONGNET_4, LONGNET_4.as_causal(), CausalWindow(1024)), "size": Size(65536, num_heads=2)},
+    small={"specs": (LONGNET_4.shrunk(8),), "size": Size(4096, num_heads=1)},
+)
+def training_memory(specs: tuple[LongNet | CausalWindow, ...], size: Size) -> Iterator[Row]:
+    """Does a training step of sparse attention fit where dense attention's does?
+
+    Peak memory of forward and backward, inputs and gradients included, over dense SDPA's.
+    """
+    dense = cache(lambda causal: step_bytes("dense SDPA", partial(dense_attention, causal=causal), size))
+    for spec in specs:
+        theirs, ours = dense(spec.causal), step_bytes("flexdilated", spec.attention, size)
+        what = f"{spec.label}, {size}, forward + backward: peak memory over dense SDPA's"
+        yield Row(
+            what, at_most(1.3, "×"), ours / max(1, theirs), detail={"peak_bytes": ours, "dense_peak_bytes": theirs}
+        )
+
+
+_LONGNET_4 = "longnet((2048, 4096, 8192, 16384), (1, 2, 4, 8)) & causal()"
+_PATTERNS = (
+    ("LongNet-4, causal", _LONGNET_4),
+    ("window of 512, causal", "local_window(left=511, right=0)"),
+    ("window, global tokens", "local_window(left=256, right=256) | global_tokens(16)"),
+)
+
+
+@measure(
+    full={
+        "patterns": _PATTERNS,
+        "dtypes": ("float32", "bfloat16"),
+        "num_tokens": 65536,
+        "embed_dim": 128,
+        "depth": 2,
+        "num_heads": 2,
+        "budgets": BUDGETS,
+    },
+    small={
+        "patterns": _PATTERNS[:1],
+        "dtypes": ("float32",),
+        "num_tokens": 4096,
+        "embed_dim": 64,
+        "depth": 2,
+        "num_heads": 1,
+        "budgets": (),
+    },
+)
+def fits(
+    patterns: tuple[tuple[str, str], ...],
+    dtypes: tuple[str, ...],
+    num_tokens: int,
+    embed_dim: int,
+    depth: int,
+    num_heads: int,
+    budgets: tuple[int, ...],
+) -> Iterator[Row]:
+    """Does `plan` know how much memory attention and a LongNet's training step take?
+
+    The largest deviation of predicted from measured peaks; all of them as detail, and the longest sequences for the
+    `budgets`, in bytes, of the first pattern in float16.
+    """
+    calls, models = [], []
+    for name, text in patterns:
+        for dtype in dtypes:
+            size = ModelSize(embed_dim, depth, num_heads, getattr(torch, dtype))
+            call = attention_memory(masks.parse(text), attention_size(size, num_tokens))
+            measured = peak_bytes(_prepared_call, text, size, num_tokens)
+            calls.append(_point(name, dtype, None, call.training_peak, measured))
+            for checkpoint in (False, True):
+                predicted = model_memory(size, num_tokens, call, checkpoint=checkpoint).step_peak
+                measured = peak_bytes(prepared_step, text, size, num_tokens, checkpoint)
+                models.append(_point(name, dtype, checkpoint, predicted, measured))
+    longest = {device: _longest(patterns[0][1], num_tokens, budgets, device) for device in ("cpu", "cuda") if budgets}
+    yield _deviation(f"attend, {tokens_text(num_tokens)}", calls, longest=longest)
+    yield _deviation(f"LongNet of {depth} layers, {tokens_text(num_tokens)}", models)
+
+
+def _longest(text: str, num_tokens: int, budgets: tuple[int, ...], device: str) -> dict[str, Any]:
+    """What `plan --budget` says."""
+    heads = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "layers": 12, "embed_dim": 512, "batch": 1}
+    options = {"dtype": "fp16", "device": device, "budgets": budgets, "measure": False, "as_json": True}
+    return budget_data(PlanSettings(pattern=masks.parse(text), num_tokens=num_tokens, **heads, **options))
+
+
+def _deviation(what: str, points: list[Point], **more: Any) -> Row:
+    deviations = [100 * abs(point["predicted_bytes"] / max(1, point["measured_bytes"]) - 1) for point in points]
+    name = f"{what}, forward + backward: deviation of the predicted peak memory, largest of {len(points)}"
+    return Row(name, at_most(10, "%"), max(deviations), detail={"peaks": points, **more})
+
+
+def _point(name: str, dtype: str, checkpoint: bool | None, predicted: int, measured: int) -> Point:
+    kind = "attend" if checkpoint is None else f"LongNet, {checkpoint=}"
+    say(f"{kind}, {name}, {dtype}: {predicted / 2**20:.0f} MiB predicted, {measured / 2**20:.0f} MiB measured")
+    sizes = {"predicted_bytes": predicted, "measured_bytes": measured}
+    return {"pattern": name, "dtype": dtype, "checkpoint": checkpoint, **sizes}
+
+
+def _prepared_call(text: str, size: ModelSize, num_tokens: int) -> Callable[[], object]:
+    """An attention call from scratch, inputs included, after one at a tiny size."""
+    _give_back_what_is_freed()
+    _call(text, size, WARM_UP_TOKENS)
+    return lambda: _call(text, size, num_tokens)
+
+
+def _call(text: str, size: ModelSize, num_tokens: int) -> None:
+    shape = size.batch, num_tokens, size.num_heads, size.head_dim
+    q, k, v = (torch.randn(shape, dtype=size.dtype).transpose(1, 2).requires_grad_() for _ in range(3))
+    out = attend(q, k, v, masks.parse(text))
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+
+def prepared_step(text: str, size: ModelSize, num_tokens: int, checkpoint: bool) -> Callable[[], object]:
+    """A _model_step from scratch, model and input included, after one at a tiny size."""
+    _give_back_what_is_freed()
+    _model_step(text, replace(size, depth=1), WARM_UP_TOKENS, checkpoint=checkpoint)
+    return lambda: _model_step(text, size, num_tokens, checkpoint=checkpoint)
+
+
+def _model_step(text: str, size: ModelSize, num_tokens: int, *, checkpoint: bool) -> None:
+    """Make the model and its input, and run a forward and a backward."""
+    model = longnet_around(masks.parse(text), size, checkpoint=checkpoint)
+    training_step(model, torch.randn(size.batch, num_tokens, size.embed_dim, dtype=size.dtype))
+
+
+def _give_back_what_is_freed() -> None:
+    """Have glibc return what is freed from 1 MiB on: it would keep pieces of up to 32 MB, which then hold no tensor."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
+_CHECKPOINTED = {"name": "LongNet-4, causal", "pattern": _LONGNET_4, "num_tokens": 16384, "embed_dim": 128, "depth": 8}
+
+
+@measure(
+    full={**_CHECKPOINTED, "num_heads": 2, "repeats": 3},
+    small={**_CHECKPOINTED, "num_tokens": 1024, "embed_dim": 32, "depth": 2, "num_heads": 2, "repeats": 1},
+)
+def checkpointing(
+    name: str, pattern: str, num_tokens: int, embed_dim: int, depth: int, num_heads: int, repeats: int
+) -> Iterator[Row]:
+    """What does gradient checkpointing save in memory, and cost in time?
+
+    Peak memory without over with, and time with over without; the gradients are the same, which is checked at an
+    eighth of the tokens.
+    """
+    size = ModelSize(embed_dim, depth, num_heads, torch.float32)
+    models = {way: _model(pattern, size, checkpoint=way == "checkpointed") for way in ("plain", "checkpointed")}
+    few = [training_step(model, _input(size, num_tokens // 8)) for model in models.values()]
+    torch.testing.assert_close(few[1], few[0])
+    for plain, checkpointed in zip(*(model.parameters() for model in models.values()), strict=True):
+        torch.testing.assert_close(checkpointed.grad, plain.grad)
+    peaks = [peak_bytes(prepared_step, pattern, size, num_tokens, checkpoint) for checkpoint in (False, True)]
+    call = attention_memory(masks.parse(pattern), attention_size(size, num_tokens))
+    predicted = [model_memory(size, num_tokens, call, checkpoint=each).step_peak for each in (False, True)]
+    x = _input(size, num_tokens)
+    jobs = [Job(way, lambda _, model=model: training_step(model, x), model.zero_grad) for way, model in models.items()]
+    for job in jobs:
+        job.seconds()
+    timings = interleave(jobs, repeats=repeats)
+    what = f"{name}, {depth} layers, {tokens_text(num_tokens)}, forward + backward"
+    detail: dict[str, int] = dict(zip(("peak_bytes", "checkpointed_peak_bytes"), peaks, strict=True))
+    detail |= dict(zip(("predicted_bytes", "predicted_checkpointed_bytes"), predicted, strict=True))
+    smaller, slower = peaks[0] / max(1, peaks[1]), timings[1].median_s / timings[0].median_s
+    yield Row(f"{what}: peak memory over that with checkpointing", at_least(3, "×"), smaller, detail=detail)
+    yield Row(f"{what}: time with checkpointing over that without", at_most(1.5, "×"), slower, timings)
+
+
+def _model(pattern: str, size: ModelSize, *, checkpoint: bool) -> Model:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return longnet_around(masks.parse(pattern), size, checkpoint=checkpoint)
+
+
+def _input(size: ModelSize, num_tokens: int) -> Tensor:
+    return torch.randn(size.batch, num_tokens, size.embed_dim, generator=torch.Generator().manual_seed(1))

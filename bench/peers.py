@@ -1,0 +1,183 @@
+"""The compared implementations: dense attention, compiled FlexAttention, a loop over branches, rows of blocks."""
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from operator import add
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from ._jobs import Attention
+from ._rules import LongNet, same_branch
+
+# B batch, H heads, N tokens, D head dim
+
+Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+
+
+def dense_attention(*, causal: bool) -> Attention:
+    """(q, k, v) -> out, each (B, H, N, D)."""
+    return partial(scaled_dot_product_attention, is_causal=causal)
+
+
+def union_mask_mod(spec: LongNet) -> Callable[..., Tensor]:
+    """(b, h, q, k) -> bool: a pair that any branch allows."""
+    branches, causal = spec.branches, spec.causal
+
+    def mask_mod(b, h, q, k):
+        (length, rate), *rest = branches
+        allowed = same_branch(h, q, k, length=length, rate=rate)
+        for length, rate in rest:
+            allowed = allowed | same_branch(h, q, k, length=length, rate=rate)
+        return allowed & (k <= q) if causal else allowed
+
+    return mask_mod
+
+
+def multiplicity_score_mod(spec: LongNet) -> Callable[..., Tensor]:
+    """score + log m, where m branches allow the pair; for pairs that at least one allows."""
+    branches = spec.branches
+
+    def score_mod(score, b, h, q, k):
+        count = torch.zeros_like(score)
+        for length, rate in branches:
+            count = count + same_branch(h, q, k, length=length, rate=rate)
+        return score + count.log()
+
+    return score_mod
+
+
+def natural_block_mask(spec: LongNet, *, num_heads: int, num_tokens: int) -> BlockMask:
+    """The union of the branches as PyTorch builds it, from N x N cells a head, blocks of 128."""
+    return create_block_mask(union_mask_mod(spec), None, num_heads, num_tokens, num_tokens, device="cpu")
+
+
+def natural_attention(spec: LongNet, block_mask: BlockMask, *, mixture: bool, backend: str = "inductor") -> Attention:
+    """(q, k, v) -> out; with `mixture` a pair counts once for every branch, else once."""
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True, backend=backend)
+    score_mod = multiplicity_score_mod(spec) if mixture else None
+    return partial(compiled, score_mod=score_mod, block_mask=block_mask)
+
+
+def cpu_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(out, natural lse) of ATen's flash attention on CPU."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+
+
+def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(out, natural lse) of ATen's flash attention on CUDA, whichever implementation is active."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return out, lse
+
+
+# A loop over LongNet's branches in eager PyTorch, as torchscale computes them, on the same kernels.
+# F segments of L active tokens each
+
+
+def branch_loop(spec: LongNet, kernel: Kernel = cpu_flash) -> Attention:
+    """(q, k, v) -> out, each (B, H, N, D); `kernel` attends within the branches.
+
+    For each branch: cut into segments, take every rate-th token from the head's offset on, run flash attention,
+    scatter output and lse back to full length; then weight the branches by the softmax of their lses. As in
+    torchscale the weights are constants to autograd, so dq and dk are not those of the forward.
+    """
+    return lambda q, k, v: _branch_loop(q, k, v, spec, kernel)
+
+
+def _branch_loop(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B H N D"],
+    v: Float[Tensor, "B H N D"],
+    spec: LongNet,
+    kernel: Kernel,
+) -> Float[Tensor, "B H N D"]:
+    """Raises ValueError unless every rate divides its segment length and every segment length the tokens."""
+    outs, lses = [], []
+    for length, rate in spec.branches:
+        length = min(length, q.shape[2])
+        if q.shape[2] % length or length % rate:
+            raise ValueError(f"the loop needs rate | segment | tokens; got {rate=}, {length=}, {q.shape[2]} tokens")
+        active_q, active_k, active_v = (_active(x, length, rate) for x in (q, k, v))
+        out, lse = kernel(active_q, active_k, active_v, spec.causal)
+        outs.append(_to_full_length(out, q.shape, length, rate, fill=0.0))
+        lses.append(_to_full_length(lse[..., None], (*q.shape[:3], 1), length, rate, fill=-torch.inf))
+    weights = torch.stack(lses).detach().softmax(0)
+    return reduce(add, (out * weight for out, weight in zip(outs, weights, strict=True)))
+
+
+def _active(x: Float[Tensor, "B H N D"], length: int, rate: int) -> Float[Tensor, "B HF L D"]:
+    """The active tokens of each head, segments side by side with the heads."""
+    phases = x.unflatten(2, (-1, length // rate, rate))
+    shape = (*phases.shape[:4], 1, x.shape[3])
+    return phases.gather(4, _offsets(shape, rate, x.device)).squeeze(4).flatten(1, 2)
+
+
+def _to_full_length(
+    x: Float[Tensor, "B HF L D"], shape: tuple[int, ...], length: int, rate: int, *, fill: float
+) -> Float[Tensor, "B H N D"]:
+    """The inverse of `_active`, with `fill` for the tokens that are not active."""
+    full = x.new_full(shape, fill).unflatten(2, (-1, length // rate, rate))
+    segments = x.unflatten(1, (shape[1], -1)).unsqueeze(4)
+    return full.scatter(4, _offsets(segments.shape, rate, x.device), segments).flatten(2, 4)
+
+
+def _offsets(shape: Sequence[int], rate: int, device: torch.device) -> Int64[Tensor, "B H F L 1 D"]:
+    """The phase at which each head is active: interleaved offsets, head h at h mod rate."""
+    return (torch.arange(shape[1], device=device) % rate).view(1, -1, 1, 1, 1, 1).expand(*shape)
+
+
+# Block-sparse attention in eager PyTorch, a few rows of blocks at a time.
+# R rows of L blocks each, b tokens a block; c rows at once
+
+
+def block_rows(
+    columns: Int64[Tensor, "R L"],
+    *,
+    block: int,
+    allowed: Bool[Tensor, "R b Lb"] | None = None,
+    rows_at_once: int = 16,
+    order: Int64[Tensor, " R"] | None = None,
+    fused: bool = True,
+) -> Attention:
+    """(q, k, v) -> out, each (B, H, N, D) with N = R * block.
+
+    Row i attends to the key blocks columns[i], of them to the pairs in `allowed` (None: all). Rows are computed
+    in `order` (None: ascending), `rows_at_once` in one call.
+    """
+    added = None if allowed is None else torch.zeros(allowed.shape).masked_fill_(~allowed, -torch.inf)
+    order = torch.arange(len(columns)) if order is None else order
+    kernel = scaled_dot_product_attention if fused else _separate
+
+    def attention(
+        q: Float[Tensor, "B H N D"], k: Float[Tensor, "B H N D"], v: Float[Tensor, "B H N D"]
+    ) -> Float[Tensor, "B H N D"]:
+        q, k, v = (x.unflatten(2, (-1, block)) for x in (q, k, v))
+        parts = []
+        for rows in order.split(rows_at_once):
+            keys, values = (_pick(x, columns[rows]) for x in (k, v))
+            mask = None if added is None else added[rows].repeat(q.shape[1], 1, 1)
+            parts.append(
+                kernel(q[:, :, rows].flatten(1, 2), keys, values, attn_mask=mask).unflatten(1, (-1, len(rows)))
+            )
+        return torch.cat(parts, dim=2)[:, :, order.argsort()].flatten(2, 3)
+
+    return attention
+
+
+def _pick(x: Float[Tensor, "B H R b D"], columns: Int64[Tensor, "c L"]) -> Float[Tensor, "B Hc Lb D"]:
+    picked = x.index_select(2, columns.flatten()).unflatten(2, columns.shape)
+    return picked.flatten(3, 4).flatten(1, 2)
+
+
+def _separate(
+    q: Float[Tensor, "B n b D"],
+    k: Float[Tensor, "B n K D"],
+    v: Float[Tensor, "B n K D"],
+    *,
+    attn_mask: Float[Tensor, "n b K"] | None,
+) -> Float[Tensor, "B n b D"]:
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ v

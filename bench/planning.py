@@ -1,0 +1,175 @@
+"""Planning: how long a plan that is there takes, what plans compute, and whether they choose the fastest way."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from flexdilated import masks
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.tiles._tiles_op import _programs
+from flexdilated.masks import recipes
+from flexdilated.masks.planning._choice import way_of
+from flexdilated.masks.planning._planner import Plan, plan
+from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Trialled, Trials
+from flexdilated.tuning._tune import measure as measure_ways
+from flexdilated.tuning._tune_machine import ON_CPU, Sizes, measure_machine
+from flexdilated.tuning._tune_trial import Inputs
+
+from ._jobs import Job, Size, interleave, say, tokens_text
+from ._measures import Row, Timing, at_most, measure
+from ._rules import GIGAPATH_5, LONGNET_4, LONGNET_5, PAPER_5, LongNet
+
+_CPU = torch.device("cpu")
+
+
+def planned_call(pattern: masks.Pattern | masks.Mixture, num_heads: int, num_tokens: int) -> object:
+    """What every call of the tiles engine looks up, and plans where it is not there."""
+    sizes = (num_heads, num_heads, num_tokens, num_tokens, 0, 0, 0, num_heads, 1)
+    return _programs(CallKey.of(pattern.text, *sizes, [128, 128]), [], 1)[0][1]
+
+
+@measure(
+    "C6",
+    full={"spec": LONGNET_5.as_causal(), "size": Size(65536, num_heads=16, repeats=9), "lookups": 2000},
+    small={"spec": LONGNET_5.shrunk(32).as_causal(), "size": Size(2048, num_heads=16, repeats=3), "lookups": 100},
+)
+def plan_lookup(spec: LongNet, size: Size, lookups: int) -> Iterator[Row]:
+    """How long does a call wait for a plan that is already there?
+
+    What every call of the tiles engine looks up, and the plan behind it by pattern and sizes.
+    """
+    pattern, heads, tokens = spec.pattern(), size.num_heads, size.num_tokens
+    ways: dict[str, Callable[[], object]] = {
+        "a call's cached plan": lambda: planned_call(pattern, heads, tokens),
+        "binding and its cached plan": lambda: plan(pattern.bind(num_heads=heads, num_queries=tokens, num_keys=tokens)),
+    }
+    for name, look_up in ways.items():
+        assert look_up() is look_up(), f"{name}: a second look-up must find what the first built"
+        many = Job(f"{lookups} look-ups", lambda _, look_up=look_up: [look_up() for _ in range(lookups)])
+        (together,) = interleave((many,), repeats=size.repeats)
+        each = Timing("one look-up", tuple(seconds / lookups for seconds in together.seconds))
+        what = f"{spec.label}, {size}, {heads} heads: look-up of {name}"
+        yield Row(what, at_most(20, "µs"), each.median_s * 1e6, (each,), {"lookups_a_repeat": lookups})
+
+
+@measure(
+    "C12",
+    full={
+        "specs": (LONGNET_4, LONGNET_5, PAPER_5, GIGAPATH_5),
+        "num_tokens": (16384, 32768, 65536, 131072, 262144),
+        "num_heads": 16,
+    },
+    small={"specs": (LONGNET_4, PAPER_5, GIGAPATH_5), "num_tokens": (4096, 16384), "num_heads": 4},
+)
+def computed_pairs(specs: tuple[LongNet, ...], num_tokens: tuple[int, ...], num_heads: int) -> Iterator[Row]:
+    """How many pairs does the planner's choice compute for each useful one?
+
+    Pairs in the plan's listed blocks of 128 over useful pairs; the worst size of each LongNet, full and causal. The
+    useful pairs that `describe` counts are held against the closed form.
+    """
+    for spec in (each for full in specs for each in (full, full.as_causal())):
+        ratios = {}
+        for tokens in num_tokens:
+            described = masks.describe(spec.pattern(), tokens, num_heads=num_heads)
+            useful = spec.pairs(num_tokens=tokens, num_heads=num_heads)
+            counted = described.useful_pairs
+            assert counted == useful, f"{spec.label}, {tokens} tokens: {useful} useful pairs; describe counts {counted}"
+            ratios[tokens_text(tokens)] = described.computed_pairs / useful
+        say(f"{spec.label}: {', '.join(f'{size} {value:.3f}' for size, value in ratios.items())}")
+        name = f"{spec.label}, {tokens_text(num_tokens[0])} to {tokens_text(num_tokens[-1])}"
+        what = f"{name}: computed over useful pairs, worst size"
+        yield Row(what, at_most(1.15), max(ratios.values()), detail=ratios)
+
+
+@measure(
+    full={"size": Size(16384, num_heads=2), "constants": ON_CPU, "seconds": 1.0},
+    small={"size": Size(256, num_heads=1, head_dim=16), "constants": Sizes(256, 2, 128), "seconds": 0.0},
+)
+def choice(size: Size, constants: Sizes, seconds: float) -> Iterator[Row]:
+    """Is the planner's choice the fastest way, and how far are its predictions off?
+
+    Forward and backward of what the planner takes over the fastest of all ways, with constants measured before.
+    """
+    found = measure_machine(_CPU, seconds=seconds, sizes=constants)
+    masks.set_machine(found.machine)
+    try:
+        patterns = _patterns(size.num_tokens)
+        detail = {name: _measure(name, pattern, size, seconds) for name, pattern in patterns.items()}
+    finally:
+        masks.set_machine(None)
+    yield Row(
+        f"planner's choice, {size}, forward + backward: time over that of the fastest way, the worst pattern",
+        at_most(1.10),
+        max(each["over_best"] for each in detail.values()),
+        detail={"patterns": detail, "constants": found.to_data()},
+    )
+
+
+def _patterns(num_tokens: int) -> dict[str, masks.Pattern | masks.Mixture]:
+    def longnet(spec: LongNet) -> masks.Mixture:
+        lengths = [max(1, length * num_tokens // 16384) for length in spec.segment_lengths]
+        mixture = masks.longnet(lengths, spec.dilation_rates)
+        assert isinstance(mixture, masks.Mixture)
+        return mixture
+
+    return {
+        "LongNet-4": longnet(LONGNET_4),
+        "GigaPath-5": longnet(GIGAPATH_5),
+        "local window": masks.local_window(left=num_tokens // 16 - 1, right=0),
+        "BigBird": recipes.bigbird(num_tokens),
+        "strided": recipes.sparse_transformer_strided(min(128, num_tokens // 16)),
+    }
+
+
+def _measure(name: str, pattern: masks.Pattern | masks.Mixture, size: Size, seconds: float) -> dict[str, Any]:
+    bound = pattern.bind(num_heads=size.num_heads, num_queries=size.num_tokens, num_keys=size.num_tokens)
+    x = Inputs.of(bound, num_kv_heads=size.num_heads, head_dim=size.head_dim, dtype=torch.float32, device=_CPU)
+    found = measure_ways(bound, x, backward=True, seconds=seconds)
+    choice = _chosen(found, plan(bound))
+    won = [each for each in found.all if found.won(each) and each.option.layout != BRANCH_BY_BRANCH]
+    best = _seconds(found, won)
+    measured, predicted = _seconds(found, choice), sum(each.predicted_s for each in choice)
+    say(f"{name}: planned {measured:.3g} s, fastest {best:.3g} s, predicted {predicted:.3g} s")
+    ways = [
+        {
+            "branch": each.branch,
+            "way": each.name,
+            "predicted_s": each.predicted_s,
+            "measured_s": each.times.median_s,
+            "spread": each.times.spread,
+        }
+        for each in found.all
+    ]
+    return {
+        "over_best": max(1.0, measured / best),
+        "predicted_over_measured": predicted / measured,
+        "planned": [each.name for each in choice],
+        "ways": ways,
+    }
+
+
+def _chosen(found: Trials, planned: Plan) -> list[Trialled]:
+    """The trials of what the planner takes: one of all branches together, or one a branch."""
+    chosen = [options[0] for options in planned.options]
+    if planned.together is not None and chosen[0] is planned.together:
+        return [each for each in found.all if each.branch is None and each.option.layout != BRANCH_BY_BRANCH]
+    return [
+        each
+        for index, option in enumerate(chosen)
+        for each in found.all
+        if each.branch == index and way_of(each.option) == way_of(option)
+    ]
+
+
+def _seconds(found: Trials, some: list[Trialled]) -> float:
+    """What a way of all branches took; where branches were also run as one, that tells how their times add up."""
+    whole = next((each for each in found.all if each.option.layout == BRANCH_BY_BRANCH), None)
+    total = sum(each.times.median_s for each in some)
+    if whole is None or some[0].branch is None:
+        return total
+    fastest = [
+        min(each.times.median_s for each in found.all if each.branch == index)
+        for index in {each.branch for each in found.all if each.branch is not None}
+    ]
+    return total / sum(fastest) * whole.times.median_s

@@ -1,0 +1,259 @@
+"""The roofline: how much of the machine's matmul rate useful work gets, and what takes the rest of the time."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.engines.kernels._kernel import flash_backward, flash_forward
+from flexdilated.masks.planning._planner import plan
+
+from ._catalogue import names_for
+from ._jobs import Attention, Job, Problem, Size, backward_job, forward_job, interleave, say
+from ._measures import Row, Timing, at_least, measure
+from ._rules import check_training
+from .peers import dense_attention
+
+_FLOPS = {"forward": 4, "backward": 10}  # of a pair, times the head dim: two and five products
+MATMUL, DENSE = "matmul", "dense"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pattern by its name in the table and its expression, in the words of `names_for`."""
+
+    name: str
+    text: str
+    head_dim: int = 64
+
+    def pattern(self, num_tokens: int) -> masks.Pattern | masks.Mixture:
+        """The pattern over this many tokens."""
+        return eval(self.text, names_for(num_tokens))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Problems of so many queries by so many keys, `pairs` in all."""
+
+    queries: int
+    keys: int
+    pairs: int
+    head_dim: int = 64
+
+    def __str__(self) -> str:
+        return f"{self.queries:,} × {self.keys:,}"
+
+    @property
+    def count(self) -> int:
+        """Problems in a call."""
+        return max(1, self.pairs // (self.queries * self.keys))
+
+    def flops(self, a_pair: int) -> int:
+        """FLOPs of a call that does `a_pair` times the head dim for each pair."""
+        return a_pair * self.head_dim * self.count * self.queries * self.keys
+
+
+_LONGNET_4 = "masks.longnet([2048, 4096, 8192, 16384], [1, 2, 4, 8])"
+_LONGNET_5 = "masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])"
+_PAPER_5 = "masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])"
+_GIGAPATH_5 = "masks.longnet([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])"
+CASES = (
+    Case("window of 1024, causal", "masks.local_window(left=1023, right=0)"),
+    Case("window of 256, causal", "masks.local_window(left=255, right=0)"),
+    Case("window of 4096, causal", "masks.local_window(left=4095, right=0)"),
+    Case("window of 512 each side", "masks.local_window(left=512, right=512)"),
+    Case("LongNet-4", _LONGNET_4),
+    Case("LongNet-4, causal", f"{_LONGNET_4} & masks.causal()"),
+    Case("LongNet-5, causal", f"{_LONGNET_5} & masks.causal()"),
+    Case("paper-5", _PAPER_5),
+    Case("GigaPath-5, head dim 48", _GIGAPATH_5, head_dim=48),
+    Case("dilated window, rate 4", "masks.dilated_window(left=1023, right=0, rate=4)"),
+    Case("Sparse Transformer, strided", "masks.recipes.sparse_transformer_strided(128)"),
+    Case("BigBird", "masks.recipes.bigbird(num_tokens)"),
+    Case("Longformer", "masks.recipes.longformer(256, 64)"),
+    Case("128 global tokens", "masks.global_tokens(128)"),
+    Case("documents, causal", "masks.documents(ids) & masks.causal()"),
+)
+_SIDES = ((128, 384), (128, 1152), (256, 512), (256, 1280), (512, 1536), (1024, 2048), (2048, 2048))
+SHAPES = tuple(Shape(*sides, pairs=1 << 24) for sides in _SIDES)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A pattern by its own rule, pair by pair: what the check compares its attention with."""
+
+    pattern: masks.Pattern | masks.Mixture
+
+    def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
+        """The pairs of the sampled query rows that each branch allows."""
+        h, q, k = torch.arange(num_heads)[:, None, None], rows[None, :, None], torch.arange(num_tokens)[None, None]
+        sizes = {"num_heads": num_heads, "num_queries": num_tokens, "num_keys": num_tokens}
+        rules = [branch.bind(**sizes).mask_mod() for branch in self.pattern.branches()]
+        return [rule(torch.tensor(0), h, q, k).expand(num_heads, len(rows), num_tokens) for rule in rules]
+
+
+@measure(
+    full={"cases": CASES, "size": Size(16384, num_heads=2, repeats=3), "matmul": 4096, "shapes": SHAPES},
+    small={
+        "cases": CASES[:2],
+        "size": Size(512, num_heads=2, repeats=1),
+        "matmul": 64,
+        "shapes": (Shape(8, 16, pairs=1 << 8),),
+    },
+)
+def roofline(cases: tuple[Case, ...], size: Size, matmul: int, shapes: tuple[Shape, ...]) -> list[Row]:
+    """How much of the machine's matmul rate does useful work get, pattern by pattern, and what takes the rest?
+
+    Every pattern is verified; all are timed in turns, beside a product of matrices of side `matmul` and dense
+    attention; one run of each is taken apart. The first pattern is held to the targets.
+    """
+    problems = {dim: Problem.draw(replace(size, head_dim=dim)) for dim in {case.head_dim for case in cases}}
+    works: dict[str, tuple[Attention, Problem]] = {DENSE: (dense_attention(causal=False), problems[size.head_dim])}
+    dense_pairs = 1.0 * size.num_heads * size.num_tokens**2
+    pairs: dict[str, tuple[float, float]] = {DENSE: (dense_pairs, dense_pairs)}
+    for case in cases:
+        pattern, problem = case.pattern(size.num_tokens), problems[case.head_dim]
+        works[case.name] = partial(fd.attend, pattern=pattern), problem
+        check_training(works[case.name][0], problem, Rule(pattern))
+        pairs[case.name] = _pairs(case, size)
+    matrix = torch.randn(matmul, matmul)
+    jobs = [Job(MATMUL, lambda _: matrix @ matrix)]
+    for name, work in works.items():
+        jobs += [forward_job(f"{name}, forward", *work), backward_job(f"{name}, backward", *work)]
+    jobs += [job for shape in shapes for job in kernel_jobs(shape)]
+    timings = {timing.name: timing for timing in interleave(jobs, repeats=size.repeats)}
+    matmul_rate = 2 * matmul**3 / timings[MATMUL].median_s
+    by_name = {job.name: job for job in jobs}
+    figures = {
+        direction: {
+            name: _figures(
+                by_name[f"{name}, {direction}"],
+                timings[f"{name}, {direction}"],
+                pairs[name],
+                flops * problem.q.shape[-1],
+                matmul_rate,
+            )
+            for name, (_, problem) in works.items()
+        }
+        for direction, flops in _FLOPS.items()
+    }
+    kernel = {
+        str(shape): {
+            direction: shape.flops(flops) / timings[f"kernel {shape}, {direction}"].median_s
+            for direction, flops in _FLOPS.items()
+        }
+        for shape in shapes
+    }
+    detail = {"matmul_rate": matmul_rate, "kernel_rates": kernel, "patterns": figures}
+    return _rows([case.name for case in cases], size, figures, timings, detail)
+
+
+def _pairs(case: Case, size: Size) -> tuple[float, float]:
+    """(useful pairs, pairs in what the planner chose to compute) of all heads."""
+    pattern, num_tokens = case.pattern(size.num_tokens), size.num_tokens
+    useful = masks.describe(pattern, num_tokens, num_heads=size.num_heads).useful_pairs
+    bound = pattern.bind(num_heads=size.num_heads, num_queries=num_tokens, num_keys=num_tokens)
+    return useful, plan(bound).cost.computed_pairs
+
+
+def _figures(
+    job: Job, timing: Timing, pairs: tuple[float, float], flops_a_pair: int, matmul_rate: float
+) -> dict[str, Any]:
+    """Rates, and what the time is made of: shares that sum to 1.
+
+    What the kernel does is split by what the same work would take at the matmul's rate: useful pairs, pairs beyond
+    these (less than none where branches share work), and the kernel's distance from that rate.
+    """
+    measured = parts_of(job.prepare or (lambda: None), job.run)
+    useful, computed = (count * flops_a_pair / matmul_rate / timing.median_s for count in pairs)
+    split = {"useful": useful, "beyond": computed - useful, "below": measured["kernel"] - computed}
+    say(f"{timing.name}: {useful:.1%} of the matmul rate, {measured['kernel']:.1%} in the kernel")
+    return {
+        "seconds": timing.median_s,
+        "rate": useful * matmul_rate,
+        "of_matmul": useful,
+        "waste": pairs[1] / pairs[0],
+        "in_kernel": measured["kernel"],
+        "shares": {**split, **{kind: measured[kind] for kind in KINDS if kind != "kernel"}},
+    }
+
+
+def _rows(
+    names: Sequence[str],
+    size: Size,
+    figures: Mapping[str, Any],
+    timings: Mapping[str, Timing],
+    detail: Mapping[str, Any],
+) -> list[Row]:
+    first, rows = names[0], []
+    for direction, bound in (("forward", 0.6), ("backward", 0.7)):
+        rate = figures[direction][first]["rate"] / figures[direction][DENSE]["rate"]
+        both = tuple(timings[f"{name}, {direction}"] for name in (DENSE, first))
+        what = f"{first}, {size}, {direction}: useful-FLOP rate over dense SDPA's"
+        rows.append(Row(what, at_least(bound), rate, both, {} if rows else detail))
+    shares = {f"{name}, {direction}": figures[direction][name]["in_kernel"] for direction in figures for name in names}
+    worst = min(shares, key=lambda name: shares[name])
+    what = f"{size}: share of the time inside the attention kernel, least of {len(names)} patterns"
+    return [*rows, Row(what, at_least(0.65), shares[worst], detail={"least": worst, "shares": shares})]
+
+
+def kernel_jobs(shape: Shape) -> tuple[Job, Job]:
+    """Forward and backward, named after the shape."""
+    generator = torch.Generator().manual_seed(0)
+    q, grad = torch.randn(2, shape.count, 1, shape.queries, shape.head_dim, generator=generator)
+    k, v = torch.randn(2, shape.count, 1, shape.keys, shape.head_dim, generator=generator)
+    scale = shape.head_dim**-0.5
+    out, lse = flash_forward(q, k, v, scale=scale)
+    return (
+        Job(f"kernel {shape}, forward", lambda _: flash_forward(q, k, v, scale=scale)),
+        Job(f"kernel {shape}, backward", lambda _: flash_backward(grad, q, k, v, out, lse, scale=scale)),
+    )
+
+
+# What an operator's own time counts as, by the first of these that is in its name.
+_KINDS = {
+    "kernel": ("flash_attention",),
+    "moves": ("copy_", "index_select", "aten::index", "aten::cat", "clone", "constant_pad"),
+    "sums": ("add_", "aten::sum"),
+    "merges": ("lerp", "sigmoid", "logaddexp", "aten::sub"),
+    "masks": ("where", "any", "bitwise_not", "masked_fill", "aten::eq"),
+    "fills": ("fill_", "zero_"),
+}
+_ORDER = ("kernel", "masks", "sums", "merges", "moves", "fills")  # masked_fill_ is no fill_, index_add_ no index
+KINDS = (*_KINDS, "rest")
+
+
+def parts_of(prepare: Callable[[], Any], work: Callable[[Any], object], *, runs: int = 2) -> Mapping[str, float]:
+    """The share of each of KINDS, of the quickest run; they sum to 1. `prepare` is not looked at.
+
+    kernel: attention itself. moves: gathers, copies, rows put in their place. sums: gradients added up. merges: of
+    branches, by lse. fills: memory that starts at zero. rest: what no listed operator spends, Python and views.
+    """
+    return min((_profiled(prepare(), work) for _ in range(runs)), key=lambda run: run[0])[1]
+
+
+def _profiled(given: Any, work: Callable[[Any], object]) -> tuple[float, Mapping[str, float]]:
+    """(seconds, shares) of one run."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        start = perf_counter()
+        work(given)
+        whole = perf_counter() - start
+    seconds = dict.fromkeys(_KINDS, 0.0)
+    for event in profiled.key_averages():
+        kind = _kind(event.key)
+        if kind is not None:
+            seconds[kind] += event.self_cpu_time_total / 1e6
+    shares = {kind: spent / whole for kind, spent in seconds.items()}
+    return whole, {**shares, "rest": 1.0 - sum(shares.values())}
+
+
+def _kind(name: str) -> str | None:
+    return next((kind for kind in _ORDER if any(part in name for part in _KINDS[kind])), None)

@@ -1,0 +1,111 @@
+"""Steps at ever new lengths leave nothing behind: tensors, compilations, bytes in the cache over its budget."""
+
+import gc
+import logging
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import flexdilated as fd
+from flexdilated import masks
+
+HEADS, DIM, LONGEST = 4, 16, 80
+STEPS, SETTLED = 48, 24
+CACHE_BYTES = 1 << 18  # soon full: from then on each new length evicts an older one
+PATTERN = masks.longnet((16, 32, 64, 128), (1, 2, 4, 8)) & masks.causal()
+
+
+class Layer(nn.Module):
+    """Projections around attention, with a loss on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project_in, self.project_out = nn.Linear(HEADS * DIM, 3 * HEADS * DIM), nn.Linear(HEADS * DIM, HEADS * DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project_in(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return (self.project_out(fd.attend(q, k, v, PATTERN).transpose(1, 2).flatten(2)) - x).square().mean()
+
+
+class Work:
+    """The kinds of steps; each is given a length, and raises AssertionError where its result is wrong."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.layer = Layer()
+        self.compiled = torch.compile(self.layer, backend="aot_eager")
+        self.optimizer = torch.optim.AdamW(self.layer.parameters(), lr=1e-3)
+
+    def kinds(self) -> tuple[Callable[[int], None], ...]:
+        # A length of 1 is a graph of its own.
+        return (
+            lambda length: self.train(self.layer, length),
+            lambda length: self.train(self.compiled, max(2, length)),
+            self.pack,
+            self.decode,
+        )
+
+    def train(self, layer: Callable[[Tensor], Tensor], length: int) -> None:
+        self.optimizer.zero_grad()
+        loss = layer(torch.randn(1, length, HEADS * DIM))
+        loss.backward()
+        assert bool(loss.isfinite()), f"the loss is {loss} at {length} tokens"
+        self.optimizer.step()
+
+    def pack(self, length: int) -> None:
+        """Forward and backward over documents that come with the call; the last must be as it is alone."""
+        q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, HEADS, length, DIM).unbind())
+        ids = torch.randint(0, 4, (length,)).sort().values
+        out = fd.attend(q, k, v, masks.causal() & masks.documents("documents"), bindings={"documents": ids})
+        out.square().sum().backward()
+        last = int((ids == ids[-1]).sum())
+        alone = fd.attend(q[:, :, -last:], k[:, :, -last:], v[:, :, -last:], masks.causal())
+        torch.testing.assert_close(out[:, :, -last:], alone, rtol=1e-4, atol=1e-5)
+
+    def decode(self, length: int) -> None:
+        """A prompt and three tokens, which must be as in one pass."""
+        q, k, v = torch.randn(3, 1, HEADS, length + 3, DIM).unbind()
+        cache = fd.KVCache(PATTERN, num_heads=HEADS)
+        parts = [cache.attend(*part) for part in zip(*(x.split([length, 1, 1, 1], 2) for x in (q, k, v)), strict=True)]
+        torch.testing.assert_close(torch.cat(parts, 2), fd.attend(q, k, v, PATTERN), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def small_cache():
+    cache = masks.cache()
+    before = cache.budget_bytes
+    cache.clear()
+    cache.budget_bytes = CACHE_BYTES
+    logger = logging.getLogger("flexdilated")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # the cache warns that it is too small: it is meant to be
+    yield cache
+    logger.setLevel(level)
+    cache.budget_bytes = before
+    cache.clear()
+
+
+@pytest.mark.slow
+def test_changing_lengths_leave_nothing_behind(small_cache) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    kinds, lengths = Work().kinds(), Random(0)
+    held: dict[int, tuple[int, int]] = {}
+    for number in range(1, STEPS + 1):
+        kinds[number % len(kinds)](lengths.randint(1, LONGEST))
+        assert small_cache.stats().bytes <= CACHE_BYTES
+        if number in (SETTLED, STEPS):
+            gc.collect()
+            # Asked of the type: some objects answer isinstance with work of their own.
+            tensors = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+            held[number] = tensors, counters["stats"]["unique_graphs"]
+    assert small_cache.stats().evictions > 0
+    # Plans of different lengths differ in how many tensors they hold; each step leaves more than one if any.
+    assert held[STEPS][0] - held[SETTLED][0] < (STEPS - SETTLED) // 4 * 8
+    assert held[STEPS][1] == held[SETTLED][1]
+    assert counters["graph_break"].total() == 0
+    assert counters["frames"]["total"] == counters["frames"]["ok"]
