@@ -8,8 +8,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from flexdilated.observe._profile import named_under
-
 from ._apart import DiedApart, run_apart
 from ._machine import commit, machine, versions
 from ._questions import QUESTIONS
@@ -52,8 +50,7 @@ def answer_to(name: str, small: bool) -> Document:
     """Configuration, rows and points of one question, as plain data."""
     question = QUESTIONS[name]
     config = question.SMALL if small else question.FULL
-    with named_under(f"bench {name}"):
-        return {"config": asdict(config), **question.run(config).to_data()}
+    return {"config": asdict(config), **question.run(config).to_data()}
 
 
 def question_text(name: str) -> str:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
-from flexdilated.observe._profile import folder_from_environment, recorded
-
 from ._result import Timing
 
 
@@ -52,10 +50,6 @@ def interleave(jobs: Sequence[Timed], *, repeats: int) -> tuple[Timing, ...]:
         rounds.append([job.seconds() for job in jobs])
         times = ", ".join(f"{job.name} {seconds:.3g} s" for job, seconds in zip(jobs, rounds[-1], strict=True))
         say(f"round {index + 1} of {repeats}: {times}")
-    if folder_from_environment() is not None:
-        for job in jobs:
-            with recorded(job.name):  # once more, outside the timing
-                job.seconds()
     return tuple(Timing(job.name, tuple(seconds)) for job, seconds in zip(jobs, zip(*rounds, strict=True), strict=True))
 
 

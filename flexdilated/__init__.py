@@ -16,6 +16,7 @@ from .nn import (
     RingDilatedAttention,
 )
 from .observe._compilations import compilations
+from .observe._profile import profile_process
 from .observe._received import attention_received
 from .observe._received_picture import plot_attention_received
 from .observe._stats import stats
@@ -42,6 +43,8 @@ __all__ = [
     "testing",
 ]
 __version__ = "0.1.0"
+
+profile_process()
 
 
 def __getattr__(name: str) -> Any:

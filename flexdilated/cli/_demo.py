@@ -12,7 +12,6 @@ from torch import Tensor
 from .. import masks
 from ..masks.plan_cache._cache_stats import CacheStats
 from ..nn import LongNetConfig
-from ..observe._profile import folder_from_environment
 from . import _checkpoint, _extras
 from ._attention_time import measure
 from ._baselines import bigram_bits, unigram_bits
@@ -97,7 +96,6 @@ def _check_context(settings: Settings, team: Team) -> None:
 def _check_environment() -> None:
     try:
         masks.cache()
-        folder_from_environment()
     except ValueError as error:
         raise UsageError(str(error)) from None
 

@@ -13,7 +13,6 @@ from . import (
     _doctor_arguments,
     _explain_arguments,
     _plan_arguments,
-    _profile_arguments,
     _show_arguments,
     _tune_arguments,
 )
@@ -30,7 +29,6 @@ _COMMANDS = {
     "check": ("hold a pattern of yours to its definition, and attend to it", _check_arguments),
     "tune": ("measure this device, or the ways to compute one pattern", _tune_arguments),
     "demo": ("train a small LongNet on Python's own source text", _demo_arguments),
-    "profile": ("print what took most in recorded profiles", _profile_arguments),
     "doctor": ("say what works on this machine, and what is missing", _doctor_arguments),
 }
 _INTERRUPTED = 130  # what shells report of a process that SIGINT ended

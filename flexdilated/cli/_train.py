@@ -7,7 +7,6 @@ from time import monotonic
 
 from torch import nn
 
-from ..observe._profile import recorded_steps
 from ._corpus import Corpus
 from ._evaluate import loss_bits
 from ._interrupt import Interrupt
@@ -32,12 +31,10 @@ def train(
     """
     began, earlier, first = monotonic(), run.seconds, run.step
     saved, (planned, stopped) = began, team.decide(settings.steps, stop=interrupt.requested)
-    what = "demo training" if team.size == 1 else f"demo training, process {team.rank} of {team.size}"
-    with training_progress(done=run.step, total=settings.steps) as progress, recorded_steps(what) as recorded:
+    with training_progress(done=run.step, total=settings.steps) as progress:
         while run.step < planned and not stopped:
             window = training_window(corpus.train, run.step, context=settings.context, seed=settings.seed)
             run.losses.append(_step(run, window, learning_rate_factor(run.step, steps=planned), team))
-            recorded()
             now = monotonic()
             run.seconds = earlier + now - began
             planned = planned_steps(
