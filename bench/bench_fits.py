@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from flexdilated import attend, masks
-from flexdilated.cli._plan_budget import budget_data
-from flexdilated.cli._plan_settings import BUDGETS, PlanSettings
+from flexdilated._plan import PlanSize
+from flexdilated.cli._plan import BUDGETS, budget_data
 from flexdilated.memory._memory import attention_memory
 from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
 
@@ -69,21 +69,22 @@ def run(config: Config) -> Result:
 
 def _longest(config: Config) -> dict[str, Any]:
     """What `plan --budget` tells of the first pattern in float16, by device."""
-    return {device: budget_data(_settings(config, device)) for device in ("cpu", "cuda")} if config.budgets else {}
+    return (
+        {device: budget_data(_size(config, device), config.budgets) for device in ("cpu", "cuda")}
+        if config.budgets
+        else {}
+    )
 
 
-def _settings(config: Config, device: str) -> PlanSettings:
+def _size(config: Config, device: str) -> PlanSize:
     heads = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "layers": 12, "embed_dim": 512}
-    return PlanSettings(
+    return PlanSize(
         pattern=masks.parse(config.patterns[0][1]),
         num_tokens=config.num_tokens,
         **heads,
-        dtype="fp16",
+        dtype=torch.float16,
         device=device,
         batch=1,
-        budgets=config.budgets,
-        measure=False,
-        as_json=True,
     )
 
 

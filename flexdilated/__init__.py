@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import masks
 from ._attend import attend
+from ._plan import plan
 from .decoding._kv_cache import KVCache
 from .nn import (
     BlockSparseAttention,
@@ -38,6 +39,7 @@ __all__ = [
     "compilations",
     "distributed",
     "masks",
+    "plan",
     "plot_attention_received",
     "stats",
     "testing",

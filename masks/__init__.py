@@ -12,7 +12,7 @@ tests/test_boxes.py holds its bounds to its pairs, and tests/test_tiles.py what 
     plan_cache  what was built is kept, in bounded memory
     planning    options, costs, the choice, BlockMask; lowering: branches as terms; machine: constants for costs
     needs       which keys some queries need: ranks, decoding, what a cache may drop
-    inspection  describe, explain, plot
+    inspection  describe, explain, plot, show
 """
 
 from . import recipes
@@ -23,6 +23,7 @@ from .core._per_head import head_groups, per_head
 from .inspection._describe import describe
 from .inspection._explain import explain
 from .inspection._plot import plot
+from .inspection._show import show
 from .orders._layout import Layout
 from .patterns._block_list import block_list
 from .patterns._blockwise import blockwise
@@ -94,6 +95,7 @@ __all__ = [
     "recipes",
     "recommended_layout",
     "set_machine",
+    "show",
     "strided",
     "to_json",
     "visible_keys",

@@ -109,23 +109,21 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MODULE, encoding="utf-8")
     # First those that are imported here and take names from the others: later they would keep what is put there.
-    monkeypatch.setattr("flexdilated.cli._demo.demo", print)
+    monkeypatch.setattr("flexdilated.cli._demo.run_demo", print)
     monkeypatch.setattr("flexdilated.cli._verify.verify", lambda *, as_json: print(f"verify {as_json}") or 0)
     monkeypatch.setattr("flexdilated.cli._doctor.doctor", lambda: print("doctor") or 0)
-    for module in ("flexdilated.cli._plan_fits", "flexdilated.cli._plan_report"):
+    for module in ("flexdilated.cli._plan", "flexdilated._plan"):
         monkeypatch.setattr(f"{module}.attention_memory", _attention_memory)
         monkeypatch.setattr(f"{module}.model_memory", _model_memory)
     monkeypatch.setattr("flexdilated.distributed._simulation.attention_memory", _attention_memory)
-    monkeypatch.setattr(
-        "flexdilated.cli._plan_report.measure_options", lambda *given, **named: [(f"{given}", 1.0, 1.0)]
-    )
+    monkeypatch.setattr("flexdilated._plan.measure_options", lambda *given, **named: [(f"{given}", 1.0, 1.0)])
     monkeypatch.setattr("flexdilated.cli._traffic_picture.save_traffic_picture", _save_picture)
     monkeypatch.setattr("flexdilated.masks.plot", _Told)
     monkeypatch.setattr("flexdilated.cli._show.describe", _Told)
     monkeypatch.setattr("flexdilated.cli._check._steps", _steps)
-    monkeypatch.setattr("flexdilated.cli._tune_settings.available_devices", lambda: ("cpu", "meta"))
-    monkeypatch.setattr("flexdilated.cli._settings.available_devices", lambda: ("cpu", "meta"))
-    monkeypatch.setattr("flexdilated.cli._settings._count", lambda kind: 1)
+    for module in ("_tune", "_demo"):
+        monkeypatch.setattr(f"flexdilated.cli.{module}.available_devices", lambda: ("cpu", "meta"))
+    monkeypatch.setattr("flexdilated.cli._demo.num_devices", lambda kind: 1)
     monkeypatch.setattr("flexdilated.cli._tune.measure", _measure)
     monkeypatch.setattr("flexdilated.cli._tune._options_table", str)
     monkeypatch.setattr("flexdilated.cli._tune._remembered", lambda settings, *rest: str(settings.device))

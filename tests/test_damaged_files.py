@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.cli import _checkpoint
 from flexdilated.cli._bindings import read_bindings
-from flexdilated.cli._read_pattern import read_pattern
-from flexdilated.cli._usage import UsageError
+from flexdilated.cli._command_parser import UsageError
+from flexdilated.cli._demo_training import CHECKPOINT, load_checkpoint
+from flexdilated.cli._pattern import read_pattern
 from flexdilated.engines._call_key import CallKey
 from flexdilated.masks.planning.machine import _machine_in_use
 from flexdilated.masks.planning.machine._machine import CPU
@@ -107,7 +107,7 @@ READERS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "pattern of a command": (lambda path: read_pattern(str(path.with_suffix(".json"))), UsageError),
     "bindings of a command": (lambda path: read_bindings(PATTERN, [f"ids={path.with_suffix('.json')}"]), UsageError),
     "tensors of a command": (lambda path: read_bindings(PATTERN, [f"ids={path.with_suffix('.pt')}"]), UsageError),
-    "checkpoint": (lambda path: _checkpoint.load(path.parent, identity={}), UsageError),
+    "checkpoint": (lambda path: load_checkpoint(path.parent, identity={}), UsageError),
 }
 
 
@@ -116,7 +116,7 @@ def place(tmp_path: Path):
     """A path, and under names with each reader's suffix the same file."""
     path = tmp_path / "stored"
     path.touch()
-    for name in ("stored.json", "stored.pt", _checkpoint.FILE_NAME):
+    for name in ("stored.json", "stored.pt", CHECKPOINT):
         (tmp_path / name).symlink_to(path)
     yield path
     masks.set_machine(None)
@@ -172,7 +172,7 @@ def test_a_damaged_checkpoint_is_refused(change: int, place: Path) -> None:
             for bad in (good[:index], good[:index] + bytes([good[index] ^ change]) + good[index + 1 :]):
                 place.write_bytes(bad)
                 try:
-                    found = _checkpoint.load(place.parent, identity={})
+                    found = load_checkpoint(place.parent, identity={})
                 except UsageError:
                     continue
                 assert isinstance(found, dict)

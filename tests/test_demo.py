@@ -107,7 +107,7 @@ def test_resume_equals_an_uninterrupted_run(tmp_path: Path, text: Path, monkeypa
 
 def stop_after(steps: int, monkeypatch) -> None:
     """Send this process SIGINT, as Ctrl-C does, within the given step."""
-    from flexdilated.cli import _train
+    from flexdilated.cli import _demo_training
 
     def interrupted_loss(*arguments):
         nonlocal steps
@@ -116,8 +116,8 @@ def stop_after(steps: int, monkeypatch) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return loss_bits(*arguments)
 
-    loss_bits = _train.loss_bits
-    monkeypatch.setattr(_train, "loss_bits", interrupted_loss)
+    loss_bits = _demo_training.loss_bits
+    monkeypatch.setattr(_demo_training, "loss_bits", interrupted_loss)
 
 
 def test_sample(tmp_path: Path, text: Path, capsys) -> None:

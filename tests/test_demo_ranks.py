@@ -108,7 +108,7 @@ def stop_in_step(step: int, rank: int, command: list[str]) -> tuple[int, str, st
     """One process gets SIGINT in a step; all stop after it."""
     import torch.distributed as dist
 
-    from flexdilated.cli import _train
+    from flexdilated.cli import _demo_training
 
     def loss(*given):
         nonlocal step
@@ -117,8 +117,8 @@ def stop_in_step(step: int, rank: int, command: list[str]) -> tuple[int, str, st
             os.kill(os.getpid(), signal.SIGINT)
         return loss_bits(*given)
 
-    loss_bits = _train.loss_bits
-    with mock.patch.object(_train, "loss_bits", loss):
+    loss_bits = _demo_training.loss_bits
+    with mock.patch.object(_demo_training, "loss_bits", loss):
         return run_here(command)
 
 
@@ -161,7 +161,7 @@ def test_processes_with_other_settings_are_told(tmp_path: Path, text: Path) -> N
 def fail_on(rank: int, command: list[str]) -> tuple[int, str, str]:
     import torch.distributed as dist
 
-    from flexdilated.cli import _train
+    from flexdilated.cli import _demo_training
 
     def loss(*given):
         set_group_timeout(4)
@@ -169,8 +169,8 @@ def fail_on(rank: int, command: list[str]) -> tuple[int, str, str]:
             raise MemoryError("made up")
         return loss_bits(*given)
 
-    loss_bits = _train.loss_bits
-    with mock.patch.object(_train, "loss_bits", loss):
+    loss_bits = _demo_training.loss_bits
+    with mock.patch.object(_demo_training, "loss_bits", loss):
         return run_here(command)
 
 

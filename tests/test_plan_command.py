@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from flexdilated import masks
-from flexdilated.cli._main import main
-from flexdilated.cli._plan_fits import longest, longest_bound, rounded, slope
-from flexdilated.cli._plan_settings import BUDGETS
-from flexdilated.cli._read_pattern import read_pattern
+from flexdilated.cli import main
+from flexdilated.cli._command_parser import UsageError
+from flexdilated.cli._pattern import read_pattern
+from flexdilated.cli._plan import BUDGETS, longest, longest_bound, rounded, slope
 from flexdilated.cli._sizes import bytes_text, parse_bytes, parse_tokens, tokens_text
-from flexdilated.cli._usage import UsageError
 from flexdilated.engines.kernels import _kernel
 from flexdilated.masks.inspection._describe import MOST_DESCRIBED
 from flexdilated.memory._live_bytes import LiveBytes, fake_tensors

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.cli import main
-from flexdilated.cli._show import map_lines
 from tests import oracle
-from tests.shown import asked, body
+from tests.shown import body, drawn
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("plain_terminal")
 def test_documents_from_the_command_line() -> None:
     """Lengths one after the other; what is left is padding; --batch chooses an entry."""
     question = ["causal() & documents('d')", "--bind", "d=3,2/6", "-n", "6"]
-    first, second = (body(map_lines(asked(*question, "--batch", str(entry)))) for entry in (0, 1))
+    first, second = (body(drawn(*question, "--batch", str(entry))) for entry in (0, 1))
     assert [row.count("█") // 2 for row in first] == [1, 2, 3, 1, 2, 0]
     assert [row.count("█") // 2 for row in second] == [1, 2, 3, 4, 5, 6]
 
@@ -89,7 +88,7 @@ def test_a_picture(tmp_path, capsys, kind, start):
 
 
 def test_a_picture_without_matplotlib(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("flexdilated.cli._show_settings.find", lambda package: None)
+    monkeypatch.setattr("flexdilated.cli._show.find", lambda package: None)
     assert main(["show", "causal()", "--plot", str(tmp_path / "out.png")]) == 2
     assert "matplotlib is not installed: no pictures" in capsys.readouterr().err
 
@@ -155,12 +154,12 @@ def test_tensors_from_files(tmp_path):
     torch.save(ids, tmp_path / "ids.pt")
     (tmp_path / "ids.json").write_text("[0, 0, 1, -1]", encoding="utf-8")
     for name in ("ids.pt", "ids.json"):
-        settings = asked("documents('d')", "--bind", f"d={tmp_path / name}")
-        assert settings.asked.num_tokens == 4
-        assert [row.count("█") // 2 for row in body(map_lines(settings))] == [2, 2, 1, 0]
+        lines = drawn("documents('d')", "--bind", f"d={tmp_path / name}")
+        assert len(body(lines)) == 4
+        assert [row.count("█") // 2 for row in body(lines)] == [2, 2, 1, 0]
     (tmp_path / "seen.json").write_text("[[true, false, true], [false, false, true]]", encoding="utf-8")
-    settings = asked("visible_keys('v')", "--bind", f"v={tmp_path / 'seen.json'}", "-n", "3", "--batch", "1")
-    assert body(map_lines(settings)) == ["    ██"] * 3
+    lines = drawn("visible_keys('v')", "--bind", f"v={tmp_path / 'seen.json'}", "-n", "3", "--batch", "1")
+    assert body(lines) == ["    ██"] * 3
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ from ..nn import DilatedAttention
 from ..observe._compilations import compilations
 from ..observe._profile import VARIABLE as PROFILE_VARIABLE
 from ..observe._profile import folder_from_environment
-from . import _extras
+from . import _machine
 from ._flash import active_implementation, is_flash_backend_importable, other_implementations
-from ._settings import available_devices
+from ._machine import available_devices
 
 Finding = tuple[str, str]
 
@@ -113,7 +113,7 @@ def _flash() -> list[Finding]:
 
 def _extra_packages() -> list[Finding]:
     return [
-        (package, "found" if _extras.find(package) else _extras.missing_line(package)) for package in _extras.EXTRAS
+        (package, "found" if _machine.find(package) else _machine.missing_line(package)) for package in _machine.EXTRAS
     ]
 
 

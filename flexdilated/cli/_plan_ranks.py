@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed._simulation import Simulation, simulate
-from ._out import replace
+from ._command_parser import UsageError
+from ._output import replace
 from ._ranks_report import ranks_data
 from ._ranks_settings import RanksSettings
 from ._ranks_text import ranks_text
 from ._sizes import tokens_text
-from ._usage import UsageError
 
 
 def plan_ranks(settings: RanksSettings) -> int:
@@ -24,7 +24,7 @@ def plan_ranks(settings: RanksSettings) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     data = ranks_data(settings, found)
-    print(json.dumps(data, indent=1, ensure_ascii=False) if plan.as_json else ranks_text(data))
+    print(json.dumps(data, indent=1, ensure_ascii=False) if settings.as_json else ranks_text(data))
     if settings.picture is not None:
         _draw(settings.picture, found, data)
     return 0

@@ -29,7 +29,7 @@ def ranks_data(settings: RanksSettings, found: Simulation) -> dict[str, Any]:
         "num_kv_heads": plan.num_kv_heads,
         "head_dim": plan.head_dim,
         "batch": plan.batch,
-        "dtype": plan.dtype,
+        "dtype": plan.dtype_name,
         "device": plan.device,
         "num_ranks": sharding.num_ranks,
         "sharding": sharding.order,

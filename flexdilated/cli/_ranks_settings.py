@@ -9,10 +9,10 @@ from pathlib import Path
 from ..distributed._codec import CodecName
 from ..distributed._links import Links
 from ..distributed._sharding import Order, Sharding
-from ._extras import find, missing_line
-from ._plan_settings import PlanSettings, settings_from
+from ._command_parser import UsageError
+from ._machine import find, missing_line
+from ._plan import PlanSize, size_from
 from ._sizes import parse_seconds, parse_speed
-from ._usage import UsageError
 
 MOST_RANKS = 4096
 _CODECS: dict[str, CodecName | None] = {"none": None, "bf16": "bf16", "int8": "int8"}
@@ -22,24 +22,26 @@ _CODECS: dict[str, CodecName | None] = {"none": None, "bf16": "bf16", "int8": "i
 class RanksSettings:
     """`links` are None where no times are asked for."""
 
-    plan: PlanSettings
+    plan: PlanSize
     sharding: Sharding
     codec: CodecName | None
     links: Links | None
     picture: Path | None
+    as_json: bool
 
 
 def ranks_settings_from(options: argparse.Namespace) -> RanksSettings:
     """Raises UsageError for sizes and files that do not fit."""
     if not 1 <= options.ranks <= MOST_RANKS:
         raise UsageError(f"--ranks must be at least 1 and at most {MOST_RANKS}; got {options.ranks}")
-    plan = settings_from(options)
+    plan = size_from(options)
     return RanksSettings(
         plan=plan,
         sharding=_sharding(plan.num_tokens, options.ranks, options.sharding or "contiguous"),
         codec=_CODECS[options.codec or "none"],
         links=_links(options),
         picture=_picture(options.picture),
+        as_json=options.json,
     )
 
 

@@ -16,7 +16,7 @@ from tabulate import tabulate
 
 from ..masks.core._bytes_text import bytes_text
 from . import _verify_ranks
-from ._settings import available_devices
+from ._machine import available_devices
 from ._sizes import seconds_text
 from ._verify_jobs import Job, jobs
 from ._verify_measure import Measured
