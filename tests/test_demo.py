@@ -109,13 +109,13 @@ def test_equal_seeds_equal_runs(tmp_path: Path, text: Path, finished: Path) -> N
 
 def test_resume_equals_an_uninterrupted_run(tmp_path: Path, text: Path, monkeypatch) -> None:
     """Stopped after 4 of 9 steps and resumed: bit for bit the losses and the results of 9 steps in one go."""
-    whole, parts, loss_bits = tmp_path / "whole", tmp_path / "parts", _demo_training.loss_bits
+    whole, parts, step_taken = tmp_path / "whole", tmp_path / "parts", _demo_training._step
     assert run(whole, text, "--steps", "9") == 0
     stop_after(4, monkeypatch)
     assert run(parts, text, "--steps", "9") == 0
     assert report(parts)["results"]["ended_by"] == "Ctrl-C"
     assert report(parts)["history"] == report(whole)["history"][:4]
-    monkeypatch.setattr(_demo_training, "loss_bits", loss_bits)
+    monkeypatch.setattr(_demo_training, "_step", step_taken)
     assert run(parts, text, "--steps", "9", "--resume") == 0
     assert report(parts)["history"] == report(whole)["history"]
     assert report(parts)["results"]["after"] == report(whole)["results"]["after"]
@@ -130,10 +130,10 @@ def stop_after(steps: int, monkeypatch) -> None:
         steps -= 1
         if steps == 0:
             os.kill(os.getpid(), signal.SIGINT)
-        return loss_bits(*arguments)
+        return step_taken(*arguments)
 
-    loss_bits = _demo_training.loss_bits
-    monkeypatch.setattr(_demo_training, "loss_bits", interrupted_loss)
+    step_taken = _demo_training._step
+    monkeypatch.setattr(_demo_training, "_step", interrupted_loss)
 
 
 def test_sample(tmp_path: Path, text: Path, finished: Path, capsys) -> None:

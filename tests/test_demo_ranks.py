@@ -124,10 +124,10 @@ def stop_in_step(step: int, rank: int, command: list[str]) -> tuple[int, str, st
         step -= 1
         if step == 0 and dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGINT)
-        return loss_bits(*given)
+        return step_taken(*given)
 
-    loss_bits = _demo_training.loss_bits
-    with mock.patch.object(_demo_training, "loss_bits", loss):
+    step_taken = _demo_training._step
+    with mock.patch.object(_demo_training, "_step", loss):
         return run_here(command)
 
 
@@ -176,10 +176,10 @@ def fail_on(rank: int, command: list[str]) -> tuple[int, str, str]:
         set_group_timeout(4)
         if dist.get_rank() == rank:
             raise MemoryError("made up")
-        return loss_bits(*given)
+        return step_taken(*given)
 
-    loss_bits = _demo_training.loss_bits
-    with mock.patch.object(_demo_training, "loss_bits", loss):
+    step_taken = _demo_training._step
+    with mock.patch.object(_demo_training, "_step", loss):
         return run_here(command)
 
 
