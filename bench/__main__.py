@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexdilated.observe._profile import folder_from_environment
-
 from . import _compare, _guard
 from ._pages import PAGES
 from ._report import markdown_table, plot_sweep, terminal_table, write_pages
@@ -43,10 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.names == ["pictures"]:
         draw_all(options.out or _PICTURES)
         return 0
-    try:
-        folder_from_environment()
-    except ValueError as error:
-        _parser().error(str(error))
     # Numbers at tiny sizes mean nothing: they are kept only where asked.
     results = options.out or (None if options.small else _RESULTS)
     answers = {name: ask(name, small=options.small, results=results) for name in options.names or MEASURES}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from flexdilated.cli._one_thread import one_thread
+from flexdilated.cli._machine import one_thread
 
 from ._guard_cases import CASES, Pair
 from ._machine import commit, machine, versions

@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flexdilated.cli import _resident_memory
-from flexdilated.observe._profile import folder_from_environment, recorded
 
 from ._measures import Timing
 from ._processes import run_apart
@@ -63,10 +62,6 @@ def interleave(jobs: Sequence[Timed], *, repeats: int) -> tuple[Timing, ...]:
         rounds.append([job.seconds() for job in jobs])
         times = ", ".join(f"{job.name} {seconds:.3g} s" for job, seconds in zip(jobs, rounds[-1], strict=True))
         say(f"round {index + 1} of {repeats}: {times}")
-    if folder_from_environment() is not None:
-        for job in jobs:
-            with recorded(job.name):  # once more, outside the timing
-                job.seconds()
     return tuple(Timing(job.name, tuple(seconds)) for job, seconds in zip(jobs, zip(*rounds, strict=True), strict=True))
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from flexdilated.observe._profile import named_under
-
 from . import (
     attention,
     block_masks,
@@ -73,8 +71,7 @@ def ask(name: str, *, small: bool, results: Path | None) -> Document | None:
 
 def answer_to(name: str, small: bool) -> Document:
     """Configuration, rows and points of one measure, as plain data."""
-    with named_under(f"bench {name}"):
-        return MEASURES[name].answer(small=small)
+    return MEASURES[name].answer(small=small)
 
 
 def write(document: Document, results: Path) -> None:

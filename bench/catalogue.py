@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.cli._one_thread import one_thread
+from flexdilated.cli._machine import one_thread
 from flexdilated.masks import Layout, Mixture, Pattern
 from flexdilated.masks.inspection._describe import Description
 from flexdilated.masks.inspection._receptive_field import ReceptiveField

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import attend, masks
-from flexdilated.cli._plan_budget import budget_data
-from flexdilated.cli._plan_settings import BUDGETS, PlanSettings
+from flexdilated._plan import PlanSize
+from flexdilated.cli._plan import BUDGETS, budget_data
 from flexdilated.memory._memory import attention_memory
 from flexdilated.nn import LongNet as Model
 from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
@@ -121,9 +121,9 @@ def fits(
 
 def _longest(text: str, num_tokens: int, budgets: tuple[int, ...], device: str) -> dict[str, Any]:
     """What `plan --budget` says."""
-    heads = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "layers": 12, "embed_dim": 512, "batch": 1}
-    options = {"dtype": "fp16", "device": device, "budgets": budgets, "measure": False, "as_json": True}
-    return budget_data(PlanSettings(pattern=masks.parse(text), num_tokens=num_tokens, **heads, **options))
+    sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "layers": 12, "embed_dim": 512, "batch": 1}
+    asked = PlanSize(masks.parse(text), num_tokens=num_tokens, dtype=torch.float16, device=device, **sizes)
+    return budget_data(asked, budgets)
 
 
 def _deviation(what: str, points: list[Point], **more: Any) -> Row:

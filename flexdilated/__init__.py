@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import masks
 from ._attend import attend
+from ._plan import plan
 from .decoding._kv_cache import KVCache
 from .nn import (
     BlockSparseAttention,
@@ -16,6 +17,7 @@ from .nn import (
     RingDilatedAttention,
 )
 from .observe._compilations import compilations
+from .observe._profile import profile_process
 from .observe._received import attention_received
 from .observe._received_picture import plot_attention_received
 from .observe._stats import stats
@@ -37,11 +39,14 @@ __all__ = [
     "compilations",
     "distributed",
     "masks",
+    "plan",
     "plot_attention_received",
     "stats",
     "testing",
 ]
 __version__ = "0.1.0"
+
+profile_process()
 
 
 def __getattr__(name: str) -> Any:

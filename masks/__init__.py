@@ -12,7 +12,7 @@ tests/test_boxes.py holds its bounds to its pairs, and tests/test_tiles.py what 
     plan_cache  what was built is kept, in bounded memory
     planning    options, costs, the choice, BlockMask; lowering: branches as terms; machine: constants for costs
     needs       which keys some queries need: ranks, decoding, what a cache may drop
-    inspection  describe, explain, plot
+    inspection  describe, explain, plot, show
 """
 
 from . import recipes
@@ -20,7 +20,7 @@ from .core._algebra import every
 from .core._bound import EMPTY, FULL, PARTIAL, Bound
 from .core._pattern import Mixture, Pattern
 from .core._per_head import head_groups, per_head
-from .inspection import describe, explain, plot
+from .inspection import describe, explain, plot, show
 from .orders._layout import Layout
 from .patterns._band import causal, dilated_window, local_window, strided
 from .patterns._block_list import block_list
@@ -85,6 +85,7 @@ __all__ = [
     "recipes",
     "recommended_layout",
     "set_machine",
+    "show",
     "strided",
     "to_json",
     "visible_keys",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import _SubParsersAction
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,9 +53,6 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "seed": ["--seed", "5"], "device": ["--device", "meta"], "out": ["--out", "there"], "data": ["--data", "x"],
         "resume": ["--resume"], "sample": ["--sample"],
     },
-    "profile": {
-        "top": ["--top", "1"], "sort": ["--sort", "calls"], "only": ["--only", "b"], "json": ["--json"],
-    },
     "doctor": {"verify": ["--verify"], "json": ["--json"]},
 }  # fmt: skip
 # What stands before them. A pattern has run-time tensors where --bind or --batch is asked for, and heads that differ.
@@ -81,8 +77,6 @@ def first_words(command: str, options: frozenset[str]) -> list[str]:
     """The command, and what it cannot be without."""
     if command in ("tune", "demo", "doctor"):
         return [command]
-    if command == "profile":
-        return [command, "recordings"]
     several = command in ("show", "explain") and options & {"bind", "batch"}
     name = "several" if several else "mine" if "bind" in options else "light" if command == "plan" else "plain"
     size = [] if command == "check" or options & {"tokens", "budget"} else ["-n", "64"]
@@ -110,28 +104,25 @@ def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
 
 
 def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder with a module of patterns and two recordings; what takes long answers with what it was asked."""
+    """In a folder with a module of patterns; what takes long answers with what it was asked."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MODULE, encoding="utf-8")
-    _write_recordings(Path("recordings"))
     # First those that are imported here and take names from the others: later they would keep what is put there.
-    monkeypatch.setattr("flexdilated.cli._demo.demo", print)
+    monkeypatch.setattr("flexdilated.cli._demo.run_demo", print)
     monkeypatch.setattr("flexdilated.cli._doctor.verify", lambda *, as_json: print(f"verify {as_json}") or 0)
     monkeypatch.setattr("flexdilated.cli._doctor.doctor", lambda: print("doctor") or 0)
-    for module in ("flexdilated.cli._plan_fits", "flexdilated.cli._plan_report"):
+    for module in ("flexdilated.cli._plan", "flexdilated._plan"):
         monkeypatch.setattr(f"{module}.attention_memory", memory_of_call)
         monkeypatch.setattr(f"{module}.model_memory", _model_memory)
     monkeypatch.setattr("flexdilated.cli._simulation.attention_memory", memory_of_call)
-    monkeypatch.setattr(
-        "flexdilated.cli._plan_report.measure_options", lambda *given, **named: [(f"{given}", 1.0, 1.0)]
-    )
+    monkeypatch.setattr("flexdilated._plan.measure_options", lambda *given, **named: [(f"{given}", 1.0, 1.0)])
     monkeypatch.setattr("flexdilated.cli._traffic_picture.save_traffic_picture", _save_picture)
     monkeypatch.setattr("flexdilated.masks.plot", _Told)
     monkeypatch.setattr("flexdilated.cli._show.describe", _Told)
     monkeypatch.setattr("flexdilated.cli._check._steps", _steps)
-    monkeypatch.setattr("flexdilated.cli._tune_settings.available_devices", lambda: ("cpu", "meta"))
-    monkeypatch.setattr("flexdilated.cli._settings.available_devices", lambda: ("cpu", "meta"))
-    monkeypatch.setattr("flexdilated.cli._settings._count", lambda kind: 1)
+    for module in ("_tune", "_demo"):
+        monkeypatch.setattr(f"flexdilated.cli.{module}.available_devices", lambda: ("cpu", "meta"))
+    monkeypatch.setattr("flexdilated.cli._demo.num_devices", lambda kind: 1)
     monkeypatch.setattr("flexdilated.cli._tune.measure", _measure)
     monkeypatch.setattr("flexdilated.cli._tune._options_table", str)
     monkeypatch.setattr("flexdilated.cli._tune._remembered", lambda settings, *rest: str(settings.device))
@@ -189,14 +180,3 @@ def _measure(bound: Any, x: Any, **how: Any) -> str:
 def _measure_machine(device: Any, *, seconds: float) -> Any:
     text = f"{device} {seconds}"
     return SimpleNamespace(text=text, spread={"": 1.0}, to_data=lambda: {"text": text})
-
-
-def _write_recordings(folder: Path) -> None:
-    folder.mkdir()
-    times = {"total_us": 9.0, "device_us": 0.0, "memory_bytes": 0}
-    for name, calls in (("ab", 1), ("c", 3)):
-        operators = [{"name": f"op{each}{name}", "calls": calls + each, "self_us": 9.0 - each, **times}
-                     for each in range(3)]  # fmt: skip
-        data = {"format": "flexdilated profile", "version": 1, "name": name, "seconds": 1.0, "torch": "2", "events": 1}
-        table = folder / f"{name}.profile.json"
-        table.write_text(json.dumps(data | {"trace": None, "operators": operators}), encoding="utf-8")

@@ -1,7 +1,6 @@
 """Set-up of the whole suite: shape checks on the modules that compute, hypothesis profiles, threads."""
 
 import os
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -32,10 +31,6 @@ os.environ["FLEXDILATED_MACHINE"] = "builtin"
 
 with checked_on_import(CHECKED):
     import flexdilated  # noqa: F401
-    from flexdilated.observe._profile import folder_from_environment, recorded
-
-# As the run was started: some tests set the variable.
-IS_PROFILED = folder_from_environment() is not None
 
 register_profiles()
 settings.load_profile("flexdilated-" + os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -75,10 +70,3 @@ def plain_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
     monkeypatch.delenv("NO_COLOR", raising=False)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item):
-    """FLEXDILATED_PROFILE=folder records each test that runs, one file a test: choose them by name."""
-    with recorded(f"test {item.nodeid}") if IS_PROFILED else nullcontext():
-        return (yield)

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from unittest.mock import patch
 
 from flexdilated.cli._command_parser import CommandParser
-from flexdilated.cli._show_arguments import add_arguments
-from flexdilated.cli._show_settings import ShowSettings, settings_from
+from flexdilated.cli._show import _heat_map, add_arguments, show
+from flexdilated.masks.inspection._show import HeatMap
 
 
-def asked(*arguments: str) -> ShowSettings:
-    parser = CommandParser()
+def drawn(*arguments: str) -> list[str]:
+    """The lines that `show` prints of a pattern."""
+    parser, found = CommandParser(), []
     add_arguments(parser)
-    return settings_from(parser.parse_args(arguments))
+
+    def kept(*given, **options) -> HeatMap:
+        found.append(_heat_map(*given, **options))
+        return found[-1]
+
+    with patch("flexdilated.cli._show._heat_map", kept), patch("builtins.print"):
+        assert show(parser.parse_args([*arguments, "--brief"])) == 0
+    return list(found[0].lines)
 
 
 def body(lines: Sequence[str]) -> list[str]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flexdilated.cli import _checkpoint, main
-from flexdilated.cli._usage import UsageError
+from flexdilated.cli import main
+from flexdilated.cli._command_parser import UsageError
+from flexdilated.cli._demo_training import save_checkpoint
 
 COMMANDS = {
     "show": ["show", "causal()", "-n", "64", "--brief"],
@@ -101,7 +102,7 @@ def test_a_file_on_a_full_disk_is_named_and_not_left_half(tmp_path, capsys) -> N
 @pytest.mark.usefixtures("no_space")
 def test_a_checkpoint_on_a_full_disk_is_a_usage_error(tmp_path) -> None:
     with pytest.raises(UsageError, match=r"checkpoint\.pt: No space left on device"):
-        _checkpoint.save(tmp_path, {"losses": []})
+        save_checkpoint(tmp_path, {"losses": []})
 
 
 def test_what_a_link_names_is_written_and_the_link_stays(tmp_path) -> None:

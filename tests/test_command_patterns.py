@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 import flexdilated
 from flexdilated import masks, viewer
 from flexdilated.cli import main
-from flexdilated.cli._asked_pattern import ask
-from flexdilated.cli._fixed_sizes import most_tokens
-from flexdilated.cli._pattern_arguments import asked_from
+from flexdilated.cli._command_parser import UsageError
+from flexdilated.cli._pattern import ask, asked_from, most_tokens
 from flexdilated.cli._sizes import parse_tokens
-from flexdilated.cli._usage import UsageError
 from tests.commands import make_light, parsers
 
 USUAL = ("64K", 8)
@@ -169,7 +167,7 @@ def test_tune_measures_values_and_stores_nothing(capsys) -> None:
     assert "Not stored" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("look", [masks.describe, masks.explain, masks.plot, viewer.page])
+@pytest.mark.parametrize("look", [masks.describe, masks.explain, masks.plot, masks.show, flexdilated.plan, viewer.page])
 def test_whatever_looks_at_a_pattern_looks_at_one_head(look) -> None:
     assert signature(look).parameters["num_heads"].default == 1
 

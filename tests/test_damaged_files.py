@@ -16,39 +16,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.cli import _checkpoint
 from flexdilated.cli._bindings import read_bindings
-from flexdilated.cli._read_pattern import read_pattern
-from flexdilated.cli._usage import UsageError
+from flexdilated.cli._command_parser import UsageError
+from flexdilated.cli._demo_training import CHECKPOINT, load_checkpoint
+from flexdilated.cli._pattern import read_pattern
 from flexdilated.engines._call_key import CallKey
 from flexdilated.masks.planning.machine import _machine_in_use
 from flexdilated.masks.planning.machine._machine import CPU
 from flexdilated.masks.planning.machine._machine_file import Measured, read_machine, write_json
 from flexdilated.masks.planning.machine._machine_in_use import forget_machines
 from flexdilated.masks.planning.machine._machine_key import MachineKey
-from flexdilated.observe._profile_file import FORMAT, VERSION, read_recording
 from flexdilated.tuning import _tune_choices
 from flexdilated.tuning._tune_choices import Sight, chosen, forget_choices
 
 PATTERN = masks.longnet([8, 16], [1, 2]) & masks.documents("ids", longest=9) & masks.block_list([[0], [0, 1]], block=4)
 MACHINE = Measured(MachineKey.of("cpu"), CPU, "2026-01-01", {"torch": "2"}, {"launch_s": 1.0}).to_data()
-RECORDING = {
-    "format": FORMAT,
-    "version": VERSION,
-    "name": "a",
-    "seconds": 1.5,
-    "torch": "2",
-    "events": 3,
-    "trace": None,
-}
-RECORDING |= {
-    "operators": [{"name": "mm", "calls": 2, "self_us": 1, "total_us": 1.5, "device_us": 0, "memory_bytes": 8}]
-}
 CALL = CallKey(masks.causal().text, 2, 2, 8, 8, 0, 0, 0, 2, 1, ())
 CHOICE = {"call": list(CALL), "at": ["cpu", "torch.float32", 4], "together": False}
 CHOICES = {"format": _tune_choices.FORMAT, "version": _tune_choices.VERSION}
 CHOICES |= {"choices": [CHOICE | {"ways": [["compact", [64, 64]]], "backward": True}]}
-GOOD = [PATTERN.text, json.dumps(MACHINE), json.dumps(RECORDING), json.dumps(CHOICES), "[[0, 0, 1], [0, 1, 2]]"]
+GOOD = [PATTERN.text, json.dumps(MACHINE), json.dumps(CHOICES), "[[0, 0, 1], [0, 1, 2]]"]
 DEEP = 50_000
 ODD = [
     *(b"[" * DEEP, b"[" * 980 + b"]" * 980, b'{"kind":' * DEEP, b'{"kind":"not","part":' * 900 + b"0" + b"}" * 900),
@@ -117,11 +104,10 @@ READERS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "parse": (lambda path: masks.parse(path.read_bytes().decode("latin-1")), ValueError),
     "machine": (read_machine, ValueError),
     "set_machine": (masks.set_machine, ValueError),
-    "profile": (read_recording, ValueError),
     "pattern of a command": (lambda path: read_pattern(str(path.with_suffix(".json"))), UsageError),
     "bindings of a command": (lambda path: read_bindings(PATTERN, [f"ids={path.with_suffix('.json')}"]), UsageError),
     "tensors of a command": (lambda path: read_bindings(PATTERN, [f"ids={path.with_suffix('.pt')}"]), UsageError),
-    "checkpoint": (lambda path: _checkpoint.load(path.parent, identity={}), UsageError),
+    "checkpoint": (lambda path: load_checkpoint(path.parent, identity={}), UsageError),
 }
 
 
@@ -130,7 +116,7 @@ def place(tmp_path: Path):
     """A path, and under names with each reader's suffix the same file."""
     path = tmp_path / "stored"
     path.touch()
-    for name in ("stored.json", "stored.pt", _checkpoint.FILE_NAME):
+    for name in ("stored.json", "stored.pt", CHECKPOINT):
         (tmp_path / name).symlink_to(path)
     yield path
     masks.set_machine(None)
@@ -156,7 +142,7 @@ def test_odd_bytes_are_refused(reader: str, place: Path, content: bytes) -> None
         read(place)
 
 
-WRITTEN = {"from_json": GOOD[0], "pattern of a command": GOOD[0], "machine": GOOD[1], "profile": GOOD[2]}
+WRITTEN = {"from_json": GOOD[0], "pattern of a command": GOOD[0], "machine": GOOD[1]}
 
 
 @pytest.mark.parametrize("reader", WRITTEN)
@@ -186,7 +172,7 @@ def test_a_damaged_checkpoint_is_refused(change: int, place: Path) -> None:
             for bad in (good[:index], good[:index] + bytes([good[index] ^ change]) + good[index + 1 :]):
                 place.write_bytes(bad)
                 try:
-                    found = _checkpoint.load(place.parent, identity={})
+                    found = load_checkpoint(place.parent, identity={})
                 except UsageError:
                     continue
                 assert isinstance(found, dict)

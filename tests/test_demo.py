@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexdilated.cli import main
+from flexdilated.cli import _demo_training, main
+from flexdilated.masks.plan_cache._cache_limits import bytes_from_environment
+from tests.commands import parsers
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ["checkpoint.pt", "loss.png", "mask.png", "report.json"]
@@ -42,6 +45,23 @@ def text(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch) -> None:
+    """Drawing takes longer than these trainings: only some tests have matplotlib."""
+    if "pictures" not in request.keywords:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+@pytest.fixture(scope="module")
+def finished(text: Path, tmp_path_factory) -> Path:
+    """The folder of a run of 6 steps; those who go on from it take a copy."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        assert run(folder, text) == 0
+    return folder
+
+
 def run(out: Path, text: Path, *more: str) -> int:
     return main(["demo", "--context", "256", "--steps", "6", "--out", str(out), "--data", str(text), *more])
 
@@ -50,6 +70,7 @@ def report(out: Path) -> dict:
     return json.loads((out / "report.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.pictures
 def test_end_to_end(tmp_path: Path, text: Path, capsys) -> None:
     """One command trains, prints one table and leaves four files; the numbers in table and report agree."""
     out = tmp_path / "new" / "out"
@@ -76,29 +97,25 @@ def test_several_branches(tmp_path: Path, text: Path) -> None:
     assert history[-1] < history[0] - 0.5
 
 
-def test_equal_seeds_equal_runs(tmp_path: Path, text: Path) -> None:
-    histories = []
-    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        assert run(tmp_path / name, text, "--seed", seed) == 0
-        histories.append(report(tmp_path / name)["history"])
+def test_equal_seeds_equal_runs(tmp_path: Path, text: Path, finished: Path) -> None:
+    """And torch's random state stays as it was."""
+    histories, state = [report(finished)["history"]], torch.get_rng_state()
+    for seed in ("0", "2"):
+        assert run(tmp_path / seed, text, "--seed", seed) == 0
+        histories.append(report(tmp_path / seed)["history"])
     assert histories[0] == histories[1] != histories[2]
-
-
-def test_the_random_state_stays(tmp_path: Path, text: Path) -> None:
-    before = torch.get_rng_state()
-    assert run(tmp_path, text, "--steps", "1") == 0
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_resume_equals_an_uninterrupted_run(tmp_path: Path, text: Path, monkeypatch) -> None:
     """Stopped after 4 of 9 steps and resumed: bit for bit the losses and the results of 9 steps in one go."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole, parts, step_taken = tmp_path / "whole", tmp_path / "parts", _demo_training._step
     assert run(whole, text, "--steps", "9") == 0
     stop_after(4, monkeypatch)
     assert run(parts, text, "--steps", "9") == 0
     assert report(parts)["results"]["ended_by"] == "Ctrl-C"
     assert report(parts)["history"] == report(whole)["history"][:4]
-    monkeypatch.undo()
+    monkeypatch.setattr(_demo_training, "_step", step_taken)
     assert run(parts, text, "--steps", "9", "--resume") == 0
     assert report(parts)["history"] == report(whole)["history"]
     assert report(parts)["results"]["after"] == report(whole)["results"]["after"]
@@ -107,24 +124,24 @@ def test_resume_equals_an_uninterrupted_run(tmp_path: Path, text: Path, monkeypa
 
 def stop_after(steps: int, monkeypatch) -> None:
     """Send this process SIGINT, as Ctrl-C does, within the given step."""
-    from flexdilated.cli import _train
 
     def interrupted_loss(*arguments):
         nonlocal steps
         steps -= 1
         if steps == 0:
             os.kill(os.getpid(), signal.SIGINT)
-        return loss_bits(*arguments)
+        return step_taken(*arguments)
 
-    loss_bits = _train.loss_bits
-    monkeypatch.setattr(_train, "loss_bits", interrupted_loss)
+    step_taken = _demo_training._step
+    monkeypatch.setattr(_demo_training, "_step", interrupted_loss)
 
 
-def test_sample(tmp_path: Path, text: Path, capsys) -> None:
-    """After a training, and from its checkpoint: the same text, in the terminal and in a file, as long as asked."""
-    assert run(tmp_path, text, "--sample", "50") == 0
+def test_sample(tmp_path: Path, text: Path, finished: Path, capsys) -> None:
+    """After a training, and from a checkpoint: the same text, in the terminal and in a file, as long as asked."""
+    assert run(tmp_path / "trained", text, "--sample", "50") == 0
     assert "sample    50 bytes after 128 of a held-out text" in capsys.readouterr().out
-    first = (tmp_path / "sample.txt").read_text(encoding="utf-8")
+    first = (tmp_path / "trained" / "sample.txt").read_text(encoding="utf-8")
+    shutil.copy(finished / "checkpoint.pt", tmp_path)
     assert run(tmp_path, text, "--resume", "--sample", "50") == 0
     printed = capsys.readouterr().out
     assert (tmp_path / "sample.txt").read_text(encoding="utf-8") == first
@@ -133,18 +150,13 @@ def test_sample(tmp_path: Path, text: Path, capsys) -> None:
     prompt, continuation = first.split("\n--- the model goes on ---\n")
     assert any(prompt in file.read_text(encoding="utf-8") for file in text.iterdir())
     assert 1 <= len(continuation) <= 51
-    assert run(tmp_path, text, "--resume", "--sample") == 0
-    assert "sample    400 bytes" in capsys.readouterr().out
+    # The finished run is measured again.
+    assert report(tmp_path)["history"] == report(finished)["history"]
+    assert report(tmp_path)["results"]["after"] == report(finished)["results"]["after"]
+    assert parsers()["demo"].parse_args(["--sample"]).sample == 400
 
 
-def test_resume_of_a_finished_run_measures_again(tmp_path: Path, text: Path) -> None:
-    assert run(tmp_path, text) == 0
-    first = report(tmp_path)
-    assert run(tmp_path, text, "--resume") == 0
-    assert report(tmp_path)["history"] == first["history"]
-    assert report(tmp_path)["results"]["after"] == first["results"]["after"]
-
-
+@pytest.mark.pictures
 def test_no_steps(tmp_path: Path, text: Path) -> None:
     """An untrained model is measured, and drawn."""
     assert run(tmp_path, text, "--steps", "0") == 0
@@ -193,16 +205,16 @@ def test_ctrl_c_outside_the_training(tmp_path: Path, text: Path, monkeypatch, ca
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("missing", "extra"), [("tqdm", "demo"), ("matplotlib", "plot")])
-def test_without_an_extra(tmp_path: Path, text: Path, monkeypatch, capsys, missing: str, extra: str) -> None:
+def test_without_extras(tmp_path: Path, text: Path, monkeypatch, capsys) -> None:
     """The command runs, and names what is missing and how to get it."""
-    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
     assert run(tmp_path, text) == 0
     printed = capsys.readouterr().out
-    assert f"{missing} is not installed" in printed
-    assert f'pip install "flexdilated[{extra}]"' in printed
-    assert ("step 6 of 6" in printed) == (missing == "tqdm")
-    assert (tmp_path / "mask.png").exists() == (missing != "matplotlib")
+    for missing, extra in (("tqdm", "demo"), ("matplotlib", "plot")):
+        assert f"{missing} is not installed" in printed
+        assert f'pip install "flexdilated[{extra}]"' in printed
+    assert "step 6 of 6" in printed
+    assert not (tmp_path / "mask.png").exists()
 
 
 BAD = {
@@ -244,17 +256,15 @@ def test_out_that_is_a_file(tmp_path: Path, text: Path, capsys) -> None:
     assert (tmp_path / "taken").read_text(encoding="utf-8") == "mine"
 
 
-def test_environment_that_does_not_parse(tmp_path: Path, text: Path) -> None:
-    """In a process of its own: the cache reads the variable once."""
-    command = [sys.executable, "-m", "flexdilated", "demo", "--out", str(tmp_path), "--data", str(text)]
-    environment = {**os.environ, "FLEXDILATED_CACHE_BYTES": "lots"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "FLEXDILATED_CACHE_BYTES must be a whole number of bytes" in done.stderr
+def test_environment_that_does_not_parse(tmp_path: Path, text: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("FLEXDILATED_CACHE_BYTES", "lots")
+    monkeypatch.setattr("flexdilated.cli._demo.masks.cache", bytes_from_environment)  # it reads the variable once
+    assert run(tmp_path, text) == 2
+    assert "FLEXDILATED_CACHE_BYTES must be a whole number of bytes" in capsys.readouterr().err
 
 
-def test_resume_with_other_settings(tmp_path: Path, text: Path, capsys) -> None:
-    assert run(tmp_path, text, "--steps", "1") == 0
+def test_resume_with_other_settings(tmp_path: Path, text: Path, finished: Path, capsys) -> None:
+    shutil.copy(finished / "checkpoint.pt", tmp_path)
     kept = (tmp_path / "checkpoint.pt").read_bytes()
     assert run(tmp_path, text, "--resume", "--seed", "1") == 2
     assert "seed was 0, is 1" in capsys.readouterr().err

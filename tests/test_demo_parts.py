@@ -8,16 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexdilated.cli._baselines import bigram_bits, unigram_bits
-from flexdilated.cli._corpus import load_corpus
-from flexdilated.cli._interrupt import Interrupt
-from flexdilated.cli._loss_picture import running_mean
-from flexdilated.cli._model import build_model, model_config
-from flexdilated.cli._out import replace
-from flexdilated.cli._sample import Sample, next_logits
-from flexdilated.cli._schedule import learning_rate_factor, planned_steps
-from flexdilated.cli._usage import UsageError
-from flexdilated.cli._windows import training_window, validation_windows
+from flexdilated.cli._command_parser import UsageError
+from flexdilated.cli._demo_data import bigram_bits, load_corpus, training_window, unigram_bits, validation_windows
+from flexdilated.cli._demo_model import build_model, model_config, next_logits, sample_text
+from flexdilated.cli._demo_training import Interrupt, learning_rate_factor, planned_steps, running_mean
+from flexdilated.cli._output import replace
 
 
 def text_of(data) -> torch.Tensor:
@@ -179,10 +174,10 @@ def test_a_sample_is_drawn_from_the_models_logits(sizes: list[int]) -> None:
 
 
 def test_what_is_printed_of_a_sample_leaves_the_terminal_alone() -> None:
-    sample = Sample(prompt=b"a\tb\n\xc3\xa9", continuation=b"\x1b[2J\x00\xff\r\x07c", seconds=1.0)
+    found = sample_text(b"a\tb\n\xc3\xa9", b"\x1b[2J\x00\xff\r\x07c")
     shown = "\N{REPLACEMENT CHARACTER}"
     expected = f"a\tb\n\u00e9\n--- the model goes on ---\n{shown}[2J{shown}{shown}{shown}{shown}c\n"
-    assert sample.text() == expected
+    assert found == expected
 
 
 def test_short_inputs() -> None:

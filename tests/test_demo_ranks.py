@@ -33,6 +33,15 @@ def text(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory) -> Path:
+    """The folder of a run of 8 steps on this process."""
+    folder = tmp_path_factory.mktemp("whole")
+    with mock.patch("flexdilated.cli._demo.find", return_value=None):
+        assert main(arguments(folder, text)) == 0
+    return folder
+
+
 def arguments(out: Path, text: Path, *more: str) -> list[str]:
     return ["demo", "--context", "250", "--steps", "8", "--out", str(out), "--data", str(text), *more]
 
@@ -52,7 +61,9 @@ def run_here(command: list[str]) -> tuple[int, str, str]:
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     printed, errors = io.StringIO(), io.StringIO()
-    with mock.patch.dict(os.environ, place), redirect_stdout(printed), redirect_stderr(errors):
+    # Pictures are left to the test of torchrun: to draw takes longer than to train.
+    undrawn = mock.patch("flexdilated.cli._demo.find", return_value=None)
+    with mock.patch.dict(os.environ, place), undrawn, redirect_stdout(printed), redirect_stderr(errors):
         status = main(command)
     return status, printed.getvalue(), errors.getvalue()
 
@@ -62,11 +73,10 @@ def assert_one_curve(one: list[float], other: list[float]) -> None:
     assert max(abs(x - y) for x, y in zip(one, other, strict=True)) < NOISE
 
 
-def test_the_loss_curve_of_one_process(tmp_path: Path, text: Path) -> None:
+def test_the_loss_curve_of_one_process(tmp_path: Path, text: Path, whole: Path) -> None:
     """Training and validation, on 1, 2 and 3 processes; the first alone prints and leaves files."""
-    assert main(arguments(tmp_path / "1", text)) == 0
-    whole = history(tmp_path / "1")
-    assert whole[-1] < whole[0] - 2
+    curve = history(whole)
+    assert curve[-1] < curve[0] - 2
     for size in (2, 3):
         out = tmp_path / str(size)
         (first, *others) = on_ranks(size, run_here, arguments(out, text))
@@ -74,11 +84,11 @@ def test_the_loss_curve_of_one_process(tmp_path: Path, text: Path) -> None:
         assert f"ranks     {size} processes" in first[1]
         assert first[1].count("validation bits per byte, after") == 1
         assert others == [(0, "", "")] * (size - 1)
-        assert sorted(path.name for path in out.iterdir()) == FILES
-        assert_one_curve(history(out), whole)
+        assert sorted(path.name for path in out.iterdir()) == ["checkpoint.pt", "report.json"]
+        assert_one_curve(history(out), curve)
         for name in ("before", "after"):
-            assert results(out)[name] == pytest.approx(results(tmp_path / "1")[name], abs=NOISE)
-        assert results(out)["unigram"] == results(tmp_path / "1")["unigram"]
+            assert results(out)[name] == pytest.approx(results(whole)[name], abs=NOISE)
+        assert results(out)["unigram"] == results(whole)["unigram"]
 
 
 def test_several_branches_on_ranks(tmp_path: Path, text: Path) -> None:
@@ -89,9 +99,8 @@ def test_several_branches_on_ranks(tmp_path: Path, text: Path) -> None:
     assert_one_curve(history(tmp_path / "2"), history(tmp_path / "1"))
 
 
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, text: Path) -> None:
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, text: Path, whole: Path) -> None:
     """5 steps on two processes, the others on one and on three: the curve of 8 steps in one go; and a sample."""
-    assert main(arguments(tmp_path / "whole", text)) == 0
     parts = tmp_path / "parts"
     first, _ = on_ranks(2, stop_in_step, 5, 1, arguments(parts, text))
     assert "training ended by" in first[1]
@@ -101,24 +110,24 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, text: Pa
     assert [status for status, *_ in ended] == [0, 0, 0]
     assert "resumed   at step 5" in ended[0][1]
     assert "sample    5 bytes" in ended[0][1]
-    assert_one_curve(history(parts), history(tmp_path / "whole"))
+    assert_one_curve(history(parts), history(whole))
 
 
 def stop_in_step(step: int, rank: int, command: list[str]) -> tuple[int, str, str]:
     """One process gets SIGINT in a step; all stop after it."""
     import torch.distributed as dist
 
-    from flexdilated.cli import _train
+    from flexdilated.cli import _demo_training
 
     def loss(*given):
         nonlocal step
         step -= 1
         if step == 0 and dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGINT)
-        return loss_bits(*given)
+        return step_taken(*given)
 
-    loss_bits = _train.loss_bits
-    with mock.patch.object(_train, "loss_bits", loss):
+    step_taken = _demo_training._step
+    with mock.patch.object(_demo_training, "_step", loss):
         return run_here(command)
 
 
@@ -161,16 +170,16 @@ def test_processes_with_other_settings_are_told(tmp_path: Path, text: Path) -> N
 def fail_on(rank: int, command: list[str]) -> tuple[int, str, str]:
     import torch.distributed as dist
 
-    from flexdilated.cli import _train
+    from flexdilated.cli import _demo_training
 
     def loss(*given):
         set_group_timeout(4)
         if dist.get_rank() == rank:
             raise MemoryError("made up")
-        return loss_bits(*given)
+        return step_taken(*given)
 
-    loss_bits = _train.loss_bits
-    with mock.patch.object(_train, "loss_bits", loss):
+    step_taken = _demo_training._step
+    with mock.patch.object(_demo_training, "_step", loss):
         return run_here(command)
 
 
@@ -183,13 +192,14 @@ def test_an_error_in_one_process_ends_the_others(tmp_path: Path, text: Path) -> 
 
 @pytest.mark.slow
 def test_torchrun(tmp_path: Path, text: Path) -> None:
-    """As the command line has it, on four processes."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command = [*launcher, "-m", "flexdilated", *arguments(tmp_path / "4", text, "--steps", "4")]
+    """As the command line has it, on two processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "flexdilated", *arguments(tmp_path / "2", text, "--steps", "4")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FLEXDILATED_MACHINE": "builtin"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("validation bits per byte, after") == 1
     assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in (tmp_path / "2").iterdir()) == FILES
     assert main(arguments(tmp_path / "1", text, "--steps", "4")) == 0
-    assert_one_curve(history(tmp_path / "4"), history(tmp_path / "1"))
+    assert_one_curve(history(tmp_path / "2"), history(tmp_path / "1"))

@@ -27,7 +27,7 @@ FLOORS = {
     r"flexdilated\.(engines|tuning|memory)\b": 1,
     r"flexdilated\.(_attend|_engines|_validate|decoding|observe)\b": 2,
     r"flexdilated\.distributed\b": 3,
-    r"flexdilated\.nn\b": 4,
+    r"flexdilated\.(nn|_plan)\b": 4,
     r"flexdilated(\.cli|\.testing|\.viewer|\.__main__|$)": 5,
 }
 GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
@@ -55,6 +55,7 @@ PUBLIC = {
         "compilations",
         "distributed",
         "masks",
+        "plan",
         "plot_attention_received",
         "stats",
         "testing",
@@ -71,8 +72,8 @@ PUBLIC = {
         *("blockwise", "cache", "causal", "chunked", "custom", "describe", "dilated", "dilated_window"),
         *("documents", "every", "explain", "first_tokens", "fixed", "from_json", "global_tokens", "head_groups"),
         *("landmark_tokens", "layout", "lengths", "local_window", "longnet", "machine", "neighborhood", "parse"),
-        *("per_head", "plot", "prefix_lm", "random_blocks", "recipes", "recommended_layout", "set_machine", "strided"),
-        *("to_json", "visible_keys"),
+        *("per_head", "plot", "prefix_lm", "random_blocks", "recipes", "recommended_layout", "set_machine", "show"),
+        *("strided", "to_json", "visible_keys"),
     ],
 }
 

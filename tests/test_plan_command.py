@@ -1,18 +1,19 @@
 """The plan command: its tables and its data, the longest sequence that fits, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+import flexdilated
 from flexdilated import masks
-from flexdilated.cli._main import main
-from flexdilated.cli._plan_fits import longest, longest_bound, rounded, slope
-from flexdilated.cli._plan_settings import BUDGETS
-from flexdilated.cli._read_pattern import read_pattern
+from flexdilated.cli import main
+from flexdilated.cli._command_parser import UsageError
+from flexdilated.cli._pattern import read_pattern
+from flexdilated.cli._plan import BUDGETS, longest, longest_bound, rounded, slope
 from flexdilated.cli._sizes import bytes_text, parse_bytes, parse_tokens, tokens_text
-from flexdilated.cli._usage import UsageError
 from flexdilated.engines.kernels import _kernel
 from flexdilated.masks.inspection._describe import MOST_DESCRIBED
 from flexdilated.memory._live_bytes import LiveBytes, fake_tensors
@@ -101,6 +102,56 @@ def test_cuda_is_planned_without_one(capsys) -> None:
     found = data_of(capsys, LONGNET, "-n", "4K", *SMALL, "--device", "cuda", "--dtype", "bf16")
     assert (found["engine"], found["device"]) == ("flex", "cuda")
     assert found["memory"]["attention"]["inputs"] == 3 * 4096 * 4 * 16 * 2
+
+
+def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": torch.bfloat16, "batch": 3, "layers": 2}
+    words = ["--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--dtype", "bf16", "--batch", "3", "--layers", "2"]
+    for device in ("cpu", "cuda"):
+        found = flexdilated.plan(masks.parse(LONGNET), 4096, **sizes, device=device)
+        assert data_of(capsys, LONGNET, "-n", "4K", *words, "--device", device) == found.to_data()
+        assert main(["plan", LONGNET, "-n", "4K", *words, "--device", device]) == 0
+        assert capsys.readouterr().out == f"{found}\n"
+        assert found.useful_pairs == 3 * pairs_of(LONGNET, tokens=4096, heads=4)
+        assert found.attention_memory.inputs == 3 * 4096 * 32 * 2 * (4 + 2 * 2)
+        assert found.embed_dim == 128
+        assert found.checkpointed_memory.training_peak < found.model_memory.training_peak
+        assert sum(option.chosen for option in found.options) == len({option.branch for option in found.options})
+
+
+def test_fd_plan_takes_run_time_tensors_of_one_entry() -> None:
+    ids = torch.arange(40)[None] // 10
+    found = flexdilated.plan(masks.causal().per_document(ids), 40, layers=1)
+    assert found.useful_pairs == 4 * (10 * 11 // 2)
+    with pytest.raises(ValueError, match=r"a plan is of one batch entry.*; got those of 2 entries"):
+        flexdilated.plan(masks.causal().per_document(torch.cat([ids, ids // 2])), 40)
+    with pytest.raises(ValueError, match="ids"):
+        flexdilated.plan(masks.documents("ids"), 40)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"num_tokens": 0}, ValueError, "num_queries must be at least 1"),
+        ({"num_heads": 0}, ValueError, "num_heads must be at least 1"),
+        ({"num_heads": 8, "num_kv_heads": 3}, ValueError, "num_kv_heads must divide num_heads; got 3 and 8"),
+        ({"head_dim": 0}, ValueError, "head_dim must be at least 1"),
+        ({"dtype": torch.float64}, ValueError, "dtype must be one of torch.float32"),
+        ({"dtype": "fp32"}, ValueError, "dtype must be one of torch.float32"),
+        ({"device": "tpu"}, ValueError, "device must be one of 'cpu', 'cuda'"),
+        ({"device": "cuda", "head_dim": 8}, ValueError, "flex needs a head dim of at least 16 on cuda; got 8"),
+        ({"device": "cuda", "measure": True}, ValueError, "measure times the CPU of this machine"),
+        ({"measure": 1}, TypeError, "measure must be True or False"),
+        ({"batch": 0}, ValueError, "batch must be at least 1"),
+        ({"layers": 0}, ValueError, "layers must be at least 1"),
+        ({"pattern": "causal()"}, TypeError, "pattern must be a pattern or mixture"),
+    ],
+)
+def test_what_fd_plan_refuses(options, error, says) -> None:
+    given = {"pattern": masks.causal(), "num_tokens": 64} | options
+    with pytest.raises(error, match=re.escape(says)):
+        flexdilated.plan(given.pop("pattern"), given.pop("num_tokens"), **given)
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from flexdilated import masks
-from flexdilated.cli._main import main
+from flexdilated.cli import main
+from flexdilated.cli._command_parser import UsageError
 from flexdilated.cli._sizes import parse_seconds, parse_speed, seconds_text
-from flexdilated.cli._usage import UsageError
 from flexdilated.distributed import Sharding
 from flexdilated.memory._memory import AttentionSize, attention_memory
 from tests import commands

@@ -15,13 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.cli._heat_levels import levels_of
-from flexdilated.cli._show import map_lines
-from flexdilated.cli._terminal import Terminal, terminal_of
+from flexdilated.cli._output import Terminal, terminal_of
 from flexdilated.masks.inspection import _bounded_pairs, _cells
 from flexdilated.masks.inspection._cells import count_cells
+from flexdilated.masks.inspection._show import levels_of
 from tests import oracle
-from tests.shown import asked, body
+from tests.shown import body, drawn
 from tests.strategies import Case, whole_cases, written_expressions
 
 LONGNET = "longnet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)) & causal()"
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("plain_terminal")
 
 
 def test_the_picture_of_a_small_longnet() -> None:
-    lines = map_lines(asked("longnet((4, 8), (1, 2)) & causal()", "-n", "10"))
+    lines = drawn("longnet((4, 8), (1, 2)) & causal()", "-n", "10")
     assert "\n".join(line.rstrip() for line in lines) == SMALL.strip("\n")
 
 
@@ -57,7 +56,7 @@ A cell is a pair:  2 branches  1 branch
 
 def test_a_picture_of_many_tokens() -> None:
     """LongNet's ladder at 64K: on the diagonal dense, thinner away from it, nothing beyond the largest segment."""
-    lines = map_lines(asked(LONGNET, "-n", "64K"))
+    lines = drawn(LONGNET, "-n", "64K")
     assert lines[1] == "head 0 of 8, 64K tokens, natural order; cells of 4K queries x 2K keys"
     assert lines[2] == "     0       16K     32K     48K"
     rows = body(lines)
@@ -89,12 +88,12 @@ def test_single_pairs_are_the_rule(question, colour):
     if order == "residue":
         place = masks.layout(case.twin.pattern, case.num_queries).positions()
     expected = counts[0][place[rows.start : rows.stop]][:, place[columns.start : columns.stop]]
-    settings = asked(
+    lines = drawn(
         *(masks_file(case), "-n", str(case.num_queries), "--heads", str(case.num_heads), "--head", str(head)),
         *("--rows", f"{rows.start}:{rows.stop}", "--cols", f"{columns.start}:{columns.stop}", "--order", order),
         *("--color", "always" if colour else "never"),
     )
-    shown = body([_ANSI.sub("", line) if not colour else line for line in map_lines(settings)])
+    shown = body([_ANSI.sub("", line) if not colour else line for line in lines])
     assert read(shown, len(columns), colour=colour) == expected.clamp(max=9).tolist()
 
 
@@ -144,7 +143,7 @@ def test_it_fits_the_terminal(size, colour, question, monkeypatch):
     columns, height = size
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("LINES", str(height))
-    lines = [_ANSI.sub("", line) for line in map_lines(asked(*question, "--color", colour))]
+    lines = [_ANSI.sub("", line) for line in drawn(*question, "--color", colour)]
     assert max(map(len, lines)) <= columns
     assert len(lines) < height
     inside = body(lines)
@@ -157,14 +156,14 @@ def test_halves_of_lines_are_cells(monkeypatch):
     """Upper and lower colour of each character, decoded, are the levels of two rows."""
     pattern = masks.parse("longnet((60, 300), (1, 7)) & causal()")
     monkeypatch.setenv("COLUMNS", "60")
-    lines = map_lines(asked("longnet((60, 300), (1, 7)) & causal()", "-n", "500", "--color", "always"))
+    lines = drawn("longnet((60, 300), (1, 7)) & causal()", "-n", "500", "--color", "always")
     halves = [decode(line) for line in body_of_colours(lines)]
     rows = [row for upper, lower in halves for row in (upper, lower)]
     shape = (len(rows) - 1 if set(rows[-1]) == {0} else len(rows), len(rows[0]))
     cells = count_cells(pattern, 500, num_heads=8, shape=shape)
-    levels, number = levels_of(cells, colour=True)
+    levels, number = levels_of(cells, color=True)
     assert shape[0] > 16  # more rows than lines
-    assert rows[: shape[0]] == [[levels[index].colour for index in row] for row in number.tolist()]
+    assert rows[: shape[0]] == [[levels[index].color for index in row] for row in number.tolist()]
 
 
 def body_of_colours(lines: Sequence[str]) -> list[str]:
@@ -200,24 +199,24 @@ class Stream(io.StringIO):
 def test_what_a_terminal_takes(monkeypatch):
     screen, pipe = Stream(tty=True, encoding="utf-8"), Stream(tty=False, encoding="ascii")
     monkeypatch.setenv("TERM", "xterm")
-    assert terminal_of(screen) == Terminal(80, 24, colour=True, shapes=True)
-    assert terminal_of(pipe) == Terminal(80, 24, colour=False, shapes=False)
-    assert terminal_of(pipe, colour="always").colour
-    assert not terminal_of(screen, colour="never").colour
+    assert terminal_of(screen) == Terminal(80, 24, color=True, shapes=True)
+    assert terminal_of(pipe) == Terminal(80, 24, color=False, shapes=False)
+    assert terminal_of(pipe, color="always").color
+    assert not terminal_of(screen, color="never").color
     monkeypatch.setenv("TERM", "dumb")
-    assert not terminal_of(screen).colour
+    assert not terminal_of(screen).color
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not terminal_of(screen).colour
-    assert terminal_of(screen, colour="always").colour
+    assert not terminal_of(screen).color
+    assert terminal_of(screen, color="always").color
     monkeypatch.setenv("NO_COLOR", "")  # set, and empty: as if it were not there
-    assert terminal_of(screen).colour
+    assert terminal_of(screen).color
 
 
 @pytest.mark.parametrize("colour", ["always", "never"])
 def test_plain_characters_where_the_encoding_has_no_others(monkeypatch, colour):
     monkeypatch.setattr(sys, "stdout", Stream(tty=False, encoding="ascii"))
-    lines = map_lines(asked("longnet((8, 32), (1, 4)) & causal()", "-n", "100", "--color", colour))
+    lines = drawn("longnet((8, 32), (1, 4)) & causal()", "-n", "100", "--color", colour)
     "\n".join(lines).encode("ascii")
     if colour == "never":
         assert "*" in "".join(body(lines))
@@ -228,13 +227,13 @@ def test_estimates_are_named(monkeypatch):
     monkeypatch.setattr(_cells, "_EVERY_PAIR", 0)
     monkeypatch.setattr(_cells, "_BUDGET", 0)
     monkeypatch.setattr(_bounded_pairs, "_SAMPLES", 1)
-    lines = map_lines(asked("global_tokens(8) | random_blocks(4096, block=8, count=1)", "-n", "4096"))
+    lines = drawn("global_tokens(8) | random_blocks(4096, block=8, count=1)", "-n", "4096")
     assert re.match("^[0-9,]+ of [0-9,]+ cells are estimates within bounds", lines[-2])
     assert any("?" in row for row in body(lines))
     assert "? none found, some possible" in "".join(lines)
 
 
 def test_a_window_without_pairs_says_so() -> None:
-    lines = map_lines(asked("causal()", "-n", "64", "--rows", "0:4", "--cols", "8:16"))
+    lines = drawn("causal()", "-n", "64", "--rows", "0:4", "--cols", "8:16")
     assert lines[-1] == "No pair is allowed here."
     assert not "".join(body(lines)).strip()

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.cli import main
-from flexdilated.cli._show import map_lines
 from tests import oracle
-from tests.shown import asked, body
+from tests.shown import body, drawn
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("plain_terminal")
 def test_documents_from_the_command_line() -> None:
     """Lengths one after the other; what is left is padding; --batch chooses an entry."""
     question = ["causal() & documents('d')", "--bind", "d=3,2/6", "-n", "6"]
-    first, second = (body(map_lines(asked(*question, "--batch", str(entry)))) for entry in (0, 1))
+    first, second = (body(drawn(*question, "--batch", str(entry))) for entry in (0, 1))
     assert [row.count("█") // 2 for row in first] == [1, 2, 3, 1, 2, 0]
     assert [row.count("█") // 2 for row in second] == [1, 2, 3, 4, 5, 6]
 
@@ -89,7 +88,7 @@ def test_a_picture(tmp_path, capsys, kind, start):
 
 
 def test_a_picture_without_matplotlib(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("flexdilated.cli._show_settings.find", lambda package: None)
+    monkeypatch.setattr("flexdilated.cli._show.find", lambda package: None)
     assert main(["show", "causal()", "--plot", str(tmp_path / "out.png")]) == 2
     assert "matplotlib is not installed: no pictures" in capsys.readouterr().err
 
@@ -155,12 +154,12 @@ def test_tensors_from_files(tmp_path):
     torch.save(ids, tmp_path / "ids.pt")
     (tmp_path / "ids.json").write_text("[0, 0, 1, -1]", encoding="utf-8")
     for name in ("ids.pt", "ids.json"):
-        settings = asked("documents('d')", "--bind", f"d={tmp_path / name}")
-        assert settings.asked.num_tokens == 4
-        assert [row.count("█") // 2 for row in body(map_lines(settings))] == [2, 2, 1, 0]
+        lines = drawn("documents('d')", "--bind", f"d={tmp_path / name}")
+        assert len(body(lines)) == 4
+        assert [row.count("█") // 2 for row in body(lines)] == [2, 2, 1, 0]
     (tmp_path / "seen.json").write_text("[[true, false, true], [false, false, true]]", encoding="utf-8")
-    settings = asked("visible_keys('v')", "--bind", f"v={tmp_path / 'seen.json'}", "-n", "3", "--batch", "1")
-    assert body(map_lines(settings)) == ["    ██"] * 3
+    lines = drawn("visible_keys('v')", "--bind", f"v={tmp_path / 'seen.json'}", "-n", "3", "--batch", "1")
+    assert body(lines) == ["    ██"] * 3
 
 
 @pytest.mark.parametrize(
@@ -235,3 +234,57 @@ def test_run_time_tensors_are_told_in_a_few_words(
     assert f"\n{shown} " in capsys.readouterr().out
     rule = masks.documents([[0, 1], [0, 0]]).bind(num_heads=1, num_queries=2, num_keys=2, batch=2).pattern
     assert repr(rule) == "<documents of 2 batch entries>"
+
+
+def test_the_command_prints_what_masks_show_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    """Window, order, cells and head as in Python, in the same words."""
+    pattern = masks.longnet((8, 32), (1, 4)) & masks.causal()
+    window = ["--rows", "10:40", "--cols", "5:60", "--cells", "6x11", "--order", "residue", "--head", "1"]
+    found = masks.show(
+        pattern, 64, num_heads=2, head=1, queries=range(10, 40), keys=range(5, 60), cells=(6, 11), order="residue"
+    )
+    assert main(["show", str(pattern), "-n", "64", "--heads", "2", *window, "--brief"]) == 0
+    assert capsys.readouterr().out == f"{found}\n" == "\n".join([*found.lines, ""])
+    assert main(["show", str(pattern), "-n", "64", "--heads", "2", *window, "--json"]) == 0
+    assert {**json.loads(capsys.readouterr().out), "description": 0} == {**found.to_data(), "description": 0}
+    position = masks.layout(pattern, 64).positions()
+    rule = oracle.both(oracle.longnet((8, 32), (1, 4)), oracle.causal())
+    assert found.cells.low.sum() == rule(1, 2, position[10:40], position[5:60]).sum()
+    assert found.rate == 4
+
+
+def test_masks_show_by_entry_size_and_characters() -> None:
+    documents = masks.causal().per_document(torch.tensor([[0, 0, 0, 1, 1, -1], [0] * 6]))
+    first, second = (body(masks.show(documents, 6, batch=batch).lines) for batch in (0, 1))
+    assert [row.count("█") // 2 for row in first] == [1, 2, 3, 1, 2, 0]
+    assert [row.count("█") // 2 for row in second] == [1, 2, 3, 4, 5, 6]
+    small = masks.show(masks.causal(), 1 << 20, size=(40, 16))
+    assert len(small.lines) < 16
+    assert max(map(len, small.lines)) <= 40
+    str(masks.show(masks.causal(), 1 << 20, ascii=True)).encode("ascii")
+    assert "\x1b[" in str(masks.show(masks.causal(), 1 << 20, color=True))
+    assert "_canvas" not in repr(small)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"num_tokens": 0}, ValueError, "num_tokens must be at least 1"),
+        ({"head": 1}, ValueError, "head must be below the number of heads; got head=1 of 1"),
+        ({"batch": 1}, ValueError, "batch must be below the number of batch entries; got batch=1 of 1"),
+        ({"queries": range(3, 3)}, ValueError, "queries must be a range of step 1 within 0 to 64, and not empty"),
+        ({"keys": (0, 4)}, ValueError, "keys must be a range of step 1 within 0 to 64"),
+        ({"order": "tiled"}, ValueError, "order must be one of 'natural', 'residue'; got order='tiled'"),
+        ({"cells": (0, 4)}, ValueError, "cells must be at least 1"),
+        ({"cells": 4}, TypeError, "cells must be a tuple of two integers; got cells=4"),
+        ({"size": (80, 11)}, ValueError, "size must be at least 12"),
+        ({"color": "always"}, TypeError, "color must be True or False"),
+        ({"ascii": 1}, TypeError, "ascii must be True or False"),
+        ({"pattern": "causal()"}, TypeError, "pattern must be a pattern or mixture"),
+    ],
+)
+def test_what_masks_show_refuses(options, error, says) -> None:
+    given = {"pattern": masks.causal(), "num_tokens": 64} | options
+    with pytest.raises(error, match="must be") as caught:
+        masks.show(given.pop("pattern"), given.pop("num_tokens"), **given)
+    assert says in str(caught.value)

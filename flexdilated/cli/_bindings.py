@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import struct
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -20,14 +23,18 @@ from ..masks.patterns.run_time._lengths import Lengths
 from ..masks.patterns.run_time._run_time import Given, RunTime, names, run_time_leaves
 from ..masks.patterns.run_time._run_time_checks import require_values
 from ..masks.patterns.run_time._visible_keys import VisibleKeys
+from ._command_parser import UsageError
 from ._sizes import tokens_of
-from ._torch_file import read_torch
-from ._usage import UsageError
 
 _FILES = (".json", ".pt")
 _ENTRIES = "/"
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _RANGE = re.compile(r"([^:]+):([^:]+)")
+# What torch.load meets in bytes that are no such file: it says so in as many ways as its readers have.
+_DAMAGE = (
+    *(ArithmeticError, AssertionError, AttributeError, BufferError, EOFError, ImportError, LookupError, MemoryError),
+    *(RuntimeError, TypeError, UnpicklingError, ValueError, struct.error),
+)
 
 
 @dataclass(frozen=True)
@@ -197,3 +204,15 @@ def _listed(data: Any) -> Tensor:
     if len(list(groupby(kinds))) != 1 or kinds[0] not in (int, bool, float):
         raise ValueError("must hold numbers, or true and false, in one list or one a batch entry")
     return torch.tensor(data)
+
+
+def read_torch(path: Path) -> Any:
+    """What the file holds, on the CPU; nothing but data is unpickled.
+
+    Raises OSError where it cannot be read, and ValueError where torch.load does not read it.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of an old format, which is read or is damage
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except _DAMAGE as error:
+        raise ValueError(f"torch.load does not read it ({type(error).__name__})") from None

@@ -1,4 +1,4 @@
-"""CommandParser: each option states what it needs and what it has no effect with, and the parser holds it to that."""
+"""CommandParser: each option states what it needs and what it has no effect with; UsageError: what cannot be done."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ._usage import UsageError
+
+class UsageError(Exception):
+    """The command cannot do what it was asked to: the rule and what came, in one line; it ends with status 2."""
 
 
 class Relation(NamedTuple):

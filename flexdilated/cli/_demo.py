@@ -1,134 +1,139 @@
-"""The demo: train a small LongNet on source text, measure it, leave a table, pictures and a report."""
+"""demo: train a small LongNet on source text, measure it, leave a table, pictures, a report and a sample."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import argparse
+import json
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
-from jaxtyping import UInt8
+import torch
+from tabulate import tabulate
 from torch import Tensor
+from torch.nn import functional as F
 
-from .. import masks
+from .. import __version__, masks
+from .._attend import attend
 from ..masks.plan_cache._cache_stats import CacheStats
 from ..nn import LongNetConfig
-from ..observe._profile import folder_from_environment
-from . import _checkpoint, _extras
-from ._attention_time import measure
-from ._baselines import bigram_bits, unigram_bits
-from ._corpus import Corpus, load_corpus
-from ._evaluate import mean_bits
-from ._interrupt import Interrupt
-from ._loss_picture import save_loss_picture
-from ._model import PICTURE_BLOCK, PICTURE_TOKENS, build_model, model_config, picture_config
-from ._optimizer import Optimizers
-from ._out import prepare, replace
-from ._results import Results, save_report, table
-from ._run import Run
-from ._sample import FILE_NAME as SAMPLE_FILE
-from ._sample import draw_sample, save_sample
-from ._settings import Settings
-from ._team import Team, team_of
-from ._train import train
-from ._usage import UsageError
-from ._windows import validation_windows
+from ._command_parser import CommandParser, UsageError
+from ._demo_data import Corpus, bigram_bits, load_corpus, unigram_bits, validation_windows
+from ._demo_model import build_model, draw_sample, model_config, sample_text
+from ._demo_training import CHECKPOINT, Interrupt, Run, Team, load_checkpoint, mean_bits, running_mean, team_of, train
+from ._machine import available_devices, find, missing_line, num_devices
+from ._output import prepare, replace
+from ._pattern import refusals
 
 _VALIDATION_WINDOWS = 12
+_REPETITIONS = 3
+_LONGEST_DENSE = 65536  # dense attention's time grows with its square: beyond, it alone would take minutes
+# The picture's pattern is the default one, scaled down 32 times.
+_PICTURE_TOKENS, _PICTURE_BLOCK, _PICTURE_SHORTEST = 512, 8, 8
 
 
-@dataclass(frozen=True)
-class _Validation:
-    """The windows every figure is measured on, and what simple models make of them."""
-
-    windows: UInt8[Tensor, "w m"]
-    unigram: float
-    bigram: float
-
-
-def demo(settings: Settings) -> None:
-    """Run the whole demo, on all processes that torchrun has started, or on this one.
-
-    Raises UsageError before any training where the settings cannot be served.
-    """
-    _check_environment()
-    with team_of(settings.device) as team:
-        _check_context(settings, team)
-        team.by_first(lambda: prepare(settings.out))
-        corpus = load_corpus(settings.data, context=settings.context)
-        identity = _identity(settings, corpus)
-        team.check_alike({**identity, "steps": settings.steps})
-        run = _begin(settings, identity, team)
-        _introduce(run, corpus, team)
-        _run(run, corpus, settings, identity, team)
+def add_arguments(parser: CommandParser) -> None:
+    parser.description = (
+        "Train a byte-level LongNet language model on the source text of Python's own standard library, and "
+        "measure it. Ctrl-C ends the training early, with all results so far; --resume goes on. Under torchrun all "
+        "processes train one model, each on its part of every text."
+    )
+    add = parser.argument
+    context = "bytes the model sees at once (%(default)s)"
+    add("--context", type=int, default=16384, metavar="BYTES", help=context)
+    add("--steps", type=int, default=200, help="training steps, one window of text each (%(default)s)")
+    add("--minutes", type=float, default=4.0, help="most time to train in this run (%(default)s)")
+    add("--seed", type=int, default=0, help="draws the parameters and the order of the text (%(default)s)")
+    add("--device", default="cpu", help="cpu, or an accelerator such as cuda (%(default)s)")
+    add("--out", type=Path, default=Path("demo-out"), metavar="FOLDER", help="where results go (%(default)s)")
+    add("--data", type=Path, metavar="PATH", help="a file or folder to train on instead")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out; --steps may be raised")
+    sample = "let the model continue a held-out text by this many bytes (%(const)s if no number is given)"
+    add("--sample", type=int, nargs="?", const=400, default=0, metavar="BYTES", help=sample)
+    parser.set_defaults(command=demo)
 
 
-def _run(run: Run, corpus: Corpus, settings: Settings, identity: dict[str, Any], team: Team) -> None:
-    """Train and measure together; what takes one process is left to the first."""
-
-    def save() -> None:
-        if team.is_first:
-            _checkpoint.save(settings.out, run.state(identity))
-
-    validation = _validation(corpus, settings)
-    with Interrupt() as interrupt:
-        if run.step == 0:
-            run.before = mean_bits(run.model, validation.windows, team)
-        ended_by = train(run, corpus, settings, team, interrupt, save)
-        if interrupt.requested:
-            print("stopping early; a second Ctrl-C ends at once, without results")
-        stats = masks.cache().stats()  # before the timing, which looks up plans of its own
-        after = mean_bits(run.model, validation.windows, team) if run.step else run.before
-        if team.is_first:
-            results = _measure(run, validation, settings, interrupt, ended_by=ended_by, after=after, stats=stats)
-            print(f"\n{table(results)}\n")
-            if settings.sample:
-                _sample(run, validation, settings)
-            _leave(results, run, settings, identity, team)
+def demo(options: argparse.Namespace) -> int:
+    """Check the settings, then run on all processes that torchrun has started, or on this one."""
+    _check(options)
+    with refusals():
+        masks.cache()  # the environment sets its limits
+    run_demo(options)
+    return 0
 
 
-def _check_context(settings: Settings, team: Team) -> None:
-    if settings.context < team.size:
-        raise UsageError(
-            f"--context must be at least the number of processes, as each has a part of every text; got "
-            f"{settings.context} bytes and {team.size} processes"
-        )
-
-
-def _check_environment() -> None:
+def _check(options: argparse.Namespace) -> None:
+    if options.context < 2:
+        raise UsageError(f"--context must be at least 2; got {options.context}")
+    if options.steps < 0:
+        raise UsageError(f"--steps must be at least 0; got {options.steps}")
+    if not (isfinite(options.minutes) and options.minutes > 0):
+        raise UsageError(f"--minutes must be a positive number; got {options.minutes}")
+    if options.sample < 0:
+        raise UsageError(f"--sample must be at least 0; got {options.sample}")
+    if not 0 <= options.seed < 2**63:
+        raise UsageError(f"--seed must be in [0, 2**63); got {options.seed}")
+    choices = ", ".join(available_devices())
     try:
-        masks.cache()
-        folder_from_environment()
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+        device = torch.device(options.device)
+    except RuntimeError:
+        raise UsageError(f"--device must be one of {choices}; got {options.device!r}") from None
+    if device.type not in available_devices() or (device.index or 0) >= num_devices(device.type):
+        raise UsageError(f"--device must be one of {choices}, as this machine has no other; got {options.device!r}")
 
 
-def _identity(settings: Settings, corpus: Corpus) -> dict[str, Any]:
-    """What a run that goes on from a checkpoint must share with the one that wrote it."""
-    return {
-        "context": settings.context,
-        "seed": settings.seed,
-        "corpus": corpus.fingerprint,
-        "model": asdict(model_config(settings.context)),
-    }
-
-
-def _begin(settings: Settings, identity: dict[str, Any], team: Team) -> Run:
-    model = build_model(settings.context, seed=settings.seed, mesh=team.mesh).to(team.device)
-    run = Run(model, Optimizers(model), team.device)
-    if settings.resume:
-        run.load(team.by_first(lambda: _checkpoint.load(settings.out, identity=identity)))
-    return run
+def run_demo(options: argparse.Namespace) -> None:
+    """Train and measure together; what takes one process is left to the first."""
+    context, seed, out = options.context, options.seed, options.out
+    with team_of(options.device) as team:
+        if context < team.size:
+            raise UsageError(
+                "--context must be at least the number of processes, as each has a part of every text; got "
+                f"{context} bytes and {team.size} processes"
+            )
+        team.by_first(lambda: prepare(out))
+        corpus = load_corpus(options.data, context=context)
+        identity = {"context": context, "seed": seed, "corpus": corpus.fingerprint}
+        identity["model"] = asdict(model_config(context))
+        team.check_alike({**identity, "steps": options.steps})
+        run = Run(build_model(context, seed=seed, mesh=team.mesh).to(team.device), identity)
+        if options.resume:
+            run.load(team.by_first(lambda: load_checkpoint(out, identity=identity)))
+        _introduce(run, corpus, team)
+        windows = validation_windows(corpus.validation, context=context, limit=_VALIDATION_WINDOWS)
+        with Interrupt() as interrupt:
+            if run.step == 0:
+                run.before = mean_bits(run.model, windows, team)
+            how = {"context": context, "seed": seed, "steps": options.steps, "minutes": options.minutes}
+            save = (lambda: run.save(out)) if team.rank == 0 else (lambda: None)
+            ended_by = train(run, corpus.train, team, interrupt, **how, save=save)
+            if interrupt.requested:
+                print("stopping early; a second Ctrl-C ends at once, without results")
+            stats = masks.cache().stats()  # before the timing, which looks up plans of its own
+            after = mean_bits(run.model, windows, team) if run.step else run.before
+            if team.rank == 0:
+                bits = {"before": run.before, "after": after, "unigram": unigram_bits(corpus.train, windows)}
+                bits["bigram"] = bigram_bits(corpus.train, windows)
+                results = bits | _measured(run, context, team.device, interrupt) | {"ended_by": ended_by}
+                results["cache"] = asdict(stats)
+                print(f"\n{_table(results, stats)}\n")
+                if options.sample:
+                    _sample(run, windows[0], options)
+                _leave(results, run, options, team)
 
 
 def _introduce(run: Run, corpus: Corpus, team: Team) -> None:
-    sides = [
+    sides = ("training", corpus.train, corpus.train_files), ("validation", corpus.validation, corpus.validation_files)
+    sizes = ", ".join(
         f"{name} {len(text) / 1e6:.2f} MB in {len(files)} file{'s' if len(files) != 1 else ''}"
-        for name, text, files in (
-            ("training", corpus.train, corpus.train_files),
-            ("validation", corpus.validation, corpus.validation_files),
-        )
-    ]
-    print(f"text      {corpus.source}: {', '.join(sides)}")
+        for name, text, files in sides
+    )
+    print(f"text      {corpus.source}: {sizes}")
     print(f"model     causal LongNet, {_parameters(run):,} parameters, {_branches(run.model.trunk.config)}")
     if team.mesh is not None:
         print(f"ranks     {team.size} processes, each with its part of every text, on {team.device.type}")
@@ -145,83 +150,145 @@ def _parameters(run: Run) -> int:
     return sum(parameter.numel() for parameter in run.model.parameters())
 
 
-def _validation(corpus: Corpus, settings: Settings) -> _Validation:
-    windows = validation_windows(corpus.validation, context=settings.context, limit=_VALIDATION_WINDOWS)
-    return _Validation(windows, unigram_bits(corpus.train, windows), bigram_bits(corpus.train, windows))
+def _measured(run: Run, context: int, device: torch.device, interrupt: Interrupt) -> dict[str, Any]:
+    """Densities are shares of all (query, key) pairs: of those that branches allow, and of those in computed blocks."""
+    pattern, config = run.model.trunk.pattern, run.model.trunk.config
+    facts = masks.describe(pattern, context, num_heads=config.num_heads, head_dim=config.head_dim)
+    return {
+        **{"parameters": _parameters(run), "steps": run.step, "seconds": run.seconds, "context": context},
+        "time": _attention_time(run, (1, config.num_heads, context, config.head_dim), device, interrupt),
+        **{"density": facts.density, "block_density": facts.block_density, "waste": facts.waste},
+    }
 
 
-def _measure(
-    run: Run,
-    validation: _Validation,
-    settings: Settings,
-    interrupt: Interrupt,
-    *,
-    ended_by: str,
-    after: float,
-    stats: CacheStats,
-) -> Results:
-    trunk = run.model.trunk
-    heads, head_dim = trunk.config.num_heads, trunk.config.head_dim
-    sizes = {"num_heads": heads, "num_tokens": settings.context, "head_dim": head_dim}
-    time = measure(trunk.pattern, **sizes, device=run.device, interrupt=interrupt)
-    facts = masks.describe(trunk.pattern, settings.context, num_heads=heads, head_dim=head_dim)
-    return Results(
-        before=run.before,
-        after=after,
-        unigram=validation.unigram,
-        bigram=validation.bigram,
-        parameters=_parameters(run),
-        steps=run.step,
-        seconds=run.seconds,
-        ended_by=ended_by,
-        context=settings.context,
-        time=time,
-        density=facts.density,
-        block_density=facts.block_density,
-        waste=facts.waste,
-        cache=stats,
+def _attention_time(
+    run: Run, shape: tuple[int, ...], device: torch.device, interrupt: Interrupt
+) -> dict[str, float] | None:
+    """Milliseconds of one layer's attention beside causal dense SDPA, forward and backward, medians after a warm-up.
+
+    None above _LONGEST_DENSE tokens and where the user interrupts.
+    """
+    q, k, v, grad = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0)).to(device)
+    contestants: tuple[Callable[..., Tensor], ...] = (
+        lambda a, b, c: attend(a, b, c, run.model.trunk.pattern),
+        lambda a, b, c: F.scaled_dot_product_attention(a, b, c, is_causal=True),
     )
 
+    def milliseconds(attention: Callable[..., Tensor]) -> float:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        _synchronize(device)
+        start = perf_counter()
+        attention(*leaves).backward(grad)
+        _synchronize(device)
+        return 1e3 * (perf_counter() - start)
 
-def _sample(run: Run, validation: _Validation, settings: Settings) -> None:
-    """Continue the first half of the first validation window, on one process."""
-    prompt = validation.windows[0][: max(1, settings.context // 2)]
-    model = build_model(settings.context, seed=settings.seed).to(run.device)
+    times: list[list[float]] = []
+    for _ in range(1 + _REPETITIONS):
+        if interrupt.requested or shape[2] > _LONGEST_DENSE:
+            return None
+        times.append([milliseconds(contestant) for contestant in contestants])
+    longnet, dense = (median(column) for column in zip(*times[1:], strict=True))
+    return {"longnet_ms": longnet, "dense_ms": dense, "repetitions": _REPETITIONS}
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _table(found: dict[str, Any], cache: CacheStats) -> str:
+    """Every result with its name, for people."""
+    time = found["time"]
+    what = f"attention forward + backward at {found['context']:,} tokens"
+    times = [(what, f"not timed (interrupted, or above {_LONGEST_DENSE:,} tokens)")]
+    if time is not None:
+        times = [
+            (f"{what}, LongNet", f"{time['longnet_ms']:.1f} ms"),
+            (f"{what}, dense SDPA", f"{time['dense_ms']:.1f} ms"),
+        ]
+        times.append(("LongNet faster by", f"{time['dense_ms'] / time['longnet_ms']:.1f}x"))
+    rows = [
+        ("validation bits per byte, before", f"{found['before']:.3f}"),
+        ("validation bits per byte, after", f"{found['after']:.3f}"),
+        ("byte unigram", f"{found['unigram']:.3f}"),
+        ("byte bigram", f"{found['bigram']:.3f}"),
+        ("better than the unigram by", f"{found['unigram'] - found['after']:.3f}"),
+        ("better than the bigram by", f"{found['bigram'] - found['after']:.3f}"),
+        ("parameters", f"{found['parameters']:,}"),
+        ("training steps", f"{found['steps']:,}"),
+        ("training bytes", f"{found['steps'] * found['context']:,}"),
+        ("training seconds", f"{found['seconds']:.0f}"),
+        ("training ended by", found["ended_by"]),
+        *times,
+        ("density, pairs of all pairs", f"{found['density']:.3%}"),
+        ("density, computed in blocks", f"{found['block_density']:.3%}"),
+        ("computed / useful pairs", f"{found['waste']:.3f}"),
+        ("plan cache, hits and misses", f"{cache.hits:,} and {cache.misses:,} ({cache.hit_rate:.1%} hits)"),
+        ("plan cache, entries", f"{cache.entries:,}, {cache.bytes / 2**20:.2f} MiB"),
+        ("plan cache, time to build", f"{1e3 * cache.build_seconds:.0f} ms"),
+    ]
+    return tabulate(rows, headers=["measure", "value"], disable_numparse=True, colalign=("left", "right"))
+
+
+def _sample(run: Run, window: Tensor, options: argparse.Namespace) -> None:
+    """Continue the first half of a validation window, on one process."""
+    prompt = window[: max(1, options.context // 2)]
+    model = build_model(options.context, seed=options.seed).to(run.model.head.weight.device)
     model.load_state_dict(run.model.state_dict())
-    sample = draw_sample(model, prompt, num_bytes=settings.sample, seed=settings.seed)
-    print(f"{sample.summary()}\n\n{sample.text()}")
-    save_sample(settings.out, sample)
+    began = perf_counter()
+    continuation = draw_sample(model, prompt, num_bytes=options.sample, seed=options.seed)
+    rate = len(continuation) / (perf_counter() - began)
+    text = sample_text(bytes(prompt.tolist()), continuation)
+    print(
+        f"sample    {len(continuation):,} bytes after {len(prompt):,} of a held-out text: "
+        f"{rate:,.0f} bytes a second, the prompt included\n\n{text}"
+    )
+    replace(options.out / "sample.txt", lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def _leave(results: Results, run: Run, settings: Settings, identity: dict[str, Any], team: Team) -> None:
+def _leave(results: dict[str, Any], run: Run, options: argparse.Namespace, team: Team) -> None:
     """Write report and pictures, and say where they are."""
-    config = {**identity, "steps": settings.steps, "minutes": settings.minutes, "device": settings.device}
+    config = {**run.identity, "steps": options.steps, "minutes": options.minutes, "device": options.device}
     config["processes"] = team.size
-    save_report(settings.out / "report.json", results, config=config, losses=run.losses)
-    written = ["report.json", _checkpoint.FILE_NAME, *([SAMPLE_FILE] if settings.sample else [])]
-    if _extras.find("matplotlib") is None:
-        print(_extras.missing_line("matplotlib"))
+    versions = {"flexdilated": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions |= {"machine": platform.machine(), "threads": str(torch.get_num_threads())}
+    report = {"config": config, "versions": versions, "results": results, "history": run.losses}
+    text = json.dumps(report, indent=2) + "\n"
+    replace(options.out / "report.json", lambda path: path.write_text(text, encoding="utf-8"))
+    written = ["report.json", CHECKPOINT, *(["sample.txt"] if options.sample else [])]
+    if find("matplotlib") is None:
+        print(missing_line("matplotlib"))
     else:
-        _draw(results, run, settings.out)
+        replace(options.out / "mask.png", _save_mask)
+        replace(options.out / "loss.png", lambda path: _save_losses(path, run.losses, results))
         written += ["mask.png", "loss.png"]
-    print("written   " + ", ".join(str(settings.out / name) for name in written))
+    print("written   " + ", ".join(str(options.out / name) for name in written))
 
 
-def _draw(results: Results, run: Run, out: Path) -> None:
-    small = picture_config()
-    mask = masks.plot(
-        small.pattern,
-        PICTURE_TOKENS,
-        num_heads=small.num_heads,
-        order=("natural", "residue"),
-        block_size=PICTURE_BLOCK,
-        title=f"Causal LongNet, {_branches(small)}",
-    )
-    replace(out / "mask.png", lambda path: mask.savefig(path, format="png"))
-    baselines = {"byte unigram": results.unigram, "byte bigram": results.bigram}
-    replace(
-        out / "loss.png",
-        lambda path: save_loss_picture(
-            path, run.losses, before=results.before, after=results.after, baselines=baselines
-        ),
-    )
+def _save_mask(path: Path) -> None:
+    small = model_config(_PICTURE_TOKENS, shortest=_PICTURE_SHORTEST)
+    how = {"order": ("natural", "residue"), "title": f"Causal LongNet, {_branches(small)}"}
+    sizes = {"num_heads": small.num_heads, "block_size": _PICTURE_BLOCK}
+    masks.plot(small.pattern, _PICTURE_TOKENS, **sizes, **how).savefig(path, format="png")
+
+
+def _save_losses(path: Path, losses: Sequence[float], results: dict[str, Any]) -> None:
+    """The loss of each step, its running mean, the validation's two and the two baselines."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.2), layout="constrained", dpi=140)
+    axes, steps = figure.subplots(), range(1, len(losses) + 1)
+    before, after = results["before"], results["after"]
+    axes.plot(steps, losses, color="#9ecae1", linewidth=0.9, label="training, each step")
+    axes.plot(steps, running_mean(losses), color="#08519c", linewidth=2, label="training, mean of 10")
+    axes.plot([0, len(losses)], [before, after], "o", color="#d94801", zorder=3, label="validation, before and after")
+    axes.annotate(f"{after:.2f}", (len(losses), after), xytext=(7, -3), textcoords="offset points", color="#d94801")
+    for name, style in (("unigram", "--"), ("bigram", ":")):
+        label = f"byte {name}, {results[name]:.2f}"
+        axes.axhline(results[name], color="#555555", linestyle=style, linewidth=1.2, label=label)
+    axes.set(xlabel="step", ylabel="bits per byte")
+    axes.set(ylim=(0, max([before, *losses]) * 1.05), xlim=(0, max(1, len(losses)) * 1.06))
+    axes.grid(axis="y", color="#eeeeee")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right")
+    figure.savefig(path, format="png")

@@ -47,10 +47,10 @@ from ..observe._profile import folder_from_environment
 from ..testing import Calls, examine_attention_module, identity_projections
 from ..testing._module import Failure, Subject
 from ..testing._ranks_check import examine_over_ranks
-from . import _extras
+from . import _machine
 from ._command_parser import CommandParser
 from ._flash import active_implementation, is_flash_backend_importable, other_implementations
-from ._settings import available_devices
+from ._machine import available_devices
 from ._sizes import seconds_text
 
 Finding = tuple[str, str]
@@ -145,7 +145,7 @@ def _flash() -> list[Finding]:
 
 def _extra_packages() -> list[Finding]:
     return [
-        (package, "found" if _extras.find(package) else _extras.missing_line(package)) for package in _extras.EXTRAS
+        (package, "found" if _machine.find(package) else _machine.missing_line(package)) for package in _machine.EXTRAS
     ]
 
 

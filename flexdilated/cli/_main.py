@@ -7,30 +7,18 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import (
-    _check_arguments,
-    _demo_arguments,
-    _doctor,
-    _explain_arguments,
-    _plan_arguments,
-    _profile_arguments,
-    _show_arguments,
-    _tune_arguments,
-)
-from ._command_parser import CommandParser
-from ._standard_output import require_open, tell, written
-from ._usage import UsageError
+from . import _check, _demo, _doctor, _explain, _plan, _show, _tune
+from ._command_parser import CommandParser, UsageError
+from ._output import require_open, tell, written
 
-# What `python -m flexdilated --help` says of each command, and where its arguments stand: what a command needs is
-# imported when it runs.
+# What `python -m flexdilated --help` says of each command, and where its arguments stand.
 _COMMANDS = {
-    "show": ("draw a pattern as a heat map, and say what it allows and costs", _show_arguments),
-    "explain": ("say why a query sees a key, or why not", _explain_arguments),
-    "plan": ("say how a pattern is computed, what it takes, and what fits into memory", _plan_arguments),
-    "check": ("hold a pattern of yours to its definition, and attend to it", _check_arguments),
-    "tune": ("measure this device, or the ways to compute one pattern", _tune_arguments),
-    "demo": ("train a small LongNet on Python's own source text", _demo_arguments),
-    "profile": ("print what took most in recorded profiles", _profile_arguments),
+    "show": ("draw a pattern as a heat map, and say what it allows and costs", _show),
+    "explain": ("say why a query sees a key, or why not", _explain),
+    "plan": ("say how a pattern is computed, what it takes, and what fits into memory", _plan),
+    "check": ("hold a pattern of yours to its definition, and attend to it", _check),
+    "tune": ("measure this device, or the ways to compute one pattern", _tune),
+    "demo": ("train a small LongNet on Python's own source text", _demo),
     "doctor": ("say what works on this machine, and what is missing", _doctor),
 }
 _INTERRUPTED = 130  # what shells report of a process that SIGINT ended

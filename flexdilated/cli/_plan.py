@@ -1,25 +1,256 @@
-"""plan: how a pattern is computed at a size, what else was weighed, and what it holds in memory."""
+"""plan: how a pattern is computed at a size and what it holds in memory, or the longest sequence that fits a budget."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
-from ._plan_budget import budget_data, budget_text
-from ._plan_report import report_data, report_text
-from ._plan_settings import PlanSettings
-from ._terminal import terminal_of
-from ._usage import UsageError
+from tabulate import tabulate
+
+from .._plan import DTYPES, PlanSize, heads_text, report
+from ..masks.core._check import LARGEST
+from ..masks.core._pattern import Expression
+from ..memory._memory import LARGEST_RUN, AttentionMemory, attention_memory
+from ..nn._model_memory import ModelMemory, attention_size, model_memory
+from ._command_parser import CommandParser, UsageError
+from ._output import terminal_of
+from ._pattern import MOST_HEADS, add_pattern_arguments, asked_from, most_tokens, one_rule, refusals, require_sizes
+from ._sizes import bytes_text, parse_bytes, tokens_text
+
+Peak = Callable[[int], int]
+
+# Memories of accelerators and of small machines.
+BUDGETS = tuple(size << 30 for size in (8, 16, 24, 40, 48, 80, 96, 141))
+_TABLE = "table"
+_LAYERS = 12
+# Between two of these, and beyond the last, memory is taken to grow in proportion to the tokens.
+_RUNGS = tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24))
+_FIRST = 1 << 16
+_MOST = 1 << 30
+_LINE = LARGEST_RUN // 2, LARGEST_RUN
+# Where bytes a token are told: the growth from one to the other.
+_BETWEEN = (1 << 16, 1 << 20)
 
 
-def plan(settings: PlanSettings) -> int:
+def add_arguments(parser: CommandParser) -> None:
+    parser.description = (
+        "How a pattern is computed at a size: the terms chosen, the ways weighed, pairs, FLOPs and memory. With "
+        "--budget the longest sequence that fits, in inference and in training, with checkpointing and without. With "
+        "--ranks what many ranks would send each other, compute and hold; nothing is started for it."
+    )
+    add_pattern_arguments(parser, no_size=("budget",))
+    add = parser.argument
+    add("--kv-heads", type=int, metavar="G", help="key/value heads, a divisor of H (H)")
+    head_dim = "(64, or E / H where --embed-dim is given)"
+    add("--head-dim", type=int, metavar="D", help=head_dim)
+    add("--dtype", choices=tuple(DTYPES), default="fp32", help="of tensors and weights (%(default)s)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda is predicted, and needs none (%(default)s)")
+    add("--batch", type=int, default=1, metavar="B", help="sequences at once (%(default)s)")
+    layers, embed_dim = "of the LongNet whose memory is told (12)", "of that LongNet (H * D)"
+    add("--layers", type=int, metavar="L", excludes=("ranks",), help=layers)
+    add("--embed-dim", type=int, metavar="E", excludes=("head_dim",), help=embed_dim)
+    budget = "the longest N that fits into so much memory; without a SIZE a table of budgets"
+    alone = ("measure", "ranks")
+    add("--budget", nargs="?", const="table", metavar="SIZE", excludes=alone, help=budget)
+    measure = "time the ways to compute it on this machine's CPU, besides"
+    add("--measure", action="store_true", excludes=("ranks", "device=cuda"), help=measure)
+    add("--json", action="store_true", help="print plain data instead of tables")
+    _add_ranks(parser)
+    parser.set_defaults(command=plan)
+
+
+def _add_ranks(parser: CommandParser) -> None:
+    add = partial(parser.argument, group=parser.add_argument_group("many ranks"))
+    add("--ranks", type=int, metavar="W", help="ranks that share the sequence, 4096 at most")
+    order = "which tokens a rank holds (contiguous)"
+    add("--sharding", choices=("contiguous", "zigzag"), needs=("ranks",), help=order)
+    codec = "of keys and values on their way (none)"
+    add("--codec", choices=("none", "bf16", "int8"), needs=("ranks",), help=codec)
+    link = "what a rank sends, and receives, a second, such as 50GB/s: predicts times"
+    add("--link", metavar="SPEED", needs=("ranks",), help=link)
+    node = "consecutive ranks with links of that speed (all)"
+    add("--ranks-per-node", type=int, metavar="R", needs=("link", "link_between"), help=node)
+    between = "the same to ranks of other nodes"
+    add("--link-between", metavar="SPEED", needs=("link", "ranks_per_node"), help=between)
+    add("--latency", metavar="TIME", needs=("link",), help="of each message, such as 5us (0)")
+    add("--picture", type=Path, metavar="FILE", needs=("ranks",), help="draw who gets what from whom as a .png")
+
+
+def plan(options: argparse.Namespace) -> int:
     """Print the plan, or what fits into the budget. Raises UsageError for sizes at which the pattern has no meaning."""
-    try:
-        data = budget_data(settings) if settings.budgets else report_data(settings)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    if settings.as_json:
-        print(json.dumps(data, indent=1, ensure_ascii=False))
-    else:
-        print(budget_text(data) if settings.budgets else report_text(data, columns=terminal_of(sys.stdout).columns))
+    if options.ranks is not None:
+        from ._plan_ranks import plan_ranks
+
+        return plan_ranks(options, size_from(options))
+    size = size_from(options)
+    if options.budget is not None:
+        budgets = BUDGETS if options.budget == _TABLE else (parse_bytes(options.budget),)
+        with refusals():
+            data = budget_data(size, budgets)
+        print(_json(data) if options.json else budget_text(size, data))
+        return 0
+    with refusals():
+        found = report(size, measure=options.measure)
+    print(_json(found.to_data()) if options.json else found.to_text(columns=terminal_of(sys.stdout).columns))
     return 0
+
+
+def _json(data: dict[str, Any]) -> str:
+    return json.dumps(data, indent=1, ensure_ascii=False)
+
+
+def size_from(options: argparse.Namespace) -> PlanSize:
+    """Raises UsageError for a pattern that does not read and for sizes that do not fit together."""
+    most = {"kv_heads": MOST_HEADS, "head_dim": 1 << 16, "batch": 1 << 16, "layers": LARGEST, "embed_dim": LARGEST}
+    require_sizes(options, **most)
+    asked = asked_from(options)
+    if options.budget is not None and asked.pattern.varies:
+        raise UsageError("--budget needs a pattern of any number of tokens; got one with run-time tensors")
+    head_dim, embed_dim = _widths(options, asked.num_heads)
+    kv_heads = asked.num_heads if options.kv_heads is None else options.kv_heads
+    if asked.num_heads % kv_heads:
+        raise UsageError(f"--kv-heads must divide --heads; got {kv_heads} and {asked.num_heads}")
+    with refusals():
+        return PlanSize(
+            pattern=one_rule(asked),
+            num_tokens=asked.num_tokens,
+            num_heads=asked.num_heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=DTYPES[options.dtype],
+            device=options.device,
+            batch=options.batch,
+            layers=_LAYERS if options.layers is None else options.layers,
+            embed_dim=embed_dim,
+        )
+
+
+def _widths(options: argparse.Namespace, num_heads: int) -> tuple[int, int]:
+    """(head dim, embed dim), of which one gives the other."""
+    head_dim, embed_dim = options.head_dim, options.embed_dim
+    if embed_dim is None:
+        head_dim = 64 if head_dim is None else head_dim
+        return head_dim, num_heads * head_dim
+    if embed_dim % num_heads:
+        raise UsageError(f"--embed-dim must be a multiple of --heads; got {embed_dim} and {num_heads}")
+    return embed_dim // num_heads, embed_dim
+
+
+def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
+    """Bytes a token, and the longest sequence for each budget. Raises ValueError where the pattern does not bind."""
+    size.pattern.check_heads(size.num_heads)
+    memories, most = _Memories(size), longest_bound(size.pattern)
+    peaks = _peaks(memories)
+    between = min(_BETWEEN[0], most // 2), min(_BETWEEN[1], most)
+    return {
+        "pattern": repr(size.pattern),
+        "num_heads": size.num_heads,
+        "num_kv_heads": size.num_kv_heads,
+        "head_dim": size.head_dim,
+        "batch": size.batch,
+        "dtype": size.dtype_name,
+        "device": size.device,
+        "layers": size.layers,
+        "embed_dim": size.embed_dim,
+        "bytes_a_token": {name: slope(peak, between) for name, peak in peaks.items()},
+        "longest": [
+            {"budget_bytes": budget, **{name: longest(peak, budget, most=most) for name, peak in peaks.items()}}
+            for budget in budgets
+        ],
+    }
+
+
+def _peaks(memories: _Memories) -> dict[str, Peak]:
+    return {
+        "attention, inference": lambda tokens: memories.attention(tokens).inference_peak,
+        "attention, training": lambda tokens: memories.attention(tokens).training_peak,
+        "model, inference": lambda tokens: memories.model(tokens, False).inference_peak,
+        "model, training": lambda tokens: memories.model(tokens, False).training_peak,
+        "model, training, checkpointed": lambda tokens: memories.model(tokens, True).training_peak,
+    }
+
+
+def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
+    """Bytes a token in the first line, then a line for each budget, with what was counted."""
+    kind = f"head dim {size.head_dim}, {size.dtype_name}, batch {size.batch}, on {size.device}"
+    headers = ("", "attend:\ninference", "attend:\ntraining", "model:\ninference", "model:\ntraining",
+               "model: training,\ncheckpointed")  # fmt: skip
+    lines = [("bytes a token", *(bytes_text(each) for each in data["bytes_a_token"].values()))]
+    for each in data["longest"]:
+        budget, *tokens = each.values()
+        lines.append((bytes_text(budget), *(tokens_text(number) if number else "none" for number in tokens)))
+    note = (
+        f"The longest sequence, in tokens, for each budget. attend: one call, with q, k, v and, in training, all\n"
+        f"gradients. model: a LongNet of {data['layers']} layers, embed dim {data['embed_dim']}, without vocabulary, "
+        f"with its weights,\nand in training their gradients and AdamW's two moments. K is 1,024, M is 1,048,576."
+    )
+    table = tabulate(lines, headers, disable_numparse=True, colalign=("left", *["right"] * 5))
+    return f"{data['pattern']}\n{heads_text(size)}, {kind}\n\n{table}\n\n{note}"
+
+
+class _Memories:
+    """Memory of a pattern's attention and of a LongNet around it, at any number of tokens; each is found once."""
+
+    def __init__(self, size: PlanSize) -> None:
+        self._size = size
+        self.attention = cache(self._attention)
+        self.model = cache(self._model)
+        self._call = cache(self._measured_call)
+
+    def _attention(self, num_tokens: int) -> AttentionMemory:
+        return self._on_line(num_tokens, in_model=False)
+
+    def _model(self, num_tokens: int, checkpoint: bool) -> ModelMemory:
+        call = self._on_line(num_tokens, in_model=True)
+        return model_memory(self._size.model, num_tokens, call, checkpoint=checkpoint)
+
+    def _on_line(self, num_tokens: int, *, in_model: bool) -> AttentionMemory:
+        """A call at its size, or, where that takes long to run dry, on the line through two that are smaller."""
+        if num_tokens < _LINE[0] or longest_bound(self._size.pattern) < _LINE[1]:
+            return self._call(num_tokens, in_model)
+        smaller, larger = (self._call(number, in_model) for number in _LINE)
+        return smaller.at(num_tokens, larger, _LINE)
+
+    def _measured_call(self, num_tokens: int, in_model: bool) -> AttentionMemory:
+        size = self._size
+        call = attention_size(size.model, num_tokens) if in_model else size.attention(num_tokens)
+        return attention_memory(size.pattern, call, device=size.device)
+
+
+def longest(peak: Peak, budget: int, *, most: int = _MOST) -> int:
+    """The largest number of tokens, with at most five leading binary digits, whose peak is within the budget; or 0."""
+    rungs = [*(rung for rung in _RUNGS if rung < most), *([most] if most < _MOST else [])]
+    place = next((index for index, rung in enumerate(rungs) if rung >= _FIRST), len(rungs) - 1)
+    while place >= 0 and peak(rungs[place]) > budget:
+        place -= 1
+    while place + 1 < len(rungs) and peak(rungs[place + 1]) <= budget:
+        place += 1
+    if place < 0:
+        return 0
+    if rungs[place] == most:
+        return most
+    below, above = rungs[place : place + 2] if place + 1 < len(rungs) else rungs[place - 1 : place + 1]
+    each = slope(peak, (below, above))
+    return rounded(min(rungs[place] + int((budget - peak(rungs[place])) / each), _MOST))
+
+
+def slope(peak: Peak, tokens: Sequence[int]) -> float:
+    """Bytes that one token more takes, between these two numbers of them."""
+    below, above = tokens
+    return (peak(above) - peak(below)) / (above - below)
+
+
+def rounded(num_tokens: int) -> int:
+    """Down to five leading binary digits: numbers that whole segments add up to, and that are easily read."""
+    unit = 1 << max(0, num_tokens.bit_length() - 5)
+    return num_tokens // unit * unit
+
+
+def longest_bound(pattern: Expression) -> int:
+    """The most tokens that are tried: those of its grid, if it has one."""
+    return min(most_tokens(pattern) or _MOST, _MOST)

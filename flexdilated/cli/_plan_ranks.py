@@ -12,15 +12,15 @@ from jaxtyping import Int64
 from tabulate import tabulate
 from torch import Tensor
 
+from .._plan import PlanSize
 from ..distributed.group import Sharding
 from ..distributed.wire import CodecName
 from ..masks.planning.machine._machine_in_use import machine_of
-from ._extras import find, missing_line
-from ._out import replace
-from ._plan_settings import PlanSettings, settings_from
+from ._command_parser import UsageError
+from ._machine import find, missing_line
+from ._output import replace
 from ._simulation import Links, Simulation, in_groups, simulate
 from ._sizes import bytes_text, parse_seconds, parse_speed, seconds_text, tokens_text
-from ._usage import UsageError
 
 # W ranks
 
@@ -33,20 +33,21 @@ MOST_ROWS = 16  # of a table for a terminal; more ranks are shown in groups
 class RanksSettings:
     """`links` are None where no times are asked for."""
 
-    plan: PlanSettings
+    plan: PlanSize
+    as_json: bool
     sharding: Sharding
     codec: CodecName | None
     links: Links | None
     picture: Path | None
 
 
-def ranks_settings_from(options: argparse.Namespace) -> RanksSettings:
+def _settings_from(options: argparse.Namespace, plan: PlanSize) -> RanksSettings:
     """Raises UsageError for sizes and files that do not fit."""
     if not 1 <= options.ranks <= MOST_RANKS:
         raise UsageError(f"--ranks must be at least 1 and at most {MOST_RANKS}; got {options.ranks}")
-    plan = settings_from(options)
     return RanksSettings(
         plan=plan,
+        as_json=options.json,
         sharding=Sharding(plan.num_tokens, options.ranks, options.sharding or "contiguous"),
         codec=_CODECS[options.codec or "none"],
         links=_links(options),
@@ -80,16 +81,16 @@ def _picture(path: Path | None) -> Path | None:
     return path
 
 
-def plan_ranks(settings: RanksSettings) -> int:
+def plan_ranks(options: argparse.Namespace, plan: PlanSize) -> int:
     """Print the simulation, and draw who gets what from whom. Raises UsageError where the pattern has no meaning."""
-    plan = settings.plan
+    settings = _settings_from(options, plan)
     size, how = plan.attention(plan.num_tokens), {"codec": settings.codec, "links": settings.links}
     try:
         found = simulate(plan.pattern, settings.sharding, size, device=plan.device, **how)
     except ValueError as error:
         raise UsageError(str(error)) from None
     data = ranks_data(settings, found)
-    print(json.dumps(data, indent=1, ensure_ascii=False) if plan.as_json else ranks_text(data))
+    print(json.dumps(data, indent=1, ensure_ascii=False) if settings.as_json else ranks_text(data))
     if settings.picture is not None:
         _draw(settings.picture, found, data)
     return 0
@@ -116,7 +117,7 @@ def ranks_data(settings: RanksSettings, found: Simulation) -> dict[str, Any]:
         "num_kv_heads": plan.num_kv_heads,
         "head_dim": plan.head_dim,
         "batch": plan.batch,
-        "dtype": plan.dtype,
+        "dtype": plan.dtype_name,
         "device": plan.device,
         "num_ranks": sharding.num_ranks,
         "sharding": sharding.order,

@@ -1,180 +1,191 @@
-"""show: a pattern as a heat map and in numbers."""
+"""show: a pattern as a heat map and in numbers, as plain data, as a picture or as a page."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
+import sys
 from io import BytesIO
 from math import isqrt
 from pathlib import Path
-from textwrap import shorten, wrap
-from typing import Any
 
-import torch
+from .. import masks
+from ..masks.inspection import MOST_CELLS, MOST_DESCRIBED, Description, HeatMap, describe
+from ._command_parser import CommandParser, UsageError
+from ._machine import find, missing_line
+from ._output import COLOR_CHOICES, replace, terminal_of
+from ._pattern import AskedPattern, add_pattern_arguments, asked_from, refusals
+from ._sizes import tokens_of, tokens_text
 
-from ..masks.inspection import MOST_DESCRIBED, Cells, Description, count_cells, describe
-from ._heat_map import Grid, grid_for, heat_map, legend
-from ._out import replace
-from ._show_settings import ShowSettings
-from ._sizes import tokens_text
-from ._usage import UsageError
-
-_BESIDE = 7  # lines beside the cells: the pattern, facts, labels, a frame, a legend and the prompt
-_LEAST_LINES = 4
+_PICTURES = (".png", ".svg")
+_PAGES = (".html", ".htm")
+_WINDOW = re.compile(r"([^:]*):([^:]*)")
+_CELLS = re.compile(r"([0-9]{1,9})x([0-9]{1,9})", re.ASCII)
 _JSON_CELLS = 64  # a side
 _MOST_JSON_CELLS = 1 << 18  # of each, counts of every branch are printed
 
 
-def show(settings: ShowSettings) -> int:
+def add_arguments(parser: CommandParser) -> None:
+    parser.description = (
+        "A pattern as a heat map that fits the terminal, at any number of tokens and in any window of them, down to "
+        "single pairs; then what it allows and costs, as `masks.describe` tells it."
+    )
+    add_pattern_arguments(parser)
+    add = parser.argument
+    add("--head", type=int, default=0, metavar="h", help="the head that is shown (%(default)s)")
+    order = "of queries and keys (%(default)s); a page has both"
+    add("--order", choices=("natural", "residue"), default="natural", excludes=("html",), help=order)
+    rows = "queries A to B - 1 only, such as 64K:128K; slots, in residue order; a page holds every window"
+    add("--rows", metavar="A:B", excludes=("html",), help=rows)
+    add("--cols", metavar="A:B", excludes=("html",), help="the same of keys")
+    cells = "cut the window into so many cells (as many as fit)"
+    add("--cells", metavar="ROWSxCOLUMNS", excludes=("plot", "html"), help=cells)
+    add("--batch", type=int, default=0, metavar="b", help="the batch entry, where --bind gives several (%(default)s)")
+    color, files = "on the map: auto is on a terminal (%(default)s)", ("json", "plot", "html")
+    add("--color", "--colour", choices=COLOR_CHOICES, default="auto", excludes=files, help=color)
+    add("--brief", action="store_true", excludes=files, help="print the heat map alone")
+    add("--json", action="store_true", excludes=files[1:], help="print plain data: the cells, and what describe tells")
+    add("--plot", type=Path, metavar="FILE", excludes=("html",), help="draw the window as a .png or .svg instead")
+    add("--html", type=Path, metavar="FILE", help="write a page to zoom and pan in instead")
+    add("--ranks", type=int, metavar="W", needs=("html",), help="what so many ranks would send each other")
+    sharding = "which tokens a rank holds (contiguous)"
+    add("--sharding", choices=("contiguous", "zigzag"), needs=("ranks",), help=sharding)
+    parser.set_defaults(command=show)
+
+
+def show(options: argparse.Namespace) -> int:
     """Print or write what was asked for. Raises UsageError for what the pattern has no answer to."""
-    try:
-        if settings.html:
-            _write_page(settings, settings.html)
-        elif settings.plot:
-            _write_picture(settings, settings.plot)
-        elif settings.as_json:
-            print(json.dumps(show_data(settings), indent=1, ensure_ascii=False))
+    asked = asked_from(options)
+    asked.require(head=options.head, batch=options.batch)
+    _check_outputs(options)
+    asked = asked.entry(options.batch)
+    window = _window("--rows", options.rows, asked.num_tokens), _window("--cols", options.cols, asked.num_tokens)
+    cells = _cells(options.cells)
+    with refusals():
+        if options.html:
+            _write_page(asked, options)
+        elif options.plot:
+            _write_picture(asked, options, window)
+        elif options.json:
+            found = _heat_map(asked, options, window, _json_cells(cells, window))
+            data = {**found.to_data(), "description": None}
+            if (described := _described(asked)) is not None:
+                data["description"] = described.to_data()
+            print(json.dumps(data, indent=1, ensure_ascii=False))
         else:
-            print("\n".join(map_lines(settings)), flush=True)  # the numbers may take a moment longer
-            if not settings.brief:
-                described = _described(settings)
-                columns = settings.terminal.columns
-                print(f"\n{_undescribed() if described is None else described.to_text(columns=columns)}")
-    except UnicodeEncodeError:  # of the output, not of what was asked
-        raise
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from None
+            print(_heat_map(asked, options, window, cells), flush=True)  # the numbers may take a moment longer
+            if not options.brief:
+                print(f"\n{_numbers(asked)}")
     return 0
 
 
-def map_lines(settings: ShowSettings) -> list[str]:
-    """The heat map and what belongs to it, in at most the lines and columns of the terminal."""
-    # Lower by what does not fit, as texts are longer here and shorter there. One line is the prompt's.
-    free = settings.terminal.lines - 1
-    lines, most = [""] * (free + 1), free - _BESIDE + 1
-    while len(lines) > free:
-        grid = _grid(settings, most)
-        lines = _drawn(settings, grid)
-        if settings.cells or most == _LEAST_LINES:
-            break
-        most = max(_LEAST_LINES, most - (len(lines) - free))
-    return lines
+def _heat_map(
+    asked: AskedPattern, options: argparse.Namespace, window: tuple[range, range], cells: tuple[int, int] | None
+) -> HeatMap:
+    columns, lines, color, shapes = terminal_of(sys.stdout, color=options.color)
+    return masks.show(
+        asked.pattern,
+        asked.num_tokens,
+        num_heads=asked.num_heads,
+        head=options.head,
+        queries=window[0],
+        keys=window[1],
+        order=options.order,
+        cells=cells,
+        size=(columns, lines),
+        color=color,
+        ascii=not shapes,
+    )
 
 
-def _drawn(settings: ShowSettings, grid: Grid) -> list[str]:
-    terminal, cells = settings.terminal, _count(settings, grid.shape)
-    above = [shorten(repr(settings.asked.pattern), terminal.columns, placeholder=" ..."), *_facts(settings, cells)]
-    return [*above, *heat_map(cells, grid, terminal), *legend(cells, terminal), *_notes(settings, cells)]
-
-
-def show_data(settings: ShowSettings) -> dict[str, Any]:
-    """All of it as plain data; counts by rows of cells, an estimate only where bounds differ."""
-    shape = settings.cells or (_JSON_CELLS, _JSON_CELLS)
-    shape = min(shape[0], len(settings.queries)), min(shape[1], len(settings.keys))
-    if shape[0] * shape[1] > _MOST_JSON_CELLS:
+def _json_cells(cells: tuple[int, int] | None, window: tuple[range, range]) -> tuple[int, int]:
+    rows, columns = cells or (_JSON_CELLS, _JSON_CELLS)
+    rows, columns = min(rows, len(window[0])), min(columns, len(window[1]))
+    if rows * columns > _MOST_JSON_CELLS:
         side = isqrt(_MOST_JSON_CELLS)
         raise UsageError(
-            f"--json prints at most {_MOST_JSON_CELLS} cells, such as --cells {side}x{side}; got {shape[0]}x{shape[1]}"
+            f"--json prints at most {_MOST_JSON_CELLS} cells, such as --cells {side}x{side}; got {rows}x{columns}"
         )
-    cells = _count(settings, shape)
-    layout = settings.layout
-    return {
-        "pattern": repr(settings.asked.pattern),
-        "num_tokens": settings.asked.num_tokens,
-        "num_heads": settings.asked.num_heads,
-        "head": settings.head,
-        "order": settings.order,
-        "rate": 1 if layout is None else layout.rate,
-        "row_edges": cells.row_edges.tolist(),
-        "column_edges": cells.column_edges.tolist(),
-        "low": cells.low.tolist(),
-        "high": cells.high.tolist(),
-        "likely": None if bool(cells.exact.all()) else cells.likely.tolist(),
-        "branches": _branches(settings, cells),
-        "description": None if (described := _described(settings)) is None else described.to_data(),
-    }
+    return rows, columns
 
 
-def _branches(settings: ShowSettings, cells: Cells) -> list[dict[str, Any]]:
-    named = zip(settings.asked.pattern.branches(), cells.branches, strict=True)
-    return [
-        {"pattern": repr(branch), "low": found.low.tolist(), "high": found.high.tolist()} for branch, found in named
-    ]
-
-
-def _grid(settings: ShowSettings, lines: int) -> Grid:
-    if settings.cells is None:
-        return grid_for((settings.queries, settings.keys), settings.terminal, lines)
-    rows, columns = settings.cells
-    return Grid(min(rows, len(settings.queries)), min(columns, len(settings.keys)))
-
-
-def _count(settings: ShowSettings, shape: tuple[int, int]) -> Cells:
-    asked = settings.asked
-    window = {"queries": settings.queries, "keys": settings.keys, "order": settings.layout}
-    sizes = {"head": settings.head, "num_heads": asked.num_heads}
-    return count_cells(asked.pattern, asked.num_tokens, **sizes, **window, shape=shape)
-
-
-def _described(settings: ShowSettings) -> Description | None:
-    if settings.asked.num_tokens > MOST_DESCRIBED:
+def _described(asked: AskedPattern) -> Description | None:
+    if asked.num_tokens > MOST_DESCRIBED:
         return None
-    return describe(settings.asked.pattern, settings.asked.num_tokens, num_heads=settings.asked.num_heads)
+    return describe(asked.pattern, asked.num_tokens, num_heads=asked.num_heads)
 
 
-def _undescribed() -> str:
-    return f"Density, blocks and work are counted up to {tokens_text(MOST_DESCRIBED)} tokens."
+def _numbers(asked: AskedPattern) -> str:
+    described = _described(asked)
+    if described is None:
+        return f"Density, blocks and work are counted up to {tokens_text(MOST_DESCRIBED)} tokens."
+    return described.to_text(columns=terminal_of(sys.stdout).columns)
 
 
-def _facts(settings: ShowSettings, cells: Cells) -> list[str]:
-    asked, layout = settings.asked, settings.layout
-    order = "natural order" if layout is None else f"residue order mod {layout.rate}"
-    down, across = _side(cells.row_edges, "query", "queries"), _side(cells.column_edges, "key", "keys")
-    facts = f"head {settings.head} of {asked.num_heads}, {tokens_text(asked.num_tokens)} tokens, {order}; "
-    facts += f"cells of {down} x {across}"
-    return wrap(facts, settings.terminal.columns, break_on_hyphens=False)
-
-
-def _side(edges: torch.Tensor, one: str, many: str) -> str:
-    """How long cells are: one length, or two that differ by 1."""
-    least, most = (int(size) for size in edges.diff().aminmax())
-    return f"{tokens_text(least)}{f' to {tokens_text(most)}' if most > least else ''} {one if most == 1 else many}"
-
-
-def _notes(settings: ShowSettings, cells: Cells) -> list[str]:
-    """What the picture does not say by itself."""
-    notes = []
-    if len(cells.branches) > 1 and bool((cells.area > 1).any()):
-        notes.append("A pair counts once for each branch that allows it.")
-    doubtful = int((~cells.exact).sum())
-    if doubtful:
-        notes.append(
-            f"{doubtful:,} of {cells.area.numel():,} cells are estimates within bounds, from a look at some of their "
-            "pairs; the others are counted."
-        )
-    return [line for note in notes for line in wrap(note, settings.terminal.columns)]
-
-
-def _write_page(settings: ShowSettings, path: Path) -> None:
+def _write_page(asked: AskedPattern, options: argparse.Namespace) -> None:
     from ..viewer import Ranks, page
 
-    asked = settings.asked
-    ranks = None if settings.ranks is None else Ranks(num_ranks=settings.ranks, sharding=settings.sharding)
-    text = page(asked.pattern, asked.num_tokens, num_heads=asked.num_heads, head=settings.head, ranks=ranks)
-    _write(path, text.encode())
+    sharding = options.sharding or "contiguous"
+    ranks = None if options.ranks is None else Ranks(num_ranks=options.ranks, sharding=sharding)
+    text = page(asked.pattern, asked.num_tokens, num_heads=asked.num_heads, head=options.head, ranks=ranks)
+    _write(options.html, text.encode())
 
 
-def _write_picture(settings: ShowSettings, path: Path) -> None:
-    from ..masks import plot
-
-    asked = settings.asked
-    sizes = {"num_heads": asked.num_heads, "head": settings.head}
-    window = {"queries": settings.queries, "keys": settings.keys, "order": settings.order}
-    figure = plot(asked.pattern, asked.num_tokens, **sizes, **window)
+def _write_picture(asked: AskedPattern, options: argparse.Namespace, window: tuple[range, range]) -> None:
+    figure = masks.plot(
+        asked.pattern,
+        asked.num_tokens,
+        num_heads=asked.num_heads,
+        head=options.head,
+        queries=window[0],
+        keys=window[1],
+        order=options.order,
+    )
     buffer = BytesIO()
-    figure.savefig(buffer, format=path.suffix[1:].lower())
-    _write(path, buffer.getvalue())
+    figure.savefig(buffer, format=options.plot.suffix[1:].lower())
+    _write(options.plot, buffer.getvalue())
 
 
 def _write(path: Path, content: bytes) -> None:
     replace(path, lambda partial: partial.write_bytes(content))
     print(f"wrote {path}: {len(content):,} bytes")
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Files of kinds that can be written, in folders that there are."""
+    for name, kinds in (("plot", _PICTURES), ("html", _PAGES)):
+        path: Path | None = getattr(options, name)
+        if path is None:
+            continue
+        if path.suffix.lower() not in kinds:
+            raise UsageError(f"--{name} writes {' or '.join(kinds)} files; got {path}")
+        if not path.parent.is_dir():
+            raise UsageError(f"--{name} must be in a folder that exists; got {path}")
+    if options.plot and find("matplotlib") is None:
+        raise UsageError(missing_line("matplotlib"))
+
+
+def _window(flag: str, text: str | None, size: int) -> range:
+    if text is None:
+        return range(size)
+    found = _WINDOW.fullmatch(text.strip())
+    first, stop = (
+        (tokens_of(part) if part.strip() else default)
+        for part, default in zip(found.groups() if found else ("?", "?"), (0, size), strict=True)
+    )
+    if first is None or stop is None or not first < stop <= size:
+        raise UsageError(f"{flag} takes A:B with 0 <= A < B <= {size}, such as 0:{min(size, 64)}; got {text!r}")
+    return range(first, stop)
+
+
+def _cells(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = _CELLS.fullmatch(text.strip().lower())
+    rows, columns = map(int, found.groups()) if found else (0, 0)
+    if not (1 <= rows <= MOST_CELLS and 1 <= columns <= MOST_CELLS):
+        raise UsageError(
+            f"--cells takes ROWSxCOLUMNS from 1x1 to {MOST_CELLS}x{MOST_CELLS}, such as 40x80; got {text!r}"
+        )
+    return rows, columns

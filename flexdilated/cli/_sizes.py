@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from ..masks.core._bytes_text import bytes_text as bytes_text
 from ..masks.core._tokens_text import tokens_text as tokens_text
-from ._usage import UsageError
+from ._command_parser import UsageError
 
 _BYTES = {"B": 1} | {f"{letter}{middle}B": (1024 if middle else 1000) ** power
                      for power, letter in enumerate("KMGT", start=1) for middle in ("", "i")}  # fmt: skip

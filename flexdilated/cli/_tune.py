@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,19 +18,76 @@ from ..tuning._tune import Trialled, Trials, measure
 from ..tuning._tune_choices import Sight, remember
 from ..tuning._tune_machine import KINDS, measure_machine
 from ..tuning._tune_trial import Inputs
-from . import _extras
-from ._asked_pattern import AskedPattern, one_rule
-from ._tune_settings import TuneSettings
-from ._usage import UsageError
+from ._command_parser import CommandParser, UsageError
+from ._machine import available_devices, missing_line
+from ._pattern import MOST_HEADS, AskedPattern, add_pattern_arguments, asked_from, one_rule, require_sizes
 
 _FAR_APART = 1.5  # slowest over fastest, beyond which constants say little
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
-def tune(settings: TuneSettings) -> int:
+def add_arguments(parser: CommandParser) -> None:
+    parser.description = (
+        "Without a PATTERN: measure the constants by which this device's plans are made, and store them in the user's "
+        "cache directory. With one: run the ways to compute it, print them, and use the fastest from now on."
+    )
+    of_pattern = ("pattern",)
+    add_pattern_arguments(parser, tokens="16K", heads=4, needs=of_pattern, nargs="?")
+    add = parser.argument
+    add("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    add("--seconds", type=float, default=15.0, help="how long to repeat the timed runs (%(default)s)")
+    add("--out", type=Path, metavar="FILE", excludes=of_pattern, help="store the constants here instead")
+    add("--kv-heads", type=int, metavar="G", needs=of_pattern, help="key/value heads, a divisor of H (H)")
+    add("--head-dim", type=int, default=64, metavar="D", needs=of_pattern, help="(%(default)s)")
+    add("--dtype", choices=tuple(_DTYPES), default="fp32", needs=of_pattern, help="(%(default)s)")
+    add("--forward", action="store_true", needs=of_pattern, help="time the forward alone")
+    parser.set_defaults(command=tune)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings:
+    """`asked` None measures the device's constants."""
+
+    asked: AskedPattern | None
+    device: torch.device
+    seconds: float
+    out: Path | None
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    backward: bool
+
+
+def tune(options: argparse.Namespace) -> int:
     """Measure, print, store; 0, or a UsageError where there is nowhere to store it."""
+    settings = _settings_from(options)
     if settings.asked is None:
         return _tune_machine(settings)
     return _tune_pattern(settings, settings.asked)
+
+
+def _settings_from(options: argparse.Namespace) -> TuneSettings:
+    """Raises UsageError for a pattern that does not read and for sizes that do not fit together."""
+    if options.device not in available_devices():
+        raise UsageError(f"--device must be one of {', '.join(available_devices())}; got {options.device!r}")
+    if not 0 < options.seconds <= 3600:
+        raise UsageError(f"--seconds must be above 0 and at most 3600; got {options.seconds:g}")
+    require_sizes(options, head_dim=1 << 16, kv_heads=MOST_HEADS)
+    asked = None if options.pattern is None else asked_from(options)
+    num_heads = 1 if asked is None else asked.num_heads
+    kv_heads = num_heads if options.kv_heads is None else options.kv_heads
+    if num_heads % kv_heads:
+        raise UsageError(f"--heads must be a multiple of --kv-heads; got {num_heads} and {kv_heads}")
+    return TuneSettings(
+        asked=asked,
+        device=torch.device(options.device),
+        seconds=options.seconds,
+        out=options.out,
+        num_kv_heads=kv_heads,
+        head_dim=options.head_dim,
+        dtype=_DTYPES[options.dtype],
+        backward=not options.forward,
+    )
 
 
 def _tune_machine(settings: TuneSettings) -> int:
@@ -53,7 +112,7 @@ def _tune_machine(settings: TuneSettings) -> int:
 def _stored(device: torch.device) -> Path:
     path = stored_path(MachineKey.of(device.type))
     if path is None:
-        raise UsageError(f"{_extras.missing_line('platformdirs')}, or name a file: --out FILE")
+        raise UsageError(f"{missing_line('platformdirs')}, or name a file: --out FILE")
     return path
 
 

@@ -1,30 +1,19 @@
-"""Profiles: with FLEXDILATED_PROFILE=folder, tests, demo and bench record what torch does, with memory, into files."""
+"""Profiles: with FLEXDILATED_PROFILE=folder, a process that imports flexdilated writes what torch did in it."""
 
 from __future__ import annotations
 
-import logging
+import atexit
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
-from threading import Lock
 from time import perf_counter
-from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile
 
-from ._profile_file import write_recording
+from ..masks.core._bytes_text import bytes_text
 
 VARIABLE = "FLEXDILATED_PROFILE"
-_RECORDED_STEPS = 3  # after one that is not: files stay small, and the first step is unlike all others
-_log = logging.getLogger("flexdilated")
-
-_prefix: ContextVar[str] = ContextVar("prefix", default="")
-_lock = Lock()  # torch has one profiler a process
-_names: Counter[str] = Counter()
+_ROWS = 50  # of a table
 
 
 def folder_from_environment() -> Path | None:
@@ -42,86 +31,39 @@ def folder_from_environment() -> Path | None:
     return folder
 
 
-@contextmanager
-def named_under(name: str) -> Iterator[None]:
-    """What is recorded within has a name that begins with this."""
-    before = _prefix.set(f"{_prefix.get()}{name} ")
-    try:
-        yield
-    finally:
-        _prefix.reset(before)
+def profile_process() -> None:
+    """Record from here to the end of the process, if the variable asks for it. ValueError for a bad folder.
 
-
-@contextmanager
-def recorded(name: str) -> Iterator[None]:
-    """Record what runs within, in one recording of this name; nothing, and at no cost, where the variable is not set.
-
-    Of recordings within each other, or in threads side by side, only that which began first is made. A name that comes
-    again in one process is numbered. What ends with an error leaves none. Raises ValueError, before anything runs,
-    where the folder cannot be used.
+    What the main thread runs is recorded, with its backward passes. torch has one profiler a process.
     """
     folder = folder_from_environment()
-    if folder is None or not _lock.acquire(blocking=False):
-        yield
+    if folder is None:
         return
-    try:
-        begin, profiler = perf_counter(), _profiler()
-        with profiler:
-            yield
-        _write(folder, name, profiler, perf_counter() - begin)
-    finally:
-        _lock.release()
-
-
-@contextmanager
-def recorded_steps(name: str) -> Iterator[Callable[[], None]]:
-    """Record a few of many steps; call what it gives at the end of each.
-
-    The second to the fourth step are recorded, or as many of them as there are. As `recorded` otherwise.
-    """
-    folder = folder_from_environment()
-    if folder is None or not _lock.acquire(blocking=False):
-        yield _no_step
-        return
-    clock = [perf_counter()]
-
-    def write(profiler: Any) -> None:
-        if len(clock) > 2:
-            _write(folder, name, profiler, clock[-1] - clock[1])
-        else:
-            _log.warning("nothing of %r was recorded: the first step never is, and there was no other", name)
-
-    def step() -> None:
-        clock.append(perf_counter())
-        profiler.step()
-
-    plan = schedule(wait=0, warmup=1, active=_RECORDED_STEPS, repeat=1)
-    try:
-        profiler = _profiler(schedule=plan, on_trace_ready=write)
-        with profiler:
-            yield step
-    finally:
-        _lock.release()
-
-
-def _no_step() -> None:
-    pass
-
-
-def _profiler(**options: Any) -> profile:
+    folder.mkdir(parents=True, exist_ok=True)
     kinds = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.accelerator.current_accelerator(check_available=True)
     activities = [ProfilerActivity.CPU, *([kinds[device.type]] if device is not None and device.type in kinds else [])]
-    return profile(activities=activities, profile_memory=True, acc_events=True, **options)
+    profiler, began = profile(activities=activities, profile_memory=True, acc_events=True), perf_counter()
+    profiler.start()
+    atexit.register(lambda: _write(folder, profiler, perf_counter() - began))
 
 
-def _write(folder: Path, name: str, profiler: profile, seconds: float) -> None:
-    whole = f"{_prefix.get()}{name}"
-    _names[whole] += 1
-    numbered = whole if _names[whole] == 1 else f"{whole} {_names[whole]}"
-    try:
-        write_recording(folder, numbered, profiler, seconds)
-    except OSError as error:
-        raise ValueError(
-            f"{VARIABLE} must name a folder that can be written; {folder}: {error.strerror or error}"
-        ) from error
+def _write(folder: Path, profiler: profile, seconds: float) -> None:
+    """`PID.trace.json.gz`, and `PID.txt`: peaks of memory, and operators by time and by memory."""
+    profiler.stop()
+    profiler.export_chrome_trace(str(folder / f"{os.getpid()}.trace.json.gz"))
+    operators, on_device = profiler.key_averages(), torch.accelerator.is_available()
+    orders = ["self_cpu_time_total", "self_cpu_memory_usage"]
+    orders += ["self_device_time_total", "self_device_memory_usage"] if on_device else []
+    tables = [f"By {order}\n{operators.table(sort_by=order, row_limit=_ROWS)}" for order in orders]
+    head = f"{seconds:.1f} s, {len(profiler.events() or ()):,} events, torch {torch.__version__}\n{_peaks(on_device)}"
+    (folder / f"{os.getpid()}.txt").write_text("\n".join([head, *tables]), encoding="utf-8")
+
+
+def _peaks(on_device: bool) -> str:
+    """The most memory that was held at once: of the process, as Linux counts it, and of the accelerator's tensors."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
+    peaks = [("resident", 1024 * int(line.split()[1])) for line in lines if line.startswith("VmHWM:")]
+    peaks += [("allocated on the accelerator", torch.accelerator.max_memory_allocated())] if on_device else []
+    return "".join(f"peak memory, {name}: {bytes_text(size)}\n" for name, size in peaks)

@@ -10,11 +10,14 @@ from ._explain import explain
 from ._fitted_table import fitted_facts, fitted_table
 from ._picture import round_places
 from ._plot import plot
+from ._show import MOST_CELLS, HeatMap, show
 
 __all__ = [
+    "MOST_CELLS",
     "MOST_DESCRIBED",
     "Cells",
     "Description",
+    "HeatMap",
     "count_cells",
     "describe",
     "describe_plan",
@@ -23,4 +26,5 @@ __all__ = [
     "fitted_table",
     "plot",
     "round_places",
+    "show",
 ]

@@ -1,0 +1,387 @@
+"""plan: how a pattern is computed at a size, what else was weighed, and what attention and a model hold in memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from .engines.flex._flex_program import allowed_on
+from .masks.core._ambient import plans
+from .masks.core._bound import Bound
+from .masks.core._bytes_text import bytes_text
+from .masks.core._check import require_bool, require_choice, require_int
+from .masks.core._pattern import Expression, Mixture, require_expression
+from .masks.core._spelling import shortened
+from .masks.core._tokens_text import tokens_text
+from .masks.inspection._describe import describe_plan
+from .masks.inspection._fitted_table import fitted_facts, fitted_table
+from .masks.planning._options import ANYTHING, Option
+from .masks.planning._planner import Plan
+from .masks.planning._planner import plan as plan_terms
+from .masks.planning.lowering._term import Term
+from .memory._memory import AttentionMemory, AttentionSize, attention_memory
+from .nn._model_memory import ModelMemory, ModelSize, attention_size, model_memory
+from .tuning._tune import measure_options
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MIN_FLEX_HEAD_DIM = 16
+_MOST_LINES = 24
+_WIDEST_RULE = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSize:
+    """A pattern and the sizes at which it is planned; layers and embed_dim are those of a LongNet around it.
+
+    `pattern` holds the values of its run-time tensors as part of its rule. Raises ValueError or TypeError for sizes
+    that do not fit together.
+    """
+
+    pattern: Expression
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: str
+    batch: int
+    layers: int
+    embed_dim: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "batch", "layers", "embed_dim"):
+            require_int(name, getattr(self, name), minimum=1)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads; got {self.num_kv_heads} and {self.num_heads}")
+        if self.embed_dim != self.num_heads * self.head_dim:
+            raise ValueError(f"embed_dim must be num_heads * head_dim; got {self.embed_dim=} and {self.head_dim=}")
+        if self.dtype not in DTYPES.values():
+            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES.values()))}; got {self.dtype!r:.80}")
+        require_choice("device", self.device, ("cpu", "cuda"))
+        if self.device != "cpu" and self.head_dim < _MIN_FLEX_HEAD_DIM:
+            raise ValueError(
+                f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {self.device}; got {self.head_dim}"
+            )
+
+    @property
+    def dtype_name(self) -> str:
+        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+
+    def attention(self, num_tokens: int) -> AttentionSize:
+        """A call of `attend` of these sizes, at so many tokens."""
+        return AttentionSize(num_tokens, self.num_heads, self.head_dim, self.dtype, self.batch, self.num_kv_heads)
+
+    @property
+    def model(self) -> ModelSize:
+        """A LongNet around it."""
+        kv_heads = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
+        return ModelSize(self.embed_dim, self.layers, self.num_heads, self.dtype, self.batch, kv_heads)
+
+
+@dataclass(frozen=True)
+class PlannedTerm:
+    """Terms of a chosen way that differ in where they lie alone, `terms` of them.
+
+    branch: counted from 1, or "all" where one way computes all of a mixture. times: how often its pairs count. folds
+    problems a head, each of so many queries and keys.
+    """
+
+    branch: int | str
+    layout: str
+    shape: str
+    rule: str
+    times: int
+    heads: int
+    folds: int
+    queries: int
+    keys: int
+    terms: int
+
+
+@dataclass(frozen=True)
+class WeighedOption:
+    """A way to compute a branch, or with branch "all" a whole mixture, and what the cost model predicts of it."""
+
+    branch: int | str
+    layout: str
+    computed_pairs: int
+    moved_bytes: int
+    launches: int
+    predicted_s: float
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class MeasuredOption:
+    """The forward of a way, on this machine."""
+
+    option: str
+    predicted_s: float
+    measured_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport(PlanSize):
+    """How attention is computed, and what it takes; the str is tables in lines of 80 characters.
+
+    Pairs and FLOPs are over all heads and batch entries. block_list_bytes: of the lists that stay in the cache.
+    attention_memory: one call of `attend`. model_memory, checkpointed_memory: a LongNet of `layers` layers around it,
+    without vocabulary, in training without and with gradient checkpointing. measured: empty unless asked for.
+    """
+
+    engine: str
+    useful_pairs: int
+    computed_pairs: int
+    all_pairs: int
+    forward_flops: int
+    backward_flops: int
+    block_list_bytes: int
+    terms: tuple[PlannedTerm, ...]
+    options: tuple[WeighedOption, ...]
+    measured: tuple[MeasuredOption, ...]
+    attention_memory: AttentionMemory
+    model_memory: ModelMemory
+    checkpointed_memory: ModelMemory
+
+    def to_data(self) -> dict[str, Any]:
+        """The same as plain data for JSON."""
+        names = ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "batch")
+        work = ("engine", "useful_pairs", "computed_pairs", "all_pairs", "forward_flops", "backward_flops")
+        return {
+            "pattern": repr(self.pattern),
+            **{name: getattr(self, name) for name in names},
+            "dtype": self.dtype_name,
+            "device": self.device,
+            **{name: getattr(self, name) for name in (*work, "block_list_bytes")},
+            **{name: [asdict(each) for each in getattr(self, name)] for name in ("terms", "options", "measured")},
+            "memory": self._memory(),
+        }
+
+    def _memory(self) -> dict[str, Any]:
+        call, plain = self.attention_memory, self.model_memory
+        return {
+            "attention": {
+                "inputs": call.inputs,
+                "inference_peak": call.inference_peak,
+                "kept_for_backward": call.kept,
+                "training_peak": call.training_peak,
+                "tables": call.tables,
+            },
+            "model": {
+                "layers": self.layers,
+                "embed_dim": self.embed_dim,
+                "weights": plain.weights,
+                "optimizer": plain.optimizer,
+                "inference_peak": plain.inference_peak,
+                "training_peak": plain.training_peak,
+                "checkpointed_training_peak": self.checkpointed_memory.training_peak,
+            },
+        }
+
+    def to_text(self, *, columns: int = 80) -> str:
+        """Tables in lines of at most so many characters, or 30 if it is fewer."""
+        parts = [fitted_facts(_facts(self), columns=columns), "How it is computed", _terms_table(self.terms, columns)]
+        parts += ["What was weighed", _options_table(self.options, columns)]
+        if self.measured:
+            parts += ["Forward on this machine", _measured_table(self.measured)]
+        return "\n\n".join([*parts, "Memory", _memory_table(self)])
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+@plans
+def plan(
+    pattern: Expression,
+    num_tokens: int,
+    *,
+    num_heads: int = 1,
+    num_kv_heads: int | None = None,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    batch: int = 1,
+    layers: int = 12,
+    measure: bool = False,
+) -> PlanReport:
+    """How attention by this pattern is computed at a size, what else was weighed, and what it holds in memory.
+
+    Print what it returns. `num_kv_heads`, key/value heads, is a divisor of num_heads, which it is by default; `dtype`
+    is of tensors and weights, float32, bfloat16 or float16. On device "cuda" all is predicted, and needs none. `layers`
+    is of the LongNet whose memory is counted besides, of width num_heads * head_dim. With `measure` the ways to
+    compute it are timed on this machine's CPU. Nothing else is computed.
+
+        >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
+        >>> report.attention_memory.training_peak  # bytes
+
+    Raises ValueError or TypeError for sizes that do not fit together, for a pattern that does not bind to them, that
+    lacks run-time tensors or has those of several batch entries, and for more blocks than can be listed.
+    """
+    bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
+    if bound.pattern.num_entries() > 1:
+        raise ValueError(
+            "a plan is of one batch entry: give a pattern with run-time tensors of one; got those of "
+            f"{bound.pattern.num_entries()} entries"
+        )
+    size = PlanSize(
+        pattern=bound.pattern,
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+        head_dim=require_int("head_dim", head_dim, minimum=1),
+        dtype=dtype,
+        device=device,
+        batch=batch,
+        layers=layers,
+        embed_dim=num_heads * head_dim,
+    )
+    if require_bool("measure", measure) and device != "cpu":
+        raise ValueError(f"measure times the CPU of this machine; got {device=}")
+    return report(size, measure=measure)
+
+
+def report(size: PlanSize, *, measure: bool) -> PlanReport:
+    """The plan at this size. Raises ValueError where the pattern does not bind or blocks are too many."""
+    tokens = {"num_queries": size.num_tokens, "num_keys": size.num_tokens}
+    bound = size.pattern.bind(num_heads=size.num_heads, **tokens)
+    allowed = ANYTHING if size.device == "cpu" else allowed_on(torch.device(size.device))
+    best = plan_terms(bound, device=size.device, allowed=allowed)
+    described = describe_plan(best, head_dim=size.head_dim)
+    inside = attention_memory(size.pattern, attention_size(size.model, size.num_tokens), device=size.device)
+    plain, checkpointed = (
+        model_memory(size.model, size.num_tokens, inside, checkpoint=checkpoint) for checkpoint in (False, True)
+    )
+    return PlanReport(
+        **{each.name: getattr(size, each.name) for each in fields(PlanSize)},
+        engine="tiles" if size.device == "cpu" else "flex",
+        useful_pairs=size.batch * described.useful_pairs,
+        computed_pairs=size.batch * described.computed_pairs,
+        all_pairs=size.batch * described.all_pairs,
+        forward_flops=size.batch * described.forward_flops,
+        backward_flops=size.batch * described.backward_flops,
+        block_list_bytes=described.table_bytes,
+        terms=tuple(_terms(best)),
+        options=tuple(
+            _option(number, option, option is options[0])
+            for number, options in enumerate(best.options, start=1)
+            for option in options
+        ),
+        measured=_measured(size, bound) if measure else (),
+        attention_memory=attention_memory(size.pattern, size.attention(size.num_tokens), device=size.device),
+        model_memory=plain,
+        checkpointed_memory=checkpointed,
+    )
+
+
+def _terms(best: Plan) -> list[PlannedTerm]:
+    """The terms of each branch's choice; those that differ in where they lie alone are one, with their number."""
+    found: list[PlannedTerm] = []
+    for number, (chosen, *_) in enumerate(best.options, start=1):
+        alike = Counter(map(_term, chosen.terms))
+        found += [PlannedTerm(_branch(number, chosen), chosen.layout, *term, times) for term, times in alike.items()]
+    return found
+
+
+def _term(term: Term) -> tuple[str, str, int, int, int, int, int]:
+    shape = f"blocks of {term.block_side}" if term.shape == "blocks" else term.shape
+    return shape, repr(term.rule), term.multiplicity, len(term.heads), term.folds, term.q.num_slots, term.k.num_slots
+
+
+def _branch(number: int, option: Option) -> int | str:
+    """The number of an option's branch, or that it computes all of a mixture."""
+    return "all" if isinstance(option.branch, Mixture) else number
+
+
+def _option(number: int, option: Option, chosen: bool) -> WeighedOption:
+    cost, branch = option.cost, _branch(number, option)
+    return WeighedOption(
+        branch, option.layout, cost.computed_pairs, cost.gather_bytes, cost.launches, cost.seconds, chosen
+    )
+
+
+def _measured(size: PlanSize, bound: Bound) -> tuple[MeasuredOption, ...]:
+    found = measure_options(bound, size.device, size.dtype, size.head_dim, size.num_kv_heads, backward=False)
+    return tuple(MeasuredOption(*each) for each in found)
+
+
+def _facts(found: PlanReport) -> list[tuple[str, str]]:
+    useful, computed = found.useful_pairs, found.computed_pairs
+    overcompute = f", {computed / useful:.3f} for each useful one" if useful else ""
+    return [
+        ("pattern", repr(found.pattern)),
+        ("size", size_text(found)),
+        ("engine", f"{found.engine} on {found.device}"),
+        ("useful pairs", f"{useful:,}, {useful / found.all_pairs:.4%} of all"),
+        ("computed", f"{computed:,} in blocks{overcompute}"),
+        ("FLOPs", f"{found.forward_flops:.3e} forward, {found.backward_flops:.3e} backward"),
+        ("block lists", bytes_text(found.block_list_bytes)),
+    ]
+
+
+def size_text(size: PlanSize) -> str:
+    """Tokens, heads, head dim, dtype and batch in a line."""
+    batch = f", batch {size.batch}" if size.batch > 1 else ""
+    return (
+        f"{tokens_text(size.num_tokens)} tokens, {heads_text(size)}, head dim {size.head_dim}, {size.dtype_name}{batch}"
+    )
+
+
+def heads_text(size: PlanSize) -> str:
+    """Query heads, and key/value heads where they are fewer."""
+    return f"{size.num_heads} heads" + (f" over {size.num_kv_heads}" if size.num_kv_heads != size.num_heads else "")
+
+
+def _terms_table(terms: Sequence[PlannedTerm], columns: int) -> str:
+    headers = ("branch", "layout", "shape", "rule", "times", "heads", "batch x length", "terms")
+    lines = [
+        (str(term.branch), term.layout, term.shape, shortened(term.rule, _WIDEST_RULE), str(term.times),
+         str(term.heads), _slots(term), str(term.terms))
+        for term in terms[:_MOST_LINES]
+    ]  # fmt: skip
+    more = len(terms) - _MOST_LINES
+    rest = f"\n... and {more} more; --json prints all" if more > 0 else ""
+    return fitted_table(lines, headers, columns=columns) + rest
+
+
+def _slots(term: PlannedTerm) -> str:
+    return f"{term.folds}x{term.queries:,}" + ("" if term.keys == term.queries else f" by {term.keys:,}")
+
+
+def _options_table(options: Sequence[WeighedOption], columns: int) -> str:
+    lines = [
+        (str(option.branch), option.layout, f"{option.computed_pairs:,}", bytes_text(option.moved_bytes),
+         f"{option.launches:,}", f"{option.predicted_s * 1e3:.3g}", "chosen" if option.chosen else "")
+        for option in options
+    ]  # fmt: skip
+    headers = ("branch", "layout", "computed pairs", "moved", "launches", "predicted ms", "")
+    return fitted_table(lines, headers, columns=columns, align=("left", "left", "right", "right", "right", "right"))
+
+
+def _measured_table(measured: Sequence[MeasuredOption]) -> str:
+    lines = [(each.option, f"{each.predicted_s * 1e3:.3g}", f"{each.measured_s * 1e3:.3g}") for each in measured]
+    return tabulate(lines, ("option", "predicted ms", "measured ms"), disable_numparse=True)
+
+
+def _memory_table(found: PlanReport) -> str:
+    call, model, tokens = found.attention_memory, found.model_memory, found.batch * found.num_tokens
+    lines = [
+        ("attend: q, k, v", call.inputs),
+        ("attend: inference, peak", call.inference_peak),
+        ("attend: kept for the backward", call.kept),
+        ("attend: training, peak", call.training_peak),
+        ("model: weights", model.weights),
+        ("model: AdamW's state", model.optimizer),
+        ("model: inference, peak", model.inference_peak),
+        ("model: training, peak", model.training_peak),
+        ("model: training with checkpointing, peak", found.checkpointed_memory.training_peak),
+    ]
+    table = [(name, bytes_text(held), bytes_text(held / tokens)) for name, held in lines]
+    layers = f"{found.layers} layer{'s' if found.layers != 1 else ''}"
+    note = f"The model is a LongNet of {layers}, embed dim {found.embed_dim}, without vocabulary."
+    aligned = {"disable_numparse": True, "colalign": ("left", "right", "right")}
+    return f"{tabulate(table, ('', 'bytes', 'a token'), **aligned)}\n\n{note}"

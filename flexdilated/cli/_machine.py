@@ -1,0 +1,53 @@
+"""What this machine and installation have: optional packages, devices, threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+# package -> the extra that installs it, and what its absence costs
+EXTRAS = {
+    "tqdm": ("demo", "plain lines instead of a progress bar"),
+    "matplotlib": ("plot", "no pictures"),
+    "platformdirs": ("tune", "no measured constants are kept for the next run"),
+}
+
+
+def find(package: str) -> ModuleType | None:
+    """The imported package, or None where it is not installed."""
+    try:
+        return import_module(package)
+    except ImportError:
+        return None
+
+
+def missing_line(package: str) -> str:
+    """What is lost without the package, and the command that installs it."""
+    extra, cost = EXTRAS[package]
+    return f'{package} is not installed: {cost} (pip install "flexdilated[{extra}]")'
+
+
+def available_devices() -> tuple[str, ...]:
+    """Kinds of device that this machine and this build of torch can compute on, the CPU first."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def num_devices(kind: str) -> int:
+    """How many of a kind that is available."""
+    return 1 if kind == "cpu" else torch.accelerator.device_count()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Until the end of the block torch computes on one thread: more wait for each other in small calls."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,400 @@
+"""show: a pattern as a heat map of characters, with axes and a legend, any window of any number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from textwrap import shorten, wrap
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from ..core._ambient import plans
+from ..core._check import require_bool, require_choice, require_int
+from ..core._pattern import Expression, require_expression
+from ..core._tokens_text import tokens_text
+from ..planning._block_mask import layout
+from ._cells import Cells, count_cells
+from ._round_places import round_places
+from ._window_slots import window_slots
+
+# R rows, C columns
+
+LEAST_COLUMNS, LEAST_LINES = 24, 12
+MOST_CELLS = 1 << 12  # a side
+_MOST_SIZE = 1 << 16  # columns or lines
+_BESIDE, _LEAST_MAP = 7, 4  # lines: pattern, facts, labels, frame, legend and prompt; of the cells
+_TICK_ROWS, _TICK_COLUMNS = 3, 7  # lines and columns for each label
+_FRAME = 3  # columns beside the cells and the labels
+_LEAST_SIDE, _LEAST_SHARE = 6, 0.8  # cells; of the cells that fit
+_MOST_TIMES, _PLAIN = 9, "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class _Canvas:
+    """Characters a line and lines; whether it shows colors (ANSI, 256 of them) and shapes beyond ASCII."""
+
+    columns: int
+    lines: int
+    color: bool
+    shapes: bool
+
+
+@dataclass(frozen=True, eq=False)
+class HeatMap:
+    """One head of a pattern, its pairs counted in cells; the str is the picture.
+
+    rate: of the residue order; 1 in natural order. cells: counts of rows x columns. Row i holds the queries
+    cells.row_edges[i] to cells.row_edges[i + 1] - 1, columns keys so; positions, or slots in residue order. cells.low
+    and cells.high are the least and the most allowed pairs of each, once for each branch that allows them: equal where
+    they are counted. cells.likely is the count, or an estimate within the bounds.
+    """
+
+    pattern: Expression
+    num_tokens: int
+    num_heads: int
+    head: int
+    order: str
+    rate: int
+    cells: Cells = field(repr=False)
+    _canvas: _Canvas = field(repr=False)
+    _grid: Grid = field(repr=False)
+
+    @cached_property
+    def lines(self) -> tuple[str, ...]:
+        """The lines of the picture."""
+        columns = self._canvas.columns
+        above = [shorten(repr(self.pattern), columns, placeholder=" ..."), *self._facts()]
+        drawn = [*_drawn(self.cells, self._grid, self._canvas), *_legend(self.cells, self._canvas)]
+        return (*above, *drawn, *self._notes())
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data for JSON: counts by rows of cells, also of each branch; likely is None where all are counted."""
+        named = zip(self.pattern.branches(), self.cells.branches, strict=True)
+        return {
+            "pattern": repr(self.pattern),
+            "num_tokens": self.num_tokens,
+            "num_heads": self.num_heads,
+            "head": self.head,
+            "order": self.order,
+            "rate": self.rate,
+            "row_edges": self.cells.row_edges.tolist(),
+            "column_edges": self.cells.column_edges.tolist(),
+            "low": self.cells.low.tolist(),
+            "high": self.cells.high.tolist(),
+            "likely": None if bool(self.cells.exact.all()) else self.cells.likely.tolist(),
+            "branches": [
+                {"pattern": repr(branch), "low": found.low.tolist(), "high": found.high.tolist()}
+                for branch, found in named
+            ],
+        }
+
+    def _facts(self) -> list[str]:
+        order = "natural order" if self.order == "natural" else f"residue order mod {self.rate}"
+        down, across = _side(self.cells.row_edges, "query", "queries"), _side(self.cells.column_edges, "key", "keys")
+        facts = f"head {self.head} of {self.num_heads}, {tokens_text(self.num_tokens)} tokens, {order}; "
+        facts += f"cells of {down} x {across}"
+        return wrap(facts, self._canvas.columns, break_on_hyphens=False)
+
+    def _notes(self) -> list[str]:
+        """What the picture does not say by itself."""
+        notes, cells = [], self.cells
+        if len(cells.branches) > 1 and bool((cells.area > 1).any()):
+            notes.append("A pair counts once for each branch that allows it.")
+        doubtful = int((~cells.exact).sum())
+        if doubtful:
+            notes.append(
+                f"{doubtful:,} of {cells.area.numel():,} cells are estimates within bounds, from a look at some of "
+                "their pairs; the others are counted."
+            )
+        return [line for note in notes for line in wrap(note, self._canvas.columns)]
+
+
+@plans
+def show(
+    pattern: Expression,
+    num_tokens: int,
+    *,
+    num_heads: int = 1,
+    head: int = 0,
+    batch: int = 0,
+    queries: range | None = None,
+    keys: range | None = None,
+    order: str = "natural",
+    cells: tuple[int, int] | None = None,
+    size: tuple[int, int] = (80, 24),
+    color: bool = False,
+    ascii: bool = False,  # noqa: A002
+) -> HeatMap:
+    """Draw one head of a pattern in characters: queries down, keys across, a cell the fuller the more it allows.
+
+    Print what it returns. `queries` and `keys` are the window, all of it by default: positions in "natural" order, and
+    in "residue" order slots of `masks.layout`. `size` is (columns, lines) of the terminal in which the picture is to
+    fit, one line left for the prompt; a window that is small enough is drawn pair by pair. `cells`, (rows, columns),
+    cuts the window into so many cells instead, whatever fits. `color` is for terminals with ANSI's 256 colors, `ascii`
+    for those without the characters of box drawings. `head` is one of num_heads; `batch` is the entry meant where
+    run-time tensors have a row for each.
+
+        >>> print(masks.show(masks.causal(), 1 << 20))
+
+    Counted are whole boxes by the pattern's bounds, so time does not grow with the number of tokens. Raises ValueError
+    or TypeError for heads, entries, windows and sizes that do not fit, and for tokens that the pattern does not take.
+    """
+    asked = require_expression(pattern)
+    require_int("num_tokens", num_tokens, minimum=1)
+    require_choice("order", order, ("natural", "residue"))
+    canvas = _Canvas(
+        *_pair("size", size, (LEAST_COLUMNS, LEAST_LINES), _MOST_SIZE),
+        require_bool("color", color),
+        not require_bool("ascii", ascii),
+    )
+    slots = layout(asked, num_tokens) if order == "residue" else None
+    rate = 1 if slots is None else slots.rate
+    window = window_slots("queries", queries, num_tokens), window_slots("keys", keys, num_tokens)
+    where = {"head": head, "num_heads": num_heads, "batch": batch, "queries": queries, "keys": keys, "order": slots}
+
+    def drawn(grid: Grid) -> HeatMap:
+        found = count_cells(asked, num_tokens, **where, shape=grid.shape)
+        return HeatMap(asked, num_tokens, num_heads, head, order, rate, found, canvas, grid)
+
+    if cells is not None:
+        rows, columns = _pair("cells", cells, (1, 1), MOST_CELLS)
+        return drawn(Grid(min(rows, len(window[0])), min(columns, len(window[1]))))
+    # Lower by what does not fit, as texts are longer here and shorter there. One line is the prompt's.
+    free = canvas.lines - 1
+    most = free - _BESIDE + 1
+    while True:
+        found = drawn(_grid_for(window, canvas, most))
+        if len(found.lines) <= free or most == _LEAST_MAP:
+            return found
+        most = max(_LEAST_MAP, most - (len(found.lines) - free))
+
+
+def _pair(name: str, value: object, least: tuple[int, int], most: int) -> tuple[int, int]:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise TypeError(f"{name} must be a tuple of two integers; got {name}={value!r:.80}")
+    first, second = (require_int(name, each, minimum=low, maximum=most) for each, low in zip(value, least, strict=True))
+    return first, second
+
+
+def _side(edges: Tensor, one: str, many: str) -> str:
+    """How long cells are: one length, or two that differ by 1."""
+    least, most = (int(size) for size in edges.diff().aminmax())
+    return f"{tokens_text(least)}{f' to {tokens_text(most)}' if most > least else ''} {one if most == 1 else many}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rows and columns of cells; a cell is `width` characters wide, and with `halves` half a line high."""
+
+    rows: int
+    columns: int
+    width: int = 1
+    halves: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+
+def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
+    """The finest grid of a window that fits into these lines, with cells about as wide as high.
+
+    A character is about twice as high as wide. Where the window is small each pair is a cell.
+    """
+    queries, keys = map(len, window)
+    margin = max(map(len, _round_slots(window[0], lines // _TICK_ROWS).values()), default=0)
+    most = canvas.columns - margin - _FRAME
+    if queries <= lines and keys <= most:
+        return Grid(queries, keys, width=2 if 2 * keys <= most else 1)
+    halves = canvas.color and canvas.shapes
+    high = 1 if halves else 2
+    rows, columns = min((3 - high) * lines, queries), min(most, keys)
+    columns = min(columns, max(_LEAST_SIDE, round(high * rows * keys / queries)))
+    rows = min(rows, max(_LEAST_SIDE, round(columns * queries / keys / high)))
+    return Grid(_even(queries, rows), _even(keys, columns), halves=halves)
+
+
+def _even(slots: int, most: int) -> int:
+    """Cells of one length, if that does not take many fewer: their edges are then those of segments and blocks."""
+    least = max(1, round(_LEAST_SHARE * most))
+    return next((cells for cells in range(min(most, slots), least - 1, -1) if slots % cells == 0), min(most, slots))
+
+
+def _round_slots(window: range, most: int) -> dict[int, str]:
+    """About so many round slots of the window, and how they are written."""
+    places = round_places(window, most)
+    text = tokens_text if places.step % 1024 == 0 else "{:,}".format
+    return {slot: text(slot) for slot in places if slot in window}
+
+
+def _ticks(window: range, edges: Tensor, most: int) -> list[tuple[int, str]]:
+    """(cell, label) of round slots."""
+    slots = _round_slots(window, most)
+    cells = torch.searchsorted(edges, torch.tensor(list(slots), dtype=torch.int64), right=True) - 1
+    return list(zip(cells.tolist(), slots.values(), strict=True))
+
+
+def _labels_above(marks: Sequence[tuple[int, str]], width: int, columns: int) -> tuple[str, list[int]]:
+    """The labels in a line of at most so many columns, each above its cell, and the columns of those that fit."""
+    line, shown = "", []
+    for cell, label in marks:
+        column = cell * width
+        if column < len(line) + bool(line) or column + len(label) > columns:
+            continue
+        line, shown = line.ljust(column) + label, [*shown, column]
+    return line, shown
+
+
+def _drawn(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
+    """The cells in a frame, labels at its left and above it."""
+    levels, number = levels_of(cells, color=canvas.color)
+    body = _halves(levels, number) if grid.halves else _whole(levels, number, grid.width, canvas)
+    inner, high = grid.columns * grid.width, 2 if grid.halves else 1
+    rows = _ticks(cells.window[0], cells.row_edges, max(1, len(body) // _TICK_ROWS))
+    columns = _ticks(cells.window[1], cells.column_edges, max(1, inner // _TICK_COLUMNS))
+    by_line = {cell // high: label for cell, label in reversed(rows)}
+    margin = max(map(len, by_line.values()), default=0)
+    above, marked = _labels_above(columns, grid.width, canvas.columns - margin - 2)
+    dash, bar, tick, notch, corners = ("─", "│", "┤", "┴", "┌┐└┘") if canvas.shapes else ("-", "|", "+", "+", "++++")
+    border = "".join(notch if column in marked else dash for column in range(inner))
+    lines = [f"{'':{margin}}  {above}".rstrip(), f"{'':{margin}} {corners[0]}{border}{corners[1]}"]
+    for index, line in enumerate(body):
+        lines.append(f"{by_line.get(index, ''):>{margin}} {tick if index in by_line else bar}{line}{bar}")
+    return [*lines, f"{'':{margin}} {corners[2]}{dash * inner}{corners[3]}"]
+
+
+def _whole(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], width: int, canvas: _Canvas) -> list[str]:
+    """A line for each row."""
+
+    def text(level: Level, cells: int) -> str:
+        shape = level.shape if canvas.shapes else level.ascii
+        if canvas.color and level.color:
+            return _colored(level, (shape if level.is_times else " ").ljust(width) * cells)
+        return (shape.ljust(width) if level.is_times else shape * width) * cells
+
+    return ["".join(text(levels[index], len(list(run))) for index, run in groupby(row)) for row in number.tolist()]
+
+
+def _halves(levels: tuple[Level, ...], number: Int64[Tensor, "R C"]) -> list[str]:
+    """A line for two rows: the upper half of a character for the one, the lower half for the other."""
+    rows = [*number.tolist(), [0] * number.shape[1]][: number.shape[0] + number.shape[0] % 2]
+    return [
+        "".join(_half(levels[upper], levels[lower], len(list(run))) for (upper, lower), run in groupby(pairs))
+        for pairs in (zip(rows[line], rows[line + 1], strict=True) for line in range(0, len(rows), 2))
+    ]
+
+
+def _half(upper: Level, lower: Level, cells: int) -> str:
+    if upper.color == lower.color:
+        return f"\x1b[38;5;{upper.color}m{'█' * cells}{_PLAIN}" if upper.color else " " * cells
+    if not upper.color or not lower.color:
+        shape, color = ("▀", upper.color) if upper.color else ("▄", lower.color)
+        return f"\x1b[38;5;{color}m{shape * cells}{_PLAIN}"
+    return f"\x1b[38;5;{upper.color};48;5;{lower.color}m{'▀' * cells}{_PLAIN}"
+
+
+def _legend(cells: Cells, canvas: _Canvas) -> list[str]:
+    """What the levels that occur mean, in as few lines as hold them; cells without a pair are not shown at all."""
+    levels, number = levels_of(cells, color=canvas.color)
+    used = [levels[index] for index in reversed(number.unique().tolist()) if index]
+    many = bool((cells.area > 1).any())
+    if not used:
+        return ["No pair is allowed here."]
+    lines, room = ["Pairs allowed:" if many else "A cell is a pair:"], canvas.columns
+    room -= len(lines[0])
+    for level in used:
+        width = len(level.meaning) + (3 if canvas.color else 2)
+        if 2 + width > room and room < canvas.columns:
+            lines, room = [*lines, ""], canvas.columns + 2
+        lines[-1] += f"{'  ' if lines[-1] else ''}{_swatch(level, canvas)} {level.meaning}"
+        room -= 2 + width
+    return lines
+
+
+def _swatch(level: Level, canvas: _Canvas) -> str:
+    shape = level.shape if canvas.shapes else level.ascii
+    if not canvas.color:
+        return shape
+    return _colored(level, f" {shape}" if level.is_times else "  ")
+
+
+def _colored(level: Level, text: str) -> str:
+    """Black on the level's color."""
+    return f"\x1b[48;5;{level.color};30m{text}{_PLAIN}"
+
+
+@dataclass(frozen=True)
+class Level:
+    """How full a cell is: a shape, one in plain ASCII, the number of a color of 256, and what it means."""
+
+    shape: str
+    ascii: str
+    color: int
+    meaning: str
+
+    @property
+    def is_times(self) -> bool:
+        """Whether the shape itself is a number of times."""
+        return self.shape.isdigit()
+
+
+_NONE = Level(" ", " ", 0, "none")
+_UNKNOWN = Level("?", "?", 240, "none found, some possible")
+_ALL = Level("█", "#", 220, "all")
+# The least share of pairs for each level. Colors tell more apart than shapes do.
+_BY_SHAPE = {
+    0.0: Level("·", ".", 60, "less"),
+    0.001: Level("░", "-", 26, "0.1%+"),
+    0.01: Level("▒", "+", 37, "1%+"),
+    0.1: Level("▓", "*", 113, "10%+"),
+    1.0: _ALL,
+}
+_BY_COLOR = {
+    **_BY_SHAPE,
+    0.003: Level("░", "-", 32, "0.3%+"),
+    0.03: Level("▒", "+", 72, "3%+"),
+    0.3: Level("▓", "*", 184, "30%+"),
+}
+_TIMES_COLORS = (209, 203, 197, 198, 199, 164, 128, 92)
+
+
+def levels_of(cells: Cells, *, color: bool) -> tuple[tuple[Level, ...], Int64[Tensor, "R C"]]:
+    """All levels that a picture may show, and the level of each cell by its number among them."""
+    shares = dict(sorted((_BY_COLOR if color else _BY_SHAPE).items()))
+    single, mixed = bool((cells.area == 1).all()), len(cells.branches) > 1
+    levels = (_NONE, _UNKNOWN, *list(shares.values())[:-1], _full(single, mixed), *_several(single))
+    share = cells.likely / cells.area
+    number = 2 + torch.bucketize(share, torch.tensor(list(shares)[1:], dtype=torch.float64), right=True)
+    several = share > 1
+    number[several] = len(shares) + share[several].ceil().clamp(max=_MOST_TIMES).long()
+    number[(share == 0) & (cells.high > 0)] = 1
+    number[cells.high == 0] = 0
+    return levels, number
+
+
+def _full(single: bool, mixed: bool) -> Level:
+    """The level of one for each pair, of cells of a single pair or of many."""
+    if single:
+        return replace(_ALL, meaning="branch", shape="1", ascii="1") if mixed else replace(_ALL, meaning="allowed")
+    return replace(_ALL, meaning="once each") if mixed else _ALL
+
+
+def _several(single: bool) -> tuple[Level, ...]:
+    """Levels of pairs that count more than once."""
+
+    def meaning(times: int) -> str:
+        last = times == _MOST_TIMES
+        if single:
+            return "branches or more" if last else "branches"
+        return f"more than {times - 1} times each" if last else f"{times - 1} to {times} times each"
+
+    shapes = enumerate(_TIMES_COLORS, start=2)
+    return tuple(Level(str(times), str(times), color, meaning(times)) for times, color in shapes)
