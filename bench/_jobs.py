@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flexdilated.cli import _resident_memory
-
+from . import _resident_memory
 from ._measures import Timing
 from ._processes import run_apart
 

@@ -155,7 +155,9 @@ def attend_on(mesh: DeviceMesh, step: Step, sharding: Sharding, q: Tensor, k: Te
     pattern = masks.from_json(step.pattern)
     grouped = q.shape[1] != k.shape[1]
     if step.schedule == "heads":
-        return attend_heads(q, k, v, pattern, ranks=Ranks.of(mesh), sharding=sharding, enable_gqa=grouped)
+        out = attend_heads(q, k, v, pattern, ranks=Ranks.of(mesh), sharding=sharding, enable_gqa=grouped)
+        assert isinstance(out, Tensor)  # no lse is asked for
+        return out
     return fd.distributed.attend(
         q, k, v, pattern, mesh=mesh, sharding=sharding, schedule=step.schedule, enable_gqa=grouped
     )

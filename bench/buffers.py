@@ -15,17 +15,17 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import BufferPool
 from flexdilated.distributed._attend import attend
-from flexdilated.distributed._codec import CodecName, codec_named
-from flexdilated.distributed._codec_choice import choose_codec, row_peak
-from flexdilated.distributed._pool import lease_from
-from flexdilated.distributed._pools import break_even_bytes
-from flexdilated.distributed._wire_report import wire_report
+from flexdilated.distributed.wire._codec import CodecName, codec_named
+from flexdilated.distributed.wire._codec_choice import choose_codec, row_peak
+from flexdilated.distributed.wire._pool import lease_from
+from flexdilated.distributed.wire._pools import break_even_bytes
 
 from ._claims import IMPROVED_TEMPORARIES, MEMORY, MESSAGES, PLAIN_TEMPORARIES, RING_TIME, SPARSE_RING_TIME, Claim
 from ._jobs import Job, Problem, Size, interleave, peak_here
 from ._measures import Row, Timing, at_least, at_most, measure
 from ._rank_steps import NAMES, Schedule, Step, local_tensors, on_ranks
 from ._rules import longnet_n, relative_error
+from ._wire_report import wire_report
 
 # N tokens, G key/value heads, D head dim
 

@@ -122,7 +122,7 @@ def fits(
 def _longest(text: str, num_tokens: int, budgets: tuple[int, ...], device: str) -> dict[str, Any]:
     """What `plan --budget` says."""
     sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "layers": 12, "embed_dim": 512, "batch": 1}
-    asked = PlanSize(masks.parse(text), num_tokens=num_tokens, dtype=torch.float16, device=device, **sizes)
+    asked = PlanSize(pattern=masks.parse(text), num_tokens=num_tokens, dtype=torch.float16, device=device, **sizes)
     return budget_data(asked, budgets)
 
 

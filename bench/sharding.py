@@ -11,9 +11,8 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.distributed._sharding import Order
-from flexdilated.distributed._token_counts import token_counts
-from flexdilated.distributed._work import work_of_ranks
+from flexdilated.distributed.counts._tokens import token_counts, work_of_ranks
+from flexdilated.distributed.group._sharding import Order
 
 from ._jobs import Size, tokens_text
 from ._measures import Row, at_most, measure

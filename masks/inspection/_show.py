@@ -18,9 +18,8 @@ from ..core._check import require_bool, require_choice, require_int
 from ..core._pattern import Expression, require_expression
 from ..core._tokens_text import tokens_text
 from ..planning._block_mask import layout
-from ._cells import Cells, count_cells
-from ._round_places import round_places
-from ._window_slots import window_slots
+from ._cells import Cells, count_cells, window_slots
+from ._picture import round_places
 
 # R rows, C columns
 
