@@ -59,8 +59,6 @@ def test_bad_input(given: dict, error: type[Exception], message: str) -> None:
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("flexdilated.masks.inspection._plot_")]:
-        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r'masks.plot draws with matplotlib: pip install "flexdilated\[plot\]"'):
         masks.plot(CAUSAL, 8)

@@ -227,7 +227,7 @@ def test_parts_are_named_as_written_and_those_of_other_heads_are_marked():
             600,
         ),
     ],
-    ids=repr,
+    ids=["causal", "dilated", "complement", "landmarks"],
 )  # fmt: skip
 def test_tiles_are_counted_by_the_dense_rule(pattern, rule, tokens):
     bound = pattern.bind(num_heads=2, num_queries=tokens, num_keys=tokens)

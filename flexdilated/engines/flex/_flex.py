@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torch.nn.functional import pad
 
 from ...masks import Layout
 from ...masks.blocks._tables import table_bytes
@@ -27,7 +26,7 @@ from .._pick import Pick, join, make_pick, pick_of, take, take_ahead
 from .._placed_sides import key_side, query_side
 from .._score_mod import Indices, ScoreMod, indices_of, with_bias
 from .._sinks import nothing, with_sinks
-from ._flex_function import Call, compiled_flex
+from ._flex_function import Call, compiled_flex, widened
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -211,7 +210,6 @@ def _attend(
     # Their results are cleared as well, so that no gradient of theirs, which may be NaN, enters the kernel.
     hidden = step.hidden
     q, k, v = hidden.clear_queries(q, dim=2), hidden.clear_keys(k, dim=2), hidden.clear_keys(v, dim=2)
-    q, k = _wide(q), _wide(k)
     if not needs_lse:
         return hidden.clear_queries(call(q, k, v, **options), dim=2), None
     out, aux = call(q, k, v, **options, return_aux=AuxRequest(lse=True))
@@ -219,20 +217,11 @@ def _attend(
     return hidden.clear_queries(out, dim=2), lse
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Head dims below 24 are filled up with zeros, on CPU.
-
-    For fewer, torch 2.13's template multiplies 16 keys at once where a ragged end leaves any multiple of its vectors'
-    length: it reads beyond the keys and writes over the maxima of the first queries, whose results become 0 or NaN.
-    """
-    return pad(x, (0, 24 - x.shape[-1])) if x.device.type == "cpu" and x.shape[-1] < 24 else x
-
-
 def _flex_in_graph(q, k, v, **options):
     if q.device.type != "cpu":
         return flex_attention(q, k, v, **options)
     # The CPU kernel takes whole buffers, and nothing that comes after it may be fused with it.
-    return _own_buffer(flex_attention(*(_own_buffer(x) for x in (q, k, v)), **options))
+    return _own_buffer(flex_attention(*(_own_buffer(x) for x in (widened(q), widened(k), v)), **options))
 
 
 @own_op("flexdilated::own_buffer")

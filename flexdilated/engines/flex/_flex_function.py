@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import pad
 
 from ...masks.planning.lowering._term import Term
 
@@ -31,12 +32,23 @@ def compiled_flex(term: Term, block_size: tuple[int, int], device: torch.device)
     own: dict[Hashable, Call] = {}
 
     def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        if device.type == "cpu":
+            q, k = widened(q), widened(k)
         kind = (q.shape, k.shape, q.dtype, options["scale"]) if device.type == "cpu" else q.dtype
         if kind not in own:
             own[kind] = _compiled(device)
         return own[kind](q, k, v, **options)
 
     return call
+
+
+def widened(x: Tensor) -> Tensor:
+    """For CPU kernels: head dims below 24 are filled up with zeros.
+
+    For fewer, torch 2.13's template multiplies 16 keys at once where a ragged end leaves any multiple of its vectors'
+    length: it reads beyond the keys and writes over the maxima of the first queries, whose results become 0 or NaN.
+    """
+    return pad(x, (0, 24 - x.shape[-1])) if x.shape[-1] < 24 else x
 
 
 def num_flex_functions() -> int:
