@@ -297,10 +297,10 @@ def described(document: Document) -> str:
             name,
             str(figure["heads"]),
             *(f"{figure['parts'][part]:.2f} s" for part in ("plan", "pairs", "field")),
-            f"{figure['layers']:,}",
-            f"{figure['reached']:.2%}",
+            f"{'' if figure.get('exact', True) else 'at least '}{figure['layers']:,}",
+            f"{figure['reached']:.2%}" if figure.get("exact", True) else "sampled",
         )
         for name, figure in document["rows"][0]["detail"]["patterns"].items()
     ]
-    headers = ("", "heads", "plan and blocks", "heads, overlap, gaps", "receptive field", "layers", "pairs that meet")
+    headers = ("", "heads", "plan and blocks", "heads, overlap, gaps", "receptive field", "layers", "pairs reached")
     return f"{markdown(lines, headers)}\n\nOne thread. {condition(document)}"
