@@ -17,6 +17,7 @@ from bench._report import filled
 from bench._run import MEASURES
 from bench.catalogue import OVERVIEW, check, draw_all, file_name, picture, shown_heads
 from flexdilated import masks
+from flexdilated.masks.core._expression import CONSTRUCTORS
 from tests.measured import MEASURED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,12 +26,8 @@ TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
 PICTURES = ROOT / "docs/images/catalogue"
 RESULTS = ROOT / "bench/results"
 
-NOT_PATTERNS = {
-    "EMPTY", "FULL", "PARTIAL", "BlockRates", "Bound", "Layout", "Machine", "Mixture", "Pattern", "block_mask", "cache",
-    "describe", "explain", "from_json", "layout", "machine", "parse", "plot", "recipes", "recommended_layout",
-    "set_machine", "to_json",
-}  # fmt: skip
-PATTERNS = {*masks.__all__} - NOT_PATTERNS | {"per_document"}
+PATTERNS = {name for name, made in CONSTRUCTORS.items() if made.__module__.startswith("flexdilated.masks.")}
+PATTERNS = {name for name in PATTERNS if "." not in name} | {"custom", "per_document"}
 BUILT, PLAN = {"build_s": 0.01, "build_mb": 1.0}, {"plan_s": 0.02, "plan_mb": 2.0}
 each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 

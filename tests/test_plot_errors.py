@@ -59,6 +59,7 @@ def test_bad_input(given: dict, error: type[Exception], message: str) -> None:
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "flexdilated.masks.inspection._plot_figure", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r'masks.plot draws with matplotlib: pip install "flexdilated\[plot\]"'):
         masks.plot(CAUSAL, 8)
