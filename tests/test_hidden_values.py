@@ -128,8 +128,8 @@ def test_over_many_blocks(name: str, N: int, dtype: torch.dtype):
     sizes = ((2, 2, N, 16), (2, 1, M, 16), (2, 1, M, 16))
     q, k, v = (torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes)
     bindings = dict(zip(masks.patterns.run_time._run_time.names(pattern), run_time_tensors(pattern, None), strict=True))
-    extent = masks.patterns.run_time._run_time.Extent(N, M)
-    rule = masks.patterns.run_time._run_time.resolve(pattern, bindings, extent) if bindings else pattern
+    extent = masks.core._bound.Extent(N, M)
+    rule = pattern.resolve(bindings, extent) if bindings else pattern
     bound = rule.bind(num_heads=2, num_queries=N, num_keys=M, batch=2)
     counts = fd.engines._reference.multiplicity(bound, CPU)
 

@@ -80,8 +80,7 @@ class Team:
         """Raises UsageError, in all processes, if one has other facts than the first."""
         if self.mesh is None:
             return
-        from ..distributed.group._agreement import check_agreement
-        from ..distributed.group._ranks import Ranks
+        from ..distributed.group import Ranks, check_agreement
 
         try:
             check_agreement(Ranks.of(self.mesh), {name: str(value) for name, value in facts.items()})
