@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks.core._expression import CONSTRUCTORS, pattern_kind
+from flexdilated.masks.core._expression import CONSTRUCTORS, constructor, pattern_kind
 from tests.strategies import written_expressions
 
 NAMESPACE = {name: getattr(masks, name) for name in masks.__all__} | {"masks": masks}
@@ -67,6 +67,18 @@ def test_text_gives_what_python_gives(text):
 
 
 C, W, S = masks.causal(), masks.local_window(left=3, right=0), masks.strided(4)
+
+
+def test_kinds_and_constructors_are_not_replaced():
+    with pytest.raises(ValueError, match=r"'causal' is taken by flexdilated.masks.patterns._band.Causal"):
+        pattern_kind("causal")(type("Mine", (masks.Pattern,), {}))
+
+    def dilated():
+        return C
+
+    with pytest.raises(ValueError, match=r"'dilated' is taken by flexdilated.masks.patterns._dilated.dilated"):
+        constructor(dilated)
+    assert masks.parse("causal() & dilated(8, 2)") == C & masks.dilated(8, 2)
 
 
 @pytest.mark.parametrize(

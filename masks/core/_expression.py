@@ -34,9 +34,11 @@ def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Clas
 
     A field with metadata={"name": ...} goes by another name there; one with metadata={"stored": False} is left out.
     `positional` fields are printed without their names, by default one that has no default and is alone in that.
+    Raises ValueError for a kind that another class has.
     """
 
     def register(cls: _Class) -> _Class:
+        _require_free(kind, KINDS.get(kind), cls)
         made = dataclass(frozen=True)(cls)
         stored = [each for each in fields(made) if each.metadata.get("stored", True)]
         made.kind, KINDS[kind] = kind, made
@@ -50,9 +52,16 @@ def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Clas
 
 
 def constructor(function: _Function) -> _Function:
-    """Let expressions call a function by its name."""
+    """Let expressions call a function by its name. Raises ValueError for a name that another function has."""
+    _require_free(function.__name__, CONSTRUCTORS.get(function.__name__), function)
     CONSTRUCTORS[function.__name__] = function
     return function
+
+
+def _require_free(name: str, known: Any, new: Any) -> None:
+    """A definition that is run again, as in a notebook, takes the place of the earlier one."""
+    if known is not None and (known.__module__, known.__qualname__) != (new.__module__, new.__qualname__):
+        raise ValueError(f"{name!r} is taken by {known.__module__}.{known.__qualname__}: choose another name")
 
 
 class Expression:

@@ -39,7 +39,7 @@ class Pattern(Expression):
         raise NotImplementedError
 
     def reason(self, pair: Pair) -> Reason:
-        """Whether one pair is allowed and why, stated in plain numbers for people; by default, how far it reaches."""
+        """Whether one pair is allowed and why, stated in plain numbers for people; by default the key's distance."""
         mod, at = self.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu")), pair.indices()
         return Reason(self, bool(mod(*at)), pair.distance)
 
