@@ -32,7 +32,7 @@ from .masks.core._ambient import plans
 from .masks.core._check import require_bool
 from .masks.core._pattern import require_expression
 from .masks.planning._block_mask import block_sides
-from .tuning._tune_choices import autotune as measure_call
+from .tuning._autotune import autotune as measure_call
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

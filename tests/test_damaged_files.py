@@ -20,20 +20,20 @@ from flexdilated.cli._bindings import read_bindings
 from flexdilated.cli._command_parser import UsageError
 from flexdilated.cli._demo_training import CHECKPOINT, load_checkpoint
 from flexdilated.cli._pattern import read_pattern
+from flexdilated.engines import _tuned
 from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._tuned import TuningKey, chosen, forget_choices
 from flexdilated.masks.planning.machine import _machine_in_use
 from flexdilated.masks.planning.machine._machine import CPU
 from flexdilated.masks.planning.machine._machine_file import Measured, read_machine, write_json
 from flexdilated.masks.planning.machine._machine_in_use import forget_machines
 from flexdilated.masks.planning.machine._machine_key import MachineKey
-from flexdilated.tuning import _tune_choices
-from flexdilated.tuning._tune_choices import Sight, chosen, forget_choices
 
 PATTERN = masks.longnet([8, 16], [1, 2]) & masks.documents("ids", longest=9) & masks.block_list([[0], [0, 1]], block=4)
 MACHINE = Measured(MachineKey.of("cpu"), CPU, "2026-01-01", {"torch": "2"}, {"launch_s": 1.0}).to_data()
 CALL = CallKey(masks.causal().text, 2, 2, 8, 8, 0, 0, 0, 2, 1, ())
 CHOICE = {"call": list(CALL), "at": ["cpu", "torch.float32", 4], "together": False}
-CHOICES = {"format": _tune_choices.FORMAT, "version": _tune_choices.VERSION}
+CHOICES = {"format": _tuned.FORMAT, "version": _tuned.VERSION}
 CHOICES |= {"choices": [CHOICE | {"ways": [["compact", [64, 64]]], "backward": True}]}
 GOOD = [PATTERN.text, json.dumps(MACHINE), json.dumps(CHOICES), "[[0, 0, 1], [0, 1, 2]]"]
 DEEP = 50_000
@@ -217,7 +217,7 @@ def test_choices_are_read_where_nothing_is_wrong(tmp_path, monkeypatch) -> None:
         found = chosen(CALL, q)
         assert found is not None
         assert found.ways == (("compact", (64, 64)),)
-        assert Sight.of(CALL, q) in _tune_choices._won
+        assert TuningKey.of(CALL, q) in _tuned._results
     finally:
         forget_machines()
         forget_choices()

@@ -11,7 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.cli import main
+from flexdilated.engines import _tuned
 from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._tuned import TuningKey, TuningResult, choices_path, chosen, forget_choices
 from flexdilated.engines.tiles import _tiles_op
 from flexdilated.masks.planning._choice import Candidates, Choice, way_of
 from flexdilated.masks.planning._options import ANYTHING
@@ -19,9 +21,9 @@ from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.machine._machine_file import read_machine, stored_path, write_json
 from flexdilated.masks.planning.machine._machine_in_use import VARIABLE, forget_machines, machine_of
 from flexdilated.masks.planning.machine._machine_key import MachineKey
-from flexdilated.tuning import _tune, _tune_choices, _tune_machine, _tune_trial
+from flexdilated.tuning import _tune, _tune_machine, _tune_trial
+from flexdilated.tuning._autotune import keep
 from flexdilated.tuning._tune import BRANCH_BY_BRANCH, measure, measure_options
-from flexdilated.tuning._tune_choices import Sight, choices_path, chosen, forget_choices
 from flexdilated.tuning._tune_machine import Sizes, measure_machine
 from flexdilated.tuning._tune_trial import Inputs, Times
 
@@ -195,7 +197,7 @@ def test_every_choice_gives_the_same_result(pattern):
     for choice in choices:
         planned = plan(bound(pattern), choice=choice)
         assert tuple(way_of(options[0]) for options in planned.options) == choice.ways
-        _tune_choices._won[Sight.of(call, leaves[0])] = _tune_choices.Won(choice, True)
+        _tuned._results[TuningKey.of(call, leaves[0])] = TuningResult(choice, True)
         out = fd.attend(*leaves, pattern)
         found = (out, *torch.autograd.grad(out.square().sum(), leaves))
         torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-4)
@@ -286,7 +288,7 @@ def test_nothing_is_stored_without_constants_of_this_machine(monkeypatch):
     assert choices_path("builtin") is None
     found = measure(bound(), Inputs.like(*qkv()), backward=False)
     call = CallKey(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, ())
-    assert _tune_choices.remember(Sight.of(call, qkv()[0]), found, backward=False) is None
+    assert keep(TuningKey.of(call, qkv()[0]), found, backward=False) is None
 
 
 def test_constants_are_measured_through_the_engine():

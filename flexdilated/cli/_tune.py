@@ -10,12 +10,13 @@ import torch
 from tabulate import tabulate
 
 from ..engines._call_key import CallKey
+from ..engines._tuned import TuningKey
 from ..masks.planning.machine._machine import Machine
 from ..masks.planning.machine._machine_file import Measured, stored_path, write_json
 from ..masks.planning.machine._machine_in_use import forget_machines
 from ..masks.planning.machine._machine_key import MachineKey
+from ..tuning._autotune import keep
 from ..tuning._tune import Trialled, Trials, measure
-from ..tuning._tune_choices import Sight, remember
 from ..tuning._tune_machine import KINDS, measure_machine
 from ..tuning._tune_trial import Inputs
 from ._command_parser import CommandParser, UsageError
@@ -165,7 +166,7 @@ def _remembered(settings: TuneSettings, asked: AskedPattern, x: Inputs, found: T
         return "Not stored: each batch of run-time tensors is another rule."
     heads, tokens = asked.num_heads, asked.num_tokens
     call = CallKey(asked.pattern.text, heads, settings.num_kv_heads, tokens, tokens, 0, 0, 0, heads, 1, ())
-    path = remember(Sight.of(call, x.q), found, backward=settings.backward)
+    path = keep(TuningKey.of(call, x.q), found, backward=settings.backward)
     return f"Stored in {path}." if path else "Not stored: run `python -m flexdilated tune` once before."
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ...masks.core._ambient import own_modes
-from ...tuning._tune_choices import chosen
 from .._call_key import CallKey
 from .._flat_op import flat_op
 from .._operands import readable
 from .._score_mod import ScoreMod
+from .._tuned import chosen
 from ._flex import FlexProgram, run_flex
 from ._flex_parts import heads_of_part, joined, key_of_part, kv_head_parts
 from ._flex_program import blank_program, run_time_program, static_program

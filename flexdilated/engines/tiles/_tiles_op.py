@@ -16,12 +16,12 @@ from ...masks.planning._cost import SLOTS_AT_ONCE
 from ...masks.planning.lowering._one_sequence import one_after_another
 from ...masks.planning.machine._machine_in_use import machine_of
 from ...masks.text._json import read_text
-from ...tuning._tune_choices import chosen
 from .._call_key import CallKey
 from .._entries import Entries, Packed, Some
 from .._flat_op import own_op
 from .._op_gradient import set_gradient
 from .._sinks import add_sinks
+from .._tuned import chosen
 from ..rows._row_attention import Part, row_backward, row_forward
 from ..rows._row_parts import parts_of_call, takes_rows
 from ._tile_plan import plan_tiles, portions_on

@@ -1,0 +1,136 @@
+"""The fastest measured way of each call: kept for the process, and stored beside the constants of the device."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..masks.planning._choice import Choice
+from ..masks.planning.machine._machine import BUILTIN
+from ..masks.planning.machine._machine_file import write_json
+from ..masks.planning.machine._machine_in_use import machine_of
+from ..masks.text._plain_json import read_json
+from ._call_key import CallKey
+
+FORMAT, VERSION = "flexdilated choices", 1
+_MOST_STORED = 1000
+_log = logging.getLogger("flexdilated")
+
+
+class TuningKey(NamedTuple):
+    """What a measurement depends on: the call, the kind of device, the dtype and the head dim."""
+
+    call: CallKey
+    kind: str
+    dtype: str
+    head_dim: int
+
+    @classmethod
+    def of(cls, call: CallKey, q: Tensor) -> TuningKey:
+        return cls(call, q.device.type, str(q.dtype), q.shape[-1])
+
+
+class TuningResult(NamedTuple):
+    """The fastest way, and whether the backward was measured too."""
+
+    choice: Choice
+    backward: bool
+
+
+_lock = threading.Lock()
+_results: dict[TuningKey, TuningResult] = {}
+_sources: set[str] = set()
+
+
+def chosen(call: CallKey, q: Tensor) -> Choice | None:
+    """The fastest measured way of such a call; None where nothing was measured."""
+    source = machine_of(q.device.type).source
+    if source not in _sources:
+        _load(source)
+    result = result_of(TuningKey.of(call, q)) if _results else None
+    return None if result is None else result.choice
+
+
+def result_of(key: TuningKey) -> TuningResult | None:
+    """What was measured, or read from the store, for such a call."""
+    return _results.get(key)
+
+
+def remember(key: TuningKey, result: TuningResult) -> Path | None:
+    """Compute such calls in this way from now on; returns the file where that is stored, if there is one."""
+    with _lock:
+        _results[key] = result
+    path = choices_path(machine_of(key.kind).source)
+    if path is not None:
+        try:
+            write_json(path, _to_data())
+        except OSError as error:
+            _log.warning("what autotune found is kept for this process only: %s: %s", path, error.strerror)
+            return None
+    return path
+
+
+def forget_choices() -> None:
+    """Forget every result; what is stored is read anew."""
+    with _lock:
+        _results.clear()
+        _sources.clear()
+
+
+def num_measured() -> int:
+    """The number of calls whose way was measured, stored ones included as far as they were read."""
+    return len(_results)
+
+
+def choices_path(source: str) -> Path | None:
+    """Beside the file of the constants in use; None where these come from no file."""
+    path = Path(source)
+    return path.with_suffix(".choices.json") if source != BUILTIN and path.is_file() else None
+
+
+def _load(source: str) -> None:
+    """Read the choices beside a file of constants, once. What is no such file is not used, which is logged."""
+    path, read = choices_path(source), {}
+    if path is not None and path.is_file():
+        try:
+            read = _from_data(read_json(path.read_bytes()))
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            _log.warning("stored choices are not used: %s holds none of this version (%s)", path, error)
+    with _lock:
+        for key, result in read.items():
+            _results.setdefault(key, result)
+        _sources.add(source)
+
+
+def _to_data() -> dict[str, Any]:
+    with _lock:
+        latest = list(_results.items())[-_MOST_STORED:]
+    choices = [
+        {
+            "call": list(key.call),
+            "at": list(key[1:]),
+            "together": result.choice.together,
+            "ways": result.choice.ways,
+            "backward": result.backward,
+        }
+        for key, result in latest
+    ]
+    return {"format": FORMAT, "version": VERSION, "choices": choices}
+
+
+def _from_data(data: Any) -> dict[TuningKey, TuningResult]:
+    if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (FORMAT, VERSION):
+        raise ValueError(f"needed {FORMAT!r}, version {VERSION}")
+    read = {}
+    for each in data["choices"]:
+        kind, dtype, head_dim = each["at"]
+        pattern, *fields = each["call"]
+        ways = tuple((str(layout), tuple(map(int, sides))) for layout, sides in each["ways"])
+        choice = Choice(bool(each["together"]), ways)
+        key = TuningKey(CallKey.of(pattern, *fields), str(kind), str(dtype), int(head_dim))
+        read[key] = TuningResult(choice, bool(each["backward"]))
+    return read
