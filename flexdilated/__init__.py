@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from . import masks
 from ._attend import attend
 from ._plan import plan
-from .decoding._kv_cache import KVCache
+from .decoding import KVCache
 from .nn import (
     BlockSparseAttention,
     DilatedAttention,
@@ -16,11 +16,7 @@ from .nn import (
     MultiheadDilatedAttention,
     RingDilatedAttention,
 )
-from .observe._compilations import compilations
-from .observe._profile import profile_process
-from .observe._received import attention_received
-from .observe._received_picture import plot_attention_received
-from .observe._stats import stats
+from .observe import attention_received, compilations, plot_attention_received, profile_process, stats
 
 if TYPE_CHECKING:
     from . import distributed, testing

@@ -21,18 +21,11 @@ from ._validate import (
     resolve_scale,
     run_time_tensors,
 )
-from .engines._call_key import CallKey
-from .engines._reference import reference_attention
-from .engines._score_mod import ScoreMod
-from .engines._sinks import nothing
-from .engines.flex._flex_op import flex
-from .engines.tiles._tiles_op import tiles
+from .engines import CallKey, ScoreMod, flex, nothing, reference_attention, tiles
 from .masks import Layout, Mixture, Pattern
-from .masks.core._ambient import plans
-from .masks.core._check import require_bool
-from .masks.core._pattern import require_expression
-from .masks.planning._block_mask import block_sides
-from .tuning._autotune import autotune as measure_call
+from .masks.core import plans, require_bool, require_expression
+from .masks.planning import block_sides
+from .tuning import autotune as measure_call
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

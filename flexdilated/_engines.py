@@ -7,12 +7,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .engines._flat_op import own_op
-from .engines._score_mod import ScoreMod, probe
-from .engines._transforms import is_transformed
-from .engines.flex._flex import missing_compiler
+from .engines import ScoreMod, is_transformed, missing_compiler, own_op, probe
 from .masks import Mixture, Pattern
-from .masks.plan_cache._debug_log import in_line, is_told, log
+from .masks.plan_cache import in_line, is_told, log
 
 ENGINES = ("flex", "tiles", "reference")
 _MIN_FLEX_HEAD_DIM = 16  # FlexAttention's Triton kernels

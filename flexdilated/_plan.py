@@ -10,23 +10,26 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from .engines.flex._flex_program import allowed_on
-from .masks.core._ambient import plans
-from .masks.core._bound import Bound
-from .masks.core._bytes_text import bytes_text
-from .masks.core._check import require_bool, require_choice, require_int
-from .masks.core._pattern import Expression, Mixture, require_expression
-from .masks.core._spelling import shortened
-from .masks.core._tokens_text import tokens_text
-from .masks.inspection._describe import describe_plan
-from .masks.inspection._fitted_table import fitted_facts, fitted_table
-from .masks.planning._options import ANYTHING, Option
-from .masks.planning._planner import Plan
-from .masks.planning._planner import plan as plan_terms
-from .masks.planning.lowering._term import Term
-from .memory._memory import AttentionMemory, AttentionSize, attention_memory
-from .nn._model_memory import ModelMemory, ModelSize, attention_size, model_memory
-from .tuning._tune import measure_options
+from .engines import allowed_on
+from .masks.core import (
+    Bound,
+    Expression,
+    Mixture,
+    bytes_text,
+    plans,
+    require_bool,
+    require_choice,
+    require_expression,
+    require_int,
+    shortened,
+    tokens_text,
+)
+from .masks.inspection import describe_plan, fitted_facts, fitted_table
+from .masks.planning import ANYTHING, Option, Plan, Term
+from .masks.planning import plan as plan_terms
+from .memory import AttentionMemory, AttentionSize, attention_memory
+from .nn import ModelMemory, ModelSize, attention_size, model_memory
+from .tuning import measure_options
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MIN_FLEX_HEAD_DIM = 16

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from .masks import Layout, Mixture, Pattern
-from .masks.core._check import LARGEST, require_int
-from .masks.patterns.run_time._run_time import names
-from .masks.patterns.run_time._run_time_checks import missing, require_values
-from .masks.text._json import read_text
+from .masks.core import LARGEST, require_int
+from .masks.patterns import missing, names, require_values
+from .masks.text import read_text
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -16,31 +16,35 @@ tests/test_boxes.py holds its bounds to its pairs, and tests/test_tiles.py what 
 """
 
 from . import recipes
-from .core._algebra import every
-from .core._bound import EMPTY, FULL, PARTIAL, Bound
-from .core._pattern import Mixture, Pattern
-from .core._per_head import head_groups, per_head
+from .core import EMPTY, FULL, PARTIAL, Bound, Mixture, Pattern, every, head_groups, per_head
 from .inspection import describe, explain, plot, show
-from .orders._layout import Layout
-from .patterns._band import causal, dilated_window, local_window, strided
-from .patterns._block_list import block_list
-from .patterns._blockwise import blockwise
-from .patterns._dilated import chunked, dilated, longnet
-from .patterns._marked_tokens import first_tokens, fixed, global_tokens, landmark_tokens, prefix_lm
-from .patterns._neighborhood import neighborhood
-from .patterns._per_document import PerDocument as _PerDocument  # noqa: F401  read from JSON, printed, made by a method
-from .patterns._random_blocks import random_blocks
-from .patterns.custom._custom import custom
-from .patterns.run_time._documents import documents
-from .patterns.run_time._lengths import lengths
-from .patterns.run_time._visible_keys import visible_keys
-from .plan_cache._cache import cache
-from .planning._block_mask import block_mask, layout
-from .planning._planner import recommended_layout
-from .planning.machine._machine import BlockRates, Machine
-from .planning.machine._machine_in_use import machine, set_machine
-from .text._json import from_json, to_json
-from .text._parse import parse
+from .orders import Layout
+from .patterns import PerDocument as _PerDocument
+from .patterns import (
+    block_list,
+    blockwise,
+    causal,
+    chunked,
+    custom,
+    dilated,
+    dilated_window,
+    documents,
+    first_tokens,
+    fixed,
+    global_tokens,
+    landmark_tokens,
+    lengths,
+    local_window,
+    longnet,
+    neighborhood,
+    prefix_lm,
+    random_blocks,
+    strided,
+    visible_keys,
+)
+from .plan_cache import cache
+from .planning import BlockRates, Machine, block_mask, layout, machine, recommended_layout, set_machine
+from .text import from_json, parse, to_json
 
 __all__ = [
     "EMPTY",

@@ -8,15 +8,20 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 
-from .core._algebra import every
-from .core._check import require_int
-from .core._expression import CONSTRUCTORS
-from .core._pattern import Pattern
-from .patterns._band import causal, dilated_window, local_window, strided
-from .patterns._blockwise import blockwise
-from .patterns._dilated import chunked
-from .patterns._marked_tokens import first_tokens, fixed, global_tokens, landmark_tokens
-from .patterns._random_blocks import random_blocks
+from .core import CONSTRUCTORS, Pattern, every, require_int
+from .patterns import (
+    blockwise,
+    causal,
+    chunked,
+    dilated_window,
+    first_tokens,
+    fixed,
+    global_tokens,
+    landmark_tokens,
+    local_window,
+    random_blocks,
+    strided,
+)
 
 __all__ = [
     "bigbird",

@@ -21,8 +21,11 @@ CHECKED = [
     *(f"flexdilated.masks.planning.{name}" for name in ("_cost", "_planner", "lowering._lower")),
     *(f"flexdilated.masks.needs.{name}" for name in ("_reach", "_row")),
     *(f"flexdilated.decoding.{name}" for name in ("_held_keys", "_key_store")),
-    *(f"flexdilated.engines.{name}" for name in ("_gather", "_reference", "kernels._kernel", "rows._row_attention")),
-    *(f"flexdilated.engines.tiles._{name}" for name in ("tiles", "tile_blocks", "tile_calls", "tile_masks")),
+    *(
+        f"flexdilated.engines.{name}"
+        for name in ("_distinct_masks", "_gather", "_reference", "kernels._kernel", "rows._row_attention")
+    ),
+    *(f"flexdilated.engines.tiles._{name}" for name in ("tiles", "tile_blocks", "tile_calls")),
     "flexdilated.engines.tiles._tile_stretches",
 ]
 

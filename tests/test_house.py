@@ -1,4 +1,4 @@
-"""The rules of the house: floors, public names, a quiet import, one place on the path, short files."""
+"""The rules of the house: rooms, public names, a quiet import, one place on the path, short files."""
 
 import ast
 import importlib.metadata
@@ -11,6 +11,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -21,17 +22,18 @@ from flexdilated.masks.core._expression import CONSTRUCTORS
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The first pattern that fits a module names its floor; imports point down, or stay on the floor. The root is
-# among the commands, which use it as a user does: what lies below takes names from where they are defined.
-FLOORS = {
-    r"flexdilated\.masks\b": 0,
-    r"flexdilated\.(engines|tuning|memory)\b": 1,
-    r"flexdilated\.(_attend|_engines|_validate|decoding|observe)\b": 2,
-    r"flexdilated\.distributed\b": 3,
-    r"flexdilated\.(nn|_plan)\b": 4,
-    r"flexdilated(\.cli|\.testing|\.viewer|\.__main__|$)": 5,
-}
+# Lowest first: a room imports from those before it, at the top of a file or inside a function, and from the room
+# itself, not from its files. `root` is the package's own `__init__`, from which the commands import as users do.
+ROOMS = [
+    *("masks.core", "masks.patterns", "masks.recipes", "masks.text", "masks.orders", "masks.blocks"),
+    *("masks.plan_cache", "masks.planning", "masks.needs", "masks.inspection", "masks"),
+    *("_validate", "engines", "_engines", "tuning", "memory", "_attend", "decoding", "observe"),
+    *("distributed.group", "distributed.wire", "distributed.counts", "distributed.exchange", "distributed.ring"),
+    *("distributed.heads", "distributed._attend", "distributed", "nn", "_plan", "root", "testing", "viewer", "cli"),
+    "__main__",
+]
 GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
+USERS = {"testing", "viewer", "cli"}
 EXTRAS = {"hypothesis", "matplotlib", "platformdirs", "tqdm"}
 # Used where it is installed, and imported when it is needed: the file of measured constants has its place there.
 LATE = {
@@ -111,10 +113,21 @@ def sources() -> dict[str, Path]:
 SOURCES = sources()
 
 
+def when_run(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a tree, without the branches of `if TYPE_CHECKING`."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from when_run(child)
+
+
 def imports(module: str, file: Path) -> Iterator[str]:
-    """Every module that this one imports, at the top or inside a function; relative names are resolved."""
+    """Every module that this one imports, at the top or inside a function; relative names are resolved.
+
+    What only type checkers read is no import.
+    """
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in when_run(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -124,10 +137,16 @@ def imports(module: str, file: Path) -> Iterator[str]:
                 yield submodule if submodule in SOURCES else origin
 
 
-def floor(module: str) -> int:
-    levels = [level for pattern, level in FLOORS.items() if re.match(pattern, module)]
-    assert levels, f"{module} has no floor: add it to FLOORS"
-    return levels[0]
+def room(module: str) -> str:
+    """The room that a module of the package stands in."""
+    _, *path = module.split(".")
+    return ".".join(path[: 2 if path[0] in ("masks", "distributed") else 1]) if path else "root"
+
+
+def climbs(module: str, file: Path) -> list[str]:
+    """The rooms not below its own from which a module imports."""
+    rooms = {room(name) for name in imports(module, file) if name.partition(".")[0] == "flexdilated"}
+    return sorted(each for each in rooms - {room(module)} if ROOMS.index(each) > ROOMS.index(room(module)))
 
 
 def run_elsewhere(code: str, folder: Path) -> str:
@@ -146,63 +165,39 @@ def is_installed() -> bool:
 needs_install = pytest.mark.skipif(not is_installed(), reason="flexdilated is not installed here")
 
 
-def test_imports_point_down() -> None:
-    climbs = [
-        f"{module} (floor {floor(module)}) imports {name} (floor {floor(name)})"
-        for module, file in SOURCES.items()
-        for name in imports(module, file)
-        if name.partition(".")[0] == "flexdilated" and floor(name) > floor(module)
-    ]
-    assert climbs == []
-
-
-# Lowest first: a room imports from those before it.
-ROOMS = ("core", "patterns", "recipes", "text", "orders", "blocks", "plan_cache", "planning", "needs", "inspection")
-
-
-def room(module: str) -> str | None:
-    """The room of `flexdilated.masks` that a module stands in."""
-    inside = module.removeprefix("flexdilated.masks.").partition(".")[0]
-    return inside if module.startswith("flexdilated.masks.") and inside in ROOMS else None
-
-
-def test_the_rooms_of_patterns_are_named_and_stand_on_each_other() -> None:
+def test_every_room_is_named() -> None:
+    assert {room(module) for module in SOURCES} == set(ROOMS)
     assert masks.__doc__ is not None
-    assert tuple(re.findall(r"^    (\w+) ", masks.__doc__, re.MULTILINE)) == ROOMS
-    within = {path.name for path in (ROOT / "masks").iterdir() if not path.name.startswith("__pycache__")}
-    assert within == {"__init__.py", "recipes.py", *ROOMS} - {"recipes"}
-    found = {
-        (below, above)
+    listed = re.findall(r"^    (\w+) ", masks.__doc__, re.MULTILINE)
+    assert [f"masks.{name}" for name in listed] == [name for name in ROOMS if name.startswith("masks.")]
+
+
+def test_rooms_import_from_the_rooms_below() -> None:
+    assert {module: found for module, file in SOURCES.items() if (found := climbs(module, file))} == {}
+
+
+def test_rooms_import_from_rooms_and_not_from_their_files() -> None:
+    inner = {
+        f"{module} imports {name}"
         for module, file in SOURCES.items()
         for name in imports(module, file)
-        if (below := room(module)) and (above := room(name)) and ROOMS.index(above) > ROOMS.index(below)
+        if name in SOURCES and room(name) not in (room(module), name.removeprefix("flexdilated."))
+        if SOURCES[name].name != "__init__.py"
     }
-    assert found == set()
+    # The commands show what the checks are made of.
+    assert {each for each in inner if not re.match(r"\S+\.cli\.\w+ imports flexdilated\.testing\.", each)} == set()
 
 
-# Lowest first, too; other rooms import from a room, and not from its files.
-RANK_ROOMS = ("group", "wire", "counts", "exchange", "ring", "heads")
-
-
-def test_the_rooms_of_ranks_stand_on_each_other() -> None:
-    inside = {path.name for path in (ROOT / "flexdilated" / "distributed").iterdir() if path.name != "__pycache__"}
-    assert inside == {"__init__.py", "_attend.py", *RANK_ROOMS}
-    apart = ("ring", "exchange"), ("heads", "exchange"), ("heads", "ring"), ("heads", "wire"), ("heads", "counts")
-    for module, file in SOURCES.items():
-        here, _, _ = module.removeprefix("flexdilated.distributed.").partition(".")
-        for name in imports(module, file):
-            there, _, inner = name.removeprefix("flexdilated.distributed.").partition(".")
-            if name.startswith("flexdilated.distributed.") and there in RANK_ROOMS and there != here:
-                assert not inner, f"{module} imports from {name}, a file of another room"
-                assert here not in RANK_ROOMS or RANK_ROOMS.index(there) < RANK_ROOMS.index(here)
-                assert (here, there) not in apart
+def test_modules_import_each_other_in_no_circle() -> None:
+    below = {module: {name for name in imports(module, file) if name in SOURCES} for module, file in SOURCES.items()}
+    list(TopologicalSorter(below).static_order())
 
 
 def test_imports_are_declared_dependencies() -> None:
     """Only the commands may use an extra, and who imports one late; nothing imports from the checkout."""
 
     def allowed(module: str) -> set[str]:
-        return GROUND | {"flexdilated"} | (EXTRAS if floor(module) == 5 else LATE.get(module, set()))
+        return GROUND | {"flexdilated"} | (EXTRAS if room(module) in USERS else LATE.get(module, set()))
 
     undeclared = [
         f"{module} imports {name}"
@@ -213,12 +208,12 @@ def test_imports_are_declared_dependencies() -> None:
     assert undeclared == []
 
 
-def test_floors_see_a_climb(tmp_path: Path) -> None:
-    """The rule above has teeth: relative, absolute and late imports of a higher floor are all seen."""
+def test_a_climb_is_seen(tmp_path: Path) -> None:
+    """Relative, absolute and late imports alike."""
     file = tmp_path / "_x.py"
     code = "from .. import _attend\nfrom flexdilated import attend\ndef f():\n    import flexdilated.nn"
     file.write_text(code, encoding="utf-8")
-    assert {floor(name) for name in imports("flexdilated.masks._x", file)} == {2, 4, 5}
+    assert climbs("flexdilated.memory._x", file) == ["_attend", "nn", "root"]
 
 
 @pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)

@@ -32,7 +32,7 @@ def limits(*, least: int = 1, together: int = 1 << 20, gathered: int = 8 << 20, 
         patch.setattr(_tile_calls, "_LEAST_PAIRS", least)
         patch.setattr(_tile_calls, "_MAX_JOINED_SLOTS", joined)
         patch.setattr(_tile_blocks, "_PAIRS_AT_ONCE", together)
-        patch.setattr(_tile_blocks, "_GATHERED_BYTES", gathered)
+        patch.setattr(_tile_blocks, "GATHERED_BYTES", gathered)
         yield
     masks.cache().clear()
 

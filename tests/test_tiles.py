@@ -12,7 +12,8 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines.tiles import _tile_blocks, _tile_masks, _tiles
+from flexdilated.engines import _distinct_masks
+from flexdilated.engines.tiles import _tile_blocks, _tiles
 from flexdilated.engines.tiles._tile_plan import plan_tiles, portions_on
 from flexdilated.engines.tiles._tiles import Result, make_program, run_backward, run_forward
 from flexdilated.masks import Layout
@@ -118,9 +119,9 @@ def test_ladders(name, causal, rate):
 @pytest.mark.parametrize(
     ("module", "name", "limit"),
     [
-        (_tile_masks, "_MASK_BYTES", 0),
-        (_tile_masks, "_MASK_BYTES", 300),
-        (_tile_blocks, "_GATHERED_BYTES", 1),
+        (_distinct_masks, "_MASK_BYTES", 0),
+        (_distinct_masks, "_MASK_BYTES", 300),
+        (_tile_blocks, "GATHERED_BYTES", 1),
         (_blocks, "_CELLS", 100),
         (_blocks, "_SLOTS_AT_ONCE", 1),
         (_quadtree, "_FRONTIER", 5),

@@ -16,13 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..masks.core._check import LARGEST
-from ..masks.core._pattern import Expression, Pattern
-from ..masks.patterns.run_time._documents import Documents
-from ..masks.patterns.run_time._lengths import Lengths
-from ..masks.patterns.run_time._run_time import Given, RunTime, names, run_time_leaves
-from ..masks.patterns.run_time._run_time_checks import require_values
-from ..masks.patterns.run_time._visible_keys import VisibleKeys
+from ..masks.core import LARGEST, Expression, Pattern
+from ..masks.patterns import Documents, Given, Lengths, RunTime, VisibleKeys, names, require_values, run_time_leaves
 from ._command_parser import UsageError
 from ._sizes import tokens_of
 

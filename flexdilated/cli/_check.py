@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from ..masks import Mixture, Pattern
-from ..masks.patterns.run_time._run_time import names
+from ..masks.patterns import names
 from ..testing import check_pattern
 from ..testing._attend_trials import attend_trials, run_trial
 from ..testing._inputs import takes

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from .. import __version__, masks
 from .._attend import attend
-from ..masks.plan_cache._cache_stats import CacheStats
+from ..masks.plan_cache import CacheStats
 from ..nn import LongNetConfig
 from ._command_parser import CommandParser, UsageError
 from ._demo_data import Corpus, bigram_bits, load_corpus, unigram_bits, validation_windows

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 
-from ..nn import LongNet, LongNetConfig
-from ..nn._generate import Sampling, generate
+from ..nn import LongNet, LongNetConfig, Sampling, generate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -21,17 +21,12 @@ from torch import Tensor
 
 from .. import masks
 from .._attend import attend
-from ..decoding._kv_cache import KVCache
-from ..engines.flex._flex import missing_compiler
+from ..decoding import KVCache
+from ..engines import missing_compiler
 from ..masks import Mixture, Pattern
-from ..masks.plan_cache._cache_limits import (
-    BYTES_VARIABLE,
-    ENTRIES_VARIABLE,
-    bytes_from_environment,
-    entries_from_environment,
-)
-from ..masks.planning.machine._machine_in_use import VARIABLE as MACHINE_VARIABLE
-from ..masks.planning.machine._machine_in_use import machine_from_environment
+from ..masks.plan_cache import BYTES_VARIABLE, ENTRIES_VARIABLE, bytes_from_environment, entries_from_environment
+from ..masks.planning import VARIABLE as MACHINE_VARIABLE
+from ..masks.planning import machine_from_environment
 from ..nn import (
     BlockSparseAttention,
     DilatedAttention,
@@ -41,9 +36,8 @@ from ..nn import (
     MultiheadDilatedAttention,
     RingDilatedAttention,
 )
-from ..observe._compilations import compilations
-from ..observe._profile import VARIABLE as PROFILE_VARIABLE
-from ..observe._profile import folder_from_environment
+from ..observe import VARIABLE as PROFILE_VARIABLE
+from ..observe import compilations, folder_from_environment
 from ..testing import Calls, examine_attention_module, identity_projections
 from ..testing._module import Failure, Subject
 from ..testing._ranks_check import examine_over_ranks

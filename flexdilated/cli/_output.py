@@ -13,7 +13,7 @@ from tempfile import NamedTemporaryFile
 from time import monotonic
 from typing import NamedTuple, TextIO
 
-from ..masks.inspection._show import LEAST_COLUMNS, LEAST_LINES
+from ..masks.inspection import LEAST_COLUMNS, LEAST_LINES
 from . import _machine
 from ._command_parser import UsageError
 

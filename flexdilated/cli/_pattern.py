@@ -15,10 +15,8 @@ from typing import Any
 
 from .. import masks
 from ..masks import Mixture, Pattern
-from ..masks.core._bound import Bound
-from ..masks.core._check import LARGEST, require_below
-from ..masks.core._pattern import Expression
-from ..masks.patterns.run_time._run_time import names
+from ..masks.core import LARGEST, Bound, Expression, require_below
+from ..masks.patterns import names
 from ._bindings import carried, one_entry, read_bindings, with_values
 from ._command_parser import CommandParser, UsageError
 from ._sizes import parse_tokens

@@ -13,10 +13,9 @@ from typing import Any
 from tabulate import tabulate
 
 from .._plan import DTYPES, PlanSize, heads_text, report
-from ..masks.core._check import LARGEST
-from ..masks.core._pattern import Expression
-from ..memory._memory import LARGEST_RUN, AttentionMemory, attention_memory
-from ..nn._model_memory import ModelMemory, attention_size, model_memory
+from ..masks.core import LARGEST, Expression
+from ..memory import LARGEST_RUN, AttentionMemory, attention_memory
+from ..nn import ModelMemory, attention_size, model_memory
 from ._command_parser import CommandParser, UsageError
 from ._output import terminal_of
 from ._pattern import MOST_HEADS, add_pattern_arguments, asked_from, most_tokens, one_rule, refusals, require_sizes

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._plan import PlanSize
 from ..distributed.group import Sharding
 from ..distributed.wire import CodecName
-from ..masks.planning.machine._machine_in_use import machine_of
+from ..masks.planning.machine import machine_of
 from ._command_parser import UsageError
 from ._machine import find, missing_line
 from ._output import replace

@@ -14,13 +14,11 @@ from torch import Tensor
 from ..distributed.counts import ScheduleChoice, choice_of, held_in_ring, ring_tokens, tokens_by_chunk, work_of_ranks
 from ..distributed.group import Order, Sharding
 from ..distributed.wire import CodecName, codec_named, gradient_codec
-from ..masks.core._check import require_int
-from ..masks.core._pattern import Expression
-from ..masks.orders._layout import Layout
-from ..masks.planning._cost import cost_of
-from ..masks.planning._planner import plan
-from ..masks.planning.machine._machine_in_use import machine_of
-from ..memory._memory import AttentionMemory, AttentionSize, attention_memory
+from ..masks.core import Expression, require_int
+from ..masks.orders import Layout
+from ..masks.planning import cost_of, plan
+from ..masks.planning.machine import machine_of
+from ..memory import AttentionMemory, AttentionSize, attention_memory
 
 # W ranks, R groups of them
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 
-from ..masks.core._bytes_text import bytes_text as bytes_text
-from ..masks.core._tokens_text import tokens_text as tokens_text
+from ..masks.core import bytes_text as bytes_text
+from ..masks.core import tokens_text as tokens_text
 from ._command_parser import UsageError
 
 _BYTES = {"B": 1} | {f"{letter}{middle}B": (1024 if middle else 1000) ** power

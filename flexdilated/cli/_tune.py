@@ -9,16 +9,9 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from ..engines._call_key import CallKey
-from ..engines._tuned import TuningKey
-from ..masks.planning.machine._machine import Machine
-from ..masks.planning.machine._machine_file import Measured, stored_path, write_json
-from ..masks.planning.machine._machine_in_use import forget_machines
-from ..masks.planning.machine._machine_key import MachineKey
-from ..tuning._autotune import keep
-from ..tuning._tune import Trialled, Trials, measure
-from ..tuning._tune_machine import KINDS, measure_machine
-from ..tuning._tune_trial import Inputs
+from ..engines import CallKey, TuningKey
+from ..masks.planning import Machine, MachineKey, Measured, forget_machines, stored_path, write_json
+from ..tuning import KINDS, Inputs, Trialled, Trials, keep, measure, measure_machine
 from ._command_parser import CommandParser, UsageError
 from ._machine import available_devices, missing_line
 from ._pattern import MOST_HEADS, AskedPattern, add_pattern_arguments, asked_from, one_rule, require_sizes

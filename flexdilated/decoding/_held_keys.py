@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..masks.core._ambient import plans
-from ..masks.needs._reach import FOREVER, visible
-from ..masks.needs._row import RowSource
+from ..masks.core import plans
+from ..masks.needs import FOREVER, RowSource, visible
 from ._key_store import KeyStore
 
 # B batch, G key/value heads, N tokens, D head dim

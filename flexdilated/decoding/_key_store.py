@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ..masks.core._ranges import within
+from ..masks.core import within
 
 # B batch, G key/value heads, N tokens, D head dim, S slots
 

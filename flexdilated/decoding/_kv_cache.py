@@ -14,21 +14,22 @@ from torch import Tensor
 from .._attend import attend, autocast
 from .._engines import check_engine
 from .._validate import check_sinks, check_tensors, resolve_scale
-from ..engines._merge import merge
-from ..engines._sinks import with_sinks
-from ..engines._transforms import refuse_transforms
-from ..engines.rows._head_groups import Branch, GroupedBranch, branch_rules, group_heads
-from ..engines.rows._row_attention import row_forward
-from ..engines.rows._row_parts import MOST_ROWS, row_parts
+from ..engines import (
+    MOST_ROWS,
+    Branch,
+    GroupedBranch,
+    branch_rules,
+    group_heads,
+    merge,
+    refuse_transforms,
+    row_forward,
+    row_parts,
+    with_sinks,
+)
 from ..masks import Bound, Mixture, Pattern, causal
-from ..masks.core._bytes_text import bytes_text
-from ..masks.core._check import require_int
-from ..masks.core._composite import common_period
-from ..masks.core._pattern import require_expression
-from ..masks.core._spelling import shortened
-from ..masks.needs._reach import FOREVER, causal_by_form, later_pair
-from ..masks.needs._row import RowSource
-from ..masks.patterns.run_time._run_time import names
+from ..masks.core import bytes_text, common_period, require_expression, require_int, shortened
+from ..masks.needs import FOREVER, RowSource, causal_by_form, later_pair
+from ..masks.patterns import names
 from ._held_keys import HeldKeys
 from ._key_store import KeyStore
 

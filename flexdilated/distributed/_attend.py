@@ -14,13 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._attend import autocast
 from .._engines import choose_engine
 from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
-from ..engines._placed_call import placed_engine
-from ..engines._sinks import nothing
+from ..engines import nothing, placed_engine
 from ..masks import Mixture, Pattern
-from ..masks.core._check import require_bool, require_choice
-from ..masks.core._pattern import Expression, require_expression
-from ..masks.planning._block_mask import block_sides
-from ..masks.text._json import read_text
+from ..masks.core import Expression, require_bool, require_choice, require_expression
+from ..masks.planning import block_sides
+from ..masks.text import read_text
 from .counts import Schedule, choose_schedule
 from .exchange import exchange
 from .group import PlainCall, Ranks, Sharding, check_agreement, check_shards, equal_shards, values_of, whole_rule

@@ -9,15 +9,11 @@ import torch
 from torch import Tensor
 
 from ..masks import Layout
-from ..masks.core._bound import Bound, Extent
-from ..masks.core._pattern import Expression
-from ..masks.orders._placement import Placement
-from ..masks.patterns.run_time._run_time import blank, names
-from ..masks.planning._choice import Choice
-from ..masks.planning._options import ANYTHING, Allowed
-from ..masks.planning._placed import plan_at
-from ..masks.planning._planner import Plan, plan
-from ..masks.text._json import read_text
+from ..masks.core import Bound, Expression, Extent
+from ..masks.orders import Placement
+from ..masks.patterns import blank, names
+from ..masks.planning import ANYTHING, Allowed, Choice, Plan, plan, plan_at
+from ..masks.text import read_text
 
 
 class CallKey(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from ..masks.orders._layout import Compact, Layout, Permutation
+from ..masks.orders import Compact, Layout, Permutation
 
 # B batch, X heads of a tensor, H heads of a term, F folds, S slots, N tokens, D head dim
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..masks.text._json import kept_functions
+from ..masks.text import kept_functions
 from ._sinks import sinks_gradient
 
 if TYPE_CHECKING:

@@ -15,11 +15,9 @@ import torch
 from jaxtyping import Bool, Int32, Int64, Shaped
 from torch import Tensor
 
-from ..masks.blocks._blocks import Blocks, evaluate
-from ..masks.blocks._rule import Rule
-from ..masks.planning._block_mask import entry_terms
-from ..masks.planning.lowering._term import Term
-from .tiles._tile_masks import distinct_masks
+from ..masks.blocks import Blocks, Rule, evaluate
+from ..masks.planning import Term, entry_terms
+from ._distinct_masks import distinct_masks
 
 # E batch entries that differ, X heads of a term or 1 for all, Q query slots, K key slots, n blocks, U distinct masks
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from ..masks import Layout
-from ..masks.orders._layout import Compact, Permutation
+from ..masks.orders import Compact, Permutation
 from ._gather import Picked, Run, Strands, side
 from ._slots_op import encoded, join_slots, take_slots
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..masks.orders._placement import Placement
+from ..masks.orders import Placement
 from ._call_key import CallKey
 from .flex._flex_op import flex
 from .tiles._tiles import Result

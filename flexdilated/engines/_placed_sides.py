@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..masks.orders._layout import Compact, Layout, Listed, Permutation
-from ..masks.orders._placement import Placement
-from ..masks.planning.lowering._term import Term
+from ..masks.orders import Compact, Layout, Listed, Permutation, Placement
+from ..masks.planning import Term
 from ._gather import Picked, Strands, side
 
 # H heads of a term, F folds, S slots

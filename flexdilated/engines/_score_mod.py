@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ..masks.orders._layout import Compact, Listed, Permutation
-from ..masks.planning.lowering._term import Term
+from ..masks.orders import Compact, Listed, Permutation
+from ..masks.planning import Term
 
 # N query tokens, M key tokens, H heads of a term
 

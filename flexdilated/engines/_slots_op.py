@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..masks.orders._layout import Compact
+from ..masks.orders import Compact
 from ._flat_op import own_op
 from ._gather import Run, Strands, claim_rows
 

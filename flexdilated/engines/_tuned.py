@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..masks.planning._choice import Choice
-from ..masks.planning.machine._machine import BUILTIN
-from ..masks.planning.machine._machine_file import write_json
-from ..masks.planning.machine._machine_in_use import machine_of
-from ..masks.text._plain_json import read_json
+from ..masks.planning import BUILTIN, Choice, machine_of, write_json
+from ..masks.text import read_json
 from ._call_key import CallKey
 
 FORMAT, VERSION = "flexdilated choices", 1

@@ -8,10 +8,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from ..engines._call_key import CallKey
-from ..masks.core._check import require_int
-from ..masks.core._pattern import Expression
-from ..masks.patterns.run_time._run_time import names
+from ..engines import CallKey
+from ..masks.core import Expression, require_int
+from ..masks.patterns import names
 from ._live_bytes import LiveBytes, fake_tensors, nbytes
 from ._memory_flex import flex_attention_of
 from ._memory_tiles import tiles_attention_of

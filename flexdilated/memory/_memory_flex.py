@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engines._call_key import CallKey
-from ..engines.flex._flex import FlexStep, make_flex_program, run_flex
-from ..engines.flex._flex_program import allowed_on
-from ..masks.core._pattern import Expression
-from ..masks.planning._planner import plan
+from ..engines import CallKey, FlexStep, allowed_on, make_flex_program, run_flex
+from ..masks.core import Expression
+from ..masks.planning import plan
 
 _SIDES = (128, 128)  # the engine's own
 

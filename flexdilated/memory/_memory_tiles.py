@@ -10,16 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engines._call_key import CallKey
-from ..engines.tiles import _tile_blocks
-from ..engines.tiles._tile_calls import Calls
-from ..engines.tiles._tiles import Program, Result, Step, run_backward, run_forward
-from ..engines.tiles._tiles_op import _program
-from ..masks.core._pattern import Expression
+from ..engines import GATHERED_BYTES, CallKey, Calls, Program, Result, Step, program_of, run_backward, run_forward
+from ..masks.core import Expression
 
 # Enough of what repeats: this many steps of a kind, so that one has neighbours on both sides, and twice the problems
 # of a call that the engine gathers at once.
-_STEPS, _GATHERED_BYTES = 3, 2 * _tile_blocks._GATHERED_BYTES
+_STEPS, _GATHERED_BYTES = 3, 2 * GATHERED_BYTES
 
 
 def tiles_attention_of(
@@ -30,7 +26,7 @@ def tiles_attention_of(
     `key_bytes` are those of a key and its value over the batch. Of steps that are alike only a few are taken, as
     what they hold is freed before others of their kind begin.
     """
-    program = _program(key, rule, "cpu", None, written=key.pattern)
+    program = program_of(key, rule, "cpu", None, written=key.pattern)
     few = _few_of_each_kind(program, key_bytes)
     return lambda q, k, v: _Tiles.apply(q, k, v, few), program.nbytes
 

@@ -3,8 +3,10 @@
 from ._block_sparse import BlockSparseAttention
 from ._dilated_attention import DilatedAttention
 from ._dilated_over_ranks import HeadParallelDilatedAttention, RingDilatedAttention
+from ._generate import Sampling, generate
 from ._longnet import LongNet
 from ._longnet_config import LongNetConfig
+from ._model_memory import ModelMemory, ModelSize, attention_size, model_memory
 from ._multihead import MultiheadDilatedAttention
 
 __all__ = [

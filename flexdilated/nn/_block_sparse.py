@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from .._attend import attend, autocast
 from .._engines import check_engine
 from .._validate import check_tensors, resolve_scale
-from ..engines._score_mod import ScoreMod
+from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
-from ..masks.core._check import require_bool, require_int
-from ..masks.core._pattern import require_expression
-from ..masks.planning._block_mask import block_sides
+from ..masks.core import require_bool, require_expression, require_int
+from ..masks.planning import block_sides
 from ._over_ranks import over_ranks
 from ._padding import without_padding
 from ._repr import engine_text, pattern_text, ranks_text

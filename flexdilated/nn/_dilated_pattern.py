@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .. import masks
 from ..masks import Mixture, Pattern
-from ..masks.core._check import require_bool
+from ..masks.core import require_bool
 
 
 def dilated_pattern(

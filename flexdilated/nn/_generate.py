@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ..masks.core._check import require_finite, require_int
+from ..masks.core import require_finite, require_int
 
 # B batch, N tokens, V vocabulary
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import masks
 from .._attend import autocast_dtype
 from .._validate import require_dense
-from ..decoding._kv_cache import KVCache
+from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
 from ._generate import Sampling, generate
 from ._longnet_block import Block

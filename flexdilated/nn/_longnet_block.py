@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._attend import attend
-from ..decoding._kv_cache import KVCache
+from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
 from ._longnet_config import LongNetConfig
 from ._over_ranks import OverRanks

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from .. import masks
 from ..masks import Mixture, Pattern
-from ..memory._live_bytes import Hidden, LiveBytes, fake_tensors, nbytes
-from ..memory._memory import AttentionMemory, AttentionSize
+from ..memory import AttentionMemory, AttentionSize, Hidden, LiveBytes, fake_tensors, nbytes
 from ._longnet import LongNet
 from ._longnet_config import LongNetConfig
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from .._attend import attend, autocast_dtype
 from .._engines import check_engine
 from .._validate import require_dense
-from ..masks.core._check import require_bool, require_finite, require_int
+from ..masks.core import require_bool, require_finite, require_int
 from ._causal_mask import require_causal_mask
 from ._dilated_pattern import dilated_pattern
 from ._over_ranks import over_ranks

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ..engines._score_mod import ScoreMod
+from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
-from ..masks.core._check import require_choice
+from ..masks.core import require_choice
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -103,7 +103,7 @@ class OverRanks:
             out = attend_heads(q, k, v, pattern, **options)
             assert isinstance(out, Tensor)  # no lse was asked for
             return out
-        from ..distributed._attend import attend
+        from ..distributed import attend
 
         if score_mod is not None:
             raise ValueError("with a mesh, score_mod needs schedule='heads', or HeadParallelDilatedAttention")

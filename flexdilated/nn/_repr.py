@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..masks import Mixture, Pattern
-from ..masks.core._spelling import shortened
+from ..masks.core import shortened
 from ._over_ranks import OverRanks
 
 LONGEST = 400  # characters of a pattern: a module stands among others

@@ -9,7 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..engines.flex._flex_function import num_flex_functions
+from ..engines import num_flex_functions
 
 # Names under which torch adds up its seconds: of what runs forward, and of backwards that it compiles later.
 _TIMED = ("_compile.compile_inner", "backward._backward_impl")

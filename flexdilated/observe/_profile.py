@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ..masks.core._bytes_text import bytes_text
+from ..masks.core import bytes_text
 
 VARIABLE = "FLEXDILATED_PROFILE"
 _ROWS = 50  # of a table

@@ -12,11 +12,10 @@ from torch import Tensor
 from .._attend import attend, autocast
 from .._engines import choose_engine
 from .._validate import check_layout, check_sizes, check_tensors, resolve_scale, run_time_tensors
-from ..engines._transforms import refuse_transforms
-from ..engines.tiles._tiles_op import tiles_backward
+from ..engines import refuse_transforms, tiles_backward
 from ..masks import Layout, Mixture, Pattern
-from ..masks.core._pattern import require_expression
-from ..masks.planning._block_mask import block_sides
+from ..masks.core import require_expression
+from ..masks.planning import block_sides
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

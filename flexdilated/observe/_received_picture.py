@@ -9,7 +9,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d
 
-from ..masks.core._check import require_below
+from ..masks.core import require_below
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,11 +10,11 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..engines._tuned import num_measured
+from ..engines import num_measured
 from ..masks import cache
-from ..masks.core._bytes_text import bytes_text
-from ..masks.plan_cache._cache_stats import CacheStats
-from ..masks.planning.machine._machine_in_use import sources_in_use
+from ..masks.core import bytes_text
+from ..masks.plan_cache import CacheStats
+from ..masks.planning import sources_in_use
 from ._compilations import Compilations, compilations
 
 # Imported by whoever has made a pool: nobody else has to wait for it.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..masks import Pattern
-from ..masks.core._box import Bounds, Box, Progression
+from ..masks.core import Bounds, Box, Progression
 from ._inputs import shrunk
 
 # H heads, T tokens

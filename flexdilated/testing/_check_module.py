@@ -11,9 +11,8 @@ import torch
 from tabulate import tabulate
 
 from ..masks import Mixture, Pattern
-from ..masks.core._check import require_int
-from ..masks.core._pattern import require_expression
-from ..masks.patterns.run_time._run_time import names
+from ..masks.core import require_expression, require_int
+from ..masks.patterns import names
 from ._closeness import AS_IF, expected, likely_mistake
 from ._inputs import lengths_for, takes
 from ._leak_checks import check_batch, check_causality, check_isolation, check_packing, check_padding

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from ..masks import Layout, Mixture, Pattern, from_json, to_json
-from ..masks.blocks._blocks import UNKNOWN, Blocks
-from ..masks.core._bound import Bound
-from ..masks.core._check import require_int
-from ..masks.core._pattern import require_expression
-from ..masks.orders._layout import residue_rate
-from ..masks.patterns.run_time._run_time import names
-from ..masks.planning.lowering._lower import shared_terms
+from ..masks.blocks import UNKNOWN, Blocks
+from ..masks.core import Bound, require_expression, require_int
+from ..masks.orders import residue_rate
+from ..masks.patterns import names
+from ..masks.planning import shared_terms
 from ._box_bounds import DenseRule, ask, check_bounds, check_elementwise
 
 _WINDOWS = 24

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..engines._score_mod import ScoreMod
+from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
-from ..masks.core._check import require_bool, require_finite
+from ..masks.core import require_bool, require_finite
 from ._problem import Problem, branch_lines, number, rough, runs
 from ._suspects import explain
 

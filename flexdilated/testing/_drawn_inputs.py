@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..distributed import Sharding
 from ..masks import Mixture, Pattern
-from ..masks.core._check import require_bool, require_int
+from ..masks.core import require_bool, require_int
 from ._inputs import MEMORY_LAYOUTS, edges_of, laid_out
 
 _ORDERS: list[Literal["contiguous", "zigzag"]] = ["contiguous", "zigzag"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ..masks import Mixture, Pattern
-from ..masks.core._check import require_bool, require_int
+from ..masks.core import require_bool, require_int
 from . import _vocabulary
 from ._drawn_inputs import AttentionSizes, any_of, document_ids
 

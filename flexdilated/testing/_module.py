@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..masks import Mixture, Pattern
-from ..masks.core._check import require_choice
+from ..masks.core import require_choice
 from ._closeness import expected, hold
 from ._inputs import KINDS, values
 from ._problem import Problem

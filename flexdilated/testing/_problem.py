@@ -9,11 +9,9 @@ from itertools import pairwise
 from torch import Tensor
 
 from .._validate import check_score_mod, check_sinks, check_sizes, check_tensors, resolve_scale
-from ..engines._reference import modified_scores, multiplicity, reference_attention
-from ..engines._score_mod import ScoreMod
+from ..engines import ScoreMod, modified_scores, multiplicity, reference_attention
 from ..masks import Bound, Mixture, Pattern
-from ..masks.core._bound import Extent
-from ..masks.core._pattern import require_expression
+from ..masks.core import Extent, require_expression
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

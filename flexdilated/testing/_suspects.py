@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..engines._reference import multiplicity
+from ..engines import multiplicity
 from ..masks import Bound, Mixture
-from ..masks.core._algebra import And
-from ..masks.core._pattern import Expression, Pattern
+from ..masks.core import And, Expression, Pattern
 from ._problem import Problem
 
 # B batch, H query heads, N queries, M keys, D head dim

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..engines._call_key import CallKey
-from ..engines._tuned import TuningKey, TuningResult, chosen, remember, result_of
-from ..masks.plan_cache._debug_log import Written, is_told
+from ..engines import CallKey, TuningKey, TuningResult, chosen, remember, result_of
+from ..masks.plan_cache import Written, is_told
 from ._tune import Trials, measure
 from ._tune_trial import Inputs
 

@@ -7,14 +7,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..engines.flex._flex_program import allowed_on
-from ..masks.core._bound import Bound
-from ..masks.orders._layout import Layout
-from ..masks.planning._choice import Candidates, Choice, in_other_blocks, way_of
-from ..masks.planning._cost import cost_of
-from ..masks.planning._options import ANYTHING, Allowed, Option
-from ..masks.planning._planner import Plan
-from ..masks.planning.machine._machine_in_use import machine_of
+from ..engines import allowed_on
+from ..masks.core import Bound
+from ..masks.orders import Layout
+from ..masks.planning import (
+    ANYTHING,
+    Allowed,
+    Candidates,
+    Choice,
+    Option,
+    Plan,
+    cost_of,
+    in_other_blocks,
+    machine_of,
+    way_of,
+)
 from ._tune_trial import Inputs, Run, Times, check_alike, interleave, trial
 
 BRANCH_BY_BRANCH = "branch by branch"

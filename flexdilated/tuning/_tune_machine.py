@@ -9,23 +9,23 @@ from datetime import UTC, datetime
 
 import torch
 
-from ..engines._gather import side
-from ..masks.core._algebra import every
-from ..masks.core._bound import Bound
-from ..masks.core._pattern import Pattern
-from ..masks.orders._layout import Compact, Layout
-from ..masks.patterns._band import causal, local_window
-from ..masks.patterns._dilated import dilated
-from ..masks.patterns._neighborhood import neighborhood
-from ..masks.patterns._random_blocks import random_blocks
-from ..masks.planning._cost import computed_pairs
-from ..masks.planning._options import Option
-from ..masks.planning._planner import Plan
-from ..masks.planning.lowering._compact import compact_terms
-from ..masks.planning.lowering._lower import shared_terms
-from ..masks.planning.machine._machine import ACCELERATOR, CPU, BlockRates, Machine
-from ..masks.planning.machine._machine_file import Measured
-from ..masks.planning.machine._machine_key import MachineKey
+from ..engines import side
+from ..masks.core import Bound, Pattern, every
+from ..masks.orders import Compact, Layout
+from ..masks.patterns import causal, dilated, local_window, neighborhood, random_blocks
+from ..masks.planning import (
+    ACCELERATOR,
+    CPU,
+    BlockRates,
+    Machine,
+    MachineKey,
+    Measured,
+    Option,
+    Plan,
+    compact_terms,
+    computed_pairs,
+    shared_terms,
+)
 from ._tune_trial import Inputs, Run, Times, interleave, trial
 
 _HEAD_DIM = 64

@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..engines.flex._flex import make_flex_program, run_flex
-from ..engines.tiles._tiles import Result, make_program, run_backward, run_forward
-from ..masks.core._bound import Bound
-from ..masks.planning._planner import Plan
+from ..engines import Result, make_flex_program, make_program, run_backward, run_flex, run_forward
+from ..masks.core import Bound
+from ..masks.planning import Plan
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

@@ -12,13 +12,19 @@ from zlib import compress
 
 import torch
 
-from ..masks.core._ambient import plans
-from ..masks.core._bound import Bound
-from ..masks.core._box import Box, Progression
-from ..masks.core._check import require_below, require_int
-from ..masks.core._pattern import Expression, Pattern, require_expression
-from ..masks.core._spelling import shortened
-from ..masks.orders._layout import residue_rate
+from ..masks.core import (
+    Bound,
+    Box,
+    Expression,
+    Pattern,
+    Progression,
+    plans,
+    require_below,
+    require_expression,
+    require_int,
+    shortened,
+)
+from ..masks.orders import residue_rate
 from ._ranks import Ranks, ranks_data
 from ._traced_rule import Program, traced_rule
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from ..distributed.counts import token_counts
 from ..distributed.group import Order, Sharding
 from ..distributed.wire import codec_named
-from ..masks.core._bound import Bound
-from ..masks.core._check import require_choice, require_int
+from ..masks.core import Bound, require_choice, require_int
 
 # W ranks
 

@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..masks.core._algebra import Not
-from ..masks.core._composite import Composite
-from ..masks.core._pattern import Pattern
-from ..masks.core._per_head import HeadGroups, PerHead
-from ..masks.core._spelling import shortened
+from ..masks.core import Composite, HeadGroups, Not, Pattern, PerHead, shortened
 
 MOST_ENTRIES = 1 << 24  # of all tables: the page holds them in memory
 _EXACT = 2**52  # the page computes in doubles, whose quotients have the right floor below this

@@ -1,1 +1,20 @@
 """Blocks of pairs: a rule over slots, the search for blocks by bounds, tables of them."""
+
+from ._blocks import (
+    LISTED_BYTES,
+    UNKNOWN,
+    Blocks,
+    Places,
+    build_blocks,
+    count_pairs,
+    evaluate,
+    join_blocks,
+    repeat_blocks,
+)
+from ._diagonals import settle_by_diagonals
+from ._estimate import ListedBlocks, estimate_blocks
+from ._exact_pairs import exact_pairs
+from ._packed_blocks import PackedBlocks
+from ._query_pairs import pairs_of_queries
+from ._rule import Rule
+from ._tables import table_bytes, to_block_mask

@@ -13,9 +13,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ..core._box import Box, Progression
-from ..core._pattern import Pattern
-from ..orders._layout import Pieces
+from ..core import Box, Pattern, Progression
+from ..orders import Pieces
 from ._quadtree import Leaves, Slots, descend, join_nodes
 from ._rule import Nodes, Rule, Run, span
 

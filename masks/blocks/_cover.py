@@ -9,10 +9,8 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from ..core._algebra import Or
-from ..core._box import Squares
-from ..core._pattern import Pattern
-from ..orders._layout import Pieces
+from ..core import Or, Pattern, Squares
+from ..orders import Pieces
 from ._class_pairs import descend_blocks, descend_classes, is_dear, roots
 from ._quadtree import Leaves, Slots, descend, join_nodes
 from ._rule import Nodes, Rule, Run

@@ -7,10 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..core._algebra import Not
-from ..core._box import Bounds, Box, Counts
-from ..core._composite import Composite
-from ..core._pattern import MaskMod, Pattern
+from ..core import Bounds, Box, Composite, Counts, MaskMod, Not, Pattern
 
 _LOOKS = 1 << 21  # diagonals looked at together: bounds the memory
 

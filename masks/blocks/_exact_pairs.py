@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..core._box import Box, Counts
-from ..core._box_parts import (
+from ..core import (
+    Box,
+    Counts,
     Owned,
+    Pattern,
     by_size,
     cut_classes,
     few_at_once,
@@ -16,7 +18,6 @@ from ..core._box_parts import (
     num_classes,
     residue_factors,
 )
-from ..core._pattern import Pattern
 from ._diagonals import settle_by_diagonals
 
 _CELL_SIDE = 64  # boxes up to this side are looked at pair by pair

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..core._box import Box, Progression
-from ..core._pattern import Pattern
+from ..core import Box, Pattern, Progression
 from ._exact_pairs import exact_pairs
 
 # n runs of queries

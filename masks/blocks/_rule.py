@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core._box import Box, Progression
-from ..core._pattern import Pattern
-from ..orders._layout import Pieces
+from ..core import Box, Pattern, Progression
+from ..orders import Pieces
 
 
 @dataclass(frozen=True)

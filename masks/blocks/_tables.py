@@ -7,7 +7,7 @@ from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ..core._pattern import MaskMod
+from ..core import MaskMod
 from ._blocks import Blocks
 
 # B batch entries (1 where they share all tables), H mask heads (1 if all heads share a table), L = B * H lists

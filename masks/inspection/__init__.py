@@ -28,3 +28,5 @@ __all__ = [
     "round_places",
     "show",
 ]
+
+from ._show import LEAST_COLUMNS, LEAST_LINES

@@ -9,10 +9,13 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..blocks._diagonals import settle_by_diagonals
-from ..core._box import Bounds, Box, Counts
-from ..core._box_parts import (
+from ..blocks import settle_by_diagonals
+from ..core import (
+    Bounds,
+    Box,
+    Counts,
     Owned,
+    Pattern,
     by_size,
     cut_classes,
     distinct_boxes,
@@ -22,7 +25,6 @@ from ..core._box_parts import (
     num_classes,
     residue_factors,
 )
-from ..core._pattern import Pattern
 
 _CELL_SIDE = 64  # boxes up to this side are evaluated pair by pair
 _FRONTIER = 1 << 17  # boxes counted together

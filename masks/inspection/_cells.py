@@ -11,11 +11,19 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from ..core._box import Box, Progression
-from ..core._box_parts import Owned, distinct_boxes, join
-from ..core._check import require_below, require_int
-from ..core._pattern import Expression, Pattern, require_expression
-from ..orders._layout import Layout
+from ..core import (
+    Box,
+    Expression,
+    Owned,
+    Pattern,
+    Progression,
+    distinct_boxes,
+    join,
+    require_below,
+    require_expression,
+    require_int,
+)
+from ..orders import Layout
 from ._bounded_pairs import Budget, PairCounts, bounded_pairs, even_places
 
 # R rows, C columns of cells; B branches; P parts of cells

@@ -10,11 +10,8 @@ from typing import Any
 
 import torch
 
-from ..core._ambient import plans
-from ..core._check import require_int
-from ..core._pattern import Expression, require_expression
-from ..core._spelling import shortened
-from ..planning._planner import Plan, plan
+from ..core import Expression, plans, require_expression, require_int, shortened
+from ..planning import Plan, plan
 from ._described import BranchDescription, Counts, describe_branch
 from ._fitted_table import fitted_facts, fitted_table
 from ._pair_counts import Gap

@@ -9,13 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..blocks._blocks import LISTED_BYTES, UNKNOWN, count_pairs
-from ..core._ambient import plans
-from ..core._bound import Bound
-from ..core._pattern import Expression
-from ..planning._cost import computed_pairs
-from ..planning._planner import Option
-from ..planning.lowering._term import Term
+from ..blocks import LISTED_BYTES, UNKNOWN, count_pairs
+from ..core import Bound, Expression, plans
+from ..planning import Option, Term, computed_pairs
 from ._pair_counts import (
     BranchShare,
     Gaps,

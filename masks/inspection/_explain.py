@@ -9,19 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core._ambient import plans
-from ..core._bound import Extent
-from ..core._check import require_below, require_int
-from ..core._pattern import Expression, Mixture, Pattern, require_expression
-from ..core._reason import Pair, Reason
-from ..orders._layout import Layout, residue_rate
-from ..patterns.run_time._run_time import (
-    Table,
-    named,
-    names,
-    run_time_leaves,
+from ..core import (
+    Expression,
+    Extent,
+    Mixture,
+    Pair,
+    Pattern,
+    Reason,
+    plans,
+    require_below,
+    require_expression,
+    require_int,
 )
-from ..planning._block_mask import block_sides
+from ..orders import Layout, residue_rate
+from ..patterns import Table, named, names, run_time_leaves
+from ..planning import block_sides
 
 _PAIRS_AT_ONCE = 1 << 20
 

@@ -12,11 +12,8 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from ..blocks._exact_pairs import exact_pairs
-from ..blocks._query_pairs import pairs_of_queries
-from ..core._bound import Bound
-from ..core._box import Box, Progression
-from ..core._pattern import Pattern
+from ..blocks import exact_pairs, pairs_of_queries
+from ..core import Bound, Box, Pattern, Progression
 from ._relations import Group, Relations, groups_of
 from ._squares import EVERY_PAIR, NO_PAIR, Squares, TooManySquaresError
 

@@ -19,10 +19,8 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from ..core._bound import EMPTY, FULL, PARTIAL
-from ..core._pattern import Expression, Pattern
-from ..core._tokens_text import tokens_text
-from ..planning._block_mask import layout
+from ..core import EMPTY, FULL, PARTIAL, Expression, Pattern, tokens_text
+from ..planning import layout
 from ._cells import CellCounts, count_cells, window_slots
 
 # R rows, C columns of cells; U, V rows and columns of blocks; B distinct branches; a last axis of 3: red, green, blue

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..core._ambient import plans
-from ..core._check import require_below, require_bool, require_choice, require_int
-from ..core._pattern import Expression, require_expression
-from ..planning._block_mask import block_sides
+from ..core import Expression, plans, require_below, require_bool, require_choice, require_expression, require_int
+from ..planning import block_sides
 from ._picture import BY_BLOCK, BY_BRANCH, Picture, window_of
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from ..core._bound import FULL
-from ..core._tokens_text import tokens_text
+from ..core import FULL, tokens_text
 from ._picture import (
     BEIGE,
     BY_BLOCK,

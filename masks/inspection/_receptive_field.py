@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from ..core._bound import Bound
-from ..core._range_union import union_of
-from ..core._ranges import Ranges
-from ..needs._needs import needed_keys
-from ..patterns._neighborhood import Neighborhood
+from ..core import Bound, Ranges, union_of
+from ..needs import needed_keys
+from ..patterns import Neighborhood
 from ._pair_counts import drawn_tokens
 from ._relations import Relations, Section, groups_of
 

@@ -8,13 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 
-from ..core._algebra import And, Every, Or
-from ..core._bound import Bound
-from ..core._pattern import Pattern
-from ..patterns._neighborhood import Neighborhood
-from ..patterns._per_document import PerDocument
-from ..patterns.run_time._spans import Spans
-from ..patterns.run_time._window_list import Windows
+from ..core import And, Bound, Every, Or, Pattern
+from ..patterns import Neighborhood, PerDocument, Spans, Windows
 from ._rule_squares import RuleSquares
 from ._squares import NO_PAIR, Squares, TooManySquaresError
 

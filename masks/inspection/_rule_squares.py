@@ -9,14 +9,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..core._algebra import And, Every, Not, Or
-from ..core._box import Box, Progression
-from ..core._pattern import Pattern
-from ..patterns._dilated import Dilated
-from ..patterns._per_document import PerDocument
-from ..patterns._random_blocks import RandomBlocks
-from ..patterns.run_time._spans import Spans
-from ..patterns.run_time._visible_keys import KeySet
+from ..core import And, Box, Every, Not, Or, Pattern, Progression
+from ..patterns import Dilated, KeySet, PerDocument, RandomBlocks, Spans
 from ._squares import EVERY_PAIR, NO_PAIR, Squares, TooManySquaresError
 
 # n boxes

@@ -13,11 +13,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..core._ambient import plans
-from ..core._check import require_bool, require_choice, require_int
-from ..core._pattern import Expression, require_expression
-from ..core._tokens_text import tokens_text
-from ..planning._block_mask import layout
+from ..core import Expression, plans, require_bool, require_choice, require_expression, require_int, tokens_text
+from ..planning import layout
 from ._cells import Cells, count_cells, window_slots
 from ._picture import round_places
 

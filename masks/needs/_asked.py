@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..core._algebra import And
-from ..core._pattern import Pattern
-from ..core._ranges import intersect
+from ..core import And, Pattern, intersect
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from ..core._range_union import union_of
-from ..core._ranges import Ranges
-from ..patterns._neighborhood import Neighborhood, window_along
+from ..core import Ranges, union_of
+from ..patterns import Neighborhood, window_along
 from ._asked import moved
 
 Rectangle = tuple[range, ...]  # places along each axis, the outermost first

@@ -8,19 +8,8 @@ from functools import partial
 
 import torch
 
-from ..core._algebra import And, Every, Not, Or
-from ..core._composite import common_period
-from ..core._pattern import Pattern
-from ..core._range_union import ranges_of
-from ..core._ranges import Ranges, intersect
-from ..patterns._band import Band
-from ..patterns._blockwise import Blockwise
-from ..patterns._dilated import Dilated
-from ..patterns._marked_tokens import GlobalTokens, MarkedTokens
-from ..patterns._neighborhood import Neighborhood
-from ..patterns._per_document import PerDocument
-from ..patterns.run_time._spans import Spans
-from ..patterns.run_time._visible_keys import KeySet
+from ..core import And, Every, Not, Or, Pattern, Ranges, common_period, intersect, ranges_of
+from ..patterns import Band, Blockwise, Dilated, GlobalTokens, KeySet, MarkedTokens, Neighborhood, PerDocument, Spans
 from ._asked import Asked, moved
 from ._grid_reach import seen_around
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import product
 
-from ..core._check import require_int
-from ..core._pattern import Expression, Pattern, require_expression
-from ..core._range_union import union_of
-from ..core._ranges import Ranges
+from ..core import Expression, Pattern, Ranges, require_expression, require_int, union_of
 from ._asked import Asked
 from ._narrowed import narrowed
 from ._needs_by_boxes import found_by_boxes

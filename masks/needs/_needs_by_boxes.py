@@ -8,9 +8,8 @@ from math import gcd, lcm
 import torch
 from torch import Tensor
 
-from ..core._box import Box, Progression, clip
-from ..core._range_union import joined_intervals, ranges_of
-from ..orders._layout import residue_rate
+from ..core import Box, Progression, clip, joined_intervals, ranges_of
+from ..orders import residue_rate
 from ._asked import Asked
 
 _MOST_PIECES = 1 << 16  # pairs of residue classes that a search begins with at most

@@ -7,10 +7,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ..core._box import Bounds, Box, Progression
-from ..core._composite import common_period
-from ..core._range_union import joined_intervals
-from ..core._ranges import intersect
+from ..core import Bounds, Box, Progression, common_period, intersect, joined_intervals
 from ._asked import Asked
 
 # Residue classes of keys that are asked about one by one.

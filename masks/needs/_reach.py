@@ -8,14 +8,10 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from ..blocks._blocks import build_blocks
-from ..blocks._rule import Rule
-from ..core._algebra import And, Or
-from ..core._ambient import plans
-from ..core._box import Box, Progression
-from ..core._pattern import Pattern
-from ..orders._layout import Layout
-from ..patterns._band import Causal
+from ..blocks import Rule, build_blocks
+from ..core import And, Box, Or, Pattern, Progression, plans
+from ..orders import Layout
+from ..patterns import Causal
 from ._row import RowSource
 
 # R runs of keys

@@ -11,9 +11,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from ..core._pattern import Pattern
-from ..core._range_union import union_of
-from ..core._ranges import Ranges, intersect
+from ..core import Pattern, Ranges, intersect, union_of
 from ._asked import Asked
 from ._needs import keys_of_any
 

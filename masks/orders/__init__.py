@@ -1,1 +1,6 @@
 """Orders of tokens: residue-major, tiled over a grid, placed over ranks."""
+
+from ._layout import Compact, Layout, Listed, Permutation, Pieces, residue_rate
+from ._placement import Part, Placement
+from ._tiled import Tiled
+from ._tiling import Tiling

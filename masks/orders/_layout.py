@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from ..core._check import require_int
-from ..core._pattern import Pattern
+from ..core import Pattern, require_int
 
 # N tokens, S slots, P pieces, T tables (distinct heads)
 

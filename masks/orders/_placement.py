@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..core._check import LARGEST
-from ..core._ranges import Ranges, within
+from ..core import LARGEST, Ranges, within
 
 
 class Part(NamedTuple):

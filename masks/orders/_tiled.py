@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core._box import Bounds, Box, Progression
-from ..core._pattern import MaskMod, Pattern
-from ..patterns._grid import select
-from ..patterns._neighborhood import Neighborhood
+from ..core import Bounds, Box, MaskMod, Pattern, Progression
+from ..patterns import Neighborhood, select
 from ._tiling import Rectangles, Tiling
 
 _RUNS_AT_ONCE = 1 << 14  # boxes whose rectangles are held together: bounds the memory

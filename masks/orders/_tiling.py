@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..core._box import Progression
-from ..core._check import require_int
-from ..patterns._grid import Rectangle, select
+from ..core import Progression, require_int
+from ..patterns import Rectangle, select
 from ._layout import Permutation
 
 # N tokens, S slots, n runs of slots, R rectangles

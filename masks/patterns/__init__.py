@@ -1,1 +1,38 @@
 """The patterns, a file for each family; a new one is one more file here."""
+
+from ._band import Band, Causal, LocalWindow, Strided, causal, dilated_window, local_window, strided
+from ._block_list import block_list
+from ._blockwise import Blockwise, blockwise
+from ._dilated import Dilated, chunked, dilated, longnet
+from ._grid import Rectangle, select
+from ._marked_tokens import GlobalTokens, MarkedTokens, first_tokens, fixed, global_tokens, landmark_tokens, prefix_lm
+from ._neighborhood import Neighborhood, neighborhood, window_along
+from ._per_document import PerDocument
+from ._random_blocks import RandomBlocks, random_blocks
+from .custom import custom
+from .run_time import (
+    PADDING,
+    Documents,
+    Given,
+    KeySet,
+    Lengths,
+    Rows,
+    RunTime,
+    Spans,
+    Table,
+    VisibleKeys,
+    Windows,
+    alike,
+    as_written,
+    blank,
+    documents,
+    lengths,
+    missing,
+    named,
+    names,
+    require_values,
+    run_time_leaves,
+    tables,
+    visible_keys,
+    without_values,
+)

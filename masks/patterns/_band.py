@@ -3,14 +3,23 @@
 import torch
 from torch import Tensor
 
-from ..core._algebra import both, both_bounds
-from ..core._box import Bounds, Box, count_below
-from ..core._check import require_int
-from ..core._distances import count_multiples
-from ..core._expression import constructor, pattern_kind
-from ..core._pattern import MaskMod, Pattern
-from ..core._ranges import Ranges, as_ranges
-from ..core._reason import Pair, Reason
+from ..core import (
+    Bounds,
+    Box,
+    MaskMod,
+    Pair,
+    Pattern,
+    Ranges,
+    Reason,
+    as_ranges,
+    both,
+    both_bounds,
+    constructor,
+    count_below,
+    count_multiples,
+    pattern_kind,
+    require_int,
+)
 
 
 class Band(Pattern):

@@ -10,12 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core._box import Bounds, Box, Squares
-from ..core._check import require_int
-from ..core._expression import constructor, pattern_kind
-from ..core._pattern import MaskMod, Pattern
-from ..core._ranges import Ranges
-from ..core._reason import Pair, Reason, listing
+from ..core import (
+    Bounds,
+    Box,
+    MaskMod,
+    Pair,
+    Pattern,
+    Ranges,
+    Reason,
+    Squares,
+    constructor,
+    listing,
+    pattern_kind,
+    require_int,
+)
 from ._block_table import NOTHING, BlockTable, padded
 
 _TABLES_KEPT = 8

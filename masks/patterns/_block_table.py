@@ -10,9 +10,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from ..core._box import Bounds, Box, Progression, Squares, clip
-from ..core._pattern import MaskMod
-from ..core._ranges import Ranges, among, within
+from ..core import Bounds, Box, MaskMod, Progression, Ranges, Squares, among, clip, within
 
 # T tables, R rows of query blocks, W entries of the longest row, rounded up to a power of two
 

@@ -5,12 +5,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..core._box import Bounds, Box, Counts, Progression
-from ..core._check import LARGEST, require_int
-from ..core._expression import constructor, pattern_kind
-from ..core._pattern import MaskMod, Pattern
-from ..core._ranges import Ranges, among
-from ..core._reason import Pair, Reason
+from ..core import (
+    LARGEST,
+    Bounds,
+    Box,
+    Counts,
+    MaskMod,
+    Pair,
+    Pattern,
+    Progression,
+    Ranges,
+    Reason,
+    among,
+    constructor,
+    pattern_kind,
+    require_int,
+)
 from .run_time._run_time import run_time_leaves
 
 

@@ -6,14 +6,29 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..core._box import Bounds, Box, Counts, Progression, clip, count_residue
-from ..core._check import require_choice, require_int
-from ..core._expression import constructor, pattern_kind
-from ..core._pattern import MaskMod, Mixture, Pattern
-from ..core._per_head import HeadGroups
-from ..core._ranges import Ranges, among
-from ..core._reason import Pair, Reason, span
-from ..core._spelling import Phrase, call
+from ..core import (
+    Bounds,
+    Box,
+    Counts,
+    HeadGroups,
+    MaskMod,
+    Mixture,
+    Pair,
+    Pattern,
+    Phrase,
+    Progression,
+    Ranges,
+    Reason,
+    among,
+    call,
+    clip,
+    constructor,
+    count_residue,
+    pattern_kind,
+    require_choice,
+    require_int,
+    span,
+)
 
 _Heads = TypeVar("_Heads", int, Tensor)
 

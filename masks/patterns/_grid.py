@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..core._box import Progression
+from ..core import Progression
 
 # One progression for each axis of the grid, the outermost first: their product.
 Rectangle = tuple[Progression, ...]

@@ -7,8 +7,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ..core._box import Bounds, Box, Progression, clip, count_below
-from ..core._distances import count_multiples
+from ..core import Bounds, Box, Progression, clip, count_below, count_multiples
 
 _MOST_CLASSES = 64
 

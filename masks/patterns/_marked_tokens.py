@@ -6,13 +6,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core._box import Bounds, Box, Counts, Progression, clip, count_residue
-from ..core._check import require_bool, require_int
-from ..core._expression import constructor, pattern_kind
-from ..core._pattern import MaskMod, Pattern
-from ..core._ranges import Ranges, among, as_ranges
-from ..core._reason import Pair, Reason, span
-from ..core._spelling import Phrase, call
+from ..core import (
+    Bounds,
+    Box,
+    Counts,
+    MaskMod,
+    Pair,
+    Pattern,
+    Phrase,
+    Progression,
+    Ranges,
+    Reason,
+    among,
+    as_ranges,
+    call,
+    clip,
+    constructor,
+    count_residue,
+    pattern_kind,
+    require_bool,
+    require_int,
+    span,
+)
 from ._band import causal
 
 _Test = Callable[[Any], Any]

@@ -11,14 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core._algebra import both
-from ..core._box import Bounds, Box
-from ..core._box_parts import Owned, look_at_pairs
-from ..core._check import LARGEST, require_int
-from ..core._expression import constructor, pattern_kind
-from ..core._pattern import MaskMod, Pattern
-from ..core._ranges import Ranges, among, within
-from ..core._reason import Pair, Reason, listing, span
+from ..core import (
+    LARGEST,
+    Bounds,
+    Box,
+    MaskMod,
+    Owned,
+    Pair,
+    Pattern,
+    Ranges,
+    Reason,
+    among,
+    both,
+    constructor,
+    listing,
+    look_at_pairs,
+    pattern_kind,
+    require_int,
+    span,
+    within,
+)
 from ._grid import Rectangle, fits, hull, rectangles, select
 from ._grid_window import count_window
 

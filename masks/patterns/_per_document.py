@@ -9,12 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core._algebra import And
-from ..core._box import Bounds, Box, Counts, Progression
-from ..core._expression import pattern_kind
-from ..core._pattern import Expression, MaskMod, Mixture, Pattern, sum_phrase
-from ..core._reason import Pair, Reason
-from ..core._spelling import CALL, Phrase
+from ..core import (
+    CALL,
+    And,
+    Bounds,
+    Box,
+    Counts,
+    Expression,
+    MaskMod,
+    Mixture,
+    Pair,
+    Pattern,
+    Phrase,
+    Progression,
+    Reason,
+    pattern_kind,
+    sum_phrase,
+)
 from .run_time._documents import Documents
 from .run_time._documents import documents as documents_pattern
 from .run_time._lengths import Lengths

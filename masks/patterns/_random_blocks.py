@@ -8,12 +8,21 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..core._box import Bounds, Box, Squares
-from ..core._check import require_int
-from ..core._expression import constructor, pattern_kind
-from ..core._pattern import MaskMod, Pattern
-from ..core._ranges import Ranges, within
-from ..core._reason import Pair, Reason, listing
+from ..core import (
+    Bounds,
+    Box,
+    MaskMod,
+    Pair,
+    Pattern,
+    Ranges,
+    Reason,
+    Squares,
+    constructor,
+    listing,
+    pattern_kind,
+    require_int,
+    within,
+)
 from ._block_table import BlockTable, keys_of_blocks, padded
 
 _TABLES_KEPT = 8

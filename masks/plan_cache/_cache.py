@@ -13,10 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..core._ambient import own_modes
-from ..core._bytes_text import bytes_text
-from ..core._pattern import Expression, require_expression
-from ..patterns.run_time._run_time import as_written
+from ..core import Expression, bytes_text, own_modes, require_expression
+from ..patterns import as_written
 from ._cache_limits import DEFAULT_ENTRIES, Limits, limits_from_environment
 from ._cache_pins import Pins
 from ._cache_stats import CacheStats

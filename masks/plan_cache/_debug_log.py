@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from ..core._bytes_text import bytes_text
-from ..core._spelling import shortened
+from ..core import bytes_text, shortened
+from ..text import read_text
 
 log = logging.getLogger("flexdilated")
 LONGEST = 160  # characters of a pattern in a line
@@ -48,9 +48,6 @@ class Written:
     text: str
 
     def __str__(self) -> str:
-        # The reader knows all patterns, some of which use the cache, which writes these lines.
-        from ..text._json import read_text
-
         text = self.text.strip()
         if not text:
             return "any pattern"

@@ -1,1 +1,27 @@
 """How a pattern is computed: the options, what each costs, the choice; and its BlockMask."""
+
+from ._block_mask import block_mask, block_sides, bound_blocks, entry_terms, layout, term_blocks, term_mask
+from ._choice import Candidates, Choice, in_other_blocks, way_of
+from ._cost import SLOTS_AT_ONCE, computed_pairs, cost_of
+from ._options import ANYTHING, Allowed
+from ._placed import plan_at
+from ._planner import Option, Plan, plan, recommended_layout
+from .lowering import Term, compact_terms, one_after_another, shared_terms
+from .machine import (
+    ACCELERATOR,
+    BUILTIN,
+    CPU,
+    VARIABLE,
+    BlockRates,
+    Machine,
+    MachineKey,
+    Measured,
+    forget_machines,
+    machine,
+    machine_from_environment,
+    machine_of,
+    set_machine,
+    sources_in_use,
+    stored_path,
+    write_json,
+)

@@ -8,15 +8,10 @@ from dataclasses import replace
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from ..blocks._blocks import Blocks, join_blocks
-from ..blocks._packed_blocks import PackedBlocks
-from ..blocks._tables import table_bytes, to_block_mask
-from ..core._ambient import plans
-from ..core._bound import Bound
-from ..core._check import require_int
-from ..core._pattern import Expression, require_expression
-from ..orders._layout import Layout, residue_rate
-from ..plan_cache._cache import cache
+from ..blocks import Blocks, PackedBlocks, join_blocks, table_bytes, to_block_mask
+from ..core import Bound, Expression, plans, require_expression, require_int
+from ..orders import Layout, residue_rate
+from ..plan_cache import cache
 from .lowering._lower import shared_terms
 from .lowering._term import Term
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ..core._bound import Bound
+from ..core import Bound
 from ._options import Allowed, Option, in_blocks_of, nested_option, options_of
 from .machine._machine import Machine
 

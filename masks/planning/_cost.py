@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..orders._layout import Compact, Layout, Permutation
+from ..orders import Compact, Layout, Permutation
 from .lowering._term import Term
 from .machine._machine import Machine
 

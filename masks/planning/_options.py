@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..core._algebra import And
-from ..core._bound import Bound
-from ..core._pattern import Expression, Pattern
-from ..orders._layout import Compact, Layout, residue_rate
+from ..core import And, Bound, Expression, Pattern
+from ..orders import Compact, Layout, residue_rate
 from ._cost import Cost, cost_of, least_seconds, least_seconds_in_larger
 from .lowering._compact import compact_terms
 from .lowering._lower import shared_terms

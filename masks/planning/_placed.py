@@ -6,11 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from ..core._bound import Bound
-from ..core._pattern import Expression
-from ..core._ranges import within
-from ..orders._layout import Compact, Layout, Listed
-from ..orders._placement import Part, Placement
+from ..core import Bound, Expression, within
+from ..orders import Compact, Layout, Listed, Part, Placement
 from ._options import ANYTHING, Allowed, Option
 from ._planner import Plan, plan
 from .lowering._term import Term

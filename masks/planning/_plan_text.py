@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ..core._bound import Bound
-from ..plan_cache._debug_log import in_line, is_told, log
+from ..core import Bound
+from ..plan_cache import in_line, is_told, log
 from ._options import Option
 
 if TYPE_CHECKING:

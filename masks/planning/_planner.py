@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core._ambient import plans
-from ..core._bound import Bound
-from ..core._pattern import Expression
-from ..orders._layout import Compact, Layout, residue_rate
-from ..plan_cache._cache import cache
-from ..text._json import read_text
+from ..core import Bound, Expression, plans
+from ..orders import Compact, Layout, residue_rate
+from ..plan_cache import cache
+from ..text import read_text
 from ._choice import Candidates, Choice, way_of
 from ._cost import Cost
 from ._options import ANYTHING, MAX_RESIDUE_RATE, Allowed, Option

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from ..core._expression import DEEPEST, KINDS
-from ..core._pattern import Expression, Mixture, Pattern, require_expression
-from ..core._spelling import QUOTED, shortened
+from ..core import DEEPEST, KINDS, QUOTED, Expression, Mixture, Pattern, require_expression, shortened
 from ._plain_json import read_json
 
 

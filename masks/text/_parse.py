@@ -9,10 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from ..core._algebra import And, Or
-from ..core._expression import CONSTRUCTORS, DEEPEST
-from ..core._pattern import Expression, Mixture, Pattern
-from ..core._spelling import CUT, LONGEST, QUOTED, shortened
+from ..core import CONSTRUCTORS, CUT, DEEPEST, LONGEST, QUOTED, And, Expression, Mixture, Or, Pattern, shortened
 
 _Join = Callable[[Sequence[Any]], Expression]
 

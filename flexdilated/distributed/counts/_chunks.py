@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from ...masks.core._box import Box, Progression
-from ...masks.core._pattern import Pattern
+from ...masks.core import Box, Pattern, Progression
 from ..group import Sharding
 
 # n chunks, m pairs of them, W ranks, T turns (a rank's first chunk, its second)

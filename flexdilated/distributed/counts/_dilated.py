@@ -17,10 +17,8 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from ...masks.core._algebra import And
-from ...masks.core._pattern import Pattern
-from ...masks.patterns._band import Causal
-from ...masks.patterns._dilated import Dilated
+from ...masks.core import And, Pattern
+from ...masks.patterns import Causal, Dilated
 from ._chunks import Chunks
 
 # W ranks, n chunks, B branches, T turns (a rank's first chunk, its second), p pieces, D kinds of ranks

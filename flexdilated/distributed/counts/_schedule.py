@@ -9,10 +9,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ...masks.core._bytes_text import bytes_text
-from ...masks.core._pattern import Expression
-from ...masks.plan_cache._cache import cache
-from ...masks.plan_cache._debug_log import Written, log
+from ...masks.core import Expression, bytes_text
+from ...masks.plan_cache import Written, cache, log
 from ..group import Sharding
 from ._chunks import Chunks
 from ._tokens import tokens_by_chunk

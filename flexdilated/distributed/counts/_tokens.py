@@ -10,15 +10,10 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ...masks.blocks._query_pairs import pairs_of_queries
-from ...masks.core._check import require_int
-from ...masks.core._composite import common_period
-from ...masks.core._pattern import Expression, Pattern, require_expression
-from ...masks.core._ranges import Ranges
-from ...masks.needs._asked import Asked, moved
-from ...masks.needs._needs import keys_of_any, rules_of_heads
-from ...masks.patterns.run_time._run_time import run_time_leaves
-from ...masks.patterns.run_time._run_time_checks import missing
+from ...masks.blocks import pairs_of_queries
+from ...masks.core import Expression, Pattern, Ranges, common_period, require_expression, require_int
+from ...masks.needs import Asked, keys_of_any, moved, rules_of_heads
+from ...masks.patterns import missing, run_time_leaves
 from ..group import Sharding
 from ._chunks import Chunks, sort_pairs
 from ._dilated import as_branches, dilated_tokens

@@ -11,9 +11,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from ...engines._call_key import CallKey
-from ...engines._placed_call import PlacedCall, WholeRows
-from ...engines.flex._flex_op import flex
+from ...engines import CallKey, PlacedCall, WholeRows, flex
 from ..group import PlainCall, Ranks, Role, Sharding, communicating, group_of, record, whole_rule
 from ..wire import BufferPool, Codec, codec_for, gradient_codec, lease_from, pool_named
 from ._plan import ExchangePlan

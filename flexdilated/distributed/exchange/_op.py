@@ -6,11 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ...engines._flat_op import flat_op
-from ...engines._op_gradient import copies, no_gradients, refuse, set_gradient
-from ...engines._placed_call import WholeRows
-from ...masks.core._ambient import own_modes
-from ...masks.text._json import read_text
+from ...engines import WholeRows, copies, flat_op, no_gradients, refuse, set_gradient
+from ...masks.core import own_modes
+from ...masks.text import read_text
 from ..group import PlainCall
 from ._call import ExchangeCall
 

@@ -10,10 +10,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ...masks.core._pattern import Expression, require_expression
-from ...masks.core._ranges import Ranges
-from ...masks.orders._placement import Placement
-from ...masks.plan_cache._cache import cache
+from ...masks.core import Expression, Ranges, require_expression
+from ...masks.orders import Placement
+from ...masks.plan_cache import cache
 from ..counts import KVNeeds
 from ..group import Sharding
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError, DistNetworkError, ProcessGroup, get_backend_config
 
-from ...masks.core._pattern import Expression
-from ...masks.patterns.run_time._run_time import names
+from ...masks.core import Expression
+from ...masks.patterns import names
 from ._ranks import Ranks, group_of, timeout_of
 from ._traffic import record
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from ...engines._call_key import CallKey
-from ...masks.core._pattern import Expression
-from ...masks.text._json import read_text
+from ...engines import CallKey
+from ...masks.core import Expression
+from ...masks.text import read_text
 
 
 class PlainCall(NamedTuple):

@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ...masks.core._check import require_choice, require_int
-from ...masks.core._ranges import Ranges
+from ...masks.core import Ranges, require_choice, require_int
 
 Order = Literal["contiguous", "zigzag"]
 _ORDERS: tuple[Order, ...] = get_args(Order)

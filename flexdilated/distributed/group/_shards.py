@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._validate import check_tensors
-from ...engines._flat_op import own_op
-from ...masks.core._check import require_int
-from ...masks.core._ranges import Ranges
+from ...engines import own_op
+from ...masks.core import Ranges, require_int
 from ._agreement import check_agreement, check_device
 from ._messages import Message, post
 from ._ranks import Ranks, group_of

@@ -12,12 +12,10 @@ from torch import Tensor
 from ..._attend import attend, autocast
 from ..._engines import choose_engine
 from ..._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
-from ...engines._score_mod import ScoreMod
-from ...engines._sinks import nothing
-from ...engines.tiles._tiles_op import tiles
+from ...engines import ScoreMod, nothing, tiles
 from ...masks import Mixture, Pattern
-from ...masks.core._pattern import require_expression
-from ...masks.planning._block_mask import block_sides
+from ...masks.core import require_expression
+from ...masks.planning import block_sides
 from ..group import Ranks, Sharding, check_shards
 from ._op import encoded, heads_to_tokens, tokens_to_heads
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...engines._flat_op import own_op
+from ...engines import own_op
 from ..group import Ranks, Sharding, check_agreement, communicating, group_of, record
 
 # B batch, X all heads of a tensor, Y those that come to this rank, L tokens of its shard, N of all, D head dim

@@ -12,12 +12,8 @@ import torch
 from torch import _C, Tensor
 from torch._C import DispatchKey
 
-from ...engines._flat_op import flat_op
-from ...engines._gather import merge_
-from ...engines._op_gradient import set_gradient
-from ...engines._placed_call import WholeRows
-from ...engines._sinks import add_sinks
-from ...masks.text._json import read_text
+from ...engines import WholeRows, add_sinks, flat_op, merge_, set_gradient
+from ...masks.text import read_text
 from ..group import PlainCall
 from ._plan import RingCall
 from ._transfers import Gradients, Shard, rotate

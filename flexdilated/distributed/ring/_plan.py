@@ -9,11 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...engines._placed_call import PlacedCall
-from ...masks.core._pattern import Expression
-from ...masks.core._ranges import Ranges
-from ...masks.orders._placement import Placement
-from ...masks.plan_cache._cache import cache
+from ...engines import PlacedCall
+from ...masks.core import Expression, Ranges
+from ...masks.orders import Placement
+from ...masks.plan_cache import cache
 from ..counts import KVNeeds
 from ..group import PlainCall, Ranks, Sharding, whole_rule
 from ..wire import BufferPool, Codec, codec_for, pool_named

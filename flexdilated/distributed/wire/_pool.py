@@ -16,8 +16,8 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ...masks.core._bytes_text import bytes_text
-from ...masks.plan_cache._debug_log import Sized, Untold
+from ...masks.core import bytes_text
+from ...masks.plan_cache import Sized, Untold
 from ..group import Role
 
 _numbers = count()

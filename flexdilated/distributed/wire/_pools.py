@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from ...masks.plan_cache._debug_log import Untold
+from ...masks.plan_cache import Untold
 from ._pool import BufferPool, lease_from, named, with_index
 
 _PAGE = 4096

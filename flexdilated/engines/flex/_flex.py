@@ -13,13 +13,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ...masks import Layout
-from ...masks.blocks._tables import table_bytes
-from ...masks.orders._layout import Listed
-from ...masks.orders._placement import Placement
-from ...masks.patterns.run_time._run_time import Rows, tables, without_values
-from ...masks.planning._block_mask import bound_blocks, term_mask
-from ...masks.planning._planner import Plan
-from ...masks.planning.lowering._term import Term
+from ...masks.blocks import table_bytes
+from ...masks.orders import Listed, Placement
+from ...masks.patterns import Rows, tables, without_values
+from ...masks.planning import Plan, Term, bound_blocks, term_mask
 from .._flat_op import own_op
 from .._operands import Hidden, hidden_of_blocks
 from .._pick import Pick, join, make_pick, pick_of, take, take_ahead

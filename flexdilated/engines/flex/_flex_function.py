@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad
 
-from ...masks.planning.lowering._term import Term
+from ...masks.planning import Term
 
 Call = Callable[..., Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...masks.core._ambient import own_modes
+from ...masks.core import own_modes
 from .._call_key import CallKey
 from .._flat_op import flat_op
 from .._operands import readable

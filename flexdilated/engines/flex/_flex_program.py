@@ -9,15 +9,9 @@ import torch
 from torch import Tensor
 
 from ...masks import cache
-from ...masks.core._algebra import Every
-from ...masks.core._pattern import Expression
-from ...masks.orders._placement import Placement
-from ...masks.planning._block_mask import term_blocks
-from ...masks.planning._choice import Choice
-from ...masks.planning._options import Allowed
-from ...masks.planning._planner import Plan
-from ...masks.planning.lowering._term import Term
-from ...masks.planning.machine._machine_in_use import machine_of
+from ...masks.core import Every, Expression
+from ...masks.orders import Placement
+from ...masks.planning import Allowed, Choice, Plan, Term, machine_of, term_blocks
 from .._call_key import CallKey
 from ._flex import FlexProgram, make_flex_program
 

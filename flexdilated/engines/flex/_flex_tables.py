@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
-from ...masks.core._ambient import own_modes
-from ...masks.patterns.run_time._run_time import tables
+from ...masks.core import own_modes
+from ...masks.patterns import tables
 from .._call_key import CallKey
 from .._flat_op import flat_op
 from .._operands import Hidden

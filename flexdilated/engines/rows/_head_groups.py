@@ -10,8 +10,8 @@ from math import log
 import torch
 
 from ...masks import Pattern
-from ...masks.core._pattern import Expression
-from ...masks.needs._row import RowSource
+from ...masks.core import Expression
+from ...masks.needs import RowSource
 from ._row_attention import HeadGroup, Selection
 
 

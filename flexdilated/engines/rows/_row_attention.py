@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from ...masks.needs._row import RowSource
+from ...masks.needs import RowSource
 from ..kernels._kernel import flash_forward
 
 # B batch, H query heads, G key/value heads, N queries, S slots, D head dim

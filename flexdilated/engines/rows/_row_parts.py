@@ -11,9 +11,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from ...masks import cache
-from ...masks.core._ambient import plans
-from ...masks.core._pattern import Expression
-from ...masks.needs._row import Keys, Seen, positions
+from ...masks.core import Expression, plans
+from ...masks.needs import Keys, Seen, positions
 from .._call_key import CallKey
 from ._head_groups import GroupedBranch, branch_rules, group_heads
 from ._row_attention import HeadGroup, Part, Selection

@@ -16,7 +16,7 @@ from ._tile_calls import Call, Calls
 # B batch, H query heads, G key/value heads, F folds, Q query slots, K key slots, D head dim
 # X heads or folds that run together, n problems
 
-_GATHERED_BYTES = 8 << 20  # keys, values, masks or their gradients held at once: what stays in a cache
+GATHERED_BYTES = 8 << 20  # keys, values, masks or their gradients held at once: what stays in a cache
 _PAIRS_AT_ONCE = 1 << 20  # pairs that keep a kernel busy: with fewer in a head, heads run together
 
 _Index = tuple[int, int | slice, int | slice]
@@ -77,7 +77,7 @@ def _portions(x: Operands, calls: Calls) -> Iterator[_Portion]:
         mask = None if own_masks else calls.mask_of(call, x.q.dtype)
         mask_row = call.queries.length if own_masks else 0
         bytes_each = (2 * x.q.shape[-1] + mask_row) * call.keys.length * x.q.element_size()
-        for part in call.parts(max(1, _GATHERED_BYTES // bytes_each)):
+        for part in call.parts(max(1, GATHERED_BYTES // bytes_each)):
             if own_masks:
                 mask = calls.mask_of(part, x.q.dtype)
             together = max(1, _PAIRS_AT_ONCE // (len(part.row) * part.num_pairs))

@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
-from ...masks.blocks._blocks import Blocks, Places, evaluate
-from ...masks.blocks._rule import Rule
-from ...masks.planning.lowering._term import Term
+from ...masks.blocks import Blocks, Places, Rule, evaluate
+from ...masks.planning import Term
+from .._distinct_masks import added, distinct_masks, random_numbers
 from .._operands import Hidden, hidden_slots
-from ._tile_masks import added, distinct_masks, random_numbers
 from ._tile_stretches import Listed, Stretches, evenly
 
 # n problems (a block row of a table each), L blocks in a list, U distinct masks

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...masks import Layout
-from ...masks.core._bound import Bound
-from ...masks.planning._choice import Choice
-from ...masks.planning._options import Allowed, Option
-from ...masks.planning._planner import Plan, plan
+from ...masks.core import Bound
+from ...masks.planning import Allowed, Choice, Option, Plan, plan
 
 _CUDA_SLOTS_AT_ONCE = 1 << 18  # copies that fill the machine, and are small beside its memory
 

@@ -12,12 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...masks import cache
-from ...masks.core._bound import Bound
-from ...masks.orders._layout import Compact, Layout, Listed
-from ...masks.orders._placement import Placement
-from ...masks.planning._cost import SLOTS_AT_ONCE
-from ...masks.planning._planner import Plan
-from ...masks.planning.lowering._term import Term
+from ...masks.core import Bound
+from ...masks.orders import Compact, Layout, Listed, Placement
+from ...masks.planning import SLOTS_AT_ONCE, Plan, Term
 from .._entries import Entries
 from .._gather import Picked, Side, Whole, claim_rows, side
 from .._operands import Hidden, keys_after_queries, readable

@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 
 from ...masks import cache
-from ...masks.core._pattern import Expression
-from ...masks.orders._placement import Placement
-from ...masks.patterns.run_time._run_time import alike, tables
-from ...masks.planning._choice import Choice
-from ...masks.planning._cost import SLOTS_AT_ONCE
-from ...masks.planning.lowering._one_sequence import one_after_another
-from ...masks.planning.machine._machine_in_use import machine_of
-from ...masks.text._json import read_text
+from ...masks.core import Expression
+from ...masks.orders import Placement
+from ...masks.patterns import alike, tables
+from ...masks.planning import SLOTS_AT_ONCE, Choice, machine_of, one_after_another
+from ...masks.text import read_text
 from .._call_key import CallKey
 from .._entries import Entries, Packed, Some
 from .._flat_op import own_op
@@ -192,7 +189,7 @@ def _programs(
     """(batch entries, their program): one for all, unless run-time tensors tell entries apart."""
     written = key.pattern
     if not bindings:
-        return [(Some(slice(None)), _program(key, None, kind, choice, written=written))]
+        return [(Some(slice(None)), program_of(key, None, kind, choice, written=written))]
     rule = key.rules(bindings)
     packed = _packed(key, rule, batch)
     if packed is not None:
@@ -200,7 +197,7 @@ def _programs(
     else:
         groups = [(Some(rows), of_rows) for rows, of_rows in alike(rule, batch)]
     return [
-        (entries, _program(key._replace(pattern=each.text), each, kind, choice, written=written))
+        (entries, program_of(key._replace(pattern=each.text), each, kind, choice, written=written))
         for entries, each in groups
     ]
 
@@ -224,7 +221,7 @@ def _packed(key: CallKey, rule: Expression, batch: int) -> tuple[CallKey, list[t
     return None if joined is None else (key, [(Packed(), joined)])
 
 
-def _program(key: CallKey, rule: Expression | None, kind: str, choice: Choice | None, *, written: str) -> Program:
+def program_of(key: CallKey, rule: Expression | None, kind: str, choice: Choice | None, *, written: str) -> Program:
     """The cached program for these sizes on a kind of device; `written` is the pattern as the caller has it."""
 
     def build() -> Program:

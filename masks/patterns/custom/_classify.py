@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...core._bound import EMPTY, FULL, PARTIAL
+from ...core import EMPTY, FULL, PARTIAL
 
 Classify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _SIGNATURE = "(head, q_first, q_last, k_first, k_last)"

@@ -9,13 +9,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ...core._bound import EMPTY, FULL
-from ...core._box import Bounds, Box
-from ...core._check import require_int
-from ...core._expression import pattern_kind
-from ...core._pattern import MaskMod, Pattern
-from ...core._reason import Pair, Reason
-from ...core._spelling import Phrase, call
+from ...core import EMPTY, FULL, Bounds, Box, MaskMod, Pair, Pattern, Phrase, Reason, call, pattern_kind, require_int
 from ._classify import Classify, check_classify, classes_of, require_classify
 from ._function_checks import Traits, check_mask_mod, require_mask_mod
 from ._function_snapshot import snapshot

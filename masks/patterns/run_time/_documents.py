@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core._bound import Extent
-from ...core._check import require_int
-from ...core._expression import constructor, pattern_kind
-from ...core._pattern import Pattern
+from ...core import Extent, Pattern, constructor, pattern_kind, require_int
 from ._run_time import RunTime, of_tensor
 from ._run_time_checks import integers
 from ._spans import PADDING, Spans

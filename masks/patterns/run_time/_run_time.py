@@ -12,12 +12,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ...core._algebra import every
-from ...core._bound import Extent
-from ...core._box import Bounds, Box
-from ...core._pattern import Expression, MaskMod, Pattern
-from ...core._reason import Pair, Reason
-from ...core._spelling import Phrase
+from ...core import Bounds, Box, Expression, Extent, MaskMod, Pair, Pattern, Phrase, Reason, every
 from .._band import local_window
 from ._run_time_checks import missing, require_values
 from ._window_list import Windows

@@ -8,9 +8,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ...core._box import Bounds, Box, Counts, Progression, clip
-from ...core._pattern import MaskMod
-from ...core._reason import Pair, Reason, span
+from ...core import Bounds, Box, Counts, MaskMod, Pair, Progression, Reason, clip, span
 from ._run_time import Rows, Table
 from ._window_list import Windows
 

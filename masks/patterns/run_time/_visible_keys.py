@@ -9,11 +9,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from ...core._bound import Extent
-from ...core._box import Bounds, Box
-from ...core._expression import constructor, pattern_kind
-from ...core._pattern import MaskMod, Pattern
-from ...core._reason import Pair, Reason
+from ...core import Bounds, Box, Extent, MaskMod, Pair, Pattern, Reason, constructor, pattern_kind
 from ._run_time import Rows, RunTime, Table, of_tensor
 from ._window_list import Windows
 

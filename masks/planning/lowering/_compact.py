@@ -6,12 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ...core._algebra import And, Every
-from ...core._bound import Bound
-from ...core._pattern import Pattern
-from ...orders._layout import Compact
-from ...patterns._band import Causal, Strided
-from ...patterns._dilated import Dilated
+from ...core import And, Bound, Every, Pattern
+from ...orders import Compact
+from ...patterns import Causal, Dilated, Strided
 from ._term import Shape, Term
 
 

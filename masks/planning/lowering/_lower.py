@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from ...core._algebra import Every
-from ...core._bound import Bound
-from ...core._pattern import Pattern
-from ...orders._layout import Layout
-from ...patterns._band import Causal
+from ...core import Bound, Every, Pattern
+from ...orders import Layout
+from ...patterns import Causal
 from ._term import Shape, Term
 
 

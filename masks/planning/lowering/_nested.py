@@ -8,12 +8,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from ...core._algebra import And, Every
-from ...core._bound import Bound
-from ...core._pattern import Pattern
-from ...orders._layout import Compact
-from ...patterns._band import Causal
-from ...patterns._dilated import Dilated
+from ...core import And, Bound, Every, Pattern
+from ...orders import Compact
+from ...patterns import Causal, Dilated
 from ._term import Term
 from ._weights import KeyWeights, PairWeights
 

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from ...core._pattern import Expression, Pattern
-from ...patterns._per_document import PerDocument
-from ...patterns.run_time._run_time import Table, tables
-from ...patterns.run_time._spans import PADDING, Spans
+from ...core import Expression, Pattern
+from ...patterns import PADDING, PerDocument, Spans, Table, tables
 
 
 def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...core._algebra import Every
-from ...orders._layout import Compact, Layout, Listed, Permutation
-from ...patterns._band import Causal
+from ...core import Every
+from ...orders import Compact, Layout, Listed, Permutation
+from ...patterns import Causal
 from ._term import Term
 
 

@@ -11,15 +11,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ...blocks._blocks import Blocks, build_blocks, repeat_blocks
-from ...blocks._estimate import ListedBlocks, estimate_blocks
-from ...blocks._rule import Rule
-from ...core._pattern import MaskMod, Pattern
-from ...orders._layout import Compact, Layout, Listed, Permutation, Pieces
-from ...orders._tiled import Tiled
-from ...orders._tiling import Tiling
-from ...patterns._neighborhood import Neighborhood
-from ...patterns.run_time._run_time import tables
+from ...blocks import Blocks, ListedBlocks, Rule, build_blocks, estimate_blocks, repeat_blocks
+from ...core import MaskMod, Pattern
+from ...orders import Compact, Layout, Listed, Permutation, Pieces, Tiled, Tiling
+from ...patterns import Neighborhood, tables
 from ._weights import PairWeights, Weights
 
 _MANY_CLASSES = 1 << 8  # of an order: with as many or more, pairs of them may be more than blocks

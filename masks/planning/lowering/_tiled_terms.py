@@ -8,10 +8,9 @@ from math import prod
 
 import torch
 
-from ...core._bound import Bound
-from ...core._pattern import Pattern
-from ...orders._tiling import Tiling
-from ...patterns._neighborhood import Neighborhood
+from ...core import Bound, Pattern
+from ...orders import Tiling
+from ...patterns import Neighborhood
 from ._lower import shared_terms
 from ._term import Term
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ...plan_cache._cache import cache
+from ...plan_cache import cache
 
 # H heads, Q query slots, K key slots, P slots of a period
 

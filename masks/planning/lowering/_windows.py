@@ -9,14 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isqrt
 
-from ...core._algebra import And
-from ...core._bound import Bound
-from ...core._pattern import Pattern
-from ...patterns._band import Causal, LocalWindow
-from ...patterns._per_document import PerDocument
-from ...patterns.run_time._run_time import Table
-from ...patterns.run_time._spans import Spans
-from ...patterns.run_time._window_list import Windows
+from ...core import And, Bound, Pattern
+from ...patterns import Causal, LocalWindow, PerDocument, Spans, Table, Windows
 from ._compact import compact_terms
 from ._lower import shared_terms
 from ._term import Term

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from ...core._check import shown
+from ...core import shown
 
 BUILTIN = "builtin"
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...text._plain_json import read_json
+from ...text import read_json
 from ._machine import NUMBERS, BlockRates, Machine
 from ._machine_key import MachineKey
 

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ...masks.blocks._blocks import Blocks, evaluate
-from ...masks.blocks._rule import Rule
+from ..masks.blocks import Blocks, Rule, evaluate
 
 # n problems, E listed blocks, U distinct masks
 
