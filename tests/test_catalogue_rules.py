@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.masks.blocks._estimate import estimate_blocks
-from flexdilated.masks.core._box import Box
-from flexdilated.masks.core._distances import count_multiples
+from flexdilated.masks.core._box import Box, count_multiples
 from flexdilated.masks.orders._layout import Layout
 from flexdilated.masks.patterns._dilated import _EXACT_SEGMENTS, Dilated
 from flexdilated.masks.patterns._marked_tokens import sum_of_quotients

@@ -1,6 +1,8 @@
 """Blockwise: a pattern over blocks of tokens instead of tokens."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,16 +46,19 @@ class Blockwise(Pattern):
     def direct_parts(self) -> tuple[Pattern, ...]:
         return (self.part,)
 
-    def check_heads(self, num_heads: int) -> None:
-        self.part.check_heads(num_heads)
+    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return replace(self, part=change(self.part))
+
+    def leaves(self) -> tuple[Pattern, ...]:
+        return (self,)  # its part counts blocks, where all that asks for leaves counts tokens
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return change(self)
 
     def check_tokens(self, queries: range, keys: range) -> None:
         self.part.check_tokens(
             *(range(side.start // self.block, -(-side.stop // self.block)) for side in (queries, keys))
         )
-
-    def for_head(self, head: int, num_heads: int) -> Pattern:
-        return replace(self, part=self.part.for_head(head, num_heads))
 
     def period(self) -> int | None:
         shift = self.part.period()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,21 +77,12 @@ class PerDocument(Pattern):
     def _phrase_of(self, inner: Phrase) -> Phrase:
         return Phrase(f"{inner.inside(CALL)}.per_document({self.spans.phrase().text})")
 
-    def for_head(self, head: int, num_heads: int) -> Pattern:
-        return replace(self, part=self.part.for_head(head, num_heads))
-
     def superset(self) -> Pattern:
         # A rule of distances is the same counted from anywhere.
         return And.of(self.part, self.spans.superset()) if self.part.period() == 1 else self.spans.superset()
 
-    def leaves(self) -> tuple[Pattern, ...]:
-        return (*self.part.leaves(), *self.spans.leaves())
-
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
-        return PerDocument(self.part.map_leaves(change), self.spans.map_leaves(change))
-
-    def check_heads(self, num_heads: int) -> None:
-        self.part.check_heads(num_heads)
+    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return PerDocument(change(self.part), change(self.spans))
 
     def check_tokens(self, queries: range, keys: range) -> None:
         spans = self._resolved()
