@@ -3,7 +3,21 @@
 from ._algebra import And, Composite, Every, Not, Or, both, both_bounds, common_period, every
 from ._ambient import own_modes, plans
 from ._bound import EMPTY, FULL, PARTIAL, Bound, Extent
-from ._box import Bounds, Box, Counts, Progression, Squares, clip, count_below, count_multiples, count_residue
+from ._box import (
+    EXACT_RUNS,
+    Bounds,
+    Box,
+    Counts,
+    Progression,
+    Squares,
+    clip,
+    count_between,
+    count_multiples,
+    count_residue,
+    count_runs,
+    count_within,
+    terms_of_class,
+)
 from ._box_parts import (
     Owned,
     by_size,

@@ -31,8 +31,7 @@ from ..core import (
     span,
     within,
 )
-from ._grid import Rectangle, fits, hull, rectangles, select
-from ._grid_window import count_window
+from ._grid import Rectangle, count_window, fits, hull, rectangles, select
 
 _SEQUENCES = (list, tuple)
 _FEW_PAIRS = 1 << 16  # so many are looked at one by one sooner than counted
@@ -102,11 +101,8 @@ class Neighborhood(Pattern):
 
     def reason(self, pair: Pair) -> Reason:
         tokens = prod(self.grid)
-        sides = ((pair.the_query, pair.query), (pair.the_key, pair.key))
-        beyond = [name for name, position in sides if position >= tokens]
-        if beyond:
-            verb = "are" if len(beyond) > 1 else "is"
-            return Reason(self, False, f"{' and '.join(beyond)} {verb} beyond the grid's {tokens} tokens")
+        if beyond := pair.those(lambda position: position >= tokens, f"beyond the grid's {tokens} tokens"):
+            return Reason(self, False, beyond)
         query, key = self._coordinates(pair.query), self._coordinates(pair.key)
         windows = [window_along(place, *axis) for place, axis in zip(query, self.axes, strict=True)]
         missed = [axis for axis, (place, window) in enumerate(zip(key, windows, strict=True)) if place not in window]

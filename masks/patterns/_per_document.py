@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core import (
     CALL,
+    EXACT_RUNS,
     And,
     Bounds,
     Box,
@@ -25,11 +26,9 @@ from ..core import (
     pattern_kind,
     sum_phrase,
 )
-from .run_time._documents import Documents
+from .run_time._documents import Documents, Lengths, Spans
 from .run_time._documents import documents as documents_pattern
-from .run_time._lengths import Lengths
 from .run_time._run_time import Rows, run_time_leaves
-from .run_time._spans import EXACT_SPANS, Spans
 
 
 @pattern_kind("per_document")
@@ -97,9 +96,9 @@ class PerDocument(Pattern):
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         spans = self._resolved()
         first, number = spans.common(box)
-        low, high = torch.zeros_like(number), torch.where(number > EXACT_SPANS, box.area, 0)
-        for step in range(min(int(number.max()), EXACT_SPANS) if len(number) else 0):
-            here = ((step < number) & (number <= EXACT_SPANS)).nonzero().squeeze(1)
+        low, high = torch.zeros_like(number), torch.where(number > EXACT_RUNS, box.area, 0)
+        for step in range(min(int(number.max()), EXACT_RUNS) if len(number) else 0):
+            here = ((step < number) & (number <= EXACT_RUNS)).nonzero().squeeze(1)
             bounds = self._count_within(spans, box.select(here), first[here] + step, num_heads)
             low[here] += bounds.low
             high[here] += bounds.high

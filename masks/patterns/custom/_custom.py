@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,25 +16,17 @@ from ._function_checks import Traits, check_mask_mod, require_mask_mod
 from ._function_snapshot import snapshot
 
 
+@dataclass(eq=False)
 class CustomRule:
     """A checked function with its classify and period: one object for each digest, so identity is equality."""
 
-    def __init__(
-        self,
-        digest: str,
-        function: types.FunctionType,
-        classify: types.FunctionType | None,
-        period: int | None,
-        traits: Traits,
-        given: tuple[types.FunctionType, types.FunctionType | None],
-    ) -> None:
-        self.digest = digest
-        self.function = function
-        self.classify = classify
-        self.period = period
-        self.traits = traits
-        self.given = given  # as they came: what pickle looks up by name
-        self._elsewhere: dict[torch.device, types.FunctionType] = {}
+    digest: str
+    function: types.FunctionType
+    classify: types.FunctionType | None
+    period: int | None
+    traits: Traits
+    given: tuple[types.FunctionType, types.FunctionType | None]  # as they came: what pickle looks up by name
+    elsewhere: dict[torch.device, types.FunctionType] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -43,9 +36,9 @@ class CustomRule:
         """The function with what it captured on this device."""
         if device.type == "cpu":
             return self.function
-        if device not in self._elsewhere:
-            self._elsewhere[device], _, _ = snapshot(self.function, device)
-        return self._elsewhere[device]
+        if device not in self.elsewhere:
+            self.elsewhere[device], _, _ = snapshot(self.function, device)
+        return self.elsewhere[device]
 
 
 # Live rules by digest: what the text of a pattern refers to. Patterns, and so cached plans, keep them alive.
@@ -63,13 +56,8 @@ class Custom(Pattern):
     def __hash__(self) -> int:
         return hash(self.text)
 
-    def write(self) -> str:
-        head = "" if self.head is None else f',"head":{self.head}'
-        return f'{{"function":"{self.rule.digest}"{head},"kind":"custom"}}'
-
-    def to_data(self) -> dict[str, Any]:
-        data = {"kind": "custom", "function": self.rule.digest}
-        return data if self.head is None else data | {"head": self.head}
+    def parameters(self) -> dict[str, Any]:
+        return {"function": self.rule.digest, **({} if self.head is None else {"head": self.head})}
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Pattern:
@@ -100,11 +88,9 @@ class Custom(Pattern):
         return Bounds(torch.where(verdict == FULL, area, 0), torch.where(verdict == EMPTY, 0, area))
 
     def reason(self, pair: Pair) -> Reason:
-        mod = self.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu"))
-        at = (0, pair.head, pair.query, pair.key)
         asked = f"head {pair.head if self.head is None else self.head}, {pair.the_query} and {pair.the_key}"
         try:
-            answer = bool(mod(*(torch.tensor(number, device="cpu") for number in at)))
+            answer = super().reason(pair).allowed
         except IndexError as error:
             raise ValueError(f"{self!r} has no answer for {asked}: {error}") from error
         return Reason(self, answer, f"the function {self.rule.name} says {answer} for {asked}")

@@ -58,13 +58,13 @@ class KeySet(Table):
 
     rows: Bool[Tensor, "B L"]
 
-    def _told(self) -> str:
+    def _described(self) -> str:
         if len(self.rows) != 1:
             return f"visible keys of {len(self.rows)} batch entries"
         return f"{int(self.only_row.sum())} of {self.rows.shape[1]} keys"
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return _listed(self.on(device), torch.tensor(int(len(self.rows) > 1), device=device))
+        return _listed(self.on(device), self.batch_step(device))
 
     @cached_property
     def _before(self) -> Int64[Tensor, " L+1"]:
