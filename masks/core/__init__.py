@@ -28,6 +28,7 @@ from ._box_parts import (
     join,
     look_at_pairs,
     num_classes,
+    numbered,
     residue_factors,
 )
 from ._check import LARGEST, require_below, require_bool, require_choice, require_finite, require_int, shown

@@ -185,7 +185,7 @@ class Every(Pattern):
     """All pairs: what is left of an intersection without parts."""
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return _every
+        return lambda b, h, q, k: (q == q) & (k == k)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         return Bounds(box.area, box.area)
@@ -223,7 +223,8 @@ class Not(Pattern):
         return Phrase(f"~{self.part.phrase().inside(NOT)}", NOT)
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return _negate(self.part.mask_mod(num_heads=num_heads, device=device))
+        inner = self.part.mask_mod(num_heads=num_heads, device=device)
+        return lambda b, h, q, k: ~inner(b, h, q, k)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         inner = self.part.count(box, num_heads=num_heads)
@@ -262,25 +263,8 @@ def both_bounds(a: Bounds, b: Bounds, area: Tensor) -> Bounds:
 
 
 def both(first: MaskMod, second: MaskMod) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return first(b, h, q, k) & second(b, h, q, k)
-
-    return mask_mod
+    return lambda b, h, q, k: first(b, h, q, k) & second(b, h, q, k)
 
 
 def either(first: MaskMod, second: MaskMod) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return first(b, h, q, k) | second(b, h, q, k)
-
-    return mask_mod
-
-
-def _negate(inner: MaskMod) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return ~inner(b, h, q, k)
-
-    return mask_mod
-
-
-def _every(b, h, q, k):
-    return (q == q) & (k == k)
+    return lambda b, h, q, k: first(b, h, q, k) | second(b, h, q, k)

@@ -113,7 +113,4 @@ def _listed(patterns: Sequence[Pattern]) -> tuple[Pattern, ...]:
 
 
 def _on_heads(chosen: Tensor, inner: MaskMod) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return chosen[h] & inner(b, h, q, k)
-
-    return mask_mod
+    return lambda b, h, q, k: chosen[h] & inner(b, h, q, k)

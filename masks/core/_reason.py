@@ -76,7 +76,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Reason:
-    """What one rule says of a pair; `parts` are the rules inside that it asked, as they met the pair."""
+    """What one rule says of a pair; `parts` are the reasons of the rules inside that decide it."""
 
     pattern: Expression
     allowed: bool

@@ -184,14 +184,8 @@ def _not_after(b, h, q, k):
 
 
 def _between(least: Tensor, most: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return (k - q >= least) & (k - q <= most)
-
-    return mask_mod
+    return lambda b, h, q, k: (k - q >= least) & (k - q <= most)
 
 
 def _at_multiples(step: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return (q - k) % step == 0
-
-    return mask_mod
+    return lambda b, h, q, k: (q - k) % step == 0

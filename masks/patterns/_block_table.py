@@ -36,7 +36,17 @@ class BlockTable:
         _, rows, width = self.entries.shape
         height, block, limit = (torch.tensor(number, device=device) for number in (rows, self.block, self.limit))
         halves = [torch.tensor(1 << bit, device=device) for bit in reversed(range(width.bit_length() - 1))]
-        return _seen(self.entries.flatten(0, 1).to(device), table_of_head.to(device), height, block, limit, halves)
+        entries, tables = self.entries.flatten(0, 1).to(device), table_of_head.to(device)
+
+        def seen(b, h, q, k):
+            row, column = q // block, k // block
+            line = tables[h] * height + torch.minimum(row, height - 1)
+            place = column - column
+            for half in halves:  # halving the row: `place` ends at the only entry that can be the column
+                place = place + torch.where(entries[line, place + half - 1] < column, half, 0)
+            return (entries[line, place] == column) & (row < height) & (q < limit) & (k < limit)
+
+        return seen
 
     def count(self, table: Tensor, box: Box) -> Bounds:
         """Bounds on the pairs of each box in its table: exact over a few rows of blocks, coarse over more."""
@@ -142,15 +152,3 @@ def padded(entries: Tensor) -> Tensor:
     """Rows of ascending entries, filled up to a power of two with NOTHING."""
     width = 1 << max(0, entries.shape[-1] - 1).bit_length()
     return torch.nn.functional.pad(entries, (0, width - entries.shape[-1]), value=NOTHING)
-
-
-def _seen(entries: Tensor, tables: Tensor, rows: Tensor, block: Tensor, limit: Tensor, halves: list[Tensor]) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        row, column = q // block, k // block
-        line = tables[h] * rows + torch.minimum(row, rows - 1)
-        place = column - column
-        for half in halves:  # halving the row: `place` ends at the only entry that can be the column
-            place = place + torch.where(entries[line, place + half - 1] < column, half, 0)
-        return (entries[line, place] == column) & (row < rows) & (q < limit) & (k < limit)
-
-    return mask_mod

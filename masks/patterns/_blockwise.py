@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..core import (
     LARGEST,
@@ -23,7 +22,6 @@ from ..core import (
     pattern_kind,
     require_int,
 )
-from .run_time._run_time import run_time_leaves
 
 
 @pattern_kind("blockwise", positional=2)
@@ -36,7 +34,7 @@ class Blockwise(Pattern):
     def __post_init__(self) -> None:
         if not isinstance(self.part, Pattern):
             raise TypeError(f"blockwise needs a set pattern; got {self.part!r}")
-        if run_time_leaves(self.part):
+        if self.part.varies:
             raise ValueError(
                 f"blockwise needs a pattern without run-time tensors, which go by token; got {self.part!r}"
             )
@@ -50,7 +48,7 @@ class Blockwise(Pattern):
         return replace(self, part=change(self.part))
 
     def leaves(self) -> tuple[Pattern, ...]:
-        return (self,)  # its part counts blocks, where all that asks for leaves counts tokens
+        return (self,)  # its part counts blocks, and callers of `leaves` count tokens
 
     def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
         return change(self)
@@ -74,7 +72,8 @@ class Blockwise(Pattern):
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         inner = self.part.mask_mod(num_heads=num_heads, device=device)
-        return _by_block(inner, torch.tensor(self.block, device=device))
+        block = torch.tensor(self.block, device=device)
+        return lambda b, h, q, k: inner(b, h, q // block, k // block)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
@@ -160,10 +159,3 @@ def _tokens(blocks: range, block: int) -> list[range]:
     if len(blocks) <= block:
         return [range(each * block, (each + 1) * block) for each in blocks]
     return [range(blocks.start * block + at, blocks.stop * block, blocks.step * block) for at in range(block)]
-
-
-def _by_block(inner: MaskMod, block: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return inner(b, h, q // block, k // block)
-
-    return mask_mod

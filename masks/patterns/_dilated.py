@@ -102,8 +102,16 @@ class Dilated(Pattern):
         segment = torch.tensor(self.segment, device=device)
         if self.rate == 1:
             return _same_segment(segment)
+        rate = torch.tensor(self.rate, device=device)
         offsets = self._offsets(torch.arange(num_heads), num_heads).to(device)
-        return _active_in_segment(segment, torch.tensor(self.rate, device=device), offsets)
+
+        def active_in_segment(b, h, q, k):
+            offset = offsets[h]
+            queries = (q % segment) % rate == offset
+            keys = (k % segment) % rate == offset
+            return (q // segment == k // segment) & queries & keys
+
+        return active_in_segment
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         (q_first, q_last), (k_first, k_last) = self._segments(box.q), self._segments(box.k)
@@ -202,17 +210,4 @@ def longnet(
 
 
 def _same_segment(segment: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return q // segment == k // segment
-
-    return mask_mod
-
-
-def _active_in_segment(segment: Tensor, rate: Tensor, offsets: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        offset = offsets[h]
-        queries = (q % segment) % rate == offset
-        keys = (k % segment) % rate == offset
-        return (q // segment == k // segment) & queries & keys
-
-    return mask_mod
+    return lambda b, h, q, k: q // segment == k // segment

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..core import (
     Bounds,
@@ -39,6 +38,14 @@ class MarkedTokens(Pattern):
     rows: bool
     columns: bool
 
+    def __post_init__(self) -> None:
+        if not (require_bool("rows", self.rows) | require_bool("columns", self.columns)):
+            raise ValueError(
+                f"{self.kind.replace('_', ' ')} see everyone (rows), are seen by everyone (columns), or both; "
+                f"got rows={self.rows} and columns={self.columns}"
+            )
+        super().__post_init__()
+
     def marks(self) -> tuple[int | None, int, int]:
         """(period, first, stop), where first is 0 or stop is the period; without a period, first is 0."""
         raise NotImplementedError  # every kind marks its own
@@ -50,8 +57,10 @@ class MarkedTokens(Pattern):
     def is_marked(self, device: torch.device) -> _Test:
         """Whether each of some positions is marked."""
         period, first, stop = self.marks()
-        modulus = None if period is None else torch.tensor(period, device=device)
-        return _is_marked(modulus, torch.tensor(first or stop, device=device), from_edge=first > 0)
+        edge, every = torch.tensor(first or stop, device=device), torch.tensor(period or 1, device=device)
+        if period is None:
+            return lambda t: t < edge
+        return (lambda t: t % every >= edge) if first else lambda t: t % every < edge
 
     def count_marked(self, progression: Progression) -> Counts:
         """Marked positions of each progression."""
@@ -80,8 +89,12 @@ class MarkedTokens(Pattern):
         return among(ranges, positions)
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        test = self.is_marked(device)
-        return (_either if self.columns else _query)(test) if self.rows else _key(test)
+        marked = self.is_marked(device)
+        if self.rows and self.columns:
+            return lambda b, h, q, k: marked(q) | marked(k)
+        if self.rows:
+            return lambda b, h, q, k: marked(q) & (k == k)
+        return lambda b, h, q, k: marked(k) & (q == q)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         # Pairs outside are those of a query and a key that both count for nothing.
@@ -119,7 +132,6 @@ class GlobalTokens(MarkedTokens):
 
     def __post_init__(self) -> None:
         require_int("tokens", self.tokens, minimum=1)
-        _check_sides("global tokens", rows=self.rows, columns=self.columns)
         super().__post_init__()
 
     def phrase(self) -> Phrase:
@@ -144,7 +156,6 @@ class LandmarkTokens(MarkedTokens):
 
     def __post_init__(self) -> None:
         require_int("stride", self.stride, minimum=1)
-        _check_sides("landmark tokens", rows=self.rows, columns=self.columns)
         super().__post_init__()
 
     def marks(self) -> tuple[int, int, int]:
@@ -239,40 +250,3 @@ def sum_of_quotients(number: Counts, step: int, first: Counts, modulus: int) -> 
         # Count the same lattice points along the other axis, where fewer are left.
         top = first + step * number
         number, first, step, modulus = top // modulus, top % modulus, modulus, step
-
-
-def _check_sides(tokens: str, *, rows: object, columns: object) -> None:
-    """At least one of two booleans must be True: tokens that neither see nor are seen are no rule."""
-    if not (require_bool("rows", rows) | require_bool("columns", columns)):
-        raise ValueError(
-            f"{tokens} see everyone (rows), are seen by everyone (columns), or both; got {rows=} and {columns=}"
-        )
-
-
-def _is_marked(period: Tensor | None, edge: Tensor, *, from_edge: bool) -> _Test:
-    def test(positions: Any) -> Any:
-        places = positions if period is None else positions % period
-        return places >= edge if from_edge else places < edge
-
-    return test
-
-
-def _either(marked: _Test) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return marked(q) | marked(k)
-
-    return mask_mod
-
-
-def _query(marked: _Test) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return marked(q) & (k == k)
-
-    return mask_mod
-
-
-def _key(marked: _Test) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return marked(k) & (q == q)
-
-    return mask_mod

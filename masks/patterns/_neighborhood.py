@@ -131,7 +131,8 @@ class Neighborhood(Pattern):
             _in_window(*(torch.tensor(number, device=device) for number in (stride, *axis)))
             for stride, axis in zip(self._strides, self.axes, strict=True)
         ]
-        return reduce(both, windows, _inside(torch.tensor(prod(self.grid), device=device)))
+        tokens = torch.tensor(prod(self.grid), device=device)
+        return reduce(both, windows, lambda b, h, q, k: (q < tokens) & (k < tokens))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         if len(box.head) and len(box.head) * int(box.q.count.max()) * int(box.k.count.max()) <= _FEW_PAIRS:
@@ -170,7 +171,7 @@ def neighborhood(grid: Sequence[int], radius: int | Sequence[int], *, rate: int 
     every query sees equally many keys. With a rate, tokens of the same residue along the axis are each
     other's neighbours. Source: NATTEN, arXiv 2204.07143; with rates, arXiv 2209.15001.
 
-    In row-major order a block of tokens is a strip of one row or few, so small windows leave most of a block
+    In row-major order a block of tokens covers one row or few, so small windows leave most of a block
     unused. `attend` therefore sorts the tokens of a whole grid into tiles of a block each, where that pays;
     `describe` says how much is left. With causal() or other patterns, or with fewer tokens, it does not.
 
@@ -212,13 +213,6 @@ def _steps(window: range) -> str:
 def _holds(rectangle: Rectangle) -> Tensor:
     """Which rectangles hold any token."""
     return reduce(torch.logical_and, (side.count > 0 for side in rectangle))
-
-
-def _inside(tokens: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return (q < tokens) & (k < tokens)
-
-    return mask_mod
 
 
 def _in_window(stride: Tensor, length: Tensor, radius: Tensor, rate: Tensor) -> MaskMod:

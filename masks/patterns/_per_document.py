@@ -28,7 +28,6 @@ from ..core import (
 )
 from .run_time._documents import Documents, Lengths, Spans
 from .run_time._documents import documents as documents_pattern
-from .run_time._run_time import Rows, run_time_leaves
 
 
 @pattern_kind("per_document")
@@ -54,7 +53,7 @@ class PerDocument(Pattern):
                 "per_document needs a set pattern and document ids, or a pattern of documents or lengths; "
                 f"got {self.part!r} and {self.spans!r}"
             )
-        if run_time_leaves(self.part):
+        if self.part.varies:
             raise ValueError(
                 "per_document counts positions from each document's start, where a run-time tensor inside has no "
                 f"meaning: intersect with it outside, p.per_document(ids) & it; got {self.part!r}"
@@ -90,8 +89,16 @@ class PerDocument(Pattern):
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         inner = self.part.mask_mod(num_heads=num_heads, device=device)
-        spans = self._resolved()
-        return _from_start(inner, spans.on(device), spans.batch_step(device))
+        held, step = self._resolved().on(device), self._resolved().batch_step(device)
+
+        def from_start(b, h, q, k):
+            starts, row = held.rows, b * step
+            q_start, k_start = starts[row, q], starts[row, k]
+            # Each side is counted from its own start: a position before another document's would be no position.
+            allowed = inner(b, h, q - q_start.clamp(min=0), k - k_start.clamp(min=0))
+            return (q_start == k_start) & (q_start >= 0) & allowed
+
+        return from_start
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         spans = self._resolved()
@@ -134,14 +141,3 @@ class PerDocument(Pattern):
 
 def _shifted(progression: Progression, start: Tensor) -> Progression:
     return Progression(progression.first - start, progression.step, progression.count)
-
-
-def _from_start(inner: MaskMod, held: Rows, batch_step: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        starts, row = held.rows, b * batch_step
-        q_start, k_start = starts[row, q], starts[row, k]
-        # Each side is counted from its own start: a position before another document's would be no position.
-        allowed = inner(b, h, q - q_start.clamp(min=0), k - k_start.clamp(min=0))
-        return (q_start == k_start) & (q_start >= 0) & allowed
-
-    return mask_mod

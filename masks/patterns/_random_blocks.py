@@ -36,7 +36,7 @@ class RandomBlocks(TableRule):
     """Allowed iff the query's block drew the key's block, and both positions lie below `num_tokens`.
 
     Each global head draws for itself; with `head` all of them see what that one drew. `positions` is how many of the
-    tokens are asked about, None for all: no more blocks of queries are drawn than these fill.
+    tokens are in use, None for all: no more blocks of queries are drawn than these fill.
     """
 
     num_tokens: int
@@ -81,8 +81,8 @@ class RandomBlocks(TableRule):
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         rows = self._rows()
         if self.positions is None and len(box.head):  # of queries that may go on forever, the rest stays in doubt
-            asked = int(box.q.first.max()) // self.block + 1
-            rows = min(rows, max(_power_of_two(asked), _DRAWN_AHEAD // self.drawn))
+            needed = int(box.q.first.max()) // self.block + 1
+            rows = min(rows, max(_power_of_two(needed), _DRAWN_AHEAD // self.drawn))
         bounds = self._table(num_heads, rows).count(self.table_of_head(num_heads)[box.head], box)
         if rows == self._rows():
             return bounds
@@ -99,7 +99,7 @@ class RandomBlocks(TableRule):
         return Reason(self, column in drawn, f"{text}; {pair.the_key} is in block {column}")
 
     def _rows(self) -> int:
-        """The blocks of queries that are asked about."""
+        """The blocks of queries that are in use."""
         return self.num_blocks if self.positions is None else min(self.num_blocks, -(-self.positions // self.block))
 
     def _table(self, num_heads: int, rows: int) -> BlockTable:

@@ -26,7 +26,7 @@ from ...core import (
     require_choice,
     require_int,
 )
-from ._run_time import Rows, RunTime, Table, integers, of_tensor
+from ._run_time import RunTime, Table, integers, of_tensor
 from ._window_list import Windows
 
 # B batch entries, L positions, S spans
@@ -48,7 +48,13 @@ class Spans(Table):
         return "1 document" if len(self.starts) == 1 else f"{len(self.starts)} documents"
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return _same_span(self.on(device), self.batch_step(device))
+        held, step = self.on(device), self.batch_step(device)
+
+        def same_span(b, h, q, k):
+            starts, row = held.rows, b * step
+            return (starts[row, q] == starts[row, k]) & (starts[row, q] >= 0)
+
+        return same_span
 
     @cached_property
     def starts(self) -> Int64[Tensor, " S"]:
@@ -228,11 +234,3 @@ def _check_longest(starts: Tensor, longest: int) -> None:
             f"documents must have at most longest={longest} tokens; got one of {int(length.max())} or more that begins "
             f"at position {int(starts[batch, position])}, in batch entry {batch}"
         )
-
-
-def _same_span(held: Rows, batch_step: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        starts, row = held.rows, b * batch_step
-        return (starts[row, q] == starts[row, k]) & (starts[row, q] >= 0)
-
-    return mask_mod

@@ -185,7 +185,7 @@ def as_written(pattern: Expression) -> Expression:
 
 
 def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
-    """The pattern with tables as tensors of these shapes make them, told apart by their names and not by values."""
+    """The pattern with tables as tensors of these shapes make them, distinguished by their names and not by values."""
 
     def with_any(leaf: Pattern) -> Pattern:
         if not isinstance(leaf, RunTime):
