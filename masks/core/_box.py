@@ -110,9 +110,9 @@ def count_within(progression: Progression, start: Tensor | int, stop: Tensor | i
 
 
 def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) -> Bounds:
-    """Bounds on the pairs of boxes that meet so many runs of positions, such as segments, each of which sees itself.
+    """Bounds on the pairs of boxes over `number` runs of positions each, such as segments that see themselves.
 
-    `pairs_in` counts those in one run of each box, the first, the second and so on. Of many runs, it is any number.
+    `pairs_in(i)` counts those in the i-th run of each box. For more than EXACT_RUNS runs the bounds are 0 and the area.
     """
     pairs = torch.zeros_like(number)
     for index in range(min(int(number.max()), EXACT_RUNS) if len(number) else 0):

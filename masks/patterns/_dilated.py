@@ -133,8 +133,7 @@ class Dilated(Pattern):
 
     def reason(self, pair: Pair) -> Reason:
         of_query, of_key = pair.query // self.segment, pair.key // self.segment
-        edges = lambda segment: (segment * self.segment, (segment + 1) * self.segment)  # noqa: E731
-        where = pair.in_runs("segment", of_query, of_key, edges)
+        where = pair.in_runs("segment", of_query, of_key, lambda at: (at * self.segment, (at + 1) * self.segment))
         if of_query != of_key or self.rate == 1:
             return Reason(self, of_query == of_key, where)
         offset = self.offset_of(pair.head, pair.num_heads)
