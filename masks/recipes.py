@@ -116,10 +116,7 @@ def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 
     dilation_rates: distances in blocks, before and after; only the first three count, as there. block_size: tokens
     a block. Source: `BlockSparseRingDilatedAttention` there.
     """
-    if not isinstance(dilation_rates, Sequence) or isinstance(dilation_rates, str):
-        raise TypeError(f"dilation_rates must be a sequence of integers; got {dilation_rates=}")
-    if not dilation_rates:
-        raise ValueError(f"dilation_rates must have at least one integer; got {dilation_rates=}")
+    _require_entries("dilation_rates", dilation_rates, "integer")
     steps = [require_int(f"dilation_rates[{place}]", rate, minimum=1) for place, rate in enumerate(dilation_rates)]
     return blockwise(reduce(or_, [dilated_window(left=1, right=1, rate=step) for step in steps[:3]]), block_size)
 
@@ -147,11 +144,15 @@ def darcstar_hierarchical(
     Source: `HierarchicalConfig` and `BlockSparseHierarchical` there.
     """
     require_int("block_size", block_size, minimum=1)
-    if not isinstance(levels, Sequence) or isinstance(levels, str):
-        raise TypeError(f"levels must be a sequence of pairs (stride, window size); got {levels=}")
-    if not levels:
-        raise ValueError(f"levels must have at least one pair (stride, window size); got {levels=}")
+    _require_entries("levels", levels, "pair", " (stride, window size)")
     return blockwise(reduce(or_, [_level(place, level, block_size) for place, level in enumerate(levels)]), block_size)
+
+
+def _require_entries(name: str, value: Sequence[object], entry: str, of: str = "") -> None:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"{name} must be a sequence of {entry}s{of}; got {name}={value!r}")
+    if not value:
+        raise ValueError(f"{name} must have at least one {entry}{of}; got {name}={value!r}")
 
 
 def _radius(window_size: int, block_size: int) -> int:

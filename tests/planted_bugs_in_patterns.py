@@ -135,7 +135,7 @@ IN_PATTERNS = (
         claims(masks.causal()), "check_pattern", "count must bound the allowed pairs of each box",
     ),
     Bug(
-        "causal: the bounds let a query see the next key", f"{MASKS}.patterns._band:count_below", _shifted(1),
+        "causal: the bounds let a query see the next key", f"{MASKS}.core._box:count_below", _shifted(1),
         claims(masks.causal()), "check_pattern", "count says",
     ),
     Bug(
@@ -180,7 +180,7 @@ IN_PATTERNS = (
         _order, "apply, then invert", "apply, then invert gives",
     ),
     Bug(
-        "pairs counted in 32 bits", f"{MASKS}.patterns._band:count_below", _in_32_bits,
+        "pairs counted in 32 bits", f"{MASKS}.core._box:count_below", _in_32_bits,
         _pairs_of_a_million, "the closed form over a million tokens", "pairs; got",
     ),
     Bug(

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.masks.blocks._estimate import estimate_blocks
-from flexdilated.masks.core._box import Box
-from flexdilated.masks.core._distances import count_multiples
+from flexdilated.masks.core._box import EXACT_RUNS, Box, count_multiples
 from flexdilated.masks.orders._layout import Layout
-from flexdilated.masks.patterns._dilated import _EXACT_SEGMENTS, Dilated
+from flexdilated.masks.patterns._dilated import Dilated
 from flexdilated.masks.patterns._marked_tokens import sum_of_quotients
 from flexdilated.masks.planning.lowering._lower import shared_terms
 from tests.strategies import dilated_windows, global_kinds, strided_kinds
@@ -127,7 +126,7 @@ def test_counts_are_exact_over_equal_steps(twin, data):
     if isinstance(twin.pattern, Dilated):
         spanned = torch.maximum(box.q.last, box.k.last) // twin.pattern.segment
         spanned -= torch.minimum(box.q.first, box.k.first) // twin.pattern.segment
-        assume((spanned < _EXACT_SEGMENTS).all())
+        assume((spanned < EXACT_RUNS).all())
     assert_exact(twin, box)
 
 

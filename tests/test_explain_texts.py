@@ -61,8 +61,8 @@ TEXTS = {
         (masks.dilated_window(left=2, right=3, rate=5), (50, 38, 0, 1), False, "key 38 12 before query 50 2 5"),
     ],
     "GlobalTokens": [
-        (masks.global_tokens(16), (3, 2, 0, 1), True, "query 3 16 key key 2 16 query"),
-        (masks.global_tokens(16), (16, 17, 0, 1), False, "query 16 key 17 not 16"),
+        (masks.global_tokens(16), (3, 2, 0, 1), True, "query 3 16 key 2 16"),
+        (masks.global_tokens(16), (16, 17, 0, 1), False, "query 16 not 16 key 17 not 16"),
         (masks.first_tokens(4), (2, 17, 0, 1), False, "key 17 not 4"),
     ],
     "LandmarkTokens": [
@@ -71,7 +71,7 @@ TEXTS = {
     ],
     "Strided": [
         (masks.strided(7), (50, 22, 0, 1), True, "key 22 28 before query 50 4 7"),
-        (masks.strided(7), (22, 52, 0, 1), False, "key 52 30 after query 22 4 7 2"),
+        (masks.strided(7), (22, 52, 0, 1), False, "key 52 30 after query 22 2 7"),
     ],
     "Fixed": [
         (masks.fixed(8, summary=2), (1, 14, 0, 1), True, "key 14 block 8 14 15"),

@@ -7,7 +7,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.core._check import LARGEST, require_finite, require_int
-from flexdilated.masks.patterns import _grid_window
+from flexdilated.masks.patterns import _grid
 from flexdilated.testing import check_pattern
 
 BUILDERS = {
@@ -83,7 +83,7 @@ def test_large_numbers_do_not_overflow(large, small, engine):
 )
 def test_bounds_by_distance_are_sound(grid, radius, rate, monkeypatch):
     """As large rates have them, at every rate."""
-    monkeypatch.setattr(_grid_window, "_MOST_CLASSES", 0)
+    monkeypatch.setattr(_grid, "_MOST_CLASSES", 0)
     check_pattern(masks.neighborhood(grid, radius, rate=rate), num_heads=1, max_tokens=96, examples=40)
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from bench._catalogue import ENTRIES, PICTURED, Entry, dense
 from flexdilated import masks
-from flexdilated.masks.core import _range_union
+from flexdilated.masks.core import _ranges
 from flexdilated.masks.core._bound import Extent
-from flexdilated.masks.core._range_union import joined_intervals, ranges_of, union_of
-from flexdilated.masks.core._ranges import Ranges
+from flexdilated.masks.core._ranges import Ranges, joined_intervals, ranges_of, union_of
 from flexdilated.masks.needs import _needs_by_boxes, _needs_by_distance
 from flexdilated.masks.needs._needs import needed_keys
 from flexdilated.masks.needs._needs_by_boxes import _Boxes
@@ -94,7 +93,7 @@ def test_needs_are_the_same_by_the_smallest_steps(case: Case, data):
         patch.setattr(_needs_by_boxes, "_LOOKS", 2)
         patch.setattr(_needs_by_distance, "_CUTS", 2)
         patch.setattr(_needs_by_distance, "_MOST_CLASSES", data.draw(st.sampled_from([0, 512])))
-        patch.setattr(_range_union, "_MOST_COMPARISONS", data.draw(st.sampled_from([0, 1 << 16])))
+        patch.setattr(_ranges, "_MOST_COMPARISONS", data.draw(st.sampled_from([0, 1 << 16])))
         check_case(case, data)
 
 
@@ -257,8 +256,8 @@ def test_a_million_tokens_on_eight_ranks(pattern: masks.Pattern, expected: list[
 def test_unions(parts: list[range], most: int):
     """Few positions and many, few ranges and many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_range_union, "_FEW_POSITIONS", most)
-        patch.setattr(_range_union, "_MOST_COMPARISONS", most)
+        patch.setattr(_ranges, "_FEW_POSITIONS", most)
+        patch.setattr(_ranges, "_MOST_COMPARISONS", most)
         assert_found(union_of(parts), sorted(set(members(tuple(parts)))))
 
 

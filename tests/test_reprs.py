@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import BufferPool
-from flexdilated.masks.core._bytes_text import bytes_text
+from flexdilated.masks.core._spelling import bytes_text
 from flexdilated.masks.planning._planner import plan
 from flexdilated.nn._repr import LONGEST
 

@@ -61,8 +61,7 @@ def asked(tab: Tab, data: dict[str, Any], heads: Iterable[int], *windows: tuple[
 
 def parts_of(rule: Any, num_heads: int) -> list[Any]:
     """A branch and the parts that the page explains, as the page lists them."""
-    from flexdilated.masks.core._algebra import Not
-    from flexdilated.masks.core._composite import Composite
+    from flexdilated.masks.core._algebra import Composite, Not
 
     inner = rule.direct_parts() if isinstance(rule, Not | Composite) else ()
     return [rule, *(each for part in inner for each in parts_of(part, num_heads))]

@@ -12,12 +12,39 @@ import torch
 from torch import Tensor
 
 from ._box import Bounds, Box, Squares
-from ._composite import Composite
+from ._check import LARGEST
 from ._expression import DEEPEST, constructor, pattern_kind
 from ._pattern import MaskMod, Pattern, require_set_patterns
 from ._ranges import Ranges, as_ranges, intersect_all, unite
 from ._reason import Pair, Reason, listing
 from ._spelling import AND, NOT, OR, Phrase, chain
+
+
+@dataclass(frozen=True)
+class Composite(Pattern):
+    """A pattern of parts, which repeats where they all do."""
+
+    parts: tuple[Pattern, ...]
+
+    def direct_parts(self) -> tuple[Pattern, ...]:
+        return self.parts
+
+    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return type(self)(tuple(map(change, self.parts)))
+
+    def period(self) -> int | None:
+        return common_period(self.parts)
+
+    def rates(self) -> tuple[int, ...]:
+        return tuple(rate for part in self.parts for rate in part.rates())
+
+
+def common_period(parts: tuple[Pattern, ...]) -> int | None:
+    """The least shift that leaves every part as it is, or None; None too where no sequence is as long."""
+    periods = [part.period() for part in parts]
+    known = [period for period in periods if period is not None]
+    least = reduce(lcm, known, 1)
+    return least if len(known) == len(periods) and least <= LARGEST else None
 
 
 @dataclass(frozen=True)
@@ -41,14 +68,8 @@ class _Combination(Composite):
             raise ValueError(f"{kind!r} takes each part once, and a tensor once by its name; got {self.parts!r:.200}")
         super().__post_init__()
 
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
-        return type(self).of(*(part.map_leaves(change) for part in self.parts))
-
-    def for_head(self, head: int, num_heads: int) -> Pattern:
-        return type(self).of(*(part.for_head(head, num_heads) for part in self.parts))
-
-    def superset(self) -> Pattern:
-        return type(self).of(*(part.superset() for part in self.parts))
+    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return type(self).of(*map(change, self.parts))
 
     def _mods(self, num_heads: int, device: torch.device) -> list[MaskMod]:
         return [part.mask_mod(num_heads=num_heads, device=device) for part in self.parts]
@@ -164,7 +185,7 @@ class Every(Pattern):
     """All pairs: what is left of an intersection without parts."""
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return _every
+        return lambda b, h, q, k: (q == q) & (k == k)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         return Bounds(box.area, box.area)
@@ -202,7 +223,8 @@ class Not(Pattern):
         return Phrase(f"~{self.part.phrase().inside(NOT)}", NOT)
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return _negate(self.part.mask_mod(num_heads=num_heads, device=device))
+        inner = self.part.mask_mod(num_heads=num_heads, device=device)
+        return lambda b, h, q, k: ~inner(b, h, q, k)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         inner = self.part.count(box, num_heads=num_heads)
@@ -212,8 +234,8 @@ class Not(Pattern):
         inner = self.part.reason(pair)
         return Reason(self, not inner.allowed, f"its part {'allows' if inner.allowed else 'forbids'} it", (inner,))
 
-    def for_head(self, head: int, num_heads: int) -> Pattern:
-        return ~self.part.for_head(head, num_heads)
+    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return ~change(self.part)
 
     def period(self) -> int | None:
         return self.part.period()
@@ -223,18 +245,6 @@ class Not(Pattern):
 
     def superset(self) -> Pattern:
         return self if self.part.superset() == self.part else Every()
-
-    def leaves(self) -> tuple[Pattern, ...]:
-        return self.part.leaves()
-
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
-        return ~self.part.map_leaves(change)
-
-    def check_heads(self, num_heads: int) -> None:
-        self.part.check_heads(num_heads)
-
-    def check_tokens(self, queries: range, keys: range) -> None:
-        self.part.check_tokens(queries, keys)
 
 
 @constructor
@@ -253,25 +263,8 @@ def both_bounds(a: Bounds, b: Bounds, area: Tensor) -> Bounds:
 
 
 def both(first: MaskMod, second: MaskMod) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return first(b, h, q, k) & second(b, h, q, k)
-
-    return mask_mod
+    return lambda b, h, q, k: first(b, h, q, k) & second(b, h, q, k)
 
 
 def either(first: MaskMod, second: MaskMod) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return first(b, h, q, k) | second(b, h, q, k)
-
-    return mask_mod
-
-
-def _negate(inner: MaskMod) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return ~inner(b, h, q, k)
-
-    return mask_mod
-
-
-def _every(b, h, q, k):
-    return (q == q) & (k == k)
+    return lambda b, h, q, k: first(b, h, q, k) | second(b, h, q, k)

@@ -1,4 +1,4 @@
-"""What surrounds a call and is no part of it: modes of torch, under which the library's own plans are made as ever."""
+"""PyTorch modes that are active around a call, such as fake tensors or tracing: plans are made outside of them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Plain tensors with values, on the CPU unless a call says where, and fit for training, whoever asks.
+    """Tensors are plain ones with values, on the CPU unless a call names a device, and fit for training.
 
-    Left out of account are fake, tracing and other modes, default devices, the levels of torch.func and inference mode.
+    Suspended are fake, tracing and other modes, default devices, the levels of torch.func and inference mode.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))

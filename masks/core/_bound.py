@@ -90,7 +90,10 @@ class Bound:
         where = torch.device(device)
         inner = self.union.mask_mod(num_heads=self.num_heads_global, device=where)
         offsets = (self.head_offset, self.q_offset, self.k_offset)
-        return _shifted(inner, *(torch.tensor(offset, device=where) for offset in offsets)) if any(offsets) else inner
+        if not any(offsets):
+            return inner
+        head, query, key = (torch.tensor(offset, device=where) for offset in offsets)
+        return lambda b, h, q, k: inner(b, h + head, q + query, k + key)
 
     def count(self, box: Box) -> Bounds:
         """Sound bounds on the allowed pairs of each box; boxes hold global heads and positions.
@@ -106,10 +109,3 @@ class Bound:
         verdict[bounds.low == box.area] = FULL
         verdict[bounds.high == 0] = EMPTY
         return verdict
-
-
-def _shifted(inner: MaskMod, head_offset: Tensor, q_offset: Tensor, k_offset: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return inner(b, h + head_offset, q + q_offset, k + k_offset)
-
-    return mask_mod

@@ -1,5 +1,6 @@
-"""Boxes: products of two arithmetic progressions of token positions, and how to count inside them."""
+"""Boxes: products of two arithmetic progressions of token positions, and how many pairs of some distances they hold."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
@@ -8,6 +9,9 @@ from jaxtyping import Int64
 from torch import Tensor
 
 Counts = Int64[Tensor, " n"]
+
+# A box over more runs of positions than this, such as segments, is bounded by its area: the builder splits it anyway.
+EXACT_RUNS = 8
 
 
 @dataclass(frozen=True)
@@ -61,25 +65,69 @@ class Bounds:
 
 def count_residue(progression: Progression, modulus: int, residue: Counts) -> Counts:
     """How many terms of each progression are congruent to `residue` (one a progression) modulo `modulus`."""
+    if progression.step % modulus == 0:  # all terms share a residue
+        return torch.where(progression.first.remainder(modulus) == residue.remainder(modulus), progression.count, 0)
+    return _in_class(progression, modulus, residue)[1]
+
+
+def terms_of_class(progression: Progression, modulus: int, residue: int) -> Progression:
+    """The terms congruent to `residue` modulo `modulus`, by their number floor(term / modulus) in that class."""
+    if modulus == 1:
+        return progression
+    index, count = _in_class(progression, modulus, torch.full_like(progression.first, residue))
+    first = (progression.first + progression.step * index).div(modulus, rounding_mode="floor")
+    return Progression(first, progression.step // gcd(progression.step, modulus), count)
+
+
+def _in_class(progression: Progression, modulus: int, residue: Counts) -> tuple[Counts, Counts]:
+    """(index of the first term congruent to `residue` modulo `modulus`, how many there are)."""
     divisor = gcd(progression.step, modulus)
     period = modulus // divisor
-    if period == 1:  # all terms share a residue
-        return torch.where(progression.first.remainder(modulus) == residue.remainder(modulus), progression.count, 0)
-    inverse = pow(progression.step // divisor, -1, period) if period > 1 else 0
     distance = torch.remainder(residue - progression.first, modulus)
-    solvable = distance.remainder(divisor) == 0
-    index = (distance.div(divisor, rounding_mode="floor") * inverse).remainder(period)
+    index = distance.div(divisor, rounding_mode="floor") * pow(progression.step // divisor, -1, period)
+    index = index.remainder(period)
     hits = (progression.count - 1 - index).div(period, rounding_mode="floor") + 1
-    return torch.where(solvable, hits.clamp(min=0), 0)
+    return index, torch.where(distance.remainder(divisor) == 0, hits.clamp(min=0), 0)
 
 
-def clip(progression: Progression, start: Counts, stop: Counts) -> Progression:
+def clip(progression: Progression, start: Counts | int, stop: Counts | int) -> Progression:
     """The terms that lie in [start, stop), as progressions of the same step (count 0 where none does)."""
     step = progression.step
     skipped = (start - progression.first + step - 1).div(step, rounding_mode="floor").clamp(min=0)
     end = (stop - 1 - progression.first).div(step, rounding_mode="floor") + 1
     count = (torch.minimum(end, progression.count) - skipped).clamp(min=0)
     return Progression(progression.first + step * skipped, step, count)
+
+
+def count_within(progression: Progression, start: Tensor | int, stop: Tensor | int) -> Tensor:
+    """How many terms of each progression lie in [start, stop), also of several such runs for each, in rows."""
+    step, count = progression.step, progression.count
+    before, behind = (
+        (edge - progression.first + (step - 1)).div(step, rounding_mode="floor").clamp(min=0).minimum(count)
+        for edge in (start, stop)
+    )
+    return behind - before
+
+
+def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) -> Bounds:
+    """Bounds on the pairs of boxes over `number` runs of positions each, such as segments that see themselves.
+
+    `pairs_in(i)` counts those in the i-th run of each box. For more than EXACT_RUNS runs the bounds are 0 and the area.
+    """
+    pairs = torch.zeros_like(number)
+    for index in range(min(int(number.max()), EXACT_RUNS) if len(number) else 0):
+        pairs += torch.where(index < number, pairs_in(index), 0)
+    exact = number <= EXACT_RUNS
+    return Bounds(torch.where(exact, pairs, 0), torch.where(exact, pairs, area))
+
+
+def count_between(box: Box, least: int | None, most: int | None) -> Bounds:
+    """Pairs whose key position - query position lies between the two, ends included; None sets no limit."""
+    none, every = torch.zeros_like(box.area), box.area
+    reached = Bounds(every, every) if most is None else count_below(box, most)
+    missed = Bounds(none, none) if least is None else count_below(box, least - 1)
+    # The difference is exact where both are; bounds that straddle can only be widened.
+    return Bounds((reached.low - missed.high).clamp(min=0), reached.high - missed.low)
 
 
 def count_below(box: Box, shift: int) -> Bounds:
@@ -98,3 +146,57 @@ def count_below(box: Box, shift: int) -> Bounds:
     ramp = full - begin
     exact = ramp * (begin + lead + 1) + ramp * (ramp - 1) // 2 + (rows - full) * columns
     return Bounds(exact, exact)
+
+
+def count_multiples(box: Box, rate: int, *, reach: tuple[int, int] | None = None) -> Bounds:
+    """Pairs with key position - query position a multiple of `rate`: exact for equal steps, else bounds.
+
+    `reach` limits the distance to [least, most], and is for equal steps only.
+    """
+    if box.q.step == box.k.step:
+        pairs = _count_exactly(box, rate, reach)
+        return Bounds(pairs, pairs)
+    assert reach is None
+    by_query, by_key = _partners(box, rate), _partners(Box(box.head, box.k, box.q), rate)
+    return Bounds(torch.maximum(by_query.low, by_key.low), torch.minimum(by_query.high, by_key.high))
+
+
+def _count_exactly(box: Box, rate: int, reach: tuple[int, int] | None) -> Counts:
+    """A pair's distance is shift + step * lag, where lag is key index - query index: count the lags that fit."""
+    step, shift, columns = box.k.step, box.k.first - box.q.first, box.k.count
+    divisor = gcd(step, rate)
+    period = rate // divisor
+    residue = -shift.div(divisor, rounding_mode="floor") * pow(step // divisor, -1, period)
+    if reach is None:
+        pairs = _lags_up_to(columns - 1, residue, period, box)
+    else:
+        least, most = reach
+        last = (most - shift).div(step, rounding_mode="floor").minimum(columns - 1)
+        skipped = (least - 1 - shift).div(step, rounding_mode="floor").minimum(columns - 1)
+        pairs = _lags_up_to(last, residue, period, box) - _lags_up_to(skipped, residue, period, box)
+    return torch.where(shift.remainder(divisor) == 0, pairs, 0)
+
+
+def _lags_up_to(most: Tensor, residue: Tensor, period: int, box: Box) -> Counts:
+    """Pairs of indices whose lag is at most `most` and congruent to `residue` modulo `period`.
+
+    Over the lags of a box, its pairs make a trapezoid, a sum of ramps: lag + rows, less lag, less lag + rows - columns,
+    each where it is positive. The trapezoid ends at columns - 1, which `most` must not exceed.
+    """
+    rows, columns = box.q.count, box.k.count
+    top = most - (most - residue).remainder(period)
+
+    def total(height: Tensor) -> Tensor:  # height + (height - period) + ..., as long as that is positive
+        height = height.clamp(min=0)
+        further = height // period
+        return (further + 1) * height - period * (further * (further + 1) // 2)
+
+    return total(top + rows) - total(top) - total(top + rows - columns)
+
+
+def _partners(box: Box, rate: int) -> Bounds:
+    """Bounds from the queries' side: each query that fits some key fits every so many-th of them."""
+    divisor = gcd(box.k.step, rate)
+    every = rate // divisor
+    fitting = count_residue(box.q, divisor, box.k.first)
+    return Bounds(fitting * (box.k.count // every), fitting * -(-box.k.count // every))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
@@ -104,7 +105,7 @@ class Expression:
 
     def to_data(self) -> dict[str, Any]:
         """Plain data for JSON: a `kind` and its parameters."""
-        return {"kind": self.kind, **{name: _plain(value) for name, value in self.parameters().items()}}
+        return json.loads(self.text)
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Any:
@@ -256,9 +257,3 @@ def _canonical(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(index(value))  # a size that a graph has left open becomes a constant of it
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Expression):
-        return value.to_data()
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value

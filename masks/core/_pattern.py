@@ -73,7 +73,7 @@ class Pattern(Expression):
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
         """The same rule for one head, with every choice by head resolved."""
-        return self
+        return self.map_parts(lambda part: part.for_head(head, num_heads))
 
     def period(self) -> int | None:
         """A shift of query and key together that leaves the rule as it is; 1 for any shift, None for no shift."""
@@ -89,7 +89,7 @@ class Pattern(Expression):
 
     def superset(self) -> Pattern:
         """A pattern that allows at least these pairs, whatever the values of run-time tensors."""
-        return self
+        return self.map_parts(lambda part: part.superset())
 
     def spacing(self) -> int:
         """A number that divides the distance of every allowed pair; 1 where no more is known."""
@@ -113,17 +113,23 @@ class Pattern(Expression):
     def branches(self) -> tuple[Pattern, ...]:
         return (self,)
 
+    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
+        """The same pattern of changed parts; a pattern that has none is left as it is."""
+        return self
+
     def leaves(self) -> tuple[Pattern, ...]:
-        return (self,)
+        return all_leaves(self.direct_parts()) or (self,)
 
     def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
-        return change(self)
+        return self.map_parts(lambda part: part.map_leaves(change)) if self.direct_parts() else change(self)
 
     def check_heads(self, num_heads: int) -> None:
-        return None
+        for part in self.direct_parts():
+            part.check_heads(num_heads)
 
     def check_tokens(self, queries: range, keys: range) -> None:
-        return None
+        for part in self.direct_parts():
+            part.check_tokens(queries, keys)
 
     def __and__(self, other: Expression) -> Any:
         if isinstance(other, Mixture):

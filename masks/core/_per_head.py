@@ -7,9 +7,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ._algebra import either
+from ._algebra import Composite, either
 from ._box import Bounds, Box, Squares
-from ._composite import Composite
 from ._expression import constructor, pattern_kind
 from ._pattern import MaskMod, Pattern, require_set_patterns
 from ._reason import Pair, Reason, span
@@ -34,9 +33,6 @@ class _HeadChoice(Composite):
 
     def confined(self) -> bool:
         return all(part.confined() for part in self.parts)
-
-    def superset(self) -> Pattern:
-        return type(self)(tuple(part.superset() for part in self.parts))
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         choice = torch.tensor(self.choice(num_heads))
@@ -117,7 +113,4 @@ def _listed(patterns: Sequence[Pattern]) -> tuple[Pattern, ...]:
 
 
 def _on_heads(chosen: Tensor, inner: MaskMod) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return chosen[h] & inner(b, h, q, k)
-
-    return mask_mod
+    return lambda b, h, q, k: chosen[h] & inner(b, h, q, k)

@@ -1,13 +1,22 @@
-"""Ranges of positions: what a row's keys are in closed form, and how they intersect and join."""
+"""Ranges of positions: what a row's keys are in closed form, how they intersect, and their unions in few ranges."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
 from math import gcd
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
 
 Ranges = tuple[range, ...]  # of steps above 0, none of them empty, no two with a position in common
 
 _MOST_MEETINGS = 1 << 14  # of one range with another: milliseconds
+# So many comparisons of one range with another take longer than a look at every position.
+_MOST_COMPARISONS = 1 << 16
+# So few positions are looked at one by one as well: short ranges go together in more ways than long ones.
+_FEW_POSITIONS = 1 << 10
 
 
 def as_ranges(keys: range) -> Ranges:
@@ -58,12 +67,141 @@ def unite(ranges: Ranges) -> Ranges | None:
         rest = [keys]
         for earlier in joined:
             if earlier.step == 1:
-                rest = [part for piece in rest for part in _without(piece, earlier) if part]
+                rest = [left for piece in rest for left in _without(piece, earlier)]
             elif any(intersect(piece, earlier) for piece in rest):
                 return None
         joined += rest
     return tuple(joined)
 
 
-def _without(keys: range, run: range) -> tuple[range, range]:
-    return within(keys, keys.start, run.start), within(keys, run.stop, keys.stop)
+def union_of(ranges: Iterable[range]) -> Ranges:
+    """The positions of any of these ranges as ranges without overlap, by their first positions.
+
+    Positions next to each other become one run. The same positions may come out as other ranges where they came
+    in as others, and always in the same way where they came in the same.
+    """
+    runs, steps = _by_kind(ranges)
+    runs = _joined_runs(runs)
+    if len(steps) * (len(runs) + len(steps)) > _MOST_COMPARISONS:
+        return ranges_of(_sorted([*runs, *steps]))
+    parts = _disjoint(runs, steps)
+    while (joined := _joined(parts)) != parts:
+        parts = joined
+    if len(parts) > 1 and sum(map(len, parts)) <= _FEW_POSITIONS:
+        parts = min(parts, ranges_of(_sorted(parts)), key=len)
+    return tuple(parts)
+
+
+def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
+    """Ascending positions, cut into ranges wherever the distance to the next one changes; runs are left whole."""
+    if not len(positions):
+        return ()
+    distances = positions.diff().unique_consecutive(return_counts=True)
+    steps, times = (each.tolist() for each in distances)
+    ranges: list[range] = []
+    at, taken = int(positions[0]), False
+    for step, number, following in zip(steps, times, [*steps, 0][1:], strict=True):
+        end = at + step * number
+        # A stretch of one distance is no range yet, and a run begins with what ends the stretch before.
+        left = step > 1 and (number == 1 or following == 1)
+        first, last = at + step * taken, end - step * left
+        if first <= last:
+            ranges.append(range(first, last + 1, step if first < last else 1))
+        at, taken = end, not left
+    return tuple(ranges) if taken else (*ranges, range(at, at + 1))
+
+
+def joined_intervals(begin: Int64[Tensor, " n"], end: Int64[Tensor, " n"]) -> tuple[Tensor, Tensor]:
+    """What n intervals [begin, end) cover, as intervals in ascending order that do not touch."""
+    begin, order = begin.sort()
+    reach = end[order].cummax(0).values
+    first = (torch.nn.functional.pad(reach[:-1], (1, 0), value=-(1 << 62))[: len(begin)] < begin).nonzero().squeeze(1)
+    last = torch.cat([first[1:] - 1, torch.tensor([len(begin) - 1])])[: len(first)]
+    return begin[first], reach[last]
+
+
+def _by_kind(ranges: Iterable[range]) -> tuple[list[range], list[range]]:
+    """Runs of neighbours, to which single positions belong, and what has greater steps."""
+    runs, steps = [], []
+    for each in dict.fromkeys(ranges):
+        if len(each) == 1:
+            runs.append(range(each.start, each.start + 1))
+        elif each:
+            (runs if each.step == 1 else steps).append(each)
+    return runs, steps
+
+
+def _joined_runs(runs: list[range]) -> list[range]:
+    """Runs in ascending order, with those that overlap or touch as one."""
+    joined: list[range] = []
+    for run in sorted(runs, key=lambda run: run.start):
+        if joined and run.start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, run.stop))
+        else:
+            joined.append(run)
+    return joined
+
+
+def _disjoint(runs: list[range], steps: list[range]) -> list[range]:
+    """The runs, and what each progression holds beside them and beside the progressions of smaller steps."""
+    parts = list(runs)
+    for each in sorted(steps, key=lambda each: (each.step, each.start)):
+        rest = [each]
+        for earlier in tuple(parts):
+            if earlier.start < each.stop and each.start < earlier.stop:
+                rest = [left for piece in rest for left in _without(piece, earlier)]
+        parts += rest
+    return parts
+
+
+def _without(piece: range, other: range) -> Iterator[range]:
+    """The positions of a range that another one lacks."""
+    both = intersect(piece, other)
+    if not both:
+        yield piece
+        return
+    # A single position in common has no step of its own.
+    times = both.step // piece.step if len(both) > 1 else 1
+    parts = [within(piece, piece.start, both.start), within(piece, both[-1] + 1, piece.stop)]
+    parts += [range(both.start + shift * piece.step, both[-1], both.step) for shift in range(1, times)]
+    yield from (part for part in parts if part)
+
+
+def _joined(parts: Sequence[range]) -> list[range]:
+    """The same positions, with ranges that go on in each other, or fill each other's gaps, as one."""
+    runs, steps = _by_kind(parts)
+    joined = list(runs)
+    for step, group in groupby(sorted(steps, key=lambda each: (each.step, each.start)), key=lambda each: each.step):
+        joined += _interleaved(_continued(list(group)), step)
+    runs, steps = _by_kind(joined)
+    return sorted((*_joined_runs(runs), *steps), key=lambda each: each.start)
+
+
+def _continued(ranges: list[range]) -> list[range]:
+    """Ranges of one step without overlap, with those that begin where another ends as one."""
+    by_end: dict[int, range] = {}
+    for each in ranges:  # in ascending order of their first positions
+        before = by_end.pop(each.start, None)
+        whole = each if before is None else range(before.start, each.stop, each.step)
+        by_end[whole[-1] + each.step] = whole
+    return sorted(by_end.values(), key=lambda each: each.start)
+
+
+def _interleaved(ranges: list[range], step: int) -> list[range]:
+    """Ranges of one step that fill each other's gaps evenly, as one of a smaller step where all of them reach."""
+    residues = sorted({each.start % step for each in ranges})
+    gap = step // len(residues)
+    evenly = step % len(residues) == 0 and all(b - a == gap for a, b in pairwise(residues))
+    if len(residues) < 2 or len(residues) < len(ranges) or not evenly:
+        return ranges
+    begin = max(each.start for each in ranges) - step + gap
+    end = min(each[-1] for each in ranges) + step
+    if begin >= end:
+        return ranges
+    filled = range(begin, end - gap + 1, gap)
+    edges = [within(each, *side) for each in ranges for side in ((each.start, begin), (end, each.stop))]
+    return [filled, *(edge for edge in edges if edge)]
+
+
+def _sorted(ranges: Iterable[range]) -> Int64[Tensor, " n"]:
+    return torch.cat([torch.arange(each.start, each.stop, each.step) for each in ranges]).unique()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,6 +53,19 @@ class Pair:
         side = "before" if self.key < self.query else "after"
         return f"{self.the_key} is {self._measured(abs(self.query - self.key))} {side} {self.the_query}"
 
+    def those(self, holds: Callable[[int], bool], what: str) -> str | None:
+        """The sides at whose positions this holds, as a clause that says what they are; None if it holds at neither."""
+        sides = ((self.the_query, self.query), (self.the_key, self.key))
+        names = [name for name, position in sides if holds(position)]
+        return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} {what}" if names else None
+
+    def in_runs(self, kind: str, of_query: int, of_key: int, edges: Callable[[int], tuple[int, int]]) -> str:
+        """In which of the runs of positions, such as segments, the two lie, as a clause."""
+        query, key = (f"{kind} {index} ({span(*edges(index))})" for index in (of_query, of_key))
+        if of_query == of_key:
+            return f"both are in {query}"
+        return f"{self.the_query} is in {query}, {self.the_key} in {key}: different {kind}s"
+
     def _named(self, side: str, position: int) -> str:
         return f"{side} {position}" if self.unit == "token" else f"{side} {self.unit} {position}"
 
@@ -63,7 +76,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Reason:
-    """What one rule says of a pair; `parts` are the rules inside that it asked, as they met the pair."""
+    """What one rule says of a pair; `parts` are the reasons of the rules inside that decide it."""
 
     pattern: Expression
     allowed: bool

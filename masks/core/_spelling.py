@@ -1,4 +1,4 @@
-"""How patterns are written: as the expressions that build them, with no more parentheses than precedence asks for."""
+"""How patterns are written: as the expressions that build them, with no more parentheses than needed; and numbers."""
 
 from __future__ import annotations
 
@@ -44,3 +44,20 @@ def chain(phrases: Iterable[Phrase], operator: int) -> Phrase:
 def shortened(text: str, longest: int = LONGEST) -> str:
     """The text itself, or its first `longest` characters and the mark that it was cut."""
     return text if len(text) <= longest else f"{text[:longest]}{CUT}"
+
+
+def bytes_text(number: float) -> str:
+    """Three digits and a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:,.0f} TiB" if number >= 100 else f"{number:.3g} TiB"
+
+
+def tokens_text(number: int) -> str:
+    """16384 as 16K, 1048576 as 1M; other numbers in full."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if number and number % size == 0:
+            return f"{number // size:,}{unit}"
+    return f"{number:,}"

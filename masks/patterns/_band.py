@@ -15,7 +15,7 @@ from ..core import (
     both,
     both_bounds,
     constructor,
-    count_below,
+    count_between,
     count_multiples,
     pattern_kind,
     require_int,
@@ -25,37 +25,50 @@ from ..core import (
 class Band(Pattern):
     """Allowed iff key - query is a multiple of `step`, at least `least` and at most `most`; None sets no limit."""
 
+    def limits(self) -> tuple[int | None, int | None, int]:
+        """(least, most, step)."""
+        raise NotImplementedError  # every kind has its own
+
     @property
     def least(self) -> int | None:
-        return None
+        return self.limits()[0]
 
     @property
     def most(self) -> int | None:
-        return None
+        return self.limits()[1]
 
     @property
     def step(self) -> int:
-        return 1
+        return self.limits()[2]
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        least, most = (None if end is None else torch.tensor(end, device=device) for end in (self.least, self.most))
-        limits = None if least is None or most is None else _between(least, most)
-        steps = None if self.step == 1 else _at_multiples(torch.tensor(self.step, device=device))
-        assert limits or steps, "a band without both limits and of step 1 has a mask_mod of its own"
-        return both(steps, limits) if steps and limits else steps or limits  # type: ignore[return-value]
+        least, most, step = self.limits()
+        steps = _at_multiples(torch.tensor(step, device=device))
+        if least is None or most is None:
+            return steps
+        near = _between(torch.tensor(least, device=device), torch.tensor(most, device=device))
+        return near if step == 1 else both(steps, near)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        least, most, step = self.least, self.most, self.step
+        least, most, step = self.limits()
         if step > 1 and least is None and most is None:
             return count_multiples(box, step)
         if step > 1 and least is not None and most is not None and box.q.step == box.k.step:
             return count_multiples(box, step, reach=(least, most))
-        none, every = torch.zeros_like(box.area), box.area
-        reached = Bounds(every, every) if most is None else count_below(box, most)
-        missed = Bounds(none, none) if least is None else count_below(box, least - 1)
-        # The difference is exact where both are; bounds that straddle can only be widened.
-        near = Bounds((reached.low - missed.high).clamp(min=0), reached.high - missed.low)
+        near = count_between(box, least, most)
         return near if step == 1 else both_bounds(count_multiples(box, step), near, box.area)
+
+    def reason(self, pair: Pair) -> Reason:
+        least, most, step = self.limits()
+        ahead, text = pair.key - pair.query, pair.distance
+        steps, beyond = divmod(abs(ahead), step)
+        if step > 1:
+            text += f", {beyond} more than a multiple of {step}" if beyond else f", {steps} times {step}"
+        if least is not None and most is not None and not beyond:
+            of_steps = " such steps" if step > 1 else ""
+            text += f": the window reaches {-least // step}{of_steps} before and {most // step} after"
+        near = (least is None or least <= ahead) and (most is None or ahead <= most)
+        return Reason(self, near and not beyond, text)
 
     def period(self) -> int:
         return 1
@@ -67,18 +80,18 @@ class Band(Pattern):
         return self.step
 
     def row(self, query: int, keys: range) -> Ranges:
-        start = keys.start if self.least is None else max(keys.start, query + self.least)
-        stop = keys.stop if self.most is None else min(keys.stop, query + self.most + 1)
-        return as_ranges(range(start + (query - start) % self.step, stop, self.step))
+        least, most, step = self.limits()
+        start = keys.start if least is None else max(keys.start, query + least)
+        stop = keys.stop if most is None else min(keys.stop, query + most + 1)
+        return as_ranges(range(start + (query - start) % step, stop, step))
 
 
 @pattern_kind("causal")
 class Causal(Band):
     """Allowed iff key position <= query position. The corner is top-left: position 0 sees position 0."""
 
-    @property
-    def most(self) -> int:
-        return 0
+    def limits(self) -> tuple[None, int, int]:
+        return None, 0, 1
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         return _not_after
@@ -96,17 +109,8 @@ class LocalWindow(Band):
         require_int("right", self.right, minimum=0)
         super().__post_init__()
 
-    @property
-    def least(self) -> int:
-        return -self.left
-
-    @property
-    def most(self) -> int:
-        return self.right
-
-    def reason(self, pair: Pair) -> Reason:
-        allowed = -self.left <= pair.key - pair.query <= self.right
-        return Reason(self, allowed, f"{pair.distance}: the window reaches {self.left} before and {self.right} after")
+    def limits(self) -> tuple[int, int, int]:
+        return -self.left, self.right, 1
 
 
 @pattern_kind("strided")
@@ -119,17 +123,8 @@ class Strided(Band):
         require_int("stride", self.stride, minimum=1)
         super().__post_init__()
 
-    @property
-    def step(self) -> int:
-        return self.stride
-
-    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return _at_multiples(torch.tensor(self.stride, device=device))
-
-    def reason(self, pair: Pair) -> Reason:
-        strides, left_over = divmod(abs(pair.key - pair.query), self.stride)
-        more = f" and {left_over}" if left_over else ""
-        return Reason(self, not left_over, f"{pair.distance}: {strides} times {self.stride}{more}")
+    def limits(self) -> tuple[None, None, int]:
+        return None, None, self.stride
 
 
 @pattern_kind("dilated_window")
@@ -146,25 +141,8 @@ class DilatedWindow(Band):
         require_int("rate", self.rate, minimum=2)  # of rate 1 is LocalWindow
         super().__post_init__()
 
-    @property
-    def least(self) -> int:
-        return -self.left * self.rate
-
-    @property
-    def most(self) -> int:
-        return self.right * self.rate
-
-    @property
-    def step(self) -> int:
-        return self.rate
-
-    def reason(self, pair: Pair) -> Reason:
-        steps, left_over = divmod(abs(pair.key - pair.query), self.rate)
-        if left_over:
-            return Reason(self, False, f"{pair.distance}, {left_over} more than a multiple of {self.rate}")
-        allowed = steps <= (self.left if pair.key < pair.query else self.right)
-        reach = f"the window reaches {self.left} such steps before and {self.right} after"
-        return Reason(self, allowed, f"{pair.distance}, {steps} times {self.rate}: {reach}")
+    def limits(self) -> tuple[int, int, int]:
+        return -self.left * self.rate, self.right * self.rate, self.rate
 
 
 @constructor
@@ -206,14 +184,8 @@ def _not_after(b, h, q, k):
 
 
 def _between(least: Tensor, most: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return (k - q >= least) & (k - q <= most)
-
-    return mask_mod
+    return lambda b, h, q, k: (k - q >= least) & (k - q <= most)
 
 
 def _at_multiples(step: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return (q - k) % step == 0
-
-    return mask_mod
+    return lambda b, h, q, k: (q - k) % step == 0

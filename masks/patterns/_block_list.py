@@ -11,20 +11,16 @@ import torch
 from torch import Tensor
 
 from ..core import (
-    Bounds,
-    Box,
-    MaskMod,
     Pair,
     Pattern,
     Ranges,
     Reason,
-    Squares,
     constructor,
     listing,
     pattern_kind,
     require_int,
 )
-from ._block_table import NOTHING, BlockTable, padded
+from ._block_table import NOTHING, BlockTable, TableRule, padded
 
 _TABLES_KEPT = 8
 _HEADS_KEPT = 128
@@ -32,7 +28,7 @@ _SEQUENCES = (list, tuple, range)
 
 
 @pattern_kind("block_list")
-class BlockList(Pattern):
+class BlockList(TableRule):
     """Allowed iff the row of the query's block names the key's block.
 
     `rows` is one table of rows for all heads, or one for each global head. Rows are kept in ascending order.
@@ -66,7 +62,6 @@ class BlockList(Pattern):
 
     @property
     def by_head(self) -> bool:
-        """Whether each global head has a table of its own."""
         return _is_table(self.rows[0])
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
@@ -89,11 +84,8 @@ class BlockList(Pattern):
                 f"but {keys.stop} tokens hold {blocks} blocks of {self.block}"
             )
 
-    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return _table(self).mask_mod(self._tables_of_heads(num_heads), device)
-
-    def count(self, box: Box, *, num_heads: int) -> Bounds:
-        return _table(self).count(self._tables_of_heads(num_heads)[box.head], box)
+    def table(self, num_heads: int) -> BlockTable:
+        return _table(self)
 
     def reason(self, pair: Pair) -> Reason:
         rows = self.rows[pair.head] if self.by_head else self.rows
@@ -105,14 +97,8 @@ class BlockList(Pattern):
         text = f"{pair.the_query} is in block {row}, {where}; {pair.the_key} is in block {column}"
         return Reason(self, column in seen, text)
 
-    def squares(self, head: int, num_heads: int) -> Squares:
-        return _table(self).squares(int(self._tables_of_heads(num_heads)[head]))
-
     def row(self, query: int, keys: range) -> Ranges:
         return _table(self).row(0, query, keys)
-
-    def _tables_of_heads(self, num_heads: int) -> Tensor:
-        return torch.arange(num_heads) if self.by_head else torch.zeros(num_heads, dtype=torch.int64)
 
 
 @constructor

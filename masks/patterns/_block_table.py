@@ -10,7 +10,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from ..core import Bounds, Box, MaskMod, Progression, Ranges, Squares, among, clip, within
+from ..core import Bounds, Box, MaskMod, Pattern, Ranges, Squares, among, clip, count_within, within
 
 # T tables, R rows of query blocks, W entries of the longest row, rounded up to a power of two
 
@@ -36,14 +36,23 @@ class BlockTable:
         _, rows, width = self.entries.shape
         height, block, limit = (torch.tensor(number, device=device) for number in (rows, self.block, self.limit))
         halves = [torch.tensor(1 << bit, device=device) for bit in reversed(range(width.bit_length() - 1))]
-        return _seen(self.entries.flatten(0, 1).to(device), table_of_head.to(device), height, block, limit, halves)
+        entries, tables = self.entries.flatten(0, 1).to(device), table_of_head.to(device)
+
+        def seen(b, h, q, k):
+            row, column = q // block, k // block
+            line = tables[h] * height + torch.minimum(row, height - 1)
+            place = column - column
+            for half in halves:  # halving the row: `place` ends at the only entry that can be the column
+                place = place + torch.where(entries[line, place + half - 1] < column, half, 0)
+            return (entries[line, place] == column) & (row < height) & (q < limit) & (k < limit)
+
+        return seen
 
     def count(self, table: Tensor, box: Box) -> Bounds:
         """Bounds on the pairs of each box in its table: exact over a few rows of blocks, coarse over more."""
-        begin = torch.zeros_like(table)
-        box = Box(table, *(clip(side, begin, begin + self.limit) for side in (box.q, box.k)))
+        box = Box(table, *(clip(side, 0, self.limit) for side in (box.q, box.k)))
         rows = torch.where(box.q.count > 0, box.q.last // self.block - box.q.first // self.block + 1, 0)
-        low, high = begin, begin.clone()
+        low, high = torch.zeros_like(table), torch.zeros_like(table)
         few, many = ((rows <= _EXACT_ROWS).nonzero().squeeze(1), (rows > _EXACT_ROWS).nonzero().squeeze(1))
         for some in few.split(max(1, _ENTRIES_AT_ONCE // self.entries.shape[2])):
             low[some] = high[some] = self._count_entries(box.select(some), rows[some])
@@ -57,25 +66,22 @@ class BlockTable:
         row, place = (self.entries[table] < NOTHING).nonzero().unbind(1)
         return Squares(row * self.block, self.entries[table, row, place] * self.block, self.block)
 
-    def listed(self, table: int, row: int) -> list[int]:
-        """The key blocks that one query block sees; none from the last row on."""
-        entries = self.entries[table, row].tolist() if row < self.entries.shape[1] else []
-        return [block for block in entries if block < NOTHING]
-
     def row(self, table: int, query: int, keys: range) -> Ranges:
         """Which of a run of keys one query sees, adjacent blocks as one run."""
-        if query >= self.limit:
+        row = query // self.block
+        if query >= self.limit or row >= self.entries.shape[1]:
             return ()
-        return keys_of_blocks(self.listed(table, query // self.block), self.block, within(keys, 0, self.limit))
+        listed = (block for block in self.entries[table, row].tolist() if block < NOTHING)
+        return keys_of_blocks(listed, self.block, within(keys, 0, self.limit))
 
     def _count_entries(self, box: Box, rows: Tensor) -> Tensor:
         """Row by row and entry by entry."""
         pairs = torch.zeros_like(box.area)
         first, height = box.q.first // self.block, self.entries.shape[1]
         for row in (first + step for step in range(int(rows.max()) if len(rows) else 0)):
-            queries = _terms_in(box.q, row * self.block, self.block)
+            queries = count_within(box.q, row * self.block, (row + 1) * self.block)
             seen = self.entries[box.head, row.clamp(max=height - 1)].T * self.block
-            pairs += torch.where(row < height, queries * _terms_in(box.k, seen, self.block).sum(0), 0)
+            pairs += torch.where(row < height, queries * count_within(box.k, seen, seen + self.block).sum(0), 0)
         return pairs
 
     def _count_cells(self, box: Box) -> Bounds:
@@ -109,6 +115,31 @@ class BlockTable:
         return cell, sums
 
 
+class TableRule(Pattern):
+    """Allowed iff the row of the query's block names the key's block, in a table for all heads or one for each."""
+
+    @property
+    def by_head(self) -> bool:
+        """Whether each global head has a table of its own."""
+        raise NotImplementedError
+
+    def table(self, num_heads: int) -> BlockTable:
+        """The tables, one or as many as heads."""
+        raise NotImplementedError
+
+    def table_of_head(self, num_heads: int) -> Tensor:
+        return torch.arange(num_heads) if self.by_head else torch.zeros(num_heads, dtype=torch.int64)
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return self.table(num_heads).mask_mod(self.table_of_head(num_heads), device)
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        return self.table(num_heads).count(self.table_of_head(num_heads)[box.head], box)
+
+    def squares(self, head: int, num_heads: int) -> Squares:
+        return self.table(num_heads).squares(head if self.by_head else 0)
+
+
 def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
     """Which of a run of keys lie in these blocks, adjacent ones as one run."""
     seen = set(blocks)
@@ -121,22 +152,3 @@ def padded(entries: Tensor) -> Tensor:
     """Rows of ascending entries, filled up to a power of two with NOTHING."""
     width = 1 << max(0, entries.shape[-1] - 1).bit_length()
     return torch.nn.functional.pad(entries, (0, width - entries.shape[-1]), value=NOTHING)
-
-
-def _terms_in(progression: Progression, start: Tensor, length: int) -> Tensor:
-    """Terms of each progression that lie in [start, start + length)."""
-    before = (start - progression.first + (progression.step - 1)).div(progression.step, rounding_mode="floor")
-    after = (start - progression.first + (length + progression.step - 1)).div(progression.step, rounding_mode="floor")
-    return after.clamp(min=0).minimum(progression.count) - before.clamp(min=0).minimum(progression.count)
-
-
-def _seen(entries: Tensor, tables: Tensor, rows: Tensor, block: Tensor, limit: Tensor, halves: list[Tensor]) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        row, column = q // block, k // block
-        line = tables[h] * rows + torch.minimum(row, rows - 1)
-        place = column - column
-        for half in halves:  # halving the row: `place` ends at the only entry that can be the column
-            place = place + torch.where(entries[line, place + half - 1] < column, half, 0)
-        return (entries[line, place] == column) & (row < rows) & (q < limit) & (k < limit)
-
-    return mask_mod

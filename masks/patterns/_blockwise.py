@@ -1,9 +1,10 @@
 """Blockwise: a pattern over blocks of tokens instead of tokens."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..core import (
     LARGEST,
@@ -21,7 +22,6 @@ from ..core import (
     pattern_kind,
     require_int,
 )
-from .run_time._run_time import run_time_leaves
 
 
 @pattern_kind("blockwise", positional=2)
@@ -34,7 +34,7 @@ class Blockwise(Pattern):
     def __post_init__(self) -> None:
         if not isinstance(self.part, Pattern):
             raise TypeError(f"blockwise needs a set pattern; got {self.part!r}")
-        if run_time_leaves(self.part):
+        if self.part.varies:
             raise ValueError(
                 f"blockwise needs a pattern without run-time tensors, which go by token; got {self.part!r}"
             )
@@ -44,16 +44,19 @@ class Blockwise(Pattern):
     def direct_parts(self) -> tuple[Pattern, ...]:
         return (self.part,)
 
-    def check_heads(self, num_heads: int) -> None:
-        self.part.check_heads(num_heads)
+    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return replace(self, part=change(self.part))
+
+    def leaves(self) -> tuple[Pattern, ...]:
+        return (self,)  # its part counts blocks, and callers of `leaves` count tokens
+
+    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return change(self)
 
     def check_tokens(self, queries: range, keys: range) -> None:
         self.part.check_tokens(
             *(range(side.start // self.block, -(-side.stop // self.block)) for side in (queries, keys))
         )
-
-    def for_head(self, head: int, num_heads: int) -> Pattern:
-        return replace(self, part=self.part.for_head(head, num_heads))
 
     def period(self) -> int | None:
         shift = self.part.period()
@@ -69,7 +72,8 @@ class Blockwise(Pattern):
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         inner = self.part.mask_mod(num_heads=num_heads, device=device)
-        return _by_block(inner, torch.tensor(self.block, device=device))
+        block = torch.tensor(self.block, device=device)
+        return lambda b, h, q, k: inner(b, h, q // block, k // block)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
@@ -155,10 +159,3 @@ def _tokens(blocks: range, block: int) -> list[range]:
     if len(blocks) <= block:
         return [range(each * block, (each + 1) * block) for each in blocks]
     return [range(blocks.start * block + at, blocks.stop * block, blocks.step * block) for at in range(block)]
-
-
-def _by_block(inner: MaskMod, block: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return inner(b, h, q // block, k // block)
-
-    return mask_mod

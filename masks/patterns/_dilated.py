@@ -24,18 +24,16 @@ from ..core import (
     clip,
     constructor,
     count_residue,
+    count_runs,
     pattern_kind,
     require_choice,
     require_int,
-    span,
 )
 
 _Heads = TypeVar("_Heads", int, Tensor)
 
 OFFSET_RULES = ("interleaved", "contiguous")
 HEAD_RULES = ("all", "grouped")
-# A box over more segments than this is bounded by its area: the builder splits it anyway.
-_EXACT_SEGMENTS = 8
 
 
 @pattern_kind("dilated", positional=2)
@@ -104,48 +102,45 @@ class Dilated(Pattern):
         segment = torch.tensor(self.segment, device=device)
         if self.rate == 1:
             return _same_segment(segment)
+        rate = torch.tensor(self.rate, device=device)
         offsets = self._offsets(torch.arange(num_heads), num_heads).to(device)
-        return _active_in_segment(segment, torch.tensor(self.rate, device=device), offsets)
+
+        def active_in_segment(b, h, q, k):
+            offset = offsets[h]
+            queries = (q % segment) % rate == offset
+            keys = (k % segment) % rate == offset
+            return (q // segment == k // segment) & queries & keys
+
+        return active_in_segment
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         (q_first, q_last), (k_first, k_last) = self._segments(box.q), self._segments(box.k)
-        start, stop = torch.maximum(q_first, k_first), torch.minimum(q_last, k_last) + 1
-        spanned = (stop - start).clamp(min=0)
+        start = torch.maximum(q_first, k_first)
+        spanned = (torch.minimum(q_last, k_last) + 1 - start).clamp(min=0)
         offsets = self._offsets(box.head, num_heads)
         if torch.equal(q_first, q_last) and torch.equal(k_first, k_last):
             # The common case deep in the quadtree: no box crosses a segment border.
             begin = start * self.segment + offsets
             pairs = torch.where(spanned > 0, self._hits(box.q, begin) * self._hits(box.k, begin), 0)
             return Bounds(pairs, pairs)
-        pairs = torch.zeros_like(spanned)
-        for step in range(min(int(spanned.max()), _EXACT_SEGMENTS) if len(spanned) else 0):
-            segment = start + step
-            in_segment = self._active(box.q, segment, offsets) * self._active(box.k, segment, offsets)
-            pairs += torch.where(segment < stop, in_segment, 0)
-        exact = spanned <= _EXACT_SEGMENTS
-        return Bounds(torch.where(exact, pairs, 0), torch.where(exact, pairs, box.area))
+
+        def pairs_in(index: int) -> Counts:
+            begin = (start + index) * self.segment
+            q, k = (clip(side, begin, begin + self.segment) for side in (box.q, box.k))
+            return self._hits(q, begin + offsets) * self._hits(k, begin + offsets)
+
+        return count_runs(spanned, box.area, pairs_in)
 
     def reason(self, pair: Pair) -> Reason:
         of_query, of_key = pair.query // self.segment, pair.key // self.segment
-        if of_query != of_key:
-            where = f"{pair.the_query} is in {self._named(of_query)}, {pair.the_key} in {self._named(of_key)}"
-            return Reason(self, False, f"{where}: different segments")
-        where = f"both are in {self._named(of_query)}"
-        if self.rate == 1:
-            return Reason(self, True, where)
+        where = pair.in_runs("segment", of_query, of_key, lambda at: (at * self.segment, (at + 1) * self.segment))
+        if of_query != of_key or self.rate == 1:
+            return Reason(self, of_query == of_key, where)
         offset = self.offset_of(pair.head, pair.num_heads)
         query, key = (position % self.segment % self.rate for position in (pair.query, pair.key))
         active = f"where head {pair.head} takes the places of residue {offset} modulo {self.rate}"
         found = f"{pair.the_query} has residue {query}, {pair.the_key} residue {key}"
         return Reason(self, query == key == offset, f"{where}, {active}: {found}")
-
-    def _named(self, segment: int) -> str:
-        start = segment * self.segment
-        return f"segment {segment} ({span(start, start + self.segment)})"
-
-    def _active(self, progression: Progression, segment: Counts, offsets: Counts) -> Counts:
-        start = segment * self.segment
-        return self._hits(clip(progression, start, start + self.segment), start + offsets)
 
     def _hits(self, progression: Progression, begin: Counts) -> Counts:
         """Active terms of progressions that lie within one segment, whose first active position is `begin`."""
@@ -214,17 +209,4 @@ def longnet(
 
 
 def _same_segment(segment: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return q // segment == k // segment
-
-    return mask_mod
-
-
-def _active_in_segment(segment: Tensor, rate: Tensor, offsets: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        offset = offsets[h]
-        queries = (q % segment) % rate == offset
-        keys = (k % segment) % rate == offset
-        return (q // segment == k // segment) & queries & keys
-
-    return mask_mod
+    return lambda b, h, q, k: q // segment == k // segment

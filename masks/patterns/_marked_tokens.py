@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..core import (
     Bounds,
@@ -20,9 +19,9 @@ from ..core import (
     among,
     as_ranges,
     call,
-    clip,
     constructor,
     count_residue,
+    count_within,
     pattern_kind,
     require_bool,
     require_int,
@@ -34,26 +33,68 @@ _Test = Callable[[Any], Any]
 
 
 class MarkedTokens(Pattern):
-    """Allowed iff the query (`rows`) or the key (`columns`) is marked."""
+    """Allowed iff the query (`rows`) or the key (`columns`) is marked, a t with first <= t mod period < stop."""
 
     rows: bool
     columns: bool
 
+    def __post_init__(self) -> None:
+        if not (require_bool("rows", self.rows) | require_bool("columns", self.columns)):
+            raise ValueError(
+                f"{self.kind.replace('_', ' ')} see everyone (rows), are seen by everyone (columns), or both; "
+                f"got rows={self.rows} and columns={self.columns}"
+            )
+        super().__post_init__()
+
+    def marks(self) -> tuple[int | None, int, int]:
+        """(period, first, stop), where first is 0 or stop is the period; without a period, first is 0."""
+        raise NotImplementedError  # every kind marks its own
+
+    def described(self, position: int) -> str:
+        """Whether a position is marked, as words after "is"."""
+        raise NotImplementedError
+
     def is_marked(self, device: torch.device) -> _Test:
         """Whether each of some positions is marked."""
-        raise NotImplementedError  # every kind marks its own
+        period, first, stop = self.marks()
+        edge, every = torch.tensor(first or stop, device=device), torch.tensor(period or 1, device=device)
+        if period is None:
+            return lambda t: t < edge
+        return (lambda t: t % every >= edge) if first else lambda t: t % every < edge
 
     def count_marked(self, progression: Progression) -> Counts:
         """Marked positions of each progression."""
-        raise NotImplementedError
+        period, first, stop = self.marks()
+        if period is None:
+            return count_within(progression, 0, stop)
+        if stop - first == 1:
+            return count_residue(progression, period, torch.full_like(progression.first, first))
+        # floor((t - first) / period) is one more than floor((t - stop) / period) where t is marked.
+        before, behind = (
+            sum_of_quotients(progression.count, progression.step, progression.first + period - end, period)
+            for end in (first, stop)
+        )
+        return before - behind
 
     def marked(self, positions: range) -> Ranges:
         """Those of a run of positions that are marked."""
-        raise NotImplementedError
+        period, first, stop = self.marks()
+        if period is None:
+            return as_ranges(range(positions.start, min(stop, positions.stop)))
+        blocks = range(positions.start // period * period, positions.stop, period)
+        if stop - first <= len(blocks):  # as few ranges as there may be
+            ranges = [range(blocks.start + place, positions.stop, period) for place in range(first, stop)]
+        else:
+            ranges = [range(block + first, block + stop) for block in blocks]
+        return among(ranges, positions)
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        test = self.is_marked(device)
-        return (_either if self.columns else _query)(test) if self.rows else _key(test)
+        marked = self.is_marked(device)
+        if self.rows and self.columns:
+            return lambda b, h, q, k: marked(q) | marked(k)
+        if self.rows:
+            return lambda b, h, q, k: marked(q) & (k == k)
+        return lambda b, h, q, k: marked(k) & (q == q)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         # Pairs outside are those of a query and a key that both count for nothing.
@@ -61,6 +102,19 @@ class MarkedTokens(Pattern):
         keys = box.k.count - self.count_marked(box.k) if self.columns else box.k.count
         pairs = box.area - queries * keys
         return Bounds(pairs, pairs)
+
+    def reason(self, pair: Pair) -> Reason:
+        sides = [(pair.the_query, pair.query)] * self.rows + [(pair.the_key, pair.key)] * self.columns
+        allowed = any(self.marked(range(position, position + 1)) for _, position in sides)
+        return Reason(self, allowed, " and ".join(f"{name} is {self.described(position)}" for name, position in sides))
+
+    def period(self) -> int | None:
+        return self.marks()[0]
+
+    def rates(self) -> tuple[int, ...]:
+        # In residue-major order of this rate all tokens at one place of their periods stand side by side.
+        period, _, _ = self.marks()
+        return () if period is None else (period,)
 
     def row(self, query: int, keys: range) -> Ranges:
         if self.rows and self.marked(range(query, query + 1)):
@@ -78,7 +132,6 @@ class GlobalTokens(MarkedTokens):
 
     def __post_init__(self) -> None:
         require_int("tokens", self.tokens, minimum=1)
-        _check_sides("global tokens", rows=self.rows, columns=self.columns)
         super().__post_init__()
 
     def phrase(self) -> Phrase:
@@ -86,26 +139,11 @@ class GlobalTokens(MarkedTokens):
             return call("first_tokens", self.tokens)
         return call("global_tokens", self.tokens, **({} if self.columns else {"columns": False}))
 
-    def is_marked(self, device: torch.device) -> _Test:
-        return _below(torch.tensor(self.tokens, device=device))
+    def marks(self) -> tuple[None, int, int]:
+        return None, 0, self.tokens
 
-    def count_marked(self, progression: Progression) -> Counts:
-        begin = torch.zeros_like(progression.first)
-        return clip(progression, begin, begin + self.tokens).count
-
-    def marked(self, positions: range) -> Ranges:
-        return as_ranges(range(positions.start, min(self.tokens, positions.stop)))
-
-    def reason(self, pair: Pair) -> Reason:
-        sees, is_seen = self.rows and pair.query < self.tokens, self.columns and pair.key < self.tokens
-        first = f"the first {self.tokens}"
-        if sees or is_seen:
-            chosen = [(sees, pair.the_query, "which see every key"), (is_seen, pair.the_key, "which every query sees")]
-            text = "; ".join(f"{name} is one of {first}, {what}" for holds, name, what in chosen if holds)
-        else:
-            names = [name for asked, name in ((self.rows, pair.the_query), (self.columns, pair.the_key)) if asked]
-            text = f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} not among {first}"
-        return Reason(self, sees or is_seen, text)
+    def described(self, position: int) -> str:
+        return f"{'one of' if position < self.tokens else 'not among'} the first {self.tokens}"
 
 
 @pattern_kind("landmark_tokens")
@@ -118,30 +156,14 @@ class LandmarkTokens(MarkedTokens):
 
     def __post_init__(self) -> None:
         require_int("stride", self.stride, minimum=1)
-        _check_sides("landmark tokens", rows=self.rows, columns=self.columns)
         super().__post_init__()
 
-    def period(self) -> int:
-        return self.stride
+    def marks(self) -> tuple[int, int, int]:
+        return self.stride, 0, 1
 
-    def rates(self) -> tuple[int, ...]:
-        # In residue-major order of this rate all landmarks stand side by side.
-        return (self.stride,)
-
-    def is_marked(self, device: torch.device) -> _Test:
-        return _at_multiple(torch.tensor(self.stride, device=device))
-
-    def count_marked(self, progression: Progression) -> Counts:
-        return count_residue(progression, self.stride, torch.zeros_like(progression.first))
-
-    def marked(self, positions: range) -> Ranges:
-        return among([range(0, positions.stop, self.stride)], positions)
-
-    def reason(self, pair: Pair) -> Reason:
-        asked = [(self.rows, pair.the_query, pair.query), (self.columns, pair.the_key, pair.key)]
-        places = [(name, position % self.stride) for counts, name, position in asked if counts]
-        where = [f"{name} is {f'{past} past ' if past else ''}a multiple of {self.stride}" for name, past in places]
-        return Reason(self, any(past == 0 for _, past in places), " and ".join(where))
+    def described(self, position: int) -> str:
+        past = position % self.stride
+        return f"{f'{past} past ' if past else ''}a multiple of {self.stride}"
 
 
 @pattern_kind("fixed")
@@ -159,37 +181,13 @@ class Fixed(MarkedTokens):
             raise ValueError(f"summary must not exceed the stride; got summary={self.summary}, stride={self.stride}")
         super().__post_init__()
 
-    def period(self) -> int:
-        return self.stride
+    def marks(self) -> tuple[int, int, int]:
+        return self.stride, self.stride - self.summary, self.stride
 
-    def rates(self) -> tuple[int, ...]:
-        # In residue-major order of this rate the summaries of all blocks stand side by side.
-        return (self.stride,)
-
-    def is_marked(self, device: torch.device) -> _Test:
-        first = torch.tensor(self.stride - self.summary, device=device)
-        return _ends_block(torch.tensor(self.stride, device=device), first)
-
-    def count_marked(self, progression: Progression) -> Counts:
-        # A key is of a summary where `summary` steps further lead into the next block.
-        step, number, first = progression.step, progression.count, progression.first
-        blocks = sum_of_quotients(number, step, first, self.stride)
-        return sum_of_quotients(number, step, first + self.summary, self.stride) - blocks
-
-    def marked(self, positions: range) -> Ranges:
-        first, stop = self.stride - self.summary, positions.stop
-        blocks = range(positions.start // self.stride * self.stride, stop, self.stride)
-        if self.summary <= len(blocks):  # as few ranges as there may be
-            ranges = [range(blocks.start + at, stop, self.stride) for at in range(first, self.stride)]
-        else:
-            ranges = [range(block + first, block + self.stride) for block in blocks]
-        return among(ranges, positions)
-
-    def reason(self, pair: Pair) -> Reason:
-        stop = pair.key - pair.key % self.stride + self.stride
+    def described(self, position: int) -> str:
+        stop = position - position % self.stride + self.stride
         summary = f"the summary of its block of {self.stride} is {span(stop - self.summary, stop)}"
-        allowed = pair.key >= stop - self.summary
-        return Reason(self, allowed, f"{pair.the_key} is {'in' if allowed else 'not in'} a summary: {summary}")
+        return f"{'in' if position >= stop - self.summary else 'not in'} a summary: {summary}"
 
 
 @constructor
@@ -252,44 +250,3 @@ def sum_of_quotients(number: Counts, step: int, first: Counts, modulus: int) -> 
         # Count the same lattice points along the other axis, where fewer are left.
         top = first + step * number
         number, first, step, modulus = top // modulus, top % modulus, modulus, step
-
-
-def _check_sides(tokens: str, *, rows: object, columns: object) -> None:
-    """At least one of two booleans must be True: tokens that neither see nor are seen are no rule."""
-    if not (require_bool("rows", rows) | require_bool("columns", columns)):
-        raise ValueError(
-            f"{tokens} see everyone (rows), are seen by everyone (columns), or both; got {rows=} and {columns=}"
-        )
-
-
-def _below(tokens: Tensor) -> _Test:
-    return lambda positions: positions < tokens
-
-
-def _at_multiple(stride: Tensor) -> _Test:
-    return lambda positions: positions % stride == 0
-
-
-def _ends_block(stride: Tensor, first: Tensor) -> _Test:
-    return lambda positions: positions % stride >= first
-
-
-def _either(marked: _Test) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return marked(q) | marked(k)
-
-    return mask_mod
-
-
-def _query(marked: _Test) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return marked(q) & (k == k)
-
-    return mask_mod
-
-
-def _key(marked: _Test) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return marked(k) & (q == q)
-
-    return mask_mod

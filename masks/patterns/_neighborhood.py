@@ -31,8 +31,7 @@ from ..core import (
     span,
     within,
 )
-from ._grid import Rectangle, fits, hull, rectangles, select
-from ._grid_window import count_window
+from ._grid import Rectangle, count_window, fits, hull, rectangles, select
 
 _SEQUENCES = (list, tuple)
 _FEW_PAIRS = 1 << 16  # so many are looked at one by one sooner than counted
@@ -102,11 +101,8 @@ class Neighborhood(Pattern):
 
     def reason(self, pair: Pair) -> Reason:
         tokens = prod(self.grid)
-        sides = ((pair.the_query, pair.query), (pair.the_key, pair.key))
-        beyond = [name for name, position in sides if position >= tokens]
-        if beyond:
-            verb = "are" if len(beyond) > 1 else "is"
-            return Reason(self, False, f"{' and '.join(beyond)} {verb} beyond the grid's {tokens} tokens")
+        if beyond := pair.those(lambda position: position >= tokens, f"beyond the grid's {tokens} tokens"):
+            return Reason(self, False, beyond)
         query, key = self._coordinates(pair.query), self._coordinates(pair.key)
         windows = [window_along(place, *axis) for place, axis in zip(query, self.axes, strict=True)]
         missed = [axis for axis, (place, window) in enumerate(zip(key, windows, strict=True)) if place not in window]
@@ -135,7 +131,8 @@ class Neighborhood(Pattern):
             _in_window(*(torch.tensor(number, device=device) for number in (stride, *axis)))
             for stride, axis in zip(self._strides, self.axes, strict=True)
         ]
-        return reduce(both, windows, _inside(torch.tensor(prod(self.grid), device=device)))
+        tokens = torch.tensor(prod(self.grid), device=device)
+        return reduce(both, windows, lambda b, h, q, k: (q < tokens) & (k < tokens))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         if len(box.head) and len(box.head) * int(box.q.count.max()) * int(box.k.count.max()) <= _FEW_PAIRS:
@@ -174,7 +171,7 @@ def neighborhood(grid: Sequence[int], radius: int | Sequence[int], *, rate: int 
     every query sees equally many keys. With a rate, tokens of the same residue along the axis are each
     other's neighbours. Source: NATTEN, arXiv 2204.07143; with rates, arXiv 2209.15001.
 
-    In row-major order a block of tokens is a strip of one row or few, so small windows leave most of a block
+    In row-major order a block of tokens covers one row or few, so small windows leave most of a block
     unused. `attend` therefore sorts the tokens of a whole grid into tiles of a block each, where that pays;
     `describe` says how much is left. With causal() or other patterns, or with fewer tokens, it does not.
 
@@ -216,13 +213,6 @@ def _steps(window: range) -> str:
 def _holds(rectangle: Rectangle) -> Tensor:
     """Which rectangles hold any token."""
     return reduce(torch.logical_and, (side.count > 0 for side in rectangle))
-
-
-def _inside(tokens: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return (q < tokens) & (k < tokens)
-
-    return mask_mod
 
 
 def _in_window(stride: Tensor, length: Tensor, radius: Tensor, rate: Tensor) -> MaskMod:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from ..core import (
     CALL,
+    EXACT_RUNS,
     And,
     Bounds,
     Box,
@@ -26,11 +26,8 @@ from ..core import (
     pattern_kind,
     sum_phrase,
 )
-from .run_time._documents import Documents
+from .run_time._documents import Documents, Lengths, Spans
 from .run_time._documents import documents as documents_pattern
-from .run_time._lengths import Lengths
-from .run_time._run_time import Rows, run_time_leaves
-from .run_time._spans import EXACT_SPANS, Spans
 
 
 @pattern_kind("per_document")
@@ -56,7 +53,7 @@ class PerDocument(Pattern):
                 "per_document needs a set pattern and document ids, or a pattern of documents or lengths; "
                 f"got {self.part!r} and {self.spans!r}"
             )
-        if run_time_leaves(self.part):
+        if self.part.varies:
             raise ValueError(
                 "per_document counts positions from each document's start, where a run-time tensor inside has no "
                 f"meaning: intersect with it outside, p.per_document(ids) & it; got {self.part!r}"
@@ -78,21 +75,12 @@ class PerDocument(Pattern):
     def _phrase_of(self, inner: Phrase) -> Phrase:
         return Phrase(f"{inner.inside(CALL)}.per_document({self.spans.phrase().text})")
 
-    def for_head(self, head: int, num_heads: int) -> Pattern:
-        return replace(self, part=self.part.for_head(head, num_heads))
-
     def superset(self) -> Pattern:
         # A rule of distances is the same counted from anywhere.
         return And.of(self.part, self.spans.superset()) if self.part.period() == 1 else self.spans.superset()
 
-    def leaves(self) -> tuple[Pattern, ...]:
-        return (*self.part.leaves(), *self.spans.leaves())
-
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
-        return PerDocument(self.part.map_leaves(change), self.spans.map_leaves(change))
-
-    def check_heads(self, num_heads: int) -> None:
-        self.part.check_heads(num_heads)
+    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return PerDocument(change(self.part), change(self.spans))
 
     def check_tokens(self, queries: range, keys: range) -> None:
         spans = self._resolved()
@@ -101,15 +89,23 @@ class PerDocument(Pattern):
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         inner = self.part.mask_mod(num_heads=num_heads, device=device)
-        spans = self._resolved()
-        return _from_start(inner, spans.on(device), spans.batch_step(device))
+        held, step = self._resolved().on(device), self._resolved().batch_step(device)
+
+        def from_start(b, h, q, k):
+            starts, row = held.rows, b * step
+            q_start, k_start = starts[row, q], starts[row, k]
+            # Each side is counted from its own start: a position before another document's would be no position.
+            allowed = inner(b, h, q - q_start.clamp(min=0), k - k_start.clamp(min=0))
+            return (q_start == k_start) & (q_start >= 0) & allowed
+
+        return from_start
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         spans = self._resolved()
         first, number = spans.common(box)
-        low, high = torch.zeros_like(number), torch.where(number > EXACT_SPANS, box.area, 0)
-        for step in range(min(int(number.max()), EXACT_SPANS) if len(number) else 0):
-            here = ((step < number) & (number <= EXACT_SPANS)).nonzero().squeeze(1)
+        low, high = torch.zeros_like(number), torch.where(number > EXACT_RUNS, box.area, 0)
+        for step in range(min(int(number.max()), EXACT_RUNS) if len(number) else 0):
+            here = ((step < number) & (number <= EXACT_RUNS)).nonzero().squeeze(1)
             bounds = self._count_within(spans, box.select(here), first[here] + step, num_heads)
             low[here] += bounds.low
             high[here] += bounds.high
@@ -145,14 +141,3 @@ class PerDocument(Pattern):
 
 def _shifted(progression: Progression, start: Tensor) -> Progression:
     return Progression(progression.first - start, progression.step, progression.count)
-
-
-def _from_start(inner: MaskMod, held: Rows, batch_step: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        starts, row = held.rows, b * batch_step
-        q_start, k_start = starts[row, q], starts[row, k]
-        # Each side is counted from its own start: a position before another document's would be no position.
-        allowed = inner(b, h, q - q_start.clamp(min=0), k - k_start.clamp(min=0))
-        return (q_start == k_start) & (q_start >= 0) & allowed
-
-    return mask_mod

@@ -11,19 +11,17 @@ from torch import Tensor
 from ..core import (
     Bounds,
     Box,
-    MaskMod,
     Pair,
     Pattern,
     Ranges,
     Reason,
-    Squares,
     constructor,
     listing,
     pattern_kind,
     require_int,
     within,
 )
-from ._block_table import BlockTable, keys_of_blocks, padded
+from ._block_table import BlockTable, TableRule, keys_of_blocks, padded
 
 _TABLES_KEPT = 8
 _ROWS_KEPT = 64  # of the heads of a decoding step
@@ -34,11 +32,11 @@ _DRAWN_AT_ONCE = 1 << 21  # bounds the memory of a draw
 
 
 @pattern_kind("random_blocks", positional=1)
-class RandomBlocks(Pattern):
+class RandomBlocks(TableRule):
     """Allowed iff the query's block drew the key's block, and both positions lie below `num_tokens`.
 
     Each global head draws for itself; with `head` all of them see what that one drew. `positions` is how many of the
-    tokens are asked about, None for all: no more blocks of queries are drawn than these fill.
+    tokens are in use, None for all: no more blocks of queries are drawn than these fill.
     """
 
     num_tokens: int
@@ -73,25 +71,27 @@ class RandomBlocks(Pattern):
     def below(self, positions: int) -> Pattern:
         return replace(self, positions=positions)
 
-    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return self._table(num_heads, self._rows()).mask_mod(self._tables_of_heads(num_heads), device)
+    @property
+    def by_head(self) -> bool:
+        return self.head is None
+
+    def table(self, num_heads: int) -> BlockTable:
+        return self._table(num_heads, self._rows())
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         rows = self._rows()
         if self.positions is None and len(box.head):  # of queries that may go on forever, the rest stays in doubt
-            asked = int(box.q.first.max()) // self.block + 1
-            rows = min(rows, max(_power_of_two(asked), _DRAWN_AHEAD // self.drawn))
-        bounds = self._table(num_heads, rows).count(self._tables_of_heads(num_heads)[box.head], box)
+            needed = int(box.q.first.max()) // self.block + 1
+            rows = min(rows, max(_power_of_two(needed), _DRAWN_AHEAD // self.drawn))
+        bounds = self._table(num_heads, rows).count(self.table_of_head(num_heads)[box.head], box)
         if rows == self._rows():
             return bounds
         return Bounds(bounds.low, torch.where(box.q.last // self.block < rows, bounds.high, box.area))
 
     def reason(self, pair: Pair) -> Reason:
-        sides = ((pair.the_query, pair.query), (pair.the_key, pair.key))
-        beyond = [name for name, position in sides if position >= self.num_tokens]
-        if beyond:
-            verb = "are" if len(beyond) > 1 else "is"
-            return Reason(self, False, f"{' and '.join(beyond)} {verb} beyond the {self.num_tokens} tokens of the draw")
+        text = f"beyond the {self.num_tokens} tokens of the draw"
+        if beyond := pair.those(lambda position: position >= self.num_tokens, text):
+            return Reason(self, False, beyond)
         head = pair.head if self.head is None else self.head
         row, column = pair.query // self.block, pair.key // self.block
         drawn = _row(self.num_blocks, self.drawn, self.seed, head, row).tolist()
@@ -99,7 +99,7 @@ class RandomBlocks(Pattern):
         return Reason(self, column in drawn, f"{text}; {pair.the_key} is in block {column}")
 
     def _rows(self) -> int:
-        """The blocks of queries that are asked about."""
+        """The blocks of queries that are in use."""
         return self.num_blocks if self.positions is None else min(self.num_blocks, -(-self.positions // self.block))
 
     def _table(self, num_heads: int, rows: int) -> BlockTable:
@@ -114,9 +114,6 @@ class RandomBlocks(Pattern):
                 f"most; got count={self.drawn} for {heads} heads and {rows} blocks: draw fewer, or larger blocks"
             )
 
-    def squares(self, head: int, num_heads: int) -> Squares:
-        return self._table(num_heads, self._rows()).squares(int(self._tables_of_heads(num_heads)[head]))
-
     def row(self, query: int, keys: range) -> Ranges:
         if query >= self.num_tokens:
             return ()
@@ -124,9 +121,6 @@ class RandomBlocks(Pattern):
         self._require_few(1, 1)
         drawn = _row(self.num_blocks, self.drawn, self.seed, self.head, query // self.block)
         return keys_of_blocks(drawn.tolist(), self.block, within(keys, 0, self.num_tokens))
-
-    def _tables_of_heads(self, num_heads: int) -> Tensor:
-        return torch.arange(num_heads) if self.head is None else torch.zeros(num_heads, dtype=torch.int64)
 
 
 @constructor

@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import types
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from ...core import EMPTY, FULL, Bounds, Box, MaskMod, Pair, Pattern, Phrase, Reason, call, pattern_kind, require_int
-from ._classify import Classify, check_classify, classes_of, require_classify
-from ._function_checks import Traits, check_mask_mod, require_mask_mod
+from ...core import EMPTY, FULL, Bounds, Box, MaskMod, Pair, Pattern, Phrase, Reason, pattern_kind, require_int
+from ._function_checks import (
+    Classify,
+    Traits,
+    check_classify,
+    check_mask_mod,
+    classes_of,
+    require_classify,
+    require_mask_mod,
+)
 from ._function_snapshot import snapshot
 
 
+@dataclass(eq=False)
 class CustomRule:
     """A checked function with its classify and period: one object for each digest, so identity is equality."""
 
-    def __init__(
-        self,
-        digest: str,
-        function: types.FunctionType,
-        classify: types.FunctionType | None,
-        period: int | None,
-        traits: Traits,
-        given: tuple[types.FunctionType, types.FunctionType | None],
-    ) -> None:
-        self.digest = digest
-        self.function = function
-        self.classify = classify
-        self.period = period
-        self.traits = traits
-        self.given = given  # as they came: what pickle looks up by name
-        self._elsewhere: dict[torch.device, types.FunctionType] = {}
+    digest: str
+    function: Any  # of type FunctionType, which checkers of types take for a method
+    classify: Any  # a function or None
+    period: int | None
+    traits: Traits
+    given: tuple[types.FunctionType, types.FunctionType | None]  # as they came: what pickle looks up by name
+    elsewhere: dict[torch.device, types.FunctionType] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -43,9 +43,9 @@ class CustomRule:
         """The function with what it captured on this device."""
         if device.type == "cpu":
             return self.function
-        if device not in self._elsewhere:
-            self._elsewhere[device], _, _ = snapshot(self.function, device)
-        return self._elsewhere[device]
+        if device not in self.elsewhere:
+            self.elsewhere[device], _, _ = snapshot(self.function, device)
+        return self.elsewhere[device]
 
 
 # Live rules by digest: what the text of a pattern refers to. Patterns, and so cached plans, keep them alive.
@@ -63,13 +63,8 @@ class Custom(Pattern):
     def __hash__(self) -> int:
         return hash(self.text)
 
-    def write(self) -> str:
-        head = "" if self.head is None else f',"head":{self.head}'
-        return f'{{"function":"{self.rule.digest}"{head},"kind":"custom"}}'
-
-    def to_data(self) -> dict[str, Any]:
-        data = {"kind": "custom", "function": self.rule.digest}
-        return data if self.head is None else data | {"head": self.head}
+    def parameters(self) -> dict[str, Any]:
+        return {"function": self.rule.digest, **({} if self.head is None else {"head": self.head})}
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Pattern:
@@ -83,13 +78,16 @@ class Custom(Pattern):
         return cls(rule, head)
 
     def phrase(self) -> Phrase:
-        return call("custom", _Name(self.rule.name), **({} if self.head is None else {"head": self.head}))
+        return Phrase(f"custom({self.rule.name}{'' if self.head is None else f', head={self.head}'})")
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         mod: MaskMod = self.rule.on(device)
         if not self.rule.traits.covers_pairs:
             mod = _over_pairs(mod)
-        return mod if self.head is None else _at_head(mod, torch.tensor(self.head, device=device))
+        if self.head is None:
+            return mod
+        head = torch.tensor(self.head, device=device)
+        return lambda b, h, q, k: mod(b, head, q, k)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         area, classify = box.area, self.rule.classify
@@ -100,14 +98,12 @@ class Custom(Pattern):
         return Bounds(torch.where(verdict == FULL, area, 0), torch.where(verdict == EMPTY, 0, area))
 
     def reason(self, pair: Pair) -> Reason:
-        mod = self.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu"))
-        at = (0, pair.head, pair.query, pair.key)
-        asked = f"head {pair.head if self.head is None else self.head}, {pair.the_query} and {pair.the_key}"
+        where = f"head {pair.head if self.head is None else self.head}, {pair.the_query} and {pair.the_key}"
         try:
-            answer = bool(mod(*(torch.tensor(number, device="cpu") for number in at)))
+            answer = super().reason(pair).allowed
         except IndexError as error:
-            raise ValueError(f"{self!r} has no answer for {asked}: {error}") from error
-        return Reason(self, answer, f"the function {self.rule.name} says {answer} for {asked}")
+            raise ValueError(f"{self!r} has no answer for {where}: {error}") from error
+        return Reason(self, answer, f"the function {self.rule.name} says {answer} for {where}")
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
         fixed = self.head is not None or not self.rule.traits.uses_head
@@ -158,13 +154,6 @@ def custom(fn: MaskMod, *, classify: Classify | None = None, period: int | None 
         return Custom(_rules.setdefault(digest, rule))
 
 
-class _Name(str):
-    """A name that stands in a repr without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
 def _unpickle(fn: MaskMod, classify: Classify | None, period: int | None, head: int | None, digest: str) -> Pattern:
     pattern = custom(fn, classify=classify, period=period)
     assert isinstance(pattern, Custom)
@@ -190,15 +179,4 @@ def _check_period(rule: CustomRule, period: int) -> None:
 
 def _over_pairs(inner: MaskMod) -> MaskMod:
     """For functions of the query alone or of the key alone: a result for every pair."""
-
-    def mask_mod(b, h, q, k):
-        return inner(b, h, q, k) & (q == q) & (k == k)
-
-    return mask_mod
-
-
-def _at_head(inner: MaskMod, head: torch.Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return inner(b, head, q, k)
-
-    return mask_mod
+    return lambda b, h, q, k: inner(b, h, q, k) & (q == q) & (k == k)

@@ -1,9 +1,9 @@
-"""Does a function work as a mask_mod? Found out on small grids of positions, with an error for each way it may not."""
+"""Does a function work as a mask_mod, or as a classify? Found out on small grids, with an error for each fault."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...core import EMPTY, FULL, PARTIAL
+
 _MAKER = "def make(window): return lambda b, h, q, k: q - k < window"
 _HEADS = (3, 2, 1)
 _TOKENS = (17, 9, 5, 3, 2, 1)
 _POINTS = 40
+_CLASSIFY = "(head, q_first, q_last, k_first, k_last)"
 # What turns a tensor's values into Python's: then the rule is no longer one expression for all positions.
 _READS_VALUES = {
     *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__"),
@@ -28,11 +31,12 @@ _SHAPED_ALIKE = {
 }
 
 Grid = tuple[Tensor, Tensor, Tensor, Tensor]
+Classify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What the grids told: whether the rule reads the head, and whether its result has a place for every pair."""
+    """What the grids showed: whether the rule reads the head, and whether its result has a place for every pair."""
 
     uses_head: bool
     covers_pairs: bool
@@ -117,7 +121,7 @@ def _largest_grid(function: types.FunctionType) -> Grid:
             function(*(part.clone() for part in grid))
         except IndexError:
             continue
-        except Exception:  # told by the call that is checked
+        except Exception:  # the checked call reports it
             return grid
         else:
             return grid
@@ -200,3 +204,47 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _is_one_of(tensor: Tensor, marked: list[Tensor]) -> bool:
     return any(tensor is each for each in marked)
+
+
+def require_classify(classify: object) -> types.FunctionType:
+    """The value itself, if it is a plain function of five arguments; TypeError otherwise."""
+    if not isinstance(classify, types.FunctionType):
+        raise TypeError(f"classify must be a plain function of {_CLASSIFY}; got {type(classify).__name__}")
+    code = classify.__code__
+    if code.co_argcount != 5 or code.co_kwonlyargcount or code.co_flags & 0x0C:
+        names = ", ".join(code.co_varnames[: code.co_argcount])
+        raise TypeError(f"classify must take exactly {_CLASSIFY}; got {classify.__qualname__!r} with ({names})")
+    return classify
+
+
+def classes_of(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
+    """The verdicts on n boxes, checked for their form."""
+    head, q_first, q_last, k_first, k_last = boxes
+    try:
+        verdict = classify(*boxes)
+    except Exception as error:
+        where = f"queries {int(q_first.min())} to {int(q_last.max())}, keys {int(k_first.min())} to {int(k_last.max())}"
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"classify of the custom function {name!r} failed on {len(head)} boxes, {where}: {got}"
+        ) from error
+    rule = f"classify of the custom function {name!r} must return an integer tensor with a class for each box"
+    if not isinstance(verdict, Tensor) or verdict.is_floating_point() or verdict.dtype == torch.bool:
+        raise TypeError(f"{rule}; got {verdict.dtype if isinstance(verdict, Tensor) else type(verdict).__name__}")
+    if verdict.shape != head.shape:
+        raise ValueError(f"{rule}; got shape {tuple(verdict.shape)} for {len(head)} boxes")
+    if bool((verdict < EMPTY).any()) or bool((verdict > FULL).any()):
+        choices = f"masks.EMPTY ({EMPTY}), masks.PARTIAL ({PARTIAL}) or masks.FULL ({FULL})"
+        raise ValueError(f"{rule}, {choices}; got {verdict.unique().tolist()[:5]}")
+    return verdict
+
+
+def check_classify(name: str, classify: Classify) -> None:
+    """The form of the verdicts on one box and on several."""
+    first, last = torch.tensor([0, 0, 4, 9], device="cpu"), torch.tensor([0, 3, 7, 15], device="cpu")
+    q, k = torch.cartesian_prod(torch.arange(4, device="cpu"), torch.arange(4, device="cpu")).unbind(1)
+    boxes = (torch.zeros_like(q), first[q], last[q], first[k], last[k])
+    together = classes_of(name, classify, boxes)
+    alone = [classes_of(name, classify, tuple(part[index, None] for part in boxes)) for index in range(len(q))]
+    if not torch.equal(together, torch.cat(alone)):
+        raise ValueError(f"classify of the custom function {name!r} must look at each box by itself; it does not")

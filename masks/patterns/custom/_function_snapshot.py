@@ -63,7 +63,7 @@ class _Reader:
         copy = types.FunctionType(code, scope, function.__name__, None, tuple(types.CellType() for _ in cells))
         copy.__qualname__ = function.__qualname__
         self.seen[id(function)] = len(self.seen), copy
-        parts = [_code_identity(code)]
+        parts = [self._code(code)]
         globals_read, captured_read = _reads(code, "LOAD_GLOBAL"), _reads(code, "LOAD_DEREF")
         for name in sorted(globals_read.keys() & function.__globals__.keys()):
             value = function.__globals__[name]
@@ -87,6 +87,8 @@ class _Reader:
             return self._sequence(value, what)
         if kind is dict:
             return self._mapping(value, what)
+        if kind is types.CodeType:
+            return self._code(value), value
         if isinstance(value, Tensor):
             return self._tensor(value, what)
         fixed = _fixed_name(value)
@@ -98,6 +100,13 @@ class _Reader:
             return self._module(value, what, reads)
         rule = f"the custom function {self.name!r} must read values whose contents identify it: {_ADVICE}"
         raise TypeError(f"{rule}; {what} is of type {kind.__name__}")
+
+    def _code(self, code: types.CodeType) -> Identity:
+        """The code without the names of the function and the places of its lines."""
+        counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+        variables = (code.co_nlocals, len(code.co_freevars), len(code.co_cellvars))
+        constants = [self.value(constant, "a constant")[0] for constant in code.co_consts]
+        return ["code", code.co_code.hex(), code.co_exceptiontable.hex(), counts, variables, code.co_names, constants]
 
     def _module(self, module: types.ModuleType, what: str, reads: Reads) -> tuple[Identity, types.SimpleNamespace]:
         """The attributes that the code reads from a module, in place of the module."""
@@ -168,23 +177,6 @@ def _reads(code: types.CodeType, load: str) -> dict[str, set[tuple[str, ...]]]:
                 chain = takewhile(lambda step: step.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[index + 1 :])
                 reads.setdefault(step.argval, set()).add(tuple(step.argval for step in chain))
     return reads
-
-
-def _code_identity(code: types.CodeType) -> Identity:
-    """The code without the names of the function and the places of its lines."""
-    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-    variables = (code.co_nlocals, len(code.co_freevars), len(code.co_cellvars))
-    constants = [_constant_identity(constant) for constant in code.co_consts]
-    return ["code", code.co_code.hex(), code.co_exceptiontable.hex(), counts, variables, code.co_names, constants]
-
-
-def _constant_identity(constant: Any) -> Identity:
-    if isinstance(constant, types.CodeType):
-        return _code_identity(constant)
-    if isinstance(constant, tuple | frozenset):
-        items = [_constant_identity(item) for item in constant]
-        return [type(constant).__name__, *(items if isinstance(constant, tuple) else sorted(items, key=json.dumps))]
-    return [type(constant).__name__, repr(constant)]
 
 
 def _fixed_name(value: Any) -> str | None:

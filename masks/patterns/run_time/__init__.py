@@ -1,7 +1,6 @@
 """Patterns whose tensors come with a call: documents, lengths, visible keys."""
 
-from ._documents import Documents, documents
-from ._lengths import Lengths, lengths
+from ._documents import PADDING, Documents, Lengths, Spans, documents, lengths
 from ._run_time import (
     Given,
     Rows,
@@ -10,13 +9,13 @@ from ._run_time import (
     alike,
     as_written,
     blank,
+    missing,
     named,
     names,
+    require_values,
     run_time_leaves,
     tables,
     without_values,
 )
-from ._run_time_checks import missing, require_values
-from ._spans import PADDING, Spans
 from ._visible_keys import KeySet, VisibleKeys, visible_keys
 from ._window_list import Windows

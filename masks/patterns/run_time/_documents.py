@@ -1,16 +1,120 @@
-"""Documents: several sequences packed into one, each seeing only itself."""
+"""Documents packed into one sequence, and sequences padded to one size: spans of positions that see only themselves."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
-from ...core import Extent, Pattern, constructor, pattern_kind, require_int
-from ._run_time import RunTime, of_tensor
-from ._run_time_checks import integers
-from ._spans import PADDING, Spans
+from ...core import (
+    Bounds,
+    Box,
+    Counts,
+    Extent,
+    MaskMod,
+    Pair,
+    Pattern,
+    Progression,
+    Reason,
+    clip,
+    constructor,
+    count_runs,
+    pattern_kind,
+    require_choice,
+    require_int,
+)
+from ._run_time import RunTime, Table, integers, of_tensor
+from ._window_list import Windows
+
+# B batch entries, L positions, S spans
+
+PADDING = -1
+SIDES = ("right", "left")
+
+
+class Spans(Table):
+    """Allowed iff both positions lie in one span. Row b, entry t: where the span of position t starts, or PADDING."""
+
+    kind = "spans table"
+
+    rows: Int64[Tensor, "B L"]
+
+    def _described(self) -> str:
+        if len(self.rows) != 1:
+            return f"documents of {len(self.rows)} batch entries"
+        return "1 document" if len(self.starts) == 1 else f"{len(self.starts)} documents"
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        held, step = self.on(device), self.batch_step(device)
+
+        def same_span(b, h, q, k):
+            starts, row = held.rows, b * step
+            return (starts[row, q] == starts[row, k]) & (starts[row, q] >= 0)
+
+        return same_span
+
+    @cached_property
+    def starts(self) -> Int64[Tensor, " S"]:
+        """The first position of each span of a single row."""
+        return self._edges[0]
+
+    @cached_property
+    def stops(self) -> Int64[Tensor, " S"]:
+        """One past the last position of each span."""
+        return self._edges[1]
+
+    @cached_property
+    def _edges(self) -> tuple[Tensor, Tensor]:
+        starts, sizes = self.only_row.unique_consecutive(return_counts=True)
+        ends = sizes.cumsum(0)
+        real = starts != PADDING
+        return (ends - sizes)[real], ends[real]
+
+    @cached_property
+    def longest(self) -> int:
+        """Positions of the longest span of any row."""
+        length = torch.arange(self.rows.shape[1]) + 1 - self.rows
+        return int(length.masked_fill(self.rows == PADDING, 0).max())
+
+    def reached(self, progression: Progression) -> tuple[Counts, Counts]:
+        """(first, last) span that each progression may touch; first > last where it lies between two."""
+        first = torch.searchsorted(self.stops, progression.first, right=True)
+        return first, torch.searchsorted(self.starts, progression.last, right=True) - 1
+
+    def common(self, box: Box) -> tuple[Counts, Counts]:
+        """(first, number) of the spans that both sides of each box may touch."""
+        (q_first, q_last), (k_first, k_last) = self.reached(box.q), self.reached(box.k)
+        first = torch.maximum(q_first, k_first)
+        return first, (torch.minimum(q_last, k_last) + 1 - first).clamp(min=0)
+
+    def within(self, progression: Progression, span: Counts) -> Progression:
+        """The terms that lie in the span of each progression; spans beyond the last hold nothing."""
+        if not len(self.starts):
+            return Progression(progression.first, progression.step, torch.zeros_like(progression.count))
+        known = span.clamp(max=len(self.starts) - 1)
+        inside = clip(progression, self.starts[known], self.stops[known])
+        return Progression(inside.first, inside.step, torch.where(span == known, inside.count, 0))
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        first, number = self.common(box)
+
+        def pairs_in(index: int) -> Counts:
+            return self.within(box.q, first + index).count * self.within(box.k, first + index).count
+
+        return count_runs(number, box.area, pairs_in)
+
+    def reason(self, pair: Pair) -> Reason:
+        if padding := pair.those(lambda position: int(self.only_row[position]) == PADDING, "padding"):
+            return Reason(self, False, padding)
+        of_query, of_key = (int(torch.searchsorted(self.stops, at, right=True)) for at in (pair.query, pair.key))
+        where = pair.in_runs("document", of_query, of_key, lambda at: (int(self.starts[at]), int(self.stops[at])))
+        return Reason(self, of_query == of_key, where)
+
+    def windows(self, num_positions: int) -> Windows:
+        return Windows.squares(self.starts, self.stops)
 
 
 @pattern_kind("documents")
@@ -52,6 +156,61 @@ class Documents(RunTime):
         return position // (self.longest or extent.tokens)
 
 
+@pattern_kind("lengths")
+class Lengths(RunTime):
+    """Allowed iff query and key are both real tokens: the first `length` positions, or with padding="left" the last."""
+
+    padding: str = "right"
+
+    def __post_init__(self) -> None:
+        require_choice("padding", self.padding, SIDES)
+        super().__post_init__()
+
+    def table(self, tensor: Tensor, extent: Extent) -> Spans:
+        num_positions = extent.tokens
+        lengths = torch.atleast_1d(integers("lengths", tensor, (0, 1)))[:, None]
+        wrong = ((lengths < 0) | (lengths > num_positions)).nonzero()
+        if len(wrong):
+            batch = int(wrong[0, 0])
+            raise ValueError(
+                f"lengths must lie between 0 and the {num_positions} positions; "
+                f"got {int(lengths[batch, 0])} in batch entry {batch}"
+            )
+        positions = torch.arange(num_positions)
+        start = num_positions - lengths if self.padding == "left" else torch.zeros_like(lengths)
+        real = (positions >= start) & (positions < start + lengths)
+        return Spans.of(torch.where(real, start, PADDING))
+
+    def most(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+        """No padding."""
+        return torch.full(shape, extent.tokens)
+
+
+@constructor
+def documents(ids: Any, *, longest: int | None = None, name: str = "documents") -> Pattern:
+    """Each token sees the tokens of its own document.
+
+    ids: integers of shape (tokens,) or (batch, tokens), a document's id for each position, growing from one
+    document to the next; negative for padding. Or a string, the name under which `attend(bindings=)` passes them.
+    Other values need no new compilation. `p & documents(ids)` cuts p at the borders; `p.per_document(ids)`
+    starts it anew in each document. longest: a bound on the tokens of a document, which keeps the block tables
+    of compiled graphs narrow; a longer one raises.
+    """
+    return of_tensor(Documents, ids, name, longest=longest)
+
+
+@constructor
+def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> Pattern:
+    """Real tokens see each other; padding neither sees nor is seen.
+
+    lengths: integers of shape (batch,) or (), real tokens of each batch entry, from 0 to the number of
+    positions. Or a string, the name under which `attend(bindings=)` passes them. padding: the side on which
+    the padding lies. With padding on the left, `p.per_document(lengths(n, padding="left"))` counts positions
+    from the first real token, so that padded equals unpadded for every p.
+    """
+    return of_tensor(Lengths, lengths, name, padding=padding)
+
+
 def _check_sorted(ids: Tensor, begins: Tensor) -> None:
     """The ids of documents grow, whatever padding lies between them."""
     real = ids >= 0
@@ -75,16 +234,3 @@ def _check_longest(starts: Tensor, longest: int) -> None:
             f"documents must have at most longest={longest} tokens; got one of {int(length.max())} or more that begins "
             f"at position {int(starts[batch, position])}, in batch entry {batch}"
         )
-
-
-@constructor
-def documents(ids: Any, *, longest: int | None = None, name: str = "documents") -> Pattern:
-    """Each token sees the tokens of its own document.
-
-    ids: integers of shape (tokens,) or (batch, tokens), a document's id for each position, growing from one
-    document to the next; negative for padding. Or a string, the name under which `attend(bindings=)` passes them.
-    Other values need no new compilation. `p & documents(ids)` cuts p at the borders; `p.per_document(ids)`
-    starts it anew in each document. longest: a bound on the tokens of a document, which keeps the block tables
-    of compiled graphs narrow; a longer one raises.
-    """
-    return of_tensor(Documents, ids, name, longest=longest)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ...core import Bounds, Box, Expression, Extent, MaskMod, Pair, Pattern, Phrase, Reason, every
 from .._band import local_window
-from ._run_time_checks import missing, require_values
 from ._window_list import Windows
 
 # B batch entries (or one for all of them), L positions
@@ -113,9 +112,9 @@ class Table(Pattern):
         return {"digest": self.digest, "source": self.source}
 
     def phrase(self) -> Phrase:
-        return Phrase(f"<{self._told()}>" if self.known else f"<{self.digest}>")
+        return Phrase(f"<{self._described()}>" if self.known else f"<{self.digest}>")
 
-    def _told(self) -> str:
+    def _described(self) -> str:
         """What the rows hold, in a few words."""
         raise NotImplementedError  # every table knows its own
 
@@ -124,6 +123,10 @@ class Table(Pattern):
         if device not in self.held:
             self.held.setdefault(device, Rows(self.rows.to(device)))
         return self.held[device]
+
+    def batch_step(self, device: torch.device) -> Tensor:
+        """1 where each batch entry has a row, 0 where all share one: row = b * step."""
+        return torch.tensor(int(len(self.rows) > 1), device=device)
 
     @property
     def entries(self) -> int:  # type: ignore[override]
@@ -182,7 +185,7 @@ def as_written(pattern: Expression) -> Expression:
 
 
 def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
-    """The pattern with tables as tensors of these shapes make them, told apart by their names and not by values."""
+    """The pattern with tables as tensors of these shapes make them, distinguished by their names and not by values."""
 
     def with_any(leaf: Pattern) -> Pattern:
         if not isinstance(leaf, RunTime):
@@ -234,3 +237,39 @@ def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pa
             f"{name} must be a tensor, what makes one, or a name for attend's bindings; got {tensor!r:.80}: {error}"
         ) from error
     return kind(name, Given(values), **options)
+
+
+def missing(name: str) -> str:
+    return (
+        f"the pattern needs the run-time tensor {name!r}: build it with the tensor itself, "
+        f"or pass bindings={{{name!r}: tensor}} to attend"
+    )
+
+
+def require_values(name: str, tensor: Any) -> Tensor:
+    """The tensor itself, if it is a dense one that has values."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"bindings must hold tensors; got {type(tensor).__name__} for {name!r}")
+    kind = _kind_without_values(tensor)
+    if kind is not None:
+        raise ValueError(f"the run-time tensor {name!r} must be a dense one with values; got a tensor that is {kind}")
+    return tensor
+
+
+def _kind_without_values(tensor: Tensor) -> str | None:
+    """What the tensor is in place of a dense one with values; None for a dense one."""
+    if tensor.is_nested or tensor.is_quantized:
+        return "nested" if tensor.is_nested else "quantized"
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        return f"{tensor.layout} on {tensor.device}"
+    return None
+
+
+def integers(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The tensor on the CPU in int64, if it holds integers in one of these numbers of dims."""
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise TypeError(f"{name} must hold integers; got a tensor of {tensor.dtype}")
+    if tensor.dim() not in dims:
+        shapes = " or ".join({0: "()", 1: "(tokens,)", 2: "(batch, tokens)"}[dim] for dim in dims)
+        raise ValueError(f"{name} must have shape {shapes}; got {tuple(tensor.shape)}")
+    return tensor.detach().to("cpu", torch.int64)

@@ -10,12 +10,12 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ...core import Bounds, Box, Extent, MaskMod, Pair, Pattern, Reason, constructor, pattern_kind
-from ._run_time import Rows, RunTime, Table, of_tensor
+from ._run_time import RunTime, Table, of_tensor
 from ._window_list import Windows
 
 # B batch entries, L positions
 
-_MAX_WINDOWS = 32  # more runs of keys than this are dearer apart than as one list of blocks
+_MAX_WINDOWS = 32  # more runs of keys than this cost more one by one than as one list of blocks
 
 
 @pattern_kind("visible_keys")
@@ -58,13 +58,14 @@ class KeySet(Table):
 
     rows: Bool[Tensor, "B L"]
 
-    def _told(self) -> str:
+    def _described(self) -> str:
         if len(self.rows) != 1:
             return f"visible keys of {len(self.rows)} batch entries"
         return f"{int(self.only_row.sum())} of {self.rows.shape[1]} keys"
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return _listed(self.on(device), torch.tensor(int(len(self.rows) > 1), device=device))
+        held, step = self.on(device), self.batch_step(device)
+        return lambda b, h, q, k: held.rows[b * step, k] & (q == q)
 
     @cached_property
     def _before(self) -> Int64[Tensor, " L+1"]:
@@ -105,10 +106,3 @@ def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
     string, the name under which `attend(bindings=)` passes them.
     """
     return of_tensor(VisibleKeys, visible, name)
-
-
-def _listed(held: Rows, batch_step: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return held.rows[b * batch_step, k] & (q == q)
-
-    return mask_mod

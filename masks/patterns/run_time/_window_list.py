@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from ...core import numbered
+
 # W windows
 
 
@@ -57,20 +59,6 @@ class Windows:
         """The windows in which a rule of this period looks the same: an ascending index for each kind, by its first."""
         start, queries = self.counted_from(period), self.q_stop - self.q_start
         ahead, keys = self.k_start - self.q_start, self.k_stop - self.k_start
-        kind, sizes = _numbered(queries, keys - queries, ahead, self.q_start - start)
-        found = kind.argsort(stable=True).split(sizes.tolist()) if len(self) else ()
+        kind, _ = numbered(queries, keys - queries, ahead, self.q_start - start)
+        found = kind.argsort(stable=True).split(kind.bincount().tolist()) if len(self) else ()
         return tuple(sorted(found, key=lambda index: int(index[0])))
-
-
-def _numbered(*columns: Int64[Tensor, " W"]) -> tuple[Int64[Tensor, " W"], Int64[Tensor, " K"]]:
-    """(number of each row of these columns, equal for equal rows; how many rows have each number).
-
-    Sorting single numbers takes a fraction of the time of `unique(dim=0)`.
-    """
-    number = torch.zeros_like(columns[0])
-    for column in columns:
-        if len(column) and bool((column != column[0]).any()):
-            values, of_column = column.unique(return_inverse=True)
-            number = (number * len(values) + of_column).unique(return_inverse=True)[1]
-    _, number, sizes = number.unique(return_inverse=True, return_counts=True)
-    return number, sizes
