@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ..core import Bound
-from ..plan_cache import in_line, is_told, log
+from ..plan_cache import debug_wanted, in_line, log
 from ._options import Option
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def tell_plan(plan: Plan, kind: str, *, measured: bool) -> None:
 
     `measured` says that the ways are those that won a measurement.
     """
-    if not is_told():
+    if not debug_wanted():
         return
     why = ", the ways that autotune measured to be fastest" if measured else ""
     log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _ways(plan), why)
@@ -36,7 +36,7 @@ def tell_plan(plan: Plan, kind: str, *, measured: bool) -> None:
 
 def tell_order(bound: Bound, residue: Plan, natural: Plan) -> None:
     """Tell what a whole model's tokens in residue order, and in the natural one, were predicted to cost."""
-    if is_told():
+    if debug_wanted():
         times = (residue.layout.rate, *(1e3 * each.cost.seconds for each in (residue, natural)))
         log.debug("weighed %s: all tokens in residues of %d %.3g ms, in order %.3g ms", _bound_text(bound), *times)
 
