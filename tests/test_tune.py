@@ -15,8 +15,7 @@ from flexdilated.engines import _tuned
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines._tuned import TuningKey, TuningResult, choices_path, chosen, forget_choices
 from flexdilated.engines.tiles import _tiles_op
-from flexdilated.masks.planning._choice import Candidates, Choice, way_of
-from flexdilated.masks.planning._options import ANYTHING
+from flexdilated.masks.planning._options import ANYTHING, Candidates, Choice, way_of
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.machine._machine_file import read_machine, stored_path, write_json
 from flexdilated.masks.planning.machine._machine_in_use import VARIABLE, forget_machines, machine_of

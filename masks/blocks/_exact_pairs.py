@@ -58,9 +58,10 @@ def exact_pairs(rule: Pattern, box: Box) -> Counts:
 def _add(rule: Pattern, parts: Owned, cuts: _Cuts, pairs: Counts) -> None:
     """Add to each owner's pairs those of its parts."""
     period = rule.period()
-    for few in few_at_once(parts, _FRONTIER):
-        alike, box = (torch.arange(len(few)), few.box) if period is None else distinct_boxes(few.box, period)
-        pairs.index_add_(0, few.owner, _pairs(rule, box, cuts)[alike])
+    alike, box = (torch.arange(len(parts)), parts.box) if period is None else distinct_boxes(parts.box, period)
+    found = [_pairs(rule, few.box, cuts) for few in few_at_once(Owned(torch.arange(len(box.head)), box), _FRONTIER)]
+    if found:
+        pairs.index_add_(0, parts.owner, torch.cat(found)[alike])
 
 
 def _pairs(rule: Pattern, box: Box, cuts: _Cuts) -> Counts:

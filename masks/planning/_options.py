@@ -1,25 +1,21 @@
-"""Options: the ways to compute one branch, each with its terms and its cost."""
+"""Options: the ways to compute a branch, or all branches together, each with its terms and its cost."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..core import And, Bound, Expression, Pattern
-from ..orders import Compact, Layout, residue_rate
+from ..orders import Compact, Layout
 from ._cost import Cost, cost_of, least_seconds, least_seconds_in_larger
-from .lowering._compact import compact_terms
-from .lowering._lower import shared_terms
 from .lowering._nested import chains, nested_terms
-from .lowering._split_causal import split_causal
 from .lowering._term import Term
-from .lowering._tiled_terms import tiled_terms
+from .lowering._ways import split_causal, ways
 from .lowering._windows import window_terms
 from .machine._machine import Machine
 
-# A shared permutation with more classes than this leaves no runs worth a block.
-MAX_RESIDUE_RATE = 256
 # Each part of a union is lowered without the parts before it: many parts make rules that are dear to evaluate.
 _MAX_PARTS = 6
 # In blocks of another side an option may gain as much as this over its cost in blocks of 128.
@@ -74,17 +70,8 @@ def options_of(branch: Pattern, times: int, bound: Bound, machine: Machine, allo
     cut = window_terms(branch, times, bound, any_number=allowed.any_windows) if allowed.windows else None
     if cut is not None:
         return (Option(branch, times, "windows", tuple(cut), machine, given, shares_rows=True),)
-    options = [
-        Option(branch, times, "natural" if rate == 1 else f"residue {rate}", tuple(terms), machine, given)
-        for rate in (_shared_rates(branch, bound) if allowed.residues else [1])
-        for terms in [shared_terms(branch, times, bound, rate)]
-    ]
-    compact = compact_terms(branch, times, bound)
-    if compact is not None:
-        options.append(Option(branch, times, "compact", tuple(compact), machine, given))
-    for tile, tiled in tiled_terms(branch, times, bound).items():
-        name = f"tiled {'x'.join(map(str, tile))}"
-        options.append(Option(branch, times, name, tuple(tiled), machine, given))
+    found = ways(branch, times, bound, residues=allowed.residues)
+    options = [Option(branch, times, name, tuple(terms), machine, given) for name, terms in found.items()]
     options += _split_options(options) if allowed.shared_rows else []
     disjoint = _disjoint_terms(branch, times, bound, machine) if allowed.shared_rows else None
     if disjoint is not None:
@@ -189,13 +176,6 @@ def _fullest(option: Option, plain: Option) -> float:
     return max(-(-side // step) / side for side in option.machine.sides)
 
 
-def _shared_rates(branch: Pattern, bound: Bound) -> list[int]:
-    # Of a union each part is weighed in an order of its own; one that suits all has few classes.
-    most = bound.num_queries // 2 if len(branch.alternatives()) == 1 else min(MAX_RESIDUE_RATE, bound.num_queries)
-    rate = residue_rate(branch, max(1, most))
-    return [1, rate] if rate > 1 else [1]
-
-
 def _disjoint_terms(branch: Pattern, times: int, bound: Bound, machine: Machine) -> tuple[Term, ...] | None:
     """Terms for a union: each part in the layout that suits it, without the pairs of the parts before it.
 
@@ -208,3 +188,59 @@ def _disjoint_terms(branch: Pattern, times: int, bound: Bound, machine: Machine)
     alone = Allowed(shared_rows=False, windows=False)
     rests = [And.of(part, *(~before for before in parts[:index])) for index, part in enumerate(parts)]
     return tuple(term for rest in rests for term in options_of(rest, times, bound, machine, alone)[0].terms)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """For each distinct branch the name of its layout and the sides of its block lists, or all branches together.
+
+    A name that does not occur among a pattern's options is no error: the planner then decides itself.
+    """
+
+    together: bool
+    ways: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All ways of computing a pattern: for each distinct branch, the cheapest first, and of all branches together."""
+
+    branches: tuple[tuple[Option, ...], ...]
+    together: Option | None
+
+    @classmethod
+    def of(cls, bound: Bound, machine: Machine, allowed: Allowed) -> Candidates:
+        branches = Counter(bound.pattern.branches())
+        ways = tuple(options_of(branch, times, bound, machine, allowed) for branch, times in branches.items())
+        cheapest = {branch: options[0] for branch, options in zip(branches, ways, strict=True)}
+        return cls(ways, nested_option(cheapest, bound, machine, allowed))
+
+    def chosen(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
+        """The options of each group of terms with the chosen one in front; None where the choice does not fit."""
+        groups = self.branches
+        if choice.together:
+            groups = ((self.together,),) if self.together is not None else ()
+        if len(groups) != len(choice.ways):
+            return None
+        found = tuple(_in_front(options, *way) for options, way in zip(groups, choice.ways, strict=True))
+        return None if any(not options for options in found) else found
+
+
+def way_of(option: Option) -> tuple[str, tuple[int, ...]]:
+    """What names an option in a Choice."""
+    return option.layout, tuple(term.block_side for term in option.terms if term.shape == "blocks")
+
+
+def in_other_blocks(option: Option) -> tuple[Option, ...]:
+    """The option, and the same with all block lists in blocks of each other side that is weighed on its machine."""
+    others = (in_blocks_of(option, side) for side in option.machine.sides)
+    return (option, *(each for each in others if way_of(each) != way_of(option)))
+
+
+def _in_front(options: tuple[Option, ...], layout: str, sides: tuple[int, ...]) -> tuple[Option, ...]:
+    for option in options:
+        if option.layout == layout:
+            ways = {way_of(each): each for each in in_other_blocks(option)}
+            if (layout, sides) in ways:
+                return (ways[layout, sides], *(other for other in options if other is not option))
+    return ()

@@ -9,16 +9,16 @@ import torch
 
 from ..core import Bound, Expression, plans
 from ..orders import Compact, Layout, residue_rate
-from ..plan_cache import cache
+from ..plan_cache import cache, debug_wanted, in_line, log
 from ..text import read_text
-from ._choice import Candidates, Choice, way_of
 from ._cost import Cost
-from ._options import ANYTHING, MAX_RESIDUE_RATE, Allowed, Option
-from ._plan_text import plan_text, tell_order, tell_plan
-from .lowering._lower import shared_terms
+from ._options import ANYTHING, Allowed, Candidates, Choice, Option, way_of
 from .lowering._term import Term
+from .lowering._ways import MAX_RESIDUE_RATE, shared_terms
 from .machine._machine import Machine
 from .machine._machine_in_use import machine_of
+
+_MOST_BRANCHES = 8  # that have lines of their own in the log
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Plan:
         return sum(200 + 24 * len(term.heads) for term in terms) + sum(16 * term.folds for term in uneven)
 
     def __repr__(self) -> str:
-        return plan_text(self)
+        return f"Plan({_bound_text(self.bound)}: {_ways(self)})"
 
 
 @plans
@@ -82,8 +82,8 @@ def plan(
     machine = machine_of(kind)
     return cache().get(
         ("plan", bound.key(), kind, machine.text, layout, allowed, choice),
-        lambda: _told(_plan(bound, machine, layout, allowed, choice), kind, choice),
-        _plan_bytes,
+        lambda: _logged(_plan(bound, machine, layout, allowed, choice), kind, choice),
+        lambda made: made.nbytes,
         pattern=bound.pattern,
     )
 
@@ -136,17 +136,11 @@ def _recommended_rate(pattern: Expression, num_tokens: int, num_heads: int, kind
         gained_s = 0.0
         for each in {entry.key(): entry for entry in map(bound.entry, range(bound.pattern.num_entries()))}.values():
             residue, given = _in_layout(each, machine, Layout(num_tokens, rate)), plan(each, device=kind)
-            tell_order(each, residue, given)
+            _log_order(each, residue, given)
             gained_s += given.cost.seconds - residue.cost.seconds
         return rate if gained_s > 0 else 1
 
     return cache().get(("recommended_rate", bound.key(), kind, machine.text), build, lambda rate: 8, pattern=pattern)
-
-
-def _told(made: Plan, kind: str, choice: Choice | None) -> Plan:
-    ways = tuple(way_of(options[0]) for options in made.options)
-    tell_plan(made, kind, measured=choice is not None and choice.ways == ways)
-    return made
 
 
 def _plan(
@@ -198,5 +192,38 @@ def _relayout_bytes(bound: Bound) -> int:
     return 4 * (bound.num_queries + bound.num_keys) * bound.num_heads * 64 * 4
 
 
-def _plan_bytes(value: Plan) -> int:
-    return value.nbytes
+def _logged(plan: Plan, kind: str, choice: Choice | None) -> Plan:
+    """The plan, once it is logged for which kind of device it was made and what each branch was weighed against."""
+    if not debug_wanted():
+        return plan
+    measured = choice is not None and choice.ways == tuple(way_of(options[0]) for options in plan.options)
+    why = ", the ways that autotune measured to be fastest" if measured else ""
+    log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _ways(plan), why)
+    for best, *others in plan.options[:_MOST_BRANCHES]:
+        if others:
+            log.debug("chose %s for %s, over %s", _way(best), in_line(best.branch), ", ".join(map(_way, others)))
+    return plan
+
+
+def _log_order(bound: Bound, residue: Plan, natural: Plan) -> None:
+    """Log what a whole model's tokens in residue order, and in the natural one, were predicted to cost."""
+    if debug_wanted():
+        times = (residue.layout.rate, *(1e3 * each.cost.seconds for each in (residue, natural)))
+        log.debug("weighed %s: all tokens in residues of %d %.3g ms, in order %.3g ms", _bound_text(bound), *times)
+
+
+def _bound_text(bound: Bound) -> str:
+    sizes = f"{bound.num_heads:,} heads, {bound.num_queries:,} queries, {bound.num_keys:,} keys"
+    return f"{in_line(bound.pattern)}, {sizes}"
+
+
+def _ways(plan: Plan) -> str:
+    layouts = Counter(options[0].layout for options in plan.options)
+    named = ", ".join(name if times == 1 else f"{times} x {name}" for name, times in layouts.items())
+    terms = f"{len(plan.terms):,} term{'' if len(plan.terms) == 1 else 's'}"
+    return f"{named or 'nothing to compute'}; {terms}, {1e3 * plan.cost.seconds:.3g} ms predicted"
+
+
+def _way(option: Option) -> str:
+    """The layout, and the time predicted where it is known already: counting blocks is what takes time."""
+    return f"{option.layout} ({1e3 * option.cost.seconds:.3g} ms)" if "cost" in vars(option) else option.layout

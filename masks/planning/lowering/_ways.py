@@ -1,15 +1,57 @@
-"""Compact lowering: a branch as terms over the tokens that can meet, gathered, with equal parts folded into one."""
+"""The ways to compute one branch: over all tokens in some order, over those that can meet, or in tiles of a grid."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from math import prod
+
+import torch
 
 from ...core import And, Bound, Every, Pattern
-from ...orders import Compact
-from ...patterns import Causal, Dilated, Strided
+from ...orders import Compact, Layout, Tiling, residue_rate
+from ...patterns import Causal, Dilated, Neighborhood, Strided
 from ._term import Shape, Term
+
+_TILE_TOKENS = 128  # a tile is a block, where tiles of that size divide the grid
+# A shared permutation with more classes than this leaves no runs worth a block.
+MAX_RESIDUE_RATE = 256
+
+
+def ways(branch: Pattern, multiplicity: int, bound: Bound, *, residues: bool) -> dict[str, list[Term]]:
+    """Each layout in which a branch can be computed at once, by its name, with its terms."""
+    # Of a union each part is weighed in an order of its own; one that suits all has few classes.
+    most = bound.num_queries // 2 if len(branch.alternatives()) == 1 else min(MAX_RESIDUE_RATE, bound.num_queries)
+    rate = residue_rate(branch, max(1, most)) if residues else 1
+    found = {"natural": shared_terms(branch, multiplicity, bound, 1)}
+    if rate > 1:
+        found[f"residue {rate}"] = shared_terms(branch, multiplicity, bound, rate)
+    if (compact := compact_terms(branch, multiplicity, bound)) is not None:
+        found["compact"] = compact
+    for tile, tiled in tiled_terms(branch, multiplicity, bound).items():
+        found[f"tiled {'x'.join(map(str, tile))}"] = tiled
+    return found
+
+
+def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) -> list[Term]:
+    """One term for all heads, in residue-major order of this rate; rate 1 is the natural order."""
+    aligned = rate == 1 and bound.q_offset == bound.k_offset
+    shape: Shape = "dense" if branch == Every() else "causal" if branch == Causal() and aligned else "blocks"
+    return [
+        Term(
+            branch,
+            shape,
+            multiplicity,
+            tuple(range(bound.num_heads)),
+            bound.head_offset,
+            bound.num_heads_global,
+            Layout(bound.num_queries, rate),
+            Layout(bound.num_keys, rate),
+            bound.q_offset,
+            bound.k_offset,
+        )
+    ]
 
 
 def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term] | None:
@@ -139,3 +181,72 @@ def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Strand, int,
         num_queries = -(-(bound.num_queries - begin) // spacing)
         num_keys = -(-(bound.num_keys - k_begin) // spacing)
         yield _Strand(begin, spacing, end - begin, 1, num_queries, num_keys), begin, k_begin
+
+
+def split_causal(terms: Sequence[Term]) -> tuple[Term, ...] | None:
+    """The same pairs without block lists where the rule is causal; None if no term is of that kind."""
+    parts = [_parts(term) for term in terms]
+    if all(found is None for found in parts):
+        return None
+    return tuple(part for term, found in zip(terms, parts, strict=True) for part in (found or (term,)))
+
+
+def _parts(term: Term) -> tuple[Term, ...] | None:
+    if term.shape != "blocks" or term.rule != Causal() or term.weights is not None:
+        return None
+    q, k = (side.as_compact(term.heads) for side in (term.q, term.k))
+    if q is None or k is None or q.step != k.step or (q.folds > 1 and q.fold_stride != k.fold_stride):
+        return None
+    gaps = {
+        q_start + term.q_offset - k_start - term.k_offset for q_start, k_start in zip(q.starts, k.starts, strict=True)
+    }
+    (gap, *others), seen = gaps, min(gaps) // q.step
+    if others or gap % q.step or seen <= 0:
+        return None
+    before = replace(term, rule=Every(), shape="dense", q=q, k=replace(k, num_slots=min(seen, k.num_slots)))
+    if seen >= k.num_slots:
+        return (before,)
+    # Keys after the last query are seen by none, and a triangle has as many keys as queries.
+    if k.num_slots - seen < q.num_slots:
+        return None
+    starts = tuple(start + seen * k.step for start in k.starts)
+    triangle = replace(term, shape="causal", q=q, k=replace(k, starts=starts, num_slots=q.num_slots))
+    return before, triangle
+
+
+def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[int, ...], list[Term]]:
+    """For each tile worth weighing, one term for all heads: where the branch is a neighbourhood of its whole grid."""
+    everywhere = bound.num_queries == bound.num_keys and bound.q_offset == bound.k_offset == 0
+    if not isinstance(branch, Neighborhood) or not everywhere or bound.num_queries != prod(branch.grid):
+        return {}
+    orders = [Tiling(branch.grid, tile) for tile in best_tiles(branch)]
+    (term,) = shared_terms(branch, multiplicity, bound, 1)
+    return {order.tile: [replace(term, q=order, k=order)] for order in orders if not order.is_natural}
+
+
+def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
+    """The tile whose windows reach over the fewest tokens in tiles; and the next best, where that is no exact count.
+
+    Sides are powers of two, and a tile holds as many tokens as such tiles in this grid can, up to a block's.
+    Where sides do not divide the grid, blocks lie across tiles.
+    """
+    sides = ([1 << power for power in range(min(length, _TILE_TOKENS).bit_length())] for length in rule.grid)
+    tiles = [tile for tile in product(*sides) if prod(tile) <= _TILE_TOKENS]
+    most = max(map(prod, tiles))
+    best = sorted((tile for tile in tiles if prod(tile) == most), key=lambda tile: _reached(rule, tile))
+    divides = all(length % side == 0 for length, side in zip(rule.grid, best[0], strict=True))
+    return best[:1] if divides else best[:2]
+
+
+def _reached(rule: Neighborhood, tile: tuple[int, ...]) -> int:
+    """Pairs of a query and a token of any tile that some window of the query's tile touches."""
+    return prod(_reached_along(*axis, side) for side, axis in zip(tile, rule.axes, strict=True))
+
+
+def _reached_along(length: int, radius: int, rate: int, side: int) -> int:
+    first = torch.arange(0, length, side)
+    last = (first + side).clamp(max=length) - 1
+    reach, window = radius * rate, (2 * radius + 1) * rate
+    low = (first - reach).clamp(0, length - window) // side * side
+    high = ((last + reach).clamp(window - 1, length - 1) // side * side + side).clamp(max=length)
+    return int(((last - first + 1) * (high - low)).sum())
