@@ -15,5 +15,5 @@ from ._diagonals import settle_by_diagonals
 from ._estimate import ListedBlocks, estimate_blocks
 from ._exact_pairs import exact_pairs, pairs_of_queries
 from ._packed_blocks import PackedBlocks
-from ._rule import Rule
+from ._rule import Rule, allowed_pairs
 from ._tables import table_bytes, to_block_mask

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from itertools import product
 
 from ..core import Expression, Pattern, Ranges, require_expression, require_int, union_of
-from ._asked import Asked
-from ._narrowed import narrowed
-from ._needs_by_boxes import found_by_boxes
-from ._needs_by_distance import found_by_distance
+from ._key_query import KeyQuery
+from ._rewrites import rewritten
+from ._search import searched_keys
 
 
 def needed_keys(
@@ -25,13 +24,15 @@ def needed_keys(
     require_expression(pattern).check_heads(require_int("num_heads_global", num_heads_global, minimum=1))
     rules = rules_of_heads(pattern, heads, num_heads_global)
     return keys_of_any(
-        Asked((rule,), q, k, head, num_heads_global) for rule, head in rules.items() for q, k in product(queries, keys)
+        KeyQuery((rule,), q, k, head, num_heads_global)
+        for rule, head in rules.items()
+        for q, k in product(queries, keys)
     )
 
 
-def keys_of_any(questions: Iterable[Asked]) -> Ranges:
+def keys_of_any(questions: Iterable[KeyQuery]) -> Ranges:
     """The keys that answer any of these questions, as `needed_keys` gives them."""
-    return union_of(found for asked in questions for found in keys_seen(asked))
+    return union_of(found for wanted in questions for found in keys_seen(wanted))
 
 
 def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) -> dict[Pattern, int]:
@@ -45,14 +46,13 @@ def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) ->
     return rules
 
 
-def keys_seen(asked: Asked) -> list[range]:
+def keys_seen(wanted: KeyQuery) -> list[range]:
     """The answer as ranges that may overlap."""
-    if asked.is_empty:
+    if wanted.is_empty:
         return []
-    if not asked.factors:
-        return [asked.keys]
-    parts = narrowed(asked)
-    if parts is not None:
-        return [keys for part, restored in parts for keys in restored(keys_seen(part))]
-    by_distance = found_by_distance(asked)
-    return found_by_boxes(asked) if by_distance is None else by_distance
+    if not wanted.factors:
+        return [wanted.keys]
+    parts = rewritten(wanted)
+    if parts is None:
+        return searched_keys(wanted)
+    return [keys for part, restored in parts for keys in restored(keys_seen(part))]

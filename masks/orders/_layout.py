@@ -81,7 +81,7 @@ class _SharedOrder:
 class Permutation(_SharedOrder):
     """An order of all tokens."""
 
-    is_copied = False  # whoever asks compares it with the order in which the tokens are given
+    is_copied = False  # unless tokens are given in another order, which only the caller knows
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
         """The slot in which each token stands: the inverse of `positions`."""

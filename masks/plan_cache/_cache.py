@@ -160,7 +160,7 @@ class Cache:
             return CacheStats.of(*counts, self._store.entries(), self._limits)
 
     def __repr__(self) -> str:
-        """Without the lock: whoever stops a program in the middle of something wants to see it, too."""
+        """Without the lock, so that a debugger can show a cache that is being changed."""
         held = f"{len(self._store):,} of {self._limits.entries:,} entries"
         return f"Cache({held}, {bytes_text(self._store.bytes)} of {bytes_text(self._limits.bytes)})"
 

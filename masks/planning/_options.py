@@ -16,11 +16,11 @@ from .lowering._ways import split_causal, ways
 from .lowering._windows import window_terms
 from .machine._machine import Machine
 
-# Each part of a union is lowered without the parts before it: many parts make rules that are dear to evaluate.
+# Each part of a union is lowered without the parts before it: many parts make rules that are slow to evaluate.
 _MAX_PARTS = 6
-# In blocks of another side an option may gain as much as this over its cost in blocks of 128.
+# Blocks of another side gain at most this factor over blocks of 128: options that cost more than that are not tried.
 _WORTH_OTHER_BLOCKS = 2
-# A smaller gain is within what costs are estimated to: then blocks stay as they are.
+# A smaller gain is within the error of the estimate: then the block side stays as it is.
 _CLEARLY = 0.95
 
 
@@ -72,21 +72,16 @@ def options_of(branch: Pattern, times: int, bound: Bound, machine: Machine, allo
         return (Option(branch, times, "windows", tuple(cut), machine, given, shares_rows=True),)
     found = ways(branch, times, bound, residues=allowed.residues)
     options = [Option(branch, times, name, tuple(terms), machine, given) for name, terms in found.items()]
-    options += _split_options(options) if allowed.shared_rows else []
-    disjoint = _disjoint_terms(branch, times, bound, machine) if allowed.shared_rows else None
-    if disjoint is not None:
-        options.append(Option(branch, times, "disjoint", disjoint, machine, given, shares_rows=True))
+    if allowed.shared_rows:
+        for option in tuple(options):
+            terms = split_causal(option.terms)
+            if terms is not None:
+                shares = len(terms) > len(option.terms)
+                options.append(replace(option, layout=f"{option.layout}, split", terms=terms, shares_rows=shares))
+        disjoint = _disjoint_terms(branch, times, bound, machine)
+        if disjoint is not None:
+            options.append(Option(branch, times, "disjoint", disjoint, machine, given, shares_rows=True))
     return _in_best_blocks(options, machine)
-
-
-def _split_options(options: list[Option]) -> list[Option]:
-    """The same with causal triangles apart from the keys before them."""
-    split = [(option, split_causal(option.terms)) for option in options]
-    return [
-        replace(option, layout=f"{option.layout}, split", terms=terms, shares_rows=len(terms) > len(option.terms))
-        for option, terms in split
-        if terms is not None
-    ]
 
 
 def nested_option(apart: Mapping[Pattern, Option], bound: Bound, machine: Machine, allowed: Allowed) -> Option | None:
@@ -116,12 +111,12 @@ def in_blocks_of(option: Option, side: int) -> Option:
 
 
 def _in_best_blocks(options: list[Option], machine: Machine) -> tuple[Option, ...]:
-    """The options, the cheapest first, those that come into question in the blocks that suit them best.
+    """The options, the cheapest first, each that may be the cheapest with the block side that suits it best.
 
-    Options that cannot be the cheapest come last, and what they cost is left to whoever asks.
+    Options that cannot be the cheapest come last, and their cost is not computed.
     """
-    hopeless = _hopeless(options)
-    weighed = [option for option in options if option not in hopeless]
+    ruled_out = _ruled_out(options)
+    weighed = [option for option in options if option not in ruled_out]
     least = min(option.cost.seconds for option in weighed)
     for index, option in enumerate(weighed):
         # "disjoint" has chosen part by part.
@@ -129,7 +124,7 @@ def _in_best_blocks(options: list[Option], machine: Machine) -> tuple[Option, ..
             others = (in_blocks_of(option, side) for side in _other_sides(option, least))
             best = min(others, key=lambda each: each.cost.seconds, default=option)
             weighed[index] = best if best.cost.seconds < _CLEARLY * option.cost.seconds else option
-    return (*sorted(weighed, key=lambda option: option.cost.seconds), *hopeless)
+    return (*sorted(weighed, key=lambda option: option.cost.seconds), *ruled_out)
 
 
 def _other_sides(option: Option, least: float) -> list[int]:
@@ -146,10 +141,10 @@ def _is_listed(option: Option) -> bool:
     return any(term.shape == "blocks" for term in option.terms)
 
 
-def _hopeless(options: list[Option]) -> list[Option]:
-    """Those with block lists that cost more, full as can be of the pairs that are wanted, than a way without lists.
+def _ruled_out(options: list[Option]) -> list[Option]:
+    """Those with block lists whose lower-bound cost exceeds that of the cheapest option without lists.
 
-    Counting blocks is what takes time in planning.
+    The bound takes no count of blocks, which is what takes time in planning.
     """
     plain = [option for option in options if not _is_listed(option)]
     if not plain:
@@ -165,10 +160,10 @@ def _hopeless(options: list[Option]) -> list[Option]:
 
 
 def _fullest(option: Option, plain: Option) -> float:
-    """The largest share of a block's pairs that can be wanted.
+    """The largest share of a block's pairs that the rule can allow.
 
-    Where tokens lie as they come, a query wants but some of the keys of a block, as far apart as the way without
-    lists has them.
+    In natural order a query sees only every `step`-th key of a block, where that is the step of the option without
+    lists.
     """
     if any(term.q != option.given for term in option.terms):
         return 1.0

@@ -12,7 +12,7 @@ from ._options import ANYTHING, Allowed, Option
 from ._planner import Plan, plan
 from .lowering._term import Term
 
-_GAP = 128  # keys that are not there, and that a block may as well reach over
+_GAP = 128  # missing keys over which a run of keys goes on: no more than a block
 
 
 def plan_at(

@@ -36,6 +36,13 @@ class Plan:
     options: tuple[tuple[Option, ...], ...]
     together: Option | None = None
 
+    @classmethod
+    def of(
+        cls, bound: Bound, layout: Layout, options: tuple[tuple[Option, ...], ...], together: Option | None = None
+    ) -> Plan:
+        """The plan of the first of each tuple of options."""
+        return cls(bound, layout, tuple(term for first, *_ in options for term in first.terms), options, together)
+
     @property
     def shares_rows(self) -> bool:
         """Whether several terms compute the same rows."""
@@ -146,50 +153,38 @@ def _recommended_rate(pattern: Expression, num_tokens: int, num_heads: int, kind
 def _plan(
     bound: Bound, machine: Machine, layout: Layout | None, allowed: Allowed, choice: Choice | None = None
 ) -> Plan:
-    candidates = Candidates.of(bound, machine, allowed)
-    natural = None if choice is None else _follow(choice, candidates, bound)
-    natural = natural or _choose(candidates, bound, machine)
+    natural = _in_natural_order(bound, machine, Candidates.of(bound, machine, allowed), choice)
     if layout is None or layout.rate == 1:
         return natural
     in_layout = _in_layout(bound, machine, layout)
-    copies_s = _relayout_bytes(bound) / machine.bytes_per_s
-    return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copies_s else natural
+    # Bytes read and written to bring q, k, v into the natural order and out back.
+    copied = 4 * (bound.num_queries + bound.num_keys) * bound.num_heads * 64 * 4
+    return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copied / machine.bytes_per_s else natural
 
 
-def _choose(candidates: Candidates, bound: Bound, machine: Machine) -> Plan:
-    """The cheapest way for each branch, or for all branches together."""
+def _in_natural_order(bound: Bound, machine: Machine, candidates: Candidates, choice: Choice | None) -> Plan:
+    """The chosen ways where a choice fits; else the cheapest for each branch, or for all branches together."""
     layout, together = Layout(bound.num_queries), candidates.together
-    terms = tuple(term for options in candidates.branches for term in options[0].terms)
+    chosen = None if choice is None else candidates.chosen(choice)
+    if chosen is not None:
+        return Plan.of(bound, layout, chosen, together)
+    found = Plan.of(bound, layout, candidates.branches, together)
     if together is None:
-        return Plan(bound, layout, terms, candidates.branches)
-    apart = Option(bound.pattern, 1, "branch by branch", terms, machine, layout, shares_rows=True)
+        return found
+    apart = Option(bound.pattern, 1, "branch by branch", found.terms, machine, layout, shares_rows=True)
     if apart.cost.seconds <= together.cost.seconds:
-        return Plan(bound, layout, terms, candidates.branches, together)
-    return Plan(bound, layout, together.terms, ((together, apart),), together)
-
-
-def _follow(choice: Choice, candidates: Candidates, bound: Bound) -> Plan | None:
-    """The plan that a measurement chose; None where the choice names what there is not."""
-    chosen = candidates.chosen(choice)
-    if chosen is None:
-        return None
-    terms = tuple(term for options in chosen for term in options[0].terms)
-    return Plan(bound, Layout(bound.num_queries), terms, chosen, candidates.together)
+        return found
+    return Plan.of(bound, layout, ((together, apart),), together)
 
 
 def _in_layout(bound: Bound, machine: Machine, layout: Layout) -> Plan:
     """Every branch as block lists over the order in which the inputs already are."""
-    weighed = []
-    for branch, times in Counter(bound.pattern.branches()).items():
-        terms = shared_terms(branch, times, bound, layout.rate)
-        name = f"residue {layout.rate}, as given"
-        weighed.append((Option(branch, times, name, tuple(terms), machine, layout),))
-    return Plan(bound, layout, tuple(term for (option,) in weighed for term in option.terms), tuple(weighed))
-
-
-def _relayout_bytes(bound: Bound) -> int:
-    """Bytes read and written to bring q, k, v into the natural order and out back."""
-    return 4 * (bound.num_queries + bound.num_keys) * bound.num_heads * 64 * 4
+    name = f"residue {layout.rate}, as given"
+    options = (
+        (Option(branch, times, name, tuple(shared_terms(branch, times, bound, layout.rate)), machine, layout),)
+        for branch, times in Counter(bound.pattern.branches()).items()
+    )
+    return Plan.of(bound, layout, tuple(options))
 
 
 def _logged(plan: Plan, kind: str, choice: Choice | None) -> Plan:
