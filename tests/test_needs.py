@@ -19,9 +19,8 @@ from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.core._range_union import joined_intervals, ranges_of, union_of
 from flexdilated.masks.core._ranges import Ranges
-from flexdilated.masks.needs import _search
-from flexdilated.masks.needs._needs import needed_keys
-from flexdilated.masks.needs._search import _key_runs
+from flexdilated.masks.needs import _needs
+from flexdilated.masks.needs._needs import _key_runs, needed_keys
 from tests import oracle
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import Case, cases
@@ -89,12 +88,12 @@ def test_needs_are_those_of_the_dense_rule(case: Case, data):
 def test_needs_are_the_same_by_the_smallest_steps(case: Case, data):
     """Every search goes to its end, and all limits on what is done at a time are met."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_search, "_FEW_PAIRS", 0)
-        patch.setattr(_search, "_SIDE", data.draw(st.sampled_from([2, 16])))
-        patch.setattr(_search, "_FRONTIER", 4)
-        patch.setattr(_search, "_LOOKS", 2)
-        patch.setattr(_search, "_CUTS", 2)
-        patch.setattr(_search, "_MOST_CLASSES", data.draw(st.sampled_from([0, 512])))
+        patch.setattr(_needs, "_FEW_PAIRS", 0)
+        patch.setattr(_needs, "_SIDE", data.draw(st.sampled_from([2, 16])))
+        patch.setattr(_needs, "_FRONTIER", 4)
+        patch.setattr(_needs, "_LOOKS", 2)
+        patch.setattr(_needs, "_CUTS", 2)
+        patch.setattr(_needs, "_MOST_CLASSES", data.draw(st.sampled_from([0, 512])))
         patch.setattr(_range_union, "_MOST_COMPARISONS", data.draw(st.sampled_from([0, 1 << 16])))
         check_case(case, data)
 
@@ -158,8 +157,8 @@ ALMOST = [
 @pytest.mark.parametrize(("pattern", "queries", "expected"), ALMOST)
 def test_keys_that_just_miss_a_query(pattern, queries, expected, few, monkeypatch):
     """One query fewer, or one step more, and a key is not needed any more."""
-    monkeypatch.setattr(_search, "_FEW_PAIRS", few)
-    monkeypatch.setattr(_search, "_MOST_PIECES", few)
+    monkeypatch.setattr(_needs, "_FEW_PAIRS", few)
+    monkeypatch.setattr(_needs, "_MOST_PIECES", few)
     found = needed_keys(pattern, queries=(queries,), keys=(range(100),), heads=[0], num_heads_global=1)
     assert_found(found, expected)
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ...blocks import Blocks, ListedBlocks, Rule, build_blocks, estimate_blocks, repeat_blocks
-from ...core import MaskMod, Pattern
+from ...core import Bound, MaskMod, Pattern
 from ...orders import Compact, Layout, Order, Pieces
 from ...patterns import tables
 from ._weights import PairWeights, Weights
@@ -44,6 +44,23 @@ class Term:
     k_offset: int
     weights: Weights | None = None
     block_side: int = 128
+
+    @classmethod
+    def of(
+        cls,
+        bound: Bound,
+        rule: Pattern,
+        shape: Shape,
+        multiplicity: int,
+        q: Order,
+        k: Order,
+        *,
+        heads: tuple[int, ...],
+        weights: Weights | None = None,
+    ) -> Term:
+        """A term of some heads of a bound pattern, over its queries and keys."""
+        numbers = multiplicity, heads, bound.head_offset, bound.num_heads_global
+        return cls(rule, shape, *numbers, q, k, bound.q_offset, bound.k_offset, weights)
 
     @property
     def folds(self) -> int:

@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from ...core import And, Bound, Every, Pattern
+from ...core import And, Bound, Every, Pattern, within
 from ...orders import Compact, Layout, Tiling, residue_rate
 from ...patterns import Causal, Dilated, Neighborhood, Strided
 from ._term import Shape, Term
@@ -38,20 +38,8 @@ def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) ->
     """One term for all heads, in residue-major order of this rate; rate 1 is the natural order."""
     aligned = rate == 1 and bound.q_offset == bound.k_offset
     shape: Shape = "dense" if branch == Every() else "causal" if branch == Causal() and aligned else "blocks"
-    return [
-        Term(
-            branch,
-            shape,
-            multiplicity,
-            tuple(range(bound.num_heads)),
-            bound.head_offset,
-            bound.num_heads_global,
-            Layout(bound.num_queries, rate),
-            Layout(bound.num_keys, rate),
-            bound.q_offset,
-            bound.k_offset,
-        )
-    ]
+    orders = Layout(bound.num_queries, rate), Layout(bound.num_keys, rate)
+    return [Term.of(bound, branch, shape, multiplicity, *orders, heads=tuple(range(bound.num_heads)))]
 
 
 def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term] | None:
@@ -67,8 +55,10 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
         if split is not None:
             base, rest = split
             strands = _segments(base, bound)
-        elif _is_spaced(rule, bound):
-            rest, strands = _without_spacing(rule), _residue_classes(rule.spacing(), bound)
+        elif 1 < rule.spacing() <= min(bound.num_queries, bound.num_keys) and rule.period() == 1:
+            # Residue classes do not meet, and the rule is the same in each: without what keeps them apart.
+            rest = And.of(*(factor for factor in rule.factors() if not isinstance(factor, Strided)))
+            strands = _residue_classes(rule.spacing(), bound)
         else:
             return None
         for strand, q_start, k_start in strands:
@@ -99,21 +89,12 @@ def _compact_term(
     aligned = strand.num_queries == strand.num_keys and all(
         q + bound.q_offset == k + bound.k_offset for q, k in zip(q_starts, k_starts, strict=True)
     )
-    shape: Shape = (
-        "dense" if isinstance(rule, Every) else "causal" if isinstance(rule, Causal) and aligned else "blocks"
+    shape = "dense" if isinstance(rule, Every) else "causal" if isinstance(rule, Causal) and aligned else "blocks"
+    q, k = (
+        Compact(heads, starts, strand.step, size, strand.folds, strand.fold_stride)
+        for starts, size in ((q_starts, strand.num_queries), (k_starts, strand.num_keys))
     )
-    return Term(
-        rule,
-        shape,
-        multiplicity,
-        heads,
-        bound.head_offset,
-        bound.num_heads_global,
-        Compact(heads, q_starts, strand.step, strand.num_queries, strand.folds, strand.fold_stride),
-        Compact(heads, k_starts, strand.step, strand.num_keys, strand.folds, strand.fold_stride),
-        bound.q_offset,
-        bound.k_offset,
-    )
+    return Term.of(bound, rule, shape, multiplicity, q, k, heads=heads)
 
 
 def _split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
@@ -132,6 +113,7 @@ def _split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
 
 def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Strand, int, int]]:
     """(strand, first query index, first key index) of each run of equal segments with any active pair."""
+    assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
     segment = base.segment
     q_begin, k_begin = bound.q_offset, bound.k_offset
     q_end, k_end = q_begin + bound.num_queries, k_begin + bound.num_keys
@@ -146,30 +128,11 @@ def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Strand, int, int]]
         runs.append((whole_from, whole_to - whole_from))
     for first_segment, folds in runs:
         start = first_segment * segment
-        q_first, num_queries = _active(base, start, q_begin, q_end)
-        k_first, num_keys = _active(base, start, k_begin, k_end)
-        if num_queries and num_keys:
-            strand = _Strand(first_segment, base.rate, folds, segment, num_queries, num_keys)
-            yield strand, q_first - q_begin, k_first - k_begin
-
-
-def _active(base: Dilated, start: int, begin: int, end: int) -> tuple[int, int]:
-    """(first, number) of the active positions of the segment at `start` that lie in [begin, end)."""
-    assert isinstance(base.offset, int)
-    first = start + base.offset
-    first += max(0, -(-(begin - first) // base.rate)) * base.rate
-    stop = min(end, start + base.segment)
-    return first, max(0, -(-(stop - first) // base.rate))
-
-
-def _is_spaced(rule: Pattern, bound: Bound) -> bool:
-    """Whether tokens fall into residue classes that do not meet, in each of which the rule is the same."""
-    return 1 < rule.spacing() <= min(bound.num_queries, bound.num_keys) and rule.period() == 1
-
-
-def _without_spacing(rule: Pattern) -> Pattern:
-    """What is left to check within a residue class."""
-    return And.of(*(factor for factor in rule.factors() if not isinstance(factor, Strided)))
+        active = range(start + base.offset, start + segment, base.rate)
+        q, k = within(active, q_begin, q_end), within(active, k_begin, k_end)
+        if q and k:
+            strand = _Strand(first_segment, base.rate, folds, segment, len(q), len(k))
+            yield strand, q.start - q_begin, k.start - k_begin
 
 
 def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Strand, int, int]]:
