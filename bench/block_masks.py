@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexdilated import masks
-from flexdilated.masks.blocks._packed_blocks import PackedBlocks
-from flexdilated.masks.planning.lowering._lower import shared_terms
+from flexdilated.masks.blocks._blocks import PackedBlocks
+from flexdilated.masks.planning.lowering._ways import shared_terms
 
 from ._jobs import Job, Size, interleave, peak_bytes, ratio, tokens_text
 from ._measures import Row, at_least, at_most, measure

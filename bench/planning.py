@@ -9,7 +9,7 @@ from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.tiles._tiles_op import _programs
 from flexdilated.masks import recipes
-from flexdilated.masks.planning._choice import way_of
+from flexdilated.masks.planning._options import way_of
 from flexdilated.masks.planning._planner import Plan, plan
 from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Trialled, Trials
 from flexdilated.tuning._tune import measure as measure_ways

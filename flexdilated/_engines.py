@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .engines import ScoreMod, is_transformed, missing_compiler, own_op, probe
 from .masks import Mixture, Pattern
-from .masks.plan_cache import in_line, is_told, log
+from .masks.plan_cache import debug_wanted, in_line, log
 
 ENGINES = ("flex", "tiles", "reference")
 _MIN_FLEX_HEAD_DIM = 16  # FlexAttention's Triton kernels
@@ -54,7 +54,7 @@ def choose_engine(
     if reason is not None:
         raise ValueError(reason)
     # Where a graph is traced, nobody is told: the log would break it.
-    if not torch.compiler.is_compiling() and is_told():
+    if not torch.compiler.is_compiling() and debug_wanted():
         why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
         _tell(f"engine {chosen!r}, {why}: {_call_text(q, k, pattern)}")
     return chosen

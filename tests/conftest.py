@@ -18,8 +18,8 @@ pytest_plugins = ["pytest_flexdilated", "pytester"]
 CHECKED = [
     "flexdilated.masks.core._box",
     *(f"flexdilated.masks.blocks.{name}" for name in ("_blocks", "_quadtree", "_rule", "_tables")),
-    *(f"flexdilated.masks.planning.{name}" for name in ("_cost", "_planner", "lowering._lower")),
-    *(f"flexdilated.masks.needs.{name}" for name in ("_reach", "_row")),
+    *(f"flexdilated.masks.planning.{name}" for name in ("_cost", "_planner", "lowering._ways")),
+    "flexdilated.masks.needs._row",
     *(f"flexdilated.decoding.{name}" for name in ("_held_keys", "_key_store")),
     *(
         f"flexdilated.engines.{name}"

@@ -19,9 +19,8 @@ from flexdilated.masks.core._expression import pattern_kind
 from flexdilated.masks.core._pattern import Pattern
 from flexdilated.masks.orders._layout import Compact, Layout, Listed
 from flexdilated.masks.planning.lowering import _term
-from flexdilated.masks.planning.lowering._compact import compact_terms
-from flexdilated.masks.planning.lowering._lower import shared_terms
 from flexdilated.masks.planning.lowering._term import Term
+from flexdilated.masks.planning.lowering._ways import compact_terms, shared_terms
 from tests import oracle
 from tests.ladders import LADDERS, scaled
 from tests.strategies import Case, block_sides, cases, dilated, sets

@@ -9,7 +9,7 @@ import torch
 
 from flexdilated import masks
 from flexdilated.masks.plan_cache._cache import Cache
-from flexdilated.masks.plan_cache._cache_limits import bytes_from_environment, entries_from_environment
+from flexdilated.masks.plan_cache._cache_store import bytes_from_environment, entries_from_environment
 
 
 def size(value: int) -> int:

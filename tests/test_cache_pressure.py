@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated.masks.plan_cache._cache import Cache
-from flexdilated.masks.plan_cache._cache_limits import Limits
-from flexdilated.masks.plan_cache._cache_store import Entry, Store
+from flexdilated.masks.plan_cache._cache_store import Entry, Limits, Store
 from tests.threads import side_by_side
 
 META = torch.device("meta")

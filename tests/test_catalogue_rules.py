@@ -11,7 +11,7 @@ from flexdilated.masks.core._box import EXACT_RUNS, Box, count_multiples
 from flexdilated.masks.orders._layout import Layout
 from flexdilated.masks.patterns._dilated import Dilated
 from flexdilated.masks.patterns._marked_tokens import sum_of_quotients
-from flexdilated.masks.planning.lowering._lower import shared_terms
+from flexdilated.masks.planning.lowering._ways import shared_terms
 from tests.strategies import dilated_windows, global_kinds, strided_kinds
 from tests.test_block_mask import verdicts
 from tests.test_boxes import BOXES, allowed, boxes, progressions

@@ -9,7 +9,7 @@ from flexdilated import masks
 from flexdilated.masks.blocks import _cover
 from flexdilated.masks.blocks._blocks import Blocks
 from flexdilated.masks.patterns._block_table import BlockTable
-from flexdilated.masks.planning.lowering._lower import shared_terms
+from flexdilated.masks.planning.lowering._ways import shared_terms
 from flexdilated.testing.strategies import lengths
 from tests.strategies import block_lists, block_sides, random_blocks
 

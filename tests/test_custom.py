@@ -16,7 +16,7 @@ from flexdilated.masks.blocks import _blocks
 from flexdilated.masks.blocks._blocks import Blocks, build_blocks
 from flexdilated.masks.blocks._estimate import estimate_blocks
 from flexdilated.masks.patterns.custom._function_checks import check_mask_mod
-from flexdilated.masks.planning.lowering._lower import shared_terms
+from flexdilated.masks.planning.lowering._ways import shared_terms
 from flexdilated.testing._vocabulary import classify_window, lattice, same_kind, window_by_head
 from tests.agreement import assert_agrees
 from tests.custom_rules import TABLE, by_global, diagonal, window

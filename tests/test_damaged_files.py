@@ -25,9 +25,8 @@ from flexdilated.engines._call_key import CallKey
 from flexdilated.engines._tuned import TuningKey, chosen, forget_choices
 from flexdilated.masks.planning.machine import _machine_in_use
 from flexdilated.masks.planning.machine._machine import CPU
-from flexdilated.masks.planning.machine._machine_file import Measured, read_machine, write_json
+from flexdilated.masks.planning.machine._machine_file import MachineKey, Measured, read_machine, write_json
 from flexdilated.masks.planning.machine._machine_in_use import forget_machines
-from flexdilated.masks.planning.machine._machine_key import MachineKey
 
 PATTERN = masks.longnet([8, 16], [1, 2]) & masks.documents("ids", longest=9) & masks.block_list([[0], [0, 1]], block=4)
 MACHINE = Measured(MachineKey.of("cpu"), CPU, "2026-01-01", {"torch": "2"}, {"launch_s": 1.0}).to_data()

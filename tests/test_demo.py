@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flexdilated.cli import _demo_training, main
-from flexdilated.masks.plan_cache._cache_limits import bytes_from_environment
+from flexdilated.masks.plan_cache._cache_store import bytes_from_environment
 from tests.commands import parsers
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ from flexdilated.distributed import BufferPool
 from flexdilated.distributed.counts._schedule import choose_schedule
 from flexdilated.masks.plan_cache import _cache
 from flexdilated.masks.plan_cache._cache import Cache
-from flexdilated.masks.plan_cache._debug_log import LONGEST, Untold, Written
+from flexdilated.masks.plan_cache._debug_log import LONGEST, DeferredLog, PatternText
 
 LONGNET = masks.longnet([16, 64], [1, 4]) & masks.causal()
 
@@ -164,7 +164,7 @@ def test_nothing_is_told_where_debug_is_off(caplog, own_cache) -> None:
         own_cache.budget_entries = 1
         BufferPool("cpu", threshold_bytes=0).lease((8,), torch.float32).release()
     assert caplog.records == []
-    assert not own_cache._untold._lines  # and nothing waits to be told
+    assert not own_cache._deferred._records  # and nothing waits to be told
 
 
 def test_whoever_handles_a_line_may_use_the_cache_and_the_pool(own_cache) -> None:
@@ -205,13 +205,13 @@ def _stir(cache: Cache, pool: BufferPool) -> None:
 
 
 def test_lines_of_many_threads_are_told_once_each(caplog) -> None:
-    untold, count = Untold(), 200
+    deferred, count = DeferredLog(), 200
     with caplog.at_level(logging.DEBUG, logger="flexdilated"):
 
         def work(thread: int) -> None:
             for index in range(count):
-                untold.note("%d of %d", index, thread)
-                untold.tell()
+                deferred.queue("%d of %d", index, thread)
+                deferred.emit()
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
         for thread in threads:
@@ -223,13 +223,13 @@ def test_lines_of_many_threads_are_told_once_each(caplog) -> None:
 
 
 def test_texts_of_patterns_are_read_and_cut() -> None:
-    assert str(Written(LONGNET.text)) == repr(LONGNET)
-    assert str(Written(f"{LONGNET.text} {masks.causal().text}")) == repr(LONGNET)  # what was built within it
-    assert str(Written(" ")) == "any pattern"
-    assert str(Written("not JSON")) == "not JSON"
+    assert str(PatternText(LONGNET.text)) == repr(LONGNET)
+    assert str(PatternText(f"{LONGNET.text} {masks.causal().text}")) == repr(LONGNET)  # what was built within it
+    assert str(PatternText(" ")) == "any pattern"
+    assert str(PatternText("not JSON")) == "not JSON"
     long = masks.longnet(list(range(1, 101)), [1] * 100)
-    assert len(str(Written(long.text))) == LONGEST + 1
-    assert str(Written(long.text)).endswith("…")
+    assert len(str(PatternText(long.text))) == LONGEST + 1
+    assert str(PatternText(long.text)).endswith("…")
 
 
 def test_tracing_tells_nothing_and_breaks_no_graph(told, own_cache) -> None:
@@ -249,7 +249,7 @@ def test_a_look_up_asks_nothing_of_the_log(monkeypatch, own_cache) -> None:
     pattern = LONGNET.bind(num_heads=4, num_queries=130, num_keys=130)
     fd.attend(q, k, v, LONGNET)
     masks.planning._planner.plan(pattern)
-    monkeypatch.setattr(masks.plan_cache._debug_log, "is_told", lambda: pytest.fail("the logger was asked"))
+    monkeypatch.setattr(masks.plan_cache._debug_log, "debug_wanted", lambda: pytest.fail("the logger was asked"))
     monkeypatch.setattr(
         masks.plan_cache._debug_log.log, "isEnabledFor", lambda level: pytest.fail("the logger was asked")
     )

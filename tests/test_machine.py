@@ -13,9 +13,15 @@ from flexdilated import masks
 from flexdilated.masks.planning._planner import plan, recommended_layout
 from flexdilated.masks.planning.machine import _machine_file, _machine_in_use
 from flexdilated.masks.planning.machine._machine import ACCELERATOR, CPU
-from flexdilated.masks.planning.machine._machine_file import FORMAT, Measured, read_machine, stored_path, write_json
+from flexdilated.masks.planning.machine._machine_file import (
+    FORMAT,
+    MachineKey,
+    Measured,
+    read_machine,
+    stored_path,
+    write_json,
+)
 from flexdilated.masks.planning.machine._machine_in_use import VARIABLE, forget_machines, machine_from_environment
-from flexdilated.masks.planning.machine._machine_key import MachineKey
 
 OTHER = replace(CPU, dense_flops_per_s=1e6, launch_s=2.0)
 # Where copies cost nothing a dilated branch is gathered and dense; where dense attention is slow, blocks are listed.

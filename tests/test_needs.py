@@ -16,10 +16,10 @@ from bench._catalogue import ENTRIES, PICTURED, Entry, dense
 from flexdilated import masks
 from flexdilated.masks.core import _ranges
 from flexdilated.masks.core._bound import Extent
+from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.core._ranges import Ranges, joined_intervals, ranges_of, union_of
-from flexdilated.masks.needs import _needs_by_boxes, _needs_by_distance
-from flexdilated.masks.needs._needs import needed_keys
-from flexdilated.masks.needs._needs_by_boxes import _Boxes
+from flexdilated.masks.needs import _needs
+from flexdilated.masks.needs._needs import _key_runs, needed_keys
 from tests import oracle
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import Case, cases
@@ -87,12 +87,12 @@ def test_needs_are_those_of_the_dense_rule(case: Case, data):
 def test_needs_are_the_same_by_the_smallest_steps(case: Case, data):
     """Every search goes to its end, and all limits on what is done at a time are met."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_needs_by_boxes, "_FEW_PAIRS", 0)
-        patch.setattr(_needs_by_boxes, "_SIDE", data.draw(st.sampled_from([2, 16])))
-        patch.setattr(_needs_by_boxes, "_FRONTIER", 4)
-        patch.setattr(_needs_by_boxes, "_LOOKS", 2)
-        patch.setattr(_needs_by_distance, "_CUTS", 2)
-        patch.setattr(_needs_by_distance, "_MOST_CLASSES", data.draw(st.sampled_from([0, 512])))
+        patch.setattr(_needs, "_FEW_PAIRS", 0)
+        patch.setattr(_needs, "_SIDE", data.draw(st.sampled_from([2, 16])))
+        patch.setattr(_needs, "_FRONTIER", 4)
+        patch.setattr(_needs, "_LOOKS", 2)
+        patch.setattr(_needs, "_CUTS", 2)
+        patch.setattr(_needs, "_MOST_CLASSES", data.draw(st.sampled_from([0, 512])))
         patch.setattr(_ranges, "_MOST_COMPARISONS", data.draw(st.sampled_from([0, 1 << 16])))
         check_case(case, data)
 
@@ -156,8 +156,8 @@ ALMOST = [
 @pytest.mark.parametrize(("pattern", "queries", "expected"), ALMOST)
 def test_keys_that_just_miss_a_query(pattern, queries, expected, few, monkeypatch):
     """One query fewer, or one step more, and a key is not needed any more."""
-    monkeypatch.setattr(_needs_by_boxes, "_FEW_PAIRS", few)
-    monkeypatch.setattr(_needs_by_boxes, "_MOST_PIECES", few)
+    monkeypatch.setattr(_needs, "_FEW_PAIRS", few)
+    monkeypatch.setattr(_needs, "_MOST_PIECES", few)
     found = needed_keys(pattern, queries=(queries,), keys=(range(100),), heads=[0], num_heads_global=1)
     assert_found(found, expected)
 
@@ -294,8 +294,9 @@ def test_joined_intervals(pairs: list[tuple[int, int]]):
 
 def test_runs_of_keys_are_told_apart() -> None:
     """Keys 3 to 7 and keys 4 to 7: first and number add up to the same."""
-    boxes = _Boxes(torch.tensor([0, 0, 9]), torch.tensor([1, 1, 1]), torch.tensor([3, 4, 3]), torch.tensor([5, 4, 5]))
-    runs, number = boxes.key_runs()
+    q = Progression(torch.tensor([0, 0, 9]), 1, torch.tensor([1, 1, 1]))
+    k = Progression(torch.tensor([3, 4, 3]), 1, torch.tensor([5, 4, 5]))
+    runs, number = _key_runs(Box(torch.zeros(3, dtype=torch.int64), q, k))
     assert runs == 2
     assert number[0] == number[2] != number[1]
 

@@ -5,8 +5,8 @@ import torch
 
 from flexdilated import masks
 from flexdilated.masks.core._pattern import Pattern
-from flexdilated.masks.planning.lowering._lower import shared_terms
 from flexdilated.masks.planning.lowering._term import Term
+from flexdilated.masks.planning.lowering._ways import shared_terms
 
 UNION = masks.dilated(64, 2) | masks.dilated(32, 1)
 CONFINED = {

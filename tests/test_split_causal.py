@@ -12,10 +12,8 @@ from torch import Tensor
 from flexdilated import masks
 from flexdilated.masks.orders._layout import Compact
 from flexdilated.masks.planning._planner import plan
-from flexdilated.masks.planning.lowering._compact import compact_terms
-from flexdilated.masks.planning.lowering._lower import shared_terms
-from flexdilated.masks.planning.lowering._split_causal import split_causal
 from flexdilated.masks.planning.lowering._term import Term
+from flexdilated.masks.planning.lowering._ways import compact_terms, shared_terms, split_causal
 from tests import oracle
 
 RULES = {

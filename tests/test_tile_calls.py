@@ -15,7 +15,7 @@ from flexdilated.engines.tiles import _tile_blocks, _tile_calls
 from flexdilated.engines.tiles._tile_calls import Call, Calls, plan_calls
 from flexdilated.engines.tiles._tile_stretches import Even, Listed, Stretches
 from flexdilated.masks import Layout
-from flexdilated.masks.planning.lowering._lower import shared_terms
+from flexdilated.masks.planning.lowering._ways import shared_terms
 from tests import oracle
 from tests.agreement import assert_agrees, gradients
 from tests.strategies import block_sides, cases, tensors

@@ -16,13 +16,11 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks.core._box import Box, Progression
-from flexdilated.masks.orders._tiled import Tiled
-from flexdilated.masks.orders._tiling import Tiling
+from flexdilated.masks.orders._tiling import Tiled, Tiling
 from flexdilated.masks.patterns._neighborhood import Neighborhood
 from flexdilated.masks.planning._planner import plan
-from flexdilated.masks.planning.lowering._lower import shared_terms
 from flexdilated.masks.planning.lowering._term import Term
-from flexdilated.masks.planning.lowering._tiled_terms import best_tiles, tiled_terms
+from flexdilated.masks.planning.lowering._ways import best_tiles, shared_terms, tiled_terms
 from tests import oracle
 from tests.agreement import assert_agrees
 from tests.strategies import Case, block_sides, whole_grids
@@ -166,7 +164,7 @@ def test_blocks_are_those_of_the_dense_rule(drawn, q_block, k_block):
 def test_many_boxes_are_counted_a_part_at_a_time(monkeypatch):
     (term,) = tiled_terms(whole((12, 20), 2).pattern, 1, whole((12, 20), 2)).popitem()[1]
     expected = term.blocks(8, 8)
-    monkeypatch.setattr("flexdilated.masks.orders._tiled._RUNS_AT_ONCE", 7)
+    monkeypatch.setattr("flexdilated.masks.orders._tiling._RUNS_AT_ONCE", 7)
     found = term.blocks(8, 8)
     assert torch.equal(found.pairs, expected.pairs)
     assert torch.equal(found.column, expected.column)

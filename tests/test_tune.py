@@ -15,12 +15,10 @@ from flexdilated.engines import _tuned
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines._tuned import TuningKey, TuningResult, choices_path, chosen, forget_choices
 from flexdilated.engines.tiles import _tiles_op
-from flexdilated.masks.planning._choice import Candidates, Choice, way_of
-from flexdilated.masks.planning._options import ANYTHING
+from flexdilated.masks.planning._options import ANYTHING, Candidates, Choice, way_of
 from flexdilated.masks.planning._planner import plan
-from flexdilated.masks.planning.machine._machine_file import read_machine, stored_path, write_json
+from flexdilated.masks.planning.machine._machine_file import MachineKey, read_machine, stored_path, write_json
 from flexdilated.masks.planning.machine._machine_in_use import VARIABLE, forget_machines, machine_of
-from flexdilated.masks.planning.machine._machine_key import MachineKey
 from flexdilated.tuning import _tune, _tune_machine, _tune_trial
 from flexdilated.tuning._autotune import keep
 from flexdilated.tuning._tune import BRANCH_BY_BRANCH, measure, measure_options

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from flexdilated import masks
 from flexdilated.distributed import Sharding
 from flexdilated.distributed.counts._tokens import work_of_ranks
-from flexdilated.masks.blocks import _exact_pairs, _query_pairs
-from flexdilated.masks.blocks._exact_pairs import exact_pairs
-from flexdilated.masks.blocks._query_pairs import pairs_of_queries
+from flexdilated.masks.blocks import _exact_pairs
+from flexdilated.masks.blocks._exact_pairs import exact_pairs, pairs_of_queries
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.testing.strategies import shardings
 from tests.strategies import sets, whole_cases
@@ -26,9 +25,8 @@ def steps(request):
     """The sizes at which the count changes its ways, and the same at the sizes of the drawn cases."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "in small steps":
-            patch.setattr(_query_pairs, "_LEAST_ROWS", 2)
             patch.setattr(_exact_pairs, "_CELL_SIDE", 2)
-            patch.setattr(_exact_pairs, "_FRONTIER", 5)
+            patch.setattr(_exact_pairs, "_FRONTIER", 50)
         yield
 
 
@@ -67,7 +65,7 @@ def test_runs_of_queries_anywhere(pattern, num_tokens) -> None:
     mod = pattern.mask_mod(num_heads=1, device=torch.device("cpu"))
     seen = [0, *accumulate(mod(zero, zero, position[:, None], position).sum(1).tolist())]
     start, stop = torch.cartesian_prod(torch.arange(num_tokens + 1), torch.arange(num_tokens + 1)).unbind(1)
-    every = 4 if _exact_pairs._FRONTIER == 5 and num_tokens > 10 else 1
+    every = 4 if _exact_pairs._FRONTIER == 50 and num_tokens > 10 else 1
     start, stop = (ends[start <= stop][::every] for ends in (start, stop))
     expected = torch.tensor(seen)[stop] - torch.tensor(seen)[start]
     assert torch.equal(pairs_of_queries(pattern, start, stop, num_tokens), expected)

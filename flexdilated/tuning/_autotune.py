@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..engines import CallKey, TuningKey, TuningResult, chosen, remember, result_of
-from ..masks.plan_cache import Written, is_told
+from ..masks.plan_cache import PatternText, debug_wanted
 from ._tune import Trials, measure
 from ._tune_trial import Inputs
 
@@ -44,8 +44,8 @@ def autotune(call: CallKey, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has
 
 def keep(key: TuningKey, found: Trials, *, backward: bool) -> Path | None:
     """Compute such calls in the fastest way found from now on; returns the file where it is stored, if any."""
-    if is_told():
+    if debug_wanted():
         times = ", ".join(f"{each.name} {1e3 * each.times.median_s:.3g} ms" for each in found.all)
         what = f"{key.call.num_heads:,} heads, {key.call.num_queries:,} queries, {key.call.num_keys:,} keys"
-        _log.debug("autotune measured %s, %s: %s", Written(key.call.pattern), what, times)
+        _log.debug("autotune measured %s, %s: %s", PatternText(key.call.pattern), what, times)
     return remember(key, TuningResult(found.choice, backward))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -22,6 +24,7 @@ _SLOTS_AT_ONCE = 1 << 17  # small tables are built together: fewer, larger tenso
 _LEAVES_AT_ONCE = 1 << 21  # parts of blocks held at once: then those of one block are added up
 _DOUBTS_AT_ONCE = 1 << 17  # undecided blocks held at once: beyond, fewer rows are built at a time
 UNKNOWN = -1
+_LEVEL = 1  # of zlib; higher levels take several times as long and save little
 LISTED_BYTES = 17  # of each block in `Blocks`: four int32 and a bool
 
 
@@ -234,3 +237,56 @@ def _join_leaves(found: list[Leaves], shape: tuple[int, int, int, int]) -> Leave
     low = torch.zeros_like(key).index_add_(0, index, low[order])
     high = torch.zeros_like(key).index_add_(0, index, high[order])
     return Leaves(key // (num_rows * num_columns), key // num_columns % num_rows, key % num_columns, low, high)
+
+
+@dataclass(frozen=True)
+class PackedBlocks:
+    """Block lists as compressed bytes; `unpack` gives them back as they were.
+
+    A block is stored as its distance from the one before it, in the order of the lists. Patterns repeat along
+    the sequence, and so do these distances: zlib finds that. Lists drawn at random shrink least.
+    """
+
+    shape: tuple[int, int, int, int]
+    heads: tuple[int, ...]
+    length: int
+    data: bytes
+
+    @classmethod
+    def pack(cls, blocks: Blocks) -> PackedBlocks:
+        key = (blocks.table.long() * blocks.num_rows + blocks.row) * blocks.num_columns + blocks.column
+        steps = key.diff(prepend=key.new_zeros(1))
+        data = b"".join(map(_bytes_of, (steps, blocks.pairs, blocks.full)))
+        return cls(blocks.shape, blocks.heads, len(key), zlib.compress(data, _LEVEL))
+
+    def unpack(self) -> Blocks:
+        data = bytearray(zlib.decompress(self.data))
+        steps = _tensor(data, torch.int64, 0, self.length)
+        pairs = _tensor(data, torch.int32, 8 * self.length, self.length)
+        full = _tensor(data, torch.bool, 12 * self.length, self.length)
+        num_q, num_k, q_block, k_block = self.shape
+        rows, columns = -(-num_q // q_block), -(-num_k // k_block)
+        line, column = _divmod(steps.cumsum(0), columns)
+        table, row = _divmod(line, rows)
+        return Blocks(*self.shape, self.heads, table.int(), row.int(), column.int(), full, pairs)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data) + 8 * len(self.heads)
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    """The bytes of a tensor, without asking for numpy."""
+    x = x.contiguous()
+    return ctypes.string_at(x.data_ptr(), x.nbytes)
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, begin: int, length: int) -> Tensor:
+    if length == 0:  # torch.frombuffer refuses an empty stretch
+        return torch.zeros(0, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=length, offset=begin)
+
+
+def _divmod(x: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
+    quotient = x // divisor
+    return quotient, x - quotient * divisor

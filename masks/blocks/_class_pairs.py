@@ -1,6 +1,6 @@
 """Pairs of runs: where to look for blocks in an order of residue classes, of which there may be as many as tokens.
 
-Positions of a run are a progression, and bounds are asked of pairs of runs. Which can hold a pair at all is told by the
+Positions of a run are a progression, and bounds are computed for pairs of runs. Most pairs of runs are ruled out by the
 rule's spacing, modulo which the positions of a pair agree, and by bounds on each run with all of the other side.
 """
 
@@ -18,8 +18,8 @@ from ..orders import Pieces
 from ._quadtree import Leaves, Slots, descend, join_nodes
 from ._rule import Nodes, Rule, Run, span
 
-_ALL_PAIRS = 1 << 12  # of runs: so many are sooner looked at than told apart
-_FEW_PAIRS = 1 << 16  # so many are looked at in classes, whatever else there is
+_ALL_PAIRS = 1 << 12  # of runs: computing bounds for so many is faster than ruling some out
+_FEW_PAIRS = 1 << 16  # of classes: so many are searched as they are
 _NODES_AT_ONCE = 1 << 20
 
 
@@ -66,8 +66,8 @@ def roots(rule: Rule, tables: Sequence[int], slots: Slots) -> Nodes:
     return join_nodes([Meeting.of(rule, rule.pattern, table, q, k).nodes() for table in tables])
 
 
-def is_dear(rule: Rule, tables: Sequence[int], slots: Slots) -> bool:
-    """Whether there are other runs to look at than those of residue classes, and reason to."""
+def has_many_pairs(rule: Rule, tables: Sequence[int], slots: Slots) -> bool:
+    """Whether the rule has runs other than residue classes, and the pairs of classes are many."""
     if rule.rows is None:
         return False
     _, q = runs_in(rule.q, slots)

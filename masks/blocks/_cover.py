@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core import Or, Pattern, Squares
 from ..orders import Pieces
-from ._class_pairs import descend_blocks, descend_classes, is_dear, roots
+from ._class_pairs import descend_blocks, descend_classes, has_many_pairs, roots
 from ._quadtree import Leaves, Slots, descend, join_nodes
 from ._rule import Nodes, Rule, Run
 
@@ -40,10 +40,10 @@ def find_leaves(rule: Rule, tables: Sequence[int], slots: Slots, q_block: int, k
 def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: Slots, q_block: int, k_block: int) -> Iterator[Leaves]:
     """The same without squares.
 
-    In an order of very many residue classes all parts of a union find their blocks apart: which classes can meet
-    is told for each by itself.
+    In an order of very many residue classes all parts of a union find their blocks apart: each part has its own
+    pairs of classes that can meet.
     """
-    if not is_dear(rule, tables, slots):
+    if not has_many_pairs(rule, tables, slots):
         yield from descend(rule, roots(rule, tables, slots), q_block, k_block)
         return
     found = [descend_classes(rule, part, tables, slots, q_block, k_block) for part in _alternatives(rule.pattern)]

@@ -28,12 +28,12 @@ class ListedBlocks(NamedTuple):
 
 
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
-    """The mean over tables, from a spread of rows and tables; doubts are not settled, so it is rather more."""
+    """The mean over tables, from evenly sampled rows and tables; doubtful blocks count, so it is rather too high."""
     shape = (int(rule.q.lengths.sum()), int(rule.k.lengths.sum()), q_block, k_block)
     rows, columns = -(-shape[0] // q_block), -(-shape[1] // k_block)
-    tables = _spread(len(rule.heads), 4)
+    tables = _evenly(len(rule.heads), 4)
     first = min(rows, _FIRST_ROWS)
-    others = first + _spread(rows - first, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
+    others = first + _evenly(rows - first, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
     line, length, run, masked = _rows_of(rule, tables, torch.cat([torch.arange(first), others]), shape)
     each = torch.where(line % rows < first, 1.0, (rows - first) / max(len(others), 1)) * length / len(tables)
     return ListedBlocks(*(float(each[kind].sum()) for kind in (run, ~run & ~masked, ~run & masked)))
@@ -60,7 +60,7 @@ def _rows_of(rule: Rule, tables: Tensor, sampled: Tensor, shape: tuple[int, int,
     return line, length, column[last] - column[last - length + 1] == length - 1, partial > 0
 
 
-def _spread(size: int, number: int) -> Tensor:
+def _evenly(size: int, number: int) -> Tensor:
     """At most `number` of the indices below `size`: one from each equal stretch, at places that no period shares."""
     if size <= number:
         return torch.arange(size)

@@ -12,7 +12,7 @@ from ._diagonals import settle_by_diagonals
 from ._rule import Nodes, Rule, Run
 
 _FRONTIER = 1 << 18  # nodes classified at once: bounds the builder's memory
-_FEW_BLOCKS = 1 << 12  # so many are sooner looked at one by one than halved level by level
+_FEW_BLOCKS = 1 << 12  # bounds for so many single blocks are faster than halving level by level
 
 
 @dataclass(frozen=True)

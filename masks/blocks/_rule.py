@@ -88,15 +88,20 @@ class Rule:
 
     def allowed(self, table: Tensor, q_slot: Tensor, k_slot: Tensor) -> Tensor:
         """The rule elementwise, over broadcast tables and slots; ValueError where a table in it ends too early."""
-        mod = self.pattern.mask_mod(num_heads=self.num_heads, device=torch.device("cpu"))
         heads = torch.tensor(self.heads)[table]
         q, k = self.q.position(table, q_slot), self.k.position(table, k_slot)
-        try:
-            return mod(torch.zeros_like(heads), heads, q, k)
-        except IndexError as error:
-            names = ("heads", "queries", "keys")
-            asked = [f"{name} {int(x.min())} to {int(x.max())}" for name, x in zip(names, (heads, q, k), strict=True)]
-            raise ValueError(f"{self.pattern!r} has no answer for {', '.join(asked)}: {error}") from error
+        return allowed_pairs(self.pattern, self.num_heads, heads, q, k)
+
+
+def allowed_pairs(pattern: Pattern, num_heads: int, heads: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A pattern elementwise, over broadcast global heads and positions; ValueError where a table in it ends early."""
+    mod = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
+    try:
+        return mod(torch.zeros_like(heads), heads, q, k)
+    except IndexError as error:
+        sides = zip(("heads", "queries", "keys"), (heads, q, k), strict=True)
+        given = ", ".join(f"{name} {int(x.min())} to {int(x.max())}" for name, x in sides)
+        raise ValueError(f"{pattern!r} has no answer for {given}: {error}") from error
 
 
 def span(pieces: Pieces, table: Tensor, run: Run) -> Progression:

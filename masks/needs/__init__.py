@@ -1,6 +1,5 @@
 """Which keys some queries need: for ranks, for decoding, for what a cache may drop."""
 
-from ._asked import Asked, moved
+from ._key_query import KeyQuery, moved
 from ._needs import keys_of_any, needed_keys, rules_of_heads
-from ._reach import FOREVER, causal_by_form, later_pair, visible
-from ._row import Keys, RowSource, Seen, positions
+from ._row import FOREVER, Keys, RowSource, Seen, causal_by_form, later_pair, positions, visible

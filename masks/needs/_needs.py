@@ -1,15 +1,44 @@
-"""Needs: exactly which keys some queries may attend to, without looking at pairs where the rule has a form."""
+"""Needs: exactly which keys some queries may attend to, without looking at pairs where the rule has a form.
+
+Rules that no rewrite fits are searched by bounds: over lags for rules of distances, else over boxes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
+from math import gcd, lcm
 
-from ..core import Expression, Pattern, Ranges, require_expression, require_int, union_of
-from ._asked import Asked
-from ._narrowed import narrowed
-from ._needs_by_boxes import found_by_boxes
-from ._needs_by_distance import found_by_distance
+import torch
+from torch import Tensor
+
+from ..core import (
+    Bounds,
+    Box,
+    Expression,
+    Pattern,
+    Progression,
+    Ranges,
+    clip,
+    common_period,
+    intersect,
+    joined_intervals,
+    ranges_of,
+    require_expression,
+    require_int,
+    union_of,
+)
+from ..orders import residue_rate
+from ._key_query import KeyQuery
+from ._rewrites import rewritten
+
+_MOST_PIECES = 1 << 16  # pairs of residue classes that a search begins with at most
+_FRONTIER = 1 << 17  # boxes counted together: bounds the memory
+_SIDE = 16  # a box of at most so many queries and keys is looked at pair by pair
+_FEW_PAIRS = 1 << 16  # of all queries and keys: so many are looked at sooner than bounds are computed
+_LOOKS = 1 << 13  # boxes looked at together
+_MOST_CLASSES = 1 << 9  # residue classes of keys that are searched by distance, one by one
+_CUTS = 8  # parts into which an interval of lags is cut that is left in doubt
 
 
 def needed_keys(
@@ -25,13 +54,15 @@ def needed_keys(
     require_expression(pattern).check_heads(require_int("num_heads_global", num_heads_global, minimum=1))
     rules = rules_of_heads(pattern, heads, num_heads_global)
     return keys_of_any(
-        Asked((rule,), q, k, head, num_heads_global) for rule, head in rules.items() for q, k in product(queries, keys)
+        KeyQuery((rule,), q, k, head, num_heads_global)
+        for rule, head in rules.items()
+        for q, k in product(queries, keys)
     )
 
 
-def keys_of_any(questions: Iterable[Asked]) -> Ranges:
+def keys_of_any(questions: Iterable[KeyQuery]) -> Ranges:
     """The keys that answer any of these questions, as `needed_keys` gives them."""
-    return union_of(found for asked in questions for found in keys_seen(asked))
+    return union_of(found for wanted in questions for found in keys_seen(wanted))
 
 
 def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) -> dict[Pattern, int]:
@@ -45,14 +76,246 @@ def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) ->
     return rules
 
 
-def keys_seen(asked: Asked) -> list[range]:
+def keys_seen(wanted: KeyQuery) -> list[range]:
     """The answer as ranges that may overlap."""
-    if asked.is_empty:
+    if wanted.is_empty:
         return []
-    if not asked.factors:
-        return [asked.keys]
-    parts = narrowed(asked)
+    if not wanted.factors:
+        return [wanted.keys]
+    parts = rewritten(wanted)
     if parts is not None:
         return [keys for part, restored in parts for keys in restored(keys_seen(part))]
-    by_distance = found_by_distance(asked)
-    return found_by_boxes(asked) if by_distance is None else by_distance
+    by_distance = found_by_distance(wanted)
+    return found_by_boxes(wanted) if by_distance is None else by_distance
+
+
+def found_by_boxes(wanted: KeyQuery) -> list[range]:
+    """The keys that see some query, by bounds on ever smaller boxes; what they leave in doubt is evaluated by pair."""
+    if len(wanted.queries) * len(wanted.keys) <= _FEW_PAIRS:
+        q, k = (torch.arange(side.start, side.stop, side.step) for side in (wanted.queries, wanted.keys))
+        return list(ranges_of(k[wanted.allows(q[:, None], k).any(0)]))
+    stack = [_roots(wanted)]
+    step, firsts, counts = stack[0].k.step, [], []
+    while stack:
+        boxes = stack.pop()
+        if len(boxes.head) > _FRONTIER:  # boxes with the same keys stay together as far as may be
+            stack += [boxes.select(half) for half in boxes.k.first.argsort(stable=True).tensor_split(2)]
+            continue
+        seen, boxes = _decide(wanted, boxes)
+        small = (boxes.q.count <= _SIDE) & (boxes.k.count <= _SIDE)
+        single = _look(wanted, boxes.select(small))
+        firsts += [seen.k.first, single]
+        counts += [seen.k.count, torch.ones_like(single)]
+        if not bool(small.all()):
+            stack.append(_split(boxes.select(~small)))
+    return _ranges(torch.cat(firsts), torch.cat(counts), step)
+
+
+def _roots(wanted: KeyQuery) -> Box:
+    """The boxes to begin with: squares that the rule lists; else in residue classes, where a dilated rule is dense."""
+    squares = wanted.rule.squares(wanted.head, wanted.num_heads)
+    sides = [_progression(side) for side in (wanted.queries, wanted.keys)]
+    if squares is not None:
+        q, k = (
+            clip(side.select(torch.zeros_like(first)), first, first + squares.side)
+            for side, first in zip(sides, (squares.q_first, squares.k_first), strict=True)
+        )
+        held = (q.count > 0) & (k.count > 0)
+        q, k = q.select(held), k.select(held)
+    else:
+        q, k = _classes(sides, residue_rate(wanted.rule, _MOST_PIECES))
+        of_q, of_k = torch.cartesian_prod(torch.arange(len(q.first)), torch.arange(len(k.first))).unbind(1)
+        q, k = q.select(of_q), k.select(of_k)
+    return Box(torch.full_like(q.first, wanted.head), q, k)
+
+
+def _progression(positions: range) -> Progression:
+    return Progression(torch.tensor([positions.start]), positions.step, torch.tensor([len(positions)]))
+
+
+def _classes(sides: list[Progression], rate: int) -> list[Progression]:
+    """Both sides by their residue modulo a rate; as they are where that makes too many classes."""
+    cycles = [min(rate // gcd(rate, side.step), int(side.count)) for side in sides]
+    if cycles[0] * cycles[1] > _MOST_PIECES:
+        return sides
+    found = []
+    for side, cycle in zip(sides, cycles, strict=True):
+        place, step = torch.arange(cycle), lcm(rate, side.step)
+        count = (side.count - 1 - place) // (step // side.step) + 1
+        found.append(Progression(side.first + side.step * place, step, count))
+    return found
+
+
+def _decide(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
+    """(boxes of which each key sees a query, boxes of whose keys that is not known)."""
+    bounds = wanted.rule.count(boxes, num_heads=wanted.num_heads)
+    # A key that sees no query misses all of them.
+    seen = boxes.area - bounds.low < boxes.q.count
+    runs, number = _key_runs(boxes)
+    known = torch.zeros(runs, dtype=torch.bool).index_fill(0, number[seen], True)
+    return boxes.select(seen), boxes.select((bounds.high > 0) & ~known[number])
+
+
+def _key_runs(boxes: Box) -> tuple[int, Tensor]:
+    """How many different runs of keys the boxes have, and the number of each box's run."""
+    longest = int(boxes.k.count.max()) + 1 if len(boxes.head) else 1
+    runs, number = (boxes.k.first * longest + boxes.k.count).unique(return_inverse=True)
+    return len(runs), number
+
+
+def _split(boxes: Box) -> Box:
+    """Halve each side that is long, so that boxes with the same keys go on having the same keys."""
+    box, q = _halved(boxes.q)
+    part, k = _halved(boxes.k.select(box))
+    return Box(boxes.head[box][part], q.select(part), k)
+
+
+def _halved(side: Progression) -> tuple[Tensor, Progression]:
+    """(which it comes from, it) of the halves of long progressions, and of the others as they are."""
+    half = torch.where(side.count > _SIDE, (side.count + 1) // 2, side.count)
+    cut = (half < side.count).nonzero().squeeze(1)
+    first = torch.cat([side.first, (side.first + side.step * half)[cut]])
+    count = torch.cat([half, (side.count - half)[cut]])
+    return torch.cat([torch.arange(len(half)), cut]), Progression(first, side.step, count)
+
+
+def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
+    """The keys of small boxes that see a query, pair by pair."""
+    runs, number = _key_runs(boxes)
+    first, count = (torch.zeros(runs, dtype=torch.int64) for _ in range(2))
+    first[number], count[number] = boxes.k.first, boxes.k.count
+    place = torch.arange(_SIDE)
+    open_keys = place < count[:, None]
+    seen = torch.zeros(runs, _SIDE, dtype=torch.bool)
+    turn = _turns(number, runs)
+    # In rounds: a few of the boxes with the same keys often show all of them.
+    begin, rounds = 0, 1
+    while len(turn):
+        now = (turn >= begin) & (turn < begin + rounds)
+        for some in now.nonzero().squeeze(1).split(_LOOKS):
+            shown = _pairs(wanted, boxes.select(some)).any(1)
+            run, key = shown.nonzero().unbind(1)
+            seen[number[some][run], key] = True
+        later = ((turn >= begin + rounds) & (open_keys & ~seen).any(1)[number]).nonzero().squeeze(1)
+        boxes, number, turn = boxes.select(later), number[later], turn[later]
+        begin, rounds = begin + rounds, rounds * 2
+    run, key = seen.nonzero().unbind(1)
+    return first[run] + boxes.k.step * key
+
+
+def _turns(number: Tensor, runs: int) -> Tensor:
+    """For each box how many boxes with the same keys come before it."""
+    order = number.argsort(stable=True)
+    counts = torch.bincount(number, minlength=runs)
+    turn = torch.empty_like(number)
+    turn[order] = torch.arange(len(number)) - (counts.cumsum(0) - counts)[number[order]]
+    return turn
+
+
+def _pairs(wanted: KeyQuery, boxes: Box) -> Tensor:
+    """(n, _SIDE, _SIDE): which pairs of each box are allowed."""
+    place = torch.arange(_SIDE)
+    in_q, in_k = (place < count[:, None] for count in (boxes.q.count, boxes.k.count))
+    # Places beyond a box stand for its first position.
+    q = boxes.q.first[:, None] + boxes.q.step * place * in_q
+    k = boxes.k.first[:, None] + boxes.k.step * place * in_k
+    return wanted.allows(q[:, :, None], k[:, None, :]) & in_q[:, :, None] & in_k[:, None, :]
+
+
+def _ranges(first: Tensor, count: Tensor, step: int) -> list[range]:
+    """What these progressions of one step cover, as ranges."""
+    if not len(first):
+        return []
+    # One line for all residue classes, far enough apart that they do not touch.
+    length = int((first // step + count).max()) + 1
+    place = first % step * length + first // step
+    begin, end = joined_intervals(place, place + count)
+    first, last = (side % length * step + side // length for side in (begin, end - 1))
+    return [range(*run, step) for run in zip(first.tolist(), (last + 1).tolist(), strict=True)]
+
+
+def found_by_distance(wanted: KeyQuery) -> list[range] | None:
+    """The keys that see some query, as ranges; None for rules that look at more than the distance."""
+    step = wanted.queries.step if len(wanted.queries) > 1 else 1
+    classes = step // gcd(step, wanted.keys.step)
+    if common_period(wanted.factors) != 1 or classes > _MOST_CLASSES:
+        return None
+    keys = wanted.keys
+    found: list[range] = []
+    for index in range(min(classes, len(keys))):
+        hull = range(keys.start + index * keys.step, keys[-1] + 1, step)
+        found += _in_steps_of_queries(wanted, hull)
+    return [both for each in found if (both := intersect(each, keys))]
+
+
+def _in_steps_of_queries(wanted: KeyQuery, keys: range) -> list[range]:
+    """Key j sees query i by their lag j - i: key j sees some of n queries iff one of the n lags up to j is allowed."""
+    begin, end = _Lags(wanted, keys).counted()
+    runs = zip(begin.tolist(), (end + (len(wanted.queries) - 1)).tolist(), strict=True)
+    held = (intersect(range(*run), range(len(keys))) for run in runs)
+    return [keys[run.start : run.stop] for run in held if run]
+
+
+class _Lags:
+    """The lags between n queries and m keys of the same step, and which of them a rule allows."""
+
+    def __init__(self, wanted: KeyQuery, keys: range) -> None:
+        self.wanted, self.step = wanted, keys.step
+        self.lags = range(1 - len(wanted.queries), len(keys))
+        # A query so far on that no lag leads to a position below 0.
+        shift = keys.start - wanted.queries.start
+        self.query = max(0, -(shift + self.step * self.lags.start))
+        self.first_key = self.query + shift
+
+    def counted(self) -> tuple[Tensor, Tensor]:
+        """Intervals [begin, end) of lags that may count as allowed: by each of them a key sees some query.
+
+        Those are the allowed lags. Where n lags in a row hold two of them, all lags between count as well: a key
+        that would see a query by one of those sees another by one of the two.
+        """
+        n = len(self.wanted.queries)
+        found: list[tuple[Tensor, Tensor]] = []
+        begin, end = torch.tensor([self.lags.start]), torch.tensor([self.lags.stop])
+        while len(begin):
+            bounds = self._count(begin, end)
+            some, full = bounds.low > 0, bounds.low == end - begin
+            between = joined_intervals(*_between(begin[some], end[some], n))
+            found += [(begin[full], end[full]), between]
+            doubtful = (bounds.high > 0) & ~full & ~_inside(begin, end, *between)
+            begin, end = _cut(begin[doubtful], end[doubtful])
+        return joined_intervals(*(torch.cat(side) for side in zip(*found, strict=True)))
+
+    def _count(self, begin: Tensor, end: Tensor) -> Bounds:
+        """Bounds on the allowed lags of each interval; exact for single lags."""
+        head, query = torch.full_like(begin, self.wanted.head), torch.full_like(begin, self.query)
+        first = self.first_key + self.step * begin
+        q, k = Progression(query, self.step, torch.ones_like(query)), Progression(first, self.step, end - begin)
+        bounds = self.wanted.rule.count(Box(head, q, k), num_heads=self.wanted.num_heads)
+        single = ((end - begin == 1) & (bounds.low < bounds.high)).nonzero().squeeze(1)
+        if not len(single):
+            return bounds
+        allowed = self.wanted.allows(query[single], first[single]).long()
+        return Bounds(bounds.low.index_copy(0, single, allowed), bounds.high.index_copy(0, single, allowed))
+
+
+def _between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The lags between the allowed ones of intervals that hold one each, if n + 1 lags span both intervals."""
+    last = torch.searchsorted(end, begin + (n + 1), right=True) - 1
+    first = (last > torch.arange(len(last))).nonzero().squeeze(1)
+    return end[first] - 1, begin[last[first]] + 1
+
+
+def _inside(begin: Tensor, end: Tensor, run_begin: Tensor, run_end: Tensor) -> Tensor:
+    """Which intervals lie in one of some runs, which are in ascending order."""
+    if not len(run_begin):
+        return torch.zeros_like(begin, dtype=torch.bool)
+    run = torch.searchsorted(run_begin, begin, right=True) - 1
+    return (run >= 0) & (end <= run_end[run.clamp(min=0)])
+
+
+def _cut(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Each interval in parts of equal length, as far as it goes."""
+    edges = begin[:, None] + (end - begin)[:, None] * torch.arange(_CUTS + 1) // _CUTS
+    first, last = edges[:, :-1].flatten(), edges[:, 1:].flatten()
+    held = first < last
+    return first[held], last[held]

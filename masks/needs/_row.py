@@ -1,4 +1,4 @@
-"""The keys that a few queries see: a rule's closed form, or a search by bounds; what a decoding step reads."""
+"""What decoding needs of a rule: the keys that a few queries see, those that later ones can, whether it is causal."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from ..core import Pattern, Ranges, intersect, union_of
-from ._asked import Asked
+from ..blocks import Rule, build_blocks
+from ..core import And, Box, Or, Pattern, Progression, Ranges, intersect, plans, union_of
+from ..orders import Layout
+from ..patterns import Causal
+from ._key_query import KeyQuery
 from ._needs import keys_of_any
 
-# N rows, n keys
+# N rows, n keys, R runs of keys
 
 Keys = Ranges | Int64[Tensor, " n"]  # ranges in closed form, or single positions
 
 _FEW_PAIRS = 1 << 20  # of a rule without a closed form: so many are evaluated sooner than bounds are
+FOREVER = 1 << 30  # queries to come, where their number is not known
+_TRIED = 2048  # positions over which a rule is searched for a pair ahead whose form does not tell
+_BLOCK = 64
 _MOST_MEETINGS = 1 << 9  # of a row's range with one of all keys: for more, pairs are evaluated one by one
 
 
@@ -70,7 +76,7 @@ class RowSource:
     def _searched(self, queries: range, keys: range) -> Seen | None:
         """Pair by pair, where there are few, and otherwise by bounds."""
         if len(queries) * len(keys) > _FEW_PAIRS:
-            found = keys_of_any([Asked((self.rule,), queries, keys, self.head, self.num_heads)])
+            found = keys_of_any([KeyQuery((self.rule,), queries, keys, self.head, self.num_heads)])
             if not found:
                 return None
             places = positions(found)
@@ -86,8 +92,8 @@ class RowSource:
 
     def _allowed(self, queries: range, keys: Int64[Tensor, " n"]) -> Bool[Tensor, "N n"]:
         """The rule pair by pair."""
-        asked = Asked((self.rule,), queries, range(0), self.head, self.num_heads)
-        return asked.allows(positions([queries])[:, None], keys)
+        wanted = KeyQuery((self.rule,), queries, range(0), self.head, self.num_heads)
+        return wanted.allows(positions([queries])[:, None], keys)
 
 
 def positions(ranges: Sequence[range]) -> Int64[Tensor, " n"]:
@@ -131,3 +137,48 @@ def _pairs(rows: Sequence[Ranges], every: Ranges) -> Bool[Tensor, "N n"]:
                     pairs[index, begin + first : begin + last + 1 : max(1, both.step // part.step)] = True
         begin += len(part)
     return pairs
+
+
+def visible(
+    sources: Sequence[RowSource],
+    firsts: Int64[Tensor, " R"],
+    lengths: Int64[Tensor, " R"],
+    query: int,
+    num_queries: int,
+) -> Bool[Tensor, " R"]:
+    """Whether any of the queries from `query` on may see a key of each run, by any of the rules; False is certain."""
+    seen = torch.zeros(len(firsts), dtype=torch.bool)
+    for source in sources:
+        left = (~seen).nonzero().squeeze(1)
+        if len(left) == 0:
+            break
+        each = torch.ones_like(left)
+        queries = Progression(each * query, 1, each * num_queries)
+        box = Box(each * source.head, queries, Progression(firsts[left], 1, lengths[left]))
+        seen[left] = source.rule.count(box, num_heads=source.num_heads).high > 0
+    return seen
+
+
+@plans
+def later_pair(source: RowSource) -> tuple[int, int] | None:
+    """A query and a later key that it sees; None if there is none among the first 2048 positions."""
+    if causal_by_form(source.rule):
+        return None
+    tokens = Layout(_TRIED).pieces(0)
+    ahead = Rule(And.of(source.rule, ~Causal()), source.num_heads, (source.head,), tokens, tokens)
+    blocks = build_blocks(ahead, q_block=_BLOCK, k_block=_BLOCK)
+    if len(blocks.row) == 0:
+        return None
+    q = int(blocks.row[0]) * _BLOCK + torch.arange(_BLOCK)[:, None]
+    k = int(blocks.column[0]) * _BLOCK + torch.arange(_BLOCK)
+    query, key = ahead.allowed(torch.zeros_like(q), q, k).nonzero()[0].tolist()
+    return int(q[query]), int(k[key])
+
+
+def causal_by_form(rule: Pattern) -> bool:
+    """Whether the rule is causal because it is an intersection with causal order, or a union of such."""
+    if isinstance(rule, And):
+        return any(causal_by_form(part) for part in rule.parts)
+    if isinstance(rule, Or):
+        return all(causal_by_form(part) for part in rule.parts)
+    return isinstance(rule, Causal)

@@ -1,6 +1,5 @@
 """Orders of tokens: residue-major, tiled over a grid, placed over ranks."""
 
-from ._layout import Compact, Layout, Listed, Permutation, Pieces, residue_rate
+from ._layout import Compact, Layout, Listed, Order, Permutation, Pieces, residue_rate
 from ._placement import Part, Placement
-from ._tiled import Tiled
-from ._tiling import Tiling
+from ._tiling import Tiled, Tiling

@@ -1,4 +1,4 @@
-"""Layouts: which token stands in which slot of a reordered sequence."""
+"""Orders: which token of each head stands in which slot, of all tokens or of some."""
 
 from __future__ import annotations
 
@@ -39,21 +39,49 @@ class Pieces:
         return self.firsts[table, piece] + self.step * index
 
 
-class Permutation:
-    """An order of all tokens that all heads share: slot s holds token positions()[s]."""
+class _SharedOrder:
+    """An order that all heads share, of one fold: slot s holds token positions()[s]."""
 
-    @property
-    def num_slots(self) -> int:
-        raise NotImplementedError  # every permutation states its own
+    folds = 1
 
     @property
     def is_natural(self) -> bool:
         """Whether every token stands in its own slot."""
-        raise NotImplementedError
+        return False
+
+    @property
+    def num_slots(self) -> int:
+        raise NotImplementedError  # every order states its own
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
         """The token index that stands in each slot."""
         raise NotImplementedError
+
+    def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "1 1 S"]:
+        """The token index in each slot, of every head and fold."""
+        return self.positions(device)[None, None]
+
+    def start_of(self, index: int) -> int:
+        """How far one head's tokens lie beyond those of another: not at all."""
+        return 0
+
+    def pieces(self, origin: int) -> Pieces:
+        """The slots as runs of progressions; token 0 stands at position `origin`."""
+        raise NotImplementedError
+
+    def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
+        """(a rule, the slots as runs of what it takes for positions); the rule itself where these are few."""
+        return rule, self.pieces(origin)
+
+    def as_compact(self, heads: tuple[int, ...]) -> Compact | None:
+        """The same as a progression for each of these heads, where that is what it is."""
+        return Compact(heads, (0,) * len(heads), 1, self.num_slots, 1, self.num_slots) if self.is_natural else None
+
+
+class Permutation(_SharedOrder):
+    """An order of all tokens."""
+
+    is_copied = False  # unless tokens are given in another order, which only the caller knows
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
         """The slot in which each token stands: the inverse of `positions`."""
@@ -144,7 +172,7 @@ class Layout(Permutation):
 
 
 @dataclass(frozen=True)
-class Listed:
+class Listed(_SharedOrder):
     """Some tokens, the same of every head: slot s holds the s-th token of the runs, one after the other.
 
     All runs have one step.
@@ -199,6 +227,7 @@ class Compact:
     folds: int
     fold_stride: int
     fold_starts: FoldStarts | None = None
+    is_natural = False
 
     @property
     def is_copied(self) -> bool:
@@ -243,10 +272,25 @@ class Compact:
         firsts = torch.tensor(self.starts)[:, None] + origin
         return Pieces(torch.tensor([0]), torch.tensor([self.num_slots]), firsts, self.step)
 
+    def start_of(self, index: int) -> int:
+        """The token in slot 0 of fold 0, of the head with this index."""
+        return self.starts[index]
+
+    def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
+        """(the rule, the slots as runs of its positions)."""
+        return rule, self.pieces(origin)
+
+    def as_compact(self, heads: tuple[int, ...]) -> Compact:
+        """Itself, which holds a progression for each of its heads."""
+        return self
+
     def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "heads folds S"]:
         """The token index in each slot."""
         starts = torch.tensor(self.starts, device=device)[:, None, None]
         return starts + self.fold_tokens(device)[:, None] + torch.arange(self.num_slots, device=device) * self.step
+
+
+Order = Permutation | Listed | Compact
 
 
 def residue_rate(branch: Pattern, most: int) -> int:

@@ -114,13 +114,13 @@ class Placement:
                 joined[-1] = range(joined[-1].start, piece.stop)
         return joined
 
-    def key_slots(self, head: int) -> Slots:
+    def key_slots(self, head: int) -> KeySlots:
         """Where the keys of a head stand in its tensor."""
         return _slots(self.keys[head if len(self.keys) > 1 else 0])
 
 
 @dataclass(frozen=True, eq=False)
-class Slots:
+class KeySlots:
     """The slot of each position that is held: `position` ascending, with its `slot`."""
 
     position: Int64[Tensor, " n"]
@@ -134,9 +134,9 @@ class Slots:
 
 
 @lru_cache(maxsize=64)
-def _slots(held: Ranges) -> Slots:
+def _slots(held: Ranges) -> KeySlots:
     tokens = [torch.arange(run.start, run.stop, run.step) for run in held]
     position, slot = torch.cat([torch.empty(0, dtype=torch.int64), *tokens]).sort()
     if bool((position[1:] == position[:-1]).any()):
         raise ValueError(f"keys must stand at different positions; got {held}")
-    return Slots(position, slot)
+    return KeySlots(position, slot)

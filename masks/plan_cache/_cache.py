@@ -15,12 +15,9 @@ import torch
 
 from ..core import Expression, bytes_text, own_modes, require_expression
 from ..patterns import as_written
-from ._cache_limits import DEFAULT_ENTRIES, Limits, limits_from_environment
-from ._cache_pins import Pins
 from ._cache_stats import CacheStats
-from ._cache_store import Entry, Store
-from ._cache_watch import Watch
-from ._debug_log import Named, Sized, Untold, Written
+from ._cache_store import DEFAULT_ENTRIES, Entry, Limits, Pins, Store, Watch, limits_from_environment
+from ._debug_log import ByteSize, DeferredLog, KeyName, PatternText
 
 T = TypeVar("T")
 _log = logging.getLogger("flexdilated")
@@ -35,13 +32,12 @@ class _Building:
     done: Future[Any] = field(default_factory=Future)
 
 
-class _Inside(threading.local):
-    """The patterns of the builds that this thread is inside of."""
+class _Nesting(threading.local):
+    """The patterns of the builds that this thread is inside of, the innermost last."""
 
-    def __init__(self) -> None:
-        self.patterns: list[str] = []
+    patterns: tuple[str, ...] = ()
 
-    def and_of(self, pattern: str) -> str:
+    def with_pattern(self, pattern: str) -> str:
         """The texts of the innermost build's patterns, and of this one."""
         innermost = self.patterns[-1] if self.patterns else ""
         return innermost if pattern in innermost else f"{innermost} {pattern}"
@@ -56,7 +52,7 @@ class Cache:
         self._store, self._watch = Store(self._limits), Watch()
         self._building: dict[Hashable, _Building] = {}
         self._open_pins: list[Pins] = []
-        self._inside, self._untold = _Inside(), Untold()
+        self._nesting, self._deferred = _Nesting(), DeferredLog()
         self._start_counts()
 
     @property
@@ -102,7 +98,7 @@ class Cache:
             building = self._building.get(key)
             is_mine = building is None
             if building is None:
-                building = self._building[key] = _Building(self._inside.and_of(_text(pattern)))
+                building = self._building[key] = _Building(self._nesting.with_pattern(_text(pattern)))
             self._misses += is_mine
             self._hits += not is_mine
         if is_mine:
@@ -142,22 +138,20 @@ class Cache:
         def concerns(built: Entry | _Building) -> bool:
             return all(text in built.pattern for text in texts)
 
-        with self._lock:
+        with self._changing():
             self._building = {key: each for key, each in self._building.items() if not concerns(each)}
             dropped = self._store.drop(concerns)
-            self._untold.note("entries dropped to forget %r: %d", pattern, dropped)
-        self._untold.tell()
+            self._deferred.queue("entries dropped to forget %r: %d", pattern, dropped)
         return dropped
 
     def clear(self) -> None:
         """Drop every entry, pinned or not, and set the counts to zero."""
-        with self._lock:
+        with self._changing():
             dropped = self._store.drop(lambda entry: True)
             self._building = {}
             self._watch.reset()
             self._start_counts()
-            self._untold.note("entries dropped to clear the cache: %d", dropped)
-        self._untold.tell()
+            self._deferred.queue("entries dropped to clear the cache: %d", dropped)
 
     def stats(self) -> CacheStats:
         """Counts and sizes at this moment; print them for a table."""
@@ -166,7 +160,7 @@ class Cache:
             return CacheStats.of(*counts, self._store.entries(), self._limits)
 
     def __repr__(self) -> str:
-        """Without the lock: whoever stops a program in the middle of something wants to see it, too."""
+        """Without the lock, so that a debugger can show a cache that is being changed."""
         held = f"{len(self._store):,} of {self._limits.entries:,} entries"
         return f"Cache({held}, {bytes_text(self._store.bytes)} of {bytes_text(self._limits.bytes)})"
 
@@ -175,12 +169,18 @@ class Cache:
         self._build_seconds = 0.0
 
     def _limit(self, **limits: int) -> None:
-        with self._lock:
+        with self._changing():
             self._limits = replace(self._limits, **limits)
             gone = self._store.limit(self._limits)
             self._watch.reset()
-            self._note(gone)
-        self._untold.tell()
+            self._count_evicted(gone)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock, and emit what was logged under it once it is released."""
+        with self._lock:
+            yield
+        self._deferred.emit()
 
     def _build(
         self,
@@ -191,7 +191,7 @@ class Cache:
         device: torch.device | None,
     ) -> T:
         begin = time.perf_counter()
-        self._inside.patterns.append(mine.pattern)
+        self._nesting.patterns += (mine.pattern,)
         try:
             with own_modes():
                 value = build()
@@ -201,29 +201,30 @@ class Cache:
             with self._lock:
                 self._is_wanted(key, mine)
             mine.done.set_exception(error)
-            self._untold.note("failed to build %s of %s: %s", Named(key), Written(mine.pattern), type(error).__name__)
-            self._untold.tell()
+            what = KeyName(key), PatternText(mine.pattern), type(error).__name__
+            self._deferred.queue("failed to build %s of %s: %s", *what)
+            self._deferred.emit()
             raise
         finally:
-            self._inside.patterns.pop()
+            self._nesting.patterns = self._nesting.patterns[:-1]
         seconds, entry = time.perf_counter() - begin, Entry(key, value, size, pattern=mine.pattern, device=device)
+        warnings: list[str] = []
         with self._lock:
-            self._note_built(entry, seconds)
+            where = "" if device is None else f" on {device}"
+            what = KeyName(key), PatternText(mine.pattern), where, ByteSize(size), 1e3 * seconds
+            self._deferred.queue("built %s of %s%s: %s in %.2f ms", *what)
             if self._is_wanted(key, mine):
                 self._keep(entry)
             else:
-                self._untold.note("not kept: it was forgotten while it was built")
-            lines = [] if self._inside.patterns else self._outermost(seconds)
+                self._deferred.queue("not kept: it was forgotten while it was built")
+            if not self._nesting.patterns:  # a build that is part of no other
+                self._build_seconds += seconds
+                warnings = list(self._watch.lines(self._store, self._limits))
         mine.done.set_result(value)
-        self._untold.tell()
-        for line in lines:
+        self._deferred.emit()
+        for line in warnings:
             _log.warning(line)
         return value
-
-    def _outermost(self, seconds: float) -> list[str]:
-        """A build that is part of no other has ended; returns what to say in the log."""
-        self._build_seconds += seconds
-        return list(self._watch.lines(self._store, self._limits))
 
     def _is_wanted(self, key: Hashable, mine: _Building) -> bool:
         """End a build. False if its value is not to be kept: its pattern was forgotten meanwhile."""
@@ -236,32 +237,27 @@ class Cache:
         """Store a new entry, if it has room or is to be pinned."""
         if not self._open_pins and not self._store.has_room(entry.nbytes):
             self._watch.refused(entry)
-            room = Sized(self._limits.bytes - self._store.pinned_bytes)
-            self._untold.note("not kept: the budget has room for %s beside what is pinned", room)
+            room = ByteSize(self._limits.bytes - self._store.pinned_bytes)
+            self._deferred.queue("not kept: the budget has room for %s beside what is pinned", room)
             return
         self._watch.built(entry, self._store)
-        self._note(self._store.add(entry))
+        self._count_evicted(self._store.add(entry))
         for pins in self._open_pins:
             pins.add(entry, self._store)
 
     def _unpin(self, pins: Pins) -> None:
-        with self._lock:
+        with self._changing():
             for entry in pins.take():
-                self._note(self._store.unpin(entry))
-        self._untold.tell()
+                self._count_evicted(self._store.unpin(entry))
 
-    def _note(self, gone: list[Entry]) -> None:
+    def _count_evicted(self, gone: list[Entry]) -> None:
         self._watch.evicted(gone)
         self._evictions += len(gone)
         held = self._store.bytes + sum(entry.nbytes for entry in gone)
         limit = f"bytes={self._limits.bytes}" if held > self._limits.bytes else f"entries={self._limits.entries}"
         for entry in gone:
-            what = Named(entry.key), Written(entry.pattern), Sized(entry.nbytes)
-            self._untold.note("evicted %s of %s: %s, used longest ago; budget_%s was exceeded", *what, limit)
-
-    def _note_built(self, entry: Entry, seconds: float) -> None:
-        what, where = (Named(entry.key), Written(entry.pattern)), "" if entry.device is None else f" on {entry.device}"
-        self._untold.note("built %s of %s%s: %s in %.2f ms", *what, where, Sized(entry.nbytes), 1e3 * seconds)
+            what = KeyName(entry.key), PatternText(entry.pattern), ByteSize(entry.nbytes)
+            self._deferred.queue("evicted %s of %s: %s, used longest ago; budget_%s was exceeded", *what, limit)
 
 
 def _text(pattern: Expression | str) -> str:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from ._cache_limits import Limits
-from ._cache_store import Entry
+from ._cache_store import Entry, Limits
 
 
 @dataclass(frozen=True)

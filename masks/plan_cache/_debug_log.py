@@ -1,4 +1,4 @@
-"""What the library says of its work at DEBUG, in the log of the name `flexdilated`."""
+"""What the library logs of its work at DEBUG, under the name `flexdilated`."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ log = logging.getLogger("flexdilated")
 LONGEST = 160  # characters of a pattern in a line
 
 
-def is_told() -> bool:
-    """Whether anybody wants to know. Not to be asked where something is found that was there already."""
+def debug_wanted() -> bool:
+    """Whether anything listens at DEBUG. Not to be called where a value is found that was there already."""
     return log.isEnabledFor(logging.DEBUG)
 
 
-class Untold:
-    """Lines that are noted under a lock and told after it: whoever handles a record may want the same lock."""
+class DeferredLog:
+    """Records queued under a lock, emitted after its release: a handler of a record may want the same lock."""
 
     def __init__(self) -> None:
-        self._lines: deque[tuple[str, tuple[object, ...]]] = deque()
+        self._records: deque[tuple[str, tuple[object, ...]]] = deque()
 
-    def note(self, line: str, *values: object) -> None:
-        """Keep a line, with values as `logging` takes them, where it is wanted."""
-        if is_told():
-            self._lines.append((line, values))
+    def queue(self, line: str, *values: object) -> None:
+        """Keep a line, with values as `logging` takes them, if anything listens."""
+        if debug_wanted():
+            self._records.append((line, values))
 
-    def tell(self) -> None:
-        """Tell what was noted, by whichever thread. Without a lock: no line is told twice, none is lost."""
-        while self._lines:
+    def emit(self) -> None:
+        """Emit what was queued by any thread, each record once. Not to be called under the lock."""
+        while self._records:
             try:
-                line, values = self._lines.popleft()
-            except IndexError:  # another thread was quicker
+                line, values = self._records.popleft()
+            except IndexError:  # another thread took the last one
                 return
             log.debug(line, *values)
 
 
 @dataclass(frozen=True)
-class Written:
+class PatternText:
     """A pattern's text, or several of them one after the other, of which the first is shown as an expression."""
 
     text: str
@@ -59,7 +59,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Named:
+class KeyName:
     """The key of something built: its first word."""
 
     key: Hashable
@@ -70,7 +70,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Sized:
+class ByteSize:
     """A number of bytes, as people read it."""
 
     nbytes: int

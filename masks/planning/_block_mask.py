@@ -12,8 +12,8 @@ from ..blocks import Blocks, PackedBlocks, join_blocks, table_bytes, to_block_ma
 from ..core import Bound, Expression, plans, require_expression, require_int
 from ..orders import Layout, residue_rate
 from ..plan_cache import cache
-from .lowering._lower import shared_terms
 from .lowering._term import Term
+from .lowering._ways import shared_terms
 
 _LARGEST_SIDE = 1 << 15  # pairs of a block are counted in int32
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..orders import Compact, Layout, Permutation
+from ..orders import Layout, Permutation
 from .lowering._term import Term
 from .machine._machine import Machine
 
@@ -72,17 +72,13 @@ def _work(term: Term, machine: Machine) -> tuple[int, float]:
 
 def _launches(term: Term) -> int:
     """Kernel calls: one, or one for each portion of what is copied."""
-    copied = isinstance(term.q, Compact) and term.q.is_copied
-    return -(-term.q.num_slots * term.folds * len(term.heads) // SLOTS_AT_ONCE) if copied else 1
+    return -(-term.q.num_slots * term.folds * len(term.heads) // SLOTS_AT_ONCE) if term.q.is_copied else 1
 
 
 def _moved_numbers(term: Term, given: Layout) -> int:
     """Rows copied of q, k, v into the term's layout and of out back, where the tokens are not given in that order."""
     if isinstance(term.q, Permutation):
-        gathered = 0 if term.q == given else 4 * term.q.num_slots * len(term.heads)
+        gathered = 0 if term.q == given else 4 * term.q.num_slots
     else:
-        assert not isinstance(term.k, Permutation)
-        slots = sum(2 * side.num_slots for side in (term.q, term.k) if side.is_copied)
-        gathered = slots * term.folds * len(term.heads)
-    merged = 3 * term.q.num_slots * term.folds * len(term.heads)
-    return gathered * 2 + merged
+        gathered = sum(2 * side.num_slots for side in (term.q, term.k) if side.is_copied)
+    return (gathered * 2 + 3 * term.q.num_slots) * term.folds * len(term.heads)

@@ -1,30 +1,26 @@
-"""Options: the ways to compute one branch, each with its terms and its cost."""
+"""Options: the ways to compute a branch, or all branches together, each with its terms and its cost."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..core import And, Bound, Expression, Pattern
-from ..orders import Compact, Layout, residue_rate
+from ..orders import Compact, Layout
 from ._cost import Cost, cost_of, least_seconds, least_seconds_in_larger
-from .lowering._compact import compact_terms
-from .lowering._lower import shared_terms
 from .lowering._nested import chains, nested_terms
-from .lowering._split_causal import split_causal
 from .lowering._term import Term
-from .lowering._tiled_terms import tiled_terms
+from .lowering._ways import split_causal, ways
 from .lowering._windows import window_terms
 from .machine._machine import Machine
 
-# A shared permutation with more classes than this leaves no runs worth a block.
-MAX_RESIDUE_RATE = 256
-# Each part of a union is lowered without the parts before it: many parts make rules that are dear to evaluate.
+# Each part of a union is lowered without the parts before it: many parts make rules that are slow to evaluate.
 _MAX_PARTS = 6
-# In blocks of another side an option may gain as much as this over its cost in blocks of 128.
+# Blocks of another side gain at most this factor over blocks of 128: options that cost more than that are not tried.
 _WORTH_OTHER_BLOCKS = 2
-# A smaller gain is within what costs are estimated to: then blocks stay as they are.
+# A smaller gain is within the error of the estimate: then the block side stays as it is.
 _CLEARLY = 0.95
 
 
@@ -74,32 +70,18 @@ def options_of(branch: Pattern, times: int, bound: Bound, machine: Machine, allo
     cut = window_terms(branch, times, bound, any_number=allowed.any_windows) if allowed.windows else None
     if cut is not None:
         return (Option(branch, times, "windows", tuple(cut), machine, given, shares_rows=True),)
-    options = [
-        Option(branch, times, "natural" if rate == 1 else f"residue {rate}", tuple(terms), machine, given)
-        for rate in (_shared_rates(branch, bound) if allowed.residues else [1])
-        for terms in [shared_terms(branch, times, bound, rate)]
-    ]
-    compact = compact_terms(branch, times, bound)
-    if compact is not None:
-        options.append(Option(branch, times, "compact", tuple(compact), machine, given))
-    for tile, tiled in tiled_terms(branch, times, bound).items():
-        name = f"tiled {'x'.join(map(str, tile))}"
-        options.append(Option(branch, times, name, tuple(tiled), machine, given))
-    options += _split_options(options) if allowed.shared_rows else []
-    disjoint = _disjoint_terms(branch, times, bound, machine) if allowed.shared_rows else None
-    if disjoint is not None:
-        options.append(Option(branch, times, "disjoint", disjoint, machine, given, shares_rows=True))
+    found = ways(branch, times, bound, residues=allowed.residues)
+    options = [Option(branch, times, name, tuple(terms), machine, given) for name, terms in found.items()]
+    if allowed.shared_rows:
+        for option in tuple(options):
+            terms = split_causal(option.terms)
+            if terms is not None:
+                shares = len(terms) > len(option.terms)
+                options.append(replace(option, layout=f"{option.layout}, split", terms=terms, shares_rows=shares))
+        disjoint = _disjoint_terms(branch, times, bound, machine)
+        if disjoint is not None:
+            options.append(Option(branch, times, "disjoint", disjoint, machine, given, shares_rows=True))
     return _in_best_blocks(options, machine)
-
-
-def _split_options(options: list[Option]) -> list[Option]:
-    """The same with causal triangles apart from the keys before them."""
-    split = [(option, split_causal(option.terms)) for option in options]
-    return [
-        replace(option, layout=f"{option.layout}, split", terms=terms, shares_rows=len(terms) > len(option.terms))
-        for option, terms in split
-        if terms is not None
-    ]
 
 
 def nested_option(apart: Mapping[Pattern, Option], bound: Bound, machine: Machine, allowed: Allowed) -> Option | None:
@@ -129,12 +111,12 @@ def in_blocks_of(option: Option, side: int) -> Option:
 
 
 def _in_best_blocks(options: list[Option], machine: Machine) -> tuple[Option, ...]:
-    """The options, the cheapest first, those that come into question in the blocks that suit them best.
+    """The options, the cheapest first, each that may be the cheapest with the block side that suits it best.
 
-    Options that cannot be the cheapest come last, and what they cost is left to whoever asks.
+    Options that cannot be the cheapest come last, and their cost is not computed.
     """
-    hopeless = _hopeless(options)
-    weighed = [option for option in options if option not in hopeless]
+    ruled_out = _ruled_out(options)
+    weighed = [option for option in options if option not in ruled_out]
     least = min(option.cost.seconds for option in weighed)
     for index, option in enumerate(weighed):
         # "disjoint" has chosen part by part.
@@ -142,7 +124,7 @@ def _in_best_blocks(options: list[Option], machine: Machine) -> tuple[Option, ..
             others = (in_blocks_of(option, side) for side in _other_sides(option, least))
             best = min(others, key=lambda each: each.cost.seconds, default=option)
             weighed[index] = best if best.cost.seconds < _CLEARLY * option.cost.seconds else option
-    return (*sorted(weighed, key=lambda option: option.cost.seconds), *hopeless)
+    return (*sorted(weighed, key=lambda option: option.cost.seconds), *ruled_out)
 
 
 def _other_sides(option: Option, least: float) -> list[int]:
@@ -159,10 +141,10 @@ def _is_listed(option: Option) -> bool:
     return any(term.shape == "blocks" for term in option.terms)
 
 
-def _hopeless(options: list[Option]) -> list[Option]:
-    """Those with block lists that cost more, full as can be of the pairs that are wanted, than a way without lists.
+def _ruled_out(options: list[Option]) -> list[Option]:
+    """Those with block lists whose lower-bound cost exceeds that of the cheapest option without lists.
 
-    Counting blocks is what takes time in planning.
+    The bound takes no count of blocks, which is what takes time in planning.
     """
     plain = [option for option in options if not _is_listed(option)]
     if not plain:
@@ -178,22 +160,15 @@ def _hopeless(options: list[Option]) -> list[Option]:
 
 
 def _fullest(option: Option, plain: Option) -> float:
-    """The largest share of a block's pairs that can be wanted.
+    """The largest share of a block's pairs that the rule can allow.
 
-    Where tokens lie as they come, a query wants but some of the keys of a block, as far apart as the way without
-    lists has them.
+    In natural order a query sees only every `step`-th key of a block, where that is the step of the option without
+    lists.
     """
     if any(term.q != option.given for term in option.terms):
         return 1.0
     step = min((term.k.step if isinstance(term.k, Compact) else 1 for term in plain.terms), default=1)
     return max(-(-side // step) / side for side in option.machine.sides)
-
-
-def _shared_rates(branch: Pattern, bound: Bound) -> list[int]:
-    # Of a union each part is weighed in an order of its own; one that suits all has few classes.
-    most = bound.num_queries // 2 if len(branch.alternatives()) == 1 else min(MAX_RESIDUE_RATE, bound.num_queries)
-    rate = residue_rate(branch, max(1, most))
-    return [1, rate] if rate > 1 else [1]
 
 
 def _disjoint_terms(branch: Pattern, times: int, bound: Bound, machine: Machine) -> tuple[Term, ...] | None:
@@ -208,3 +183,59 @@ def _disjoint_terms(branch: Pattern, times: int, bound: Bound, machine: Machine)
     alone = Allowed(shared_rows=False, windows=False)
     rests = [And.of(part, *(~before for before in parts[:index])) for index, part in enumerate(parts)]
     return tuple(term for rest in rests for term in options_of(rest, times, bound, machine, alone)[0].terms)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """For each distinct branch the name of its layout and the sides of its block lists, or all branches together.
+
+    A name that does not occur among a pattern's options is no error: the planner then decides itself.
+    """
+
+    together: bool
+    ways: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All ways of computing a pattern: for each distinct branch, the cheapest first, and of all branches together."""
+
+    branches: tuple[tuple[Option, ...], ...]
+    together: Option | None
+
+    @classmethod
+    def of(cls, bound: Bound, machine: Machine, allowed: Allowed) -> Candidates:
+        branches = Counter(bound.pattern.branches())
+        ways = tuple(options_of(branch, times, bound, machine, allowed) for branch, times in branches.items())
+        cheapest = {branch: options[0] for branch, options in zip(branches, ways, strict=True)}
+        return cls(ways, nested_option(cheapest, bound, machine, allowed))
+
+    def chosen(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
+        """The options of each group of terms with the chosen one in front; None where the choice does not fit."""
+        groups = self.branches
+        if choice.together:
+            groups = ((self.together,),) if self.together is not None else ()
+        if len(groups) != len(choice.ways):
+            return None
+        found = tuple(_in_front(options, *way) for options, way in zip(groups, choice.ways, strict=True))
+        return None if any(not options for options in found) else found
+
+
+def way_of(option: Option) -> tuple[str, tuple[int, ...]]:
+    """What names an option in a Choice."""
+    return option.layout, tuple(term.block_side for term in option.terms if term.shape == "blocks")
+
+
+def in_other_blocks(option: Option) -> tuple[Option, ...]:
+    """The option, and the same with all block lists in blocks of each other side that is weighed on its machine."""
+    others = (in_blocks_of(option, side) for side in option.machine.sides)
+    return (option, *(each for each in others if way_of(each) != way_of(option)))
+
+
+def _in_front(options: tuple[Option, ...], layout: str, sides: tuple[int, ...]) -> tuple[Option, ...]:
+    for option in options:
+        if option.layout == layout:
+            ways = {way_of(each): each for each in in_other_blocks(option)}
+            if (layout, sides) in ways:
+                return (ways[layout, sides], *(other for other in options if other is not option))
+    return ()

@@ -12,7 +12,7 @@ from ._options import ANYTHING, Allowed, Option
 from ._planner import Plan, plan
 from .lowering._term import Term
 
-_GAP = 128  # keys that are not there, and that a block may as well reach over
+_GAP = 128  # missing keys over which a run of keys goes on: no more than a block
 
 
 def plan_at(
@@ -50,7 +50,7 @@ def plan_at(
 def _placed(term: Term, part: Part, placement: Placement) -> Term:
     """The term over the device's own queries, and keys by their positions."""
     both_compact = isinstance(term.q, Compact) and isinstance(term.k, Compact)
-    natural = isinstance(term.q, Layout) and term.q.rate == 1
+    natural = isinstance(term.q, Layout) and term.q.is_natural
     if both_compact or (natural and part.gapless):
         return term.moved(part.q_token, part.span.start)
     # An order of all tokens: without the keys that are not there. A tiling is left for the natural order.

@@ -9,16 +9,16 @@ import torch
 
 from ..core import Bound, Expression, plans
 from ..orders import Compact, Layout, residue_rate
-from ..plan_cache import cache
+from ..plan_cache import cache, debug_wanted, in_line, log
 from ..text import read_text
-from ._choice import Candidates, Choice, way_of
 from ._cost import Cost
-from ._options import ANYTHING, MAX_RESIDUE_RATE, Allowed, Option
-from ._plan_text import plan_text, tell_order, tell_plan
-from .lowering._lower import shared_terms
+from ._options import ANYTHING, Allowed, Candidates, Choice, Option, way_of
 from .lowering._term import Term
+from .lowering._ways import MAX_RESIDUE_RATE, shared_terms
 from .machine._machine import Machine
 from .machine._machine_in_use import machine_of
+
+_MOST_BRANCHES = 8  # that have lines of their own in the log
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,13 @@ class Plan:
     terms: tuple[Term, ...]
     options: tuple[tuple[Option, ...], ...]
     together: Option | None = None
+
+    @classmethod
+    def of(
+        cls, bound: Bound, layout: Layout, options: tuple[tuple[Option, ...], ...], together: Option | None = None
+    ) -> Plan:
+        """The plan of the first of each tuple of options."""
+        return cls(bound, layout, tuple(term for first, *_ in options for term in first.terms), options, together)
 
     @property
     def shares_rows(self) -> bool:
@@ -60,7 +67,7 @@ class Plan:
         return sum(200 + 24 * len(term.heads) for term in terms) + sum(16 * term.folds for term in uneven)
 
     def __repr__(self) -> str:
-        return plan_text(self)
+        return f"Plan({_bound_text(self.bound)}: {_ways(self)})"
 
 
 @plans
@@ -82,8 +89,8 @@ def plan(
     machine = machine_of(kind)
     return cache().get(
         ("plan", bound.key(), kind, machine.text, layout, allowed, choice),
-        lambda: _told(_plan(bound, machine, layout, allowed, choice), kind, choice),
-        _plan_bytes,
+        lambda: _logged(_plan(bound, machine, layout, allowed, choice), kind, choice),
+        lambda made: made.nbytes,
         pattern=bound.pattern,
     )
 
@@ -136,67 +143,82 @@ def _recommended_rate(pattern: Expression, num_tokens: int, num_heads: int, kind
         gained_s = 0.0
         for each in {entry.key(): entry for entry in map(bound.entry, range(bound.pattern.num_entries()))}.values():
             residue, given = _in_layout(each, machine, Layout(num_tokens, rate)), plan(each, device=kind)
-            tell_order(each, residue, given)
+            _log_order(each, residue, given)
             gained_s += given.cost.seconds - residue.cost.seconds
         return rate if gained_s > 0 else 1
 
     return cache().get(("recommended_rate", bound.key(), kind, machine.text), build, lambda rate: 8, pattern=pattern)
 
 
-def _told(made: Plan, kind: str, choice: Choice | None) -> Plan:
-    ways = tuple(way_of(options[0]) for options in made.options)
-    tell_plan(made, kind, measured=choice is not None and choice.ways == ways)
-    return made
-
-
 def _plan(
     bound: Bound, machine: Machine, layout: Layout | None, allowed: Allowed, choice: Choice | None = None
 ) -> Plan:
-    candidates = Candidates.of(bound, machine, allowed)
-    natural = None if choice is None else _follow(choice, candidates, bound)
-    natural = natural or _choose(candidates, bound, machine)
+    natural = _in_natural_order(bound, machine, Candidates.of(bound, machine, allowed), choice)
     if layout is None or layout.rate == 1:
         return natural
     in_layout = _in_layout(bound, machine, layout)
-    copies_s = _relayout_bytes(bound) / machine.bytes_per_s
-    return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copies_s else natural
+    # Bytes read and written to bring q, k, v into the natural order and out back.
+    copied = 4 * (bound.num_queries + bound.num_keys) * bound.num_heads * 64 * 4
+    return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copied / machine.bytes_per_s else natural
 
 
-def _choose(candidates: Candidates, bound: Bound, machine: Machine) -> Plan:
-    """The cheapest way for each branch, or for all branches together."""
+def _in_natural_order(bound: Bound, machine: Machine, candidates: Candidates, choice: Choice | None) -> Plan:
+    """The chosen ways where a choice fits; else the cheapest for each branch, or for all branches together."""
     layout, together = Layout(bound.num_queries), candidates.together
-    terms = tuple(term for options in candidates.branches for term in options[0].terms)
+    chosen = None if choice is None else candidates.chosen(choice)
+    if chosen is not None:
+        return Plan.of(bound, layout, chosen, together)
+    found = Plan.of(bound, layout, candidates.branches, together)
     if together is None:
-        return Plan(bound, layout, terms, candidates.branches)
-    apart = Option(bound.pattern, 1, "branch by branch", terms, machine, layout, shares_rows=True)
+        return found
+    apart = Option(bound.pattern, 1, "branch by branch", found.terms, machine, layout, shares_rows=True)
     if apart.cost.seconds <= together.cost.seconds:
-        return Plan(bound, layout, terms, candidates.branches, together)
-    return Plan(bound, layout, together.terms, ((together, apart),), together)
-
-
-def _follow(choice: Choice, candidates: Candidates, bound: Bound) -> Plan | None:
-    """The plan that a measurement chose; None where the choice names what there is not."""
-    chosen = candidates.chosen(choice)
-    if chosen is None:
-        return None
-    terms = tuple(term for options in chosen for term in options[0].terms)
-    return Plan(bound, Layout(bound.num_queries), terms, chosen, candidates.together)
+        return found
+    return Plan.of(bound, layout, ((together, apart),), together)
 
 
 def _in_layout(bound: Bound, machine: Machine, layout: Layout) -> Plan:
     """Every branch as block lists over the order in which the inputs already are."""
-    weighed = []
-    for branch, times in Counter(bound.pattern.branches()).items():
-        terms = shared_terms(branch, times, bound, layout.rate)
-        name = f"residue {layout.rate}, as given"
-        weighed.append((Option(branch, times, name, tuple(terms), machine, layout),))
-    return Plan(bound, layout, tuple(term for (option,) in weighed for term in option.terms), tuple(weighed))
+    name = f"residue {layout.rate}, as given"
+    options = (
+        (Option(branch, times, name, tuple(shared_terms(branch, times, bound, layout.rate)), machine, layout),)
+        for branch, times in Counter(bound.pattern.branches()).items()
+    )
+    return Plan.of(bound, layout, tuple(options))
 
 
-def _relayout_bytes(bound: Bound) -> int:
-    """Bytes read and written to bring q, k, v into the natural order and out back."""
-    return 4 * (bound.num_queries + bound.num_keys) * bound.num_heads * 64 * 4
+def _logged(plan: Plan, kind: str, choice: Choice | None) -> Plan:
+    """The plan, once it is logged for which kind of device it was made and what each branch was weighed against."""
+    if not debug_wanted():
+        return plan
+    measured = choice is not None and choice.ways == tuple(way_of(options[0]) for options in plan.options)
+    why = ", the ways that autotune measured to be fastest" if measured else ""
+    log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _ways(plan), why)
+    for best, *others in plan.options[:_MOST_BRANCHES]:
+        if others:
+            log.debug("chose %s for %s, over %s", _way(best), in_line(best.branch), ", ".join(map(_way, others)))
+    return plan
 
 
-def _plan_bytes(value: Plan) -> int:
-    return value.nbytes
+def _log_order(bound: Bound, residue: Plan, natural: Plan) -> None:
+    """Log what a whole model's tokens in residue order, and in the natural one, were predicted to cost."""
+    if debug_wanted():
+        times = (residue.layout.rate, *(1e3 * each.cost.seconds for each in (residue, natural)))
+        log.debug("weighed %s: all tokens in residues of %d %.3g ms, in order %.3g ms", _bound_text(bound), *times)
+
+
+def _bound_text(bound: Bound) -> str:
+    sizes = f"{bound.num_heads:,} heads, {bound.num_queries:,} queries, {bound.num_keys:,} keys"
+    return f"{in_line(bound.pattern)}, {sizes}"
+
+
+def _ways(plan: Plan) -> str:
+    layouts = Counter(options[0].layout for options in plan.options)
+    named = ", ".join(name if times == 1 else f"{times} x {name}" for name, times in layouts.items())
+    terms = f"{len(plan.terms):,} term{'' if len(plan.terms) == 1 else 's'}"
+    return f"{named or 'nothing to compute'}; {terms}, {1e3 * plan.cost.seconds:.3g} ms predicted"
+
+
+def _way(option: Option) -> str:
+    """The layout, and the time predicted where it is known already: counting blocks is what takes time."""
+    return f"{option.layout} ({1e3 * option.cost.seconds:.3g} ms)" if "cost" in vars(option) else option.layout

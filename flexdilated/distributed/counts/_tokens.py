@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...masks.blocks import pairs_of_queries
 from ...masks.core import Expression, Pattern, Ranges, common_period, require_expression, require_int
-from ...masks.needs import Asked, keys_of_any, moved, rules_of_heads
+from ...masks.needs import KeyQuery, keys_of_any, moved, rules_of_heads
 from ...masks.patterns import missing, run_time_leaves
 from ..group import Sharding
 from ._chunks import Chunks, sort_pairs
@@ -87,7 +87,7 @@ class KVNeeds:
 
     num_heads_global: int
     groups: tuple[tuple[HeadRule, ...], ...]  # the distinct rules of each KV head's query heads
-    _known: dict[tuple[Asked, ...], Ranges] = field(default_factory=dict)
+    _known: dict[tuple[KeyQuery, ...], Ranges] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -136,7 +136,7 @@ class KVNeeds:
         least = min(keys[0].start, *(queries.start for _, queries in asked))
         shift = 0 if period is None else least // period * period
         questions = tuple(
-            Asked((rule,), moved(queries, -shift), moved(run, -shift), head, self.num_heads_global)
+            KeyQuery((rule,), moved(queries, -shift), moved(run, -shift), head, self.num_heads_global)
             for (rule, head), queries in asked
             for run in keys
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...masks.core import bytes_text
-from ...masks.plan_cache import Sized, Untold
+from ...masks.plan_cache import ByteSize, DeferredLog
 from ..group import Role
 
 _numbers = count()
@@ -144,7 +144,7 @@ class BufferPool:
         self._idle: list[_Buffer] = []  # in the order of their return
         self._open: WeakSet[Lease] = WeakSet()
         self._counts = PoolStatistics()
-        self._untold = Untold()
+        self._deferred = DeferredLog()
 
     def lease(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None, *, role: Role = "keys"
@@ -167,14 +167,14 @@ class BufferPool:
             lease = Lease(buffer.tensor(shape, dtype), self, buffer)
             self._open.add(lease)
             self._count(num_bytes, role)
-        self._untold.tell()
+        self._deferred.emit()
         return lease
 
     def release(self) -> None:
         """Give all idle buffers back to torch."""
         with self._lock:
             self._let_go(len(self._idle), "as asked to release them")
-        self._untold.tell()
+        self._deferred.emit()
 
     def reset(self) -> None:
         """Count from 0 again; peaks begin at what is held and leased now. Buffers stay."""
@@ -245,7 +245,9 @@ class BufferPool:
         if self.debug:
             buffer.tensor((num_bytes,), torch.uint8).fill_(_POISON)
         self._counts.num_allocations += 1
-        self._untold.note("%s allocated %s on %s: no idle buffer has that size", self.name, Sized(num_bytes), device)
+        self._deferred.queue(
+            "%s allocated %s on %s: no idle buffer has that size", self.name, ByteSize(num_bytes), device
+        )
         return buffer
 
     def _ready(self, buffer: _Buffer) -> _Buffer:
@@ -271,7 +273,7 @@ class BufferPool:
             self._open.discard(lease)
             self._idle.append(buffer)
             self._shrink(0)
-        self._untold.tell()
+        self._deferred.emit()
 
     def _shrink(self, coming_bytes: int) -> None:
         """Let idle buffers go until the budget holds what there is and what comes, as far as they reach."""
@@ -282,7 +284,7 @@ class BufferPool:
         """Let this many idle buffers go, those returned longest ago."""
         gone, self._idle = self._idle[:count], self._idle[count:]
         for buffer in gone:
-            self._untold.note("%s released %s on %s, %s", self.name, Sized(buffer.num_bytes), buffer.device, why)
+            self._deferred.queue("%s released %s on %s, %s", self.name, ByteSize(buffer.num_bytes), buffer.device, why)
 
 
 def with_index(device: torch.device | str) -> torch.device:

@@ -11,12 +11,12 @@ from typing import Literal
 
 import torch
 
-from ...masks.plan_cache import Untold
+from ...masks.plan_cache import DeferredLog
 from ._pool import BufferPool, lease_from, named, with_index
 
 _PAGE = 4096
 _lock = Lock()
-_untold = Untold()
+_deferred = DeferredLog()
 
 PoolChoice = BufferPool | Literal["auto"] | None
 
@@ -44,14 +44,14 @@ def pool_for(device: torch.device | str) -> BufferPool:
     """The one pool of this device in this process. It leases from the size where that was measured to pay."""
     with _lock:  # two threads that ask at once get the same one
         pool = _pool_for(with_index(device))
-    _untold.tell()
+    _deferred.emit()
     return pool
 
 
 @cache
 def _pool_for(device: torch.device) -> BufferPool:
     pool = BufferPool(device, threshold_bytes=break_even_bytes(device))
-    _untold.note("made %r, the pool of its device: from that size a lease was measured to be quicker", pool)
+    _deferred.queue("made %r, the pool of its device: from that size a lease was measured to be quicker", pool)
     return pool
 
 

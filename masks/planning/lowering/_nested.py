@@ -183,8 +183,7 @@ def _strips(chain: _Chain) -> Iterator[Term]:
                 q_firsts = tuple(first + begin * base.rate for first in firsts)
                 q = Compact(tuple(heads), q_firsts, base.rate, end - begin, folds, base.segment)
                 k = Compact(tuple(heads), firsts, base.rate, end, folds, base.segment)
-                here = (bound.head_offset, bound.num_heads_global)
-                yield Term(Causal(), "strip", 1, tuple(heads), *here, q, k, 0, 0, weights)
+                yield Term.of(bound, Causal(), "strip", 1, q, k, heads=tuple(heads), weights=weights)
 
 
 def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
@@ -247,8 +246,7 @@ def _term(
         Compact(heads, starts, step, size, rectangle.folds, rectangle.stride)
         for starts, step, size in zip((q_starts, k_starts), steps, sizes, strict=True)
     )
-    every, here = Every(), (bound.head_offset, bound.num_heads_global)
     distinct = {each for head in weights for each in head}
     if len(distinct) == 1:
-        return Term(every, "dense", distinct.pop(), heads, *here, q, k, 0, 0)
-    return Term(every, "dense", 1, heads, *here, q, k, 0, 0, KeyWeights(weights))
+        return Term.of(bound, Every(), "dense", distinct.pop(), q, k, heads=heads)
+    return Term.of(bound, Every(), "dense", 1, q, k, heads=heads, weights=KeyWeights(weights))

@@ -12,9 +12,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ...blocks import Blocks, ListedBlocks, Rule, build_blocks, estimate_blocks, repeat_blocks
-from ...core import MaskMod, Pattern
-from ...orders import Compact, Layout, Listed, Permutation, Pieces, Tiled, Tiling
-from ...patterns import Neighborhood, tables
+from ...core import Bound, MaskMod, Pattern
+from ...orders import Compact, Layout, Order, Pieces
+from ...patterns import tables
 from ._weights import PairWeights, Weights
 
 _MANY_CLASSES = 1 << 8  # of an order: with as many or more, pairs of them may be more than blocks
@@ -38,16 +38,33 @@ class Term:
     heads: tuple[int, ...]
     head_offset: int
     num_heads_global: int
-    q: Permutation | Compact | Listed
-    k: Permutation | Compact | Listed
+    q: Order
+    k: Order
     q_offset: int
     k_offset: int
     weights: Weights | None = None
     block_side: int = 128
 
+    @classmethod
+    def of(
+        cls,
+        bound: Bound,
+        rule: Pattern,
+        shape: Shape,
+        multiplicity: int,
+        q: Order,
+        k: Order,
+        *,
+        heads: tuple[int, ...],
+        weights: Weights | None = None,
+    ) -> Term:
+        """A term of some heads of a bound pattern, over its queries and keys."""
+        numbers = multiplicity, heads, bound.head_offset, bound.num_heads_global
+        return cls(rule, shape, *numbers, q, k, bound.q_offset, bound.k_offset, weights)
+
     @property
     def folds(self) -> int:
-        return self.q.folds if isinstance(self.q, Compact) else 1
+        return self.q.folds
 
     def portions(self, most_slots: int) -> tuple[Term, ...]:
         """The same in terms of at most `most_slots` slots a side, as far as heads and folds can be parted."""
@@ -108,7 +125,7 @@ class Term:
 
     def _identity(self, index: int) -> object:
         """What a head's table depends on."""
-        starts = [side.starts[index] if isinstance(side, Compact) else 0 for side in (self.q, self.k)]
+        starts = [side.start_of(index) for side in (self.q, self.k)]
         if self.rule.period() == 1:  # only the distance counts
             starts = [starts[1] - starts[0], 0]
         return (self.rule.for_head(self.heads[index] + self.head_offset, self.num_heads_global), *starts)
@@ -120,29 +137,21 @@ class Term:
 
     def _slot_rule(self, distinct: tuple[int, ...]) -> Rule:
         heads = tuple(self.heads[index] + self.head_offset for index in distinct)
-        pattern, q, k = self._in_pieces()
+        pattern, q = self.q.in_pieces(self.rule, self.q_offset)
+        _, k = self.k.in_pieces(self.rule, self.k_offset)
         rule = Rule(pattern, self.num_heads_global, heads, _select(q, distinct), _select(k, distinct))
         if not isinstance(self.q, Layout) or not isinstance(self.k, Layout) or self.q.rate < _MANY_CLASSES:
             return rule
         q, k = self.q.rows(self.q_offset), self.k.rows(self.k_offset)
         return replace(rule, rows=replace(rule, q=_select(q, distinct), k=_select(k, distinct)))
 
-    def _in_pieces(self) -> tuple[Pattern, Pieces, Pieces]:
-        """A pattern, and both sides as runs of what it takes for positions."""
-        if isinstance(self.q, Tiling):
-            # Positions come in runs as short as a tile is wide. Slots are one run, over which the rule counts as well.
-            assert isinstance(self.rule, Neighborhood)
-            slots = Layout(self.q.num_slots).pieces(0)
-            return Tiled(self.rule, self.q), slots, slots
-        assert isinstance(self.q, Layout | Compact | Listed)
-        assert isinstance(self.k, Layout | Compact | Listed)
-        return self.rule, self.q.pieces(self.q_offset), self.k.pieces(self.k_offset)
-
     def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
         """The same n times, as folds, over tokens that lie so far further on, where the rule is the same."""
-        q, k = (_compact(side, self.heads).repeated(by) for side, by in ((self.q, q_tokens), (self.k, k_tokens)))
+        q, k = (side.as_compact(self.heads) for side in (self.q, self.k))
+        assert q is not None and k is not None, "what is repeated lies in natural order or in progressions"  # noqa: PT018
         offsets = self.q_offset - int(q_tokens[0]), self.k_offset - int(k_tokens[0])
-        return replace(self, q=q, k=k, q_offset=offsets[0], k_offset=offsets[1])
+        moved = {"q": q.repeated(q_tokens), "k": k.repeated(k_tokens)}
+        return replace(self, **moved, q_offset=offsets[0], k_offset=offsets[1])
 
     def moved(self, q_tokens: int, k_tokens: int) -> Term:
         """The same over tokens that lie further on, at the same positions."""
@@ -195,21 +204,11 @@ class Term:
             k = torch.tensor(self.k.starts, device=device) + self.k_offset
             steps = (torch.tensor(side.step, device=device) for side in (self.q, self.k))
             return _on_progressions(inner, heads, q, k, *steps)
-        assert isinstance(self.q, Permutation | Listed)
-        assert isinstance(self.k, Permutation | Listed)
-        if all(isinstance(side, Permutation) and side.is_natural for side in (self.q, self.k)):
+        if self.q.is_natural and self.k.is_natural:
             offsets = (torch.tensor(offset, device=device) for offset in (self.q_offset, self.k_offset))
             return _shifted(inner, heads, *offsets)
-        q_positions, k_positions = self.q.positions(device) + self.q_offset, self.k.positions(device) + self.k_offset
-        return _on_positions(inner, heads, q_positions, k_positions)
-
-
-def _compact(side: Permutation | Compact | Listed, heads: tuple[int, ...]) -> Compact:
-    if isinstance(side, Compact):
-        return side
-    assert isinstance(side, Permutation)
-    assert side.is_natural
-    return Compact(heads, (0,) * len(heads), 1, side.num_slots, 1, side.num_slots)
+        q_positions, k_positions = (side.tokens(device)[0, 0] for side in (self.q, self.k))
+        return _on_positions(inner, heads, q_positions + self.q_offset, k_positions + self.k_offset)
 
 
 def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:

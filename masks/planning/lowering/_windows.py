@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isqrt
+from typing import Any
 
-from ...core import And, Bound, Pattern
-from ...patterns import Causal, LocalWindow, PerDocument, Spans, Table, Windows
-from ._compact import compact_terms
-from ._lower import shared_terms
+import torch
+
+from ...core import And, Bound, Expression, Pattern
+from ...patterns import PADDING, Causal, LocalWindow, PerDocument, Spans, Table, Windows, tables
 from ._term import Term
+from ._ways import compact_terms, shared_terms
 
 _ENOUGH_SLOTS = 4096  # of all heads: larger windows are read where they lie, as a call costs less than their copies
 _MOST_LISTS = 32  # of blocks, each planned by itself: more are dearer than one over all tokens
@@ -112,3 +114,33 @@ def _together(alike: Windows, num_heads: int) -> Iterator[Windows]:
         yield from (alike.select(slice(index, index + 1)) for index in range(len(alike)))
     else:
         yield alike
+
+
+def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:
+    """The rule of all batch entries of so many tokens, one after the other; None where it is no rule of one sequence.
+
+    Documents keep entries apart, and the rest must repeat from entry to entry.
+    """
+    if not all(_is_one(branch, num_tokens) for branch in pattern.branches()):
+        return None
+
+    def joined(leaf: Pattern) -> Pattern:
+        if not isinstance(leaf, Table):
+            return leaf
+        rows = leaf.rows.expand(batch, -1)
+        if isinstance(leaf, Spans):
+            rows = torch.where(rows == PADDING, PADDING, rows + torch.arange(batch)[:, None] * num_tokens)
+        return type(leaf).of(rows.reshape(1, -1), leaf.reach)
+
+    return pattern.map_leaves(joined)
+
+
+def _is_one(branch: Pattern, num_tokens: int) -> bool:
+    spans = [factor for factor in branch.factors() if isinstance(factor, Spans | PerDocument)]
+    rest = [factor for factor in branch.factors() if not isinstance(factor, Table | PerDocument)]
+    return bool(spans) and all(_repeats(factor, num_tokens) for factor in rest)
+
+
+def _repeats(factor: Pattern, num_tokens: int) -> bool:
+    period = None if tables(factor) else factor.period()
+    return period is not None and num_tokens % period == 0

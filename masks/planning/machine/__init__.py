@@ -1,7 +1,7 @@
 """The constants of a machine from which costs are predicted."""
 
 from ._machine import ACCELERATOR, BUILTIN, CPU, BlockRates, Machine
-from ._machine_file import Measured, stored_path, write_json
+from ._machine_file import MachineKey, Measured, stored_path, write_json
 from ._machine_in_use import (
     VARIABLE,
     forget_machines,
@@ -11,4 +11,3 @@ from ._machine_in_use import (
     set_machine,
     sources_in_use,
 )
-from ._machine_key import MachineKey

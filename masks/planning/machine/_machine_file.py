@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...text import read_json
 from ._machine import NUMBERS, BlockRates, Machine
-from ._machine_key import MachineKey
 
 FORMAT, VERSION = "flexdilated machine constants", 1
 _FIELDS = {"format", "version", "measured_on", "date", "versions", "constants", "spread"}
@@ -21,8 +24,47 @@ _BLOCK_FIELDS = {"side", "runs_flops_per_s", "plain_flops_per_s", "masked_flops_
 
 
 @dataclass(frozen=True)
+class MachineKey:
+    """What constants were measured on; on another device, torch or number of threads they say nothing.
+
+    A device type with its name and capability, torch's version, and the CPU threads (0 on accelerators).
+    """
+
+    kind: str
+    name: str
+    capability: str
+    torch: str
+    threads: int
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, wanted = getattr(self, each.name), int if each.name == "threads" else str
+            if type(value) is not wanted:
+                raise ValueError(f"{each.name} must be of type {wanted.__name__}; got {value!r}")
+
+    @classmethod
+    def of(cls, kind: str) -> MachineKey:
+        """This machine's: the CPU with its present number of threads, or the present CUDA device."""
+        if kind == "cpu":
+            capability = torch.backends.cpu.get_cpu_capability()
+            return cls(kind, _cpu_name(), capability, str(torch.__version__), torch.get_num_threads())
+        if kind == "cuda":
+            major, minor = torch.cuda.get_device_capability()
+            return cls(kind, torch.cuda.get_device_name(), f"{major}.{minor}", str(torch.__version__), 0)
+        raise ValueError(f"constants can be measured on cpu and cuda; got a device of type {kind!r}")
+
+    def to_data(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        threads = f", {self.threads} threads" if self.threads else ""
+        return f"{self.name} ({self.kind}, {self.capability}), torch {self.torch}{threads}"
+
+
+@dataclass(frozen=True)
 class Measured:
-    """Constants with their story. `spread` is, for each, the slowest run over the fastest."""
+    """Constants with what they were measured on, when, and with which versions; `spread`: slowest run over fastest."""
 
     key: MachineKey
     machine: Machine
@@ -70,7 +112,7 @@ def read_machine(path: Path) -> tuple[MachineKey, Machine]:
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write the file in one piece: whoever reads meanwhile sees the old one or the new one."""
+    """Write the file atomically: a concurrent reader sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".partial")
     try:
@@ -104,3 +146,14 @@ def _require_fields(name: str, value: Any, wanted: set[str]) -> None:
     if not isinstance(value, dict) or set(value) != wanted:
         got = sorted(value) if isinstance(value, dict) else repr(value)
         raise ValueError(f"{name} must have the fields {', '.join(sorted(wanted))}; got {got!s:.200}")
+
+
+@cache
+def _cpu_name() -> str:
+    """The model name, from /proc/cpuinfo where there is one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), "") or platform.processor() or platform.machine()

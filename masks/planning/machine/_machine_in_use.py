@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from ._machine import ACCELERATOR, BUILTIN, CPU, Machine
-from ._machine_file import read_machine, stored_path
-from ._machine_key import MachineKey
+from ._machine_file import MachineKey, read_machine, stored_path
 
 VARIABLE = "FLEXDILATED_MACHINE"
 _log = logging.getLogger("flexdilated")

@@ -1,39 +1,51 @@
-"""Narrowed: a question about keys as the same question about fewer queries and keys, by fewer rules."""
+"""Rewrites: a key query as key queries of fewer queries and keys, under fewer rules, by the form of one rule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 
 import torch
 
-from ..core import And, Every, Not, Or, Pattern, Ranges, common_period, intersect, ranges_of
-from ..patterns import Band, Blockwise, Dilated, GlobalTokens, KeySet, MarkedTokens, Neighborhood, PerDocument, Spans
-from ._asked import Asked, moved
-from ._grid_reach import seen_around
+from ..core import And, Every, Not, Or, Pattern, Ranges, common_period, intersect, ranges_of, union_of
+from ..patterns import (
+    Band,
+    Blockwise,
+    Dilated,
+    GlobalTokens,
+    KeySet,
+    MarkedTokens,
+    Neighborhood,
+    PerDocument,
+    Spans,
+    window_along,
+)
+from ._key_query import KeyQuery, moved
 
 Restore = Callable[[list[range]], list[range]]
-Parts = list[tuple[Asked, Restore]]  # questions, and what makes of their answers some of the answer
+Parts = list[tuple[KeyQuery, Restore]]  # key queries, and what makes of their answers some of the answer
+_Rectangle = tuple[range, ...]  # places along each axis of a grid, the outermost first
 
-# Segments that repeat are asked about once; others, one by one, up to so many.
+# Of segments that repeat one is rewritten for all; others one by one, up to so many.
 _FEW_SEGMENTS = 4
 _MOST_SEGMENTS = 1 << 12
 _ALL = range(1 << 62)
 
 
-def narrowed(asked: Asked) -> Parts | None:
-    """Questions whose answers together are the answer; None where no rule has a form that helps."""
-    rests = [(factor, asked.of(*(other for other in asked.factors if other != factor))) for factor in asked.factors]
-    for narrow in (_plainer, _one_sided, _near, _few_segments, _spans, _alternatives, _segments, _blocks, _grid):
+def rewritten(wanted: KeyQuery) -> Parts | None:
+    """Key queries whose answers together are the answer; None where no rule has a form that helps."""
+    rests = [(factor, wanted.of(*(other for other in wanted.factors if other != factor))) for factor in wanted.factors]
+    for rewrite in (_plainer, _one_sided, _near, _few_segments, _spans, _alternatives, _segments, _blocks, _grid):
         for factor, rest in rests:
-            parts = narrow(factor, rest)
+            parts = rewrite(factor, rest)
             if parts is not None:
                 return parts
     return None
 
 
-def _plainer(factor: Pattern, rest: Asked) -> Parts | None:
+def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Rules that are intersections by another name."""
     if isinstance(factor, Every):
         return _same([rest])
@@ -44,7 +56,7 @@ def _plainer(factor: Pattern, rest: Asked) -> Parts | None:
     return None
 
 
-def _complement(part: Pattern, rest: Asked) -> Parts | None:
+def _complement(part: Pattern, rest: KeyQuery) -> Parts | None:
     if isinstance(part, Every):
         return []
     if isinstance(part, Not):
@@ -57,7 +69,7 @@ def _complement(part: Pattern, rest: Asked) -> Parts | None:
     return None
 
 
-def _one_sided(factor: Pattern, rest: Asked) -> Parts | None:
+def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Rules of the query alone, or of the key alone."""
     if isinstance(factor, KeySet):
         return [(rest, partial(_visible, factor))]
@@ -67,7 +79,7 @@ def _one_sided(factor: Pattern, rest: Asked) -> Parts | None:
     return None
 
 
-def _near(factor: Pattern, rest: Asked) -> Parts | None:
+def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Causal order and windows: where not all queries and keys are near enough, or all are, or nothing else counts."""
     if not isinstance(factor, Band) or factor.step > 1:
         return None
@@ -87,7 +99,7 @@ def _near(factor: Pattern, rest: Asked) -> Parts | None:
     return None if near == rest else _same([near.of(*near.factors, factor)])
 
 
-def _each(narrow: Callable[[range], Asked], marked: Ranges) -> Parts | None:
+def _each(narrow: Callable[[range], KeyQuery], marked: Ranges) -> Parts | None:
     return _same(list(map(narrow, marked))) if len(marked) <= _MOST_SEGMENTS else None
 
 
@@ -103,7 +115,7 @@ def _visible(keys: KeySet, found: list[range]) -> list[range]:
     return kept
 
 
-def _alternatives(factor: Pattern, rest: Asked) -> Parts | None:
+def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Rules that are unions."""
     if isinstance(factor, Or):
         return _same([rest.of(*rest.factors, part) for part in factor.parts])
@@ -116,7 +128,7 @@ def _alternatives(factor: Pattern, rest: Asked) -> Parts | None:
     return None
 
 
-def _spans(factor: Pattern, rest: Asked) -> Parts | None:
+def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Rules that hold within spans of positions."""
     if isinstance(factor, Spans):
         return _same([rest.within(span, span) for span in _common_spans(factor, rest)])
@@ -134,21 +146,21 @@ def _all_moved(distance: int, keys: list[range]) -> list[range]:
     return [moved(each, distance) for each in keys]
 
 
-def _common_spans(spans: Spans, asked: Asked) -> Iterator[range]:
+def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
     """The spans that may hold both a query and a key."""
-    begin, end = _overlap(asked)
+    begin, end = _overlap(wanted)
     first = int(torch.searchsorted(spans.stops, begin, right=True))
     last = int(torch.searchsorted(spans.starts, end))
     edges = zip(spans.starts[first:last].tolist(), spans.stops[first:last].tolist(), strict=True)
     return (range(*each) for each in edges)
 
 
-def _few_segments(factor: Pattern, rest: Asked) -> Parts | None:
+def _few_segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """A dilated rule of which few segments hold both queries and keys."""
     return _one_by_one(factor, rest, _FEW_SEGMENTS)
 
 
-def _segments(factor: Pattern, rest: Asked) -> Parts | None:
+def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """A dilated rule of which many segments hold both queries and keys; those between the outermost two repeat."""
     if not isinstance(factor, Dilated):
         return None
@@ -162,23 +174,23 @@ def _segments(factor: Pattern, rest: Asked) -> Parts | None:
     return [*edges, (_in_segment(factor, rest, common[1]), repeated)]
 
 
-def _one_by_one(factor: Pattern, rest: Asked, most: int) -> Parts | None:
+def _one_by_one(factor: Pattern, rest: KeyQuery, most: int) -> Parts | None:
     if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
         return None
     return _same([_in_segment(factor, rest, segment) for segment in common])
 
 
-def _common_segments(factor: Dilated, asked: Asked) -> range:
+def _common_segments(factor: Dilated, wanted: KeyQuery) -> range:
     """The segments that lie between the outermost queries as well as between the outermost keys."""
-    begin, end = _overlap(asked)
+    begin, end = _overlap(wanted)
     return range(begin // factor.segment, (end - 1) // factor.segment + 1)
 
 
-def _in_segment(factor: Dilated, asked: Asked, segment: int) -> Asked:
+def _in_segment(factor: Dilated, wanted: KeyQuery, segment: int) -> KeyQuery:
     assert isinstance(factor.offset, int), "a rule for one head has its offset resolved"
     start = segment * factor.segment
     active = range(start + factor.offset, start + factor.segment, factor.rate)
-    return asked.within(active, active)
+    return wanted.within(active, active)
 
 
 def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
@@ -194,7 +206,7 @@ def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
     return ranges
 
 
-def _blocks(factor: Pattern, rest: Asked) -> Parts | None:
+def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """A rule over blocks, alone: queries leave out no block between their outermost two, or meet each once."""
     if not isinstance(factor, Blockwise) or rest.factors:
         return None
@@ -204,8 +216,8 @@ def _blocks(factor: Pattern, rest: Asked) -> Parts | None:
     each = max(1, step // block)
     queries = range(rest.queries.start // block, rest.queries[-1] // block + 1, each)
     keys = range(rest.keys.start // block, rest.keys[-1] // block + 1)
-    asked = replace(rest, factors=(factor.part,), queries=queries, keys=keys)
-    return [(asked, partial(_of_blocks, block, rest.keys))]
+    wanted = replace(rest, factors=(factor.part,), queries=queries, keys=keys)
+    return [(wanted, partial(_of_blocks, block, rest.keys))]
 
 
 def _of_blocks(block: int, keys: range, found: list[range]) -> list[range]:
@@ -221,21 +233,83 @@ def _of_blocks(block: int, keys: range, found: list[range]) -> list[range]:
     return [both for each in ranges if (both := intersect(each, keys))]
 
 
-def _grid(factor: Pattern, rest: Asked) -> Parts | None:
+def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """A neighbourhood alone, around a run of queries: then all that is left is the keys."""
     if not isinstance(factor, Neighborhood) or rest.factors or rest.queries.step > 1:
         return None
-    return _same([rest.to_keys(keys) for keys in seen_around(factor, rest.queries)])
+    return _same([rest.to_keys(keys) for keys in _seen_around(factor, rest.queries)])
 
 
-def _overlap(asked: Asked) -> tuple[int, int]:
+def _seen_around(pattern: Neighborhood, queries: range) -> list[range]:
+    """The keys that some query of a run sees; the parts of one rectangle may overlap those of another."""
+    strides = [prod(pattern.grid[axis + 1 :]) for axis in range(len(pattern.grid))]
+    run = range(queries.start, min(queries.stop, prod(pattern.grid)))
+    found: list[range] = []
+    for rectangle in _rectangles(run, strides):
+        # The rule is one of each axis, and a rectangle has every combination of its places.
+        along = [_windows(places, *axis) for places, axis in zip(rectangle, pattern.axes, strict=True)]
+        found += _combined(along, strides)
+    return found
+
+
+def _rectangles(run: range, strides: Sequence[int]) -> Iterator[_Rectangle]:
+    """A run of tokens in row-major order as rectangles: a last part of a row, whole rows, a first part of one."""
+    if not run:
+        return
+    stride, *inner = strides
+    if not inner:
+        yield (run,)
+        return
+    first, last = -(-run.start // stride), run.stop // stride
+    if last < first:  # within one row
+        yield from _in_row(last, range(run.start - last * stride, run.stop - last * stride), inner)
+        return
+    if run.start < first * stride:
+        yield from _in_row(first - 1, range(run.start - (first - 1) * stride, stride), inner)
+    if first < last:
+        yield (range(first, last), *(range(outer // each) for outer, each in zip(strides, inner, strict=False)))
+    if last * stride < run.stop:
+        yield from _in_row(last, range(run.stop - last * stride), inner)
+
+
+def _in_row(row: int, run: range, strides: Sequence[int]) -> Iterator[_Rectangle]:
+    return ((range(row, row + 1), *rest) for rest in _rectangles(run, strides))
+
+
+def _windows(places: range, length: int, radius: int, rate: int) -> Ranges:
+    """The places along an axis that lie in the window of one of these: by residue, the first window to the last."""
+    found = []
+    for first in places[:rate]:
+        last = first + (places[-1] - first) // rate * rate
+        begin, end = window_along(first, length, radius, rate), window_along(last, length, radius, rate)
+        found.append(range(begin.start, end.stop, rate))
+    return union_of(found)
+
+
+def _combined(along: Sequence[Ranges], strides: Sequence[int]) -> list[range]:
+    """The tokens whose place along each axis is one of these."""
+    *outer, found = along
+    for rows, stride in zip(reversed(outer), reversed(strides[:-1]), strict=True):
+        if found == (range(stride),):
+            runs = (run for each in rows for run in ([each] if each.step == 1 else _ones(each)))
+            found = tuple(range(run.start * stride, run.stop * stride) for run in runs)
+        else:
+            found = tuple(moved(each, row * stride) for run in rows for row in run for each in found)
+    return [*found]
+
+
+def _ones(rows: range) -> Iterator[range]:
+    return (range(row, row + 1) for row in rows)
+
+
+def _overlap(wanted: KeyQuery) -> tuple[int, int]:
     """The positions that lie between the outermost queries as well as between the outermost keys."""
-    queries, keys = asked.queries, asked.keys
+    queries, keys = wanted.queries, wanted.keys
     return max(queries.start, keys.start), min(queries[-1], keys[-1]) + 1
 
 
-def _same(questions: list[Asked]) -> Parts:
-    return [(asked, _unchanged) for asked in questions]
+def _same(questions: list[KeyQuery]) -> Parts:
+    return [(wanted, _unchanged) for wanted in questions]
 
 
 def _unchanged(keys: list[range]) -> list[range]:

@@ -1,0 +1,215 @@
+"""The ways to compute one branch: over all tokens in some order, over those that can meet, or in tiles of a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from math import prod
+
+import torch
+
+from ...core import And, Bound, Every, Pattern, within
+from ...orders import Compact, Layout, Tiling, residue_rate
+from ...patterns import Causal, Dilated, Neighborhood, Strided
+from ._term import Shape, Term
+
+_TILE_TOKENS = 128  # a tile is a block, where tiles of that size divide the grid
+# A shared permutation with more classes than this leaves no runs worth a block.
+MAX_RESIDUE_RATE = 256
+
+
+def ways(branch: Pattern, multiplicity: int, bound: Bound, *, residues: bool) -> dict[str, list[Term]]:
+    """Each layout in which a branch can be computed at once, by its name, with its terms."""
+    # Of a union each part is weighed in an order of its own; one that suits all has few classes.
+    most = bound.num_queries // 2 if len(branch.alternatives()) == 1 else min(MAX_RESIDUE_RATE, bound.num_queries)
+    rate = residue_rate(branch, max(1, most)) if residues else 1
+    found = {"natural": shared_terms(branch, multiplicity, bound, 1)}
+    if rate > 1:
+        found[f"residue {rate}"] = shared_terms(branch, multiplicity, bound, rate)
+    if (compact := compact_terms(branch, multiplicity, bound)) is not None:
+        found["compact"] = compact
+    for tile, tiled in tiled_terms(branch, multiplicity, bound).items():
+        found[f"tiled {'x'.join(map(str, tile))}"] = tiled
+    return found
+
+
+def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) -> list[Term]:
+    """One term for all heads, in residue-major order of this rate; rate 1 is the natural order."""
+    aligned = rate == 1 and bound.q_offset == bound.k_offset
+    shape: Shape = "dense" if branch == Every() else "causal" if branch == Causal() and aligned else "blocks"
+    orders = Layout(bound.num_queries, rate), Layout(bound.num_keys, rate)
+    return [Term.of(bound, branch, shape, multiplicity, *orders, heads=tuple(range(bound.num_heads)))]
+
+
+def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term] | None:
+    """Terms over the active tokens of each head, equal parts folded; None if a head's rule has no such form.
+
+    A head's rule must be an intersection with a dilated factor whose segments repeat the other factors, or a
+    rule of distances that are all multiples of one spacing.
+    """
+    groups: dict[tuple[Pattern, _Strand], list[tuple[int, int, int]]] = {}
+    for head in range(bound.num_heads):
+        rule = branch.for_head(head + bound.head_offset, bound.num_heads_global)
+        split = _split_dilated(rule)
+        if split is not None:
+            base, rest = split
+            strands = _segments(base, bound)
+        elif 1 < rule.spacing() <= min(bound.num_queries, bound.num_keys) and rule.period() == 1:
+            # Residue classes do not meet, and the rule is the same in each: without what keeps them apart.
+            rest = And.of(*(factor for factor in rule.factors() if not isinstance(factor, Strided)))
+            strands = _residue_classes(rule.spacing(), bound)
+        else:
+            return None
+        for strand, q_start, k_start in strands:
+            groups.setdefault((rest, strand), []).append((head, q_start, k_start))
+    return [_compact_term(rule, strand, members, multiplicity, bound) for (rule, strand), members in groups.items()]
+
+
+@dataclass(frozen=True)
+class _Strand:
+    """What heads must share to be computed in one term: which folds, and how many active tokens in each.
+
+    `place` tells apart strands whose folds lie elsewhere.
+    """
+
+    place: int
+    step: int
+    folds: int
+    fold_stride: int
+    num_queries: int
+    num_keys: int
+
+
+def _compact_term(
+    rule: Pattern, strand: _Strand, members: list[tuple[int, int, int]], multiplicity: int, bound: Bound
+) -> Term:
+    # Heads of one offset side by side: a kernel's operands are gathered in runs of heads.
+    heads, q_starts, k_starts = zip(*sorted(members, key=lambda member: (member[2], member[0])), strict=True)
+    aligned = strand.num_queries == strand.num_keys and all(
+        q + bound.q_offset == k + bound.k_offset for q, k in zip(q_starts, k_starts, strict=True)
+    )
+    shape = "dense" if isinstance(rule, Every) else "causal" if isinstance(rule, Causal) and aligned else "blocks"
+    q, k = (
+        Compact(heads, starts, strand.step, size, strand.folds, strand.fold_stride)
+        for starts, size in ((q_starts, strand.num_queries), (k_starts, strand.num_keys))
+    )
+    return Term.of(bound, rule, shape, multiplicity, q, k, heads=heads)
+
+
+def _split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
+    """(the dilated factor that prunes most, the rest), if the rest repeats from segment to segment."""
+    factors = rule.factors()
+    bases = sorted(
+        (factor for factor in factors if isinstance(factor, Dilated)), key=lambda base: base.segment / base.rate**2
+    )
+    for base in bases:
+        remainder = And.of(*(factor for factor in factors if factor != base))
+        period = remainder.period()
+        if period is not None and base.segment % period == 0:
+            return base, remainder
+    return None
+
+
+def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Strand, int, int]]:
+    """(strand, first query index, first key index) of each run of equal segments with any active pair."""
+    assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
+    segment = base.segment
+    q_begin, k_begin = bound.q_offset, bound.k_offset
+    q_end, k_end = q_begin + bound.num_queries, k_begin + bound.num_keys
+    begin, end = max(q_begin, k_begin), min(q_end, k_end)
+    if begin // segment > (end - 1) // segment:
+        return
+    whole_from = -(-begin // segment)
+    whole_to = max(whole_from, end // segment)
+    edges = {begin // segment, (end - 1) // segment}
+    runs = [(edge, 1) for edge in sorted(edges) if not whole_from <= edge < whole_to]
+    if whole_to > whole_from:
+        runs.append((whole_from, whole_to - whole_from))
+    for first_segment, folds in runs:
+        start = first_segment * segment
+        active = range(start + base.offset, start + segment, base.rate)
+        q, k = within(active, q_begin, q_end), within(active, k_begin, k_end)
+        if q and k:
+            strand = _Strand(first_segment, base.rate, folds, segment, len(q), len(k))
+            yield strand, q.start - q_begin, k.start - k_begin
+
+
+def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Strand, int, int]]:
+    """(strand, first query index, first key index) of each run of classes with equal numbers of tokens."""
+    lead = (bound.q_offset - bound.k_offset) % spacing  # of key indices over query indices, modulo the spacing
+    edges = {0, spacing, bound.num_queries % spacing, -lead % spacing, (bound.num_keys - lead) % spacing}
+    for begin, end in pairwise(sorted(edges)):
+        k_begin = (begin + lead) % spacing
+        num_queries = -(-(bound.num_queries - begin) // spacing)
+        num_keys = -(-(bound.num_keys - k_begin) // spacing)
+        yield _Strand(begin, spacing, end - begin, 1, num_queries, num_keys), begin, k_begin
+
+
+def split_causal(terms: Sequence[Term]) -> tuple[Term, ...] | None:
+    """The same pairs without block lists where the rule is causal; None if no term is of that kind."""
+    parts = [_parts(term) for term in terms]
+    if all(found is None for found in parts):
+        return None
+    return tuple(part for term, found in zip(terms, parts, strict=True) for part in (found or (term,)))
+
+
+def _parts(term: Term) -> tuple[Term, ...] | None:
+    if term.shape != "blocks" or term.rule != Causal() or term.weights is not None:
+        return None
+    q, k = (side.as_compact(term.heads) for side in (term.q, term.k))
+    if q is None or k is None or q.step != k.step or (q.folds > 1 and q.fold_stride != k.fold_stride):
+        return None
+    gaps = {
+        q_start + term.q_offset - k_start - term.k_offset for q_start, k_start in zip(q.starts, k.starts, strict=True)
+    }
+    (gap, *others), seen = gaps, min(gaps) // q.step
+    if others or gap % q.step or seen <= 0:
+        return None
+    before = replace(term, rule=Every(), shape="dense", q=q, k=replace(k, num_slots=min(seen, k.num_slots)))
+    if seen >= k.num_slots:
+        return (before,)
+    # Keys after the last query are seen by none, and a triangle has as many keys as queries.
+    if k.num_slots - seen < q.num_slots:
+        return None
+    starts = tuple(start + seen * k.step for start in k.starts)
+    triangle = replace(term, shape="causal", q=q, k=replace(k, starts=starts, num_slots=q.num_slots))
+    return before, triangle
+
+
+def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[int, ...], list[Term]]:
+    """For each tile worth weighing, one term for all heads: where the branch is a neighbourhood of its whole grid."""
+    everywhere = bound.num_queries == bound.num_keys and bound.q_offset == bound.k_offset == 0
+    if not isinstance(branch, Neighborhood) or not everywhere or bound.num_queries != prod(branch.grid):
+        return {}
+    orders = [Tiling(branch.grid, tile) for tile in best_tiles(branch)]
+    (term,) = shared_terms(branch, multiplicity, bound, 1)
+    return {order.tile: [replace(term, q=order, k=order)] for order in orders if not order.is_natural}
+
+
+def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
+    """The tile whose windows reach over the fewest tokens in tiles; and the next best, where that is no exact count.
+
+    Sides are powers of two, and a tile holds as many tokens as such tiles in this grid can, up to a block's.
+    Where sides do not divide the grid, blocks lie across tiles.
+    """
+    sides = ([1 << power for power in range(min(length, _TILE_TOKENS).bit_length())] for length in rule.grid)
+    tiles = [tile for tile in product(*sides) if prod(tile) <= _TILE_TOKENS]
+    most = max(map(prod, tiles))
+    best = sorted((tile for tile in tiles if prod(tile) == most), key=lambda tile: _reached(rule, tile))
+    divides = all(length % side == 0 for length, side in zip(rule.grid, best[0], strict=True))
+    return best[:1] if divides else best[:2]
+
+
+def _reached(rule: Neighborhood, tile: tuple[int, ...]) -> int:
+    """Pairs of a query and a token of any tile that some window of the query's tile touches."""
+    return prod(_reached_along(*axis, side) for side, axis in zip(tile, rule.axes, strict=True))
+
+
+def _reached_along(length: int, radius: int, rate: int, side: int) -> int:
+    first = torch.arange(0, length, side)
+    last = (first + side).clamp(max=length) - 1
+    reach, window = radius * rate, (2 * radius + 1) * rate
+    low = (first - reach).clamp(0, length - window) // side * side
+    high = ((last + reach).clamp(window - 1, length - 1) // side * side + side).clamp(max=length)
+    return int(((last - first + 1) * (high - low)).sum())
