@@ -223,7 +223,7 @@ IN_ENGINES = (
         module(MIXTURE, "gradients"), "check_attention_module: gradients", "dq is wrong",
     ),
     Bug(
-        "sinks left out of the backward", f"{ENGINES}._op_gradient:sinks_gradient",
+        "sinks left out of the backward", f"{ENGINES}._ops:sinks_gradient",
         lambda right: lambda sinks, *others: torch.zeros_like(sinks),
         _sinks, "the oracle of tests/agreement.py", "dsinks",
     ),

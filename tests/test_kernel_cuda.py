@@ -15,8 +15,8 @@ from flexdilated import _engines, masks
 from flexdilated._validate import run_time_tensors
 from flexdilated.engines.kernels import _kernel, _kernel_cuda
 from flexdilated.engines.kernels._kernel_cuda import KERNELS, Kernel, choose
-from flexdilated.engines.tiles._tile_plan import plan_tiles
 from flexdilated.engines.tiles._tiles import Program, Result, make_program, run_backward, run_forward
+from flexdilated.engines.tiles._tiles_op import plan_tiles
 from flexdilated.masks import Layout
 from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.core._pattern import Expression

@@ -17,9 +17,15 @@ from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.tiles._tiles import Program, Result, run_backward, run_forward
 from flexdilated.engines.tiles._tiles_op import _programs
 from flexdilated.memory import _memory
-from flexdilated.memory._live_bytes import Hidden, LiveBytes, fake_tensors, nbytes
-from flexdilated.memory._memory import AttentionSize, attention_memory
-from flexdilated.memory._memory_tiles import _few_of_each_kind
+from flexdilated.memory._memory import (
+    AttentionSize,
+    Hidden,
+    LiveBytes,
+    _few_of_each_kind,
+    attention_memory,
+    fake_tensors,
+    nbytes,
+)
 from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
 
 PATTERNS = {

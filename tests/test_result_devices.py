@@ -9,8 +9,8 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
-from flexdilated.engines._gather import side
-from flexdilated.engines._slots_op import add_slots, encoded, join_slots, take_slots
+from flexdilated.engines._gather import side_of
+from flexdilated.engines._slots import add_slots, encoded, join_slots, take_slots
 from flexdilated.engines.flex._flex import _own_buffer
 from flexdilated.engines.kernels import _kernel_cuda
 from flexdilated.engines.rows._row_attention import row_backward, row_forward
@@ -64,7 +64,7 @@ def test_tiles(name: str, with_sinks: bool):
 
 def test_slots():
     x = on_meta(2, 3, 12, 8)
-    sides = encoded([side(Compact((0, 1, 2), (0, 1, 0), 2, 3, 2, 6), Layout(12), (0, 1, 2))])
+    sides = encoded([side_of(Compact((0, 1, 2), (0, 1, 0), 2, 3, 2, 6), Layout(12), (0, 1, 2))])
     (taken,) = take_slots._init_fn(x, sides)
     out, lse = join_slots._init_fn([taken], [taken[..., 0].float()], sides, [2, 3, 12], False)
     found = (taken, out, lse, add_slots._init_fn([taken], sides, [2, 3, 12, 8]), _own_buffer._init_fn(x))

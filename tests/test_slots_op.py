@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.library import opcheck
 
 from flexdilated import masks
-from flexdilated.engines import _slots_op
+from flexdilated.engines import _slots
 from flexdilated.engines._merge import merge
-from flexdilated.engines._pick import join, make_pick, take, take_ahead
-from flexdilated.engines._slots_op import add_slots, join_slots, take_slots
+from flexdilated.engines._slots import add_slots, join, join_slots, make_pick, take, take_ahead, take_slots
 from flexdilated.engines.flex._flex import make_flex_program
-from flexdilated.engines.flex._flex_program import allowed_on
+from flexdilated.engines.flex._flex_op import allowed_on
 from flexdilated.masks import Layout
 from flexdilated.masks.orders._layout import Compact
 from flexdilated.masks.planning._planner import plan
@@ -244,11 +243,11 @@ def test_words(dtype):
     """Rows in units of 16 bytes, where all of them consist of such: the same bits."""
     x = torch.randn(2, 9, 40).to(dtype)
     x[0, 0, 0] = torch.nan
-    assert _slots_op._in_words(x[:, ::2, 8:24])
-    assert not any(_slots_op._in_words(y) for y in (x[..., :9], x[..., 1:17], x[..., ::2], x.mT[:, :8].mT[..., :7]))
+    assert _slots._in_words(x[:, ::2, 8:24])
+    assert not any(_slots._in_words(y) for y in (x[..., :9], x[..., 1:17], x[..., ::2], x.mT[:, :8].mT[..., :7]))
     target = torch.zeros(2, 5, 24, dtype=dtype)[..., 8:]
     source = x[:, ::2, 8:24]
-    target.view(_slots_op._WORD).copy_(source.view(_slots_op._WORD))
+    target.view(_slots._WORD).copy_(source.view(_slots._WORD))
     assert torch.equal(target.view(torch.uint8), source.contiguous().view(torch.uint8))
 
 

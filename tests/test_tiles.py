@@ -14,8 +14,8 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import _distinct_masks
 from flexdilated.engines.tiles import _tile_blocks, _tiles
-from flexdilated.engines.tiles._tile_plan import plan_tiles, portions_on
 from flexdilated.engines.tiles._tiles import Result, make_program, run_backward, run_forward
+from flexdilated.engines.tiles._tiles_op import plan_tiles, portions_on
 from flexdilated.masks import Layout
 from flexdilated.masks.blocks import _blocks, _quadtree
 from flexdilated.masks.planning._planner import Plan, plan

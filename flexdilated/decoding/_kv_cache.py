@@ -30,8 +30,7 @@ from ..masks import Bound, Mixture, Pattern, causal
 from ..masks.core import bytes_text, common_period, require_expression, require_int, shortened
 from ..masks.needs import FOREVER, RowSource, causal_by_form, later_pair
 from ..masks.patterns import names
-from ._held_keys import HeldKeys
-from ._key_store import KeyStore
+from ._held_keys import HeldKeys, KeyStore
 
 # B batch, H query heads, G key/value heads, N new tokens, D head dim
 

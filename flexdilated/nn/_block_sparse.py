@@ -16,9 +16,8 @@ from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
 from ..masks.core import require_bool, require_expression, require_int
 from ..masks.planning import block_sides
-from ._over_ranks import over_ranks
-from ._padding import without_padding
-from ._repr import engine_text, pattern_text, ranks_text
+from ._call_masks import without_padding
+from ._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,13 +16,11 @@ from .._attend import autocast_dtype
 from .._validate import require_dense
 from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
+from ._call_masks import without_padding
 from ._generate import Sampling, generate
-from ._longnet_block import Block
+from ._longnet_block import Block, rotary_table
 from ._longnet_config import LongNetConfig
-from ._over_ranks import over_ranks
-from ._padding import without_padding
-from ._repr import engine_text, pattern_text, ranks_text
-from ._rotary import rotary_table
+from ._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,11 +14,9 @@ from .._attend import attend, autocast_dtype
 from .._engines import check_engine
 from .._validate import require_dense
 from ..masks.core import require_bool, require_finite, require_int
-from ._causal_mask import require_causal_mask
-from ._dilated_pattern import dilated_pattern
-from ._over_ranks import over_ranks
-from ._padding import without_padding
-from ._repr import engine_text, pattern_text, ranks_text
+from ._call_masks import require_causal_mask, without_padding
+from ._dilated_attention import dilated_pattern
+from ._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

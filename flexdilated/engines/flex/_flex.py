@@ -4,28 +4,90 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import log
+from types import FunctionType
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.functional import pad
 
 from ...masks import Layout
 from ...masks.blocks import table_bytes
 from ...masks.orders import Listed, Placement
 from ...masks.patterns import Rows, tables, without_values
 from ...masks.planning import Plan, Term, bound_blocks, term_mask
-from .._flat_op import own_op
+from .._gather import key_side, query_side
+from .._merge import nothing, with_sinks
 from .._operands import Hidden, hidden_of_blocks
-from .._pick import Pick, join, make_pick, pick_of, take, take_ahead
-from .._placed_sides import key_side, query_side
+from .._ops import own_op
 from .._score_mod import Indices, ScoreMod, indices_of, with_bias
-from .._sinks import nothing, with_sinks
-from ._flex_function import Call, compiled_flex, widened
+from .._slots import Pick, join, make_pick, pick_of, take, take_ahead
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+Call = Callable[..., Any]
+
+# Functions made to compile, by device type.
+_made: Counter[str] = Counter()
+
+
+@lru_cache(maxsize=256)
+def compiled_flex(term: Term, block_size: tuple[int, int], device: torch.device) -> Call:
+    """flex_attention compiled for a term, under code objects of its own, which outlive the tables in the plan cache.
+
+    torch counts recompilations by code object and, past a limit that all callers of it share, gives up. So each
+    term has its own, and on CPU each size of its operands: sizes are static there, where dynamic ones can
+    generate C++ that does not build.
+    """
+    own: dict[Hashable, Call] = {}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        if device.type == "cpu":
+            q, k = widened(q), widened(k)
+        kind = (q.shape, k.shape, q.dtype, options["scale"]) if device.type == "cpu" else q.dtype
+        if kind not in own:
+            own[kind] = _compiled(device)
+        return own[kind](q, k, v, **options)
+
+    return call
+
+
+def widened(x: Tensor) -> Tensor:
+    """For CPU kernels: head dims below 24 are filled up with zeros.
+
+    For fewer, torch 2.13's template multiplies 16 keys at once where a ragged end leaves any multiple of its vectors'
+    length: it reads beyond the keys and writes over the maxima of the first queries, whose results become 0 or NaN.
+    """
+    return pad(x, (0, 24 - x.shape[-1])) if x.shape[-1] < 24 else x
+
+
+def num_flex_functions() -> int:
+    """How many functions have been made to compile so far."""
+    return _made.total()
+
+
+def _compiled(device: torch.device) -> Call:
+    _made[device.type] += 1
+    code = _call_flex.__code__.replace(co_name=f"flex_attention_on_{device.type}")
+    own = FunctionType(code, _call_flex.__globals__, code.co_name)
+    return torch.compile(own, fullgraph=True, dynamic=False if device.type == "cpu" else None)
+
+
+def _call_flex(q, k, v, **options):
+    if not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "engine 'flex' needs torch.compile, which is switched off here or gave up (TORCH_COMPILE_DISABLE, "
+            "TORCHDYNAMO_DISABLE, set_stance and suppress_errors do that): uncompiled, flex_attention forms all pairs. "
+            "On CPU engine='tiles' compiles nothing; engine='reference' is dense, for small inputs"
+        )
+    return flex_attention(q, k, v, **options)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import log
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -15,17 +15,15 @@ from ...masks import cache
 from ...masks.core import Bound
 from ...masks.orders import Compact, Layout, Listed, Placement
 from ...masks.planning import SLOTS_AT_ONCE, Plan, Term
-from .._entries import Entries
-from .._gather import Picked, Side, Whole, claim_rows, side
+from .._gather import Picked, Side, Whole, claim_rows, key_side, query_side, side_of
+from .._merge import add_sinks
 from .._operands import Hidden, keys_after_queries, readable
-from .._placed_sides import key_side, query_side
-from .._sinks import add_sinks
 from ..kernels import _kernel
 from ..kernels._kernel import Operands
 from . import _tile_blocks
 from ._tile_calls import Calls, plan_calls
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim; b of the batch entries
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +131,7 @@ def _sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> 
     assert not isinstance(term.k, Listed)
     kv_heads = tuple(head // groups for head in term.heads)
     key_layout = Layout(plan.bound.num_keys, plan.layout.rate)
-    return side(term.q, plan.layout, term.heads), side(term.k, key_layout, kv_heads)
+    return side_of(term.q, plan.layout, term.heads), side_of(term.k, key_layout, kv_heads)
 
 
 def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tuple[Side, Side, Term]]:
@@ -198,6 +196,35 @@ def run_forward(
         out, lse = add_sinks(out, lse, sinks)
     out, lse = _leave(program, out), _leave(program, lse).contiguous()
     return out if wide else as_given(out, like), lse
+
+
+@dataclass(frozen=True)
+class Some:
+    """Neighbours whose rules are equal."""
+
+    rows: slice
+
+    def of(self, x: Shaped[Tensor, "B H N ..."]) -> Shaped[Tensor, "b H N ..."]:
+        return x[self.rows]
+
+    def put(self, x: Shaped[Tensor, "B H N ..."], part: Shaped[Tensor, "b H N ..."]) -> None:
+        """Write their part of x, in place."""
+        x[self.rows] = part
+
+
+@dataclass(frozen=True)
+class Packed:
+    """All entries, each head's tokens of one after those of the other."""
+
+    def of(self, x: Shaped[Tensor, "B H N ..."]) -> Shaped[Tensor, "1 H n ..."]:
+        return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+    def put(self, x: Shaped[Tensor, "B H N ..."], part: Shaped[Tensor, "1 H n ..."]) -> None:
+        """Write all of x, in place."""
+        x.copy_(part.squeeze(0).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1))
+
+
+Entries = Some | Packed
 
 
 @dataclass(frozen=True)

@@ -3,26 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...masks import cache
-from ...masks.core import Expression
+from ...masks import Layout, cache
+from ...masks.core import Bound, Expression
 from ...masks.orders import Placement
 from ...masks.patterns import alike, tables
-from ...masks.planning import SLOTS_AT_ONCE, Choice, machine_of, one_after_another
+from ...masks.planning import SLOTS_AT_ONCE, Allowed, Choice, Option, Plan, machine_of, one_after_another, plan
 from ...masks.text import read_text
 from .._call_key import CallKey
-from .._entries import Entries, Packed, Some
-from .._flat_op import own_op
-from .._op_gradient import set_gradient
-from .._sinks import add_sinks
+from .._merge import add_sinks
+from .._ops import own_op, set_gradient
 from .._tuned import chosen
 from ..rows._row_attention import Part, row_backward, row_forward
 from ..rows._row_parts import parts_of_call, takes_rows
-from ._tile_plan import plan_tiles, portions_on
-from ._tiles import Program, Result, as_given, make_program, run_backward, run_forward
+from ._tiles import Entries, Packed, Program, Result, Some, as_given, make_program, run_backward, run_forward
+
+_CUDA_SLOTS_AT_ONCE = 1 << 18  # copies that fill the machine, and are small beside its memory
+
+
+def portions_on(kind: str) -> dict[str, int]:
+    """How a program's copies are portioned there, where it is not as on CPU."""
+    return {} if kind == "cpu" else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
+
+
+def plan_tiles(bound: Bound, layout: Layout, kind: str, choice: Choice | None = None) -> Plan:
+    """The plan for tokens that come in this layout; on CPU it follows a choice.
+
+    On CUDA the cheapest of those ways whose terms are all dense or causal: there are no kernels for lists of blocks.
+    Raises ValueError where a branch has no such way.
+    """
+    if kind == "cpu":
+        return plan(bound, layout=layout, choice=choice)
+    best = plan(bound, device=kind, allowed=Allowed(any_windows=True, key_weights=False))
+    chosen = tuple(_plain_first(options, kind) for options in best.options)
+    return replace(best, terms=tuple(term for options in chosen for term in options[0].terms), options=chosen)
+
+
+def _plain_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
+    """The options with the cheapest one in front that lists no blocks."""
+    for index, option in enumerate(options):
+        if all(term.shape in ("dense", "causal") for term in option.terms):
+            return (option, *options[:index], *options[index + 1 :])
+    raise ValueError(
+        f"tiles on {kind} runs ATen's kernels, which take branches that are dense or causal in some order of their "
+        f"tokens; {options[0].branch} needs lists of blocks. engine='flex' serves it"
+    )
 
 
 @own_op("flexdilated::tiles")
