@@ -96,7 +96,7 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
 
 def flat_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Makes an op of a function whose last argument is a named tuple: in its place the op takes the tuple's fields.
+    """Makes an op of a function one of whose arguments is a named tuple: in its place the op takes the tuple's fields.
 
     Such an op is called with `*call`. The function gets what the tuple's class makes of the fields by `of`, as an op
     hands over lists for tuples, and where it is traced sizes that are no plain integers.
@@ -104,12 +104,15 @@ def flat_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
     def make(function: Callable[..., Any]) -> CustomOpDef:
         given = signature(function, eval_str=True)
-        *tensors, call = given.parameters.values()
+        parameters = list(given.parameters.values())
+        begin, kind = next((i, x.annotation) for i, x in enumerate(parameters) if hasattr(x.annotation, "_fields"))
+        end = begin + len(kind._fields)
 
         def flat(*arguments: Any) -> Any:
-            return function(*arguments[: len(tensors)], call.annotation.of(*arguments[len(tensors) :]))
+            return function(*arguments[:begin], kind.of(*arguments[begin:end]), *arguments[end:])
 
-        flat.__signature__ = given.replace(parameters=[*tensors, *_fields(call.annotation)])
+        parameters[begin : begin + 1] = _fields(kind)
+        flat.__signature__ = given.replace(parameters=parameters)
         return own_op(name)(flat)
 
     return make
@@ -169,7 +172,7 @@ def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
 def no_gradients(bindings: Sequence[Tensor], options: Sequence[Any]) -> tuple[Any, ...]:
     """What stands for the gradients of an op's run-time tensors and plain values."""
     # An empty list, such as a block size that was left open, counts as a list of tensors there.
-    return [None] * len(bindings), *([] if option == [] else None for option in options)
+    return [None] * len(bindings), *([] if isinstance(option, list) and not option else None for option in options)
 
 
 def refuse(words: str) -> Callable[..., NoReturn]:

@@ -43,7 +43,7 @@ class PlacedCall:
         if self.engine == "tiles" and wide:
             return attention(self._key(q, k), q, k, v, sinks, bindings, self.scale, wide=True)
         if self.engine == "tiles":
-            return tiles(q, k, v, sinks, bindings, self.pattern, self.scale, *self._where)
+            return tiles(q, k, v, sinks, bindings, *self._key(q, k), self.scale)
         options = {"scale": self.scale, "score_mod": None, "sinks": sinks, "return_lse": return_lse}
         return flex(q, k, v, bindings, self._key(q, k), **options)
 
@@ -67,14 +67,12 @@ class PlacedCall:
 
     def key(self, num_heads: int, num_kv_heads: int, num_queries: int, num_keys: int) -> CallKey:
         """The call with these sizes."""
-        return CallKey.of(self.pattern, num_heads, num_kv_heads, num_queries, num_keys, *self._where)
+        heads = (self.head_offset, self.num_heads_global)
+        sizes = (num_heads, num_kv_heads, num_queries, num_keys)
+        return CallKey(self.pattern, *sizes, 0, 0, *heads, 1, self.sides, self.placement.text)
 
     def _key(self, q: Tensor, k: Tensor) -> CallKey:
         return self.key(q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-
-    @property
-    def _where(self) -> tuple[int | list[int] | str, ...]:
-        return (0, 0, self.head_offset, self.num_heads_global, 1, list(self.sides), self.placement.text)
 
 
 @dataclass(frozen=True)

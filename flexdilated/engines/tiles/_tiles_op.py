@@ -16,7 +16,7 @@ from ...masks.planning import SLOTS_AT_ONCE, Allowed, Choice, Option, Plan, mach
 from ...masks.text import read_text
 from .._call_key import CallKey
 from .._merge import add_sinks
-from .._ops import own_op, set_gradient
+from .._ops import flat_op, set_gradient
 from .._tuned import chosen
 from ..rows._row_attention import Part, row_backward, row_forward
 from ..rows._row_parts import parts_of_call, takes_rows
@@ -54,31 +54,21 @@ def _plain_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
     )
 
 
-@own_op("flexdilated::tiles")
+@flat_op("flexdilated::tiles")
 def tiles(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
     bindings: list[Tensor],
-    pattern: str,
+    call: CallKey,
     scale: float,
-    q_offset: int,
-    k_offset: int,
-    head_offset: int,
-    num_heads_global: int,
-    rate: int,
-    block_size: list[int],
-    placement: str,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a pattern in JSON; the plan is looked up when the op runs, so any size needs no retracing.
+    """(out, lse) of a call; the plan is looked up when the op runs, so any size needs no retracing.
 
     k and v are read in the dtype of q. Where they come wider, their gradients do: as these are summed, for more sums.
     """
-    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-    where = (q_offset, k_offset, head_offset, num_heads_global)
-    key = CallKey.of(pattern, *sizes, *where, rate, block_size, placement)
-    return attention(key, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)
+    return attention(call, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)
 
 
 def attention(
@@ -106,13 +96,14 @@ def attention(
 
 
 @tiles.register_fake
-def _(q, k, v, sinks, bindings, pattern, scale, q_offset, k_offset, head_offset, num_heads_global, *options):
-    read_text(pattern).check_heads(int(num_heads_global))  # `attend` leaves it to this rule where it is traced
+def _(q, k, v, sinks, bindings, *options):
+    call = CallKey._make(options[:-1])  # its sizes may be those of no call in particular
+    read_text(call.pattern).check_heads(int(call.num_heads_global))  # where it is traced `attend` leaves it to this
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return torch.empty_like(q), lse
 
 
-@own_op("flexdilated::tiles_backward")
+@flat_op("flexdilated::tiles_backward")
 def tiles_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -122,22 +113,12 @@ def tiles_backward(
     out: Tensor,
     lse: Tensor,
     bindings: list[Tensor],
-    pattern: str,
+    call: CallKey,
     scale: float,
-    q_offset: int,
-    k_offset: int,
-    head_offset: int,
-    num_heads_global: int,
-    rate: int,
-    block_size: list[int],
-    placement: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `tiles`, each in the dtype of what it is the gradient of."""
-    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-    where = (q_offset, k_offset, head_offset, num_heads_global)
-    key = CallKey.of(pattern, *sizes, *where, rate, block_size, placement)
     result, keys = Result(out, lse, grad_out, grad_lse), (k.to(q.dtype), v.to(q.dtype))
-    dq, dk, dv = gradients(key, q, *keys, bindings, result, scale, wide=k.dtype != q.dtype)
+    dq, dk, dv = gradients(call, q, *keys, bindings, result, scale, wide=k.dtype != q.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
