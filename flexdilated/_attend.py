@@ -21,7 +21,7 @@ from ._validate import (
     resolve_scale,
     run_time_tensors,
 )
-from .engines import CallKey, ScoreMod, flex, nothing, reference_attention, tiles
+from .engines import CallKey, ScoreMod, flex, nothing, reference_attention, sum_dtype, tiles
 from .masks import Layout, Mixture, Pattern
 from .masks.core import plans, require_bool, require_expression
 from .masks.planning import block_sides
@@ -221,5 +221,5 @@ def _reference(
     natural = queries.invert(q), keys.invert(k), keys.invert(v)
     bound = plans(key.bound)(key.rules(bindings))  # which reads values of run-time tensors
     out, lse = reference_attention(*natural, bound, scale=scale, score_mod=score_mod, sinks=sinks)
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = sum_dtype(q)
     return queries.apply(out), queries.apply(lse, dim=-1).to(wide)

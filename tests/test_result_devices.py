@@ -8,6 +8,7 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines import WholeRows
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines._gather import side_of
 from flexdilated.engines._slots import add_slots, encoded, join_slots, take_slots
@@ -78,7 +79,7 @@ def test_few_rows():
         key = CallKey(pattern.text, 2, 2, 3, 32, 1, 0, 0, 2, 1, ())
         parts = parts_of_call(key, None, META)
         found = row_forward(parts, q, k, k, 1.0)
-        found += row_backward(parts, q, k, k, out, out[..., 0], out, None, 1.0)
+        found += row_backward(parts, q, k, k, WholeRows(out, out[..., 0], out, None), 1.0)
         assert [each.device for each in found] == [META] * 5, name
 
 

@@ -13,8 +13,9 @@ from torch.library import opcheck
 
 from flexdilated import masks
 from flexdilated.engines import _slots
+from flexdilated.engines._gather import side_of
 from flexdilated.engines._merge import merge
-from flexdilated.engines._slots import add_slots, join, join_slots, make_pick, take, take_ahead, take_slots
+from flexdilated.engines._slots import add_slots, join, join_slots, pick_of, take, take_ahead, take_slots
 from flexdilated.engines.flex._flex import make_flex_program
 from flexdilated.engines.flex._flex_op import allowed_on
 from flexdilated.masks import Layout
@@ -41,6 +42,11 @@ def compacts(draw, num_heads: int, num_tokens: int) -> Compact:
     return Compact(heads, starts, step, slots, folds, stride)
 
 
+def picked(layout: Compact, heads: tuple[int, ...], num_tokens: int):
+    """The slots in tensors of so many tokens in natural order."""
+    return pick_of(side_of(layout, Layout(num_tokens), heads), num_tokens, CPU)
+
+
 def rows_of(layout: Compact, heads: tuple[int, ...], num_tokens: int) -> Tensor:
     """The rows of (heads * tokens) that the slots are: (F, H, S)."""
     return (torch.tensor(heads)[:, None, None] * num_tokens + layout.tokens()).transpose(0, 1)
@@ -59,7 +65,7 @@ def test_slots_are_the_tokens_that_indices_pick(problem, ahead):
     torch.manual_seed(0)
     x = torch.randn(B, N, -(-X // 2), 3, dtype=torch.float64).transpose(1, 2).requires_grad_(ahead)
     owners = [tuple(head // 2 for head in layout.heads) for layout in layouts]
-    picks = [make_pick(layout, heads, Layout(N), CPU) for layout, heads in zip(layouts, owners, strict=True)]
+    picks = [picked(layout, heads, N) for layout, heads in zip(layouts, owners, strict=True)]
     found = [take(x, pick, taken) for pick, taken in zip(picks, take_ahead(x, picks), strict=True)]
     rows = [rows_of(layout, heads, N) for layout, heads in zip(layouts, owners, strict=True)]
     truth = [x.flatten(1, 2)[:, index].flatten(0, 1) for index in rows]
@@ -77,7 +83,7 @@ def test_consecutive_tokens_are_views(heads, start, slots, folds):
     """Runs of heads, also with gaps or all of one, need no copy; gradients come back to where they belong."""
     x = torch.randn(1, 5, 15, 3, dtype=torch.float64, requires_grad=True)
     layout = Compact(tuple(range(len(heads))), (start,) * len(heads), 1, slots, folds, slots)
-    pick = make_pick(layout, heads, Layout(15), CPU)
+    pick = picked(layout, heads, 15)
     assert pick.is_view
     found, expected = take(x, pick, None), x.flatten(1, 2)[:, rows_of(layout, heads, 15)].flatten(0, 1)
     assert torch.equal(found, expected)
@@ -135,7 +141,7 @@ def test_joining_is_merging_one_by_one(problem, through):
 
 
 def numbers_of(layouts: list[Compact], num_tokens: int) -> list[int]:
-    return [n for layout in layouts for n in make_pick(layout, layout.heads, Layout(num_tokens), CPU).numbers]
+    return [n for layout in layouts for n in picked(layout, layout.heads, num_tokens).numbers]
 
 
 APART = [Compact((0, 2), (0, 3), 2, 3, 2, 6), Compact((1,), (1,), 1, 4, 1, 0)]
@@ -188,7 +194,7 @@ def test_views_and_copies_side_by_side():
     """What is copied ahead goes to the pick it was copied for."""
     x = torch.randn(2, 3, 16, 3, dtype=torch.float64, requires_grad=True)
     layouts = [APART[1], APART[0], APART[1], Compact((0,), (2,), 3, 3, 1, 0)]
-    picks = [make_pick(layout, layout.heads, Layout(16), CPU) for layout in layouts]
+    picks = [picked(layout, layout.heads, 16) for layout in layouts]
     ahead = take_ahead(x, picks)
     assert [each is None for each in ahead] == [pick.is_view for pick in picks] == [True, False, True, False]
     for layout, pick, taken in zip(layouts, picks, ahead, strict=True):
@@ -210,7 +216,7 @@ def test_slots_that_no_gradient_reaches():
 @pytest.mark.slow
 def test_a_graph_trains_through_them():
     """Gathered, changed, joined and sent back by inductor as by autograd: what a compiled training step does."""
-    picks = [make_pick(layout, layout.heads, Layout(16), CPU) for layout in APART]
+    picks = [picked(layout, layout.heads, 16) for layout in APART]
 
     def step(x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         taken = [take(x, pick, ahead) for pick, ahead in zip(picks, take_ahead(x, picks), strict=True)]

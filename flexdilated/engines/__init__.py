@@ -2,9 +2,9 @@
 
 from ._call_key import CallKey
 from ._gather import merge_, side_of
-from ._merge import add_sinks, merge, nothing, with_sinks
+from ._merge import WholeRows, add_sinks, merge, nothing, sum_dtype, with_sinks
 from ._ops import copies, flat_op, is_transformed, no_gradients, own_op, refuse, refuse_transforms, set_gradient
-from ._placed_call import PlacedCall, WholeRows, placed_engine
+from ._placed_call import PlacedCall, placed_engine
 from ._reference import modified_scores, multiplicity, reference_attention
 from ._score_mod import ScoreMod, probe
 from ._tuned import TuningKey, TuningResult, chosen, num_measured, remember, result_of
@@ -14,7 +14,6 @@ from .tiles import (
     GATHERED_BYTES,
     Calls,
     Program,
-    Result,
     Step,
     make_program,
     program_of,

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from ..masks.orders import Compact, Layout, Listed, Permutation, Placement
-from ..masks.planning import Term
+from ..masks.planning import Plan, Term
 
 # B batch, X heads of a tensor, H heads of a term, F folds, S slots, N tokens, D head dim
 
@@ -108,6 +108,7 @@ class Whole:
 
     layout: Permutation
     given: Layout
+    heads: tuple[int, ...]
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B X 1 S ..."]:
         return self._reorder(x).unsqueeze(2)
@@ -212,7 +213,7 @@ Side = Strands | Whole | Picked
 def side_of(layout: Compact | Permutation, given: Layout, heads: tuple[int, ...]) -> Side:
     """How a tensor's tokens, ordered as `given`, become a term's; `heads` are the tensor's heads it uses."""
     if isinstance(layout, Permutation):
-        return Whole(layout, given)
+        return Whole(layout, given, heads)
     if layout.fold_starts is None:
         return Strands(layout, _runs(heads, layout.starts))
     if len(set(layout.starts)) > 1:
@@ -276,6 +277,20 @@ def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Run, ...]:
 
 
 Locate = Callable[[int, Int64[Tensor, "..."]], Int64[Tensor, "..."]]  # (head, tokens) -> where they stand in a tensor
+
+
+def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> tuple[Side, Side]:
+    """Where a term's queries and keys lie in tensors of all tokens, or of those that are held.
+
+    `groups` query heads share a key/value head.
+    """
+    if placement is not None:
+        return query_side(term), key_side(term, placement, groups)
+    assert not isinstance(term.q, Listed)
+    assert not isinstance(term.k, Listed)
+    kv_heads = tuple(head // groups for head in term.heads)
+    key_layout = Layout(plan.bound.num_keys, plan.layout.rate)
+    return side_of(term.q, plan.layout, term.heads), side_of(term.k, key_layout, kv_heads)
 
 
 def query_side(term: Term) -> Strands | Picked:

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from ..masks import Layout
-from ..masks.orders import Compact, Permutation
-from ._gather import Picked, Run, Strands, claim_rows, side_of
+from ..masks.orders import Compact
+from ._gather import Run, Side, Strands, Whole, claim_rows, side_of
+from ._merge import WholeRows, part_gradients, sum_dtype
 from ._ops import own_op
 
 # B batch, X heads of a tensor, N tokens, F folds, H heads of a term, S slots, D head dim
@@ -63,7 +63,7 @@ def _(x, sides):
 def add_slots(slots: list[Tensor], sides: list[int], shape: list[int]) -> Tensor:
     """Zeros of `shape`, (B, X, N, D), with the slots of each side added where `take_slots` found them."""
     exact = len(slots) == 1
-    dtype = slots[0].dtype if exact else torch.promote_types(slots[0].dtype, torch.float32)
+    dtype = slots[0].dtype if exact else sum_dtype(slots[0])
     total = slots[0].new_zeros(shape, dtype=dtype)
     for part, side in zip(slots, _decoded(tuple(sides)), strict=True):
         side.add(total, _by_head(part, shape[0]))
@@ -107,9 +107,9 @@ def join_slots(
     """
     order = _order(tuple(sides), tuple(rows[1:]))
     dtype = parts[0].dtype
-    wide = torch.promote_types(dtype, torch.float32) if lses else dtype
-    out = _room(parts[0], (*rows, parts[0].shape[-1]), wide, None if order.complete else 0.0)
-    lse = _room(parts[0], tuple(rows), wide, None if order.complete else -torch.inf) if lses else out.new_empty(0)
+    sums = sum_dtype(parts[0]) if lses else dtype
+    out = _room(parts[0], (*rows, parts[0].shape[-1]), sums, None if order.complete else 0.0)
+    lse = _room(parts[0], tuple(rows), sums, None if order.complete else -torch.inf) if lses else out.new_empty(0)
     for index, side, fresh in order.steps:
         part = _by_head(parts[index], rows[0])
         if not lses:
@@ -124,9 +124,9 @@ def join_slots(
 
 @join_slots.register_fake
 def _(parts, lses, sides, rows, keep_wide):
-    wide = torch.promote_types(parts[0].dtype, torch.float32) if lses else parts[0].dtype
-    out = parts[0].new_empty((*rows, parts[0].shape[-1]), dtype=wide if keep_wide else parts[0].dtype)
-    return out, out.new_empty(rows if lses else 0, dtype=wide)
+    sums = sum_dtype(parts[0]) if lses else parts[0].dtype
+    out = parts[0].new_empty((*rows, parts[0].shape[-1]), dtype=sums if keep_wide else parts[0].dtype)
+    return out, out.new_empty(rows if lses else 0, dtype=sums)
 
 
 def _remember_parts(ctx, inputs, output) -> None:
@@ -142,22 +142,14 @@ def _join_backward(ctx, grad_out, grad_lse):
         return grads, [], None, None, None
     *saved, out, lse = ctx.saved_tensors
     parts, lses = saved[: ctx.num_parts], saved[ctx.num_parts :]
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    # A part's weight in a row is exp(its lse - lse). Its lse moves out by weight * (part - out), and lse by weight.
-    delta = _dot(grad_out, out, lse.dtype) - (0.0 if grad_lse is None else grad_lse)
-    grads, sums, deltas = (take_slots(x, ctx.sides) for x in (grad_out, lse[..., None], delta[..., None]))
+    whole = WholeRows(out, lse, torch.zeros_like(out) if grad_out is None else grad_out, grad_lse)
+    grads, sums, deltas = (take_slots(x, ctx.sides) for x in (whole.grad_out, lse[..., None], whole.delta()[..., None]))
     grad_parts, grad_lses = [], []
     for part, part_lse, grad, row_lse, row_delta in zip(parts, lses, grads, sums, deltas, strict=True):
-        absent = part_lse == -torch.inf
-        weight = torch.where(absent, 0.0, (part_lse - torch.where(absent, 0.0, row_lse[..., 0])).exp())
-        grad_parts.append((weight[..., None] * grad).to(part.dtype))
-        grad_lses.append((weight * (_dot(grad, part, lse.dtype) - row_delta[..., 0])).to(part_lse.dtype))
+        of_part, of_lse = part_gradients(part, part_lse, grad, row_lse[..., 0], row_delta[..., 0])
+        grad_parts.append(of_part)
+        grad_lses.append(of_lse)
     return grad_parts, grad_lses, None, None, None
-
-
-def _dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product of each two rows, in a type that is wide enough for it."""
-    return (x.to(dtype) * y).sum(-1)
 
 
 join_slots.register_autograd(_join_backward, setup_context=_remember_parts)
@@ -280,22 +272,17 @@ class PickIndex:
 Pick = PickRows | PickTokens | PickIndex
 
 
-def make_pick(layout: Compact | Permutation, heads: tuple[int, ...], given: Layout, device: torch.device) -> Pick:
-    """How a tensor's tokens, ordered as `given`, become a term's; `heads` are the tensor's heads it uses."""
-    if isinstance(layout, Permutation):
-        # A term is in the given order, or the given order is the natural one.
-        orders = (None, None) if layout == given else (layout.positions(device).int(), layout.slots(device).int())
-        every = Compact(heads, (0,) * len(heads), 1, layout.num_slots, 1, 0)
-        return PickTokens(_numbers(every, given, heads), *orders)
-    found = side_of(layout, given, heads)
-    assert isinstance(found, Strands)
-    return pick_of(found, 0, device)
-
-
-def pick_of(side: Strands | Picked, num_tokens: int, device: torch.device) -> PickRows | PickIndex:
+def pick_of(side: Side, num_tokens: int, device: torch.device) -> Pick:
     """How the tokens of one side become a term's; an index counts those of a head as `num_tokens`."""
     if isinstance(side, Strands):
         return PickRows(side, tuple(encoded([side])))
+    if isinstance(side, Whole):
+        layout, heads = side.layout, side.heads
+        every = side_of(Compact(heads, (0,) * len(heads), 1, layout.num_slots, 1, 0), side.given, heads)
+        assert isinstance(every, Strands)
+        # A term is in the given order, or the given order is the natural one.
+        orders = (None, None) if layout == side.given else (layout.positions(device).int(), layout.slots(device).int())
+        return PickTokens(tuple(encoded([every])), *orders)
     heads, folds, slots = side.index.shape
     first = torch.tensor(side.heads)[:, None, None] * num_tokens
     rows = (first + side.index).transpose(0, 1).flatten()
@@ -344,12 +331,6 @@ def join(
     numbers = [number for pick in picks for number in pick.numbers]
     out, lse = join_slots(parts, lses, numbers, list(rows), keep_wide)
     return out, lse if lses else None
-
-
-def _numbers(layout: Compact, given: Layout, heads: tuple[int, ...]) -> tuple[int, ...]:
-    found = side_of(layout, given, heads)
-    assert isinstance(found, Strands)
-    return tuple(encoded([found]))
 
 
 def _heads(x: Float[Tensor, "B X N D"], run: Run) -> Float[Tensor, "B H N D"]:

@@ -20,8 +20,8 @@ from ..engines import (
     Calls,
     FlexStep,
     Program,
-    Result,
     Step,
+    WholeRows,
     allowed_on,
     make_flex_program,
     program_of,
@@ -311,7 +311,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        return *run_backward(ctx.program, q, k, v, Result(out, lse, *grad_outputs), 1.0), None
+        return *run_backward(ctx.program, q, k, v, WholeRows(out, lse, *grad_outputs), 1.0), None
 
 
 def _few_of_each_kind(program: Program, key_bytes: int) -> Program:

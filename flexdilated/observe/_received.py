@@ -12,7 +12,7 @@ from torch import Tensor
 from .._attend import attend, autocast, planned_call
 from .._engines import choose_engine
 from .._validate import check_tensors
-from ..engines import refuse_transforms, tiles_backward
+from ..engines import refuse_transforms, sum_dtype, tiles_backward
 from ..masks import Layout, Mixture, Pattern
 from ..masks.core import require_expression
 
@@ -61,7 +61,7 @@ def attention_received(
         raise ValueError("attention_received needs a backward, and flex has none on CPU; engine='tiles' serves it")
     chosen = choose_engine(engine, q, k, k, pattern, first=call.first, return_lse=True, score_mod=None, sinks=None)
     refuse_transforms("attention_received", (q, k, lse))
-    q, k, lse = q.detach(), k.detach(), lse.detach().to(torch.promote_types(q.dtype, torch.float32))
+    q, k, lse = q.detach(), k.detach(), lse.detach().to(sum_dtype(q))
     if 0 in q.shape or 0 in k.shape:
         return lse.new_zeros(q.shape[0], q.shape[1], k.shape[2])
     if chosen == "tiles":
@@ -75,7 +75,7 @@ def _by_tiles(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], *option
 
     With an out of 0 no row has anything to share among its scores, and v takes no part in its own gradient.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = sum_dtype(q)
     # Keys that are wider than queries have gradients as wide; they are read in the queries' dtype.
     q, k = (q.to(wide) if q.device.type == "cpu" else q), k.to(wide)
     out = torch.zeros_like(q)
@@ -90,7 +90,7 @@ def _by_autograd(
     q: Tensor, k: Tensor, lse: Tensor, pattern: Pattern | Mixture, *, engine: str, **options: Any
 ) -> Tensor:
     """Through a call of `attend`, whose own lse is that of these keys, without sinks."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = sum_dtype(q)
     with torch.inference_mode(False), torch.enable_grad():
         q, k, lse = (x.clone() if x.is_inference() else x for x in (q, k, lse))
         if engine == "reference":

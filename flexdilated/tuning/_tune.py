@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..engines import (
     CallKey,
-    Result,
     TuningKey,
     TuningResult,
+    WholeRows,
     allowed_on,
     chosen,
     make_flex_program,
@@ -125,7 +125,7 @@ def _tiled(plan: Plan, x: Inputs, backward: bool, block_size: tuple[int, ...]) -
             out, lse = run_forward(program, x.q, x.k, x.v, scale)
             if not backward:
                 return (out,)
-            return (out, *run_backward(program, x.q, x.k, x.v, Result(out, lse, x.grad, None), scale))
+            return (out, *run_backward(program, x.q, x.k, x.v, WholeRows(out, lse, x.grad, None), scale))
 
     return run
 

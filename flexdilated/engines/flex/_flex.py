@@ -20,15 +20,15 @@ from torch.nn.functional import pad
 
 from ...masks import Layout
 from ...masks.blocks import table_bytes
-from ...masks.orders import Listed, Placement
+from ...masks.orders import Placement
 from ...masks.patterns import Rows, tables, without_values
 from ...masks.planning import Plan, Term, bound_blocks, term_mask
-from .._gather import key_side, query_side
+from .._gather import term_sides
 from .._merge import nothing, with_sinks
 from .._operands import Hidden, hidden_of_blocks
 from .._ops import own_op
 from .._score_mod import Indices, ScoreMod, indices_of, with_bias
-from .._slots import Pick, join, make_pick, pick_of, take, take_ahead
+from .._slots import Pick, join, pick_of, take, take_ahead
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -145,13 +145,17 @@ def make_flex_program(
 ) -> FlexProgram:
     """Build each term's BlockMask and the rows it reads. A placed plan comes with its `placement`."""
     groups = plan.bound.num_heads // num_kv_heads
-    picks = (_picks(term, plan, groups, placement, device) for term in plan.terms)
-    steps = tuple(_step(term, plan, pick, block_size, device) for term, pick in zip(plan.terms, picks, strict=True))
+    tokens = plan.bound.num_queries, plan.bound.num_keys
+    steps = []
+    for term in plan.terms:
+        sides = zip(term_sides(term, plan, groups, placement), tokens, strict=True)
+        queries, keys = (pick_of(side, number, device) for side, number in sides)
+        steps.append(_step(term, plan, (queries, keys), block_size, device))
     if given == plan.layout:
-        return FlexProgram(steps, plan.shares_rows, None, None)
+        return FlexProgram(tuple(steps), plan.shares_rows, None, None)
     keys = Layout(plan.bound.num_keys, given.rate)
     enter = (given.slots(device), keys.slots(device))
-    return FlexProgram(steps, plan.shares_rows, enter, given.positions(device))
+    return FlexProgram(tuple(steps), plan.shares_rows, enter, given.positions(device))
 
 
 def run_flex(
@@ -231,18 +235,6 @@ def _step(
         # New values of run-time tensors are no new program.
         compiled_flex(replace(term, rule=without_values(term.rule)), block_size, device),
     )
-
-
-def _picks(term: Term, plan: Plan, groups: int, placement: Placement | None, device: torch.device) -> tuple[Pick, Pick]:
-    """How queries and keys are picked from tensors of all tokens, or of those that are held."""
-    if placement is not None:
-        queries, keys = query_side(term), key_side(term, placement, groups)
-        return pick_of(queries, plan.bound.num_queries, device), pick_of(keys, plan.bound.num_keys, device)
-    assert not isinstance(term.q, Listed)
-    assert not isinstance(term.k, Listed)
-    kv_heads = tuple(head // groups for head in term.heads)
-    keys_given = Layout(plan.bound.num_keys, plan.layout.rate)
-    return make_pick(term.q, term.heads, plan.layout, device), make_pick(term.k, kv_heads, keys_given, device)
 
 
 def _bias(term: Term, device: torch.device) -> Float[Tensor, "H Q K"] | None:

@@ -15,12 +15,12 @@ from ...masks.patterns import alike, tables
 from ...masks.planning import SLOTS_AT_ONCE, Allowed, Choice, Option, Plan, machine_of, one_after_another, plan
 from ...masks.text import read_text
 from .._call_key import CallKey
-from .._merge import add_sinks
+from .._merge import WholeRows, add_sinks, sum_dtype
 from .._ops import flat_op, set_gradient
 from .._tuned import chosen
 from ..rows._row_attention import Part, row_backward, row_forward
 from ..rows._row_parts import parts_of_call, takes_rows
-from ._tiles import Entries, Packed, Program, Result, Some, as_given, make_program, run_backward, run_forward
+from ._tiles import Entries, Packed, Program, Some, as_given, make_program, rows_of, run_backward, run_forward
 
 _CUDA_SLOTS_AT_ONCE = 1 << 18  # copies that fill the machine, and are small beside its memory
 
@@ -86,7 +86,7 @@ def attention(
     programs = _programs_for(key, bindings, q)
     if len(programs) == 1 and isinstance(programs[0][0], Some):
         return _forward(programs[0][1], q, k, v, scale, sinks, wide=wide)
-    sums = torch.promote_types(q.dtype, torch.float32)
+    sums = sum_dtype(q)
     out, lse = torch.empty_like(q, dtype=sums if wide else q.dtype), q.new_empty(q.shape[:3], dtype=sums)
     for entries, program in programs:
         found = _forward(program, entries.of(q), entries.of(k), entries.of(v), scale, sinks, wide=wide)
@@ -99,7 +99,7 @@ def attention(
 def _(q, k, v, sinks, bindings, *options):
     call = CallKey._make(options[:-1])  # its sizes may be those of no call in particular
     read_text(call.pattern).check_heads(int(call.num_heads_global))  # where it is traced `attend` leaves it to this
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
     return torch.empty_like(q), lse
 
 
@@ -117,8 +117,8 @@ def tiles_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `tiles`, each in the dtype of what it is the gradient of."""
-    result, keys = Result(out, lse, grad_out, grad_lse), (k.to(q.dtype), v.to(q.dtype))
-    dq, dk, dv = gradients(call, q, *keys, bindings, result, scale, wide=k.dtype != q.dtype)
+    whole, keys = WholeRows(out, lse, grad_out, grad_lse), (k.to(q.dtype), v.to(q.dtype))
+    dq, dk, dv = gradients(call, q, *keys, bindings, whole, scale, wide=k.dtype != q.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -128,7 +128,7 @@ def gradients(
     k: Tensor,
     v: Tensor,
     bindings: list[Tensor],
-    result: Result,
+    whole: WholeRows,
     scale: float,
     *,
     wide: bool = False,
@@ -136,12 +136,12 @@ def gradients(
     """(dq, dk, dv) of a call, in the dtype of q, k and v, or as wide as they are summed."""
     programs = _programs_for(key, bindings, q)
     if len(programs) == 1 and isinstance(programs[0][0], Some):
-        return _backward(programs[0][1], q, k, v, result, scale, wide=wide)
-    dtype = result.lse.dtype if wide else q.dtype
+        return _backward(programs[0][1], q, k, v, whole, scale, wide=wide)
+    dtype = whole.lse.dtype if wide else q.dtype
     dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))
     for entries, program in programs:
         operands = entries.of(q), entries.of(k), entries.of(v)
-        found = _backward(program, *operands, result.of(entries), scale, wide=wide)
+        found = _backward(program, *operands, rows_of(entries, whole), scale, wide=wide)
         for x, part in zip((dq, dk, dv), found, strict=True):
             entries.put(x, part)
     return dq, dk, dv
@@ -175,12 +175,11 @@ def _forward(
 
 
 def _backward(
-    program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, result: Result, scale: float, *, wide: bool
+    program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows, scale: float, *, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     if isinstance(program, Program):
-        return run_backward(program, q, k, v, result, scale, wide=wide)
-    whole = result.out, result.lse, result.grad_out, result.grad_lse
-    dq, dk, dv = row_backward(program, q, k, v, *whole, scale)
+        return run_backward(program, q, k, v, whole, scale, wide=wide)
+    dq, dk, dv = row_backward(program, q, k, v, whole, scale)
     return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
 
 
