@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -137,11 +137,10 @@ def attend(
     check_sinks(sinks, q)
     check_score_mod(score_mod)
     check_dropout(dropout_p)
-    call, tensors, factor = planned_call(
-        q, k, pattern, scale=scale, bindings=bindings, layout=layout, block_size=block_size,
-        q_offset=position("q_offset", q_offset), k_offset=position("k_offset", k_offset),
-        head_offset=head_offset, num_heads_global=num_heads_global,
-    )  # fmt: skip
+    where: dict[str, Any] = {"q_offset": position("q_offset", q_offset), "k_offset": position("k_offset", k_offset)}
+    where |= {"head_offset": head_offset, "num_heads_global": num_heads_global}
+    options: dict[str, Any] = {"scale": scale, "bindings": bindings, "layout": layout, "block_size": block_size}
+    call, tensors, factor = planned_call(q, k, pattern, **options, **where)
     features = {"score_mod": score_mod, "sinks": sinks}
     chosen = choose_engine(engine, q, k, v, pattern, first=call.first, return_lse=return_lse, **features)
     if require_bool("autotune", autotune) and not torch.compiler.is_compiling() and not q.is_meta:
@@ -167,24 +166,21 @@ def planned_call(
     *,
     scale: float | None,
     bindings: Mapping[str, Tensor] | None,
-    q_offset: int,
-    k_offset: int,
-    head_offset: int,
-    num_heads_global: int | None,
     layout: Layout | None,
     block_size: int | tuple[int, int] | None,
+    **where: Any,
 ) -> tuple[CallKey, list[Tensor], float]:
-    """(the call as plain values, its run-time tensors in the order of their names, the scale), after checks."""
-    where = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
-    heads = check_sizes(pattern, q, **where, num_heads_global=num_heads_global)
+    """(the call as plain values, its run-time tensors in the order of their names, the scale), after checks.
+
+    where: q_offset, k_offset, head_offset and num_heads_global, as in `attend`.
+    """
+    heads = check_sizes(pattern, q, **where)
     check_layout(layout, q, k)
     tensors = run_time_tensors(pattern, bindings, has_values=not q.is_meta)
-    sizes, sides = (
-        (q.shape[1], k.shape[1], q.shape[2], k.shape[2]),
-        () if block_size is None else block_sides(block_size),
-    )
-    rate = 1 if layout is None else layout.rate
-    call = CallKey(pattern.text, *sizes, q_offset, k_offset, head_offset, heads, rate, sides)
+    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    first = (where["q_offset"], where["k_offset"], where["head_offset"])
+    rate, sides = 1 if layout is None else layout.rate, () if block_size is None else block_sides(block_size)
+    call = CallKey(pattern.text, *sizes, *first, heads, rate, sides)
     return call, tensors, resolve_scale(scale, q.shape[-1])
 
 
@@ -207,19 +203,10 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bindings: list[Tensor],
-    key: CallKey,
-    *,
-    scale: float,
-    score_mod: ScoreMod | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: CallKey, **features: Any
 ) -> tuple[Tensor, Tensor]:
     queries, keys = key.layout, Layout(key.num_keys, key.rate)
     natural = queries.invert(q), keys.invert(k), keys.invert(v)
     bound = plans(key.bound)(key.rules(bindings))  # which reads values of run-time tensors
-    out, lse = reference_attention(*natural, bound, scale=scale, score_mod=score_mod, sinks=sinks)
-    wide = sum_dtype(q)
-    return queries.apply(out), queries.apply(lse, dim=-1).to(wide)
+    out, lse = reference_attention(*natural, bound, **features)
+    return queries.apply(out), queries.apply(lse, dim=-1).to(sum_dtype(q))

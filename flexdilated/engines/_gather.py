@@ -127,13 +127,7 @@ class Whole:
         reached.fill_(True)
         return fresh
 
-    def merge(
-        self,
-        out: Float[Tensor, "B X N D"],
-        lse: Float[Tensor, "B X N"],
-        part: Float[Tensor, "B X 1 S D"],
-        part_lse: Float[Tensor, "B X 1 S"],
-    ) -> None:
+    def merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         merge_(out, lse, self._restore(part.squeeze(2)), self._restore(part_lse.squeeze(2)))
 
     def _reorder(self, x: Tensor) -> Tensor:
@@ -184,13 +178,7 @@ class Picked:
         self.put(reached, torch.ones_like(before))
         return not bool(before.any())
 
-    def merge(
-        self,
-        out: Float[Tensor, "B X N D"],
-        lse: Float[Tensor, "B X N"],
-        part: Float[Tensor, "B H F S D"],
-        part_lse: Float[Tensor, "B H F S"],
-    ) -> None:
+    def merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         """Merge a part into the tokens of out and lse, in place."""
         sums = self.take(out), self.take(lse)
         merge_(*sums, part, part_lse)

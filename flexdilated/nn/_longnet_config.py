@@ -103,10 +103,5 @@ class LongNetConfig:
     @property
     def pattern(self) -> Pattern | Mixture:
         """Who attends to whom, in every layer."""
-        return dilated_pattern(
-            self.segment_lengths,
-            self.dilation_rates,
-            causal=self.causal,
-            offsets=self.offsets,
-            heads=self.heads,
-        )
+        options = {"causal": self.causal, "offsets": self.offsets, "heads": self.heads}
+        return dilated_pattern(self.segment_lengths, self.dilation_rates, **options)

@@ -34,7 +34,6 @@ from ..masks.orders import Layout
 from ..masks.plan_cache import Written, is_told
 from ..masks.planning import (
     ANYTHING,
-    Allowed,
     Candidates,
     Choice,
     Option,
@@ -235,7 +234,7 @@ def measure(
     device = x.q.device
     engine = engine or ("tiles" if device.type == "cpu" else "flex")
     stand = _Stand(bound, x, backward, engine, block_size, seconds)
-    candidates = Candidates.of(bound, machine_of(device.type), allowed_by(engine, device))
+    candidates = Candidates.of(bound, machine_of(device.type), ANYTHING if engine == "tiles" else allowed_on(device))
     branches = [stand.time(index, stand.worth_measuring(ways)) for index, ways in enumerate(candidates.branches)]
     fastest = [min(measured, key=lambda each: each.times.median_s).option for measured in branches]
     found = tuple(each for measured in branches for each in measured)
@@ -280,11 +279,6 @@ class _Stand:
     def _run(self, option: Option) -> Run:
         alone = Plan(self.bound, Layout(self.bound.num_queries), option.terms, ((option,),))
         return trial(alone, self.x, engine=self.engine, backward=self.backward, block_size=self.block_size)
-
-
-def allowed_by(engine: str, device: torch.device) -> Allowed:
-    """What terms an engine runs on a device."""
-    return ANYTHING if engine == "tiles" else allowed_on(device)
 
 
 def predicted_seconds(option: Option, x: Inputs, *, backward: bool) -> float:

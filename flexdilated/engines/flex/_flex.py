@@ -175,7 +175,20 @@ def run_flex(
     if program.enter is not None:
         q_order, k_order = program.enter
         q, k, v = q.index_select(2, q_order), k.index_select(2, k_order), v.index_select(2, k_order)
-    out, lse = _run_steps(program.steps, q, k, v, scale, score_mod, needs_lse, direct, sinks is not None)
+    if program.steps:
+        queries, keys = [step.queries for step in program.steps], [step.keys for step in program.steps]
+        ahead = zip(take_ahead(q, queries), take_ahead(k, keys), take_ahead(v, keys), strict=True)
+        parts, lses = [], []
+        for step, (taken_q, taken_k, taken_v) in zip(program.steps, ahead, strict=True):
+            step_q, step_k = take(q, step.queries, taken_q), take(k, step.keys, taken_k)
+            step_v, call = take(v, step.keys, taken_v), _flex_in_graph if direct else step.call
+            part, lse = _attend(step, step_q, step_k, step_v, scale, score_mod, needs_lse, call)
+            parts.append(part)
+            if lse is not None:
+                lses.append(lse)
+        out, lse = join(queries, parts, lses, (q.shape[0], q.shape[1], q.shape[2]), keep_wide=sinks is not None)
+    else:
+        out, lse = nothing(q, k, v, None)
     if sinks is not None:
         assert lse is not None
         out, lse = with_sinks(out, lse, sinks)
@@ -183,33 +196,6 @@ def run_flex(
         out = out.index_select(2, program.leave)
         lse = None if lse is None else lse.index_select(2, program.leave)
     return out.to(dtype), lse
-
-
-def _run_steps(
-    steps: tuple[FlexStep, ...],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    score_mod: ScoreMod | None,
-    needs_lse: bool,
-    direct: bool,
-    keep_wide: bool,
-) -> tuple[Tensor, Tensor | None]:
-    if not steps:
-        return nothing(q, k, v, None)
-    queries, keys = [step.queries for step in steps], [step.keys for step in steps]
-    ahead = zip(take_ahead(q, queries), take_ahead(k, keys), take_ahead(v, keys), strict=True)
-    parts, lses = [], []
-    for step, (taken_q, taken_k, taken_v) in zip(steps, ahead, strict=True):
-        step_q, step_k = take(q, step.queries, taken_q), take(k, step.keys, taken_k)
-        step_v = take(v, step.keys, taken_v)
-        call = _flex_in_graph if direct else step.call
-        part, lse = _attend(step, step_q, step_k, step_v, scale, score_mod, needs_lse, call)
-        parts.append(part)
-        if lse is not None:
-            lses.append(lse)
-    return join(queries, parts, lses, (q.shape[0], q.shape[1], q.shape[2]), keep_wide=keep_wide)
 
 
 def missing_compiler() -> str | None:
