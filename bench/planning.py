@@ -11,10 +11,9 @@ from flexdilated.engines.tiles._tiles_op import _programs
 from flexdilated.masks import recipes
 from flexdilated.masks.planning._options import way_of
 from flexdilated.masks.planning._planner import Plan, plan
-from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Trialled, Trials
+from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Inputs, Trialled, Trials
 from flexdilated.tuning._tune import measure as measure_ways
 from flexdilated.tuning._tune_machine import ON_CPU, Sizes, measure_machine
-from flexdilated.tuning._tune_trial import Inputs
 
 from ._jobs import Job, Size, interleave, say, tokens_text
 from ._measures import Row, Timing, at_most, measure

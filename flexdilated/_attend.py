@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float
@@ -21,7 +21,7 @@ from ._validate import (
     resolve_scale,
     run_time_tensors,
 )
-from .engines import CallKey, ScoreMod, flex, nothing, reference_attention, tiles
+from .engines import CallKey, ScoreMod, flex, nothing, reference_attention, sum_dtype, tiles
 from .masks import Layout, Mixture, Pattern
 from .masks.core import plans, require_bool, require_expression
 from .masks.planning import block_sides
@@ -137,36 +137,51 @@ def attend(
     check_sinks(sinks, q)
     check_score_mod(score_mod)
     check_dropout(dropout_p)
-    q_offset, k_offset = position("q_offset", q_offset), position("k_offset", k_offset)
-    heads = check_sizes(
-        pattern, q, q_offset=q_offset, k_offset=k_offset, head_offset=head_offset, num_heads_global=num_heads_global
-    )
-    check_layout(layout, q, k)
-    tensors = run_time_tensors(pattern, bindings, has_values=not q.is_meta)
-    sides = () if block_size is None else block_sides(block_size)
-    factor = resolve_scale(scale, q.shape[-1])
-    rate = 1 if layout is None else layout.rate
-    first = (head_offset, q_offset, k_offset)
+    where: dict[str, Any] = {"q_offset": position("q_offset", q_offset), "k_offset": position("k_offset", k_offset)}
+    where |= {"head_offset": head_offset, "num_heads_global": num_heads_global}
+    options: dict[str, Any] = {"scale": scale, "bindings": bindings, "layout": layout, "block_size": block_size}
+    call, tensors, factor = planned_call(q, k, pattern, **options, **where)
     features = {"score_mod": score_mod, "sinks": sinks}
-    chosen = choose_engine(engine, q, k, v, pattern, first=first, return_lse=return_lse, **features)
-    where = (q_offset, k_offset, head_offset, heads, rate)
+    chosen = choose_engine(engine, q, k, v, pattern, first=call.first, return_lse=return_lse, **features)
     if require_bool("autotune", autotune) and not torch.compiler.is_compiling() and not q.is_meta:
-        call = CallKey(pattern.text, q.shape[1], k.shape[1], q.shape[2], k.shape[2], *where, sides)
         measure_call(call, q, k, v, engine=chosen, has_bindings=bool(tensors))
     if 0 in q.shape or 0 in k.shape:
         out, lse = nothing(q, k, v, sinks)
     elif chosen == "tiles":
-        out, lse = tiles(q, k, v, sinks, tensors, pattern.text, factor, *where, list(sides), "")
+        out, lse = tiles(q, k, v, sinks, tensors, *call, factor)
+    elif chosen == "flex":
+        out, lse = flex(q, k, v, tensors, call, scale=factor, return_lse=return_lse, **features)
     else:
-        key = CallKey(pattern.text, q.shape[1], k.shape[1], q.shape[2], k.shape[2], *where, sides)
-        if chosen == "flex":
-            out, lse = flex(q, k, v, tensors, key, scale=factor, return_lse=return_lse, **features)
-        else:
-            out, lse = _reference(q, k, v, tensors, key, scale=factor, **features)
+        out, lse = _reference(q, k, v, tensors, call, scale=factor, **features)
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
+
+
+def planned_call(
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern | Mixture,
+    *,
+    scale: float | None,
+    bindings: Mapping[str, Tensor] | None,
+    layout: Layout | None,
+    block_size: int | tuple[int, int] | None,
+    **where: Any,
+) -> tuple[CallKey, list[Tensor], float]:
+    """(the call as plain values, its run-time tensors in the order of their names, the scale), after checks.
+
+    where: q_offset, k_offset, head_offset and num_heads_global, as in `attend`.
+    """
+    heads = check_sizes(pattern, q, **where)
+    check_layout(layout, q, k)
+    tensors = run_time_tensors(pattern, bindings, has_values=not q.is_meta)
+    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    first = (where["q_offset"], where["k_offset"], where["head_offset"])
+    rate, sides = 1 if layout is None else layout.rate, () if block_size is None else block_sides(block_size)
+    call = CallKey(pattern.text, *sizes, *first, heads, rate, sides)
+    return call, tensors, resolve_scale(scale, q.shape[-1])
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,19 +203,10 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bindings: list[Tensor],
-    key: CallKey,
-    *,
-    scale: float,
-    score_mod: ScoreMod | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: CallKey, **features: Any
 ) -> tuple[Tensor, Tensor]:
     queries, keys = key.layout, Layout(key.num_keys, key.rate)
     natural = queries.invert(q), keys.invert(k), keys.invert(v)
     bound = plans(key.bound)(key.rules(bindings))  # which reads values of run-time tensors
-    out, lse = reference_attention(*natural, bound, scale=scale, score_mod=score_mod, sinks=sinks)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return queries.apply(out), queries.apply(lse, dim=-1).to(wide)
+    out, lse = reference_attention(*natural, bound, **features)
+    return queries.apply(out), queries.apply(lse, dim=-1).to(sum_dtype(q))

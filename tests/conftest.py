@@ -20,13 +20,12 @@ CHECKED = [
     *(f"flexdilated.masks.blocks.{name}" for name in ("_blocks", "_quadtree", "_rule", "_tables")),
     *(f"flexdilated.masks.planning.{name}" for name in ("_cost", "_planner", "lowering._ways")),
     "flexdilated.masks.needs._row",
-    *(f"flexdilated.decoding.{name}" for name in ("_held_keys", "_key_store")),
+    "flexdilated.decoding._held_keys",
     *(
         f"flexdilated.engines.{name}"
         for name in ("_distinct_masks", "_gather", "_reference", "kernels._kernel", "rows._row_attention")
     ),
     *(f"flexdilated.engines.tiles._{name}" for name in ("tiles", "tile_blocks", "tile_calls")),
-    "flexdilated.engines.tiles._tile_stretches",
 ]
 
 # Plans are those of the constants that come with the library, whatever was measured on this machine.

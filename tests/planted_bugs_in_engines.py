@@ -217,13 +217,13 @@ IN_ENGINES = (
     ),
     Bug(
         "gradient of the lse ignored", f"{ENGINES}.tiles._tiles_op:run_backward",
-        lambda right: lambda program, q, k, v, result, scale, **options: right(
-            program, q, k, v, replace(result, grad_lse=None), scale, **options
+        lambda right: lambda program, q, k, v, whole, scale, **options: right(
+            program, q, k, v, replace(whole, grad_lse=None), scale, **options
         ),
         module(MIXTURE, "gradients"), "check_attention_module: gradients", "dq is wrong",
     ),
     Bug(
-        "sinks left out of the backward", f"{ENGINES}._op_gradient:sinks_gradient",
+        "sinks left out of the backward", f"{ENGINES}._ops:sinks_gradient",
         lambda right: lambda sinks, *others: torch.zeros_like(sinks),
         _sinks, "the oracle of tests/agreement.py", "dsinks",
     ),

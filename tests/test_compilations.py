@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines.flex import _flex_function
+from flexdilated.engines.flex import _flex
 from flexdilated.engines.tiles import _tiles_op
 from flexdilated.observe._compilations import Compilations
 
@@ -57,10 +57,10 @@ def clean():
 def without_inductor(monkeypatch):
     """Functions that flex has compiled are traced, and their graphs run as they are: enough to count them."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=as_it_is))
-    for store in (masks.cache().clear, _flex_function.compiled_flex.cache_clear):
+    for store in (masks.cache().clear, _flex.compiled_flex.cache_clear):
         store()
     yield
-    for store in (masks.cache().clear, _flex_function.compiled_flex.cache_clear):
+    for store in (masks.cache().clear, _flex.compiled_flex.cache_clear):
         store()
 
 

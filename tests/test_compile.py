@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines import CallKey
 
 # B batch, H heads, N tokens, D head dim
 
@@ -127,7 +128,8 @@ def test_the_custom_op_keeps_its_contract(dtype, transposed):
 
     for pattern in (PATTERN, masks.longnet([5], [4])):
         for rate in (1, 3):
-            arguments = (tensor(4), tensor(2), tensor(2), None, [], pattern.text, 0.5, 0, 0, 0, 4, rate, [8, 16], "")
+            call = CallKey(pattern.text, 4, 2, 20, 20, 0, 0, 0, 4, rate, (8, 16))
+            arguments = (tensor(4), tensor(2), tensor(2), None, [], *call, 0.5)
             torch.library.opcheck(
                 torch.ops.flexdilated.tiles.default,
                 arguments,

@@ -19,7 +19,7 @@ from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.flex import _flex
 from flexdilated.engines.flex._flex import FlexProgram, FlexStep, make_flex_program, run_flex
-from flexdilated.engines.flex._flex_program import static_program
+from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.masks.planning._planner import Plan, plan
 from flexdilated.masks.planning.lowering._nested import nested_terms
 from tests import oracle

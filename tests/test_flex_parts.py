@@ -13,8 +13,8 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
-from flexdilated.engines.flex import _flex_op, _flex_parts
-from flexdilated.engines.flex._flex_parts import heads_of_part, key_of_part, kv_head_parts
+from flexdilated.engines.flex import _flex_op
+from flexdilated.engines.flex._flex_op import heads_of_part, key_of_part, kv_head_parts
 from tests.test_flex import around_dense, slanted
 
 PATTERN = masks.longnet([8, 32], [1, 4]) & masks.causal()
@@ -69,7 +69,7 @@ def test_parts_are_the_whole(monkeypatch, limit):
         return around_dense(program, options.pop("scale"), **options)(q, k, v, part_sinks)
 
     monkeypatch.setattr(_flex_op, "_flex", stand_in)
-    monkeypatch.setattr(_flex_parts, "_MOST_ELEMENTS", limit * B * (H // G) * N * D)
+    monkeypatch.setattr(_flex_op, "_MOST_ELEMENTS", limit * B * (H // G) * N * D)
     elsewhere = SimpleNamespace(device=torch.device("cuda"), shape=q.shape, numel=q.numel)
     monkeypatch.setattr(_flex_op, "kv_head_parts", lambda q, k: kv_head_parts(elsewhere, k))
     options = {"scale": 0.5, "score_mod": slanted, "return_lse": True}

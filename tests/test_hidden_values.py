@@ -13,7 +13,7 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated._validate import run_time_tensors
-from flexdilated.engines.flex._flex_program import run_time_program, static_program
+from flexdilated.engines.flex._flex_op import run_time_program, static_program
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import block_sides, cases, tensors
 from tests.test_flex import CPU, around_dense, call_key

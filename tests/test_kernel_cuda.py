@@ -13,10 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flexdilated as fd
 from flexdilated import _engines, masks
 from flexdilated._validate import run_time_tensors
+from flexdilated.engines import WholeRows
 from flexdilated.engines.kernels import _kernel, _kernel_cuda
 from flexdilated.engines.kernels._kernel_cuda import KERNELS, Kernel, choose
-from flexdilated.engines.tiles._tile_plan import plan_tiles
-from flexdilated.engines.tiles._tiles import Program, Result, make_program, run_backward, run_forward
+from flexdilated.engines.tiles._tiles import Program, make_program, run_backward, run_forward
+from flexdilated.engines.tiles._tiles_op import plan_tiles
 from flexdilated.masks import Layout
 from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.core._pattern import Expression
@@ -158,7 +159,7 @@ def test_shapes_and_types_are_those_of_the_operators(monkeypatch, chosen):
         assert (out.shape, out.dtype, out.device) == (q.shape, dtype, q.device)
         assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
         for grad_lse in (None, torch.empty_like(lse)):
-            grads = run_backward(program, q, k, v, Result(out, lse, torch.empty_like(out), grad_lse), 0.5)
+            grads = run_backward(program, q, k, v, WholeRows(out, lse, torch.empty_like(out), grad_lse), 0.5)
             assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, dtype) for x in (q, k, v)]
 
 

@@ -11,8 +11,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated.nn import LongNetConfig
-from flexdilated.nn._longnet_block import Block
-from flexdilated.nn._rotary import rotary_table
+from flexdilated.nn._longnet_block import Block, rotary_table
 from tests import longnet_oracle
 
 V, N = 19, 37

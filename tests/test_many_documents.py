@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated._validate import run_time_tensors
+from flexdilated.engines import WholeRows
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.kernels import _kernel
 from flexdilated.engines.tiles import _tile_blocks
-from flexdilated.engines.tiles._tiles import Result
 from flexdilated.engines.tiles._tiles_op import attention, gradients
 from flexdilated.masks.inspection._relations import sections_of
 from flexdilated.masks.planning._planner import plan
@@ -141,7 +141,7 @@ def work(monkeypatch: pytest.MonkeyPatch, pattern: masks.Pattern, *, batch: int,
                 patch.setattr(module, name, counted(name, getattr(module, name)))
         with Dispatched() as dispatched:  # of the op's own functions: inside of an op no mode sees anything
             out, lse = attention(key, q, k, v, None, bindings, 1.0)
-            gradients(key, q, k, v, bindings, Result(out, lse, torch.ones_like(out), None), 1.0)
+            gradients(key, q, k, v, bindings, WholeRows(out, lse, torch.ones_like(out), None), 1.0)
     return done + Counter({"operations": dispatched.count})
 
 

@@ -13,13 +13,20 @@ from bench._pages import PAGES
 from bench._report import filled
 from bench.memory import prepared_step
 from flexdilated import masks
+from flexdilated.engines import WholeRows
 from flexdilated.engines._call_key import CallKey
-from flexdilated.engines.tiles._tiles import Program, Result, run_backward, run_forward
+from flexdilated.engines.tiles._tiles import Program, run_backward, run_forward
 from flexdilated.engines.tiles._tiles_op import _programs
 from flexdilated.memory import _memory
-from flexdilated.memory._live_bytes import Hidden, LiveBytes, fake_tensors, nbytes
-from flexdilated.memory._memory import AttentionSize, attention_memory
-from flexdilated.memory._memory_tiles import _few_of_each_kind
+from flexdilated.memory._memory import (
+    AttentionSize,
+    Hidden,
+    LiveBytes,
+    _few_of_each_kind,
+    attention_memory,
+    fake_tensors,
+    nbytes,
+)
 from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
 
 PATTERNS = {
@@ -109,7 +116,7 @@ def real_run(text: str, size: AttentionSize) -> tuple[int, int]:
         out, lse = run_forward(program, q, k, v, 1.0)
     grad = torch.ones_like(out)
     with LiveBytes(q, k, v, out, lse, grad) as backward:
-        run_backward(program, q, k, v, Result(out, lse, grad, None), 1.0)
+        run_backward(program, q, k, v, WholeRows(out, lse, grad, None), 1.0)
     return forward.peak, backward.peak
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flexdilated import attend, masks
-from flexdilated.engines._placed_call import PlacedCall, WholeRows, placed_engine
+from flexdilated.engines import WholeRows
+from flexdilated.engines._placed_call import PlacedCall, placed_engine
 from flexdilated.masks.core._ranges import Ranges
 from flexdilated.masks.orders._placement import Placement
 from flexdilated.masks.planning._placed import plan_at

@@ -16,8 +16,7 @@ from flexdilated.cli._plan import BUDGETS, longest, longest_bound, rounded, slop
 from flexdilated.cli._sizes import bytes_text, parse_bytes, parse_tokens, tokens_text
 from flexdilated.engines.kernels import _kernel
 from flexdilated.masks.inspection._describe import MOST_DESCRIBED
-from flexdilated.memory._live_bytes import LiveBytes, fake_tensors
-from flexdilated.memory._memory import AttentionSize, attention_memory
+from flexdilated.memory._memory import AttentionSize, LiveBytes, attention_memory, fake_tensors
 
 LONGNET = "longnet((256, 1024), (1, 4)) & causal()"
 SMALL = ["--heads", "4", "--head-dim", "16", "--layers", "2"]

@@ -15,7 +15,7 @@ from flexdilated import masks
 from flexdilated.distributed import BufferPool
 from flexdilated.masks.core._spelling import bytes_text
 from flexdilated.masks.planning._planner import plan
-from flexdilated.nn._repr import LONGEST
+from flexdilated.nn._over_ranks import LONGEST
 
 PATTERN = masks.longnet([16, 64], [1, 4]) & masks.causal()
 MANY = [[*range(1, 301)], [1] * 300]

@@ -8,9 +8,10 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines import WholeRows
 from flexdilated.engines._call_key import CallKey
-from flexdilated.engines._gather import side
-from flexdilated.engines._slots_op import add_slots, encoded, join_slots, take_slots
+from flexdilated.engines._gather import side_of
+from flexdilated.engines._slots import add_slots, encoded, join_slots, take_slots
 from flexdilated.engines.flex._flex import _own_buffer
 from flexdilated.engines.kernels import _kernel_cuda
 from flexdilated.engines.rows._row_attention import row_backward, row_forward
@@ -55,7 +56,7 @@ def test_tiles(name: str, with_sinks: bool):
     q, k, v = on_meta(1, 2, 32, 8), on_meta(1, 2, M, 8), on_meta(1, 2, M, 8)
     sinks = on_meta(2) if with_sinks else None
     key = CallKey(PATTERNS[name].text, 2, 2, 32, M, 0, 0, 0, 2, 1, ())
-    options = (key.pattern, 1.0, 0, 0, 0, 2, 1, [], "")
+    options = (*key, 1.0)
     out, lse = tiles._init_fn(q, k, v, sinks, [], *options)
     assert (out.device, lse.device) == (META, META)
     grads = tiles_backward._init_fn(out, torch.empty_like(lse), q, k, v, out, lse, [], *options)
@@ -64,7 +65,7 @@ def test_tiles(name: str, with_sinks: bool):
 
 def test_slots():
     x = on_meta(2, 3, 12, 8)
-    sides = encoded([side(Compact((0, 1, 2), (0, 1, 0), 2, 3, 2, 6), Layout(12), (0, 1, 2))])
+    sides = encoded([side_of(Compact((0, 1, 2), (0, 1, 0), 2, 3, 2, 6), Layout(12), (0, 1, 2))])
     (taken,) = take_slots._init_fn(x, sides)
     out, lse = join_slots._init_fn([taken], [taken[..., 0].float()], sides, [2, 3, 12], False)
     found = (taken, out, lse, add_slots._init_fn([taken], sides, [2, 3, 12, 8]), _own_buffer._init_fn(x))
@@ -78,7 +79,7 @@ def test_few_rows():
         key = CallKey(pattern.text, 2, 2, 3, 32, 1, 0, 0, 2, 1, ())
         parts = parts_of_call(key, None, META)
         found = row_forward(parts, q, k, k, 1.0)
-        found += row_backward(parts, q, k, k, out, out[..., 0], out, None, 1.0)
+        found += row_backward(parts, q, k, k, WholeRows(out, out[..., 0], out, None), 1.0)
         assert [each.device for each in found] == [META] * 5, name
 
 

@@ -17,7 +17,7 @@ from flexdilated import masks
 from flexdilated._validate import run_time_tensors
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.flex._flex import FlexProgram
-from flexdilated.engines.flex._flex_program import blank_program, list_width, run_time_program
+from flexdilated.engines.flex._flex_op import blank_program, list_width, run_time_program
 from tests.agreement import assert_agrees
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import block_sides, tensors

@@ -17,7 +17,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.flex import _flex_op
-from flexdilated.engines.flex._flex_program import run_time_program
+from flexdilated.engines.flex._flex_op import run_time_program
 from flexdilated.masks.planning._planner import plan
 from tests import oracle
 from tests.test_flex import CPU, around_dense

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines import CallKey
 from tests import oracle
 from tests.agreement import TIGHT, assert_agrees
 from tests.strategies import block_sides, cases, tensors, whole_cases
@@ -185,5 +186,6 @@ def test_training_with_sinks_is_one_graph():
 def test_the_op_keeps_its_contract(dtype):
     """Schema, shape rule, autograd and AOT dispatch with sinks, as torch checks them."""
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)
-    arguments = *qkv(dtype), sinks, [], PATTERN.text, 0.5, 0, 0, 0, 4, 1, [8, 16], ""
+    call = CallKey(PATTERN.text, 4, 2, 37, 37, 0, 0, 0, 4, 1, (8, 16))
+    arguments = *qkv(dtype), sinks, [], *call, 0.5
     torch.library.opcheck(torch.ops.flexdilated.tiles.default, arguments, atol=1e-2, rtol=1e-2)

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.library import opcheck
 
 from flexdilated import masks
-from flexdilated.engines import _slots_op
+from flexdilated.engines import _slots
+from flexdilated.engines._gather import side_of
 from flexdilated.engines._merge import merge
-from flexdilated.engines._pick import join, make_pick, take, take_ahead
-from flexdilated.engines._slots_op import add_slots, join_slots, take_slots
+from flexdilated.engines._slots import add_slots, join, join_slots, pick_of, take, take_ahead, take_slots
 from flexdilated.engines.flex._flex import make_flex_program
-from flexdilated.engines.flex._flex_program import allowed_on
+from flexdilated.engines.flex._flex_op import allowed_on
 from flexdilated.masks import Layout
 from flexdilated.masks.orders._layout import Compact
 from flexdilated.masks.planning._planner import plan
@@ -42,6 +42,11 @@ def compacts(draw, num_heads: int, num_tokens: int) -> Compact:
     return Compact(heads, starts, step, slots, folds, stride)
 
 
+def picked(layout: Compact, heads: tuple[int, ...], num_tokens: int):
+    """The slots in tensors of so many tokens in natural order."""
+    return pick_of(side_of(layout, Layout(num_tokens), heads), num_tokens, CPU)
+
+
 def rows_of(layout: Compact, heads: tuple[int, ...], num_tokens: int) -> Tensor:
     """The rows of (heads * tokens) that the slots are: (F, H, S)."""
     return (torch.tensor(heads)[:, None, None] * num_tokens + layout.tokens()).transpose(0, 1)
@@ -60,7 +65,7 @@ def test_slots_are_the_tokens_that_indices_pick(problem, ahead):
     torch.manual_seed(0)
     x = torch.randn(B, N, -(-X // 2), 3, dtype=torch.float64).transpose(1, 2).requires_grad_(ahead)
     owners = [tuple(head // 2 for head in layout.heads) for layout in layouts]
-    picks = [make_pick(layout, heads, Layout(N), CPU) for layout, heads in zip(layouts, owners, strict=True)]
+    picks = [picked(layout, heads, N) for layout, heads in zip(layouts, owners, strict=True)]
     found = [take(x, pick, taken) for pick, taken in zip(picks, take_ahead(x, picks), strict=True)]
     rows = [rows_of(layout, heads, N) for layout, heads in zip(layouts, owners, strict=True)]
     truth = [x.flatten(1, 2)[:, index].flatten(0, 1) for index in rows]
@@ -78,7 +83,7 @@ def test_consecutive_tokens_are_views(heads, start, slots, folds):
     """Runs of heads, also with gaps or all of one, need no copy; gradients come back to where they belong."""
     x = torch.randn(1, 5, 15, 3, dtype=torch.float64, requires_grad=True)
     layout = Compact(tuple(range(len(heads))), (start,) * len(heads), 1, slots, folds, slots)
-    pick = make_pick(layout, heads, Layout(15), CPU)
+    pick = picked(layout, heads, 15)
     assert pick.is_view
     found, expected = take(x, pick, None), x.flatten(1, 2)[:, rows_of(layout, heads, 15)].flatten(0, 1)
     assert torch.equal(found, expected)
@@ -136,7 +141,7 @@ def test_joining_is_merging_one_by_one(problem, through):
 
 
 def numbers_of(layouts: list[Compact], num_tokens: int) -> list[int]:
-    return [n for layout in layouts for n in make_pick(layout, layout.heads, Layout(num_tokens), CPU).numbers]
+    return [n for layout in layouts for n in picked(layout, layout.heads, num_tokens).numbers]
 
 
 APART = [Compact((0, 2), (0, 3), 2, 3, 2, 6), Compact((1,), (1,), 1, 4, 1, 0)]
@@ -189,7 +194,7 @@ def test_views_and_copies_side_by_side():
     """What is copied ahead goes to the pick it was copied for."""
     x = torch.randn(2, 3, 16, 3, dtype=torch.float64, requires_grad=True)
     layouts = [APART[1], APART[0], APART[1], Compact((0,), (2,), 3, 3, 1, 0)]
-    picks = [make_pick(layout, layout.heads, Layout(16), CPU) for layout in layouts]
+    picks = [picked(layout, layout.heads, 16) for layout in layouts]
     ahead = take_ahead(x, picks)
     assert [each is None for each in ahead] == [pick.is_view for pick in picks] == [True, False, True, False]
     for layout, pick, taken in zip(layouts, picks, ahead, strict=True):
@@ -211,7 +216,7 @@ def test_slots_that_no_gradient_reaches():
 @pytest.mark.slow
 def test_a_graph_trains_through_them():
     """Gathered, changed, joined and sent back by inductor as by autograd: what a compiled training step does."""
-    picks = [make_pick(layout, layout.heads, Layout(16), CPU) for layout in APART]
+    picks = [picked(layout, layout.heads, 16) for layout in APART]
 
     def step(x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         taken = [take(x, pick, ahead) for pick, ahead in zip(picks, take_ahead(x, picks), strict=True)]
@@ -244,11 +249,11 @@ def test_words(dtype):
     """Rows in units of 16 bytes, where all of them consist of such: the same bits."""
     x = torch.randn(2, 9, 40).to(dtype)
     x[0, 0, 0] = torch.nan
-    assert _slots_op._in_words(x[:, ::2, 8:24])
-    assert not any(_slots_op._in_words(y) for y in (x[..., :9], x[..., 1:17], x[..., ::2], x.mT[:, :8].mT[..., :7]))
+    assert _slots._in_words(x[:, ::2, 8:24])
+    assert not any(_slots._in_words(y) for y in (x[..., :9], x[..., 1:17], x[..., ::2], x.mT[:, :8].mT[..., :7]))
     target = torch.zeros(2, 5, 24, dtype=dtype)[..., 8:]
     source = x[:, ::2, 8:24]
-    target.view(_slots_op._WORD).copy_(source.view(_slots_op._WORD))
+    target.view(_slots._WORD).copy_(source.view(_slots._WORD))
     assert torch.equal(target.view(torch.uint8), source.contiguous().view(torch.uint8))
 
 

@@ -12,8 +12,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines.tiles import _tile_blocks, _tile_calls
-from flexdilated.engines.tiles._tile_calls import Call, Calls, plan_calls
-from flexdilated.engines.tiles._tile_stretches import Even, Listed, Stretches
+from flexdilated.engines.tiles._tile_calls import Call, Calls, Even, Listed, Stretches, plan_calls
 from flexdilated.masks import Layout
 from flexdilated.masks.planning.lowering._ways import shared_terms
 from tests import oracle

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flexdilated.engines.tiles._tile_stretches import Even, Listed, Stretches, evenly
+from flexdilated.engines.tiles._tile_calls import Even, Listed, Stretches, evenly
 
 
 @st.composite

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import _distinct_masks
+from flexdilated.engines import WholeRows, _distinct_masks
 from flexdilated.engines.tiles import _tile_blocks, _tiles
-from flexdilated.engines.tiles._tile_plan import plan_tiles, portions_on
-from flexdilated.engines.tiles._tiles import Result, make_program, run_backward, run_forward
+from flexdilated.engines.tiles._tiles import make_program, run_backward, run_forward
+from flexdilated.engines.tiles._tiles_op import plan_tiles, portions_on
 from flexdilated.masks import Layout
 from flexdilated.masks.blocks import _blocks, _quadtree
 from flexdilated.masks.planning._planner import Plan, plan
@@ -67,7 +67,7 @@ class RunPlan(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         q, k, v, out, lse = ctx.saved_tensors
-        return None, *run_backward(ctx.program, q, k, v, Result(out, lse, grad_out, grad_lse), 0.5)
+        return None, *run_backward(ctx.program, q, k, v, WholeRows(out, lse, grad_out, grad_lse), 0.5)
 
 
 def assert_plan_agrees(chosen: Plan, given_order: Layout, data: tuple[Tensor, ...], counts: Tensor, side: int) -> None:

@@ -19,11 +19,9 @@ from flexdilated.masks.planning._options import ANYTHING, Candidates, Choice, wa
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.machine._machine_file import MachineKey, read_machine, stored_path, write_json
 from flexdilated.masks.planning.machine._machine_in_use import VARIABLE, forget_machines, machine_of
-from flexdilated.tuning import _tune, _tune_machine, _tune_trial
-from flexdilated.tuning._autotune import keep
-from flexdilated.tuning._tune import BRANCH_BY_BRANCH, measure, measure_options
+from flexdilated.tuning import _tune, _tune_machine
+from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Inputs, Times, keep, measure, measure_options
 from flexdilated.tuning._tune_machine import Sizes, measure_machine
-from flexdilated.tuning._tune_trial import Inputs, Times
 
 CPU = torch.device("cpu")
 N, H, D = 256, 2, 8
@@ -124,17 +122,17 @@ def test_the_fastest_way_of_each_branch_is_chosen(monkeypatch):
 
 
 def test_ways_that_disagree_are_an_error(monkeypatch):
-    real = _tune_trial.run_forward
+    real = _tune.run_forward
 
     def wrong(program, q, k, v, scale):
         out, lse = real(program, q, k, v, scale)
         sides = {step.calls.shape[2] for step in program.steps if step.calls is not None}
         return (out * 1.01 if 256 in sides else out), lse
 
-    monkeypatch.setattr(_tune_trial, "run_forward", wrong)
+    monkeypatch.setattr(_tune, "run_forward", wrong)
     with pytest.raises(RuntimeError, match="ways of computing one attention must agree"):
         measure(bound(), Inputs.like(*qkv()), backward=False)
-    monkeypatch.setattr(_tune_trial, "run_forward", lambda *given: (x * torch.nan for x in real(*given)))
+    monkeypatch.setattr(_tune, "run_forward", lambda *given: (x * torch.nan for x in real(*given)))
     with pytest.raises(RuntimeError, match="must agree"):
         measure(bound(), Inputs.like(*qkv()), backward=False)
 
@@ -299,8 +297,8 @@ def test_constants_are_measured_through_the_engine():
 
 
 def test_nothing_is_measured_on_wrong_results(monkeypatch):
-    real = _tune_trial.run_forward
-    monkeypatch.setattr(_tune_trial, "run_forward", lambda *given: (x + 0.01 for x in real(*given)))
+    real = _tune.run_forward
+    monkeypatch.setattr(_tune, "run_forward", lambda *given: (x + 0.01 for x in real(*given)))
     with pytest.raises(RuntimeError, match="away from its definition"):
         measure_machine(CPU, seconds=0.0, sizes=SMALL)
 

@@ -17,7 +17,7 @@ from flexdilated import masks
 from flexdilated.cli._flash import is_flash_backend_importable
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.flex._flex import run_flex
-from flexdilated.engines.flex._flex_program import static_program
+from flexdilated.engines.flex._flex_op import static_program
 
 from .._jobs import Attention, Job, Problem, Size, interleave, say, train
 from .._measures import Row, Target, Timing

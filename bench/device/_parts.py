@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flexdilated.engines._call_key import CallKey
-from flexdilated.engines._pick import join, take
+from flexdilated.engines._slots import join, take
 from flexdilated.engines.flex._flex import FlexProgram, make_flex_program
-from flexdilated.engines.flex._flex_program import allowed_on
+from flexdilated.engines.flex._flex_op import allowed_on
 from flexdilated.masks.planning._planner import plan
 
 from .._jobs import Job, Problem, Size

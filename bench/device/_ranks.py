@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import flexdilated as fd
-from flexdilated.engines._placed_call import WholeRows
+from flexdilated.engines import WholeRows
 
 from .._jobs import Attention, Job, Problem, Size, backward_job, forward_job
 from .._measures import Gap, Row, Target, Timing, at_most

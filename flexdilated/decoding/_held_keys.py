@@ -1,18 +1,109 @@
-"""HeldKeys: the keys that later queries can still see; the others are evicted."""
+"""The keys that later queries can still see, side by side in a buffer; the others are evicted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ..masks.core import plans
+from ..masks.core import plans, within
 from ..masks.needs import FOREVER, RowSource, visible
-from ._key_store import KeyStore
 
+# B batch, G key/value heads, N tokens, D head dim, S slots
 # B batch, G key/value heads, N tokens, D head dim
+
+
+class Run(NamedTuple):
+    """Keys at positions [first, first + length), in slots from `slot` on."""
+
+    first: int
+    slot: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.length
+
+
+class KeyStore:
+    """Keys are appended at growing positions, and found again as views: a range of positions is one slice a run."""
+
+    def __init__(self, like: Float[Tensor, "B G N D"], num_slots: int) -> None:
+        self.keys, self.values = _buffer(like, num_slots), _buffer(like, num_slots)
+        self.runs: list[Run] = []
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def num_used(self) -> int:
+        return self.runs[-1].slot + self.runs[-1].length if self.runs else 0
+
+    def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N D"], first: int) -> None:
+        """Keys of the positions from `first` on, for which there must be room."""
+        slot, length = self.num_used, k.shape[2]
+        self.keys[:, :, slot : slot + length] = k
+        self.values[:, :, slot : slot + length] = v
+        if self.runs and self.runs[-1].stop == first:
+            last = self.runs.pop()
+            first, slot, length = last.first, last.slot, last.length + length
+        self.runs.append(Run(first, slot, length))
+
+    def snapshot(self) -> KeyStore:
+        """What is held now: the same buffers, in which this one may write behind it."""
+        other = copy(self)
+        other.runs = list(self.runs)
+        return other
+
+    def drop_from(self, position: int) -> None:
+        """Forget the keys at `position` and after."""
+        while self.runs and self.runs[-1].stop > position:
+            last = self.runs.pop()
+            if last.first < position:
+                self.runs.append(Run(last.first, last.slot, position - last.first))
+
+    def pack(self, kept: Sequence[range], num_slots: int) -> None:
+        """Keep the keys of these runs of positions only, in a buffer of this size."""
+        old_keys, old_values, old = self.keys, self.values, [self.slices(positions) for positions in kept]
+        self.keys, self.values, self.runs = _buffer(old_keys, num_slots), _buffer(old_values, num_slots), []
+        for positions, slices in zip(kept, old, strict=True):
+            first = positions.start
+            for part in slices:
+                self.append(old_keys[:, :, part], old_values[:, :, part], first)
+                first += part.stop - part.start
+
+    def slices(self, positions: range) -> list[slice]:
+        """The slots of an ascending range of positions that are all held."""
+        found = []
+        for run in self.runs:
+            held = within(positions, run.first, run.stop)
+            if held:
+                shift = run.slot - run.first
+                found.append(slice(held[0] + shift, held[-1] + shift + 1, held.step))
+        return found
+
+    def slots(self, positions: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
+        """The slots of positions that are all held."""
+        firsts = torch.tensor([run.first for run in self.runs])
+        shifts = torch.tensor([run.slot - run.first for run in self.runs])
+        return positions + shifts[torch.searchsorted(firsts, positions, right=True) - 1]
+
+
+def _buffer(like: Tensor, num_slots: int) -> Tensor:
+    batch, heads, _, head_dim = like.shape
+    # Inside inference mode too: a buffer made there could not be written to outside.
+    with torch.inference_mode(False):
+        return torch.empty(batch, heads, num_slots, head_dim, dtype=like.dtype, device=like.device)
+
 
 _PAGE = 64  # keys that are kept or evicted together
 _LEAST_SLOTS = 256

@@ -24,14 +24,14 @@ from ..engines import (
     refuse_transforms,
     row_forward,
     row_parts,
+    sum_dtype,
     with_sinks,
 )
 from ..masks import Bound, Mixture, Pattern, causal
 from ..masks.core import bytes_text, common_period, require_expression, require_int, shortened
 from ..masks.needs import FOREVER, RowSource, causal_by_form, later_pair
 from ..masks.patterns import names
-from ._held_keys import HeldKeys
-from ._key_store import KeyStore
+from ._held_keys import HeldKeys, KeyStore
 
 # B batch, H query heads, G key/value heads, N new tokens, D head dim
 
@@ -194,7 +194,7 @@ class KVCache:
         if not all(_accepts(self.pattern, queries, run) for run in runs):
             return self._rows(q, held)  # some patterns insist on all keys that they name
         if not runs:
-            wide = torch.promote_types(q.dtype, torch.float32)
+            wide = sum_dtype(q)
             return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
         out, lse = self._attend_run(q, runs[0], held.store)
         for run in runs[1:]:

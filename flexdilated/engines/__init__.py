@@ -1,15 +1,12 @@
 """What computes attention: a plan made ready for a device, its operands, gathering and merging, ops, the reference."""
 
 from ._call_key import CallKey
-from ._flat_op import flat_op, own_op
-from ._gather import merge_, side
-from ._merge import merge
-from ._op_gradient import copies, no_gradients, refuse, set_gradient
-from ._placed_call import PlacedCall, WholeRows, placed_engine
+from ._gather import merge_, side_of
+from ._merge import WholeRows, add_sinks, merge, nothing, sum_dtype, with_sinks
+from ._ops import copies, flat_op, is_transformed, no_gradients, own_op, refuse, refuse_transforms, set_gradient
+from ._placed_call import PlacedCall, placed_engine
 from ._reference import modified_scores, multiplicity, reference_attention
 from ._score_mod import ScoreMod, probe
-from ._sinks import add_sinks, nothing, with_sinks
-from ._transforms import is_transformed, refuse_transforms
 from ._tuned import TuningKey, TuningResult, chosen, num_measured, remember, result_of
 from .flex import FlexStep, allowed_on, flex, make_flex_program, missing_compiler, num_flex_functions, run_flex
 from .rows import MOST_ROWS, Branch, GroupedBranch, branch_rules, group_heads, row_forward, row_parts
@@ -17,7 +14,6 @@ from .tiles import (
     GATHERED_BYTES,
     Calls,
     Program,
-    Result,
     Step,
     make_program,
     program_of,

@@ -43,6 +43,11 @@ class CallKey(NamedTuple):
         return cls._make((pattern, *map(int, numbers), tuple(block_size), placement))
 
     @property
+    def first(self) -> tuple[int, int, int]:
+        """The global head and the positions of the first head, query and key."""
+        return self.head_offset, self.q_offset, self.k_offset
+
+    @property
     def flex_sides(self) -> tuple[int, int]:
         """The sides of FlexAttention's blocks: as asked for, or those that all its kernels take."""
         rows, columns = self.block_size or (128, 128)

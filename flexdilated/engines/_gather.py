@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from ..masks.orders import Compact, Layout, Permutation
+from ..masks.orders import Compact, Layout, Listed, Permutation, Placement
+from ..masks.planning import Plan, Term
 
 # B batch, X heads of a tensor, H heads of a term, F folds, S slots, N tokens, D head dim
 
@@ -107,6 +108,7 @@ class Whole:
 
     layout: Permutation
     given: Layout
+    heads: tuple[int, ...]
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B X 1 S ..."]:
         return self._reorder(x).unsqueeze(2)
@@ -125,13 +127,7 @@ class Whole:
         reached.fill_(True)
         return fresh
 
-    def merge(
-        self,
-        out: Float[Tensor, "B X N D"],
-        lse: Float[Tensor, "B X N"],
-        part: Float[Tensor, "B X 1 S D"],
-        part_lse: Float[Tensor, "B X 1 S"],
-    ) -> None:
+    def merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         merge_(out, lse, self._restore(part.squeeze(2)), self._restore(part_lse.squeeze(2)))
 
     def _reorder(self, x: Tensor) -> Tensor:
@@ -182,13 +178,7 @@ class Picked:
         self.put(reached, torch.ones_like(before))
         return not bool(before.any())
 
-    def merge(
-        self,
-        out: Float[Tensor, "B X N D"],
-        lse: Float[Tensor, "B X N"],
-        part: Float[Tensor, "B H F S D"],
-        part_lse: Float[Tensor, "B H F S"],
-    ) -> None:
+    def merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         """Merge a part into the tokens of out and lse, in place."""
         sums = self.take(out), self.take(lse)
         merge_(*sums, part, part_lse)
@@ -208,10 +198,10 @@ class Picked:
 Side = Strands | Whole | Picked
 
 
-def side(layout: Compact | Permutation, given: Layout, heads: tuple[int, ...]) -> Side:
+def side_of(layout: Compact | Permutation, given: Layout, heads: tuple[int, ...]) -> Side:
     """How a tensor's tokens, ordered as `given`, become a term's; `heads` are the tensor's heads it uses."""
     if isinstance(layout, Permutation):
-        return Whole(layout, given)
+        return Whole(layout, given, heads)
     if layout.fold_starts is None:
         return Strands(layout, _runs(heads, layout.starts))
     if len(set(layout.starts)) > 1:
@@ -272,3 +262,72 @@ def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Run, ...]:
         runs.append(Run(begin, index, heads[begin], step, starts[begin]))
         begin = index
     return tuple(runs)
+
+
+Locate = Callable[[int, Int64[Tensor, "..."]], Int64[Tensor, "..."]]  # (head, tokens) -> where they stand in a tensor
+
+
+def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> tuple[Side, Side]:
+    """Where a term's queries and keys lie in tensors of all tokens, or of those that are held.
+
+    `groups` query heads share a key/value head.
+    """
+    if placement is not None:
+        return query_side(term), key_side(term, placement, groups)
+    assert not isinstance(term.q, Listed)
+    assert not isinstance(term.k, Listed)
+    kv_heads = tuple(head // groups for head in term.heads)
+    key_layout = Layout(plan.bound.num_keys, plan.layout.rate)
+    return side_of(term.q, plan.layout, term.heads), side_of(term.k, key_layout, kv_heads)
+
+
+def query_side(term: Term) -> Strands | Picked:
+    """The side of a term's queries, which are counted as q holds them."""
+    return _side(term.q, term.heads, term.heads, lambda head, tokens: tokens)
+
+
+def key_side(term: Term, placement: Placement, groups: int) -> Strands | Picked:
+    """The side of a term's keys, which are counted by position; `groups` query heads share a key/value head.
+
+    Where all query heads of all key/value heads see the same slots, each of these is there once.
+    """
+    every = term.heads == tuple(range(len(term.heads))) and len(term.heads) % groups == 0
+    alike = isinstance(term.k, Listed) or (isinstance(term.k, Compact) and len(set(term.k.starts)) == 1)
+    heads = term.heads[::groups] if every and alike else term.heads
+    kv_heads = tuple(head // groups for head in heads)
+    return _side(term.k, heads, kv_heads, lambda head, tokens: placement.key_slots(head).of(tokens))
+
+
+def _side(
+    layout: Compact | Permutation | Listed, heads: tuple[int, ...], tensor_heads: tuple[int, ...], locate: Locate
+) -> Strands | Picked:
+    """Strided views where the tokens of all heads stand at one stride, else an index."""
+    if isinstance(layout, Compact):
+        tokens = layout.tokens()[: len(heads)]
+    else:
+        assert isinstance(layout, Listed)
+        tokens = layout.positions().expand(len(heads), 1, -1)
+    found: dict[tuple[int, int], Tensor] = {}
+    for index, head in enumerate(tensor_heads):
+        key = (head, int(tokens[index, 0, 0]))  # heads of a term differ in where they start alone
+        if key not in found:
+            found[key] = locate(head, tokens[index])
+    slots = torch.stack([found[head, int(tokens[index, 0, 0])] for index, head in enumerate(tensor_heads)])
+    strided = _strided(slots, heads)
+    if strided is None:
+        return Picked(tensor_heads, slots.int())
+    strands = side_of(strided, Layout(1), tensor_heads)
+    assert isinstance(strands, Strands)
+    return strands
+
+
+def _strided(slots: Int64[Tensor, "H F S"], heads: tuple[int, ...]) -> Compact | None:
+    """The same as one progression a head, folded; None where it is none."""
+    _, folds, length = slots.shape
+    step = int(slots[0, 0, 1] - slots[0, 0, 0]) if length > 1 else 1
+    stride = int(slots[0, 1, 0] - slots[0, 0, 0]) if folds > 1 else 0
+    if step < 1 or stride < 0:
+        return None
+    starts = tuple(slots[:, 0, 0].tolist())
+    strided = Compact(heads, starts, step, length, folds, stride)
+    return strided if torch.equal(strided.tokens(), slots) else None

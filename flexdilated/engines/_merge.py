@@ -1,8 +1,19 @@
-"""Joining softmax parts, as expressions that autograd and torch.compile follow."""
+"""Joining softmax parts, and attention sinks: a logit without a key in each row's softmax denominator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+# B batch, H heads, N queries, D head dim
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of sums over keys and over parts: float32 or wider."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def merge(
@@ -20,3 +31,94 @@ def merge(
     both = torch.logaddexp(torch.where(absent, 0.0, lse), torch.where(absent, 0.0, part_lse))
     joined = torch.where(absent, lse, both)
     return torch.lerp(out, part.to(out.dtype), share.unsqueeze(-1).to(out.dtype)), joined
+
+
+def with_sinks(
+    out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], sinks: Float[Tensor, " H"]
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """(out, lse) with each row's sink in its softmax: a part with output 0 and the sink for its lse."""
+    logits = sinks.to(lse.dtype)[:, None].expand_as(lse)
+    return merge(out, lse, out.new_zeros(()).expand_as(out), logits)
+
+
+def nothing(
+    q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], sinks: Tensor | None
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """(out, lse) where no row has a key, or there is no row: functions of the inputs; q, k and v have gradient 0."""
+    everywhere = torch.ones((), dtype=torch.bool, device=q.device)
+    zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (k, v, *(() if sinks is None else (sinks,))))
+    out = q.masked_fill(everywhere, 0.0) + zero
+    lse = out.sum(-1).to(sum_dtype(q)).masked_fill(everywhere, -torch.inf)
+    return out, lse if sinks is None else with_sinks(out.detach(), lse, sinks)[1]
+
+
+def add_sinks(
+    out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], sinks: Float[Tensor, " H"]
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """The same without autograd, in the memory of `out`."""
+    joined = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    # A row without keys keeps nothing; its difference may be that of two infinities.
+    kept = (lse - joined).exp().masked_fill(lse == -torch.inf, 0.0)
+    return out.mul_(kept[..., None]), joined
+
+
+def sinks_gradient(
+    sinks: Float[Tensor, " H"],
+    out: Float[Tensor, "B H N D"],
+    lse: Float[Tensor, "B H N"],
+    grad_out: Float[Tensor, "B H N D"],
+    grad_lse: Float[Tensor, "B H N"] | None,
+) -> Float[Tensor, " H"]:
+    """Gradient of the sinks, from the out and lse of which they are part.
+
+    A sink has weight exp(sink - lse) and value 0, so like any score it gets that weight times
+    (grad_out · value - grad_out · out + grad_lse).
+    """
+    # A row without keys has output 0, whatever its gradient holds.
+    delta = torch.where(out == 0, 0.0, grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse.to(lse.dtype)
+    absent = lse == -torch.inf
+    weight = (sinks.to(lse.dtype)[:, None] - lse.masked_fill(absent, torch.inf)).exp()
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """Rows over all their keys: out, lse, and the gradients that came in."""
+
+    out: Float[Tensor, "B H N D"]
+    lse: Float[Tensor, "B H N"]
+    grad_out: Float[Tensor, "B H N D"]
+    grad_lse: Float[Tensor, "B H N"] | None
+
+    def delta(self) -> Float[Tensor, "B H N"]:
+        """The gradient of a score is its weight times (grad_out · value - delta)."""
+        delta = _dot(self.grad_out, self.out, self.lse.dtype)
+        return delta if self.grad_lse is None else delta - self.grad_lse
+
+    def gradients_of(self, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of (out, lse) of a part of the keys."""
+        return part_gradients(part, part_lse, self.grad_out, self.lse, self.delta())
+
+
+def part_gradients(
+    part: Float[Tensor, "*rows D"],
+    part_lse: Float[Tensor, "*rows"],
+    grad_out: Float[Tensor, "*rows D"],
+    lse: Float[Tensor, "*rows"],
+    delta: Float[Tensor, "*rows"],
+) -> tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows"]]:
+    """The gradients of (out, lse) of a part of some rows' keys, whose weight in a row is exp(its lse - lse).
+
+    Its lse moves out by weight * (part - out), and lse by weight.
+    """
+    absent = part_lse == -torch.inf
+    weight = torch.where(absent, 0.0, (part_lse - torch.where(absent, 0.0, lse)).exp())
+    of_lse = weight * (_dot(grad_out, part, lse.dtype) - delta)
+    return (weight[..., None] * grad_out).to(part.dtype), of_lse.to(part_lse.dtype)
+
+
+def _dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product of each two rows, in a type that is wide enough for it."""
+    return (x.to(dtype) * y).sum(-1)

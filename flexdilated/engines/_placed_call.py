@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..masks.orders import Placement
 from ._call_key import CallKey
+from ._merge import WholeRows
 from .flex._flex_op import flex
-from .tiles._tiles import Result
 from .tiles._tiles_op import attention, gradients, tiles
 
 # B batch, H query heads, G key/value heads, L queries, M keys, D head dim
@@ -43,7 +43,7 @@ class PlacedCall:
         if self.engine == "tiles" and wide:
             return attention(self._key(q, k), q, k, v, sinks, bindings, self.scale, wide=True)
         if self.engine == "tiles":
-            return tiles(q, k, v, sinks, bindings, self.pattern, self.scale, *self._where)
+            return tiles(q, k, v, sinks, bindings, *self._key(q, k), self.scale)
         options = {"scale": self.scale, "score_mod": None, "sinks": sinks, "return_lse": return_lse}
         return flex(q, k, v, bindings, self._key(q, k), **options)
 
@@ -55,8 +55,7 @@ class PlacedCall:
         The gradients of all parts add up to those of the whole; tiles gives them in float32 or wider.
         """
         if self.engine == "tiles":
-            result = Result(whole.out, whole.lse, whole.grad_out, whole.grad_lse)
-            return gradients(self._key(q, k), q, k, v, bindings, result, self.scale, wide=True)
+            return gradients(self._key(q, k), q, k, v, bindings, whole, self.scale, wide=True)
         with torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
             part, part_lse = self.forward(q, k, v, None, bindings)
@@ -67,34 +66,12 @@ class PlacedCall:
 
     def key(self, num_heads: int, num_kv_heads: int, num_queries: int, num_keys: int) -> CallKey:
         """The call with these sizes."""
-        return CallKey.of(self.pattern, num_heads, num_kv_heads, num_queries, num_keys, *self._where)
+        heads = (self.head_offset, self.num_heads_global)
+        sizes = (num_heads, num_kv_heads, num_queries, num_keys)
+        return CallKey(self.pattern, *sizes, 0, 0, *heads, 1, self.sides, self.placement.text)
 
     def _key(self, q: Tensor, k: Tensor) -> CallKey:
         return self.key(q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-
-    @property
-    def _where(self) -> tuple[int | list[int] | str, ...]:
-        return (0, 0, self.head_offset, self.num_heads_global, 1, list(self.sides), self.placement.text)
-
-
-@dataclass(frozen=True)
-class WholeRows:
-    """Rows over all their keys: out, lse, and the gradients that came in."""
-
-    out: Tensor
-    lse: Tensor
-    grad_out: Tensor
-    grad_lse: Tensor | None
-
-    def gradients_of(self, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of (out, lse) of a part of the keys: its weight in a row is exp(its lse - lse)."""
-        absent = part_lse == -torch.inf
-        weight = torch.where(absent, 0.0, (part_lse - torch.where(absent, 0.0, self.lse)).exp())
-        wide = self.grad_out.to(self.lse.dtype)
-        delta = (wide * (part.to(wide.dtype) - self.out.to(wide.dtype))).sum(-1)
-        if self.grad_lse is not None:
-            delta = delta + self.grad_lse
-        return (weight[..., None] * wide).to(part.dtype), (weight * delta).to(part_lse.dtype)
 
 
 def placed_engine(engine: str, device: torch.device) -> str:

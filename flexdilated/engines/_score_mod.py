@@ -18,56 +18,22 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class InOrder:
-    """A shared term's indices: slots in any order of the tokens, and this device's heads."""
+class Indices:
+    """What a term's (batch, head, query, key) indices stand for: batch entry, global head and positions.
 
-    first_head: Int64[Tensor, ""]
-    q_positions: Int64[Tensor, " N"]
-    k_positions: Int64[Tensor, " M"]
+    `translate` makes of a score_mod and these numbers one that a term's indices go into.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        return self.q_positions.nbytes + self.k_positions.nbytes
-
-    def at_positions(self, score_mod: ScoreMod) -> ScoreMod:
-        return _in_order(score_mod, self.first_head, self.q_positions, self.k_positions)
-
-
-@dataclass(frozen=True, eq=False)
-class Shifted:
-    """A shared term's indices in the natural order of tokens."""
-
-    first_head: Int64[Tensor, ""]
-    q_offset: Int64[Tensor, ""]
-    k_offset: Int64[Tensor, ""]
-    nbytes = 0
-
-    def at_positions(self, score_mod: ScoreMod) -> ScoreMod:
-        return _shifted(score_mod, self.first_head, self.q_offset, self.k_offset)
-
-
-@dataclass(frozen=True, eq=False)
-class Folded:
-    """A compact term's indices: slots a step apart, from each head's first on, with segments in the batch."""
-
-    heads: Int64[Tensor, " H"]
-    q_firsts: Int64[Tensor, " H"]
-    k_firsts: Int64[Tensor, " H"]
-    q_step: Int64[Tensor, ""]
-    k_step: Int64[Tensor, ""]
-    folds: Int64[Tensor, ""]
-    fold_stride: Int64[Tensor, ""]
+    translate: Callable[..., ScoreMod]
+    numbers: tuple[Int64[Tensor, "..."], ...]
 
     @property
     def nbytes(self) -> int:
-        return self.heads.nbytes + self.q_firsts.nbytes + self.k_firsts.nbytes
+        """Bytes of what grows with tokens or heads."""
+        return sum(each.nbytes for each in self.numbers if each.dim())
 
     def at_positions(self, score_mod: ScoreMod) -> ScoreMod:
-        progressions = self.q_firsts, self.k_firsts, self.q_step, self.k_step
-        return _folded(score_mod, self.heads, *progressions, self.folds, self.fold_stride)
-
-
-Indices = InOrder | Shifted | Folded
+        return self.translate(score_mod, *self.numbers)
 
 
 def new_score(found: object) -> Tensor:
@@ -86,7 +52,7 @@ def probe(score_mod: ScoreMod, q: Tensor, head: int, q_position: int, k_position
 
 
 def indices_of(term: Term, device: torch.device) -> Indices:
-    """What a term's (batch, head, query, key) indices stand for: batch entry, global head and positions."""
+    """What the indices of a term stand for."""
 
     def scalar(value: int) -> Tensor:
         return torch.tensor(value, device=device)
@@ -96,64 +62,74 @@ def indices_of(term: Term, device: torch.device) -> Indices:
         q_firsts = torch.tensor(term.q.starts, device=device) + term.q_offset
         k_firsts = torch.tensor(term.k.starts, device=device) + term.k_offset
         numbers = map(scalar, (term.q.step, term.k.step, term.folds, term.q.fold_stride))
-        return Folded(heads, q_firsts, k_firsts, *numbers)
+        return Indices(folded, (heads, q_firsts, k_firsts, *numbers))
     assert isinstance(term.q, Permutation | Listed)
     assert isinstance(term.k, Permutation | Listed)
     if all(isinstance(side, Permutation) and side.is_natural for side in (term.q, term.k)):
-        return Shifted(*map(scalar, (term.head_offset, term.q_offset, term.k_offset)))
+        return Indices(shifted, tuple(map(scalar, (term.head_offset, term.q_offset, term.k_offset))))
     positions = (term.q.positions(device) + term.q_offset, term.k.positions(device) + term.k_offset)
-    return InOrder(scalar(term.head_offset), *positions)
-
-
-def with_bias(score_mod: ScoreMod | None, bias: Float[Tensor, "H Q K"]) -> ScoreMod:
-    """A caller's score_mod, if any, and then a number for each head and pair of slots."""
-    return _biased(bias) if score_mod is None else _also_biased(score_mod, bias)
+    return Indices(in_order, (scalar(term.head_offset), *positions))
 
 
 # FlexAttention wants one plain closure, with its parameters in tensors.
 
 
-def _in_order(score_mod: ScoreMod, first_head: Tensor, q_positions: Tensor, k_positions: Tensor) -> ScoreMod:
+def with_bias(score_mod: ScoreMod | None, bias: Float[Tensor, "H Q K"]) -> ScoreMod:
+    """A caller's score_mod, if any, and then a number for each head and pair of slots."""
+    if score_mod is None:
+
+        def biased(score, b, h, q, k):
+            return score + bias[h, q, k]
+
+        return biased
+    inner = score_mod
+
+    def also_biased(score, b, h, q, k):
+        return inner(score, b, h, q, k) + bias[h, q, k]
+
+    return also_biased
+
+
+def in_order(
+    score_mod: ScoreMod,
+    first_head: Int64[Tensor, ""],
+    q_positions: Int64[Tensor, " N"],
+    k_positions: Int64[Tensor, " M"],
+) -> ScoreMod:
+    """For a shared term: slots in any order of the tokens, and this device's heads."""
+
     def at_positions(score, b, h, q, k):
         return new_score(score_mod(score, b, h + first_head, q_positions[q], k_positions[k]))
 
     return at_positions
 
 
-def _shifted(score_mod: ScoreMod, first_head: Tensor, q_offset: Tensor, k_offset: Tensor) -> ScoreMod:
+def shifted(
+    score_mod: ScoreMod, first_head: Int64[Tensor, ""], q_offset: Int64[Tensor, ""], k_offset: Int64[Tensor, ""]
+) -> ScoreMod:
+    """For a shared term in the natural order of tokens."""
+
     def at_positions(score, b, h, q, k):
         return new_score(score_mod(score, b, h + first_head, q + q_offset, k + k_offset))
 
     return at_positions
 
 
-def _folded(
+def folded(
     score_mod: ScoreMod,
-    heads: Tensor,
-    q_firsts: Tensor,
-    k_firsts: Tensor,
-    q_step: Tensor,
-    k_step: Tensor,
-    folds: Tensor,
-    fold_stride: Tensor,
+    heads: Int64[Tensor, " H"],
+    q_firsts: Int64[Tensor, " H"],
+    k_firsts: Int64[Tensor, " H"],
+    q_step: Int64[Tensor, ""],
+    k_step: Int64[Tensor, ""],
+    folds: Int64[Tensor, ""],
+    fold_stride: Int64[Tensor, ""],
 ) -> ScoreMod:
+    """For a compact term: slots a step apart, from each head's first on, with segments in the batch."""
+
     def at_positions(score, b, h, q, k):
         start = b % folds * fold_stride
         q_position, k_position = start + q_firsts[h] + q * q_step, start + k_firsts[h] + k * k_step
         return new_score(score_mod(score, b // folds, heads[h], q_position, k_position))
 
     return at_positions
-
-
-def _biased(bias: Tensor) -> ScoreMod:
-    def biased(score, b, h, q, k):
-        return score + bias[h, q, k]
-
-    return biased
-
-
-def _also_biased(score_mod: ScoreMod, bias: Tensor) -> ScoreMod:
-    def biased(score, b, h, q, k):
-        return score_mod(score, b, h, q, k) + bias[h, q, k]
-
-    return biased

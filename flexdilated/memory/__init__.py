@@ -1,4 +1,12 @@
 """What a call holds in memory, predicted."""
 
-from ._live_bytes import Hidden, LiveBytes, fake_tensors, nbytes
-from ._memory import LARGEST_RUN, AttentionMemory, AttentionSize, attention_memory
+from ._memory import (
+    LARGEST_RUN,
+    AttentionMemory,
+    AttentionSize,
+    Hidden,
+    LiveBytes,
+    attention_memory,
+    fake_tensors,
+    nbytes,
+)

@@ -2,20 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from ..engines import CallKey
+from ..engines import (
+    GATHERED_BYTES,
+    CallKey,
+    Calls,
+    FlexStep,
+    Program,
+    Step,
+    WholeRows,
+    allowed_on,
+    make_flex_program,
+    program_of,
+    run_backward,
+    run_flex,
+    run_forward,
+)
 from ..masks.core import Expression, require_int
 from ..masks.patterns import names
-from ._live_bytes import LiveBytes, fake_tensors, nbytes
-from ._memory_flex import flex_attention_of
-from ._memory_tiles import tiles_attention_of
+from ..masks.planning import plan
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Bytes of an operator that shows only its results.
+
+    `work` are alive while it runs, besides its inputs; `kept` stay as long as its last result does.
+    """
+
+    work: int
+    kept: int = 0
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts each storage that an operation returns, from then until it is freed; views cost nothing.
+
+    `live` and `peak` are in bytes. What a kernel allocates inside is not seen, but for operators in `hidden`.
+    Over fake tensors, which have sizes and no memory, the counts are those of a real run.
+    """
+
+    def __init__(self, *held: Tensor, hidden: Mapping[object, Hidden] | None = None) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._hidden = hidden or {}
+        self._known: dict[int, int] = {}
+        for x in held:
+            self._hold(x)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        hidden = self._hidden.get(func)
+        if hidden is not None:
+            self.peak = max(self.peak, self.live + hidden.work)
+        results = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.device.type != "meta"]
+        for x in tensors:
+            self._hold(x)
+        if hidden is not None and hidden.kept:
+            self._count(hidden.kept)
+            weakref.finalize(tensors[-1].untyped_storage(), self._count, -hidden.kept).atexit = False
+        return results
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        self.peak = self.live
+
+    def _hold(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self._known:
+            self._known[key] = storage.nbytes()
+            self._count(storage.nbytes())
+            weakref.finalize(storage, self._drop, key).atexit = False
+
+    def _drop(self, key: int) -> None:
+        self._count(-self._known.pop(key))
+
+    def _count(self, number: int) -> None:
+        self.live += number
+        self.peak = max(self.peak, self.live)
+
+
+def nbytes(*tensors: Tensor) -> int:
+    """Bytes of the tensors' elements."""
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def fake_tensors() -> FakeTensorMode:
+    """A mode in which tensors have sizes and no memory; real ones may take part."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
 
 # Beyond, every part grows in proportion to the tokens: whole tensors do, and what is gathered at once has a bound.
 LARGEST_RUN = 1 << 20
@@ -136,3 +224,115 @@ def _empty(heads: int, size: AttentionSize) -> Tensor:
     if size.tokens_outermost:
         return torch.empty(shape[0], shape[2], shape[1], shape[3], dtype=size.dtype).transpose(1, 2)
     return torch.empty(shape, dtype=size.dtype)
+
+
+_SIDES = (128, 128)  # the engine's own
+
+
+def flex_attention_of(
+    key: CallKey, rule: Expression, *, device: str
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], int]:
+    """(q, k, v) -> (out, lse) by the engine's own steps, with a stand-in for the kernel; and its tables' bytes.
+
+    The plan is that of the device; tables and rows are built on the CPU, where no such device is needed.
+    """
+    best = plan(key.bound(rule), device=device, allowed=allowed_on(torch.device(device)))
+    sizes = {"num_kv_heads": key.num_kv_heads, "block_size": _SIDES}
+    program = make_flex_program(best, key.layout, **sizes, device=torch.device("cpu"))
+    program = replace(program, steps=tuple(map(_with_stand_in, program.steps)))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = run_flex(program, q, k, v, scale=1.0, return_lse=True, direct=False)
+        assert lse is not None
+        return out, lse
+
+    return attention, program.nbytes
+
+
+class _Aux(NamedTuple):
+    lse: Tensor
+
+
+def _with_stand_in(step: FlexStep) -> FlexStep:
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, _Aux]:
+        out, lse = _Kernel.apply(q, k, v)
+        return out, _Aux(lse)
+
+    return replace(step, call=call)
+
+
+class _Kernel(torch.autograd.Function):
+    """What FlexAttention keeps and returns: out as q lies, lse in float32, and in the backward delta besides."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, _, lse = ctx.saved_tensors
+        delta = torch.empty_like(lse)
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        del delta
+        return grads
+
+
+# Enough of what repeats: this many steps of a kind, so that one has neighbours on both sides, and twice the problems
+# of a call that the engine gathers at once.
+_STEPS, _GATHERED_BYTES = 3, 2 * GATHERED_BYTES
+
+
+def tiles_attention_of(
+    key: CallKey, rule: Expression, *, key_bytes: int
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], int]:
+    """(q, k, v) -> (out, lse) by the engine's own steps, without its operator around them; and its tables' bytes.
+
+    `key_bytes` are those of a key and its value over the batch. Of steps that are alike only a few are taken, as
+    what they hold is freed before others of their kind begin.
+    """
+    program = program_of(key, rule, "cpu", None, written=key.pattern)
+    few = _few_of_each_kind(program, key_bytes)
+    return lambda q, k, v: _Tiles.apply(q, k, v, few), program.nbytes
+
+
+class _Tiles(torch.autograd.Function):
+    """Keeps what the operator keeps."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, program: Program) -> tuple[Tensor, Tensor]:
+        out, lse = run_forward(program, q, k, v, 1.0)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.program = program
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *run_backward(ctx.program, q, k, v, WholeRows(out, lse, *grad_outputs), 1.0), None
+
+
+def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
+    taken: Counter[object] = Counter()
+    steps = []
+    for step in program.steps:
+        kind = _kind(step)
+        taken[kind] += 1
+        if taken[kind] <= _STEPS:
+            few = None if step.calls is None else _few_problems(step.calls, key_bytes)
+            steps.append(replace(step, calls=few))
+    return replace(program, steps=tuple(steps))
+
+
+def _kind(step: Step) -> object:
+    """Sizes of all that a step allocates."""
+    term = step.term
+    sizes = len(term.heads), term.folds, term.q.num_slots, term.k.num_slots
+    return term.shape, sizes, term.multiplicity, step.fresh, type(step.queries), id(step.calls)
+
+
+def _few_problems(calls: Calls, key_bytes: int) -> Calls:
+    few = (next(call.parts(1 + _GATHERED_BYTES // (call.keys.length * key_bytes)), call) for call in calls.calls)
+    return replace(calls, calls=tuple(few))

@@ -1,8 +1,7 @@
 """Modules: attention by a pattern, dilated attention, a drop-in for `nn.MultiheadAttention`, and the LongNet model."""
 
 from ._block_sparse import BlockSparseAttention
-from ._dilated_attention import DilatedAttention
-from ._dilated_over_ranks import HeadParallelDilatedAttention, RingDilatedAttention
+from ._dilated_attention import DilatedAttention, HeadParallelDilatedAttention, RingDilatedAttention
 from ._generate import Sampling, generate
 from ._longnet import LongNet
 from ._longnet_config import LongNetConfig

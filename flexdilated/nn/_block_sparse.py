@@ -16,9 +16,8 @@ from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
 from ..masks.core import require_bool, require_expression, require_int
 from ..masks.planning import block_sides
-from ._over_ranks import over_ranks
-from ._padding import without_padding
-from ._repr import engine_text, pattern_text, ranks_text
+from ._call_masks import without_padding
+from ._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -109,21 +108,12 @@ class BlockSparseAttention(nn.Module):
                 check_tensors(*autocast(q, k, v), enable_gqa=self.enable_gqa)
             tokens = k.shape[2] if self.over_ranks is None else self.over_ranks.sharding_of(k.shape[2]).num_tokens
             pattern = without_padding(pattern, key_padding_mask, (k.shape[0], tokens), k_offset=k_offset)
-        return self._attend(
-            q,
-            k,
-            v,
-            pattern,
-            {"q_offset": q_offset, "k_offset": k_offset},
-            score_mod=score_mod,
-            bindings=bindings,
-            head_offset=head_offset,
-            num_heads_global=num_heads_global,
-        )
-
-    def _attend(self, q, k, v, pattern: Pattern | Mixture, offsets: dict[str, int | Tensor], **options) -> Tensor:
-        options |= {"scale": self.scale, "enable_gqa": self.enable_gqa, "sinks": self.sinks}
-        options |= {"engine": self.engine, "block_size": self.block_size}
+        options = {
+            "score_mod": score_mod, "bindings": bindings, "head_offset": head_offset,
+            "num_heads_global": num_heads_global, "scale": self.scale, "enable_gqa": self.enable_gqa,
+            "sinks": self.sinks, "engine": self.engine, "block_size": self.block_size,
+        }  # fmt: skip
+        offsets = {"q_offset": q_offset, "k_offset": k_offset}
         if self.over_ranks is None:
             return attend(q, k, v, pattern, autotune=self.autotune, **offsets, **options)
         if any(offsets.values()):

@@ -18,12 +18,7 @@ NextLogits = Callable[[Int64[Tensor, "B N"]], Float[Tensor, "B V"]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn from its logits; checked once.
-
-    temperature: the logits' divisor; 0 takes the most likely token. top_k: only the k most likely tokens.
-    top_p: only the most likely tokens that together reach this probability. Both may be given; the most likely
-    token always stays. generator: the source of randomness, on the model's device; None is torch's own.
-    """
+    """How the next token is drawn from its logits, as in `LongNet.generate`; checked once."""
 
     temperature: float = 1.0
     top_k: int | None = None

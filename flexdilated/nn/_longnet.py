@@ -16,13 +16,11 @@ from .._attend import autocast_dtype
 from .._validate import require_dense
 from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
+from ._call_masks import without_padding
 from ._generate import Sampling, generate
-from ._longnet_block import Block
+from ._longnet_block import Block, rotary_table
 from ._longnet_config import LongNetConfig
-from ._over_ranks import over_ranks
-from ._padding import without_padding
-from ._repr import engine_text, pattern_text, ranks_text
-from ._rotary import rotary_table
+from ._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -135,9 +133,10 @@ class LongNet(nn.Module):
         """The tokens and what follows them, drawn one by one from the model's logits.
 
         temperature: the logits' divisor; 0 takes the most likely token. top_k, top_p: only the k most likely
-        tokens, only the most likely ones that together reach probability p. generator: the source of randomness;
-        None is torch's own. stop: a token after which a sequence has nothing else; once all have drawn it the
-        result ends. prefill_chunk: tokens of the prompt that go through the model at once, which bounds memory.
+        tokens, only the most likely ones that together reach probability p; both may be given, and the most likely
+        token always stays. generator: the source of randomness, on the model's device; None is torch's own. stop: a
+        token after which a sequence has nothing else; once all have drawn it the result ends. prefill_chunk: tokens of
+        the prompt that go through the model at once, which bounds memory.
 
         Raises ValueError or TypeError for a model that is not causal or has no vocabulary, and for bad values.
         """
@@ -231,7 +230,11 @@ class LongNet(nn.Module):
             fits, rule = tokens.dim() == 3 and shape[-1] == E, f"(batch, tokens, {E})"
         if not fits:
             raise ValueError(f"the input must have shape {rule}; got {shape}")
-        self._check_dtype(tokens)
+        if self.embedding is not None:
+            if tokens.dtype != torch.int64:
+                raise TypeError(f"tokens must be int64; got {tokens.dtype}")
+        elif tokens.dtype != self.norm.weight.dtype and autocast_dtype(device) is None:
+            raise TypeError(f"the input must have the model's dtype {self.norm.weight.dtype}; got {tokens.dtype}")
 
     def _check_one_rank(self, what: str) -> None:
         if self.over_ranks is not None:
@@ -252,13 +255,6 @@ class LongNet(nn.Module):
                 f"a model of {len(self.blocks)} blocks needs as many caches that have seen the same tokens; "
                 f"got {len(seen)} that have seen {seen}"
             )
-
-    def _check_dtype(self, tokens: Tensor) -> None:
-        if self.embedding is not None:
-            if tokens.dtype != torch.int64:
-                raise TypeError(f"tokens must be int64; got {tokens.dtype}")
-        elif tokens.dtype != self.norm.weight.dtype and autocast_dtype(tokens.device) is None:
-            raise TypeError(f"the input must have the model's dtype {self.norm.weight.dtype}; got {tokens.dtype}")
 
     def extra_repr(self) -> str:
         way = f"{engine_text(self.config.engine)}{ranks_text(self.over_ranks)}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .._engines import check_engine
 from ..masks import Mixture, Pattern
 from ..masks.core import require_bool, require_choice, require_finite, require_int
-from ._dilated_pattern import dilated_pattern
+from ._dilated_attention import dilated_pattern
 
 LAYOUTS = ("auto", "natural", "residue")
 
@@ -103,10 +103,5 @@ class LongNetConfig:
     @property
     def pattern(self) -> Pattern | Mixture:
         """Who attends to whom, in every layer."""
-        return dilated_pattern(
-            self.segment_lengths,
-            self.dilation_rates,
-            causal=self.causal,
-            offsets=self.offsets,
-            heads=self.heads,
-        )
+        options = {"causal": self.causal, "offsets": self.offsets, "heads": self.heads}
+        return dilated_pattern(self.segment_lengths, self.dilation_rates, **options)

@@ -14,11 +14,9 @@ from .._attend import attend, autocast_dtype
 from .._engines import check_engine
 from .._validate import require_dense
 from ..masks.core import require_bool, require_finite, require_int
-from ._causal_mask import require_causal_mask
-from ._dilated_pattern import dilated_pattern
-from ._over_ranks import over_ranks
-from ._padding import without_padding
-from ._repr import engine_text, pattern_text, ranks_text
+from ._call_masks import require_causal_mask, without_padding
+from ._dilated_attention import dilated_pattern
+from ._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -223,16 +221,12 @@ def _check_unavailable(dropout: float, *, add_bias_kv: bool, add_zero_attn: bool
             "dropout must be 0, as attention weights are never formed: apply nn.Dropout to the module's "
             f"output instead; got {dropout=}"
         )
-    if require_bool("add_bias_kv", add_bias_kv):
-        raise ValueError(
-            "add_bias_kv must be False, as a key without a position is in no segment: prepend a learned "
-            "token to the sequence instead; got add_bias_kv=True"
-        )
-    if require_bool("add_zero_attn", add_zero_attn):
-        raise ValueError(
-            "add_zero_attn must be False, as a key without a position is in no segment: prepend a learned "
-            "token to the sequence instead; got add_zero_attn=True"
-        )
+    for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
+        if require_bool(name, value):
+            raise ValueError(
+                f"{name} must be False, as a key without a position is in no segment: prepend a learned token to the "
+                f"sequence instead; got {name}=True"
+            )
 
 
 def _check_call(need_weights: bool) -> None:

@@ -1,4 +1,4 @@
-"""OverRanks: how a module's attention runs where its sequence lies on many ranks."""
+"""What modules have in common: how their attention runs over ranks, and what they say of themselves in a repr."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
-from ..masks.core import require_choice
+from ..masks.core import require_choice, shortened
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..distributed import Sharding
     from ..distributed.group import Ranks
     from ..distributed.wire import CodecChoice, PoolChoice
+
 
 SCHEDULES = ("auto", "exchange", "ring", "heads")
 
@@ -129,3 +130,21 @@ def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRa
         if value is not None:
             raise ValueError(f"{name} says how the ranks of a mesh share the work and needs mesh; got {name}={value!r}")
     return None
+
+
+LONGEST = 400  # characters of a pattern: a module stands among others
+
+
+def pattern_text(pattern: Pattern | Mixture) -> str:
+    """The expression, or its beginning."""
+    return shortened(repr(pattern), LONGEST)
+
+
+def engine_text(engine: str | None) -> str:
+    """The engine, and what None stands for."""
+    return f"engine={engine!r}{' (tiles on CPU, flex elsewhere)' if engine is None else ''}"
+
+
+def ranks_text(over_ranks: OverRanks | None) -> str:
+    """The mesh with schedule and pool, to go behind all else; nothing without one."""
+    return "" if over_ranks is None else f", {over_ranks}"

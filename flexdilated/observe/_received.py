@@ -9,13 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .._attend import attend, autocast
+from .._attend import attend, autocast, planned_call
 from .._engines import choose_engine
-from .._validate import check_layout, check_sizes, check_tensors, resolve_scale, run_time_tensors
-from ..engines import refuse_transforms, tiles_backward
+from .._validate import check_tensors
+from ..engines import refuse_transforms, sum_dtype, tiles_backward
 from ..masks import Layout, Mixture, Pattern
 from ..masks.core import require_expression
-from ..masks.planning import block_sides
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -56,24 +55,18 @@ def attention_received(
     check_tensors(q, k, k, enable_gqa=enable_gqa)
     _check_lse(lse, q)
     where = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
-    heads = check_sizes(pattern, q, **where, num_heads_global=num_heads_global)
-    check_layout(layout, q, k)
-    tensors = run_time_tensors(pattern, bindings, has_values=not q.is_meta)
-    sides = () if block_size is None else block_sides(block_size)
-    factor = resolve_scale(scale, q.shape[-1])
-    first = (head_offset, q_offset, k_offset)
+    options = {**where, "num_heads_global": num_heads_global, "layout": layout, "block_size": block_size}
+    call, tensors, factor = planned_call(q, k, pattern, scale=scale, bindings=bindings, **options)
     if engine == "flex" and q.device.type == "cpu":
         raise ValueError("attention_received needs a backward, and flex has none on CPU; engine='tiles' serves it")
-    chosen = choose_engine(engine, q, k, k, pattern, first=first, return_lse=True, score_mod=None, sinks=None)
+    chosen = choose_engine(engine, q, k, k, pattern, first=call.first, return_lse=True, score_mod=None, sinks=None)
     refuse_transforms("attention_received", (q, k, lse))
-    q, k, lse = q.detach(), k.detach(), lse.detach().to(torch.promote_types(q.dtype, torch.float32))
+    q, k, lse = q.detach(), k.detach(), lse.detach().to(sum_dtype(q))
     if 0 in q.shape or 0 in k.shape:
         return lse.new_zeros(q.shape[0], q.shape[1], k.shape[2])
     if chosen == "tiles":
-        rate = 1 if layout is None else layout.rate
-        options = (pattern.text, factor, q_offset, k_offset, head_offset, heads, rate, list(sides), "")
-        return _by_tiles(q, k, lse, tensors, *options)
-    options = {**where, "scale": factor, "num_heads_global": heads, "layout": layout, "block_size": block_size}
+        return _by_tiles(q, k, lse, tensors, *call, factor)
+    options |= {"scale": factor, "num_heads_global": call.num_heads_global}
     return _by_autograd(q, k, lse, pattern, bindings=bindings, engine=chosen, **options)
 
 
@@ -82,7 +75,7 @@ def _by_tiles(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], *option
 
     With an out of 0 no row has anything to share among its scores, and v takes no part in its own gradient.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = sum_dtype(q)
     # Keys that are wider than queries have gradients as wide; they are read in the queries' dtype.
     q, k = (q.to(wide) if q.device.type == "cpu" else q), k.to(wide)
     out = torch.zeros_like(q)
@@ -97,7 +90,7 @@ def _by_autograd(
     q: Tensor, k: Tensor, lse: Tensor, pattern: Pattern | Mixture, *, engine: str, **options: Any
 ) -> Tensor:
     """Through a call of `attend`, whose own lse is that of these keys, without sinks."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = sum_dtype(q)
     with torch.inference_mode(False), torch.enable_grad():
         q, k, lse = (x.clone() if x.is_inference() else x for x in (q, k, lse))
         if engine == "reference":

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ..engines import allowed_on
+from ..engines import (
+    CallKey,
+    TuningKey,
+    TuningResult,
+    WholeRows,
+    allowed_on,
+    chosen,
+    make_flex_program,
+    make_program,
+    remember,
+    result_of,
+    run_backward,
+    run_flex,
+    run_forward,
+)
 from ..masks.core import Bound
 from ..masks.orders import Layout
+from ..masks.plan_cache import PatternText, debug_wanted
 from ..masks.planning import (
     ANYTHING,
-    Allowed,
     Candidates,
     Choice,
     Option,
@@ -22,7 +43,126 @@ from ..masks.planning import (
     machine_of,
     way_of,
 )
-from ._tune_trial import Inputs, Run, Times, check_alike, interleave, trial
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What is attended over, and the gradient of the output."""
+
+    q: Float[Tensor, "B H N D"]
+    k: Float[Tensor, "B G M D"]
+    v: Float[Tensor, "B G M D"]
+    grad: Float[Tensor, "B H N D"]
+
+    @classmethod
+    def of(
+        cls, bound: Bound, *, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, batch: int = 1
+    ) -> Inputs:
+        """Drawn from a seed of their own: torch's generators stay as they are."""
+        generator = torch.Generator().manual_seed(0)
+        queries, keys = (bound.num_heads, bound.num_queries), (num_kv_heads, bound.num_keys)
+        drawn = (torch.randn(batch, *size, head_dim, generator=generator) for size in (queries, keys, keys, queries))
+        return cls(*(x.to(device, dtype) for x in drawn))
+
+    @classmethod
+    def like(cls, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+        """A call's own tensors; what stands for the gradient makes no difference to its time."""
+        return cls(q.detach(), k.detach(), v.detach(), q.detach())
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each round of one trial."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """The slowest round over the fastest."""
+        return max(self.seconds) / min(self.seconds)
+
+
+Run = Callable[[], tuple[Tensor, ...]]
+
+
+def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tuple[int, ...] = ()) -> Run:
+    """A function that runs the plan: to the output, or with `backward` to the output and dq, dk, dv."""
+    if engine == "flex":
+        return _compiled(plan, x, backward, block_size)
+    return _tiled(plan, x, backward, block_size)
+
+
+def _compiled(plan: Plan, x: Inputs, backward: bool, block_size: tuple[int, ...]) -> Run:
+    sides = (block_size[0], block_size[1]) if block_size else (128, 128)
+    num_kv_heads, scale = x.k.shape[1], x.q.shape[-1] ** -0.5
+    program = make_flex_program(plan, plan.layout, num_kv_heads=num_kv_heads, block_size=sides, device=x.q.device)
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.set_grad_enabled(backward), torch.autocast(x.q.device.type, enabled=False):
+            leaves = [each.detach().requires_grad_(backward) for each in (x.q, x.k, x.v)]
+            out, _ = run_flex(program, *leaves, scale=scale, return_lse=False, direct=False)
+            return (out.detach(), *(torch.autograd.grad(out, leaves, x.grad) if backward else ()))
+
+    return run
+
+
+def _tiled(plan: Plan, x: Inputs, backward: bool, block_size: tuple[int, ...]) -> Run:
+    program = make_program(plan, plan.layout, num_kv_heads=x.k.shape[1], block_size=block_size)
+    scale = x.q.shape[-1] ** -0.5
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.no_grad(), torch.autocast(x.q.device.type, enabled=False):
+            out, lse = run_forward(program, x.q, x.k, x.v, scale)
+            if not backward:
+                return (out,)
+            return (out, *run_backward(program, x.q, x.k, x.v, WholeRows(out, lse, x.grad, None), scale))
+
+    return run
+
+
+def check_alike(runs: Sequence[Run], dtype: torch.dtype) -> None:
+    """Run each once; RuntimeError where one's results are not those of the first, to the precision of their dtype."""
+    first: tuple[Tensor, ...] | None = None
+    for run in runs:
+        found = run()
+        first = found if first is None else first
+        for got, wanted in zip(found, first, strict=True):
+            away = float((got.double() - wanted.double()).norm())
+            size = float(wanted.double().norm())
+            if not away <= _TOLERANCE[dtype] * size:
+                raise RuntimeError(f"ways of computing one attention must agree; {away:.1e} apart, of {size:.1e}")
+
+
+def interleave(runs: Sequence[Run], *, seconds: float, device: torch.device) -> list[Times]:
+    """Time the runs in turn, round after round: 3 rounds, and more up to 15 while `seconds` last."""
+    rounds: list[list[float]] = []
+    begin = perf_counter()
+    while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and perf_counter() - begin < seconds):
+        rounds.append([_seconds(run, device) for run in runs])
+    return [Times(tuple(times)) for times in zip(*rounds, strict=True)]
+
+
+def _seconds(run: Run, device: torch.device) -> float:
+    _wait(device)
+    begin = perf_counter()
+    run()
+    _wait(device)
+    return perf_counter() - begin
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
 
 BRANCH_BY_BRANCH = "branch by branch"
 WORTH_MEASURING = 4.0  # times the cheapest prediction
@@ -94,7 +234,7 @@ def measure(
     device = x.q.device
     engine = engine or ("tiles" if device.type == "cpu" else "flex")
     stand = _Stand(bound, x, backward, engine, block_size, seconds)
-    candidates = Candidates.of(bound, machine_of(device.type), allowed_by(engine, device))
+    candidates = Candidates.of(bound, machine_of(device.type), ANYTHING if engine == "tiles" else allowed_on(device))
     branches = [stand.time(index, stand.worth_measuring(ways)) for index, ways in enumerate(candidates.branches)]
     fastest = [min(measured, key=lambda each: each.times.median_s).option for measured in branches]
     found = tuple(each for measured in branches for each in measured)
@@ -141,11 +281,6 @@ class _Stand:
         return trial(alone, self.x, engine=self.engine, backward=self.backward, block_size=self.block_size)
 
 
-def allowed_by(engine: str, device: torch.device) -> Allowed:
-    """What terms an engine runs on a device."""
-    return ANYTHING if engine == "tiles" else allowed_on(device)
-
-
 def predicted_seconds(option: Option, x: Inputs, *, backward: bool) -> float:
     """The cost model's time for tensors like these."""
     sizes = {"head_dim": x.q.shape[-1], "element_bytes": x.q.element_size()}
@@ -155,3 +290,40 @@ def predicted_seconds(option: Option, x: Inputs, *, backward: bool) -> float:
 
 def _label(each: Trialled, many: bool) -> str:
     return f"branch {each.branch + 1}: {each.name}" if many and each.branch is not None else each.name
+
+
+_log = logging.getLogger("flexdilated")
+
+
+def autotune(call: CallKey, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has_bindings: bool) -> None:
+    """Measure the ways to compute this call, unless that was done, and remember the fastest.
+
+    Measured is forward and backward where q, k or v wants a gradient, else forward. Nothing is measured inside a graph
+    that is being traced. Raises ValueError for what cannot be tuned, RuntimeError where two ways disagree.
+    """
+    if engine == "reference":
+        raise ValueError("autotune chooses among the ways of 'tiles' and 'flex'; got engine='reference', which has one")
+    if call.rate > 1:
+        raise ValueError(f"autotune needs tokens in natural order; got a layout of rate {call.rate}")
+    if has_bindings:
+        raise ValueError("autotune needs a pattern without run-time tensors: each batch of these is another rule")
+    if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
+        return
+    backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    chosen(call, q)  # what is stored counts as measured
+    key = TuningKey.of(call, q)
+    known = result_of(key)
+    if known is None or (backward and not known.backward):
+        found = measure(
+            call.bound(), Inputs.like(q, k, v), backward=backward, engine=engine, block_size=call.block_size
+        )
+        keep(key, found, backward=backward)
+
+
+def keep(key: TuningKey, found: Trials, *, backward: bool) -> Path | None:
+    """Compute such calls in the fastest way found from now on; returns the file where it is stored, if any."""
+    if debug_wanted():
+        times = ", ".join(f"{each.name} {1e3 * each.times.median_s:.3g} ms" for each in found.all)
+        what = f"{key.call.num_heads:,} heads, {key.call.num_queries:,} queries, {key.call.num_keys:,} keys"
+        _log.debug("autotune measured %s, %s: %s", PatternText(key.call.pattern), what, times)
+    return remember(key, TuningResult(found.choice, backward))

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import torch
 
-from ..engines import side
+from ..engines import side_of
 from ..masks.core import Bound, Pattern, every
 from ..masks.orders import Compact, Layout
 from ..masks.patterns import causal, dilated, local_window, neighborhood, random_blocks
@@ -26,7 +26,7 @@ from ..masks.planning import (
     computed_pairs,
     shared_terms,
 )
-from ._tune_trial import Inputs, Run, Times, interleave, trial
+from ._tune import Inputs, Run, Times, interleave, trial
 
 _HEAD_DIM = 64
 KINDS = ("neighbouring", "plain", "masked")  # in the order of the rates in BlockRates
@@ -158,7 +158,7 @@ def _copies(tokens: int, num_heads: int, device: torch.device) -> _Work:
     """Gathering one branch's q, k and v, and merging its output: a token in 4 of each segment."""
     bound = dilated(tokens, 4).bind(num_heads=num_heads, num_queries=tokens, num_keys=tokens)
     terms = compact_terms(dilated(tokens, 4), 1, bound) or []
-    sides = [side(term.q, Layout(tokens), term.heads) for term in terms if isinstance(term.q, Compact)]
+    sides = [side_of(term.q, Layout(tokens), term.heads) for term in terms if isinstance(term.q, Compact)]
     x = torch.zeros(4, 1, num_heads, tokens, _HEAD_DIM, device=device)
     lse = torch.zeros(x.shape[1:-1], device=device)
 

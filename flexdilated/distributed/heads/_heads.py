@@ -12,7 +12,7 @@ from torch import Tensor
 from ..._attend import attend, autocast
 from ..._engines import choose_engine
 from ..._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
-from ...engines import ScoreMod, nothing, tiles
+from ...engines import CallKey, ScoreMod, nothing, tiles
 from ...masks import Mixture, Pattern
 from ...masks.core import require_expression
 from ...masks.planning import block_sides
@@ -135,9 +135,12 @@ def _tiles(
     num_heads_global: int,
 ) -> tuple[Tensor, Tensor]:
     """`attend` with engine="tiles", where keys and values may come in float32, so that their gradients do."""
-    sides = [] if block_size is None else list(block_sides(block_size))
-    where = (0, 0, head_offset, num_heads_global, 1, sides, "")
-    return tiles(q, k, v, sinks, bindings, pattern.text, resolve_scale(scale, q.shape[-1]), *where)
+    sizes, sides = (
+        (q.shape[1], k.shape[1], q.shape[2], k.shape[2]),
+        () if block_size is None else block_sides(block_size),
+    )
+    call = CallKey(pattern.text, *sizes, 0, 0, head_offset, num_heads_global, 1, sides)
+    return tiles(q, k, v, sinks, bindings, *call, resolve_scale(scale, q.shape[-1]))
 
 
 def _as_read(x: Tensor, read: list[int]) -> Tensor:

@@ -4,28 +4,90 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import log
+from types import FunctionType
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.functional import pad
 
 from ...masks import Layout
 from ...masks.blocks import table_bytes
-from ...masks.orders import Listed, Placement
+from ...masks.orders import Placement
 from ...masks.patterns import Rows, tables, without_values
 from ...masks.planning import Plan, Term, bound_blocks, term_mask
-from .._flat_op import own_op
+from .._gather import term_sides
+from .._merge import nothing, with_sinks
 from .._operands import Hidden, hidden_of_blocks
-from .._pick import Pick, join, make_pick, pick_of, take, take_ahead
-from .._placed_sides import key_side, query_side
+from .._ops import own_op
 from .._score_mod import Indices, ScoreMod, indices_of, with_bias
-from .._sinks import nothing, with_sinks
-from ._flex_function import Call, compiled_flex, widened
+from .._slots import Pick, join, pick_of, take, take_ahead
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+Call = Callable[..., Any]
+
+# Functions made to compile, by device type.
+_made: Counter[str] = Counter()
+
+
+@lru_cache(maxsize=256)
+def compiled_flex(term: Term, block_size: tuple[int, int], device: torch.device) -> Call:
+    """flex_attention compiled for a term, under code objects of its own, which outlive the tables in the plan cache.
+
+    torch counts recompilations by code object and, past a limit that all callers of it share, gives up. So each
+    term has its own, and on CPU each size of its operands: sizes are static there, where dynamic ones can
+    generate C++ that does not build.
+    """
+    own: dict[Hashable, Call] = {}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        if device.type == "cpu":
+            q, k = widened(q), widened(k)
+        kind = (q.shape, k.shape, q.dtype, options["scale"]) if device.type == "cpu" else q.dtype
+        if kind not in own:
+            own[kind] = _compiled(device)
+        return own[kind](q, k, v, **options)
+
+    return call
+
+
+def widened(x: Tensor) -> Tensor:
+    """For CPU kernels: head dims below 24 are filled up with zeros.
+
+    For fewer, torch 2.13's template multiplies 16 keys at once where a ragged end leaves any multiple of its vectors'
+    length: it reads beyond the keys and writes over the maxima of the first queries, whose results become 0 or NaN.
+    """
+    return pad(x, (0, 24 - x.shape[-1])) if x.shape[-1] < 24 else x
+
+
+def num_flex_functions() -> int:
+    """How many functions have been made to compile so far."""
+    return _made.total()
+
+
+def _compiled(device: torch.device) -> Call:
+    _made[device.type] += 1
+    code = _call_flex.__code__.replace(co_name=f"flex_attention_on_{device.type}")
+    own = FunctionType(code, _call_flex.__globals__, code.co_name)
+    return torch.compile(own, fullgraph=True, dynamic=False if device.type == "cpu" else None)
+
+
+def _call_flex(q, k, v, **options):
+    if not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "engine 'flex' needs torch.compile, which is switched off here or gave up (TORCH_COMPILE_DISABLE, "
+            "TORCHDYNAMO_DISABLE, set_stance and suppress_errors do that): uncompiled, flex_attention forms all pairs. "
+            "On CPU engine='tiles' compiles nothing; engine='reference' is dense, for small inputs"
+        )
+    return flex_attention(q, k, v, **options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,13 +145,17 @@ def make_flex_program(
 ) -> FlexProgram:
     """Build each term's BlockMask and the rows it reads. A placed plan comes with its `placement`."""
     groups = plan.bound.num_heads // num_kv_heads
-    picks = (_picks(term, plan, groups, placement, device) for term in plan.terms)
-    steps = tuple(_step(term, plan, pick, block_size, device) for term, pick in zip(plan.terms, picks, strict=True))
+    tokens = plan.bound.num_queries, plan.bound.num_keys
+    steps = []
+    for term in plan.terms:
+        sides = zip(term_sides(term, plan, groups, placement), tokens, strict=True)
+        queries, keys = (pick_of(side, number, device) for side, number in sides)
+        steps.append(_step(term, plan, (queries, keys), block_size, device))
     if given == plan.layout:
-        return FlexProgram(steps, plan.shares_rows, None, None)
+        return FlexProgram(tuple(steps), plan.shares_rows, None, None)
     keys = Layout(plan.bound.num_keys, given.rate)
     enter = (given.slots(device), keys.slots(device))
-    return FlexProgram(steps, plan.shares_rows, enter, given.positions(device))
+    return FlexProgram(tuple(steps), plan.shares_rows, enter, given.positions(device))
 
 
 def run_flex(
@@ -109,7 +175,20 @@ def run_flex(
     if program.enter is not None:
         q_order, k_order = program.enter
         q, k, v = q.index_select(2, q_order), k.index_select(2, k_order), v.index_select(2, k_order)
-    out, lse = _run_steps(program.steps, q, k, v, scale, score_mod, needs_lse, direct, sinks is not None)
+    if program.steps:
+        queries, keys = [step.queries for step in program.steps], [step.keys for step in program.steps]
+        ahead = zip(take_ahead(q, queries), take_ahead(k, keys), take_ahead(v, keys), strict=True)
+        parts, lses = [], []
+        for step, (taken_q, taken_k, taken_v) in zip(program.steps, ahead, strict=True):
+            step_q, step_k = take(q, step.queries, taken_q), take(k, step.keys, taken_k)
+            step_v, call = take(v, step.keys, taken_v), _flex_in_graph if direct else step.call
+            part, lse = _attend(step, step_q, step_k, step_v, scale, score_mod, needs_lse, call)
+            parts.append(part)
+            if lse is not None:
+                lses.append(lse)
+        out, lse = join(queries, parts, lses, (q.shape[0], q.shape[1], q.shape[2]), keep_wide=sinks is not None)
+    else:
+        out, lse = nothing(q, k, v, None)
     if sinks is not None:
         assert lse is not None
         out, lse = with_sinks(out, lse, sinks)
@@ -117,33 +196,6 @@ def run_flex(
         out = out.index_select(2, program.leave)
         lse = None if lse is None else lse.index_select(2, program.leave)
     return out.to(dtype), lse
-
-
-def _run_steps(
-    steps: tuple[FlexStep, ...],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    score_mod: ScoreMod | None,
-    needs_lse: bool,
-    direct: bool,
-    keep_wide: bool,
-) -> tuple[Tensor, Tensor | None]:
-    if not steps:
-        return nothing(q, k, v, None)
-    queries, keys = [step.queries for step in steps], [step.keys for step in steps]
-    ahead = zip(take_ahead(q, queries), take_ahead(k, keys), take_ahead(v, keys), strict=True)
-    parts, lses = [], []
-    for step, (taken_q, taken_k, taken_v) in zip(steps, ahead, strict=True):
-        step_q, step_k = take(q, step.queries, taken_q), take(k, step.keys, taken_k)
-        step_v = take(v, step.keys, taken_v)
-        call = _flex_in_graph if direct else step.call
-        part, lse = _attend(step, step_q, step_k, step_v, scale, score_mod, needs_lse, call)
-        parts.append(part)
-        if lse is not None:
-            lses.append(lse)
-    return join(queries, parts, lses, (q.shape[0], q.shape[1], q.shape[2]), keep_wide=keep_wide)
 
 
 def missing_compiler() -> str | None:
@@ -169,18 +221,6 @@ def _step(
         # New values of run-time tensors are no new program.
         compiled_flex(replace(term, rule=without_values(term.rule)), block_size, device),
     )
-
-
-def _picks(term: Term, plan: Plan, groups: int, placement: Placement | None, device: torch.device) -> tuple[Pick, Pick]:
-    """How queries and keys are picked from tensors of all tokens, or of those that are held."""
-    if placement is not None:
-        queries, keys = query_side(term), key_side(term, placement, groups)
-        return pick_of(queries, plan.bound.num_queries, device), pick_of(keys, plan.bound.num_keys, device)
-    assert not isinstance(term.q, Listed)
-    assert not isinstance(term.k, Listed)
-    kv_heads = tuple(head // groups for head in term.heads)
-    keys_given = Layout(plan.bound.num_keys, plan.layout.rate)
-    return make_pick(term.q, term.heads, plan.layout, device), make_pick(term.k, kv_heads, keys_given, device)
 
 
 def _bias(term: Term, device: torch.device) -> Float[Tensor, "H Q K"] | None:

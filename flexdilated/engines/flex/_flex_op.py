@@ -2,21 +2,222 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
 
-from ...masks.core import own_modes
+from ...masks import cache
+from ...masks.core import Every, Expression, own_modes
+from ...masks.orders import Placement
+from ...masks.patterns import tables
+from ...masks.planning import Allowed, Choice, Plan, Term, machine_of, term_blocks
 from .._call_key import CallKey
-from .._flat_op import flat_op
-from .._operands import readable
+from .._operands import Hidden, readable
+from .._ops import flat_op
 from .._score_mod import ScoreMod
 from .._tuned import chosen
-from ._flex import FlexProgram, run_flex
-from ._flex_parts import heads_of_part, joined, key_of_part, kv_head_parts
-from ._flex_program import blank_program, run_time_program, static_program
-from ._flex_tables import flex_tables, with_tables
+from ._flex import FlexProgram, FlexStep, make_flex_program, run_flex
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+
+def static_program(key: CallKey, device: torch.device, choice: Choice | None = None) -> FlexProgram:
+    """The program of a pattern without run-time tensors, as a measurement chose it or as the planner does."""
+    allowed = replace(allowed_on(device), residues=not key.placement)  # queries at stated positions stay in order
+
+    def planned() -> Plan:
+        return key.plan(device=device, allowed=allowed, choice=choice)
+
+    return _cached(key, key.pattern, device, planned, choice)
+
+
+def allowed_on(device: torch.device) -> Allowed:
+    """What terms the engine runs: those that share rows are merged by their lse, which there is none of on CPU."""
+    return Allowed(shared_rows=device.type != "cpu", windows=False, key_weights=False)
+
+
+def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int) -> FlexProgram:
+    """The program for these values of the run-time tensors, with the steps of `blank_program`."""
+    rule = key.rules(bindings)
+    rule.require_entries(batch)
+
+    def planned() -> Plan:
+        blank = key.blank(bindings)
+        real = dict(zip(blank.branches(), rule.branches(), strict=True))
+        best = _blank_plan(key, device, blank)
+        terms = tuple(replace(term, rule=real.get(term.rule, term.rule)) for term in best.terms)
+        return replace(best, bound=replace(best.bound, pattern=rule, batch=rule.num_entries()), terms=terms)
+
+    return _cached(key, rule.text, device, planned)
+
+
+def blank_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int) -> FlexProgram:
+    """The program that all values of tensors of these shapes share, but for its tables."""
+    blank = key.blank(bindings)
+    blank.require_entries(batch)
+    return _cached(key, blank.text, device, lambda: _blank_plan(key, device, blank))
+
+
+def list_width(term: Term, block_size: tuple[int, int], device: torch.device) -> tuple[int, int]:
+    """(longest list of a row, of a column) that a term's tables may need, whatever the run-time values."""
+    columns, rows = -(-term.k.num_slots // block_size[1]), -(-term.q.num_slots // block_size[0])
+    outer = replace(term, rule=term.rule.superset())
+    if device.type == "cpu" or outer.rule == Every():
+        return columns, rows
+
+    def measure() -> tuple[int, int]:
+        blocks = term_blocks(outer, block_size)
+        lines = ((blocks.table.long() * size + line) for size, line in ((rows, blocks.row), (columns, blocks.column)))
+        by_row, by_column = (max(1, int(torch.bincount(line).max())) if len(line) else 1 for line in lines)
+        return by_row, by_column
+
+    return cache().get(("widths", outer, block_size), measure, lambda _: 16, pattern=outer.rule)
+
+
+def _blank_plan(key: CallKey, device: torch.device, blank: Expression) -> Plan:
+    allowed = Allowed(shared_rows=False, windows=False, residues=not key.placement)
+    return key.plan(blank, device=device, allowed=allowed)
+
+
+def _cached(
+    key: CallKey, rule: str, device: torch.device, planned: Callable[[], Plan], choice: Choice | None = None
+) -> FlexProgram:
+    """The program of a rule, kept under its text and forgotten with the pattern as it was written."""
+
+    def build() -> FlexProgram:
+        sides = key.flex_sides
+        placement = Placement.read(key.placement) if key.placement else None
+        options = {"num_kv_heads": key.num_kv_heads, "block_size": sides, "device": device}
+        return make_flex_program(planned(), key.layout, placement=placement, **options)
+
+    name = ("flex", key._replace(pattern=rule), device, machine_of(device.type).text, choice)
+    return cache().get(name, build, _program_bytes, pattern=key.pattern, device=device)
+
+
+def _program_bytes(program: FlexProgram) -> int:
+    return program.nbytes
+
+
+_FIELDS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_FIELDS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+
+
+@flat_op("flexdilated::flex_tables")
+def flex_tables(q: Tensor, bindings: list[Tensor], key: CallKey) -> list[Tensor]:
+    """For each step of the program its block tables, as in BlockMask, run-time tables' rows, what it hides."""
+    found: list[Tensor] = []
+    for step in run_time_program(key, q.device, bindings, len(q)).steps:
+        for name, width in _widths(step, key).items():
+            table = getattr(step.mask, name)
+            found.append(table.clone() if width is None else pad(table, (0, width - table.shape[-1])))
+        found += [table.rows.to(q.device, copy=True) for table in tables(step.term.rule)]
+        found += [side.clone() for side in _hidden_sides(step)]
+    return found
+
+
+@flex_tables.register_fake
+def _(q, bindings, *key):
+    found = CallKey.of(*key)
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
+    with own_modes():
+        for step in blank_program(found, q.device, bindings, int(q.shape[0])).steps:
+            for name, width in _widths(step, found).items():
+                table = getattr(step.mask, name)
+                shapes.append((tuple(table.shape) if width is None else (*table.shape[:-1], width), table.dtype))
+            rows = [table.rows for table in tables(step.term.rule)]
+            shapes += [(tuple(each.shape), each.dtype) for each in (*rows, *_hidden_sides(step))]
+    return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+
+
+def _widths(step: FlexStep, key: CallKey) -> dict[str, int | None]:
+    """How long the lists of each table of a BlockMask are in a graph; None for tables that hold no lists."""
+    by_row, by_column = list_width(step.term, key.flex_sides, step.mask.kv_num_blocks.device)
+    return {name: by_row if "kv" in name else by_column for name in _FIELDS} | {
+        name: None for name in _FIELDS if name.endswith("num_blocks")
+    }
+
+
+def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
+    """The program with other tables, as `flex_tables` returned them; traced by torch.compile."""
+    steps, following = [], iter(found)
+    for step in program.steps:
+        named = {name: next(following) for name in _FIELDS}
+        for held in step.held:
+            held.rows = next(following)
+        hidden = Hidden(*(next(following) for _ in _hidden_sides(step))) if step.held else step.hidden
+        steps.append(_with_mask(step, named, hidden))
+    return FlexProgram(tuple(steps), program.shares_rows, program.enter, program.leave)
+
+
+def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:
+    """The hidden slots of a step whose rule has run-time tables, of queries and of keys: one shape for all values."""
+    lead, device = step.mask.kv_num_blocks.shape[:2], step.mask.kv_num_blocks.device
+    sides = ((step.hidden.queries, step.term.q.num_slots), (step.hidden.keys, step.term.k.num_slots))
+    return tuple(
+        torch.zeros(*lead, slots, dtype=torch.bool, device=device) if side is None else side.expand(*lead, -1)
+        for side, slots in (sides if step.held else ())
+    )
+
+
+def _with_mask(step: FlexStep, named: dict[str, Tensor], hidden: Hidden) -> FlexStep:
+    sizes: dict[str, Any] = {"seq_lengths": step.mask.seq_lengths, "BLOCK_SIZE": step.mask.BLOCK_SIZE}
+    sizes.update(named)
+    mask = BlockMask(**sizes, mask_mod=step.mask.mask_mod)
+    picks, weights = (step.queries, step.keys), (step.log_multiplicity, step.bias)
+    return FlexStep(mask, hidden, step.term, step.held, step.indices, *picks, *weights, step.call)
+
+
+# Kernels compiled for accelerators take offsets in 32 bits, up to torch 2.13 at least; beyond, they would wrap.
+_MOST_ELEMENTS = (1 << 31) - 1
+
+
+def kv_head_parts(q: Tensor, k: Tensor) -> list[range]:
+    """Key/value heads to compute together, so that no tensor of theirs or of their query heads is too large.
+
+    Raises ValueError where a single one is.
+    """
+    kv_heads = k.shape[1]
+    each = max(q.numel() // kv_heads, k.numel() // kv_heads)
+    if q.device.type == "cpu" or each * kv_heads <= _MOST_ELEMENTS:
+        return [range(kv_heads)]
+    if each > _MOST_ELEMENTS:
+        raise ValueError(
+            f"flex needs tensors of at most {_MOST_ELEMENTS} elements for one key/value head and its query heads, as "
+            f"its kernels count in 32 bits; got {each}, of shapes {tuple(q.shape)} and {tuple(k.shape)}. Call attend "
+            "for parts of the batch, or for parts of the query heads with head_offset and num_heads_global"
+        )
+    at_once = _MOST_ELEMENTS // each
+    return [range(begin, min(begin + at_once, kv_heads)) for begin in range(0, kv_heads, at_once)]
+
+
+def key_of_part(key: CallKey, part: range) -> CallKey:
+    """The call's key for these key/value heads and their query heads."""
+    groups = key.num_heads // key.num_kv_heads
+    sizes = {"num_heads": len(part) * groups, "num_kv_heads": len(part)}
+    return key._replace(**sizes, head_offset=key.head_offset + part.start * groups)
+
+
+def heads_of_part(x: Tensor, part: range, kv_heads: int) -> Tensor:
+    """These heads of (B, X, N, D), or of one number a head: a view, if a kernel can count from its first element on."""
+    each = x.shape[-3 if x.dim() == 4 else 0] // kv_heads
+    some = slice(part.start * each, part.stop * each)
+    if x.dim() == 1:
+        return x[some]
+    heads = x[:, some]
+    last = sum((size - 1) * stride for size, stride in zip(heads.shape, heads.stride(), strict=True))
+    return heads if last < _MOST_ELEMENTS else heads.contiguous()
+
+
+def joined(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of all heads."""
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, dim=1), None if lses[0] is None else torch.cat(lses, dim=1)
+
 
 # Programs that compiled graphs refer to: a graph reads its tables from here, at every run. The oldest go first; a
 # graph whose program has gone is traced anew.

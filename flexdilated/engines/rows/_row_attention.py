@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from ...masks.needs import RowSource
+from .._merge import WholeRows, sum_dtype
 from ..kernels._kernel import flash_forward
 
 # B batch, H query heads, G key/value heads, N queries, S slots, D head dim
@@ -74,7 +75,7 @@ class Part:
         """What hides keys from rows, -inf, added to the scores."""
         if self.pairs is None:
             return None
-        shown = torch.zeros(self.pairs.shape, dtype=wide(like), device=like.device)
+        shown = torch.zeros(self.pairs.shape, dtype=sum_dtype(like), device=like.device)
         return shown.masked_fill_(~self.pairs.to(like.device), -torch.inf).repeat(self.group.per_key_head, 1)
 
 
@@ -87,8 +88,8 @@ def row_forward(
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """(out, natural lse), in float32 or wider; a row without keys has output 0 and lse -inf."""
     levels = 1 + max((part.level for part in parts), default=0)
-    outs = torch.zeros(levels, *q.shape, dtype=wide(q), device=q.device)
-    lses = torch.full(outs.shape[:-1], -torch.inf, dtype=wide(q), device=q.device)
+    outs = torch.zeros(levels, *q.shape, dtype=sum_dtype(q), device=q.device)
+    lses = torch.full(outs.shape[:-1], -torch.inf, dtype=sum_dtype(q), device=q.device)
     for part in parts:
         out, lse = _attend(part, q, k, v, scale)
         outs[part.level][:, part.group.queries, part.rows] = part.to_heads(out).to(outs.dtype)
@@ -101,20 +102,15 @@ def row_backward(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S D"],
-    out: Float[Tensor, "B H N D"],
-    lse: Float[Tensor, "B H N"],
-    grad_out: Float[Tensor, "B H N D"],
-    grad_lse: Float[Tensor, "B H N"] | None,
+    whole: WholeRows,
     scale: float,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G S D"], Float[Tensor, "B G S D"]]:
-    """(dq, dk, dv) in float32 or wider, from the out and lse of the whole softmax."""
-    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    if grad_lse is not None:
-        delta = delta - grad_lse
+    """(dq, dk, dv) in float32 or wider."""
+    delta, lse = whole.delta(), whole.lse
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row without keys has no weights
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     for part in parts:
-        queries, grad, share = (part.of_rows(x) for x in (q, grad_out, delta))
+        queries, grad, share = (part.of_rows(x) for x in (q, whole.grad_out, delta))
         sums = part.of_rows(lse - part.log_weight, empty=torch.inf)
         keys, values = part.of_keys(k), part.of_keys(v)
         grads = matrix_backward(queries, grad, share, sums, keys, values, scale=scale, bias=part.bias(q))
@@ -182,10 +178,5 @@ def matrix_backward(
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Float[Tensor, "B g R n"]:
-    scores = (q.to(wide(q)) @ k.to(wide(k)).mT) * scale  # rounded as in the kernel, whose lse may come in
+    scores = (q.to(sum_dtype(q)) @ k.to(sum_dtype(k)).mT) * scale  # rounded as in the kernel, whose lse may come in
     return scores if bias is None else scores + bias
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """Sums over keys are kept in float32 or wider."""
-    return torch.promote_types(x.dtype, torch.float32)

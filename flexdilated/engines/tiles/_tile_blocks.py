@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._merge import sum_dtype
 from ..kernels._kernel import Operands, flash_backward, flash_forward
 from ._tile_calls import Call, Calls
 
@@ -36,7 +37,7 @@ def forward(x: Operands, calls: Calls, *, scale: float) -> tuple[Float[Tensor, "
     """(out, lse); rows in no list give output 0 and lse -inf, and hidden ones, which must hold 0, lse 0."""
     q, k, v = x.q, _padded(x.k, calls.key_slots), _padded(x.v, calls.key_slots)
     out = torch.empty_like(q) if calls.complete else torch.zeros_like(q)
-    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=_wide(q))
+    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=sum_dtype(q))
     for each in _portions(x, calls):
         queries, keys = each.call.queries, each.call.keys
         tile_q = queries.of(q[each.at_q])
@@ -121,7 +122,3 @@ def _problems(tiles: Tensor) -> Tensor:
 
 def _padded(x: Tensor, slots: int) -> Tensor:
     return x if x.shape[3] == slots else pad(x, (0, 0, 0, slots - x.shape[3]))
-
-
-def _wide(q: Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)

@@ -7,25 +7,23 @@ from dataclasses import dataclass
 from math import log
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ...masks import cache
 from ...masks.core import Bound
-from ...masks.orders import Compact, Layout, Listed, Placement
+from ...masks.orders import Compact, Layout, Placement
 from ...masks.planning import SLOTS_AT_ONCE, Plan, Term
-from .._entries import Entries
-from .._gather import Picked, Side, Whole, claim_rows, side
+from .._gather import Picked, Side, Whole, claim_rows, term_sides
+from .._merge import WholeRows, add_sinks, sum_dtype
 from .._operands import Hidden, keys_after_queries, readable
-from .._placed_sides import key_side, query_side
-from .._sinks import add_sinks
 from ..kernels import _kernel
 from ..kernels._kernel import Operands
 from . import _tile_blocks
 from ._tile_calls import Calls, plan_calls
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim; b of the batch entries
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +68,7 @@ class Step:
         return Operands(self.hidden.clear_queries(x.q, dim=3), k, v)
 
     def _bias(self, x: Operands) -> Tensor | None:
-        return self.term.bias(_wide(x.q))
+        return self.term.bias(sum_dtype(x.q))
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ def make_program(
     """
     groups = plan.bound.num_heads // num_kv_heads
     terms = [part for whole in plan.terms for part in _in_portions(whole, slots_at_once)]
-    laid_out = _in_order([(*_sides(term, plan, groups, placement), term) for term in terms], plan.bound)
+    laid_out = _in_order([(*term_sides(term, plan, groups, placement), term) for term in terms], plan.bound)
     fresh, complete = claim_rows([queries for queries, _, _ in laid_out], plan.bound.num_heads, plan.bound.num_queries)
     steps = tuple(
         _step(term, queries, keys, block_size, is_fresh)
@@ -123,17 +121,6 @@ def _step(term: Term, queries: Side, keys: Side, block_size: tuple[int, ...], fr
     calls = _calls(term, block_size) if term.shape == "blocks" else None
     hidden = keys_after_queries(term) if calls is None else calls.hidden
     return Step(term, queries, keys, calls, hidden, fresh)
-
-
-def _sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> tuple[Side, Side]:
-    """Where queries and keys lie in tensors of all tokens, or of those that are held."""
-    if placement is not None:
-        return query_side(term), key_side(term, placement, groups)
-    assert not isinstance(term.q, Listed)
-    assert not isinstance(term.k, Listed)
-    kv_heads = tuple(head // groups for head in term.heads)
-    key_layout = Layout(plan.bound.num_keys, plan.layout.rate)
-    return side(term.q, plan.layout, term.heads), side(term.k, key_layout, kv_heads)
 
 
 def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tuple[Side, Side, Term]]:
@@ -201,18 +188,38 @@ def run_forward(
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a backward needs of a forward's outcome, and the gradients that came in."""
+class Some:
+    """Neighbours whose rules are equal."""
 
-    out: Float[Tensor, "B H N D"]
-    lse: Float[Tensor, "B H N"]
-    grad_out: Float[Tensor, "B H N D"]
-    grad_lse: Float[Tensor, "B H N"] | None
+    rows: slice
 
-    def of(self, entries: Entries) -> Result:
-        """The same for some batch entries."""
-        grad_lse = None if self.grad_lse is None else entries.of(self.grad_lse)
-        return Result(entries.of(self.out), entries.of(self.lse), entries.of(self.grad_out), grad_lse)
+    def of(self, x: Shaped[Tensor, "B H N ..."]) -> Shaped[Tensor, "b H N ..."]:
+        return x[self.rows]
+
+    def put(self, x: Shaped[Tensor, "B H N ..."], part: Shaped[Tensor, "b H N ..."]) -> None:
+        """Write their part of x, in place."""
+        x[self.rows] = part
+
+
+@dataclass(frozen=True)
+class Packed:
+    """All entries, each head's tokens of one after those of the other."""
+
+    def of(self, x: Shaped[Tensor, "B H N ..."]) -> Shaped[Tensor, "1 H n ..."]:
+        return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+    def put(self, x: Shaped[Tensor, "B H N ..."], part: Shaped[Tensor, "1 H n ..."]) -> None:
+        """Write all of x, in place."""
+        x.copy_(part.squeeze(0).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1))
+
+
+Entries = Some | Packed
+
+
+def rows_of(entries: Entries, whole: WholeRows) -> WholeRows:
+    """The rows of some batch entries."""
+    grad_lse = None if whole.grad_lse is None else entries.of(whole.grad_lse)
+    return WholeRows(entries.of(whole.out), entries.of(whole.lse), entries.of(whole.grad_out), grad_lse)
 
 
 def run_backward(
@@ -220,7 +227,7 @@ def run_backward(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M D"],
-    result: Result,
+    whole: WholeRows,
     scale: float,
     *,
     wide: bool = False,
@@ -230,15 +237,15 @@ def run_backward(
     They have the dtype and memory format of q, k and v; `wide` leaves them as they are summed.
     """
     operands = (q, k, v)
-    out, grad_out = result.out, result.grad_out
-    if result.grad_lse is not None:
+    out, grad_out = whole.out, whole.grad_out
+    if whole.grad_lse is not None:
         # The kernels subtract delta = sum(grad_out * out) from each row; a gradient of lse belongs there as
         # delta - grad_lse, which one more column with grad_out = 1, out = -grad_lse brings in.
         operands = tuple(pad(x, (0, 1)) for x in operands)
         grad_out = pad(grad_out, (0, 1), value=1.0)
-        out = torch.cat([out, -result.grad_lse.unsqueeze(-1).to(out.dtype)], dim=-1)
+        out = torch.cat([out, -whole.grad_lse.unsqueeze(-1).to(out.dtype)], dim=-1)
     operands = tuple(_enter(program, readable(x)) for x in operands)
-    grad_out, out, lse = (_enter(program, x) for x in (readable(grad_out), readable(out), result.lse))
+    grad_out, out, lse = (_enter(program, x) for x in (readable(grad_out), readable(out), whole.lse))
     totals: list[Tensor | None] = [None, None, None]
     for step, x in _operands(program, *operands):
         grads = step.backward(x, grad_out, out, lse, scale)
@@ -267,18 +274,18 @@ def _operands(program: Program, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tup
 def _start(side: Side, slots: Tensor, x: Tensor) -> Tensor | None:
     """A sum's first part as the sum itself, if it reaches every token; it is then widened, not copied."""
     tokens = side.all_tokens(slots, x.shape[1], x.shape[2])
-    return None if tokens is None else tokens.to(_wide(x))
+    return None if tokens is None else tokens.to(sum_dtype(x))
 
 
 def _empty(x: Tensor) -> tuple[Tensor, Tensor]:
     """Room for (out, lse) that steps will fill."""
-    wide = _wide(x)
+    wide = sum_dtype(x)
     return torch.empty_like(x, dtype=wide), x.new_empty(x.shape[:3], dtype=wide)
 
 
 def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
     """(zeros, lse -inf): the sum over no part."""
-    out = torch.zeros_like(x, dtype=_wide(x))
+    out = torch.zeros_like(x, dtype=sum_dtype(x))
     return out, out.new_full(x.shape[:3], -torch.inf)
 
 
@@ -307,8 +314,3 @@ def as_given(x: Tensor, like: Tensor) -> Tensor:
     lies = all(size == 1 or has == wants for size, has, wants in zip(x.shape, x.stride(), strides, strict=True))
     # A kernel's stride of a dim of size 1 may be any number.
     return x.as_strided(x.shape, strides) if lies and x.dtype == like.dtype else torch.empty_like(like).copy_(x)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """Sums over terms are kept in float32 or wider."""
-    return torch.promote_types(x.dtype, torch.float32)

@@ -3,53 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...masks import cache
-from ...masks.core import Expression
+from ...masks import Layout, cache
+from ...masks.core import Bound, Expression
 from ...masks.orders import Placement
 from ...masks.patterns import alike, tables
-from ...masks.planning import SLOTS_AT_ONCE, Choice, machine_of, one_after_another
+from ...masks.planning import SLOTS_AT_ONCE, Allowed, Choice, Option, Plan, machine_of, one_after_another, plan
 from ...masks.text import read_text
 from .._call_key import CallKey
-from .._entries import Entries, Packed, Some
-from .._flat_op import own_op
-from .._op_gradient import set_gradient
-from .._sinks import add_sinks
+from .._merge import WholeRows, add_sinks, sum_dtype
+from .._ops import flat_op, set_gradient
 from .._tuned import chosen
 from ..rows._row_attention import Part, row_backward, row_forward
 from ..rows._row_parts import parts_of_call, takes_rows
-from ._tile_plan import plan_tiles, portions_on
-from ._tiles import Program, Result, as_given, make_program, run_backward, run_forward
+from ._tiles import Entries, Packed, Program, Some, as_given, make_program, rows_of, run_backward, run_forward
+
+_CUDA_SLOTS_AT_ONCE = 1 << 18  # copies that fill the machine, and are small beside its memory
 
 
-@own_op("flexdilated::tiles")
+def portions_on(kind: str) -> dict[str, int]:
+    """How a program's copies are portioned there, where it is not as on CPU."""
+    return {} if kind == "cpu" else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
+
+
+def plan_tiles(bound: Bound, layout: Layout, kind: str, choice: Choice | None = None) -> Plan:
+    """The plan for tokens that come in this layout; on CPU it follows a choice.
+
+    On CUDA the cheapest of those ways whose terms are all dense or causal: there are no kernels for lists of blocks.
+    Raises ValueError where a branch has no such way.
+    """
+    if kind == "cpu":
+        return plan(bound, layout=layout, choice=choice)
+    best = plan(bound, device=kind, allowed=Allowed(any_windows=True, key_weights=False))
+    chosen = tuple(_plain_first(options, kind) for options in best.options)
+    return replace(best, terms=tuple(term for options in chosen for term in options[0].terms), options=chosen)
+
+
+def _plain_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
+    """The options with the cheapest one in front that lists no blocks."""
+    for index, option in enumerate(options):
+        if all(term.shape in ("dense", "causal") for term in option.terms):
+            return (option, *options[:index], *options[index + 1 :])
+    raise ValueError(
+        f"tiles on {kind} runs ATen's kernels, which take branches that are dense or causal in some order of their "
+        f"tokens; {options[0].branch} needs lists of blocks. engine='flex' serves it"
+    )
+
+
+@flat_op("flexdilated::tiles")
 def tiles(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
     bindings: list[Tensor],
-    pattern: str,
+    call: CallKey,
     scale: float,
-    q_offset: int,
-    k_offset: int,
-    head_offset: int,
-    num_heads_global: int,
-    rate: int,
-    block_size: list[int],
-    placement: str,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a pattern in JSON; the plan is looked up when the op runs, so any size needs no retracing.
+    """(out, lse) of a call; the plan is looked up when the op runs, so any size needs no retracing.
 
     k and v are read in the dtype of q. Where they come wider, their gradients do: as these are summed, for more sums.
     """
-    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-    where = (q_offset, k_offset, head_offset, num_heads_global)
-    key = CallKey.of(pattern, *sizes, *where, rate, block_size, placement)
-    return attention(key, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)
+    return attention(call, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)
 
 
 def attention(
@@ -67,7 +86,7 @@ def attention(
     programs = _programs_for(key, bindings, q)
     if len(programs) == 1 and isinstance(programs[0][0], Some):
         return _forward(programs[0][1], q, k, v, scale, sinks, wide=wide)
-    sums = torch.promote_types(q.dtype, torch.float32)
+    sums = sum_dtype(q)
     out, lse = torch.empty_like(q, dtype=sums if wide else q.dtype), q.new_empty(q.shape[:3], dtype=sums)
     for entries, program in programs:
         found = _forward(program, entries.of(q), entries.of(k), entries.of(v), scale, sinks, wide=wide)
@@ -77,13 +96,14 @@ def attention(
 
 
 @tiles.register_fake
-def _(q, k, v, sinks, bindings, pattern, scale, q_offset, k_offset, head_offset, num_heads_global, *options):
-    read_text(pattern).check_heads(int(num_heads_global))  # `attend` leaves it to this rule where it is traced
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+def _(q, k, v, sinks, bindings, *options):
+    call = CallKey._make(options[:-1])  # its sizes may be those of no call in particular
+    read_text(call.pattern).check_heads(int(call.num_heads_global))  # where it is traced `attend` leaves it to this
+    lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
     return torch.empty_like(q), lse
 
 
-@own_op("flexdilated::tiles_backward")
+@flat_op("flexdilated::tiles_backward")
 def tiles_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -93,22 +113,12 @@ def tiles_backward(
     out: Tensor,
     lse: Tensor,
     bindings: list[Tensor],
-    pattern: str,
+    call: CallKey,
     scale: float,
-    q_offset: int,
-    k_offset: int,
-    head_offset: int,
-    num_heads_global: int,
-    rate: int,
-    block_size: list[int],
-    placement: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `tiles`, each in the dtype of what it is the gradient of."""
-    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-    where = (q_offset, k_offset, head_offset, num_heads_global)
-    key = CallKey.of(pattern, *sizes, *where, rate, block_size, placement)
-    result, keys = Result(out, lse, grad_out, grad_lse), (k.to(q.dtype), v.to(q.dtype))
-    dq, dk, dv = gradients(key, q, *keys, bindings, result, scale, wide=k.dtype != q.dtype)
+    whole, keys = WholeRows(out, lse, grad_out, grad_lse), (k.to(q.dtype), v.to(q.dtype))
+    dq, dk, dv = gradients(call, q, *keys, bindings, whole, scale, wide=k.dtype != q.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -118,7 +128,7 @@ def gradients(
     k: Tensor,
     v: Tensor,
     bindings: list[Tensor],
-    result: Result,
+    whole: WholeRows,
     scale: float,
     *,
     wide: bool = False,
@@ -126,12 +136,12 @@ def gradients(
     """(dq, dk, dv) of a call, in the dtype of q, k and v, or as wide as they are summed."""
     programs = _programs_for(key, bindings, q)
     if len(programs) == 1 and isinstance(programs[0][0], Some):
-        return _backward(programs[0][1], q, k, v, result, scale, wide=wide)
-    dtype = result.lse.dtype if wide else q.dtype
+        return _backward(programs[0][1], q, k, v, whole, scale, wide=wide)
+    dtype = whole.lse.dtype if wide else q.dtype
     dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))
     for entries, program in programs:
         operands = entries.of(q), entries.of(k), entries.of(v)
-        found = _backward(program, *operands, result.of(entries), scale, wide=wide)
+        found = _backward(program, *operands, rows_of(entries, whole), scale, wide=wide)
         for x, part in zip((dq, dk, dv), found, strict=True):
             entries.put(x, part)
     return dq, dk, dv
@@ -165,12 +175,11 @@ def _forward(
 
 
 def _backward(
-    program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, result: Result, scale: float, *, wide: bool
+    program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows, scale: float, *, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     if isinstance(program, Program):
-        return run_backward(program, q, k, v, result, scale, wide=wide)
-    whole = result.out, result.lse, result.grad_out, result.grad_lse
-    dq, dk, dv = row_backward(program, q, k, v, *whole, scale)
+        return run_backward(program, q, k, v, whole, scale, wide=wide)
+    dq, dk, dv = row_backward(program, q, k, v, whole, scale)
     return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
 
 

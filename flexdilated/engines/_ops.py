@@ -1,0 +1,184 @@
+"""Custom ops of this package: what all of them do alike, ops of one call as plain values, and attention's gradient."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_batchedtensor, peek_interpreter_stack
+from torch._library.autograd import make_autograd_impl
+from torch.autograd import forward_ad
+
+from ..masks.text import kept_functions
+from ._merge import sinks_gradient
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
+
+
+_REMEDY = "engine='reference' has (in attend: dense, small inputs, eagerly, one rank)"
+
+
+def is_transformed() -> bool:
+    """Whether a level of forward mode or of torch.func is open: where none is, no tensor can be in one."""
+    return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
+
+
+is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_transforms(what: str, inputs: Iterable[Any]) -> None:
+    """Raise ValueError where a derivative that `what` does not have would come through one of its inputs."""
+    if not is_transformed():
+        return
+    in_func = peek_interpreter_stack() is not None
+    for x in _tensors(inputs):
+        if is_batchedtensor(x):
+            refuse_vmap()
+        if torch._VF._unpack_dual(x, level=0).tangent is not None:
+            raise ValueError(f"{what} has no forward-mode derivative; {_REMEDY}")
+        if in_func and x.requires_grad:
+            raise ValueError(
+                f"{what} has no gradient in the transforms of torch.func, only in autograd's backward; {_REMEDY}"
+            )
+
+
+def refuse_vmap(*_: Any) -> NoReturn:
+    """The batching rule of an op that has none."""
+    raise ValueError(
+        f"no rule maps it over a dim, as torch.vmap asks: q, k and v have dims for batch and heads; {_REMEDY}"
+    )
+
+
+def _tensors(inputs: Iterable[Any]) -> Iterable[Tensor]:
+    for x in inputs:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors(x)
+
+
+_library = torch.library.Library("flexdilated", "FRAGMENT")
+
+
+def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Makes a functional op: `torch.library.custom_op` whose outputs are no views, and which drops no derivative.
+
+    autograd lets nobody write into a view among several outputs. A custom op passes no tangent on, and in
+    `torch.func` neither a gradient nor a mapped dim: each is an error, eagerly and where a graph is traced.
+    """
+
+    def make(function: Callable[..., Any]) -> CustomOpDef:
+        def computed(*arguments: Any) -> Any:
+            found = function(*arguments)
+            return found.detach() if isinstance(found, Tensor) else type(found)(x.detach() for x in found)
+
+        computed.__signature__ = signature(function, eval_str=True)
+        op = torch.library.custom_op(name, computed, mutates_args=())
+        recorded = make_autograd_impl(op._opoverload, op)
+
+        def checked(keyset: Any, *arguments: Any) -> Any:
+            refuse_transforms(op._opoverload._opname, arguments)
+            return recorded(keyset, *arguments)
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
+            _library.impl(op._opoverload._opname, checked, "Autograd", with_keyset=True, allow_override=True)
+        op.register_vmap(refuse_vmap)
+        _library.impl(op._opoverload._opname, refuse_vmap, "Batched")  # as autograd maps, not torch.func
+        return op
+
+    return make
+
+
+def flat_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Makes an op of a function one of whose arguments is a named tuple: in its place the op takes the tuple's fields.
+
+    Such an op is called with `*call`. The function gets what the tuple's class makes of the fields by `of`, as an op
+    hands over lists for tuples, and where it is traced sizes that are no plain integers.
+    """
+
+    def make(function: Callable[..., Any]) -> CustomOpDef:
+        given = signature(function, eval_str=True)
+        parameters = list(given.parameters.values())
+        begin, kind = next((i, x.annotation) for i, x in enumerate(parameters) if hasattr(x.annotation, "_fields"))
+        end = begin + len(kind._fields)
+
+        def flat(*arguments: Any) -> Any:
+            return function(*arguments[:begin], kind.of(*arguments[begin:end]), *arguments[end:])
+
+        parameters[begin : begin + 1] = _fields(kind)
+        flat.__signature__ = given.replace(parameters=parameters)
+        return own_op(name)(flat)
+
+    return make
+
+
+def _fields(kind: type) -> list[Parameter]:
+    """A named tuple's fields as parameters, of types that a schema can have."""
+    return [
+        Parameter(
+            name,
+            Parameter.POSITIONAL_OR_KEYWORD,
+            annotation=list[get_args(hint)[0]] if get_origin(hint) is tuple else hint,
+        )
+        for name, hint in get_type_hints(kind).items()
+    ]
+
+
+def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, over_ranks: bool = False) -> None:
+    """Makes `backward_op` the gradient of `op`, and a RuntimeError with these words the gradient of that.
+
+    op: (q, k, v, sinks, bindings, *options) to (out, lse), and after them the keys and values that it used, where they
+    are others; the first option is the pattern in JSON. backward_op: (grad_out, grad_lse, q, k, v, out, lse, bindings,
+    *options), with the keys and values that were used, to (dq, dk, dv). over_ranks: other ranks wait for what this one
+    sends, so that it runs its backward although nothing came in.
+    """
+
+    def remember(ctx, inputs, output) -> None:
+        q, k, v, sinks, bindings, *options = inputs
+        out, lse, *used = output
+        ctx.save_for_backward(q, *(used or (k, v)), sinks, out, lse, *copies(bindings))
+        ctx.options = options
+        ctx.kept = kept_functions(options[0])
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx, grad_out, grad_lse, *_):
+        q, k, v, sinks, out, lse, *bindings = ctx.saved_tensors
+        without = no_gradients(bindings, ctx.options)
+        if grad_out is None and grad_lse is None and not over_ranks:
+            return None, None, None, None, *without
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        grads = backward_op(grad_out, grad_lse, q, k, v, out, lse, bindings, *ctx.options)
+        grad_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            grad_sinks = sinks_gradient(sinks, out, lse, grad_out, grad_lse)
+        return *grads, grad_sinks, *without
+
+    op.register_autograd(backward, setup_context=remember)
+    backward_op.register_autograd(refuse(refusal))
+
+
+def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
+    """Run-time tensors as a forward read them, for its backward: what writes to them may count no version."""
+    return [x.detach().clone() for x in bindings]
+
+
+def no_gradients(bindings: Sequence[Tensor], options: Sequence[Any]) -> tuple[Any, ...]:
+    """What stands for the gradients of an op's run-time tensors and plain values."""
+    # An empty list, such as a block size that was left open, counts as a list of tensors there.
+    return [None] * len(bindings), *([] if isinstance(option, list) and not option else None for option in options)
+
+
+def refuse(words: str) -> Callable[..., NoReturn]:
+    """The gradient of an op that has none."""
+
+    def backward(ctx, *grads) -> NoReturn:
+        raise RuntimeError(words)
+
+    return backward
