@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Sequence
-from unittest.mock import patch
+from contextlib import redirect_stdout
 
-from flexdilated.cli._command_parser import CommandParser
-from flexdilated.cli._show import _heat_map, add_arguments, show
-from flexdilated.masks.inspection._show import HeatMap
+from flexdilated.cli import main
 
 
 def drawn(*arguments: str) -> list[str]:
     """The lines that `show` prints of a pattern."""
-    parser, found = CommandParser(), []
-    add_arguments(parser)
-
-    def kept(*given, **options) -> HeatMap:
-        found.append(_heat_map(*given, **options))
-        return found[-1]
-
-    with patch("flexdilated.cli._show._heat_map", kept), patch("builtins.print"):
-        assert show(parser.parse_args([*arguments, "--brief"])) == 0
-    return list(found[0].lines)
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(["show", *arguments, "--brief"]) == 0
+    return printed.getvalue().splitlines()
 
 
 def body(lines: Sequence[str]) -> list[str]:

@@ -44,8 +44,8 @@ def add_arguments(parser: CommandParser) -> None:
     )
     add = parser.argument
     context = "bytes the model sees at once (%(default)s)"
-    add("--context", type=int, default=16384, metavar="BYTES", help=context)
-    add("--steps", type=int, default=200, help="training steps, one window of text each (%(default)s)")
+    add("--context", type=int, default=16384, least=2, metavar="BYTES", help=context)
+    add("--steps", type=int, default=200, least=0, help="training steps, one window of text each (%(default)s)")
     add("--minutes", type=float, default=4.0, help="most time to train in this run (%(default)s)")
     add("--seed", type=int, default=0, help="draws the parameters and the order of the text (%(default)s)")
     add("--device", default="cpu", help="cpu, or an accelerator such as cuda (%(default)s)")
@@ -53,7 +53,7 @@ def add_arguments(parser: CommandParser) -> None:
     add("--data", type=Path, metavar="PATH", help="a file or folder to train on instead")
     add("--resume", action="store_true", help="go on from the checkpoint in --out; --steps may be raised")
     sample = "let the model continue a held-out text by this many bytes (%(const)s if no number is given)"
-    add("--sample", type=int, nargs="?", const=400, default=0, metavar="BYTES", help=sample)
+    add("--sample", type=int, nargs="?", const=400, default=0, least=0, metavar="BYTES", help=sample)
     parser.set_defaults(command=demo)
 
 
@@ -67,14 +67,8 @@ def demo(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.context < 2:
-        raise UsageError(f"--context must be at least 2; got {options.context}")
-    if options.steps < 0:
-        raise UsageError(f"--steps must be at least 0; got {options.steps}")
     if not (isfinite(options.minutes) and options.minutes > 0):
         raise UsageError(f"--minutes must be a positive number; got {options.minutes}")
-    if options.sample < 0:
-        raise UsageError(f"--sample must be at least 0; got {options.sample}")
     if not 0 <= options.seed < 2**63:
         raise UsageError(f"--seed must be in [0, 2**63); got {options.seed}")
     choices = ", ".join(available_devices())
