@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from unittest.mock import patch
 
-from flexdilated.cli import main
+from flexdilated.cli._command_parser import CommandParser
+from flexdilated.cli._show import add_arguments, show
 
 
 def drawn(*arguments: str) -> list[str]:
     """The lines that `show` prints of a pattern."""
-    with redirect_stdout(io.StringIO()) as printed:
-        assert main(["show", *arguments, "--brief"]) == 0
-    return printed.getvalue().splitlines()
+    parser = CommandParser()
+    add_arguments(parser)
+    with patch("builtins.print") as printed:
+        assert show(parser.parse_args([*arguments, "--brief"])) == 0
+    return list(printed.call_args.args[0].lines)
 
 
 def body(lines: Sequence[str]) -> list[str]:

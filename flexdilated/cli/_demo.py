@@ -47,7 +47,8 @@ def add_arguments(parser: CommandParser) -> None:
     add("--context", type=int, default=16384, least=2, metavar="BYTES", help=context)
     add("--steps", type=int, default=200, least=0, help="training steps, one window of text each (%(default)s)")
     add("--minutes", type=float, default=4.0, help="most time to train in this run (%(default)s)")
-    add("--seed", type=int, default=0, help="draws the parameters and the order of the text (%(default)s)")
+    seed = "draws the parameters and the order of the text (%(default)s)"
+    add("--seed", type=int, default=0, least=0, most=2**63 - 1, help=seed)
     add("--device", default="cpu", help="cpu, or an accelerator such as cuda (%(default)s)")
     add("--out", type=Path, default=Path("demo-out"), metavar="FOLDER", help="where results go (%(default)s)")
     add("--data", type=Path, metavar="PATH", help="a file or folder to train on instead")
@@ -69,8 +70,6 @@ def demo(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     if not (isfinite(options.minutes) and options.minutes > 0):
         raise UsageError(f"--minutes must be a positive number; got {options.minutes}")
-    if not 0 <= options.seed < 2**63:
-        raise UsageError(f"--seed must be in [0, 2**63); got {options.seed}")
     choices = ", ".join(available_devices())
     try:
         device = torch.device(options.device)
