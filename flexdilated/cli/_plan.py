@@ -33,7 +33,7 @@ _RUNGS = tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24))
 _FIRST = 1 << 16
 _MOST = 1 << 30
 _LINE = LARGEST_RUN // 2, LARGEST_RUN
-# Where bytes a token are told: the growth from one to the other.
+# Bytes a token are the growth from one to the other.
 _BETWEEN = (1 << 16, 1 << 20)
 
 
@@ -51,7 +51,7 @@ def add_arguments(parser: CommandParser) -> None:
     add("--dtype", choices=tuple(DTYPES), default="fp32", help="of tensors and weights (%(default)s)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda is predicted, and needs none (%(default)s)")
     add("--batch", type=int, default=1, least=1, most=1 << 16, metavar="B", help="sequences at once (%(default)s)")
-    layers, embed_dim = "of the LongNet whose memory is told (12)", "of that LongNet (H * D)"
+    layers, embed_dim = "of the LongNet whose memory is predicted (12)", "of that LongNet (H * D)"
     add("--layers", type=int, least=1, most=LARGEST, metavar="L", excludes=("ranks",), help=layers)
     add("--embed-dim", type=int, least=1, most=LARGEST, metavar="E", excludes=("head_dim",), help=embed_dim)
     budget = "the longest N that fits into so much memory; without a SIZE a table of budgets"

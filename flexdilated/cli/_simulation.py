@@ -127,11 +127,10 @@ def simulate(
     work = work_of_ranks(pattern, sharding, num_heads=size.num_heads)
     computing = _computing_seconds(pattern, size, work, device=device)
     needed, chunks = tokens_by_chunk(pattern, sharding, num_heads=size.num_heads, num_kv_heads=size.kv_heads)
-    shards = size.kv_heads * torch.tensor(sharding.lengths)
     tokens = {
         "exchange": chunks.by_source(needed),
         "ring": ring_tokens(needed, chunks, num_kv_heads=size.kv_heads),
-        "all-gather": shards.repeat(len(shards), 1).fill_diagonal_(0),
+        "all-gather": all_gather_tokens(torch.tensor(sharding.lengths), num_kv_heads=size.kv_heads),
     }
     ways = {name: _way(name, each, size, codec, computing, links) for name, each in tokens.items()}
     sent, held = ways["exchange"].key_bytes, ways["all-gather"].key_bytes
@@ -220,6 +219,11 @@ def step_seconds(
         parts |= {"forward": fetch + forward, "backward": backward + give_back}
     found = {name: float(each.max()) for name, each in parts.items()}
     return found | {"step": found["forward"] + found["backward"]}
+
+
+def all_gather_tokens(lengths: Int64[Tensor, " W"], *, num_kv_heads: int) -> Int64[Tensor, "W W"]:
+    """All shards."""
+    return (num_kv_heads * lengths).repeat(len(lengths), 1).fill_diagonal_(0)
 
 
 def in_groups(matrix: Int64[Tensor, "W W"], most: int) -> tuple[int, Int64[Tensor, "R R"]]:

@@ -263,7 +263,7 @@ def _describe_branch(options: tuple[Option, ...]) -> BranchDescription:
     """Of the option that the planner chose, the first one."""
     chosen = options[0]
     counted = zip(TermCount(0, 0, 0, 0, 0), *map(count_term, chosen.terms), strict=True)
-    return BranchDescription(chosen.branch, chosen.multiplicity, *map(sum, counted), options)
+    return BranchDescription(chosen.branch, chosen.multiplicity, *map(sum, counted), options=options)
 
 
 class TermCount(NamedTuple):

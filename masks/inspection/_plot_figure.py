@@ -259,7 +259,7 @@ def label_width(axis: Axis) -> float:
     return _TICK_LETTER * max(len(tokens_text(place)) for place in ticks(axis.slots, 4))
 
 
-def _entry(label: str, colour: str | Sequence[float], frame: str = "#999999") -> Patch:
+def _entry(label: str, colour: Any, frame: str = "#999999") -> Patch:
     """A label beside the colour that it explains; `frame` is that of its edge."""
     return Patch(facecolor=colour, edgecolor=frame, linewidth=0.6, label=label)
 
