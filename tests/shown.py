@@ -7,22 +7,16 @@ from collections.abc import Sequence
 from unittest.mock import patch
 
 from flexdilated.cli._command_parser import CommandParser
-from flexdilated.cli._show import _heat_map, add_arguments, show
-from flexdilated.masks.inspection._show import HeatMap
+from flexdilated.cli._show import add_arguments, show
 
 
 def drawn(*arguments: str) -> list[str]:
     """The lines that `show` prints of a pattern."""
-    parser, found = CommandParser(), []
+    parser = CommandParser()
     add_arguments(parser)
-
-    def kept(*given, **options) -> HeatMap:
-        found.append(_heat_map(*given, **options))
-        return found[-1]
-
-    with patch("flexdilated.cli._show._heat_map", kept), patch("builtins.print"):
+    with patch("builtins.print") as printed:
         assert show(parser.parse_args([*arguments, "--brief"])) == 0
-    return list(found[0].lines)
+    return list(printed.call_args.args[0].lines)
 
 
 def body(lines: Sequence[str]) -> list[str]:

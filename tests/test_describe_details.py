@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.masks.inspection import _pair_counts
-from flexdilated.masks.inspection._described import count_term
+from flexdilated.masks.inspection._describe import count_term
 from flexdilated.masks.inspection._pair_counts import Gap, Gaps, gaps_of, head_shares, multiplicity_of
 from flexdilated.masks.inspection._relations import Relations
 from flexdilated.masks.inspection._squares import TooManySquaresError

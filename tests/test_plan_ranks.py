@@ -1,6 +1,5 @@
 """plan --ranks: bytes, pairs and memory against the dense rule, times against hand-made numbers, bad input refused."""
 
-import functools
 import json
 from pathlib import Path
 from time import process_time
@@ -25,12 +24,10 @@ LONG = "longnet(({}), ({})) & causal()".format(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_dry_run_a_size():
-    """A memory model runs the call on no memory, which takes seconds: once for each size."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flexdilated.cli._simulation.attention_memory", functools.cache(attention_memory))
-        yield
+@pytest.fixture(autouse=True)
+def memory(monkeypatch) -> None:
+    """A memory model runs the call on no memory, which takes seconds: a stub in its place, but where it is tested."""
+    monkeypatch.setattr("flexdilated.cli._simulation.attention_memory", commands.memory_of_call)
 
 
 def data_of(capsys, *arguments: str):
@@ -94,7 +91,8 @@ def test_ways_are_counted_beside_each_other(capsys) -> None:
     assert found["auto"]["ring_memory"] == ring["held"]
 
 
-def test_memory_is_the_shard_s_call_and_what_is_held(capsys) -> None:
+def test_memory_is_the_shard_s_call_and_what_is_held(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("flexdilated.cli._simulation.attention_memory", attention_memory)
     found = data_of(capsys, LONGNET, *SMALL, "--ranks", "4", "--dtype", "bf16")
     call = attention_memory(masks.parse(LONGNET), AttentionSize(125, 4, 16, torch.bfloat16, 1, 2))
     assert found["shard"]["inputs"] == call.inputs == 125 * (4 + 2 + 2) * 16 * 2
@@ -192,9 +190,8 @@ def test_cuda_is_planned_without_one(capsys) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-def test_4096_ranks_and_a_billion_tokens(capsys, monkeypatch, order) -> None:
+def test_4096_ranks_and_a_billion_tokens(capsys, order) -> None:
     """In a minute on any machine; about 10 seconds on one core, without the memory of a call, which is tested alone."""
-    monkeypatch.setattr("flexdilated.cli._simulation.attention_memory", commands.memory_of_call)
     begin = process_time()
     sizes = ["--tokens", "1024M", "--heads", "8", "--dtype", "bf16"]
     found = data_of(capsys, LONG, *sizes, "--ranks", "4096", "--sharding", order, "--link", "50GB/s")
@@ -228,8 +225,8 @@ def test_a_latency_needs_a_unit(text) -> None:
 
 TWO = ["causal()", "-n", "64", "--ranks", "2"]
 REFUSED = {
-    "no ranks": (["causal()", "--ranks", "0"], "--ranks must be at least 1 and at most 4096; got 0"),
-    "too many": (["causal()", "--ranks", "4097"], "got 4097"),
+    "no ranks": (["causal()", "--ranks", "0"], "--ranks must be at least 1; got 0"),
+    "too many": (["causal()", "--ranks", "4097"], "--ranks must be at most 4096; got 4097"),
     "sharding alone": (["causal()", "--sharding", "zigzag"], "--sharding needs --ranks; got it without"),
     "codec alone": (["causal()", "--codec", "none"], "--codec needs --ranks"),
     "link alone": (["causal()", "--link", "1GB/s"], "--link needs --ranks"),
@@ -246,8 +243,8 @@ REFUSED = {
     ),
     "speed": ([*TWO, "--link", "50"], "such as 50GB/s; got '50'"),
     "codec": ([*TWO, "--codec", "bf16", "--dtype", "fp16"], 'codec "bf16" writes rows wider than float16'),
-    "picture": ([*TWO, "--picture", "x.jpg"], "--picture must name a .png file; got x.jpg"),
-    "no folder": ([*TWO, "--picture", "none/x.png"], "--picture must lie in a folder that exists"),
+    "picture": ([*TWO, "--picture", "x.jpg"], "--picture writes .png files; got x.jpg"),
+    "no folder": ([*TWO, "--picture", "none/x.png"], "--picture must be in a folder that exists"),
     "grid": (["neighborhood((8, 8), 1)", "-n", "65", "--ranks", "2"], "a grid of 8x8 holds 64 tokens"),
     "by head": (["per_head([causal(), causal()])", "-n", "64", "--heads", "3", "--ranks", "2"], "for 3 heads"),
     "values": (["documents('ids')", "--ranks", "2"], "--bind ids"),
@@ -267,6 +264,6 @@ def test_what_is_refused(arguments, message, capsys) -> None:
 
 
 def test_a_picture_that_cannot_be_drawn(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("flexdilated.cli._plan_ranks.find", lambda package: None)
+    monkeypatch.setattr("flexdilated.cli._machine.find", lambda package: None)
     assert main(["plan", *TWO, "--picture", "x.png"]) == 2
     assert 'pip install "flexdilated[plot]"' in capsys.readouterr().err

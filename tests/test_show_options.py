@@ -88,7 +88,7 @@ def test_a_picture(tmp_path, capsys, kind, start):
 
 
 def test_a_picture_without_matplotlib(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("flexdilated.cli._show.find", lambda package: None)
+    monkeypatch.setattr("flexdilated.cli._machine.find", lambda package: None)
     assert main(["show", "causal()", "--plot", str(tmp_path / "out.png")]) == 2
     assert "matplotlib is not installed: no pictures" in capsys.readouterr().err
 

@@ -84,19 +84,3 @@ def test_a_ring_overlaps_and_fetches_twice() -> None:
     assert exchange == {"keys": 2, "gradients": 7, "computing": 9, "forward": 5, "backward": 13, "step": 18}
     ring = step_seconds(*computing, Links(bytes_per_s=10), **moved, overlapped=True)
     assert (ring["forward"], ring["backward"]) == (3, 9)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"bytes_per_s": 0}, "bytes_per_s must be a positive finite number; got 0"),
-        ({"bytes_per_s": float("inf")}, "got inf"),
-        ({"bytes_per_s": 1, "latency_s": -1}, "latency_s must be a finite number, 0 or more; got -1"),
-        ({"bytes_per_s": 1, "ranks_per_node": 8}, "need both their speed and the ranks of a node"),
-        ({"bytes_per_s": 1, "between_bytes_per_s": 1}, "ranks_per_node=None"),
-        ({"bytes_per_s": 1, "between_bytes_per_s": 1, "ranks_per_node": 0}, "ranks_per_node"),
-    ],
-)
-def test_links_are_checked(given, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        Links(**given)

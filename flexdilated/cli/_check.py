@@ -32,21 +32,19 @@ def add_arguments(parser: CommandParser) -> None:
     )
     add = parser.argument
     add("pattern", metavar="PATTERN", help=PATTERN)
-    add("--examples", type=int, default=500, metavar="E", help="to draw, of boxes and of calls (%(default)s)")
-    add("--heads", type=int, metavar="H", help=f"query heads ({_HEADS}, or per_head's)")
-    add("--max-tokens", type=int, default=96, metavar="N", help="the longest sequence (%(default)s)")
+    add("--examples", type=int, default=500, least=1, metavar="E", help="to draw, of boxes and of calls (%(default)s)")
+    add("--heads", type=int, least=1, metavar="H", help=f"query heads ({_HEADS}, or per_head's)")
+    add("--max-tokens", type=int, default=96, least=1, metavar="N", help="the longest sequence (%(default)s)")
     add("--seed", type=int, default=0, help="of what is drawn (%(default)s)")
     add("--json", action="store_true", help="print plain data")
-    parser.set_defaults(command=_check)
+    parser.set_defaults(command=check)
 
 
-def _check(options: argparse.Namespace) -> int:
-    for name in ("examples", "heads", "max_tokens"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
+def check(options: argparse.Namespace) -> int:
+    """Exit status 0, or 1 with the counterexample printed."""
     if abs(options.seed) >= _SEEDS:
         raise UsageError(f"--seed must be of less than 63 bits; got {options.seed}")
-    pattern = read_pattern(options.pattern)
+    pattern, examples = read_pattern(options.pattern), options.examples
     heads = fitting_heads(pattern, _HEADS) if options.heads is None else options.heads
     pairs = heads * options.max_tokens**2
     if pairs > _MOST_PAIRS:
@@ -54,34 +52,25 @@ def _check(options: argparse.Namespace) -> int:
             f"every pair is looked at: --heads times --max-tokens squared must be at most {_MOST_PAIRS}; "
             f"got {heads} heads and {options.max_tokens} tokens, which make {pairs}"
         )
-    sizes = {"num_heads": heads, "max_tokens": options.max_tokens}
-    return check(pattern, examples=options.examples, **sizes, seed=options.seed, as_json=options.json)
-
-
-def check(
-    pattern: Pattern | Mixture, *, examples: int, num_heads: int, max_tokens: int, seed: int, as_json: bool
-) -> int:
-    """Exit status 0, or 1 with the counterexample printed."""
-    longest = _longest(pattern, num_heads, max_tokens)
-    sizes = {"num_heads": num_heads, "max_tokens": longest}
+    longest = _longest(pattern, heads, options.max_tokens)
+    asked = {"num_heads": heads, "max_tokens": longest, "seed": options.seed}
     found: str | None = None
     done = 0
     try:
         with one_thread(), progress("checking", unit="example", done=0, total=2 * examples, lines=sys.stderr) as bar:
-            for step, note in _steps(pattern, examples=examples, seed=seed, **sizes):
+            for step, note in _steps(pattern, examples=examples, **asked):
                 done += step
                 bar.step(done, 2 * examples, note)
     except AssertionError as error:
         found = str(error)
     except ValueError as error:  # heads, tokens or run-time tensors that do not go with the pattern
         raise UsageError(str(error)) from None
-    if as_json:
-        print(json.dumps({"pattern": repr(pattern), **sizes, "seed": seed, "examples": done, "counterexample": found}))
+    if options.json:
+        print(json.dumps({"pattern": repr(pattern), **asked, "examples": done, "counterexample": found}))
     elif found is None:
         print(f"{pattern!r}: no counterexample in {examples} boxes a kind and {examples} calls of attend")
-        heads = "1 head" if num_heads == 1 else f"{num_heads} heads"
-        most = tokens(longest) if longest == max_tokens else f"{tokens(longest)}, as it takes no more"
-        print(f"(up to {most}, {heads}; output, lse and gradients against float64)")
+        most = tokens(longest) if longest == options.max_tokens else f"{tokens(longest)}, as it takes no more"
+        print(f"(up to {most}, {heads} head{'s' if heads > 1 else ''}; output, lse and gradients against float64)")
     else:
         print(f"counterexample, after {done} examples:\n{found}")
     return 0 if found is None else 1

@@ -1,4 +1,4 @@
-"""CommandParser: each option states what it needs and what it has no effect with; UsageError: what cannot be done."""
+"""CommandParser: an option states its limits, what it needs and what it has no effect with; UsageError: a refusal."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class CommandParser(argparse.ArgumentParser):
         self.relations: dict[str, Relation] = {}
         self._shown: dict[str, str] = {}
         self._unless_given: dict[str, Any] = {}
+        self._limits: dict[str, tuple[float | None, float | None]] = {}
         super().__init__(*arguments, **options)
 
     def argument(
@@ -32,12 +33,14 @@ class CommandParser(argparse.ArgumentParser):
         *names: str,
         needs: Sequence[str] = (),
         excludes: Sequence[str] = (),
+        least: float | None = None,
+        most: float | None = None,
         group: argparse._ArgumentGroup | None = None,
         default: Any = None,
         help: str = "",  # noqa: A002
         **how: Any,
     ) -> None:
-        """As `add_argument`: it is refused without all of `needs`, and beside any of `excludes`."""
+        """As `add_argument`; refused without all of `needs`, beside any of `excludes`, and beyond `least` or `most`."""
         text = help.replace("%(default)s", str(default))
         action = (group or self).add_argument(*names, default=argparse.SUPPRESS, help=text, **how)
         if default is None and isinstance(action, argparse._StoreTrueAction):
@@ -45,6 +48,7 @@ class CommandParser(argparse.ArgumentParser):
         self.relations[action.dest] = Relation(tuple(needs), tuple(excludes))
         self._shown[action.dest] = next((name for name in names if name.startswith("--")), how.get("metavar", names[0]))
         self._unless_given[action.dest] = default
+        self._limits[action.dest] = least, most
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]: one in place of the overloads
         self, args: Any = None, namespace: Any = None
@@ -62,6 +66,12 @@ class CommandParser(argparse.ArgumentParser):
         return found, rest
 
     def _refusals(self, options: argparse.Namespace, given: Sequence[str]) -> Iterator[str]:
+        for name in given:
+            (least, most), value = self._limits[name], getattr(options, name)
+            if least is not None and value < least:
+                yield f"{self._shown[name]} must be at least {least}; got {value}"
+            if most is not None and value > most:
+                yield f"{self._shown[name]} must be at most {most}; got {value}"
         for name in given:
             relation, shown = self.relations[name], self._shown[name]
             for other in relation.excludes:

@@ -25,7 +25,7 @@ from ..nn import LongNetConfig
 from ._command_parser import CommandParser, UsageError
 from ._demo_data import Corpus, bigram_bits, load_corpus, unigram_bits, validation_windows
 from ._demo_model import build_model, draw_sample, model_config, sample_text
-from ._demo_training import CHECKPOINT, Interrupt, Run, Team, load_checkpoint, mean_bits, running_mean, team_of, train
+from ._demo_training import CHECKPOINT, Interrupt, Run, load_checkpoint, mean_bits, running_mean, train
 from ._machine import available_devices, find, missing_line, num_devices
 from ._output import prepare, replace
 from ._pattern import refusals
@@ -40,26 +40,26 @@ _PICTURE_TOKENS, _PICTURE_BLOCK, _PICTURE_SHORTEST = 512, 8, 8
 def add_arguments(parser: CommandParser) -> None:
     parser.description = (
         "Train a byte-level LongNet language model on the source text of Python's own standard library, and "
-        "measure it. Ctrl-C ends the training early, with all results so far; --resume goes on. Under torchrun all "
-        "processes train one model, each on its part of every text."
+        "measure it. Ctrl-C ends the training early, with all results so far; --resume goes on."
     )
     add = parser.argument
     context = "bytes the model sees at once (%(default)s)"
-    add("--context", type=int, default=16384, metavar="BYTES", help=context)
-    add("--steps", type=int, default=200, help="training steps, one window of text each (%(default)s)")
+    add("--context", type=int, default=16384, least=2, metavar="BYTES", help=context)
+    add("--steps", type=int, default=200, least=0, help="training steps, one window of text each (%(default)s)")
     add("--minutes", type=float, default=4.0, help="most time to train in this run (%(default)s)")
-    add("--seed", type=int, default=0, help="draws the parameters and the order of the text (%(default)s)")
+    seed = "draws the parameters and the order of the text (%(default)s)"
+    add("--seed", type=int, default=0, least=0, most=2**63 - 1, help=seed)
     add("--device", default="cpu", help="cpu, or an accelerator such as cuda (%(default)s)")
     add("--out", type=Path, default=Path("demo-out"), metavar="FOLDER", help="where results go (%(default)s)")
     add("--data", type=Path, metavar="PATH", help="a file or folder to train on instead")
     add("--resume", action="store_true", help="go on from the checkpoint in --out; --steps may be raised")
     sample = "let the model continue a held-out text by this many bytes (%(const)s if no number is given)"
-    add("--sample", type=int, nargs="?", const=400, default=0, metavar="BYTES", help=sample)
+    add("--sample", type=int, nargs="?", const=400, default=0, least=0, metavar="BYTES", help=sample)
     parser.set_defaults(command=demo)
 
 
 def demo(options: argparse.Namespace) -> int:
-    """Check the settings, then run on all processes that torchrun has started, or on this one."""
+    """Check the settings, then run."""
     _check(options)
     with refusals():
         masks.cache()  # the environment sets its limits
@@ -68,16 +68,8 @@ def demo(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.context < 2:
-        raise UsageError(f"--context must be at least 2; got {options.context}")
-    if options.steps < 0:
-        raise UsageError(f"--steps must be at least 0; got {options.steps}")
     if not (isfinite(options.minutes) and options.minutes > 0):
         raise UsageError(f"--minutes must be a positive number; got {options.minutes}")
-    if options.sample < 0:
-        raise UsageError(f"--sample must be at least 0; got {options.sample}")
-    if not 0 <= options.seed < 2**63:
-        raise UsageError(f"--seed must be in [0, 2**63); got {options.seed}")
     choices = ", ".join(available_devices())
     try:
         device = torch.device(options.device)
@@ -88,46 +80,41 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def run_demo(options: argparse.Namespace) -> None:
-    """Train and measure together; what takes one process is left to the first."""
+    """Train and measure, and leave what was found."""
     context, seed, out = options.context, options.seed, options.out
-    with team_of(options.device) as team:
-        if context < team.size:
-            raise UsageError(
-                "--context must be at least the number of processes, as each has a part of every text; got "
-                f"{context} bytes and {team.size} processes"
-            )
-        team.by_first(lambda: prepare(out))
-        corpus = load_corpus(options.data, context=context)
-        identity = {"context": context, "seed": seed, "corpus": corpus.fingerprint}
-        identity["model"] = asdict(model_config(context))
-        team.check_alike({**identity, "steps": options.steps})
-        run = Run(build_model(context, seed=seed, mesh=team.mesh).to(team.device), identity)
-        if options.resume:
-            run.load(team.by_first(lambda: load_checkpoint(out, identity=identity)))
-        _introduce(run, corpus, team)
-        windows = validation_windows(corpus.validation, context=context, limit=_VALIDATION_WINDOWS)
-        with Interrupt() as interrupt:
-            if run.step == 0:
-                run.before = mean_bits(run.model, windows, team)
-            how = {"context": context, "seed": seed, "steps": options.steps, "minutes": options.minutes}
-            save = (lambda: run.save(out)) if team.rank == 0 else (lambda: None)
-            ended_by = train(run, corpus.train, team, interrupt, **how, save=save)
-            if interrupt.requested:
-                print("stopping early; a second Ctrl-C ends at once, without results")
-            stats = masks.cache().stats()  # before the timing, which looks up plans of its own
-            after = mean_bits(run.model, windows, team) if run.step else run.before
-            if team.rank == 0:
-                bits = {"before": run.before, "after": after, "unigram": unigram_bits(corpus.train, windows)}
-                bits["bigram"] = bigram_bits(corpus.train, windows)
-                results = bits | _measured(run, context, team.device, interrupt) | {"ended_by": ended_by}
-                results["cache"] = asdict(stats)
-                print(f"\n{_table(results, stats)}\n")
-                if options.sample:
-                    _sample(run, windows[0], options)
-                _leave(results, run, options, team)
+    prepare(out)
+    corpus = load_corpus(options.data, context=context)
+    identity = {"context": context, "seed": seed, "corpus": corpus.fingerprint}
+    identity["model"] = asdict(model_config(context))
+    run = Run(build_model(context, seed=seed).to(options.device), identity)
+    if options.resume:
+        run.load(load_checkpoint(out, identity=identity))
+    _introduce(run, corpus)
+    windows = validation_windows(corpus.validation, context=context, limit=_VALIDATION_WINDOWS)
+    with Interrupt() as interrupt:
+        if run.step == 0:
+            run.before = mean_bits(run.model, windows)
+        how = {"context": context, "seed": seed, "steps": options.steps, "minutes": options.minutes}
+        ended_by = train(run, corpus.train, interrupt, **how, save=lambda: run.save(out))
+        if interrupt.requested:
+            print("stopping early; a second Ctrl-C ends at once, without results")
+        stats = masks.cache().stats()  # before the timing, which looks up plans of its own
+        results = {
+            "before": run.before,
+            "after": mean_bits(run.model, windows) if run.step else run.before,
+            "unigram": unigram_bits(corpus.train, windows),
+            "bigram": bigram_bits(corpus.train, windows),
+            **_measured(run, context, options.device, interrupt),
+            "ended_by": ended_by,
+            "cache": asdict(stats),
+        }
+        print(f"\n{_table(results, stats)}\n")
+        if options.sample:
+            _sample(run, windows[0], options)
+        _leave(results, run, options)
 
 
-def _introduce(run: Run, corpus: Corpus, team: Team) -> None:
+def _introduce(run: Run, corpus: Corpus) -> None:
     sides = ("training", corpus.train, corpus.train_files), ("validation", corpus.validation, corpus.validation_files)
     sizes = ", ".join(
         f"{name} {len(text) / 1e6:.2f} MB in {len(files)} file{'s' if len(files) != 1 else ''}"
@@ -135,8 +122,6 @@ def _introduce(run: Run, corpus: Corpus, team: Team) -> None:
     )
     print(f"text      {corpus.source}: {sizes}")
     print(f"model     causal LongNet, {_parameters(run):,} parameters, {_branches(run.model.trunk.config)}")
-    if team.mesh is not None:
-        print(f"ranks     {team.size} processes, each with its part of every text, on {team.device.type}")
     if run.step:
         print(f"resumed   at step {run.step}")
 
@@ -150,7 +135,7 @@ def _parameters(run: Run) -> int:
     return sum(parameter.numel() for parameter in run.model.parameters())
 
 
-def _measured(run: Run, context: int, device: torch.device, interrupt: Interrupt) -> dict[str, Any]:
+def _measured(run: Run, context: int, device: str, interrupt: Interrupt) -> dict[str, Any]:
     """Densities are shares of all (query, key) pairs: of those that branches allow, and of those in computed blocks."""
     pattern, config = run.model.trunk.pattern, run.model.trunk.config
     facts = masks.describe(pattern, context, num_heads=config.num_heads, head_dim=config.head_dim)
@@ -161,9 +146,7 @@ def _measured(run: Run, context: int, device: torch.device, interrupt: Interrupt
     }
 
 
-def _attention_time(
-    run: Run, shape: tuple[int, ...], device: torch.device, interrupt: Interrupt
-) -> dict[str, float] | None:
+def _attention_time(run: Run, shape: tuple[int, ...], device: str, interrupt: Interrupt) -> dict[str, float] | None:
     """Milliseconds of one layer's attention beside causal dense SDPA, forward and backward, medians after a warm-up.
 
     None above _LONGEST_DENSE tokens and where the user interrupts.
@@ -191,8 +174,8 @@ def _attention_time(
     return {"longnet_ms": longnet, "dense_ms": dense, "repetitions": _REPETITIONS}
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
+def _synchronize(device: str) -> None:
+    if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(device)
 
 
@@ -231,12 +214,10 @@ def _table(found: dict[str, Any], cache: CacheStats) -> str:
 
 
 def _sample(run: Run, window: Tensor, options: argparse.Namespace) -> None:
-    """Continue the first half of a validation window, on one process."""
+    """Continue the first half of a validation window."""
     prompt = window[: max(1, options.context // 2)]
-    model = build_model(options.context, seed=options.seed).to(run.model.head.weight.device)
-    model.load_state_dict(run.model.state_dict())
     began = perf_counter()
-    continuation = draw_sample(model, prompt, num_bytes=options.sample, seed=options.seed)
+    continuation = draw_sample(run.model, prompt, num_bytes=options.sample, seed=options.seed)
     rate = len(continuation) / (perf_counter() - began)
     text = sample_text(bytes(prompt.tolist()), continuation)
     print(
@@ -246,10 +227,9 @@ def _sample(run: Run, window: Tensor, options: argparse.Namespace) -> None:
     replace(options.out / "sample.txt", lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def _leave(results: dict[str, Any], run: Run, options: argparse.Namespace, team: Team) -> None:
+def _leave(results: dict[str, Any], run: Run, options: argparse.Namespace) -> None:
     """Write report and pictures, and say where they are."""
     config = {**run.identity, "steps": options.steps, "minutes": options.minutes, "device": options.device}
-    config["processes"] = team.size
     versions = {"flexdilated": __version__, "torch": torch.__version__, "python": platform.python_version()}
     versions |= {"machine": platform.machine(), "threads": str(torch.get_num_threads())}
     report = {"config": config, "versions": versions, "results": results, "history": run.losses}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..nn import LongNet, LongNetConfig, Sampling, generate
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-# B batch, N tokens, L those of this process, E embed dim
+# B batch, N tokens, E embed dim
 _BYTES = 256
 _EMBED_DIM, _DEPTH, _NUM_HEADS = 128, 2, 4
 _LOOKBACK = 4  # the bytes that a token's embedding sees: itself and those just before it
@@ -44,53 +41,35 @@ class ByteModel(nn.Module):
     """Logits of each next byte, from the bytes up to it.
 
     A byte enters as the sum of an embedding of itself and, from tables of their own, of the bytes just before it: what
-    attention would learn first, and slowest, in a short training. With a mesh each process computes its own positions
-    of every text, in zigzag order: a causal model's early ones are less work than its late ones.
+    attention would learn first, and slowest, in a short training.
     """
 
-    def __init__(self, config: LongNetConfig, *, num_tokens: int, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, config: LongNetConfig) -> None:
         super().__init__()
         self.embeddings = nn.ModuleList(nn.Embedding(_BYTES, config.embed_dim) for _ in range(_LOOKBACK))
-        self.trunk = LongNet(config, mesh=mesh, sharding=None if mesh is None else _sharding(num_tokens, mesh))
+        self.trunk = LongNet(config)
         self.head = nn.Linear(config.embed_dim, _BYTES)
         for table in self.embeddings.parameters():
             nn.init.normal_(table, std=_LOOKBACK**-0.5)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self.over_ranks = self.trunk.over_ranks
 
-    def forward(self, tokens: Int64[Tensor, "B N"]) -> Float[Tensor, "B L 256"]:
-        """Of all bytes, the logits that follow those at `positions`."""
+    def forward(self, tokens: Int64[Tensor, "B N"]) -> Float[Tensor, "B N 256"]:
         return self.head(self.trunk(self.embed(tokens)))
 
-    def positions(self, num_tokens: int) -> Int64[Tensor, " L"]:
-        """Where in a text of so many bytes those stand that are this process's: everywhere, without a mesh."""
-        device = self.head.weight.device
-        if self.over_ranks is None:
-            return torch.arange(num_tokens, device=device)
-        return self.over_ranks.sharding_of(num_tokens).positions(self.over_ranks.ranks.rank, device)
-
-    def embed(self, tokens: Int64[Tensor, "B N"]) -> Float[Tensor, "B L E"]:
-        """Each of this process's bytes with those just before it."""
-        positions = self.positions(tokens.shape[1])
-        x = torch.zeros((), device=tokens.device)
+    def embed(self, tokens: Int64[Tensor, "B N"]) -> Float[Tensor, "B N E"]:
+        """Each byte with those just before it."""
+        length, x = tokens.shape[1], torch.zeros((), device=tokens.device)
         for distance, table in enumerate(self.embeddings):
-            before = positions - distance
-            x = x + table(tokens[:, before.clamp(min=0)]).masked_fill(before[:, None] < 0, 0.0)
+            x = x + F.pad(table(tokens[:, : max(0, length - distance)]), (0, 0, min(distance, length), 0))
         return x
 
 
-def build_model(context: int, *, seed: int, mesh: DeviceMesh | None = None) -> ByteModel:
+def build_model(context: int, *, seed: int) -> ByteModel:
     """The model with parameters drawn from `seed`; the caller's random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return ByteModel(model_config(context), num_tokens=context, mesh=mesh)
-
-
-def _sharding(num_tokens: int, mesh: DeviceMesh):
-    from ..distributed import Sharding
-
-    return Sharding(num_tokens, mesh.size(), "zigzag")
+        return ByteModel(model_config(context))
 
 
 def optimizers_of(model: ByteModel) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:

@@ -1,19 +1,16 @@
-"""The demo's training: a run that saves and goes on, over one process or all that torchrun has started."""
+"""The demo's training: a run that saves and goes on."""
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from math import log
 from pathlib import Path
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, UInt8
@@ -26,110 +23,11 @@ from ._demo_data import training_window
 from ._demo_model import ByteModel, optimizers_of
 from ._output import progress, replace
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 CHECKPOINT = "checkpoint.pt"
 _SECONDS_BETWEEN_CHECKPOINTS = 30.0
 _GRADIENT_NORM_LIMIT = 1.0
 _WARMUP_STEPS = 10
 _PACE_STEPS = 5  # after which the pace of a run is known
-
-
-@dataclass(frozen=True)
-class Team:
-    """This process's place among those that torchrun has started, its device, and the mesh of all; None for one."""
-
-    rank: int
-    size: int
-    device: torch.device
-    mesh: DeviceMesh | None = None
-
-    def by_first(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns, run by the first process alone and told to all; a UsageError is raised by all."""
-        if self.mesh is None:
-            return work()
-        told: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                told[0] = work()
-            except UsageError as error:
-                told[1] = str(error)
-        torch.distributed.broadcast_object_list(told, src=0, device=self.device)
-        if told[1] is not None:
-            raise UsageError(told[1])
-        return told[0]
-
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all processes, which all get bit for bit."""
-        if self.mesh is None:
-            return
-        flat = torch.cat([x.reshape(-1) for x in tensors])
-        torch.distributed.all_reduce(flat)
-        for x, total in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
-            x.copy_(total.view_as(x))
-
-    def decide(self, number: int, *, stop: bool) -> tuple[int, bool]:
-        """The first process's number, and whether any process is to stop: one answer for all."""
-        votes = torch.tensor([number if self.rank == 0 else 0, int(stop)], device=self.device)
-        self.add_up([votes])
-        number, stops = votes.tolist()
-        return number, stops > 0
-
-    def check_alike(self, facts: Mapping[str, object]) -> None:
-        """Raises UsageError, in all processes, if one has other facts than the first."""
-        if self.mesh is None:
-            return
-        from ..distributed.group import Ranks, check_agreement
-
-        try:
-            check_agreement(Ranks.of(self.mesh), {name: str(value) for name, value in facts.items()})
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-
-
-@contextmanager
-def team_of(device: str) -> Iterator[Team]:
-    """The team that torchrun's environment describes, with its process group; only its first process is heard.
-
-    What a process raises ends it, and torchrun then ends the others; its traceback is printed whichever it is.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Team(0, 1, torch.device(device))
-        return
-    from torch.distributed.device_mesh import init_device_mesh
-
-    own = _own_device(torch.device(device))
-    if own.type != "cpu":
-        torch.accelerator.set_device_index(own)
-    began = not torch.distributed.is_initialized()
-    if began:
-        torch.distributed.init_process_group(torch.distributed.get_default_backend_for_device(own))
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mesh = init_device_mesh(own.type, (size,), mesh_dim_names=("sequence",))
-    with ExitStack() as stack:
-        if rank:
-            sys.stdout.flush()
-            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-            stack.enter_context(redirect_stdout(nowhere))
-            stack.enter_context(redirect_stderr(nowhere))
-        yield Team(rank, size, own, mesh)
-    # Not after an error: others may be in the middle of something, which the group's end would wait for.
-    if began:
-        torch.distributed.destroy_process_group()
-
-
-def _own_device(device: torch.device) -> torch.device:
-    """This process's; of accelerators each process of a machine has its own, or a UsageError says why not."""
-    if device.type == "cpu":
-        return device
-    processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-    if device.index is not None or processes > devices:
-        raise UsageError(
-            f"several processes take one accelerator each: --device must name a kind, such as {device.type}, and a "
-            f"machine run at most as many processes as it has of them; got {device}, {processes} processes, {devices}"
-        )
-    return torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 class Interrupt:
@@ -218,25 +116,23 @@ def load_checkpoint(folder: Path, *, identity: dict[str, Any]) -> dict[str, Any]
 
 
 def train(
-    run: Run, text: UInt8[Tensor, " n"], team: Team, interrupt: Interrupt, *,
+    run: Run, text: UInt8[Tensor, " n"], interrupt: Interrupt, *,
     context: int, seed: int, steps: int, minutes: float, save: Callable[[], None],
 ) -> str:  # fmt: skip
     """Train in place, one window a step; call `save` now and then and at the end. Returns what ended it, as a phrase.
 
-    Every step is finished before an interrupt or the time limit is heeded, so the run can always go on. All processes
-    of a team take the same steps: the first one's clock counts, and any one's interrupt.
+    Every step is finished before an interrupt or the time limit is heeded, so the run can always go on.
     """
     began, earlier, first = monotonic(), run.seconds, run.step
-    saved, (planned, stopped) = began, team.decide(steps, stop=interrupt.requested)
+    saved, planned = began, steps
     with progress("training", unit="step", done=run.step, total=steps) as bar:
-        while run.step < planned and not stopped:
+        while run.step < planned and not interrupt.requested:
             window = training_window(text, run.step, context=context, seed=seed)
-            run.losses.append(_step(run, window, learning_rate_factor(run.step, steps=planned), team))
+            run.losses.append(_step(run, window, learning_rate_factor(run.step, steps=planned)))
             now = monotonic()
             run.seconds = earlier + now - began
             pace = {"ran": run.step - first, "elapsed_seconds": now - began, "limit_seconds": 60.0 * minutes}
             planned = planned_steps(steps=steps, done=run.step, **pace)
-            planned, stopped = team.decide(planned, stop=interrupt.requested)
             bar.step(run.step, planned, f"{running_mean(run.losses[-10:])[-1]:.3f} bits per byte")
             if now - saved > _SECONDS_BETWEEN_CHECKPOINTS:
                 saved = now
@@ -244,14 +140,12 @@ def train(
     save()
     if run.step >= steps:
         return "all steps"
-    return "Ctrl-C" if stopped else f"the limit of {minutes:g} minutes"
+    return "Ctrl-C" if interrupt.requested else f"the limit of {minutes:g} minutes"
 
 
-def _step(run: Run, window: UInt8[Tensor, " m"], factor: float, team: Team) -> float:
-    loss = loss_bits(run.model, window, team.device)
+def _step(run: Run, window: UInt8[Tensor, " m"], factor: float) -> float:
+    loss = loss_bits(run.model, window)
     loss.backward()
-    loss = loss.detach()
-    team.add_up([loss, *(p.grad for p in run.model.parameters() if p.grad is not None)])
     nn.utils.clip_grad_norm_(run.model.parameters(), _GRADIENT_NORM_LIMIT)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
@@ -261,23 +155,16 @@ def _step(run: Run, window: UInt8[Tensor, " m"], factor: float, team: Team) -> f
     return loss.item()
 
 
-def loss_bits(model: ByteModel, window: UInt8[Tensor, " m"], device: torch.device) -> Float[Tensor, ""]:
-    """Mean cross-entropy, in bits, of each of the window's bytes after the first; differentiable.
-
-    Where several processes share the window, what this one adds to that mean.
-    """
-    tokens = window.to(device, torch.int64)
-    logits, following = model(tokens[None, :-1])[0], tokens[1:]
-    mine = following[model.positions(len(following))]
-    return F.cross_entropy(logits, mine, reduction="sum") / (log(2) * len(following))
+def loss_bits(model: ByteModel, window: UInt8[Tensor, " m"]) -> Float[Tensor, ""]:
+    """Mean cross-entropy, in bits, of each of the window's bytes after the first; differentiable."""
+    tokens = window.to(model.head.weight.device, torch.int64)
+    return F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:]) / log(2)
 
 
 @torch.no_grad()
-def mean_bits(model: ByteModel, windows: UInt8[Tensor, "w m"], team: Team) -> float:
+def mean_bits(model: ByteModel, windows: UInt8[Tensor, "w m"]) -> float:
     """Bits per byte over all windows, each read from its start with nothing before it."""
-    bits = torch.stack([loss_bits(model, window, team.device) for window in windows])
-    team.add_up([bits])
-    return sum(bits.tolist()) / len(windows)
+    return sum(float(loss_bits(model, window)) for window in windows) / len(windows)
 
 
 def learning_rate_factor(step: int, *, steps: int) -> float:

@@ -44,7 +44,7 @@ from ..testing._ranks_check import examine_over_ranks
 from . import _machine
 from ._command_parser import CommandParser
 from ._flash import active_implementation, is_flash_backend_importable, other_implementations
-from ._machine import available_devices
+from ._machine import EXTRAS, available_devices
 from ._sizes import seconds_text
 
 Finding = tuple[str, str]
@@ -72,7 +72,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 def doctor() -> int:
     """Print what was found; 0 where attention runs on a device of this machine, 1 where it runs on none."""
-    findings = [*_versions(), *_compiler(), *_engines(), *_flash(), *_extra_packages()]
+    findings = [*_versions(), *_installed()]
     variables, parse = _variables()
     trials = {device: _trial(device) for device in available_devices()} if parse else {}
     findings += variables
@@ -102,44 +102,30 @@ def _versions() -> list[Finding]:
     ]
 
 
-def _compiler() -> list[Finding]:
-    missing = missing_compiler()
-    if missing is None:
-        return [("C++ compiler", "found: engine 'flex' and torch.compile can build for the CPU")]
-    return [
-        (
-            "C++ compiler",
-            f"{missing}: engine 'flex' and torch.compile do not work on the CPU, engine 'tiles' needs none. "
-            "Install g++ or clang++, or name one in CXX",
+def _installed() -> list[Finding]:
+    """Compiler, engines, packages. The active FlashAttention is named, never changed: it holds for the process."""
+    missing, flex = missing_compiler(), ", flex (by name; inference, one set pattern)"
+    compiler = "found: engine 'flex' and torch.compile can build for the CPU"
+    if missing:
+        flex, compiler = (
+            "",
+            (
+                f"{missing}: engine 'flex' and torch.compile do not work on the CPU, engine 'tiles' needs none. "
+                "Install g++ or clang++, or name one in CXX"
+            ),
         )
-    ]
-
-
-def _engines() -> list[Finding]:
-    flex = "" if missing_compiler() else ", flex (by name; inference, one set pattern)"
-    findings = [("engines on cpu", f"tiles (default){flex}, reference (dense)")]
-    findings += [
-        (f"engines on {device}", "flex (default), reference (dense)")
-        for device in available_devices()
-        if device != "cpu"
-    ]
-    return findings
-
-
-def _flash() -> list[Finding]:
-    """What is active is named, never changed: it holds for the whole process."""
-    active, others = active_implementation(), ", ".join(other_implementations())
+    others = ", ".join(other_implementations())
     known = f"; torch.nn.attention.activate_flash_attention_impl knows {others}" if others else ""
     importable = "flash_attn.cute is importable" if is_flash_backend_importable() else "no flash_attn.cute"
+    accelerators = (device for device in available_devices() if device != "cpu")
+    extras = {package: "found" if _machine.find(package) else _machine.missing_line(package) for package in EXTRAS}
     return [
-        ("flash attention on cuda", f"{active} is active{known}"),
+        ("C++ compiler", compiler),
+        ("engines on cpu", f"tiles (default){flex}, reference (dense)"),
+        *((f"engines on {device}", "flex (default), reference (dense)") for device in accelerators),
+        ("flash attention on cuda", f"{active_implementation()} is active{known}"),
         ("FLASH backend of flex", f"{importable}; it serves CUDA only, where kernel_options ask for it"),
-    ]
-
-
-def _extra_packages() -> list[Finding]:
-    return [
-        (package, "found" if _machine.find(package) else _machine.missing_line(package)) for package in _machine.EXTRAS
+        *extras.items(),
     ]
 
 
@@ -317,8 +303,13 @@ def _verdict(case: Case) -> dict[str, Any]:
         except Exception as error:  # whatever it is: to say what does not work is what a doctor is for
             found = [f"raises {_raised(error)}"]
     verdict = "skipped" if case.skipped is not None else "failed" if found else "passed"
-    told = {"name": case.name, "device": case.device, "checks": list(case.checks), "verdict": verdict}
-    return told | {"cause": case.skipped or "; ".join(found) or None}
+    return {
+        "name": case.name,
+        "device": case.device,
+        "checks": list(case.checks),
+        "verdict": verdict,
+        "cause": case.skipped or "; ".join(found) or None,
+    }
 
 
 def _report(verdicts: list[dict[str, Any]], seconds: float) -> str:

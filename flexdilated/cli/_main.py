@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -38,8 +37,7 @@ def _run(arguments: Sequence[str] | None, program: str) -> int:
         require_open()
         return options.command(options)
     except UsageError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # of the processes that torchrun starts, one a machine says it
-            tell(str(error))
+        tell(str(error))
         return 2
     except UnicodeEncodeError as error:
         tell(

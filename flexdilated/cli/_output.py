@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -111,6 +111,18 @@ def prepare(folder: Path) -> None:
             pass
     except (OSError, ValueError) as error:
         raise UsageError(f"--out must be a folder that can be written; {_said(folder, error)}") from None
+
+
+def require_file(flag: str, path: Path | None, kinds: Sequence[str]) -> None:
+    """Raise UsageError where a file cannot be of this kind, or not in that folder, or needs matplotlib and lacks it."""
+    if path is None:
+        return
+    if path.suffix.lower() not in kinds:
+        raise UsageError(f"{flag} writes {' or '.join(kinds)} files; got {path}")
+    if not path.parent.is_dir():
+        raise UsageError(f"{flag} must be in a folder that exists; got {path}")
+    if ".png" in kinds and _machine.find("matplotlib") is None:
+        raise UsageError(_machine.missing_line("matplotlib"))
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:

@@ -45,7 +45,8 @@ def add_pattern_arguments(
     add("pattern", metavar="PATTERN", help=PATTERN, **how)
     size = f"queries, and as many keys, such as 5000, 64K or 1M (those of --bind's values, or of a grid; else {tokens})"
     add("-n", "--tokens", metavar="N", excludes=no_size, needs=needs, help=size)
-    add("--heads", type=int, metavar="H", needs=needs, help=f"query heads, over all devices ({heads}, or per_head's)")
+    number = f"query heads, over all devices ({heads}, or per_head's)"
+    add("--heads", type=int, least=1, most=MOST_HEADS, metavar="H", needs=needs, help=number)
     bind = (
         "a run-time tensor: the lengths of packed documents, as in documents=100,200,300; of padded sequences, as in "
         "lengths=500; the visible keys, as in visible_keys=0:100,200:300; or the tensor itself from a .json or .pt "
@@ -114,9 +115,6 @@ def ask(
     `usual` (tokens, heads) are taken where nothing fixes them. Raises UsageError for a pattern that does not read, for
     sizes, and for values that are missing or do not fit.
     """
-    if heads is not None and not 1 <= heads <= MOST_HEADS:
-        rule = "at least 1" if heads < 1 else f"at most {MOST_HEADS}"
-        raise UsageError(f"--heads must be {rule}; got {heads}")
     pattern = read_pattern(text)
     values = carried(pattern) | read_bindings(pattern, bindings)
     missing = [name for name in names(pattern) if name not in values]
@@ -143,15 +141,6 @@ def one_rule(asked: AskedPattern) -> Expression:
             f"got those of {asked.num_entries} entries"
         )
     return asked.bind().pattern
-
-
-def require_sizes(options: argparse.Namespace, **most: int) -> None:
-    """Raises UsageError for an option that is given and below 1, or above what is named here."""
-    for name, largest in most.items():
-        value = getattr(options, name)
-        if value is not None and not 1 <= value <= largest:
-            rule = "at least 1" if value < 1 else f"at most {largest}"
-            raise UsageError(f"--{name.replace('_', '-')} must be {rule}; got {value}")
 
 
 @cache

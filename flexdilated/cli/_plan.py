@@ -18,8 +18,9 @@ from ..memory import LARGEST_RUN, AttentionMemory, attention_memory
 from ..nn import ModelMemory, attention_size, model_memory
 from ._command_parser import CommandParser, UsageError
 from ._output import terminal_of
-from ._pattern import MOST_HEADS, add_pattern_arguments, asked_from, most_tokens, one_rule, refusals, require_sizes
-from ._sizes import bytes_text, parse_bytes, tokens_text
+from ._pattern import MOST_HEADS, add_pattern_arguments, asked_from, most_tokens, one_rule, refusals
+from ._plan_ranks import CODECS, MOST_RANKS, plan_ranks
+from ._sizes import bytes_text, parse_bytes, parse_seconds, parse_speed, tokens_text
 
 Peak = Callable[[int], int]
 
@@ -32,7 +33,7 @@ _RUNGS = tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24))
 _FIRST = 1 << 16
 _MOST = 1 << 30
 _LINE = LARGEST_RUN // 2, LARGEST_RUN
-# Where bytes a token are told: the growth from one to the other.
+# Bytes a token are the growth from one to the other.
 _BETWEEN = (1 << 16, 1 << 20)
 
 
@@ -44,15 +45,15 @@ def add_arguments(parser: CommandParser) -> None:
     )
     add_pattern_arguments(parser, no_size=("budget",))
     add = parser.argument
-    add("--kv-heads", type=int, metavar="G", help="key/value heads, a divisor of H (H)")
+    add("--kv-heads", type=int, least=1, most=MOST_HEADS, metavar="G", help="key/value heads, a divisor of H (H)")
     head_dim = "(64, or E / H where --embed-dim is given)"
-    add("--head-dim", type=int, metavar="D", help=head_dim)
+    add("--head-dim", type=int, least=1, most=1 << 16, metavar="D", help=head_dim)
     add("--dtype", choices=tuple(DTYPES), default="fp32", help="of tensors and weights (%(default)s)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda is predicted, and needs none (%(default)s)")
-    add("--batch", type=int, default=1, metavar="B", help="sequences at once (%(default)s)")
-    layers, embed_dim = "of the LongNet whose memory is told (12)", "of that LongNet (H * D)"
-    add("--layers", type=int, metavar="L", excludes=("ranks",), help=layers)
-    add("--embed-dim", type=int, metavar="E", excludes=("head_dim",), help=embed_dim)
+    add("--batch", type=int, default=1, least=1, most=1 << 16, metavar="B", help="sequences at once (%(default)s)")
+    layers, embed_dim = "of the LongNet whose memory is predicted (12)", "of that LongNet (H * D)"
+    add("--layers", type=int, least=1, most=LARGEST, metavar="L", excludes=("ranks",), help=layers)
+    add("--embed-dim", type=int, least=1, most=LARGEST, metavar="E", excludes=("head_dim",), help=embed_dim)
     budget = "the longest N that fits into so much memory; without a SIZE a table of budgets"
     alone = ("measure", "ranks")
     add("--budget", nargs="?", const="table", metavar="SIZE", excludes=alone, help=budget)
@@ -65,26 +66,25 @@ def add_arguments(parser: CommandParser) -> None:
 
 def _add_ranks(parser: CommandParser) -> None:
     add = partial(parser.argument, group=parser.add_argument_group("many ranks"))
-    add("--ranks", type=int, metavar="W", help="ranks that share the sequence, 4096 at most")
+    ranks, latency = f"ranks that share the sequence, {MOST_RANKS} at most", "of each message, such as 5us (0)"
+    add("--ranks", type=int, least=1, most=MOST_RANKS, metavar="W", help=ranks)
     order = "which tokens a rank holds (contiguous)"
     add("--sharding", choices=("contiguous", "zigzag"), needs=("ranks",), help=order)
     codec = "of keys and values on their way (none)"
-    add("--codec", choices=("none", "bf16", "int8"), needs=("ranks",), help=codec)
+    add("--codec", choices=tuple(CODECS), needs=("ranks",), help=codec)
     link = "what a rank sends, and receives, a second, such as 50GB/s: predicts times"
-    add("--link", metavar="SPEED", needs=("ranks",), help=link)
+    add("--link", type=parse_speed, metavar="SPEED", needs=("ranks",), help=link)
     node = "consecutive ranks with links of that speed (all)"
-    add("--ranks-per-node", type=int, metavar="R", needs=("link", "link_between"), help=node)
+    add("--ranks-per-node", type=int, least=1, metavar="R", needs=("link", "link_between"), help=node)
     between = "the same to ranks of other nodes"
-    add("--link-between", metavar="SPEED", needs=("link", "ranks_per_node"), help=between)
-    add("--latency", metavar="TIME", needs=("link",), help="of each message, such as 5us (0)")
+    add("--link-between", type=parse_speed, metavar="SPEED", needs=("link", "ranks_per_node"), help=between)
+    add("--latency", type=parse_seconds, default=0.0, metavar="TIME", needs=("link",), help=latency)
     add("--picture", type=Path, metavar="FILE", needs=("ranks",), help="draw who gets what from whom as a .png")
 
 
 def plan(options: argparse.Namespace) -> int:
     """Print the plan, or what fits into the budget. Raises UsageError for sizes at which the pattern has no meaning."""
     if options.ranks is not None:
-        from ._plan_ranks import plan_ranks
-
         return plan_ranks(options, size_from(options))
     size = size_from(options)
     if options.budget is not None:
@@ -105,8 +105,6 @@ def _json(data: dict[str, Any]) -> str:
 
 def size_from(options: argparse.Namespace) -> PlanSize:
     """Raises UsageError for a pattern that does not read and for sizes that do not fit together."""
-    most = {"kv_heads": MOST_HEADS, "head_dim": 1 << 16, "batch": 1 << 16, "layers": LARGEST, "embed_dim": LARGEST}
-    require_sizes(options, **most)
     asked = asked_from(options)
     if options.budget is not None and asked.pattern.varies:
         raise UsageError("--budget needs a pattern of any number of tokens; got one with run-time tensors")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,98 +16,47 @@ from .._plan import PlanSize
 from ..distributed.group import Sharding
 from ..distributed.wire import CodecName
 from ..masks.planning.machine import machine_of
-from ._command_parser import UsageError
-from ._machine import find, missing_line
-from ._output import replace
+from ._output import replace, require_file
+from ._pattern import refusals
 from ._simulation import Links, Simulation, in_groups, simulate
-from ._sizes import bytes_text, parse_seconds, parse_speed, seconds_text, tokens_text
+from ._sizes import bytes_text, seconds_text, tokens_text
+from ._traffic_picture import save_traffic_picture
 
 # W ranks
 
 MOST_RANKS = 4096
-_CODECS: dict[str, CodecName | None] = {"none": None, "bf16": "bf16", "int8": "int8"}
+CODECS: dict[str, CodecName | None] = {"none": None, "bf16": "bf16", "int8": "int8"}
 MOST_ROWS = 16  # of a table for a terminal; more ranks are shown in groups
-
-
-@dataclass(frozen=True, kw_only=True)
-class RanksSettings:
-    """`links` are None where no times are asked for."""
-
-    plan: PlanSize
-    as_json: bool
-    sharding: Sharding
-    codec: CodecName | None
-    links: Links | None
-    picture: Path | None
-
-
-def _settings_from(options: argparse.Namespace, plan: PlanSize) -> RanksSettings:
-    """Raises UsageError for sizes and files that do not fit."""
-    if not 1 <= options.ranks <= MOST_RANKS:
-        raise UsageError(f"--ranks must be at least 1 and at most {MOST_RANKS}; got {options.ranks}")
-    return RanksSettings(
-        plan=plan,
-        as_json=options.json,
-        sharding=Sharding(plan.num_tokens, options.ranks, options.sharding or "contiguous"),
-        codec=_CODECS[options.codec or "none"],
-        links=_links(options),
-        picture=_picture(options.picture),
-    )
-
-
-def _links(options: argparse.Namespace) -> Links | None:
-    if options.link is None:
-        return None
-    if options.ranks_per_node is not None and options.ranks_per_node < 1:
-        raise UsageError(f"--ranks-per-node must be at least 1; got {options.ranks_per_node}")
-    return Links(
-        bytes_per_s=parse_speed(options.link),
-        between_bytes_per_s=None if options.link_between is None else parse_speed(options.link_between),
-        ranks_per_node=options.ranks_per_node,
-        latency_s=0.0 if options.latency is None else parse_seconds(options.latency),
-    )
-
-
-def _picture(path: Path | None) -> Path | None:
-    """The path, if a picture can be drawn there."""
-    if path is None:
-        return None
-    if path.suffix.lower() != ".png":
-        raise UsageError(f"--picture must name a .png file; got {path}")
-    if not path.parent.is_dir():
-        raise UsageError(f"--picture must lie in a folder that exists; got {path}")
-    if find("matplotlib") is None:
-        raise UsageError(missing_line("matplotlib"))
-    return path
 
 
 def plan_ranks(options: argparse.Namespace, plan: PlanSize) -> int:
     """Print the simulation, and draw who gets what from whom. Raises UsageError where the pattern has no meaning."""
-    settings = _settings_from(options, plan)
-    size, how = plan.attention(plan.num_tokens), {"codec": settings.codec, "links": settings.links}
-    try:
-        found = simulate(plan.pattern, settings.sharding, size, device=plan.device, **how)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    data = ranks_data(settings, found)
-    print(json.dumps(data, indent=1, ensure_ascii=False) if settings.as_json else ranks_text(data))
-    if settings.picture is not None:
-        _draw(settings.picture, found, data)
+    require_file("--picture", options.picture, (".png",))
+    sharding = Sharding(plan.num_tokens, options.ranks, options.sharding or "contiguous")
+    codec, links = CODECS[options.codec or "none"], None
+    if options.link is not None:
+        links = Links(options.link, options.link_between, options.ranks_per_node, options.latency)
+    with refusals():
+        size = plan.attention(plan.num_tokens)
+        found = simulate(plan.pattern, sharding, size, device=plan.device, codec=codec, links=links)
+    data = ranks_data(plan, sharding, codec, links, found)
+    print(json.dumps(data, indent=1, ensure_ascii=False) if options.json else ranks_text(data))
+    if options.picture is not None:
+        _draw(options.picture, found, data)
     return 0
 
 
 def _draw(path: Path, found: Simulation, data: dict[str, Any]) -> None:
-    from ._traffic_picture import save_traffic_picture
-
     shown = {name: found.ways[name].keys for name in ("exchange", "all-gather")}
     size = f"{tokens_text(data['num_tokens'])} tokens, head dim {data['head_dim']}, {data['dtype']}"
     title = f"{data['pattern']:.90}\nkeys and values between {data['num_ranks']:,} ranks: {size}"
     replace(path, lambda partial: save_traffic_picture(partial, shown, title=title))
 
 
-def ranks_data(settings: RanksSettings, found: Simulation) -> dict[str, Any]:
+def ranks_data(
+    plan: PlanSize, sharding: Sharding, codec: CodecName | None, links: Links | None, found: Simulation
+) -> dict[str, Any]:
     """All of it; sizes are bytes, times seconds."""
-    plan, sharding = settings.plan, settings.sharding
     exchange = found.ways["exchange"].keys
     each, sums = in_groups(exchange, MOST_ROWS)
     return {
@@ -121,11 +70,11 @@ def ranks_data(settings: RanksSettings, found: Simulation) -> dict[str, Any]:
         "device": plan.device,
         "num_ranks": sharding.num_ranks,
         "sharding": sharding.order,
-        "codec": settings.codec,
+        "codec": codec,
         "auto": asdict(found.choice),
         "work": {"pairs": int(found.work.sum()), "most_over_mean": dict(found.balance)},
         "ways": {name: _way(found, name) for name in found.ways},
-        "links": settings.links and asdict(settings.links),
+        "links": links and asdict(links),
         "machine": machine_of(plan.device).source,
         "matrix": {"ranks_in_a_group": each, "bytes": sums.tolist()},  # of many ranks, sums over consecutive ones
         "ranks": {

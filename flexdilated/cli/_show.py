@@ -11,15 +11,13 @@ from math import isqrt
 from pathlib import Path
 
 from .. import masks
-from ..masks.inspection import MOST_CELLS, MOST_DESCRIBED, Description, HeatMap, describe
+from ..masks.inspection import MOST_CELLS, MOST_DESCRIBED, Description, describe
+from ..viewer import Ranks, page
 from ._command_parser import CommandParser, UsageError
-from ._machine import find, missing_line
-from ._output import COLOR_CHOICES, replace, terminal_of
+from ._output import COLOR_CHOICES, replace, require_file, terminal_of
 from ._pattern import AskedPattern, add_pattern_arguments, asked_from, refusals
 from ._sizes import tokens_of, tokens_text
 
-_PICTURES = (".png", ".svg")
-_PAGES = (".html", ".htm")
 _WINDOW = re.compile(r"([^:]*):([^:]*)")
 _CELLS = re.compile(r"([0-9]{1,9})x([0-9]{1,9})", re.ASCII)
 _JSON_CELLS = 64  # a side
@@ -40,7 +38,7 @@ def add_arguments(parser: CommandParser) -> None:
     add("--rows", metavar="A:B", excludes=("html",), help=rows)
     add("--cols", metavar="A:B", excludes=("html",), help="the same of keys")
     cells = "cut the window into so many cells (as many as fit)"
-    add("--cells", metavar="ROWSxCOLUMNS", excludes=("plot", "html"), help=cells)
+    add("--cells", type=_cells, metavar="ROWSxCOLUMNS", excludes=("plot", "html"), help=cells)
     add("--batch", type=int, default=0, metavar="b", help="the batch entry, where --bind gives several (%(default)s)")
     color, files = "on the map: auto is on a terminal (%(default)s)", ("json", "plot", "html")
     add("--color", "--colour", choices=COLOR_CHOICES, default="auto", excludes=files, help=color)
@@ -58,50 +56,41 @@ def show(options: argparse.Namespace) -> int:
     """Print or write what was asked for. Raises UsageError for what the pattern has no answer to."""
     asked = asked_from(options)
     asked.require(head=options.head, batch=options.batch)
-    _check_outputs(options)
+    require_file("--plot", options.plot, (".png", ".svg"))
+    require_file("--html", options.html, (".html", ".htm"))
     asked = asked.entry(options.batch)
-    window = _window("--rows", options.rows, asked.num_tokens), _window("--cols", options.cols, asked.num_tokens)
-    cells = _cells(options.cells)
+    rows, columns = _window("--rows", options.rows, asked.num_tokens), _window("--cols", options.cols, asked.num_tokens)
+    sizes = {"num_tokens": asked.num_tokens, "num_heads": asked.num_heads, "head": options.head}
+    window = {"queries": rows, "keys": columns, "order": options.order}
     with refusals():
         if options.html:
-            _write_page(asked, options)
+            sharding = options.sharding or "contiguous"
+            ranks = None if options.ranks is None else Ranks(num_ranks=options.ranks, sharding=sharding)
+            _write(options.html, page(asked.pattern, **sizes, ranks=ranks).encode())
         elif options.plot:
-            _write_picture(asked, options, window)
+            buffer = BytesIO()
+            masks.plot(asked.pattern, **sizes, **window).savefig(buffer, format=options.plot.suffix[1:].lower())
+            _write(options.plot, buffer.getvalue())
         elif options.json:
-            found = _heat_map(asked, options, window, _json_cells(cells, window))
-            data = {**found.to_data(), "description": None}
-            if (described := _described(asked)) is not None:
+            cells = _json_cells(options.cells, rows, columns)
+            described = _described(asked)
+            data = {**masks.show(asked.pattern, **sizes, **window, cells=cells).to_data(), "description": None}
+            if described is not None:
                 data["description"] = described.to_data()
             print(json.dumps(data, indent=1, ensure_ascii=False))
         else:
-            print(_heat_map(asked, options, window, cells), flush=True)  # the numbers may take a moment longer
+            *size, color, shapes = terminal_of(sys.stdout, color=options.color)
+            how = {"size": tuple(size), "color": color, "ascii": not shapes}
+            # The numbers may take a moment longer.
+            print(masks.show(asked.pattern, **sizes, **window, cells=options.cells, **how), flush=True)
             if not options.brief:
                 print(f"\n{_numbers(asked)}")
     return 0
 
 
-def _heat_map(
-    asked: AskedPattern, options: argparse.Namespace, window: tuple[range, range], cells: tuple[int, int] | None
-) -> HeatMap:
-    columns, lines, color, shapes = terminal_of(sys.stdout, color=options.color)
-    return masks.show(
-        asked.pattern,
-        asked.num_tokens,
-        num_heads=asked.num_heads,
-        head=options.head,
-        queries=window[0],
-        keys=window[1],
-        order=options.order,
-        cells=cells,
-        size=(columns, lines),
-        color=color,
-        ascii=not shapes,
-    )
-
-
-def _json_cells(cells: tuple[int, int] | None, window: tuple[range, range]) -> tuple[int, int]:
+def _json_cells(cells: tuple[int, int] | None, queries: range, keys: range) -> tuple[int, int]:
     rows, columns = cells or (_JSON_CELLS, _JSON_CELLS)
-    rows, columns = min(rows, len(window[0])), min(columns, len(window[1]))
+    rows, columns = min(rows, len(queries)), min(columns, len(keys))
     if rows * columns > _MOST_JSON_CELLS:
         side = isqrt(_MOST_JSON_CELLS)
         raise UsageError(
@@ -123,47 +112,9 @@ def _numbers(asked: AskedPattern) -> str:
     return described.to_text(columns=terminal_of(sys.stdout).columns)
 
 
-def _write_page(asked: AskedPattern, options: argparse.Namespace) -> None:
-    from ..viewer import Ranks, page
-
-    sharding = options.sharding or "contiguous"
-    ranks = None if options.ranks is None else Ranks(num_ranks=options.ranks, sharding=sharding)
-    text = page(asked.pattern, asked.num_tokens, num_heads=asked.num_heads, head=options.head, ranks=ranks)
-    _write(options.html, text.encode())
-
-
-def _write_picture(asked: AskedPattern, options: argparse.Namespace, window: tuple[range, range]) -> None:
-    figure = masks.plot(
-        asked.pattern,
-        asked.num_tokens,
-        num_heads=asked.num_heads,
-        head=options.head,
-        queries=window[0],
-        keys=window[1],
-        order=options.order,
-    )
-    buffer = BytesIO()
-    figure.savefig(buffer, format=options.plot.suffix[1:].lower())
-    _write(options.plot, buffer.getvalue())
-
-
 def _write(path: Path, content: bytes) -> None:
     replace(path, lambda partial: partial.write_bytes(content))
     print(f"wrote {path}: {len(content):,} bytes")
-
-
-def _check_outputs(options: argparse.Namespace) -> None:
-    """Files of kinds that can be written, in folders that there are."""
-    for name, kinds in (("plot", _PICTURES), ("html", _PAGES)):
-        path: Path | None = getattr(options, name)
-        if path is None:
-            continue
-        if path.suffix.lower() not in kinds:
-            raise UsageError(f"--{name} writes {' or '.join(kinds)} files; got {path}")
-        if not path.parent.is_dir():
-            raise UsageError(f"--{name} must be in a folder that exists; got {path}")
-    if options.plot and find("matplotlib") is None:
-        raise UsageError(missing_line("matplotlib"))
 
 
 def _window(flag: str, text: str | None, size: int) -> range:
@@ -179,9 +130,7 @@ def _window(flag: str, text: str | None, size: int) -> range:
     return range(first, stop)
 
 
-def _cells(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
+def _cells(text: str) -> tuple[int, int]:
     found = _CELLS.fullmatch(text.strip().lower())
     rows, columns = map(int, found.groups()) if found else (0, 0)
     if not (1 <= rows <= MOST_CELLS and 1 <= columns <= MOST_CELLS):

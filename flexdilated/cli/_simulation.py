@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from math import isfinite
 from typing import get_args
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..distributed.counts import ScheduleChoice, choice_of, held_in_ring, ring_tokens, tokens_by_chunk, work_of_ranks
 from ..distributed.group import Order, Sharding
 from ..distributed.wire import CodecName, codec_named, gradient_codec
-from ..masks.core import Expression, require_int
+from ..masks.core import Expression
 from ..masks.orders import Layout
 from ..masks.planning import cost_of, plan
 from ..masks.planning.machine import machine_of
@@ -22,11 +21,10 @@ from ..memory import AttentionMemory, AttentionSize, attention_memory
 
 # W ranks, R groups of them
 
-WAYS = ("exchange", "ring", "all-gather")
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Links:
     """What a rank sends, and at the same time receives, a second; and what each message costs besides.
 
@@ -38,21 +36,6 @@ class Links:
     between_bytes_per_s: float | None = None
     ranks_per_node: int | None = None
     latency_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("bytes_per_s", "between_bytes_per_s"):
-            speed = getattr(self, name)
-            if speed is not None and not (speed > 0 and isfinite(speed)):
-                raise ValueError(f"{name} must be a positive finite number; got {speed!r}")
-        if not (self.latency_s >= 0 and isfinite(self.latency_s)):
-            raise ValueError(f"latency_s must be a finite number, 0 or more; got {self.latency_s!r}")
-        if self.ranks_per_node is not None:
-            require_int("ranks_per_node", self.ranks_per_node, minimum=1)
-        if (self.ranks_per_node is None) != (self.between_bytes_per_s is None):
-            raise ValueError(
-                "links between nodes need both their speed and the ranks of a node; got "
-                f"between_bytes_per_s={self.between_bytes_per_s} and ranks_per_node={self.ranks_per_node}"
-            )
 
     def seconds(self, received: Int64[Tensor, "W W"]) -> Float64[Tensor, " W"]:
         """For each rank, at least: the busier of its two directions, on the slower of its two kinds of links.
@@ -143,21 +126,17 @@ def simulate(
     codec_named(codec).check(size.dtype)
     work = work_of_ranks(pattern, sharding, num_heads=size.num_heads)
     computing = _computing_seconds(pattern, size, work, device=device)
-    tokens = _tokens(pattern, sharding, size)
-    ways = {name: _way(name, tokens[name], size, codec, computing, links) for name in WAYS}
-    sent, held = ways["exchange"].key_bytes, ways["all-gather"].key_bytes
-    choice = choice_of(tokens["exchange"], tokens["ring"], held_bytes=held, sent_bytes=sent)
-    call = _call_on(max(sharding.lengths), pattern, size, device)
-    return Simulation(sharding, choice, ways, work, _balances(pattern, sharding, size, work), call)
-
-
-def _tokens(pattern: Expression, sharding: Sharding, size: AttentionSize) -> dict[str, Int64[Tensor, "W W"]]:
     needed, chunks = tokens_by_chunk(pattern, sharding, num_heads=size.num_heads, num_kv_heads=size.kv_heads)
-    return {
+    tokens = {
         "exchange": chunks.by_source(needed),
         "ring": ring_tokens(needed, chunks, num_kv_heads=size.kv_heads),
         "all-gather": all_gather_tokens(torch.tensor(sharding.lengths), num_kv_heads=size.kv_heads),
     }
+    ways = {name: _way(name, each, size, codec, computing, links) for name, each in tokens.items()}
+    sent, held = ways["exchange"].key_bytes, ways["all-gather"].key_bytes
+    choice = choice_of(tokens["exchange"], tokens["ring"], held_bytes=held, sent_bytes=sent)
+    call = _call_on(max(sharding.lengths), pattern, size, device)
+    return Simulation(sharding, choice, ways, work, _balances(pattern, sharding, size, work), call)
 
 
 def _way(

@@ -19,8 +19,7 @@ _NUMBER = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)", r
 
 def parse_bytes(text: str) -> int:
     """Bytes of "8GiB", "24GB" or "500 MB". Raises UsageError for anything else."""
-    units = {name.lower(): size for name, size in _BYTES.items()}
-    number = _parse(text, units)
+    number = _parse(text, _BYTES)
     if number is None or number < 1:
         raise UsageError(f"a budget must be a number above 0 with a unit, one of {', '.join(_BYTES)}; got {text!r}")
     return int(number)
@@ -38,16 +37,15 @@ def parse_tokens(text: str) -> int:
 
 def tokens_of(text: str) -> int | None:
     """The same from 0 on; None for anything else."""
-    number = _parse(text, {name.lower(): size for name, size in _TOKENS.items()})
+    number = _parse(text, _TOKENS)
     return None if number is None or number.denominator > 1 else int(number)
 
 
 def parse_speed(text: str) -> float:
     """Bytes a second of "50GB/s". Raises UsageError for anything else."""
-    units = {name.lower(): size for name, size in _BYTES.items()}
     amount, slash, second = text.strip().rpartition("/")
-    number = _parse(amount, units) if slash and second.strip() == "s" else None
-    if number is None or number <= 0:
+    number = _parse(amount, _BYTES) if slash and second.strip() == "s" else None
+    if not number:
         raise UsageError(f"a link's speed must be a number above 0 with a unit a second, such as 50GB/s; got {text!r}")
     return float(number)
 
@@ -61,11 +59,11 @@ def parse_seconds(text: str) -> float:
 
 
 def _parse(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:
-    """Number times unit; None for what is no such thing."""
-    found = _NUMBER.fullmatch(text.strip())
-    if found is None or found["unit"].lower() not in units or len(found["number"]) > 20:
+    """Number times unit, in any case; None for what is no such thing."""
+    found, sizes = _NUMBER.fullmatch(text.strip()), {name.lower(): size for name, size in units.items()}
+    if found is None or found["unit"].lower() not in sizes or len(found["number"]) > 20:
         return None
-    return Fraction(found["number"]) * units[found["unit"].lower()]
+    return Fraction(found["number"]) * sizes[found["unit"].lower()]
 
 
 def seconds_text(number: float) -> str:

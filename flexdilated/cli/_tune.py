@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from ..masks.planning import Machine, MachineKey, Measured, forget_machines, sto
 from ..tuning import KINDS, Inputs, Trialled, Trials, keep, measure, measure_machine
 from ._command_parser import CommandParser, UsageError
 from ._machine import available_devices, missing_line
-from ._pattern import MOST_HEADS, AskedPattern, add_pattern_arguments, asked_from, one_rule, require_sizes
+from ._pattern import MOST_HEADS, AskedPattern, add_pattern_arguments, asked_from, one_rule
 
 _FAR_APART = 1.5  # slowest over fastest, beyond which constants say little
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -31,64 +30,27 @@ def add_arguments(parser: CommandParser) -> None:
     add("--device", default="cpu", help="cpu or cuda (%(default)s)")
     add("--seconds", type=float, default=15.0, help="how long to repeat the timed runs (%(default)s)")
     add("--out", type=Path, metavar="FILE", excludes=of_pattern, help="store the constants here instead")
-    add("--kv-heads", type=int, metavar="G", needs=of_pattern, help="key/value heads, a divisor of H (H)")
-    add("--head-dim", type=int, default=64, metavar="D", needs=of_pattern, help="(%(default)s)")
+    groups = "key/value heads, a divisor of H (H)"
+    add("--kv-heads", type=int, least=1, most=MOST_HEADS, metavar="G", needs=of_pattern, help=groups)
+    add("--head-dim", type=int, default=64, least=1, most=1 << 16, metavar="D", needs=of_pattern, help="(%(default)s)")
     add("--dtype", choices=tuple(_DTYPES), default="fp32", needs=of_pattern, help="(%(default)s)")
     add("--forward", action="store_true", needs=of_pattern, help="time the forward alone")
     parser.set_defaults(command=tune)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuneSettings:
-    """`asked` None measures the device's constants."""
-
-    asked: AskedPattern | None
-    device: torch.device
-    seconds: float
-    out: Path | None
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    backward: bool
-
-
 def tune(options: argparse.Namespace) -> int:
-    """Measure, print, store; 0, or a UsageError where there is nowhere to store it."""
-    settings = _settings_from(options)
-    if settings.asked is None:
-        return _tune_machine(settings)
-    return _tune_pattern(settings, settings.asked)
-
-
-def _settings_from(options: argparse.Namespace) -> TuneSettings:
-    """Raises UsageError for a pattern that does not read and for sizes that do not fit together."""
+    """Measure, print, store; 0, or a UsageError where there is nowhere to store it, or sizes do not fit together."""
     if options.device not in available_devices():
         raise UsageError(f"--device must be one of {', '.join(available_devices())}; got {options.device!r}")
     if not 0 < options.seconds <= 3600:
         raise UsageError(f"--seconds must be above 0 and at most 3600; got {options.seconds:g}")
-    require_sizes(options, head_dim=1 << 16, kv_heads=MOST_HEADS)
-    asked = None if options.pattern is None else asked_from(options)
-    num_heads = 1 if asked is None else asked.num_heads
-    kv_heads = num_heads if options.kv_heads is None else options.kv_heads
-    if num_heads % kv_heads:
-        raise UsageError(f"--heads must be a multiple of --kv-heads; got {num_heads} and {kv_heads}")
-    return TuneSettings(
-        asked=asked,
-        device=torch.device(options.device),
-        seconds=options.seconds,
-        out=options.out,
-        num_kv_heads=kv_heads,
-        head_dim=options.head_dim,
-        dtype=_DTYPES[options.dtype],
-        backward=not options.forward,
-    )
+    return _tune_machine(options) if options.pattern is None else _tune_pattern(options, asked_from(options))
 
 
-def _tune_machine(settings: TuneSettings) -> int:
-    device = settings.device
-    path = settings.out or _stored(device)
-    print(f"Measuring {MachineKey.of(device.type)}. Other work on this machine makes the numbers wrong.", flush=True)
-    found = measure_machine(device, seconds=settings.seconds)
+def _tune_machine(options: argparse.Namespace) -> int:
+    path = options.out or _stored(options.device)
+    print(f"Measuring {MachineKey.of(options.device)}. Other work on this machine makes the numbers wrong.", flush=True)
+    found = measure_machine(torch.device(options.device), seconds=options.seconds)
     try:
         write_json(path, found.to_data())
     except OSError as error:
@@ -98,13 +60,13 @@ def _tune_machine(settings: TuneSettings) -> int:
     if max(found.spread.values()) > _FAR_APART:
         print("\nRuns of one problem lay far apart: the machine was busy. Measure again when it is not.")
     print(f"\nStored in {path}.")
-    if settings.out is not None:
+    if options.out is not None:
         print(f"Plans use it where FLEXDILATED_MACHINE={path} is set.")
     return 0
 
 
-def _stored(device: torch.device) -> Path:
-    path = stored_path(MachineKey.of(device.type))
+def _stored(device: str) -> Path:
+    path = stored_path(MachineKey.of(device))
     if path is None:
         raise UsageError(f"{missing_line('platformdirs')}, or name a file: --out FILE")
     return path
@@ -139,27 +101,31 @@ def _rate(flops_per_s: float) -> str:
     return f"{flops_per_s / 1e9:,.1f} GFLOP/s"
 
 
-def _tune_pattern(settings: TuneSettings, asked: AskedPattern) -> int:
+def _tune_pattern(options: argparse.Namespace, asked: AskedPattern) -> int:
+    kv_heads, dtype = options.kv_heads or asked.num_heads, _DTYPES[options.dtype]
+    if asked.num_heads % kv_heads:
+        raise UsageError(f"--heads must be a multiple of --kv-heads; got {asked.num_heads} and {kv_heads}")
     bound = one_rule(asked).bind(**asked.sizes)
-    sizes = {"num_kv_heads": settings.num_kv_heads, "head_dim": settings.head_dim}
     try:
-        x = Inputs.of(bound, **sizes, dtype=settings.dtype, device=settings.device)
+        sizes = {"num_kv_heads": kv_heads, "head_dim": options.head_dim}
+        x = Inputs.of(bound, **sizes, dtype=dtype, device=torch.device(options.device))
     except RuntimeError as error:  # torch's for a tensor that does not fit
-        given = f"{asked.num_tokens} tokens, {asked.num_heads} heads, head dim {settings.head_dim}"
+        given = f"{asked.num_tokens} tokens, {asked.num_heads} heads, head dim {options.head_dim}"
         raise UsageError(f"the inputs must fit into memory; got {given}: {str(error).partition(chr(10))[0]}") from None
-    found = measure(bound, x, backward=settings.backward, seconds=settings.seconds)
+    backward = not options.forward
+    found = measure(bound, x, backward=backward, seconds=options.seconds)
     print(_options_table(found))
-    print(f"\n{_remembered(settings, asked, x, found)}")
+    print(f"\n{_remembered(asked, kv_heads, x, found, backward=backward)}")
     return 0
 
 
-def _remembered(settings: TuneSettings, asked: AskedPattern, x: Inputs, found: Trials) -> str:
+def _remembered(asked: AskedPattern, kv_heads: int, x: Inputs, found: Trials, *, backward: bool) -> str:
     """Where it is stored, or why it is not."""
     if asked.pattern.varies:
         return "Not stored: each batch of run-time tensors is another rule."
     heads, tokens = asked.num_heads, asked.num_tokens
-    call = CallKey(asked.pattern.text, heads, settings.num_kv_heads, tokens, tokens, 0, 0, 0, heads, 1, ())
-    path = keep(TuningKey.of(call, x.q), found, backward=settings.backward)
+    call = CallKey(asked.pattern.text, heads, kv_heads, tokens, tokens, 0, 0, 0, heads, 1, ())
+    path = keep(TuningKey.of(call, x.q), found, backward=backward)
     return f"Stored in {path}." if path else "Not stored: run `python -m flexdilated tune` once before."
 
 

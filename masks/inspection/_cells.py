@@ -91,13 +91,15 @@ def count_cells(
     batch: int = 0,
     queries: range | None = None,
     keys: range | None = None,
-    shape: tuple[int, int],
+    shape: tuple[int, int] | None = None,
+    sides: tuple[int, int] = (1, 1),
     order: Layout | None = None,
 ) -> Cells:
-    """Count one head's pairs in shape[0] x shape[1] cells of a window, by bounds on whole boxes where they decide.
+    """Count one head's pairs in the cells of a window, by bounds on whole boxes where they decide.
 
-    The window is of slots, all of them by default: positions in natural order, which is that of `order=None`.
-    Row i begins at slot queries.start + i * len(queries) // rows, columns alike. Time does not grow with the
+    The window is of slots, all of them by default: positions in natural order, which is that of `order=None`. With
+    `shape`, (rows, columns), row i begins at slot queries.start + i * len(queries) // rows, columns alike; else cells
+    begin at multiples of `sides`, and those at the borders are cut where the window ends. Time does not grow with the
     number of tokens, but with that of cells; where exact counts would take long, cells keep bounds that differ, and an
     estimate. `batch` is the entry meant where run-time tensors have a row for each. Raises ValueError for sizes,
     windows and shapes that do not fit, and for what the pattern cannot be bound to.
@@ -107,31 +109,36 @@ def count_cells(
     require_below("head", head, num_heads, "heads")
     require_below("batch", batch, bound.batch, "batch entries")
     rule = bound.entry(batch).pattern if bound.pattern.num_entries() > 1 else bound.pattern
-    sides = [
-        _side(name, size, window, cells, order)
-        for name, size, window, cells in zip(
-            ("queries", "keys"), (num_tokens, num_keys), (queries, keys), shape, strict=True
-        )
-    ]
-    if shape[0] * shape[1] > _MOST_CELLS:
-        raise ValueError(f"a window is cut into at most {_MOST_CELLS} cells; got {shape=}")
+    if order is not None and not isinstance(order, Layout):
+        raise TypeError(f"order must be a Layout, such as masks.layout gives, or None; got {type(order).__name__}")
+    windows = window_slots("queries", queries, num_tokens), window_slots("keys", keys, num_keys)
+    if shape is not None:
+        edges = [_even_edges(*each) for each in zip(("queries", "keys"), windows, shape, strict=True)]
+        if shape[0] * shape[1] > _MOST_CELLS:
+            raise ValueError(f"a window is cut into at most {_MOST_CELLS} cells; got {shape=}")
+    else:
+        edges = [_edges_at_multiples(*each) for each in zip(windows, sides, strict=True)]
+    q, k = (
+        Side(window, each, Layout(size, 1 if order is None else order.rate))
+        for window, each, size in zip(windows, edges, (num_tokens, num_keys), strict=True)
+    )
     parts = [branch.for_head(head, num_heads) for branch in rule.branches()]
-    q, k = sides
     found = _count_each(set(parts), q, k)
     branches = tuple(found[part] for part in parts)
     total = CellCounts(*(torch.stack(each).sum(0) for each in zip(*branches, strict=True)))
     return Cells((q.window, k.window), q.edges, k.edges, q.sizes[:, None] * k.sizes, total, branches)
 
 
-def _side(name: str, size: int, asked: range | None, cells: int, order: Layout | None) -> Side:
-    window = window_slots(name, asked, size)
+def _even_edges(name: str, window: range, cells: int) -> Int64[Tensor, " cells+1"]:
     require_int(f"cells of {name}", cells, minimum=1)
     if cells > len(window):
         raise ValueError(f"a window of {len(window)} {name} has at most as many cells; got {cells}")
-    if order is not None and not isinstance(order, Layout):
-        raise TypeError(f"order must be a Layout, such as masks.layout gives, or None; got {type(order).__name__}")
-    edges = window.start + torch.arange(cells + 1) * len(window) // cells
-    return Side(window, edges, Layout(size, 1 if order is None else order.rate))
+    return window.start + torch.arange(cells + 1) * len(window) // cells
+
+
+def _edges_at_multiples(window: range, side: int) -> Int64[Tensor, " cells+1"]:
+    first, last = window.start // side, -(-window.stop // side)
+    return (torch.arange(first, last + 1) * side).clamp(window.start, window.stop)
 
 
 def _count_each(rules: set[Pattern], q: Side, k: Side) -> dict[Pattern, CellCounts]:

@@ -1,43 +1,215 @@
-"""describe: what a pattern allows and what computing it costs, as a value, as tables and as plain data."""
+"""describe: the pairs that a pattern allows, what computing them costs, and what they reach."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
-from itertools import pairwise
-from textwrap import fill
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
-from ..core import Expression, plans, require_expression, require_int, shortened
-from ..planning import Plan, plan
-from ._described import BranchDescription, Counts, describe_branch
-from ._fitted_table import fitted_facts, fitted_table
-from ._pair_counts import Gap
-from ._receptive_field import FollowedTokens, ReceptiveField
+from ..blocks import LISTED_BYTES, UNKNOWN, count_pairs
+from ..core import Bound, Expression, plans, require_expression, require_int
+from ..planning import Option, Plan, Term, computed_pairs, plan
+from ._description_text import description_data, description_text
+from ._pair_counts import (
+    BranchShare,
+    Gaps,
+    HeadShare,
+    SampledMultiplicity,
+    branch_shares,
+    gaps_of,
+    head_shares,
+    multiplicity_of,
+    sampled_multiplicity,
+)
+from ._receptive_field import FollowedTokens, ReceptiveField, follow_tokens, receptive_field_of
+from ._relations import Relations, groups_of
+from ._squares import TooManySquaresError
 
 MOST_DESCRIBED = 1 << 27  # tokens: a window's blocks then fill about 3 GB
-_MOST_LINES, _LONGEST_PATTERN = 24, 200
 
 
-class Description(Counts):
-    """All counts of a pattern, which print as tables."""
+@dataclass(frozen=True)
+class BranchDescription:
+    """One distinct branch of a pattern: its pairs over all heads, and the layouts that were compared for it.
+
+    Where the planner computes all branches together, there is one for all of them. Blocks are those listed, over all
+    heads; the full ones are whole and allow every pair.
+    """
+
+    pattern: Expression
+    multiplicity: int
+    useful_pairs: int
+    computed_pairs: int
+    full_blocks: int
+    partial_blocks: int
+    table_bytes: int
+    options: tuple[Option, ...]
+
+    @property
+    def waste(self) -> float:
+        """Computed over useful pairs; infinite for a branch that allows nothing."""
+        return self.computed_pairs / self.useful_pairs if self.useful_pairs else float("inf")
+
+
+@dataclass(frozen=True)
+class Description:
+    """All counts of a pattern bound to sizes, which print as tables.
+
+    Pairs are (query, key) pairs over all heads, counted once for each branch.
+    What follows from the plan is counted at once; `heads`, `branch_shares`, `multiplicity`, `gaps` and
+    `receptive_field` on first use, from what repeats in the rule, in seconds at a million tokens. All of it is exact
+    but for `sampled_multiplicity` and `FollowedTokens`, which are samples and say so.
+    """
+
+    pattern: Expression
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    head_dim: int
+    branches: tuple[BranchDescription, ...]
+    bound: Bound = field(repr=False)
+
+    @property
+    def all_pairs(self) -> int:
+        return self.num_heads * self.num_queries * self.num_keys
+
+    @property
+    def useful_pairs(self) -> int:
+        return sum(branch.useful_pairs for branch in self.branches)
+
+    @property
+    def computed_pairs(self) -> int:
+        """Pairs in the listed blocks, in the planner's layouts and block sides."""
+        return sum(branch.computed_pairs for branch in self.branches)
+
+    @property
+    def density(self) -> float:
+        """Useful pairs over all pairs; may exceed 1 where branches overlap."""
+        return self.useful_pairs / self.all_pairs
+
+    @property
+    def block_density(self) -> float:
+        """Computed pairs over all pairs."""
+        return self.computed_pairs / self.all_pairs
+
+    @property
+    def waste(self) -> float:
+        """Computed over useful pairs."""
+        return self.computed_pairs / self.useful_pairs if self.useful_pairs else float("inf")
+
+    @property
+    def forward_flops(self) -> int:
+        """4 * head_dim for each useful pair."""
+        return 4 * self.head_dim * self.useful_pairs
+
+    @property
+    def backward_flops(self) -> int:
+        """10 * head_dim for each useful pair."""
+        return 10 * self.head_dim * self.useful_pairs
+
+    @property
+    def full_blocks(self) -> int:
+        """Listed blocks that are whole and allow every pair, in the planner's layouts, over all heads."""
+        return sum(branch.full_blocks for branch in self.branches)
+
+    @property
+    def partial_blocks(self) -> int:
+        """All other listed blocks."""
+        return sum(branch.partial_blocks for branch in self.branches)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the block lists behind the plan."""
+        return sum(branch.table_bytes for branch in self.branches)
+
+    @cached_property
+    @plans
+    def heads(self) -> tuple[HeadShare, ...]:
+        """The pairs of each head, and of each branch in it; one entry for all heads that follow the same rules."""
+        groups = groups_of(self.bound)
+        if len(groups) == len(groups[0].rules) == 1:
+            return (HeadShare(groups[0].heads, (self.useful_pairs // self.num_heads,)),)
+        return head_shares(self._relations.with_allowance())
+
+    @cached_property
+    @plans
+    def branch_shares(self) -> tuple[BranchShare, ...]:
+        """The pairs of each distinct branch as the pattern states them, whichever way they are computed."""
+        return branch_shares(self.bound, self.heads)
+
+    @cached_property
+    @plans
+    def multiplicity(self) -> Mapping[int, int] | None:
+        """How many pairs are allowed by exactly so many branches, from 0 on; None where too little repeats to count.
+
+        Then `sampled_multiplicity` estimates it.
+        """
+        if len(self.branch_shares) == 1:
+            (share,) = self.branch_shares
+            pairs = share.pairs // share.multiplicity
+            return {0: self.all_pairs - pairs} | ({share.multiplicity: pairs} if pairs else {})
+        try:
+            return multiplicity_of(self._relations.with_allowance())
+        except TooManySquaresError:
+            return None
+
+    @cached_property
+    @plans
+    def sampled_multiplicity(self) -> SampledMultiplicity | None:
+        """Estimates of the same numbers, with their standard errors; None where `multiplicity` is counted."""
+        return sampled_multiplicity(self.bound) if self.multiplicity is None else None
+
+    @property
+    def distinct_pairs(self) -> int | None:
+        """Pairs that at least one branch allows, each once; None where that is not known."""
+        return None if self.multiplicity is None else self.all_pairs - self.multiplicity[0]
+
+    @cached_property
+    @plans
+    def gaps(self) -> Gaps | None:
+        """Queries without a key and keys without a query; None where too little repeats to count them."""
+        try:
+            return gaps_of(self._relations.with_allowance())
+        except TooManySquaresError:
+            return None
+
+    def receptive_field(self) -> ReceptiveField | FollowedTokens:
+        """Which tokens each token reaches after how many layers.
+
+        A `ReceptiveField`, exact for all tokens, where enough of the pattern repeats; else `FollowedTokens`, a sample:
+        exact for a few tokens, with the mean over all tokens and its standard error, and a lower bound on the number
+        of layers. Raises ValueError if queries and keys are not the same tokens.
+        """
+        return self._receptive_field
+
+    @cached_property
+    @plans
+    def _receptive_field(self) -> ReceptiveField | FollowedTokens:
+        try:
+            return receptive_field_of(self._relations.with_allowance())
+        except TooManySquaresError:
+            return follow_tokens(self.bound)
+
+    @cached_property
+    @plans
+    def _relations(self) -> Relations:
+        return Relations(self.bound)
+
+    @property
+    def is_self_attention(self) -> bool:
+        """Whether queries and keys are the same tokens."""
+        return self.bound.is_self_attention
 
     def to_data(self) -> dict[str, Any]:
         """All of it as plain data, for JSON; what is not known is None."""
-        return _data(self)
+        return description_data(self)
 
     def to_text(self, *, columns: int = 80) -> str:
         """Tables whose lines have at most so many characters, or 30 if it is fewer."""
-        parts = [
-            fitted_facts(_facts(self), columns=columns),
-            _how_computed(self, columns),
-            _heads(self, columns),
-            _multiplicity(self, columns),
-            _growth(self, columns),
-        ]
-        return "\n\n".join(part for part in parts if part)
+        return description_text(self, columns)
 
     def __str__(self) -> str:
         return self.to_text()
@@ -73,7 +245,7 @@ def describe(
 def describe_plan(plan: Plan, *, head_dim: int) -> Description:
     """The same of a plan that was made. Raises ValueError where its lists of blocks would fill the memory."""
     _require_countable(plan)
-    bound, branches = plan.bound, tuple(describe_branch(options) for options in plan.options)
+    bound, branches = plan.bound, tuple(_describe_branch(options) for options in plan.options)
     return Description(bound.pattern, bound.num_queries, bound.num_keys, bound.num_heads, head_dim, branches, bound)
 
 
@@ -87,239 +259,53 @@ def _require_countable(plan: Plan) -> None:
         )
 
 
-def _facts(counts: Counts) -> list[tuple[str, str]]:
-    tokens = f"{counts.num_queries:,} queries x {counts.num_keys:,} keys"
-    blocks = f"{counts.full_blocks:,} full, {counts.partial_blocks:,} partial"
-    facts = [
-        ("size", f"{tokens} x {counts.num_heads} heads, head dim {counts.head_dim}"),
-        ("density", f"{counts.density:.4%} of pairs, {counts.block_density:.4%} in blocks"),
-        ("pairs", f"{counts.useful_pairs:,} useful, {counts.computed_pairs:,} computed: {counts.waste:.3f} to 1"),
-        ("blocks", blocks),
-        ("FLOPs", f"{counts.forward_flops:.3e} forward, {counts.backward_flops:.3e} backward"),
-        ("block lists", f"{counts.table_bytes:,} bytes"),
-    ]
-    return [*facts, *_gap_facts(counts), *_field_facts(counts)]
+def _describe_branch(options: tuple[Option, ...]) -> BranchDescription:
+    """Of the option that the planner chose, the first one."""
+    chosen = options[0]
+    counted = zip(TermCount(0, 0, 0, 0, 0), *map(count_term, chosen.terms), strict=True)
+    return BranchDescription(chosen.branch, chosen.multiplicity, *map(sum, counted), options=options)
 
 
-def _gap_facts(counts: Counts) -> list[tuple[str, str]]:
-    gaps = counts.gaps
-    if gaps is None:
-        return [("without keys", "not known: too little of the pattern repeats")]
-    queries, keys = _gap(gaps.queries, "queries", counts.num_queries), _gap(gaps.keys, "keys", counts.num_keys)
-    return [("without keys", queries), ("unused keys", keys)]
+class TermCount(NamedTuple):
+    """Over all heads and folds; useful pairs as often as they count."""
+
+    useful_pairs: int
+    computed_pairs: int
+    full_blocks: int
+    partial_blocks: int
+    table_bytes: int
 
 
-def _gap(gap: Gap, tokens: str, number: int) -> str:
-    if not gap.in_some_head:
-        return f"no {tokens}"
-    some = f"{gap.in_some_head:,} of {number:,} {tokens} in some head, such as {gap.first_in_some_head:,}"
-    if not gap.in_every_head:
-        return f"{some}; none in all heads"
-    every = f"{gap.in_every_head:,} in all heads, such as {gap.first_in_every_head:,}"
-    if gap.in_every_head == gap.in_some_head:
-        return f"{gap.in_every_head:,} of {number:,} {tokens}, such as {gap.first_in_every_head:,}"
-    return f"{some}; {every}"
+def count_term(term: Term) -> TermCount:
+    """A term's lists are built once more for it, as attention builds them."""
+    if term.shape != "blocks":
+        return _count_plain(term)
+    side = term.block_side
+    blocks = term.blocks(side, side)
+    unknown = (blocks.pairs == UNKNOWN).nonzero().squeeze(1)
+    pairs = blocks.pairs.long()
+    pairs[unknown] = count_pairs(term.table_rule(), blocks.places(unknown), blocks.shape)
+    users = torch.bincount(torch.tensor(blocks.heads))[blocks.table.long()]
+    useful, listed = int((pairs * users).sum()), int(users.sum()) * term.folds
+    full = int(users[blocks.full].sum()) * term.folds
+    return TermCount(term.multiplicity * useful * term.folds, listed * side**2, full, listed - full, blocks.nbytes)
 
 
-def _field_facts(counts: Counts) -> list[tuple[str, str]]:
-    if not counts.is_self_attention:
-        return []
-    field = counts.receptive_field()
-    if isinstance(field, FollowedTokens):
-        return [("layers", _followed(field))]
-    facts = [("layers", _layers(field))]
-    for tokens, never, first in (
-        ("an earlier", field.never_earlier, field.first_never_earlier),
-        ("a later", field.never_later, field.first_never_later),
-    ):
-        if first is not None:
-            some = f"{_percent(never, field.earlier_pairs)} of pairs with {tokens} token"
-            pair = f"{some}, such as {first[0]:,} with {first[1]:,}"
-            facts.append(("unreachable", f"all pairs with {tokens} token" if never == field.earlier_pairs else pair))
-    return facts
+def _count_plain(term: Term) -> TermCount:
+    """The same for what is no list of blocks: nothing has to be listed to be counted."""
+    computed = computed_pairs(term)
+    listed, problems = computed // term.block_side**2, len(term.heads) * term.folds
+    full = _full_blocks(term) * problems
+    held = listed // problems * (max(term.tables()) + 1) * LISTED_BYTES
+    return TermCount(term.counted_pairs(), computed, full, listed - full, held)
 
 
-def _percent(part: int, whole: int) -> str:
-    """Two decimals, and nothing that is not all as 100 %."""
-    text = f"{part / max(whole, 1):.2%}"
-    return "> 99.99%" if text == "100.00%" and part < whole else text
-
-
-def _layers(field: ReceptiveField) -> str:
-    if field.slowest is None:
-        return "no token reaches another"
-    what = "every token reaches every earlier token" if not field.never_earlier else "the receptive field saturates"
-    if not field.never_earlier and not field.never_later:
-        what = "every token reaches every other token"
-    token, other = field.slowest
-    last = f"; token {token:,} reaches token {other:,} only then" if field.layers > 1 else ""
-    return f"after {_count(field.layers)} {what}{last}"
-
-
-def _followed(field: FollowedTokens) -> str:
-    sample = f"from a sample of {len(field.tokens):,} of {field.num_tokens:,} tokens"
-    return f"at least {field.layers_at_least:,} until the receptive field saturates, {sample}"
-
-
-def _count(layers: int) -> str:
-    return f"{layers:,} layer{'s' if layers != 1 else ''}"
-
-
-def _how_computed(counts: Counts, columns: int) -> str:
-    rows = [_row(branch, counts.all_pairs) for branch in counts.branches]
-    headers = ("branch", "times", "density", "computed / useful", "layout (predicted ms)", "others (predicted ms)")
-    return fitted_table(rows, headers, columns=columns)
-
-
-def _row(branch: BranchDescription, all_pairs: int) -> tuple[str, ...]:
-    chosen, *others = (f"{option.layout} ({option.cost.seconds * 1e3:.3g})" for option in branch.options)
-    density = f"{branch.useful_pairs / all_pairs:.4%}"
-    pattern = shortened(repr(branch.pattern), _LONGEST_PATTERN)
-    return pattern, str(branch.multiplicity), density, f"{branch.waste:.3f}", chosen, ", ".join(others)
-
-
-def _heads(counts: Counts, columns: int) -> str:
-    """The pairs of each head, and the share of each branch in them; nothing where all heads and branches are one."""
-    branches, heads = counts.branch_shares, counts.heads
-    if len(branches) == len(heads) == 1:
-        return ""
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for each in heads:
-        alike.setdefault(each.branch_pairs, []).extend(each.heads)
-    several = len(branches) > 1
-    rows = [
-        _shares(_listed(sorted(numbers)), sum(pairs), counts.useful_pairs, pairs if several else ())
-        for pairs, numbers in list(alike.items())[:_MOST_LINES]
-    ]
-    if several and len(alike) > 1:
-        rows.append(_shares("all", counts.useful_pairs, counts.useful_pairs, [each.pairs for each in branches]))
-    names = [f"branch {number}" for number in range(1, len(branches) + 1)] if several else []
-    headers = ("heads", "pairs of each", "share of each", *names)
-    table = fitted_table(rows, headers, columns=columns, align=_right(len(headers) - 1))
-    more = len(alike) - _MOST_LINES
-    return table if more <= 0 else f"{table}\n... and {more} more kinds of heads"
-
-
-def _shares(heads: str, pairs: int, all_pairs: int, of_branches: Sequence[int]) -> tuple[str, ...]:
-    return heads, f"{pairs:,}", _percent(pairs, all_pairs), *(_percent(own, pairs) for own in of_branches)
-
-
-def _multiplicity(counts: Counts, columns: int) -> str:
-    """How many pairs how many branches allow, where there is more than one."""
-    if sum(share.multiplicity for share in counts.branch_shares) == 1:
-        return ""
-    sample = counts.sampled_multiplicity
-    if sample is not None:
-        rows = [
-            (str(number), f"{pairs:.4g} +/- {sample.standard_errors[number]:.2g}")
-            for number, pairs in sample.pairs.items()
-        ]
-        headers = ("branches that allow a pair", "pairs +/- standard error")
-        queries = f"Estimated from a sample of {sample.queries:,} of {counts.num_queries:,} queries."
-        return f"{fitted_table(rows, headers, columns=columns, align=_right(1))}\n{fill(queries, columns)}"
-    assert counts.multiplicity is not None
-    seen = max(counts.distinct_pairs or 0, 1)
-    rows = [
-        (str(number), f"{pairs:,}", _percent(pairs, seen) if number else "")
-        for number, pairs in counts.multiplicity.items()
-    ]
-    headers = ("branches that allow a pair", "pairs", "share of allowed")
-    return fitted_table(rows, headers, columns=columns, align=_right(2))
-
-
-def _growth(counts: Counts, columns: int) -> str:
-    """How the receptive field grows with the number of layers."""
-    field = counts.receptive_field() if counts.is_self_attention else None
-    if isinstance(field, FollowedTokens):
-        rows = [(f"{layers:,}", f"{mean:,.1f} +/- {error:.2g}") for layers, mean, error in field.growth]
-        headers = ("layers", "mean tokens reached +/- standard error")
-        return fitted_table(rows, headers, columns=columns, align=("right",) * 2) if rows else ""
-    if field is None or field.layers == 0:
-        return ""
-    rows = [
-        (f"{layers:,}", f"{pairs / field.num_tokens:,.1f}", _percent(pairs, field.pairs))
-        for layers, pairs in field.growth
-    ]
-    headers = ("layers", "mean tokens reached", "share of the saturated field")
-    return fitted_table(rows, headers, columns=columns, align=("right",) * 3)
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    """Ascending numbers: runs of one step as their ends."""
-    steps = {b - a for a, b in pairwise(numbers)}
-    if len(numbers) > 2 and len(steps) == 1:
-        first, second, last = numbers[0], numbers[1], numbers[-1]
-        return f"{first} to {last}" if steps == {1} else f"{first}, {second}, ..., {last}"
-    shown = [str(number) for number in numbers[:8]]
-    return ", ".join(shown + ["..."] * (len(numbers) > 8))
-
-
-def _right(columns: int) -> tuple[str, ...]:
-    """The first column to the left, and so many others to the right."""
-    return ("left", *("right",) * columns)
-
-
-def _data(counts: Counts) -> dict[str, Any]:
-    """All numbers of a description, for JSON; None for what is not known or has no meaning.
-
-    A receptive field that is not counted for all tokens is sampled, under `followed_tokens`.
-    """
-    field = counts.receptive_field() if counts.is_self_attention else None
-    exact, sample = isinstance(field, ReceptiveField), counts.sampled_multiplicity
-    return {
-        "pattern": repr(counts.pattern),
-        "num_queries": counts.num_queries,
-        "num_keys": counts.num_keys,
-        "num_heads": counts.num_heads,
-        "head_dim": counts.head_dim,
-        "all_pairs": counts.all_pairs,
-        "useful_pairs": counts.useful_pairs,
-        "distinct_pairs": counts.distinct_pairs,
-        "computed_pairs": counts.computed_pairs,
-        "density": counts.density,
-        "block_density": counts.block_density,
-        "waste": counts.waste if counts.useful_pairs else None,
-        "full_blocks": counts.full_blocks,
-        "partial_blocks": counts.partial_blocks,
-        "forward_flops": counts.forward_flops,
-        "backward_flops": counts.backward_flops,
-        "table_bytes": counts.table_bytes,
-        "computed": [_computed(branch) for branch in counts.branches],
-        "branches": [
-            {"pattern": repr(each.pattern), "multiplicity": each.multiplicity, "useful_pairs": each.pairs}
-            for each in counts.branch_shares
-        ],
-        "heads": [
-            {"heads": list(each.heads), "pairs_per_head": each.pairs, "branch_pairs": list(each.branch_pairs)}
-            for each in counts.heads
-        ],
-        "multiplicity": counts.multiplicity
-        and [{"branches": number, "pairs": pairs} for number, pairs in counts.multiplicity.items()],
-        "sampled_multiplicity": sample
-        and {
-            "queries": sample.queries,
-            "branches": [
-                {"branches": number, "pairs": pairs, "standard_error": sample.standard_errors[number]}
-                for number, pairs in sample.pairs.items()
-            ],
-        },
-        "gaps": counts.gaps and asdict(counts.gaps),
-        "receptive_field": field.to_data() if field is not None and exact else None,
-        "followed_tokens": field.to_data() if field is not None and not exact else None,
-    }
-
-
-def _computed(branch: BranchDescription) -> dict[str, Any]:
-    """How one branch, or all of them together, are computed."""
-    chosen, *others = ({"layout": option.layout, "predicted_s": option.cost.seconds} for option in branch.options)
-    return {
-        "pattern": repr(branch.pattern),
-        "multiplicity": branch.multiplicity,
-        "useful_pairs": branch.useful_pairs,
-        "computed_pairs": branch.computed_pairs,
-        "full_blocks": branch.full_blocks,
-        "partial_blocks": branch.partial_blocks,
-        "table_bytes": branch.table_bytes,
-        "chosen": chosen,
-        "others": others,
-    }
+def _full_blocks(term: Term) -> int:
+    """Whole blocks without a hidden pair, of one head and fold."""
+    side = term.block_side
+    rows, columns = term.q.num_slots // side, term.k.num_slots // side
+    if term.shape == "dense":
+        return rows * columns
+    lead = term.k.num_slots - term.q.num_slots if term.shape == "strip" else 0
+    # The keys up to a row's first query are seen by all of its queries.
+    return sum(min((row * side + lead + 1) // side, columns) for row in range(rows))

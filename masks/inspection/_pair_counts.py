@@ -70,7 +70,7 @@ def _shares_by_squares(relations: Relations, groups: tuple[Group, ...]) -> list[
     for section in relations.sections:
         for group, own in zip(section.groups, pairs, strict=True):
             for index, (rule, times) in enumerate(group.rules):
-                square = relations.of(section, group, rule)
+                square = relations.of(section, rule)
                 own[index] += times * len(section.copies) * relations.squares.pairs(square, section.side)
     return pairs
 
@@ -95,7 +95,7 @@ def multiplicity_of(relations: Relations) -> Mapping[int, int]:
     counted, count = Counter[int](), _SquaresTogether(relations.squares)
     for section in relations.sections:
         for group in section.groups:
-            squares = tuple(relations.of(section, group, rule) for rule, _ in group.rules)
+            squares = tuple(relations.of(section, rule) for rule, _ in group.rules)
             found = count.of(squares, tuple(times for _, times in group.rules), section.side)
             for number, pairs in found.items():
                 counted[number] += pairs * len(group.heads) * len(section.copies)
@@ -159,11 +159,9 @@ def _row_multiplicity(bound: Bound, groups: tuple[Group, ...], query: int, most:
     keys = torch.arange(bound.k_offset, bound.k_offset + bound.num_keys)
     found = torch.zeros(most + 1, dtype=torch.int64)
     for group in groups:
-        head, counts = torch.tensor(group.heads[0] + bound.head_offset), torch.zeros_like(keys)
+        counts = torch.zeros_like(keys)
         for rule, times in group.rules:
-            counts += times * rule.mask_mod(num_heads=bound.num_heads_global, device=device)(
-                zero, head, torch.tensor(query), keys
-            )
+            counts += times * rule.mask_mod(num_heads=1, device=device)(zero, zero, torch.tensor(query), keys)
         found += torch.bincount(counts, minlength=most + 1) * len(group.heads)
     return found
 

@@ -8,9 +8,8 @@ black, and without yellow, which is faint on white.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, count
 from math import gcd
 from textwrap import shorten, wrap
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from ..core import EMPTY, FULL, PARTIAL, Expression, Pattern, tokens_text
 from ..planning import layout
-from ._cells import CellCounts, count_cells, window_slots
+from ._cells import Cells, count_cells, window_slots
 
 # R rows, C columns of cells; U, V rows and columns of blocks; B distinct branches; a last axis of 3: red, green, blue
 
@@ -116,18 +115,7 @@ def window_of(
     return Window(*(_axis(slots, longer, gcd(*sides), size) for slots in (q, k)))
 
 
-def runs(slots: range, side: int) -> Iterator[tuple[range, int]]:
-    """The slots, cut so that parts of `side` slots begin at its multiples, with the number of parts of each run."""
-    up, down = -(-slots.start // side) * side, slots.stop // side * side
-    if up > down:
-        yield slots, 1
-        return
-    for start, stop, parts in ((slots.start, up, 1), (up, down, (down - up) // side), (down, slots.stop, 1)):
-        if start < stop:
-            yield range(start, stop), parts
-
-
-def whole_blocks(slots: range, side: int, limit: int) -> range:
+def _whole_blocks(slots: range, side: int, limit: int) -> range:
     """The slots of all blocks that the window touches."""
     return range(slots.start // side * side, min(limit, -(-slots.stop // side) * side))
 
@@ -197,49 +185,30 @@ def panel_of(picture: Picture, head: int, order: str) -> Panel:
     """Count what the panel shows. Raises ValueError where the pattern has no answer for some of the window."""
     window, residue = picture.window, layout(picture.pattern, picture.num_tokens)
     rate = residue.rate if order == "residue" else 1
-    count_window = partial(
-        _count,
-        num_tokens=picture.num_tokens,
-        num_keys=picture.num_keys,
-        num_heads=picture.num_heads,
-        head=head,
-        batch=picture.batch,
-        order=residue if rate > 1 else None,
-    )
-    slots, sides = (window.queries.slots, window.keys.slots), (window.queries.cell, window.keys.cell)
+    sizes = {"num_tokens": picture.num_tokens, "num_keys": picture.num_keys, "num_heads": picture.num_heads}
+    where = {"head": head, "batch": picture.batch, "order": residue if rate > 1 else None}
+    q, k = window.queries, window.keys
     shares = []
     for branch, times in drawn_branches(picture).items():
-        counts, area = count_window(branch, slots=slots, sides=sides)
-        shares.append(times * counts.likely / area)
+        cells = count_cells(branch, **sizes, **where, queries=q.slots, keys=k.slots, sides=(q.cell, k.cell))
+        shares.append(times * cells.likely / cells.area)
     blocks = None
     if picture.block is not None:
-        sizes = (picture.num_tokens, picture.num_keys)
-        wider = tuple(whole_blocks(*each) for each in zip(slots, picture.block, sizes, strict=True))
-        counts, area = count_window(picture.pattern.union, slots=wider, sides=picture.block)
-        blocks = _blocks(counts, area, picture.block, (wider[0].start, wider[1].start))
+        rows = _whole_blocks(q.slots, picture.block[0], picture.num_tokens)
+        columns = _whole_blocks(k.slots, picture.block[1], picture.num_keys)
+        union = picture.pattern.union
+        blocks = _blocks(
+            count_cells(union, **sizes, **where, queries=rows, keys=columns, sides=picture.block), picture.block
+        )
     return Panel(head, order, rate, torch.stack(shares), blocks)
 
 
-def _blocks(counts: CellCounts, area: Tensor, sides: tuple[int, int], starts: tuple[int, int]) -> Blocks:
-    state = torch.full_like(area, PARTIAL)
-    state[counts.likely == 0] = EMPTY
-    state[counts.low == sides[0] * sides[1]] = FULL
-    first = (starts[0] // sides[0], starts[1] // sides[1])
-    return Blocks(state, area, counts.likely, sides, first, torch.equal(counts.low, counts.high))
-
-
-def _count(
-    pattern: Expression, *, slots: tuple[range, ...], sides: tuple[int, int], **given
-) -> tuple[CellCounts, Int64[Tensor, "R C"]]:
-    """Counts and areas of cells that begin at multiples of their sides, those at the borders of the slots cut there."""
-    queries, keys = (list(runs(each, side)) for each, side in zip(slots, sides, strict=True))
-    parts = [
-        [count_cells(pattern, queries=q, keys=k, shape=(rows, columns), **given) for k, columns in keys]
-        for q, rows in queries
-    ]
-    counts = [[(*part.total, part.area) for part in row] for row in parts]
-    *total, area = (torch.cat([torch.cat([part[which] for part in row], 1) for row in counts]) for which in range(4))
-    return CellCounts(*total), area
+def _blocks(cells: Cells, sides: tuple[int, int]) -> Blocks:
+    state = torch.full_like(cells.area, PARTIAL)
+    state[cells.likely == 0] = EMPTY
+    state[cells.low == sides[0] * sides[1]] = FULL
+    first = (cells.window[0].start // sides[0], cells.window[1].start // sides[1])
+    return Blocks(state, cells.area, cells.likely, sides, first, bool(cells.exact.all()))
 
 
 def hues(count: int) -> Float64[Tensor, "B 3"]:

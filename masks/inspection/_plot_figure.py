@@ -58,8 +58,6 @@ _LEGEND_LETTER, _SWATCH = 6.6, 42  # pixels
 _MOST_NAMED = 12
 _SHARES = ((0.001, "1 pair in 1,000"), (0.03, "1 in 30"), (1.0, "every pair"))
 
-Colour = tuple[float, float, float]
-
 
 class SameBytes(Figure):
     """A figure that is saved with the same bytes each time: without a date, and with the same names within an SVG."""
@@ -117,7 +115,9 @@ def draw(picture: Picture) -> Figure:
     """Count and draw all panels."""
     panels = [panel_of(picture, head, order) for head in picture.heads for order in picture.orders]
     window = picture.window
-    columns = _columns(picture, len(panels))
+    # A row for each head where orders are compared; else rows of a few.
+    compared = len(picture.orders) > 1 and len(picture.heads) > 1
+    columns = len(picture.orders) if compared else min(len(panels), _COLUMNS)
     places = Places(
         columns=columns,
         rows=ceil(len(panels) / columns),
@@ -127,31 +127,32 @@ def draw(picture: Picture) -> Figure:
     )
     title = title_lines(picture, letters=int(places.width / _LETTER))
     titles = [_panel_lines(picture, panel) for panel in panels]
-    legends = legends_of(picture, panels, width=places.width) if picture.legend else []
+    legends = [
+        (entries, _legend_columns(entries, places.width))
+        for entries in (legends_of(picture, panels, width=places.width) if picture.legend else [])
+    ]
+    heights = [ceil(len(entries) / columns) * _LEGEND + 6 for entries, columns in legends]
     places = replace(
         places,
         heading=_EDGE + len(title) * _TITLE + (6 if title else 0),
         subheading=max(len(lines) for lines in titles) * _PANEL_TITLE + 8,
-        footer=_EDGE // 2 + sum(legend.rows * _LEGEND + 6 for legend in legends),
+        footer=_EDGE // 2 + sum(heights),
     )
     figure = SameBytes(figsize=(places.width / _DPI, places.height / _DPI), dpi=_DPI)
     for place, (panel, lines) in enumerate(zip(panels, titles, strict=True)):
-        axes = _add_axes(figure, places, place)
+        (left, top), (width, height) = places.corner(place), places.panel
+        bottom = places.height - top - height
+        box = (left / places.width, bottom / places.height, width / places.width, height / places.height)
+        axes = figure.add_axes(box)
         _draw_panel(axes, picture, panel)
         if lines:
             axes.set_title("\n".join(lines), fontsize=9, pad=6, linespacing=1.4)
     _write_title(figure, places, title)
     below = places.footer
-    for legend in legends:
-        below -= legend.rows * _LEGEND + 6
-        _add_legend(figure, legend, below / places.height)
+    for (entries, columns), height in zip(legends, heights, strict=True):
+        below -= height
+        _add_legend(figure, entries, columns, below / places.height)
     return figure
-
-
-def _columns(picture: Picture, panels: int) -> int:
-    """A row for each head where orders are compared; else rows of a few."""
-    orders = len(picture.orders)
-    return orders if orders > 1 and len(picture.heads) > 1 else min(panels, _COLUMNS)
 
 
 def _panel_lines(picture: Picture, panel: Panel) -> list[str]:
@@ -160,13 +161,6 @@ def _panel_lines(picture: Picture, panel: Panel) -> list[str]:
     if picture.legend and panel.blocks is not None:
         lines += wrap(counts_text(panel.blocks), letters)
     return lines
-
-
-def _add_axes(figure: Figure, places: Places, place: int) -> Axes:
-    (left, top), (width, height) = places.corner(place), places.panel
-    bottom = places.height - top - height
-    box = (left / places.width, bottom / places.height, width / places.width, height / places.height)
-    return figure.add_axes(box)
 
 
 def _draw_panel(axes: Axes, picture: Picture, panel: Panel) -> None:
@@ -190,12 +184,12 @@ def _write_title(figure: Figure, places: Places, lines: list[str]) -> None:
         figure.text(0.5, y, line, ha="center", va="center", fontsize=size, color=colour)
 
 
-def _add_legend(figure: Figure, legend: Legend, bottom: float) -> None:
+def _add_legend(figure: Figure, entries: Sequence[Patch], columns: int, bottom: float) -> None:
     figure.legend(
-        handles=legend.handles(),
+        handles=entries,
         loc="lower center",
         bbox_to_anchor=(0.5, bottom),
-        ncols=legend.columns,
+        ncols=columns,
         frameon=False,
         fontsize=8.5,
         borderpad=0,
@@ -265,93 +259,67 @@ def label_width(axis: Axis) -> float:
     return _TICK_LETTER * max(len(tokens_text(place)) for place in ticks(axis.slots, 4))
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A label, the colour it explains, and whether it is a frame."""
-
-    label: str
-    colour: str | Colour
-    frame: str = "#999999"
+def _entry(label: str, colour: Any, frame: str = "#999999") -> Patch:
+    """A label beside the colour that it explains; `frame` is that of its edge."""
+    return Patch(facecolor=colour, edgecolor=frame, linewidth=0.6, label=label)
 
 
-@dataclass(frozen=True)
-class Legend:
-    """Entries in so many columns."""
-
-    entries: tuple[Entry, ...]
-    columns: int
-
-    @property
-    def rows(self) -> int:
-        return ceil(len(self.entries) / self.columns)
-
-    def handles(self) -> list[Patch]:
-        return [
-            Patch(facecolor=entry.colour, edgecolor=entry.frame, linewidth=0.6, label=entry.label)
-            for entry in self.entries
-        ]
-
-
-def legends_of(picture: Picture, panels: Sequence[Panel], *, width: int) -> list[Legend]:
+def legends_of(picture: Picture, panels: Sequence[Panel], *, width: int) -> list[list[Patch]]:
     """Branches by their expressions; then how they overlap, how pale few pairs are, and the blocks."""
     by_block = picture.color_by == BY_BLOCK
     branches = [] if by_block else _branches(picture, letters=int((width - _SWATCH) / _LEGEND_LETTER))
     others = [] if by_block else _multiplicity(panels)
     if max(picture.window.queries.cell, picture.window.keys.cell) > 1:
         base = rgb(PAIR) if by_block else rgb(GREY)
-        others += [Entry(label, _shaded(share, base)) for share, label in _SHARES]
+        others += [_entry(label, _shaded(share, base)) for share, label in _SHARES]
     if picture.block is not None:
         others += _blocks(panels, by_block=by_block)
     parts = [branches, others] if len(branches) > 1 else [branches + others]
-    return [Legend(tuple(entries), _legend_columns(entries, width)) for entries in parts if entries]
+    return [entries for entries in parts if entries]
 
 
-def _legend_columns(entries: Sequence[Entry], width: int) -> int:
+def _legend_columns(entries: Sequence[Patch], width: int) -> int:
     """As many as fit, and no more than fill the last one about as well."""
-    longest = max(len(entry.label) for entry in entries)
+    longest = max(len(str(entry.get_label())) for entry in entries)
     fitting = int(max(1, min(len(entries), width // (_SWATCH + _LEGEND_LETTER * longest))))
     return ceil(len(entries) / ceil(len(entries) / fitting))
 
 
-def _branches(picture: Picture, *, letters: int) -> list[Entry]:
+def _branches(picture: Picture, *, letters: int) -> list[Patch]:
     drawn = drawn_branches(picture)
-    colours = [_tuple(hue) for hue in hues(len(drawn))]
+    colours = hues(len(drawn)).tolist()
     if len(drawn) == 1:
         times = next(iter(drawn.values()))
-        return [Entry("allowed pair" if times == 1 else f"pair, allowed {times} times", colours[0])]
+        return [_entry("allowed pair" if times == 1 else f"pair, allowed {times} times", colours[0])]
     entries = []
     for (branch, times), colour in zip(drawn.items(), colours, strict=True):
         text = repr(branch) if times == 1 else f"{times} × {branch!r}"
-        entries.append(Entry(text if len(text) <= letters else f"{text[: letters - 2]} …", colour))
+        entries.append(_entry(text if len(text) <= letters else f"{text[: letters - 2]} …", colour))
     if len(entries) > _MOST_NAMED:
-        entries[_MOST_NAMED - 1 : -1] = [Entry(f"{len(entries) - _MOST_NAMED} between", WHITE, WHITE)]
+        entries[_MOST_NAMED - 1 : -1] = [_entry(f"{len(entries) - _MOST_NAMED} between", WHITE, WHITE)]
     return entries
 
 
-def _multiplicity(panels: Sequence[Panel]) -> list[Entry]:
+def _multiplicity(panels: Sequence[Panel]) -> list[Patch]:
     """The same grey for one branch, two, and so on: what several allow is darker."""
     most = max(panel.most for panel in panels)
     if most < 2 or len(panels[0].shares) == 1:
         return []
     counts = range(1, most + 1) if most <= 3 else (1, 2, most)
     return [
-        Entry(f"in {count} branch{'es' if count > 1 else ''}", _shaded(float(count), rgb(GREY))) for count in counts
+        _entry(f"in {count} branch{'es' if count > 1 else ''}", _shaded(float(count), rgb(GREY))) for count in counts
     ]
 
 
-def _blocks(panels: Sequence[Panel], *, by_block: bool) -> list[Entry]:
+def _blocks(panels: Sequence[Panel], *, by_block: bool) -> list[Patch]:
     if by_block:
-        pairs = [Entry("pair of a full block", PAIR_OF_FULL), Entry("pair of a partial block", PAIR)]
+        pairs = [_entry("pair of a full block", PAIR_OF_FULL), _entry("pair of a partial block", PAIR)]
     else:
         full = any(bool((panel.blocks.state == FULL).any()) for panel in panels if panel.blocks is not None)
-        pairs = [Entry("full blocks", WHITE, FRAME)] if full else []
-    return [*pairs, Entry("computed, no pair", BEIGE), Entry("never computed", WHITE)]
+        pairs = [_entry("full blocks", WHITE, FRAME)] if full else []
+    return [*pairs, _entry("computed, no pair", BEIGE), _entry("never computed", WHITE)]
 
 
-def _shaded(share: float, base: torch.Tensor) -> Colour:
-    return _tuple(shade(torch.tensor([share], dtype=torch.float64), base[None], torch.ones(3, dtype=torch.float64)))
-
-
-def _tuple(colour: torch.Tensor) -> Colour:
-    red, green, blue = colour.tolist()
-    return red, green, blue
+def _shaded(share: float, base: torch.Tensor) -> list[float]:
+    white = torch.ones(3, dtype=torch.float64)
+    return shade(torch.tensor([share], dtype=torch.float64), base[None], white).tolist()

@@ -117,12 +117,10 @@ class Relations:
         self._rules.most_boxes = self._rules.boxes + _MOST_BOXES
         return self
 
-    def of(self, section: Section, group: Group, rule: Pattern) -> int:
-        """The pairs of one rule of a group of heads, of the section's queries and keys alone."""
-        head = group.heads[0] + self.bound.head_offset
-        starts = section.queries.start, section.keys.start
+    def of(self, section: Section, rule: Pattern) -> int:
+        """The pairs of a rule for one head, of the section's queries and keys alone."""
         with self._within_allowance(rule):
-            whole = self._rules.over(rule, head, self.bound.num_heads_global, *starts, section.side)
+            whole = self._rules.over(rule, section.queries.start, section.keys.start, section.side)
         sizes = range(len(section.queries)), range(len(section.keys))
         return self.squares.both(whole, self.squares.rectangle(*sizes, section.side))
 
@@ -149,12 +147,12 @@ class Relations:
                 if isinstance(part, Neighborhood) and section.queries == section.keys:
                     # Every token of a grid is in its own window.
                     return (1 << len(section.queries)) - 1, (1 << len(section.keys)) - 1
-                square = self.of(section, group, part)
+                square = self.of(section, part)
                 for side, columns in enumerate((False, True)):
                     sides[side] |= self.squares.lines(square, section.side, columns=columns)
         return sides[0], sides[1]
 
     def of_all(self, section: Section) -> int:
         """The pairs that any head allows. A rule that several groups share is evaluated once."""
-        rules = {rule: group for group in section.groups for rule, _ in group.rules}
-        return reduce(self.squares.either, (self.of(section, group, rule) for rule, group in rules.items()), NO_PAIR)
+        rules = dict.fromkeys(rule for group in section.groups for rule, _ in group.rules)
+        return reduce(self.squares.either, (self.of(section, rule) for rule in rules), NO_PAIR)

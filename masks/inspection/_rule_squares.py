@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from functools import reduce
+from collections.abc import Callable
+from functools import partial, reduce
 
 import torch
-from jaxtyping import Int64
 from torch import Tensor
 
 from ..core import And, Box, Every, Not, Or, Pattern, Progression
@@ -36,9 +36,9 @@ class RuleSquares:
         self._marked: dict[tuple[bytes, int], int] = {}
         self.boxes = 0
 
-    def over(self, rule: Pattern, head: int, num_heads: int, q: int, k: int, side: int) -> int:
-        """The pairs of queries from position q on and keys from position k on. `head` is one that the rule is for."""
-        parts = (self.over(part, head, num_heads, q, k, side) for part in getattr(rule, "parts", ()))
+    def over(self, rule: Pattern, q: int, k: int, side: int) -> int:
+        """The pairs of queries from position q on and keys from position k on."""
+        parts = (self.over(part, q, k, side) for part in getattr(rule, "parts", ()))
         if isinstance(rule, Every):
             return EVERY_PAIR
         if isinstance(rule, And):
@@ -46,20 +46,18 @@ class RuleSquares:
         if isinstance(rule, Or):
             return reduce(self.squares.either, parts)
         if isinstance(rule, Not):
-            return self.squares.others(self.over(rule.part, head, num_heads, q, k, side))
+            return self.squares.others(self.over(rule.part, q, k, side))
         if isinstance(rule, Dilated | Spans):
             return self._segments(rule, _segments_of(rule), q, k, side)
         if isinstance(rule, KeySet):
             return self._columns(bytes(rule.only_row[k : k + side].tolist()), side)
         if isinstance(rule, PerDocument):
-            return self._per_document(rule, head, num_heads, q, k, side)
+            return self._per_document(rule, q, k, side)
         q, k = _shifted(q, k, rule.period())
         key = (self._rules.setdefault(rule, len(self._rules)), q, k, side)
         if key not in self._known:
-            found = self._listed(rule, head, num_heads, q, k, side) if isinstance(rule, RandomBlocks) else None
-            if found is None:
-                found = self._counted(rule, head, num_heads, torch.tensor([q]), torch.tensor([k]), side)
-            self._known[key] = found
+            found = self._listed(rule, q, k, side) if isinstance(rule, RandomBlocks) else None
+            self._known[key] = self._counted(rule, q, k, side) if found is None else found
         return self._known[key]
 
     def _take(self, boxes: int) -> None:
@@ -67,9 +65,9 @@ class RuleSquares:
         if self.boxes > self.most_boxes:
             raise TooManySquaresError
 
-    def _listed(self, rule: RandomBlocks, head: int, num_heads: int, q: int, k: int, side: int) -> int | None:
+    def _listed(self, rule: RandomBlocks, q: int, k: int, side: int) -> int | None:
         """From the blocks that were drawn; None where they are no squares of this box."""
-        block, drawn = rule.block, rule.squares(head, num_heads)
+        block, drawn = rule.block, rule.squares(0, 1)
         if block & (block - 1) or q % block or k % block or side < block:
             return None
         row, column = (drawn.q_first - q) // block, (drawn.k_first - k) // block
@@ -105,9 +103,7 @@ class RuleSquares:
         key = (self._rules.setdefault(rule, len(self._rules)), q, k, side)
         if key not in self._known:
             self._take(1)
-            half = side // 2
-            quarters = ((i, j) for i in (q, q + half) for j in (k, k + half))
-            self._known[key] = self.squares.join(*(self._segments(rule, segments, i, j, half) for i, j in quarters))
+            self._known[key] = self._by_quarters(partial(self._segments, rule, segments), q, k, side)
         return self._known[key]
 
     def _crossing(self, row: int, column: int, rate: int, side: int) -> int:
@@ -135,7 +131,11 @@ class RuleSquares:
             self._marked[marks, side] = self.squares.join(left, right, left, right)
         return self._marked[marks, side]
 
-    def _per_document(self, rule: PerDocument, head: int, num_heads: int, q: int, k: int, side: int) -> int:
+    def _by_quarters(self, over: Callable[[int, int, int], int], q: int, k: int, side: int) -> int:
+        half = side // 2
+        return self.squares.join(*(over(i, j, half) for i in (q, q + half) for j in (k, k + half)))
+
+    def _per_document(self, rule: PerDocument, q: int, k: int, side: int) -> int:
         """Within one document the part, counted from its start; nothing across."""
         assert isinstance(rule.spans, Spans)
         segments = _segments_of(rule.spans)
@@ -147,22 +147,19 @@ class RuleSquares:
             start, stop = segments.edges(first)
             self._take(1)
             if start <= min(q, k) and max(q, k) + side <= stop:
-                return self.over(rule.part, head, num_heads, q - start, k - start, side)
-            half = side // 2
-            return self.squares.join(*(over(i, j, half) for i in (q, q + half) for j in (k, k + half)))
+                return self.over(rule.part, q - start, k - start, side)
+            return self._by_quarters(over, q, k, side)
 
         return over(q, k, side)
 
-    def _counted(
-        self, rule: Pattern, head: int, num_heads: int, q: Int64[Tensor, " n"], k: Int64[Tensor, " n"], side: int
-    ) -> int:
+    def _counted(self, rule: Pattern, q_first: int, k_first: int, side: int) -> int:
         """One square, by bounds on ever smaller boxes; boxes that differ by whole periods are bounded once."""
-        of_head = _RuleOfHead(rule, head, num_heads, self.num_tokens)
+        q, k = torch.tensor([q_first]), torch.tensor([k_first])
         levels: list[tuple[Tensor, Tensor, Tensor]] = []
         while True:
-            q, k, place = of_head.distinct(q, k)
+            q, k, place = _distinct(q, k, rule.period())
             self._take(len(q))
-            verdict = of_head.verdict(q, k, side)
+            verdict = self._verdict(rule, q, k, side)
             undecided = (verdict == _UNDECIDED).nonzero().squeeze(1)
             levels.append((place, verdict, undecided))
             if not len(undecided) or side <= _SIDE:
@@ -171,17 +168,36 @@ class RuleSquares:
             q = (q[undecided, None] + side * torch.tensor([0, 0, 1, 1])).flatten()
             k = (k[undecided, None] + side * torch.tensor([0, 1, 0, 1])).flatten()
         place, verdict, undecided = levels.pop()
-        verdict[undecided] = self._pair_by_pair(of_head, q[undecided], k[undecided], side)
+        verdict[undecided] = self._pair_by_pair(rule, q[undecided], k[undecided], side)
         for upper, squares, undecided in reversed(levels):
             squares[undecided] = self.squares.join_all(verdict[place].view(-1, 4))
             place, verdict = upper, squares
         return int(verdict[place])
 
-    def _pair_by_pair(self, of_head: _RuleOfHead, q: Tensor, k: Tensor, side: int) -> Tensor:
-        """The squares of small boxes, each pair evaluated."""
+    def _verdict(self, rule: Pattern, q: Tensor, k: Tensor, side: int) -> Tensor:
+        """NO_PAIR, EVERY_PAIR or _UNDECIDED. What lies beyond the last token may be either."""
+        inside = [(self.num_tokens - first).clamp(0, side) for first in (q, k)]
+        held = (inside[0] > 0) & (inside[1] > 0)
+        sides = (
+            Progression(first.clamp(max=self.num_tokens - 1), 1, count.clamp(min=1))
+            for first, count in zip((q, k), inside, strict=True)
+        )
+        box = Box(torch.zeros_like(q), *sides)
+        bounds = rule.count(box, num_heads=1)
+        verdict = torch.full_like(q, _UNDECIDED)
+        verdict[bounds.low == box.area] = EVERY_PAIR
+        verdict[(bounds.high == 0) | ~held] = NO_PAIR
+        return verdict
+
+    def _pair_by_pair(self, rule: Pattern, q: Tensor, k: Tensor, side: int) -> Tensor:
+        """The squares of small boxes, each pair evaluated; beyond the last token anything."""
+        mask_mod, zero = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.zeros((), dtype=torch.int64)
+        place, last = torch.arange(side), self.num_tokens - 1
         found = [torch.zeros(0, dtype=torch.int64)]
         for some in torch.arange(len(q)).split(_MOST_PAIRWISE) if len(q) else ():
-            cells = of_head.pairs(q[some], k[some], side).long()
+            rows = (q[some, None] + place).clamp(max=last)[:, :, None]
+            columns = (k[some, None] + place).clamp(max=last)[:, None, :]
+            cells = mask_mod(zero, zero, rows, columns).long()
             for half in (side >> level for level in range(1, side.bit_length())):
                 quarters = cells.view(len(some), half, 2, half, 2).permute(0, 1, 3, 2, 4).reshape(-1, 4)
                 cells = self.squares.join_all(quarters).view(len(some), half, half)
@@ -189,45 +205,14 @@ class RuleSquares:
         return torch.cat(found)
 
 
-class _RuleOfHead:
-    """A rule for one head, over boxes of positions; positions from `stop` on are no tokens."""
-
-    def __init__(self, rule: Pattern, head: int, num_heads: int, stop: int) -> None:
-        self.rule, self.head, self.num_heads, self.stop = rule, head, num_heads, stop
-        self.period = rule.period()
-        self.mask_mod = rule.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
-
-    def distinct(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(q, k, which of them each is): one of the boxes that differ by whole periods."""
-        if self.period is not None:
-            shift = torch.minimum(q, k) // self.period * self.period
-            q, k = q - shift, k - shift
-        base = int(k.max()) + 1
-        kinds, place = (q * base + k).unique(return_inverse=True)
-        return kinds // base, kinds % base, place
-
-    def verdict(self, q: Tensor, k: Tensor, side: int) -> Tensor:
-        """NO_PAIR, EVERY_PAIR or _UNDECIDED. What lies beyond the last token may be either."""
-        inside = [(self.stop - first).clamp(0, side) for first in (q, k)]
-        held = (inside[0] > 0) & (inside[1] > 0)
-        sides = (
-            Progression(first.clamp(max=self.stop - 1), 1, count.clamp(min=1))
-            for first, count in zip((q, k), inside, strict=True)
-        )
-        box = Box(torch.full_like(q, self.head), *sides)
-        bounds = self.rule.count(box, num_heads=self.num_heads)
-        verdict = torch.full_like(q, _UNDECIDED)
-        verdict[bounds.low == box.area] = EVERY_PAIR
-        verdict[(bounds.high == 0) | ~held] = NO_PAIR
-        return verdict
-
-    def pairs(self, q: Tensor, k: Tensor, side: int) -> Tensor:
-        """(n, side, side): the rule pair by pair; beyond the last token anything."""
-        place = torch.arange(side)
-        rows = (q[:, None] + place).clamp(max=self.stop - 1)[:, :, None]
-        columns = (k[:, None] + place).clamp(max=self.stop - 1)[:, None, :]
-        nothing = torch.zeros((), dtype=torch.int64)
-        return self.mask_mod(nothing, nothing + self.head, rows, columns)
+def _distinct(q: Tensor, k: Tensor, period: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, which of them each is): one of the boxes that differ by whole periods."""
+    if period is not None:
+        shift = torch.minimum(q, k) // period * period
+        q, k = q - shift, k - shift
+    base = int(k.max()) + 1
+    kinds, place = (q * base + k).unique(return_inverse=True)
+    return kinds // base, kinds % base, place
 
 
 def _shifted(q: int, k: int, period: int | None) -> tuple[int, int]:

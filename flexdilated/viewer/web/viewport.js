@@ -77,7 +77,3 @@ function slotUnder(start, scale, pixel, tokens) {
   const slot = Math.floor(start + pixel * scale);
   return slot >= 0 && slot < tokens ? slot : null;
 }
-
-function sameView(a, b) {
-  return ["q", "k", "scale", "width", "height"].every((name) => a[name] === b[name]);
-}

@@ -1,0 +1,269 @@
+"""A description as text, in tables that fit a terminal, and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+from ..core import shortened
+from ._fitted_table import fitted_facts, fitted_table
+from ._pair_counts import Gap
+from ._receptive_field import FollowedTokens, ReceptiveField
+
+if TYPE_CHECKING:
+    from ._describe import BranchDescription, Description
+
+_MOST_LINES, _LONGEST_PATTERN = 24, 200
+
+
+def description_text(counts: Description, columns: int) -> str:
+    """Tables whose lines have at most so many characters, or 30 if it is fewer."""
+    parts = [
+        fitted_facts(_facts(counts), columns=columns),
+        _how_computed(counts, columns),
+        _heads(counts, columns),
+        _multiplicity(counts, columns),
+        _growth(counts, columns),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _facts(counts: Description) -> list[tuple[str, str]]:
+    tokens = f"{counts.num_queries:,} queries x {counts.num_keys:,} keys"
+    blocks = f"{counts.full_blocks:,} full, {counts.partial_blocks:,} partial"
+    facts = [
+        ("size", f"{tokens} x {counts.num_heads} heads, head dim {counts.head_dim}"),
+        ("density", f"{counts.density:.4%} of pairs, {counts.block_density:.4%} in blocks"),
+        ("pairs", f"{counts.useful_pairs:,} useful, {counts.computed_pairs:,} computed: {counts.waste:.3f} to 1"),
+        ("blocks", blocks),
+        ("FLOPs", f"{counts.forward_flops:.3e} forward, {counts.backward_flops:.3e} backward"),
+        ("block lists", f"{counts.table_bytes:,} bytes"),
+    ]
+    return [*facts, *_gap_facts(counts), *_field_facts(counts)]
+
+
+def _gap_facts(counts: Description) -> list[tuple[str, str]]:
+    gaps = counts.gaps
+    if gaps is None:
+        return [("without keys", "not known: too little of the pattern repeats")]
+    queries, keys = _gap(gaps.queries, "queries", counts.num_queries), _gap(gaps.keys, "keys", counts.num_keys)
+    return [("without keys", queries), ("unused keys", keys)]
+
+
+def _gap(gap: Gap, tokens: str, number: int) -> str:
+    if not gap.in_some_head:
+        return f"no {tokens}"
+    some = f"{gap.in_some_head:,} of {number:,} {tokens} in some head, such as {gap.first_in_some_head:,}"
+    if not gap.in_every_head:
+        return f"{some}; none in all heads"
+    every = f"{gap.in_every_head:,} in all heads, such as {gap.first_in_every_head:,}"
+    if gap.in_every_head == gap.in_some_head:
+        return f"{gap.in_every_head:,} of {number:,} {tokens}, such as {gap.first_in_every_head:,}"
+    return f"{some}; {every}"
+
+
+def _field_facts(counts: Description) -> list[tuple[str, str]]:
+    if not counts.is_self_attention:
+        return []
+    field = counts.receptive_field()
+    if isinstance(field, FollowedTokens):
+        return [("layers", _followed(field))]
+    facts = [("layers", _layers(field))]
+    for tokens, never, first in (
+        ("an earlier", field.never_earlier, field.first_never_earlier),
+        ("a later", field.never_later, field.first_never_later),
+    ):
+        if first is not None:
+            some = f"{_percent(never, field.earlier_pairs)} of pairs with {tokens} token"
+            pair = f"{some}, such as {first[0]:,} with {first[1]:,}"
+            facts.append(("unreachable", f"all pairs with {tokens} token" if never == field.earlier_pairs else pair))
+    return facts
+
+
+def _percent(part: int, whole: int) -> str:
+    """Two decimals, and nothing that is not all as 100 %."""
+    text = f"{part / max(whole, 1):.2%}"
+    return "> 99.99%" if text == "100.00%" and part < whole else text
+
+
+def _layers(field: ReceptiveField) -> str:
+    if field.slowest is None:
+        return "no token reaches another"
+    what = "every token reaches every earlier token" if not field.never_earlier else "the receptive field saturates"
+    if not field.never_earlier and not field.never_later:
+        what = "every token reaches every other token"
+    token, other = field.slowest
+    last = f"; token {token:,} reaches token {other:,} only then" if field.layers > 1 else ""
+    return f"after {_count(field.layers)} {what}{last}"
+
+
+def _followed(field: FollowedTokens) -> str:
+    sample = f"from a sample of {len(field.tokens):,} of {field.num_tokens:,} tokens"
+    return f"at least {field.layers_at_least:,} until the receptive field saturates, {sample}"
+
+
+def _count(layers: int) -> str:
+    return f"{layers:,} layer{'s' if layers != 1 else ''}"
+
+
+def _how_computed(counts: Description, columns: int) -> str:
+    rows = [_row(branch, counts.all_pairs) for branch in counts.branches]
+    headers = ("branch", "times", "density", "computed / useful", "layout (predicted ms)", "others (predicted ms)")
+    return fitted_table(rows, headers, columns=columns)
+
+
+def _row(branch: BranchDescription, all_pairs: int) -> tuple[str, ...]:
+    chosen, *others = (f"{option.layout} ({option.cost.seconds * 1e3:.3g})" for option in branch.options)
+    density = f"{branch.useful_pairs / all_pairs:.4%}"
+    pattern = shortened(repr(branch.pattern), _LONGEST_PATTERN)
+    return pattern, str(branch.multiplicity), density, f"{branch.waste:.3f}", chosen, ", ".join(others)
+
+
+def _heads(counts: Description, columns: int) -> str:
+    """The pairs of each head, and the share of each branch in them; nothing where all heads and branches are one."""
+    branches, heads = counts.branch_shares, counts.heads
+    if len(branches) == len(heads) == 1:
+        return ""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for each in heads:
+        alike.setdefault(each.branch_pairs, []).extend(each.heads)
+    several = len(branches) > 1
+    rows = [
+        _shares(_listed(sorted(numbers)), sum(pairs), counts.useful_pairs, pairs if several else ())
+        for pairs, numbers in list(alike.items())[:_MOST_LINES]
+    ]
+    if several and len(alike) > 1:
+        rows.append(_shares("all", counts.useful_pairs, counts.useful_pairs, [each.pairs for each in branches]))
+    names = [f"branch {number}" for number in range(1, len(branches) + 1)] if several else []
+    headers = ("heads", "pairs of each", "share of each", *names)
+    table = fitted_table(rows, headers, columns=columns, align=_right(len(headers) - 1))
+    more = len(alike) - _MOST_LINES
+    return table if more <= 0 else f"{table}\n... and {more} more kinds of heads"
+
+
+def _shares(heads: str, pairs: int, all_pairs: int, of_branches: Sequence[int]) -> tuple[str, ...]:
+    return heads, f"{pairs:,}", _percent(pairs, all_pairs), *(_percent(own, pairs) for own in of_branches)
+
+
+def _multiplicity(counts: Description, columns: int) -> str:
+    """How many pairs how many branches allow, where there is more than one."""
+    if sum(share.multiplicity for share in counts.branch_shares) == 1:
+        return ""
+    sample = counts.sampled_multiplicity
+    if sample is not None:
+        rows = [
+            (str(number), f"{pairs:.4g} +/- {sample.standard_errors[number]:.2g}")
+            for number, pairs in sample.pairs.items()
+        ]
+        headers = ("branches that allow a pair", "pairs +/- standard error")
+        queries = f"Estimated from a sample of {sample.queries:,} of {counts.num_queries:,} queries."
+        return f"{fitted_table(rows, headers, columns=columns, align=_right(1))}\n{fill(queries, columns)}"
+    assert counts.multiplicity is not None
+    seen = max(counts.distinct_pairs or 0, 1)
+    rows = [
+        (str(number), f"{pairs:,}", _percent(pairs, seen) if number else "")
+        for number, pairs in counts.multiplicity.items()
+    ]
+    headers = ("branches that allow a pair", "pairs", "share of allowed")
+    return fitted_table(rows, headers, columns=columns, align=_right(2))
+
+
+def _growth(counts: Description, columns: int) -> str:
+    """How the receptive field grows with the number of layers."""
+    field = counts.receptive_field() if counts.is_self_attention else None
+    if isinstance(field, FollowedTokens):
+        rows = [(f"{layers:,}", f"{mean:,.1f} +/- {error:.2g}") for layers, mean, error in field.growth]
+        headers = ("layers", "mean tokens reached +/- standard error")
+        return fitted_table(rows, headers, columns=columns, align=("right",) * 2) if rows else ""
+    if field is None or field.layers == 0:
+        return ""
+    rows = [
+        (f"{layers:,}", f"{pairs / field.num_tokens:,.1f}", _percent(pairs, field.pairs))
+        for layers, pairs in field.growth
+    ]
+    headers = ("layers", "mean tokens reached", "share of the saturated field")
+    return fitted_table(rows, headers, columns=columns, align=("right",) * 3)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Ascending numbers: runs of one step as their ends."""
+    steps = {b - a for a, b in pairwise(numbers)}
+    if len(numbers) > 2 and len(steps) == 1:
+        first, second, last = numbers[0], numbers[1], numbers[-1]
+        return f"{first} to {last}" if steps == {1} else f"{first}, {second}, ..., {last}"
+    shown = [str(number) for number in numbers[:8]]
+    return ", ".join(shown + ["..."] * (len(numbers) > 8))
+
+
+def _right(columns: int) -> tuple[str, ...]:
+    """The first column to the left, and so many others to the right."""
+    return ("left", *("right",) * columns)
+
+
+def description_data(counts: Description) -> dict[str, Any]:
+    """All numbers of a description, for JSON; None for what is not known or has no meaning.
+
+    A receptive field that is not counted for all tokens is sampled, under `followed_tokens`.
+    """
+    field = counts.receptive_field() if counts.is_self_attention else None
+    exact, sample = isinstance(field, ReceptiveField), counts.sampled_multiplicity
+    return {
+        "pattern": repr(counts.pattern),
+        "num_queries": counts.num_queries,
+        "num_keys": counts.num_keys,
+        "num_heads": counts.num_heads,
+        "head_dim": counts.head_dim,
+        "all_pairs": counts.all_pairs,
+        "useful_pairs": counts.useful_pairs,
+        "distinct_pairs": counts.distinct_pairs,
+        "computed_pairs": counts.computed_pairs,
+        "density": counts.density,
+        "block_density": counts.block_density,
+        "waste": counts.waste if counts.useful_pairs else None,
+        "full_blocks": counts.full_blocks,
+        "partial_blocks": counts.partial_blocks,
+        "forward_flops": counts.forward_flops,
+        "backward_flops": counts.backward_flops,
+        "table_bytes": counts.table_bytes,
+        "computed": [_computed(branch) for branch in counts.branches],
+        "branches": [
+            {"pattern": repr(each.pattern), "multiplicity": each.multiplicity, "useful_pairs": each.pairs}
+            for each in counts.branch_shares
+        ],
+        "heads": [
+            {"heads": list(each.heads), "pairs_per_head": each.pairs, "branch_pairs": list(each.branch_pairs)}
+            for each in counts.heads
+        ],
+        "multiplicity": counts.multiplicity
+        and [{"branches": number, "pairs": pairs} for number, pairs in counts.multiplicity.items()],
+        "sampled_multiplicity": sample
+        and {
+            "queries": sample.queries,
+            "branches": [
+                {"branches": number, "pairs": pairs, "standard_error": sample.standard_errors[number]}
+                for number, pairs in sample.pairs.items()
+            ],
+        },
+        "gaps": counts.gaps and asdict(counts.gaps),
+        "receptive_field": field.to_data() if field is not None and exact else None,
+        "followed_tokens": field.to_data() if field is not None and not exact else None,
+    }
+
+
+def _computed(branch: BranchDescription) -> dict[str, Any]:
+    """How one branch, or all of them together, are computed."""
+    chosen, *others = ({"layout": option.layout, "predicted_s": option.cost.seconds} for option in branch.options)
+    return {
+        "pattern": repr(branch.pattern),
+        "multiplicity": branch.multiplicity,
+        "useful_pairs": branch.useful_pairs,
+        "computed_pairs": branch.computed_pairs,
+        "full_blocks": branch.full_blocks,
+        "partial_blocks": branch.partial_blocks,
+        "table_bytes": branch.table_bytes,
+        "chosen": chosen,
+        "others": others,
+    }
