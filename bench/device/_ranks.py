@@ -22,8 +22,7 @@ from flexdilated.engines._placed_call import WholeRows
 from .._jobs import Attention, Job, Problem, Size, backward_job, forward_job
 from .._measures import Gap, Row, Target, Timing, at_most
 from .._rules import LONGNET_5, Contestant, LongNet, Part
-from ._device import Comparison, Where, compare
-from ._row import LARGE, TINY, TINY_SIZE, TRAINING, device_row
+from ._device import LARGE, TINY, TINY_SIZE, TRAINING, Comparison, Where, compare, device_row
 
 # H heads, N tokens of all ranks, L of a shard, D head dim; the batch is 1
 
