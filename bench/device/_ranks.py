@@ -8,7 +8,7 @@ shard by shard.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import lcm
 from typing import Any
 
@@ -71,7 +71,10 @@ def gpu_ranks(where: Where, spec: LongNet, size: Size, ranks: int) -> Iterator[R
     parts: dict[str, Part] = {"forward": "forward", "exchange backward": "backward"}
     for name, part in parts.items():
         make = forward_job if part == "forward" else backward_job
-        jobs = [make(f"rank {rank}", _alone(shard, spec), shard.cut(problem)) for rank, shard in enumerate(held)]
+        jobs = [
+            make(f"rank {rank}", partial(shard.attend, spec=spec), shard.cut(problem))
+            for rank, shard in enumerate(held)
+        ]
         together = Contestant("all ranks", on_ranks(spec, held), problem, spec)
         found = compare([one_call, together], where, part=part, repeats=size.repeats, extra=jobs)
         detail = {"keys_of_each_rank": [len(shard.keys) for shard in held]}
@@ -126,10 +129,6 @@ def _row(name: str, target: Target, found: Comparison, jobs: Sequence[Job], deta
     timings = (found.timings["one call"], Timing("sum over ranks", tuple(map(sum, rounds))))
     detail |= {"median_s_of_each_rank": [timing.median_s for timing in ranks], "first_call_s": found.first_call_s}
     return Row(what, target, timings[1].median_s / timings[0].median_s, timings, detail, found.objections)
-
-
-def _alone(shard: Shard, spec: LongNet) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda q, k, v: shard.attend(q, k, v, spec)
 
 
 # The backward of a ring: for each shard the forward again, and the gradients of its output and lse, which are those of

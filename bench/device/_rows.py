@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from .._jobs import Attention, Job, Size, say, step_bytes, train
 from .._machine import driver_and_clocks
@@ -125,7 +124,7 @@ def gpu_vs_matmul(where: Where, spec: LongNet, size: Size, side: int) -> Iterato
             Contestant(way.name, way.attention(pattern), problem, spec) for way in ways(where) if way.name in able
         ]
         a, b = (torch.randn(side, side, dtype=where.dtype, device=where.device) for _ in range(2))
-        product = Job("matrix product", partial(_product, a, b))
+        product = Job("matrix product", lambda _, a=a, b=b: a @ b)
         found = compare(contestants, where, part=part, repeats=size.repeats, extra=[product])
         work = _flops(spec, size, part)
         rates = {name: work / found.median_s(name) / 1e12 for name in able if name in found.timings}
@@ -146,10 +145,6 @@ def gpu_vs_matmul(where: Where, spec: LongNet, size: Size, side: int) -> Iterato
         row = found.row(what, target, rates[best] / matmul_rate, detail)
         # A check that another way failed says nothing about the best one.
         yield replace(row, not_verified=tuple(text for text in found.objections if text.startswith(f"{best}: ")))
-
-
-def _product(a: Tensor, b: Tensor, _: None) -> Tensor:
-    return a @ b
 
 
 # 2048 keys either way: block-aligned, the lists hold whole blocks only; by token, two a row are cut.

@@ -128,7 +128,9 @@ def attend(
     require_bool("return_lse", return_lse)
     q, k, v = autocast(q, k, v)
     ranks = Ranks.of(mesh)
-    shards = _equal_shards(q, ranks) if sharding is None else sharding
+    shards = sharding
+    if shards is None:  # of what is no such tensor any will do: `check_shards` raises
+        shards = equal_shards(q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else 1, ranks)
     check_shards(q, k, v, ranks=ranks, sharding=shards, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
     where = {"head_offset": head_offset, "num_heads_global": num_heads_global}
@@ -165,11 +167,6 @@ def attend(
         return out
     assert lse is not None
     return out, lse
-
-
-def _equal_shards(q: Tensor, ranks: Ranks) -> Sharding:
-    # `check_shards` raises for what is no such tensor.
-    return equal_shards(q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else 1, ranks)
 
 
 def _engine(

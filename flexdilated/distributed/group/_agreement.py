@@ -131,9 +131,9 @@ def _verdict(ranks: Ranks, place: str, digest: str, written: str) -> str:
     store.set(f"{place}/{ranks.rank}", written)
     store.add(f"{place}/{digest}", 1)
     if store.add(f"{place}/come", 1) == ranks.size:
-        verdict = (
-            _AGREED if store.add(f"{place}/{digest}", 0) == ranks.size else disagreement(_facts_of_all(ranks, place))
-        )
+        verdict = _AGREED
+        if store.add(f"{place}/{digest}", 0) != ranks.size:
+            verdict = disagreement([json.loads(store.get(f"{place}/{rank}")) for rank in range(ranks.size)])
         store.set(f"{place}/verdict", verdict)
     else:
         _wait_for_verdict(ranks, place, written)
@@ -143,11 +143,6 @@ def _verdict(ranks: Ranks, place: str, digest: str, written: str) -> str:
             store.delete_key(f"{place}/{key}")
     record("set-up", sent=len(written), received=len(verdict))
     return verdict
-
-
-def _facts_of_all(ranks: Ranks, place: str) -> list[dict[str, str]]:
-    store = group_of(ranks.name).get_group_store()
-    return [json.loads(store.get(f"{place}/{rank}")) for rank in range(ranks.size)]
 
 
 def _wait_for_verdict(ranks: Ranks, place: str, written: str) -> None:
