@@ -57,7 +57,7 @@ class Shard:
 @device_row(
     "G11", at_most(1.10, "×"), at_most(1.45, "×"),
     full={"spec": LONGNET_5, "size": replace(LARGE, repeats=3), "ranks": 8},
-    small={"spec": TINY, "size": TINY_SIZE, "ranks": 8},
+    small={"spec": TINY, "size": TINY_SIZE, "ranks": 4},
     needs=(*TRAINING, "offsets forward", "offsets backward"), limit_s=150, rehearsed=True,
 )  # fmt: skip
 def gpu_ranks(where: Where, spec: LongNet, size: Size, ranks: int) -> Iterator[Row | Gap]:
