@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter, process_time, sleep
 from typing import Any
@@ -24,7 +23,7 @@ from tabulate import tabulate
 from flexdilated.cli._machine import one_thread
 
 from ._guard_cases import CASES, Pair
-from ._machine import commit, machine, versions
+from ._machine import conditions
 
 RECORDED = Path("bench/guard.json")
 BOUND = 1.7
@@ -99,13 +98,7 @@ def record(names: Iterable[str], path: Path) -> None:
             runs.add(pair)
         ratios[name] = round(runs.ratio, 3)
         print(f"{name}: {ratios[name]}")
-    document = {
-        "ratios": {name: ratios[name] for name in CASES if name in ratios},
-        "machine": machine(),
-        "versions": versions(),
-        "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    document = {"ratios": {name: ratios[name] for name in CASES if name in ratios}, **conditions()}
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -10,7 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from . import _resident_memory
 from ._measures import Timing
 from ._processes import run_apart
 
@@ -18,6 +18,7 @@ from ._processes import run_apart
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 WARM_UP_TOKENS = 64
+_PROC = Path("/proc/self")
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,22 @@ def _peak(prepare: Callable[..., Callable[[], object]], args: tuple[Any, ...]) -
 
 
 def peak_here(work: Callable[[], object]) -> int:
-    """The same of work in this process, which should be a fresh one."""
-    before = _resident_memory.begin_peak()
+    """The same of work in this process, which should be a fresh one. Raises OSError where the kernel keeps no account.
+
+    The mark is VmHWM, not ru_maxrss: a child starts with its parent's ru_maxrss.
+    """
+    (_PROC / "clear_refs").write_text("5")  # resets the mark to what is resident now
+    before = _status_bytes("VmRSS")
     work()
-    return _resident_memory.peak_bytes() - before
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(field: str) -> int:
+    for line in (_PROC / "status").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise OSError(f"{_PROC / 'status'} has no field {field}")
 
 
 def step_bytes(name: str, attention: Callable[[], Attention], size: Size) -> int:

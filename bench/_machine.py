@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ def commit() -> str | None:
     except (FileNotFoundError, subprocess.CalledProcessError):
         return None  # no git, no repository, or no commit yet
     return f"{head}+changes" if changes else head
+
+
+def conditions(device: str = "cpu") -> dict[str, Any]:
+    """With what, at which commit and when something is measured, as files of results hold it."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"machine": machine(device), "versions": versions(device), "commit": commit(), "date": now}
 
 
 def _accelerator(device: str) -> dict[str, Any]:

@@ -104,6 +104,20 @@ class Union:
 
 
 @dataclass(frozen=True)
+class LibraryRule:
+    """A pattern's own rule, pair by pair: for patterns that are written nowhere else."""
+
+    pattern: masks.Pattern | masks.Mixture
+
+    def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
+        """The pairs of the sampled query rows that each branch allows."""
+        h, q, k = torch.arange(num_heads)[:, None, None], rows[None, :, None], torch.arange(num_tokens)[None, None]
+        sizes = {"num_heads": num_heads, "num_queries": num_tokens, "num_keys": num_tokens}
+        rules = [branch.bind(**sizes).mask_mod() for branch in self.pattern.branches()]
+        return [rule(torch.tensor(0), h, q, k).expand(num_heads, len(rows), num_tokens) for rule in rules]
+
+
+@dataclass(frozen=True)
 class Window:
     """Each block of tokens sees `left` blocks before and `right` after its own; a block of 1 is a token."""
 

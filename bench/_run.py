@@ -2,7 +2,6 @@
 
 import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,7 +21,7 @@ from . import (
     roofline,
     sharding,
 )
-from ._machine import commit, machine, versions
+from ._machine import conditions
 from ._measures import REGISTERED, Measure
 from ._processes import DiedApart, run_apart
 
@@ -54,16 +53,7 @@ def ask(name: str, *, small: bool, results: Path | None) -> Document | None:
         print(f"{name} failed: {error}", file=sys.stderr, flush=True)
         return None
     print(f"{name}: {perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    document = {
-        "name": name,
-        "question": question,
-        "small": small,
-        **answer,
-        "machine": machine(),
-        "versions": versions(),
-        "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    document = {"name": name, "question": question, "small": small, **answer, **conditions()}
     if results is not None:
         write(document, results)
     return document

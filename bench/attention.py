@@ -31,6 +31,7 @@ from ._rules import (
     LONGNET_5,
     TOLERANCE,
     Contestant,
+    LibraryRule,
     LongNet,
     Part,
     Union,
@@ -349,13 +350,8 @@ def _error_of_received(pattern: masks.Mixture | masks.Pattern, size: Size) -> fl
     problem = Problem.draw(size)
     _, lse = fd.attend(problem.q, problem.k, problem.v, pattern, return_lse=True)
     found = fd.attention_received(problem.q, problem.k, lse, pattern)[0].double()
-    position = torch.arange(size.num_tokens)
-    expected = []
-    for head in range(size.num_heads):
-        pairs = torch.tensor(0), torch.tensor(head), position[:, None], position
-        rules = [branch.mask_mod(num_heads=size.num_heads, device=position.device) for branch in pattern.branches()]
-        times = torch.stack([rule(*pairs) for rule in rules]).sum(0).double()
-        scores = problem.q[0, head].double() @ problem.k[0, head].double().T / size.head_dim**0.5
-        expected.append((scores + times.log()).softmax(-1).nan_to_num(0.0).sum(0))
-    dense = torch.stack(expected)
-    return float((found - dense).abs().max() / dense.max())
+    rows, sizes = torch.arange(size.num_tokens), {"num_tokens": size.num_tokens, "num_heads": size.num_heads}
+    times = torch.stack(LibraryRule(pattern).masks(rows, **sizes)).sum(0).double()
+    scores = problem.q[0].double() @ problem.k[0].double().mT / size.head_dim**0.5
+    wanted = (scores + times.log()).softmax(-1).nan_to_num(0.0).sum(-2)
+    return float((found - wanted).abs().max() / wanted.max())

@@ -40,9 +40,9 @@ _FEW = ("dilated_window", "strided", "random_blocks", "neighborhood, 2-D", "per_
     full={"entries": ENTRIES, "num_tokens": 65536, "most": MILLION, "checked": 4096, "repeats": 3},
     small={
         "entries": tuple(entry for entry in ENTRIES if entry.name in _FEW),
-        "num_tokens": 2048,
-        "most": 4096,
-        "checked": 1024,
+        "num_tokens": 1024,
+        "most": 2048,
+        "checked": 512,
         "repeats": 1,
     },
 )
@@ -198,9 +198,9 @@ def _described(entry: Entry, num_tokens: int) -> dict[str, Any]:
         seconds[name] = perf_counter() - start
         return found
 
-    told = timed("plan", lambda: masks.describe(pattern, num_tokens, num_heads=entry.num_heads))
-    timed("pairs", lambda: (told.heads, told.multiplicity, told.gaps))
-    field = timed("field", told.receptive_field)
+    described = timed("plan", lambda: masks.describe(pattern, num_tokens, num_heads=entry.num_heads))
+    timed("pairs", lambda: (described.heads, described.multiplicity, described.gaps))
+    field = timed("field", described.receptive_field)
     exact = isinstance(field, ReceptiveField)
     layers = field.layers if exact else field.layers_at_least
     parts = ", ".join(f"{name} {took:.2f} s" for name, took in seconds.items())
@@ -213,18 +213,18 @@ def _described(entry: Entry, num_tokens: int) -> dict[str, Any]:
 def check_description(entry: Entry) -> None:
     """AssertionError unless the numbers are those of the masks of all pairs, over few tokens."""
     pattern, heads = entry.pictured(), entry.num_heads
-    told = masks.describe(pattern, PICTURED, num_heads=heads)
+    described = masks.describe(pattern, PICTURED, num_heads=heads)
     branches = [[dense(branch, head, heads, PICTURED).long() for head in range(heads)] for branch in pattern.branches()]
     counts = torch.stack([torch.stack(each) for each in branches]).sum(0)
     numbers = Counter(counts.flatten().tolist())
-    assert told.multiplicity == {0: 0} | dict(numbers), f"{entry.name}: {told.multiplicity} for {numbers}"
-    per_head = {head: share.pairs for share in told.heads for head in share.heads}
+    assert described.multiplicity == {0: 0} | dict(numbers), f"{entry.name}: {described.multiplicity} for {numbers}"
+    per_head = {head: share.pairs for share in described.heads for head in share.heads}
     assert per_head == dict(enumerate(counts.sum((1, 2)).tolist())), f"{entry.name}: {per_head}"
-    _check_field(entry, told, (counts > 0).any(0))
+    _check_field(entry, described, (counts > 0).any(0))
 
 
-def _check_field(entry: Entry, told: Description, once: Bool[Tensor, "N N"]) -> None:
-    field = told.receptive_field()
+def _check_field(entry: Entry, described: Description, once: Bool[Tensor, "N N"]) -> None:
+    field = described.receptive_field()
     assert isinstance(field, ReceptiveField), f"{entry.name}: not known for all tokens"
     step = (once | torch.eye(PICTURED, dtype=torch.bool)).float()
     known, grown = torch.eye(PICTURED), [PICTURED]

@@ -83,6 +83,28 @@ class Length:
     rows: int
     check_tokens: int
 
+    def pattern(self) -> masks.Pattern:
+        """The same as a pattern of the library."""
+        return masks.per_head(
+            [masks.dilated(length, rate, branch % rate) for length, rate, branch in self.branch_of_head]
+        )
+
+    def masks(self, rows: Tensor, *, num_tokens: int, num_heads: int) -> list[Tensor]:
+        """The pairs of the sampled query rows, as the one branch of a set."""
+        q, k = rows[:, None], torch.arange(num_tokens)[None]
+        allowed = [
+            same_branch(torch.tensor(branch), q, k, length=length, rate=rate)
+            for length, rate, branch in self.branch_of_head
+        ]
+        return [torch.stack(allowed)]
+
+    @property
+    def ratio_of_pairs(self) -> float:
+        """Pairs of dense attention over those of the branches; each segment's active tokens see one another."""
+        tokens = self.size.num_tokens
+        sparse = sum(tokens // length * (length // rate) ** 2 for length, rate, _ in self.branch_of_head)
+        return self.size.num_heads * tokens**2 / sparse
+
     @property
     def branch_of_head(self) -> list[tuple[int, int, int]]:
         """(segment length, rate, branch) of each head."""
@@ -247,16 +269,15 @@ def _projections(tokens: int, width: int, repeats: int) -> Row:
 def _long(config: Length) -> Row:
     """How much faster than dense attention, timed on a slice, at a length where that is slow."""
     size, problem = config.size, Problem.draw(config.size)
-    heads = [masks.dilated(length, rate, branch % rate) for length, rate, branch in config.branch_of_head]
-    pattern = masks.per_head(heads)
-    check_length(config, problem, pattern)
-    ours = forward_job("flexdilated", partial(fd.attend, pattern=pattern), problem)
+    attention = partial(fd.attend, pattern=config.pattern())
+    check_forward(attention, problem, config)
+    ours = forward_job("flexdilated", attention, problem)
     timings = interleave((_dense_job(problem, size.num_tokens, config.rows), ours), repeats=size.repeats)
     return LONG.row(
         ratio(*timings) * size.num_tokens / config.rows,
         timings,
         rows=config.rows,
-        ratio_of_pairs=ratio_of_pairs(config),
+        ratio_of_pairs=config.ratio_of_pairs,
         whole_over_multiplied_slice=_whole_over_slice(config, problem),
         whole_tokens=config.check_tokens,
     )
@@ -279,24 +300,3 @@ def _whole_over_slice(config: Length, problem: Problem) -> float:
     jobs = [_dense_job(problem, tokens, rows) for rows in (tokens, config.rows)]
     whole, some = interleave(jobs, repeats=config.size.repeats)
     return ratio(whole, some) * config.rows / tokens
-
-
-def ratio_of_pairs(config: Length) -> float:
-    """Pairs of dense attention over those of the branches; each segment's active tokens see one another."""
-    tokens = config.size.num_tokens
-    sparse = sum(tokens // length * (length // rate) ** 2 for length, rate, _ in config.branch_of_head)
-    return config.size.num_heads * tokens**2 / sparse
-
-
-def check_length(config: Length, problem: Problem, pattern: masks.Pattern) -> None:
-    """The output of some rows is that of their head's branch, in float64; rows that are not active get 0."""
-    tokens = config.size.num_tokens
-    rows = torch.tensor([0, 1, 7, tokens // 2 + 2, tokens - 6, tokens - 2, tokens - 1])
-    with torch.no_grad():
-        out = fd.attend(problem.q, problem.k, problem.v, pattern)[0, :, rows]
-    for head, (length, rate, branch) in enumerate(config.branch_of_head):
-        allowed = same_branch(torch.tensor(branch), rows[:, None], torch.arange(tokens)[None], length=length, rate=rate)
-        q, k, v = (x[0, head].double() for x in (problem.q, problem.k, problem.v))
-        scores = (q[rows] @ k.T * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
-        expected = scores.softmax(-1).nan_to_num(0.0) @ v
-        assert_close(out[head], expected.float(), rtol=1e-4, atol=1e-5)

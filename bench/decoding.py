@@ -1,6 +1,6 @@
 """Decoding: steps after more tokens, and calls of few queries beside steps of a cache."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -65,7 +65,8 @@ def _at_phase(
         out = cache.attend(*(x[:, :, phase : phase + 1] for x in (problem.q, problem.k, problem.v)))
         _check(spec, problem, out, phase, "a step")
         following = (x[:, :, phase + 1 :].split(1, dim=2) for x in (problem.q, problem.k, problem.v))
-        jobs.append(_steps_job(f"after {tokens_text(past)} tokens", cache, zip(*following, strict=True), steps))
+        tokens, name = zip(*following, strict=True), f"after {tokens_text(past)} tokens"
+        jobs.append(Job(name, lambda _, c=cache, each=tokens: [c.attend(*next(each)) for _ in range(steps)]))
     dense, (few, many) = dense_attention(causal=False), map(tokens_text, caches)
     last = problem.q[:, :, -1:]
     jobs.append(Job(f"one dense step, {few} keys", lambda _: dense(last, problem.k, problem.v)))
@@ -84,10 +85,6 @@ def _at_phase(
             "cache_bytes": [cache.nbytes for cache in caches.values()],
         },
     )
-
-
-def _steps_job(name: str, cache: fd.KVCache, tokens: Iterator[tuple[Tensor, ...]], steps: int) -> Job:
-    return Job(name, lambda _: [cache.attend(*next(tokens)) for _ in range(steps)])
 
 
 def _check(spec: LongNet, problem: Problem, out: Tensor, first: int, name: str) -> None:
@@ -165,7 +162,7 @@ def _calls(spec: LongNet, size: Size, problem: Problem, past: int, queries: int,
     for name, way in ways.items():
         places = iter(range(first, size.num_tokens, queries))
         _check(spec, problem, way(next(places)), first, name) if way is not dense_call else way(next(places))
-        jobs.append(_calls_job(name, way, places, steps))
+        jobs.append(Job(name, lambda _, way=way, each=places: [way(next(each)) for _ in range(steps)]))
     timings = interleave(jobs, repeats=size.repeats)
     return Row(
         f"{spec.label}, {size.num_heads} heads, {queries} {'query' if queries == 1 else 'queries'} "
@@ -175,7 +172,3 @@ def _calls(spec: LongNet, size: Size, problem: Problem, past: int, queries: int,
         timings,
         {"steps_a_repeat": steps, "step_us": [each.median_s / steps * 1e6 for each in timings]},
     )
-
-
-def _calls_job(name: str, way: Callable[[int], Tensor], places: Iterator[int], steps: int) -> Job:
-    return Job(name, lambda _: [way(next(places)) for _ in range(steps)])

@@ -7,8 +7,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int64
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import flexdilated as fd
@@ -19,7 +17,7 @@ from flexdilated.masks.planning._planner import plan
 from ._catalogue import names_for
 from ._jobs import Attention, Job, Problem, Size, backward_job, forward_job, interleave, say
 from ._measures import Row, Timing, at_least, measure
-from ._rules import check_training
+from ._rules import LibraryRule, check_training
 from .peers import dense_attention
 
 _FLOPS = {"forward": 4, "backward": 10}  # of a pair, times the head dim: two and five products
@@ -86,20 +84,6 @@ _SIDES = ((128, 384), (128, 1152), (256, 512), (256, 1280), (512, 1536), (1024, 
 SHAPES = tuple(Shape(*sides, pairs=1 << 24) for sides in _SIDES)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A pattern by its own rule, pair by pair: what the check compares its attention with."""
-
-    pattern: masks.Pattern | masks.Mixture
-
-    def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
-        """The pairs of the sampled query rows that each branch allows."""
-        h, q, k = torch.arange(num_heads)[:, None, None], rows[None, :, None], torch.arange(num_tokens)[None, None]
-        sizes = {"num_heads": num_heads, "num_queries": num_tokens, "num_keys": num_tokens}
-        rules = [branch.bind(**sizes).mask_mod() for branch in self.pattern.branches()]
-        return [rule(torch.tensor(0), h, q, k).expand(num_heads, len(rows), num_tokens) for rule in rules]
-
-
 @measure(
     full={"cases": CASES, "size": Size(16384, num_heads=2, repeats=3), "matmul": 4096, "shapes": SHAPES},
     small={
@@ -122,7 +106,7 @@ def roofline(cases: tuple[Case, ...], size: Size, matmul: int, shapes: tuple[Sha
     for case in cases:
         pattern, problem = case.pattern(size.num_tokens), problems[case.head_dim]
         works[case.name] = partial(fd.attend, pattern=pattern), problem
-        check_training(works[case.name][0], problem, Rule(pattern))
+        check_training(works[case.name][0], problem, LibraryRule(pattern))
         pairs[case.name] = _pairs(case, size)
     matrix = torch.randn(matmul, matmul)
     jobs = [Job(MATMUL, lambda _: matrix @ matrix)]

@@ -35,7 +35,7 @@ with checked_on_import(CHECKED):
     import flexdilated  # noqa: F401
 
 register_profiles()
-# Few examples of each of some 240 properties, the same at each run; --hypothesis-profile=flexdilated-thorough draws more.
+# Few examples of each property, the same at each run; --hypothesis-profile=flexdilated-thorough draws more.
 settings.register_profile("suite", settings.get_profile("flexdilated-ci"), max_examples=20)
 settings.load_profile("suite")
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexdilated as fd
@@ -29,6 +29,7 @@ def found(*call, **options) -> str:
     return str(caught.value)
 
 
+@settings(max_examples=max(2, settings.default.max_examples // 2))
 @given(st.data())
 def test_attend_is_close(data) -> None:
     """Any pattern, sizes and values, in every dtype, with the gradients."""

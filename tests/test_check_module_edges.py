@@ -43,7 +43,8 @@ def test_a_mistake_after_a_block_is_found() -> None:
     def leaking(q, k, v):
         return fd.attend(q, k, v, masks.every() if q.shape[2] == 129 else masks.causal())
 
-    report = examine_attention_module(lambda: leaking, masks.causal(), max_tokens=150, checks=["causality"])
+    sizes = {"num_heads": 1, "head_dim": 2, "max_tokens": 150}
+    report = examine_attention_module(lambda: leaking, masks.causal(), checks=["causality"], **sizes)
     assert report["causality"].detail.startswith("129 tokens: key 1 is hidden from query 0 of head 0")
 
 

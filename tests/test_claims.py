@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from bench._jobs import Problem, Size
 from bench._measures import Timing, at_least
 from bench._pages import PAGES
 from bench._report import filled
-from bench._rules import same_branch
+from bench._rules import check_forward, same_branch
 from bench._run import MEASURES
 from bench.claims import Length
 from bench.peers import block_rows, dense_attention
@@ -69,7 +70,7 @@ def test_branches_of_the_length_claim() -> None:
     length = FULL["length"]
     assert length.branch_of_head == [(8192, 1, 0), (8192, 1, 0), (16384, 2, 1), (32768, 8, 2)]
     assert (length.size.num_tokens, length.size.num_heads, length.size.head_dim) == (131072, 4, 8)
-    assert claims.ratio_of_pairs(length) == pytest.approx(25, rel=0.002)
+    assert length.ratio_of_pairs == pytest.approx(25, rel=0.002)
 
 
 def test_pairs_of_the_length_claim_are_counted_right() -> None:
@@ -79,7 +80,7 @@ def test_pairs_of_the_length_claim_are_counted_right() -> None:
         int(same_branch(torch.tensor(branch), t[:, None], t[None], length=segment, rate=rate).sum())
         for segment, rate, branch in length.branch_of_head
     )
-    assert claims.ratio_of_pairs(length) == 5 * 128**2 / pairs
+    assert length.ratio_of_pairs == 5 * 128**2 / pairs
 
 
 def test_a_wrong_pattern_is_not_timed(monkeypatch) -> None:
@@ -89,8 +90,8 @@ def test_a_wrong_pattern_is_not_timed(monkeypatch) -> None:
         Length, "branch_of_head", property(lambda self: [(128, 1, 0), (128, 1, 0), (256, 2, 1), (512, 8, 2)])
     )
     pattern = claims.masks.per_head([claims.masks.dilated(128, rate) for rate in (1, 1, 4, 8)])
-    with pytest.raises(AssertionError):
-        claims.check_length(wrong, Problem.draw(wrong.size), pattern)
+    with pytest.raises(AssertionError, match="out must be within"):
+        check_forward(partial(claims.fd.attend, pattern=pattern), Problem.draw(wrong.size), wrong)
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.says)

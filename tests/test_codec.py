@@ -8,11 +8,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench._wire_report import wire_report
+from bench.buffers import wire_report
 from flexdilated.distributed import traffic
 from flexdilated.distributed.group._ranks import Ranks
-from flexdilated.distributed.wire._codec import codec_named, gradient_codec
-from flexdilated.distributed.wire._codec_choice import check_codec, choose_codec, row_peak
+from flexdilated.distributed.wire._codec import check_codec, choose_codec, codec_named, gradient_codec, row_peak
 from tests.ranks import on_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

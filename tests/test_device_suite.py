@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
 import flexdilated as fd
 from bench import _machine
@@ -19,11 +18,12 @@ from bench.__main__ import main as bench_main
 from bench._jobs import Job, Size
 from bench._measures import Gap, Row, at_least
 from bench._rules import LONGNET_5, Contestant
-from bench.device import _correctness, _device, _rows, _suite
+from bench.device import _correctness, _device, _suite
 from bench.device.__main__ import main
 from bench.device._correctness import CASES, Trial, Verdict, failure, judge, read_outcome, summary, trials
-from bench.device._device import Where, compare, ways
+from bench.device._device import Where, compare
 from bench.device._suite import CODES, NAMES, SUITE
+from tests.traced import nothing_is_built  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Where("cpu")
@@ -58,12 +58,8 @@ def in_this_process(monkeypatch):
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", NAMES)
 def test_dry_run_of_a_row(name, tmp_path, monkeypatch, capsys) -> None:
-    """A number in every row, or why there is none. FlexAttention as a peer is traced, and not compiled to C++."""
+    """A number in every row, or why there is none."""
     monkeypatch.setattr(_suite, "trials", few_trials)
-    peer = torch.compile(flex_attention, dynamic=False, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(_device, "_compiled", lambda: peer)
-    if name == "gpu_window":  # its own forward compiles too, as that of gpu_vs_natural_order does
-        monkeypatch.setattr(_rows, "inference", lambda where: ways(where)[0])
     assert main([name, "--device", "cpu", "--small", "--limit", "1e6", "--out", str(tmp_path)]) == 0
     document, printed = json.loads((tmp_path / f"{name}.json").read_text()), capsys.readouterr().out
     assert document["rows"]

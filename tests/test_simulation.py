@@ -1,7 +1,5 @@
 """Simulation: what is planned is what ranks then send; links and steps by hand."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,17 +10,10 @@ from flexdilated import masks
 from flexdilated.cli._simulation import Links, simulate, step_seconds
 from flexdilated.distributed import Sharding
 from flexdilated.memory._memory import AttentionSize, attention_memory
+from tests import commands
 from tests.ranks import on_ranks
 
 # B batch, H query heads, G key/value heads, L tokens of a rank, D head dim
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_dry_run_a_size():
-    """A memory model runs the call on no memory, which takes seconds: once for each size."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flexdilated.cli._simulation.attention_memory", functools.cache(attention_memory))
-        yield
 
 
 PATTERNS = {
@@ -49,7 +40,8 @@ def bytes_received(pattern: str, sharding: tuple[int, ...], schedule: str, codec
 @pytest.mark.parametrize(
     ("schedule", "codec"), [("exchange", None), ("exchange", "int8"), ("ring", None), ("ring", "bf16")]
 )
-def test_what_is_planned_is_what_is_sent(pattern, order, schedule, codec) -> None:
+def test_what_is_planned_is_what_is_sent(pattern, order, schedule, codec, monkeypatch) -> None:
+    monkeypatch.setattr("flexdilated.cli._simulation.attention_memory", commands.memory_of_call)  # takes seconds
     sharding = Sharding(500, 3, order, (140, 200, 160))
     found = simulate(pattern, sharding, AttentionSize(500, 4, 8, torch.float32, 2, 2), codec=codec)
     way = found.ways[schedule]

@@ -38,9 +38,14 @@ class Dense(nn.Module):
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.mT * q.shape[-1] ** -0.5
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """`hidden` (B, M): keys that padding hides."""
         k, v = (self.expand(x, q.shape[1]) for x in (k, v))
-        return self.weights(self.scores(q, k), self.times(q, k)) @ v
+        times = self.times(q, k)
+        return self.weights(self.scores(q, k), times if hidden is None else self.without(times, hidden)) @ v
+
+    def without(self, times: Tensor, hidden: Tensor) -> Tensor:
+        return times * ~hidden[:, None, None, :]
 
     def weights(self, scores: Tensor, times: Tensor) -> Tensor:
         logits = scores + times.clamp(min=1).to(scores.dtype).log()
@@ -107,6 +112,7 @@ class DetachedMerge(Dense):
 
     def forward(self, q, k, v):
         parts, sums = [], []
+        k, v = (self.expand(x, q.shape[1]) for x in (k, v))
         scores = self.scores(q, k)
         for times in self.branch_times(q, k):
             parts.append(self.weights(scores, times) @ v)
@@ -119,8 +125,38 @@ class AveragedMerge(Dense):
     """Branches are averaged, whatever their denominators."""
 
     def forward(self, q, k, v):
+        k, v = (self.expand(x, q.shape[1]) for x in (k, v))
         scores = self.scores(q, k)
         return torch.stack([self.weights(scores, times) @ v for times in self.branch_times(q, k)]).mean(0)
+
+
+class SummedMerge(Dense):
+    """Branches are added up, each normalised by itself (darcstar)."""
+
+    def forward(self, q, k, v):
+        return len(self.rules) * AveragedMerge(*self.rules)(q, k, v)
+
+
+class PaddingUnread(Dense):
+    """A padding mask that nothing reads (darcstar, torchscale)."""
+
+    def without(self, times, hidden):
+        return times
+
+
+class PaddingOfFirst(Dense):
+    """The first entry's padding mask is used for the whole batch."""
+
+    def without(self, times, hidden):
+        return super().without(times, hidden[:1])
+
+
+class OtherShards(Dense):
+    """Sequence parallelism in which a rank attends to the shards before its own, and not to its own (torchscale)."""
+
+    def times(self, q, k):
+        first = torch.arange(q.shape[2]) < -(-q.shape[2] // 2)  # of two ranks
+        return super().times(q, k) * (first != first[:, None])
 
 
 class NaNOnEmptyRows(Dense):

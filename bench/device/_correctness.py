@@ -165,7 +165,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A line of the table, and which figures it takes the ground from.
+    """A line of the table, and the figures that it invalidates.
 
     `refused`: the way does not serve the pattern and says so, which is no fault.
     """

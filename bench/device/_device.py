@@ -1,4 +1,4 @@
-"""The device: where tensors lie, its clock, the ways to compute there, and contestants side by side."""
+"""The device: where tensors lie, its clock, the ways to compute there, contestants side by side, and rows of these."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from flexdilated.engines.flex._flex import run_flex
 from flexdilated.engines.flex._flex_op import static_program
 
 from .._jobs import Attention, Job, Problem, Size, interleave, say, train
-from .._measures import Row, Target, Timing
-from .._rules import Contestant, LongNet, Part
+from .._measures import Answer, Measure, Row, Target, Timing
+from .._rules import LONGNET_5, Contestant, LongNet, Part
 from ..peers import dense_attention
 
 Expression = masks.Pattern | masks.Mixture
@@ -277,3 +277,58 @@ def _once(each: Contestant, part: Part) -> None:
             each.attention(each.problem.q, each.problem.k, each.problem.v)
     else:
         train(each.attention, each.problem)
+
+
+# What most rows share: LongNet-5 at 128 K tokens, and what stands for it in a dry run.
+BOTH = (LONGNET_5, LONGNET_5.as_causal())
+LARGE = Size(128 * 1024, num_heads=16, head_dim=128)
+TINY = LONGNET_5.shrunk(64)
+TINY_SIZE = Size(1024, num_heads=4, head_dim=16, repeats=1)
+FORWARD = ("longnet forward",)
+TRAINING = ("longnet forward", "longnet backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRow(Measure):
+    """A measure whose function takes a `Where` first. `targets` are those of its rows, in the order of docs/device.md.
+
+    `needs` names what must be right for its figures to count. `rehearsed`: it is run once beforehand, beside others,
+    to compile. Those that compile what another one does are not, nor those that need the device's memory for
+    themselves.
+    """
+
+    targets: tuple[Target, ...]
+    needs: tuple[str, ...]
+    limit_s: float
+    rehearsed: bool
+
+    def answer_on(self, where: Where, *, small: bool) -> dict[str, Any]:
+        """Arguments and rows on this device, as plain data."""
+        return replace(self, run=partial(self.run, where)).answer(small=small)
+
+    def rehearsals(self, *, small: bool) -> list[dict[str, Any]]:
+        """Arguments of one part each, so that the parts compile side by side; none if it is not rehearsed."""
+        if not self.rehearsed:
+            return []
+        options = dict(self.small if small else self.full)
+        options["size"] = replace(options["size"], repeats=1)
+        for name in ("specs", "windows", "branches"):
+            if name in options:
+                return [{**options, name: (part,)} for part in options[name]]
+        return [options]
+
+
+REGISTERED: list[DeviceRow] = []
+
+
+def device_row(
+    code: str, *targets: Target, full: Mapping[str, Any], small: Mapping[str, Any], rehearsed: bool = False, **more: Any
+) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+    """Register a function of (where, **arguments) under its own name."""
+
+    def register(function: Callable[..., Answer]) -> Callable[..., Answer]:
+        sizes = (function.__name__, function, full, small, code)
+        REGISTERED.append(DeviceRow(*sizes, targets=targets, rehearsed=rehearsed, **more))
+        return function
+
+    return register

@@ -16,8 +16,7 @@ from flexdilated.masks.planning._planner import plan
 from .._jobs import Job, Problem, Size
 from .._measures import Gap, Row, Timing, at_least, at_most
 from .._rules import LONGNET_5, Contestant, LongNet
-from ._device import Comparison, Where, compare, ways
-from ._row import FORWARD, LARGE, TINY, TINY_SIZE, device_row
+from ._device import FORWARD, LARGE, TINY, TINY_SIZE, Comparison, Where, compare, device_row, ways
 
 _COPIED_BYTES = {True: 2 << 30, False: 1 << 24}  # on CUDA well beyond its caches
 

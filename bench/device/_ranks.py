@@ -8,7 +8,7 @@ shard by shard.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import lcm
 from typing import Any
 
@@ -22,8 +22,7 @@ from flexdilated.engines import WholeRows
 from .._jobs import Attention, Job, Problem, Size, backward_job, forward_job
 from .._measures import Gap, Row, Target, Timing, at_most
 from .._rules import LONGNET_5, Contestant, LongNet, Part
-from ._device import Comparison, Where, compare
-from ._row import LARGE, TINY, TINY_SIZE, TRAINING, device_row
+from ._device import LARGE, TINY, TINY_SIZE, TRAINING, Comparison, Where, compare, device_row
 
 # H heads, N tokens of all ranks, L of a shard, D head dim; the batch is 1
 
@@ -58,7 +57,7 @@ class Shard:
 @device_row(
     "G11", at_most(1.10, "×"), at_most(1.45, "×"),
     full={"spec": LONGNET_5, "size": replace(LARGE, repeats=3), "ranks": 8},
-    small={"spec": TINY, "size": TINY_SIZE, "ranks": 8},
+    small={"spec": TINY, "size": TINY_SIZE, "ranks": 4},
     needs=(*TRAINING, "offsets forward", "offsets backward"), limit_s=150, rehearsed=True,
 )  # fmt: skip
 def gpu_ranks(where: Where, spec: LongNet, size: Size, ranks: int) -> Iterator[Row | Gap]:
@@ -72,7 +71,10 @@ def gpu_ranks(where: Where, spec: LongNet, size: Size, ranks: int) -> Iterator[R
     parts: dict[str, Part] = {"forward": "forward", "exchange backward": "backward"}
     for name, part in parts.items():
         make = forward_job if part == "forward" else backward_job
-        jobs = [make(f"rank {rank}", _alone(shard, spec), shard.cut(problem)) for rank, shard in enumerate(held)]
+        jobs = [
+            make(f"rank {rank}", partial(shard.attend, spec=spec), shard.cut(problem))
+            for rank, shard in enumerate(held)
+        ]
         together = Contestant("all ranks", on_ranks(spec, held), problem, spec)
         found = compare([one_call, together], where, part=part, repeats=size.repeats, extra=jobs)
         detail = {"keys_of_each_rank": [len(shard.keys) for shard in held]}
@@ -127,10 +129,6 @@ def _row(name: str, target: Target, found: Comparison, jobs: Sequence[Job], deta
     timings = (found.timings["one call"], Timing("sum over ranks", tuple(map(sum, rounds))))
     detail |= {"median_s_of_each_rank": [timing.median_s for timing in ranks], "first_call_s": found.first_call_s}
     return Row(what, target, timings[1].median_s / timings[0].median_s, timings, detail, found.objections)
-
-
-def _alone(shard: Shard, spec: LongNet) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda q, k, v: shard.attend(q, k, v, spec)
 
 
 # The backward of a ring: for each shard the forward again, and the gradients of its output and lse, which are those of

@@ -1,32 +1,51 @@
 """The rows of whole calls on the device: rates, memory, peers, a million tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from .._jobs import Attention, Job, Size, say, step_bytes, train
 from .._machine import driver_and_clocks
 from .._measures import Gap, Row, Target, at_least, at_most
 from .._rules import FORWARD_FLOPS, LONGNET_5, Contestant, LongNet, Part, Window, dense
 from ..peers import branch_loop, cpu_flash, cuda_flash, dense_attention
-from ._device import Comparison, Way, Where, compare, dense_flex, inference, natural, sdpa, ways
-from ._row import BOTH, FORWARD, LARGE, TINY, TINY_SIZE, TRAINING, device_row
+from ._device import (
+    BOTH,
+    FORWARD,
+    LARGE,
+    TINY,
+    TINY_SIZE,
+    TRAINING,
+    Comparison,
+    Way,
+    Where,
+    compare,
+    dense_flex,
+    device_row,
+    inference,
+    natural,
+    sdpa,
+    ways,
+)
 
 _BACKWARD_OVER_FORWARD = 2.5  # five products a pair instead of two
 _TINY_BOTH = (TINY, TINY.as_causal())
 
 
-def _each_way(
-    what: str, target: Target, specs: tuple[LongNet, ...], where: Where
-) -> Iterator[tuple[str, LongNet, Way, Gap | None]]:
-    """What is measured of each LongNet in each way, and a gap where the way is not there."""
+def _in_each_way(
+    name: str,
+    target: Target,
+    specs: tuple[LongNet, ...],
+    where: Where,
+    measured: Callable[[str, LongNet, Way], Row | Gap],
+) -> Iterator[Row | Gap]:
+    """What is measured of each LongNet in each way, or a gap where the way is not there."""
     for spec in specs:
         for way in ways(where):
-            name = what.format(spec=spec.label, way=way.name)
-            yield name, spec, way, Gap(name, target, way.missing) if way.missing else None
+            what = name.format(spec=spec.label, way=way.name)
+            yield Gap(what, target, way.missing) if way.missing else measured(what, spec, way)
 
 
 def _flops(spec: LongNet, size: Size, part: Part) -> float:
@@ -105,7 +124,7 @@ def gpu_vs_matmul(where: Where, spec: LongNet, size: Size, side: int) -> Iterato
             Contestant(way.name, way.attention(pattern), problem, spec) for way in ways(where) if way.name in able
         ]
         a, b = (torch.randn(side, side, dtype=where.dtype, device=where.device) for _ in range(2))
-        product = Job("matrix product", partial(_product, a, b))
+        product = Job("matrix product", lambda _, a=a, b=b: a @ b)
         found = compare(contestants, where, part=part, repeats=size.repeats, extra=[product])
         work = _flops(spec, size, part)
         rates = {name: work / found.median_s(name) / 1e12 for name in able if name in found.timings}
@@ -126,10 +145,6 @@ def gpu_vs_matmul(where: Where, spec: LongNet, size: Size, side: int) -> Iterato
         row = found.row(what, target, rates[best] / matmul_rate, detail)
         # A check that another way failed says nothing about the best one.
         yield replace(row, not_verified=tuple(text for text in found.objections if text.startswith(f"{best}: ")))
-
-
-def _product(a: Tensor, b: Tensor, _: None) -> Tensor:
-    return a @ b
 
 
 # 2048 keys either way: block-aligned, the lists hold whole blocks only; by token, two a row are cut.
@@ -225,16 +240,15 @@ def gpu_vs_branch_loop(where: Where, specs: tuple[LongNet, ...], size: Size) -> 
     """
     peer, target = "loop over branches", at_least(1.5, "×")
     name = f"{{spec}}, {size}, forward + backward, {{way}}: times as fast as a {peer}"
-    for what, spec, way, gap in _each_way(name, target, specs, where):
-        if gap:
-            yield gap
-            continue
-        problem = where.draw(size)
-        loop = branch_loop(spec, cuda_flash if where.is_cuda else cpu_flash)
+
+    def race(what: str, spec: LongNet, way: Way) -> Row | Gap:
+        problem, loop = where.draw(size), branch_loop(spec, cuda_flash if where.is_cuda else cpu_flash)
         theirs = Contestant(peer, loop, problem, spec, constant_weights=True)
         ours = Contestant("flexdilated", way.attention(spec.pattern()), problem, spec)
         found = compare([theirs, ours], where, part="forward + backward", repeats=size.repeats)
-        yield _times_as_fast(what, target, found, peer)
+        return _times_as_fast(what, target, found, peer)
+
+    return _in_each_way(name, target, specs, where, race)
 
 
 # In the dry run large enough to show in the resident memory of a process.
@@ -249,10 +263,8 @@ def gpu_memory(where: Where, specs: tuple[LongNet, ...], size: Size) -> Iterator
     """
     target = at_most(1.3, "×")
     name = f"{{spec}}, {size}, forward + backward, {{way}}: peak memory over dense flash SDPA's"
-    for what, spec, way, gap in _each_way(name, target, specs, where):
-        if gap:
-            yield gap
-            continue
+
+    def peaks(what: str, spec: LongNet, way: Way) -> Row | Gap:
         try:
             if where.is_cuda:
                 ours = _peak_bytes(way.attention(spec.pattern()), size, where)
@@ -262,12 +274,12 @@ def gpu_memory(where: Where, specs: tuple[LongNet, ...], size: Size) -> Iterator
                 ours = step_bytes("flexdilated", spec.attention, size)
                 theirs = step_bytes("dense SDPA", partial(dense_attention, causal=spec.causal), size)
         except (RuntimeError, ValueError) as error:
-            yield Gap(what, target, f"{type(error).__name__}: {error}")
-            continue
+            return Gap(what, target, f"{type(error).__name__}: {error}")
         if ours <= 0 or theirs <= 0:
-            yield Gap(what, target, "too small: the step shows no memory of its own")
-        else:
-            yield Row(what, target, ours / theirs, detail={"peak_bytes": ours, "dense_peak_bytes": theirs})
+            return Gap(what, target, "too small: the step shows no memory of its own")
+        return Row(what, target, ours / theirs, detail={"peak_bytes": ours, "dense_peak_bytes": theirs})
+
+    return _in_each_way(name, target, specs, where, peaks)
 
 
 def _peak_bytes(attention: Attention, size: Size, where: Where) -> int:
@@ -299,10 +311,8 @@ def gpu_million_tokens(where: Where, spec: LongNet, short: Size, long: Size) -> 
     """
     target = at_most(1.15, "×")
     name = f"{{spec}}, {short} → {long}, forward + backward, {{way}}: time a token"
-    for what, _, way, gap in _each_way(name, target, (spec,), where):
-        if gap:
-            yield gap
-            continue
+
+    def growth(what: str, spec: LongNet, way: Way) -> Row | Gap:
         attention = way.attention(spec.pattern())
         # The definition's own float64 tensors would not fit beside the step at a million tokens.
         contestants = [
@@ -311,9 +321,12 @@ def gpu_million_tokens(where: Where, spec: LongNet, short: Size, long: Size) -> 
         ]
         found = compare(contestants, where, part="forward + backward", repeats=long.repeats)
         if reason := found.missing(str(short), str(long)):
-            yield Gap(what, target, reason)
-            continue
+            return Gap(what, target, reason)
         micros = {str(size): 1e6 * found.median_s(str(size)) / size.num_tokens for size in (short, long)}
         detail = {"us_a_token": micros, "checked_at": str(short)}
-        yield found.row(what, target, micros[str(long)] / micros[str(short)], detail)
-        return
+        return found.row(what, target, micros[str(long)] / micros[str(short)], detail)
+
+    for row in _in_each_way(name, target, (spec,), where, growth):
+        yield row
+        if isinstance(row, Row):
+            return

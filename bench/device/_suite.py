@@ -4,24 +4,22 @@ An error on the device poisons the process that met it, so nothing is measured i
 of compiled kernels on disk are shared: many small processes cost little more than one.
 """
 
-import sys
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from time import perf_counter
 from typing import Any
 
 import torch.nn.attention
 
-from .._machine import commit, machine, versions
+from .._jobs import say
+from .._machine import conditions
 from .._measures import Gap, Target
 from .._processes import DiedApart, TookTooLong, run_apart
 from . import _parts, _ranks, _rows  # noqa: F401  (importing the rows registers them)
 from ._correctness import QUESTION, Trial, Verdict, failure, judge, run_device_tests, summary, trials
-from ._device import Where, ways
-from ._row import REGISTERED, DeviceRow
+from ._device import REGISTERED, DeviceRow, Where, ways
 
 Document = dict[str, Any]
 
@@ -67,7 +65,7 @@ class Suite:
     def run(self, total_s: float, keep: Callable[[Document], None]) -> None:
         """Measure every row and hand its document to `keep` as soon as there is one."""
         clock = Clock(total_s)
-        conditions = self._conditions()
+        shared = self._conditions()
         spoiled: dict[str, list[str]] = {}
         if CORRECTNESS in self.names:
             verdicts, tests, seconds = self._beforehand(clock)
@@ -75,19 +73,11 @@ class Suite:
                 for figure in verdict.spoils:
                     spoiled.setdefault(figure, []).append(verdict.row.measure)
             rows = [row.to_data() for row in (*summary(list(verdicts.values())), tests)]
-            keep(
-                {
-                    "name": CORRECTNESS,
-                    "question": QUESTION,
-                    "config": {},
-                    "rows": rows,
-                    "seconds": seconds,
-                    **conditions,
-                }
-            )
+            named = {"name": CORRECTNESS, "question": QUESTION, "config": {}}
+            keep({**named, "rows": rows, "seconds": seconds, **shared})
         for name in self.names:
             if name in SUITE:
-                keep({**self._measure(name, clock, spoiled), **conditions})
+                keep({**self._measure(name, clock, spoiled), **shared})
 
     def _beforehand(self, clock: Clock) -> tuple[dict[Trial, Verdict], Any, float]:
         """The odd cases, and on CUDA a rehearsal of the rows that fills the caches of compiled kernels."""
@@ -148,31 +138,20 @@ class Suite:
             return Failure(f"{error}; its last words are above")
 
     def _conditions(self) -> Document:
-        here = self._apart(_here, self.where, limit_s=self._seconds(_CASE_LIMIT_S))
+        here = self._apart(conditions, self.where.device, limit_s=self._seconds(_CASE_LIMIT_S))
         if isinstance(here, Failure):
             raise SystemExit(f"nothing runs on {self.where.device}: {here.reason}")
-        return {
-            "small": self.small,
-            "points": [],
-            **here,
-            "commit": self.commit or commit(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
+        return {"small": self.small, "points": [], **here, "commit": self.commit or here["commit"]}
 
 
 def answer(name: str, small: bool, where: Where) -> Document:
     """Configuration and rows of one measure, as plain data, and the ways that there are."""
-    return SUITE[name].answer(where, small=small) | {"ways": [way.name for way in ways(where)]}
+    return SUITE[name].answer_on(where, small=small) | {"ways": [way.name for way in ways(where)]}
 
 
 def rehearse(name: str, options: dict[str, Any], where: Where) -> None:
     """A part of a measure, once."""
     list(SUITE[name].run(where, **options))
-
-
-def say(text: str) -> None:
-    """Progress, on stderr: stdout holds the table alone."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def _guarded(flash_impl: str | None, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -184,10 +163,6 @@ def _guarded(flash_impl: str | None, function: Callable[..., Any], args: tuple[A
     except Exception as error:
         traceback.print_exc()
         return Failure(f"{type(error).__name__}: {error}")
-
-
-def _here(where: Where) -> Document:
-    return {"machine": machine(where.device), "versions": versions(where.device)}
 
 
 def marked(row: Document, needs: Iterable[str], spoiled: dict[str, list[str]], names: list[str]) -> Document:

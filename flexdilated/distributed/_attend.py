@@ -128,7 +128,9 @@ def attend(
     require_bool("return_lse", return_lse)
     q, k, v = autocast(q, k, v)
     ranks = Ranks.of(mesh)
-    shards = _equal_shards(q, ranks) if sharding is None else sharding
+    shards = sharding
+    if shards is None:  # of what is no such tensor any will do: `check_shards` raises
+        shards = equal_shards(q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else 1, ranks)
     check_shards(q, k, v, ranks=ranks, sharding=shards, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
     where = {"head_offset": head_offset, "num_heads_global": num_heads_global}
@@ -148,7 +150,7 @@ def attend(
         group=ranks.name,
         codec=codec,
         error_bound=0.0 if error_bound is None else error_bound,
-        pool=name_of(pool),  # a value that is none is answered before anything is sent
+        pool=name_of(pool),  # raises for anything else, before anything is sent
     )
     facts = _facts(q, k, v, sinks, schedule, call)
     if torch.compiler.is_compiling():
@@ -165,11 +167,6 @@ def attend(
         return out
     assert lse is not None
     return out, lse
-
-
-def _equal_shards(q: Tensor, ranks: Ranks) -> Sharding:
-    # What is no such tensor is for `check_shards` to answer.
-    return equal_shards(q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else 1, ranks)
 
 
 def _engine(
@@ -245,45 +242,33 @@ def _named(
     if schedule != "auto":
         return "ring" if schedule == "ring" else "exchange"
     coded = codec_named(None if codec == "auto" else codec)  # what "auto" will find is not known yet
-    sizes = (index(q.shape[0]), index(q.shape[1]), index(k.shape[1]), index(q.shape[3]))
-    row_bytes = coded.row_bytes(sizes[-1], q.dtype)
-    where = (sharding.numbers(), sizes, q.dtype, row_bytes, head_offset, num_heads_global)
+    head_dim = index(q.shape[3])
+    sizes = (
+        ("num_heads", index(q.shape[1])),
+        ("num_kv_heads", index(k.shape[1])),
+        ("head_dim", head_dim),
+        ("dtype", q.dtype),
+        ("head_offset", head_offset),
+        ("num_heads_global", num_heads_global),
+        ("batch", index(q.shape[0])),
+        ("wire_row_bytes", coded.row_bytes(head_dim, q.dtype)),
+    )
     if not bindings:
-        return _counted(pattern.text, *where)
+        return _counted(pattern.text, sharding.numbers(), sizes)
     if torch.compiler.is_compiling():
         raise ValueError(
             "schedule='auto' counts with the values of run-time tensors, which a graph being compiled does not have: "
             "name 'exchange' or 'ring'"
         )
-    return _best(whole_rule(pattern.text, bindings, sharding.num_tokens), *where)
+    return _best(whole_rule(pattern.text, bindings, sharding.num_tokens), sharding, sizes)
 
 
-def _counted(pattern: str, *where: Any) -> Schedule:
-    return _best(read_text(pattern), *where)
+def _counted(pattern: str, sharding: tuple[int, ...], sizes: tuple[tuple[str, Any], ...]) -> Schedule:
+    return _best(read_text(pattern), Sharding.of(sharding), sizes)
 
 
-def _best(
-    rule: Expression,
-    sharding: tuple[int, ...],
-    sizes: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    row_bytes: int,
-    head_offset: int,
-    num_heads_global: int,
-) -> Schedule:
-    batch, num_heads, num_kv_heads, head_dim = sizes
-    return choose_schedule(
-        rule,
-        Sharding.of(sharding),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        head_offset=head_offset,
-        num_heads_global=num_heads_global,
-        batch=batch,
-        wire_row_bytes=row_bytes,
-    ).name
+def _best(rule: Expression, sharding: Sharding, sizes: tuple[tuple[str, Any], ...]) -> Schedule:
+    return choose_schedule(rule, sharding, **dict(sizes)).name
 
 
 # What torch.compile takes for constants of the graph: the check is made, and the schedule chosen, while it traces.

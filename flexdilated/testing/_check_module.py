@@ -107,7 +107,7 @@ MODULE_CHECKS: dict[str, Callable[[Subject], str]] = {
 }
 
 
-# Slow ones, which say themselves at which length.
+# Slow checks, each at one or few of the lengths, which its detail names.
 _ON_SOME_LENGTHS = ("compile", "recompilation", "ranks", "state dict")
 _PAIRED = 12
 _MOST_LINES = 8
@@ -207,7 +207,7 @@ def _result(name: str, subject: Subject, *, shrink: bool) -> CheckResult:
         return CheckResult(name, "does not apply", str(reason))
     except Failure as failure:
         detail = (_smaller(name, subject) if shrink else None) or str(failure)
-        return CheckResult(name, "failed", _told_apart(detail, subject) if name == "agreement" else detail)
+        return CheckResult(name, "failed", _with_mistake(detail, subject) if name == "agreement" else detail)
 
 
 def _run(name: str, subject: Subject) -> str:
@@ -216,24 +216,24 @@ def _run(name: str, subject: Subject) -> str:
     except (DoesNotApply, Failure):
         raise
     except Exception as error:  # whatever the module raises is what it does wrong
-        raise Failure(f"{_at(name, subject.lengths)}raises {type(error).__name__}: {_said(error)}") from error
+        raise Failure(f"{_at(name, subject.lengths)}raises {type(error).__name__}: {_first_lines(error)}") from error
 
 
 def _at(name: str, lengths: tuple[int, ...]) -> str:
-    """Which lengths it was at, where that is no other check's choice."""
+    """The lengths, for the checks that take all of them."""
     if len(lengths) == 1 and name not in _ON_SOME_LENGTHS:
         return f"{tokens(lengths[0])}: "
     return f"{lengths[0]} and {tokens(lengths[1])}: " if name == "lengths" and len(lengths) == 2 else ""
 
 
-def _said(error: Exception) -> str:
+def _first_lines(error: Exception) -> str:
     """Its first lines: some errors bring pages."""
     lines = str(error).splitlines()
     more = [f"... and {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else []
     return "\n".join([*lines[:_MOST_LINES], *more])
 
 
-def _told_apart(detail: str, subject: Subject) -> str:
+def _with_mistake(detail: str, subject: Subject) -> str:
     """With the mistake named at the longest length, where there are keys enough to tell it from others."""
     length = subject.lengths[-1]
     q, k, v = subject.inputs(length)

@@ -120,23 +120,6 @@ def values(
     return q, k, v
 
 
-def _fused(x: Tensor) -> Tensor:
-    """One of three in the output of a joint projection, (B, N, 3, X, D)."""
-    return torch.stack([x.transpose(1, 2)] * 3, 2)[:, :, 1].transpose(1, 2)
-
-
-def _stacked(x: Tensor) -> Tensor:
-    return torch.stack([x + 1, x, x - 1], -1)[..., 1]
-
-
-def _every_second(x: Tensor) -> Tensor:
-    return torch.stack([x - 1, x], -1).flatten(-2)[..., 1::2]
-
-
-def _expanded(x: Tensor) -> Tensor:
-    return x[..., :1].expand_as(x)
-
-
 def _misaligned(x: Tensor) -> Tensor:
     """Rows with a gap behind each, which begin five numbers into a buffer."""
     *sizes, D = x.shape
@@ -148,11 +131,11 @@ def _misaligned(x: Tensor) -> Tensor:
 _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads first": lambda x: x.clone(memory_format=torch.contiguous_format),
     "tokens first": lambda x: x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2),
-    "fused": _fused,
+    "fused": lambda x: torch.stack([x.transpose(1, 2)] * 3, 2)[:, :, 1].transpose(1, 2),
     "channels first": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
-    "stacked": _stacked,
-    "every second": _every_second,
-    "expanded": _expanded,
+    "stacked": lambda x: torch.stack([x + 1, x, x - 1], -1)[..., 1],
+    "every second": lambda x: torch.stack([x - 1, x], -1).flatten(-2)[..., 1::2],
+    "expanded": lambda x: x[..., :1].expand_as(x),
     "misaligned": _misaligned,
 }
 

@@ -179,9 +179,9 @@ def _rank(rank: int, meeting: str, sender: Connection, jobs: Sequence[RankJob], 
         sender.send((None, None))
         for job in jobs:
             sender.send((None, job(mesh)))
-    except Exception as error:  # whatever it is, the process that waits is to tell it
+    except Exception as error:  # the process that waits reports it
         sender.send((f"{type(error).__name__}: {error}", None))
-    # Nothing is taken apart: the other process may be in the middle of something, and both are ended.
+    # The group is not destroyed: the other process may still use it, and both are ended afterwards.
     sender.close()
 
 

@@ -88,7 +88,7 @@ def _suspects(problem: Problem) -> Iterator[_Suspect]:
     branches = problem.bound.pattern.branches()
     if len(branches) > 1:
         yield _Suspect("a pair of several branches counts once", outcome(times.clamp(max=1)))
-        parts = [outcome(_times_of(problem, branch)) for branch in branches]
+        parts = [outcome(multiplicity(replace(problem.bound, pattern=branch), problem.q.device)) for branch in branches]
         yield _Suspect("each branch has a softmax of its own, and the results are summed", sum(parts, torch.zeros(())))
         mean = sum(parts, torch.zeros(())) / len(parts)
         yield _Suspect("each branch has a softmax of its own, and the results are averaged", mean)
@@ -214,7 +214,3 @@ def _over_heads(times: Tensor, scores: Tensor) -> Tensor:
     """Weights that sum to 1 over the heads, not over the keys."""
     logits = scores.masked_fill(times == 0, -torch.inf)
     return (logits - logits.logsumexp(1, keepdim=True).nan_to_num(neginf=0.0)).exp()
-
-
-def _times_of(problem: Problem, branch: Pattern) -> Tensor:
-    return multiplicity(replace(problem.bound, pattern=branch), problem.q.device)

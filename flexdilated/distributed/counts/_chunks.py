@@ -94,7 +94,7 @@ def sort_pairs(
 ) -> tuple[Bool[Tensor, "n n"], Int64[Tensor, "m 2"]]:
     """(where the queries of a chunk need all keys of another, pairs that bounds leave in doubt); others need none.
 
-    By a rule for one head, which this head follows; bounds are asked for many chunks at once where they decide.
+    By a rule for one head, which this head follows; bounds are computed for many chunks at once where they decide.
     """
     every = torch.zeros(len(chunks), len(chunks), dtype=torch.bool)
     doubtful = [torch.empty(0, 2, dtype=torch.int64)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Int64
@@ -21,21 +22,13 @@ from ._dilated import as_branches, dilated_tokens
 # W ranks, n chunks
 
 
-def token_counts(
-    pattern: Expression,
-    sharding: Sharding,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_offset: int = 0,
-    num_heads_global: int | None = None,
-) -> Int64[Tensor, "W W"]:
+def token_counts(pattern: Expression, sharding: Sharding, **heads: Any) -> Int64[Tensor, "W W"]:
     """Entry (i, j): how many tokens rank i receives from rank j in an exchange, summed over KV heads.
 
-    The sums of the plans that `ExchangePlan.of` makes for these arguments; it raises the same errors.
+    The sums of the plans that `ExchangePlan.of` makes for these arguments, which are those of `tokens_by_chunk`; it
+    raises the same errors.
     """
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_offset": head_offset}
-    tokens, chunks = tokens_by_chunk(pattern, sharding, **sizes, num_heads_global=num_heads_global)
+    tokens, chunks = tokens_by_chunk(pattern, sharding, **heads)
     return chunks.by_source(tokens)
 
 
@@ -62,7 +55,7 @@ def tokens_by_chunk(
 
 
 def _of_group(group: tuple[HeadRule, ...], needs: KVNeeds, chunks: Chunks) -> Int64[Tensor, "W n"]:
-    """For one KV head. Bounds on chunks decide most pairs; what they leave in doubt is asked by rank and chunk."""
+    """For one KV head. Bounds on chunks decide most pairs; those in doubt are counted by rank and chunk."""
     tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
     doubts: dict[tuple[int, int], list[tuple[HeadRule, range]]] = defaultdict(list)
     every = torch.zeros_like(tokens, dtype=torch.bool)
@@ -72,9 +65,9 @@ def _of_group(group: tuple[HeadRule, ...], needs: KVNeeds, chunks: Chunks) -> In
         for target, source in doubtful.tolist():
             doubts[int(chunks.rank[target]), source].append(((rule, head), chunks.runs[target]))
     torch.where(every, chunks.length, tokens, out=tokens)
-    for (rank, source), asked in doubts.items():
+    for (rank, source), queries in doubts.items():
         if rank != int(chunks.rank[source]) and not every[rank, source]:
-            tokens[rank, source] = sum(map(len, needs.of_any(asked, (chunks.runs[source],))))
+            tokens[rank, source] = sum(map(len, needs.of_any(queries, (chunks.runs[source],))))
     return tokens
 
 
@@ -129,15 +122,15 @@ class KVNeeds:
             return ((),) * len(self.groups)
         return tuple(self.of_any([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups)
 
-    def of_any(self, asked: Sequence[tuple[HeadRule, range]], keys: Ranges) -> Ranges:
+    def of_any(self, runs: Sequence[tuple[HeadRule, range]], keys: Ranges) -> Ranges:
         """The positions among some keys that some of these queries need, each run of them by a rule of its own."""
         # Where all rules repeat after a shift, so do the needs.
-        period = common_period(tuple(rule for (rule, _), _ in asked))
-        least = min(keys[0].start, *(queries.start for _, queries in asked))
+        period = common_period(tuple(rule for (rule, _), _ in runs))
+        least = min(keys[0].start, *(queries.start for _, queries in runs))
         shift = 0 if period is None else least // period * period
         questions = tuple(
             KeyQuery((rule,), moved(queries, -shift), moved(run, -shift), head, self.num_heads_global)
-            for (rule, head), queries in asked
+            for (rule, head), queries in runs
             for run in keys
         )
         if questions not in self._known:

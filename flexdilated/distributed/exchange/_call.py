@@ -11,9 +11,9 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from ...engines import CallKey, PlacedCall, WholeRows, flex
-from ..group import PlainCall, Ranks, Role, Sharding, communicating, group_of, record, whole_rule
-from ..wire import BufferPool, Codec, codec_for, gradient_codec, lease_from, pool_named
+from ...engines import CallKey, WholeRows, flex
+from ..group import PlainCall, Ranks, Role, Sharding, communicating, empty_rows, group_of, record, whole_rule
+from ..wire import Codec, codec_for, gradient_codec, lease_from, pool_named
 from ._plan import ExchangePlan
 
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, M own and received tokens, D head dim
@@ -32,24 +32,43 @@ class ExchangeCall(PlainCall):
         rule = whole_rule(self.pattern, bindings, split.num_tokens)
         return ExchangePlan.of(rule, split, rank, num_heads=num_heads, num_kv_heads=num_kv_heads, **heads)
 
-    def placed(self, plan: ExchangePlan) -> PlacedCall:
-        """Attention of this rank's queries to its own and the received keys."""
-        where = (self.head_offset, self.num_heads_global)
-        return PlacedCall(self.pattern, plan.placement, self.scale, *where, self.engine, self.block_size)
-
-    def bring(self, k: Tensor, v: Tensor, plan: ExchangePlan) -> tuple[Tensor, Tensor]:
-        """(k, v) with those that this rank's queries need of other ranks."""
-        ranks = Ranks.named(self.group, k.device.type)
+    def bring(
+        self, k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], plan: ExchangePlan
+    ) -> tuple[Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:
+        """This rank's keys and values, and after them those of other ranks that its queries need."""
+        ranks, own, (sent, received) = Ranks.named(self.group, k.device.type), k.shape[2], plan.rows(k.device)
         codec = codec_for(self.codec, self.error_bound, k, v, ranks)
-        return bring_keys(k, v, plan, ranks, codec, pool_named(self.pool, k.device))
+        found = tuple(x.new_empty(*x.shape[:2], plan.num_keys, x.shape[3]) for x in (k, v))
+        for whole, x in zip(found, (k, v), strict=True):
+            whole[:, :, :own] = x
+        rows = [x[:, sent.heads, sent.index] for x in (k, v)]
+        with _swapped(rows, plan.num_sent, plan.num_received, ranks, codec, self.pool, role="keys") as arrived:
+            for whole, x in zip(found, arrived, strict=True):
+                whole[:, received.heads, received.index] = x
+        return found[0], found[1]
 
     def give_back(
-        self, own_k: Tensor, own_v: Tensor, dk: Tensor, dv: Tensor, plan: ExchangePlan
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients of this rank's own k and v, in float32 or wider, from those of own and received keys."""
-        ranks = Ranks.named(self.group, dk.device.type)
+        self,
+        own_k: Float[Tensor, "B G L D"],
+        own_v: Float[Tensor, "B G L D"],
+        dk: Float[Tensor, "B G M D"],
+        dv: Float[Tensor, "B G M D"],
+        plan: ExchangePlan,
+    ) -> tuple[Float[Tensor, "B G L D"], Float[Tensor, "B G L D"]]:
+        """The gradients of this rank's own k and v, from those of own and received keys and what other ranks send.
+
+        They are added up in float32 or wider, and in the order of the ranks.
+        """
+        ranks, own, (sent, received) = Ranks.named(self.group, dk.device.type), own_k.shape[2], plan.rows(dk.device)
         codec = gradient_codec(codec_for(self.codec, self.error_bound, own_k, own_v, ranks), dk.dtype)
-        return return_gradients(dk, dv, own_k.shape[2], plan, ranks, codec, pool_named(self.pool, dk.device))
+        totals = tuple(x[:, :, :own].to(_wide(x), copy=True) for x in (dk, dv))
+        rows = [x[:, received.heads, received.index] for x in (dk, dv)]
+        heads, tokens = (index.split(plan.num_sent) for index in (sent.heads, sent.index))
+        with _swapped(rows, plan.num_received, plan.num_sent, ranks, codec, self.pool, role="gradients") as arrived:
+            for total, x in zip(totals, arrived, strict=True):
+                for head, token, part in zip(heads, tokens, x.split(plan.num_sent, dim=1), strict=True):
+                    total[:, head, token] += part  # a rank sends one row a token and head
+        return totals[0], totals[1]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor]
@@ -58,8 +77,8 @@ class ExchangeCall(PlainCall):
         plan = self.plan(q.shape[1], k.shape[1], bindings)
         found = self.bring(k, v, plan)
         if not q.shape[2]:
-            return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_wide(q)), *found
-        out, lse = self.placed(plan).forward(q, *found, sinks, bindings)
+            return *empty_rows(q), *found
+        out, lse = self.placed(plan.placement).forward(q, *found, sinks, bindings)
         assert lse is not None
         return out, lse, *found
 
@@ -69,7 +88,7 @@ class ExchangeCall(PlainCall):
         """(dq, dk, dv) of this rank's own tensors; k and v are own and received ones."""
         plan = self.plan(q.shape[1], k.shape[1], bindings)
         if q.shape[2]:
-            dq, dk, dv = self.placed(plan).backward(q, k, v, bindings, whole)
+            dq, dk, dv = self.placed(plan.placement).backward(q, k, v, bindings, whole)
         else:
             dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         own_k, own_v = (x[:, :, : q.shape[2]] for x in (k, v))
@@ -89,8 +108,8 @@ class ExchangeCall(PlainCall):
         return flex(q, k_all, v_all, bindings, key, **options)
 
 
-def _wide(q: Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _key(
@@ -98,7 +117,7 @@ def _key(
 ) -> tuple[Any, ...]:
     call = ExchangeCall(*values)
     plan = call.plan(num_heads, num_kv_heads, bindings)
-    return tuple(call.placed(plan).key(num_heads, num_kv_heads, num_queries, plan.num_keys))
+    return tuple(call.placed(plan.placement).key(num_heads, num_kv_heads, num_queries, plan.num_keys))
 
 
 # Where keys lie is a constant of a compiled graph. Such a function takes a call only as a plain tuple, and what it
@@ -106,74 +125,31 @@ def _key(
 _key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def bring_keys(
-    k: Float[Tensor, "B G L D"],
-    v: Float[Tensor, "B G L D"],
-    plan: ExchangePlan,
-    ranks: Ranks,
-    codec: Codec,
-    pool: BufferPool | None,
-) -> tuple[Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:
-    """This rank's keys and values, and after them those of other ranks that its queries need."""
-    own, (sent, received) = k.shape[2], plan.rows(k.device)
-    found = tuple(x.new_empty(*x.shape[:2], plan.num_keys, x.shape[3]) for x in (k, v))
-    for whole, x in zip(found, (k, v), strict=True):
-        whole[:, :, :own] = x
-    rows = [x[:, sent.heads, sent.index] for x in (k, v)]
-    sizes = plan.num_sent, plan.num_received
-    with _swapped(rows, sizes, ranks, codec, pool, role="keys", what="the exchange of keys") as arrived:
-        for whole, x in zip(found, arrived, strict=True):
-            whole[:, received.heads, received.index] = x
-    return found[0], found[1]
-
-
-def return_gradients(
-    dk: Float[Tensor, "B G M D"],
-    dv: Float[Tensor, "B G M D"],
-    own: int,
-    plan: ExchangePlan,
-    ranks: Ranks,
-    codec: Codec,
-    pool: BufferPool | None,
-) -> tuple[Float[Tensor, "B G L D"], Float[Tensor, "B G L D"]]:
-    """The gradients of this rank's `own` keys and values, with what other ranks have found for them.
-
-    They are added up in float32 or wider, and in the order of the ranks.
-    """
-    wide, (sent, received) = torch.promote_types(dk.dtype, torch.float32), plan.rows(dk.device)
-    totals = tuple(x[:, :, :own].to(wide, copy=True) for x in (dk, dv))
-    rows = [x[:, received.heads, received.index] for x in (dk, dv)]
-    sizes = plan.num_received, plan.num_sent
-    heads, tokens = (index.split(plan.num_sent) for index in (sent.heads, sent.index))
-    with _swapped(rows, sizes, ranks, codec, pool, role="gradients", what="the exchange of gradients") as arrived:
-        for total, x in zip(totals, arrived, strict=True):
-            for head, token, part in zip(heads, tokens, x.split(plan.num_sent, dim=1), strict=True):
-                total[:, head, token] += part  # a rank sends one row a token and head
-    return totals[0], totals[1]
-
-
 @contextmanager
 def _swapped(
     rows: Sequence[Float[Tensor, "B S D"]],
-    sizes: tuple[Sequence[int], Sequence[int]],
+    num_sent: Sequence[int],
+    num_received: Sequence[int],
     ranks: Ranks,
     codec: Codec,
-    pool: BufferPool | None,
+    pool: str,
     *,
     role: Role,
-    what: str,
 ) -> Iterator[list[Float[Tensor, "B R D"]]]:
-    """The rows that come for those of keys and of values that go, in one all-to-all; `sizes` are rows by rank."""
+    """The rows that come for those of keys and of values that go, in one all-to-all; the numbers are by rank."""
     batch, _, head_dim = rows[0].shape
     dtype, device = rows[0].dtype, rows[0].device
     each = (len(rows), batch, codec.row_bytes(head_dim, dtype))
-    leases = [lease_from(pool, (sum(size), *each), torch.uint8, device, role=role) for size in sizes]
+    leases = [
+        lease_from(pool_named(pool, device), (sum(numbers), *each), torch.uint8, device, role=role)
+        for numbers in (num_sent, num_received)
+    ]
     try:
         sent, received = (lease.tensor for lease in leases)
         for place, x in enumerate(rows):
             codec.encode(x.transpose(0, 1), out=sent[:, place])
-        with communicating(what, ranks):
-            dist.all_to_all_single(received, sent, list(sizes[1]), list(sizes[0]), group=group_of(ranks.name))
+        with communicating(f"the exchange of {role}", ranks):
+            dist.all_to_all_single(received, sent, list(num_received), list(num_sent), group=group_of(ranks.name))
         record(role, sent=sent.nbytes, received=received.nbytes)
         yield [codec.decode(received[:, place], head_dim, dtype).transpose(0, 1) for place in range(len(rows))]
     finally:

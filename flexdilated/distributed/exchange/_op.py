@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ...engines import WholeRows, copies, flat_op, no_gradients, refuse, set_gradient
 from ...masks.core import own_modes
-from ...masks.text import read_text
 from ..group import PlainCall
 from ._call import ExchangeCall
 
@@ -31,9 +30,7 @@ def exchange_op(
 @exchange_op.register_fake
 def _(q, k, v, sinks, bindings, *options):
     call = ExchangeCall.of(*options)
-    read_text(call.pattern).check_heads(call.num_heads_global)  # `attend` leaves it to this rule where it is traced
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return torch.empty_like(q), lse, *_empty_keys(q, k, bindings, call)
+    return *call.rows_of(q), *_empty_keys(q, k, bindings, call)
 
 
 @flat_op("flexdilated::exchange_backward")

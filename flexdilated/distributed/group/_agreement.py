@@ -50,8 +50,8 @@ def check_agreement(
 ) -> None:
     """Compare the facts of all ranks, the first time that these facts come; afterwards it costs a look-up.
 
-    facts: names and hashable values; what counts is how a value is written (`repr`). once: more facts, which are dear
-    to know, or may change later, and are compared that first time only. Every rank must come here in the same order.
+    facts: names and hashable values; what counts is how a value is written (`repr`). once: more facts, which are slow
+    to find, or may change later, and are compared that first time only. Every rank must come here in the same order.
     Raises ValueError, on all ranks, which says which facts differ and who has what; DistError if not all ranks have
     come within the group's timeout.
     """
@@ -76,8 +76,8 @@ def check_agreement(
 
 
 def values_of(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, object]:
-    """The values of a pattern's run-time tensors, told by a digest; the tensors come in the order of their names."""
-    return {f"run-time tensor {name!r}": _told(x) for name, x in zip(names(pattern), tensors, strict=True)}
+    """Digests of the values of a pattern's run-time tensors, which come in the order of their names."""
+    return {f"run-time tensor {name!r}": _digest(x) for name, x in zip(names(pattern), tensors, strict=True)}
 
 
 def begun_elsewhere(ranks: Ranks) -> str:
@@ -113,7 +113,7 @@ def _backends(group: str) -> str:
 _backends._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _told(x: Tensor) -> str:
+def _digest(x: Tensor) -> str:
     values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{tuple(x.shape)} of {x.dtype} with digest {blake2b(values, digest_size=8).hexdigest()}"
 
@@ -131,9 +131,9 @@ def _verdict(ranks: Ranks, place: str, digest: str, written: str) -> str:
     store.set(f"{place}/{ranks.rank}", written)
     store.add(f"{place}/{digest}", 1)
     if store.add(f"{place}/come", 1) == ranks.size:
-        verdict = (
-            _AGREED if store.add(f"{place}/{digest}", 0) == ranks.size else disagreement(_facts_of_all(ranks, place))
-        )
+        verdict = _AGREED
+        if store.add(f"{place}/{digest}", 0) != ranks.size:
+            verdict = disagreement([json.loads(store.get(f"{place}/{rank}")) for rank in range(ranks.size)])
         store.set(f"{place}/verdict", verdict)
     else:
         _wait_for_verdict(ranks, place, written)
@@ -143,11 +143,6 @@ def _verdict(ranks: Ranks, place: str, digest: str, written: str) -> str:
             store.delete_key(f"{place}/{key}")
     record("set-up", sent=len(written), received=len(verdict))
     return verdict
-
-
-def _facts_of_all(ranks: Ranks, place: str) -> list[dict[str, str]]:
-    store = group_of(ranks.name).get_group_store()
-    return [json.loads(store.get(f"{place}/{rank}")) for rank in range(ranks.size)]
 
 
 def _wait_for_verdict(ranks: Ranks, place: str, written: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
-from ...engines import CallKey
+from ...engines import CallKey, PlacedCall
 from ...masks.core import Expression
+from ...masks.orders import Placement
 from ...masks.text import read_text
 
 
@@ -42,11 +44,26 @@ class PlainCall(NamedTuple):
             sharding=tuple(map(int, call.sharding)),
         )
 
+    def rows_of(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse) for an op's shape rule, which checks the heads too: `attend` leaves that to it while it traces."""
+        read_text(self.pattern).check_heads(self.num_heads_global)
+        return empty_rows(q)
+
+    def placed(self, placement: Placement) -> PlacedCall:
+        """Attention of this rank's queries to the keys that lie as the placement says."""
+        where = (self.head_offset, self.num_heads_global)
+        return PlacedCall(self.pattern, placement, self.scale, *where, self.engine, self.block_size)
+
+
+def empty_rows(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for out (B, H, L, D) and lse (B, H, L), in float32 or wider."""
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
 
 def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Expression:
     """The pattern, in JSON, with the values of its run-time tensors in place; these come in the order of their names.
 
-    They are read at each call: nothing tells that a tensor has not changed but its values.
+    They are read at each call: only its values show whether a tensor has changed.
     """
     if not bindings:
         return read_text(pattern)

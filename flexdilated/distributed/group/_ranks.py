@@ -34,7 +34,8 @@ class Ranks:
             )
         if mesh.get_coordinate() is None:
             raise ValueError("this process is not among the ranks of the mesh")
-        return _ranks_of(mesh)
+        group = mesh.get_group()
+        return Ranks(group.group_name, group.size(), group.rank(), mesh.device_type)
 
     @classmethod
     def named(cls, name: str, device_type: str) -> Ranks:
@@ -46,11 +47,6 @@ class Ranks:
     def others(self) -> tuple[int, ...]:
         """All ranks but this one."""
         return tuple(rank for rank in range(self.size) if rank != self.rank)
-
-
-def _ranks_of(mesh: DeviceMesh) -> Ranks:
-    group = mesh.get_group()
-    return Ranks(group.group_name, group.size(), group.rank(), mesh.device_type)
 
 
 def group_of(name: str) -> ProcessGroup:

@@ -144,7 +144,7 @@ def _cut(rows: Tensor, runs: Ranges) -> tuple[Tensor, ...]:
 
 
 def _swap(ranks: Ranks, *, send: list[Message], receive: list[Message]) -> None:
-    """All messages at once; of nothing there is none, on either side."""
+    """All messages at once; empty ones are left out, on both sides."""
     posted = post(
         "shards",
         ranks,
@@ -180,7 +180,7 @@ def check_sharding(sharding: object, ranks: Ranks) -> Sharding:
 
 
 def equal_shards(length: int, ranks: Ranks) -> Sharding:
-    """What no sharding stands for where a rank has this many tokens: all have as many, rank by rank."""
+    """The sharding that None stands for, where this rank has so many tokens: all ranks have as many, in order."""
     length = index(length)  # a constant of a compiled graph
     if not length:
         raise ValueError("without a sharding all ranks hold as many tokens; a rank without any needs a `Sharding`")

@@ -104,11 +104,14 @@ def attend_heads(
     taken = encoded([split.queries, split.keys, split.keys])
     q, k, v = tokens_to_heads([q, k, v], taken, numbers, ranks.name, pattern.text, chosen == "tiles")
     k, v = (_as_read(x, split.read_by(ranks.rank)) for x in (k, v))
-    options |= {"scale": scale, "block_size": block_size, "head_offset": first[0], "num_heads_global": heads}
     lse: Tensor | None = None
-    if chosen == "tiles":
-        out, lse = _tiles(q, k, v, tensors, pattern, **options)
+    if chosen == "tiles":  # as `attend` calls it, but keys and values may come in float32, so that their gradients do
+        sides = () if block_size is None else block_sides(block_size)
+        sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        call = CallKey(pattern.text, *sizes, 0, 0, first[0], heads, 1, sides)
+        out, lse = tiles(q, k, v, options["sinks"], tensors, *call, resolve_scale(scale, q.shape[-1]))
     else:
+        options |= {"scale": scale, "block_size": block_size, "head_offset": first[0], "num_heads_global": heads}
         options |= {"engine": chosen, "enable_gqa": True, "bindings": bindings, "return_lse": return_lse}
         found = attend(q, k, v, pattern, **options)
         out, lse = found if return_lse else (found, None)
@@ -118,29 +121,6 @@ def attend_heads(
         return out
     (column,) = heads_to_tokens([lse.unsqueeze(-1)], *back)
     return out, column.squeeze(-1)
-
-
-def _tiles(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bindings: list[Tensor],
-    pattern: Pattern | Mixture,
-    *,
-    score_mod: None,
-    sinks: Tensor | None,
-    scale: float | None,
-    block_size: int | tuple[int, int] | None,
-    head_offset: int,
-    num_heads_global: int,
-) -> tuple[Tensor, Tensor]:
-    """`attend` with engine="tiles", where keys and values may come in float32, so that their gradients do."""
-    sizes, sides = (
-        (q.shape[1], k.shape[1], q.shape[2], k.shape[2]),
-        () if block_size is None else block_sides(block_size),
-    )
-    call = CallKey(pattern.text, *sizes, 0, 0, head_offset, num_heads_global, 1, sides)
-    return tiles(q, k, v, sinks, bindings, *call, resolve_scale(scale, q.shape[-1]))
 
 
 def _as_read(x: Tensor, read: list[int]) -> Tensor:

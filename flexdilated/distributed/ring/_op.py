@@ -13,8 +13,7 @@ from torch import _C, Tensor
 from torch._C import DispatchKey
 
 from ...engines import WholeRows, add_sinks, flat_op, merge_, set_gradient
-from ...masks.text import read_text
-from ..group import PlainCall
+from ..group import PlainCall, empty_rows
 from ._plan import RingCall
 from ._transfers import Gradients, Shard, rotate
 
@@ -43,10 +42,7 @@ def ring_op(
 
 @ring_op.register_fake
 def _(q, k, v, sinks, bindings, *options):
-    call = PlainCall.of(*options)
-    read_text(call.pattern).check_heads(call.num_heads_global)  # `attend` leaves it to this rule where it is traced
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return torch.empty_like(q), lse
+    return PlainCall.of(*options).rows_of(q)
 
 
 @flat_op("flexdilated::ring_backward")
@@ -80,9 +76,9 @@ set_gradient(
 
 def run_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out (B, H, L, D) in q's dtype, lse (B, H, L)); the sums over shards are kept in float32 or wider."""
-    wide = torch.promote_types(q.dtype, torch.float32)
     if not len(call.own):  # nobody sends to a rank without queries, nor waits for one without keys
-        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
+        return empty_rows(q)
+    wide = torch.promote_types(q.dtype, torch.float32)
     queries = q.to(call.dtype)
     sums: list[Tensor] = []
 

@@ -74,7 +74,7 @@ def turns_of(
 
 
 def _steps(num_ranks: int) -> Iterator[int]:
-    """Nearest neighbours first: where only they have anything to say, their turns follow each other and overlap.
+    """Nearest neighbours first: where only they need each other's keys, their turns follow each other and overlap.
 
     All ranks take the steps in one order, without which messages between three of them could wait in a circle.
     """
@@ -143,7 +143,4 @@ class RingCall:
     def with_keys_of(self, part: Part) -> PlacedCall:
         """Attention of this rank's queries to these keys."""
         tokens = self.sharding.num_tokens
-        placement = Placement(self.own.positions, (part.positions,), complete=False, num_tokens=tokens)
-        call = self.plain
-        where = (call.head_offset, call.num_heads_global)
-        return PlacedCall(call.pattern, placement, call.scale, *where, call.engine, call.block_size)
+        return self.plain.placed(Placement(self.own.positions, (part.positions,), complete=False, num_tokens=tokens))

@@ -3,8 +3,7 @@
 A row is one head's key or value for one token. Codecs have no state; a pool leases a buffer to one tensor at a time.
 """
 
-from ._codec import Codec, CodecName, codec_named, gradient_codec
-from ._codec_choice import CodecChoice, check_codec, codec_for
+from ._codec import Codec, CodecChoice, CodecName, check_codec, codec_for, codec_named, gradient_codec
 from ._pool import BufferPool, Lease, lease_from
 from ._pools import PoolChoice, name_of, pool_for, pool_named
 
