@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -18,20 +17,15 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines.flex import _flex
 from flexdilated.engines.tiles import _tiles_op
 from flexdilated.observe._compilations import Compilations
+from tests.compilers import as_it_is, without_inductor
 
 # B batch, H heads, N tokens, D head dim
 
 PATTERN = masks.longnet([16, 48], [1, 3]) & masks.causal()
-WINDOWS = tuple(masks.local_window(left=left, right=1) for left in range(4, 16))
-LIMIT = 8  # torch's recompile_limit
-
-
-def as_it_is(graph: torch.fx.GraphModule, inputs: list[Tensor]):
-    """A backend that compiles nothing: tracing is what is counted here."""
-    return graph
+WINDOWS = tuple(masks.local_window(left=left, right=1) for left in range(4, 9))
+LIMIT = 3  # of compilations of one function, for these tests; torch's own is 8
 
 
 def draw(N: int, *, batch: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -49,19 +43,16 @@ def clean():
         clear_compilation_metrics()
 
     reset()
-    yield
+    with torch._dynamo.config.patch(recompile_limit=LIMIT):
+        yield
     reset()
 
 
 @pytest.fixture
-def without_inductor(monkeypatch):
-    """Functions that flex has compiled are traced, and their graphs run as they are: enough to count them."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=as_it_is))
-    for store in (masks.cache().clear, _flex.compiled_flex.cache_clear):
-        store()
-    yield
-    for store in (masks.cache().clear, _flex.compiled_flex.cache_clear):
-        store()
+def traced_only():
+    """Of functions that flex has compiled: enough to count them."""
+    with without_inductor():
+        yield
 
 
 @pytest.fixture
@@ -156,7 +147,7 @@ def test_past_the_limit_of_lengths_tiles_run_eagerly(runs_of_tiles) -> None:
         return 2 * fd.attend(q, q, q, PATTERN)
 
     compiled = torch.compile(doubled, backend=as_it_is, dynamic=False)
-    lengths = list(range(20, 32))
+    lengths = list(range(20, 20 + LIMIT + 2))
     found = [compiled(draw(N)) for N in lengths]
     assert runs_of_tiles == lengths
     for N, out in zip(lengths, found, strict=True):
@@ -184,19 +175,20 @@ def test_past_the_limit_of_patterns_tiles_run_eagerly(runs_of_tiles) -> None:
 
 @pytest.mark.slow
 def test_modes_and_dtypes_share_one_function(runs_of_tiles) -> None:
-    """More variants than the limit: gradients or not, autocast or not, four dtypes."""
+    """More variants than torch's limit: gradients or not, autocast or not, four dtypes."""
 
     def attend(q: Tensor) -> Tensor:
         return fd.attend(q, q, q, PATTERN)
 
     compiled = torch.compile(attend, backend=as_it_is)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        for grad in (True, False):
-            for autocast in (True, False):
-                with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    assert_close(compiled(draw(20, dtype=dtype)), attend(draw(20, dtype=dtype)))
+    with torch._dynamo.config.patch(recompile_limit=8):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            for grad in (True, False):
+                for autocast in (True, False):
+                    with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        assert_close(compiled(draw(20, dtype=dtype)), attend(draw(20, dtype=dtype)))
     assert len(runs_of_tiles) == 2 * 16
-    assert fd.compilations().graphs <= LIMIT
+    assert fd.compilations().graphs <= 8
 
 
 @pytest.mark.slow
@@ -210,8 +202,8 @@ def test_past_the_limit_a_function_in_one_graph_raises() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vary", ["lengths", "patterns", "batches", "scales"])
-def test_flex_has_a_function_for_each_use(without_inductor, vary: str) -> None:
-    """Twelve of anything, where torch's limit for one function is eight; a function that gives up would raise."""
+def test_flex_has_a_function_for_each_use(traced_only, vary: str) -> None:
+    """More of anything than the limit for one function; a function that gives up would raise."""
     calls: dict[str, Callable[[int], Tensor]] = {
         "lengths": lambda i: attend(draw(20 + i), WINDOWS[0]),
         "patterns": lambda i: attend(draw(20), WINDOWS[i]),
@@ -223,16 +215,17 @@ def test_flex_has_a_function_for_each_use(without_inductor, vary: str) -> None:
         return fd.attend(q, q, q, pattern, engine=engine, **options)
 
     before = fd.compilations()
-    found = [calls[vary](i) for i in (*range(12), *range(12))]
+    many = len(WINDOWS)
+    found = [calls[vary](i) for i in (*range(many), *range(many))]
     after = fd.compilations()
-    assert after.flex_functions - before.flex_functions == 12
-    assert (after.graphs, after.left_to_eager, after.recompilations) == (12, 0, ())
-    assert_close(found[:12], found[12:])
+    assert after.flex_functions - before.flex_functions == many > LIMIT
+    assert (after.graphs, after.left_to_eager, after.recompilations) == (many, 0, ())
+    assert_close(found[:many], found[many:])
     assert_close(found[0], attend(draw(20), WINDOWS[0], "reference", **({"scale": 0.1} if vary == "scales" else {})))
 
 
 @pytest.mark.slow
-def test_flex_in_a_graph_past_the_limit_is_compiled_by_itself(without_inductor) -> None:
+def test_flex_in_a_graph_past_the_limit_is_compiled_by_itself(traced_only) -> None:
     """A graph belongs to its length; when torch gives the caller up, attend has each length compiled on its own."""
 
     def doubled(q: Tensor, engine: str = "flex") -> Tensor:
@@ -240,15 +233,16 @@ def test_flex_in_a_graph_past_the_limit_is_compiled_by_itself(without_inductor) 
 
     compiled = torch.compile(doubled)
     before = fd.compilations()
-    for N in range(20, 32):
+    many = LIMIT + 2
+    for N in range(20, 20 + many):
         assert_close(compiled(draw(N)), doubled(draw(N), "reference"))
     after = fd.compilations()
     assert after.left_to_eager == 1
-    assert after.flex_functions - before.flex_functions == 12 - LIMIT
-    assert after.graphs == 12
+    assert after.flex_functions - before.flex_functions == many - LIMIT
+    assert after.graphs == many
 
 
-def test_flex_does_not_run_uncompiled(without_inductor) -> None:
+def test_flex_does_not_run_uncompiled(traced_only) -> None:
     """Switched off, torch.compile would run flex_attention as it is written: dense."""
     with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="forms all pairs") as error:
         fd.attend(draw(20), draw(20), draw(20), WINDOWS[0], engine="flex")

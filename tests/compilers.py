@@ -1,0 +1,37 @@
+"""Compilers that generate no code, for what tracing alone decides: graphs, guards, and what a call refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexdilated import masks
+from flexdilated.engines.flex import _flex_function
+
+
+def as_it_is(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+    """A backend that compiles nothing: tracing is what counts."""
+    return graph
+
+
+@contextmanager
+def without_inductor() -> Iterator[None]:
+    """Functions that flex compiles are traced, and their graphs run as they are; no such function is kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend=as_it_is))
+        try:
+            _forget_functions()
+            yield
+        finally:
+            _forget_functions()
+
+
+def _forget_functions() -> None:
+    torch.compiler.reset()
+    masks.cache().clear()
+    _flex_function.compiled_flex.cache_clear()
