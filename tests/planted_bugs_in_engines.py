@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from math import log
 
 import torch
@@ -36,6 +37,7 @@ def attention(pattern: masks.Pattern | masks.Mixture):
     return attend
 
 
+@cache
 def module(pattern: masks.Pattern | masks.Mixture, check: str, *, groups: int | None = None, **sizes: object) -> Look:
     """Looks at the tiles engine by one check."""
     options = {**SIZES, "num_kv_heads": groups, "checks": [check], **sizes}
@@ -91,6 +93,7 @@ WINDOW = masks.local_window(left=3, right=0)
 CAPACITY = 192  # three pages: one is packed away before the end of what is decoded
 
 
+@cache
 def decoded(pattern: masks.Pattern | masks.Mixture, call, **sizes: object) -> Look:
     """Looks at decoding, token by token."""
     calls = Calls(decoded=call)

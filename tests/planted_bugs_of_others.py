@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -102,6 +104,7 @@ def _padded(module: object, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> 
     return attention(q, k, v, hidden)
 
 
+@cache
 def plain(check: str) -> Look:
     """Looks at the attention above by one check."""
     calls = Calls(padded=_padded)

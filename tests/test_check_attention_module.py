@@ -1,5 +1,6 @@
 """check_attention_module: right modules pass, and each wrong one fails the check that is about its mistake."""
 
+import multiprocessing
 import threading
 
 import pytest
@@ -16,7 +17,7 @@ from flexdilated.testing import (
 )
 from flexdilated.testing._module import Subject
 from flexdilated.testing._ranks_check import examine_over_ranks, on_two_processes
-from tests import oracle, wrong_attention
+from tests import oracle, ranks, wrong_attention
 from tests.wrong_attention import WithoutGradients, ends_on_a_rank, over_ranks, raises_on_a_rank, without_ranks
 
 COMPILING = ("compile", "recompilation", "ranks")
@@ -263,7 +264,14 @@ def subject_over_ranks(made) -> Subject:
     return Subject(factory, WINDOW[0], Calls(over_ranks=made), 4, 2, 8, (30,), torch.float32, torch.device("cpu"), 0)
 
 
+@pytest.fixture
+def ready_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked from one that has imported torch, as those of other tests are."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: ranks.context)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("ready_processes")
 def test_over_ranks() -> None:
     """On the same two processes: right, without the other rank's keys, without its gradients; then one raises."""
     made = (over_ranks, without_ranks, WithoutGradients, raises_on_a_rank, over_ranks)
@@ -276,6 +284,7 @@ def test_over_ranks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ready_processes")
 def test_a_rank_that_ends() -> None:
     """The other one waits forever, and is ended at once."""
     report = examine_attention_module(
@@ -285,6 +294,7 @@ def test_a_rank_that_ends() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ready_processes")
 def test_a_rank_that_hangs() -> None:
     """The hang ends its job and those after it; what came before stays."""
     jobs = [wrong_attention.own_rank, wrong_attention.hang_on_a_rank, wrong_attention.own_rank]
