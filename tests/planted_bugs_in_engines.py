@@ -258,7 +258,8 @@ IN_ENGINES = (
     ),
     Bug(
         "plans kept without the query offset", f"{MASKS}.plan_cache._cache:Cache.get", _without(q_offset=0),
-        decoded(MIXTURE, _in_chunks, lengths=[3 * (MOST_ROWS + 1)]), "check_attention_module: decoding", "out is wrong",
+        decoded(MIXTURE, _in_chunks, lengths=(3 * (MOST_ROWS + 1),)), "check_attention_module: decoding",
+        "out is wrong",
     ),
     Bug(
         "plans kept without the number of tokens", f"{MASKS}.plan_cache._cache:Cache.get",
@@ -276,7 +277,7 @@ IN_ENGINES = (
     Bug(
         "keys evicted that the next query still sees", "flexdilated.decoding._held_keys:visible",
         lambda right: lambda sources, firsts, lengths, query, num: right(sources, firsts, lengths, query + 3, num),
-        decoded(WINDOW, _from_a_cache, lengths=[200]), "check_attention_module: decoding", "key evicted",
+        decoded(WINDOW, _from_a_cache, lengths=(200,)), "check_attention_module: decoding", "key evicted",
     ),
     Bug(
         "one live buffer handed out twice", "flexdilated.distributed.wire._pool:BufferPool._buffer", _still_idle,

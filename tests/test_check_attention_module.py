@@ -57,7 +57,7 @@ def test_ours_pass(name) -> None:
         return fd.BlockSparseAttention(pattern, enable_gqa=True)
 
     report = check_attention_module(
-        factory, pattern, num_kv_heads=2, calls=calls, max_tokens=18, examples=6, skip=COMPILING
+        factory, pattern, num_kv_heads=2, calls=calls, max_tokens=11, examples=4, skip=COMPILING
     )
     applied = [result.name for result in report.results if result.verdict == "passed"]
     missing = {"causality", "decoding"} & (set() if decoded else {"decoding"})
@@ -88,7 +88,7 @@ def test_multihead_modules_pass() -> None:
     """Projections set to the identity show the attention inside; torch's own gives NaN where all keys are hidden."""
     pattern = masks.longnet([4, 8], [1, 2]) & masks.causal()
     calls = Calls(layout="BNE", padded=by_mask)
-    options = {"calls": calls, "max_tokens": 12, "examples": 6, "skip": COMPILING}
+    options = {"calls": calls, "max_tokens": 9, "examples": 4, "skip": COMPILING}
     ours = lambda: fd.MultiheadDilatedAttention(32, 4, [4, 8], [1, 2], causal=True, batch_first=True)  # noqa: E731
     check_attention_module(lambda: identity_projections(ours()), pattern, **options)
     dense = lambda: identity_projections(torch.nn.MultiheadAttention(32, 4, batch_first=True))  # noqa: E731
@@ -264,14 +264,13 @@ def subject_over_ranks(made) -> Subject:
     return Subject(factory, WINDOW[0], Calls(over_ranks=made), 4, 2, 8, (30,), torch.float32, torch.device("cpu"), 0)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def ready_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forked from one that has imported torch, as those of other tests are."""
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: ranks.context)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ready_processes")
 def test_over_ranks() -> None:
     """On the same two processes: right, without the other rank's keys, without its gradients; then one raises."""
     made = (over_ranks, without_ranks, WithoutGradients, raises_on_a_rank, over_ranks)
@@ -284,7 +283,6 @@ def test_over_ranks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ready_processes")
 def test_a_rank_that_ends() -> None:
     """The other one waits forever, and is ended at once."""
     report = examine_attention_module(
@@ -294,7 +292,6 @@ def test_a_rank_that_ends() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ready_processes")
 def test_a_rank_that_hangs() -> None:
     """The hang ends its job and those after it; what came before stays."""
     jobs = [wrong_attention.own_rank, wrong_attention.hang_on_a_rank, wrong_attention.own_rank]

@@ -71,31 +71,29 @@ def assert_one_curve(one: list[float], other: list[float]) -> None:
 
 
 def test_the_loss_curve_of_one_process(tmp_path: Path, text: Path, whole: Path) -> None:
-    """Training and validation, on 1, 2 and 3 processes; the first alone prints and leaves files."""
+    """Training and validation, on 1 and 3 processes; the first alone prints and leaves files."""
     curve = history(whole)
     assert curve[-1] < curve[0] - 2
-    for size in (2, 3):
-        out = tmp_path / str(size)
-        (first, *others) = on_ranks(size, run_here, arguments(out, text))
-        assert first[0] == 0
-        assert f"ranks     {size} processes" in first[1]
-        assert first[1].count("validation bits per byte, after") == 1
-        assert others == [(0, "", "")] * (size - 1)
-        assert sorted(path.name for path in out.iterdir()) == ["checkpoint.pt", "report.json"]
-        assert_one_curve(history(out), curve)
-        for name in ("before", "after"):
-            assert results(out)[name] == pytest.approx(results(whole)[name], abs=NOISE)
-        assert results(out)["unigram"] == results(whole)["unigram"]
+    first, *others = on_ranks(3, run_here, arguments(tmp_path, text))
+    assert first[0] == 0
+    assert "ranks     3 processes" in first[1]
+    assert first[1].count("validation bits per byte, after") == 1
+    assert others == [(0, "", "")] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.pt", "report.json"]
+    assert_one_curve(history(tmp_path), curve)
+    for name in ("before", "after"):
+        assert results(tmp_path)[name] == pytest.approx(results(whole)[name], abs=NOISE)
+    assert results(tmp_path)["unigram"] == results(whole)["unigram"]
 
 
 def test_several_branches_on_ranks(tmp_path: Path, text: Path) -> None:
     """At 1024 bytes the pattern is a mixture, and keys come from other processes; the loss falls all the same."""
-    options = ("--context", "1024", "--steps", "4")
+    options = ("--context", "1024", "--steps", "3")
     assert main(arguments(tmp_path / "1", text, *options)) == 0
     on_ranks(2, run_here, arguments(tmp_path / "2", text, *options))
     curve = history(tmp_path / "1")
     assert json.loads((tmp_path / "1" / "report.json").read_text())["config"]["model"]["segment_lengths"] == [256, 1024]
-    assert curve[-1] < curve[0] - 0.5
+    assert curve[-1] < curve[0] - 0.1
     assert_one_curve(history(tmp_path / "2"), curve)
 
 
