@@ -111,10 +111,7 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexdilated.cli._demo.run_demo", print)
     monkeypatch.setattr("flexdilated.cli._doctor.verify", lambda *, as_json: print(f"verify {as_json}") or 0)
     monkeypatch.setattr("flexdilated.cli._doctor.doctor", lambda: print("doctor") or 0)
-    for module in ("flexdilated.cli._plan", "flexdilated._plan"):
-        monkeypatch.setattr(f"{module}.attention_memory", memory_of_call)
-        monkeypatch.setattr(f"{module}.model_memory", _model_memory)
-    monkeypatch.setattr("flexdilated.cli._simulation.attention_memory", memory_of_call)
+    make_memory_up(monkeypatch)
     monkeypatch.setattr("flexdilated._plan.measure_options", lambda *given, **named: [(f"{given}", 1.0, 1.0)])
     monkeypatch.setattr("flexdilated.cli._plan_ranks.save_traffic_picture", _save_picture)
     monkeypatch.setattr("flexdilated.masks.plot", _Told)
@@ -132,6 +129,14 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexdilated.cli._tune._table", lambda found: found.text)
 
 
+def make_memory_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A memory model runs a call on no memory, which takes seconds: for tests of something else."""
+    for module in ("flexdilated.cli._plan", "flexdilated._plan"):
+        monkeypatch.setattr(f"{module}.attention_memory", memory_of_call)
+        monkeypatch.setattr(f"{module}.model_memory", _memory_of_model)
+    monkeypatch.setattr("flexdilated.cli._simulation.attention_memory", memory_of_call)
+
+
 def memory_of_call(pattern: Any, size: AttentionSize, *, device: str = "cpu") -> AttentionMemory:
     """Numbers that depend on all that is asked, and rise with the tokens."""
     row = size.batch * size.dtype.itemsize * size.head_dim * size.num_tokens * (1 if device == "cpu" else 2)
@@ -141,7 +146,7 @@ def memory_of_call(pattern: Any, size: AttentionSize, *, device: str = "cpu") ->
     )
 
 
-def _model_memory(size: Any, num_tokens: int, call: AttentionMemory, *, checkpoint: bool) -> ModelMemory:
+def _memory_of_model(size: Any, num_tokens: int, call: AttentionMemory, *, checkpoint: bool) -> ModelMemory:
     weights = size.depth * size.embed_dim * size.dtype.itemsize
     step = call.training_peak * (1 if checkpoint else size.depth)
     return ModelMemory(weights, weights + call.inference_peak, weights + step)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.device import _device
 from flexdilated import masks
-from flexdilated.engines.flex import _flex_function
+from flexdilated.engines.flex import _flex
 
 
 def as_it_is(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
@@ -21,7 +22,7 @@ def as_it_is(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.Grap
 
 @contextmanager
 def without_inductor() -> Iterator[None]:
-    """Functions that flex compiles are traced, and their graphs run as they are; no such function is kept."""
+    """Functions that flex or a benchmark compiles are traced, and their graphs run as they are; none of them is kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend=as_it_is))
         try:
@@ -31,7 +32,14 @@ def without_inductor() -> Iterator[None]:
             _forget_functions()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_built() -> Iterator[None]:
+    """A kernel in C++ takes seconds to build; that it is right is for tests/test_flex.py."""
+    with without_inductor():
+        yield
+
+
 def _forget_functions() -> None:
     torch.compiler.reset()
-    masks.cache().clear()
-    _flex_function.compiled_flex.cache_clear()
+    for kept in (masks.cache().clear, _flex.compiled_flex.cache_clear, _device._compiled.cache_clear):
+        kept()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from math import log
 
 import torch
@@ -36,6 +37,7 @@ def attention(pattern: masks.Pattern | masks.Mixture):
     return attend
 
 
+@cache
 def module(pattern: masks.Pattern | masks.Mixture, check: str, *, groups: int | None = None, **sizes: object) -> Look:
     """Looks at the tiles engine by one check."""
     options = {**SIZES, "num_kv_heads": groups, "checks": [check], **sizes}
@@ -91,6 +93,7 @@ WINDOW = masks.local_window(left=3, right=0)
 CAPACITY = 192  # three pages: one is packed away before the end of what is decoded
 
 
+@cache
 def decoded(pattern: masks.Pattern | masks.Mixture, call, **sizes: object) -> Look:
     """Looks at decoding, token by token."""
     calls = Calls(decoded=call)
@@ -255,7 +258,8 @@ IN_ENGINES = (
     ),
     Bug(
         "plans kept without the query offset", f"{MASKS}.plan_cache._cache:Cache.get", _without(q_offset=0),
-        decoded(MIXTURE, _in_chunks, lengths=[3 * (MOST_ROWS + 1)]), "check_attention_module: decoding", "out is wrong",
+        decoded(MIXTURE, _in_chunks, lengths=(3 * (MOST_ROWS + 1),)), "check_attention_module: decoding",
+        "out is wrong",
     ),
     Bug(
         "plans kept without the number of tokens", f"{MASKS}.plan_cache._cache:Cache.get",
@@ -273,7 +277,7 @@ IN_ENGINES = (
     Bug(
         "keys evicted that the next query still sees", "flexdilated.decoding._held_keys:visible",
         lambda right: lambda sources, firsts, lengths, query, num: right(sources, firsts, lengths, query + 3, num),
-        decoded(WINDOW, _from_a_cache, lengths=[200]), "check_attention_module: decoding", "key evicted",
+        decoded(WINDOW, _from_a_cache, lengths=(200,)), "check_attention_module: decoding", "key evicted",
     ),
     Bug(
         "one live buffer handed out twice", "flexdilated.distributed.wire._pool:BufferPool._buffer", _still_idle,

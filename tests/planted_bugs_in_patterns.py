@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -16,6 +17,7 @@ MASKS = "flexdilated.masks"
 LONGNET = masks.longnet(segment_lengths=(4, 8), dilation_rates=(1, 2), offsets="contiguous")
 
 
+@cache
 def claims(pattern: masks.Pattern | masks.Mixture) -> Look:
     """Looks at all that a pattern says of itself."""
     return lambda: check_pattern(pattern, num_heads=4, max_tokens=24, examples=20)

@@ -39,9 +39,9 @@ START_TIMEOUT_S = 300
 TIMEOUT_S = 300  # by which a call hangs; none that is right comes near it, however busy the machine is
 GRACE_S = 2.0  # once a rank has failed, the others get this long to say that they failed too
 
-_context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 if sys.platform == "linux":
-    _context.set_forkserver_preload(
+    context.set_forkserver_preload(
         ["pytest", "hypothesis", "torch", "torch.distributed", "torch._dynamo", "flexdilated"]
     )
 _folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -62,8 +62,8 @@ class _Worker:
 
     def __init__(self, number: int) -> None:
         self.stacks = Path(_folder.name, f"stacks-{number}-{time.monotonic_ns()}")
-        self.pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=serve, args=(theirs, str(self.stacks)), daemon=True)
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, str(self.stacks)), daemon=True)
         self.process.start()
         theirs.close()
 

@@ -65,11 +65,12 @@ def test_pictures_are_those_of_the_entries() -> None:
 
 
 @pytest.mark.slow
-def test_the_same_pictures_are_drawn_again(tmp_path: Path) -> None:
-    drawn = draw_all(tmp_path)
-    assert sorted(path.name for path in drawn) == sorted(path.name for path in PICTURES.iterdir())
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
-    assert all(path.stat().st_size < 15_000 for path in drawn if path.name != OVERVIEW)
+def test_pictures_are_drawn_again(tmp_path: Path) -> None:
+    drawn = draw_all(tmp_path, ENTRIES[:3])
+    assert sorted(path.name for path in drawn) == sorted([*map(file_name, ENTRIES[:3]), OVERVIEW])
+    for path in (*drawn, *PICTURES.iterdir()):
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.stat().st_size < 15_000 or path.name == OVERVIEW
 
 
 @each_entry

@@ -1,5 +1,6 @@
 """check_attention_module: right modules pass, and each wrong one fails the check that is about its mistake."""
 
+import multiprocessing
 import threading
 
 import pytest
@@ -16,7 +17,7 @@ from flexdilated.testing import (
 )
 from flexdilated.testing._module import Subject
 from flexdilated.testing._ranks_check import examine_over_ranks, on_two_processes
-from tests import oracle, wrong_attention
+from tests import oracle, ranks, wrong_attention
 from tests.wrong_attention import WithoutGradients, ends_on_a_rank, over_ranks, raises_on_a_rank, without_ranks
 
 COMPILING = ("compile", "recompilation", "ranks")
@@ -56,7 +57,7 @@ def test_ours_pass(name) -> None:
         return fd.BlockSparseAttention(pattern, enable_gqa=True)
 
     report = check_attention_module(
-        factory, pattern, num_kv_heads=2, calls=calls, max_tokens=18, examples=4, skip=COMPILING
+        factory, pattern, num_kv_heads=2, calls=calls, max_tokens=11, examples=4, skip=COMPILING
     )
     applied = [result.name for result in report.results if result.verdict == "passed"]
     missing = {"causality", "decoding"} & (set() if decoded else {"decoding"})
@@ -87,7 +88,7 @@ def test_multihead_modules_pass() -> None:
     """Projections set to the identity show the attention inside; torch's own gives NaN where all keys are hidden."""
     pattern = masks.longnet([4, 8], [1, 2]) & masks.causal()
     calls = Calls(layout="BNE", padded=by_mask)
-    options = {"calls": calls, "max_tokens": 12, "examples": 6, "skip": COMPILING}
+    options = {"calls": calls, "max_tokens": 9, "examples": 4, "skip": COMPILING}
     ours = lambda: fd.MultiheadDilatedAttention(32, 4, [4, 8], [1, 2], causal=True, batch_first=True)  # noqa: E731
     check_attention_module(lambda: identity_projections(ours()), pattern, **options)
     dense = lambda: identity_projections(torch.nn.MultiheadAttention(32, 4, batch_first=True))  # noqa: E731
@@ -261,6 +262,12 @@ def subject_over_ranks(made) -> Subject:
         return fd.BlockSparseAttention(WINDOW[0])
 
     return Subject(factory, WINDOW[0], Calls(over_ranks=made), 4, 2, 8, (30,), torch.float32, torch.device("cpu"), 0)
+
+
+@pytest.fixture(autouse=True)
+def ready_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked from one that has imported torch, as those of other tests are."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: ranks.context)
 
 
 @pytest.mark.slow

@@ -5,18 +5,16 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from flexdilated.cli import _demo_training, main
+from flexdilated.cli import _demo_model, _demo_training, main
 from flexdilated.masks.plan_cache._cache_store import bytes_from_environment
 from tests.commands import parsers
 
-ROOT = Path(__file__).resolve().parents[1]
 FILES = ["checkpoint.pt", "loss.png", "mask.png", "report.json"]
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -45,6 +43,14 @@ def text(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True, scope="module")
+def narrow_model():
+    """Half as wide as that of users, and a quarter of its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_demo_model, "_EMBED_DIM", 64)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_pictures(request, monkeypatch) -> None:
     """Drawing takes longer than these trainings: only some tests have matplotlib."""
@@ -54,7 +60,7 @@ def no_pictures(request, monkeypatch) -> None:
 
 @pytest.fixture(scope="module")
 def finished(text: Path, tmp_path_factory) -> Path:
-    """The folder of a run of 3 steps; those who go on from it take a copy."""
+    """The folder of a run of 6 steps; those who go on from it take a copy."""
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
@@ -63,7 +69,7 @@ def finished(text: Path, tmp_path_factory) -> Path:
 
 
 def run(out: Path, text: Path, *more: str) -> int:
-    return main(["demo", "--context", "256", "--steps", "3", "--out", str(out), "--data", str(text), *more])
+    return main(["demo", "--context", "256", "--steps", "6", "--out", str(out), "--data", str(text), *more])
 
 
 def report(out: Path) -> dict:
@@ -74,14 +80,14 @@ def report(out: Path) -> dict:
 def test_end_to_end(tmp_path: Path, text: Path, capsys) -> None:
     """One command trains, prints one table and leaves four files; the numbers in table and report agree."""
     out = tmp_path / "new" / "out"
-    assert run(out, text, "--steps", "30") == 0
+    assert run(out, text, "--steps", "20") == 0
     printed = capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == FILES
     assert all((out / name).read_bytes().startswith(PNG) for name in ("loss.png", "mask.png"))
     results = report(out)["results"]
     assert results["before"] == pytest.approx(8.0, abs=1e-3)
     assert results["after"] < results["unigram"] - 0.7
-    assert results["steps"] == len(report(out)["history"]) == 30
+    assert results["steps"] == len(report(out)["history"]) == 20
     assert f"{results['after']:.3f}" in printed
     assert f"{results['time']['dense_ms']:.1f} ms" in printed
     assert results["density"] == pytest.approx(257 / 512)
@@ -89,37 +95,31 @@ def test_end_to_end(tmp_path: Path, text: Path, capsys) -> None:
         assert measure in printed
 
 
-def test_several_branches(tmp_path: Path, text: Path) -> None:
-    """At 1024 bytes the pattern is a mixture, and the loss of a causal model falls all the same."""
-    assert run(tmp_path, text, "--context", "1024", "--steps", "6") == 0
-    assert report(tmp_path)["config"]["model"]["segment_lengths"] == [256, 1024]
-    history = report(tmp_path)["history"]
-    assert history[-1] < history[0] - 0.5
-
-
-def test_equal_seeds_equal_runs(tmp_path: Path, text: Path, finished: Path) -> None:
-    """And torch's random state stays as it was."""
-    histories, state = [report(finished)["history"]], torch.get_rng_state()
-    for seed in ("0", "2"):
-        assert run(tmp_path / seed, text, "--seed", seed) == 0
-        histories.append(report(tmp_path / seed)["history"])
-    assert histories[0] == histories[1] != histories[2]
+def test_another_seed_is_another_run(tmp_path: Path, text: Path, finished: Path) -> None:
+    """And torch's random state stays as it was. Equal seeds: the test of samples."""
+    state = torch.get_rng_state()
+    assert run(tmp_path, text, "--seed", "2") == 0
+    assert report(tmp_path)["history"] != report(finished)["history"]
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_resume_equals_an_uninterrupted_run(tmp_path: Path, text: Path, monkeypatch) -> None:
-    """Stopped after 2 of 5 steps and resumed: bit for bit the losses and the results of 5 steps in one go."""
-    whole, parts, step_taken = tmp_path / "whole", tmp_path / "parts", _demo_training._step
-    assert run(whole, text, "--steps", "5") == 0
-    stop_after(2, monkeypatch)
-    assert run(parts, text, "--steps", "5") == 0
-    assert report(parts)["results"]["ended_by"] == "Ctrl-C"
-    assert report(parts)["history"] == report(whole)["history"][:2]
+def test_resume_equals_an_uninterrupted_run(tmp_path: Path, text: Path, finished: Path, monkeypatch, capsys) -> None:
+    """Stopped after 4 of 6 steps and resumed: bit for bit the losses and the results of 6 steps in one go; then 8."""
+    step_taken = _demo_training._step
+    stop_after(4, monkeypatch)
+    assert run(tmp_path, text) == 0
+    printed, errors = capsys.readouterr()
+    assert "training ended by" in printed
+    assert "Traceback" not in errors
+    assert report(tmp_path)["results"]["ended_by"] == "Ctrl-C"
+    assert report(tmp_path)["history"] == report(finished)["history"][:4]
     monkeypatch.setattr(_demo_training, "_step", step_taken)
-    assert run(parts, text, "--steps", "5", "--resume") == 0
-    assert report(parts)["history"] == report(whole)["history"]
-    assert report(parts)["results"]["after"] == report(whole)["results"]["after"]
-    assert report(parts)["results"]["before"] == report(whole)["results"]["before"]
+    assert run(tmp_path, text, "--resume") == 0
+    assert report(tmp_path)["history"] == report(finished)["history"]
+    for name in ("before", "after"):
+        assert report(tmp_path)["results"][name] == report(finished)["results"][name]
+    assert run(tmp_path, text, "--steps", "8", "--resume") == 0
+    assert report(tmp_path)["results"]["steps"] == len(report(tmp_path)["history"]) == 8
 
 
 def stop_after(steps: int, monkeypatch) -> None:
@@ -137,8 +137,12 @@ def stop_after(steps: int, monkeypatch) -> None:
 
 
 def test_sample(tmp_path: Path, text: Path, finished: Path, capsys) -> None:
-    """After a training, and from a checkpoint: the same text, in the terminal and in a file, as long as asked."""
+    """After a training, and from a checkpoint: the same text, in the terminal and in a file, as long as asked.
+
+    The training is another one's again, bit for bit, as their seeds are equal.
+    """
     assert run(tmp_path / "trained", text, "--sample", "50") == 0
+    assert report(tmp_path / "trained")["history"] == report(finished)["history"]
     assert "sample    50 bytes after 128 of a held-out text" in capsys.readouterr().out
     first = (tmp_path / "trained" / "sample.txt").read_text(encoding="utf-8")
     shutil.copy(finished / "checkpoint.pt", tmp_path)
@@ -172,28 +176,6 @@ def test_time_limit(tmp_path: Path, text: Path) -> None:
     assert report(tmp_path)["results"]["ended_by"] == "the limit of 1e-06 minutes"
 
 
-@pytest.mark.slow
-def test_ctrl_c_in_a_terminal(tmp_path: Path, text: Path) -> None:
-    """One SIGINT during the training: status 0, table, report, pictures, no traceback; --resume goes on."""
-    command = [sys.executable, "-m", "flexdilated", "demo", "--context", "256", "--steps", "1000000"]
-    command += ["--out", str(tmp_path), "--data", str(text)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    seen = ""
-    while "bits per byte" not in seen and process.poll() is None:
-        seen += process.stderr.read(1)
-    process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate()
-    assert process.returncode == 0
-    assert "Traceback" not in errors
-    assert "training ended by" in printed
-    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
-    done = report(tmp_path)["results"]["steps"]
-    assert 1 <= done < 1000000
-    assert run(tmp_path, text, "--steps", str(done + 2), "--resume") == 0
-    assert report(tmp_path)["results"]["steps"] == done + 2
-
-
 def test_ctrl_c_outside_the_training(tmp_path: Path, text: Path, monkeypatch, capsys) -> None:
     from flexdilated.cli import _demo
 
@@ -208,12 +190,12 @@ def test_ctrl_c_outside_the_training(tmp_path: Path, text: Path, monkeypatch, ca
 def test_without_extras(tmp_path: Path, text: Path, monkeypatch, capsys) -> None:
     """The command runs, and names what is missing and how to get it."""
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert run(tmp_path, text) == 0
+    assert run(tmp_path, text, "--steps", "1") == 0
     printed = capsys.readouterr().out
     for missing, extra in (("tqdm", "demo"), ("matplotlib", "plot")):
         assert f"{missing} is not installed" in printed
         assert f'pip install "flexdilated[{extra}]"' in printed
-    assert "step 3 of 3" in printed
+    assert "step 1 of 1" in printed
     assert not (tmp_path / "mask.png").exists()
 
 

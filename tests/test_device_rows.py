@@ -18,7 +18,7 @@ from bench.device._ranks import as_attention, on_ranks, ring_ranks, shards
 from bench.device._rows import ALIGNED, CUT
 from bench.device._suite import SUITE
 from bench.peers import branch_loop, cpu_flash, cuda_flash
-from tests.traced import nothing_is_built  # noqa: F401  (a fixture)
+from tests.compilers import nothing_is_built  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = LONGNET_5.shrunk(64)

@@ -23,7 +23,7 @@ from bench.device.__main__ import main
 from bench.device._correctness import CASES, Trial, Verdict, failure, judge, read_outcome, summary, trials
 from bench.device._device import Where, compare
 from bench.device._suite import CODES, NAMES, SUITE
-from tests.traced import nothing_is_built  # noqa: F401  (a fixture)
+from tests.compilers import nothing_is_built  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Where("cpu")

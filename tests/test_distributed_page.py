@@ -1,12 +1,15 @@
-"""The training script of docs/distributed.md, started as the page says."""
+"""The training script of docs/distributed.md, on ranks as torchrun would start them."""
 
-import os
+import io
 import re
-import subprocess
-import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
+
+from tests.ranks import on_ranks
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "distributed.md"
 
@@ -19,24 +22,27 @@ def script() -> str:
     return found[1]
 
 
-def losses(folder: Path, num_ranks: int) -> list[str]:
-    """What the script prints last, without the number of ranks; in a folder that holds nothing else."""
-    (folder / "train.py").write_text(script(), encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", str(num_ranks), "train.py"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PAGE.parents[1])}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
-    ranks, _, rest = done.stdout.partition(" ranks: ")
+def run_script(code: str) -> str:
+    """What the script prints on this rank, in the process group that is there."""
+    printed = io.StringIO()
+    kept = mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT)
+    with kept, redirect_stdout(printed):
+        exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def losses(num_ranks: int) -> list[float]:
+    """What the first rank prints, and no other."""
+    printed, *others = on_ranks(num_ranks, run_script, script())
+    assert others == [""] * (num_ranks - 1)
+    ranks, _, rest = printed.partition(" ranks: ")
     assert ranks == str(num_ranks)
-    return re.findall(r"\d+\.\d+", rest)
+    return [float(loss) for loss in re.findall(r"\d+\.\d+", rest)]
 
 
 @pytest.mark.slow
-def test_script_trains_alike_on_any_number_of_ranks(tmp_path) -> None:
+def test_script_trains_alike_on_any_number_of_ranks() -> None:
     """On three, shards are of different lengths. The last digit may differ by rounding."""
-    first, last = map(float, losses(tmp_path, 3))
-    alone = [float(loss) for loss in losses(tmp_path, 1)]
-    assert (first, last) == pytest.approx(alone, abs=2e-3)
+    first, last = losses(3)
+    assert (first, last) == pytest.approx(losses(1), abs=2e-3)
     assert last < first / 2

@@ -4,6 +4,7 @@ import builtins
 import io
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from flexdilated.engines.flex._flex_function import compiled_flex
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -45,11 +48,6 @@ def examples(page: Path) -> list[Example]:
     ]
 
 
-def compiles(page: Path) -> bool:
-    """Whether the page's examples start a compiler, which takes its time."""
-    return any(re.search(r'engine="flex"|torch\.compile\(', example.code) for example in examples(page))
-
-
 def run(page: Path) -> dict[str, Any]:
     """The page's examples, one after the other in one namespace; returns that namespace."""
     # torch.compile looks up the globals of what it traces by the name of their module.
@@ -69,10 +67,20 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] * compiles(page), id=name(page)) for page in PAGES]
-)
-def test_examples(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile traces and differentiates, and builds no kernels: other tests hold what inductor makes."""
+    compiled = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model=None, **options: compiled(model, **{"backend": "aot_eager", **options})
+    )
+    compiled_flex.cache_clear()
+    yield
+    compiled_flex.cache_clear()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_examples(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_kernels: None) -> None:
     monkeypatch.chdir(tmp_path)
     run(page)
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import multiprocessing
 import re
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.cli import _doctor, _flash, main
 from flexdilated.cli._doctor import Case
+from tests import ranks
 
 
 def examine(capsys) -> tuple[int, str]:
@@ -302,6 +304,8 @@ def test_a_gradient_that_is_a_little_off_is_found(monkeypatch) -> None:
 def test_everything_is_right_here(capsys, monkeypatch) -> None:
     """All cases but that of flex, whose compiler takes its time: it has tests of its own."""
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setitem(_doctor._SIZES, "lengths", (1, 130))
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: ranks.context)
     status = main(["doctor", "--verify", "--json"])
     found = {each["name"]: each for each in json.loads(capsys.readouterr().out)["jobs"]}
     assert {name: each["cause"] for name, each in found.items() if each["verdict"] == "failed"} == {}

@@ -10,6 +10,7 @@ from bench._catalogue import ENTRIES
 from flexdilated import masks
 from flexdilated.cli import main
 from flexdilated.masks.inspection._fitted_table import fitted_facts, fitted_table
+from tests import commands
 
 _LEAST = 30  # two columns stay together: 14 characters of each, and what is between them
 words = st.text("abc(,)=1 ", max_size=60).map(lambda text: " ".join(text.split()))
@@ -54,7 +55,7 @@ def test_facts_are_wrapped_beside_their_names():
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_the_catalogue_fits_in_80_columns(entry):
-    told = masks.describe(entry.pattern(4096), 4096, num_heads=entry.num_heads)
+    told = masks.describe(entry.pattern(2304), 2304, num_heads=entry.num_heads)
     assert max(map(len, str(told).splitlines())) <= 80
     assert f"{told.useful_pairs:,}" in str(told)
 
@@ -62,6 +63,7 @@ def test_the_catalogue_fits_in_80_columns(entry):
 @pytest.mark.parametrize("columns", [80, 140])
 def test_commands_fit_the_terminal(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))
+    commands.make_memory_up(monkeypatch)
     pattern = "longnet((32, 128, 256), (1, 2, 4)) & causal() & ~global_tokens(4)"
     assert main(["show", pattern, "-n", "512", "--heads", "2"]) == 0
     assert main(["plan", pattern, "-n", "512", "--heads", "2", "--layers", "1"]) == 0

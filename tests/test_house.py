@@ -11,6 +11,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -113,6 +114,11 @@ def sources() -> dict[str, Path]:
 SOURCES = sources()
 
 
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def when_run(tree: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a tree, without the branches of `if TYPE_CHECKING`."""
     yield tree
@@ -121,20 +127,22 @@ def when_run(tree: ast.AST) -> Iterator[ast.AST]:
             yield from when_run(child)
 
 
-def imports(module: str, file: Path) -> Iterator[str]:
+@cache
+def imports(module: str, file: Path) -> frozenset[str]:
     """Every module that this one imports, at the top or inside a function; relative names are resolved.
 
     What only type checkers read is no import.
     """
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    for node in when_run(ast.parse(file.read_text(encoding="utf-8"))):
+    found: set[str] = set()
+    for node in when_run(tree(file)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            for alias in node.names:
-                submodule = f"{origin}.{alias.name}"
-                yield submodule if submodule in SOURCES else origin
+            inner = (f"{origin}.{alias.name}" for alias in node.names)
+            found.update(each if each in SOURCES else origin for each in inner)
+    return frozenset(found)
 
 
 def room(module: str) -> str:
@@ -226,7 +234,7 @@ def test_public_names_are_frozen(package) -> None:
 
 
 QUIET = """
-import json, os, random, signal, sys, warnings
+import importlib.util, json, os, random, signal, sys, warnings
 import torch, torch._dynamo, torch._inductor.config
 
 def settings():
@@ -246,22 +254,30 @@ def settings():
 before, known = settings(), set(sys.modules)
 import flexdilated
 changed = [pair for pair in zip(before, settings()) if pair[0] != pair[1]]
-print(json.dumps([changed, sorted(set(sys.modules) - known)]))
+loaded = sorted(set(sys.modules) - known)
+measured = dict(sys.modules["flexdilated.masks.planning.machine._machine_in_use"]._found)
+stats = flexdilated.stats()
+counted = [len(stats.pools), stats.compilations.graphs, len(stats.constants), "flexdilated.distributed" in sys.modules]
+flexdilated.distributed.BufferPool
+counted.append(len(flexdilated.stats().pools))
+pool = flexdilated.distributed.BufferPool("cpu")
+pools = [each.name for each in flexdilated.stats().pools]
+on_the_path = [bool(importlib.util.find_spec(name)) for name in ("masks", "bench")]
+print(json.dumps([changed, loaded, measured, counted, pools, on_the_path]))
 """
 
 
 @needs_install
-def test_import_only_imports(tmp_path: Path) -> None:
-    """No setting of torch or Python changes, and no extra is loaded."""
-    changed, loaded = json.loads(run_elsewhere(QUIET, tmp_path))
+def test_import_only_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting of torch or Python changes, no extra is loaded, no file of constants read, no compiler for counts."""
+    monkeypatch.setenv("FLEXDILATED_MACHINE", str(tmp_path / "nowhere.json"))
+    changed, loaded, measured, counted, pools, on_the_path = json.loads(run_elsewhere(QUIET, tmp_path))
     assert changed == []
     assert not {name.partition(".")[0] for name in loaded} & (EXTRAS | {"hypothesis", "pytest"})
-
-
-@needs_install
-def test_masks_is_not_a_top_level_module(tmp_path: Path) -> None:
-    code = "import flexdilated.masks, importlib.util as u; print(u.find_spec('masks'), u.find_spec('bench'))"
-    assert run_elsewhere(code, tmp_path).strip() == "None None"
+    assert measured == {}
+    assert counted == [0, 0, 0, False, 0]
+    assert pools == ["pool 0"]
+    assert on_the_path == [False, False]
 
 
 def test_every_package_is_listed_for_the_build() -> None:
@@ -302,7 +318,7 @@ def test_a_verdict_has_one_meaning() -> None:
     stated = {
         module
         for module, file in SOURCES.items()
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(tree(file))
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in ("EMPTY", "PARTIAL", "FULL")
     }
     assert stated == {"flexdilated.masks.core._bound"}

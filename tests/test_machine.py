@@ -2,7 +2,6 @@
 
 import json
 import logging
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -223,20 +222,8 @@ def test_a_file_is_written_in_one_piece(tmp_path):
     write_json(path, measured())
     assert read_machine(path) == (MachineKey.of("cpu"), OTHER)
     assert json.loads(path.read_text())["format"] == FORMAT
+    assert _machine_file.VERSION == 1
     with pytest.raises(TypeError):
         write_json(path, {"x": object()})
     assert read_machine(path)[1] == OTHER, "the old one stays"
     assert [file.name for file in path.parent.iterdir()] == [path.name]
-
-
-def test_importing_reads_nothing(tmp_path):
-    """Neither the file nor platformdirs, before there is something to plan."""
-    code = (
-        "import sys, torch, flexdilated\n"
-        "from flexdilated.masks.planning.machine import _machine_in_use as use\n"
-        "print('platformdirs' in sys.modules, use._found)"
-    )
-    environment = {"PATH": "", "PYTHONPATH": ":".join(sys.path), VARIABLE: str(tmp_path / "nowhere.json")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False {}"
-    assert _machine_file.VERSION == 1

@@ -1,5 +1,6 @@
 """The plan command: its tables and its data, the longest sequence that fits, and what it refuses."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -17,9 +18,27 @@ from flexdilated.cli._sizes import bytes_text, parse_bytes, parse_tokens, tokens
 from flexdilated.engines.kernels import _kernel
 from flexdilated.masks.inspection._describe import MOST_DESCRIBED
 from flexdilated.memory._memory import AttentionSize, LiveBytes, attention_memory, fake_tensors
+from flexdilated.nn._model_memory import model_memory
+from tests import commands
 
 LONGNET = "longnet((256, 1024), (1, 4)) & causal()"
 SMALL = ["--heads", "4", "--head-dim", "16", "--layers", "2"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_dry_run_a_size():
+    """A memory model runs the call on no memory, which takes seconds: once for each size."""
+    call, model = functools.cache(attention_memory), functools.cache(model_memory)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("flexdilated.cli._plan", "flexdilated._plan"):
+            patch.setattr(f"{module}.attention_memory", call)
+            patch.setattr(f"{module}.model_memory", model)
+        yield
+
+
+@pytest.fixture
+def made_up_memory(monkeypatch) -> None:
+    commands.make_memory_up(monkeypatch)
 
 
 def data_of(capsys, *arguments: str):
@@ -38,6 +57,7 @@ def pairs_of(text: str, *, tokens: int, heads: int) -> int:
     )
 
 
+@pytest.mark.usefixtures("made_up_memory")
 def test_report_counts_the_pairs_of_the_dense_rule(capsys) -> None:
     found = data_of(capsys, LONGNET, "-n", "1100", *SMALL)
     pairs = pairs_of(LONGNET, tokens=1100, heads=4)
@@ -50,6 +70,7 @@ def test_report_counts_the_pairs_of_the_dense_rule(capsys) -> None:
     assert masks.parse(found["pattern"]) == masks.parse(LONGNET)
 
 
+@pytest.mark.usefixtures("made_up_memory")
 def test_heads_and_tokens_that_the_pattern_fixes_are_the_default(capsys) -> None:
     found = data_of(capsys, "per_head((causal(), neighborhood((8, 8), 1), chunked(5)))", "--layers", "1")
     assert (found["num_tokens"], found["num_heads"]) == (64, 3)
@@ -58,6 +79,7 @@ def test_heads_and_tokens_that_the_pattern_fixes_are_the_default(capsys) -> None
     assert given["useful_pairs"] == 8 * (30 * 31 // 2 + 12 * 13 // 2)
 
 
+@pytest.mark.usefixtures("made_up_memory")
 def test_report_lists_the_chosen_terms_and_all_options(capsys) -> None:
     found = data_of(capsys, LONGNET, "-n", "4K", *SMALL)
     described = masks.describe(masks.parse(LONGNET), 4096, num_heads=4)
@@ -72,6 +94,7 @@ def test_report_lists_the_chosen_terms_and_all_options(capsys) -> None:
     assert sum(listed) == slots
 
 
+@pytest.mark.usefixtures("made_up_memory")
 def test_report_as_text(capsys) -> None:
     assert main(["plan", LONGNET, "-n", "4K", *SMALL, "--kv-heads", "2", "--batch", "3"]) == 0
     text = capsys.readouterr().out
@@ -119,6 +142,7 @@ def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
         assert sum(option.chosen for option in found.options) == len({option.branch for option in found.options})
 
 
+@pytest.mark.usefixtures("made_up_memory")
 def test_fd_plan_takes_run_time_tensors_of_one_entry() -> None:
     ids = torch.arange(40)[None] // 10
     found = flexdilated.plan(masks.causal().per_document(ids), 40, layers=1)
@@ -153,6 +177,7 @@ def test_what_fd_plan_refuses(options, error, says) -> None:
         flexdilated.plan(given.pop("pattern"), given.pop("num_tokens"), **given)
 
 
+@pytest.mark.usefixtures("made_up_memory")
 @pytest.mark.slow
 def test_measured_options_stand_beside_the_predicted(capsys) -> None:
     found = data_of(capsys, "dilated(256, 4) & causal()", "-n", "1K", *SMALL, "--measure")
@@ -162,6 +187,7 @@ def test_measured_options_stand_beside_the_predicted(capsys) -> None:
     assert "measured ms" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("made_up_memory")
 def test_a_million_tokens(capsys) -> None:
     """In natural order, a million million pairs: none of them is formed."""
     found = data_of(capsys, "local_window(left=1023, right=0)", "-n", "1M", "--heads", "1", "--layers", "1")
@@ -195,6 +221,7 @@ def test_budget_fits_and_a_little_more_does_not(capsys) -> None:
     assert line["model, training, checkpointed"] > 1.2 * line["model, training"]
 
 
+@pytest.mark.usefixtures("made_up_memory")
 def test_the_table_has_a_line_for_each_memory(capsys) -> None:
     assert main(["plan", "causal()", *SMALL, "--budget"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -202,6 +229,7 @@ def test_the_table_has_a_line_for_each_memory(capsys) -> None:
     assert sizes == [bytes_text(budget) for budget in BUDGETS] == [f"{g} GiB" for g in (8, 16, 24, 40, 48, 80, 96, 141)]
 
 
+@pytest.mark.usefixtures("made_up_memory")
 def test_a_grid_fits_at_most_as_a_whole(capsys) -> None:
     found = data_of(capsys, "neighborhood((64, 64), 3)", *SMALL, "--budget", "8GiB")
     assert set(found["longest"][0].values()) == {8 << 30, 4096}
@@ -304,6 +332,7 @@ def test_tokens_whose_blocks_would_fill_the_memory_are_refused(capsys: pytest.Ca
         masks.describe(masks.local_window(left=9, right=0), MOST_DESCRIBED + 1, num_heads=1)
 
 
+@pytest.mark.usefixtures("made_up_memory")
 def test_a_billion_tokens_are_counted_where_no_blocks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     billion = 1 << 30
     told = masks.describe(masks.dilated(segment=2048, rate=4), billion, num_heads=1)

@@ -2,14 +2,18 @@
 
 import pytest
 
-from tests.planted_bugs import Bug, nothing_kept
+from tests.planted_bugs import Bug, Look, nothing_kept
 from tests.planted_bugs_page import BUGS, PAGE, filled
+
+passed: set[Look] = set()
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
 def test_it_is_caught_and_nothing_is_without_it(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    with nothing_kept():
-        bug.look()
+    if bug.look not in passed:
+        with nothing_kept():
+            bug.look()
+        passed.add(bug.look)
     bug.plant(monkeypatch)
     with nothing_kept(), pytest.raises(AssertionError) as caught:
         bug.look()

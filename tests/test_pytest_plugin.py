@@ -66,7 +66,7 @@ def test_the_default_device(flexdilated_device, request) -> None:
 
 
 def test_profiles_by_option(tmp_path) -> None:
-    """hypothesis's own option loads them; other profiles, and the default one, stay."""
+    """hypothesis's own option loads them, and one of a user's with our prefix; all others stay."""
     code = """
     from hypothesis import settings
 
@@ -75,19 +75,19 @@ def test_profiles_by_option(tmp_path) -> None:
         assert settings.get_profile("team").max_examples == 77
         assert settings.get_profile("default").max_examples == 100
     """
-    own = "from hypothesis import settings\nsettings.register_profile('team', max_examples=77)\n"
-    for arguments, examples in {("--hypothesis-profile=flexdilated-dev",): 15, (): 100}.items():
-        done = run_pytest(tmp_path, code.replace("{examples}", str(examples)), *arguments, conftest=own)
+    own = """
+    from hypothesis import settings
+    settings.register_profile('team', max_examples=77)
+    settings.register_profile('flexdilated-own', max_examples=7)
+    """
+    for profile, examples in {"dev": 15, "own": 7}.items():
+        option = f"--hypothesis-profile=flexdilated-{profile}"
+        done = run_pytest(tmp_path, code.replace("{examples}", str(examples)), option, conftest=own)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_profile_that_is_not_ours(tmp_path) -> None:
-    """One of the user's own may have our prefix; what nobody registered is refused."""
-    own = "from hypothesis import settings\nsettings.register_profile('flexdilated-own', max_examples=7)\n"
-    code = "def test_nothing(): pass"
-    done = run_pytest(tmp_path, code, "--hypothesis-profile=flexdilated-own", conftest=own)
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = run_pytest(tmp_path, code, "--hypothesis-profile=flexdilated-nope", conftest=own)
+def test_a_profile_that_nobody_registered(tmp_path) -> None:
+    done = run_pytest(tmp_path, "def test_nothing(): pass", "--hypothesis-profile=flexdilated-nope")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--hypothesis-profile must be one of 'flexdilated-dev', 'flexdilated-ci'" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr

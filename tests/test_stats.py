@@ -14,7 +14,6 @@ from flexdilated.distributed import BufferPool
 from flexdilated.masks.plan_cache import _cache
 from flexdilated.masks.plan_cache._cache import Cache
 from flexdilated.observe import _stats
-from tests.test_house import needs_install, run_elsewhere
 
 PATTERN = masks.longnet([16, 64], [1, 4]) & masks.causal()
 
@@ -112,19 +111,3 @@ def test_the_table_says_what_the_value_says() -> None:
 
 def test_without_pools_that_is_said() -> None:
     assert _stats._pool_table(()) == "none"
-
-
-@needs_install
-def test_nothing_is_imported_for_it(tmp_path) -> None:
-    """Neither what holds pools nor torch's compiler: a process that has neither has none to report."""
-    code = """
-import sys
-import flexdilated as fd
-found = fd.stats()
-print(found.pools, found.compilations.graphs, found.constants, "flexdilated.distributed" in sys.modules)
-fd.distributed.BufferPool
-print(fd.stats().pools)
-pool = fd.distributed.BufferPool("cpu")
-print([each.name for each in fd.stats().pools])
-"""
-    assert run_elsewhere(code, tmp_path).splitlines() == ["() 0 () False", "()", "['pool 0']"]

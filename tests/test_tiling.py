@@ -178,8 +178,6 @@ def test_many_boxes_are_counted_a_part_at_a_time(monkeypatch):
     [
         ((256, 256), 3, 21.4, 36),
         ((256, 256), 15, 1.87, 8.2),
-        ((256, 256), 32, 1.37, 3.9),
-        ((16, 64, 64), (3, 7, 7), 2.66, 4.9),
         ((250, 262), 15, 2.4, 8.4),  # no tile of 128 tokens divides it
         ((17, 60, 63), (3, 7, 7), 3.7, 5.1),
     ],
@@ -276,9 +274,6 @@ def test_attend_in_tiles_is_the_oracle(pairs_decide):
 def test_compiled_in_tiles(pairs_decide):
     bound = whole(GRID, RADIUS, num_heads=2)
     q, k, v = torch.randn(3, 1, 2, 1512, 16, generator=torch.Generator().manual_seed(0))
-    truth, _ = oracle.attention(q.double(), k.double(), v.double(), counts_of(bound), None)
-    found = fd.attend(q, k, v, bound.pattern, engine="flex")
-    torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)
 
     def nearer(score, b, h, q_idx, k_idx):
         return score - 0.01 * (q_idx - k_idx).abs()
