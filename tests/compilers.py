@@ -22,7 +22,7 @@ def as_it_is(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.Grap
 
 @contextmanager
 def without_inductor() -> Iterator[None]:
-    """Functions that flex or a benchmark compiles are traced, and their graphs run as they are; none of them is kept."""
+    """Functions that flex or a benchmark compiles are traced, and their graphs run as they are; none is kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend=as_it_is))
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexdilated.engines.flex._flex_function import compiled_flex
+from flexdilated.engines.flex._flex import compiled_flex
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

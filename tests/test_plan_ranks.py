@@ -1,5 +1,6 @@
 """plan --ranks: bytes, pairs and memory against the dense rule, times against hand-made numbers, bad input refused."""
 
+import functools
 import json
 from pathlib import Path
 
