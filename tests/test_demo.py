@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexdilated.cli import _demo_training, main
+from flexdilated.cli import _demo_model, _demo_training, main
 from flexdilated.masks.plan_cache._cache_limits import bytes_from_environment
 from tests.commands import parsers
 
@@ -41,6 +41,14 @@ def text(tmp_path_factory) -> Path:
     for number in range(24):
         (folder / f"{number}.py").write_text("".join(draw.choices(words, k=600)), encoding="utf-8")
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def narrow_model():
+    """Half as wide as that of users, and a quarter of its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_demo_model, "_EMBED_DIM", 64)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from tests.ranks import on_ranks, outcomes_on_ranks
 FILES = ["checkpoint.pt", "loss.png", "mask.png", "report.json"]
 # Bits per byte. The sums are float32, and in another order; the optimiser rounds matrices to bfloat16 besides.
 NOISE = 2e-3
+NARROW = "flexdilated.cli._demo_model._EMBED_DIM", 64
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,14 @@ def text(tmp_path_factory) -> Path:
     for number in range(12):
         (folder / f"{number}.py").write_text("".join(draw.choices(words, k=600)), encoding="utf-8")
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def narrow_model():
+    """Half as wide as that of users, and a quarter of its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*NARROW)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +69,13 @@ def run_here(command: list[str]) -> tuple[int, str, str]:
     printed, errors = io.StringIO(), io.StringIO()
     # Pictures are left to the test of torchrun: to draw takes longer than to train.
     undrawn = mock.patch("flexdilated.cli._demo.find", return_value=None)
-    with mock.patch.dict(os.environ, place), undrawn, redirect_stdout(printed), redirect_stderr(errors):
+    with (
+        mock.patch.dict(os.environ, place),
+        mock.patch(*NARROW),
+        undrawn,
+        redirect_stdout(printed),
+        redirect_stderr(errors),
+    ):
         status = main(command)
     return status, printed.getvalue(), errors.getvalue()
 
@@ -205,7 +220,7 @@ def run_as_started(port: int, command: list[str]) -> tuple[int, str, str]:
 
 def test_processes_that_torchrun_has_started(tmp_path: Path, text: Path) -> None:
     """They make their group by the environment, and end it."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, second = on_ranks(2, run_as_started, store.port, arguments(tmp_path, text, "--steps", "1"))
