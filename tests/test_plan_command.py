@@ -111,6 +111,7 @@ def test_report_as_text(capsys) -> None:
         assert part in text, part
 
 
+@pytest.mark.usefixtures("made_up_memory")
 def test_batch_multiplies_work_and_tensors_and_not_lists(capsys) -> None:
     one, three = (data_of(capsys, LONGNET, "-n", "4K", *SMALL, "--batch", batch) for batch in ("1", "3"))
     for name in ("useful_pairs", "computed_pairs", "forward_flops", "backward_flops"):
