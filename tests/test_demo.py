@@ -95,6 +95,13 @@ def test_end_to_end(tmp_path: Path, text: Path, capsys) -> None:
         assert measure in printed
 
 
+def test_several_branches(tmp_path: Path, text: Path) -> None:
+    """At 1024 bytes the pattern is a mixture, and the loss falls all the same."""
+    assert run(tmp_path, text, "--context", "1024", "--steps", "3") == 0
+    assert report(tmp_path)["config"]["model"]["segment_lengths"] == [256, 1024]
+    assert report(tmp_path)["history"][-1] < report(tmp_path)["history"][0] - 0.1
+
+
 def test_another_seed_is_another_run(tmp_path: Path, text: Path, finished: Path) -> None:
     """And torch's random state stays as it was. Equal seeds: the test of samples."""
     state = torch.get_rng_state()
