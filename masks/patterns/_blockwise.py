@@ -22,6 +22,7 @@ from ..core import (
     pattern_kind,
     require_int,
 )
+from .run_time._run_time import run_time_leaves
 
 
 @pattern_kind("blockwise", positional=2)
@@ -34,7 +35,7 @@ class Blockwise(Pattern):
     def __post_init__(self) -> None:
         if not isinstance(self.part, Pattern):
             raise TypeError(f"blockwise needs a set pattern; got {self.part!r}")
-        if self.part.varies:
+        if run_time_leaves(self.part):
             raise ValueError(
                 f"blockwise needs a pattern without run-time tensors, which go by token; got {self.part!r}"
             )

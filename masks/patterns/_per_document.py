@@ -28,6 +28,7 @@ from ..core import (
 )
 from .run_time._documents import Documents, Lengths, Spans
 from .run_time._documents import documents as documents_pattern
+from .run_time._run_time import run_time_leaves
 
 
 @pattern_kind("per_document")
@@ -53,7 +54,7 @@ class PerDocument(Pattern):
                 "per_document needs a set pattern and document ids, or a pattern of documents or lengths; "
                 f"got {self.part!r} and {self.spans!r}"
             )
-        if self.part.varies:
+        if run_time_leaves(self.part):
             raise ValueError(
                 "per_document counts positions from each document's start, where a run-time tensor inside has no "
                 f"meaning: intersect with it outside, p.per_document(ids) & it; got {self.part!r}"
