@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core import Box, Pattern, Progression
 from ..orders import Pieces
 from ._quadtree import Leaves, Slots, descend, join_nodes
-from ._rule import Nodes, Rule, Run, span
+from ._rule import Nodes, Rule, Run, enumerated, span
 
 _ALL_PAIRS = 1 << 12  # of runs: computing bounds for so many is faster than ruling some out
 _FEW_PAIRS = 1 << 16  # of classes: so many are searched as they are
@@ -49,8 +49,7 @@ class Meeting:
         return int(self.partners.sum())
 
     def nodes(self) -> Nodes:
-        q = torch.repeat_interleave(self.partners)
-        nth = torch.arange(len(q)) - (self.partners.cumsum(0) - self.partners)[q]
+        q, nth = enumerated(self.partners)
         k = self.order[self.begin[q] + nth]
         return Nodes(torch.full_like(q, self.table), self.q.select(q), self.k.select(k))
 
@@ -82,7 +81,10 @@ def descend_classes(
     ways = []
     for each in (replace(rule, pattern=part, rows=None), replace(rule.rows, pattern=part)):
         _, q = runs_in(each.q, slots)
-        found = [Meeting.of(each, part, table, *_seeing(each, table, q)) for table in tables]
+        found = []
+        for table in tables:
+            sides = (_that_see(each, table, q, Run.of(each.k), by_query=by_query) for by_query in (True, False))
+            found.append(Meeting.of(each, part, table, *sides))
         ways.append((sum(meeting.number for meeting in found), each, found))
     _, best, found = min(ways, key=lambda way: way[0])
     yield from descend(best, join_nodes([meeting.nodes() for meeting in found]), q_block, k_block)
@@ -95,8 +97,7 @@ def descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], q_block: int
     q, k = (_in_blocks(*side) for side in ((rule.q, rows, q_block), (rule.k, columns, k_block)))
     nodes = q.number[key // columns % rows] * k.number[key % columns]
     for some in torch.arange(len(key)).split(max(1, _NODES_AT_ONCE // int(nodes.max()) if len(key) else 1)):
-        block = torch.repeat_interleave(nodes[some])
-        index = torch.arange(len(block)) - (nodes[some].cumsum(0) - nodes[some])[block]
+        block, index = enumerated(nodes[some])
         number = key[some][block]
         row, column = number // columns % rows, number % columns
         width = k.number[column]
@@ -125,9 +126,8 @@ def runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
     first, last = slots.first, slots.last
     if pieces.strides is None:  # of runs one after the other only some lie in a stretch
         begin = torch.searchsorted(pieces.starts, first, right=True) - 1
-        number = torch.searchsorted(pieces.starts, last) - begin
-        stretch = torch.repeat_interleave(number)
-        piece = torch.arange(len(stretch)) - (number.cumsum(0) - number)[stretch] + begin[stretch]
+        stretch, nth = enumerated(torch.searchsorted(pieces.starts, last) - begin)
+        piece = begin[stretch] + nth
     else:
         stretch, piece = torch.cartesian_prod(torch.arange(len(first)), torch.arange(len(pieces.starts))).unbind(1)
     run = Run.of(pieces).select(piece).within(first[stretch], last[stretch])
@@ -135,13 +135,8 @@ def runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
     return stretch[held], run.select(held)
 
 
-def _seeing(rule: Rule, table: int, q: Run) -> tuple[Run, Run]:
-    """The runs of queries that may see any key, and those of keys that any query may see."""
-    k = Run.of(rule.k)
-    return _held(rule, table, q, k, by_query=True), _held(rule, table, q, k, by_query=False)
-
-
-def _held(rule: Rule, table: int, q: Run, k: Run, *, by_query: bool) -> Run:
+def _that_see(rule: Rule, table: int, q: Run, k: Run, *, by_query: bool) -> Run:
+    """The runs of queries that may see any key, or those of keys that any query may see."""
     own, other = (q, rule.k) if by_query else (k, rule.q)
     number = torch.full_like(own.piece, table)
     first = other.firsts[table]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._diagonals import settle_by_diagonals
-from ._rule import Nodes, Rule, Run
+from ._rule import Nodes, Rule, Run, enumerated
 
 _FRONTIER = 1 << 18  # nodes classified at once: bounds the builder's memory
 _FEW_BLOCKS = 1 << 12  # bounds for so many single blocks are faster than halving level by level
@@ -103,8 +103,8 @@ def single_blocks(nodes: Nodes, q_block: int, k_block: int) -> Nodes:
     """The parts of the nodes that lie in one block each."""
     width = nodes.k.num_blocks(k_block)
     sizes = nodes.q.num_blocks(q_block) * width
-    node = torch.repeat_interleave(sizes)
-    index, width = torch.arange(len(node)) - (sizes.cumsum(0) - sizes)[node], width[node]
+    node, index = enumerated(sizes)
+    width = width[node]
     q = _nth_block(nodes.q.select(node), index // width, q_block)
     single = Nodes(nodes.table[node], q, _nth_block(nodes.k.select(node), index % width, k_block))
     if q.stride is None and single.k.stride is None:

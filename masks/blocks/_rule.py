@@ -109,3 +109,9 @@ def span(pieces: Pieces, table: Tensor, run: Run) -> Progression:
     index = run.start - pieces.starts[run.piece]
     index = index if run.stride is None else index // run.stride
     return Progression(pieces.firsts[table, run.piece] + pieces.step * index, pieces.step, run.count)
+
+
+def enumerated(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(owner, place) of counts.sum() items: owner i has counts[i] of them, at places 0, 1 and so on."""
+    owner = torch.repeat_interleave(counts)
+    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
