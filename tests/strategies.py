@@ -167,3 +167,17 @@ def tensors(
     sizes = draw(fst.attention_sizes(num_heads=case.num_heads, max_tokens=1))
     sizes = replace(sizes, batch=batch or sizes.batch, num_queries=case.num_queries, num_keys=case.num_keys)
     return draw(fst.attention_inputs(sizes, dtype=dtype, values=["ordinary"], requires_grad=True))
+
+
+def sinks(num_heads: int) -> st.SearchStrategy[Tensor]:
+    """Of each head none at all, one that takes next to nothing, an ordinary one, or one that takes all."""
+    logit = st.one_of(st.sampled_from([-torch.inf, -50.0, 0.0, 50.0]), st.floats(-3, 3))
+    logits = st.lists(logit, min_size=num_heads, max_size=num_heads)
+    return logits.map(lambda values: torch.tensor(values, dtype=torch.float64, requires_grad=True))
+
+
+@st.composite
+def inputs(draw: st.DrawFn, case: Sizes) -> tuple[Tensor, ...]:
+    """q, k, v and, half of the time, sinks."""
+    qkv = draw(tensors(case))
+    return (*qkv, draw(sinks(case.num_heads))) if draw(st.booleans()) else qkv

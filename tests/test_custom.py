@@ -19,6 +19,7 @@ from flexdilated.masks.patterns.custom._function_checks import check_mask_mod
 from flexdilated.masks.planning.lowering._ways import shared_terms
 from flexdilated.testing._vocabulary import classify_window, lattice, same_kind, window_by_head
 from tests.agreement import assert_agrees
+from tests.compilers import without_inductor
 from tests.custom_rules import TABLE, by_global, diagonal, window
 from tests.strategies import cases, functions, sets, tensors
 from tests.twins import Twin
@@ -166,25 +167,39 @@ def test_describe_counts_pairs():
     assert "custom(mask_mod)" in str(description)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["flex", "tiles"])
-def test_compiles_with_what_it_captured(engine):
-    """Ints, tensors by position and by head, globals and inner functions; in one graph, for changing ints."""
+def capturing() -> list[masks.Pattern]:
+    """Functions that capture ints, tensors by position and by head, globals and inner functions."""
     inner = window(9)
     composite = lambda b, h, q, k: (TABLE[q % 6] == TABLE[k % 6]) & inner(b, h, q, k)  # noqa: E731
-    functions = [window(3), window(8), by_global, window_by_head(torch.tensor([5, 60])), composite]
+    functions = [window(3), window(8), by_global, window_by_head(torch.tensor([5, 60, 7, 30, 9])), composite]
+    return [masks.custom(function) for function in functions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["flex", "tiles"])
+def test_each_runs_with_what_it_captured(engine):
+    """By itself, for changing ints; and the last in one graph with its caller."""
     q, k, v = torch.randn(3, 1, 2, 200, 16)
-    for function in functions:
-        pattern = masks.custom(function) & masks.causal()
-        exact = fd.attend(q, k, v, pattern, engine="reference")
-        with torch.no_grad():
-            torch.testing.assert_close(fd.attend(q, k, v, pattern, engine=engine), exact, rtol=1e-4, atol=1e-5)
-    torch.compiler.reset()
-    last = masks.custom(composite)
-    compiled = torch.compile(lambda q, k, v: fd.attend(q, k, v, last, engine=engine), fullgraph=True)
-    with torch.no_grad():
+    patterns = capturing()
+    with without_inductor(), torch.no_grad():
+        for pattern in patterns:
+            found = fd.attend(q, k, v, pattern & masks.causal(), engine=engine)
+            exact = fd.attend(q, k, v, pattern & masks.causal(), engine="reference")
+            torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+        last = patterns[-1]
+        compiled = torch.compile(lambda q, k, v: fd.attend(q, k, v, last, engine=engine), fullgraph=True)
         exact = fd.attend(q, k, v, last, engine="reference")
         torch.testing.assert_close(compiled(q, k, v), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_all_compile_to_one_kernel():
+    """The C++ of FlexAttention, one function a head: heads 1 to 4 of 5 on two key/value heads, 70 queries over 190."""
+    q, (k, v) = torch.randn(1, 4, 70, 16), torch.randn(2, 1, 2, 190, 16)
+    pattern = masks.per_head(capturing()) & masks.causal()
+    sizes = {"q_offset": 130, "k_offset": 10, "head_offset": 1, "num_heads_global": 5, "enable_gqa": True}
+    found, exact = (fd.attend(q, k, v, pattern, engine=engine, **sizes) for engine in ("flex", "reference"))
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_what_it_captured_follows_the_device():

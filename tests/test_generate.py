@@ -69,7 +69,7 @@ def test_memory_of_a_long_generation_is_bounded() -> None:
     model = model_of(TINY)
     caches = model.new_caches(capacity=256)
     with torch.no_grad():
-        for part in prompt_of(B=1, N=2000).split(50, dim=1):
+        for part in prompt_of(B=1, N=900).split(50, dim=1):
             model(part, caches=caches)
     assert all(cache.num_kept <= 256 for cache in caches)
 

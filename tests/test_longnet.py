@@ -221,8 +221,9 @@ def test_the_residual_stream_keeps_its_scale_at_any_depth():
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["residue", "auto"])
 def test_compiled_training_step_equals_eager(layout):
+    torch.compiler.reset()
     model = model_of(replace(TINY, depth=1, layout=layout), dtype=torch.float32)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)  # one graph for both lengths: half the C++
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     parameters = list(model.parameters())
     for num_tokens in (N, 24):
         tokens = tokens_of(N=num_tokens)
@@ -231,6 +232,16 @@ def test_compiled_training_step_equals_eager(layout):
         gradients = torch.autograd.grad(loss, parameters)
         for ours, wanted in zip(gradients, torch.autograd.grad(expected, parameters), strict=True):
             assert (ours - wanted).norm() <= 1e-4 * wanted.norm()
+
+
+@pytest.mark.slow
+def test_inductor_computes_what_eager_does():
+    torch.compiler.reset()
+    model = model_of(replace(TINY, depth=1, layout="residue"), dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)  # one graph for both lengths: half the C++
+    with torch.no_grad():
+        for num_tokens in (N, 24):
+            assert_close(compiled(tokens_of(N=num_tokens)), model(tokens_of(N=num_tokens)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("remake", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -65,9 +66,8 @@ def _split(given) -> tuple[list[Tensor], Tensor]:
     return leaves, grad
 
 
-@pytest.mark.parametrize("engine", ["tiles", "reference"])
 @pytest.mark.parametrize("name", PATTERNS)
-@given(layouts=LAYOUTS, seed=st.integers(0, 99))
+@given(engine=st.sampled_from(["tiles", "reference"]), layouts=LAYOUTS, seed=st.integers(0, 99))
 def test_attend(name: str, engine: str, layouts: tuple[str, ...], seed: int):
     options = {"enable_gqa": True, "return_lse": True, "engine": engine}
     assert_same_anywhere(lambda q, k, v: fd.attend(q, k, v, PATTERNS[name], **options), *drawn(seed, *layouts))
@@ -78,7 +78,7 @@ def test_attend(name: str, engine: str, layouts: tuple[str, ...], seed: int):
 def test_every_dtype(layout: str, dtype: torch.dtype):
     """But for the last bits: a matrix product adds up otherwise where rows do not begin at whole words."""
     few = 32 * torch.finfo(dtype).eps
-    for pattern in PATTERNS.values():
+    for pattern in (MIXTURE, PATTERNS["blocks"], PATTERNS["documents"]):
         given = drawn(1, *[layout] * 4, dtype=dtype)
         assert_same_anywhere(lambda *x, p=pattern: fd.attend(*x, p, enable_gqa=True), *given, rtol=few, atol=few)
 
@@ -86,8 +86,11 @@ def test_every_dtype(layout: str, dtype: torch.dtype):
 @pytest.mark.parametrize("layout", MEMORY_LAYOUTS)
 def test_traced(layout: str):
     """As torch.compile hands operands to the op, which promises strides of its results."""
-    attend = torch.compile(lambda q, k, v: fd.attend(q, k, v, MIXTURE, enable_gqa=True), backend="aot_eager")
-    assert_same_anywhere(attend, *drawn(2, *[layout] * 4))
+    attend = partial(fd.attend, pattern=MIXTURE, enable_gqa=True)
+    given = drawn(2, *[layout] * 4)
+    found = outcome(torch.compile(attend, backend="aot_eager"), *_split(given))
+    for one, truth in zip(found, outcome(attend, *_split([x.contiguous() for x in given])), strict=True):
+        assert_close(one, truth, rtol=1e-12, atol=1e-12)
 
 
 @given(LAYOUTS)
@@ -142,8 +145,7 @@ def test_modules(layout: str):
     dilated = fd.DilatedAttention([16, 64], [1, 4], causal=True)
     sparse = fd.BlockSparseAttention(PATTERNS["blocks"])
     heads = fd.MultiheadDilatedAttention(8, 2, [16, 64], [1, 4], dtype=torch.float64)
-    for module in (dilated, sparse):
-        assert_same_anywhere(module, q, k, v, grad)
+    assert_same_anywhere(dilated if MEMORY_LAYOUTS.index(layout) % 2 else sparse, q, k, v, grad)
     # (B, N, E): head 0 of tensors that lie so.
     assert_same_anywhere(lambda *x: heads(*x)[0], *(x[:, 0] for x in (q, k, v, grad)))
 

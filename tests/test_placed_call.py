@@ -19,6 +19,7 @@ from flexdilated.masks.orders._placement import Placement
 from flexdilated.masks.planning._placed import plan_at
 from tests import oracle
 from tests.agreement import TIGHT, assert_agrees
+from tests.compilers import without_inductor
 from tests.strategies import longnets, written_expressions
 from tests.twins import Twin
 
@@ -183,17 +184,18 @@ def test_partly_overlapping_terms_start_from_nothing():
 @pytest.mark.slow
 @pytest.mark.parametrize("complete", [False, True])
 def test_flex_runs_parts(complete: bool):
-    """Compiled FlexAttention over picked keys, for a set pattern, where it has a forward: on CPU without lse."""
+    """FlexAttention, traced, over picked keys, for a set pattern, where it has a forward: on CPU without lse."""
     pattern = masks.causal() & masks.local_window(left=200, right=0)
     queries = (range(150, 200), range(300, 400))
     needed = (*queries, range(0, 150), range(200, 300))
     placement = Placement(queries, (needed,) * 2 if complete else ((range(100, 300),),), complete, num_tokens=400)
     q = torch.randn(1, 4, 150, 16)
     k, v = torch.randn(2, 1, 2, placement.num_keys, 16)
-    found, truth = (
-        PlacedCall(pattern.text, placement, 0.25, 0, 4, engine).forward(q, k, v, None, [], return_lse=False)[0]
-        for engine in ("flex", "tiles")
-    )
+    with without_inductor():
+        found, truth = (
+            PlacedCall(pattern.text, placement, 0.25, 0, 4, engine).forward(q, k, v, None, [], return_lse=False)[0]
+            for engine in ("flex", "tiles")
+        )
     assert_close(found, truth, rtol=1e-4, atol=1e-5)
 
 

@@ -102,9 +102,8 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("least", LEAST_PAIRS)
+@pytest.mark.parametrize(("least", "rate"), [(1, 1), (1, 5), (40, 1), (500, 5), (1 << 20, 1)])
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("rate", [1, 5])
 def test_every_pair_is_computed_once(name, least, rate):
     pattern, rule = RULES[name]
     for num_tokens, side in ((61, 4), (64, 8), (33, 16), (5, 8), (1, 2)):
@@ -192,8 +191,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("dtype", "groups"), [(torch.float32, 2), (torch.bfloat16, 1), (torch.float16, 2)])
 def test_views_of_any_layout_and_type(layout, dtype, groups):
     """Bands are read in place: from tensors of any strides, and from gradients that repeat one number."""
     torch.manual_seed(0)

@@ -22,35 +22,19 @@ from flexdilated.masks.planning._planner import Plan, plan
 from tests import oracle
 from tests.agreement import assert_agrees
 from tests.ladders import GIGAPATH_5, LONGNET_5, PAPER_5, scaled
-from tests.strategies import block_sides, cases, tensors, whole_cases
+from tests.strategies import block_sides, cases, inputs, tensors
 
 
 @given(st.data(), st.tuples(block_sides, block_sides), st.floats(-2, 2))
 def test_attend_is_the_oracle(data, sides, scale):
+    """Some of the heads, grouped keys, any queries over any keys, with sinks or without; and all gradients."""
     case = data.draw(cases())
-    q, k, v = data.draw(tensors(case))
 
-    def attend(q, k, v):
-        return fd.attend(
-            q, k, v, case.twin.pattern, scale=scale, enable_gqa=True, engine="tiles", block_size=sides,
-            return_lse=True, **case.sizes,
-        )  # fmt: skip
+    def attend(q, k, v, sinks=None):
+        options = {"scale": scale, "enable_gqa": True, "engine": "tiles", "block_size": sides, "return_lse": True}
+        return fd.attend(q, k, v, case.twin.pattern, sinks=sinks, **options, **case.sizes)
 
-    assert_agrees(attend, (q, k, v), case.counts(), scale=scale)
-
-
-@given(st.data(), st.integers(1, 7), block_sides)
-def test_attend_in_a_layout_is_the_oracle(data, rate, side):
-    """Tokens in residue-major order in and out: the oracle with its rows and columns permuted."""
-    case = data.draw(whole_cases())
-    layout = Layout(case.num_keys, rate)
-    counts = case.counts()[:, layout.positions()][:, :, layout.positions()]
-
-    def attend(q, k, v):
-        options = {"layout": layout, "enable_gqa": True, "engine": "tiles", "block_size": side}
-        return fd.attend(q, k, v, case.twin.pattern, return_lse=True, **options)
-
-    assert_agrees(attend, data.draw(tensors(case)), counts)
+    assert_agrees(attend, data.draw(inputs(case)), case.counts(), scale=scale)
 
 
 class RunPlan(torch.autograd.Function):
@@ -95,9 +79,8 @@ LADDERS = {
 }
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("causal", "rate"), [(False, 8), (True, 1)], ids=["full, residue", "causal, natural"])
 @pytest.mark.parametrize("name", LADDERS)
-@pytest.mark.parametrize("rate", [1, 8])
 def test_ladders(name, causal, rate):
     """Grouped heads of different offsets; N a multiple of nothing; in the natural order and in another."""
     segments, rates = LADDERS[name]

@@ -87,8 +87,11 @@ def sides_run(monkeypatch) -> list[int]:
     return sides
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("pattern", [WINDOW, MIXTURE, MIXTURE & masks.causal(), WINDOW | masks.strided(16)], ids=str)
+@pytest.mark.parametrize(
+    ("pattern", "backward"),
+    [(WINDOW, False), (MIXTURE, True), (MIXTURE & masks.causal(), False), (WINDOW | masks.strided(16), True)],
+    ids=str,
+)
 def test_every_way_is_measured_and_predicted(pattern, backward):
     found = measure_options(bound(pattern), "cpu", torch.float32, D, H, backward)
     assert len(found) >= 2
