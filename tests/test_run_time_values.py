@@ -12,12 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.flex import _flex_op
+from flexdilated.engines.flex._flex import FlexProgram
 from flexdilated.engines.flex._flex_op import run_time_program
 from flexdilated.masks.planning._planner import plan
 from tests import oracle
@@ -215,11 +217,34 @@ def test_a_graph_sees_the_values_of_its_moment(engine: str) -> None:
             assert_close(compiled(q, ids), exact, rtol=1e-4, atol=1e-5)
 
 
+def test_layers_of_several_patterns_are_one_graph():
+    """As in a model whose layers alternate; the graph is traced once for each length."""
+    patterns = (
+        masks.local_window(left=9, right=0),
+        masks.strided(4) & masks.causal(),
+        masks.local_window(left=9, right=0),
+    )
+
+    def stacked(x, engine):
+        for pattern in patterns:
+            x = fd.attend(x, x, x, pattern, engine=engine)
+        return x
+
+    torch.compiler.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(stacked, fullgraph=True, dynamic=False, backend=graphs)
+    with torch.no_grad():
+        for num_tokens in (70, 90, 70):
+            x = torch.randn(1, 2, num_tokens, 24)
+            assert_close(compiled(x, "flex"), stacked(x, "reference"), rtol=1e-4, atol=1e-5)
+    assert graphs.frame_count == 2
+
+
 @pytest.mark.slow
 def test_traced_programs_are_bounded(monkeypatch):
     """The oldest goes first; a graph that still runs is then traced anew, and right."""
     monkeypatch.setattr(_flex_op, "_MOST_TRACED", 2)
-    _flex_op._traced.clear()
+    monkeypatch.setattr(_flex_op, "_Traced", type("_Traced", (), {}))
     torch.compiler.reset()
     pattern = masks.dilated(16, 2)
     options = {"fullgraph": True, "dynamic": False, "backend": "aot_eager"}
@@ -228,4 +253,4 @@ def test_traced_programs_are_bounded(monkeypatch):
         for num_tokens in (40, 50, 60, 40, 50):
             q = torch.randn(1, 2, num_tokens, 16)
             assert_close(compiled(q), fd.attend(q, q, q, pattern), rtol=1e-4, atol=1e-5)
-            assert len(_flex_op._traced) <= 2
+            assert sum(isinstance(each, FlexProgram) for each in vars(_flex_op._Traced).values()) <= 2

@@ -219,10 +219,23 @@ def joined(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | 
     return torch.cat(outs, dim=1), None if lses[0] is None else torch.cat(lses, dim=1)
 
 
-# Programs that compiled graphs refer to: a graph reads its tables from here, at every run. The oldest go first; a
-# graph whose program has gone is traced anew.
-_traced: dict[tuple[CallKey, tuple[tuple[int, ...], ...], str], FlexProgram] = {}
+class _Traced:
+    """The programs that compiled graphs refer to, each an attribute: a trace reads those of a dict but once.
+
+    A graph reads its tables from here, at every run. The oldest go first; a graph whose program has gone is traced
+    anew.
+    """
+
+
 _MOST_TRACED = 256
+
+
+def _name(key: CallKey, bindings: Sequence[Tensor], kind: str) -> str:
+    """A program's attribute, of all that it depends on: written as a trace can, to which only strings are constants."""
+    _, *numbers, block_size, placement = key
+    shapes = [size for each in bindings for size in (each.dim(), *each.shape)]
+    sizes = " ".join([f"{each}" for each in (*numbers, *block_size, "tensors", *shapes)])
+    return f"{kind} {sizes} {placement} {key.pattern}"
 
 
 def flex(
@@ -260,7 +273,7 @@ def _flex(
     if torch.compiler.is_compiling():
         # Tracing can read a plain dict but not build a plan; the op's shape rule runs while tracing, and can.
         _prepare(q, bindings, *key)
-        program = _traced[(key, tuple([tuple(each.shape) for each in bindings]), q.device.type)]
+        program = getattr(_Traced, _name(key, bindings, q.device.type))
         program = with_tables(program, flex_tables(q, bindings, *key)) if bindings else program
         return run_flex(program, q, k, v, direct=True, **options)
     if bindings:
@@ -279,14 +292,15 @@ def _prepare(q: Tensor, bindings: list[Tensor], key: CallKey) -> Tensor:
 @_prepare.register_fake
 def _(q, bindings, *key):
     found, batch = CallKey.of(*key), int(q.shape[0])
-    shapes = tuple(tuple(map(int, each.shape)) for each in bindings)
-    if (found, shapes, q.device.type) not in _traced:
+    name = _name(found, bindings, q.device.type)
+    if name not in vars(_Traced):
         with own_modes():
             if bindings:
                 made = blank_program(found, q.device, bindings, batch)
             else:
                 made = static_program(found, q.device, chosen(found, q))
-        while len(_traced) >= _MOST_TRACED:
-            del _traced[next(iter(_traced))]
-        _traced[(found, shapes, q.device.type)] = made
+        programs = [each for each, value in vars(_Traced).items() if isinstance(value, FlexProgram)]
+        for oldest in programs[: len(programs) - _MOST_TRACED + 1]:
+            delattr(_Traced, oldest)
+        setattr(_Traced, name, made)
     return q.new_empty(0)
