@@ -166,7 +166,7 @@ def test_batches_and_grouped_heads_count() -> None:
 @pytest.mark.parametrize(
     ("name", "device", "largest", "num_tokens"),
     [
-        ("longnet", "cuda", 1 << 20, 1_180_672),
+        ("longnet", "cuda", 1 << 17, 164_864),  # planned in other ways than 2**16 and 2**17 tokens
         ("longnet", "cpu", 1 << 17, 164_864),
         ("longformer", "cuda", 1 << 17, 164_864),
         ("longformer", "cpu", 1 << 17, 164_864),

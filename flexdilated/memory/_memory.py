@@ -31,7 +31,7 @@ from ..engines import (
 )
 from ..masks.core import Expression, require_int
 from ..masks.patterns import names
-from ..masks.planning import plan
+from ..masks.planning import ANYTHING, Choice, plan, way_of
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
 
@@ -185,19 +185,32 @@ def attention_memory(pattern: Expression, size: AttentionSize, *, device: str = 
         return _dry_run(pattern, size, device)
     ending = size.num_tokens % _SAME_ENDING
     tokens = LARGEST_RUN // 2 + ending, LARGEST_RUN + ending
-    smaller, larger = (_dry_run(pattern, replace(size, num_tokens=number), device) for number in tokens)
+    choice = _choice(pattern, size, device)  # fewer tokens may be planned in other ways
+    smaller, larger = (_dry_run(pattern, replace(size, num_tokens=number), device, choice) for number in tokens)
     return smaller.at(size.num_tokens, larger, tokens)
 
 
-def _dry_run(pattern: Expression, size: AttentionSize, device: str) -> AttentionMemory:
+def _key(pattern: Expression, size: AttentionSize) -> CallKey:
     pattern.check_heads(size.num_heads)
     heads, tokens = (size.num_heads, size.kv_heads), (size.num_tokens, size.num_tokens)
-    key = CallKey(pattern.text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
+    return CallKey(pattern.text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
+
+
+def _choice(pattern: Expression, size: AttentionSize, device: str) -> Choice:
+    """The ways in which a call of this size is computed."""
+    allowed = ANYTHING if device == "cpu" else allowed_on(torch.device(device))
+    best = plan(_key(pattern, size).bound(pattern), device=device, allowed=allowed)
+    together = len(best.options) < len(set(pattern.branches()))
+    return Choice(together, tuple(way_of(options[0]) for options in best.options))
+
+
+def _dry_run(pattern: Expression, size: AttentionSize, device: str, choice: Choice | None = None) -> AttentionMemory:
+    key = _key(pattern, size)
     if device == "cpu":
         key_bytes = 2 * size.batch * size.head_dim * size.dtype.itemsize
-        attention, tables = tiles_attention_of(key, pattern, key_bytes=key_bytes)
+        attention, tables = tiles_attention_of(key, pattern, key_bytes=key_bytes, choice=choice)
     else:
-        attention, tables = flex_attention_of(key, pattern, device=device)
+        attention, tables = flex_attention_of(key, pattern, device=device, choice=choice)
     with fake_tensors():
         q, k, v = (_empty(heads, size) for heads in (size.num_heads, size.kv_heads, size.kv_heads))
     # Outside of the mode: what the engine does with its tables alone is done, as it decides by their values.
@@ -230,13 +243,13 @@ _SIDES = (128, 128)  # the engine's own
 
 
 def flex_attention_of(
-    key: CallKey, rule: Expression, *, device: str
+    key: CallKey, rule: Expression, *, device: str, choice: Choice | None = None
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], int]:
     """(q, k, v) -> (out, lse) by the engine's own steps, with a stand-in for the kernel; and its tables' bytes.
 
     The plan is that of the device; tables and rows are built on the CPU, where no such device is needed.
     """
-    best = plan(key.bound(rule), device=device, allowed=allowed_on(torch.device(device)))
+    best = plan(key.bound(rule), device=device, allowed=allowed_on(torch.device(device)), choice=choice)
     sizes = {"num_kv_heads": key.num_kv_heads, "block_size": _SIDES}
     program = make_flex_program(best, key.layout, **sizes, device=torch.device("cpu"))
     program = replace(program, steps=tuple(map(_with_stand_in, program.steps)))
@@ -285,14 +298,14 @@ _STEPS, _GATHERED_BYTES = 3, 2 * GATHERED_BYTES
 
 
 def tiles_attention_of(
-    key: CallKey, rule: Expression, *, key_bytes: int
+    key: CallKey, rule: Expression, *, key_bytes: int, choice: Choice | None = None
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], int]:
     """(q, k, v) -> (out, lse) by the engine's own steps, without its operator around them; and its tables' bytes.
 
     `key_bytes` are those of a key and its value over the batch. Of steps that are alike only a few are taken, as
     what they hold is freed before others of their kind begin.
     """
-    program = program_of(key, rule, "cpu", None, written=key.pattern)
+    program = program_of(key, rule, "cpu", choice, written=key.pattern)
     few = _few_of_each_kind(program, key_bytes)
     return lambda q, k, v: _Tiles.apply(q, k, v, few), program.nbytes
 

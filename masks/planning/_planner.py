@@ -192,7 +192,7 @@ def _logged(plan: Plan, kind: str, choice: Choice | None) -> Plan:
     if not debug_wanted():
         return plan
     measured = choice is not None and choice.ways == tuple(way_of(options[0]) for options in plan.options)
-    why = ", the ways that autotune measured to be fastest" if measured else ""
+    why = ", in ways that were chosen before" if measured else ""
     log.debug("planned %s, on %s: %s%s", _bound_text(plan.bound), kind, _ways(plan), why)
     for best, *others in plan.options[:_MOST_BRANCHES]:
         if others:
