@@ -130,6 +130,12 @@ def attend(
         in calls without it as well. Inside torch.compile nothing is measured, and what was found is used.
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
+    >>> pattern = masks.local_window(left=31, right=0)
+    >>> fd.attend(q, k, v, pattern).shape
+    torch.Size([1, 4, 256, 64])
+    >>> out, lse = fd.attend(q, k, v, pattern, return_lse=True)
     """
     require_expression(pattern)
     q, k, v = autocast(q, k, v)

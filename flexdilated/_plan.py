@@ -220,7 +220,7 @@ def plan(
     compute it are timed on this machine's CPU. Nothing else is computed.
 
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
-        >>> report.attention_memory.training_peak  # bytes
+        >>> peak = report.attention_memory.training_peak  # bytes
 
     Raises ValueError or TypeError for sizes that do not fit together, for a pattern that does not bind to them, that
     lacks run-time tensors or has those of several batch entries, and for more blocks than can be listed.

@@ -54,6 +54,10 @@ class KVCache:
 
     For inference: nothing here is differentiable. Raises ValueError or TypeError for a pattern in which a query
     sees a later key, for one with run-time tensors, and for tensors that do not continue those before.
+
+    >>> cache = fd.KVCache(masks.local_window(left=127, right=0), num_heads=4)
+    >>> cache.attend(*torch.randn(3, 1, 4, 100, 64)).shape  # the first tokens, then the next ones
+    torch.Size([1, 4, 100, 64])
     """
 
     def __new__(cls, *args: object, **options: object) -> Self:

@@ -121,6 +121,10 @@ def attend(
 
     Raises ValueError or TypeError, before anything is sent, for inputs that do not fit together, and on all ranks where
     they disagree; torch.distributed.DistError, within the process group's timeout, where a rank dies or hangs.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
+    >>> fd.distributed.attend(q, k, v, masks.causal(), mesh=mesh).shape  # this rank's tokens
+    torch.Size([1, 4, 256, 64])
     """
     require_expression(pattern)
     require_choice("schedule", schedule, _SCHEDULES)

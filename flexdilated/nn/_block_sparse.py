@@ -43,6 +43,11 @@ class BlockSparseAttention(nn.Module):
     and bindings are of the whole sequence. schedule: "exchange", "ring", "auto" of these two, or "heads", each rank the
     whole sequence of some heads. codec, error_bound, pool: as in `distributed.attend`. The ranks' gradients of `sinks`
     add up.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
+    >>> layer = fd.BlockSparseAttention(masks.local_window(left=31, right=0))
+    >>> layer(q, k, v).shape
+    torch.Size([1, 4, 256, 64])
     """
 
     sinks: nn.Parameter | None

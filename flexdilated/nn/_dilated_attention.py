@@ -36,6 +36,11 @@ class DilatedAttention(BlockSparseAttention):
 
     A query whose head is in no branch at its position gets output 0. offsets, heads: as in `masks.longnet`. The
     rest, and the call, are those of `BlockSparseAttention`.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
+    >>> layer = fd.DilatedAttention((64, 256), (1, 4), causal=True)
+    >>> layer(q, k, v).shape
+    torch.Size([1, 4, 256, 64])
     """
 
     def __init__(
@@ -61,6 +66,10 @@ class RingDilatedAttention(BlockSparseAttention):
     Keys and values come to the queries: each rank gets those that its queries need, at once (schedule="exchange") or
     rank by rank while it computes ("ring"); "auto" takes what the bytes and the memory are in favour of. mesh,
     sharding, codec, error_bound, pool: as in `BlockSparseAttention`; the rest as in `DilatedAttention`.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
+    >>> fd.RingDilatedAttention((64, 256), (1, 4), mesh=mesh)(q, k, v).shape  # this rank's tokens
+    torch.Size([1, 4, 256, 64])
     """
 
     def __init__(
@@ -97,6 +106,10 @@ class HeadParallelDilatedAttention(BlockSparseAttention):
     multiple of the number of ranks; key/value heads may be fewer, and go to every rank that reads them. Dilation
     offsets are those of the head among all heads, so W ranks give the result of one. mesh, sharding: as in
     `BlockSparseAttention`; the rest as in `DilatedAttention`.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
+    >>> fd.HeadParallelDilatedAttention((64, 256), (1, 4), mesh=mesh)(q, k, v).shape  # this rank's tokens
+    torch.Size([1, 4, 256, 64])
     """
 
     def __init__(

@@ -43,6 +43,12 @@ class LongNet(nn.Module):
     but attention needs no other rank. The tokens then stay in their order, as with layout="natural". The parameters'
     gradients are of this rank's tokens: those of all ranks add up. schedule, sharding, codec, error_bound, pool: as
     in `BlockSparseAttention`. The state_dict is that of a model without a mesh.
+
+    >>> config = fd.LongNetConfig(
+    ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
+    ... )
+    >>> fd.LongNet(config)(torch.randint(256, (1, 300))).shape
+    torch.Size([1, 300, 256])
     """
 
     def __init__(

@@ -31,6 +31,10 @@ class LongNetConfig:
     engine: as in `attend`.
 
     Raises ValueError or TypeError for sizes and choices that do not fit together.
+
+    >>> config = fd.LongNetConfig(
+    ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
+    ... )
     """
 
     vocab_size: int | None

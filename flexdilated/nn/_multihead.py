@@ -38,6 +38,11 @@ class MultiheadDilatedAttention(nn.Module):
 
     Not available, each a ValueError that names the remedy: dropout above 0, add_bias_kv, add_zero_attn.
     Inside `nn.TransformerEncoderLayer` the module is called in every mode, its fused inference path included.
+
+    >>> layer = fd.MultiheadDilatedAttention(64, 4, (64, 256), (1, 4), batch_first=True)
+    >>> x = torch.randn(1, 256, 64)
+    >>> layer(x, x, x)[0].shape
+    torch.Size([1, 256, 64])
     """
 
     # In eval without gradients `nn.TransformerEncoderLayer` runs its own dense kernel on the weights of

@@ -96,6 +96,8 @@ def compilations() -> Compilations:
 
     Reads torch's own counters, which other code may clear; `torch._dynamo.utils.counters.clear()` starts the
     counts anew, but for the seconds, the flex functions and the latest.
+
+    >>> compilations = fd.compilations()  # print it
     """
     # Whoever has compiled something has imported this: nobody else has to wait a second for it.
     found = sys.modules.get("torch._dynamo.utils")

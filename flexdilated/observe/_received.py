@@ -49,6 +49,11 @@ def attention_received(
     engine: as in `attend`, except that "flex" has no backward on CPU. block_size: as in `attend`.
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
+    >>> _, lse = fd.attend(q, k, v, masks.causal(), return_lse=True)
+    >>> fd.attention_received(q, k, lse, masks.causal()).shape
+    torch.Size([1, 4, 256])
     """
     require_expression(pattern)
     q, k, _ = autocast(q, k, k)

@@ -41,6 +41,9 @@ def plot_attention_received(
     Colours are on a scale of logarithms, grey where a token got nothing.
 
     Raises ValueError or TypeError for tensors of other shapes, and ImportError without matplotlib.
+
+    >>> figure = fd.plot_attention_received(torch.rand(1, 4, 256))
+    >>> figure.savefig('received.png')
     """
     heads = _heads(received, batch)
     if coordinates is None:

@@ -77,6 +77,8 @@ def stats() -> Stats:
     """Cache, pools and compilations of this process at this moment, and where its plans come from.
 
     Nothing is built, imported or measured for it. Raises ValueError where the cache's variables cannot be read.
+
+    >>> stats = fd.stats()  # print it
     """
     return Stats(cache().stats(), tuple(_pools()), compilations(), tuple(sources_in_use().items()), num_measured())
 

@@ -35,7 +35,14 @@ _WIDTH = 88  # the table has 120 columns
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check: its name, its verdict, and what was tried or, where it failed, the smallest case that fails."""
+    """One check: its name, its verdict, and what was tried or, where it failed, the smallest case that fails.
+
+    >>> report = testing.examine_attention_module(
+    ...     lambda: fd.BlockSparseAttention(masks.causal()), masks.causal(), checks=['causality']
+    ... )
+    >>> report.results[0].verdict
+    'passed'
+    """
 
     name: str
     verdict: Verdict
@@ -44,7 +51,14 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """All checks of one module, in the order in which they ran."""
+    """All checks of one module, in the order in which they ran.
+
+    >>> report = testing.examine_attention_module(
+    ...     lambda: fd.BlockSparseAttention(masks.causal()), masks.causal(), checks=['causality']
+    ... )
+    >>> report.passed
+    True
+    """
 
     module: str
     pattern: str
@@ -114,7 +128,10 @@ _MOST_LINES = 8
 
 
 def check_attention_module(factory: Callable[[], Any], pattern: Pattern | Mixture, **options: Any) -> ModuleReport:
-    """As `examine_attention_module`, but raises AssertionError, with the report, if a check fails."""
+    """As `examine_attention_module`, but raises AssertionError, with the report, if a check fails.
+
+    >>> report = testing.check_attention_module(lambda: fd.BlockSparseAttention(masks.causal()), masks.causal())
+    """
     report = examine_attention_module(factory, pattern, **options)
     if not report.passed:
         raise AssertionError(str(report))
@@ -151,6 +168,10 @@ def examine_attention_module(
     Each check takes the lengths in rising order, so what it reports is the shortest case that fails among them, and
     where lengths are not given, among all. A module that raises fails the check that called it. The definition that all
     is held to is dense and in float64; budgets are those of `assert_attention_close`.
+
+    >>> report = testing.examine_attention_module(lambda: fd.BlockSparseAttention(masks.causal()), masks.causal())
+    >>> report.passed
+    True
     """
     require_expression(pattern)
     if not callable(factory):

@@ -35,6 +35,8 @@ def check_pattern(
 
     Raises AssertionError with the smallest counterexample found, ValueError if the pattern does not take
     `num_heads`, if a table in it ends before `max_tokens`, or if it has run-time tensors.
+
+    >>> testing.check_pattern(masks.strided(4) & masks.causal(), examples=5)
     """
     require_expression(pattern)
     require_int("num_heads", num_heads, minimum=1)

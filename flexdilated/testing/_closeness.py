@@ -147,6 +147,9 @@ def assert_attention_close(
     `attend`; G may divide H. The definition takes memory for all N x M pairs: for tests.
 
     Raises AssertionError that shows the first wrong row, its branches, and which known mistake would account for it.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
+    >>> testing.assert_attention_close(fd.attend(q, k, v, masks.causal()), q, k, v, masks.causal())
     """
     problem = Problem.of(
         *(q, k, v, pattern),

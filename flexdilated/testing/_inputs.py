@@ -149,6 +149,9 @@ def laid_out(x: Shaped[Tensor, "B X N D"], layout: str) -> Shaped[Tensor, "B X N
     row; "channels first" the output of a Conv1d; "stacked" one of three along a last dim; "every second" every second
     channel; "expanded" one channel, with stride 0; "misaligned" rows with gaps, which begin at an odd place.
     Raises ValueError for another name.
+
+    >>> testing.laid_out(torch.randn(1, 4, 256, 64), testing.MEMORY_LAYOUTS[1]).stride()
+    (65536, 64, 256, 1)
     """
     if layout not in _LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(map(repr, MEMORY_LAYOUTS))}; got {layout!r}")

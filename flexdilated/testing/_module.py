@@ -44,6 +44,8 @@ class Calls:
     decoded: (module, q, k, v): what decoding gives, token by token, for all tokens.
     over_ranks: (mesh) -> the module for a rank of a one-dimensional DeviceMesh, which is then called by `plain` with
         this rank's tokens, in order; a function of a module's own, as it is pickled.
+
+    >>> calls = testing.Calls(plain=lambda module, q, k, v: module(q, k, v))
     """
 
     layout: Literal["BHND", "BNHD", "BNE"] = "BHND"
@@ -82,6 +84,8 @@ def identity_projections(module: nn.Module) -> nn.Module:
     The module then maps the query, key and value that it is given to its attention's output. Parameters:
     in_proj_weight, or q_proj_weight, k_proj_weight and v_proj_weight; in_proj_bias, if any; out_proj, an nn.Linear.
     Raises TypeError for another module, and ValueError where key or value have another width than the query.
+
+    >>> layer = testing.identity_projections(torch.nn.MultiheadAttention(64, 4))
     """
     named = dict(module.named_parameters())
     packed, separate = named.get("in_proj_weight"), [named.get(f"{name}_proj_weight") for name in "qkv"]

@@ -60,6 +60,8 @@ def page(
     Raises ValueError for sizes that the pattern does not bind to; for a head, a batch entry or ranks that do not fit;
     for a custom function that does more than compare whole numbers and read tables; and for a page above 4 MB, whose
     tables are too large to embed.
+
+    >>> html = viewer.page(masks.longnet((64, 256), (1, 4)), 4096, num_heads=4)
     """
     keys = num_tokens if num_keys is None else num_keys
     bound = _bound(pattern, num_tokens, keys, num_heads, batch)

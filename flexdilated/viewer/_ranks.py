@@ -26,6 +26,8 @@ class Ranks:
 
     `sharding` is the one it shows first. Bytes are those of an exchange of one call: keys and values of `batch`
     sequences with `num_kv_heads` heads (None: as many as query heads) of `head_dim` numbers each.
+
+    >>> html = viewer.page(masks.causal(), 4096, ranks=viewer.Ranks(num_ranks=8))
     """
 
     num_ranks: int

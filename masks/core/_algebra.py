@@ -249,7 +249,11 @@ class Not(Pattern):
 
 @constructor
 def every() -> Pattern:
-    """Each query sees every key: dense attention, and the whole that complements are taken from."""
+    """Each query sees every key: dense attention, and the whole that complements are taken from.
+
+    >>> masks.describe(masks.every(), 4).useful_pairs
+    16
+    """
     return Every()
 
 

@@ -35,6 +35,10 @@ class Bound:
 
     The rule has three faces: `mask_mod`, elementwise and exact; `classify`, sound over boxes; `key`, plain
     data for caches. For a mixture `mask_mod` and `classify` speak of the union of its branches.
+
+    >>> bound = masks.causal().bind(num_heads=1, num_queries=4, num_keys=4)
+    >>> bound.mask_mod()(*torch.tensor([0, 0, 2, 3]))  # batch, head, query, key
+    tensor(False)
     """
 
     pattern: Expression

@@ -25,6 +25,9 @@ class Pattern(Expression):
 
     A subclass is a frozen dataclass that states the rule twice, held together by a property test:
     `mask_mod` elementwise, the whole truth, and `count`, sound bounds over boxes. All else has a default.
+
+    >>> (masks.local_window(left=127, right=0) | masks.first_tokens(4)) & masks.causal()
+    (local_window(left=127, right=0) | first_tokens(4)) & causal()
     """
 
     is_run_time: ClassVar[bool] = False
@@ -150,6 +153,9 @@ class Mixture(Expression):
     """Multiset sum of set patterns: a pair allowed by m parts has attention weight m * exp(score).
 
     Source: LongNet, arXiv 2307.02486, eqs. 9 and 10 (branches weighted by their softmax denominators).
+
+    >>> masks.longnet((4, 8), (1, 2)) & masks.causal()
+    longnet((4, 8), (1, 2)) & causal()
     """
 
     parts: tuple[Pattern, ...]

@@ -96,13 +96,21 @@ class HeadGroups(_HeadChoice):
 
 @constructor
 def per_head(patterns: Sequence[Pattern]) -> Pattern:
-    """Head h follows patterns[h]: one set pattern for each head, counted over all devices."""
+    """Head h follows patterns[h]: one set pattern for each head, counted over all devices.
+
+    >>> masks.per_head([masks.causal(), masks.every()])
+    per_head((causal(), every()))
+    """
     return PerHead(_listed(patterns))
 
 
 @constructor
 def head_groups(patterns: Sequence[Pattern]) -> Pattern:
-    """Consecutive groups of heads follow one pattern each; where they do not divide, the first have one head more."""
+    """Consecutive groups of heads follow one pattern each; where they do not divide, the first have one head more.
+
+    >>> masks.head_groups([masks.causal(), masks.every()])
+    head_groups((causal(), every()))
+    """
     return HeadGroups(_listed(patterns))
 
 

@@ -233,6 +233,9 @@ def describe(
     allows it. Predicted times are those of the cost model for one forward pass, batch 1, on this kind of device. Raises
     ValueError for sizes below 1, for heads that the pattern has no rule for, for run-time tensors that differ by batch
     entry, and for more than 134,217,728 queries or keys where the planner's choice lists blocks.
+
+    >>> masks.describe(masks.local_window(left=127, right=0), 4096).density
+    0.030765533447265625
     """
     require_int("head_dim", head_dim, minimum=1)
     keys = num_queries if num_keys is None else num_keys

@@ -137,6 +137,10 @@ def explain(
     A pattern with run-time tensors needs it. bindings: those tensors that the pattern names and does not carry.
 
     Raises ValueError or TypeError for a pair, a head or an entry that there is not, and for tensors that do not fit.
+
+    >>> print(masks.explain(masks.local_window(left=2, right=0), query=5, key=2))
+    query 5, key 2, head 0 of 1: not allowed
+    no   local_window(left=2, right=0): key 2 is 3 tokens before query 5: the window reaches 2 before and 0 after
     """
     require_expression(pattern)
     sides = block_sides(block_size)

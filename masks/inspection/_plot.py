@@ -49,6 +49,9 @@ def plot(
 
     Returns a matplotlib Figure, made without pyplot: `figure.savefig(path)` writes PNG, SVG or PDF, with the same bytes
     each time. Raises ImportError without matplotlib, and ValueError or TypeError for what does not fit.
+
+    >>> figure = masks.plot(masks.longnet((64, 256), (1, 4)), 256, num_heads=4)
+    >>> figure.savefig('pattern.png')
     """
     asked = require_expression(pattern)
     num_keys = num_tokens if num_keys is None else num_keys

@@ -138,7 +138,7 @@ def show(
     for those without the characters of box drawings. `head` is one of num_heads; `batch` is the entry meant where
     run-time tensors have a row for each.
 
-        >>> print(masks.show(masks.causal(), 1 << 20))
+        >>> picture = masks.show(masks.causal(), 1 << 20)  # print it
 
     Counted are whole boxes by the pattern's bounds, so time does not grow with the number of tokens. Raises ValueError
     or TypeError for heads, entries, windows and sizes that do not fit, and for tokens that the pattern does not take.

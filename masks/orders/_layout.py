@@ -108,6 +108,9 @@ class Layout(Permutation):
 
     A pure permutation of any number of tokens, without padding; rate 1 is the natural order. Rates that
     divide `rate` find the tokens of one residue class in runs of consecutive slots.
+
+    >>> masks.Layout(8, 2).apply(torch.arange(8), dim=0)
+    tensor([0, 2, 4, 6, 1, 3, 5, 7])
     """
 
     num_tokens: int

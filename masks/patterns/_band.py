@@ -147,13 +147,21 @@ class DilatedWindow(Band):
 
 @constructor
 def causal() -> Pattern:
-    """Each query sees the keys at its own position and before."""
+    """Each query sees the keys at its own position and before.
+
+    >>> masks.describe(masks.causal(), 4).useful_pairs
+    10
+    """
     return Causal()
 
 
 @constructor
 def local_window(*, left: int, right: int) -> Pattern:
-    """Each query sees `left` keys before its position, its own, and `right` keys after. Radii in tokens, >= 0."""
+    """Each query sees `left` keys before its position, its own, and `right` keys after. Radii in tokens, >= 0.
+
+    >>> masks.describe(masks.local_window(left=1, right=0), 4).useful_pairs
+    7
+    """
     return LocalWindow(left, right)
 
 
@@ -163,6 +171,9 @@ def strided(stride: int) -> Pattern:
 
     With a local window of `stride` keys this is the strided form of the Sparse Transformer (arXiv 1904.10509):
     `(local_window(left=stride, right=0) | strided(stride)) & causal()`. Raises ValueError for a stride below 1.
+
+    >>> masks.describe(masks.strided(4), 8).useful_pairs
+    16
     """
     return Strided(stride)
 
@@ -174,6 +185,9 @@ def dilated_window(*, left: int, right: int, rate: int) -> Pattern:
     This is neighbourhood attention in one dimension, with dilation (arXiv 2209.15001), except that at the
     ends of the sequence keys are left out rather than replaced by further ones. Rate 1 gives a `local_window`.
     Raises ValueError for left or right below 0 and for a rate below 1.
+
+    >>> masks.describe(masks.dilated_window(left=4, right=0, rate=2), 8).useful_pairs  # distances 0, 2 and 4
+    20
     """
     adjacent = require_int("rate", rate, minimum=1) == 1
     return LocalWindow(left, right) if adjacent else DilatedWindow(left, right, rate)

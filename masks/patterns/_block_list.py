@@ -112,6 +112,9 @@ def block_list(rows: Sequence[Any] | Tensor, *, block: int) -> Pattern:
     Raises ValueError for a negative number or one that a row names twice, and for no rows; a TypeError for
     anything but integers and for uneven nesting. Binding raises ValueError where the row of a query names a
     block beyond the last key.
+
+    >>> masks.describe(masks.block_list([[0], [0, 1]], block=64), 128).useful_pairs  # 3 blocks of 64 x 64
+    12288
     """
     return BlockList(_listed(rows) if isinstance(rows, Tensor) else rows, block)  # type: ignore[arg-type]
 

@@ -117,6 +117,9 @@ def blockwise(pattern: Pattern, block: int) -> Pattern:
     All parameters of the pattern count blocks then: `blockwise(local_window(left=1, right=1), 64)` sees the
     query's own block of 64 tokens, the one before and the one after, whole. Raises ValueError for a block below
     1, and for a pattern with run-time tensors, which may be intersected with the result instead.
+
+    >>> masks.describe(masks.blockwise(masks.causal(), 64), 128).useful_pairs  # 3 blocks of 64 x 64
+    12288
     """
     return Blockwise(pattern, block)
 

@@ -160,6 +160,9 @@ def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
     An offset that is a string is one of `longnet`'s rules, "interleaved" or "contiguous", by which each head has
     its own. Any rate fits any segment: the last active token of a segment need not leave room for another.
     Raises ValueError for segment or rate below 1, for an offset outside [0, rate) and for an unknown rule.
+
+    >>> masks.explain(masks.dilated(8, 2), query=0, key=6).allowed  # in segment 0, a multiple of 2 apart
+    True
     """
     return Dilated(segment, rate, offset)
 
@@ -170,6 +173,9 @@ def chunked(size: int) -> Pattern:
 
     The same as `dilated(size, 1)`. The last chunk is as long as there are tokens. Raises ValueError for a size
     below 1.
+
+    >>> masks.describe(masks.chunked(4), 8).useful_pairs  # 2 chunks of 4 x 4
+    32
     """
     return dilated(require_int("size", size, minimum=1), 1)
 
@@ -190,6 +196,9 @@ def longnet(
     `per_head` gives that). offsets="interleaved": head h starts at
     h mod rate (eq. 13); "contiguous": at floor(h / ceil(H / rate)), which torchscale's checkpoints expect.
     Raises ValueError for lists that are empty or of unequal length, values below 1 and unknown rules.
+
+    >>> print(masks.describe(masks.longnet((2048, 8192), (1, 4)), 1 << 20, num_heads=8).density)
+    0.00244140625
     """
     for name, value in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
         if not isinstance(value, Sequence) or isinstance(value, str):

@@ -196,6 +196,9 @@ def global_tokens(count: int, *, rows: bool = True, columns: bool = True) -> Pat
 
     Either alone is allowed; neither is a ValueError, as is a count below 1. Source: Longformer (arXiv
     2004.05150) and BigBird (arXiv 2007.14062), whose global tokens do both.
+
+    >>> masks.describe(masks.global_tokens(1), 8).useful_pairs  # row 0 and column 0
+    15
     """
     return GlobalTokens(require_int("count", count, minimum=1), rows, columns)
 
@@ -205,6 +208,9 @@ def first_tokens(count: int) -> Pattern:
     """Every query sees the first `count` tokens: keys that are always visible, such as attention sinks.
 
     Source: StreamingLLM, arXiv 2309.17453. Raises ValueError for a count below 1.
+
+    >>> masks.describe(masks.first_tokens(2), 8).useful_pairs  # 8 queries, 2 keys
+    16
     """
     return global_tokens(count, rows=False)
 
@@ -215,6 +221,9 @@ def prefix_lm(prefix: int) -> Pattern:
 
     The same as `causal() | first_tokens(prefix)`. Source: T5, arXiv 1910.10683, section 3.2.1. Raises
     ValueError for a prefix below 1.
+
+    >>> masks.describe(masks.prefix_lm(2), 4).useful_pairs
+    11
     """
     return causal() | first_tokens(require_int("prefix", prefix, minimum=1))
 
@@ -224,6 +233,9 @@ def landmark_tokens(stride: int, *, rows: bool = True, columns: bool = True) -> 
     """The tokens at positions 0, `stride`, 2 * `stride`, ... see every token (`rows`) and are seen by all (`columns`).
 
     Either alone is allowed; neither is a ValueError, as is a stride below 1.
+
+    >>> masks.describe(masks.landmark_tokens(4, rows=False), 8).useful_pairs  # 8 queries, keys 3 and 7
+    16
     """
     return LandmarkTokens(stride, rows, columns)
 
@@ -235,6 +247,9 @@ def fixed(stride: int, *, summary: int = 1) -> Pattern:
     With the query's own block this is the fixed form of the Sparse Transformer (arXiv 1904.10509):
     `(chunked(stride) | fixed(stride)) & causal()`. Raises ValueError for values below 1 and for a summary
     longer than the stride.
+
+    >>> masks.describe(masks.fixed(4) & masks.causal(), 8).useful_pairs
+    6
     """
     return Fixed(stride, summary)
 

@@ -177,6 +177,9 @@ def neighborhood(grid: Sequence[int], radius: int | Sequence[int], *, rate: int 
 
     Raises ValueError for a window of (2 * radius + 1) * rate tokens that exceeds its axis, for negative radii
     and for rates or lengths below 1. Binding raises ValueError for tokens beyond the grid; fewer are fine.
+
+    >>> masks.describe(masks.neighborhood((4, 4), 1), 16).useful_pairs  # 9 keys a token
+    144
     """
     if not isinstance(grid, _SEQUENCES):
         raise TypeError(f"grid must be a sequence of axis lengths; got grid={grid!r}")

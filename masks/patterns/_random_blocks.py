@@ -140,6 +140,9 @@ def random_blocks(
     Kernels compute whole blocks of their own side, 128 by default: a `block` that is a multiple of it wastes
     nothing. Raises ValueError for numbers below 1, a seed outside [0, 2**63), and a count above the number of
     blocks. Only the blocks of those queries are drawn that a call has; more than 2**25 in all are a ValueError.
+
+    >>> masks.describe(masks.random_blocks(1024, block=64, count=3), 1024).useful_pairs  # 16 rows of 3 blocks
+    196608
     """
     return RandomBlocks(num_tokens, block, count, seed, head)
 

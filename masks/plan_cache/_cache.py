@@ -273,6 +273,8 @@ def cache() -> Cache:
     """The process-wide cache. FLEXDILATED_CACHE_BYTES and FLEXDILATED_CACHE_ENTRIES are its first budgets.
 
     They are 1 GiB and 16,384 entries if not set. Raises ValueError if one is not a number.
+
+    >>> masks.cache().clear()
     """
     global _cache
     if _cache is None:

@@ -39,6 +39,9 @@ def block_mask(
     gives the mask of its union: pairs that count more than once need `attend`. With `layout` rows and
     columns are slots: permute q, k and v by `layout.apply` and the output by `layout.invert`.
     num_keys is num_queries by default; block_size is one side or (query side, key side).
+
+    >>> masks.block_mask(masks.causal(), 256, num_heads=1).shape
+    (1, 1, 256, 256)
     """
     keys = num_queries if num_keys is None else num_keys
     bound = require_expression(pattern).bind(
@@ -116,6 +119,9 @@ def layout(pattern: Expression, num_tokens: int) -> Layout:
 
     A pattern without dilation gets the natural order (rate 1). More residue classes than tokens order nothing: a rate
     that would take the common multiple beyond `num_tokens` is left out, the smallest rates come first.
+
+    >>> masks.layout(masks.longnet((64, 256), (1, 4)), 256)
+    Layout(num_tokens=256, rate=4)
     """
     require_int("num_tokens", num_tokens, minimum=1)
     return Layout(num_tokens, residue_rate(require_expression(pattern).union, num_tokens))

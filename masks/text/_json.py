@@ -10,6 +10,9 @@ def to_json(pattern: Expression) -> str:
     """Canonical JSON of a pattern or mixture; `from_json` gives an equal value back.
 
     Raises TypeError where a custom function takes part: code has no JSON.
+
+    >>> masks.to_json(masks.causal())
+    '{"kind":"causal"}'
     """
     text = require_expression(pattern).text
     if _NAMES_A_FUNCTION in text:
@@ -18,7 +21,11 @@ def to_json(pattern: Expression) -> str:
 
 
 def from_json(text: str) -> Pattern | Mixture:
-    """The pattern or mixture that `to_json` wrote. Raises ValueError for anything else, naming the fault."""
+    """The pattern or mixture that `to_json` wrote. Raises ValueError for anything else, naming the fault.
+
+    >>> masks.from_json(masks.to_json(masks.causal()))
+    causal()
+    """
     pattern = read_text(text)
     if _NAMES_A_FUNCTION in pattern.text:
         raise ValueError(f"a custom function has no JSON: make it anew with masks.custom; got {pattern!r}")

@@ -32,6 +32,9 @@ def parse(text: str) -> Pattern | Mixture:
     by `~`, `+`, `&` and `|` in Python's order of precedence. It is read, never run. Raises ValueError for anything
     else, with a caret at the place; an expression has at most 4096 characters and nests at most 68 brackets,
     more than any pattern is printed with.
+
+    >>> masks.parse('local_window(left=127, right=0) | first_tokens(4)')
+    local_window(left=127, right=0) | first_tokens(4)
     """
     if not isinstance(text, str):
         raise TypeError(f"an expression must be a string; got {type(text).__name__}")

@@ -32,6 +32,9 @@ class Sharding:
     runs (or chunks) have the one token more. A rank's two chunks in zigzag order are halves of its shard; of an odd
     number the first half has the one token more. Afterwards the field always holds the lengths, so that two shardings
     are equal if all ranks hold the same positions in both by the same order.
+
+    >>> fd.distributed.Sharding(10, 4, 'zigzag')
+    Sharding(num_tokens=10, num_ranks=4, order='zigzag', shard_lengths=(3, 3, 2, 2))
     """
 
     num_tokens: int

@@ -27,6 +27,8 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
     Gradients are those of the sum of all ranks' losses, with each rank's x a variable of its own: x.grad holds the
     gradient of this rank's tokens, and 0 for the others. Summed over the ranks it is the gradient of the one x, and so
     are the gradients of parameters before it: DDP sums them (and divides by W).
+
+    >>> x = fd.distributed.shard(torch.randn(1, 4, 256, 64), mesh)
     """
     ranks = Ranks.of(mesh)
     dim = _checked_dim(x, dim)
@@ -48,6 +50,9 @@ def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, di
     ranks compute the same loss from the whole, the sum is W times its gradient: divide by W, or let DDP do it.
 
     Raises ValueError, on all ranks, if they disagree, and torch.distributed.DistError if another rank fails.
+
+    >>> fd.distributed.unshard(torch.randn(1, 4, 256, 64), mesh).shape
+    torch.Size([1, 4, 256, 64])
     """
     ranks = Ranks.of(mesh)
     dim = _checked_dim(x, dim)

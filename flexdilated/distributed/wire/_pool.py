@@ -118,6 +118,8 @@ class BufferPool:
     its buffer not kept where it is over the budget. Where an accelerator's memory is full, all idle buffers go and the
     lease tries again, once. pinned: page-locked memory of the host. debug: buffers are NaN (all bits set) when leased
     and once returned, and one written to after its return raises RuntimeError at its next lease.
+
+    >>> pool = fd.distributed.BufferPool('cpu', threshold_bytes=1 << 16)
     """
 
     def __init__(

@@ -41,7 +41,10 @@ def pool_named(name: str, device: torch.device) -> BufferPool | None:
 
 
 def pool_for(device: torch.device | str) -> BufferPool:
-    """The one pool of this device in this process. It leases from the size where that was measured to pay."""
+    """The one pool of this device in this process. It leases from the size where that was measured to pay.
+
+    >>> pool = fd.distributed.pool('cpu')
+    """
     with _lock:  # two threads that ask at once get the same one
         pool = _pool_for(with_index(device))
     _deferred.emit()

@@ -134,6 +134,9 @@ def custom(fn: MaskMod, *, classify: Classify | None = None, period: int | None 
 
     Equal code with equal captured values is an equal pattern. What a function captured is copied now; later
     changes have no effect. Raises TypeError or ValueError if `fn` is no plain elementwise rule.
+
+    >>> masks.describe(masks.custom(lambda b, h, q, k: (q - k) % 3 == 0), 6).useful_pairs
+    12
     """
     given = require_mask_mod(fn), None if classify is None else require_classify(classify)
     if period is not None:

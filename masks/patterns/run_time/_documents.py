@@ -195,6 +195,9 @@ def documents(ids: Any, *, longest: int | None = None, name: str = "documents") 
     Other values need no new compilation. `p & documents(ids)` cuts p at the borders; `p.per_document(ids)`
     starts it anew in each document. longest: a bound on the tokens of a document, which keeps the block tables
     of compiled graphs narrow; a longer one raises.
+
+    >>> masks.describe(masks.documents([0, 0, 1, 1]), 4).useful_pairs  # 2 documents of 2 x 2
+    8
     """
     return of_tensor(Documents, ids, name, longest=longest)
 
@@ -207,6 +210,9 @@ def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> P
     positions. Or a string, the name under which `attend(bindings=)` passes them. padding: the side on which
     the padding lies. With padding on the left, `p.per_document(lengths(n, padding="left"))` counts positions
     from the first real token, so that padded equals unpadded for every p.
+
+    >>> masks.describe(masks.lengths([3]), 4).useful_pairs
+    9
     """
     return of_tensor(Lengths, lengths, name, padding=padding)
 

@@ -104,5 +104,8 @@ def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
     key: k_offset more than there are keys, where the first key stands at k_offset. That is `~key_padding_mask` in
     torch's convention, the attention_mask in that of transformers. Or floats, 0 for True and -inf for False. Or a
     string, the name under which `attend(bindings=)` passes them.
+
+    >>> masks.describe(masks.visible_keys([True, False, True]), 3).useful_pairs
+    6
     """
     return of_tensor(VisibleKeys, visible, name)

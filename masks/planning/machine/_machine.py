@@ -17,6 +17,9 @@ class BlockRates:
     """FLOP/s of lists of blocks of one side.
 
     Of rows that list neighbouring blocks; and of others where all blocks are full, and where a mask is needed.
+
+    >>> [rates.side for rates in masks.machine().blocks]
+    [64, 128, 256]
     """
 
     side: int
@@ -40,6 +43,8 @@ class Machine:
     over that of its forward. source: where they come from, which makes no difference.
 
     Raises ValueError for what is no positive finite number.
+
+    >>> machine = masks.machine()
     """
 
     dense_flops_per_s: float

@@ -27,6 +27,9 @@ def machine(device: torch.device | str = "cpu") -> Machine:
     Those of `set_machine`; else of the file that FLEXDILATED_MACHINE names; else those that `python -m
     flexdilated tune` stored for this device, torch and number of threads; else those that come with the library.
     Raises ValueError where FLEXDILATED_MACHINE names no file of constants.
+
+    >>> masks.machine().source
+    'builtin'
     """
     return machine_of(device if isinstance(device, str) and device == "cpu" else torch.device(device).type)
 
@@ -48,6 +51,8 @@ def set_machine(value: Machine | str | os.PathLike[str] | None, *, device: torch
     """Plan with these constants, or with those of a file, on this kind of device from now on; None: as before.
 
     Plans made with other constants are not used any more. Raises ValueError for a file that holds none for it.
+
+    >>> masks.set_machine(None)  # the built-in constants, or those that `tune` stored
     """
     kind = torch.device(device).type
     if value is None:
