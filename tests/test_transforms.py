@@ -225,7 +225,7 @@ def over_ranks(schedule: str, way: str, name: str) -> str:
         attention = fd.BlockSparseAttention(PATTERN, mesh=mesh, schedule="heads")
 
         def attend(q, k, v, pattern, *, sinks):
-            return attention._attend(q, k, v, pattern, {}, bindings=None)
+            return attention(q, k, v)
     else:
         attend = partial(distributed.attend, mesh=mesh, schedule=schedule)
     try:

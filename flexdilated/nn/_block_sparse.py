@@ -113,11 +113,9 @@ class BlockSparseAttention(nn.Module):
                 check_tensors(*autocast(q, k, v), enable_gqa=self.enable_gqa)
             tokens = k.shape[2] if self.over_ranks is None else self.over_ranks.sharding_of(k.shape[2]).num_tokens
             pattern = without_padding(pattern, key_padding_mask, (k.shape[0], tokens), k_offset=k_offset)
-        options = {
-            "score_mod": score_mod, "bindings": bindings, "head_offset": head_offset,
-            "num_heads_global": num_heads_global, "scale": self.scale, "enable_gqa": self.enable_gqa,
-            "sinks": self.sinks, "engine": self.engine, "block_size": self.block_size,
-        }  # fmt: skip
+        options = {"score_mod": score_mod, "bindings": bindings, "sinks": self.sinks, "scale": self.scale}
+        options |= {"head_offset": head_offset, "num_heads_global": num_heads_global, "enable_gqa": self.enable_gqa}
+        options |= {"engine": self.engine, "block_size": self.block_size}
         offsets = {"q_offset": q_offset, "k_offset": k_offset}
         if self.over_ranks is None:
             return attend(q, k, v, pattern, autotune=self.autotune, **offsets, **options)
