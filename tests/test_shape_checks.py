@@ -8,7 +8,7 @@ from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import TypeCheckError
 
 from flexdilated.masks.core._box import Bounds, Progression, count_residue
-from tests.shape_checks import checked_on_import
+from tests.shape_checks import _EVERY, _FIRST, checked_on_import
 
 CODE = """
 from collections.abc import Iterator
@@ -84,6 +84,19 @@ def test_what_is_right_passes(module) -> None:
     assert len(list(module.each(X))) == 2
 
 
+def often(call) -> None:
+    """As often as one of a function's calls is checked, however often it was called before."""
+    for _ in range(_EVERY):
+        call()
+
+
+def test_of_many_calls_some_are_checked(module) -> None:
+    for _ in range(2 * _FIRST):
+        module.plain(1)
+    with pytest.raises(BeartypeCallHintViolation):
+        often(lambda: module.plain("1"))
+
+
 def test_the_library_is_checked() -> None:
     one, two = torch.ones(1, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
     for wrong in (
@@ -92,5 +105,5 @@ def test_the_library_is_checked() -> None:
         lambda: count_residue(Progression(one, 1, one), 3, two[None]),
     ):
         with pytest.raises(BeartypeCallHintViolation):
-            wrong()
+            often(wrong)
     assert count_residue(Progression(one, 1, two[:1]), 3, one).tolist() == [1]
