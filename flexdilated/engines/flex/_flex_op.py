@@ -231,9 +231,12 @@ _MOST_TRACED = 256
 
 
 def _name(key: CallKey, bindings: Sequence[Tensor], kind: str) -> str:
-    """A program's attribute, of all that it depends on: written as a trace can, to which only strings are constants."""
+    """A program's attribute, of all that it depends on, as a string: a trace takes no tuple for the name of one.
+
+    Sizes are made numbers: one that a graph has left open would be written as a symbol by the op's shape rule.
+    """
     _, *numbers, block_size, placement = key
-    shapes = [size for each in bindings for size in (each.dim(), *each.shape)]
+    shapes = [size for each in bindings for size in (each.dim(), *[int(n) for n in each.shape])]
     sizes = " ".join([f"{each}" for each in (*numbers, *block_size, "tensors", *shapes)])
     return f"{kind} {sizes} {placement} {key.pattern}"
 
