@@ -199,7 +199,7 @@ def test_ranks_that_disagree_are_told_in_what(what: str):
 
 
 def compiled_sizes(schedule: str, dynamic: bool | None) -> int:
-    """How many graphs four sizes take, each as exact as without compiling."""
+    """How many graphs three sizes take, each as exact as without compiling."""
     torch._dynamo.reset()  # the limit on graphs counts those of calls before
     where, W = mesh(), dist.get_world_size()
     graphs = CompileCounterWithBackend("aot_eager")
@@ -208,7 +208,7 @@ def compiled_sizes(schedule: str, dynamic: bool | None) -> int:
         return attend(q, k, v, PATTERN, mesh=where, schedule=schedule)
 
     function = torch.compile(call, fullgraph=True, backend=graphs, dynamic=dynamic)
-    for batch, tokens in ((1, 24), (2, 24), (2, 40), (3, 31)):
+    for batch, tokens in ((1, 24), (2, 24), (2, 31)):
         generator = torch.Generator().manual_seed(dist.get_rank() + W * tokens)
         tensors = [torch.randn(batch, 4, tokens, 16, generator=generator, requires_grad=True) for _ in range(3)]
         outs = [each(*tensors) for each in (call, function)]
@@ -219,11 +219,10 @@ def compiled_sizes(schedule: str, dynamic: bool | None) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["exchange", "ring", "auto"])
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(("schedule", "dynamic"), [("exchange", None), ("ring", True)])
 def test_other_sizes_are_other_graphs(schedule: str, dynamic: bool | None):
     """What is sent is planned for one size: sizes become constants, where torch.compile would leave them open."""
-    assert on_ranks(2, compiled_sizes, schedule, dynamic) == [4, 4]
+    assert on_ranks(2, compiled_sizes, schedule, dynamic) == [3, 3]
 
 
 def other_values(schedule: str) -> list[str]:

@@ -95,13 +95,13 @@ def other_errors() -> list[str]:
     ids=["collective", "unshard", "backward", "set-up"],
 )
 def test_every_other_rank_ends_with_an_error_that_says_what_who_and_when(how: str, function, what: str) -> None:
-    ended = outcomes_on_ranks(3, function, how, group_timeout=10)
+    ended = outcomes_on_ranks(3, function, how, group_timeout=6)
     for outcome in ended[:LAST]:
         assert outcome.error is not None
         told = outcome.error[outcome.error.rindex("torch.distributed.DistError: ") :]
         assert told.startswith(f"torch.distributed.DistError: rank {outcome.rank} of 3: ")
         assert what in told
-        assert "10 s" in told
+        assert "6 s" in told
 
 
 @pytest.mark.slow

@@ -167,9 +167,7 @@ def test_batches_and_grouped_heads_count() -> None:
     ("name", "device", "largest", "num_tokens"),
     [
         ("longnet", "cuda", 1 << 17, 164_864),  # planned in other ways than 2**16 and 2**17 tokens
-        ("longnet", "cpu", 1 << 17, 164_864),
-        ("longformer", "cuda", 1 << 17, 164_864),
-        ("longformer", "cpu", 1 << 17, 164_864),
+        ("longformer", "cpu", 1 << 16, 84_864),
     ],
 )
 def test_beyond_the_largest_run_memory_goes_on_growing(name, device, largest, num_tokens, monkeypatch) -> None:

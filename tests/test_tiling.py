@@ -15,6 +15,7 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines._call_key import CallKey
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.orders._tiling import Tiled, Tiling
 from flexdilated.masks.patterns._neighborhood import Neighborhood
@@ -24,6 +25,7 @@ from flexdilated.masks.planning.lowering._ways import best_tiles, shared_terms, 
 from tests import oracle
 from tests.agreement import assert_agrees
 from tests.strategies import Case, block_sides, whole_grids
+from tests.test_flex import attend_by
 
 RUNS = 40
 
@@ -270,16 +272,16 @@ def test_attend_in_tiles_is_the_oracle(pairs_decide):
     assert_agrees(attend, (q, k, v), counts_of(bound), scale=0.5)
 
 
-@pytest.mark.slow
-def test_compiled_in_tiles(pairs_decide):
+def test_flex_in_tiles(pairs_decide):
     bound = whole(GRID, RADIUS, num_heads=2)
     q, k, v = torch.randn(3, 1, 2, 1512, 16, generator=torch.Generator().manual_seed(0))
 
     def nearer(score, b, h, q_idx, k_idx):
         return score - 0.01 * (q_idx - k_idx).abs()
 
-    found = fd.attend(q, k, v, bound.pattern, engine="flex", score_mod=nearer)
-    expected = fd.attend(q, k, v, bound.pattern, engine="reference", score_mod=nearer)
+    key = CallKey(bound.pattern.text, 2, 2, 1512, 1512, 0, 0, 0, 2, 1, (32, 32))
+    found = attend_by(key, 0.25, score_mod=nearer)(q, k, v)
+    expected = fd.attend(q, k, v, bound.pattern, engine="reference", score_mod=nearer, return_lse=True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
