@@ -2,6 +2,7 @@
 
 import json
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from flexdilated.masks.planning.machine._machine_in_use import VARIABLE, forget_
 from flexdilated.tuning import _tune, _tune_machine
 from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Inputs, Times, keep, measure, measure_options
 from flexdilated.tuning._tune_machine import Sizes, measure_machine
+from tests.compilers import as_it_is
 
 CPU = torch.device("cpu")
 N, H, D = 256, 2, 8
@@ -248,6 +250,16 @@ def test_a_graph_uses_what_was_found(monkeypatch):
     misses = masks.cache().stats().misses
     compiled(q, k, v)
     assert masks.cache().stats().misses == misses, "the program that won is there already"
+
+
+@pytest.mark.parametrize("engine", ["tiles", "flex"])
+def test_a_graph_of_open_sizes_asks_for_what_was_found(engine, monkeypatch):
+    winning(monkeypatch, "natural")
+    fd.attend(*qkv(), WINDOW, autotune=True)
+    attend = partial(fd.attend, pattern=WINDOW, engine=engine)
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=as_it_is, dynamic=True)
+    torch.testing.assert_close(compiled(*qkv()), fd.attend(*qkv(), WINDOW))
 
 
 def test_modules_pass_it_on(monkeypatch):

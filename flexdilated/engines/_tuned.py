@@ -28,7 +28,7 @@ class TuningKey(NamedTuple):
 
     @classmethod
     def of(cls, call: CallKey, q: Tensor) -> TuningKey:
-        return cls(call, q.device.type, str(q.dtype), q.shape[-1])
+        return cls(call, q.device.type, str(q.dtype), int(q.shape[-1]))  # tracing may leave it open
 
 
 class TuningResult(NamedTuple):
