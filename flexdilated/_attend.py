@@ -126,7 +126,7 @@ def attend(
         that cannot serve the call raises.
     block_size: side of the blocks of block lists, or (query side, key side). None takes what suits the pattern on
         CPU, and 128 elsewhere.
-    autotune: measure, at the first sight of a call like this, the ways to compute it, and take the fastest from now on,
+    autotune: measure, at the first call of this kind, the ways to compute it, and take the fastest from now on,
         in calls without it as well. Inside torch.compile nothing is measured, and what was found is used.
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.

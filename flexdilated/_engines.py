@@ -53,7 +53,7 @@ def choose_engine(
         reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse)
     if reason is not None:
         raise ValueError(reason)
-    # Where a graph is traced, nobody is told: the log would break it.
+    # Not while a graph is traced: logging would break it.
     if not torch.compiler.is_compiling() and debug_wanted():
         why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
         _tell(f"engine {chosen!r}, {why}: {_call_text(q, k, pattern)}")

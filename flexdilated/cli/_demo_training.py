@@ -176,7 +176,7 @@ def planned_steps(*, steps: int, done: int, ran: int, elapsed_seconds: float, li
     """How many steps the run will end with: all, or as many as the time limit allows at the pace so far.
 
     `done` counts all steps behind, `ran` those of this process. Where the result is below `steps`, the learning rate
-    falls to 0 at the end in sight, and the run depends on the machine's pace.
+    falls to 0 at that step, and the run depends on the machine's pace.
     """
     if ran < _PACE_STEPS and elapsed_seconds < limit_seconds:
         return steps

@@ -31,7 +31,7 @@ def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
     or where rows share memory, as those of `unfold` do.
     """
     x = x.resolve_neg()
-    if x.is_contiguous():  # the usual case, told soonest
+    if x.is_contiguous():  # the usual case, and the quickest to check
         return x
     is_row = x.stride(-1) == 1 or x.shape[-1] == 1
     apart = x.dim() < 2 or x.shape[-2] == 1 or x.stride(-2) >= x.shape[-1]
