@@ -1,5 +1,9 @@
 """attend under torch.compile: one graph, few compilations, the same numbers; and the op's own contract."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -179,3 +183,40 @@ def test_an_exported_step_takes_an_offset_from_its_sizes(strict):
     step = torch.export.export(Step(), drawn(9, 200), strict=strict, dynamic_shapes=sizes).module()
     given = drawn(20, 300)
     assert torch.equal(step(*given), Step()(*given))
+
+
+class Packed(torch.nn.Module):
+    """A mixture without run-time tensors, and documents with one."""
+
+    def forward(self, q, k, v, ids):
+        found = fd.attend(q, k, v, masks.longnet([64, 128], [1, 2]) & masks.causal())
+        return found + fd.attend(q, k, v, masks.causal() & masks.documents("ids"), bindings={"ids": ids})
+
+
+def packed(batch: int, tokens: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(tokens)
+    return *torch.randn(3, batch, 2, tokens, 16, generator=generator), torch.arange(tokens).expand(batch, -1) // 50
+
+
+PACKAGE = """
+import sys, torch, flexdilated
+run = torch._inductor.aoti_load_package(sys.argv[1])
+torch.save([run(*given) for given in torch.load(sys.argv[2])], sys.argv[3])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies its own
+def test_a_package_of_aotinductor_runs_in_another_process(tmp_path):
+    """One package for any batch and length, where flexdilated is imported."""
+    batch, tokens = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("tokens", min=2, max=1 << 20)
+    sizes = (*[{0: batch, 2: tokens}] * 3, {0: batch, 1: tokens})
+    with torch.no_grad():
+        exported = torch.export.export(Packed(), packed(2, 256), dynamic_shapes=sizes)
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "packed.pt2"))
+    given = [packed(2, 256), packed(3, 301), packed(1, 77)]
+    torch.save(given, tmp_path / "given")
+    call = [sys.executable, "-W", "ignore", "-c", PACKAGE, package, tmp_path / "given", tmp_path / "found"]
+    subprocess.run(call, check=True, timeout=300, cwd=Path(__file__).parents[1])
+    for found, each in zip(torch.load(tmp_path / "found"), given, strict=True):
+        assert_close(found, Packed()(*each))

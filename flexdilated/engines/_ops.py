@@ -70,15 +70,21 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
     autograd lets nobody write into a view among several outputs. A custom op passes no tangent on, and in
     `torch.func` neither a gradient nor a mapped dim: each is an error, eagerly and where a graph is traced.
+    AOTInductor's packages hand None over for an empty list: lists may be None, but for the first argument, by which
+    torch finds the kernel.
     """
 
     def make(function: Callable[..., Any]) -> CustomOpDef:
+        parameters = signature(function, eval_str=True).parameters.values()
+        is_list = [get_origin(parameter.annotation) is list for parameter in parameters]
+
         def computed(*arguments: Any) -> Any:
-            found = function(*arguments)
+            found = function(*([] if x is None and one else x for x, one in zip(arguments, is_list, strict=True)))
             return found.detach() if isinstance(found, Tensor) else type(found)(x.detach() for x in found)
 
-        computed.__signature__ = signature(function, eval_str=True)
-        op = torch.library.custom_op(name, computed, mutates_args=())
+        first, *others = torch.library.infer_schema(function, mutates_args=()).split(", ")
+        schema = ", ".join([first, *(each.replace("[] ", "[]? ") for each in others)])
+        op = torch.library.custom_op(name, computed, mutates_args=(), schema=schema)
         recorded = make_autograd_impl(op._opoverload, op)
 
         def checked(keyset: Any, *arguments: Any) -> Any:
