@@ -21,7 +21,17 @@ from ._validate import (
     resolve_scale,
     run_time_tensors,
 )
-from .engines import CallKey, ScoreMod, flex, nothing, reference_attention, sum_dtype, tiles
+from .engines import (
+    CallKey,
+    ScoreMod,
+    flex,
+    is_transformed,
+    nothing,
+    reference_attention,
+    sum_dtype,
+    tiles,
+    transformed_tiles,
+)
 from .masks import Layout, Mixture, Pattern
 from .masks.core import plans, require_bool, require_expression
 from .masks.planning import block_sides
@@ -154,7 +164,10 @@ def attend(
     if 0 in q.shape or 0 in k.shape:
         out, lse = nothing(q, k, v, sinks)
     elif chosen == "tiles":
-        out, lse = tiles(q, k, v, sinks, tensors, *call, factor)
+        if is_transformed() and not torch.compiler.is_compiling():
+            out, lse = transformed_tiles(q, k, v, sinks, tensors, call, factor)
+        else:
+            out, lse = tiles(q, k, v, sinks, tensors, *call, factor)
     elif chosen == "flex":
         out, lse = flex(q, k, v, tensors, call, scale=factor, return_lse=return_lse, **features)
     else:

@@ -87,8 +87,7 @@ def one_entry(pattern: Expression, batch: int) -> Expression:
         if not isinstance(leaf, RunTime) or leaf.given is None:
             return leaf
         tensor = leaf.given.tensor
-        several = tensor.dim() > (0 if isinstance(leaf, Lengths) else 1) and len(tensor) > 1
-        given = found.setdefault(leaf.name, Given(tensor[batch]) if several else leaf.given)
+        given = found.setdefault(leaf.name, Given(tensor[batch]) if leaf.differs_by_entry(tensor) else leaf.given)
         return replace(leaf, given=given)
 
     return pattern.map_leaves(with_row)

@@ -21,4 +21,5 @@ from .tiles import (
     run_forward,
     tiles,
     tiles_backward,
+    transformed_tiles,
 )

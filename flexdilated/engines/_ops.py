@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch._library.custom_ops import CustomOpDef
 
 
-_REMEDY = "engine='reference' has (in attend: dense, small inputs, eagerly, one rank)"
+REMEDY = "engine='reference' has (in attend: dense, small inputs, eagerly, one rank)"
 
 
 def is_transformed() -> bool:
@@ -40,17 +40,17 @@ def refuse_transforms(what: str, inputs: Iterable[Any]) -> None:
         if is_batchedtensor(x):
             refuse_vmap()
         if torch._VF._unpack_dual(x, level=0).tangent is not None:
-            raise ValueError(f"{what} has no forward-mode derivative; {_REMEDY}")
+            raise ValueError(f"{what} has no forward-mode derivative; {REMEDY}")
         if in_func and x.requires_grad:
             raise ValueError(
-                f"{what} has no gradient in the transforms of torch.func, only in autograd's backward; {_REMEDY}"
+                f"{what} has no gradient in the transforms of torch.func, only in autograd's backward; {REMEDY}"
             )
 
 
 def refuse_vmap(*_: Any) -> NoReturn:
     """The batching rule of an op that has none."""
     raise ValueError(
-        f"no rule maps it over a dim, as torch.vmap asks: q, k and v have dims for batch and heads; {_REMEDY}"
+        f"no rule maps it over a dim, as torch.vmap asks: q, k and v have dims for batch and heads; {REMEDY}"
     )
 
 

@@ -160,6 +160,8 @@ class Documents(RunTime):
 class Lengths(RunTime):
     """Allowed iff query and key are both real tokens: the first `length` positions, or with padding="left" the last."""
 
+    num_dims = 0
+
     padding: str = "right"
 
     def __post_init__(self) -> None:

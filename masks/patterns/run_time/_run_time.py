@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ctypes import c_char
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from jaxtyping import Shaped
@@ -41,6 +41,7 @@ class RunTime(Pattern):
     """
 
     is_run_time = True
+    num_dims: ClassVar[int] = 1  # of the tensor for one batch entry
 
     name: str
     given: Given | None = field(default=None, metadata={"stored": False})
@@ -49,6 +50,10 @@ class RunTime(Pattern):
         if type(self.name) is not str or not self.name.isidentifier():
             raise ValueError(f"the name of a run-time tensor must be an identifier; got {self.name!r:.80}")
         super().__post_init__()
+
+    def differs_by_entry(self, tensor: Tensor) -> bool:
+        """Whether a tensor of this name has a row for each batch entry."""
+        return tensor.dim() > self.num_dims and len(tensor) > 1
 
     def carried(self) -> dict[str, Tensor]:
         return {} if self.given is None else {self.name: self.given.tensor}
