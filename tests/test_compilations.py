@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines import ScoreMod
 from flexdilated.engines.tiles import _tiles_op
 from flexdilated.observe._compilations import Compilations
 from tests.compilers import as_it_is, without_inductor
@@ -201,7 +202,7 @@ def test_past_the_limit_a_function_in_one_graph_raises() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vary", ["lengths", "patterns", "batches", "scales"])
+@pytest.mark.parametrize("vary", ["lengths", "patterns", "batches", "scales", "score_mods"])
 def test_flex_has_a_function_for_each_use(traced_only, vary: str) -> None:
     """More of anything than the limit for one function; a function that gives up would raise."""
     calls: dict[str, Callable[[int], Tensor]] = {
@@ -209,7 +210,11 @@ def test_flex_has_a_function_for_each_use(traced_only, vary: str) -> None:
         "patterns": lambda i: attend(draw(20), WINDOWS[i]),
         "batches": lambda i: attend(draw(20, batch=1 + i), WINDOWS[0]),
         "scales": lambda i: attend(draw(20), WINDOWS[0], scale=0.1 + i),
+        "score_mods": lambda i: attend(draw(20), WINDOWS[0], score_mod=slanted(0.1 + i)),
     }
+
+    def slanted(slope: float) -> ScoreMod:
+        return lambda score, b, h, q_idx, k_idx: score + slope * (q_idx - k_idx)
 
     def attend(q: Tensor, pattern: masks.Pattern, engine: str = "flex", **options) -> Tensor:
         return fd.attend(q, q, q, pattern, engine=engine, **options)
@@ -221,7 +226,20 @@ def test_flex_has_a_function_for_each_use(traced_only, vary: str) -> None:
     assert after.flex_functions - before.flex_functions == many > LIMIT
     assert (after.graphs, after.left_to_eager, after.recompilations) == (many, 0, ())
     assert_close(found[:many], found[many:])
-    assert_close(found[0], attend(draw(20), WINDOWS[0], "reference", **({"scale": 0.1} if vary == "scales" else {})))
+    options = {"scales": {"scale": 0.1}, "score_mods": {"score_mod": slanted(0.1)}}.get(vary, {})
+    assert_close(found[0], attend(draw(20), WINDOWS[0], "reference", **options))
+
+
+@pytest.mark.slow
+def test_flex_serves_every_mode_of_a_call(traced_only) -> None:
+    """Gradients recorded or not, inference, batches: in any order, and no function gives up."""
+    plain: dict[int, Tensor] = {}
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for batch in (4, 1, 2):
+            with mode():
+                found = fd.attend(*[draw(20, batch=batch)] * 3, WINDOWS[0], engine="flex")
+            assert_close(found, plain.setdefault(batch, found), rtol=0, atol=0)
+    assert fd.compilations().left_to_eager == 0
 
 
 @pytest.mark.slow

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from types import FunctionType
 
 import torch
 from jaxtyping import Float, Int64
@@ -133,3 +134,18 @@ def folded(
         return new_score(score_mod(score, b // folds, heads[h], q_position, k_position))
 
     return at_positions
+
+
+def plain_values(x: object, depth: int = 4) -> Hashable:
+    """The code of a function and the numbers and texts that it captured, which tracing makes constants of its graph.
+
+    Of what lies deeper, and of tensors and other objects, the type alone.
+    """
+    if x is None or isinstance(x, int | float | str):
+        return x
+    if depth and isinstance(x, FunctionType):
+        held = [cell.cell_contents for cell in x.__closure__ or ()]
+        return x.__code__, *(plain_values(each, depth - 1) for each in (*held, *(x.__defaults__ or ())))
+    if depth and isinstance(x, list | tuple):
+        return tuple(plain_values(each, depth - 1) for each in x)
+    return type(x)

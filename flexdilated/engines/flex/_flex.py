@@ -27,7 +27,7 @@ from .._gather import term_sides
 from .._merge import nothing, with_sinks
 from .._operands import Hidden, hidden_of_blocks
 from .._ops import own_op
-from .._score_mod import Indices, ScoreMod, indices_of, with_bias
+from .._score_mod import Indices, ScoreMod, indices_of, plain_values, with_bias
 from .._slots import Pick, join, pick_of, take, take_ahead
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -43,18 +43,23 @@ def compiled_flex(term: Term, block_size: tuple[int, int], device: torch.device)
     """flex_attention compiled for a term, under code objects of its own, which outlive the tables in the plan cache.
 
     torch counts recompilations by code object and, past a limit that all callers of it share, gives up. So each
-    term has its own, and on CPU each size of its operands: sizes are static there, where dynamic ones can
-    generate C++ that does not build.
+    term has its own for everything of a call that compiles anew: the dtype, the scale, whether gradients are recorded
+    and lses returned, the plain values of a score_mod, a batch of 1; and on CPU each size of its operands, as sizes
+    are static there, where dynamic ones can generate C++ that does not build. The latest are kept.
     """
-    own: dict[Hashable, Call] = {}
+
+    @lru_cache(maxsize=64)
+    def own(kind: Hashable) -> Call:
+        return _compiled(device)
 
     def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         if device.type == "cpu":
             q, k = widened(q), widened(k)
-        kind = (q.shape, k.shape, q.dtype, options["scale"]) if device.type == "cpu" else q.dtype
-        if kind not in own:
-            own[kind] = _compiled(device)
-        return own[kind](q, k, v, **options)
+        sizes = (q.shape, k.shape) if device.type == "cpu" else q.shape[0] == 1
+        recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), "return_aux" in options
+        kind = (sizes, q.dtype, options["scale"], *recorded, *modes, plain_values(options.get("score_mod")))
+        return own(kind)(q, k, v, **options)
 
     return call
 
