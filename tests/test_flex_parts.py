@@ -13,9 +13,10 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
-from flexdilated.engines.flex import _flex_op
+from flexdilated.engines._operands import within_reach
+from flexdilated.engines.flex import _flex, _flex_op
 from flexdilated.engines.flex._flex_op import heads_of_part, key_of_part, kv_head_parts
-from tests.test_flex import around_dense, slanted
+from tests.test_flex import around_dense, dense_flex, slanted
 
 PATTERN = masks.longnet([8, 32], [1, 4]) & masks.causal()
 
@@ -47,10 +48,39 @@ def test_one_head_that_is_too_large():
 
 
 def test_views_that_reach_too_far_are_copied():
-    """With two batch entries the second one's heads lie behind all heads of the first."""
+    """Of two batch entries the second one's heads lie behind all heads of the first; a projection holds q, k and v."""
     q = on_meta(2, 16, 1 << 20, 128)
-    assert heads_of_part(q, range(3, 6), 16).is_contiguous()
-    assert heads_of_part(q[:1], range(3, 6), 16).storage_offset() == 3 << 27
+    assert within_reach(heads_of_part(q, range(3, 6), 16)).is_contiguous()
+    assert within_reach(heads_of_part(q[:1], range(3, 6), 16)).storage_offset() == 3 << 27
+    sizes = {"vocab_size": 8, "embed_dim": 1024, "depth": 1, "num_heads": 8}
+    config = fd.LongNetConfig(**sizes, segment_lengths=(2048,), dilation_rates=(1,))
+    model = fd.LongNet(config).to("meta", torch.bfloat16)
+    handed: list[Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flexdilated.nn._longnet_block.attend", lambda *qkv, **_: (handed.extend(qkv[:3]), qkv[0])[1])
+        model(torch.zeros(1, 1 << 20, dtype=torch.int64, device="meta"))
+    assert max(map(reach, handed)) > 1 << 31, "or this test needs another model"
+    assert max(reach(within_reach(x)) for x in handed) < 1 << 31
+
+
+def reach(x: Tensor) -> int:
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def test_every_operand_of_a_kernel_is_within_reach(monkeypatch):
+    checked: list[Tensor] = []
+    monkeypatch.setattr(_flex, "within_reach", lambda x: (checked.append(x), x)[1])
+    key = CallKey(PATTERN.text, 2, 2, 50, 50, 0, 0, 0, 2, 1, (16, 16))
+    program = _flex_op.static_program(key, torch.device("cpu"))
+    handed: list[Tensor] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        handed.extend((q, k, v))
+        return dense_flex(q, k, v, **options)
+
+    around_dense(program, 0.5, kernel=kernel)(*torch.randn(3, 1, 2, 50, 4))
+    assert len(handed) == 3 * len(program.steps)
+    assert [id(x) for x in handed] == [id(x) for x in checked]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
@@ -69,7 +99,7 @@ def test_parts_are_the_whole(monkeypatch, limit):
         return around_dense(program, options.pop("scale"), **options)(q, k, v, part_sinks)
 
     monkeypatch.setattr(_flex_op, "_flex", stand_in)
-    monkeypatch.setattr(_flex_op, "_MOST_ELEMENTS", limit * B * (H // G) * N * D)
+    monkeypatch.setattr(_flex_op, "MOST_ELEMENTS", limit * B * (H // G) * N * D)
     elsewhere = SimpleNamespace(device=torch.device("cuda"), shape=q.shape, numel=q.numel)
     monkeypatch.setattr(_flex_op, "kv_head_parts", lambda q, k: kv_head_parts(elsewhere, k))
     options = {"scale": 0.5, "score_mod": slanted, "return_lse": True}

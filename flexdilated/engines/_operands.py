@@ -38,6 +38,21 @@ def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
     return x if is_row and apart else x.contiguous()
 
 
+# Kernels compiled for accelerators take offsets in 32 bits, up to torch 2.13 at least; beyond, they would wrap.
+MOST_ELEMENTS = (1 << 31) - 1
+
+
+def within_reach(x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    """x for a compiled kernel: copied where its last element lies further than such a kernel counts.
+
+    So do the values of a fused projection of a million tokens, although they are few enough.
+    """
+    if x.device.type == "cpu":
+        return x
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x if last < MOST_ELEMENTS else x.contiguous()
+
+
 @dataclass(frozen=True, eq=False)
 class Hidden:
     """The hidden slots of a term, for each query head; None where a side has none."""

@@ -25,7 +25,7 @@ from ...masks.patterns import Rows, tables, without_values
 from ...masks.planning import Plan, Term, bound_blocks, term_mask
 from .._gather import term_sides
 from .._merge import nothing, with_sinks
-from .._operands import Hidden, hidden_of_blocks
+from .._operands import Hidden, hidden_of_blocks, within_reach
 from .._ops import own_op
 from .._score_mod import Indices, ScoreMod, indices_of, plain_values, with_bias
 from .._slots import Pick, join, pick_of, take, take_ahead
@@ -252,6 +252,7 @@ def _attend(
     # Their results are cleared as well, so that no gradient of theirs, which may be NaN, enters the kernel.
     hidden = step.hidden
     q, k, v = hidden.clear_queries(q, dim=2), hidden.clear_keys(k, dim=2), hidden.clear_keys(v, dim=2)
+    q, k, v = within_reach(q), within_reach(k), within_reach(v)
     if not needs_lse:
         return hidden.clear_queries(call(q, k, v, **options), dim=2), None
     out, aux = call(q, k, v, **options, return_aux=AuxRequest(lse=True))

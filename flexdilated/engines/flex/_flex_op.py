@@ -17,7 +17,7 @@ from ...masks.orders import Placement
 from ...masks.patterns import tables
 from ...masks.planning import Allowed, Choice, Plan, Term, machine_of, term_blocks
 from .._call_key import CallKey
-from .._operands import Hidden, readable
+from .._operands import MOST_ELEMENTS, Hidden, readable
 from .._ops import flat_op
 from .._score_mod import ScoreMod
 from .._tuned import chosen
@@ -172,10 +172,6 @@ def _with_mask(step: FlexStep, named: dict[str, Tensor], hidden: Hidden) -> Flex
     return FlexStep(mask, hidden, step.term, step.held, step.indices, *picks, *weights, step.call)
 
 
-# Kernels compiled for accelerators take offsets in 32 bits, up to torch 2.13 at least; beyond, they would wrap.
-_MOST_ELEMENTS = (1 << 31) - 1
-
-
 def kv_head_parts(q: Tensor, k: Tensor) -> list[range]:
     """Key/value heads to compute together, so that no tensor of theirs or of their query heads is too large.
 
@@ -183,15 +179,15 @@ def kv_head_parts(q: Tensor, k: Tensor) -> list[range]:
     """
     kv_heads = k.shape[1]
     each = max(q.numel() // kv_heads, k.numel() // kv_heads)
-    if q.device.type == "cpu" or each * kv_heads <= _MOST_ELEMENTS:
+    if q.device.type == "cpu" or each * kv_heads <= MOST_ELEMENTS:
         return [range(kv_heads)]
-    if each > _MOST_ELEMENTS:
+    if each > MOST_ELEMENTS:
         raise ValueError(
-            f"flex needs tensors of at most {_MOST_ELEMENTS} elements for one key/value head and its query heads, as "
+            f"flex needs tensors of at most {MOST_ELEMENTS} elements for one key/value head and its query heads, as "
             f"its kernels count in 32 bits; got {each}, of shapes {tuple(q.shape)} and {tuple(k.shape)}. Call attend "
             "for parts of the batch, or for parts of the query heads with head_offset and num_heads_global"
         )
-    at_once = _MOST_ELEMENTS // each
+    at_once = MOST_ELEMENTS // each
     return [range(begin, min(begin + at_once, kv_heads)) for begin in range(0, kv_heads, at_once)]
 
 
@@ -203,14 +199,9 @@ def key_of_part(key: CallKey, part: range) -> CallKey:
 
 
 def heads_of_part(x: Tensor, part: range, kv_heads: int) -> Tensor:
-    """These heads of (B, X, N, D), or of one number a head: a view, if a kernel can count from its first element on."""
+    """These heads of (B, X, N, D), or of one number a head, as a view."""
     each = x.shape[-3 if x.dim() == 4 else 0] // kv_heads
-    some = slice(part.start * each, part.stop * each)
-    if x.dim() == 1:
-        return x[some]
-    heads = x[:, some]
-    last = sum((size - 1) * stride for size, stride in zip(heads.shape, heads.stride(), strict=True))
-    return heads if last < _MOST_ELEMENTS else heads.contiguous()
+    return x.narrow(1 if x.dim() == 4 else 0, part.start * each, len(part) * each)
 
 
 def joined(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
