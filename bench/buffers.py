@@ -27,11 +27,12 @@ from flexdilated.distributed.wire._codec import (
 from flexdilated.distributed.wire._pool import lease_from
 from flexdilated.distributed.wire._pools import break_even_bytes
 
+from ._checks import relative_error
 from ._claims import IMPROVED_TEMPORARIES, MEMORY, MESSAGES, PLAIN_TEMPORARIES, RING_TIME, SPARSE_RING_TIME, Claim
 from ._jobs import Job, Problem, Size, interleave, peak_here
 from ._measures import Row, Timing, at_least, at_most, measure
 from ._rank_steps import NAMES, Schedule, Step, local_tensors, on_ranks
-from ._rules import longnet_n, relative_error
+from ._rules import longnet_n
 
 # N tokens, G key/value heads, D head dim
 

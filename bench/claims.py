@@ -12,6 +12,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 
+from ._checks import check_forward
 from ._claims import (
     BLOCK_ORDER,
     CACHED_MEMORY,
@@ -38,7 +39,7 @@ from ._jobs import (
     train,
 )
 from ._measures import Row, Timing, measure
-from ._rules import LongNet, check_forward, same_branch
+from ._rules import LongNet, same_branch
 from .peers import block_rows, dense_attention
 from .planning import planned_call
 

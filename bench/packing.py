@@ -10,9 +10,10 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 
+from ._checks import TOLERANCE, assert_near, check_training
 from ._jobs import Attention, Job, Problem, Size, interleave, ratio, train, training_job
 from ._measures import Row, at_most, measure
-from ._rules import LONGNET_4, TOLERANCE, LongNet, assert_near, check_training
+from ._rules import LONGNET_4, LongNet
 
 # N tokens
 

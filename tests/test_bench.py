@@ -13,22 +13,12 @@ import torch
 import flexdilated as fd
 from bench import __main__, _run, attention
 from bench.__main__ import main
+from bench._checks import by_definition, check_forward, check_training
 from bench._jobs import Job, Problem, Size, interleave, peak_bytes
 from bench._measures import Gap, Measure, Row, Timing, at_least, at_most
 from bench._processes import DiedApart, run_apart
 from bench._report import markdown_table
-from bench._rules import (
-    GIGAPATH_5,
-    LONGNET_4,
-    LONGNET_5,
-    PAPER_5,
-    LongNet,
-    Union,
-    by_definition,
-    check_forward,
-    check_training,
-    dense,
-)
+from bench._rules import GIGAPATH_5, LONGNET_4, LONGNET_5, PAPER_5, LongNet, Union, dense
 from bench._run import MEASURES
 from bench.block_masks import block_lists
 from bench.peers import branch_loop, dense_attention, natural_block_mask

@@ -12,12 +12,13 @@ from torch.testing import assert_close
 
 from bench import __main__ as command
 from bench import _claims, _compare, _guard, _pages, claims
+from bench._checks import check_forward
 from bench._claims import CLAIMS, Claim
 from bench._jobs import Problem, Size
 from bench._measures import Timing, at_least
 from bench._pages import PAGES
 from bench._report import filled
-from bench._rules import check_forward, same_branch
+from bench._rules import same_branch
 from bench._run import MEASURES
 from bench.claims import Length
 from bench.peers import block_rows, dense_attention
