@@ -73,7 +73,6 @@ class Device:
 
 # Correctness: each case is one or more calls in one process, held against the dense definition in float64.
 
-Case = tuple[partial[None], ...]
 _NONE_WRONG = at_most(0)
 
 
@@ -91,7 +90,7 @@ def _bound(name: str, values: Tensor) -> Callable[[str], dict[str, Any]]:
 
 
 @cache
-def cases() -> Mapping[str, Case]:
+def cases() -> Mapping[str, tuple[partial[None], ...]]:
     """The odd ones, and every pattern of the catalogue."""
     exact, causal_rule = torch.float32, masks.causal()
     window, narrow = masks.local_window(left=100, right=37), masks.local_window(left=9, right=0)
@@ -259,7 +258,9 @@ def _peak_bytes(at: Device, attention: Attention, size: Size) -> int:
 
 def million_tokens(at: Device, target: Target) -> Found:
     """The longer is not checked: the definition's own tensors in float64 would not fit beside it."""
-    spec, sizes = at.longnet(False), [at.size(tokens, num_heads=8, repeats=3) for tokens in (128 * K, K * K)]
+    # Any second length compiles what a million tokens run; a rehearsal leaves the memory to others.
+    lengths = (128 * K, 256 * K if at.rehearsing else K * K)
+    spec, sizes = at.longnet(False), [at.size(tokens, num_heads=8, repeats=3) for tokens in lengths]
     short, long = map(str, sizes)
     for engine in at.engines:
         own = [_ours(engine, spec, at.draw(size), str(size)) for size in sizes]
@@ -271,7 +272,7 @@ def million_tokens(at: Device, target: Target) -> Found:
 def ranks(at: Device, target: Target, what: str) -> Found:
     spec, size = at.longnet(False), at.size(128 * K, repeats=3)
     problem, part = at.draw(size), "forward" if what == "forward" else "backward"
-    many, one = InTurn(spec, problem, 4 if at.small else 8), Contestant("one call", spec.attention(), problem, spec)
+    many, one = InTurn(spec, problem, 2 if at.small else 8), Contestant("one call", spec.attention(), problem, spec)
     found = at.race(part, size, [one], [many.job(what)])
     row = found.row(f"{spec.label}, {size}, {what}: time of ranks in turn over one call's", target, "one call", "ranks")
     if isinstance(row, Row) and not at.rehearsing and (off := many.error(what)) > HALF_TOLERANCE:
@@ -366,14 +367,17 @@ def measure_all(at: Device, names: Sequence[str], keep: Callable[[Document], Non
             say(f"{what}: {error}")
             yield _gap(what, str(error))
 
-    with ThreadPoolExecutor(12 if at.is_cuda else 2) as pool:  # compilation keeps them busy, not the device
-        lines = [(row, line) for row in rows for line in row.lines if row.rehearsed and at.is_cuda]
-        waited = [pool.submit(list, apart(row.name, 150, 0.5, rehearse, row, line, at)) for row, line in lines]
-        judged = [pool.submit(list, apart(name, 120, 0.5, judge, name, at)) for name in cases() if CORRECTNESS in names]
-        wrong = [line for each in judged for line in each.result()]
-        say(f"{len(judged)} cases, {len(wrong)} wrong; {sum(bool(each.result()) for each in waited)} rehearsals failed")
+    jobs = [(name, 120, judge, name, at) for name in cases() if CORRECTNESS in names]
+    num_cases = len(jobs)
+    if at.is_cuda:
+        jobs += [(row.name, 150, rehearse, row, line, at) for row in rows for line in row.lines if row.rehearsed]
+    # Odd cases first, then rehearsals, which take longest; the catalogue has what is left of the time.
+    jobs.sort(key=lambda job: ("catalogue" in job[0], job[2] is rehearse))
+    with ThreadPoolExecutor(16 if at.is_cuda else 2) as pool:  # compilation keeps them busy, not the device
+        ended = list(pool.map(lambda job: (job[2], list(apart(job[0], job[1], 0.55, *job[2:]))), jobs))
     if CORRECTNESS in names:
-        first = Row(f"odd cases that are wrong or gave nothing, of {len(judged)}", _NONE_WRONG, len(wrong)).to_data()
+        wrong = [line for function, found in ended if function is judge for line in found]
+        first = Row(f"odd cases that are wrong or gave nothing, of {num_cases}", _NONE_WRONG, len(wrong)).to_data()
         seconds = perf_counter() - start
         keep({"name": CORRECTNESS, "question": QUESTION, "rows": [first, *wrong], "seconds": seconds, **shared})
     for row in rows:

@@ -82,8 +82,8 @@ _PATTERNS = (
     small={
         "patterns": _PATTERNS[:1],
         "dtypes": ("float32",),
-        "num_tokens": 4096,
-        "embed_dim": 64,
+        "num_tokens": 512,
+        "embed_dim": 32,
         "depth": 2,
         "num_heads": 1,
         "budgets": (),
@@ -176,7 +176,7 @@ _CHECKPOINTED = {"name": "LongNet-4, causal", "pattern": _LONGNET_4, "num_tokens
 
 @measure(
     full={**_CHECKPOINTED, "num_heads": 2, "repeats": 3},
-    small={**_CHECKPOINTED, "num_tokens": 1024, "embed_dim": 32, "depth": 2, "num_heads": 2, "repeats": 1},
+    small={**_CHECKPOINTED, "num_tokens": 512, "embed_dim": 32, "depth": 2, "num_heads": 2, "repeats": 1},
 )
 def checkpointing(
     name: str, pattern: str, num_tokens: int, embed_dim: int, depth: int, num_heads: int, repeats: int

@@ -83,7 +83,7 @@ def computed_pairs(specs: tuple[LongNet, ...], num_tokens: tuple[int, ...], num_
 
 @measure(
     full={"size": Size(16384, num_heads=2), "constants": ON_CPU, "seconds": 1.0},
-    small={"size": Size(256, num_heads=1, head_dim=16), "constants": Sizes(256, 2, 128), "seconds": 0.0},
+    small={"size": Size(256, num_heads=1, head_dim=16), "constants": Sizes(128, 2, 128), "seconds": 0.0},
 )
 def choice(size: Size, constants: Sizes, seconds: float) -> Iterator[Row]:
     """Is the planner's choice the fastest way, and how far are its predictions off?
