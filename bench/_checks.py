@@ -186,7 +186,7 @@ def check_forward(attention: Attention, problem: Problem, rule: Rule, *, toleran
     with torch.no_grad():
         out = attention(problem.q, problem.k, problem.v)
         q, k, v = (x[0].double() for x in (problem.q[:, :, rows], problem.k, problem.v))
-        _compare("out", out[0, :, rows], by_definition(q, k, v, rule, rows)[0], tolerance)
+        assert_near("out", out[0, :, rows], by_definition(q, k, v, rule, rows)[0], tolerance)
 
 
 def check_training(
@@ -210,7 +210,7 @@ def check_training(
     gradients = torch.autograd.grad(expected, exact, grad[0, :, rows].double())
     got = (out[0, :, rows], dq[0, :, rows], dk[0], dv[0])
     for name, value, wanted in zip(("out", "dq", "dk", "dv"), got, (expected, *gradients), strict=True):
-        _compare(name, value, wanted, tolerance)
+        assert_near(name, value, wanted, tolerance)
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
@@ -218,7 +218,8 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
     return float((got.detach().double() - wanted.detach()).norm() / wanted.detach().norm())
 
 
-def _compare(name: str, got: Tensor, wanted: Tensor, tolerance: float) -> None:
+def assert_near(name: str, got: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> None:
+    """AssertionError unless they agree, by default as float32 lets attention agree with its definition."""
     error = relative_error(got, wanted)
     assert error <= tolerance, f"{name} must be within {tolerance} of the definition; it is off by {error:.2e}"
 
@@ -227,11 +228,6 @@ def _sample(num_tokens: int) -> Int64[Tensor, " R"]:
     """The first and the last row and some between, the same for every call."""
     drawn = torch.randint(num_tokens, (_SAMPLED_ROWS - 2,), generator=torch.Generator().manual_seed(1))
     return torch.cat([torch.tensor([0, num_tokens - 1]), drawn]).unique()
-
-
-def assert_near(name: str, got: Tensor, wanted: Tensor) -> None:
-    """AssertionError unless they agree as float32 lets attention agree with its definition."""
-    _compare(name, got, wanted, TOLERANCE)
 
 
 # Relative errors of out and of gradients. float32 products are exact to 1e-6, their sums to some 1e-5.

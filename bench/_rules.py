@@ -22,6 +22,11 @@ from ._jobs import Attention
 FORWARD_FLOPS = 4  # a useful pair, times the head dim: one multiply-add in q.k and one in p.v
 
 
+def attention_by(pattern: masks.Pattern | masks.Mixture) -> Attention:
+    """The library's attention with a pattern."""
+    return lambda q, k, v: fd.attend(q, k, v, pattern)
+
+
 class Rule(Protocol):
     """Who attends to whom, written here rather than in the library."""
 
@@ -54,8 +59,7 @@ class LongNet:
 
     def attention(self) -> Attention:
         """The library's attention with this pattern."""
-        pattern = self.pattern()
-        return lambda q, k, v: fd.attend(q, k, v, pattern)
+        return attention_by(self.pattern())
 
     def as_causal(self) -> "LongNet":
         """The same with keys up to the query only."""
@@ -90,8 +94,7 @@ class Union:
 
     def attention(self) -> Attention:
         """The library's attention with this pattern."""
-        pattern = reduce(or_, self.spec.pattern().branches())
-        return lambda q, k, v: fd.attend(q, k, v, pattern)
+        return attention_by(reduce(or_, self.spec.pattern().branches()))
 
     def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
         """The pairs of the sampled query rows, as the one branch of a set."""
@@ -116,16 +119,23 @@ class LibraryRule:
 class Window:
     """Each block of tokens sees `left` blocks before and `right` after its own; a block of 1 is a token."""
 
-    name: str
+    label: str
     left: int
     right: int
-    block: int
-    bound: float
+    block: int = 1
+
+    @property
+    def causal(self) -> bool:
+        return self.right == 0 and self.block == 1
 
     def pattern(self) -> masks.Pattern:
         """The same as a pattern of the library."""
         window = masks.local_window(left=self.left, right=self.right)
         return window if self.block == 1 else masks.blockwise(window, self.block)
+
+    def attention(self) -> Attention:
+        """The library's attention with this pattern."""
+        return attention_by(self.pattern())
 
     def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
         """The pairs of the sampled query rows, as the one branch of a set."""

@@ -91,8 +91,8 @@ def vs_branch_loop(specs: tuple[LongNet, ...], sizes: tuple[Size, ...]) -> Itera
     "C2",
     full={"spec": LONGNET_4.shrunk(2), "size": Size(8192, num_heads=4, repeats=3), "backend": "inductor"},
     small={
-        "spec": LONGNET_4.shrunk(64),
-        "size": Size(256, num_heads=2, head_dim=16, repeats=1),
+        "spec": LongNet("LongNet-2", (64, 128), (1, 2)),
+        "size": Size(128, num_heads=2, head_dim=16, repeats=1),
         "backend": "aot_eager",
     },
 )

@@ -188,7 +188,7 @@ def vs_matmul(at: Device, target: Target, part: Part) -> Found:
 
 def window(at: Device, target: Target, name: str, left: int, right: int, block: int) -> Found:
     shrink, size = 8 if at.small else 1, at.size(32 * K, repeats=9)
-    own, everything = Window(name, left // shrink, right // shrink, block, 0), dense(size.num_tokens, causal=False)
+    own, everything = Window(name, left // shrink, right // shrink, block), dense(size.num_tokens, causal=False)
     kernels = {"flash SDPA": SDPBackend.FLASH_ATTENTION} | (
         {"cuDNN SDPA": SDPBackend.CUDNN_ATTENTION} if at.is_cuda else {}
     )

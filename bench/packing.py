@@ -1,16 +1,17 @@
 """Packed documents, beside the same rule as chunks of equal length."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-import flexdilated as fd
 from flexdilated import masks
 
 from ._checks import TOLERANCE, check_training
-from ._jobs import Attention, Job, Problem, Size, interleave, ratio, train, training_job
+from ._jobs import Attention, Problem, Size, interleave, ratio, train, training_job
 from ._measures import Row, at_most, measure
-from ._rules import LongNet
+from ._rules import LongNet, attention_by
 
 # N tokens
 
@@ -28,7 +29,7 @@ def many_documents(lengths: tuple[int, ...], size: Size) -> Iterator[Row]:
     for length in lengths:
         problem, rule = Problem.draw(size), LongNet("chunks", (length,), (1,), causal=True)
         packed = masks.causal() & masks.documents(torch.arange(size.num_tokens) // length)
-        chunks, documents = _attention(masks.chunked(length) & masks.causal()), _attention(packed)
+        chunks, documents = attention_by(masks.chunked(length) & masks.causal()), attention_by(packed)
         for attention in (chunks, documents):
             if length > 1:
                 check_training(attention, problem, rule)
@@ -37,20 +38,14 @@ def many_documents(lengths: tuple[int, ...], size: Size) -> Iterator[Row]:
         jobs = (
             training_job("chunks", chunks, problem),
             training_job("documents, known ids", documents, problem),
-            Job("documents, new ids", training_job("", documents, problem).run, _forget(packed)),
+            replace(
+                training_job("documents, new ids", documents, problem), prepare=partial(masks.cache().forget, packed)
+            ),
         )
         written, known, new = interleave(jobs, repeats=size.repeats)
         what, target = f"{size}, documents of {length} tokens, causal, forward + backward", at_most(2, "×")
         yield Row(f"{what}: time over chunks", target, ratio(known, written), (known, written))
         yield Row(f"{what}, planned anew: time over chunks", target, ratio(new, written), (new, written))
-
-
-def _attention(pattern: masks.Pattern | masks.Mixture) -> Attention:
-    return lambda q, k, v: fd.attend(q, k, v, pattern)
-
-
-def _forget(pattern: masks.Pattern):
-    return lambda: masks.cache().forget(pattern)
 
 
 def _check_alone(attention: Attention, problem: Problem) -> None:

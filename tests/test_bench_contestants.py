@@ -20,7 +20,7 @@ SIZE = Size(1024, num_heads=4, head_dim=16, repeats=1)
 
 @pytest.mark.parametrize("shape", [*_WINDOWS, ("small", 1, 0, 128), ("odd", 3, 9, 1)], ids=lambda shape: shape[0])
 def test_window_rule_and_count(shape) -> None:
-    window, num_tokens = Window(*shape, 0), 512
+    window, num_tokens = Window(*shape), 512
     (allowed,) = window.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=2)
     assert window.pairs(num_tokens=num_tokens, num_heads=2) == int(allowed.sum())
     tokens = torch.arange(num_tokens)
