@@ -93,7 +93,7 @@ def vs_branch_loop(specs: tuple[LongNet, ...], sizes: tuple[Size, ...]) -> Itera
     small={
         "spec": LongNet("LongNet-2", (64, 128), (1, 2)),
         "size": Size(128, num_heads=2, head_dim=16, repeats=1),
-        "backend": "aot_eager",
+        "backend": "eager",
     },
 )
 def vs_flex_attention(spec: LongNet, size: Size, backend: str) -> Iterator[Row]:

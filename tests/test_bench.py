@@ -2,10 +2,9 @@
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from bench._run import MEASURES
 from bench.block_masks import block_lists
 from bench.peers import branch_loop, dense_attention, natural_block_mask
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZE = Size(256, num_heads=4, head_dim=16, repeats=1)
 SPECS = [LONGNET_4.shrunk(64), LONGNET_4.shrunk(64).as_causal()]
 ODD = LongNet("odd", (1, 100, 333, 50), (1, 3, 7, 60), causal=True)  # rates that divide nothing, one above its segment
@@ -289,10 +287,13 @@ def test_markdown_needs_results(tmp_path) -> None:
         markdown_table(tmp_path)
 
 
-def test_python_m_bench_starts() -> None:
-    command = [sys.executable, "-m", "bench", "--list"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("forward_vs_dense\t")
+def test_python_m_bench_starts(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--list"])
+    monkeypatch.delitem(sys.modules, "bench.__main__")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("bench", run_name="__main__")
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("forward_vs_dense\t")
 
 
 def test_an_answer_holds_points_beside_rows() -> None:
