@@ -1,32 +1,36 @@
 """Measure, and print one table: `python -m bench [NAME ...] [--small] [--out DIR]`.
 
-Two commands beside: `python -m bench compare A B` sets two sets of results side by side, and `python -m bench guard`
-sees what has become slower; `--help` after either says more.
+Three commands beside: `python -m bench compare A B` sets two sets of results side by side, `python -m bench guard`
+sees what has become slower, and `python -m bench device` measures on an accelerator; `--help` after each says more.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import _compare, _guard
+import torch
+
+from . import _compare, _guard, device
 from ._pages import PAGES
-from ._report import markdown_table, plot_sweep, terminal_table, write_pages
-from ._run import MEASURES, Document, ask
+from ._report import condition, markdown_table, plot_sweep, terminal_table, write_pages
+from ._run import MEASURES, Document, ask, write
 from .catalogue import draw_all
 
 _RESULTS = Path("bench/results")
 _PICTURES = Path("docs/images/catalogue")
 _WORDS = ("table", "pages", "pictures")
-# These have arguments of their own.
-_COMMANDS = {"compare": _compare.main, "guard": _guard.main}
+_DEVICE_LIMIT_S = 520.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 if a measure failed. A target that is not met is an answer, not a failure."""
     first, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
-    if first in _COMMANDS:
-        return _COMMANDS[first](rest)
+    # These have arguments of their own.
+    commands = {"compare": _compare.main, "guard": _guard.main, "device": measure_device}
+    if first in commands:
+        return commands[first](rest)
     options = _parser().parse_args(arguments)
     if options.list:
         for name, each in MEASURES.items():
@@ -85,6 +89,85 @@ def _draw(documents: Sequence[Document], results: Path) -> None:
                 plot_sweep(document, results / f"{document['name']}.png")
             except ImportError:
                 print("no plot: it needs matplotlib (pip install 'flexdilated[plot]')", file=sys.stderr)
+
+
+def measure_device(arguments: Sequence[str]) -> int:
+    """Exit status: 0, 1 if a name gave no number or a check failed, or 2 for a call that is wrong.
+
+    A JSON file for each name, and summary.json, which holds them all, are written as rows end.
+    """
+    parser = _device_parser()
+    options = parser.parse_args(arguments)
+    results = options.out or (None if options.small else _RESULTS)
+    if options.list:
+        for row in device.ROWS:
+            print(f"{row.name}\t{row.question}")
+        return 0
+    if options.unpack is not None:
+        for document in options.unpack:
+            write(document, options.out or _RESULTS)
+        print(terminal_table(options.unpack))
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA device here; --device cpu --small goes through the same rows")
+    if options.device == "cpu" and not options.small:
+        parser.error("the sizes of the targets are for an accelerator; --device cpu needs --small")
+    documents: dict[str, Document] = {}
+
+    def keep(document: Document) -> None:
+        documents[document["name"]] = document | {"commit": options.commit or document["commit"]}
+        if results is not None:
+            write(documents[document["name"]], results)
+            write({"name": "summary", "documents": list(documents.values())}, results)
+
+    names = [name for name in device.NAMES if not options.names or name in options.names]
+    device.measure_all(device.Device(options.device, options.small), names, keep, limit_s=options.limit)
+    print(terminal_table(documents.values()))
+    print(f"\n{condition(documents[names[-1]])}")
+    return 1 if any(map(device.is_failed, documents.values())) else 0
+
+
+def _device_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench device", description=device.__doc__)
+    known = f"as --list has them, and {device.CORRECTNESS}; all, if none is named"
+    parser.add_argument("names", nargs="*", metavar="NAME", type=_device_name, help=known)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, with --small")
+    folder = f"folder of the results ({_RESULTS}; none with --small)"
+    parser.add_argument("--out", type=_folder, metavar="DIR", help=folder)
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--limit", type=_limit, default=_DEVICE_LIMIT_S, metavar="S", help="seconds for all of it")
+    parser.add_argument("--commit", metavar="ID", help="the commit to record where there is no git")
+    unpack = "only write the rows of a summary.json to files"
+    parser.add_argument("--unpack", type=_summary, metavar="FILE", help=unpack)
+    parser.add_argument("--list", action="store_true", help="print the questions")
+    return parser
+
+
+def _device_name(text: str) -> str:
+    name = device.CODES.get(text.upper(), text.lower())
+    if name in device.NAMES:
+        return name
+    raise argparse.ArgumentTypeError(f"a name must be one of {', '.join(device.NAMES)}; got {text!r}")
+
+
+def _limit(text: str) -> float:
+    seconds = float(text)
+    if seconds > 0:
+        return seconds
+    raise argparse.ArgumentTypeError(f"the limit must be above 0 seconds; got {text}")
+
+
+def _folder(text: str) -> Path:
+    if not Path(text).exists() or Path(text).is_dir():
+        return Path(text)
+    raise argparse.ArgumentTypeError(f"the results need a folder; {text} is a file")
+
+
+def _summary(text: str) -> list[Document]:
+    try:
+        return json.loads(Path(text).read_text(encoding="utf-8"))["documents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"it must be a summary.json of this suite; got {text} ({error!r})") from error
 
 
 if __name__ == "__main__":

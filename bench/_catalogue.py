@@ -39,9 +39,9 @@ class Entry:
         """The pattern over this many tokens."""
         return _read(self.million if self.million and num_tokens == MILLION else self.text, num_tokens)
 
-    def pictured(self) -> Pattern | Mixture:
-        """The pattern of the picture, over `PICTURED` tokens."""
-        return _read(self.small, PICTURED)
+    def pictured(self, num_tokens: int = PICTURED) -> Pattern | Mixture:
+        """The pattern of the picture, over as many tokens; those of a grid have `PICTURED`."""
+        return _read(self.small, num_tokens)
 
 
 def _read(text: str, num_tokens: int) -> Pattern | Mixture:

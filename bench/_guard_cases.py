@@ -17,7 +17,7 @@ import flexdilated as fd
 from flexdilated import masks
 
 from ._jobs import Attention, Job, Problem, Size, forward_job, training_job
-from ._rules import LONGNET_4, LongNet
+from ._rules import LONGNET_4, LongNet, attention_by
 from .peers import block_rows, branch_loop, dense_attention
 from .planning import planned_call
 
@@ -50,7 +50,7 @@ def window_training() -> Pair:
     queries = torch.arange(rows * _BLOCK).view(rows, _BLOCK)
     allowed = (queries[:, :, None] - keys[:, None, :]).abs() <= radius
     theirs = block_rows(columns, block=_BLOCK, allowed=allowed)
-    ours = _attend(masks.local_window(left=radius, right=radius))
+    ours = attention_by(masks.local_window(left=radius, right=radius))
     _check_equal(ours, theirs, problem)
     return Pair(training_job("library", ours, problem), training_job("plain", theirs, problem))
 
@@ -61,7 +61,7 @@ def block_list_forward() -> Pair:
     rows = problem.q.shape[2] // _BLOCK
     columns = torch.rand(rows, rows, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :6]
     theirs = block_rows(columns, block=_BLOCK)
-    ours = _attend(masks.block_list(columns, block=_BLOCK))
+    ours = attention_by(masks.block_list(columns, block=_BLOCK))
     _check_equal(ours, theirs, problem)
     return Pair(forward_job("library", ours, problem), forward_job("plain", theirs, problem))
 
@@ -69,7 +69,7 @@ def block_list_forward() -> Pair:
 def small_call() -> Pair:
     """Calls so small that what they cost is overhead, beside dense ones."""
     problem = Problem.draw(Size(64, num_heads=2, head_dim=16))
-    ours, theirs = _attend(masks.causal()), dense_attention(causal=True)
+    ours, theirs = attention_by(masks.causal()), dense_attention(causal=True)
     _check_equal(ours, theirs, problem)
     repeated = [_repeated(attention, 100) for attention in (ours, theirs)]
     return Pair(forward_job("library", repeated[0], problem), forward_job("plain", repeated[1], problem))
@@ -161,10 +161,6 @@ CASES: dict[str, Callable[[], Pair]] = {
 
 def _small_longnet() -> LongNet:
     return LongNet("small", LONGNET_4.segment_lengths[:3], LONGNET_4.dilation_rates[:3], causal=True).shrunk(4)
-
-
-def _attend(pattern: masks.Pattern | masks.Mixture) -> Attention:
-    return lambda q, k, v: fd.attend(q, k, v, pattern)
 
 
 def _repeated(attention: Attention, number: int) -> Attention:

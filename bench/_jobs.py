@@ -3,9 +3,10 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -37,21 +38,36 @@ class Job:
         return clock() - start
 
 
-class Timed(Protocol):
-    """Something with a name that can be run and timed: a Job, or one by another clock."""
-
-    @property
-    def name(self) -> str:
-        """What the timing is called."""
-        ...
-
-    def seconds(self) -> float:
-        """Of one run."""
-        ...
+# How many times a device's second-level cache is overwritten before each run: about a millisecond of work, in which
+# Python issues the first kernels of the run, so that the device does not wait for them while the clock runs.
+FLUSHES = 16
 
 
-def interleave(jobs: Sequence[Timed], *, repeats: int) -> tuple[Timing, ...]:
-    """Run every job once a round for `repeats` rounds; a Timing a job.
+def seconds_on_cuda(job: Job) -> float:
+    """Of one run, between two events on the device, with nothing of an earlier run in its second-level cache."""
+    given = job.prepare() if job.prepare else None
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    buffer = _flush_buffer(torch.cuda.current_device())
+    for _ in range(FLUSHES):
+        buffer.zero_()
+    start.record()
+    job.run(given)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+@lru_cache(maxsize=1)
+def _flush_buffer(device: int) -> Tensor:
+    # Twice the cache, and never so little that it is no work.
+    size = max(2 * torch.cuda.get_device_properties(device).L2_cache_size, 256 << 20)
+    return torch.empty(size, dtype=torch.int8, device=f"cuda:{device}")
+
+
+def interleave(
+    jobs: Sequence[Job], *, repeats: int, seconds: Callable[[Job], float] = Job.seconds
+) -> tuple[Timing, ...]:
+    """Run every job once a round for `repeats` rounds; a Timing a job, by this clock.
 
     There is no warm-up: the caller has verified each job's output, and so run it.
     """
@@ -59,10 +75,10 @@ def interleave(jobs: Sequence[Timed], *, repeats: int) -> tuple[Timing, ...]:
         raise ValueError(f"repeats must be at least 1; got {repeats=}")
     rounds: list[list[float]] = []
     for index in range(repeats):
-        rounds.append([job.seconds() for job in jobs])
-        times = ", ".join(f"{job.name} {seconds:.3g} s" for job, seconds in zip(jobs, rounds[-1], strict=True))
+        rounds.append([seconds(job) for job in jobs])
+        times = ", ".join(f"{job.name} {took:.3g} s" for job, took in zip(jobs, rounds[-1], strict=True))
         say(f"round {index + 1} of {repeats}: {times}")
-    return tuple(Timing(job.name, tuple(seconds)) for job, seconds in zip(jobs, zip(*rounds, strict=True), strict=True))
+    return tuple(Timing(job.name, tuple(took)) for job, took in zip(jobs, zip(*rounds, strict=True), strict=True))
 
 
 def ratio(slower: Timing, faster: Timing) -> float:

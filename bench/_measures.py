@@ -86,6 +86,26 @@ class Row:
         }
 
 
+DARCSTAR = "DarcStar-Solutions-Tech/dilated-attention-pytorch"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`says`, in our words, and `claimed`, its figure, are the source's; `here` is what is measured in its stead."""
+
+    says: str
+    claimed: str
+    source: str
+    here: str
+    target: Target
+
+    def row(self, measured: float, timings: tuple[Timing, ...] = (), **detail: Any) -> Row:
+        """The claim with what was measured."""
+        return Row(
+            self.says, self.target, measured, timings, {"claimed": self.claimed, "source": self.source, **detail}
+        )
+
+
 @dataclass(frozen=True)
 class Gap:
     """A line of the table without a number, and why there is none."""

@@ -6,10 +6,9 @@ from typing import Any
 
 from . import _tables
 from ._catalogue import ENTRIES, MILLION, Entry
-from ._claims import CLAIMS, Claim
 from ._guard_cases import CASES
 from ._jobs import tokens_text
-from ._measures import with_unit
+from ._measures import Claim, with_unit
 from ._report import (
     Document,
     Part,
@@ -26,6 +25,7 @@ from ._report import (
 )
 from ._run import MEASURES
 from .catalogue import BUILD_MB, BUILD_S, WASTE, file_name
+from .claims import CLAIMS
 
 Figures = Mapping[str, Any]
 

@@ -8,18 +8,19 @@ watches a pipe that closes with its parent, and the server ends with the last of
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any
 
-PRELOADED = ["bench._run"]  # what the server has imported: all measures
+PRELOADED = ["bench._run", "bench.device"]  # what the server has imported: all measures
 
 
 class DiedApart(RuntimeError):
-    """The process ended without a result; its own message is on stderr."""
+    """The process ended without a result: what its function raised, or its exit code."""
 
 
 class TookTooLong(DiedApart):
@@ -27,18 +28,36 @@ class TookTooLong(DiedApart):
 
 
 @dataclass(frozen=True)
+class _Raised:
+    """What a process sends in place of a result."""
+
+    text: str
+
+
+class _NoMore:
+    """What a process sends after the last of its results."""
+
+
+@dataclass(frozen=True)
 class _Started:
-    """A process and the end of the pipe that its result comes from."""
+    """A process and the end of the pipe that its results come from."""
 
     process: BaseProcess
     receiver: Connection
 
     def result(self) -> Any:
         try:
-            return self.receiver.recv()
+            found = self.receiver.recv()
         except EOFError as error:
             self.process.join()
             raise DiedApart(f"the process ended with exit code {self.process.exitcode} and no result") from error
+        if isinstance(found, _Raised):
+            raise DiedApart(found.text)
+        return found
+
+    def end(self) -> None:
+        self.receiver.close()
+        self.process.join()
 
 
 def run_apart(function: Callable[..., Any], *args: Any, limit_s: float | None = None) -> Any:
@@ -58,12 +77,10 @@ def run_together(
 
     Raises as `run_apart` does for the first process that ends without a result. The others are ended with it.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     started: list[_Started] = []
     try:
         for function, args in calls:
-            started.append(_start(context, function, args))
+            started.append(_start(_send_result, function, args))
         return _results(started, limit_s)
     except BaseException:
         for each in started:
@@ -71,13 +88,30 @@ def run_together(
         raise
     finally:
         for each in started:
-            each.receiver.close()
-            each.process.join()
+            each.end()
 
 
-def _start(context: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> _Started:
+def each_apart(function: Callable[..., Iterable[Any]], *args: Any, limit_s: float) -> Iterator[Any]:
+    """What function(*args) yields in a fresh process, one by one as it comes; raises as `run_apart` does."""
+    end, started = monotonic() + limit_s, _start(_send_each, function, args)
+    try:
+        while True:
+            if not started.receiver.poll(max(0.0, end - monotonic())):
+                raise TookTooLong(f"no result within {limit_s:.0f} s")
+            found = started.result()
+            if isinstance(found, _NoMore):
+                return
+            yield found
+    finally:
+        started.process.kill()
+        started.end()
+
+
+def _start(send: Callable[..., None], function: Callable[..., Any], args: tuple[Any, ...]) -> _Started:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(sender, function, args))
+    process = context.Process(target=_send, args=(sender, send, function, args))
     process.start()
     sender.close()
     return _Started(process, receiver)
@@ -96,10 +130,24 @@ def _results(started: Sequence[_Started], limit_s: float | None) -> list[Any]:
     return [results[each.receiver] for each in started]
 
 
-def _send_result(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _send(sender: Connection, send: Callable[..., None], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    sender.send(function(*args))
+    try:
+        send(sender, function, args)
+    except Exception as error:  # whatever it is, it is told
+        traceback.print_exc()
+        sender.send(_Raised(f"{type(error).__name__}: {error}"))
     sender.close()
+
+
+def _send_result(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    sender.send(function(*args))
+
+
+def _send_each(sender: Connection, function: Callable[..., Iterable[Any]], args: tuple[Any, ...]) -> None:
+    for found in function(*args):
+        sender.send(found)
+    sender.send(_NoMore())
 
 
 def _end_with_parent() -> None:

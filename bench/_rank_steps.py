@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
+from math import lcm
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +22,12 @@ from flexdilated.distributed import Sharding, traffic
 from flexdilated.distributed.group._ranks import Ranks
 from flexdilated.distributed.group._sharding import Order
 from flexdilated.distributed.heads._heads import attend_heads
+from flexdilated.engines import WholeRows
 
-from ._jobs import Problem, Size
+from ._checks import by_definition, relative_error
+from ._jobs import Job, Problem, Size, train
 from ._processes import run_together
-from ._rules import Rule, by_definition, relative_error
+from ._rules import LongNet, Rule
 
 # H query heads, G key/value heads, N tokens, L tokens of a rank, D head dim; the batch is 1
 
@@ -187,3 +191,141 @@ def _together(step: Step, num_ranks: int, found: Sequence[dict[str, Any]]) -> Ta
     order = torch.cat([sharding.positions(rank) for rank in range(num_ranks)]).argsort()
     tensors = {name: torch.cat([torch.from_numpy(each[name]) for each in found], dim=2)[:, :, order] for name in NAMES}
     return Taken(tensors, [each["sent"] for each in found], [each["received"] for each in found])
+
+
+# Eight ranks on one device, one after the other, beside one call: what an exchange and a ring compute. Nothing is sent.
+
+Share = tuple[range, tuple[Tensor, ...]]  # tokens, and what their dq, or dk and dv, gets
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A rank's queries, and the stretch of keys that these reach."""
+
+    queries: range
+    keys: range
+
+    def attend(self, spec: LongNet, q: Tensor, k: Tensor, v: Tensor, keys: range | None = None) -> tuple[Tensor, ...]:
+        """(out, lse) of the queries over these keys, by default all that they reach.
+
+        Positions are counted from the last place before both at which every branch begins a segment: the rule is the
+        same from there, and ranks that lie alike share what is compiled, as they would not in one process else.
+        """
+        first, period = (keys or self.keys).start, lcm(*spec.segment_lengths)
+        start = min(self.queries.start, first) // period * period
+        q_offset, k_offset = self.queries.start - start, first - start
+        return fd.attend(q, k, v, spec.pattern(), return_lse=True, q_offset=q_offset, k_offset=k_offset)
+
+
+def stretches(spec: LongNet, num_tokens: int, num_ranks: int) -> tuple[Stretch, ...]:
+    """Contiguous shards of equal length, each with the keys of the segments that its queries lie in."""
+    found, size = [], -(-num_tokens // num_ranks)
+    for first in range(0, num_tokens, size):
+        stop = min(first + size, num_tokens)
+        start = min(first // length * length for length in spec.segment_lengths)
+        end = max(-(-stop // length) * length for length in spec.segment_lengths)
+        found.append(Stretch(range(first, stop), range(start, stop if spec.causal else min(end, num_tokens))))
+    return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class InTurn:
+    """Ranks that take turns on one device, each with its queries, and in an exchange all keys that these reach.
+
+    In the backward of a ring the keys come shard by shard: for each the forward again, and the gradients of its output
+    and lse, which are those of the whole rows times the shard's weight in them.
+    """
+
+    spec: LongNet
+    problem: Problem
+    num_ranks: int
+
+    def job(self, what: str) -> Job:
+        """Of all ranks: "forward", "exchange backward" or "ring backward"; what precedes a backward is not timed."""
+        prepare, run = {
+            "forward": (self._shards, self._forward),
+            "exchange backward": (self._before_exchange, _exchange),
+            "ring backward": (self._before_ring, self._ring),
+        }[what]
+        return Job("ranks", run, prepare)
+
+    def error(self, what: str) -> float:
+        """The relative error of the ranks' results, put together, against one call's: the output's or gradients'."""
+        job, problem, attention = self.job(what), self.problem, self.spec.attention()
+        found: Any = job.run(job.prepare() if job.prepare else None)
+        if what == "forward":
+            with torch.no_grad():
+                return relative_error(torch.cat(found, dim=2), attention(problem.q, problem.k, problem.v))
+        wanted = train(attention, problem)
+        totals = [torch.zeros_like(x, dtype=torch.float64) for x in wanted]
+        for tokens, parts in found:
+            for total, part in zip(totals[:1] if len(parts) == 1 else totals[1:], parts, strict=True):
+                total[:, :, tokens.start : tokens.stop] += part
+        return max(relative_error(total, each) for total, each in zip(totals, wanted, strict=True))
+
+    @cached_property
+    def _ranks(self) -> tuple[Stretch, ...]:
+        return stretches(self.spec, self.problem.q.shape[2], self.num_ranks)
+
+    @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """Output and lse of all rows, which a ring's forward leaves."""
+        with torch.no_grad():
+            problem = self.problem
+            return fd.attend(problem.q, problem.k, problem.v, self.spec.pattern(), return_lse=True)
+
+    def _shards(self) -> list[Problem]:
+        """Each rank's own copies."""
+        whole = self.problem
+        found = []
+        for rank in self._ranks:
+            q, grad = (_part(x, rank.queries).contiguous() for x in (whole.q, whole.grad))
+            k, v = (_part(x, rank.keys).contiguous() for x in (whole.k, whole.v))
+            found.append(Problem(q, k, v, grad))
+        return found
+
+    @torch.no_grad()
+    def _forward(self, shards: list[Problem]) -> list[Tensor]:
+        return [rank.attend(self.spec, x.q, x.k, x.v)[0] for rank, x in zip(self._ranks, shards, strict=True)]
+
+    def _before_exchange(self) -> list[tuple[Stretch, Tensor, tuple[Tensor, ...], Tensor]]:
+        both = [(rank, x.leaves, x.grad) for rank, x in zip(self._ranks, self._shards(), strict=True)]
+        return [(rank, rank.attend(self.spec, *leaves)[0], leaves, grad) for rank, leaves, grad in both]
+
+    def _before_ring(self) -> list[WholeRows]:
+        found = []
+        for rank in self._ranks:
+            out, lse, grad = (_part(x, rank.queries).contiguous() for x in (*self._rows, self.problem.grad))
+            found.append(WholeRows(out, lse, grad, None))
+        return found
+
+    def _ring(self, rows: list[WholeRows]) -> list[Share]:
+        """dq is summed up over the shards, its own first."""
+        found: list[Share] = []
+        for rank, own in zip(self._ranks, rows, strict=True):
+            queries, total = _part(self.problem.q, rank.queries).contiguous(), None
+            others = [each.queries for each in self._ranks if each is not rank]
+            needed = [each for each in others if each.start < rank.keys.stop and rank.keys.start < each.stop]
+            for keys in (rank.queries, *needed):
+                parts = (queries, _part(self.problem.k, keys), _part(self.problem.v, keys))
+                leaves = [x.detach().requires_grad_() for x in parts]
+                out, lse = rank.attend(self.spec, leaves[0], leaves[1], leaves[2], keys)
+                weighted = own.gradients_of(out.detach(), lse.detach())
+                dq, dk, dv = torch.autograd.grad((out, lse), leaves, weighted)
+                total = dq.float() if total is None else total.add_(dq)
+                found.append((keys, (dk, dv)))
+            assert total is not None
+            found.append((rank.queries, (total,)))
+        return found
+
+
+def _exchange(before: list[tuple[Stretch, Tensor, tuple[Tensor, ...], Tensor]]) -> list[Share]:
+    found: list[Share] = []
+    for rank, out, leaves, grad in before:
+        dq, dk, dv = torch.autograd.grad(out, leaves, grad)
+        found += [(rank.queries, (dq,)), (rank.keys, (dk, dv))]
+    return found
+
+
+def _part(x: Tensor, tokens: range) -> Tensor:
+    return x[:, :, tokens.start : tokens.stop]

@@ -12,7 +12,7 @@ from tabulate import tabulate
 from ._jobs import tokens_text
 from ._measures import with_unit
 from ._run import MEASURES
-from .device._suite import NAMES as DEVICE_NAMES
+from .device import NAMES as DEVICE_NAMES
 
 Document = dict[str, Any]
 Part = Callable[[Path], str]

@@ -1,30 +1,30 @@
-"""The rules that are measured, written a second time from the paper, and checks of an attention against them.
+"""The rules that are measured, written a second time from the paper: LongNet, arXiv 2307.02486.
 
-LongNet, arXiv 2307.02486. Output, gradients and counts of pairs are held against what is written here, in float64, so
-that every measurement also checks the library.
+Output, gradients and counts of pairs are held against what is written here.
 """
 
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
 
-from ._jobs import Attention, Job, Problem, backward_job, forward_job, training_job
+from ._jobs import Attention
 
-# H heads, N tokens, D head dim, R sampled query rows; the batch is 1
-
-Part = Literal["forward", "backward", "forward + backward"]
+# H heads, N tokens, R sampled query rows; the batch is 1
 
 FORWARD_FLOPS = 4  # a useful pair, times the head dim: one multiply-add in q.k and one in p.v
-TOLERANCE = 1e-5  # relative, float32: ten times what dense attention itself is off by
-_SAMPLED_ROWS = 12
+
+
+def attention_by(pattern: masks.Pattern | masks.Mixture) -> Attention:
+    """The library's attention with a pattern."""
+    return lambda q, k, v: fd.attend(q, k, v, pattern)
 
 
 class Rule(Protocol):
@@ -59,8 +59,7 @@ class LongNet:
 
     def attention(self) -> Attention:
         """The library's attention with this pattern."""
-        pattern = self.pattern()
-        return lambda q, k, v: fd.attend(q, k, v, pattern)
+        return attention_by(self.pattern())
 
     def as_causal(self) -> "LongNet":
         """The same with keys up to the query only."""
@@ -95,8 +94,7 @@ class Union:
 
     def attention(self) -> Attention:
         """The library's attention with this pattern."""
-        pattern = reduce(or_, self.spec.pattern().branches())
-        return lambda q, k, v: fd.attend(q, k, v, pattern)
+        return attention_by(reduce(or_, self.spec.pattern().branches()))
 
     def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
         """The pairs of the sampled query rows, as the one branch of a set."""
@@ -121,16 +119,23 @@ class LibraryRule:
 class Window:
     """Each block of tokens sees `left` blocks before and `right` after its own; a block of 1 is a token."""
 
-    name: str
+    label: str
     left: int
     right: int
-    block: int
-    bound: float
+    block: int = 1
+
+    @property
+    def causal(self) -> bool:
+        return self.right == 0 and self.block == 1
 
     def pattern(self) -> masks.Pattern:
         """The same as a pattern of the library."""
         window = masks.local_window(left=self.left, right=self.right)
         return window if self.block == 1 else masks.blockwise(window, self.block)
+
+    def attention(self) -> Attention:
+        """The library's attention with this pattern."""
+        return attention_by(self.pattern())
 
     def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
         """The pairs of the sampled query rows, as the one branch of a set."""
@@ -185,114 +190,3 @@ LONGNET_4 = LongNet("LongNet-4", (2048, 4096, 8192, 16384), (1, 2, 4, 8))
 LONGNET_5 = LongNet("LongNet-5", (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
 PAPER_5 = LongNet("paper-5", (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
 GIGAPATH_5 = LongNet("GigaPath-5", (1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))
-
-
-@dataclass(frozen=True, eq=False)
-class Contestant:
-    """An attention on a problem, and the rule it follows; None: not checked.
-
-    `constant_weights`: its gradient leaves the branch weights out, as torchscale's does.
-    """
-
-    name: str
-    attention: Attention
-    problem: Problem
-    rule: Rule | None
-    constant_weights: bool = False
-
-    def check(self, part: Part, *, tolerance: float = TOLERANCE) -> None:
-        """Raise AssertionError unless output, and where it trains gradients, are the definition's."""
-        if self.rule is None:
-            return
-        if part == "forward":
-            check_forward(self.attention, self.problem, self.rule, tolerance=tolerance)
-        else:
-            options = {"constant_weights": self.constant_weights, "tolerance": tolerance}
-            check_training(self.attention, self.problem, self.rule, **options)
-
-    def job(self, part: Part) -> Job:
-        make = {"forward": forward_job, "backward": backward_job, "forward + backward": training_job}[part]
-        return make(self.name, self.attention, self.problem)
-
-
-def by_definition(
-    q: Float[Tensor, "H R D"],
-    k: Float[Tensor, "H N D"],
-    v: Float[Tensor, "H N D"],
-    rule: Rule,
-    rows: Int64[Tensor, " R"],
-    *,
-    constant_weights: bool = False,
-) -> tuple[Float[Tensor, "H R D"], Float[Tensor, "H R"]]:
-    """Output and lse of the query rows: each branch's softmax, weighted by the branches' denominators.
-
-    `constant_weights` takes the branch weights out of the gradient, as torchscale does. Differentiable;
-    computed in the dtype of the inputs. A row without keys has output 0 and lse -inf.
-    """
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    allowed = rule.masks(rows, num_tokens=k.shape[-2], num_heads=k.shape[0])
-    hidden = [scores.masked_fill(~mask, -torch.inf) for mask in allowed]
-    lses = torch.stack([part.logsumexp(-1) for part in hidden])
-    total = lses.logsumexp(0)
-    # The softmax of the lses, and 0 for all branches of a row that has keys in none.
-    weights = (lses - total.masked_fill(total == -torch.inf, 0.0)).exp()
-    out = torch.zeros_like(q)
-    for part, lse, weight in zip(hidden, lses, weights.detach() if constant_weights else weights, strict=True):
-        empty = lse == -torch.inf
-        share = (part - lse.masked_fill(empty, 0.0)[..., None]).exp()
-        out = out + weight[..., None] * (share @ v)
-    return out, total
-
-
-def check_forward(attention: Attention, problem: Problem, rule: Rule, *, tolerance: float = TOLERANCE) -> None:
-    """Raise AssertionError unless the output equals the definition's on the sampled rows."""
-    rows = _sample(problem.q.shape[-2]).to(problem.q.device)
-    with torch.no_grad():
-        out = attention(problem.q, problem.k, problem.v)
-        q, k, v = (x[0].double() for x in (problem.q[:, :, rows], problem.k, problem.v))
-        _compare("out", out[0, :, rows], by_definition(q, k, v, rule, rows)[0], tolerance)
-
-
-def check_training(
-    attention: Attention,
-    problem: Problem,
-    rule: Rule,
-    *,
-    constant_weights: bool = False,
-    tolerance: float = TOLERANCE,
-) -> None:
-    """Raise AssertionError unless out, dq, dk and dv equal the definition's, by the sampled rows."""
-    rows = _sample(problem.q.shape[-2]).to(problem.q.device)
-    grad = torch.zeros_like(problem.grad)
-    grad[:, :, rows] = problem.grad[:, :, rows]
-    leaves = problem.leaves
-    out = attention(*leaves)
-    dq, dk, dv = torch.autograd.grad(out, leaves, grad)
-
-    q, k, v = exact = tuple(x[0].double().requires_grad_() for x in (problem.q[:, :, rows], problem.k, problem.v))
-    expected, _ = by_definition(q, k, v, rule, rows, constant_weights=constant_weights)
-    gradients = torch.autograd.grad(expected, exact, grad[0, :, rows].double())
-    got = (out[0, :, rows], dq[0, :, rows], dk[0], dv[0])
-    for name, value, wanted in zip(("out", "dq", "dk", "dv"), got, (expected, *gradients), strict=True):
-        _compare(name, value, wanted, tolerance)
-
-
-def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted, in float64."""
-    return float((got.detach().double() - wanted.detach()).norm() / wanted.detach().norm())
-
-
-def _compare(name: str, got: Tensor, wanted: Tensor, tolerance: float) -> None:
-    error = relative_error(got, wanted)
-    assert error <= tolerance, f"{name} must be within {tolerance} of the definition; it is off by {error:.2e}"
-
-
-def _sample(num_tokens: int) -> Int64[Tensor, " R"]:
-    """The first and the last row and some between, the same for every call."""
-    drawn = torch.randint(num_tokens, (_SAMPLED_ROWS - 2,), generator=torch.Generator().manual_seed(1))
-    return torch.cat([torch.tensor([0, num_tokens - 1]), drawn]).unique()
-
-
-def assert_near(name: str, got: Tensor, wanted: Tensor) -> None:
-    """AssertionError unless they agree as float32 lets attention agree with its definition."""
-    _compare(name, got, wanted, TOLERANCE)

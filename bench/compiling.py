@@ -23,10 +23,11 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.nn import _longnet_block
 
+from ._checks import check_forward
 from ._jobs import Attention, Problem, Size, say, train
 from ._measures import Row, Timing, at_most, measure
 from ._processes import run_apart
-from ._rules import LONGNET_4, LongNet, check_forward
+from ._rules import LONGNET_4, LongNet
 
 _MULTIPLE = 512
 _LATER_STEPS = 3

@@ -9,9 +9,10 @@ from torch.nn.functional import scaled_dot_product_attention
 import flexdilated as fd
 from flexdilated import masks
 
+from ._checks import assert_near, by_definition
 from ._jobs import Job, Problem, Size, interleave, ratio, say, tokens_text
 from ._measures import Row, at_most, measure
-from ._rules import LONGNET_4, LONGNET_5, LongNet, assert_near, by_definition
+from ._rules import LONGNET_4, LONGNET_5, LongNet
 from .peers import dense_attention
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measure on one H200 (or another CUDA device): correctness first, then row by row, a table, one JSON file a row.
-#     bench/h200.sh [NAME ...] [--device cuda|cpu] [--out DIR] [--small] [--limit S] [--commit ID] [--flash-impl NAME]
+#     bench/h200.sh [NAME ...] [--device cuda|cpu] [--out DIR] [--small] [--limit S] [--commit ID]
 # docs/device.md says what it needs and what the rows mean. Nothing is installed, and no setting of the device changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,4 +13,4 @@ export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-1}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1
 
-exec "${PYTHON:-python3}" -m bench.device "$@"
+exec "${PYTHON:-python3}" -m bench device "$@"

@@ -2,14 +2,13 @@
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import flexdilated as fd
 from flexdilated import attend, masks
 from flexdilated._plan import PlanSize
 from flexdilated.cli._plan import BUDGETS, budget_data
@@ -17,37 +16,24 @@ from flexdilated.memory._memory import attention_memory
 from flexdilated.nn import LongNet as Model
 from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
 
-from ._jobs import WARM_UP_TOKENS, Attention, Job, Size, interleave, peak_bytes, say, step_bytes, tokens_text
+from ._jobs import WARM_UP_TOKENS, Job, Size, interleave, peak_bytes, say, step_bytes, tokens_text
 from ._measures import Row, at_least, at_most, measure
-from ._rules import LONGNET_4, LongNet
+from ._rules import LONGNET_4, LongNet, Window
 from .peers import dense_attention
 
 Point = Mapping[str, Any]
 _M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
-@dataclass(frozen=True)
-class CausalWindow:
-    """The keys up to the query, as many as `length`."""
-
-    length: int
-    causal = True
-
-    @property
-    def label(self) -> str:
-        return f"window of {self.length}, causal"
-
-    def attention(self) -> Attention:
-        pattern = masks.local_window(left=self.length - 1, right=0)
-        return lambda q, k, v: fd.attend(q, k, v, pattern)
-
-
 @measure(
     "C13",
-    full={"specs": (LONGNET_4, LONGNET_4.as_causal(), CausalWindow(1024)), "size": Size(65536, num_heads=2)},
+    full={
+        "specs": (LONGNET_4, LONGNET_4.as_causal(), Window("window of 1024, causal", 1023, 0)),
+        "size": Size(65536, num_heads=2),
+    },
     small={"specs": (LONGNET_4.shrunk(8),), "size": Size(4096, num_heads=1)},
 )
-def training_memory(specs: tuple[LongNet | CausalWindow, ...], size: Size) -> Iterator[Row]:
+def training_memory(specs: tuple[LongNet | Window, ...], size: Size) -> Iterator[Row]:
     """Does a training step of sparse attention fit where dense attention's does?
 
     Peak memory of forward and backward, inputs and gradients included, over dense SDPA's.
@@ -82,8 +68,8 @@ _PATTERNS = (
     small={
         "patterns": _PATTERNS[:1],
         "dtypes": ("float32",),
-        "num_tokens": 4096,
-        "embed_dim": 64,
+        "num_tokens": 512,
+        "embed_dim": 32,
         "depth": 2,
         "num_heads": 1,
         "budgets": (),
@@ -176,7 +162,7 @@ _CHECKPOINTED = {"name": "LongNet-4, causal", "pattern": _LONGNET_4, "num_tokens
 
 @measure(
     full={**_CHECKPOINTED, "num_heads": 2, "repeats": 3},
-    small={**_CHECKPOINTED, "num_tokens": 1024, "embed_dim": 32, "depth": 2, "num_heads": 2, "repeats": 1},
+    small={**_CHECKPOINTED, "num_tokens": 512, "embed_dim": 32, "depth": 2, "num_heads": 2, "repeats": 1},
 )
 def checkpointing(
     name: str, pattern: str, num_tokens: int, embed_dim: int, depth: int, num_heads: int, repeats: int

@@ -1,14 +1,17 @@
 """The compared implementations: dense attention, compiled FlexAttention, a loop over branches, rows of blocks."""
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from operator import add
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+
+from flexdilated.masks import Pattern, block_mask
 
 from ._jobs import Attention
 from ._rules import LongNet, same_branch
@@ -60,6 +63,32 @@ def natural_attention(spec: LongNet, block_mask: BlockMask, *, mixture: bool, ba
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True, backend=backend)
     score_mod = multiplicity_score_mod(spec) if mixture else None
     return partial(compiled, score_mod=score_mod, block_mask=block_mask)
+
+
+def on_kernel(kernel: SDPBackend, *, causal: bool) -> Attention:
+    """PyTorch's dense attention on one of its kernels alone."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(kernel):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return attend
+
+
+def flex_in_order(pattern: Pattern | None) -> Attention:
+    """Compiled FlexAttention in the order of the tokens, with a pattern's block mask or without any."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sizes = {"num_heads": q.shape[1], "device": q.device}
+        mask = None if pattern is None else block_mask(pattern, q.shape[2], k.shape[2], **sizes)
+        return _compiled_flex()(q, k, v, block_mask=mask)
+
+    return attend
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def cpu_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -82,10 +82,20 @@ def computed_pairs(specs: tuple[LongNet, ...], num_tokens: tuple[int, ...], num_
 
 
 @measure(
-    full={"size": Size(16384, num_heads=2), "constants": ON_CPU, "seconds": 1.0},
-    small={"size": Size(256, num_heads=1, head_dim=16), "constants": Sizes(256, 2, 128), "seconds": 0.0},
+    full={
+        "names": ("LongNet-4", "GigaPath-5", "local window", "BigBird", "strided"),
+        "size": Size(16384, num_heads=2),
+        "constants": ON_CPU,
+        "seconds": 1.0,
+    },
+    small={
+        "names": ("LongNet-4", "strided"),
+        "size": Size(256, num_heads=1, head_dim=16),
+        "constants": Sizes(128, 2, 128),
+        "seconds": 0.0,
+    },
 )
-def choice(size: Size, constants: Sizes, seconds: float) -> Iterator[Row]:
+def choice(names: tuple[str, ...], size: Size, constants: Sizes, seconds: float) -> Iterator[Row]:
     """Is the planner's choice the fastest way, and how far are its predictions off?
 
     Forward and backward of what the planner takes over the fastest of all ways, with constants measured before.
@@ -93,8 +103,7 @@ def choice(size: Size, constants: Sizes, seconds: float) -> Iterator[Row]:
     found = measure_machine(_CPU, seconds=seconds, sizes=constants)
     masks.set_machine(found.machine)
     try:
-        patterns = _patterns(size.num_tokens)
-        detail = {name: _measure(name, pattern, size, seconds) for name, pattern in patterns.items()}
+        detail = {name: _measure(name, _pattern(name, size.num_tokens), size, seconds) for name in names}
     finally:
         masks.set_machine(None)
     yield Row(
@@ -105,20 +114,16 @@ def choice(size: Size, constants: Sizes, seconds: float) -> Iterator[Row]:
     )
 
 
-def _patterns(num_tokens: int) -> dict[str, masks.Pattern | masks.Mixture]:
-    def longnet(spec: LongNet) -> masks.Mixture:
-        lengths = [max(1, length * num_tokens // 16384) for length in spec.segment_lengths]
-        mixture = masks.longnet(lengths, spec.dilation_rates)
-        assert isinstance(mixture, masks.Mixture)
-        return mixture
-
+def _pattern(name: str, num_tokens: int) -> masks.Pattern | masks.Mixture:
+    specs = {"LongNet-4": LONGNET_4, "GigaPath-5": GIGAPATH_5}
+    if name in specs:
+        lengths = [max(1, length * num_tokens // 16384) for length in specs[name].segment_lengths]
+        return masks.longnet(lengths, specs[name].dilation_rates)
     return {
-        "LongNet-4": longnet(LONGNET_4),
-        "GigaPath-5": longnet(GIGAPATH_5),
-        "local window": masks.local_window(left=num_tokens // 16 - 1, right=0),
-        "BigBird": recipes.bigbird(num_tokens),
-        "strided": recipes.sparse_transformer_strided(min(128, num_tokens // 16)),
-    }
+        "local window": lambda: masks.local_window(left=num_tokens // 16 - 1, right=0),
+        "BigBird": lambda: recipes.bigbird(num_tokens),
+        "strided": lambda: recipes.sparse_transformer_strided(min(128, num_tokens // 16)),
+    }[name]()
 
 
 def _measure(name: str, pattern: masks.Pattern | masks.Mixture, size: Size, seconds: float) -> dict[str, Any]:

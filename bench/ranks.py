@@ -112,7 +112,7 @@ def counted_calls() -> Iterator[Counter[str]]:
 
 
 _SHRUNK = LONGNET_4.shrunk(16)
-_WINDOW = Window("window of 400", 300, 99, 1, 0.0)
+_WINDOW = Window("window of 400", 300, 99)
 
 
 @measure(
@@ -169,8 +169,7 @@ def rank_accuracy(
         for (spec, step), found in zip(cases, taken, strict=True):
             key = step.pattern, step.num_kv_heads, step.dtype
             many = errors(found.tensors, wanted[key])
-            label = spec.label if isinstance(spec, LongNet) else spec.name
-            name = f"{label}; {step.schedule}, {step.order}, {step.num_kv_heads} heads of keys"
+            name = f"{spec.label}; {step.schedule}, {step.order}, {step.num_kv_heads} heads of keys"
             beside = {"kernel": kernel[key], "many": many, "one": alone[key]}
             detail[step.dtype][name] = {**_over(many, alone[key]), **beside}
         rows += [

@@ -7,17 +7,21 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines import CallKey, allowed_on, make_flex_program
+from flexdilated.engines._slots import join, take
 from flexdilated.engines.kernels._kernel import flash_backward, flash_forward
 from flexdilated.masks.planning._planner import plan
 
 from ._catalogue import names_for
+from ._checks import check_training
 from ._jobs import Attention, Job, Problem, Size, backward_job, forward_job, interleave, say
 from ._measures import Row, Timing, at_least, measure
-from ._rules import LibraryRule, check_training
+from ._rules import LibraryRule, LongNet
 from .peers import dense_attention
 
 _FLOPS = {"forward": 4, "backward": 10}  # of a pair, times the head dim: two and five products
@@ -241,3 +245,29 @@ def _profiled(given: Any, work: Callable[[Any], object]) -> tuple[float, Mapping
 
 def _kind(name: str) -> str | None:
     return next((kind for kind in _ORDER if any(part in name for part in _KINDS[kind])), None)
+
+
+def beside_attention(spec: LongNet, problem: Problem) -> tuple[tuple[Job, Job], int]:
+    """What the flex engine does beside attention as on an accelerator: gathers, merges; bytes that it gathers."""
+    (_, heads, tokens, _), device = problem.q.shape, problem.q.device
+    key = CallKey(spec.pattern().text, heads, heads, tokens, tokens, 0, 0, 0, heads, 1, ())
+    best = key.plan(device=device, allowed=allowed_on(torch.device("cuda")))
+    options = {"num_kv_heads": heads, "block_size": key.flex_sides, "device": device}
+    steps = make_flex_program(best, key.layout, **options).steps
+    picks = [step.queries for step in steps]
+
+    @torch.no_grad()
+    def gather(_: None) -> list[Tensor]:
+        sides = ((problem.q, "queries"), (problem.k, "keys"), (problem.v, "keys"))
+        return [take(x, getattr(step, side), None) for step in steps for x, side in sides]
+
+    taken, own = gather(None), {x.untyped_storage().data_ptr() for x in (problem.q, problem.k, problem.v)}
+    parts = [torch.randn_like(x) for x in taken[::3]]
+    lses = [torch.randn(part.shape[:-1], device=device) for part in parts]
+
+    @torch.no_grad()
+    def merge(_: None) -> Tensor:
+        return join(picks, parts, lses, (1, heads, tokens))[0]
+
+    copied = sum(x.nbytes for x in taken if x.untyped_storage().data_ptr() not in own)
+    return (Job("gathers", gather), Job("merges", merge)), copied

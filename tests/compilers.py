@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.device import _device
+from bench import peers
 from flexdilated import masks
 from flexdilated.engines.flex import _flex
 
@@ -41,5 +41,5 @@ def nothing_is_built() -> Iterator[None]:
 
 def _forget_functions() -> None:
     torch.compiler.reset()
-    for kept in (masks.cache().clear, _flex.compiled_flex.cache_clear, _device._compiled.cache_clear):
+    for kept in (masks.cache().clear, _flex.compiled_flex.cache_clear, peers._compiled_flex.cache_clear):
         kept()

@@ -2,10 +2,9 @@
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,27 +12,16 @@ import torch
 import flexdilated as fd
 from bench import __main__, _run, attention
 from bench.__main__ import main
+from bench._checks import by_definition, check_forward, check_training
 from bench._jobs import Job, Problem, Size, interleave, peak_bytes
 from bench._measures import Gap, Measure, Row, Timing, at_least, at_most
 from bench._processes import DiedApart, run_apart
 from bench._report import markdown_table
-from bench._rules import (
-    GIGAPATH_5,
-    LONGNET_4,
-    LONGNET_5,
-    PAPER_5,
-    LongNet,
-    Union,
-    by_definition,
-    check_forward,
-    check_training,
-    dense,
-)
+from bench._rules import GIGAPATH_5, LONGNET_4, LONGNET_5, PAPER_5, LongNet, Union, dense
 from bench._run import MEASURES
 from bench.block_masks import block_lists
 from bench.peers import branch_loop, dense_attention, natural_block_mask
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZE = Size(256, num_heads=4, head_dim=16, repeats=1)
 SPECS = [LONGNET_4.shrunk(64), LONGNET_4.shrunk(64).as_causal()]
 ODD = LongNet("odd", (1, 100, 333, 50), (1, 3, 7, 60), causal=True)  # rates that divide nothing, one above its segment
@@ -205,11 +193,12 @@ def test_earlier_codes_are_accepted() -> None:
 
 
 COMPILES = {"changing_lengths": 3, "first_step": 5}
+ELSEWHERE = {"claims", "roofline", "accuracy"}  # other tests run them at these sizes
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("name", [name for name in MEASURES if name not in COMPILES])
+@pytest.mark.parametrize("name", [name for name in MEASURES if name not in ELSEWHERE | COMPILES.keys()])
 def test_measure_runs_at_tiny_sizes(name, tmp_path, capsys) -> None:
     """File, plot, table in the terminal, table in Markdown; numbers in every row."""
     assert main(["--small", "--out", str(tmp_path), name]) == 0
@@ -298,10 +287,13 @@ def test_markdown_needs_results(tmp_path) -> None:
         markdown_table(tmp_path)
 
 
-def test_python_m_bench_starts() -> None:
-    command = [sys.executable, "-m", "bench", "--list"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("forward_vs_dense\t")
+def test_python_m_bench_starts(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--list"])
+    monkeypatch.delitem(sys.modules, "bench.__main__")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("bench", run_name="__main__")
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("forward_vs_dense\t")
 
 
 def test_an_answer_holds_points_beside_rows() -> None:

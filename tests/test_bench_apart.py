@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench._processes import DiedApart, run_apart
+from bench._processes import DiedApart, TookTooLong, each_apart, run_apart
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -95,8 +95,32 @@ def test_no_process_outlives_the_one_that_asked(tmp_path, sent) -> None:
 def test_the_process_lives_while_its_parent_waits() -> None:
     """Nothing ends it early, and what it raises is told apart from a result."""
     assert run_apart(slowly, 0.5) == "done"
-    with pytest.raises(DiedApart, match="exit code 1"):
+    with pytest.raises(DiedApart, match="ValueError: invalid literal"):
         run_apart(int, "no number")
+
+
+def test_results_come_one_by_one() -> None:
+    """Those before an error, an end or a limit are there."""
+    assert list(each_apart(yields, 3, None, limit_s=250)) == [0, 1, 2]
+    for last, error, message in (
+        ("raise", DiedApart, "ValueError: planted"),
+        ("exit", DiedApart, "exit code 7"),
+        ("sleep", TookTooLong, "no result within 2 s"),
+    ):
+        found = each_apart(yields, 1, last, limit_s=2 if last == "sleep" else 250)
+        assert next(found) == 0
+        with pytest.raises(error, match=message):
+            next(found)
+
+
+def yields(number, last):
+    yield from range(number)
+    if last == "raise":
+        raise ValueError("planted")
+    if last == "exit":
+        os._exit(7)
+    if last == "sleep":
+        time.sleep(600)
 
 
 def slowly(seconds):

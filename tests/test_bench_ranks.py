@@ -117,7 +117,7 @@ def collectives(mesh) -> dict[str, int]:
 @pytest.mark.slow
 def test_ranks() -> None:
     assert on_ranks(2, rank_and_sum, 10) == [(0, 21), (1, 21)]
-    with pytest.raises(DiedApart, match="exit code 1"):
+    with pytest.raises(DiedApart, match="ValueError: the last rank"):
         on_ranks(3, fail_on_last, limit_s=250)
     with pytest.raises(TookTooLong, match="no result within 3 s"):
         on_ranks(2, wait_for_nobody, limit_s=3)

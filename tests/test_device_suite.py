@@ -1,354 +1,338 @@
-"""The device suite: its dry run on CPU, what it does with rows that fail, and the parts that only a GPU would run."""
+"""The device suite: its dry run on CPU, the way that it goes on a device, pretended on CPU, and what fails in it."""
 
 import json
 import os
+import re
 import subprocess
-import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import flexdilated as fd
-from bench import _machine
-from bench.__main__ import main as bench_main
-from bench._jobs import Job, Size
-from bench._measures import Gap, Row, at_least
-from bench._rules import LONGNET_5, Contestant
-from bench.device import _correctness, _device, _suite
-from bench.device.__main__ import main
-from bench.device._correctness import CASES, Trial, Verdict, failure, judge, read_outcome, summary, trials
-from bench.device._device import Where, compare
-from bench.device._suite import CODES, NAMES, SUITE
+from bench import _checks, _jobs, device
+from bench.__main__ import main
+from bench._checks import check_training
+from bench._jobs import Problem, Size
+from bench._measures import Row, Target, at_least, at_most
+from bench._processes import DiedApart
+from bench._rank_steps import InTurn, stretches
+from bench._rules import GIGAPATH_5, LONGNET_5, LongNet
+from bench.device import CODES, NAMES, ROWS, Device, DeviceRow, cases, judge
+from bench.peers import cpu_flash
 from tests.compilers import nothing_is_built  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).resolve().parents[1]
-HERE = Where("cpu")
-TINY = LONGNET_5.shrunk(64)
+HERE = Device("cpu", small=True)
+SHORT = LONGNET_5.shrunk(128)
 SIZE = Size(1024, num_heads=4, head_dim=16, repeats=1)
-
-
-FEW = [Trial("window, odd length", "tiles on CPU"), Trial("one token", "tiles on CPU")]
-
-
-def few_trials(where: Where) -> list[Trial]:
-    return FEW
+DRY = ["--device", "cpu", "--small", "--limit", "1e6"]
+# Of the catalogue those that differ most in how they are called; the patterns themselves are for other tests.
+FEW = {"per_head", "custom", "documents", "neighborhood, 2-D", "bigbird"}
+TRIED = [name for name in cases() if "catalogue" not in name or name.partition(": ")[2] in FEW]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trial", trials(HERE), ids=lambda trial: trial.measure)
-def test_every_odd_case_is_right_on_cpu(trial) -> None:
-    assert judge(trial, HERE).row.met
+@pytest.mark.parametrize("name", TRIED)
+def test_every_odd_case_is_right_on_cpu(name) -> None:
+    assert list(judge(name, HERE)) == []
 
 
-def here(function, *arguments, limit_s=None):
-    """Instead of `run_apart`, in this process."""
-    return function(*arguments)
+def test_every_pattern_of_the_catalogue_is_a_case() -> None:
+    assert {f"catalogue: {entry.name}" for entry in device.ENTRIES} < set(cases())
 
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(_suite, "run_apart", here)
+    monkeypatch.setattr(device, "run_apart", lambda function, *args: function(*args))
+    monkeypatch.setattr(device, "each_apart", lambda function, *args, limit_s: function(*args))
+    monkeypatch.setattr(device, "cases", lambda: dict.fromkeys(("one token", "no pair at all")))
+    monkeypatch.setattr(device, "judge", lambda name, at: iter(()))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("name", NAMES)
-def test_dry_run_of_a_row(name, tmp_path, monkeypatch, capsys) -> None:
-    """A number in every row, or why there is none."""
-    monkeypatch.setattr(_suite, "trials", few_trials)
-    assert main([name, "--device", "cpu", "--small", "--limit", "1e6", "--out", str(tmp_path)]) == 0
-    document, printed = json.loads((tmp_path / f"{name}.json").read_text()), capsys.readouterr().out
-    assert document["rows"]
-    for row in document["rows"]:
-        assert "not_verified" not in row
-        assert row["measure"] in printed
-    gaps = [row["measure"] for row in document["rows"] if row["measured"] is None]
-    unmeasured = ["tests marked device"] if name == "gpu_correctness" else []
-    assert [gap.partition(":")[0] for gap in gaps] == unmeasured
-
-
-@pytest.mark.slow
-def test_the_command_and_its_files(tmp_path, capsys) -> None:
-    """They make README's table, and one of them holds all others."""
-    names = ["gpu_merge"]
-    command = [ROOT / "bench" / "h200.sh", "G8", "--device", "cpu", "--small", "--limit", "1e6"]
-    command += ["--out", tmp_path, "--commit", "abc123"]
-    environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    texts = {f"{name}.json": (tmp_path / f"{name}.json").read_text() for name in names}
+def test_dry_run(tmp_path, capsys) -> None:
+    """A number in every row, none marked; files that make tables; one of them holds all others."""
+    assert main(["device", *DRY, "--out", str(tmp_path), "--commit", "abc123"]) == 0
+    printed = capsys.readouterr().out
+    texts = {f"{name}.json": (tmp_path / f"{name}.json").read_text() for name in NAMES}
     documents = [json.loads(text) for text in texts.values()]
     assert json.loads((tmp_path / "summary.json").read_text())["documents"] == documents
     for document in documents:
         assert (document["commit"], document["small"]) == ("abc123", True)
-        assert all(row["measure"] in done.stdout for row in document["rows"])
-    assert bench_main(["table", "--out", str(tmp_path)]) == 0
+        assert document["rows"]
+        for row in document["rows"]:
+            assert "not_verified" not in row
+            assert row["measured"] is not None
+            assert row["measure"] in printed
+    assert main(["table", "--out", str(tmp_path)]) == 0
     markdown = capsys.readouterr().out
     assert all(f"`{tmp_path}/{name}`" in markdown for name in texts)
     unpacked = tmp_path / "unpacked"
-    assert main(["--unpack", str(tmp_path / "summary.json"), "--out", str(unpacked)]) == 0
+    assert main(["device", "--unpack", str(tmp_path / "summary.json"), "--out", str(unpacked)]) == 0
     assert {path.name: path.read_text() for path in unpacked.iterdir()} == texts
 
 
+def test_the_script_starts_the_command() -> None:
+    command = [ROOT / "bench" / "h200.sh", "G5", "--small"]
+    done = subprocess.run(command, env={**os.environ, "PYTHON": "echo"}, capture_output=True, text=True, check=True)
+    assert done.stdout == "-m bench device G5 --small\n"
+
+
 def test_earlier_codes_are_accepted() -> None:
-    assert list(CODES) == [f"G{number}" for number in range(12)]
-    assert list(CODES.values()) == list(NAMES)
+    assert sorted(CODES) == sorted(f"G{number}" for number in range(12))
+    assert set(CODES.values()) == set(NAMES)
 
 
-def fail_some(name, small, where):
-    """`answer`, but one row raises, one ends its process, and one takes too long."""
-    if name == "gpu_vs_matmul":
-        raise RuntimeError("planted\nmore")
-    if name == "gpu_gathers":
-        os._exit(7)
-    if name == "gpu_merge":
-        time.sleep(600)
-    return ANSWER(name, small, where)
+def test_targets_are_those_of_the_page() -> None:
+    """Each row's target, as docs/device.md states it."""
+    page = (ROOT / "docs" / "device.md").read_text(encoding="utf-8")
+    for row in ROWS:
+        (line,) = re.findall(rf"^\| `{row.name}` \|.*$", page, re.MULTILINE)
+        stated = {float(number) for number in re.findall(r"[≥≤] (\d[\d.]*)", line)}
+        assert {part.bound for each in row.lines for part in each if isinstance(part, Target)} == stated, line
 
 
-ANSWER = _suite.answer
+def right(at, target):
+    yield Row("right", target, 1.0)
 
 
-@pytest.mark.slow
+def raises(at, target):
+    yield Row("before", target, 1.0)
+    raise RuntimeError("planted\nmore")
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_rows_that_fail_are_reported_and_the_others_go_on(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(_suite, "answer", fail_some)
-    monkeypatch.setattr(_suite, "_LEAST_S", 0.1)
-    slow = replace(SUITE["gpu_merge"], limit_s=2.0 / _suite._DRY_RUN_FACTOR)
-    monkeypatch.setitem(SUITE, "gpu_merge", slow)
-    names = ["gpu_vs_matmul", "gpu_gathers", "gpu_vs_branch_loop", "gpu_merge"]
-    assert main([*names, "--device", "cpu", "--small", "--limit", "1e6", "--out", str(tmp_path)]) == 1
+    """And what was measured before stays, whether an error ends a row or its process ends."""
+
+    def row_of(name, measure):
+        return DeviceRow(name, "", 60, measure, ((at_least(0),),), "Does it?")
+
+    def dies(function, row, at, *, limit_s):
+        yield from function(row, at)
+        if row.name == "dies":
+            raise DiedApart("the process ended with exit code 7 and no result")
+
+    monkeypatch.setattr(device, "ROWS", (row_of("raises", raises), row_of("dies", right), row_of("right", right)))
+    monkeypatch.setattr(device, "NAMES", tuple(row.name for row in device.ROWS))
+    monkeypatch.setattr(device, "each_apart", dies)
+    assert main(["device", *DRY, "--out", str(tmp_path)]) == 0
     table = capsys.readouterr().out
-    for reason in ("RuntimeError: planted ", "exit code 7", "no result within 2 s"):
-        assert f"not measured: {reason}" in table.replace("the process ended with ", "")
-    documents = [json.loads((tmp_path / f"{name}.json").read_text()) for name in names]
-    assert [[row["measured"] is None for row in document["rows"]] for document in documents] == [
-        [True], [True], [False, False], [True]
-    ]  # fmt: skip
-    assert documents[0]["rows"][0]["detail"]["reason"] == "RuntimeError: planted\nmore"
+    for reason in ("RuntimeError: planted ", "the process ended with exit code 7"):
+        assert f"not measured: {reason}" in table
+    found = {row.name: json.loads((tmp_path / f"{row.name}.json").read_text())["rows"] for row in device.ROWS}
+    assert {name: [row["measured"] for row in rows] for name, rows in found.items()} == {
+        "raises": [1.0, None], "dies": [1.0, None], "right": [1.0],
+    }  # fmt: skip
+    assert found["raises"][1]["detail"]["reason"] == "RuntimeError: planted\nmore"
 
 
-def test_no_row_is_begun_without_time(monkeypatch) -> None:
+@pytest.mark.usefixtures("in_this_process")
+def test_what_is_begun_without_time() -> None:
     kept = []
-    monkeypatch.setattr(_suite.Suite, "_conditions", lambda suite: {})
-    _suite.Suite(HERE, True, ("gpu_backward", "gpu_memory")).run(1.0, kept.append)
-    assert [(document["name"], document["rows"][0]["measured_text"]) for document in kept] == [
-        ("gpu_backward", "not measured: the suite's time was up"),
-        ("gpu_memory", "not measured: the suite's time was up"),
-    ]
-
-
-def test_flash_implementation_is_activated_only_when_asked(monkeypatch) -> None:
-    """In the process that measures, before it does; what PyTorch then raises is a reason like any other."""
-    order = []
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", order.append)
-    assert _suite._guarded(None, lambda: order.append("run"), ()) is None
-    assert order == ["run"]
-    _suite._guarded("FA3", lambda: order.append("run"), ())
-    assert order == ["run", "FA3", "run"]
-    monkeypatch.undo()
-    found = _suite._guarded("FA0", lambda: order.append("run"), ())
-    assert "ValueError: Unknown flash attention impl 'FA0'" in found.reason
-    assert len(order) == 3
+    device.measure_all(HERE, ("gpu_correctness", "gpu_memory"), kept.append, limit_s=1.0)
+    assert [each["name"] for each in kept] == ["gpu_correctness", "gpu_memory"]
+    assert kept[0]["rows"][0]["measured"] == len(kept[0]["rows"]) - 1 == 2
+    assert kept[1]["rows"][0]["measured_text"] == "not measured: there was no time left"
+    assert all(map(device.is_failed, kept))
 
 
 def distorted(change):
     """attend, with an output, an lse or a gradient that is wrong, except in the reference."""
-    right = fd.attend
+    attend = fd.attend
 
-    def attend(q, k, v, pattern, **options):
+    def wrong(q, k, v, pattern, **options):
         if options.get("engine") == "reference":
-            return right(q, k, v, pattern, **options)
+            return attend(q, k, v, pattern, **options)
         if change == "dk":
             k = k * 1.05 - 0.05 * k.detach()
-        out, lse = right(q, k, v, pattern, **options)
+        if change == "dsinks" and "sinks" in options:
+            options["sinks"] = options["sinks"] * 1.05 - 0.05 * options["sinks"].detach()
+        out, lse = attend(q, k, v, pattern, **options)
         if change == "nan":
             lse = lse * torch.nan
         return out * 1.05 if change == "out" else out, lse + 0.69 if change == "lse" else lse
 
-    return attend
+    return wrong
 
 
 @pytest.mark.parametrize(
-    ("case", "change", "spoils"),
+    ("case", "change"),
     [
-        ("mixture, head dim 48", None, ()),
-        ("mixture, head dim 48", "out", ("longnet forward", "longnet backward")),
-        ("mixture, head dim 48", "lse", ("longnet forward", "longnet backward")),
-        ("mixture, head dim 48", "dk", ("longnet backward",)),
-        ("mixture, head dim 48", "nan", ("longnet forward", "longnet backward")),
-        ("one token", None, ()),
-        ("one token", "out", ("longnet forward", "longnet backward")),
-        ("hidden rows, rate not dividing segment", "lse", ("longnet forward", "longnet backward")),
+        *(("mixture, head dim 48", change) for change in ("out", "lse", "dk", "nan")),
+        ("gradient through lse", "dk"),
+        ("one token", "out"),
+        ("empty rows, rate not dividing segment", "lse"),
+        ("sinks", "dsinks"),
     ],
 )
-def test_odd_cases_see_a_wrong_kernel(monkeypatch, case, change, spoils) -> None:
-    if change is not None:
-        monkeypatch.setattr(_correctness.fd, "attend", distorted(change))
-    verdict = judge(Trial(case, "tiles on CPU"), HERE)
-    assert verdict.row.met is (change is None)
-    assert verdict.spoils == spoils
+def test_odd_cases_see_a_wrong_kernel(monkeypatch, case, change) -> None:
+    """Half precision, too."""
+    monkeypatch.setattr(_checks.fd, "attend", distorted(change))
+    (found,) = judge(case, HERE)
+    assert found["measure"] == f"{case}, tiles"
+    assert "AssertionError" in found["detail"]["reason"]
 
 
-def test_not_a_number_is_wrong() -> None:
-    row = Row("nan", _correctness._TARGET, torch.nan)
-    right = Row("right", _correctness._TARGET, 0.5)
-    assert not row.met
-    for order in ([row, right], [right, row]):
-        worst, *bad = summary([Verdict(each) for each in order])
-        assert worst.measured != worst.measured
-        assert bad == [row]
-    assert list(_correctness._spoiled({"out": torch.nan}, ("set forward",))) == ["set forward"]
-
-
-def test_a_case_without_numbers_spoils_what_it_is_about() -> None:
-    trial = Trial("window, odd length", "Triton")
-    verdict = failure(trial, "AcceleratorError: illegal memory access")
-    assert verdict.spoils == ("set forward", "set backward")
-    assert "illegal memory access" in verdict.row.to_data()["measured_text"]
-    assert failure(Trial("sinks", "Triton"), "x").spoils == ()
-
-
-def test_a_way_may_refuse_a_pattern(monkeypatch) -> None:
+def test_an_engine_may_refuse_a_case(monkeypatch) -> None:
     """On CPU FlexAttention refuses mixtures: no fault where it is not the default, and one where it is."""
-    other = judge(Trial("mixture, head dim 48", "FlexAttention on CPU"), HERE)
-    assert (other.refused, other.spoils) == (True, ())
-    assert "engine='tiles' serves it" in other.row.reason
-    monkeypatch.setattr(_correctness, "_default", lambda case, where: _device.inference(where))
-    assert judge(Trial("mixture, head dim 48", "FlexAttention on CPU"), HERE).spoils[0] == "longnet forward"
-    assert len(summary([other])) == 1
+    for engines, wrong in ((("tiles", "flex"), 0), (("flex", "tiles"), 1)):
+        monkeypatch.setattr(Device, "engines", engines)
+        assert len(list(judge("mixture, head dim 48", HERE))) == wrong
 
 
-def test_every_case_runs_in_the_default_way_and_plain_ones_in_all(monkeypatch) -> None:
-    monkeypatch.setattr(_device, "_tiles", lambda where: (_device.Way("tiles", "tiles"),))
-    monkeypatch.setattr(_device, "is_flash_backend_importable", lambda: True)
-    planned = trials(Where("cuda"))
-    names = {way: [trial.case for trial in planned if trial.way == way] for way in ("Triton", "FLASH", "tiles")}
-    assert names["Triton"] == [case.name for case in CASES]
-    assert names["FLASH"] == names["tiles"] == [case.name for case in CASES if case.is_plain]
-    assert not {"sinks", "score_mod", "documents", "in one compiled graph"} & set(names["FLASH"])
-
-
-def test_figures_of_a_wrong_kernel_are_marked() -> None:
-    """By way and by what the row needs; a row that names no way is the default's, or that of the best."""
-    row = {"measure": "LongNet-5, forward, FLASH: rate", "measured": 1.0, "detail": {}}
-    spoiled = {"longnet forward": ["causal, FLASH"], "set forward": ["window, Triton"]}
-    longnet, either = ("longnet forward",), ("longnet forward", "set forward")
-
-    def marks(changes, needs):
-        return _suite.marked(row | changes, needs, spoiled, ["Triton", "FLASH", "tiles"]).get("not_verified")
-
-    assert marks({}, either) == ["causal, FLASH"]
-    other = {"measure": "LongNet-5, forward, Triton: rate"}
-    assert marks(other, longnet) is None
-    assert marks(other, either) == ["window, Triton"]
-    assert marks({"measure": "LongNet-5, forward, tiles: rate"}, either) is None
-    unnamed = {"measure": "LongNet-5, forward: share"}
-    assert marks(unnamed | {"not_verified": ["own check"]}, either) == ["own check", "window, Triton"]
-    assert marks(unnamed | {"detail": {"best": "FLASH"}}, either) == ["causal, FLASH"]
-    assert marks({"measured": None}, either) is None
-
-
-def test_contestants_that_fail_or_are_wrong() -> None:
-    """The one is left out and named, the other timed and named; a job beside them may fail too."""
-    problem = HERE.draw(SIZE)
-
-    def broken(q, k, v):
-        raise RuntimeError("out of memory")
-
-    def wrong(q, k, v):
-        return TINY.attention()(q, k, v) * 1.1
-
-    contestants = [
-        Contestant(name, attention, problem, TINY)
-        for name, attention in (("right", TINY.attention()), ("wrong", wrong), ("broken", broken))
-    ]
-    jobs = [Job("beside", lambda _: None), Job("odd job", lambda _: broken(1, 2, 3))]
-    for part in ("forward", "backward", "forward + backward"):
-        found = compare(contestants, HERE, part=part, repeats=2, extra=jobs)
-        assert list(found.timings) == ["right", "wrong", "beside"]
-        assert all(len(timing.seconds) == 2 for timing in found.timings.values())
-        assert found.failed == dict.fromkeys(("odd job", "broken"), "RuntimeError: out of memory")
-        assert found.missing("right") is None
-        assert found.missing("right", "broken") == "broken: RuntimeError: out of memory"
-        assert [text.partition(":")[0] for text in found.objections] == ["wrong"]
-    rehearsed = compare(contestants, replace(HERE, rehearsing=True), part="forward", repeats=1)
-    assert rehearsed.objections == ()
-
-
-def test_machine_with_an_accelerator(monkeypatch) -> None:
-    found = SimpleNamespace(
-        name="NVIDIA H200", total_memory=150 << 30, multi_processor_count=132, major=9, minor=0, L2_cache_size=60 << 20
-    )
-    monkeypatch.setattr(_machine.torch.cuda, "get_device_properties", lambda device: found)
-    printed = SimpleNamespace(stdout="580.1, 1980 MHz, 3201 MHz, 1980 MHz, 700.00 W\n")
-    monkeypatch.setattr(_machine.subprocess, "run", lambda *args, **options: printed)
-    told = _machine.machine("cuda")
-    assert told["gpu"] == "NVIDIA H200"
-    assert (told["driver"], told["sm_clock"], told["power_limit"]) == ("580.1", "1980 MHz", "700.00 W")
-
-    def missing(*args, **options):
-        raise FileNotFoundError("nvidia-smi")
-
-    monkeypatch.setattr(_machine.subprocess, "run", missing)
-    assert "driver" not in _machine.machine("cuda")
-    assert _machine.versions("cuda")["flash_attention"] == "FA2"
-    assert "gpu" not in _machine.machine()
+def test_what_is_no_plain_call_runs_in_the_default_engine_alone(monkeypatch) -> None:
+    calls = []
+    monkeypatch.setattr(Device, "engines", ("flex", "tiles"))
+    call = partial(lambda engine, device, **options: calls.append(engine))
+    tried = {"plain": (call,), "odd": (partial(call, given=None),)}
+    monkeypatch.setattr(device, "cases", lambda: tried)
+    assert [*judge("odd", HERE), *judge("plain", HERE)] == []
+    assert calls == ["flex", "flex", "tiles"]
 
 
 @pytest.mark.parametrize(
-    ("last", "wrong"),
+    "spec",
     [
-        ("5 passed, 3 warnings in 2.1s", 0),
-        ("1 failed, 4 passed, 9 deselected in 60s", 1),
-        ("1 passed, 2 errors in 1s", 2),
+        LONGNET_5.shrunk(256),
+        LONGNET_5.shrunk(256).as_causal(),
+        GIGAPATH_5.shrunk(256),
+        LongNet("odd", (100, 7), (3, 2)),
     ],
+    ids=lambda spec: spec.label,
 )
-def test_outcome_of_the_device_tests(last, wrong) -> None:
-    assert read_outcome(f"....\n{last}\n").measured == wrong
-    assert isinstance(read_outcome("4 deselected in 1s\n"), Gap)
+def test_ranks_have_every_key_that_their_queries_reach(spec) -> None:
+    """And the first and last of these are reached, but where a segment has an odd end or its first tokens are idle."""
+    num_tokens, num_heads = 1000, 2
+    parts = stretches(spec, num_tokens, 8)
+    assert [token for part in parts for token in part.queries] == list(range(num_tokens))
+    for part in parts:
+        rows = torch.tensor(part.queries)
+        reached = torch.zeros(num_tokens, dtype=torch.bool)
+        for allowed in spec.masks(rows, num_tokens=num_tokens, num_heads=num_heads):
+            reached |= allowed.any(0).any(0)
+        outside = torch.ones(num_tokens, dtype=torch.bool)
+        outside[part.keys.start : part.keys.stop] = False
+        assert not (reached & outside).any()
+        assert part.keys.stop - int(reached.nonzero().max()) <= max(spec.dilation_rates)
 
 
-def test_gap_as_data() -> None:
-    data = Gap("speed", at_least(1), "RuntimeError: one line\nanother").to_data()
-    assert (data["measured"], data["met"]) == (None, None)
-    assert data["measured_text"] == "not measured: RuntimeError: one line"
-    assert data["detail"]["reason"].endswith("another")
+@pytest.mark.parametrize("what", ["forward", "exchange backward", "ring backward"])
+@pytest.mark.parametrize(
+    "spec", [LONGNET_5.shrunk(128), LONGNET_5.shrunk(128).as_causal()], ids=lambda spec: spec.label
+)
+def test_ranks_in_turn_compute_what_one_call_does(spec, what) -> None:
+    """Also where a ring's rank needs a third shard, and where it needs none but its own."""
+    problem = Problem.draw(replace(SIZE, num_tokens=256))
+    if what == "forward":
+        check_training(spec.attention(), problem, spec)
+    assert InTurn(spec, problem, 4).error(what) < 1e-5
+
+
+class Pretended(Device):
+    """A device that takes the way of CUDA through every row; its tensors lie on the CPU."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def pretended(monkeypatch) -> Pretended:
+    """With all of CUDA that the suite calls, and the CPU's kernel for the loop over branches."""
+
+    class Event:
+        def __init__(self, *, enable_timing) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = time.perf_counter()
+
+        def elapsed_time(self, end) -> float:
+            return 1e3 * (end.at - self.at)
+
+    stand_ins = {"Event": Event, "current_device": lambda: 0, "max_memory_allocated": lambda: 1 << 20}
+    stand_ins |= dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats"), lambda: None)
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(_jobs, "_flush_buffer", lambda device: torch.empty(8))
+    monkeypatch.setattr(device, "cuda_flash", cpu_flash)
+    return Pretended("cpu", small=True)
+
+
+# What the flex engine trains, and mixtures: on CPU it refuses both.
+REFUSED = {"gpu_memory": 2, "gpu_gathers_and_merge": 2, "gpu_vs_matmul": 0, "gpu_million_tokens": 1, "gpu_window": 0}
+REFUSED |= {"gpu_vs_natural_order": 0, "gpu_ranks": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_rows_go_the_way_of_a_device(pretended, row) -> None:
+    """In `tiles` there are numbers; what FlexAttention cannot do on CPU is reported in words."""
+    found = list(device.answer(row, pretended))
+    gaps = [each for each in found if each["measured"] is None]
+    assert not any("not_verified" in each for each in found)
+    assert all("flex " in each["detail"]["reason"] for each in gaps)
+    assert len(gaps) == REFUSED.get(row.name, 2)
+    assert len(found) > len(gaps) or row.name == "gpu_memory"
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_rows_are_rehearsed_on_a_device(monkeypatch, pretended) -> None:
+    """Each line of those that say so, once, unchecked; what fails there is left for when it counts."""
+    tried = []
+
+    def tries(at, target, number):
+        tried.append((at.rehearsing, number))
+        raise RuntimeError("planted")
+        yield
+
+    def apart(function, *args, limit_s):
+        try:
+            yield from function(*args)
+        except RuntimeError as error:
+            raise DiedApart(str(error)) from error
+
+    lines = ((at_most(1), 1), (at_most(1), 2))
+    rows = [DeviceRow(name, "", 60, tries, lines, "Does it?", name == "a") for name in "ab"]
+    monkeypatch.setattr(device, "ROWS", rows)
+    monkeypatch.setattr(device, "each_apart", apart)
+    monkeypatch.setattr(device, "conditions", lambda name: {})
+    kept = []
+    device.measure_all(pretended, ("a", "b"), kept.append, limit_s=100)
+    assert sorted(tried[:2]) == [(True, 1), (True, 2)]
+    assert tried[2:] == [(False, 1), (False, 2)] * 2
+    assert [len(each["rows"]) for each in kept] == [1, 2] * 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "tpu"], "the device must be cuda or cpu; got 'tpu'"),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["G12"], "a name must be one of gpu_correctness, gpu_forward, gpu_backward"),
         (["--limit", "0"], "the limit must be above 0 seconds; got 0"),
+        (["--limit", "soon"], "argument --limit: invalid"),
         (["--out", __file__], "the results need a folder"),
         (["--unpack", __file__], "it must be a summary.json of this suite"),
         (["--unpack", "no/such.json"], "it must be a summary.json of this suite"),
-        (["--limit", "soon"], "argument --limit: invalid"),
+        (["--device", "cpu"], "--device cpu needs --small"),
+        ([], "PyTorch finds no CUDA device here"),
     ],
 )
-def test_bad_arguments(capsys, arguments, message) -> None:
+def test_calls_that_are_refused(monkeypatch, capsys, arguments, message) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="2"):
-        main(arguments)
+        main(["device", *arguments])
     assert message in capsys.readouterr().err
 
 
-def test_devices_that_will_not_do(capsys) -> None:
-    assert main(["--device", "cpu"]) == 2
-    assert "--device cpu needs --small" in capsys.readouterr().err
-    assert main(["--device", "cpu", "--small", "--flash-impl", "FA0"]) == 2
-    assert "--flash-impl must be one that PyTorch lists" in capsys.readouterr().err
-    if not torch.cuda.is_available():
-        assert main([]) == 2
-        assert "PyTorch finds no CUDA device here" in capsys.readouterr().err
-
-
 def test_rows_are_listed(capsys) -> None:
-    assert main(["--list"]) == 0
+    assert main(["device", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("\t")[0] for line in lines] == list(SUITE)
+    assert [line.split("\t")[0] for line in lines] == [row.name for row in ROWS]
     assert all(line.endswith("?") for line in lines)

@@ -1,0 +1,127 @@
+"""Contestants side by side: what fails or is wrong, the clocks, the kernels by name, the machine."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from bench import _checks, _jobs, _machine
+from bench._checks import Contestant, check_forward, compare
+from bench._jobs import Job, Problem, Size, seconds_on_cuda
+from bench._measures import Gap, at_least
+from bench._rules import LONGNET_5, Window, dense
+from bench.device import _WINDOWS
+from bench.peers import branch_loop, cuda_flash, on_kernel
+
+TINY = LONGNET_5.shrunk(64)
+SIZE = Size(1024, num_heads=4, head_dim=16, repeats=1)
+
+
+@pytest.mark.parametrize("shape", [*_WINDOWS, ("small", 1, 0, 128), ("odd", 3, 9, 1)], ids=lambda shape: shape[0])
+def test_window_rule_and_count(shape) -> None:
+    window, num_tokens = Window(*shape), 512
+    (allowed,) = window.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=2)
+    assert window.pairs(num_tokens=num_tokens, num_heads=2) == int(allowed.sum())
+    tokens = torch.arange(num_tokens)
+    mask_mod = window.pattern().bind(num_heads=2, num_queries=num_tokens, num_keys=num_tokens).mask_mod()
+    assert torch.equal(mask_mod(0, 0, tokens[:, None], tokens[None]).expand_as(allowed[0]), allowed[0])
+
+
+def test_loop_over_branches_takes_the_kernel_of_the_device() -> None:
+    """Shapes and signature only: there is no such kernel on CPU."""
+    q = torch.empty(1, 4, 1024, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    out = branch_loop(TINY.as_causal(), cuda_flash)(q, q, q)
+    assert out.shape == q.shape
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert grad.shape == q.shape
+
+
+def test_dense_kernel_by_name() -> None:
+    problem = Problem.draw(SIZE)
+    check_forward(on_kernel(SDPBackend.FLASH_ATTENTION, causal=True), problem, dense(1024, causal=True))
+    with pytest.raises(RuntimeError, match="No viable backend"):
+        on_kernel(SDPBackend.CUDNN_ATTENTION, causal=True)(problem.q, problem.k, problem.v)
+
+
+def test_device_clock(monkeypatch) -> None:
+    """Prepared and flushed before the first event, waited for after the second; milliseconds become seconds."""
+    order = []
+
+    class Event:
+        def __init__(self, *, enable_timing) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("record")
+
+        def elapsed_time(self, end) -> float:
+            return 250.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
+    monkeypatch.setattr(_jobs, "_flush_buffer", lambda device: SimpleNamespace(zero_=lambda: order.append("flush")))
+    job = Job("job", lambda given: order.append(f"run {given}"), prepare=lambda: order.append("prepare") or 7)
+    assert seconds_on_cuda(job) == 0.25
+    assert order == ["prepare", *["flush"] * _jobs.FLUSHES, "record", "run 7", "record", "wait"]
+
+
+def test_contestants_that_fail_or_are_wrong() -> None:
+    """The one is left out and named, the other timed and named; a job beside them may fail too."""
+    problem = Problem.draw(Size(256, num_heads=4, head_dim=16), dtype=torch.bfloat16)
+
+    def broken(q, k, v):
+        raise RuntimeError("out of memory")
+
+    def wrong(q, k, v):
+        return TINY.attention()(q, k, v) * 1.1
+
+    contestants = [
+        Contestant(name, attention, problem, TINY)
+        for name, attention in (("right", TINY.attention()), ("wrong", wrong), ("broken", broken))
+    ]
+    jobs = [Job("beside", lambda _: None), Job("odd job", lambda _: broken(1, 2, 3))]
+    for part in ("forward", "backward", "forward + backward"):
+        found = compare(contestants, part, repeats=2, tolerance=2e-2, jobs=jobs)
+        assert list(found.timings) == ["right", "wrong", "beside"]
+        assert all(len(timing.seconds) == 2 for timing in found.timings.values())
+        assert found.failed == dict.fromkeys(("broken", "odd job"), "RuntimeError: out of memory")
+        assert list(found.objections) == ["wrong"]
+        gap = found.row("r", at_least(1), "broken", "right")
+        assert isinstance(gap, Gap)
+        assert gap.reason == "broken: RuntimeError: out of memory"
+        marked = found.row("r", at_least(1), "right", "wrong")
+        assert [text.partition(":")[0] for text in marked.not_verified] == ["wrong"]
+        assert found.row("r", at_least(1), "right", "beside").not_verified == ()
+    assert compare(contestants, "forward", repeats=1, tolerance=None).objections == {}
+
+
+def test_rate_over_another() -> None:
+    """A rate is work a second; without work, both do the same."""
+    timings = {name: _jobs.Timing(name, (seconds,)) for name, seconds in (("own", 2.0), ("peer", 6.0))}
+    found = _checks.Comparison(timings, {}, {}, {})
+    assert found.row("r", at_least(1), "own", "peer").measured == 3.0
+    row = found.row("r", at_least(1), "own", "peer", {"own": 4e12, "peer": 6e12}, scale=100)
+    assert row.measured == 200.0
+    assert row.detail["tera_a_second"] == {"own": 2.0, "peer": 1.0}
+
+
+def test_machine_with_an_accelerator(monkeypatch) -> None:
+    found = SimpleNamespace(
+        name="NVIDIA H200", total_memory=150 << 30, multi_processor_count=132, major=9, minor=0, L2_cache_size=60 << 20
+    )
+    monkeypatch.setattr(_machine.torch.cuda, "get_device_properties", lambda device: found)
+    printed = SimpleNamespace(stdout="580.1, 1980 MHz, 3201 MHz, 1980 MHz, 700.00 W\n")
+    monkeypatch.setattr(_machine.subprocess, "run", lambda *args, **options: printed)
+    told = _machine.machine("cuda")
+    assert told["gpu"] == "NVIDIA H200"
+    assert (told["driver"], told["sm_clock"], told["power_limit"]) == ("580.1", "1980 MHz", "700.00 W")
+
+    def missing(*args, **options):
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(_machine.subprocess, "run", missing)
+    assert "driver" not in _machine.machine("cuda")
+    assert _machine.versions("cuda")["flash_attention"] == "FA2"
+    assert "gpu" not in _machine.machine()
