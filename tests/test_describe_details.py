@@ -112,7 +112,7 @@ def test_gaps_that_would_take_long_are_not_known(monkeypatch: pytest.MonkeyPatch
     told = masks.describe(FAR, 3000)
     assert told.gaps is None
     assert told.to_data()["gaps"] is None
-    assert "not known: telling would take too long" in told.to_text(columns=200)
+    assert "not known: counting would take too long" in told.to_text(columns=200)
     assert masks.describe(masks.causal(), 100).gaps == Gaps(Gap(0, 0, None, None), Gap(0, 0, None, None))
 
 

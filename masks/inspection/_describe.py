@@ -154,7 +154,7 @@ class Description:
     @cached_property
     @plans
     def gaps(self) -> Gaps | None:
-        """Queries without a key and keys without a query; None where that takes too long to tell."""
+        """Queries without a key and keys without a query; None where that takes too long to count."""
         return gaps_of(self.bound)
 
     def receptive_field(self) -> ReceptiveField:

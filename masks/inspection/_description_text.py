@@ -48,7 +48,7 @@ def _facts(counts: Description) -> list[tuple[str, str]]:
 def _gap_facts(counts: Description) -> list[tuple[str, str]]:
     gaps = counts.gaps
     if gaps is None:
-        return [("without keys", "not known: telling would take too long")]
+        return [("without keys", "not known: counting would take too long")]
     queries, keys = _gap(gaps.queries, "queries", counts.num_queries), _gap(gaps.keys, "keys", counts.num_keys)
     return [("without keys", queries), ("unused keys", keys)]
 

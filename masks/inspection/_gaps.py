@@ -17,6 +17,7 @@ from ._pair_counts import Group, groups_of
 _MOST_PAIRS = 1 << 27  # evaluated in all; the bounds of a box take as long as _COUNT of them
 _COUNT = 8
 _AT_ONCE = 1 << 20
+_MOST_BOXES = 1 << 22  # together: bounds the memory
 _NEAREST = 7  # powers of two, as distances from a token to those that it is most likely to see
 _TOGETHER = 64  # neighbours that are ruled out together
 _SIDE = 16  # boxes up to this side are evaluated pair by pair
@@ -70,7 +71,7 @@ def _gap(groups: tuple[Group, ...], own: range, others: range, by_query: bool, b
 
 
 class _TooManyPairsError(Exception):
-    """The budget of evaluations is spent."""
+    """The budget of evaluations is spent, or boxes are too many to be held."""
 
 
 @dataclass
@@ -98,7 +99,7 @@ class _Search:
     lacking: Bool[Tensor, " N"]
 
     def run(self) -> None:
-        """By what takes least first: single pairs show of most tokens that they have one, bounds of many that not."""
+        """The cheapest first: single pairs show most tokens that have one, bounds most that have none, boxes the rest."""
         squares = self.rule.squares(0, 1)
         if squares is not None:
             self._search(self._within(squares))
@@ -140,7 +141,7 @@ class _Search:
         return 8 * int(self.lacking[index].sum()) < 7 * len(index)
 
     def _lines(self, together: int) -> Box:
-        """Runs of neighbours that lack a pair, of at most so many, with all others."""
+        """Boxes of all others with runs of neighbours that lack a pair, at most so many a run."""
         index = self.lacking.nonzero().squeeze(1)
         begins = torch.ones(len(index), dtype=torch.bool)
         begins[1:] = (index.diff() > 1) | (index[1:] % together == 0)
@@ -150,8 +151,10 @@ class _Search:
         return self._box(runs, Progression(start, 1, length))
 
     def _undecided(self, box: Box) -> Box:
-        """The boxes with tokens that may have a pair and have shown none; strikes tokens that have one for certain."""
+        """Strike the tokens that bounds prove to have a pair; returns the boxes with tokens still in doubt."""
         self.budget.take(_COUNT * len(box.head))
+        if len(box.head) > _MOST_BOXES:
+            raise _TooManyPairsError
         bounds, (own, other) = self.rule.count(box, num_heads=1), self._sides(box)
         full = box.area - bounds.low < other.count  # fewer pairs are hidden than those of one token
         self.lacking &= ~self._held(own.select(full))
@@ -174,7 +177,7 @@ class _Search:
         return change.cumsum(0)[:-1] > 0
 
     def _search(self, box: Box) -> None:
-        """Boxes are cut until bounds decide or all of their pairs can be evaluated."""
+        """Cut boxes until bounds decide, or until they are small enough to evaluate every pair."""
         while len(box.head):
             box = self._undecided(box)
             small = torch.maximum(box.q.count, box.k.count) <= _SIDE
