@@ -99,7 +99,7 @@ class _Search:
     lacking: Bool[Tensor, " N"]
 
     def run(self) -> None:
-        """The cheapest first: single pairs show most tokens that have one, bounds most that have none, boxes the rest."""
+        """The cheapest first: single pairs show most tokens that have one, bounds most that have none, then boxes."""
         squares = self.rule.squares(0, 1)
         if squares is not None:
             self._search(self._within(squares))
