@@ -296,11 +296,12 @@ def described(document: Document) -> str:
         (
             name,
             str(figure["heads"]),
-            *(f"{figure['parts'][part]:.2f} s" for part in ("plan", "pairs", "field")),
-            f"{'' if figure.get('exact', True) else 'at least '}{figure['layers']:,}",
-            f"{figure['reached']:.2%}" if figure.get("exact", True) else "sampled",
+            *(f"{figure['parts'][part]:.2f} s" for part in ("plan", "pairs", "overlap", "field")),
+            f"{figure['layers']:,}",
+            f"{figure['reached']:.2%} +/- {figure['error']:.2%}",
         )
         for name, figure in document["rows"][0]["detail"]["patterns"].items()
     ]
-    headers = ("", "heads", "plan and blocks", "heads, overlap, gaps", "receptive field", "layers", "pairs reached")
+    parts = ("plan and blocks", "heads, gaps", "overlap", "receptive field")
+    headers = ("", "heads", *parts, "layers, at least", "reached after these")
     return f"{markdown(lines, headers)}\n\nOne thread. {condition(document)}"

@@ -18,7 +18,6 @@ from flexdilated import masks
 from flexdilated.cli._machine import one_thread
 from flexdilated.masks import Layout, Mixture, Pattern
 from flexdilated.masks.inspection._describe import Description
-from flexdilated.masks.inspection._receptive_field import ReceptiveField
 
 from ._catalogue import ENTRIES, MILLION, PICTURED, Entry, dense
 from ._jobs import peak_bytes, say, tokens_text
@@ -199,14 +198,20 @@ def _described(entry: Entry, num_tokens: int) -> dict[str, Any]:
         return found
 
     described = timed("plan", lambda: masks.describe(pattern, num_tokens, num_heads=entry.num_heads))
-    timed("pairs", lambda: (described.heads, described.multiplicity, described.gaps))
+    timed("pairs", lambda: (described.heads, described.gaps))
+    overlap = timed("overlap", lambda: described.multiplicity)
     field = timed("field", described.receptive_field)
-    exact = isinstance(field, ReceptiveField)
-    layers = field.layers if exact else field.layers_at_least
     parts = ", ".join(f"{name} {took:.2f} s" for name, took in seconds.items())
-    say(f"{entry.name}: {parts}; {layers} layers{'' if exact else ' at least'}")
-    reached = field.pairs / num_tokens**2 if exact else None  # of a sample that has not saturated: unknown
-    facts = {"heads": entry.num_heads, "layers": layers, "exact": exact, "reached": reached}
+    say(f"{entry.name}: {parts}; {field.layers_at_least} layers at least")
+    _, mean, error = field.growth[-1] if field.growth else (0, 1.0, 0.0)
+    facts = {
+        "heads": entry.num_heads,
+        "gaps": described.gaps is not None,
+        "queries": None if overlap.exact else overlap.queries,
+        "layers": field.layers_at_least,
+        "reached": mean / num_tokens,
+        "error": error / num_tokens,
+    }
     return {**facts, "seconds": sum(seconds.values()), "parts": seconds}
 
 
@@ -217,22 +222,34 @@ def check_description(entry: Entry) -> None:
     branches = [[dense(branch, head, heads, PICTURED).long() for head in range(heads)] for branch in pattern.branches()]
     counts = torch.stack([torch.stack(each) for each in branches]).sum(0)
     numbers = Counter(counts.flatten().tolist())
-    assert described.multiplicity == {0: 0} | dict(numbers), f"{entry.name}: {described.multiplicity} for {numbers}"
+    assert described.multiplicity.exact
+    found = described.multiplicity.pairs
+    assert found == {0: 0} | dict(numbers), f"{entry.name}: {found} for {numbers}"
     per_head = {head: share.pairs for share in described.heads for head in share.heads}
     assert per_head == dict(enumerate(counts.sum((1, 2)).tolist())), f"{entry.name}: {per_head}"
+    _check_gaps(entry, described, counts > 0)
+    _check_gaps(entry, described, counts > 0)
+    _check_gaps(entry, described, counts > 0)
     _check_field(entry, described, (counts > 0).any(0))
+
+
+def _check_gaps(entry: Entry, described: Description, allowed: Bool[Tensor, "H N N"]) -> None:
+    gaps = described.gaps
+    assert gaps is not None
+    for gap, held in ((gaps.queries, allowed.any(2)), (gaps.keys, allowed.any(1))):
+        wanted = int((~held).all(0).sum()), int((~held).any(0).sum())
+        assert (gap.in_every_head, gap.in_some_head) == wanted, f"{entry.name}: {gap} for {wanted}"
 
 
 def _check_field(entry: Entry, described: Description, once: Bool[Tensor, "N N"]) -> None:
     field = described.receptive_field()
-    assert isinstance(field, ReceptiveField), f"{entry.name}: not known for all tokens"
+    assert field.exact
     step = (once | torch.eye(PICTURED, dtype=torch.bool)).float()
-    known, grown = torch.eye(PICTURED), [PICTURED]
+    known, grown = torch.eye(PICTURED), []
     while not torch.equal(known, further := (known @ step > 0).float()):
         known = further
-        grown.append(int(known.sum()))
-    wanted = [(layers, grown[layers]) for layers, _ in field.growth]
-    assert (field.layers, list(field.growth)) == (len(grown) - 1, wanted), f"{entry.name}: {field} for {grown}"
+        grown.append((len(grown) + 1, float(known.sum()) / PICTURED, 0.0))
+    assert list(field.growth) == grown, f"{entry.name}: {field.growth} for {grown}"
 
 
 # Pictures: every pattern over 64 tokens, pair by pair, and all of them on one sheet.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.inspection._pair_counts import Gap, Gaps
+from flexdilated.masks.inspection._gaps import Gap, Gaps
 from flexdilated.masks.orders._layout import Compact
 from flexdilated.masks.planning.lowering._term import Term
 from tests import oracle
@@ -85,7 +85,9 @@ def test_every_number_is_counted_pair_by_pair(pattern, N, H):
     for branch, pairs in zip(pattern.branches(), each, strict=True):
         of_branches[branch] += int(pairs.sum())
     assert {share.pattern: share.pairs for share in told.branch_shares} == of_branches
-    assert told.multiplicity == histogram(counts)
+    assert (told.multiplicity.exact, told.multiplicity.queries) == (True, N)
+    assert told.multiplicity.pairs == histogram(counts)
+    assert set(told.multiplicity.standard_errors.values()) == {0.0}
     assert told.distinct_pairs == int((counts > 0).sum())
     assert told.gaps == Gaps(gap((counts == 0).all(2)), gap((counts == 0).all(1)))
 

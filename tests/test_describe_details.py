@@ -1,23 +1,20 @@
 """What describe tells beyond pairs: heads, branches, multiplicity, gaps and blocks, against the dense rule."""
 
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, reject
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.inspection import _pair_counts
-from flexdilated.masks.inspection._describe import count_term
-from flexdilated.masks.inspection._pair_counts import Gap, Gaps, gaps_of, head_shares, multiplicity_of
-from flexdilated.masks.inspection._relations import Relations
-from flexdilated.masks.inspection._squares import TooManySquaresError
+from flexdilated.masks.inspection._gaps import Gap, Gaps, gaps_of
+from flexdilated.masks.inspection._pair_counts import branch_shares, count_term, head_shares, multiplicity_of
 from flexdilated.masks.orders._layout import Compact
 from flexdilated.masks.planning.lowering._term import Term
 from tests import oracle
+from tests.irregular import bound_rules, dense, padded, run_rules, stretch_rules, sums_of_runs
 from tests.ladders import GIGAPATH_5
 from tests.run_time_strategies import Packed, packed_cases
 from tests.strategies import Case, cases
@@ -29,38 +26,94 @@ GIGAPATH = masks.longnet(*GIGAPATH_5)
 
 def assert_details(bound: masks.Bound, counts: Tensor) -> None:
     """Counts (H, N, M)."""
-    relations = Relations(bound)
-    assert multiplicity_of(relations) == histogram(counts)
-    assert gaps_of(relations) == Gaps(gap((counts == 0).all(2)), gap((counts == 0).all(1)))
-    shares = head_shares(relations)
+    shares = head_shares(bound, {})
     assert sorted(head for share in shares for head in share.heads) == list(range(bound.num_heads))
     assert all(share.pairs == int(counts[head].sum()) for share in shares for head in share.heads)
+    assert gaps_of(bound) == Gaps(gap((counts == 0).all(2)), gap((counts == 0).all(1)))
+    found = multiplicity_of(bound, branch_shares(bound, shares))
+    assert (found.exact, found.queries, found.pairs) == (True, bound.num_queries, histogram(counts))
 
 
-@given(cases())
-def test_details_of_drawn_patterns(case: Case):
-    assert_details(case.bind(), case.counts())
+def assert_details_of(bound: masks.Bound) -> None:
+    assert_details(bound, sum((dense(bound, branch).long() for branch in bound.pattern.branches()), torch.tensor(0)))
 
 
 @given(cases(), st.booleans())
-def test_shares_of_heads_where_little_repeats(case: Case, same_tokens: bool):
-    """By bounds on boxes, of queries and keys that begin anywhere, also at one place."""
+def test_details_of_drawn_patterns(case: Case, same_tokens: bool):
+    """Queries and keys that begin anywhere, also at one place."""
     if same_tokens:
         case = replace(case, num_keys=case.num_queries, k_offset=case.q_offset)
     try:
         bound = case.bind()
     except ValueError:  # a table or a grid that names other keys
         reject()
-    with patch.object(_pair_counts, "_shares_by_squares", side_effect=TooManySquaresError):
-        shares = head_shares(Relations(bound))
-    found = {head: share.pairs for share in shares for head in share.heads}
-    assert found == dict(enumerate(case.counts().sum((1, 2)).tolist()))
+    assert_details(bound, case.counts())
 
 
 @given(packed_cases())
 def test_details_with_run_time_tensors(packed: Packed):
     for entry in range(packed.batch):
         assert_details(packed.bind().entry(entry), packed.counts[entry])
+
+
+@settings(max_examples=60)
+@given(sums_of_runs() | bound_rules(stretch_rules) | bound_rules(run_rules, visible=True))
+def test_details_of_irregular_patterns(bound: masks.Bound):
+    """Listed blocks, documents with padding, visible keys and runs of them."""
+    assert_details_of(bound)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        padded(40) | masks.local_window(left=2, right=0),
+        masks.local_window(left=2, right=0) | padded(40),
+        padded(40) & masks.documents(torch.arange(40) // 3, name="others"),
+        masks.dilated(9, 3, 1) & masks.dilated(16, 2) & masks.causal(),
+        masks.dilated(7, 3) + masks.dilated(40, 5) + masks.dilated(40, 5) + masks.causal(),
+    ],
+    ids=repr,
+)
+def test_details_of_some_patterns(pattern: masks.Pattern | masks.Mixture):
+    assert_details_of(pattern.bind(num_heads=1, num_queries=40, num_keys=40))
+
+
+SIDE = 600  # tokens, more than are looked at pair by pair at once
+FAR = masks.causal() & ~masks.local_window(left=200, right=0)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        FAR,  # which only later queries have, at no near distance
+        FAR & masks.visible_keys(torch.arange(SIDE) % 7 == 3),
+        masks.landmark_tokens(64, rows=False) & masks.causal(),
+        ~masks.causal() & masks.landmark_tokens(50, rows=False) & ~masks.chunked(100),
+        masks.random_blocks(SIDE, block=16, count=1),
+        masks.random_blocks(SIDE, block=16, count=1) & FAR,
+        masks.dilated(150, 8, offset="interleaved") & FAR,
+        masks.custom(lambda b, h, q, k: (q * 7 + k * 13) % 599 == 5),
+        masks.documents(torch.arange(SIDE).where(torch.arange(SIDE) % 100 < 60, -1) // 100) & FAR,
+    ],
+    ids=repr,
+)
+def test_gaps_where_tokens_do_not_see_themselves(pattern: masks.Pattern):
+    for first in ({"q_offset": 0, "k_offset": 0}, {"q_offset": 40, "k_offset": 0}, {"q_offset": 0, "k_offset": 70}):
+        sizes = {"num_queries": SIDE - first["q_offset"], "num_keys": SIDE - first["k_offset"]}
+        bound = pattern.bind(num_heads=3, **sizes, **first)
+        query, key = torch.arange(sizes["num_queries"]), torch.arange(sizes["num_keys"])
+        counts = bound.mask_mod()(torch.tensor(0), torch.arange(3)[:, None, None], query[:, None], key)
+        counts = counts.expand(3, len(query), len(key))
+        assert gaps_of(bound) == Gaps(gap(~counts.any(2)), gap(~counts.any(1)))
+
+
+def test_gaps_that_would_take_long_are_not_known(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("flexdilated.masks.inspection._gaps._MOST_PAIRS", 5000)
+    told = masks.describe(FAR, 3000)
+    assert told.gaps is None
+    assert told.to_data()["gaps"] is None
+    assert "not known: counting would take too long" in told.to_text(columns=200)
+    assert masks.describe(masks.causal(), 100).gaps == Gaps(Gap(0, 0, None, None), Gap(0, 0, None, None))
 
 
 def test_blocks_of_strips():
@@ -106,30 +159,74 @@ def test_a_million_tokens():
     told = masks.describe(GIGAPATH, MILLION, num_heads=16)
     useful = oracle.useful_pairs(*GIGAPATH_5, num_heads=16, N=MILLION, causal=False)
     assert told.useful_pairs == useful
-    assert told.multiplicity is not None
-    assert sum(told.multiplicity.values()) == 16 * MILLION**2
-    assert sum(number * pairs for number, pairs in told.multiplicity.items()) == useful
     assert sum(share.pairs * len(share.heads) for share in told.heads) == useful
-    # All five branches allow the pairs of a segment of 1024 whose tokens are active in all of them.
-    assert told.multiplicity[5] < MILLION * 64
+    assert not told.multiplicity.exact
+    assert sum(told.multiplicity.pairs.values()) == pytest.approx(16 * MILLION**2)
+    # Each branch's pairs, of queries drawn evenly.
+    found = sum(number * pairs for number, pairs in told.multiplicity.pairs.items())
+    assert found == pytest.approx(useful, rel=0.1)
     assert told.gaps == Gaps(Gap(0, 0, None, None), Gap(0, 0, None, None))
 
 
 def test_multiplicity_counts_a_branch_as_often_as_it_occurs():
     both = masks.describe(masks.causal() + masks.causal() + masks.local_window(left=0, right=1), 100, num_heads=2)
-    assert both.multiplicity == {0: 2 * (4950 - 99), 1: 2 * 99, 2: 2 * 4950, 3: 2 * 100}
+    assert both.multiplicity.pairs == {0: 2 * (4950 - 99), 1: 2 * 99, 2: 2 * 4950, 3: 2 * 100}
     alone = masks.describe(masks.causal() + masks.causal(), 100, num_heads=2)
-    assert alone.multiplicity == {0: 2 * 4950, 2: 2 * 5050}
+    assert alone.multiplicity.pairs == {0: 2 * 4950, 2: 2 * 5050}
+
+
+def test_rates_whose_multiple_is_large():
+    """Tokens at multiples of 13 and of 97 see their own kind; those of both are seen by both rules: estimated."""
+    tokens = 1 << 16
+    told = masks.describe(masks.dilated(tokens, 13) + masks.dilated(tokens, 97), tokens)
+    sizes = [-(-tokens // rate) for rate in (13, 97, 13 * 97)]
+    once = sizes[0] ** 2 + sizes[1] ** 2 - 2 * sizes[2] ** 2
+    wanted = {0: tokens**2 - once - sizes[2] ** 2, 1: once, 2: sizes[2] ** 2}
+    sample = told.multiplicity
+    assert sample == masks.describe(told.pattern, tokens).multiplicity  # the same queries each time
+    assert not sample.exact
+    assert f"Estimated from a sample of {sample.queries:,} of 65,536 queries." in str(told)
+    assert sum(sample.pairs.values()) == pytest.approx(tokens**2)
+    assert all(abs(sample.pairs[number] - wanted[number]) <= 4 * sample.standard_errors[number] for number in (0, 1))
+    assert told.distinct_pairs == tokens**2 - sample.pairs[0]
+    data = told.to_data()
+    assert (data["multiplicity"]["exact"], data["multiplicity"]["queries"]) == (False, sample.queries)
+    assert not data["distinct_pairs_exact"]
+
+
+def test_samples_of_multiplicity_are_without_bias(monkeypatch: pytest.MonkeyPatch):
+    """Over many samples the mean is what all queries say, and standard errors are about as large as the errors."""
+    pattern = masks.dilated(90, 3) + masks.local_window(left=9, right=2) + masks.causal()
+    bound = pattern.bind(num_heads=2, num_queries=200, num_keys=200)
+    shares = branch_shares(bound, head_shares(bound, {}))
+    exact = multiplicity_of(bound, shares)
+    monkeypatch.setattr("flexdilated.masks.inspection._pair_counts._MOST_PAIRS", 1 << 16)
+    found = []
+    for seed in range(200):
+        monkeypatch.setattr("flexdilated.masks.inspection._pair_counts._SEED", seed)
+        sample = multiplicity_of(bound, shares)
+        assert (sample.exact, sample.queries < 200) == (False, True)
+        found.append([(sample.pairs.get(n, 0.0), sample.standard_errors.get(n, 0.0)) for n in exact.pairs])
+    pairs, errors = torch.tensor(found, dtype=torch.float64).unbind(2)
+    wanted = torch.tensor([*exact.pairs.values()], dtype=torch.float64)
+    assert bool(((pairs.mean(0) - wanted).abs() <= 4 * pairs.std(0) / len(pairs) ** 0.5).all())
+    # One query of each of equal parts varies less than as many of all queries, for which the standard error is.
+    assert bool((pairs.std(0) <= 1.2 * errors.mean(0)).all())
 
 
 def test_the_text_states_the_details():
-    told = masks.describe(GIGAPATH & masks.causal(), 8192, num_heads=4)
-    text = str(told)
-    assert told.multiplicity is not None
-    for number in (told.full_blocks, told.partial_blocks, *told.multiplicity.values(), *(s.pairs for s in told.heads)):
+    told = masks.describe(GIGAPATH & masks.causal(), 1024, num_heads=4)
+    text = told.to_text(columns=200)
+    assert told.multiplicity.exact
+    counted = (told.full_blocks, told.partial_blocks, *told.multiplicity.pairs.values(), *(s.pairs for s in told.heads))
+    for number in counted:
         assert f"{number:,}" in text
     field = told.receptive_field()
-    assert f"after {field.layers:,} layers" in text
+    assert f"at least {field.layers_at_least} layer until the receptive field saturates" in text
+    assert "from a sample of 8 of 1,024 tokens" in text
+    few = masks.describe(GIGAPATH & masks.causal(), 200, num_heads=4)
+    assert f"after {few.receptive_field().layers_at_least} layer" in str(few)
+    assert "sample" not in str(few)
     missing = masks.describe(masks.dilated(4, 2), 16, num_heads=1)
     assert "8 of 16 queries, such as 1" in str(missing)
     assert "no token reaches another" in str(masks.describe(masks.dilated(4, 4), 16, num_heads=1))

@@ -69,7 +69,7 @@ def test_commands_fit_the_terminal(columns, monkeypatch, capsys):
     assert main(["plan", pattern, "-n", "512", "--heads", "2", "--layers", "1"]) == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= columns
-    assert "unreachable" in printed
+    assert "saturates" in printed
     assert "What was weighed" in printed
 
 

@@ -23,7 +23,6 @@ from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.kernels import _kernel
 from flexdilated.engines.tiles import _tile_blocks
 from flexdilated.engines.tiles._tiles_op import attention, gradients
-from flexdilated.masks.inspection._relations import sections_of
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.lowering import _windows
 
@@ -180,15 +179,3 @@ def test_short_sequences_of_a_batch_are_one_program(monkeypatch):
     ]
     assert [each["flash_forward"] for each in found] == [each["flash_backward"] for each in found] == [16, 16]
     assert found[1]["operations"] <= 1.5 * found[0]["operations"]
-
-
-def test_a_section_is_documents_that_look_alike():
-    """What is told of pairs looks at one document of each length, also of those that queries or keys cut."""
-    ids = torch.arange(2048) // 2
-    bound = (CAUSAL & masks.documents(ids)).bind(num_heads=1, num_queries=2047, num_keys=2048, q_offset=1)
-    sections = sections_of(bound)
-    assert [(each.queries, each.keys, len(each.copies)) for each in sections] == [
-        (range(1, 2), range(2), 1),
-        (range(2), range(2), 1023),
-    ]
-    assert sections[1].copies[:2] == ((1, 2), (3, 4))

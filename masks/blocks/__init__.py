@@ -14,7 +14,6 @@ from ._blocks import (
 )
 from ._diagonals import settle_by_diagonals
 from ._estimate import ListedBlocks, estimate_blocks
-from ._exact_pairs import exact_pairs
 from ._query_pairs import pairs_of_queries
 from ._rule import Rule, allowed_pairs
 from ._tables import table_bytes, to_block_mask

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..blocks import LISTED_BYTES, UNKNOWN, count_pairs
 from ..core import Bound, Expression, plans, require_expression, require_int
-from ..planning import Option, Plan, Term, computed_pairs, plan
+from ..planning import Option, Plan, plan
 from ._description_text import description_data, description_text
+from ._gaps import Gaps, gaps_of
 from ._pair_counts import (
     BranchShare,
-    Gaps,
     HeadShare,
-    SampledMultiplicity,
+    Multiplicity,
+    TermCount,
     branch_shares,
-    gaps_of,
+    count_term,
+    groups_of,
     head_shares,
     multiplicity_of,
-    sampled_multiplicity,
 )
-from ._receptive_field import FollowedTokens, ReceptiveField, follow_tokens, receptive_field_of
-from ._relations import Relations, groups_of
-from ._squares import TooManySquaresError
+from ._receptive_field import ReceptiveField, receptive_field_of
 
 MOST_DESCRIBED = 1 << 27  # tokens: a window's blocks then fill about 3 GB
 
@@ -60,8 +57,8 @@ class Description:
 
     Pairs are (query, key) pairs over all heads, counted once for each branch.
     What follows from the plan is counted at once; `heads`, `branch_shares`, `multiplicity`, `gaps` and
-    `receptive_field` on first use, from what repeats in the rule, in seconds at a million tokens. All of it is exact
-    but for `sampled_multiplicity` and `FollowedTokens`, which are samples and say so.
+    `receptive_field` on first use, in seconds at a million tokens. All of it is exact but for `multiplicity` of
+    several branches and `receptive_field`, which are samples at all but a few tokens, and say so.
     """
 
     pattern: Expression
@@ -132,7 +129,7 @@ class Description:
         groups = groups_of(self.bound)
         if len(groups) == len(groups[0].rules) == 1:
             return (HeadShare(groups[0].heads, (self.useful_pairs // self.num_heads,)),)
-        return head_shares(self._relations.with_allowance())
+        return head_shares(self.bound, {branch.pattern: branch.options[0].terms for branch in self.branches})
 
     @cached_property
     @plans
@@ -142,61 +139,35 @@ class Description:
 
     @cached_property
     @plans
-    def multiplicity(self) -> Mapping[int, int] | None:
-        """How many pairs are allowed by exactly so many branches, from 0 on; None where too little repeats to count.
-
-        Then `sampled_multiplicity` estimates it.
-        """
-        if len(self.branch_shares) == 1:
-            (share,) = self.branch_shares
-            pairs = share.pairs // share.multiplicity
-            return {0: self.all_pairs - pairs} | ({share.multiplicity: pairs} if pairs else {})
-        try:
-            return multiplicity_of(self._relations.with_allowance())
-        except TooManySquaresError:
-            return None
-
-    @cached_property
-    @plans
-    def sampled_multiplicity(self) -> SampledMultiplicity | None:
-        """Estimates of the same numbers, with their standard errors; None where `multiplicity` is counted."""
-        return sampled_multiplicity(self.bound) if self.multiplicity is None else None
+    def multiplicity(self) -> Multiplicity:
+        """How many pairs are allowed by exactly so many branches: counted, or estimated with standard errors."""
+        return multiplicity_of(self.bound, self.branch_shares)
 
     @property
-    def distinct_pairs(self) -> int | None:
-        """Pairs that at least one branch allows, each once; None where that is not known."""
-        return None if self.multiplicity is None else self.all_pairs - self.multiplicity[0]
+    def distinct_pairs(self) -> int | float:
+        """Pairs that at least one branch allows, each once; an estimate unless `multiplicity.exact`.
+
+        Its standard error is that of the pairs that no branch allows.
+        """
+        return self.all_pairs - self.multiplicity.pairs[0]
 
     @cached_property
     @plans
     def gaps(self) -> Gaps | None:
-        """Queries without a key and keys without a query; None where too little repeats to count them."""
-        try:
-            return gaps_of(self._relations.with_allowance())
-        except TooManySquaresError:
-            return None
+        """Queries without a key and keys without a query; None where that takes too long to count."""
+        return gaps_of(self.bound)
 
-    def receptive_field(self) -> ReceptiveField | FollowedTokens:
-        """Which tokens each token reaches after how many layers.
+    def receptive_field(self) -> ReceptiveField:
+        """Which tokens each token reaches after how many layers: of all tokens, or of a sample of them.
 
-        A `ReceptiveField`, exact for all tokens, where enough of the pattern repeats; else `FollowedTokens`, a sample:
-        exact for a few tokens, with the mean over all tokens and its standard error, and a lower bound on the number
-        of layers. Raises ValueError if queries and keys are not the same tokens.
+        Raises ValueError if queries and keys are not the same tokens.
         """
         return self._receptive_field
 
     @cached_property
     @plans
-    def _receptive_field(self) -> ReceptiveField | FollowedTokens:
-        try:
-            return receptive_field_of(self._relations.with_allowance())
-        except TooManySquaresError:
-            return follow_tokens(self.bound)
-
-    @cached_property
-    @plans
-    def _relations(self) -> Relations:
-        return Relations(self.bound)
+    def _receptive_field(self) -> ReceptiveField:
+        return receptive_field_of(self.bound)
 
     @property
     def is_self_attention(self) -> bool:
@@ -267,48 +238,3 @@ def _describe_branch(options: tuple[Option, ...]) -> BranchDescription:
     chosen = options[0]
     counted = zip(TermCount(0, 0, 0, 0, 0), *map(count_term, chosen.terms), strict=True)
     return BranchDescription(chosen.branch, chosen.multiplicity, *map(sum, counted), options=options)
-
-
-class TermCount(NamedTuple):
-    """Over all heads and folds; useful pairs as often as they count."""
-
-    useful_pairs: int
-    computed_pairs: int
-    full_blocks: int
-    partial_blocks: int
-    table_bytes: int
-
-
-def count_term(term: Term) -> TermCount:
-    """A term's lists are built once more for it, as attention builds them."""
-    if term.shape != "blocks":
-        return _count_plain(term)
-    side = term.block_side
-    blocks = term.blocks(side, side)
-    unknown = (blocks.pairs == UNKNOWN).nonzero().squeeze(1)
-    pairs = blocks.pairs.long()
-    pairs[unknown] = count_pairs(term.table_rule(), blocks.places(unknown), blocks.shape)
-    users = torch.bincount(torch.tensor(blocks.heads))[blocks.table.long()]
-    useful, listed = int((pairs * users).sum()), int(users.sum()) * term.folds
-    full = int(users[blocks.full].sum()) * term.folds
-    return TermCount(term.multiplicity * useful * term.folds, listed * side**2, full, listed - full, blocks.nbytes)
-
-
-def _count_plain(term: Term) -> TermCount:
-    """The same for what is no list of blocks: nothing has to be listed to be counted."""
-    computed = computed_pairs(term)
-    listed, problems = computed // term.block_side**2, len(term.heads) * term.folds
-    full = _full_blocks(term) * problems
-    held = listed // problems * (max(term.tables()) + 1) * LISTED_BYTES
-    return TermCount(term.counted_pairs(), computed, full, listed - full, held)
-
-
-def _full_blocks(term: Term) -> int:
-    """Whole blocks without a hidden pair, of one head and fold."""
-    side = term.block_side
-    rows, columns = term.q.num_slots // side, term.k.num_slots // side
-    if term.shape == "dense":
-        return rows * columns
-    lead = term.k.num_slots - term.q.num_slots if term.shape == "strip" else 0
-    # The keys up to a row's first query are seen by all of its queries.
-    return sum(min((row * side + lead + 1) // side, columns) for row in range(rows))

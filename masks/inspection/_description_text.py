@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import shortened
 from ._fitted_table import fitted_facts, fitted_table
-from ._pair_counts import Gap
-from ._receptive_field import FollowedTokens, ReceptiveField
+from ._gaps import Gap
 
 if TYPE_CHECKING:
     from ._describe import BranchDescription, Description
 
 _MOST_LINES, _LONGEST_PATTERN = 24, 200
+_PLUS_MINUS, _ERROR = " +/- ", " +/- standard error"
 
 
 def description_text(counts: Description, columns: int) -> str:
@@ -48,7 +48,7 @@ def _facts(counts: Description) -> list[tuple[str, str]]:
 def _gap_facts(counts: Description) -> list[tuple[str, str]]:
     gaps = counts.gaps
     if gaps is None:
-        return [("without keys", "not known: too little of the pattern repeats")]
+        return [("without keys", "not known: counting would take too long")]
     queries, keys = _gap(gaps.queries, "queries", counts.num_queries), _gap(gaps.keys, "keys", counts.num_keys)
     return [("without keys", queries), ("unused keys", keys)]
 
@@ -69,44 +69,18 @@ def _field_facts(counts: Description) -> list[tuple[str, str]]:
     if not counts.is_self_attention:
         return []
     field = counts.receptive_field()
-    if isinstance(field, FollowedTokens):
-        return [("layers", _followed(field))]
-    facts = [("layers", _layers(field))]
-    for tokens, never, first in (
-        ("an earlier", field.never_earlier, field.first_never_earlier),
-        ("a later", field.never_later, field.first_never_later),
-    ):
-        if first is not None:
-            some = f"{_percent(never, field.earlier_pairs)} of pairs with {tokens} token"
-            pair = f"{some}, such as {first[0]:,} with {first[1]:,}"
-            facts.append(("unreachable", f"all pairs with {tokens} token" if never == field.earlier_pairs else pair))
-    return facts
+    layers = f"{field.layers_at_least:,} layer{'' if field.layers_at_least == 1 else 's'}"
+    if not field.exact:
+        sample = f"from a sample of {len(field.tokens):,} of {field.num_tokens:,} tokens"
+        return [("layers", f"at least {layers} until the receptive field saturates, {sample}")]
+    saturated = f"after {layers} the receptive field saturates"
+    return [("layers", saturated if field.layers_at_least else "no token reaches another")]
 
 
-def _percent(part: int, whole: int) -> str:
+def _percent(part: float, whole: float) -> str:
     """Two decimals, and nothing that is not all as 100 %."""
     text = f"{part / max(whole, 1):.2%}"
     return "> 99.99%" if text == "100.00%" and part < whole else text
-
-
-def _layers(field: ReceptiveField) -> str:
-    if field.slowest is None:
-        return "no token reaches another"
-    what = "every token reaches every earlier token" if not field.never_earlier else "the receptive field saturates"
-    if not field.never_earlier and not field.never_later:
-        what = "every token reaches every other token"
-    token, other = field.slowest
-    last = f"; token {token:,} reaches token {other:,} only then" if field.layers > 1 else ""
-    return f"after {_count(field.layers)} {what}{last}"
-
-
-def _followed(field: FollowedTokens) -> str:
-    sample = f"from a sample of {len(field.tokens):,} of {field.num_tokens:,} tokens"
-    return f"at least {field.layers_at_least:,} until the receptive field saturates, {sample}"
-
-
-def _count(layers: int) -> str:
-    return f"{layers:,} layer{'s' if layers != 1 else ''}"
 
 
 def _how_computed(counts: Description, columns: int) -> str:
@@ -152,40 +126,28 @@ def _multiplicity(counts: Description, columns: int) -> str:
     """How many pairs how many branches allow, where there is more than one."""
     if sum(share.multiplicity for share in counts.branch_shares) == 1:
         return ""
-    sample = counts.sampled_multiplicity
-    if sample is not None:
-        rows = [
-            (str(number), f"{pairs:.4g} +/- {sample.standard_errors[number]:.2g}")
-            for number, pairs in sample.pairs.items()
-        ]
-        headers = ("branches that allow a pair", "pairs +/- standard error")
-        queries = f"Estimated from a sample of {sample.queries:,} of {counts.num_queries:,} queries."
-        return f"{fitted_table(rows, headers, columns=columns, align=_right(1))}\n{fill(queries, columns)}"
-    assert counts.multiplicity is not None
-    seen = max(counts.distinct_pairs or 0, 1)
-    rows = [
-        (str(number), f"{pairs:,}", _percent(pairs, seen) if number else "")
-        for number, pairs in counts.multiplicity.items()
-    ]
-    headers = ("branches that allow a pair", "pairs", "share of allowed")
-    return fitted_table(rows, headers, columns=columns, align=_right(2))
+    found, some = counts.multiplicity, max(counts.distinct_pairs, 1)
+    rows = []
+    for number, pairs in found.pairs.items():
+        text = f"{pairs:,}" if found.exact else f"{pairs:.4g}{_PLUS_MINUS}{found.standard_errors[number]:.2g}"
+        rows.append((str(number), text, _percent(pairs, some) if number else ""))
+    headers = ("branches that allow a pair", f"pairs{'' if found.exact else _ERROR}", "share of allowed")
+    table = fitted_table(rows, headers, columns=columns, align=_right(2))
+    sample = f"Estimated from a sample of {found.queries:,} of {counts.num_queries:,} queries."
+    return table if found.exact else f"{table}\n{fill(sample, columns)}"
 
 
 def _growth(counts: Description, columns: int) -> str:
     """How the receptive field grows with the number of layers."""
     field = counts.receptive_field() if counts.is_self_attention else None
-    if isinstance(field, FollowedTokens):
-        rows = [(f"{layers:,}", f"{mean:,.1f} +/- {error:.2g}") for layers, mean, error in field.growth]
-        headers = ("layers", "mean tokens reached +/- standard error")
-        return fitted_table(rows, headers, columns=columns, align=("right",) * 2) if rows else ""
-    if field is None or field.layers == 0:
+    if field is None or not field.growth:
         return ""
     rows = [
-        (f"{layers:,}", f"{pairs / field.num_tokens:,.1f}", _percent(pairs, field.pairs))
-        for layers, pairs in field.growth
+        (f"{layers:,}", f"{mean:,.1f}{'' if field.exact else f'{_PLUS_MINUS}{error:,.1f}'}")
+        for layers, mean, error in field.growth
     ]
-    headers = ("layers", "mean tokens reached", "share of the saturated field")
-    return fitted_table(rows, headers, columns=columns, align=("right",) * 3)
+    headers = ("layers", f"mean tokens reached{'' if field.exact else _ERROR}")
+    return fitted_table(rows, headers, columns=columns, align=("right",) * 2)
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -204,12 +166,8 @@ def _right(columns: int) -> tuple[str, ...]:
 
 
 def description_data(counts: Description) -> dict[str, Any]:
-    """All numbers of a description, for JSON; None for what is not known or has no meaning.
-
-    A receptive field that is not counted for all tokens is sampled, under `followed_tokens`.
-    """
-    field = counts.receptive_field() if counts.is_self_attention else None
-    exact, sample = isinstance(field, ReceptiveField), counts.sampled_multiplicity
+    """All numbers of a description, for JSON; None for what is not known or has no meaning."""
+    field, multiplicity = counts.receptive_field() if counts.is_self_attention else None, counts.multiplicity
     return {
         "pattern": repr(counts.pattern),
         "num_queries": counts.num_queries,
@@ -219,6 +177,7 @@ def description_data(counts: Description) -> dict[str, Any]:
         "all_pairs": counts.all_pairs,
         "useful_pairs": counts.useful_pairs,
         "distinct_pairs": counts.distinct_pairs,
+        "distinct_pairs_exact": multiplicity.exact,
         "computed_pairs": counts.computed_pairs,
         "density": counts.density,
         "block_density": counts.block_density,
@@ -237,19 +196,16 @@ def description_data(counts: Description) -> dict[str, Any]:
             {"heads": list(each.heads), "pairs_per_head": each.pairs, "branch_pairs": list(each.branch_pairs)}
             for each in counts.heads
         ],
-        "multiplicity": counts.multiplicity
-        and [{"branches": number, "pairs": pairs} for number, pairs in counts.multiplicity.items()],
-        "sampled_multiplicity": sample
-        and {
-            "queries": sample.queries,
+        "multiplicity": {
+            "exact": multiplicity.exact,
+            "queries": multiplicity.queries,
             "branches": [
-                {"branches": number, "pairs": pairs, "standard_error": sample.standard_errors[number]}
-                for number, pairs in sample.pairs.items()
+                {"branches": number, "pairs": pairs, "standard_error": multiplicity.standard_errors[number]}
+                for number, pairs in multiplicity.pairs.items()
             ],
         },
         "gaps": counts.gaps and asdict(counts.gaps),
-        "receptive_field": field.to_data() if field is not None and exact else None,
-        "followed_tokens": field.to_data() if field is not None and not exact else None,
+        "receptive_field": field and field.to_data(),
     }
 
 

@@ -1,27 +1,98 @@
-"""How pairs divide over heads and branches, how many branches allow them, and which tokens have none."""
+"""How pairs divide over heads and branches, and how many branches allow them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import sqrt
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
-from ..blocks import exact_pairs, pairs_of_queries
-from ..core import Bound, Box, Pattern, Progression
-from ._relations import Group, Relations, groups_of
-from ._squares import EVERY_PAIR, NO_PAIR, Squares, TooManySquaresError
+from ..blocks import LISTED_BYTES, UNKNOWN, Blocks, count_pairs
+from ..core import Bound, Expression, Pattern
+from ..needs import positions
+from ..planning import Term, computed_pairs, plan
 
-# N tokens, K keys
+# H heads, n queries or blocks
 
-_MOST_KNOWN = 1 << 18  # squares counted together: a few seconds of work
-_MOST_SAMPLES, _MOST_SAMPLED_PAIRS = 64, 1 << 26
+_MOST_PAIRS = 1 << 25  # evaluated for a sample; the keys of a query take as long as _COUNT of them
+_COUNT = 1 << 12
 _SEED = 0
+
+
+class TermCount(NamedTuple):
+    """Over all heads and folds; useful pairs as often as they count."""
+
+    useful_pairs: int
+    computed_pairs: int
+    full_blocks: int
+    partial_blocks: int
+    table_bytes: int
+
+
+def count_term(term: Term) -> TermCount:
+    """A term's lists are built once more for it, as attention builds them."""
+    if term.shape != "blocks":
+        return _count_plain(term)
+    blocks, pairs = _listed(term)
+    users = torch.bincount(torch.tensor(blocks.heads))[blocks.table.long()]
+    useful, listed = int((pairs * users).sum()), int(users.sum()) * term.folds
+    full = int(users[blocks.full].sum()) * term.folds
+    computed = listed * term.block_side**2
+    return TermCount(term.multiplicity * useful * term.folds, computed, full, listed - full, blocks.nbytes)
+
+
+def _listed(term: Term) -> tuple[Blocks, Int64[Tensor, " n"]]:
+    """The blocks of a term, and how many pairs each allows."""
+    blocks = term.blocks(term.block_side, term.block_side)
+    unknown, pairs = (blocks.pairs == UNKNOWN).nonzero().squeeze(1), blocks.pairs.long()
+    pairs[unknown] = count_pairs(term.table_rule(), blocks.places(unknown), blocks.shape)
+    return blocks, pairs
+
+
+def _count_plain(term: Term) -> TermCount:
+    """The same for what is no list of blocks: nothing has to be listed to be counted."""
+    computed = computed_pairs(term)
+    listed, problems = computed // term.block_side**2, len(term.heads) * term.folds
+    full = _full_blocks(term) * problems
+    held = listed // problems * (max(term.tables()) + 1) * LISTED_BYTES
+    return TermCount(term.counted_pairs(), computed, full, listed - full, held)
+
+
+def _full_blocks(term: Term) -> int:
+    """Whole blocks without a hidden pair, of one head and fold."""
+    side = term.block_side
+    rows, columns = term.q.num_slots // side, term.k.num_slots // side
+    if term.shape == "dense":
+        return rows * columns
+    lead = term.k.num_slots - term.q.num_slots if term.shape == "strip" else 0
+    # The keys up to a row's first query are seen by all of its queries.
+    return sum(min((row * side + lead + 1) // side, columns) for row in range(rows))
+
+
+Rules = tuple[tuple[Pattern, int], ...]  # of one head: the rule of each distinct branch, and how often it counts
+
+
+@dataclass(frozen=True)
+class Group:
+    """Heads, of this device and in its count, that all follow the same rules."""
+
+    heads: tuple[int, ...]
+    rules: Rules
+
+
+def groups_of(bound: Bound) -> tuple[Group, ...]:
+    """The heads by their rules, in the order of their first heads."""
+    groups: dict[Rules, list[int]] = {}
+    branches = Counter(bound.pattern.branches()).items()
+    for head in range(bound.num_heads):
+        here = head + bound.head_offset, bound.num_heads_global
+        groups.setdefault(tuple((branch.for_head(*here), times) for branch, times in branches), []).append(head)
+    return tuple(Group(tuple(heads), rules) for rules, heads in groups.items())
 
 
 @dataclass(frozen=True)
@@ -45,6 +116,31 @@ class BranchShare:
     pairs: int
 
 
+def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> tuple[HeadShare, ...]:
+    """In the order of the first heads; a branch's pairs count as often as the branch does.
+
+    `planned` holds terms of branches; one that it lacks, as it is computed together with others, is planned alone.
+    """
+    of_branches = []
+    for branch, times in Counter(bound.pattern.branches()).items():
+        found = torch.zeros(bound.num_heads, dtype=torch.int64)
+        for term in planned.get(branch) or plan(replace(bound, pattern=branch)).terms:
+            found[list(term.heads)] += times * _pairs_of_each_head(term)
+        of_branches.append(found.tolist())
+    groups = groups_of(bound)
+    return tuple(HeadShare(group.heads, tuple(pairs[group.heads[0]] for pairs in of_branches)) for group in groups)
+
+
+def _pairs_of_each_head(term: Term) -> Int64[Tensor, " H"]:
+    """The pairs of a term that is the only one to count them, each once."""
+    if term.shape != "blocks":  # heads then are alike
+        each = term.counted_pairs() // (term.multiplicity * len(term.heads))
+        return torch.full((len(term.heads),), each)
+    blocks, pairs = _listed(term)
+    of_tables = torch.zeros(max(blocks.heads) + 1, dtype=torch.int64).index_add_(0, blocks.table.long(), pairs)
+    return term.folds * of_tables[torch.tensor(blocks.heads)]
+
+
 def branch_shares(bound: Bound, heads: tuple[HeadShare, ...]) -> tuple[BranchShare, ...]:
     """In the order of the pattern."""
     branches = Counter(bound.pattern.branches()).items()
@@ -52,118 +148,74 @@ def branch_shares(bound: Bound, heads: tuple[HeadShare, ...]) -> tuple[BranchSha
     return tuple(BranchShare(branch, times, own) for (branch, times), own in zip(branches, pairs, strict=True))
 
 
-def head_shares(relations: Relations) -> tuple[HeadShare, ...]:
-    """Exact, in the order of the first heads; a branch's pairs count as often as the branch does."""
-    groups = groups_of(relations.bound)
-    try:
-        counted = _shares_by_squares(relations, groups)
-    except TooManySquaresError:
-        rules = {rule for group in groups for rule, _ in group.rules}
-        known = {rule: _pairs_by_boxes(relations.bound, rule) for rule in rules}
-        counted = [[times * known[rule] for rule, times in group.rules] for group in groups]
-    return tuple(HeadShare(group.heads, tuple(pairs)) for group, pairs in zip(groups, counted, strict=True))
-
-
-def _shares_by_squares(relations: Relations, groups: tuple[Group, ...]) -> list[list[int]]:
-    """For each group of heads the pairs of each branch."""
-    pairs = [[0] * len(group.rules) for group in groups]
-    for section in relations.sections:
-        for group, own in zip(section.groups, pairs, strict=True):
-            for index, (rule, times) in enumerate(group.rules):
-                square = relations.of(section, rule)
-                own[index] += times * len(section.copies) * relations.squares.pairs(square, section.side)
-    return pairs
-
-
-def _pairs_by_boxes(bound: Bound, rule: Pattern) -> int:
-    """The pairs of a rule for one head by bounds on boxes, which some rules without repeats have in closed form."""
-    if bound.num_queries == bound.num_keys and bound.q_offset == bound.k_offset == 0:
-        whole = torch.tensor([0]), torch.tensor([bound.num_queries])
-        return int(pairs_of_queries(rule, *whole, bound.num_keys))
-    q, k = (
-        Progression(torch.tensor([first]), 1, torch.tensor([size]))
-        for first, size in ((bound.q_offset, bound.num_queries), (bound.k_offset, bound.num_keys))
-    )
-    return int(exact_pairs(rule, Box(torch.tensor([0]), q, k)))
-
-
-def multiplicity_of(relations: Relations) -> Mapping[int, int]:
-    """Pairs over all heads by the number of branches that allow them, ascending; a branch counts as often as it occurs.
-
-    Key 0 holds the pairs that no branch allows. Raises TooManySquaresError where a pattern repeats too little.
-    """
-    counted, count = Counter[int](), _SquaresTogether(relations.squares)
-    for section in relations.sections:
-        for group in section.groups:
-            squares = tuple(relations.of(section, rule) for rule, _ in group.rules)
-            found = count.of(squares, tuple(times for _, times in group.rules), section.side)
-            for number, pairs in found.items():
-                counted[number] += pairs * len(group.heads) * len(section.copies)
-    bound = relations.bound
-    # Squares reach beyond the last token, and sections leave out what lies between them.
-    counted[0] = bound.num_heads * bound.num_queries * bound.num_keys - sum(counted.values()) + counted[0]
-    return {number: counted[number] for number in sorted(counted) if number == 0 or counted[number]}
-
-
-class _SquaresTogether:
-    """Pairs of several squares together, by how often they count."""
-
-    def __init__(self, squares: Squares) -> None:
-        self.squares = squares
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...], int], Counter[int]] = {}
-
-    def of(self, squares: tuple[int, ...], times: tuple[int, ...], side: int) -> Counter[int]:
-        """`times` says how often each square counts."""
-        if all(square in (NO_PAIR, EVERY_PAIR) for square in squares):
-            return Counter({sum(each for square, each in zip(squares, times, strict=True) if square): side**2})
-        found = self._known.get((squares, times, side))
-        if found is None:
-            if len(self._known) >= _MOST_KNOWN:
-                raise TooManySquaresError
-            found = self._known[squares, times, side] = Counter()
-            for quarters in zip(*map(self.squares.quarters, squares), strict=True):
-                for number, pairs in self.of(quarters, times, side // 2).items():
-                    found[number] += pairs
-        return found
-
-
 @dataclass(frozen=True)
-class SampledMultiplicity:
-    """Estimates of `multiplicity` where it is not counted: unbiased, from all keys of some queries, in all heads.
+class Multiplicity:
+    """How many pairs, over all heads, are allowed by exactly so many branches; a branch counts as often as it occurs.
 
-    `pairs` and `standard_errors` are by the number of branches; `queries` says how many queries were drawn.
+    `pairs` and `standard_errors` are by the number of branches, ascending; 0 has the pairs that no branch allows.
+    `exact` says that the pairs are counted. Otherwise they are estimates without bias, from all keys of so many
+    `queries`, one drawn at random from each of as many equal parts of the sequence.
     """
 
+    exact: bool
     queries: int
-    pairs: Mapping[int, float]
+    pairs: Mapping[int, int] | Mapping[int, float]
     standard_errors: Mapping[int, float]
 
 
-def sampled_multiplicity(bound: Bound) -> SampledMultiplicity:
-    """Pairs by how many branches allow them, from queries drawn evenly."""
+def multiplicity_of(bound: Bound, shares: tuple[BranchShare, ...]) -> Multiplicity:
+    """Exact for a single distinct branch, and for few tokens, of which all queries are counted."""
+    if len(shares) == 1:
+        (share,) = shares
+        pairs = share.pairs // share.multiplicity
+        counted = {0: bound.num_heads * bound.num_queries * bound.num_keys - pairs}
+        counted |= {share.multiplicity: pairs} if pairs else {}
+        return Multiplicity(True, bound.num_queries, counted, dict.fromkeys(counted, 0.0))
     groups = groups_of(bound)
-    affordable = _MOST_SAMPLED_PAIRS // (bound.num_keys * sum(len(group.rules) for group in groups))
-    rows = drawn_tokens(bound.num_queries, max(2, min(_MOST_SAMPLES, affordable)))
-    most = sum(times for _, times in groups[0].rules)
-    found = torch.stack([_row_multiplicity(bound, groups, row + bound.q_offset, most) for row in rows]).double()
-    left_out = max(0.0, 1 - len(rows) / bound.num_queries)
-    error = found.std(0) * sqrt(left_out / len(rows)) if len(rows) > 1 else torch.zeros(most + 1)
-    numbers = [number for number in range(most + 1) if number == 0 or found[:, number].any()]
-    pairs = {number: float(found[:, number].mean()) * bound.num_queries for number in numbers}
-    return SampledMultiplicity(len(rows), pairs, {n: float(error[n]) * bound.num_queries for n in numbers})
+    queries = drawn_tokens(bound.num_queries, _most_queries(bound, groups, shares))
+    found = torch.stack([_of_query(bound, groups, bound.q_offset + query) for query in queries])
+    numbers = [number for number in range(found.shape[1]) if number == 0 or found[:, number].any()]
+    if len(queries) == bound.num_queries:
+        counted = {number: int(found[:, number].sum()) for number in numbers}
+        return Multiplicity(True, len(queries), counted, dict.fromkeys(counted, 0.0))
+    pairs, errors = {}, {}
+    for number in numbers:
+        mean, error = mean_of(found[:, number], bound.num_queries)
+        pairs[number], errors[number] = mean * bound.num_queries, error * bound.num_queries
+    return Multiplicity(False, len(queries), pairs, errors)
 
 
-def _row_multiplicity(bound: Bound, groups: tuple[Group, ...], query: int, most: int) -> Int64[Tensor, " n"]:
+def _most_queries(bound: Bound, groups: tuple[Group, ...], shares: tuple[BranchShare, ...]) -> int:
+    """All where so many pairs are few; else by about what their keys take, or all keys where a rule is evaluated."""
+    keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
+    rules = dict.fromkeys(rule for group in groups for rule, _ in group.rules)
+    if len(rules) * bound.num_queries * bound.num_keys <= _MOST_PAIRS:
+        return bound.num_queries
+    evaluated = sum(rule.row(bound.q_offset, keys) is None for rule in rules)
+    seen = sum(share.pairs for share in shares) // bound.num_queries
+    return max(2, _MOST_PAIRS // (len(rules) * _COUNT + evaluated * len(keys) + seen))
+
+
+def _of_query(bound: Bound, groups: tuple[Group, ...], query: int) -> Int64[Tensor, " m"]:
     """The keys of one query by how many branches allow them, over all heads."""
-    zero, device = torch.tensor(0), torch.device("cpu")
-    keys = torch.arange(bound.k_offset, bound.k_offset + bound.num_keys)
-    found = torch.zeros(most + 1, dtype=torch.int64)
+    keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
+    seen = {rule: _keys_of(rule, query, keys) for group in groups for rule, _ in group.rules}
+    found = torch.zeros(1 + sum(times for _, times in groups[0].rules), dtype=torch.int64)
     for group in groups:
-        counts = torch.zeros_like(keys)
-        for rule, times in group.rules:
-            counts += times * rule.mask_mod(num_heads=1, device=device)(zero, zero, torch.tensor(query), keys)
-        found += torch.bincount(counts, minlength=most + 1) * len(group.heads)
+        several = torch.cat([seen[rule] for rule, times in group.rules for _ in range(times)])
+        counts = several.unique(return_counts=True)[1]
+        found += len(group.heads) * torch.bincount(counts, minlength=len(found))
+        found[0] += len(group.heads) * (len(keys) - len(counts))
     return found
+
+
+def _keys_of(rule: Pattern, query: int, keys: range) -> Int64[Tensor, " n"]:
+    """The keys of one query under a rule for one head."""
+    row = rule.row(query, keys)
+    if row is not None:
+        return positions(row or (range(0),))
+    zero, every = torch.tensor(0), torch.arange(keys.start, keys.stop)
+    return every[rule.mask_mod(num_heads=1, device=torch.device("cpu"))(zero, zero, torch.tensor(query), every)]
 
 
 def drawn_tokens(size: int, most: int) -> list[int]:
@@ -174,45 +226,8 @@ def drawn_tokens(size: int, most: int) -> list[int]:
     return ((torch.arange(most) + shares) * size / most).long().tolist()
 
 
-@dataclass(frozen=True)
-class Gap:
-    """Tokens of one side without a pair: in every head, in at least one head, and the first such token of each."""
-
-    in_every_head: int
-    in_some_head: int
-    first_in_every_head: int | None
-    first_in_some_head: int | None
-
-
-@dataclass(frozen=True)
-class Gaps:
-    """Queries without any key, whose output is 0, and keys without any query; tokens by their index."""
-
-    queries: Gap
-    keys: Gap
-
-
-def gaps_of(relations: Relations) -> Gaps:
-    """Raises TooManySquaresError where a pattern repeats too little."""
-    sizes = relations.bound.num_queries, relations.bound.num_keys
-    # The tokens of each side that have a pair in any head, and in every head.
-    in_any, in_all = ([torch.zeros(size, dtype=torch.bool) for size in sizes] for _ in range(2))
-    for section in relations.sections:
-        lines = [relations.lines(section, group) for group in section.groups]
-        for side, held in enumerate(zip(*lines, strict=True)):
-            starts = torch.tensor([copy[side] for copy in section.copies])[:, None]
-            in_any[side][(starts + _places(reduce(int.__or__, held))).flatten()] = True
-            in_all[side][(starts + _places(reduce(int.__and__, held))).flatten()] = True
-    return Gaps(*(_gap(*each) for each in zip(in_any, in_all, strict=True)))
-
-
-def _places(bits: int) -> Int64[Tensor, " n"]:
-    """The places of the bits that are set, from the lowest on."""
-    held = torch.frombuffer(bytearray(bits.to_bytes(bits.bit_length() // 8 + 1, "little")), dtype=torch.uint8)
-    return (held[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().nonzero().squeeze(1)
-
-
-def _gap(in_any: Bool[Tensor, " N"], in_all: Bool[Tensor, " N"]) -> Gap:
-    lacking = [(~held).nonzero().squeeze(1) for held in (in_any, in_all)]
-    firsts = [int(tokens[0]) if len(tokens) else None for tokens in lacking]
-    return Gap(len(lacking[0]), len(lacking[1]), *firsts)
+def mean_of(sample: Tensor, size: int) -> tuple[float, float]:
+    """(mean, standard error), estimated from what was drawn of so many."""
+    number = len(sample)
+    error = float(sample.double().std()) * sqrt(max(0.0, 1 - number / size) / number) if number > 1 else 0.0
+    return float(sample.double().mean()), error

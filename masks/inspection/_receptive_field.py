@@ -1,75 +1,38 @@
-"""Receptive field: which tokens a token reaches through the layers of a model, exactly or by a sample of tokens."""
+"""Receptive field: how many tokens some tokens reach through the layers of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from itertools import chain
-from math import prod, sqrt
 from typing import Any
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from ..core import Bound, Ranges, union_of
 from ..needs import needed_keys
-from ..patterns import Neighborhood
-from ._pair_counts import drawn_tokens
-from ._relations import Relations, Section, groups_of
+from ._pair_counts import drawn_tokens, groups_of, mean_of
 
-TokenPair = tuple[int, int]  # a token, and one that it reaches or not
+# N tokens
 
-_ALL_LAYERS = 8  # growth has an entry for each number of layers up to this, then for powers of two and the last
+_FEW_TOKENS = 256  # all of them are followed
 _SAMPLES = 8
 _MOST_LAYERS = 64
-_MOST_SEARCHES = (
-    1 << 9
-)  # for the keys of a range of queries in a kind of heads, over all sampled tokens: about a second
+# For the keys of a range of queries in a kind of heads, over all sampled tokens: about a second.
+_MOST_SEARCHES = 1 << 9
 
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """Which tokens each token reaches after some layers of one pattern: exact, for all pairs of tokens.
+    """How many tokens each of the followed `tokens` reaches after some layers of one pattern.
 
     A token reaches itself, and after each layer all that the tokens reach to which it attends in any head: heads are
-    mixed between layers, and residual connections keep what was reached. Pairs are (token, token that it reaches),
-    with (t, t) among them, and indices count from the first token.
+    mixed between layers, and residual connections keep what was reached. `reached` holds for each of the `tokens` how
+    many it reaches after 1, 2, 3, ... layers, itself among them, as long as they grow; `finished` says of each whether
+    that is all it ever reaches. Indices count from the first token.
 
-    The receptive field saturates after `layers`, and not before: `slowest` is the first pair that needs them all.
-    `growth` holds (layers, pairs reached), the last entry for `layers`. All other pairs are unreachable at any depth:
-    `never_earlier` of them with an earlier token, `never_later` with a later one, each with its first pair.
-    """
-
-    num_tokens: int
-    layers: int
-    growth: tuple[tuple[int, int], ...]
-    slowest: TokenPair | None
-    never_earlier: int
-    never_later: int
-    first_never_earlier: TokenPair | None
-    first_never_later: TokenPair | None
-
-    @property
-    def pairs(self) -> int:
-        """Pairs that are reached at any depth."""
-        return self.growth[-1][1]
-
-    @property
-    def earlier_pairs(self) -> int:
-        """All pairs of a token with an earlier one; as many as of a token with a later one."""
-        return self.num_tokens * (self.num_tokens - 1) // 2
-
-    def to_data(self) -> dict[str, Any]:
-        """The same as plain data, for JSON."""
-        return {**asdict(self), "growth": [{"layers": layers, "pairs": pairs} for layers, pairs in self.growth]}
-
-
-@dataclass(frozen=True)
-class FollowedTokens:
-    """A sample of receptive fields, where that of all tokens is not counted: exact for `tokens`, drawn evenly.
-
-    `reached` holds for each of the `tokens` how many tokens it reaches after 1, 2, 3, ... layers, itself among them.
-    `finished` says of each whether its receptive field has saturated.
+    Of up to 256 tokens all are followed: then all that follows is exact. Of more `tokens` is a sample, one drawn at
+    random from each of 8 equal parts.
     """
 
     num_tokens: int
@@ -78,20 +41,22 @@ class FollowedTokens:
     finished: tuple[bool, ...]
 
     @property
+    def exact(self) -> bool:
+        """Whether all tokens were followed until they reach no more."""
+        return len(self.tokens) == self.num_tokens and all(self.finished)
+
+    @property
     def layers_at_least(self) -> int:
-        """A lower bound on the layers after which the receptive field of all tokens saturates."""
+        """A lower bound on the layers after which no token reaches more; that number itself where `exact`."""
         return max(map(len, self.reached))
 
     @property
     def growth(self) -> tuple[tuple[int, float, float], ...]:
-        """(layers, mean number of tokens reached, its standard error), estimated without bias from the sample."""
-        number = len(self.tokens)
+        """(layers, mean number of tokens reached, its standard error), estimated without bias; error 0 where exact."""
         found = []
         for layers in range(1, self.layers_at_least + 1):
-            sizes = torch.tensor([[1, *sizes][: layers + 1][-1] for sizes in self.reached], dtype=torch.float64)
-            left_out = max(0.0, 1 - number / self.num_tokens)
-            error = float(sizes.std()) * sqrt(left_out / number) if number > 1 else 0.0
-            found.append((layers, float(sizes.mean()), error))
+            sizes = torch.tensor([[1, *sizes][: layers + 1][-1] for sizes in self.reached])
+            found.append((layers, *mean_of(sizes, self.num_tokens)))
         return tuple(found)
 
     def to_data(self) -> dict[str, Any]:
@@ -99,38 +64,43 @@ class FollowedTokens:
         growth = [
             {"layers": layers, "mean_reached": mean, "standard_error": error} for layers, mean, error in self.growth
         ]
-        return {**asdict(self), "layers_at_least": self.layers_at_least, "growth": growth}
+        facts = {"exact": self.exact, "layers_at_least": self.layers_at_least}
+        return {**asdict(self), **facts, "growth": growth}
 
 
-def receptive_field_of(relations: Relations) -> ReceptiveField:
-    """Raises ValueError if queries and keys are not the same tokens, TooManySquaresError if too little repeats."""
-    _require_self_attention(relations.bound)
-    tokens = relations.bound.num_queries
-    fields = _fields(relations)
-    alone = tokens - sum(field.tokens * field.times for field in fields)
-    layers = max((field.layers for field in fields), default=0)
-    growth = tuple((number, alone + sum(field.pairs_after(number) for field in fields)) for number in _listed(layers))
-    earlier = sum(field.earlier for field in fields)
-    later = growth[-1][1] - tokens - earlier
-    half = tokens * (tokens - 1) // 2
-    slowest = (pair for field in fields if field.layers == layers and (pair := field.slowest()) is not None)
-    first = next((field for field in fields if field.start == 0), None)
-    return ReceptiveField(
-        tokens,
-        layers,
-        growth,
-        min(slowest, default=None),
-        half - earlier,
-        half - later,
-        _first_missing(first, tokens, earlier=True),
-        _first_missing(first, tokens, earlier=False),
-    )
+def receptive_field_of(bound: Bound) -> ReceptiveField:
+    """Raises ValueError if queries and keys are not the same tokens."""
+    if not bound.is_self_attention:
+        raise ValueError(
+            "a receptive field needs queries and keys that are the same tokens; got "
+            f"{bound.num_queries} queries from {bound.q_offset} on and {bound.num_keys} keys from {bound.k_offset} on"
+        )
+    return _of_all(bound) if bound.num_queries <= _FEW_TOKENS else follow_tokens(bound, _SAMPLES)
 
 
-def follow_tokens(bound: Bound) -> FollowedTokens:
+def _of_all(bound: Bound) -> ReceptiveField:
+    """By powers of the relation of all tokens."""
+    size = bound.num_queries
+    known, reached = torch.eye(size), torch.zeros(0, size, dtype=torch.int64)
+    step = _one_layer_of_all(bound).float()
+    while not torch.equal(known, further := (known @ step > 0).float()):
+        known, reached = further, torch.cat([reached, further.sum(1).long()[None]])
+    sizes = [list(dict.fromkeys([1, *column]))[1:] for column in reached.T.tolist()]
+    return ReceptiveField(size, tuple(range(size)), tuple(map(tuple, sizes)), (True,) * size)
+
+
+def _one_layer_of_all(bound: Bound) -> Bool[Tensor, "N N"]:
+    """Which token reaches which in one layer."""
+    mask_mod, token = bound.mask_mod(), torch.arange(bound.num_queries)
+    found = torch.eye(len(token), dtype=torch.bool)
+    for group in groups_of(bound):
+        found |= mask_mod(torch.tensor(0), torch.tensor(group.heads[0]), token[:, None], token)
+    return found
+
+
+def follow_tokens(bound: Bound, number: int) -> ReceptiveField:
     """Some tokens, one drawn from each of as many equal parts, layer by layer while that takes about a second."""
-    _require_self_attention(bound)
-    tokens = tuple(drawn_tokens(bound.num_queries, _SAMPLES))
+    tokens = tuple(drawn_tokens(bound.num_queries, number))
     known: list[Ranges] = [(range(bound.q_offset + token, bound.q_offset + token + 1),) for token in tokens]
     reached: list[list[int]] = [[] for _ in tokens]
     growing, searches, rules = set(range(len(tokens))), 0, len(groups_of(bound))
@@ -145,7 +115,7 @@ def follow_tokens(bound: Bound) -> FollowedTokens:
             else:
                 reached[index].append(sum(map(len, known[index])))
     finished = tuple(index not in growing for index in range(len(tokens)))
-    return FollowedTokens(bound.num_queries, tokens, tuple(map(tuple, reached)), finished)
+    return ReceptiveField(bound.num_queries, tokens, tuple(map(tuple, reached)), finished)
 
 
 def _one_layer(bound: Bound, known: Ranges) -> Ranges:
@@ -155,136 +125,3 @@ def _one_layer(bound: Bound, known: Ranges) -> Ranges:
     heads = [group.heads[0] + bound.head_offset for group in groups_of(bound)]
     seen = needed_keys(bound.pattern, queries=known, keys=keys, heads=heads, num_heads_global=bound.num_heads_global)
     return union_of([*known, *seen])
-
-
-def _require_self_attention(bound: Bound) -> None:
-    if not bound.is_self_attention:
-        raise ValueError(
-            "a receptive field needs queries and keys that are the same tokens; got "
-            f"{bound.num_queries} queries from {bound.q_offset} on and {bound.num_keys} keys from {bound.k_offset} on"
-        )
-
-
-def _listed(layers: int) -> list[int]:
-    """The numbers of layers of which growth has an entry."""
-    if layers <= _ALL_LAYERS:
-        return list(range(layers + 1))[min(layers, 1) :]
-    return [*(1 << power for power in range((layers - 1).bit_length())), layers]
-
-
-def _first_missing(first: SectionField | GridField | None, num_tokens: int, *, earlier: bool) -> TokenPair | None:
-    """The first unreachable pair of all. `first` is the section that begins with token 0, if there is one."""
-    stop = 1 if first is None else first.tokens  # token 0 and the tokens from here on do not reach each other
-    across = [] if stop >= num_tokens else [(stop, 0) if earlier else (0, stop)]
-    inside = None if first is None else first.first_missing(earlier=earlier)
-    return min([*across, *([] if inside is None else [inside])], default=None)
-
-
-class SectionField:
-    """One section: the pairs reached after any number of layers, as squares, by doubling the number of layers."""
-
-    def __init__(self, relations: Relations, section: Section) -> None:
-        self.squares, self.side, self.tokens = relations.squares, section.side, len(section.queries)
-        self.times, self.start = len(section.copies), min(start for start, _ in section.copies)
-        everything = self.squares.rectangle(range(self.tokens), range(self.tokens), self.side)
-        self.nothing = self.squares.both(self.squares.diagonal(self.side), everything)
-        self._before = self.squares.both(self.squares.below_diagonal(self.side), everything)
-        self._after = self.squares.others(self.squares.either(self._before, self.nothing))
-        self._after = self.squares.both(self._after, everything)
-        # After 1, 2, 4, ... layers, as long as that brings more.
-        self._powers = [self.squares.either(self.nothing, relations.of_all(section))]
-        while (twice := self.squares.through(self._powers[-1], self._powers[-1])) != self._powers[-1]:
-            self._powers.append(twice)
-        self.closure = self._powers[-1]
-        self.earlier = self.squares.pairs(self.squares.both(self.closure, self._before), self.side) * self.times
-
-    @cached_property
-    def layers(self) -> int:
-        """After how many layers the section saturates: one more than the most after which it has not."""
-        if self.closure == self.nothing:
-            return 0
-        known, number = self.nothing, 0
-        for power in reversed(range(len(self._powers))):
-            further = self.squares.through(known, self._powers[power])
-            if further != self.closure:
-                known, number = further, number + (1 << power)
-        return number + 1
-
-    def _reached(self, layers: int) -> int:
-        """The pairs after so many layers."""
-        if layers >= self.layers:
-            return self.closure
-        known = self.nothing
-        for power in reversed(range(layers.bit_length())):
-            if layers >> power & 1:
-                known = self.squares.through(known, self._powers[power])
-        return known
-
-    def pairs_after(self, layers: int) -> int:
-        return self.squares.pairs(self._reached(layers), self.side) * self.times
-
-    def slowest(self) -> TokenPair | None:
-        """The first pair that needs all layers."""
-        if self.layers == 0:
-            return None
-        return self._first(self.squares.both(self.closure, self.squares.others(self._reached(self.layers - 1))))
-
-    def first_missing(self, *, earlier: bool) -> TokenPair | None:
-        """The first unreachable pair, with an earlier token or with a later one."""
-        return self._first(
-            self.squares.both(self.squares.others(self.closure), self._before if earlier else self._after)
-        )
-
-    def _first(self, square: int) -> TokenPair | None:
-        pair = self.squares.first_pair(square, self.side)
-        return pair and (pair[0] + self.start, pair[1] + self.start)
-
-
-class GridField:
-    """A neighbourhood on a whole grid in row-major order: a token reaches another where it does along each axis."""
-
-    times, start = 1, 0
-
-    def __init__(self, rule: Neighborhood) -> None:
-        self._axes = [_axis(*each) for each in rule.axes]
-        self._strides = [prod(rule.grid[axis + 1 :]) for axis in range(len(rule.grid))]
-        self.tokens = prod(rule.grid)
-        self.layers = max(axis.layers for axis in self._axes)
-        self.earlier, inner = 0, 1
-        for axis in reversed(self._axes):
-            # Of two tokens the earlier one is earlier on the first axis on which they differ.
-            self.earlier = axis.earlier * inner + axis.tokens * self.earlier
-            inner *= axis.pairs_after(axis.layers)
-
-    def pairs_after(self, layers: int) -> int:
-        return prod(axis.pairs_after(layers) for axis in self._axes)
-
-    def slowest(self) -> TokenPair | None:
-        """The first pair that needs all layers: it does along one axis, and is at 0 on the others."""
-        return self._first(axis.slowest() if axis.layers == self.layers else None for axis in self._axes)
-
-    def first_missing(self, *, earlier: bool) -> TokenPair | None:
-        """The first unreachable pair, with an earlier token or with a later one."""
-        return self._first(axis.first_missing(earlier=earlier) for axis in self._axes)
-
-    def _first(self, pairs: Iterable[TokenPair | None]) -> TokenPair | None:
-        placed = zip(pairs, self._strides, strict=True)
-        return min(((pair[0] * stride, pair[1] * stride) for pair, stride in placed if pair), default=None)
-
-
-def _axis(length: int, radius: int, rate: int) -> SectionField:
-    rule = Neighborhood((length,), (radius,), (rate,))
-    relations = Relations(rule.bind(num_heads=1, num_queries=length, num_keys=length))
-    return SectionField(relations, relations.sections[0])
-
-
-def _fields(relations: Relations) -> list[SectionField] | list[GridField]:
-    """Those of the sections; a neighbourhood that all heads follow over the whole of its grid goes by its axes."""
-    groups = chain.from_iterable(section.groups for section in relations.sections)
-    rules = {rule for group in groups for rule, _ in group.rules}
-    rule = next(iter(rules)) if len(rules) == 1 else None
-    if isinstance(rule, Neighborhood) and len(rule.grid) > 1:
-        (section,) = relations.sections
-        if section.queries == section.keys == range(prod(rule.grid)):
-            return [GridField(rule)]
-    return [SectionField(relations, section) for section in relations.sections]

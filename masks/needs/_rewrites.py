@@ -20,6 +20,7 @@ from ..patterns import (
     Neighborhood,
     PerDocument,
     Spans,
+    local_window,
     window_along,
 )
 from ._key_query import KeyQuery, moved
@@ -37,7 +38,18 @@ _ALL = range(1 << 62)
 def rewritten(wanted: KeyQuery) -> Parts | None:
     """Key queries whose answers together are the answer; None where no rule has a form that helps."""
     rests = [(factor, wanted.of(*(other for other in wanted.factors if other != factor))) for factor in wanted.factors]
-    for rewrite in (_plainer, _one_sided, _near, _few_segments, _spans, _alternatives, _segments, _blocks, _grid):
+    for rewrite in (
+        _plainer,
+        _one_sided,
+        _one_residue,
+        _near,
+        _few_segments,
+        _spans,
+        _alternatives,
+        _segments,
+        _blocks,
+        _grid,
+    ):
         for factor, rest in rests:
             parts = rewrite(factor, rest)
             if parts is not None:
@@ -79,12 +91,26 @@ def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
     return None
 
 
+def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
+    """A band of steps around queries that all agree modulo the step: keys that agree with them, in a band without."""
+    if not isinstance(factor, Band) or factor.step == 1 or (len(rest.queries) > 1 and rest.queries.step % factor.step):
+        return None
+    near = rest.to_keys(range(rest.queries.start % factor.step, _ALL.stop, factor.step))
+    if factor.least is None or factor.most is None:
+        return _same([near])
+    return _same([near.of(*near.factors, local_window(left=-factor.least, right=factor.most))])
+
+
 def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Causal order and windows: where not all queries and keys are near enough, or all are, or nothing else counts."""
     if not isinstance(factor, Band) or factor.step > 1:
         return None
     left = _ALL.stop if factor.least is None else -factor.least
     right = _ALL.stop if factor.most is None else factor.most
+    for other in rest.factors:
+        if isinstance(other, Band) and other.step == 1:
+            joint = _joint_window(factor, other)
+            return None if joint is None else _same([rest.of(*(each for each in rest.factors if each != other), joint)])
     queries, keys = rest.queries, rest.keys
     near = rest.within(
         range(max(0, keys.start - right), keys[-1] + left + 1),
@@ -97,6 +123,15 @@ def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
     if furthest <= 0 or gapless:
         return _same([near])
     return None if near == rest else _same([near.of(*near.factors, factor)])
+
+
+def _joint_window(one: Band, other: Band) -> Pattern | None:
+    """The intersection of two bands, if it is a window."""
+    least = max((side for side in (one.least, other.least) if side is not None), default=None)
+    most = min((side for side in (one.most, other.most) if side is not None), default=None)
+    if least is None or most is None or not least <= 0 <= most:
+        return None
+    return local_window(left=-least, right=most)
 
 
 def _each(narrow: Callable[[range], KeyQuery], marked: Ranges) -> Parts | None:

@@ -8,7 +8,7 @@ from ._grid import Rectangle, select
 from ._marked_tokens import GlobalTokens, MarkedTokens, first_tokens, fixed, global_tokens, landmark_tokens, prefix_lm
 from ._neighborhood import Neighborhood, neighborhood, window_along
 from ._per_document import PerDocument
-from ._random_blocks import RandomBlocks, random_blocks
+from ._random_blocks import random_blocks
 from .custom import custom
 from .run_time import (
     PADDING,
