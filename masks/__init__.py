@@ -1,7 +1,8 @@
 """Attention patterns: values that say who attends to whom, their algebra, layouts and block masks.
 
 A new pattern is one more file in `patterns`. docs/adding_a_pattern.md writes one and names all that it touches;
-tests/test_boxes.py holds its bounds to its pairs, and tests/test_tiles.py what is computed with it to float64.
+tests/masks/core/test_boxes.py holds its bounds to its pairs, tests/engines/test_tiles.py what is computed with it to
+float64.
 
     core        what every pattern is made of: Pattern, Mixture and Bound, algebra, boxes, ranges, checks
     patterns    the patterns, a file for each family; run_time: with tensors of a call; custom: from functions

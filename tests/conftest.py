@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 
 from pytest_flexdilated import register_profiles
-from tests.shape_checks import checked_on_import
+from tests.support.shape_checks import checked_on_import
 
 # Named, as a checkout need not be installed; where it is, the plugin has the same name and is there once.
 pytest_plugins = ["pytest_flexdilated", "pytester"]
@@ -53,7 +53,7 @@ def one_thread_a_worker():
 @pytest.fixture(scope="session")
 def browser():
     """A browser of this run's own, for all that is tested in one."""
-    from tests.browser import Browser, needed_browser
+    from tests.support.browser import Browser, needed_browser
 
     with Browser(needed_browser()) as opened:
         yield opened
@@ -62,7 +62,7 @@ def browser():
 @pytest.fixture
 def show(browser, tmp_path):
     """What opens a page of the viewer."""
-    from tests.viewer_pages import pages
+    from tests.support.viewer_pages import pages
 
     with pages(browser, tmp_path) as opened:
         yield opened

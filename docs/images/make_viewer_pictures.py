@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))  # the browser is driven as in the tests
 
 from flexdilated import masks  # noqa: E402
 from flexdilated.viewer import Ranks, page  # noqa: E402
-from tests.browser import Browser, find_browser  # noqa: E402
+from tests.support.browser import Browser, find_browser  # noqa: E402
 
 WINDOW = {"width": 1280, "height": 900}
 EVERYTHING = "q=0&k=0&span=1048576&head=0&order=natural&block=128&ranks=contiguous"

@@ -1,0 +1,1 @@
+"""attend: what any engine computes, and what a call refuses."""

@@ -1,0 +1,238 @@
+"""attend: bad input is refused before any work, engines are chosen as written, options do what they say."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from tests.support import oracle
+from tests.support.agreement import TIGHT
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+PATTERN = masks.longnet([8, 16], [1, 2])
+
+
+def tensors(B=1, H=4, G=4, N=12, M=12, D=8, **options) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, heads, tokens, D, **options) for heads, tokens in ((H, N), (G, M), (G, M)))
+    return q, k, v
+
+
+def changed(index: int, change) -> tuple[Tensor, ...]:
+    """q, k, v with one of them changed."""
+    return tuple(change(x) if place == index else x for place, x in enumerate(tensors()))
+
+
+def refused(error: type[Exception], says: str, *given, **options) -> None:
+    """The call raises, and leaves the cache and the inputs as they were."""
+    before, inputs = (
+        masks.cache().stats(),
+        [x.clone() for x in given if isinstance(x, Tensor) and x.device.type == "cpu"],
+    )
+    with pytest.raises(error, match=says):
+        fd.attend(*given, **options)
+    assert masks.cache().stats() == before
+    for x, copy in zip((x for x in given if isinstance(x, Tensor) and x.device.type == "cpu"), inputs, strict=True):
+        assert torch.equal(x, copy)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        (changed(0, lambda q: q.tolist()), TypeError, "q must be a tensor; got list"),
+        (changed(2, lambda v: None), TypeError, "v must be a tensor; got NoneType"),
+        (changed(1, lambda k: k[0]), ValueError, r"k must have the 4 dims .*; got \(4, 12, 8\)"),
+        (
+            changed(0, lambda q: q.int()),
+            TypeError,
+            "q must be float32, bfloat16, float16 or float64; got torch.int32",
+        ),
+        (changed(2, lambda v: v.to(torch.complex64)), TypeError, "v must be float32"),
+        (changed(1, lambda k: k.bfloat16()), ValueError, "one dtype; got torch.float32, torch.bfloat16"),
+        (changed(2, lambda v: v.double()), ValueError, "one dtype; .*torch.float64"),
+        (changed(1, lambda k: k.to("meta")), ValueError, "one device; got cpu, meta and cpu"),
+        (changed(2, lambda v: v[..., :5]), ValueError, "one shape"),
+        (
+            changed(2, lambda v: v[:, :, 1:]),
+            ValueError,
+            r"one shape; got \(1, 4, 12, 8\) and \(1, 4, 11, 8\)",
+        ),
+        (changed(0, lambda q: q.expand(2, -1, -1, -1)), ValueError, "agree in batch"),
+        (changed(0, lambda q: q[..., :4]), ValueError, "agree in batch and head dim"),
+        (tensors(D=0), ValueError, "head dim must be at least 1"),
+        (tensors(H=4, G=3), ValueError, "multiple of the key/value heads; got 4 and 3"),
+        (tensors(H=2, G=4), ValueError, "multiple of the key/value heads; got 2 and 4"),
+        (tensors(H=4, G=2), ValueError, "enable_gqa=True; got 4 and 2"),
+    ],
+)
+def test_bad_tensors(given, error, says):
+    refused(error, says, *given, PATTERN)
+
+
+def test_sparse_tensors_are_refused():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"q must be a dense tensor, such as q\.to_dense\(\)"):
+        fd.attend(q.to_sparse(), k, v, PATTERN)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"scale": float("nan")}, ValueError, "scale must be finite; got scale=nan"),
+        ({"scale": float("inf")}, ValueError, "scale must be finite; got scale=inf"),
+        ({"scale": "1"}, TypeError, "scale must be a real number or None; got '1'"),
+        ({"scale": True}, TypeError, "got True"),
+        ({"scale": torch.tensor(1.0)}, TypeError, "scale must be a real number"),
+        ({"q_offset": -1}, ValueError, "q_offset must be at least 0; got q_offset=-1"),
+        ({"q_offset": 1.0}, TypeError, "q_offset must be an integer; got q_offset=1.0"),
+        ({"head_offset": -1}, ValueError, "head_offset must be at least 0; got head_offset=-1"),
+        ({"head_offset": None}, TypeError, "head_offset must be an integer; got head_offset=None"),
+        ({"head_offset": 1, "num_heads_global": 4}, ValueError, "num_heads_global"),
+        ({"num_heads_global": 3}, ValueError, "num_heads_global"),
+        ({"num_heads_global": 4.5}, TypeError, "num_heads_global"),
+        ({"layout": masks.Layout(13, 2)}, ValueError, "orders 13 tokens; got 12 queries, 12 keys"),
+        ({"layout": 2}, TypeError, "layout must come from masks.layout; got int"),
+        ({"block_size": 0}, ValueError, "block_size"),
+        ({"block_size": (128, 0)}, ValueError, "block_size"),
+        ({"block_size": (128,)}, ValueError, "block_size"),
+        ({"block_size": 64.0}, TypeError, "block_size"),
+        ({"engine": "fast"}, ValueError, "None or one of 'flex', 'tiles', 'reference'; got engine='fast'"),
+        ({"engine": 1}, ValueError, "got engine=1"),
+        ({"dropout_p": 0.1}, ValueError, "dropout_p"),
+    ],
+    ids=str,
+)
+def test_bad_options(options, error, says):
+    refused(error, says, *tensors(), PATTERN, **options)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "error", "says"),
+    [
+        ("causal", TypeError, "pattern or mixture from flexdilated.masks; got str"),
+        (None, TypeError, "got NoneType"),
+        (masks.causal, TypeError, "got function"),
+        (masks.causal().bind(num_heads=4, num_queries=12, num_keys=12), TypeError, "got Bound"),
+        (masks.per_head([masks.causal()] * 3), ValueError, "one pattern a head; got 3 for 4 heads"),
+        (masks.longnet([4] * 5, [1] * 5, heads="grouped"), ValueError, "num_heads=4"),
+    ],
+)
+def test_bad_patterns(pattern, error, says):
+    refused(error, says, *tensors(), pattern)
+
+
+def test_a_layout_is_for_as_many_queries_as_keys():
+    refused(
+        ValueError,
+        "orders 12 tokens; got 12 queries, 13 keys",
+        *tensors(M=13),
+        PATTERN,
+        layout=masks.Layout(12),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "pattern", "options", "says"),
+    [
+        (tensors(requires_grad=True), masks.causal(), {}, "no backward on CPU.*engine='tiles' serves it"),
+        (tensors(), masks.causal(), {"return_lse": True}, "no lse on CPU; engine='tiles' serves it"),
+        (tensors(), PATTERN, {}, "2 branches of a mixture; engine='tiles' serves it"),
+        (tensors(dtype=torch.float64), masks.causal(), {}, "no float64.*engine='tiles'"),
+    ],
+    ids=["gradient", "lse", "mixture", "float64"],
+)
+def test_flex_says_what_it_cannot_serve_on_cpu(given, pattern, options, says):
+    """Nothing falls back silently: the error names the engine that can."""
+    refused(ValueError, says, *given, pattern, engine="flex", **options)
+
+
+def test_flex_says_that_it_needs_a_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    refused(ValueError, "no C.. compiler.*engine='tiles' serves it", *tensors(), masks.causal(), engine="flex")
+    assert fd.attend(*tensors(), masks.causal()).isfinite().all()
+
+
+def test_tiles_says_where_it_runs():
+    with FakeTensorMode():  # stands in for devices that are not there
+        given = tuple(torch.empty(1, 4, 12, 8, device="xpu") for _ in range(3))
+        refused(ValueError, "on CPU and CUDA; got tensors on xpu:0. engine='flex'", *given, PATTERN, engine="tiles")
+        given = tuple(torch.empty(1, 4, 12, 8, device="cuda", dtype=torch.float64) for _ in range(3))
+        refused(ValueError, "no float64 kernels on cuda; engine='reference'", *given, PATTERN, engine="tiles")
+
+
+@pytest.mark.parametrize("engine", [None, "tiles", "reference"])
+def test_every_engine_is_the_oracle(engine):
+    rule, positions = oracle.longnet([8, 16], [1, 2]), torch.arange(12)
+    given = tensors(G=2, dtype=torch.float64)
+    found = fd.attend(*given, PATTERN, enable_gqa=True, engine=engine, return_lse=True)
+    expected = oracle.attention(*given, oracle.counts(rule, range(4), 4, positions, positions))
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, **TIGHT)
+
+
+def test_the_output_alone_or_with_its_lse():
+    given = tensors()
+    out = fd.attend(*given, PATTERN)
+    pair = fd.attend(*given, PATTERN, return_lse=True)
+    assert isinstance(pair, tuple)
+    assert torch.equal(out, pair[0])
+    assert (out.shape, pair[1].shape) == ((1, 4, 12, 8), (1, 4, 12))
+
+
+@pytest.mark.parametrize("engine", ["tiles", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_casts_as_sdpa_does(engine, dtype):
+    q, k, v = tensors()
+    with torch.autocast("cpu", dtype):
+        found = fd.attend(q, k.half(), v.to(dtype), PATTERN, engine=engine)
+        dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert found.dtype == dense.dtype == dtype
+    assert torch.equal(found, fd.attend(q.to(dtype), k.half().to(dtype), v.to(dtype), PATTERN, engine=engine))
+
+
+@pytest.mark.parametrize("engine", ["tiles", "reference"])
+def test_autocast_leaves_what_sdpa_leaves(engine):
+    """Float64 stays float64, and integers stay an error."""
+    q, k, v = (x.double() for x in tensors())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fd.attend(q, k, v, PATTERN, engine=engine)
+        assert torch.nn.functional.scaled_dot_product_attention(q, k, v).dtype == found.dtype == torch.float64
+        with pytest.raises(TypeError, match=r"q must be float32, .*; got torch\.int64"):
+            fd.attend(q.long(), k, v, PATTERN, engine=engine)
+    assert torch.equal(found, fd.attend(q, k, v, PATTERN, engine=engine))
+
+
+def test_autocast_sends_gradients_back_in_the_input_dtype():
+    given = tensors(requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = fd.attend(*given, PATTERN)
+    found = torch.autograd.grad(out.float().square().sum(), given)
+    expected = torch.autograd.grad(fd.attend(*given, PATTERN).square().sum(), given)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - other).norm() < 0.02 * other.norm()
+
+
+def test_a_full_int_is_a_scale():
+    given = tensors()
+    assert torch.equal(fd.attend(*given, PATTERN, scale=1), fd.attend(*given, PATTERN, scale=1.0))
+    mean = fd.attend(*given, masks.longnet([12], [1]), scale=0)
+    assert_close(mean, given[2].mean(2, keepdim=True).expand_as(mean))
+
+
+def test_one_tensor_may_be_all_three():
+    x = tensors(dtype=torch.float64)[0].requires_grad_()
+    (found,) = torch.autograd.grad(fd.attend(x, x, x, PATTERN).square().sum(), x)
+    (expected,) = torch.autograd.grad(fd.attend(x, x, x, PATTERN, engine="reference").square().sum(), x)
+    assert_close(found, expected, **TIGHT)
+
+
+@pytest.mark.parametrize("D", [1, 3, 24, 48, 65])
+def test_any_head_dim(D):
+    given = tensors(D=D, dtype=torch.float64)
+    assert_close(fd.attend(*given, PATTERN), fd.attend(*given, PATTERN, engine="reference"), **TIGHT)

@@ -1,0 +1,354 @@
+"""Compilations: how they are counted, and what happens past torch's limit of them: never dense attention."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import symbolic_convert
+from torch._dynamo.utils import clear_compilation_metrics, counters
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.engines import ScoreMod
+from flexdilated.engines.tiles import _tiles_op
+from flexdilated.observe._compilations import Compilations
+from tests.support.compilers import as_it_is, without_inductor
+
+# B batch, H heads, N tokens, D head dim
+
+PATTERN = masks.longnet([16, 48], [1, 3]) & masks.causal()
+WINDOWS = tuple(masks.local_window(left=left, right=1) for left in range(4, 9))
+LIMIT = 3  # of compilations of one function, for these tests; torch's own is 8
+
+
+def draw(N: int, *, batch: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(N)
+    return torch.randn(batch, 2, N, 16, dtype=dtype)
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    """Counts start at 0, and no function compiled here is used elsewhere."""
+
+    def reset() -> None:
+        torch.compiler.reset()
+        counters.clear()
+        clear_compilation_metrics()
+
+    reset()
+    with torch._dynamo.config.patch(recompile_limit=LIMIT):
+        yield
+    reset()
+
+
+@pytest.fixture
+def traced_only():
+    """Of functions that flex has compiled: enough to count them."""
+    with without_inductor():
+        yield
+
+
+@pytest.fixture
+def runs_of_tiles(monkeypatch) -> list[int]:
+    """The number of tokens of each run of the tiles engine, from inside a graph or not."""
+    runs: list[int] = []
+    run_forward = _tiles_op.run_forward
+
+    def noted(program, q, *rest, **options):
+        runs.append(q.shape[2])
+        return run_forward(program, q, *rest, **options)
+
+    monkeypatch.setattr(_tiles_op, "run_forward", noted)
+    return runs
+
+
+def test_nothing_is_counted_or_imported_before_the_first_compilation() -> None:
+    """The compiler takes a second to import, and who compiles nothing does not wait for it."""
+    code = (
+        "import sys, flexdilated as fd\n"
+        "found = fd.compilations()\n"
+        "print('torch._dynamo' in sys.modules, found.graphs, found.seconds, found.latest)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False 0 0.0 ()"
+
+
+def test_graphs_and_why_they_were_compiled_again() -> None:
+    def squared(q: Tensor) -> Tensor:
+        return fd.attend(q, q, q, PATTERN).square()
+
+    compiled = torch.compile(squared, backend=as_it_is, dynamic=False)
+    before = fd.compilations()
+    for N in (20, 21, 20):
+        assert_close(compiled(draw(N)), squared(draw(N)))
+    found = fd.compilations()
+    assert (before.graphs, found.graphs, len(found.latest), found.left_to_eager) == (0, 2, 2, 0)
+    assert found.latest[0].reason is None
+    (again,) = found.recompilations
+    assert "squared" in again.function
+    assert "size mismatch at index 2. expected 20, actual 21" in str(again.reason)
+    assert 0 < again.seconds <= found.seconds
+    assert "graphs compiled  " in str(found)
+    assert "expected 20, actual 21" in str(found)
+
+
+def test_graph_breaks() -> None:
+    def broken(q: Tensor) -> Tensor:
+        out = fd.attend(q, q, q, PATTERN)
+        torch._dynamo.graph_break(msg="a break for the test")
+        return fd.attend(out, q, q, PATTERN)
+
+    torch.compile(broken, backend=as_it_is)(draw(20))
+    found = fd.compilations()
+    assert found.graphs == 2
+    ((reason, times),) = found.graph_breaks
+    assert times == found.num_graph_breaks == 1
+    assert "a break for the test" in reason
+    assert "graph break  " in str(found)
+
+
+def test_a_table_without_compilations_has_no_reasons() -> None:
+    numbers = str(Compilations(0, 0, 0.0, (), 0, 0, ()))
+    assert "graphs compiled" in numbers
+    assert "why" not in numbers
+
+
+STARTS = """
+import torch, flexdilated as fd
+pattern = fd.masks.longnet([16, 48], [1, 3]) & fd.masks.causal()
+q = torch.randn(1, 2, 40, 16)
+out = torch.compile(lambda q: fd.attend(q, q, q, pattern), fullgraph=True)(q)
+assert torch.equal(out, fd.attend(q, q, q, pattern))
+print(fd.compilations().graphs, fd.compilations().found_on_disk)
+"""
+
+
+@pytest.mark.slow
+def test_a_warm_start_finds_its_graph_on_disk(tmp_path) -> None:
+    """The operator can be part of what torch keeps: the second process compiles nothing."""
+    for found in ("1 0", "1 1"):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, env=environment)
+        assert done.stdout.strip() == found, done.stderr
+
+
+@pytest.mark.slow
+def test_past_the_limit_of_lengths_tiles_run_eagerly(runs_of_tiles) -> None:
+    """Every length gets its own graph, until torch gives up: the op then runs by itself, as sparse as before."""
+
+    def doubled(q: Tensor) -> Tensor:
+        return 2 * fd.attend(q, q, q, PATTERN)
+
+    compiled = torch.compile(doubled, backend=as_it_is, dynamic=False)
+    lengths = list(range(20, 20 + LIMIT + 2))
+    found = [compiled(draw(N)) for N in lengths]
+    assert runs_of_tiles == lengths
+    for N, out in zip(lengths, found, strict=True):
+        assert_close(out, doubled(draw(N)))
+    seen = fd.compilations()
+    assert (seen.graphs, seen.left_to_eager) == (LIMIT, 1)
+    (given_up,) = seen.failures
+    assert "doubled" in given_up.function
+    assert "recompile_limit" in str(given_up.failure)
+    assert "left to eager  " in str(seen)
+
+
+@pytest.mark.slow
+def test_past_the_limit_of_patterns_tiles_run_eagerly(runs_of_tiles) -> None:
+    def attend(q: Tensor, pattern: masks.Pattern) -> Tensor:
+        return fd.attend(q, q, q, pattern)
+
+    compiled = torch.compile(attend, backend=as_it_is)
+    found = [compiled(draw(20), pattern) for pattern in WINDOWS]
+    assert runs_of_tiles == [20] * len(WINDOWS)
+    for pattern, out in zip(WINDOWS, found, strict=True):
+        assert_close(out, attend(draw(20), pattern))
+    assert (fd.compilations().graphs, fd.compilations().left_to_eager) == (LIMIT, 1)
+
+
+@pytest.mark.slow
+def test_modes_and_dtypes_share_one_function(runs_of_tiles) -> None:
+    """More variants than torch's limit: gradients or not, autocast or not, four dtypes."""
+
+    def attend(q: Tensor) -> Tensor:
+        return fd.attend(q, q, q, PATTERN)
+
+    compiled = torch.compile(attend, backend=as_it_is)
+    with torch._dynamo.config.patch(recompile_limit=8):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            for grad in (True, False):
+                for autocast in (True, False):
+                    with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                        assert_close(compiled(draw(20, dtype=dtype)), attend(draw(20, dtype=dtype)))
+    assert len(runs_of_tiles) == 2 * 16
+    assert fd.compilations().graphs <= 8
+
+
+@pytest.mark.slow
+def test_past_the_limit_a_function_in_one_graph_raises() -> None:
+    compiled = torch.compile(lambda q: fd.attend(q, q, q, PATTERN), backend=as_it_is, dynamic=False, fullgraph=True)
+    for N in range(20, 20 + LIMIT):
+        compiled(draw(N))
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit, match="fullgraph=True"):
+        compiled(draw(20 + LIMIT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vary", ["lengths", "patterns", "batches", "scales", "score_mods"])
+def test_flex_has_a_function_for_each_use(traced_only, vary: str) -> None:
+    """More of anything than the limit for one function; a function that gives up would raise."""
+    calls: dict[str, Callable[[int], Tensor]] = {
+        "lengths": lambda i: attend(draw(20 + i), WINDOWS[0]),
+        "patterns": lambda i: attend(draw(20), WINDOWS[i]),
+        "batches": lambda i: attend(draw(20, batch=1 + i), WINDOWS[0]),
+        "scales": lambda i: attend(draw(20), WINDOWS[0], scale=0.1 + i),
+        "score_mods": lambda i: attend(draw(20), WINDOWS[0], score_mod=slanted(0.1 + i)),
+    }
+
+    def slanted(slope: float) -> ScoreMod:
+        return lambda score, b, h, q_idx, k_idx: score + slope * (q_idx - k_idx)
+
+    def attend(q: Tensor, pattern: masks.Pattern, engine: str = "flex", **options) -> Tensor:
+        return fd.attend(q, q, q, pattern, engine=engine, **options)
+
+    before = fd.compilations()
+    many = len(WINDOWS)
+    found = [calls[vary](i) for i in (*range(many), *range(many))]
+    after = fd.compilations()
+    assert after.flex_functions - before.flex_functions == many > LIMIT
+    assert (after.graphs, after.left_to_eager, after.recompilations) == (many, 0, ())
+    assert_close(found[:many], found[many:])
+    options = {"scales": {"scale": 0.1}, "score_mods": {"score_mod": slanted(0.1)}}.get(vary, {})
+    assert_close(found[0], attend(draw(20), WINDOWS[0], "reference", **options))
+
+
+@pytest.mark.slow
+def test_flex_serves_every_mode_of_a_call(traced_only) -> None:
+    """Gradients recorded or not, inference, batches: in any order, and no function gives up."""
+    plain: dict[int, Tensor] = {}
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for batch in (4, 1, 2):
+            with mode():
+                found = fd.attend(*[draw(20, batch=batch)] * 3, WINDOWS[0], engine="flex")
+            assert_close(found, plain.setdefault(batch, found), rtol=0, atol=0)
+    assert fd.compilations().left_to_eager == 0
+
+
+@pytest.mark.slow
+def test_flex_in_a_graph_past_the_limit_is_compiled_by_itself(traced_only) -> None:
+    """A graph belongs to its length; when torch gives the caller up, attend has each length compiled on its own."""
+
+    def doubled(q: Tensor, engine: str = "flex") -> Tensor:
+        return 2 * fd.attend(q, q, q, WINDOWS[0], engine=engine)
+
+    compiled = torch.compile(doubled)
+    before = fd.compilations()
+    many = LIMIT + 2
+    for N in range(20, 20 + many):
+        assert_close(compiled(draw(N)), doubled(draw(N), "reference"))
+    after = fd.compilations()
+    assert after.left_to_eager == 1
+    assert after.flex_functions - before.flex_functions == many - LIMIT
+    assert after.graphs == many
+
+
+def test_flex_does_not_run_uncompiled(traced_only) -> None:
+    """Switched off, torch.compile would run flex_attention as it is written: dense."""
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="forms all pairs") as error:
+        fd.attend(draw(20), draw(20), draw(20), WINDOWS[0], engine="flex")
+    assert "engine='tiles'" in str(error.value)
+
+
+@pytest.mark.slow
+def test_blocks_compiled_one_by_one_share_their_graphs() -> None:
+    """The time to compile does not grow with depth: two graphs, one for the first length and one for all others."""
+    branches = {"segment_lengths": (16, 48), "dilation_rates": (1, 3), "causal": True}
+    model = fd.LongNet(fd.LongNetConfig(vocab_size=11, embed_dim=16, num_heads=2, depth=12, **branches))
+    tokens = torch.arange(60)[None] % 11
+    with torch.no_grad():
+        expected = [model(tokens[:, :N]) for N in (40, 41, 60)]
+        for block in model.blocks:
+            block.compile(backend=as_it_is, fullgraph=True)
+        for N, out in zip((40, 41, 60), expected, strict=True):
+            assert_close(model(tokens[:, :N]), out)
+    assert fd.compilations().graphs == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.maybe_mark_dynamic])
+def test_a_length_marked_dynamic_is_one_graph(mark) -> None:
+    compiled = torch.compile(lambda q: fd.attend(q, q, q, PATTERN), backend=as_it_is, fullgraph=True)
+    for N in (60, 61, 97):
+        q = draw(N)
+        mark(q, 2)
+        assert_close(compiled(q), fd.attend(q, q, q, PATTERN))
+    assert fd.compilations().graphs == 1
+
+
+@pytest.mark.slow
+def test_a_length_in_flex_may_be_marked_but_not_must() -> None:
+    """The tables of a graph are those of its length."""
+    compiled = torch.compile(lambda q: fd.attend(q, q, q, WINDOWS[0], engine="flex"), backend=as_it_is, fullgraph=True)
+    q = draw(60)
+    torch._dynamo.maybe_mark_dynamic(q, 2)
+    assert_close(compiled(q), fd.attend(q, q, q, WINDOWS[0], engine="reference"))
+    torch.compiler.reset()
+    torch._dynamo.mark_dynamic(q, 2)
+    with pytest.raises(RuntimeError, match="your code specialized it to be a constant"):
+        compiled(q)
+
+
+@pytest.mark.slow
+def test_tracing_takes_no_longer_for_a_larger_pattern(monkeypatch) -> None:
+    """The parts of a pattern are read by an op's shape rule and by a constant: nothing of them is traced."""
+    steps: list[None] = []
+    step = symbolic_convert.InstructionTranslatorBase.step
+
+    def counted(self) -> bool:
+        steps.append(None)
+        return step(self)
+
+    def num_steps(pattern: masks.Mixture) -> int:
+        steps.clear()
+        torch.compile(lambda q: fd.attend(q, q, q, pattern), backend=as_it_is, fullgraph=True)(draw(20))
+        return len(steps)
+
+    monkeypatch.setattr(symbolic_convert.InstructionTranslatorBase, "step", counted)
+    small, large = (masks.longnet([16] * count, [1] * count) & masks.causal() for count in (2, 20))
+    assert 0 < num_steps(small) == num_steps(large)
+
+
+@pytest.mark.parametrize("engine", ["tiles", "flex"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_pattern_that_does_not_fit_is_refused_while_tracing(engine: str, dynamic: bool | None) -> None:
+    """The check that is not traced is made all the same, with the same words."""
+    pattern = masks.per_head([masks.causal()] * 3)
+
+    def attend(q: Tensor) -> Tensor:
+        return fd.attend(q, q, q, pattern, engine=engine)
+
+    with pytest.raises(RuntimeError, match="per_head needs one pattern a head; got 3 for 2 heads"):
+        torch.compile(attend, backend=as_it_is, fullgraph=True, dynamic=dynamic)(draw(20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copy", [lambda cache: cache, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_cache_stays_out_of_graphs(copy) -> None:
+    cache = copy(fd.KVCache(WINDOWS[0] & masks.causal(), num_heads=2))
+
+    def step(q: Tensor) -> Tensor:
+        return 2 * cache.attend(q, q, q)
+
+    with torch.no_grad():
+        torch.compile(step, backend=as_it_is)(draw(1))
+    ((reason, times),) = fd.compilations().graph_breaks
+    assert (times, cache.num_tokens) == (1, 1)
+    assert "a cache changes with every call" in reason

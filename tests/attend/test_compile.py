@@ -1,0 +1,222 @@
+"""attend under torch.compile: one graph, few compilations, the same numbers; and the op's own contract."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.engines import CallKey
+
+# B batch, H heads, N tokens, D head dim
+
+PATTERN = masks.longnet([16, 48], [1, 3]) & masks.causal()
+
+
+class SelfAttention(torch.nn.Module):
+    """A projection, attend with sinks and its lse, and a scalar: what training compiles."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project, self.options = torch.nn.Linear(12, 3 * 4 * 8), options
+        self.sinks = torch.nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        out, lse = fd.attend(q, k, v, PATTERN, sinks=self.sinks, return_lse=True, **self.options)
+        return out.square().sum() + lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()
+
+
+def gradient(module, x: Tensor) -> tuple[Tensor, ...]:
+    loss = module(x)
+    return loss.detach(), *torch.autograd.grad(loss, (module.project.weight, module.sinks))
+
+
+class KeepGraphs:
+    """A backend that runs its graphs as they are, and keeps them."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]):
+        self.kept.append(graph)
+        return graph
+
+
+@pytest.fixture
+def graphs():
+    torch.compiler.reset()
+    yield KeepGraphs()
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"engine": "tiles", "block_size": 32}], ids=["default", "tiles"])
+def test_training_in_one_graph_at_any_length(graphs, options):
+    """One graph for the first length and one for all others, with nothing recomputed eagerly."""
+    eager = SelfAttention(**options)
+    compiled = torch.compile(eager, fullgraph=True, backend=graphs)
+    for N in (60, 97, 1, 200):
+        torch.manual_seed(N)
+        x = torch.randn(2, N, 12)
+        for found, expected in zip(gradient(compiled, x), gradient(eager, x), strict=True):
+            assert_close(found, expected)
+    # A length of 1 is a specialisation of torch's own, beside the static and the dynamic graph.
+    assert len(graphs.kept) <= 3
+
+
+@pytest.mark.slow
+def test_two_lengths_or_ten_are_two_graphs(graphs):
+    compiled = torch.compile(SelfAttention(), fullgraph=True, backend=graphs)
+    for N in range(60, 80, 2):
+        gradient(compiled, torch.randn(1, N, 12))
+    assert len(graphs.kept) <= 2
+
+
+@pytest.mark.slow
+def test_inductor_trains_as_eager_does():
+    """Through the whole compiler: functionalised, with the op's strides and dtypes taken at their word."""
+    torch.compiler.reset()
+    eager = SelfAttention()
+    compiled = torch.compile(eager, fullgraph=True, dynamic=True)
+    for N in (60, 97):
+        x = torch.randn(2, N, 12)
+        for found, expected in zip(gradient(compiled, x), gradient(eager, x), strict=True):
+            assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_autocast_compiles(graphs):
+    eager = SelfAttention()
+    compiled = torch.compile(eager, fullgraph=True, backend=graphs)
+    x = torch.randn(2, 60, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        for found, expected in zip(gradient(compiled, x), gradient(eager, x), strict=True):
+            assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_a_layout_compiles(graphs):
+    layout = masks.Layout(61, 3)
+    eager = SelfAttention(layout=layout)
+    compiled = torch.compile(eager, fullgraph=True, backend=graphs)
+    x = torch.randn(1, 61, 12)
+    for found, expected in zip(gradient(compiled, x), gradient(eager, x), strict=True):
+        assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_bad_input_is_refused_while_tracing(graphs):
+    def call(x):
+        return fd.attend(x, x, x, PATTERN, q_offset=-1)
+
+    with pytest.raises(RuntimeError, match="q_offset must be at least 0"):
+        torch.compile(call, fullgraph=True, backend=graphs)(torch.randn(1, 2, 8, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "tokens_outside", "with_sinks"),
+    [(torch.float32, False, False), (torch.float32, True, True), (torch.bfloat16, True, False)],
+    ids=["heads outside", "tokens outside, sinks", "bfloat16"],
+)
+def test_the_custom_op_keeps_its_contract(dtype, tokens_outside, with_sinks):
+    """Schema, shape rule, autograd and AOT dispatch, as torch checks them; with rows without keys, in two orders."""
+
+    def tensor(heads: int) -> Tensor:
+        x = torch.randn(2, 20, heads, 4, dtype=dtype).transpose(1, 2)
+        return (x if tokens_outside else x.contiguous()).requires_grad_()
+
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True) if with_sinks else None
+    for pattern, rate in ((PATTERN, 3), (masks.longnet([5], [4]), 1)):
+        call = CallKey(pattern.text, 4, 2, 20, 20, 0, 0, 0, 4, rate, (8, 16))
+        torch.library.opcheck(
+            torch.ops.flexdilated.tiles.default,
+            (tensor(4), tensor(2), tensor(2), sinks, [], *call, 0.5),
+            atol=1e-2 if dtype == torch.bfloat16 else 1e-5,
+            rtol=1e-2,
+        )
+
+
+@pytest.mark.slow
+def test_patterns_are_built_in_a_graph_from_a_size_that_varies(graphs):
+    """The size becomes a constant of the graph, as the patterns are."""
+
+    def attend(x: Tensor) -> list[Tensor]:
+        n = x.shape[2]
+        patterns = [
+            masks.local_window(left=n // 2, right=0),
+            masks.longnet([n // 4, n // 2], [1, 2]),
+            masks.strided(n // 4),
+            masks.global_tokens(n // 4) & masks.causal(),
+            masks.chunked(n // 4),
+            masks.prefix_lm(n // 4) | masks.dilated(segment=n // 2, rate=2),
+        ]
+        return [fd.attend(x, x, x, pattern) for pattern in patterns]
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=graphs)
+    for N in (8, 12, 16):
+        x = torch.randn(1, 2, N, 4)
+        assert_close(compiled(x), attend(x))
+    assert len(graphs.kept) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_step_takes_an_offset_from_its_sizes(strict):
+    """Sizes that vary in a graph are integers, in either way to trace it."""
+
+    class Step(torch.nn.Module):
+        def forward(self, q, k):
+            return fd.attend(q, k, k, masks.causal(), q_offset=k.shape[2] - q.shape[2])
+
+    def drawn(N, M):
+        return torch.randn(1, 2, N, 4), torch.randn(1, 2, M, 4)
+
+    sizes = {2: torch.export.Dim("n", min=2, max=99)}, {2: torch.export.Dim("m", min=100, max=900)}
+    step = torch.export.export(Step(), drawn(9, 200), strict=strict, dynamic_shapes=sizes).module()
+    given = drawn(20, 300)
+    assert torch.equal(step(*given), Step()(*given))
+
+
+class Packed(torch.nn.Module):
+    """A mixture without run-time tensors, and documents with one."""
+
+    def forward(self, q, k, v, ids):
+        found = fd.attend(q, k, v, masks.longnet([64, 128], [1, 2]) & masks.causal())
+        return found + fd.attend(q, k, v, masks.causal() & masks.documents("ids"), bindings={"ids": ids})
+
+
+def packed(batch: int, tokens: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(tokens)
+    return *torch.randn(3, batch, 2, tokens, 16, generator=generator), torch.arange(tokens).expand(batch, -1) // 50
+
+
+PACKAGE = """
+import sys, torch, flexdilated
+run = torch._inductor.aoti_load_package(sys.argv[1])
+torch.save([run(*given) for given in torch.load(sys.argv[2])], sys.argv[3])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies its own
+def test_a_package_of_aotinductor_runs_in_another_process(tmp_path):
+    """One package for any batch and length, where flexdilated is imported."""
+    batch, tokens = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("tokens", min=2, max=1 << 20)
+    sizes = (*[{0: batch, 2: tokens}] * 3, {0: batch, 1: tokens})
+    with torch.no_grad():
+        exported = torch.export.export(Packed(), packed(2, 256), dynamic_shapes=sizes)
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "packed.pt2"))
+    given = [packed(2, 256), packed(3, 301), packed(1, 77)]
+    torch.save(given, tmp_path / "given")
+    call = [sys.executable, "-W", "ignore", "-c", PACKAGE, package, tmp_path / "given", tmp_path / "found"]
+    subprocess.run(call, check=True, timeout=300, cwd=Path(__file__).parents[2])
+    for found, each in zip(torch.load(tmp_path / "found"), given, strict=True):
+        assert_close(found, Packed()(*each))

@@ -1,0 +1,232 @@
+"""Calls of few queries: the dense oracle's results, and nothing is planned or kept, wherever the queries stand."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.engines.rows import _row_attention, _row_parts
+from flexdilated.engines.rows._row_parts import MOST_ROWS
+from flexdilated.masks.needs import _row
+from tests.attend.test_gradients import errors, outcome
+from tests.support import oracle
+from tests.support.agreement import assert_agrees
+from tests.support.run_time_strategies import packed_cases
+from tests.support.strategies import cases, inputs, tensors
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+LONGNET_4 = masks.longnet([32, 64, 128, 256], [1, 2, 4, 8]) & masks.causal()
+# What a decoding loop asks for: with rows in closed form, without, without keys, a table a head, and of grids.
+DECODED = {
+    "longnet-4": LONGNET_4,
+    "searched": ~masks.strided(3) & masks.causal() & masks.local_window(left=40, right=40),
+    "window and sinks": (masks.local_window(left=9, right=0) | masks.first_tokens(2)) & masks.causal(),
+    "two heads apart": masks.per_head([masks.causal(), masks.chunked(7) & masks.causal()]),
+    "random blocks": masks.random_blocks(4096, block=8, count=3) & masks.causal(),
+    "no keys": masks.dilated(64, 8, offset=5) & masks.causal(),
+}
+
+
+def drawn(N: int, M: int, *, dtype: torch.dtype = torch.float32, H: int = 2, G: int = 2, D: int = 4, B: int = 1):
+    generator = torch.Generator().manual_seed(N + M)
+    return tuple(torch.randn(B, h, n, D, generator=generator).to(dtype) for h, n in ((H, N), (G, M), (G, M)))
+
+
+@pytest.fixture(params=["as they are", "every limit small"])
+def limits(request):
+    """Keys as views or gathered, and pairs from ranges or by the rule: results are the same."""
+    if request.param == "as they are":
+        yield
+    else:
+        with mock.patch.object(_row_parts, "_MOST_VIEWS", 1), mock.patch.multiple(_row, _MOST_MEETINGS=1, _FEW_PAIRS=1):
+            yield
+
+
+@given(st.data(), st.floats(-2, 2), st.sampled_from(["tiles", None]))
+@pytest.mark.usefixtures("limits")
+def test_attend_is_the_oracle(data, scale, engine) -> None:
+    """Of every pattern, causal or not, by some of the heads, with sinks: output, lse and all gradients."""
+    case = data.draw(cases())
+    case = replace(case, num_queries=min(case.num_queries, MOST_ROWS))
+    drawn = data.draw(inputs(case))
+
+    def attend(q, k, v, sinks=None):
+        options = {"scale": scale, "enable_gqa": True, "engine": engine, "return_lse": True}
+        return fd.attend(q, k, v, case.twin.pattern, sinks=sinks, **options, **case.sizes)
+
+    same = (case.num_queries, case.q_offset) == (case.num_keys, case.k_offset)
+    unplanned = mock.patch("flexdilated.engines.tiles._tiles_op.make_program", side_effect=AssertionError("planned"))
+    with nullcontext() if same else unplanned:
+        assert_agrees(attend, drawn, case.counts(), scale=scale)
+
+
+@given(packed_cases(), st.data())
+@pytest.mark.usefixtures("limits")
+def test_run_time_tensors_are_the_oracle(packed, data) -> None:
+    """Documents, lengths and visible keys, of every batch entry; what is made of their values is not kept."""
+    few = min(packed.num_queries, MOST_ROWS)
+    where = {**packed.offsets, "q_offset": packed.q_offset + packed.num_queries - few}
+    qkv = data.draw(tensors(replace(packed, num_queries=few), batch=packed.batch))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return fd.attend(q, k, v, packed.pattern, enable_gqa=True, return_lse=True, **where)
+
+    same = (few, where["q_offset"]) == (packed.num_keys, packed.k_offset)
+    before = masks.cache().stats().entries
+    assert_agrees(attend, qkv, packed.counts[:, :, packed.num_queries - few :])
+    assert same or not packed.pattern.varies or masks.cache().stats().entries == before
+
+
+@pytest.mark.parametrize(
+    ("name", "num_queries", "steps"),
+    [("longnet-4", 1, 300), *((name, number, 30) for name in DECODED for number in (1, 4, MOST_ROWS))],
+)
+def test_many_steps_leave_the_cache_as_the_first_did(name, num_queries, steps) -> None:
+    """A new q_offset and one key more at each step, as loops with a cache of their own call it."""
+    q, k, v = drawn(num_queries, num_queries + steps, D=2)
+    masks.cache().clear()
+    for step in range(1, steps + 1):
+        keys = slice(0, num_queries + step)
+        fd.attend(q, k[:, :, keys], v[:, :, keys], DECODED[name], q_offset=step)
+    stats = masks.cache().stats()
+    assert (stats.misses, stats.entries) == (1, 1)
+
+
+@pytest.mark.parametrize("num_queries", [1, 4, MOST_ROWS])
+@pytest.mark.parametrize("name", DECODED)
+def test_a_step_does_what_that_of_a_cache_does(name, num_queries) -> None:
+    """As many searches for keys and as many kernels: a KVCache saves memory, and no work."""
+    M = 300
+    q, k, v = drawn(num_queries, M, G=1)
+    cache = fd.KVCache(DECODED[name], num_heads=2)
+    cache.append(k[:, :, : M - num_queries], v[:, :, : M - num_queries])
+    few = slice(M - num_queries, M)
+    calls = []
+    for step in (
+        lambda: cache.attend(q, k[:, :, few], v[:, :, few]),
+        lambda: fd.attend(q, k, v, DECODED[name], q_offset=few.start, enable_gqa=True),
+    ):
+        with (
+            mock.patch.object(_row_attention, "flash_forward", wraps=_row_attention.flash_forward) as kernel,
+            mock.patch.object(_row.RowSource, "seen", autospec=True, side_effect=_row.RowSource.seen) as search,
+        ):
+            out = step()
+        calls.append((out, kernel.call_count, search.call_count))
+    (kept, *of_cache), (found, *of_call) = calls
+    assert_close(found, kept)
+    assert of_call[0] <= of_cache[0]
+    assert of_call[1] == of_cache[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_errors_are_those_of_the_plan(dtype, kv_heads) -> None:
+    """Output, lse and gradients in low precision, against float64: rows round no more often than planned calls."""
+    N, M = MOST_ROWS, 509
+    qkv = drawn(N, M, dtype=dtype, H=4, G=kv_heads, D=32)
+    where = {"q_offset": M - N, "enable_gqa": True, "return_lse": True}
+    rule = oracle.both(oracle.longnet([32, 64, 128, 256], [1, 2, 4, 8]), oracle.causal())
+    counts = oracle.counts(rule, range(4), 4, torch.arange(M - N, M), torch.arange(M))
+    for through_lse in (False, True):
+        truth = outcome(lambda *x: oracle.attention(*x, counts), qkv, torch.float64, through_lse)
+        found, planned = (
+            errors(outcome(lambda *x, o=o: fd.attend(*x, LONGNET_4, **where, **o), qkv, dtype, through_lse), truth)
+            for o in ({}, {"block_size": 16})
+        )
+        for name, error, limit in zip(("out", "lse", "dq", "dk", "dv"), found, planned, strict=True):
+            assert error <= 1.25 * limit + 1e-7, f"d{name} is off by {error:.2e}, planned by {limit:.2e}"
+
+
+def test_blocks_layouts_self_attention_and_more_queries_are_planned() -> None:
+    """What asks for blocks or an order of tokens gets them; and self-attention, whose sizes come again, has a plan."""
+    few, same, more = drawn(MOST_ROWS, 40), drawn(MOST_ROWS, MOST_ROWS), drawn(MOST_ROWS + 1, 40)
+    for call in (
+        lambda: fd.attend(*few, LONGNET_4, block_size=8),
+        lambda: fd.attend(*same, LONGNET_4, layout=masks.Layout(MOST_ROWS, 2)),
+        lambda: fd.attend(*same, LONGNET_4),
+        lambda: fd.attend(*more, LONGNET_4),
+    ):
+        with mock.patch("flexdilated.engines.tiles._tiles_op.make_program", side_effect=RuntimeError("planned")):
+            masks.cache().clear()
+            with pytest.raises(RuntimeError, match="planned"):
+                call()
+
+
+def test_what_a_pattern_refuses_is_refused() -> None:
+    """The same errors as of a planned call."""
+    q, k, v = drawn(1, 40)
+    ids = torch.zeros(39, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"one for each of the 40 positions; got \(39,\)"):
+        fd.attend(q, k, v, masks.causal() & masks.documents(ids), q_offset=39)
+    with pytest.raises(ValueError, match="block_list is out of range"):
+        fd.attend(q, k[:, :, :9], v[:, :, :9], masks.block_list([[0], [7]], block=8), q_offset=8)
+    two = drawn(1, 40, B=2)
+    with pytest.raises(ValueError, match="2 batch entries"):
+        fd.attend(*two, masks.visible_keys(torch.ones(3, 40, dtype=torch.bool)), q_offset=39)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_offsets_as_tensors(dtype) -> None:
+    """As caches of a fixed size hand them over: the same as numbers, checked like these."""
+    q, k, v = drawn(1, 40)
+    expected = fd.attend(q, k, v, LONGNET_4, q_offset=30, k_offset=2)
+    assert torch.equal(fd.attend(q, k, v, LONGNET_4, **_offsets(30, 2, dtype)), expected)
+    module = fd.BlockSparseAttention(LONGNET_4)
+    assert torch.equal(module(q, k, v, q_offset=torch.tensor(30, dtype=dtype), k_offset=2), expected)
+    with pytest.raises(ValueError, match="q_offset must be at least 0; got q_offset=-1"):
+        fd.attend(q, k, v, LONGNET_4, **_offsets(-1, 0, dtype))
+    for wrong in (torch.tensor([30]), torch.tensor(30.0), torch.tensor(True)):
+        with pytest.raises(TypeError, match=r"an integer tensor of shape \(\), such as .*; got a tensor"):
+            fd.attend(q, k, v, LONGNET_4, q_offset=wrong)
+
+
+def _offsets(q_offset: int, k_offset: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {"q_offset": torch.tensor(q_offset, dtype=dtype), "k_offset": torch.tensor(k_offset, dtype=dtype)}
+
+
+@pytest.mark.parametrize("num_queries", [1, MOST_ROWS])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_compiled_step_is_compiled_twice(num_queries, grad) -> None:
+    """At the second offset q_offset becomes a symbol, and at no later one is anything compiled or kept."""
+    q, k, v = (x.requires_grad_(grad) for x in drawn(num_queries, num_queries + 12))
+
+    def step(q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
+        return fd.attend(q, k[:, :, : at + num_queries], v[:, :, : at + num_queries], LONGNET_4, q_offset=at)
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    masks.cache().clear()
+    for at in range(2, 12):
+        assert_close(compiled(q, k, v, at), step(q, k, v, at))
+    assert counter.frame_count <= 2
+    assert masks.cache().stats().entries == 1
+
+
+def test_a_compiled_step_takes_a_tensor() -> None:
+    """Read inside the graph where torch may capture numbers, and by a break of the graph where not."""
+    q, k, v = drawn(1, 40)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+        return fd.attend(q, k, v, LONGNET_4, q_offset=at)
+
+    for captured in (True, False):
+        torch.compiler.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        with torch._dynamo.config.patch(capture_scalar_outputs=captured):
+            compiled = torch.compile(step, backend=counter, fullgraph=captured)
+            for at in range(5, 12):
+                assert_close(compiled(q, k, v, torch.tensor(at)), step(q, k, v, torch.tensor(at)))
+        assert counter.frame_count <= 4  # two frames, of one number and of any

@@ -1,0 +1,250 @@
+"""Run-time tensors that change between calls, in whatever way: every call sees the values of its moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.flex import _flex_op
+from flexdilated.engines.flex._flex import FlexProgram
+from flexdilated.engines.flex._flex_op import run_time_program
+from flexdilated.masks.planning._planner import plan
+from tests.engines.test_flex import CPU, around_dense
+from tests.engines.test_run_time_flex import entry_by_entry
+from tests.support import oracle
+
+N = 9
+POSITIONS = torch.arange(N)
+
+
+class Elsewhere(Tensor):
+    """A tensor that says it is on an accelerator; there is none here, so its values are not."""
+
+    # What is made of it is here.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+    def to(self, *args: Any, **options: Any) -> Tensor:
+        return self.as_subclass(Tensor).to(*args, **options)
+
+    def cpu(self, *args: Any, **options: Any) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def replaced(array: np.ndarray, x: Tensor, values: Tensor) -> None:
+    x.data = torch.tensor(array)
+    x.data.copy_(values)
+
+
+# Ways to write other values of the same shape into a tensor, which shares memory with an array at first.
+WRITES: dict[str, Callable[[np.ndarray, Tensor, Tensor], object]] = {
+    "in place": lambda array, x, values: x.copy_(values),
+    "through a view": lambda array, x, values: x[:].copy_(values),
+    "out=": lambda array, x, values: torch.where(torch.ones_like(values, dtype=torch.bool), values, values, out=x),
+    "data": lambda array, x, values: x.data.copy_(values),
+    "another data": replaced,
+    "set_": lambda array, x, values: x.set_(values.clone()),
+    "storage": lambda array, x, values: x.untyped_storage().copy_(values.clone().untyped_storage()),
+    "NumPy": lambda array, x, values: np.copyto(x.as_subclass(Tensor).numpy(), values.numpy()),
+    "detached": lambda array, x, values: x.detach().copy_(values),
+}
+
+DOCUMENTS = st.lists(st.booleans(), min_size=N, max_size=N).map(lambda each: torch.tensor(each).cumsum(0))
+VISIBLE = st.lists(st.booleans(), min_size=N, max_size=N).map(torch.tensor)
+LENGTHS = st.integers(0, N).map(lambda each: torch.tensor([each]))
+KINDS: dict[str, tuple[Callable[[Any], Any], st.SearchStrategy[Tensor], Callable[[Tensor], oracle.Rule]]] = {
+    "documents": (masks.documents, DOCUMENTS, oracle.documents),
+    "visible_keys": (masks.visible_keys, VISIBLE, oracle.visible_keys),
+    "lengths": (masks.lengths, LENGTHS, lambda n: oracle.documents(torch.where(n > POSITIONS, 0, -1))),
+}
+
+
+def dense(counts: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)).masked_fill(counts == 0, -torch.inf)
+    return scores.softmax(-1).nan_to_num() @ v
+
+
+def by_flex(pattern: Any, x: Tensor, bindings: dict[str, Tensor]) -> Tensor:
+    key = CallKey(pattern.text, 1, 1, N, N, 0, 0, 0, 1, 1, (4, 4))
+    program = run_time_program(key, CPU, list(bindings.values()), 1)
+    return around_dense(program, 1.0, kernel=entry_by_entry)(x, x, x)[0]
+
+
+def assert_current(pattern: Any, tensor: Tensor, name: str, counts: Tensor, call: str, x: Tensor) -> None:
+    """One call, with the pattern that carries the tensor, gives what these counts (N, N) allow."""
+    if call in ("tiles", "reference"):
+        out = fd.attend(x, x, x, pattern, scale=1.0, engine=call)
+    elif call == "named":
+        named = masks.from_json(masks.to_json(pattern))
+        out = fd.attend(x, x, x, named, scale=1.0, bindings={name: tensor})
+    elif call == "few":  # queries of a longer sequence, which go without a plan
+        out = fd.attend(x[:, :, 1:], x, x, pattern, scale=1.0, q_offset=1)
+        out = torch.cat([dense(counts, x, x, x)[:, :, :1], out], dim=2)
+    elif call == "module":
+        out = fd.BlockSparseAttention(pattern, scale=1.0)(x, x, x)
+    elif call == "flex":
+        out = by_flex(pattern, x, {name: tensor})
+    elif call == "block_mask":
+        mask = masks.block_mask(pattern, N, num_heads=1, block_size=4)
+        zero = torch.zeros((), dtype=torch.int64)
+        assert torch.equal(mask.mask_mod(zero, zero, POSITIONS[:, None], POSITIONS).long(), counts)
+        blocks = torch.nn.functional.pad(counts, (0, 3, 0, 3)).unflatten(0, (3, 4)).unflatten(2, (3, 4)).sum((1, 3))
+        assert torch.equal(mask.to_dense()[0, 0].bool(), blocks > 0)
+        return
+    elif call == "describe":
+        found = masks.describe(pattern, num_heads=1, num_queries=N)
+        assert sum(branch.useful_pairs for branch in found.branches) == counts.sum()
+        return
+    elif call == "explain":
+        for query, key in ((0, 0), (N - 1, 0), (N - 1, N - 2)):
+            found = masks.explain(pattern, query=query, key=key, num_tokens=N, block_size=4)
+            assert found.allowed == bool(counts[query, key])
+        return
+    else:
+        bound = pattern.bind(num_heads=1, num_queries=N, num_keys=N)
+        plan(bound)
+        out = dense(fd.engines._reference.multiplicity(bound, CPU), x, x, x)
+    assert_close(out, dense(counts, x, x, x), rtol=1e-9, atol=1e-9)
+
+
+CALLS = ("tiles", "reference", "named", "few", "module", "flex", "block_mask", "describe", "explain", "bind")
+
+
+@settings(max_examples=12)
+@given(st.data(), st.sampled_from([*KINDS]), st.booleans(), st.booleans())
+def test_every_call_sees_the_values_of_its_moment(data, name: str, elsewhere: bool, restarted: bool) -> None:
+    make, values, rule = KINDS[name]
+    array = data.draw(values).numpy().copy()
+    tensor = torch.from_numpy(array)
+    tensor = tensor.as_subclass(Elsewhere) if elsewhere else tensor
+    pattern = masks.causal() & make(tensor)
+    outer = oracle.causal()
+    if restarted and name != "visible_keys":
+        pattern, outer = masks.strided(3).per_document(make(tensor)), None
+    x = torch.randn(1, 1, N, 4, dtype=torch.float64)
+    for _ in range(data.draw(st.integers(2, 4))):
+        current = data.draw(values)
+        WRITES[data.draw(st.sampled_from([*WRITES]))](array, tensor, current)
+        ids = current if name == "documents" else torch.where(current > POSITIONS, 0, -1)
+        dense_rule = oracle.per_document(oracle.strided(3), ids) if outer is None else oracle.both(outer, rule(current))
+        counts = oracle.counts(dense_rule, range(1), 1, POSITIONS, POSITIONS)[0].long()
+        for call in data.draw(st.lists(st.sampled_from(CALLS), min_size=1, max_size=3)):
+            assert_current(pattern, tensor, name, counts, call, x)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
+def test_a_write_is_seen_by_the_next_call(write: str, elsewhere: bool) -> None:
+    array, x = np.arange(N) // 4, torch.randn(1, 1, N, 4, dtype=torch.float64)
+    tensor = torch.from_numpy(array)
+    tensor = tensor.as_subclass(Elsewhere) if elsewhere else tensor
+    pattern = masks.causal() & masks.documents(tensor)
+    for ids in (POSITIONS // 4, POSITIONS // 2):
+        WRITES[write](array, tensor, ids)
+        rule = oracle.both(oracle.causal(), oracle.documents(ids))
+        counts = oracle.counts(rule, range(1), 1, POSITIONS, POSITIONS)[0].long()
+        for call in ("tiles", "flex", "named", "few"):
+            assert_current(pattern, tensor, "documents", counts, call, x)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
+def test_a_backward_belongs_to_its_forward(write: str, elsewhere: bool) -> None:
+    """Values that are written in between, seen by torch or not, are those of the next call."""
+    array = np.arange(N) // 4
+    tensor = torch.from_numpy(array)
+    tensor = tensor.as_subclass(Elsewhere) if elsewhere else tensor
+    pattern = masks.causal() & masks.documents(tensor)
+    x = torch.randn(3, 1, 1, N, 4, dtype=torch.float64).unbind()
+    q, k, v = (each.requires_grad_() for each in x)
+    rule = oracle.both(oracle.causal(), oracle.documents(torch.tensor(array)))
+    counts = oracle.counts(rule, range(1), 1, POSITIONS, POSITIONS)[0]
+    expected = torch.autograd.grad(dense(counts, q, k, v).square().sum(), (q, k, v))
+    out = fd.attend(q, k, v, pattern, scale=1.0)
+    WRITES[write](array, tensor, POSITIONS // 2)
+    assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_other_shapes_are_checked_at_each_call() -> None:
+    """A tensor that became shorter is refused, also where the same one fitted before; and taken again as it was."""
+    for make in (lambda x: x, lambda x: x.as_subclass(Elsewhere)):
+        ids = make(torch.arange(N) // 4)
+        pattern, x = masks.causal() & masks.documents(ids), torch.randn(1, 1, N, 4)
+        before = fd.attend(x, x, x, pattern)
+        ids.resize_(N - 1)
+        with pytest.raises(ValueError, match="one for each of the 9 positions"):
+            fd.attend(x, x, x, pattern)
+        ids.set_(torch.arange(N) // 4)
+        assert torch.equal(fd.attend(x, x, x, pattern), before)
+
+
+def layers(q: Tensor, ids: Tensor, engine: str, times: int = 2) -> Tensor:
+    pattern = masks.causal() & masks.documents("ids")
+    for _ in range(times):
+        q = fd.attend(q, q, q, pattern, bindings={"ids": ids}, engine=engine)
+    return q
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["flex", "tiles"])
+def test_a_graph_sees_the_values_of_its_moment(engine: str) -> None:
+    torch.compiler.reset()
+    attend = partial(layers, engine=engine)
+    compiled = torch.compile(attend, fullgraph=True, dynamic=False, backend="aot_eager")
+    array = np.arange(64) * 3 // 64
+    ids, q = torch.from_numpy(array), torch.randn(1, 2, 64, 16)
+    with torch.no_grad():
+        for write in ("in place", "NumPy", "data", "storage"):
+            compiled(q, ids)
+            WRITES[write](array, ids, torch.randint(0, 5, (64,)).sort().values)
+            exact = layers(q, ids.clone(), "reference")
+            assert_close(compiled(q, ids), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [None, False], ids=["open sizes", "fixed sizes"])
+def test_layers_of_several_patterns_are_one_graph(dynamic):
+    """As in a model whose layers alternate, at several lengths, with and without documents."""
+    window = masks.local_window(left=9, right=0)
+
+    def stacked(x, ids, engine):
+        for pattern in (window, masks.strided(4) & masks.causal(), window, window & masks.documents(ids)):
+            x = fd.attend(x, x, x, pattern, engine=engine)
+        return x
+
+    torch.compiler.reset()
+    compiled = torch.compile(stacked, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    with torch.no_grad():
+        for num_tokens in (70, 90, 110, 70):
+            x, ids = torch.randn(1, 2, num_tokens, 24), torch.arange(num_tokens) // 40
+            assert_close(compiled(x, ids, "flex"), stacked(x, ids, "reference"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_traced_programs_are_bounded(monkeypatch):
+    """The oldest goes first; a graph that still runs is then traced anew, and right."""
+    monkeypatch.setattr(_flex_op, "_MOST_TRACED", 2)
+    monkeypatch.setattr(_flex_op, "_Traced", type("_Traced", (), {}))
+    torch.compiler.reset()
+    pattern = masks.dilated(16, 2)
+    options = {"fullgraph": True, "dynamic": False, "backend": "aot_eager"}
+    compiled = torch.compile(lambda q: fd.attend(q, q, q, pattern, engine="flex"), **options)
+    with torch.no_grad():
+        for num_tokens in (40, 50, 60, 40, 50):
+            q = torch.randn(1, 2, num_tokens, 16)
+            assert_close(compiled(q), fd.attend(q, q, q, pattern), rtol=1e-4, atol=1e-5)
+            assert sum(isinstance(each, FlexProgram) for each in vars(_flex_op._Traced).values()) <= 2

@@ -1,0 +1,300 @@
+"""Forward mode, torch.func and second derivatives: the right derivative, or an error that names engine='reference'."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import distributed, masks
+from tests.support.ranks import on_ranks
+
+# What torch's own rules use.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),
+]
+
+H, N, D = 2, 5, 3
+PATTERN = masks.local_window(left=2, right=0) | masks.first_tokens(1)
+REMEDY = r"engine='reference'"
+
+Function = Callable[[Tensor], Tensor]
+
+
+@cache
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = {name: torch.randn(1, H, N, D, generator=generator, dtype=torch.float64) for name in "qkv"}
+    shapes = {"sinks": (H,), "bias": (H,)}
+    return drawn | {name: torch.randn(s, generator=generator, dtype=torch.float64) for name, s in shapes.items()}
+
+
+def of_argument(name: str, attend: Callable[..., Tensor], *, sinks: bool = True) -> Function:
+    """The attention as a function of one tensor: q, k, v, sinks, or what a score_mod captured."""
+    others = tensors()
+
+    def function(x: Tensor) -> Tensor:
+        given = {key: other.to(x.dtype) for key, other in others.items()} | {name: x}
+
+        def score_mod(score, b, h, q_idx, k_idx):
+            return score + given["bias"][h] * (q_idx - k_idx)
+
+        options = {"sinks": given["sinks"], "score_mod": score_mod}
+        if name != "bias":
+            del options["score_mod"]
+        if name == "bias" or not sinks:
+            del options["sinks"]
+        return attend(given["q"], given["k"], given["v"], PATTERN, **options)
+
+    return function
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Any, *, sinks: Tensor | None = None, score_mod: Any = None
+) -> Tensor:
+    """Attention as one formula, which torch differentiates and maps as it likes."""
+    i, j = torch.arange(N)[:, None], torch.arange(N)
+    scores = q @ k.mT * D**-0.5
+    if score_mod is not None:
+        scores = score_mod(scores, 0, torch.arange(H)[:, None, None], i, j)
+    scores = scores.masked_fill(~(((i - j >= 0) & (i - j <= 2)) | (j < 1)), -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+
+
+def by_dual(function: Function, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x, x.cos()))).tangent
+    return torch.zeros_like(x) if tangent is None else tangent
+
+
+def by_double_backward(function: Function, x: Tensor) -> Tensor:
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(function(leaf).sin().sum(), leaf, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), leaf)[0]
+
+
+WAYS: dict[str, Callable[[Function, Tensor], Any]] = {
+    "jvp": lambda f, x: jvp(f, (x,), (x.cos(),)),
+    "dual": by_dual,
+    "jacfwd": lambda f, x: jacfwd(f)(x),
+    "linearize": lambda f, x: linearize(f, x)[1](x.cos()),
+    "grad": lambda f, x: grad(lambda x: f(x).sin().sum())(x),
+    "vjp": lambda f, x: vjp(f, x)[1](f(x)),
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "hessian": lambda f, x: hessian(lambda x: f(x).sin().sum())(x),
+    "vmap": lambda f, x: vmap(f)(torch.stack([x, x.cos()])),
+    "double backward": by_double_backward,
+    "batched grads": lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True),
+}
+ARGUMENTS = ["q", "k", "v", "sinks", "bias"]
+# Inside a graph; torch itself refuses these of a compiled function from outside.
+COMPILED = ["jvp", "dual", "jacfwd", "grad", "vjp", "jacrev", "vmap"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_reference_has_them_all(way: str) -> None:
+    """What the other engines' errors name as the remedy is one, for every tensor that takes part."""
+    for name in ARGUMENTS:
+        x = tensors()[name]
+        found = WAYS[way](of_argument(name, partial(fd.attend, engine="reference")), x)
+        assert_close(found, WAYS[way](of_argument(name, dense), x))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_reference_has_them_with_run_time_tensors(way: str, restarted: bool) -> None:
+    """Whose values are read, whatever traces the call."""
+    ids = torch.tensor([0, 0, 0, 1, 1])
+    pattern = masks.causal().per_document(ids) if restarted else masks.causal() & masks.documents(ids)
+    allowed = (ids[:, None] == ids) & torch.ones(N, N, dtype=torch.bool).tril()
+
+    def expected(x: Tensor) -> Tensor:
+        return (x @ x.mT * D**-0.5).masked_fill(~allowed, -torch.inf).softmax(-1) @ x
+
+    x = tensors()["q"]
+    found = WAYS[way](lambda x: fd.attend(x, x, x, pattern, engine="reference"), x)
+    assert_close(found, WAYS[way](expected, x))
+
+
+# What tiles has, by a backward that is mapped too.
+BY_BACKWARD = ["grad", "vjp", "jacrev", "vmap"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tiles_has_gradients_and_mapped_dims_and_refuses_the_rest(way: str) -> None:
+    for name in ARGUMENTS[:4]:
+        x, function = tensors()[name], of_argument(name, partial(fd.attend, engine="tiles"))
+        # Sinks enter what comes out by plain arithmetic, unless autograd records the op itself.
+        if way in BY_BACKWARD or (name == "sinks" and way != "batched grads"):
+            assert_close(WAYS[way](function, x), WAYS[way](of_argument(name, dense), x))
+            continue
+        with pytest.raises((ValueError, RuntimeError), match=REMEDY):
+            WAYS[way](function, x)
+
+
+@st.composite
+def mapped(draw: st.DrawFn) -> tuple[list[Tensor], list[int | None], int]:
+    """q, k and v, the dims over which they are mapped, and that of the result; at least one is mapped."""
+    X, B, groups = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.sampled_from([1, 2]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    dims = draw(st.lists(st.none() | st.integers(0, 4), min_size=3, max_size=3).filter(lambda dims: dims != [None] * 3))
+    given = []
+    for dim, heads in zip(dims, (2, groups, groups), strict=True):
+        x = torch.randn(X, B, heads, 12, 4, generator=generator, dtype=torch.float64)
+        given.append(x[0] if dim is None else x.movedim(0, dim))
+    return given, dims, draw(st.integers(0, 4))
+
+
+PACKED = masks.causal() & masks.documents("ids")
+DOCUMENTS = [None, torch.arange(12) // 5, torch.stack([torch.arange(12) // 5, torch.arange(12) // 7])]
+
+
+@given(mapped(), st.sampled_from(DOCUMENTS))
+def test_any_dims_are_mapped_as_one_call_after_the_other(case: Any, ids: Tensor | None) -> None:
+    """Values and per-sample gradients, with documents of all entries or of each."""
+    given, dims, out_dim = case
+    if ids is not None and ids.dim() == 2 and given[0].shape[1 if dims[0] == 0 else 0] != 2:
+        ids = ids[0]
+
+    def attend(*qkv: Tensor, engine: str = "tiles") -> Tensor:
+        bindings, pattern = (None, PATTERN) if ids is None else ({"ids": ids}, PACKED)
+        return fd.attend(*qkv, pattern, engine=engine, bindings=bindings, enable_gqa=True)
+
+    def gradients(*qkv: Tensor, engine: str = "tiles") -> tuple[Tensor, ...]:
+        return grad(lambda *qkv: attend(*qkv, engine=engine).sin().sum(), argnums=(0, 1, 2))(*qkv)
+
+    for function in (attend, gradients):
+        found = vmap(function, in_dims=tuple(dims), out_dims=out_dim)(*given)
+        expected = vmap(partial(function, engine="reference"), in_dims=tuple(dims), out_dims=out_dim)(*given)
+        assert_close(found, expected)
+
+
+def test_mapped_documents_are_refused() -> None:
+    x = torch.randn(1, H, 12, D)
+    with pytest.raises(ValueError, match="run-time tensors are the same for all"):
+        vmap(lambda ids: fd.attend(x, x, x, PACKED, bindings={"ids": ids}))(DOCUMENTS[2])
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("double backward", "batched grads", "linearize")])
+def test_flex_refuses_what_it_has_not(way: str) -> None:
+    """Before it compiles anything; on CPU it has no backward at all. linearize is jvp after a plain call."""
+    attend = partial(fd.attend, engine="flex")
+    for name in ARGUMENTS:
+        with pytest.raises(ValueError, match=REMEDY):
+            WAYS[way](of_argument(name, attend), tensors()[name].float())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", COMPILED)
+def test_a_compiled_graph_drops_no_derivative(way: str) -> None:
+    one_of_three = ARGUMENTS[[*COMPILED].index(way) % 3]
+    for name, engine in [(one_of_three, "tiles"), ("sinks", "tiles"), (one_of_three, "flex"), ("bias", "flex")]:
+        torch.compiler.reset()
+        kind = torch.float32 if engine == "flex" else torch.float64
+        function = of_argument(name, partial(fd.attend, engine=engine), sinks=engine != "flex")
+        compiled = torch.compile(lambda x, f=function: WAYS[way](f, x), fullgraph=True, backend="eager")
+        with pytest.raises(Exception, match=REMEDY):
+            compiled(tensors()[name].to(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_dual_tensor_that_enters_a_compiled_function_is_refused(backend: str) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(of_argument("sinks", fd.attend), fullgraph=True, backend=backend)
+    compiled(tensors()["sinks"])
+    with pytest.raises(Exception, match=REMEDY):
+        by_dual(compiled, tensors()["sinks"])
+
+
+@given(names=st.sets(st.sampled_from(ARGUMENTS[:4]), min_size=1), way=st.sampled_from(["jvp", "dual", "vmap"]))
+def test_a_cache_refuses_them(names: set[str], way: str) -> None:
+    def attend(q, k, v, pattern, *, sinks):
+        return fd.KVCache(masks.local_window(left=2, right=0), num_heads=H).attend(q, k, v, sinks=sinks)
+
+    for name in names:
+        with torch.no_grad(), pytest.raises(ValueError, match=REMEDY):
+            WAYS[way](of_argument(name, attend), tensors()[name])
+
+
+def test_levels_that_reach_no_input_change_nothing() -> None:
+    """An attention beside a transform, and not in it, is what it is without."""
+    attended = of_argument("q", fd.attend)(tensors()["q"])
+    x = torch.ones(3, dtype=torch.float64)
+    tangent = jvp(lambda x: x.sum() * of_argument("q", fd.attend)(tensors()["q"]), (x,), (x,))[1]
+    assert_close(tangent, 3 * attended)
+    assert_close(vmap(lambda x: x + of_argument("q", fd.attend)(tensors()["q"]))(x)[1], 1 + attended)
+
+
+def module(**options: Any) -> fd.MultiheadDilatedAttention:
+    torch.manual_seed(0)
+    return fd.MultiheadDilatedAttention(8, H, [4], [1], batch_first=True, **options)
+
+
+def test_modules_pass_them_on() -> None:
+    """Gradients of a functional call are those of autograd, and per-sample gradients those of each sample alone."""
+    x = torch.randn(2, N, 8)
+
+    def loss(parameters: dict[str, Tensor], of: torch.nn.Module) -> Tensor:
+        return functional_call(of, parameters, (x, x, x))[0].square().sum()
+
+    for options in ({"engine": "reference"}, {}):
+        of = module(**options)
+        parameters = dict(of.named_parameters())
+        constant = {name: value.detach() for name, value in parameters.items()}
+        truth = torch.autograd.grad(loss(parameters, of), list(parameters.values()))
+        assert_close(list(grad(loss)(constant, of).values()), list(truth))
+
+    def of_sample(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return functional_call(of, parameters, (sample[None],) * 3)[0].square().sum()
+
+    samples = vmap(grad(of_sample), in_dims=(None, 0))(constant, x)
+    for index, sample in enumerate(x):
+        alone = grad(of_sample)(constant, sample)
+        assert_close({name: value[index] for name, value in samples.items()}, alone)
+
+
+def over_ranks(schedule: str, way: str, name: str) -> str:
+    """On the only rank: what the error says."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if schedule == "heads":
+        attention = fd.BlockSparseAttention(PATTERN, mesh=mesh, schedule="heads")
+
+        def attend(q, k, v, pattern, *, sinks):
+            return attention(q, k, v)
+    else:
+        attend = partial(distributed.attend, mesh=mesh, schedule=schedule)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
+            WAYS[way](of_argument(name, attend), tensors()[name])
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("schedule", ["exchange", "ring", "heads"])
+def test_attention_over_ranks_refuses_them(schedule: str) -> None:
+    for way in ("jvp", "dual", "vmap", "grad", "double backward"):
+        # Second derivatives by sinks are there, as on one rank.
+        others = ("sinks",) if way != "double backward" else ()
+        for name in ("q", "v") if schedule == "heads" else ("q", "k", *others):
+            (said,) = on_ranks(1, over_ranks, schedule, way, name)
+            assert "engine='reference'" in said, (way, name, said)

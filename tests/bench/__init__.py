@@ -1,0 +1,1 @@
+"""The benchmark: its measures at tiny sizes, its pages and its reports."""

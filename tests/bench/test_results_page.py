@@ -1,0 +1,105 @@
+"""README's tables and the page of results, from files of results made up here: nothing that falls short is hidden."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from bench._measures import Gap, Row, at_least, at_most
+from bench._pages import PAGES
+from tests.support.measured import MEASURED
+
+FAST, SLOW, MISSED = (
+    Row(f"LongNet, {n}K: times as fast", at_least(1.5, "×"), x) for n, x in ((1, 9), (2, 2), (3, 1.4954))
+)
+GAP = Gap("LongNet, 4K: times as fast", at_least(1.5, "×"), "out of memory")
+SMALL = Row("LongNet, 1K: peak memory", at_most(512, "MB"), 3.0)
+UNCHECKED = Row("LongNet, 1K: peak memory", at_most(512, "MB"), 3.0, not_verified=("gradients",))
+SPEC = {"name": "Net-2", "segment_lengths": [16, 32], "dilation_rates": [1, 3], "causal": True}
+POINTS = [("flexdilated", 1024, 0.25), ("dense SDPA", 1024, 0.5), ("flexdilated", 2048, 0.75)]
+SWEEP = {
+    "config": {"spec": SPEC, "sizes": [{"num_heads": 2, "head_dim": 8}]},
+    "rows": [],
+    "points": [
+        {"attention": name, "num_tokens": tokens, "peak_bytes": tokens << 20}
+        | {part: {"median_s": seconds, "spread_s": 0.0} for part in ("forward", "backward")}
+        for name, tokens, seconds in POINTS
+    ],
+}
+
+
+@pytest.fixture
+def written(tmp_path: Path):
+    """Writes rows as the answer to vs_branch_loop, beside the sweep, and returns the folder."""
+
+    def write(*rows: Row | Gap) -> Path:
+        answer = {"rows": [row.to_data() for row in rows], "points": []}
+        for name, found in (("vs_branch_loop", answer), ("sweep", SWEEP)):
+            document = {"name": name, "question": "How fast?", "config": {}, **MEASURED, **found}
+            (tmp_path / f"{name}.json").write_text(json.dumps(document))
+        return tmp_path
+
+    return write
+
+
+def readme_parts(results: Path) -> dict[str, str]:
+    return {name: part(results) for name, part in PAGES[Path("README.md")].items()}
+
+
+def results_parts(results: Path) -> dict[str, str]:
+    return {name: part(results) for name, part in PAGES[Path("docs/results.md")].items()}
+
+
+def cells(parts: Mapping[str, str]) -> list[str]:
+    """Target, measured and met of README's one line."""
+    (line,) = (line for line in parts["answers"].splitlines() if line.startswith("| `vs_branch_loop` "))
+    return [cell.strip() for cell in line.split("|")[3:-1]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ((FAST,), ["≥ 1.5 ×", "9 ×", "yes"]),
+        ((MISSED,), ["≥ 1.5 ×", "1.495 ×", "**no**"]),
+        ((FAST, SLOW), ["≥ 1.5 ×", "2 to 9 ×", "2 of 2"]),
+        ((FAST, MISSED, SMALL), ["≥ 1.5 ×, ≤ 512 MB", "1.495 to 9 ×, 3 MB", "**2 of 3**"]),
+        ((FAST, GAP), ["≥ 1.5 ×", "9 ×, 1 not measured", "**1 of 2**"]),
+        ((GAP,), ["≥ 1.5 ×", "not measured", "**no**"]),
+        ((FAST, UNCHECKED), ["≥ 1.5 ×, ≤ 512 MB", "9 ×, 3 MB", "**1 of 2**"]),
+    ],
+)
+def test_a_line_a_question(written, rows, expected) -> None:
+    assert cells(readme_parts(written(*rows))) == expected
+
+
+def test_what_falls_short_is_said_in_full(written) -> None:
+    assert readme_parts(written(FAST, MISSED, GAP, UNCHECKED))["short"].strip().splitlines() == [
+        "* `vs_branch_loop`: LongNet, 3K: times as fast: **1.495 ×**, target ≥ 1.5 ×",
+        "* `vs_branch_loop`: LongNet, 4K: times as fast: **not measured: out of memory**, target ≥ 1.5 ×",
+        "* `vs_branch_loop`: LongNet, 1K: peak memory: **3 MB, not verified**, target ≤ 512 MB",
+    ]
+    assert readme_parts(written(FAST))["short"].strip() == "Nothing: every target is met."
+
+
+def test_each_row_stands_on_the_page(written) -> None:
+    """Words that all rows share stand once, as the title of the column."""
+    shared = results_parts(written(FAST, MISSED, GAP))["results"]
+    assert "| times as fast " in shared
+    assert [line.split("|")[4].strip() for line in shared.splitlines() if line.startswith("| LongNet")] == [
+        "yes",
+        "**no**",
+        "—",
+    ]
+    mixed = results_parts(written(FAST, UNCHECKED))["results"]
+    assert "| LongNet, 1K: times as fast " in mixed
+    assert "**not verified**" in mixed
+
+
+def test_a_length_without_dense_attention_has_dashes(written) -> None:
+    first, _, *table = readme_parts(written(FAST))["growth"].strip().splitlines()
+    for fact in ("Net-2", "segments 16, 32", "rates 1, 3", "; causal)", "2 heads of dim 8"):
+        assert fact in first
+    _, _, both, alone = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    assert both == ["1K", *["0.25 s", "0.5 s"] * 2, *["1,024 MiB"] * 2]
+    assert alone == ["2K", *["0.75 s", "—"] * 2, "2,048 MiB", "—"]

@@ -1,0 +1,233 @@
+"""Every command that takes a pattern reads it the same way, and takes the sizes that it fixes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from inspect import signature
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flexdilated
+from flexdilated import masks, viewer
+from flexdilated.cli import main
+from flexdilated.cli._command_parser import UsageError
+from flexdilated.cli._pattern import ask, asked_from, most_tokens
+from flexdilated.cli._sizes import parse_tokens
+from tests.support.commands import make_light, parsers
+
+USUAL = ("64K", 8)
+COMMANDS = {
+    "show": ["--json"],
+    "explain": ["--query", "3", "--key", "2", "--json"],
+    "plan": ["--json"],
+    "plan, ranks": ["--json", "--ranks", "2"],
+    "check": ["--json"],
+    "tune": [],
+}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> None:
+    make_light(tmp_path, monkeypatch)
+    Path("p.json").write_text(masks.to_json(masks.strided(5)), encoding="utf-8")
+    module = "from flexdilated import masks\nfirst = masks.every()\nmine = masks.strided(5)\nlast = masks.causal()\n"
+    Path("p.py").write_text(module, encoding="utf-8")
+    Path("broken.json").write_text("{", encoding="utf-8")
+    Path("binary.json").write_bytes(b"\xff\x00")
+    Path("ends.py").write_text("raise SystemExit(0)\n", encoding="utf-8")
+    Path("folder.json").mkdir()
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_expression_a_file_and_a_module_are_one_pattern(command, capsys) -> None:
+    size = [] if command == "check" else ["-n", "40"]
+    told = []
+    for pattern in ("strided(5)", "p.json", "p.py:mine"):
+        assert main([command.partition(",")[0], pattern, *size, *COMMANDS[command]]) in (0, 1)
+        told.append(capsys.readouterr().out)
+    assert "strided(5)" in told[0]
+    assert told[0] == told[1] == told[2]
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "pattern", ["", "chunked(", "none.json", "folder.json", "broken.json", "binary.json", "none.py:mine", "p.py:other",
+                "ends.py:mine", "p.py:", "causal() + 3", "("*2000]
+)  # fmt: skip
+def test_what_is_no_pattern_is_refused_by_all(command, pattern, capsys) -> None:
+    assert main([command.partition(",")[0], pattern, *COMMANDS[command]]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "error: " in said.err
+
+
+@given(
+    grid=st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple),
+    around=st.sampled_from(
+        ["{}", "{} & causal()", "causal() | {}", "~{}", "{} + strided(4)", "head_groups([causal(), {}])"]
+    ),
+    block=st.integers(1, 9),
+)  # fmt: skip
+def test_tokens_default_to_those_of_the_grid(grid, around, block) -> None:
+    """Through whatever it stands in; a grid of blocks has as many tokens as its blocks."""
+    text = f"neighborhood(({', '.join(map(str, grid))},), 0)"
+    plain, blocks = around.format(text), around.format(f"blockwise({text}, {block})")
+    assert ask(plain, None, None, [], usual=USUAL).num_tokens == prod(grid)
+    assert ask(blocks, None, None, [], usual=USUAL).num_tokens == prod(grid) * block
+    assert most_tokens(masks.parse(around.format("strided(3)"))) is None
+    assert ask(around.format("strided(3)"), None, None, [], usual=USUAL).num_tokens == 65536
+    with pytest.raises(UsageError, match=str(prod(grid) + 1)):
+        ask(plain, str(prod(grid) + 1), None, [], usual=USUAL)
+
+
+@given(heads=st.integers(1, 20))
+def test_heads_default_to_those_of_the_pattern(heads) -> None:
+    text = f"per_head([{', '.join(f'chunked({each + 1})' for each in range(heads))}])"
+    assert ask(text, None, None, [], usual=USUAL).num_heads == heads
+    assert ask(f"causal() & {text}", None, None, [], usual=USUAL).num_heads == heads
+    assert ask("causal()", None, None, [], usual=USUAL).num_heads == 8
+
+
+@pytest.mark.parametrize(
+    ("pattern", "bound", "tokens"),
+    [
+        ("documents('d')", "d=3,4,5", 12),
+        ("causal().per_document(documents('d'))", "d=3,4/20", 20),
+        ("lengths('d')", "d=7/90", 90),
+        ("visible_keys('d')", "d=0:4,9:33", 33),
+        ("visible_keys('d')", "d=0:4/9:33,2:3", 33),
+        ("documents('d')", "d=ids.json", 6),
+        ("lengths('d')", "d=lengths.json", 11),
+    ],
+)
+def test_tokens_default_to_those_of_the_values(pattern, bound, tokens, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ids.json").write_text("[0, 0, 1, 1, 1, 2]", encoding="utf-8")
+    Path("lengths.json").write_text("[11, 5]", encoding="utf-8")
+    assert ask(pattern, None, None, [bound], usual=USUAL).num_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("command", "tokens", "heads"), [("show", "64K", 8), ("explain", "64K", 8), ("plan", "64K", 8), ("tune", "16K", 4)]
+)
+def test_sizes_that_nothing_fixes_are_those_that_the_help_names(command, tokens, heads) -> None:
+    parser = parsers()[command]
+    pair = ["--query", "3", "--key", "2"] if command == "explain" else []
+    asked = asked_from(parser.parse_args(["causal()", *pair]))
+    assert (asked.num_tokens, asked.num_heads) == (parse_tokens(tokens), heads)
+    told = " ".join(parser.format_help().split())
+    assert f"or of a grid; else {tokens})" in told
+    assert f"({heads}, or per_head's)" in told
+
+
+def test_tensors_that_a_pattern_of_a_file_carries_need_no_bind(tmp_path, capsys) -> None:
+    file = tmp_path / "packed.py"
+    file.write_text(
+        "import torch\nfrom flexdilated import masks\nmine = masks.causal().per_document(torch.arange(40) // 10)\n",
+        encoding="utf-8",
+    )
+    assert main(["show", f"{file}:mine", "--json", "--heads", "2"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["num_tokens"] == 40
+    assert data["description"]["useful_pairs"] == 2 * 4 * (10 * 11 // 2)
+
+
+def test_the_memory_of_values_is_that_of_the_same_rule_without_them(capsys) -> None:
+    """Documents of one length are chunks: the engine's own steps keep as much for both."""
+    sizes = ["-n", "256", "--heads", "2", "--head-dim", "16", "--layers", "1", "--json"]
+    for device in ("cpu", "cuda"):
+        assert (
+            main(
+                ["plan", "causal().per_document(documents('d'))", "--bind", "d=64,64,64,64", "--device", device, *sizes]
+            )
+            == 0
+        )
+        bound = json.loads(capsys.readouterr().out)
+        assert main(["plan", "chunked(64) & causal()", "--device", device, *sizes]) == 0
+        plain = json.loads(capsys.readouterr().out)
+        assert bound["useful_pairs"] == plain["useful_pairs"] == 2 * 4 * (64 * 65 // 2)
+        assert bound["memory"]["attention"]["inputs"] == plain["memory"]["attention"]["inputs"] == 3 * 256 * 2 * 16 * 4
+        kept = 4 * 256 * 2 * 16 * 4 + 256 * 2 * 4  # q, k, v and out, and lse
+        for each in (bound, plain):  # flex keeps lse twice
+            assert kept <= each["memory"]["attention"]["kept_for_backward"] <= kept + 256 * 2 * 4
+
+
+def test_tune_measures_values_and_stores_nothing(capsys) -> None:
+    sizes = ["--heads", "1", "--head-dim", "8", "--seconds", "0.01", "--forward"]
+    assert main(["tune", "documents('d')", "--bind", "d=30,34", *sizes]) == 0
+    assert "Not stored" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("look", [masks.describe, masks.explain, masks.plot, masks.show, flexdilated.plan, viewer.page])
+def test_whatever_looks_at_a_pattern_looks_at_one_head(look) -> None:
+    assert signature(look).parameters["num_heads"].default == 1
+
+
+def test_describe_counts_one_head() -> None:
+    rule = masks.causal().bind(num_heads=1, num_queries=77, num_keys=77).mask_mod()
+    position, zero = torch.arange(77), torch.zeros((), dtype=torch.int64)
+    assert masks.describe(masks.causal(), 77).useful_pairs == int(rule(zero, zero, position[:, None], position).sum())
+
+
+def test_help_names_what_was_started(capsys) -> None:
+    """As a module from a checkout, where nothing is installed, and by its script."""
+    for program in ("flexdilated", "python -m flexdilated"):
+        with pytest.raises(SystemExit, match="0"):
+            main(["plan", "--help"], program=program)
+        assert capsys.readouterr().out.startswith(f"usage: {program} plan [-h]")
+    told = subprocess.run([sys.executable, "-m", "flexdilated", "--help"], capture_output=True, text=True, check=True)
+    assert told.stdout.startswith("usage: python -m flexdilated [-h] [--version] COMMAND")
+
+
+def test_version(capsys) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"flexdilated {flexdilated.__version__}\n"
+
+
+NO_DENSE_TENSORS = {
+    "nested": lambda: torch.nested.nested_tensor(
+        [torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)]
+    ),
+    "sparse": lambda: torch.ones(5, dtype=torch.int64).to_sparse(),
+    "meta": lambda: torch.ones(5, dtype=torch.int64, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", NO_DENSE_TENSORS)
+@pytest.mark.parametrize("pattern", ["documents('d')", "lengths('d')", "visible_keys('d')"])
+def test_a_file_of_no_dense_tensor_is_refused(pattern, kind, tmp_path, capsys) -> None:
+    torch.save(NO_DENSE_TENSORS[kind](), tmp_path / "h.pt")
+    assert main(["show", pattern, "--bind", f"d={tmp_path / 'h.pt'}", "--brief", "-n", "5"]) == 2
+    assert "must be a dense one with values" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pattern", ["documents('d')", "lengths('d')"])
+def test_a_small_file_of_too_many_values_is_refused(pattern, tmp_path, capsys) -> None:
+    torch.save(torch.zeros(1, dtype=torch.int64).expand(10**12), tmp_path / "h.pt")
+    assert main(["show", pattern, "--bind", f"d={tmp_path / 'h.pt'}", "--brief", "-n", "5"]) == 2
+    assert "takes at most" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "raises",
+    [
+        "class E(BaseException): pass\nraise E()",
+        "class E(Exception):\n    def __str__(self): raise ValueError('no text')\nraise E()",
+    ],
+)
+def test_a_file_that_raises_anything_is_refused(raises, tmp_path, capsys) -> None:
+    file = tmp_path / "raises.py"
+    file.write_text(raises, encoding="utf-8")
+    assert main(["check", f"{file}:p"]) == 2
+    assert "must run without an error" in capsys.readouterr().err

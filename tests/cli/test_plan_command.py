@@ -1,0 +1,360 @@
+"""The plan command: its tables and its data, the longest sequence that fits, and what it refuses."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import flexdilated
+from flexdilated import masks
+from flexdilated.cli import main
+from flexdilated.cli._command_parser import UsageError
+from flexdilated.cli._pattern import read_pattern
+from flexdilated.cli._plan import BUDGETS, longest, longest_bound, rounded, slope
+from flexdilated.cli._sizes import bytes_text, parse_bytes, parse_tokens, tokens_text
+from flexdilated.engines.kernels import _kernel
+from flexdilated.masks.inspection._describe import MOST_DESCRIBED
+from flexdilated.memory._memory import AttentionSize, LiveBytes, attention_memory, fake_tensors
+from flexdilated.nn._model_memory import model_memory
+from tests.support import commands
+
+LONGNET = "longnet((256, 1024), (1, 4)) & causal()"
+SMALL = ["--heads", "4", "--head-dim", "16", "--layers", "2"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_dry_run_a_size():
+    """A memory model runs the call on no memory, which takes seconds: once for each size."""
+    call, model = functools.cache(attention_memory), functools.cache(model_memory)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("flexdilated.cli._plan", "flexdilated._plan"):
+            patch.setattr(f"{module}.attention_memory", call)
+            patch.setattr(f"{module}.model_memory", model)
+        yield
+
+
+@pytest.fixture
+def made_up_memory(monkeypatch) -> None:
+    commands.make_memory_up(monkeypatch)
+
+
+def data_of(capsys, *arguments: str):
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def pairs_of(text: str, *, tokens: int, heads: int) -> int:
+    """The pairs of all branches and heads, looked at one by one."""
+    position, zero = torch.arange(tokens), torch.zeros((), dtype=torch.int64)
+    return sum(
+        int(mod(zero, torch.tensor(head), position[:, None], position).sum())
+        for branch in masks.parse(text).branches()
+        for mod in [branch.bind(num_heads=heads, num_queries=tokens, num_keys=tokens).mask_mod()]
+        for head in range(heads)
+    )
+
+
+@pytest.mark.usefixtures("made_up_memory")
+def test_report_counts_the_pairs_of_the_dense_rule(capsys) -> None:
+    found = data_of(capsys, LONGNET, "-n", "1100", *SMALL)
+    pairs = pairs_of(LONGNET, tokens=1100, heads=4)
+    assert (found["num_tokens"], found["num_heads"], found["engine"]) == (1100, 4, "tiles")
+    assert found["useful_pairs"] == pairs
+    assert found["forward_flops"] == 4 * 16 * pairs
+    assert found["backward_flops"] == 10 * 16 * pairs
+    assert found["all_pairs"] == 4 * 1100**2
+    assert pairs <= found["computed_pairs"] <= 2 * 4 * 1152**2  # whole blocks of both branches
+    assert masks.parse(found["pattern"]) == masks.parse(LONGNET)
+
+
+@pytest.mark.usefixtures("made_up_memory")
+def test_heads_and_tokens_that_the_pattern_fixes_are_the_default(capsys) -> None:
+    found = data_of(capsys, "per_head((causal(), neighborhood((8, 8), 1), chunked(5)))", "--layers", "1")
+    assert (found["num_tokens"], found["num_heads"]) == (64, 3)
+    given = data_of(capsys, "causal().per_document(documents('d'))", "--bind", "d=30,12", "--layers", "1")
+    assert given["num_tokens"] == 42
+    assert given["useful_pairs"] == 8 * (30 * 31 // 2 + 12 * 13 // 2)
+
+
+@pytest.mark.usefixtures("made_up_memory")
+def test_report_lists_the_chosen_terms_and_all_options(capsys) -> None:
+    found = data_of(capsys, LONGNET, "-n", "4K", *SMALL)
+    described = masks.describe(masks.parse(LONGNET), 4096, num_heads=4)
+    options = [option for branch in described.branches for option in branch.options]
+    assert [option["layout"] for option in found["options"]] == [option.layout for option in options]
+    assert [option["predicted_s"] for option in found["options"]] == [option.cost.seconds for option in options]
+    assert sum(option["chosen"] for option in found["options"]) == len(described.branches)
+    terms = [term for branch in described.branches for term in branch.options[0].terms]
+    assert sum(term["terms"] for term in found["terms"]) == len(terms)
+    slots = sum(len(term.heads) * term.folds * term.q.num_slots for term in terms)
+    listed = (term["terms"] * term["heads"] * term["folds"] * term["queries"] for term in found["terms"])
+    assert sum(listed) == slots
+
+
+@pytest.mark.usefixtures("made_up_memory")
+def test_report_as_text(capsys) -> None:
+    assert main(["plan", LONGNET, "-n", "4K", *SMALL, "--kv-heads", "2", "--batch", "3"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "pattern       longnet((256, 1024), (1, 4)) & causal()",
+        "4K tokens, 4 heads over 2, head dim 16, fp32, batch 3",
+        "tiles on cpu",
+        "How it is computed",
+        "predicted",
+        "attend: kept for the backward",
+        "model: training with checkpointing, peak",
+        "LongNet of 2 layers, embed dim 64",
+    ):
+        assert part in text, part
+
+
+@pytest.mark.usefixtures("made_up_memory")
+def test_batch_multiplies_work_and_tensors_and_not_lists(capsys) -> None:
+    one, three = (data_of(capsys, LONGNET, "-n", "4K", *SMALL, "--batch", batch) for batch in ("1", "3"))
+    for name in ("useful_pairs", "computed_pairs", "forward_flops", "backward_flops"):
+        assert three[name] == 3 * one[name]
+    assert three["block_list_bytes"] == one["block_list_bytes"]
+    assert three["memory"]["attention"]["inputs"] == 3 * one["memory"]["attention"]["inputs"]
+    assert three["memory"]["model"]["weights"] == one["memory"]["model"]["weights"]
+
+
+def test_cuda_is_planned_without_one(capsys) -> None:
+    found = data_of(capsys, LONGNET, "-n", "4K", *SMALL, "--device", "cuda", "--dtype", "bf16")
+    assert (found["engine"], found["device"]) == ("flex", "cuda")
+    assert found["memory"]["attention"]["inputs"] == 3 * 4096 * 4 * 16 * 2
+
+
+def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": torch.bfloat16, "batch": 3, "layers": 2}
+    words = ["--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--dtype", "bf16", "--batch", "3", "--layers", "2"]
+    for device in ("cpu", "cuda"):
+        found = flexdilated.plan(masks.parse(LONGNET), 4096, **sizes, device=device)
+        assert data_of(capsys, LONGNET, "-n", "4K", *words, "--device", device) == found.to_data()
+        assert main(["plan", LONGNET, "-n", "4K", *words, "--device", device]) == 0
+        assert capsys.readouterr().out == f"{found}\n"
+        assert found.useful_pairs == 3 * pairs_of(LONGNET, tokens=4096, heads=4)
+        assert found.attention_memory.inputs == 3 * 4096 * 32 * 2 * (4 + 2 * 2)
+        assert found.embed_dim == 128
+        assert found.checkpointed_memory.training_peak < found.model_memory.training_peak
+        assert sum(option.chosen for option in found.options) == len({option.branch for option in found.options})
+
+
+@pytest.mark.usefixtures("made_up_memory")
+def test_fd_plan_takes_run_time_tensors_of_one_entry() -> None:
+    ids = torch.arange(40)[None] // 10
+    found = flexdilated.plan(masks.causal().per_document(ids), 40, layers=1)
+    assert found.useful_pairs == 4 * (10 * 11 // 2)
+    with pytest.raises(ValueError, match=r"a plan is of one batch entry.*; got those of 2 entries"):
+        flexdilated.plan(masks.causal().per_document(torch.cat([ids, ids // 2])), 40)
+    with pytest.raises(ValueError, match="ids"):
+        flexdilated.plan(masks.documents("ids"), 40)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"num_tokens": 0}, ValueError, "num_queries must be at least 1"),
+        ({"num_heads": 0}, ValueError, "num_heads must be at least 1"),
+        ({"num_heads": 8, "num_kv_heads": 3}, ValueError, "num_kv_heads must divide num_heads; got 3 and 8"),
+        ({"head_dim": 0}, ValueError, "head_dim must be at least 1"),
+        ({"dtype": torch.float64}, ValueError, "dtype must be one of torch.float32"),
+        ({"dtype": "fp32"}, ValueError, "dtype must be one of torch.float32"),
+        ({"device": "tpu"}, ValueError, "device must be one of 'cpu', 'cuda'"),
+        ({"device": "cuda", "head_dim": 8}, ValueError, "flex needs a head dim of at least 16 on cuda; got 8"),
+        ({"device": "cuda", "measure": True}, ValueError, "measure times the CPU of this machine"),
+        ({"measure": 1}, TypeError, "measure must be True or False"),
+        ({"batch": 0}, ValueError, "batch must be at least 1"),
+        ({"layers": 0}, ValueError, "layers must be at least 1"),
+        ({"pattern": "causal()"}, TypeError, "pattern must be a pattern or mixture"),
+    ],
+)
+def test_what_fd_plan_refuses(options, error, says) -> None:
+    given = {"pattern": masks.causal(), "num_tokens": 64} | options
+    with pytest.raises(error, match=re.escape(says)):
+        flexdilated.plan(given.pop("pattern"), given.pop("num_tokens"), **given)
+
+
+@pytest.mark.usefixtures("made_up_memory")
+@pytest.mark.slow
+def test_measured_options_stand_beside_the_predicted(capsys) -> None:
+    found = data_of(capsys, "dilated(256, 4) & causal()", "-n", "1K", *SMALL, "--measure")
+    assert len(found["measured"]) >= 1
+    assert all(each["measured_s"] > 0 and each["predicted_s"] > 0 for each in found["measured"])
+    assert main(["plan", "causal()", "-n", "1K", *SMALL, "--measure"]) == 0
+    assert "measured ms" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("made_up_memory")
+def test_a_million_tokens(capsys) -> None:
+    """In natural order, a million million pairs: none of them is formed."""
+    found = data_of(capsys, "local_window(left=1023, right=0)", "-n", "1M", "--heads", "1", "--layers", "1")
+    assert found["num_tokens"] == 1 << 20
+    assert found["useful_pairs"] == (1 << 20) * 1024 - 1024 * 1023 // 2
+
+
+def test_json_file(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "pattern.json"
+    path.write_text(masks.to_json(masks.parse(LONGNET)), encoding="utf-8")
+    assert read_pattern(str(path)) == masks.parse(LONGNET)
+    path.write_text("{}", encoding="utf-8")
+    assert main(["plan", str(path)]) == 2
+    assert main(["plan", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_budget_fits_and_a_little_more_does_not(capsys) -> None:
+    """By the engine's own steps at that many tokens, and at an eighth more."""
+    found = data_of(capsys, "causal()", *SMALL, "--dtype", "fp16", "--budget", "32MiB")
+    (line,) = found["longest"]
+    assert line["budget_bytes"] == 32 << 20
+
+    def peaks(tokens: int) -> tuple[int, int]:
+        memory = attention_memory(masks.causal(), AttentionSize(tokens, 4, 16, torch.float16))
+        return memory.inference_peak, memory.training_peak
+
+    for place, name in enumerate(("attention, inference", "attention, training")):
+        tokens = line[name]
+        assert peaks(tokens)[place] <= 32 << 20 < peaks(tokens + tokens // 8)[place], name
+    assert line["model, training, checkpointed"] > 1.2 * line["model, training"]
+
+
+@pytest.mark.usefixtures("made_up_memory")
+def test_the_table_has_a_line_for_each_memory(capsys) -> None:
+    assert main(["plan", "causal()", *SMALL, "--budget"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    sizes = [line.split("  ")[0] for line in lines if line[:1].isdigit() and "GiB" in line]
+    assert sizes == [bytes_text(budget) for budget in BUDGETS] == [f"{g} GiB" for g in (8, 16, 24, 40, 48, 80, 96, 141)]
+
+
+@pytest.mark.usefixtures("made_up_memory")
+def test_a_grid_fits_at_most_as_a_whole(capsys) -> None:
+    found = data_of(capsys, "neighborhood((64, 64), 3)", *SMALL, "--budget", "8GiB")
+    assert set(found["longest"][0].values()) == {8 << 30, 4096}
+    assert longest_bound(masks.neighborhood((64, 64), 3)) == 4096
+
+
+@pytest.mark.parametrize("constant", [0, 3 << 20])
+@pytest.mark.parametrize("budget", [1 << 22, 10_000_000, 123_456_789, 1 << 36])
+def test_longest_of_a_line(constant, budget) -> None:
+    def peak(tokens: int) -> int:
+        return constant + 700 * tokens
+
+    found = longest(peak, budget)
+    assert peak(found) <= budget
+    assert found == rounded((budget - constant) // 700)
+    assert slope(peak, (10, 20)) == 700
+
+
+def test_longest_is_none_where_nothing_fits_and_all_where_all_does() -> None:
+    assert longest(lambda tokens: 1 << 40, 1 << 30) == 0
+    assert longest(lambda tokens: tokens, 1 << 30, most=5000) == 5000
+    assert longest(lambda tokens: tokens, 3000, most=5000) == rounded(3000)
+
+
+def test_longest_stays_within_a_budget_of_a_peak_that_bends() -> None:
+    def peak(tokens: int) -> int:
+        return max(50 << 20, 400 * tokens, 900 * tokens - (300 << 20))
+
+    for budget in (60 << 20, 300 << 20, 1 << 30, 1 << 34):
+        found = longest(peak, budget)
+        assert peak(found) <= budget
+        assert peak(2 * found) > budget
+
+
+def test_sizes_as_people_write_them() -> None:
+    assert [parse_bytes(text) for text in ("8GiB", "24GB", "500 MB", "1.5kib", "7B")] == [
+        8 << 30, 24 * 10**9, 500 * 10**6, 1536, 7,
+    ]  # fmt: skip
+    assert [parse_tokens(text) for text in ("65536", "64K", "1m", "1.5K")] == [65536, 65536, 1 << 20, 1536]
+    assert [tokens_text(number) for number in (0, 1000, 4096, 3 << 20)] == ["0", "1,000", "4K", "3M"]
+    assert [bytes_text(number) for number in (0, 999, 1024, 1 << 30, 141 << 30, 1 << 50)] == [
+        "0 B", "999 B", "1 KiB", "1 GiB", "141 GiB", "1,024 TiB",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "8", "8G", "GiB", "-1GiB", "0GiB", "8 GiB GiB", "1e9B", "inf GiB", "table "])
+def test_a_budget_needs_a_number_and_a_unit(text) -> None:
+    with pytest.raises(UsageError, match="a budget must be a number above 0 with a unit, one of B, KB, KiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "K", "-5", "64k tokens", "1.0001", "9" * 30, "0.1", "64G"])
+def test_tokens_are_whole(text) -> None:
+    with pytest.raises(UsageError, match="--tokens must be a whole number above 0"):
+        parse_tokens(text)
+
+
+# What must be named of the arguments: the option, or the place in the pattern, and the value.
+REFUSED = {
+    "expression": (["causal("], ["column 7"]),
+    "no pattern": (["3"], ["pattern"]),
+    "heads": (["causal()", "--heads", "0"], ["--heads", "0"]),
+    "kv heads": (["causal()", "--kv-heads", "3"], ["--kv-heads", "--heads", "3", "8"]),
+    "embed dim": (["causal()", "--embed-dim", "100"], ["--embed-dim", "--heads", "100", "8"]),
+    "both dims": (["causal()", "--embed-dim", "512", "--head-dim", "64"], ["--embed-dim", "--head-dim"]),
+    "odd head dim": (["causal()", "-n", "64", "--head-dim", "15"], ["15"]),
+    "tokens": (["causal()", "-n", "many"], ["--tokens", "many"]),
+    "no tokens": (["causal()", "-n", ""], ["--tokens"]),
+    "too many": (["causal()", "-n", "4000M"], ["--tokens", "2147483647", str(4000 << 20)]),
+    "budget": (["causal()", "--budget", "8"], ["budget", "'8'"]),
+    "measure": (["causal()", "--measure", "--device", "cuda"], ["--measure", "--device cuda"]),
+    "head dim on cuda": (["causal()", "--head-dim", "8", "--device", "cuda"], ["16", "8", "cuda"]),
+    "values": (["documents('ids')"], ["--bind ids"]),
+    "many rules": (["documents('d')", "--bind", "d=3/4"], ["--bind", "2"]),
+    "budget of values": (["documents('d')", "--bind", "d=3", "--budget", "1GiB"], ["--bind", "--budget"]),
+    "grid": (["neighborhood((8, 8), 1)", "-n", "65"], ["8x8", "64", "65"]),
+    "by head": (["per_head([causal(), causal()])", "-n", "64", "--heads", "3"], ["per_head", "2", "3"]),
+    "by head, budget": (["per_head([causal(), causal()])", "--heads", "3", "--budget", "8GiB"], ["per_head", "2", "3"]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "named"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(arguments, named, capsys) -> None:
+    assert main(["plan", *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert [word for word in named if word not in output.err] == []
+
+
+@pytest.mark.parametrize("name", ["heads", "head-dim", "batch", "layers", "embed-dim"])
+def test_sizes_that_no_tensor_has_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "causal()", f"--{name}", "99999999999999999999"]) == 2
+    assert f"--{name} must be at most" in capsys.readouterr().err
+
+
+def test_tokens_whose_blocks_would_fill_the_memory_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "local_window(left=9, right=0)", "-n", str(MOST_DESCRIBED + 1)]) == 2
+    assert str(MOST_DESCRIBED + 1) in capsys.readouterr().err
+    with pytest.raises(ValueError, match=str(MOST_DESCRIBED + 1)):
+        masks.describe(masks.local_window(left=9, right=0), MOST_DESCRIBED + 1, num_heads=1)
+
+
+@pytest.mark.usefixtures("made_up_memory")
+def test_a_billion_tokens_are_counted_where_no_blocks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    billion = 1 << 30
+    told = masks.describe(masks.dilated(segment=2048, rate=4), billion, num_heads=1)
+    assert told.useful_pairs == billion * 2048 // 16
+    assert main(["plan", "longnet((2048, 4096), (1, 2))", "-n", str(billion)]) == 0
+    assert "dense" in capsys.readouterr().out
+
+
+def test_two_of_many_alike_calls_tell_the_memory_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In half precision problems are copied to float32 a few at a time; without values the others are left out."""
+    monkeypatch.setattr(_kernel, "_FLOAT32_BYTES", 1)
+    with fake_tensors():
+        q, k, v, out, grad = (torch.empty(12, 2, 64, 16, dtype=torch.float16) for _ in range(5))
+        lse = torch.empty(12, 2, 64)
+    peaks = {}
+    for enough in (1, 2, 12):
+        monkeypatch.setattr(_kernel, "_ENOUGH", enough)
+        with LiveBytes(q, k, v, out, grad, lse) as memory:
+            _kernel.flash_backward(grad, q, k, v, out, lse, scale=0.25)
+        peaks[enough] = memory.peak
+    assert peaks[1] < peaks[2] == peaks[12]
+    assert _kernel._ENOUGH == 12
+    monkeypatch.undo()
+    assert _kernel._ENOUGH == 2

@@ -1,0 +1,290 @@
+"""show: forms and run-time tensors from the command line, and clear answers to wrong questions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexdilated import masks
+from flexdilated.cli import main
+from tests.support import oracle
+from tests.support.shown import body, drawn
+
+pytestmark = pytest.mark.usefixtures("plain_terminal")
+
+
+def test_documents_from_the_command_line() -> None:
+    """Lengths one after the other; what is left is padding; --batch chooses an entry."""
+    question = ["causal() & documents('d')", "--bind", "d=3,2/6", "-n", "6"]
+    first, second = (body(drawn(*question, "--batch", str(entry))) for entry in (0, 1))
+    assert [row.count("█") // 2 for row in first] == [1, 2, 3, 1, 2, 0]
+    assert [row.count("█") // 2 for row in second] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_command_prints_the_map_and_the_numbers(capsys):
+    assert main(["show", "dilated(64, 4, 'interleaved')", "-n", "256", "--heads", "4", "--head", "3"]) == 0
+    printed = capsys.readouterr().out
+    pattern, facts = printed.splitlines()[:2]
+    assert pattern == "dilated(64, 4, offset='interleaved')"
+    assert facts.startswith("head 3 of 4, 256 tokens, natural order; ")
+    useful = 4 * 4 * 16 * 16  # heads, segments, active tokens squared
+    assert f"{useful:,} useful" in printed
+
+
+def test_a_reader_that_has_seen_enough():
+    """A closed pipe ends the command quietly, as SIGPIPE would."""
+    command = [sys.executable, "-m", "flexdilated", "show", "causal()"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=100) == 141
+        assert process.stderr.read() == b""
+
+
+def test_data(capsys):
+    question = ["longnet((8, 32), (1, 4)) & causal()", "-n", "64", "--heads", "2", "--head", "1", "--order", "residue"]
+    assert main(["show", *question, "--json", "--cells", "8x16", "--rows", "10:40"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["head"], data["num_heads"], data["order"], data["rate"]) == (1, 2, "residue", 4)
+    assert data["row_edges"][0] == 10
+    assert data["row_edges"][-1] == 40
+    assert len(data["column_edges"]) == 17
+    rule = oracle.both(oracle.longnet((8, 32), (1, 4)), oracle.causal())
+    position = masks.layout(masks.parse(question[0]), 64).positions()
+    table = rule(1, 2, position[10:40], position)
+    assert torch.tensor(data["low"]).sum() == table.sum()
+    assert data["low"] == data["high"]
+    assert data["likely"] is None
+    parts = torch.tensor([branch["low"] for branch in data["branches"]])
+    assert parts.sum(0).tolist() == data["low"]
+    assert data["branches"][0]["pattern"] == "dilated(8, 1, offset='interleaved') & causal()"
+    assert data["description"]["useful_pairs"] == masks.describe(masks.parse(question[0]), 64, num_heads=2).useful_pairs
+
+
+def test_a_page(tmp_path, capsys):
+    path = tmp_path / "out.html"
+    question = ["show", "longnet((64, 256), (1, 4)) & causal()", "-n", "4K", "--html", str(path)]
+    assert main([*question, "--ranks", "4", "--sharding", "zigzag"]) == 0
+    assert capsys.readouterr().out == f"wrote {path}: {path.stat().st_size:,} bytes\n"
+    assert path.read_text(encoding="utf-8").lower().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(("kind", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_a_picture(tmp_path, capsys, kind, start):
+    pytest.importorskip("matplotlib", reason="draws with matplotlib")
+    path = tmp_path / f"out.{kind}"
+    assert main(["show", "longnet((64, 256), (1, 4))", "-n", "4K", "--rows", "1K:2K", "--plot", str(path)]) == 0
+    assert capsys.readouterr().out == f"wrote {path}: {path.stat().st_size:,} bytes\n"
+    assert path.read_bytes().startswith(start)
+
+
+def test_a_picture_without_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("flexdilated.cli._machine.find", lambda package: None)
+    assert main(["show", "causal()", "--plot", str(tmp_path / "out.png")]) == 2
+    assert "matplotlib is not installed: no pictures" in capsys.readouterr().err
+
+
+BAD = {
+    "causal() -n x": "--tokens must be a whole number above 0",
+    "causal() -n 0": "--tokens must be a whole number above 0",
+    "causal() --heads 0": "--heads must be at least 1; got 0",
+    "causal() --head 8": "head must be below the number of heads; got head=8 of 8",
+    "causal() --head -1": "head must be at least 0; got head=-1",
+    "causal() --batch 1": "batch must be below the number of batch entries; got batch=1 of 1",
+    "causal() --rows 5": "--rows takes A:B with 0 <= A < B <= 65536, such as 0:64; got '5'",
+    "causal() --rows 5:5": "--rows takes A:B with 0 <= A < B <= 65536, such as 0:64; got '5:5'",
+    "causal() --cols 1:65537": "--cols takes A:B with 0 <= A < B <= 65536, such as 0:64; got '1:65537'",
+    "causal() --cols=-1:4": "--cols takes A:B with 0 <= A < B <= 65536, such as 0:64; got '-1:4'",
+    "causal() --cells 0x4": "--cells takes ROWSxCOLUMNS from 1x1 to 4096x4096, such as 40x80; got '0x4'",
+    "causal() --cells 4": "--cells takes ROWSxCOLUMNS",
+    "documents('d')": "the pattern needs run-time tensors: give --bind d=...; got none for d",
+    "causal() --bind d=3": "--bind must name a run-time tensor of the pattern, which needs none; got 'd'",
+    "documents('d') --bind d": "--bind takes NAME=VALUE, such as documents=100,200,300; got 'd'",
+    "documents('d') --bind d=3,x": "--bind d takes whole numbers with commas",
+    "documents('d') --bind d=3,4 -n 5": "the documents of d must fit into 5 tokens; got 7 in all",
+    "documents('d') --bind d=3 --bind d=4": "--bind gives each run-time tensor one value; got two for 'd'",
+    "visible_keys('v') --bind v=3": "--bind v takes ranges FIRST:STOP with commas, such as 0:100,200:300; got '3'",
+    "lengths('n') --bind n=70000 -n 64K": "lengths must lie between 0 and the 65536 positions; got 70000",
+    "documents('d')|visible_keys('d') --bind d=3": "--bind d needs a .json or .pt file with the tensor itself",
+    "documents('d') --bind d=none.json": "--bind d must name a file that can be read",
+    "lengths('d') --bind d=9999999999999999999": "--bind d takes whole numbers",
+    "neighborhood((4,4),1) -n 17": "a grid of 4x4 holds 16 tokens; got queries up to 17",
+    "causal() --plot out.gif": "--plot writes .png or .svg files; got out.gif",
+    "causal() --html out.txt": "--html writes .html or .htm files; got out.txt",
+    "causal() --html nowhere/out.html": "--html must be in a folder that exists; got nowhere/out.html",
+    "causal() --json --html out.html": "--json has no effect with --html",
+    "causal() --html out.html --rows 0:5": "--rows has no effect with --html",
+    "causal() --html out.html --order residue": "--order has no effect with --html",
+    "causal() --ranks 4": "--ranks needs --html; got it without",
+    "causal() --sharding zigzag": "--sharding needs --ranks; got it without",
+    "causal() --plot out.png --cells 3x3": "--cells has no effect with --plot",
+    "causal() --html out.html --ranks 0": "num_ranks must be at least 1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("question", BAD)
+def test_wrong_questions_have_clear_answers(question, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["show", *question.split(" ")]) == 2
+    said = capsys.readouterr()
+    assert BAD[question] in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_a_pattern_that_does_not_read(capsys):
+    assert main(["show", "causal("]) == 2
+    assert "'(' was never closed; at column 7" in capsys.readouterr().err
+    assert main(["show", "none.json"]) == 2
+    assert "PATTERN must be an expression or a file that can be read" in capsys.readouterr().err
+
+
+def test_tensors_from_files(tmp_path):
+    """The tensor itself, from torch.save or as a JSON list."""
+    ids: Tensor = torch.tensor([0, 0, 1, -1])
+    torch.save(ids, tmp_path / "ids.pt")
+    (tmp_path / "ids.json").write_text("[0, 0, 1, -1]", encoding="utf-8")
+    for name in ("ids.pt", "ids.json"):
+        lines = drawn("documents('d')", "--bind", f"d={tmp_path / name}")
+        assert len(body(lines)) == 4
+        assert [row.count("█") // 2 for row in body(lines)] == [2, 2, 1, 0]
+    (tmp_path / "seen.json").write_text("[[true, false, true], [false, false, true]]", encoding="utf-8")
+    lines = drawn("visible_keys('v')", "--bind", f"v={tmp_path / 'seen.json'}", "-n", "3", "--batch", "1")
+    assert body(lines) == ["    ██"] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("bad.pt", "x"), ("bad.json", "{}"), ("bad.json", "[[1, 2], [3]]"), ("bad.json", "[1, true]"), ("bad.json", "")],
+)
+def test_files_without_a_tensor(tmp_path, capsys, name, content):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert main(["show", "documents('d')", "--bind", f"d={tmp_path / name}"]) == 2
+    assert "--bind d must name a file with a tensor" in capsys.readouterr().err
+
+
+def test_a_pattern_file_that_is_not_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "binary.json"
+    file.write_bytes(b"\xff\x00")
+    assert main(["show", str(file)]) == 2
+    assert f"PATTERN must be an expression or a file of JSON in UTF-8; got {file}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("explain", "--query", "5", "--key", "4")])
+def test_what_the_output_cannot_write_is_an_error_of_usage(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout", TextIOWrapper(BytesIO(), encoding="ascii"))
+    command, *others = arguments
+    assert main([command, "documents('ü')", "--bind", "ü=5,7", *others]) == 2
+    assert "the output needs more characters than ascii has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (("causal()", "--heads", "2147483647"), "--heads must be at most 4096; got 2147483647"),
+        (("documents('d')", "--bind", "d=5", "-n", "1024M"), "--tokens must be at most 16777216 with --bind"),
+    ],
+)
+def test_sizes_that_would_fill_the_memory_are_refused(
+    arguments: tuple[str, ...], rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", *arguments]) == 2
+    assert rule in capsys.readouterr().err
+
+
+def test_the_largest_sequence_is_drawn_and_not_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "causal()", "-n", "2147483647", "--cells", "4x4"]) == 0
+    assert "Density, blocks and work are counted up to 128M tokens." in capsys.readouterr().out
+    assert main(["show", "causal()", "-n", "2147483647", "--cells", "4x4", "--json"]) == 0
+    assert '"description": null' in capsys.readouterr().out
+
+
+def test_data_of_too_many_cells_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "causal()", "--json", "--cells", "4096x1024"]) == 2
+    assert "--json prints at most 262144 cells, such as --cells 512x512; got 4096x1024" in capsys.readouterr().err
+    assert main(["show", "causal()", "--json", "--cells", "4096x1024", "-n", "8"]) == 0  # as many as there are pairs
+    assert len(json.loads(capsys.readouterr().out)["low"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("pattern", "bindings", "shown"),
+    [
+        ("causal().per_document(documents('d'))", ["d=3,2,4"], "causal().per_document(<3 documents>)"),
+        ("lengths('d')", ["d=5"], "<1 document>"),
+        ("causal() & visible_keys('v')", ["v=0:2,4:5"], "causal() & <3 of 9 keys>"),
+    ],
+)
+def test_run_time_tensors_are_told_in_a_few_words(
+    pattern: str, bindings: list[str], shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    given = [part for each in bindings for part in ("--bind", each)]
+    assert main(["show", pattern, *given, "-n", "9", "--heads", "1"]) == 0
+    assert f"\n{shown} " in capsys.readouterr().out
+    rule = masks.documents([[0, 1], [0, 0]]).bind(num_heads=1, num_queries=2, num_keys=2, batch=2).pattern
+    assert repr(rule) == "<documents of 2 batch entries>"
+
+
+def test_the_command_prints_what_masks_show_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    """Window, order, cells and head as in Python, in the same words."""
+    pattern = masks.longnet((8, 32), (1, 4)) & masks.causal()
+    window = ["--rows", "10:40", "--cols", "5:60", "--cells", "6x11", "--order", "residue", "--head", "1"]
+    found = masks.show(
+        pattern, 64, num_heads=2, head=1, queries=range(10, 40), keys=range(5, 60), cells=(6, 11), order="residue"
+    )
+    assert main(["show", str(pattern), "-n", "64", "--heads", "2", *window, "--brief"]) == 0
+    assert capsys.readouterr().out == f"{found}\n" == "\n".join([*found.lines, ""])
+    assert main(["show", str(pattern), "-n", "64", "--heads", "2", *window, "--json"]) == 0
+    assert {**json.loads(capsys.readouterr().out), "description": 0} == {**found.to_data(), "description": 0}
+    position = masks.layout(pattern, 64).positions()
+    rule = oracle.both(oracle.longnet((8, 32), (1, 4)), oracle.causal())
+    assert found.cells.low.sum() == rule(1, 2, position[10:40], position[5:60]).sum()
+    assert found.rate == 4
+
+
+def test_masks_show_by_entry_size_and_characters() -> None:
+    documents = masks.causal().per_document(torch.tensor([[0, 0, 0, 1, 1, -1], [0] * 6]))
+    first, second = (body(masks.show(documents, 6, batch=batch).lines) for batch in (0, 1))
+    assert [row.count("█") // 2 for row in first] == [1, 2, 3, 1, 2, 0]
+    assert [row.count("█") // 2 for row in second] == [1, 2, 3, 4, 5, 6]
+    small = masks.show(masks.causal(), 1 << 20, size=(40, 16))
+    assert len(small.lines) < 16
+    assert max(map(len, small.lines)) <= 40
+    str(masks.show(masks.causal(), 1 << 20, ascii=True)).encode("ascii")
+    assert "\x1b[" in str(masks.show(masks.causal(), 1 << 20, color=True))
+    assert "_canvas" not in repr(small)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"num_tokens": 0}, ValueError, "num_tokens must be at least 1"),
+        ({"head": 1}, ValueError, "head must be below the number of heads; got head=1 of 1"),
+        ({"batch": 1}, ValueError, "batch must be below the number of batch entries; got batch=1 of 1"),
+        ({"queries": range(3, 3)}, ValueError, "queries must be a range of step 1 within 0 to 64, and not empty"),
+        ({"keys": (0, 4)}, ValueError, "keys must be a range of step 1 within 0 to 64"),
+        ({"order": "tiled"}, ValueError, "order must be one of 'natural', 'residue'; got order='tiled'"),
+        ({"cells": (0, 4)}, ValueError, "cells must be at least 1"),
+        ({"cells": 4}, TypeError, "cells must be a tuple of two integers; got cells=4"),
+        ({"size": (80, 11)}, ValueError, "size must be at least 12"),
+        ({"color": "always"}, TypeError, "color must be True or False"),
+        ({"ascii": 1}, TypeError, "ascii must be True or False"),
+        ({"pattern": "causal()"}, TypeError, "pattern must be a pattern or mixture"),
+    ],
+)
+def test_what_masks_show_refuses(options, error, says) -> None:
+    given = {"pattern": masks.causal(), "num_tokens": 64} | options
+    with pytest.raises(error, match="must be") as caught:
+        masks.show(given.pop("pattern"), given.pop("num_tokens"), **given)
+    assert says in str(caught.value)

@@ -1,0 +1,1 @@
+"""Generation and the key/value cache."""

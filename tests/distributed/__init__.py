@@ -1,0 +1,1 @@
+"""Calls, modules and buffers over ranks."""

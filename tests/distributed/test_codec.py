@@ -1,0 +1,278 @@
+"""Wire codecs: exact bytes, proven bounds on the error, rows that no codec can write, who may choose what."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from bench.buffers import wire_report
+from flexdilated.distributed import traffic
+from flexdilated.distributed.group._ranks import Ranks
+from flexdilated.distributed.wire._codec import check_codec, choose_codec, codec_named, gradient_codec, row_peak
+from tests.support.ranks import on_ranks
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+NAMES = [None, "bf16", "int8"]
+WRITES = [(name, dtype) for name in NAMES for dtype in DTYPES if (name, dtype) != ("bf16", torch.float16)]
+writes = pytest.mark.parametrize(("name", "dtype"), WRITES)
+NAN, INF = float("nan"), float("inf")
+
+
+@st.composite
+def rows(draw, dtypes=DTYPES, largest_power=15):
+    """Rows of every size and spread: magnitudes over many powers of two, equal ones, outliers, zeros, both signs."""
+    dtype = draw(st.sampled_from(dtypes))
+    shape = draw(st.sampled_from([(1,), (2,), (3, 5), (2, 3, 8), (1, 2, 4, 64), (4, 17), (0, 8)]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    kind = draw(st.sampled_from(["normal", "heavy", "outliers", "equal", "zeros", "halves"]))
+    if kind == "heavy":
+        x = x.sign() * 2.0 ** x.mul(3).clamp(-10, 6)
+    elif kind == "outliers":
+        x[..., 0] *= 100
+    elif kind == "equal":
+        x = torch.full(shape, 0.7, dtype=torch.float64) * x.sign()
+    elif kind == "zeros":
+        x[torch.rand(shape, generator=generator) < 0.7] = 0
+    elif kind == "halves":  # as many as can lie between two levels
+        x = torch.randint(-254, 255, shape, generator=generator).double() / 2
+    largest = float(x.abs().max()) if x.numel() else 0.0
+    power = draw(st.integers(-10, largest_power))
+    if largest:
+        x = x * (2.0**power / largest)
+    return x.to(dtype)
+
+
+def round_trip(x, codec):
+    return codec.decode(codec.encode(x), x.shape[-1], x.dtype)
+
+
+@writes
+@pytest.mark.parametrize("shape", [(8,), (0, 8), (2, 3, 5, 24), (1, 1, 7, 1), (3, 17)])
+def test_bytes_and_shapes(name, dtype, shape) -> None:
+    codec, x = codec_named(name), torch.randn(shape).to(dtype)
+    size = {None: shape[-1] * dtype.itemsize, "bf16": 2 * shape[-1], "int8": shape[-1] + 4}[name]
+    assert codec.row_bytes(shape[-1], dtype) == size
+    wire = codec.encode(x)
+    assert (wire.shape, wire.dtype) == ((*shape[:-1], size), torch.uint8)
+    back = codec.decode(wire, shape[-1], dtype)
+    assert (back.shape, back.dtype) == (x.shape, dtype)
+
+
+@given(rows())
+def test_rows_as_they_are_come_back_as_they_were(x) -> None:
+    assert torch.equal(round_trip(x, codec_named(None)), x)
+
+
+@given(rows(dtypes=DTYPES[:3], largest_power=100))
+def test_bf16_is_within_one_in_256(x) -> None:
+    error = (round_trip(x, codec_named("bf16")).double() - x.double()).abs()
+    assert bool((error <= 2.0**-8 * x.double().abs()).all())
+    if x.dtype == torch.bfloat16:
+        assert not error.any()
+
+
+@given(rows())
+def test_int8_is_within_half_a_scale(x) -> None:
+    """Into float64, so that nothing is rounded on the way out; then in x's own dtype, which rounds once more."""
+    codec, exact = codec_named("int8"), x.double()
+    scale = exact.abs().amax(-1, keepdim=True) / 127
+    wire = codec.encode(x)
+    found = codec.decode(wire, x.shape[-1], x.dtype, out=torch.empty_like(exact))
+    assert bool(((found - exact).abs() <= 0.50001 * scale).all())
+    rounding = torch.finfo(x.dtype).eps / 2 * found.abs()
+    own = codec.decode(wire, x.shape[-1], x.dtype)
+    tiniest = torch.finfo(x.dtype).smallest_normal
+    assert bool(((own.double() - found).abs() <= 1.01 * rounding + tiniest).all())
+
+
+def test_int8_levels_by_hand() -> None:
+    codec = codec_named("int8")
+    x = torch.tensor([[127.0, -127.0, 0.5, 1.5, -2.4, 0.0], [0.0] * 6, [254.0, 3.0, -3.1, 1.0, 0.9, -254.0]])
+    wire = codec.encode(x)
+    assert wire[:, :4].clone().view(torch.float32).flatten().tolist() == [1, torch.finfo(torch.float32).tiny, 2]
+    assert wire[:, 4:].view(torch.int8).tolist() == [
+        [127, -127, 0, 2, -2, 0],
+        [0] * 6,
+        [127, 2, -2, 0, 0, -127],
+    ]
+    assert codec.decode(wire, 6, torch.float32)[2].tolist() == [254, 4, -4, 0, 0, -254]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_at_the_ends_of_the_range(dtype) -> None:
+    """Tiny and huge rows keep half a scale; below float32's normal scales an error is below every scale."""
+    finite = torch.finfo(dtype)
+    largest = min(finite.max, 3.4e38)  # float32's largest is 3.4028e38, of which 127 scales may be one bit above
+    x = torch.tensor([[largest, -largest / 2, 0], [finite.tiny, -finite.tiny / 2, 0]], dtype=torch.float64).to(dtype)
+    error = (round_trip(x, codec_named("int8")).double() - x.double()).abs()
+    least = torch.finfo(torch.float32).tiny
+    scale = (x.double().abs().amax(-1, keepdim=True) / 127).clamp_min(least)
+    assert bool((error <= 0.51 * scale + finite.eps * x.double().abs()).all())
+
+
+@writes
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_row_that_is_not_finite_never_looks_sound(name, dtype, bad) -> None:
+    x = torch.randn(3, 8).to(dtype)
+    x[1, 2] = bad
+    back = round_trip(x, codec_named(name))
+    assert bool(back[[0, 2]].isfinite().all())
+    if name == "int8":
+        assert bool(back[1].isnan().all())
+    else:
+        assert torch.equal(back[1].isfinite(), x[1].isfinite())
+        assert str(back[1, 2].item()) == str(bad)
+
+
+def test_what_a_codec_cannot_reach_is_not_finite() -> None:
+    assert round_trip(torch.tensor([[3.4e38, 1.0]]), codec_named("bf16")).tolist() == [[INF, 1.0]]
+    assert round_trip(torch.tensor([[1e300, 1.0]], dtype=torch.float64), codec_named("int8")).isnan().all()
+
+
+@writes
+def test_messages_of_keys_and_values(name, dtype) -> None:
+    """Both in one message, of rows that begin at odd bytes; decoded straight into a larger tensor of another order."""
+    codec, head_dim = codec_named(name), 7
+    k, v = (torch.randn(2, 5, head_dim).to(dtype) for _ in range(2))
+    size = codec.row_bytes(head_dim, dtype)
+    message = torch.zeros(2 * 5 * 2 * size + 1, dtype=torch.uint8)[1:].view(2, 5, 2 * size)
+    for x, part in ((k, message[..., :size]), (v, message[..., size:])):
+        assert codec.encode(x, out=part) is part
+    store = torch.zeros(5, 2, 9, dtype=dtype)
+    for x, part in ((k, message[..., :size]), (v, message[..., size:])):
+        into = store.transpose(0, 1)[..., :head_dim]
+        assert codec.decode(part, head_dim, dtype, out=into) is into
+        assert torch.equal(into, round_trip(x, codec))
+    assert not store[..., head_dim:].any()
+
+
+@writes
+def test_strided_rows_and_gradients(name, dtype) -> None:
+    """Rows need not be contiguous; what is written has no part in a graph."""
+    codec = codec_named(name)
+    column = torch.randn(5, 3).to(dtype)[:, 1:2]  # rows of one number, three apart
+    assert torch.equal(codec.encode(column), codec.encode(column.clone(memory_format=torch.contiguous_format)))
+    x = torch.randn(3, 8, 4).to(dtype).transpose(0, 2).requires_grad_()
+    assert torch.equal(codec.encode(x), codec.encode(x.detach().contiguous()))
+    assert not codec.encode(x).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (lambda: codec_named("int4"), ValueError, "codec must be None, 'bf16', 'int8' or 'auto'; got 'int4'"),
+        (
+            lambda: codec_named("int8").encode(torch.ones(2, dtype=torch.int32)),
+            TypeError,
+            "rows must be .*got torch.int32",
+        ),
+        (lambda: codec_named("bf16").encode(torch.ones(2).half()), ValueError, "wider than float16"),
+        (
+            lambda: codec_named("int8").decode(torch.zeros(3, 8, dtype=torch.uint8), 8, torch.float32),
+            ValueError,
+            r"a row of 8 numbers of torch.float32 is torch.uint8 of 12 bytes; got torch.uint8 of 8",
+        ),
+        (lambda: codec_named(None).decode(torch.zeros(8), 2, torch.float32), ValueError, "got torch.float32 of 8"),
+        (
+            lambda: codec_named(None).decode(torch.zeros(8, dtype=torch.uint8), 2, torch.float32, torch.zeros(3)),
+            ValueError,
+            r"out must have the shape of the rows, \(2,\); got \(3,\)",
+        ),
+        (lambda: check_codec("auto", None, torch.float32), ValueError, 'codec "auto" needs an error_bound.*got None'),
+        (lambda: check_codec("auto", 1.0, torch.float32), ValueError, "above 0 and below 1; got 1.0"),
+        (lambda: check_codec("auto", NAN, torch.float32), ValueError, "above 0 and below 1; got nan"),
+        (
+            lambda: check_codec("int8", 0.1, torch.float32),
+            ValueError,
+            'error_bound is what codec "auto" keeps; got 0.1',
+        ),
+        (lambda: check_codec("bf16", None, torch.float16), ValueError, "wider than float16"),
+        (lambda: check_codec("fp8", None, torch.float32), ValueError, "got 'fp8'"),
+        (lambda: wire_report(torch.ones(0, 4), torch.ones(0, 4), codec_named(None)), ValueError, "at least one row"),
+    ],
+)
+def test_bad_input(act, error, message) -> None:
+    with pytest.raises(error, match=message):
+        act()
+
+
+@pytest.mark.parametrize("codec", [None, "bf16", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_never_go_below_bf16(codec, dtype) -> None:
+    found = gradient_codec(codec_named(codec), dtype)
+    assert found.row_bytes(16, dtype) >= 32
+    assert found.name == ("bf16" if codec and dtype in (torch.float32, torch.float64) else None)
+    found.check(dtype)
+
+
+@given(rows(), st.sampled_from([0.001, 2**-8, 0.0039, 0.005, 0.008, 0.01, 0.02, 0.1, 0.9]))
+def test_auto_keeps_the_bound(x, bound) -> None:
+    """And takes int8 wherever half a scale is within it for every row."""
+    codec = choose_codec(x, x, bound)
+    check_codec("auto", bound, x.dtype)
+    rounding = torch.finfo(x.dtype).eps / 2 if x.dtype.itemsize == 2 else 0
+    if x.numel():
+        assume(bool((x.double().abs().amax(-1) == 0).logical_or(x.double().abs().amax(-1) > 1e-3).all()))
+        assert wire_report(x, x, codec).largest_error <= bound
+    assert (codec.name == "int8") == (row_peak(x) * 0.50001 / 127 + rounding <= bound)
+    if codec.name != "int8":
+        assert codec.name == ("bf16" if x.dtype.itemsize > 2 and bound >= 2**-8 else None)
+
+
+def test_the_peak_of_rows() -> None:
+    assert row_peak(torch.tensor([[3.0, -3.0], [0.0, 0.0]])) == 1
+    assert row_peak(torch.tensor([[1.0, 1.0], [0.0, -5.0]])) == pytest.approx(math.sqrt(2))
+    assert row_peak(torch.zeros(0, 4)) == 1
+    for bad in (NAN, INF, 1e-37):
+        assert row_peak(torch.tensor([[1.0, 1.0], [bad, 0.0]])) == INF
+    assert row_peak(torch.tensor([[3e38, -3e38]])) == pytest.approx(1)
+
+
+def choose_on_ranks(bound, dtype):
+    """Rank 1 alone has a row with an outlier; a rank holds no row at all."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    ranks = Ranks.of(mesh)
+    k = torch.ones(1, 2, 3, 64, dtype=dtype)[:, :, : 0 if ranks.rank == 2 else None]
+    if ranks.rank == 1:
+        k = k.clone()
+        k[0, 1, 2, 5] = 30.0
+    traffic().reset()
+    name = choose_codec(k, k.flip(-1), bound, ranks).name
+    return name, dict(traffic().sent), dict(traffic().transfers)
+
+
+@pytest.mark.parametrize(
+    ("bound", "dtype", "name", "collectives"),
+    [
+        (0.1, torch.float32, "int8", 1),
+        (0.02, torch.float32, "bf16", 1),
+        (0.02, torch.float16, None, 1),
+        (0.0039, torch.float32, None, 0),
+        (0.00391, torch.float32, "bf16", 0),
+    ],
+)
+def test_ranks_choose_together(bound, dtype, name, collectives) -> None:
+    """A peak of 7.8 on one rank: 3.1 % at most as int8."""
+    wanted = (name, {"set-up": 8} if collectives else {}, {"set-up": 1} if collectives else {})
+    assert on_ranks(3, choose_on_ranks, bound, dtype) == [wanted] * 3
+
+
+def test_report() -> None:
+    k = torch.tensor([[127.0, 0.4], [0.0, 0.0]])
+    report = wire_report(k, -k, codec_named("int8"))
+    assert (report.num_bytes, report.plain_bytes, report.saved) == (24, 32, 0.25)
+    assert report.largest_error == pytest.approx(0.4 / math.hypot(127, 0.4))
+    assert report.mean_error == pytest.approx(report.largest_error / 2)
+    assert wire_report(k, k, codec_named(None)).largest_error == 0
+    assert math.isnan(wire_report(k, k * NAN, codec_named("int8")).largest_error)
+
+
+def test_rows_beyond_bfloat16_go_as_they_are() -> None:
+    """Finite numbers that no narrower codec can write: "auto" keeps its bound and leaves them alone."""
+    k = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+    assert choose_codec(k, k * 1e200, 0.05).name is None
+    assert choose_codec(k, k, 0.05).name == "int8"

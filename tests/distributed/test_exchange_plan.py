@@ -1,0 +1,297 @@
+"""The exchange plan: sender and receiver agree to the order, and no rank gets a token that it does not need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexdilated import masks
+from flexdilated.distributed import Sharding
+from flexdilated.distributed.counts import _chunks, _dilated
+from flexdilated.distributed.counts._tokens import token_counts
+from flexdilated.distributed.exchange._plan import ExchangePlan, local_indices
+from flexdilated.masks.core._bound import Extent
+from flexdilated.masks.needs._needs import needed_keys
+from flexdilated.testing.strategies import lengths, shardings
+from tests.support import oracle, twins
+from tests.support.run_time_strategies import Packed, packed_cases
+from tests.support.strategies import expressions
+from tests.support.twins import Twin
+
+# W ranks, G KV heads, N tokens
+
+
+@dataclass(frozen=True)
+class Many:
+    """A pattern over the shards of W ranks: H of all heads, from head_offset on, in G groups."""
+
+    twin: Twin
+    sharding: Sharding
+    num_heads: int
+    num_kv_heads: int
+    head_offset: int
+    num_heads_global: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        names = ("num_heads", "num_kv_heads", "head_offset", "num_heads_global")
+        return {name: getattr(self, name) for name in names}
+
+    def plan(self, rank: int) -> ExchangePlan:
+        return ExchangePlan.of(self.twin.pattern, self.sharding, rank, **self.sizes)
+
+    def needed(self) -> Tensor:
+        """(G, W, N): whether some query of the rank, in some head of the group, may attend to the token."""
+        positions = torch.arange(self.sharding.num_tokens)
+        heads = range(self.head_offset, self.head_offset + self.num_heads)
+        counts = oracle.counts(self.twin.rule, heads, self.num_heads_global, positions, positions)
+        return needed_by_rank(counts.unflatten(0, (self.num_kv_heads, -1)).sum(1), self.sharding)
+
+
+def needed_by_rank(pairs: Tensor, sharding: Sharding) -> Tensor:
+    """(G, W, N) from a dense table (G, N, N)."""
+    return torch.stack([pairs[:, sharding.positions(rank)].any(1) for rank in range(sharding.num_ranks)], 1)
+
+
+def minimum(needed: Tensor, sharding: Sharding) -> Tensor:
+    """(W, W): (KV head, token) pairs that each target needs of each source; nothing of itself."""
+    ranks = range(sharding.num_ranks)
+    counts = torch.stack([needed[:, :, sharding.positions(source)].sum((0, 2)) for source in ranks], 1)
+    return counts.fill_diagonal_(0)
+
+
+@st.composite
+def manies(draw: st.DrawFn) -> Many:
+    total = draw(st.sampled_from([1, 2, 4, 6]))
+    twin = draw(expressions(total))
+    here = draw(st.integers(1, total))
+    offset = draw(st.integers(0, total - here))
+    groups = draw(st.sampled_from([groups for groups in range(1, here + 1) if here % groups == 0]))
+    tokens = draw(st.one_of(lengths(twin.edges), *[st.integers(8, 60)] * 3))
+    return Many(twin, draw(shardings(tokens, max_ranks=7)), here, groups, offset, total)
+
+
+@given(manies())
+def test_plans_and_counts(many: Many):
+    check_minimum(many)
+    check_counts_by_many_chunks_at_once(many)
+    check_sender_and_receiver_agree(many)
+
+
+def check_minimum(many: Many) -> None:
+    """Each rank receives exactly what it needs, in each KV head once, and the counts know it without a plan."""
+    sharding, needed = many.sharding, many.needed()
+    for rank in range(sharding.num_ranks):
+        for source, by_head in enumerate(many.plan(rank).received):
+            for head, keys in enumerate(by_head):
+                positions = [key for each in keys for key in each]
+                held = sharding.positions(source) if source != rank else torch.arange(0)
+                assert sorted(positions) == held[needed[head, rank, held]].tolist()
+    counts = token_counts(many.twin.pattern, sharding, **many.sizes)
+    assert counts.dtype == torch.int64
+    assert torch.equal(counts, minimum(needed, sharding))
+
+
+@st.composite
+def ladders(draw: st.DrawFn) -> Many:
+    """Branches whose rates divide their segments and one another: counted in closed form."""
+    rates = [draw(st.integers(1, 3))]
+    for _ in range(draw(st.integers(0, 3))):
+        rates.append(rates[-1] * draw(st.sampled_from([1, 1, 2, 3, 4])))
+    segments = [rate * draw(st.integers(1, 12)) for rate in rates]
+    offsets = draw(st.sampled_from(["interleaved", "contiguous"]))
+    twin = twins.longnet(segments, rates, offsets=offsets)
+    twin = twin & twins.causal() if draw(st.booleans()) else twin
+    total = draw(st.sampled_from([1, 2, 4, 6]))
+    groups = draw(st.sampled_from([groups for groups in range(1, total + 1) if total % groups == 0]))
+    tokens = draw(st.one_of(st.integers(1, 9), st.integers(8, 90)))
+    return Many(twin, draw(shardings(tokens, max_ranks=7)), total, groups, 0, total)
+
+
+@given(ladders())
+def test_counts_in_closed_form(many: Many):
+    """By the closed form and without it, which takes over where it would take too much memory."""
+    expected = minimum(many.needed(), many.sharding)
+    with pytest.MonkeyPatch.context() as patch:
+        # What is called for other patterns.
+        patch.setattr("flexdilated.distributed.counts._tokens._of_group", None)
+        assert torch.equal(token_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_dilated, "_MOST_VALUES", 0)
+        assert torch.equal(token_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
+
+
+def check_counts_by_many_chunks_at_once(many: Many) -> None:
+    """Bounds decide squares of chunks, few at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_chunks, "_FEW_CHUNKS", 0)
+        patch.setattr(_chunks, "_FRONTIER", 5)
+        counts = token_counts(many.twin.pattern, many.sharding, **many.sizes)
+    assert torch.equal(counts, minimum(many.needed(), many.sharding))
+
+
+def check_sender_and_receiver_agree(many: Many) -> None:
+    """To the order; and the indices of what is sent are those of the positions in the sender's shard."""
+    plans = [many.plan(rank) for rank in range(many.sharding.num_ranks)]
+    for rank, plan in enumerate(plans):
+        assert plan.received[rank] == plan.sent[rank] == ((),) * many.num_kv_heads
+        assert all(plan.received[other] == plans[other].sent[rank] for other in range(len(plans)))
+        assert plan.num_sent == tuple(len([*_places(by_head)]) for by_head in plan.sent)
+        assert plan.num_received == tuple(plans[other].num_sent[rank] for other in range(len(plans)))
+        places = [place for by_head in plan.sent for place in _places(by_head)]
+        sent, received = plan.rows(torch.device("cpu"))
+        assert sent.heads.tolist() == [head for head, _ in places]
+        positions = many.sharding.positions(rank)[sent.index]
+        assert positions.tolist() == [position for _, position in places]
+        came = [place for by_head in plan.received for place in _places(by_head)]
+        assert received.heads.tolist() == [head for head, _ in came]
+        for (head, position), index in zip(came, received.index.tolist(), strict=True):
+            keys = [key for run in plan.placement.keys[head] for key in run]
+            assert keys[index] == position
+
+
+def _places(by_head):
+    """(KV head, position) of each token on the wire, in order."""
+    return ((head, key) for head, ranges in enumerate(by_head) for keys in ranges for key in keys)
+
+
+@given(packed_cases(), st.data())
+def test_run_time_patterns(packed: Packed, data):
+    """Documents, lengths and marks: what any batch entry needs."""
+    N = max(packed.q_offset + packed.num_queries, packed.k_offset + packed.num_keys)
+    if packed.counts.shape[-2:] != (N, N):
+        return
+    pattern = packed.pattern.resolve(packed.pattern.given_tensors(), Extent(N, N))
+    sharding = data.draw(shardings(N, max_ranks=7))
+    needed = needed_by_rank(packed.counts.sum(0), sharding)
+    counts = token_counts(pattern, sharding, num_heads=packed.num_heads, num_kv_heads=packed.num_heads)
+    assert torch.equal(counts, minimum(needed, sharding))
+
+
+LADDER = masks.longnet([2048 << power for power in range(10)], [1 << power for power in range(10)])
+
+
+def test_longnet_of_a_million_tokens_on_eight_ranks():
+    """For a head 3,072 tokens from other ranks, of 917,504 that there are.
+
+    The three branches whose segments are wider than a shard reach 1024, 1536 and 1792 of them, 4,352 together, of
+    which 1,280 are the same.
+    """
+    sharding = Sharding(1 << 20, 8)
+    full = token_counts(LADDER, sharding, num_heads=16, num_kv_heads=16)
+    assert full.sum(1).tolist() == [16 * 3072] * 8
+    causal = token_counts(LADDER & masks.causal(), sharding, num_heads=16, num_kv_heads=16)
+    assert causal.sum(1).tolist() == [16 * each for each in (0, 1024, 1024, 2048, 1024, 2048, 2048, 3072)]
+    widest = [token_counts(branch, sharding, num_heads=1, num_kv_heads=1)[0].sum() for branch in LADDER.parts[-3:]]
+    assert [int(each) for each in widest] == [1024, 1536, 1792]
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    "pattern",
+    [LADDER & masks.causal(), LADDER, masks.local_window(left=300_000, right=0) | masks.first_tokens(4)],
+    ids=["longnet, causal", "longnet", "window and first tokens"],
+)
+def test_counts_of_many_ranks(pattern, order):
+    """A hundred million tokens on 500 ranks, where chunks begin anywhere: pairs drawn at random, and neighbours."""
+    sharding = Sharding(100_000_007, 500, order)
+    counts = token_counts(pattern, sharding, num_heads=4, num_kv_heads=2)
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randint(500, (20, 2), generator=generator)
+    near = torch.arange(20)[:, None] * 25 + torch.tensor([1, 0])
+    for target, source in torch.cat([pairs, near]).tolist():
+        needed = [
+            needed_keys(
+                pattern,
+                queries=sharding.ranges(target),
+                keys=sharding.ranges(source),
+                heads=heads,
+                num_heads_global=4,
+            )
+            for heads in (range(2), range(2, 4))
+        ]
+        expected = sum(len(keys) for ranges in needed for keys in ranges) if target != source else 0
+        assert int(counts[target, source]) == expected
+
+
+def test_squares_of_chunks_are_no_single_chunks(monkeypatch):
+    """Two tokens need two between them, and the first of them one."""
+    monkeypatch.setattr(_chunks, "_FEW_CHUNKS", 0)
+    counts = token_counts(masks.causal(), Sharding(8, 8), num_heads=1, num_kv_heads=1)
+    assert torch.equal(counts, torch.ones(8, 8, dtype=torch.int64).tril(-1))
+
+
+def test_offsets_differ_where_segments_do_not_begin_at_multiples_of_a_rate():
+    """Chunks do, and one branch's segments of 7 do not: heads 0 and 1 then need different numbers of tokens."""
+    pattern = masks.longnet([4, 7, 28], [1, 1, 4], offsets="contiguous")
+    counts = token_counts(pattern, Sharding(180, 2, "contiguous", [20, 160]), num_heads=2, num_kv_heads=2)
+    assert counts.tolist() == [[0, 5], [20, 0]]
+
+
+def test_indices_in_a_shard_of_two_runs():
+    """Positions 2, 3 and 12, 13 are the tokens 0 to 3 of the second of four ranks."""
+    plan = ExchangePlan.of(masks.every(), Sharding(16, 4, "zigzag"), 1, num_heads=1, num_kv_heads=1)
+    assert plan.sent[0] == ((range(2, 4), range(12, 14)),)
+    assert plan.rows(torch.device("cpu"))[0].index.tolist() == [0, 1, 2, 3] * 3
+    assert local_indices((range(2, 4), range(12, 14)), (range(3, 13, 9), range(2, 3))).tolist() == [1, 2, 0]
+
+
+def test_heads_that_share_a_kv_head_share_its_tokens():
+    """Sixteen offsets in groups of four: four times the tokens of a head, sent once a group."""
+    sharding = Sharding(1 << 12, 4)
+    pattern = masks.longnet([1 << 12], [16])
+    grouped = token_counts(pattern, sharding, num_heads=16, num_kv_heads=4)
+    assert torch.equal(grouped, token_counts(pattern, sharding, num_heads=16, num_kv_heads=16))
+    same = token_counts(masks.causal(), sharding, num_heads=16, num_kv_heads=4)
+    assert torch.equal(same, token_counts(masks.causal(), sharding, num_heads=4, num_kv_heads=4))
+
+
+def test_plans_come_from_the_cache():
+    pattern, sharding = masks.local_window(left=9, right=2), Sharding(64, 4)
+    sizes = {"num_heads": 2, "num_kv_heads": 1}
+    plan = ExchangePlan.of(pattern, sharding, 1, **sizes)
+    assert ExchangePlan.of(pattern, Sharding.of(sharding.numbers()), 1, **sizes) is plan
+    for other in (
+        ExchangePlan.of(pattern, sharding, 2, **sizes),
+        ExchangePlan.of(pattern, Sharding(64, 4, "zigzag"), 1, **sizes),
+        ExchangePlan.of(masks.causal(), sharding, 1, **sizes),
+        ExchangePlan.of(pattern, sharding, 1, num_heads=2, num_kv_heads=2),
+    ):
+        assert other is not plan
+        assert other != plan
+    assert masks.cache().forget(pattern) >= 1
+    assert ExchangePlan.of(pattern, sharding, 1, **sizes) is not plan
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changed"),
+    [
+        (ValueError, "num_kv_heads must divide num_heads; got num_heads=4 and num_kv_heads=3", {"num_kv_heads": 3}),
+        (ValueError, "num_heads must be at least 1", {"num_heads": 0}),
+        (ValueError, "num_kv_heads must be at least 1", {"num_kv_heads": 0}),
+        (ValueError, "head_offset must be at least 0", {"head_offset": -1}),
+        (ValueError, "heads 2 to 5 must lie within num_heads_global; got num_heads_global=4", {"head_offset": 2}),
+        (ValueError, "rank must be at most 1; got rank=2", {"rank": 2}),
+        (TypeError, "pattern must be a pattern or mixture", {"pattern": "causal"}),
+        (ValueError, "needs the run-time tensor 'ids'", {"pattern": masks.documents("ids")}),
+        (ValueError, "a grid of 2x2 holds 4 tokens", {"pattern": masks.neighborhood((2, 2), 0)}),
+        (ValueError, "per_head needs one pattern a head; got 1 for 4", {"pattern": masks.per_head([masks.causal()])}),
+    ],
+)
+def test_errors_name_the_rule(error, message, changed):
+    values = {"pattern": masks.causal(), "sharding": Sharding(8, 2), "rank": 0, "num_heads": 4, "num_kv_heads": 2}
+    values |= {"num_heads_global": 4, **changed}
+    with pytest.raises(error, match=message):
+        ExchangePlan.of(values.pop("pattern"), values.pop("sharding"), values.pop("rank"), **values)
+
+
+def test_counts_raise_the_same_errors():
+    with pytest.raises(ValueError, match="num_kv_heads must divide num_heads"):
+        token_counts(masks.causal(), Sharding(8, 2), num_heads=4, num_kv_heads=3)
+    with pytest.raises(ValueError, match="a grid of 2x2 holds 4 tokens"):
+        token_counts(masks.neighborhood((2, 2), 0), Sharding(8, 2), num_heads=1, num_kv_heads=1)

@@ -1,0 +1,137 @@
+"""The ranks that the other tests run on: results, exceptions, hangs, deaths, and what stays behind."""
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from tests.support.rank_worker import set_group_timeout
+from tests.support.ranks import on_ranks, outcomes_on_ranks
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def scaled_sum(value: Tensor) -> Tensor:
+    total = value * (dist.get_rank() + 1)
+    dist.all_reduce(total)
+    return total
+
+
+def process_and_files() -> tuple[int, int]:
+    return os.getpid(), len(os.listdir("/proc/self/fd"))
+
+
+def fails_on_rank_1() -> None:
+    set_group_timeout(3)
+    if dist.get_rank() == 1:
+        raise ValueError("it is rank 1 that fails")
+    dist.barrier()
+
+
+def hangs_on_rank_1() -> int:
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    return dist.get_rank()
+
+
+def dies_on_rank_1() -> int:
+    if dist.get_rank() == 1:
+        os._exit(7)
+    return dist.get_rank()
+
+
+def writes_its_process_and_hangs(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(1000)
+
+
+def warns() -> None:
+    warnings.warn("odd", stacklevel=1)
+
+
+def says_where() -> tuple[int, int, str | None, int]:
+    return dist.get_rank(), dist.get_world_size(), os.environ.get("FLEXDILATED_MACHINE"), torch.get_num_threads()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_results_come_by_rank(size: int) -> None:
+    value = torch.tensor([1.0, 2.0], requires_grad=True)
+    totals = on_ranks(size, scaled_sum, value.detach())
+    for total in totals:
+        torch.testing.assert_close(total, value.detach() * (size * (size + 1) // 2), rtol=0, atol=0)
+    assert on_ranks(size, says_where) == [(rank, size, "builtin", 1) for rank in range(size)]
+
+
+@needs_proc
+def test_processes_are_used_again_and_leak_no_file() -> None:
+    before = on_ranks(2, process_and_files)
+    here = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        on_ranks(2, scaled_sum, torch.ones(3))
+    assert on_ranks(2, process_and_files) == before
+    assert len(os.listdir("/proc/self/fd")) == here
+
+
+def test_an_exception_on_one_rank_is_raised_with_all_ranks_errors() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 0 of 2: did not end.*rank 1 of 2.*it is rank 1 that fails"):
+        on_ranks(2, fails_on_rank_1)
+    assert on_ranks(2, says_where)[1][:2] == (1, 2)
+
+
+def test_a_warning_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="UserWarning: odd"):
+        on_ranks(1, warns)
+
+
+def test_a_hang_ends_at_the_timeout_and_says_where() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2: did not end in .* in hangs_on_rank_1"):
+        on_ranks(2, hangs_on_rank_1, timeout=2)
+    assert on_ranks(2, says_where)[1][:2] == (1, 2)
+
+
+def test_a_death_is_told() -> None:
+    with pytest.raises(AssertionError, match="rank 1 of 2: died with exit code 7"):
+        on_ranks(2, dies_on_rank_1)
+    (first, second) = outcomes_on_ranks(2, dies_on_rank_1)
+    assert (first.result, first.error) == (0, None)
+    assert (second.result, second.error) == (None, "died with exit code 7")
+
+
+def test_outcomes_wait_for_the_group_to_give_up() -> None:
+    (first, second) = outcomes_on_ranks(2, fails_on_rank_1)
+    assert first.error is not None
+    assert "Traceback" in first.error
+    assert second.error is not None
+    assert "it is rank 1 that fails" in second.error
+
+
+def is_alive(process: int) -> bool:
+    """Whether it runs; one that has ended and that nobody has asked about is not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@needs_proc
+def test_workers_end_with_their_parent_in_the_middle_of_a_call(tmp_path: Path) -> None:
+    code = "import sys; from tests.support import ranks; from tests.distributed import test_ranks as t; "
+    code += f"ranks.on_ranks(2, t.writes_its_process_and_hangs, {str(tmp_path)!r}, timeout=600)"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    deadline = time.monotonic() + 250
+    while len(processes := [int(file.name) for file in tmp_path.iterdir()]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(processes) == 2
+    assert all(map(is_alive, processes))
+    parent.kill()
+    parent.wait()
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_alive, processes))

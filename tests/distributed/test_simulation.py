@@ -1,0 +1,78 @@
+"""Simulation: what is planned is what ranks then send; links and steps by hand."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.cli._simulation import Links, simulate, step_seconds
+from flexdilated.distributed import Sharding
+from flexdilated.memory._memory import AttentionSize, attention_memory
+from tests.support import commands
+from tests.support.ranks import on_ranks
+
+# B batch, H query heads, G key/value heads, L tokens of a rank, D head dim
+
+
+PATTERNS = {
+    "longnet": masks.longnet((32, 128, 512), (1, 4, 16)) & masks.causal(),
+    "window": masks.local_window(left=40, right=7),
+    "causal": masks.causal(),
+}
+
+
+def bytes_received(pattern: str, sharding: tuple[int, ...], schedule: str, codec: str | None) -> dict[str, int]:
+    """What this rank receives in a forward and a backward of 2 sequences, 4 heads over 2 of 8 numbers."""
+    held, mesh = Sharding.of(sharding), init_device_mesh("cpu", (dist.get_world_size(),))
+    length = held.length(dist.get_rank())
+    q, k, v = (torch.randn(2, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
+    traffic = fd.distributed.traffic()
+    traffic.reset()
+    how = {"mesh": mesh, "sharding": held, "schedule": schedule, "codec": codec, "enable_gqa": True}
+    fd.distributed.attend(q, k, v, masks.from_json(pattern), **how).sum().backward()
+    return {role: traffic.received[role] for role in ("keys", "gradients")}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    ("schedule", "codec"), [("exchange", None), ("exchange", "int8"), ("ring", None), ("ring", "bf16")]
+)
+def test_what_is_planned_is_what_is_sent(pattern, order, schedule, codec, monkeypatch) -> None:
+    monkeypatch.setattr("flexdilated.cli._simulation.attention_memory", commands.memory_of_call)  # takes seconds
+    sharding = Sharding(500, 3, order, (140, 200, 160))
+    found = simulate(pattern, sharding, AttentionSize(500, 4, 8, torch.float32, 2, 2), codec=codec)
+    way = found.ways[schedule]
+    sent = on_ranks(3, bytes_received, masks.to_json(pattern), sharding.numbers(), schedule, codec)
+    fetches = 2 if schedule == "ring" else 1  # in the backward once more
+    assert [each["keys"] for each in sent] == (fetches * way.keys.sum(1)).tolist()
+    assert [each["gradients"] for each in sent] == (way.gradient_bytes * way.tokens.sum(0)).tolist()
+
+
+def test_a_rule_that_takes_no_shard_alone() -> None:
+    """Rows of a block list name keys beyond the first shard: its memory is a share of the whole's."""
+    pattern = masks.block_list([[0], [0, 3], [0, 2], [1, 3]], block=16)
+    size = AttentionSize(64, 2, 16, torch.float32)
+    found = simulate(pattern, Sharding(64, 4), size)
+    assert found.call.inputs == attention_memory(pattern, size).inputs // 4
+    assert found.ways["exchange"].tokens.tolist() == [[0, 0, 0, 0], [32, 0, 0, 32], [32, 0, 0, 0], [0, 32, 0, 0]]
+
+
+def test_links_take_the_busier_direction_and_the_slower_kind() -> None:
+    received = torch.tensor([[0, 10, 40, 0], [30, 0, 0, 0], [0, 0, 0, 0], [0, 0, 20, 0]])
+    assert Links(bytes_per_s=10).seconds(received).tolist() == [5, 3, 6, 2]
+    near = Links(bytes_per_s=10, between_bytes_per_s=2, ranks_per_node=2, latency_s=100)
+    # Messages of each rank: 2 come to rank 0, 1 goes to rank 1 and 1 comes from it, 2 go from rank 2, 1 comes to 3.
+    assert near.seconds(received).tolist() == [220, 103, 220, 102]
+
+
+def test_a_ring_overlaps_and_fetches_twice() -> None:
+    computing = torch.tensor([3.0, 1.0], dtype=torch.float64), torch.tensor([6.0, 2.0], dtype=torch.float64)
+    keys, gradients = torch.tensor([[0, 0], [20, 0]]), torch.tensor([[0, 0], [70, 0]])
+    moved = {"keys": keys, "gradients": gradients}
+    exchange = step_seconds(*computing, Links(bytes_per_s=10), **moved, overlapped=False)
+    assert exchange == {"keys": 2, "gradients": 7, "computing": 9, "forward": 5, "backward": 13, "step": 18}
+    ring = step_seconds(*computing, Links(bytes_per_s=10), **moved, overlapped=True)
+    assert (ring["forward"], ring["backward"]) == (3, 9)

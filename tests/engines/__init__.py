@@ -1,0 +1,1 @@
+"""Each engine, and the parts that engines share."""

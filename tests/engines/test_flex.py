@@ -1,0 +1,264 @@
+"""The flex engine: its BlockMasks compiled on CPU, and its whole path with a dense stand-in for the kernel."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines.flex import _flex
+from flexdilated.engines.flex._flex import FlexProgram, FlexStep, make_flex_program, run_flex
+from flexdilated.engines.flex._flex_op import static_program
+from flexdilated.masks.planning._planner import Plan, plan
+from flexdilated.masks.planning.lowering._nested import nested_terms
+from tests.support import oracle
+from tests.support.agreement import assert_agrees
+from tests.support.strategies import Case, block_sides, cases, tensors, whole_cases
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+CPU = torch.device("cpu")
+
+
+def dense_flex(
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, scale, enable_gqa, return_aux, score_mod=None
+):
+    """What an accelerator's kernel computes: listed blocks only, the mask_mod on partial ones, with an lse."""
+    H, N, M = q.shape[1], q.shape[2], k.shape[2]
+    k, v = (x.repeat_interleave(H // k.shape[1], dim=1) if enable_gqa else x for x in (k, v))
+    rows, columns = torch.arange(N), torch.arange(M)
+    heads = torch.arange(H)[:, None, None]
+    by_rule = block_mask.mask_mod(torch.tensor(0), heads, rows[:, None], columns[None])
+    listed = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+    whole = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    row_block, column_block = rows // block_mask.BLOCK_SIZE[0], columns // block_mask.BLOCK_SIZE[1]
+    partial, full = (x[:, row_block][:, :, column_block] for x in (listed, whole))
+    read = (partial | full).expand(H, -1, -1)  # a kernel reads the slots of listed blocks
+    rows_read = read.any(2)[..., None]
+    columns_read = read.unflatten(0, (k.shape[1], -1)).any(1).any(1)[..., None]
+    q, (k, v) = q.masked_fill(~rows_read, 0.0), (x.masked_fill(~columns_read, 0.0) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * scale
+    if score_mod is not None:
+        scores = one_by_one(score_mod)(scores, torch.arange(len(q)), heads.flatten(), rows, columns)
+    scores = scores.masked_fill(~(full | (partial & by_rule)), -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    return (weights @ v).masked_fill(~rows_read, 0.0), SimpleNamespace(lse=lse)
+
+
+def one_by_one(score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of one score and its four indices, over (B, H, N, M) scores and the indices of each dim."""
+    for place in (4, 3, 2, 1):
+        score_mod = torch.vmap(score_mod, in_dims=(0, *(0 if dim == place else None for dim in (1, 2, 3, 4))))
+    return score_mod
+
+
+def _listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """(H, rows, columns): which blocks the lists name."""
+    named = torch.zeros(indices.shape[1:], dtype=torch.bool)
+    for head in range(indices.shape[1]):
+        for row in range(indices.shape[2]):
+            named[head, row, indices[0, head, row, : counts[0, head, row]].long()] = True
+    return named
+
+
+def call_key(case: Case, kv_heads: int, side: int, rate: int = 1) -> CallKey:
+    sizes = (case.num_heads, kv_heads, case.num_queries, case.num_keys)
+    where = (case.q_offset, case.k_offset, case.head_offset, case.num_heads_global)
+    return CallKey(case.twin.pattern.text, *sizes, *where, rate, (side, side))
+
+
+def attend_by(key: CallKey, scale: float, **features):
+    return around_dense(static_program(key, CPU), scale, **features)
+
+
+def around_dense(program: FlexProgram, scale: float, *, kernel: Callable[..., tuple] = dense_flex, **features):
+    """The engine with a stand-in for its kernel."""
+    program = replace(program, steps=tuple(replace(step, call=kernel) for step in program.steps))
+    options = {"scale": scale, "return_lse": True, "direct": False, **features}
+    return lambda q, k, v, sinks=None: run_flex(program, q, k, v, sinks=sinks, **options)
+
+
+@given(st.data(), block_sides)
+def test_the_engine_around_the_kernel_is_the_oracle(data, side):
+    """Gathers, BlockMasks, merges and their gradients: all but the kernel, which is dense here."""
+    case = data.draw(cases())
+    drawn = data.draw(tensors(case))
+    assert_agrees(attend_by(call_key(case, drawn[1].shape[1], side), 0.5), drawn, case.counts(), scale=0.5)
+
+
+@given(st.data(), st.integers(2, 7), block_sides)
+def test_in_a_layout(data, rate, side):
+    case = data.draw(whole_cases())
+    layout = masks.Layout(case.num_keys, rate)
+    counts = case.counts()[:, layout.positions()][:, :, layout.positions()]
+    drawn = data.draw(tensors(case))
+    assert_agrees(attend_by(call_key(case, drawn[1].shape[1], side, rate), 0.5), drawn, counts, scale=0.5)
+
+
+def qkv(N: int, *, heads: int = 4, kv_heads: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    torch.manual_seed(N)
+    return tuple(torch.randn(1, count, N, 16, dtype=dtype) for count in (heads, kv_heads, kv_heads))
+
+
+def assert_near(found: Tensor, q: Tensor, k: Tensor, v: Tensor, rule: oracle.Rule) -> None:
+    """Within twice the error that dense attention of q's dtype makes on the same values (or a few roundings)."""
+    H, N = q.shape[1], q.shape[2]
+    counts = oracle.counts(rule, range(H), H, torch.arange(N), torch.arange(N))
+    truth, _ = oracle.attention(q.double(), k.double(), v.double(), counts, None)
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    full = torch.ones_like(counts)
+    dense_truth, _ = oracle.attention(q.double(), k.double(), v.double(), full, None)
+    budget = 2 * (dense.double() - dense_truth).norm() / dense_truth.norm()
+    assert (found.double() - truth).norm() / truth.norm() <= budget
+
+
+RULE = oracle.both(oracle.dilated(64, 2, 1), oracle.causal())
+PATTERN = masks.dilated(64, 2, 1) & masks.causal()
+UNION = (masks.dilated(64, 1) | masks.dilated(256, 4, 2)) & masks.causal()
+UNION_RULE = oracle.both(oracle.either(oracle.dilated(64, 1, 0), oracle.dilated(256, 4, 2)), oracle.causal())
+
+
+@pytest.mark.slow
+def test_compiled_block_mask():
+    """The BlockMask a FlexAttention user takes, in residue order; 300 tokens are no multiple of the block."""
+    q, k, v = qkv(300, dtype=torch.bfloat16)
+    layout = masks.Layout(300, 4)
+    mask = masks.block_mask(UNION, 300, num_heads=4, layout=layout)
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    found = layout.invert(compiled(*(layout.apply(x) for x in (q, k, v)), block_mask=mask))
+    assert_near(found, q, k, v, UNION_RULE)
+
+
+@pytest.mark.slow
+def test_narrow_heads_read_no_keys_of_the_next_head():
+    """With vectors of 8 floats, torch's template multiplied 16 keys where 8 were left (40 = 2 * 16 + 8)."""
+    q, k, v = (torch.randn(1, heads, 40, 8) for heads in (4, 2, 2))
+    k[:, 1] *= 1e4
+    pattern = masks.local_window(left=20, right=20)
+    out, expected = (fd.attend(q, k, v, pattern, engine=engine, enable_gqa=True) for engine in ("flex", "reference"))
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.slow
+def test_fullgraph_from_a_projection():
+    """Queries straight from a Linear, planned while tracing, at two lengths and back; once with C++ of the whole."""
+    torch.manual_seed(0)
+    project = torch.nn.Linear(8, 3 * 4 * 16).requires_grad_(False)
+
+    def split(x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = project(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        return q, k, v
+
+    def model(x: Tensor) -> Tensor:
+        return fd.attend(*split(x), PATTERN, engine="flex")
+
+    for backend, lengths in (("aot_eager", (256, 130, 256)), ("inductor", (256,))):
+        torch.compiler.reset()
+        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+        for N in lengths:
+            x = torch.randn(1, N, 8)
+            assert_near(compiled(x), *split(x), RULE)
+
+
+def test_what_flex_cannot_serve_on_cpu(monkeypatch):
+    """Each answer names an engine that can; nothing falls back."""
+    q, k, v = qkv(32)
+    mixture = masks.longnet([8, 16], [1, 2])
+    for reason, call in {
+        "gradient": (lambda: fd.attend(q.clone().requires_grad_(), k, v, PATTERN, engine="flex")),
+        "no lse": (lambda: fd.attend(q, k, v, PATTERN, engine="flex", return_lse=True)),
+        "2 branches": (lambda: fd.attend(q, k, v, mixture, engine="flex")),
+        "float64": (lambda: fd.attend(q.double(), k.double(), v.double(), PATTERN, engine="flex")),
+    }.items():
+        with pytest.raises(ValueError, match=reason) as error:
+            call()
+        assert "engine='tiles'" in str(error.value)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match="no-such-compiler") as error:
+        fd.attend(q, k, v, PATTERN, engine="flex")
+    assert "engine='tiles'" in str(error.value)
+    assert _flex.missing_compiler() is not None
+
+
+def test_no_pair_at_all_is_zero_and_differentiable():
+    """Offset 5 of a rate above the segment has no active token."""
+    case_key = CallKey((masks.dilated(4, 8, 5)).text, 2, 2, 9, 9, 0, 0, 0, 2, 1, (8, 8))
+    q, k, v = (x.double().requires_grad_() for x in qkv(9, heads=2, kv_heads=2))
+    out, lse = attend_by(case_key, 1.0)(q, k, v)
+    assert torch.equal(out, torch.zeros_like(q))
+    assert lse is not None
+    assert (lse == -torch.inf).all()
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert torch.equal(grad, torch.zeros_like(q))
+
+
+@given(st.data(), block_sides)
+def test_terms_with_weights(data, side):
+    """Pairs that several branches share, computed once: their weights come after a caller's score_mod."""
+    causal, H = data.draw(st.booleans()), data.draw(st.integers(1, 3))
+    N = data.draw(st.integers(8, 70))
+    ladder = ([8, 16, 32], [1, 2, 4])
+    pattern, rule = masks.longnet(*ladder), oracle.longnet(*ladder)
+    if causal:
+        pattern, rule = pattern & masks.causal(), oracle.both(rule, oracle.causal())
+    bound = pattern.bind(num_heads=H, num_queries=N, num_keys=N)
+    terms = nested_terms(Counter(bound.pattern.branches()), bound)
+    assert terms is not None
+    assert any(term.weights is not None for term in terms) or N == 8
+    chosen = Plan(bound, masks.Layout(N), tuple(terms), plan(bound).options)
+    program = make_flex_program(chosen, masks.Layout(N), num_kv_heads=H, block_size=(side, side), device=CPU)
+    program = replace(program, steps=tuple(replace(step, bias=double_bias(step)) for step in program.steps))
+    torch.manual_seed(N)
+    drawn = tuple(torch.randn(1, H, N, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    counts = oracle.counts(rule, range(H), H, torch.arange(N), torch.arange(N))
+    assert_agrees(around_dense(program, 0.5), drawn, counts, scale=0.5)
+    q, k, v = (x.detach() for x in drawn)
+    found = around_dense(program, 0.5, score_mod=slanted)(q, k, v)
+    exact = fd.attend(q, k, v, pattern, scale=0.5, score_mod=slanted, engine="reference", return_lse=True)
+    torch.testing.assert_close(found, exact)
+
+
+def double_bias(step: FlexStep) -> Tensor | None:
+    """The weights as exact as the oracle."""
+    bias = step.term.bias(torch.float64)
+    return None if bias is None or step.bias is None else bias.expand(step.bias.shape)
+
+
+def slanted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+    """Every index moves the score, so that one taken for another shows."""
+    return score * 0.5 + (q_idx - k_idx) * 0.01 * (h + 1)
+
+
+@pytest.mark.device
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "fullgraph"])
+def test_training_on_a_device(compiled):
+    """The mixture with gradients, eagerly and in one graph, against the oracle on the host."""
+    pattern = masks.longnet([64, 256], [1, 2]) & masks.causal()
+    rule = oracle.both(oracle.longnet([64, 256], [1, 2]), oracle.causal())
+    q, k, v = (x.cuda().requires_grad_() for x in qkv(500))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fd.attend(q, k, v, pattern)
+
+    run = torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend
+    counts = oracle.counts(rule, range(4), 4, torch.arange(500), torch.arange(500))
+    host = tuple(x.detach().cpu().double().requires_grad_() for x in (q, k, v))
+    truth, _ = oracle.attention(*host, counts, None)
+    out = run(q, k, v)
+    torch.testing.assert_close(out.cpu().double(), truth, rtol=0, atol=5e-3)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    for grad, true_grad in zip(grads, torch.autograd.grad(truth.sum(), host), strict=True):
+        torch.testing.assert_close(grad.cpu().double(), true_grad, rtol=0, atol=1e-2)

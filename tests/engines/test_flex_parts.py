@@ -1,0 +1,115 @@
+"""More elements than a kernel can count: heads in parts give what all heads give at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._operands import within_reach
+from flexdilated.engines.flex import _flex, _flex_op
+from flexdilated.engines.flex._flex_op import heads_of_part, key_of_part, kv_head_parts
+from tests.engines.test_flex import around_dense, dense_flex, slanted
+
+PATTERN = masks.longnet([8, 32], [1, 4]) & masks.causal()
+
+
+def on_meta(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def test_a_million_tokens_of_many_heads():
+    """Parts as large as may be; CPU tensors are never parted."""
+    million = 1 << 20
+    q, k = on_meta(1, 32, million, 128), on_meta(1, 8, million, 128)
+    parts = kv_head_parts(q, k)
+    assert parts == [range(begin, begin + 3) if begin < 6 else range(6, 8) for begin in (0, 3, 6)]
+    assert all(heads_of_part(q, part, 8).numel() < 1 << 31 for part in parts)
+    assert kv_head_parts(on_meta(1, 8, million, 128), on_meta(1, 8, million, 128)) == [range(8)]
+    assert kv_head_parts(torch.empty(1).expand(4, 32, million, 128), torch.empty(1).expand(4, 8, million, 128)) == [
+        range(8)
+    ]
+
+
+def test_one_head_that_is_too_large():
+    q, k = on_meta(64, 8, 1 << 20, 128), on_meta(64, 2, 1 << 20, 128)
+    with pytest.raises(ValueError, match=r"at most 2147483647 elements.*got 34359738368.*parts of the batch.*head_off"):
+        kv_head_parts(q, k)
+    # Keys count too, where they are more than queries.
+    with pytest.raises(ValueError, match="got 2147483648"):
+        kv_head_parts(on_meta(128, 1, 1, 16), on_meta(128, 1, 1 << 20, 16))
+
+
+def test_views_that_reach_too_far_are_copied():
+    """Of two batch entries the second one's heads lie behind all heads of the first; a projection holds q, k and v."""
+    q = on_meta(2, 16, 1 << 20, 128)
+    assert within_reach(heads_of_part(q, range(3, 6), 16)).is_contiguous()
+    assert within_reach(heads_of_part(q[:1], range(3, 6), 16)).storage_offset() == 3 << 27
+    sizes = {"vocab_size": 8, "embed_dim": 1024, "depth": 1, "num_heads": 8}
+    config = fd.LongNetConfig(**sizes, segment_lengths=(2048,), dilation_rates=(1,))
+    model = fd.LongNet(config).to("meta", torch.bfloat16)
+    handed: list[Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flexdilated.nn._longnet_block.attend", lambda *qkv, **_: (handed.extend(qkv[:3]), qkv[0])[1])
+        model(torch.zeros(1, 1 << 20, dtype=torch.int64, device="meta"))
+    assert max(map(reach, handed)) > 1 << 31, "or this test needs another model"
+    assert max(reach(within_reach(x)) for x in handed) < 1 << 31
+
+
+def reach(x: Tensor) -> int:
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def test_every_operand_of_a_kernel_is_within_reach(monkeypatch):
+    checked: list[Tensor] = []
+    monkeypatch.setattr(_flex, "within_reach", lambda x: (checked.append(x), x)[1])
+    key = CallKey(PATTERN.text, 2, 2, 50, 50, 0, 0, 0, 2, 1, (16, 16))
+    program = _flex_op.static_program(key, torch.device("cpu"))
+    handed: list[Tensor] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        handed.extend((q, k, v))
+        return dense_flex(q, k, v, **options)
+
+    around_dense(program, 0.5, kernel=kernel)(*torch.randn(3, 1, 2, 50, 4))
+    assert len(handed) == 3 * len(program.steps)
+    assert [id(x) for x in handed] == [id(x) for x in checked]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_parts_are_the_whole(monkeypatch, limit):
+    """Grouped heads with offsets of their own, a score_mod by head, sinks, and heads that are not the first."""
+    B, H, G, N, D = 2, 6, 3, 50, 4
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, heads, N, D, dtype=torch.float64) for heads in (H, G, G))
+    sinks = torch.randn(H, dtype=torch.float64)
+    key = CallKey(PATTERN.text, H, G, N, N, 0, 0, 2, 9, 1, (16, 16))
+    seen: list[CallKey] = []
+
+    def stand_in(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: CallKey, **options: Any) -> Any:
+        seen.append(key)
+        program, part_sinks = _flex_op.static_program(key, q.device), options.pop("sinks")
+        return around_dense(program, options.pop("scale"), **options)(q, k, v, part_sinks)
+
+    monkeypatch.setattr(_flex_op, "_flex", stand_in)
+    monkeypatch.setattr(_flex_op, "MOST_ELEMENTS", limit * B * (H // G) * N * D)
+    elsewhere = SimpleNamespace(device=torch.device("cuda"), shape=q.shape, numel=q.numel)
+    monkeypatch.setattr(_flex_op, "kv_head_parts", lambda q, k: kv_head_parts(elsewhere, k))
+    options = {"scale": 0.5, "score_mod": slanted, "return_lse": True}
+    out, lse = _flex_op.flex(q, k, v, [], key, sinks=sinks, **options)
+    assert [each.num_kv_heads for each in seen] == {1: [1, 1, 1], 2: [2, 1], 3: [3]}[limit]
+    where = {"head_offset": 2, "num_heads_global": 9, "enable_gqa": True}
+    exact = fd.attend(q, k, v, PATTERN, engine="reference", sinks=sinks, **where, **options)
+    assert_close((out, lse), exact)
+
+
+def test_the_key_of_a_part():
+    key = CallKey("", 12, 4, 5, 5, 0, 0, 6, 30, 1, ())
+    assert key_of_part(key, range(1, 3)) == key._replace(num_heads=6, num_kv_heads=2, head_offset=9)

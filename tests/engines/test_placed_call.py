@@ -1,0 +1,257 @@
+"""Tokens at stated positions: what a device computes that holds parts of a sequence is the oracle's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from flexdilated import attend, masks
+from flexdilated.engines import WholeRows
+from flexdilated.engines._placed_call import PlacedCall, placed_engine
+from flexdilated.masks.core._ranges import Ranges
+from flexdilated.masks.orders._placement import Placement
+from flexdilated.masks.planning._placed import plan_at
+from tests.support import oracle
+from tests.support.agreement import TIGHT, assert_agrees
+from tests.support.compilers import without_inductor
+from tests.support.strategies import longnets, written_expressions
+from tests.support.twins import Twin
+
+# B batch, H query heads, G key/value heads, D head dim
+
+
+@dataclass(frozen=True)
+class Part:
+    """A pattern over N positions for all heads, where some queries and keys are, and how often each pair counts."""
+
+    twin: Twin
+    placement: Placement
+    queries: Tensor
+    keys: tuple[Tensor, ...]  # positions, once or for each key/value head
+    num_kv_heads: int
+    num_heads: int
+
+    @property
+    def counts(self) -> Tensor:
+        """(H, queries, key slots): 0 for room to spare."""
+        heads = range(self.num_heads)
+        slots = max(map(len, self.keys))
+        found = torch.zeros(self.num_heads, len(self.queries), slots, dtype=torch.int64)
+        for head in heads:
+            keys = self.keys[head // (self.num_heads // self.num_kv_heads) if len(self.keys) > 1 else 0]
+            found[head, :, : len(keys)] = oracle.counts(
+                self.twin.rule, range(head, head + 1), self.num_heads, self.queries, keys
+            )[0]
+        return found
+
+    def call(self, engine: str = "tiles") -> PlacedCall:
+        return PlacedCall(self.twin.pattern.text, self.placement, 0.5, 0, self.num_heads, engine)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        sizes = [(self.num_heads, len(self.queries)), *[(self.num_kv_heads, max(map(len, self.keys)))] * 2]
+        q, k, v = (torch.randn(2, *size, 4, generator=generator, dtype=torch.float64) for size in sizes)
+        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+@st.composite
+def runs(draw: st.DrawFn, N: int) -> Ranges:
+    """One or two runs of step 1 in ascending order."""
+    cuts = sorted(draw(st.lists(st.integers(0, N), min_size=2, max_size=4, unique=True)))
+    return tuple(range(a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=False))
+
+
+def tokens(side: Ranges) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(r.start, r.stop, r.step) for r in side)])
+
+
+@st.composite
+def parts(draw: st.DrawFn, *, complete: bool) -> Part:
+    num_heads = draw(st.integers(1, 4))
+    twin: Twin = draw(st.one_of(written_expressions(num_heads), longnets()))
+    N = draw(st.integers(2, 48))
+    G = draw(st.sampled_from([heads for heads in range(1, num_heads + 1) if num_heads % heads == 0]))
+    queries = draw(runs(N))
+    if not complete:
+        keys = (draw(runs(N)),)
+        placement = Placement(queries, keys, complete=False, num_tokens=N)
+    else:
+        keys = tuple(_needed(draw, twin, queries, N, num_heads, range(g * (num_heads // G), (g + 1) * (num_heads // G)))
+                     for g in range(G))  # fmt: skip
+        placement = Placement(queries, keys, complete=True, num_tokens=N)
+    return Part(twin, placement, tokens(queries), tuple(map(tokens, keys)), G, num_heads)
+
+
+def _needed(draw: st.DrawFn, twin: Twin, queries: Ranges, N: int, num_heads: int, heads: range) -> Ranges:
+    """The queries' own positions first, then, in any order, all that some query needs, and some that none needs."""
+    seen = oracle.counts(twin.rule, heads, num_heads, tokens(queries), torch.arange(N)).bool().any(0).any(0)
+    own = set(tokens(queries).tolist())
+    extra = draw(st.sets(st.integers(0, N - 1), max_size=3))
+    others = sorted((set(seen.nonzero().flatten().tolist()) | extra) - own)
+    if draw(st.booleans()):
+        others = others[1::2] + others[::2]
+    return (*queries, *(range(position, position + 1) for position in others))
+
+
+@given(part=parts(complete=False))
+def test_runs_of_keys(part: Part):
+    """Keys that are not there are left out, also where the rule allows them."""
+    call = part.call()
+    assert_agrees(lambda q, k, v: call.forward(q, k, v, None, []), part.tensors(), part.counts, scale=0.5)
+
+
+@given(part=parts(complete=True))
+def test_the_needed_keys_of_each_head(part: Part):
+    """Own keys, then others in any order, with room to spare where a head has fewer."""
+    call = part.call()
+    assert_agrees(lambda q, k, v: call.forward(q, k, v, None, []), part.tensors(), part.counts, scale=0.5)
+
+
+@given(part=parts(complete=True), cut=st.integers(0, 48))
+def test_gradients_of_parts_add_up(part: Part, cut: int):
+    """Each part of the keys, fed the rows' whole outcome, gives its share of dq, and its own dk and dv."""
+    q, k, v = part.tensors()
+    N = part.placement.num_tokens
+    whole_keys = torch.randn(2, 2, 2, N, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    heads, pattern = part.num_heads, part.twin.pattern
+    k, v = (x[:, :1].expand(-1, part.num_kv_heads, -1, -1).clone().requires_grad_() for x in whole_keys)
+    rows = part.queries
+    counts = oracle.counts(part.twin.rule, range(heads), heads, rows, torch.arange(N))
+    out, lse = oracle.attention(q, k, v, counts, 0.5)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
+    sent = (out * grad_out).sum() + (lse.masked_fill(lse == -torch.inf, 0) * grad_lse).sum()
+    truth = torch.autograd.grad(sent, (q, k, v))
+    whole = WholeRows(out.detach(), lse.detach(), grad_out, grad_lse)
+    total = torch.zeros_like(q)
+    for keys in (range(min(cut, N)), range(min(cut, N), N)):
+        if not keys:
+            continue
+        placement = Placement(part.placement.queries, ((keys,),), complete=False, num_tokens=N)
+        call = PlacedCall(pattern.text, placement, 0.5, 0, heads, "tiles")
+        some = [x[:, :, keys.start : keys.stop].detach() for x in (k, v)]
+        dq, *grads = call.backward(q.detach(), *some, [], whole)
+        total += dq
+        for found, true in zip(grads, truth[1:], strict=True):
+            assert_close(found, true[:, :, keys.start : keys.stop], **TIGHT)
+    assert_close(total, truth[0], **TIGHT)
+
+
+def test_gradients_of_a_part_of_the_keys_come_as_they_are_summed() -> None:
+    """In float32 for tokens in bfloat16: those of the other parts are to be added."""
+    q, k, v, grad = torch.randn(4, 1, 2, 4, 8).bfloat16()
+    call = PlacedCall(masks.causal().text, Placement((range(4),), ((range(4),),), complete=True), 0.5, 0, 2, "tiles")
+    out, lse = call.forward(q, k, v, None, [])
+    assert lse is not None
+    assert {x.dtype for x in call.backward(q, k, v, [], WholeRows(out, lse, grad, None))} == {torch.float32}
+
+
+@given(part=parts(complete=False))
+def test_weights_of_a_part_by_public_means(part: Part):
+    """What an engine without a backward of its own sends into a part makes the same gradients."""
+    q, k, v = part.tensors()
+    call = part.call()
+    out, lse = call.forward(q, k, v, None, [])
+    assert lse is not None
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
+    whole = WholeRows(out.detach(), lse.detach(), grad_out, grad_lse)
+    sent = whole.gradients_of(out.detach(), lse.detach())
+    by_parts = torch.autograd.grad((out, lse), (q, k, v), sent)
+    for found, truth in zip(by_parts, call.backward(q.detach(), k.detach(), v.detach(), [], whole), strict=True):
+        assert_close(found, truth, **TIGHT)
+
+
+def test_partly_overlapping_terms_start_from_nothing():
+    """A later term that reaches rows no earlier one has written must not add to what memory happened to hold."""
+    pattern = masks.longnet((16, 32, 64), (1, 2, 4)) & masks.causal()
+    placement = Placement((range(12, 21), range(38, 44)), ((range(10, 14),),), complete=False, num_tokens=50)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, 15, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 2, 4, 8, generator=generator, dtype=torch.float64)
+    call = PlacedCall(pattern.text, placement, 0.3, 0, 4, "tiles")
+    torch.full((1 << 16,), torch.nan)  # freed at once: what the next allocations may find
+    found, _ = call.forward(q, k, v, None, [])
+    options = {"scale": 0.3, "enable_gqa": True, "k_offset": 10}
+    whole = [attend(rows, k, v, pattern, q_offset=at, **options) for rows, at in ((q[:, :, :9], 12), (q[:, :, 9:], 38))]
+    assert_close(found, torch.cat(whole, dim=2), **TIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("complete", [False, True])
+def test_flex_runs_parts(complete: bool):
+    """FlexAttention, traced, over picked keys, for a set pattern, where it has a forward: on CPU without lse."""
+    pattern = masks.causal() & masks.local_window(left=200, right=0)
+    queries = (range(150, 200), range(300, 400))
+    needed = (*queries, range(0, 150), range(200, 300))
+    placement = Placement(queries, (needed,) * 2 if complete else ((range(100, 300),),), complete, num_tokens=400)
+    q = torch.randn(1, 4, 150, 16)
+    k, v = torch.randn(2, 1, 2, placement.num_keys, 16)
+    with without_inductor():
+        found, truth = (
+            PlacedCall(pattern.text, placement, 0.25, 0, 4, engine).forward(q, k, v, None, [], return_lse=False)[0]
+            for engine in ("flex", "tiles")
+        )
+    assert_close(found, truth, rtol=1e-4, atol=1e-5)
+
+
+@given(part=parts(complete=True))
+def test_text_is_the_placement(part: Part):
+    assert Placement.read(part.placement.text) == part.placement
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "complete", "told"),
+    [
+        ((range(0, 8, 2),), ((range(8),),), True, "queries must stand in runs of step 1"),
+        ((range(8),), ((range(0, 8, 2),),), False, "keys must stand in runs of step 1, the same for all heads"),
+        ((range(8),), ((range(8),), (range(8),)), False, "keys must stand in runs of step 1, the same for all heads"),
+        ((range(8),), ((range(0),),), True, "keys must be ascending ranges of positions, none of them empty"),
+        ((range(0),), ((range(8),),), True, "queries must be ascending ranges of positions, none of them empty"),
+    ],
+)
+def test_bad_placements(queries, keys, complete, told):
+    with pytest.raises(ValueError, match=told):
+        Placement(queries, keys, complete=complete)
+
+
+def test_keys_at_one_position_twice():
+    placement = Placement((range(4),), ((range(4), range(2, 6)),), complete=True)
+    with pytest.raises(ValueError, match="keys must stand at different positions"):
+        placement.key_slots(0)
+
+
+def test_engines_that_run_no_parts():
+    with pytest.raises(ValueError, match="whole sequences"):
+        placed_engine("reference", torch.device("cpu"))
+    with pytest.raises(ValueError, match="on CPU only"):
+        placed_engine("tiles", torch.device("cuda"))
+
+
+def test_keys_of_an_incomplete_placement_stand_side_by_side() -> None:
+    with pytest.raises(ValueError, match="keys must stand in runs of step 1"):
+        Placement((range(2),), ((range(3), range(4, 9, 2)),), complete=False)
+
+
+def test_run_time_tensors_reach_to_the_last_token_here() -> None:
+    assert Placement((range(3),), ((range(5),),), complete=False).end == 5
+    assert Placement((range(8, 11),), ((range(5),),), complete=False, num_tokens=20).end == 20
+
+
+def test_a_position_past_all_that_are_held_has_some_slot() -> None:
+    slots = Placement((range(2),), ((range(3, 9, 2),),), complete=True).key_slots(0)
+    assert slots.of(torch.tensor([3, 5, 7])).tolist() == [0, 1, 2]
+    assert 0 <= int(slots.of(torch.tensor([100]))) <= 2
+
+
+def test_terms_that_meet_in_one_run_of_queries_are_merged_in_all() -> None:
+    """The first queries are computed in one term, those far on in several over the same rows."""
+    rule = masks.strided(8) | masks.local_window(left=64, right=0)
+    heads = {"num_heads": 1, "head_offset": 0, "num_heads_global": 1}
+    for queries in ((range(8), range(1024, 2048)), (range(1024), range(2040, 2048))):
+        placement = Placement(queries, ((range(2048),),), complete=False)
+        assert plan_at(rule, placement, **heads).shares_rows

@@ -1,0 +1,180 @@
+"""The tiles engine against the dense oracle, forward and backward, whichever layout a plan chooses."""
+
+from dataclasses import replace
+from functools import partial
+from time import process_time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.engines import WholeRows, _distinct_masks
+from flexdilated.engines.tiles import _tile_blocks, _tiles
+from flexdilated.engines.tiles._tiles import make_program, run_backward, run_forward
+from flexdilated.engines.tiles._tiles_op import plan_tiles, portions_on
+from flexdilated.masks import Layout
+from flexdilated.masks.blocks import _blocks, _quadtree
+from flexdilated.masks.planning._planner import Plan, plan
+from tests.support import oracle
+from tests.support.agreement import assert_agrees
+from tests.support.ladders import GIGAPATH_5, LONGNET_5, PAPER_5, scaled
+from tests.support.strategies import block_sides, cases, inputs, tensors
+
+
+@given(st.data(), st.tuples(block_sides, block_sides), st.floats(-2, 2))
+def test_attend_is_the_oracle(data, sides, scale):
+    """Some of the heads, grouped keys, any queries over any keys, with sinks or without; and all gradients."""
+    case = data.draw(cases())
+
+    def attend(q, k, v, sinks=None):
+        options = {"scale": scale, "enable_gqa": True, "engine": "tiles", "block_size": sides, "return_lse": True}
+        return fd.attend(q, k, v, case.twin.pattern, sinks=sinks, **options, **case.sizes)
+
+    assert_agrees(attend, data.draw(inputs(case)), case.counts(), scale=scale)
+
+
+class RunPlan(torch.autograd.Function):
+    """A program as a differentiable function: the engine without its op, for plans no one would choose."""
+
+    @staticmethod
+    def forward(ctx, program, q, k, v):
+        out, lse = run_forward(program, q, k, v, 0.5)
+        ctx.program = program
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        q, k, v, out, lse = ctx.saved_tensors
+        return None, *run_backward(ctx.program, q, k, v, WholeRows(out, lse, grad_out, grad_lse), 0.5)
+
+
+def assert_plan_agrees(chosen: Plan, given_order: Layout, data: tuple[Tensor, ...], counts: Tensor, side: int) -> None:
+    program = make_program(chosen, given_order, num_kv_heads=data[1].shape[1], block_size=(side, side))
+    assert_agrees(lambda q, k, v: RunPlan.apply(program, q, k, v), data, counts, scale=0.5)
+
+
+@given(st.data(), block_sides)
+def test_every_option_is_the_oracle(data, side):
+    """Small problems are cheapest in one layout: the others must be right all the same."""
+    case = data.draw(cases())
+    drawn, weighed = data.draw(tensors(case)), plan(case.bind())
+    for choice in range(max(len(options) for options in weighed.options)):
+        terms = tuple(term for options in weighed.options for term in options[choice % len(options)].terms)
+        given_order = Layout(case.num_queries)
+        assert_plan_agrees(replace(weighed, terms=terms), given_order, drawn, case.counts(), side)
+
+
+LADDERS = {
+    "longnet-5": scaled(LONGNET_5, 64),
+    "paper-5": scaled(PAPER_5, 64),
+    "paper-5, full size": PAPER_5,
+    "gigapath-5": scaled(GIGAPATH_5, 90),
+    "gigapath-5, full size": GIGAPATH_5,
+}
+
+
+@pytest.mark.parametrize(("causal", "rate"), [(False, 8), (True, 1)], ids=["full, residue", "causal, natural"])
+@pytest.mark.parametrize("name", LADDERS)
+def test_ladders(name, causal, rate):
+    """Grouped heads of different offsets; N a multiple of nothing; in the natural order and in another."""
+    segments, rates = LADDERS[name]
+    N, H, G = 701, 4, 2
+    pattern, rule = masks.longnet(segments, rates), oracle.longnet(segments, rates)
+    if causal:
+        pattern, rule = pattern & masks.causal(), oracle.both(rule, oracle.causal())
+    layout = Layout(N, rate)
+    counts = oracle.counts(rule, range(H), H, layout.positions(), layout.positions())
+    torch.manual_seed(0)
+    drawn = tuple(torch.randn(1, heads, N, 8, dtype=torch.float64, requires_grad=True) for heads in (H, G, G))
+
+    def attend(q, k, v):
+        return fd.attend(q, k, v, pattern, enable_gqa=True, layout=layout, return_lse=True)
+
+    assert_agrees(attend, drawn, counts)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "limit"),
+    [
+        (_distinct_masks, "_MASK_BYTES", 0),
+        (_distinct_masks, "_MASK_BYTES", 300),
+        (_tile_blocks, "GATHERED_BYTES", 1),
+        (_blocks, "_CELLS", 100),
+        (_blocks, "_SLOTS_AT_ONCE", 1),
+        (_quadtree, "_FRONTIER", 5),
+    ],
+)
+def test_limits_change_nothing(monkeypatch, module, name, limit):
+    """What bounds memory cuts the work into parts, and only that."""
+    monkeypatch.setattr(module, name, limit)
+    N, H = 45, 4
+    pattern = masks.longnet([9, 14], [2, 3]) & masks.local_window(left=11, right=4)
+    rule = oracle.both(oracle.longnet([9, 14], [2, 3]), oracle.local_window(11, 4))
+    counts = oracle.counts(rule, range(H), H, torch.arange(N), torch.arange(N))
+    torch.manual_seed(0)
+    drawn = tuple(torch.randn(2, heads, N, 4, dtype=torch.float64, requires_grad=True) for heads in (H, 2, 2))
+    bound = pattern.bind(num_heads=H, num_queries=N, num_keys=N)
+    for choice in range(2):
+        weighed = plan(bound)
+        terms = tuple(term for options in weighed.options for term in options[choice % len(options)].terms)
+        assert_plan_agrees(replace(weighed, terms=terms), Layout(N), drawn, counts, 4)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7, 1e-300, -1e-300])
+def test_a_causal_scale_need_not_be_positive(scale):
+    """ATen's causal kernel alone would give NaN here."""
+    torch.manual_seed(0)
+    drawn = tuple(torch.randn(1, 2, 9, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    counts = oracle.counts(oracle.causal(), range(2), 2, torch.arange(9), torch.arange(9))
+    attend = partial(fd.attend, pattern=masks.causal(), scale=scale, return_lse=True)
+    assert_agrees(attend, drawn, counts, scale=scale)
+
+
+def test_the_output_is_laid_out_like_the_queries():
+    """The custom op promises its compiler the strides of q."""
+    x = torch.randn(2, 30, 3, 4)
+    for q in (
+        x.transpose(1, 2),
+        x.transpose(1, 2).contiguous(),
+        x.permute(2, 0, 1, 3)[:2].expand(2, 2, 30, 4),
+    ):
+        out = fd.attend(q, q, q, masks.longnet([8], [2]))
+        assert out.stride() == torch.empty_like(q).stride()
+        q = q.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(fd.attend(q, q, q, masks.longnet([8], [2])).sum(), q)
+        assert grad.stride() == torch.empty_like(q).stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_outputs_of_one_and_of_several_parts_have_the_dtype_of_q(dtype) -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 8).to(dtype)
+    for pattern in (masks.causal(), masks.longnet([8, 16], [1, 2]), masks.dilated(8, 6, offset=5)):
+        out, lse = fd.attend(q, k, v, pattern, engine="tiles", return_lse=True)
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+
+
+def test_sums_over_parts_are_kept_in_float32() -> None:
+    """Room that several parts fill is as wide as the room that the first of them takes."""
+    x = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
+    for out, lse in (_tiles._empty(x), _tiles._nothing(x)):
+        assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+        assert (out.shape, lse.shape) == (x.shape, x.shape[:3])
+
+
+def test_a_program_over_a_million_tokens_is_made_in_seconds():
+    """Hundreds of portions: what each adds must not be looked for among all rows."""
+    tokens = Layout(1 << 20)
+    pattern = masks.longnet([2048, 4096, 8192], [1, 2, 4]) & masks.causal()
+    bound = pattern.bind(num_heads=16, num_queries=1 << 20, num_keys=1 << 20)
+    plan = plan_tiles(bound, tokens, "cpu", None)
+    begin = process_time()
+    program = make_program(plan, tokens, num_kv_heads=16, block_size=(), **portions_on("cpu"))
+    assert process_time() - begin < 15
+    assert len(program.steps) > 100
+    assert program.complete

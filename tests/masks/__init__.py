@@ -1,0 +1,1 @@
+"""Patterns and what is planned from them, room by room."""

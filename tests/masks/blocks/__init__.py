@@ -1,0 +1,1 @@
+"""Block lists and BlockMasks."""

@@ -1,0 +1,1 @@
+"""Boxes, the algebra of patterns, and laws that any exact attention obeys."""

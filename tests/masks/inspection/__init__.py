@@ -1,0 +1,1 @@
+"""describe, explain, plot and show."""

@@ -1,0 +1,247 @@
+"""Cells of a coarse grid: counted exactly or within bounds, against the dense rule and at lengths no table reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from time import process_time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexdilated import masks
+from flexdilated.masks.inspection import _bounded_pairs, _cells
+from flexdilated.masks.inspection._cells import Cells, count_cells
+from flexdilated.masks.orders._layout import Layout
+from flexdilated.testing._drawn_inputs import in_range
+from tests.support import oracle
+from tests.support.ladders import LONGNET_5
+from tests.support.run_time_strategies import Packed, packed_cases
+from tests.support.strategies import Case, cases
+
+MILLION = 1 << 20
+LONGNET = masks.longnet(*LONGNET_5) & masks.causal()
+
+
+@st.composite
+def windows(draw: st.DrawFn, size: int) -> tuple[range, int]:
+    """Some of the slots, often all, and a number of cells."""
+    start = draw(st.one_of(st.just(0), st.integers(0, size - 1)))
+    stop = draw(st.one_of(st.just(size), st.integers(start + 1, size)))
+    return range(start, stop), draw(st.integers(1, stop - start))
+
+
+@st.composite
+def questions(draw: st.DrawFn, pattern: masks.Pattern | masks.Mixture, num_queries: int, num_keys: int) -> dict:
+    """Keywords of `count_cells` beside the head: window, shape and order, that of the pattern or another."""
+    (queries, rows), (keys, columns) = draw(windows(num_queries)), draw(windows(num_keys))
+    layout = masks.layout(pattern, num_queries)
+    order = draw(st.sampled_from([None, layout, Layout(num_queries, draw(st.integers(1, 9)))]))
+    return {"queries": queries, "keys": keys, "shape": (rows, columns), "order": order}
+
+
+def dense_cells(counts: Tensor, question: dict) -> Tensor:
+    """The same cells, by summing a dense table over token positions."""
+    order, sides = question["order"], []
+    for window, number, size in zip(
+        (question["queries"], question["keys"]), question["shape"], counts.shape, strict=True
+    ):
+        position = torch.arange(size) if order is None else Layout(size, order.rate).positions()
+        edges = [window.start + cell * len(window) // number for cell in range(number + 1)]
+        sides.append([position[first:stop] for first, stop in pairwise(edges)])
+    return torch.tensor([[int(counts[row][:, column].sum()) for column in sides[1]] for row in sides[0]])
+
+
+def assert_true(cells: Cells, counts: Tensor, question: dict) -> None:
+    truth = dense_cells(counts, question)
+    assert (cells.low <= truth).all()
+    assert (truth <= cells.high).all()
+    assert torch.equal(cells.area, dense_cells(torch.ones_like(counts), question))
+    assert (cells.low <= cells.likely).all()
+    assert (cells.likely <= cells.high).all()
+    assert torch.equal(cells.low, sum(branch.low for branch in cells.branches))
+    assert torch.equal(cells.high, sum(branch.high for branch in cells.branches))
+    assert (cells.high <= len(cells.branches) * cells.area).all()
+
+
+# (pairs evaluated one by one, budget for undecided boxes, boxes at most, side of small boxes): as they are; all by
+# boxes; with a small budget or none; by a sample alone.
+WAYS = {
+    "pair by pair": (1 << 20, 1 << 26, 1 << 20, 64),
+    "by boxes": (0, 1 << 26, 1 << 20, 4),
+    "small budget": (0, 4000, 1 << 20, 3),
+    "no budget": (0, 0, 1 << 20, 2),
+    "sampled": (0, 0, 0, 2),
+}
+
+
+@contextmanager
+def counted(way: str) -> Iterator[None]:
+    every_pair, budget, boxes, side = WAYS[way]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_cells, "_EVERY_PAIR", every_pair)
+        patch.setattr(_cells, "_BUDGET", budget)
+        patch.setattr(_cells, "_MOST_BOXES", boxes)
+        patch.setattr(_cells, "_BOXES_AT_ONCE", 200)
+        patch.setattr(_cells, "_SAMPLES", 500)
+        patch.setattr(_bounded_pairs, "_SAMPLES", 500)
+        patch.setattr(_bounded_pairs, "_CELL_SIDE", side)
+        patch.setattr(_bounded_pairs, "_FRONTIER", 100)
+        yield
+
+
+def from_zero(case: Case) -> Case:
+    """The same over positions from 0 on: cells know no offset."""
+    return Case(case.twin, case.num_heads, case.num_queries, case.num_keys, 0, 0, 0, case.num_heads_global)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_cells_hold_the_pairs_of_the_dense_rule(way: str, data: st.DataObject) -> None:
+    case = data.draw(cases(largest=30).map(from_zero).filter(lambda case: in_range(case.bind)))
+    heads, head = case.num_heads_global, data.draw(st.integers(0, case.num_heads_global - 1))
+    question = data.draw(questions(case.twin.pattern, case.num_queries, case.num_keys))
+    sizes = {"head": head, "num_heads": heads, "num_keys": case.num_keys}
+    with counted(way):
+        cells = count_cells(case.twin.pattern, case.num_queries, **sizes, **question)
+    q, k = torch.arange(case.num_queries), torch.arange(case.num_keys)
+    counts = oracle.counts(case.twin.rule, range(head, head + 1), heads, q, k)[0]
+    assert_true(cells, counts, question)
+    if way in ("pair by pair", "by boxes"):
+        assert cells.exact.all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_cells_of_run_time_tensors(way: str, data: st.DataObject) -> None:
+    packed: Packed = data.draw(packed_cases().filter(lambda packed: packed.q_offset == packed.k_offset == 0))
+    entry, head = data.draw(st.integers(0, packed.batch - 1)), data.draw(st.integers(0, packed.num_heads - 1))
+    question = data.draw(questions(packed.pattern, packed.num_queries, packed.num_keys))
+    sizes = {"head": head, "num_heads": packed.num_heads, "num_keys": packed.num_keys}
+    batch = min(entry, packed.pattern.bind(**packed.sizes | {"batch": 1}).batch - 1)
+    with counted(way):
+        cells = count_cells(packed.pattern, packed.num_queries, **sizes, batch=batch, **question)
+    assert_true(cells, packed.counts[batch, head], question)
+    if way in ("pair by pair", "by boxes"):
+        assert cells.exact.all()
+
+
+def test_each_branch_is_counted_by_itself() -> None:
+    """In the pattern's order, a repeated branch as often as it stands there."""
+    window, dilated = masks.local_window(left=3, right=0), masks.dilated(8, 2)
+    cells = count_cells(window + dilated + window, 16, shape=(16, 16))
+    first, second, third = cells.branches
+    assert torch.equal(first.low, third.low)
+    assert first.low.sum() == 16 * 4 - 6
+    assert second.low.sum() == 2 * 4 * 4
+    assert int(cells.low[0, 0]) == 3
+
+
+@pytest.mark.parametrize("residue", [False, True])
+def test_a_million_tokens_are_counted_exactly(residue: bool) -> None:
+    """LongNet, causal, in 200 x 200 cells: all its pairs, and none above the diagonal."""
+    order = masks.layout(LONGNET, MILLION) if residue else None
+    began = process_time()
+    cells = count_cells(LONGNET, MILLION, head=3, num_heads=8, shape=(200, 200), order=order)
+    took = process_time() - began
+    assert cells.exact.all()
+    expected = 0
+    for width, rate in zip(*LONGNET_5, strict=True):
+        active = width // rate  # every segment is whole
+        expected += MILLION // width * active * (active + 1) // 2
+    assert int(cells.low.sum()) == expected
+    if not residue:
+        assert not cells.high.triu(1).any()
+    assert took < 20  # about half a second by itself
+
+
+def test_a_window_deep_inside_shows_single_pairs() -> None:
+    """Cells of one pair each, far from position 0, are the rule itself."""
+    queries, keys = range(MILLION - 40, MILLION), range(MILLION - 64, MILLION)
+    cells = count_cells(LONGNET, MILLION, queries=queries, keys=keys, shape=(40, 64))
+    rules = [oracle.dilated(width, rate, 0) for width, rate in zip(*LONGNET_5, strict=True)]
+    q, k = torch.arange(queries.start, queries.stop), torch.arange(keys.start, keys.stop)
+    table = sum((k[None] <= q[:, None]) * _shifted(rule, q, k) for rule in rules)
+    assert torch.equal(cells.low, table)
+    assert torch.equal(cells.high, table)
+
+
+def _shifted(rule: oracle.Rule, q: Tensor, k: Tensor) -> Tensor:
+    """The dense rule near the end, moved by a multiple of every segment to where its table is small."""
+    back = MILLION - 32768
+    return rule(0, 1, q - back, k - back)
+
+
+@pytest.mark.parametrize("way", ["pair by pair", "by boxes"])
+def test_windows_that_begin_and_end_at_any_slot(way: str) -> None:
+    """Before, at and after the first slot of each residue class, for queries and keys."""
+    pattern, order = masks.dilated(20, 2) & masks.causal(), Layout(23, 4)
+    rule = oracle.both(oracle.dilated(20, 2, 0), oracle.causal())
+    counts = rule(0, 1, torch.arange(23), torch.arange(23))
+    for start in range(20):
+        question = {"queries": range(start, start + 3), "keys": range(19 - start, 23), "shape": (1, 2), "order": order}
+        with counted(way):
+            cells = count_cells(pattern, 23, **question)
+        assert_true(cells, counts, question)
+        assert cells.exact.all()
+
+
+def test_a_rule_without_bounds_is_estimated_and_says_so() -> None:
+    """A third of all pairs of a function, estimated from a few; bounds hold."""
+    third = masks.custom(lambda b, h, q, k: (q + 2 * k) % 3 == 0)
+    cells = count_cells(third, MILLION, shape=(30, 20))
+    assert not cells.exact.any()
+    assert (cells.low == 0).all()
+    share = cells.likely / cells.area
+    assert float((share - 1 / 3).abs().max()) < 0.05
+
+
+def test_documents_at_a_million_tokens() -> None:
+    """Only cells on the diagonal hold pairs, and bounds hold their number."""
+    pattern = masks.causal() & masks.documents(torch.arange(MILLION) // 1000)
+    cells = count_cells(pattern, MILLION, shape=(100, 100))
+    lengths = [1000] * (MILLION // 1000) + [MILLION % 1000]
+    truth = sum(length * (length + 1) // 2 for length in lengths)
+    assert int(cells.low.sum()) <= truth <= int(cells.high.sum())
+    assert float(cells.likely.sum()) == pytest.approx(truth, rel=0.02)
+    neighbours = torch.ones(100, 100).triu(2).bool() | torch.ones(100, 100).tril(-2).bool()
+    assert not cells.high[neighbours].any()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"head": 2, "num_heads": 2}, "head must be below the number of heads; got head=2 of 2"),
+        ({"shape": (11, 4)}, "a window of 10 queries has at most as many cells; got 11"),
+        ({"shape": (0, 4)}, "cells of queries must be at least 1"),
+        ({"keys": range(4, 11)}, "keys must be a range of step 1 within 0 to 10, and not empty; got keys=range(4, 11)"),
+        ({"queries": range(4, 4)}, "queries must be a range of step 1 within 0 to 10, and not empty"),
+        ({"keys": range(0, 8, 2)}, "keys must be a range of step 1"),
+        ({"batch": 1}, "batch must be below the number of batch entries; got batch=1 of 1"),
+    ],
+)
+def test_bad_questions(keywords: dict, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + message.replace("(", r"\(").replace(")", r"\)")):
+        count_cells(masks.causal(), 10, **{"shape": (4, 4)} | keywords)
+
+
+def test_bad_values() -> None:
+    with pytest.raises(TypeError, match="order must be a Layout"):
+        count_cells(masks.causal(), 10, shape=(4, 4), order="residue")  # pyright: ignore
+    with pytest.raises(ValueError, match="a window is cut into at most 4194304 cells"):
+        count_cells(masks.causal(), 4096, shape=(4096, 4096))
+    with pytest.raises(ValueError, match="the pattern needs the run-time tensor 'documents'"):
+        count_cells(masks.documents("documents"), 10, shape=(4, 4))
+
+
+def test_a_table_that_ends_too_early_is_named() -> None:
+    table = torch.arange(5)
+    short = masks.custom(lambda b, h, q, k: table[q] == table[k])
+    with pytest.raises(ValueError, match="has no answer for some of queries below 10 and keys below 10"):
+        count_cells(short, 10, shape=(2, 2))

@@ -1,0 +1,196 @@
+"""explain: every reason agrees with the rule, and the block around a pair is the one that is listed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from flexdilated import masks
+from flexdilated.masks.core._reason import Pair, Reason
+from flexdilated.masks.patterns._blockwise import Blockwise
+from flexdilated.masks.patterns._per_document import PerDocument
+from flexdilated.testing._drawn_inputs import in_range
+from tests.support.run_time_strategies import packed_cases
+from tests.support.strategies import cases, whole_cases
+
+
+def answer(pattern: masks.Pattern, pair: Pair) -> bool:
+    """What mask_mod says."""
+    mod = pattern.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu"))
+    return bool(mod(*map(torch.tensor, (0, pair.head, pair.query, pair.key))))
+
+
+def disagreements(reason: Reason, pair: Pair) -> list[str]:
+    """The rules of a tree that mask_mod contradicts, each asked about the pair as it meets it."""
+    wrong = [] if reason.allowed == answer(reason.pattern, pair) else [f"{reason.pattern!r} at {pair}: {reason.text}"]
+    rule, parts = reason.pattern, reason.parts
+    if isinstance(rule, Blockwise):
+        return wrong + disagreements(parts[0], pair.counted("block", pair.query // rule.block, pair.key // rule.block))
+    if isinstance(rule, PerDocument):
+        start = int(rule.spans.rows[0, pair.query])
+        inner = (
+            []
+            if len(parts) == 1
+            else disagreements(parts[1], pair.counted("place", pair.query - start, pair.key - start))
+        )
+        return wrong + disagreements(parts[0], pair) + inner
+    return wrong + [each for part in parts for each in disagreements(part, pair)]
+
+
+def drawn_pairs(data: st.DataObject, counts: torch.Tensor, number: int) -> list[list[int]]:
+    """Some (head, query, key) of a table of counts, allowed and forbidden ones."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 16)))
+    found = []
+    for group in (counts > 0).nonzero(), (counts == 0).nonzero():
+        found += group[torch.randperm(len(group), generator=generator)[: number // 2]].tolist()
+    return found
+
+
+@given(cases(), st.data())
+def test_every_rule_of_the_tree_agrees_with_mask_mod(case, data):
+    counts, heads = case.counts(), case.num_heads_global
+    for h, q, k in drawn_pairs(data, counts, 24):
+        pair = Pair(q + case.q_offset, k + case.k_offset, h + case.head_offset, heads)
+        at = {"query": pair.query, "key": pair.key, "head": pair.head}
+        found = masks.explain(case.twin.pattern, **at, num_heads=heads)
+        assert found.multiplicity == counts[h, q, k]
+        assert found.allowed == (found.multiplicity > 0)
+        branches = found.parts if isinstance(case.twin.pattern, masks.Mixture) else [found.reason]
+        assert [each for branch in branches for each in disagreements(branch, pair)] == []
+
+
+@given(packed_cases(), st.data())
+def test_run_time_tensors_answer_by_batch_entry(case, data):
+    b = data.draw(st.integers(0, case.batch - 1))
+    rule = case.bind().pattern.entry(b)
+    sizes = {"num_tokens": case.q_offset + case.num_queries, "num_keys": case.k_offset + case.num_keys}
+    # With all queries from position 0 on, a block list may have rows that name blocks beyond the keys.
+    whole = replace(case, num_queries=sizes["num_tokens"], num_keys=sizes["num_keys"], q_offset=0, k_offset=0)
+    assume(in_range(whole.bind))
+    for h, q, k in drawn_pairs(data, case.counts[b], 6):
+        pair = Pair(q + case.q_offset, k + case.k_offset, h, case.num_heads)
+        at = {"query": pair.query, "key": pair.key, "head": h, "num_heads": case.num_heads, "batch": b}
+        found = masks.explain(case.pattern, **at, **sizes)
+        assert found.multiplicity == case.counts[b, h, q, k]
+        assert [each for branch in rule.branches() for each in disagreements(branch.reason(pair), pair)] == []
+        assert found.pattern == case.pattern, "the tree names tensors as the pattern does"
+
+
+@given(whole_cases(), st.data(), st.sampled_from([(1, 1), (4, 3), (16, 16)]))
+def test_the_block_is_the_one_that_is_listed(case, data, sides):
+    N, H, counts = case.num_keys, case.num_heads, case.counts() > 0
+    rate = masks.layout(case.twin.pattern, N).rate
+    orders = [masks.Layout(N, each) for each in ((1, rate) if 1 < rate <= N else (1,))]
+    tables = [
+        masks.block_mask(case.twin.pattern, N, num_heads=H, layout=order, block_size=sides).to_dense()[0]
+        for order in orders
+    ]
+    for h, q, k in drawn_pairs(data, counts, 4):
+        found = masks.explain(
+            case.twin.pattern, query=q, key=k, head=h, num_heads=H, num_tokens=N, block_size=sides
+        ).standings
+        for each, order, listed in zip(found, orders, tables, strict=True):
+            tokens = order.positions()
+            assert (each.rate, tokens[each.query_slot], tokens[each.key_slot]) == (order.rate, q, k)
+            assert (each.row, each.column) == (each.query_slot // sides[0], each.key_slot // sides[1])
+            rows, columns = (tokens.split(side)[at] for side, at in zip(sides, (each.row, each.column), strict=True))
+            block = counts[h][rows][:, columns]
+            assert (each.allowed_pairs, each.block_pairs) == (int(block.sum()), block.numel())
+            assert each.computed == bool(listed[h % len(listed), each.row, each.column])
+
+
+IDS = torch.tensor([[0] * 30 + [1] * 20 + [-1] * 5, [0] * 55])
+
+
+def test_the_tree_of_a_mixture():
+    pattern = (masks.dilated(4, 1) + masks.dilated(8, 2, 1)) & masks.causal()
+    found = masks.explain(pattern, query=3, key=1, num_tokens=8, block_size=4)
+    assert str(found) == (
+        "query 3, key 1, head 0 of 1: allowed, 2 times\n"
+        "yes  (dilated(4, 1) & causal()) + (dilated(8, 2, offset=1) & c...: allowed by 2 of 2 branches: "
+        "it counts 2 times\n"
+        "  yes  dilated(4, 1) & causal(): all 2 parts allow it\n"
+        "    yes  dilated(4, 1): both are in segment 0 (0 to 3)\n"
+        "    yes  causal(): key 1 is 2 tokens before query 3\n"
+        "  yes  dilated(8, 2, offset=1) & causal(): all 2 parts allow it\n"
+        "    yes  dilated(8, 2, offset=1): both are in segment 0 (0 to 7), where head 0 takes the places of residue 1 "
+        "modulo 2: query 3 has residue 1, key 1 residue 1\n"
+        "    yes  causal(): key 1 is 2 tokens before query 3\n"
+        "natural order: block (0, 0) allows 10 of its 16 pairs and is computed with a mask\n"
+        "residue-major order of rate 2, slots 5 and 4: block (1, 1) allows 10 of its 16 pairs and is computed "
+        "with a mask"
+    )
+    data = json.loads(json.dumps(found.to_data()))
+    assert data["multiplicity"] == 2
+    assert data["parts"][1]["parts"][0]["text"].startswith("both are in segment 0 (0 to 7)")
+    assert data["standings"][1] == {
+        **{"order": "residue", "rate": 2, "query_slot": 5, "key_slot": 4, "block": [1, 1]},
+        **{"allowed_pairs": 10, "block_pairs": 16, "computed": True},
+    }
+
+
+def test_blocks_that_are_full_and_left_out():
+    full, empty = (masks.explain(masks.causal(), query=9, key=key, num_tokens=16, block_size=4) for key in (1, 14))
+    assert str(full).endswith("natural order: block (2, 0) allows all of its 16 pairs and is computed without a mask")
+    assert str(empty).endswith("natural order: block (2, 3) allows none of its 16 pairs and is left out")
+
+
+def test_tensors_by_name_are_found_and_named():
+    pattern = masks.causal().per_document("ids")
+    at = {"query": 34, "key": 3, "num_tokens": 55, "bindings": {"ids": IDS}}
+    first, second = (masks.explain(pattern, batch=batch, **at) for batch in (0, 1))
+    assert (first.allowed, second.allowed) == (False, True)
+    assert "documents('ids'): query 34 is in document 1 (30 to 49), key 3 in document 0 (0 to 29)" in str(first)
+    assert str(second).startswith("query 34, key 3, head 0 of 1, batch entry 1: allowed\n")
+
+
+def test_large_sequences_are_explained_at_once():
+    """Nothing of the size of the sequence squared is made, and blocks are looked at in parts."""
+    found = masks.explain(
+        masks.longnet((2048, 1 << 20), (1, 512)), query=900_000, key=17, num_tokens=1 << 20, block_size=2048
+    )
+    assert [each.block_pairs for each in found.standings] == [1 << 22, 1 << 22]
+    most = masks.explain(masks.dilated(2048, 4), query=(1 << 31) - 2, key=9, num_tokens=(1 << 31) - 1)
+    assert [each.query_slot for each in most.standings] == [(1 << 31) - 2, 3 * (1 << 29) - 1]
+    assert not found.allowed
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"query": -1}, ValueError, "query must be at least 0"),
+        ({"query": 1.0}, TypeError, "query must be an integer"),
+        ({"query": 64}, ValueError, "query must be below the number of tokens; got query=64 of 64"),
+        ({"key": 9, "num_keys": 9}, ValueError, "key must be below the number of keys; got key=9 of 9"),
+        ({"num_tokens": None, "num_keys": 9}, ValueError, "num_keys goes with num_tokens"),
+        ({"head": 2, "num_heads": 2}, ValueError, "head must be below the number of heads; got head=2 of 2"),
+        ({"num_heads": 0}, ValueError, "num_heads must be at least 1"),
+        ({"batch": True}, TypeError, "batch must be an integer"),
+        ({"num_tokens": 0}, ValueError, "the number of tokens must be at least 1"),
+        ({"block_size": 0}, ValueError, "block_size must be at least 1"),
+        ({"bindings": [IDS]}, TypeError, "bindings must map names to tensors; got list"),
+        ({"bindings": {"x": IDS}}, ValueError, "bindings must name run-time tensors that the pattern lacks"),
+    ],
+)
+def test_what_there_is_not_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        masks.explain(masks.causal(), **{"query": 3, "key": 2, "num_tokens": 64} | options)
+
+
+def test_patterns_that_cannot_be_explained_are_refused():
+    with pytest.raises(TypeError, match="pattern must be a pattern or mixture"):
+        masks.explain("causal()", query=0, key=0)
+    with pytest.raises(ValueError, match="needs num_tokens, as many as they speak of; it has 'documents'"):
+        masks.explain(masks.documents(IDS), query=0, key=0)
+    with pytest.raises(ValueError, match="batch must be below the number of batch entries; got batch=2 of 2"):
+        masks.explain(masks.documents(IDS), query=0, key=0, num_tokens=55, batch=2)
+    with pytest.raises(ValueError, match="needs the run-time tensor 'ids'"):
+        masks.explain(masks.documents("ids"), query=0, key=0, num_tokens=55)
+    with pytest.raises(ValueError, match="per_head needs one pattern a head"):
+        masks.explain(masks.per_head([masks.causal()] * 2), query=0, key=0)
+    table = torch.tensor([True, False])
+    with pytest.raises(ValueError, match="has no answer for head 0, query 0 and key 5"):
+        masks.explain(masks.custom(lambda b, h, q, k: table[k]), query=0, key=5)

@@ -1,0 +1,212 @@
+"""The receptive field: dense powers of drawn rules, and what is known of samples at a million tokens."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from flexdilated import masks
+from flexdilated.masks.core._bound import Bound
+from flexdilated.masks.inspection import ReceptiveField
+from flexdilated.masks.inspection._receptive_field import follow_tokens, receptive_field_of
+from tests.support import oracle, twins
+from tests.support.irregular import bound_rules, dense, listed, padded, run_rules, stretch_rules
+from tests.support.reached import assert_same, fields
+from tests.support.run_time_strategies import Packed, packed_cases
+from tests.support.strategies import Case, whole_cases, whole_grids
+
+MILLION = 1 << 20
+
+
+def assert_field(bound: Bound, counts: torch.Tensor) -> None:
+    """By powers of all tokens, and followed one by one."""
+    exact = receptive_field_of(bound)
+    assert exact.exact
+    assert_same(exact, counts)
+    assert_same(follow_tokens(bound, 8), counts)
+
+
+@given(whole_cases(largest=100))
+def test_dense_powers(case: Case):
+    assert_field(case.bind(), case.counts())
+
+
+@given(whole_grids())
+def test_grids(case: Case):
+    assert_field(case.bind(), case.counts())
+
+
+@pytest.mark.parametrize(
+    ("grid", "radius", "rate"),
+    [
+        ((5, 6), (1, 1), (1, 2)),
+        ((9, 4), (1, 1), (3, 1)),
+        ((4, 3, 5), (1, 0, 1), (1, 1, 1)),
+        ((3, 6, 4), (1, 1, 0), (1, 2, 3)),
+        ((7, 7), (2, 3), (1, 1)),
+    ],
+)
+def test_grids_whose_axes_differ(grid, radius, rate):
+    """Axes along which all tokens meet, those of a residue, and none."""
+    case = twins.neighborhood(grid, radius, rate=rate)
+    tokens = math.prod(grid)
+    assert_field(
+        case.pattern.bind(num_heads=1, num_queries=tokens, num_keys=tokens),
+        oracle.counts(case.rule, range(1), 1, torch.arange(tokens), torch.arange(tokens)),
+    )
+
+
+@given(packed_cases())
+def test_run_time_tensors(packed: Packed):
+    """Documents apart, and documents that other rules cross; each batch entry by itself."""
+    for entry in range(packed.batch):
+        bound, counts = packed.bind().entry(entry), packed.counts[entry]
+        if (packed.num_queries, packed.q_offset) != (packed.num_keys, packed.k_offset):
+            with pytest.raises(ValueError, match="queries and keys that are the same tokens"):
+                receptive_field_of(bound)
+        else:
+            assert_field(bound, counts)
+
+
+BLOCKED = {
+    "drawn": lambda N: masks.random_blocks(max(1, N - 3), block=4, count=1, seed=N),
+    "drawn for later tokens too": lambda N: masks.random_blocks(N + 6, block=4, count=1, seed=N),
+    "drawn, causal": lambda N: masks.random_blocks(N, block=3, count=1, seed=N) & masks.causal(),
+    "listed": lambda N: listed(N, 3),
+    "listed, causal": lambda N: listed(N, 3) & masks.causal(),
+    "listed, later": lambda N: listed(N, 3) & ~masks.causal(),
+    "listed, both": lambda N: masks.per_head([listed(N, 3) & masks.causal(), listed(N, 4) & ~masks.causal()]),
+    "beside global tokens": lambda N: listed(N, 7) & masks.causal() | masks.global_tokens(3),
+    "beside padded documents": lambda N: listed(N, 8) & masks.causal() | padded(N),
+    "in documents": lambda N: listed(N, 8) & masks.causal().per_document(torch.arange(N) // 9),
+    "anew in documents": lambda N: masks.random_blocks(9, block=2, count=1).per_document(torch.arange(N) // 9),
+    "chain": lambda N: masks.block_list([[max(0, row - 1)] for row in range(N)], block=1),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_blocks_of_each_length(name: str):
+    for num_tokens in (*range(1, 14), 26, 65):
+        first = num_tokens % 2 * 3
+        sizes = {"num_queries": num_tokens, "num_keys": num_tokens, "q_offset": first, "k_offset": first}
+        bound = BLOCKED[name](first + num_tokens).bind(num_heads=2, **sizes)
+        assert_field(bound, dense(bound))
+
+
+@settings(max_examples=30)
+@given(bound_rules(stretch_rules) | bound_rules(run_rules, visible=True))
+def test_rules_by_blocks_and_windows_over_visible_keys(bound: Bound):
+    assert_field(bound, dense(bound))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 30, 31])
+def test_a_window_over_active_tokens(num_tokens: int):
+    rule = masks.dilated(9, 3, 1) & masks.local_window(left=4, right=3)
+    bound = rule.bind(num_heads=1, num_queries=num_tokens, num_keys=num_tokens)
+    assert_field(bound, dense(bound))
+
+
+def told(pattern: masks.Pattern | masks.Mixture, num_tokens: int = MILLION, num_heads: int = 1) -> ReceptiveField:
+    found = masks.describe(pattern, num_tokens, num_heads=num_heads).receptive_field()
+    assert not found.exact
+    assert [token * 8 // num_tokens for token in found.tokens] == list(range(8))
+    assert found == masks.describe(pattern, num_tokens, num_heads=num_heads).receptive_field()
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [MILLION, 1_000_000])
+@pytest.mark.parametrize("lookback", [1024, 999])
+def test_a_window_looks_back_once_a_layer(lookback: int, num_tokens: int):
+    found = told(masks.local_window(left=lookback, right=0), num_tokens)
+    for token, reached in zip(found.tokens, found.reached, strict=True):
+        layers = range(1, min(found.layers_at_least, -(-token // lookback)) + 1)
+        assert list(reached) == [min(each * lookback, token) + 1 for each in layers]
+    assert found.finished == tuple(token <= lookback * 64 for token in found.tokens)
+
+
+def test_strides_reach_everything_earlier_in_two_layers():
+    found = told(masks.recipes.sparse_transformer_strided(64), 1 << 12)
+    assert [reached[-1] for reached in found.reached] == [token + 1 for token in found.tokens]
+    assert (found.layers_at_least, all(found.finished)) == (2, True)
+
+
+def test_rates_that_share_a_factor_keep_tokens_apart():
+    """Tokens at even and at odd positions never reach each other."""
+    pattern = masks.dilated_window(left=64, right=0, rate=4) | masks.dilated_window(left=64, right=64, rate=6)
+    few = masks.describe(pattern, 200).receptive_field()
+    assert (few.exact, {reached[-1] for reached in few.reached}) == (True, {100})
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_longnet_keeps_to_its_longest_segments(causal: bool):
+    pattern = masks.longnet([2048, 32768], [1, 4])
+    found = told(pattern & masks.causal() if causal else pattern, num_heads=4)
+    places = [token % 32768 for token in found.tokens]
+    assert all(found.finished)
+    # Full: all pairs of a segment meet. Causal: the last tokens before a border see a part of what is before them.
+    for reached, place in zip(found.reached, places, strict=True):
+        assert reached[-1] <= place + 1 if causal else reached[-1] == 32768
+
+
+def test_global_tokens_reach_everyone_in_two_layers():
+    found = told(masks.recipes.bigbird(MILLION, block=128), num_heads=2)
+    assert (found.layers_at_least, {reached[-1] for reached in found.reached}) == (2, {MILLION})
+
+
+def test_documents_never_meet():
+    lengths = torch.tensor([1000, 48_576, 1_000_000 - 1000])
+    ids = torch.repeat_interleave(torch.arange(3), lengths)
+    found = told(masks.local_window(left=20_000, right=20_000) & masks.documents(ids), int(lengths.sum()))
+    assert all(found.finished)
+    assert [reached[-1] for reached in found.reached] == [int(lengths[ids[token]]) for token in found.tokens]
+
+
+def test_random_blocks_at_a_million_tokens():
+    """Tokens of a block reach what their block does among as many tokens as blocks."""
+    side, blocks = 1024, MILLION // 1024
+    bounds = (
+        masks.random_blocks(size, block=block, count=3).bind(num_heads=1, num_queries=size, num_keys=size)
+        for size, block in ((MILLION, side), (blocks, 1))
+    )
+    many, few = (follow_tokens(bound, 8) for bound in bounds)
+    assert [token // side for token in many.tokens] == list(few.tokens)
+    for of_tokens, of_blocks in zip(many.reached, few.reached, strict=True):
+        # A token whose block does not see itself reaches one token of it.
+        reached = zip(of_tokens, of_blocks, strict=False)
+        assert all(own in (other * side, (other - 1) * side + 1) for own, other in reached)
+
+
+def test_a_sample_estimates_the_mean_within_its_error():
+    """A causal pattern's receptive fields differ by token: 8 equal parts hold the mean to a part of their spread."""
+    tokens, lookback = 1 << 12, 50
+    found = told(masks.local_window(left=lookback, right=0), tokens)
+    for layers, mean, error in found.growth:
+        reach = layers * lookback
+        wanted = (reach * (reach + 1) // 2 + (tokens - reach) * (reach + 1)) / tokens
+        # Tokens near the start, few of which are drawn, reach fewer.
+        assert mean == pytest.approx(wanted, rel=0.1, abs=4 * error)
+    assert found.growth[-1][0] == found.layers_at_least == 64
+    assert [token for token, done in zip(found.tokens, found.finished, strict=True) if not done] == [
+        token for token in found.tokens if token > 63 * lookback
+    ]
+
+
+@pytest.mark.parametrize("number", [2, 8, 63])
+def test_samples_estimate_without_bias(monkeypatch: pytest.MonkeyPatch, number: int):
+    """Over many samples the mean is that of all tokens, and standard errors are about as large as the errors."""
+    bound = (masks.dilated(32, 2) & masks.causal()).bind(num_heads=1, num_queries=64, num_keys=64)
+    wanted, found = float(fields(dense(bound))[1].double().sum(1).mean()), []
+    for seed in range(200):
+        monkeypatch.setattr("flexdilated.masks.inspection._pair_counts._SEED", seed)
+        found.append(follow_tokens(bound, number).growth[0][1:])
+    means, errors = torch.tensor(found).unbind(1)
+    assert abs(float(means.mean()) - wanted) <= 4 * float(means.std()) / math.sqrt(len(means))
+    # One token of each of equal parts varies less than as many of all tokens, for which the standard error is.
+    assert float(means.std()) <= 1.2 * float(errors.mean())
+
+
+def test_other_tokens_have_no_field():
+    bound: Bound = masks.causal().bind(num_heads=1, num_queries=4, num_keys=8, q_offset=4)
+    with pytest.raises(ValueError, match="got 4 queries from 4 on and 8 keys from 0 on"):
+        receptive_field_of(bound)

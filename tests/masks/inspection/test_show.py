@@ -1,0 +1,239 @@
+"""show: heat maps whose every character is the rule, and that fit any terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexdilated import masks
+from flexdilated.cli._output import Terminal, terminal_of
+from flexdilated.masks.inspection import _bounded_pairs, _cells
+from flexdilated.masks.inspection._cells import count_cells
+from flexdilated.masks.inspection._show import levels_of
+from tests.support import oracle
+from tests.support.shown import body, drawn
+from tests.support.strategies import Case, whole_cases, written_expressions
+
+LONGNET = "longnet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)) & causal()"
+_ANSI = re.compile("\x1b\\[[0-9;]*m")
+
+pytestmark = pytest.mark.usefixtures("plain_terminal")
+
+
+def test_the_picture_of_a_small_longnet() -> None:
+    lines = drawn("longnet((4, 8), (1, 2)) & causal()", "-n", "10")
+    assert "\n".join(line.rstrip() for line in lines) == SMALL.strip("\n")
+
+
+SMALL = """
+longnet((4, 8), (1, 2)) & causal()
+head 0 of 8, 10 tokens, natural order; cells of 1 query x 1 key
+   0         5
+  ┌┴─────────┴─────────┐
+0 ┤2                   │
+  │1 1                 │
+  │2 1 2               │
+  │1 1 1 1             │
+  │1   1   2           │
+5 ┤        1 1         │
+  │1   1   2 1 2       │
+  │        1 1 1 1     │
+  │                2   │
+  │                1 1 │
+  └────────────────────┘
+A cell is a pair:  2 branches  1 branch
+"""
+
+
+def test_a_picture_of_many_tokens() -> None:
+    """LongNet's ladder at 64K: on the diagonal dense, thinner away from it, nothing beyond the largest segment."""
+    lines = drawn(LONGNET, "-n", "64K")
+    assert lines[1] == "head 0 of 8, 64K tokens, natural order; cells of 4K queries x 2K keys"
+    assert lines[2] == "     0       16K     32K     48K"
+    rows = body(lines)
+    assert rows[0] == "▓▓" + " " * 30
+    assert rows[7] == "░" * 8 + "▒" * 6 + "▓▓" + " " * 16
+    assert rows[8] == " " * 16 + "▓▓" + " " * 14
+    assert lines[-2:] == [
+        "Pairs allowed:  ▓ 10%+  ▒ 1%+  ░ 0.1%+",
+        "A pair counts once for each branch that allows it.",
+    ]
+
+
+@st.composite
+def small_windows(draw: st.DrawFn) -> tuple[Case, int, str, range, range]:
+    """A case, a head, an order, and a window that is small enough for a character a pair."""
+    case = draw(whole_cases(written_expressions, max_heads=3, largest=40))
+    start, left = (draw(st.integers(0, case.num_queries - 1)) for _ in range(2))
+    rows = range(start, min(case.num_queries, start + draw(st.integers(1, 16))))
+    columns = range(left, min(case.num_queries, left + draw(st.integers(1, 60))))
+    return case, draw(st.integers(0, case.num_heads - 1)), draw(st.sampled_from(["natural", "residue"])), rows, columns
+
+
+@given(small_windows(), st.booleans())
+def test_single_pairs_are_the_rule(question, colour):
+    """Read back from the characters, or from the colours, in natural and in residue order."""
+    case, head, order, rows, columns = question
+    counts = oracle.counts(case.twin.rule, range(head, head + 1), case.num_heads, *2 * [torch.arange(case.num_queries)])
+    place = torch.arange(case.num_queries)
+    if order == "residue":
+        place = masks.layout(case.twin.pattern, case.num_queries).positions()
+    expected = counts[0][place[rows.start : rows.stop]][:, place[columns.start : columns.stop]]
+    lines = drawn(
+        *(masks_file(case), "-n", str(case.num_queries), "--heads", str(case.num_heads), "--head", str(head)),
+        *("--rows", f"{rows.start}:{rows.stop}", "--cols", f"{columns.start}:{columns.stop}", "--order", order),
+        *("--color", "always" if colour else "never"),
+    )
+    shown = body([_ANSI.sub("", line) if not colour else line for line in lines])
+    assert read(shown, len(columns), colour=colour) == expected.clamp(max=9).tolist()
+
+
+def masks_file(case: Case) -> str:
+    path = Path(os.environ["SHOW_FOLDER"]) / "pattern.json"
+    path.write_text(masks.to_json(case.twin.pattern), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOW_FOLDER", str(tmp_path_factory.mktemp("patterns")))
+        yield
+
+
+def read(lines: Sequence[str], columns: int, *, colour: bool) -> list[list[int]]:
+    """How often each pair is allowed, by what is shown."""
+    table = []
+    for line in lines:
+        cells: list[str] = []
+        for code, text in re.findall("(?:\x1b\\[48;5;([0-9]+);30m)?([^\x1b]+)(?:\x1b\\[0m)?", line):
+            cells += [character if not code or character != " " else "full" for character in text]
+        width = len(cells) // columns
+        assert len(cells) == width * columns
+        firsts = cells[::width]
+        table.append([int(first) if first.isdigit() else int(first in ("█", "full")) for first in firsts])
+        assert not (colour and "█" in firsts)
+    return table
+
+
+@pytest.mark.parametrize("size", [(40, 16), (40, 60), (80, 24), (200, 60), (24, 50)])
+@pytest.mark.parametrize("colour", ["always", "never"])
+@pytest.mark.parametrize(
+    "question",
+    [
+        (LONGNET, "-n", "1M"),
+        (LONGNET, "-n", "1M", "--rows", "1000K:1M", "--cols", "0:3"),
+        ("local_window(left=5, right=0)", "-n", "17"),
+        ("longnet((60, 3000), (1, 7))", "-n", "12345", "--order", "residue"),
+        ("causal()", "-n", "1"),
+        ("causal()", "-n", "2000000000"),
+        ("dilated(8, 2, 1)", "-n", "1000", "--rows", "7:9"),
+    ],
+)
+def test_it_fits_the_terminal(size, colour, question, monkeypatch):
+    columns, height = size
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("LINES", str(height))
+    lines = [_ANSI.sub("", line) for line in drawn(*question, "--color", colour)]
+    assert max(map(len, lines)) <= columns
+    assert len(lines) < height
+    inside = body(lines)
+    assert len({len(line) for line in inside}) == 1
+    if question == (LONGNET, "-n", "1M"):  # room is used
+        assert len(lines) >= 0.8 * height or len(inside[0]) >= 0.6 * columns
+
+
+def test_halves_of_lines_are_cells(monkeypatch):
+    """Upper and lower colour of each character, decoded, are the levels of two rows."""
+    pattern = masks.parse("longnet((60, 300), (1, 7)) & causal()")
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = drawn("longnet((60, 300), (1, 7)) & causal()", "-n", "500", "--color", "always")
+    halves = [decode(line) for line in body_of_colours(lines)]
+    rows = [row for upper, lower in halves for row in (upper, lower)]
+    shape = (len(rows) - 1 if set(rows[-1]) == {0} else len(rows), len(rows[0]))
+    cells = count_cells(pattern, 500, num_heads=8, shape=shape)
+    levels, number = levels_of(cells, color=True)
+    assert shape[0] > 16  # more rows than lines
+    assert rows[: shape[0]] == [[levels[index].color for index in row] for row in number.tolist()]
+
+
+def body_of_colours(lines: Sequence[str]) -> list[str]:
+    return [line.partition("┤" if "┤" in line else "│")[2][:-1] for line in lines if re.match("^ *[0-9K,]* [┤│]", line)]
+
+
+def decode(line: str) -> tuple[list[int], list[int]]:
+    """The colours of the upper and of the lower half of each character; 0 where there is none."""
+    upper, lower = [], []
+    for codes, text in re.findall("(?:\x1b\\[([0-9;]+)m)?([^\x1b]+)(?:\x1b\\[0m)?", line):
+        front = int(next(iter(re.findall("38;5;([0-9]+)", codes)), 0))
+        back = int(next(iter(re.findall("48;5;([0-9]+)", codes)), 0))
+        halves = {"█": (front, front), "▀": (front, back), "▄": (back, front), " ": (back, back)}
+        for character in text:
+            upper.append(halves[character][0])
+            lower.append(halves[character][1])
+    return upper, lower
+
+
+class Stream(io.StringIO):
+    def __init__(self, *, tty: bool, encoding: str) -> None:
+        super().__init__()
+        self.tty, self.named = tty, encoding
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore
+        return self.named
+
+
+def test_what_a_terminal_takes(monkeypatch):
+    screen, pipe = Stream(tty=True, encoding="utf-8"), Stream(tty=False, encoding="ascii")
+    monkeypatch.setenv("TERM", "xterm")
+    assert terminal_of(screen) == Terminal(80, 24, color=True, shapes=True)
+    assert terminal_of(pipe) == Terminal(80, 24, color=False, shapes=False)
+    assert terminal_of(pipe, color="always").color
+    assert not terminal_of(screen, color="never").color
+    monkeypatch.setenv("TERM", "dumb")
+    assert not terminal_of(screen).color
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not terminal_of(screen).color
+    assert terminal_of(screen, color="always").color
+    monkeypatch.setenv("NO_COLOR", "")  # set, and empty: as if it were not there
+    assert terminal_of(screen).color
+
+
+@pytest.mark.parametrize("colour", ["always", "never"])
+def test_plain_characters_where_the_encoding_has_no_others(monkeypatch, colour):
+    monkeypatch.setattr(sys, "stdout", Stream(tty=False, encoding="ascii"))
+    lines = drawn("longnet((8, 32), (1, 4)) & causal()", "-n", "100", "--color", colour)
+    "\n".join(lines).encode("ascii")
+    if colour == "never":
+        assert "*" in "".join(body(lines))
+
+
+def test_estimates_are_named(monkeypatch):
+    """Cells in doubt are counted in a line of their own; a cell without a hit is not shown as empty."""
+    monkeypatch.setattr(_cells, "_EVERY_PAIR", 0)
+    monkeypatch.setattr(_cells, "_BUDGET", 0)
+    monkeypatch.setattr(_bounded_pairs, "_SAMPLES", 1)
+    lines = drawn("global_tokens(8) | random_blocks(4096, block=8, count=1)", "-n", "4096")
+    assert re.match("^[0-9,]+ of [0-9,]+ cells are estimates within bounds", lines[-2])
+    assert any("?" in row for row in body(lines))
+    assert "? none found, some possible" in "".join(lines)
+
+
+def test_a_window_without_pairs_says_so() -> None:
+    lines = drawn("causal()", "-n", "64", "--rows", "0:4", "--cols", "8:16")
+    assert lines[-1] == "No pair is allowed here."
+    assert not "".join(body(lines)).strip()

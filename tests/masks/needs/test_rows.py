@@ -1,0 +1,95 @@
+"""Rows: the keys of one query, in closed form or searched, are those of the dense rule; and ranges as sets."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexdilated.engines.rows._row_parts import branch_rules
+from flexdilated.masks.core._ranges import as_ranges, intersect, unite
+from flexdilated.masks.needs import _row
+from tests.support import strategies
+
+
+@given(data=st.data())
+def test_closed_forms_are_the_rules(data: st.DataObject) -> None:
+    """Of any set, causal or not: ranges without overlap, none of them empty, of just the keys that are seen."""
+    case = data.draw(strategies.whole_cases(strategies.sets))
+    query, start = (data.draw(st.integers(0, case.num_keys - 1)) for _ in range(2))
+    asked = range(start, data.draw(st.integers(start, case.num_keys)))
+    for head, seen in enumerate(case.counts()[:, query]):
+        ranges = case.twin.pattern.for_head(head, case.num_heads).row(query, asked)
+        if ranges is not None:
+            assert all(ranges)
+            assert len(ranges) <= len(asked)
+            expected = [key for key in seen.nonzero().flatten().tolist() if key in asked]
+            assert sorted(key for keys in ranges for key in keys) == expected
+
+
+@given(data=st.data())
+def test_far_along_a_row_takes_as_little(data: st.DataObject) -> None:
+    """Where the positions lie makes no difference to the work: at 2^30 a list of all keys before would not end."""
+    num_heads = data.draw(st.integers(1, 3))
+    pattern = data.draw(strategies.sets(num_heads)).pattern
+    query, begin = (data.draw(st.integers(2**30, 2**30 + 40)) for _ in range(2))
+    keys = range(begin, begin + data.draw(st.integers(0, 40)))
+    head = data.draw(st.integers(0, num_heads - 1))
+    ranges = pattern.for_head(head, num_heads).row(query, keys)
+    allowed = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
+    seen = allowed(torch.tensor(0), torch.tensor(head), torch.tensor(query), torch.tensor([*keys], dtype=torch.int64))
+    if ranges is not None:
+        assert len(ranges) <= len(keys)
+        assert sorted(key for each in ranges for key in each) == [keys[n] for n in seen.nonzero().flatten().tolist()]
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("meetings", [1 << 9, 0])
+@pytest.mark.parametrize("few_pairs", [1 << 20, 0])
+def test_rows_of_a_step_are_the_rules(few_pairs, meetings, data: st.DataObject) -> None:
+    """As a call of few queries asks for them, and by search: the same keys, each once, and the pairs among them."""
+    case = data.draw(strategies.whole_cases(strategies.sets))
+    first, begin = (data.draw(st.integers(0, case.num_keys - 1)) for _ in range(2))
+    queries = range(first, min(case.num_keys, first + data.draw(st.integers(1, 16))))
+    keys = range(begin, data.draw(st.integers(begin + 1, case.num_keys)))
+    expected = (case.counts() > 0)[:, queries.start : queries.stop, keys.start : keys.stop]
+    for rule in branch_rules(
+        case.twin.pattern, num_heads=case.num_heads, head_offset=0, num_heads_global=case.num_heads
+    )[0].rules:
+        with mock.patch.multiple(_row, _MOST_MEETINGS=meetings, _FEW_PAIRS=few_pairs):
+            ways = rule.source.seen(queries, keys), rule.source._searched(queries, keys)
+        for seen in ways:
+            found = torch.zeros(len(queries), case.num_keys, dtype=torch.int64)
+            if seen is not None:
+                listed = seen.keys if isinstance(seen.keys, torch.Tensor) else _row.positions(seen.keys)
+                assert len(listed.unique()) == len(listed)
+                rows = torch.arange(len(queries))[seen.rows.start : seen.rows.stop : seen.rows.step]
+                shown = 1 if seen.pairs is None else seen.pairs.long()
+                assert seen.pairs is None or seen.pairs.any(0).all(), "a key that no query sees is not read"
+                found[rows[:, None], listed] += shown
+            for head in rule.heads:
+                assert torch.equal(found[:, keys.start : keys.stop] > 0, expected[head])
+                assert found.sum() == expected[head].sum()
+
+
+starts, steps = st.one_of(st.just(0), st.integers(0, 20)), st.one_of(st.just(1), st.integers(1, 12))
+progressions = st.builds(range, starts, st.integers(0, 60), steps)
+
+
+@given(progressions, progressions)
+def test_intersections(left: range, right: range) -> None:
+    assert set(intersect(left, right)) == set(left) & set(right)
+
+
+@given(st.lists(progressions, max_size=4))
+def test_unions(parts: list[range]) -> None:
+    """Each position once; runs always fit, and progressions that meet may be given up."""
+    ranges = tuple(keys for part in parts for keys in as_ranges(part))
+    united = unite(ranges)
+    if united is None:
+        coarse = [keys for keys in ranges if keys.step > 1]
+        assert any(set(a) & set(b) for index, a in enumerate(coarse) for b in coarse[:index])
+    else:
+        assert all(united)
+        assert sorted(key for keys in united for key in keys) == sorted(set().union(*ranges))

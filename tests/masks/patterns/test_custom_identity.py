@@ -1,0 +1,213 @@
+"""What a custom pattern is: its code and all that it captured or reads, at the moment when it was made."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import types
+import weakref
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.testing._vocabulary import classify_window, same_kind, window_by_head
+from tests.support import custom_rules
+from tests.support.custom_rules import TABLE, WIDTH, by_global, diagonal, window
+
+LOOKBACK = (1, 4, 9)
+
+
+def test_equal_code_and_values_are_an_equal_pattern():
+    a, b, other = masks.custom(window(5)), masks.custom(window(5)), masks.custom(window(6))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a.text == b.text
+    assert a != other
+    assert a.text != other.text
+    assert a | b == a
+    assert masks.custom(lambda batch, head, i, j: i < 3 * j) == masks.custom(lambda b, h, q, k: q < 3 * k)
+    assert len((a + b).branches()) == 2
+
+
+LIST = [1, 2]
+VARIANTS = {
+    "an int": [window(5), window(6), window(5.0), window(True)],
+    "a tensor": [same_kind(TABLE), same_kind(TABLE + 1), same_kind(TABLE[:3]), same_kind(TABLE.int())],
+    "a constant": [lambda b, h, q, k: q < 3 * k, lambda b, h, q, k: q < 4 * k],
+    "an operator": [lambda b, h, q, k: q < k, lambda b, h, q, k: q <= k],
+    "a function of torch": [lambda b, h, q, k: torch.lt(q, k), lambda b, h, q, k: torch.le(q, k)],
+    "a global": [lambda b, h, q, k: q - k < WIDTH, lambda b, h, q, k: q - k < LOOKBACK[1]],
+    "a shape": [same_kind(torch.ones(4)), same_kind(torch.ones(2, 2)[0])],
+    "an attribute": [lambda b, h, q, k: (q - k) % 4 == masks.FULL, lambda b, h, q, k: (q - k) % 4 == masks.PARTIAL],
+}
+
+
+def composed(inner):
+    return lambda b, h, q, k: inner(b, h, q, k) & (q >= k)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_different_rules_are_different_patterns(name):
+    for functions in (VARIANTS[name], [composed(function) for function in VARIANTS[name]]):
+        texts = [masks.custom(function).text for function in functions]
+        assert len(set(texts)) == len(functions)
+
+
+def test_containers_are_told_apart_by_what_they_hold():
+    def reach(some):
+        return lambda b, h, q, k: sum(q - k == each for each in some) > 0
+
+    values = [(1, 2), [1, 2], (2, 1), (1, 3), frozenset((1, 2)), {1: 2, 2: 1}, {1: 1, 2: 1}]
+    assert len({masks.custom(reach(each)).text for each in values}) == len(values)
+    assert masks.custom(reach({3, 1, 2})) == masks.custom(reach({2, 3, 1}))
+
+
+def test_functions_that_torch_composes():
+    """and_masks and or_masks, alone and inside: what they are lies in what they captured."""
+
+    def inside(function):
+        return lambda b, h, q, k: function(b, h, q, k) | (q == 0)
+
+    composed = [and_masks(window(4), by_global), and_masks(window(5), by_global), or_masks(window(4), diagonal)]
+    functions = composed + [inside(function) for function in composed]
+    assert len({masks.custom(function).text for function in functions}) == 6
+    assert masks.custom(inside(and_masks(window(4), by_global))) == masks.custom(functions[3])
+    slow = create_block_mask(composed[0], 1, 1, 50, 50, device="cpu", BLOCK_SIZE=8)
+    fast = masks.block_mask(masks.custom(composed[0]), 50, num_heads=1, block_size=8)
+    assert torch.equal(fast.to_dense(), slow.to_dense())
+
+
+def test_classify_and_period_take_part():
+    function, widths = window_by_head(torch.tensor([5])), torch.tensor([5])
+    patterns = [
+        masks.custom(function),
+        masks.custom(function, period=1),
+        masks.custom(function, classify=classify_window(widths)),
+        masks.custom(function, classify=classify_window(widths), period=1),
+        masks.custom(function, classify=classify_window(widths - 1)),
+    ]
+    assert len({pattern.text for pattern in patterns}) == 5
+
+
+def test_digests_do_not_depend_on_the_process():
+    code = f"from {__name__} import *; print(masks.custom(composed(same_kind(TABLE))).text, end='')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == masks.custom(composed(same_kind(TABLE))).text
+
+
+def test_later_changes_have_no_effect(monkeypatch):
+    """Captured and global tensors, numbers and lists, changed in place or bound anew, with and without caches."""
+    table, some, width = TABLE.clone(), [1, 2], 4
+
+    def function(b, h, q, k):
+        return (table[q % 6] == table[k % 6]) | (q - k == some[0]) | (q - k == width) | (TABLE[q % 6] == LIST[0])
+
+    monkeypatch.setitem(globals(), "TABLE", TABLE.clone())
+    monkeypatch.setitem(globals(), "LIST", [1, 2])
+    pattern = masks.custom(function)
+    q, k, v = torch.randn(3, 1, 1, 40, 4)
+    before = fd.attend(q, k, v, pattern)
+    table.zero_()
+    TABLE.zero_()
+    some[0] = LIST[0] = width = 7
+    for _ in range(2):
+        assert torch.equal(fd.attend(q, k, v, pattern), before)
+        assert torch.equal(fd.attend(q, k, v, pattern, engine="reference").argmax(-1), before.argmax(-1))
+        masks.cache().clear()
+    again = masks.custom(function)
+    assert again != pattern
+    assert not torch.allclose(fd.attend(q, k, v, again), before)
+
+
+def test_functions_that_call_themselves():
+    def steps(q, k, n):
+        return q == k if n == 0 else (q - k == n) | steps(q, k, n - 1)
+
+    pattern = masks.custom(lambda b, h, q, k: steps(q, k, 3))
+    window = masks.local_window(left=3, right=0)
+    sizes = {"num_heads": 1, "block_size": 4}
+    assert torch.equal(
+        masks.block_mask(pattern, 20, **sizes).to_dense(), masks.block_mask(window, 20, **sizes).to_dense()
+    )
+
+
+def test_the_copy_is_the_function():
+    """What it captured is copied, nothing is left behind, and it is let go with the pattern."""
+    table = torch.arange(100)
+    pattern = masks.custom(lambda b, h, q, k: table[q] > k)
+    rule = weakref.ref(pattern.rule)
+    text = pattern.text
+    assert fd.attend(*torch.randn(3, 1, 1, 40, 4), pattern).shape == (1, 1, 40, 4)
+    del pattern
+    masks.cache().clear()
+    gc.collect()
+    assert rule() is None
+    with pytest.raises(ValueError, match="keep it for as long as calls and their gradients use it"):
+        masks.from_json(text)
+
+
+def test_a_gradient_keeps_its_function():
+    q, k, v = torch.randn(3, 1, 1, 40, 4).requires_grad_().unbind()
+    out = fd.attend(q, k, v, masks.custom(window(3)))
+    masks.cache().clear()
+    gc.collect()
+    out.sum().backward()
+
+
+def test_copies_and_pickles():
+    pattern = masks.custom(by_global) & masks.causal()
+    assert copy.copy(pattern) == copy.deepcopy(pattern) == pattern
+    assert pickle.loads(pickle.dumps(pattern)) == pattern
+    local = masks.custom(window(3))
+    assert copy.deepcopy(local) is local
+    with pytest.raises((pickle.PicklingError, AttributeError), match="local"):
+        pickle.dumps(local)
+    module = copy.deepcopy(torch.nn.ModuleDict())
+    module.pattern = local
+    assert copy.deepcopy(module).pattern == local
+
+
+def test_a_pickle_does_not_outlive_its_function(monkeypatch):
+    stored = pickle.dumps(masks.custom(by_global))
+    monkeypatch.setattr(custom_rules, "WIDTH", 6)
+    with pytest.raises(ValueError, match="'by_global' or what it reads has changed"):
+        pickle.loads(stored)
+
+
+def test_has_no_json():
+    pattern = ~masks.custom(by_global) + masks.causal()
+    with pytest.raises(TypeError, match=r"a custom function has no JSON.*~custom\(by_global\)"):
+        masks.to_json(pattern)
+    with pytest.raises(ValueError, match="a custom function has no JSON"):
+        masks.from_json(pattern.text)
+
+
+def test_a_built_in_function_is_known_by_its_name() -> None:
+    """Equal code that captured one is an equal pattern, in every process."""
+
+    def choosing(choose):
+        return lambda b, h, q, k: choose(q > k, q, k) > 3
+
+    one, same, other = (masks.custom(choosing(function)) for function in (torch.where, torch.where, torch.clamp))
+    assert one.text == same.text != other.text
+
+
+def test_what_is_read_of_a_module_within_a_module_takes_part() -> None:
+    """A rule that reads `outer.inner.width` is another one where that is another number."""
+
+    def reading(width: int, depth: int):
+        outer, inner = types.ModuleType("outer"), types.ModuleType("inner")
+        outer.inner, outer.depth, inner.width = inner, depth, width
+        return lambda b, h, q, k: (q - k).abs() <= outer.inner.width + outer.depth
+
+    rules = [masks.custom(reading(*numbers)) for numbers in ((3, 1), (3, 1), (4, 1), (3, 2))]
+    assert rules[0].text == rules[1].text
+    assert len({rule.text for rule in rules}) == 3
+    blocks = masks.block_mask(rules[2], 16, num_heads=1, block_size=4)
+    assert int(blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()) == 14

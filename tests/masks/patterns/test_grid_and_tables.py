@@ -1,0 +1,323 @@
+"""Random blocks, block lists and neighbourhoods: small masks by hand, laws, counts that are exact, bad parameters."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexdilated import masks
+from flexdilated.masks.core._box import Box, Progression
+from flexdilated.masks.orders._layout import Layout
+from flexdilated.masks.patterns import _block_table
+from flexdilated.masks.patterns._grid import fits
+from tests.masks.core.test_boxes import BOXES, allowed, progressions
+from tests.masks.patterns.test_patterns import evaluated
+from tests.support import oracle
+from tests.support.strategies import block_lists, neighborhoods, random_blocks
+from tests.support.twins import Twin
+
+BY_HAND = {
+    "a window that stays whole at the ends": (
+        masks.neighborhood((6,), 1),
+        "###... ###... .###.. ..###. ...### ...###",
+    ),
+    "every other token": (
+        masks.neighborhood((7,), 1, rate=2),
+        "#.#.#.. .#.#.#. #.#.#.. .#.#.#. ..#.#.# .#.#.#. ..#.#.#",
+    ),
+    "one row of an image": (masks.neighborhood((2, 3), (0, 1)), 3 * "###... " + 3 * "...### "),
+    "one column of an image": (masks.neighborhood((3, 2), (1, 0)), 3 * "#.#.#. .#.#.# "),
+    "itself": (masks.neighborhood((2, 2, 1), 0), "#... .#.. ..#. ...#"),
+    "rows of blocks": (
+        masks.block_list([[1], [], [2, 0]], block=2),
+        "..##.. ..##.. ...... ...... ##..## ##..##",
+    ),
+    "no rows left": (masks.block_list([[0]], block=1), "#... .... .... ...."),
+    "a short last block": (masks.block_list([[0, 1], [1]], block=3), "##### ##### ##### ...## ...##"),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_small_masks_by_hand(name):
+    pattern, picture = BY_HAND[name]
+    rows = picture.split()
+    mask = evaluated(pattern.bind(num_heads=1, num_queries=len(rows), num_keys=len(rows[0])))[0]
+    assert ["".join("#" if pair else "." for pair in row) for row in mask.tolist()] == rows
+
+
+def test_an_image_by_hand():
+    """A 4 x 5 image, one pixel to each side: windows of 3 x 3, shifted inwards at the border."""
+    mask = evaluated(masks.neighborhood((4, 5), 1).bind(num_heads=1, num_queries=20, num_keys=20))[0]
+    assert mask[0].nonzero().flatten().tolist() == [0, 1, 2, 5, 6, 7, 10, 11, 12]
+    assert mask[12].nonzero().flatten().tolist() == [6, 7, 8, 11, 12, 13, 16, 17, 18]
+    assert mask[14].nonzero().flatten().tolist() == [7, 8, 9, 12, 13, 14, 17, 18, 19]
+    assert (mask.sum(1) == 9).all()
+
+
+# --- the draw ---
+
+
+def drawn(pattern: masks.Pattern, head: int, row: int, block: int, num_tokens: int) -> list[int]:
+    """The key blocks that one row of blocks sees."""
+    mod = pattern.mask_mod(num_heads=head + 1, device=torch.device("cpu"))
+    keys = torch.arange(0, num_tokens, block)
+    seen = mod(torch.tensor(0), torch.tensor(head), torch.tensor(row * block), keys)
+    return (keys[seen] // block).tolist()
+
+
+def test_the_draw_is_pinned():
+    """These numbers never change: a checkpoint's pattern means the same everywhere, on every rank and version."""
+    pattern = masks.random_blocks(1 << 20)
+    assert [drawn(pattern, 0, row, 64, 1 << 20) for row in range(3)] == [
+        [2123, 5088, 6755],
+        [6312, 12378, 13562],
+        [1510, 11982, 12161],
+    ]
+    assert [drawn(pattern, 1, row, 64, 1 << 20) for row in range(3)] == [
+        [801, 13374, 15720],
+        [3597, 7668, 13858],
+        [616, 983, 8983],
+    ]
+    pattern = masks.random_blocks(6, block=1, count=2, seed=7)
+    assert [drawn(pattern, 5, row, 1, 6) for row in range(6)] == [[3, 5], [3, 4], [4, 5], [2, 5], [4, 5], [2, 4]]
+
+
+def test_the_hash_is_splitmix64():
+    """The first number of the published generator from state 0."""
+    from flexdilated.masks.patterns._random_blocks import _mixed
+
+    assert _mixed(torch.tensor(0)).item() % 2**64 == 0xE220A8397B1DCDAF
+
+
+@given(random_blocks(), st.integers(1, 3))
+def test_each_row_sees_count_blocks(twin, num_heads):
+    pattern = twin.pattern
+    bound = pattern.bind(num_heads=num_heads, num_queries=pattern.num_tokens, num_keys=pattern.num_tokens)
+    seen = evaluated(bound)[:, :: pattern.block, :: pattern.block]
+    assert (seen.sum(2) == pattern.drawn).all()
+
+
+def test_draws_differ_by_head_row_and_seed():
+    draws = {
+        tuple(drawn(masks.random_blocks(1 << 16, seed=seed), head, row, 64, 1 << 16))
+        for seed in range(4)
+        for head in range(4)
+        for row in range(4)
+    }
+    assert len(draws) == 64
+
+
+def test_draws_are_even():
+    """Every block as often as any other: the variance over blocks is that of fair draws."""
+    mask = evaluated(masks.random_blocks(600, block=1, count=5).bind(num_heads=8, num_queries=600, num_keys=600))
+    often = mask.sum((0, 1)).double()
+    assert often.mean() == 40
+    assert 32 < often.var() < 50
+
+
+def test_random_blocks_end_with_their_tokens():
+    pattern = masks.random_blocks(10, block=4, count=3)
+    mask = evaluated(pattern.bind(num_heads=1, num_queries=14, num_keys=13))[0]
+    assert mask[:10, :10].all()
+    assert mask.sum() == 100
+
+
+# --- block lists ---
+
+
+def test_tensors_are_tables():
+    chosen = torch.tensor([[[True, False, True], [False, False, False]], [[False, True, False], [True, True, True]]])
+    rows = [[[0, 2], []], [[1], [0, 1, 2]]]
+    assert masks.block_list(chosen, block=4) == masks.block_list(rows, block=4)
+    assert masks.block_list(chosen[0], block=4) == masks.block_list(rows[0], block=4)
+    numbers = torch.tensor([[[2, 0]], [[1, 2]]])
+    assert masks.block_list(numbers.int(), block=4) == masks.block_list([[[0, 2]], [[1, 2]]], block=4)
+    assert masks.block_list(numbers[0], block=4) == masks.block_list([range(0, 3, 2)], block=4)
+
+
+def test_a_table_a_head():
+    tables = [[[0, 3], [1]], [[2]], [[], [0], [1, 2]]]
+    bound = masks.block_list(tables, block=3).bind(num_heads=2, num_queries=11, num_keys=11, head_offset=1)
+    queries = torch.arange(11)
+    assert torch.equal(
+        evaluated(bound).long(), oracle.counts(oracle.block_list(tables, 3), range(1, 3), 3, queries, queries)
+    )
+    (last,) = masks.block_mask(masks.block_list(tables, block=3), 11, num_heads=3, block_size=3).to_dense()[0, 2:]
+    assert last.tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
+
+
+def test_the_order_of_a_row_does_not_matter():
+    one, other = masks.block_list([[2, 0, 1]], block=4), masks.block_list(((0, 1, 2),), block=4)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != masks.block_list([[0, 1]], block=4)
+    assert one != masks.block_list([[0, 1, 2]], block=5)
+
+
+@given(block_lists())
+def test_the_text_is_canonical_json(twin):
+    """Written without looking at the numbers one by one, as tables can be large."""
+    for pattern in (twin.pattern, masks.block_list([twin.pattern.rows, ((),)], block=3)):
+        assert pattern.text == json.dumps(pattern.to_data(), separators=(",", ":"), sort_keys=True)
+
+
+@given(block_lists(), block_lists())
+def test_lists_unite_row_by_row(one, other):
+    a, b = one.pattern, other.pattern
+    if a.block != b.block:
+        b = masks.block_list(b.rows, block=a.block)
+    height = max(len(a.rows), len(b.rows))
+    rows = [sorted({*(*a.rows, *[()] * height)[row], *(*b.rows, *[()] * height)[row]}) for row in range(height)]
+    sizes = {"num_heads": 1, "num_queries": height * a.block, "num_keys": height * a.block}
+    joined = masks.block_list(rows, block=a.block)
+    assert torch.equal(evaluated(joined.bind(**sizes)), evaluated((a | b).bind(**sizes)))
+
+
+def test_a_list_of_diagonal_blocks_is_chunked():
+    listed, chunked = masks.block_list([[row] for row in range(9)], block=16), masks.chunked(16)
+    for block_size in (16, (32, 8), 24):
+        found, expected = (masks.block_mask(p, 133, num_heads=1, block_size=block_size) for p in (listed, chunked))
+        assert torch.equal(found.to_dense(), expected.to_dense())
+        assert torch.equal(found.full_kv_num_blocks, expected.full_kv_num_blocks)
+
+
+def test_values_hash_and_pickle():
+    for pattern in (
+        masks.random_blocks(1000, seed=3),
+        masks.block_list([[[1, 0]], [[2]]], block=4),
+        masks.neighborhood([4, 6], [1, 2], rate=[1, 1]),
+    ):
+        pattern.bind(num_heads=2, num_queries=12, num_keys=12).mask_mod()
+        assert pickle.loads(pickle.dumps(pattern)) == pattern
+        assert len({pattern, pickle.loads(pickle.dumps(pattern))}) == 1
+    assert masks.neighborhood((4, 6), 1) == masks.neighborhood([4, 6], (1, 1), rate=1)
+
+
+# --- neighbourhoods ---
+
+
+@given(neighborhoods())
+def test_every_query_sees_a_whole_window(twin):
+    pattern, tokens = twin.pattern, torch.Size(twin.pattern.grid).numel()
+    mask = evaluated(pattern.bind(num_heads=1, num_queries=tokens, num_keys=tokens))[0]
+    window = torch.tensor([2 * radius + 1 for radius in pattern.radius]).prod()
+    assert (mask.sum(1) == window).all()
+    assert mask.diagonal().all()
+
+
+@given(neighborhoods())
+def test_axes_may_be_swapped(twin):
+    """The same picture with its axes in reverse order, tokens permuted along."""
+    grid, radius, rate = twin.pattern.grid, twin.pattern.radius, twin.pattern.rate
+    other = masks.neighborhood(grid[::-1], radius[::-1], rate=rate[::-1])
+    tokens = torch.Size(grid).numel()
+    order = torch.arange(tokens).view(grid).permute(*reversed(range(len(grid)))).flatten()
+    sizes = {"num_heads": 1, "num_queries": tokens, "num_keys": tokens}
+    mask = evaluated(twin.pattern.bind(**sizes))[0]
+    assert torch.equal(evaluated(other.bind(**sizes))[0], mask[order][:, order])
+
+
+def test_away_from_the_ends_a_neighbourhood_is_a_window():
+    sizes = {"num_heads": 1, "num_queries": 20, "num_keys": 40, "q_offset": 10}
+    for rate in (1, 3):
+        window = masks.dilated_window(left=3, right=3, rate=rate)
+        found, expected = masks.neighborhood((40,), 3, rate=rate), window
+        assert torch.equal(evaluated(found.bind(**sizes)), evaluated(expected.bind(**sizes)))
+
+
+def test_a_grid_over_documents():
+    """A batch of images packed side by side: the grid begins anew with each, and ends with its last token."""
+    pattern = masks.neighborhood((4, 3), 1)
+    ids = torch.arange(3).repeat_interleave(12)
+    packed = evaluated(pattern.per_document(ids).bind(num_heads=1, num_queries=36, num_keys=36))[0]
+    alone = evaluated(pattern.bind(num_heads=1, num_queries=12, num_keys=12))[0]
+    assert torch.equal(packed, torch.block_diag(alone, alone, alone).bool())
+
+
+# --- counts ---
+
+
+@given(neighborhoods(), st.data())
+def test_neighbourhoods_count_exactly(twin, data):
+    """Over equal steps that go evenly through the rows: runs of tokens, and residue classes."""
+    grid = twin.pattern.grid
+    step = data.draw(st.sampled_from([step for step in range(1, 13) if fits(step, grid)]))
+    sides = [data.draw(progressions(step)) for _ in range(2)]
+    box = Box(torch.zeros(BOXES, dtype=torch.int64), *sides)
+    found, truth = twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1)
+    assert torch.equal(found.low, truth)
+    assert torch.equal(found.high, truth)
+
+
+@given(st.one_of(random_blocks(), block_lists()), st.data(), st.integers(1, 3))
+def test_tables_count_exactly_over_a_few_rows(twin, data, num_heads):
+    queries = data.draw(progressions())
+    most = max(1, (8 * twin.pattern.block - 1) // queries.step)  # eight blocks at most, wherever it starts
+    first = queries.first // twin.pattern.block * twin.pattern.block
+    q = Progression(first, queries.step, queries.count.clamp(max=most))
+    heads = st.lists(st.integers(0, num_heads - 1), min_size=BOXES, max_size=BOXES)
+    box = Box(torch.tensor(data.draw(heads)), q, data.draw(progressions()))
+    found, truth = twin.pattern.count(box, num_heads=num_heads), allowed(twin.rule, box, num_heads)
+    assert torch.equal(found.low, truth)
+    assert torch.equal(found.high, truth)
+
+
+@given(st.one_of(random_blocks(), block_lists()), st.data())
+def test_the_coarse_picture_is_sound(twin, data):
+    """Where a table has more blocks than the picture has cells, several share one."""
+    _block_table_of(twin)  # a table of its own: the picture is kept with it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_block_table, "_PICTURE_CELLS", 10)
+        patch.setattr(_block_table, "_EXACT_ROWS", 0)
+        box = Box(torch.zeros(BOXES, dtype=torch.int64), data.draw(progressions()), data.draw(progressions()))
+        found, truth = twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1)
+    _block_table_of(twin)
+    assert (found.low <= truth).all()
+    assert (truth <= found.high).all()
+    assert (found.high <= box.area).all()
+
+
+def _block_table_of(twin: Twin) -> None:
+    from flexdilated.masks.patterns import _block_list, _random_blocks
+
+    _block_list._table.cache_clear()
+    _random_blocks._table.cache_clear()
+
+
+def test_the_picture_prunes():
+    """Far from every listed block nothing is possible, and a table that lists all is full."""
+    whole = masks.block_list([range(200)] * 200, block=2)
+    box = Box(torch.zeros(1, dtype=torch.int64), *[Progression(torch.tensor([40]), 1, torch.tensor([300]))] * 2)
+    assert whole.count(box, num_heads=1).low.tolist() == box.area.tolist()
+    diagonal = masks.block_list([[row] for row in range(200)], block=2)
+    far = Box(box.head, box.q, Progression(torch.tensor([360]), 1, torch.tensor([40])))
+    assert diagonal.count(far, num_heads=1).high.tolist() == [0]
+
+
+@pytest.mark.parametrize("rate", [1, 2, 3])
+def test_neighbourhoods_leave_no_doubt_in_residue_order(rate):
+    """Blocks of a dilated neighbourhood in its layout are known without looking at a pair."""
+    pattern = masks.neighborhood((12, 12), 1, rate=rate)
+    assert masks.layout(pattern, 144) == Layout(144, rate)
+    for layout in (Layout(144), Layout(144, rate)):
+        mask = masks.block_mask(pattern, 144, num_heads=1, block_size=8, layout=layout)
+        positions = layout.positions()
+        dense = oracle.neighborhood((12, 12), (1, 1), (rate, rate))(0, 1, positions, positions)
+        listed = dense.view(18, 8, 18, 8).sum((1, 3)) > 0
+        assert torch.equal(mask.to_dense()[0, 0].bool(), listed)
+
+
+# --- rows, as a decode step asks for them ---
+
+
+@given(st.one_of(random_blocks(), block_lists(), neighborhoods()), st.integers(0, 110), *(st.integers(0, 110),) * 2)
+def test_rows_in_closed_form(twin, query, start, stop):
+    rule = twin.pattern.for_head(0, 2)
+    keys = rule.row(query, range(start, stop))
+    seen = twin.rule(0, 2, torch.tensor([query]), torch.arange(stop))[0] if stop else torch.zeros(0)
+    expected = [key for key in seen.nonzero().flatten().tolist() if key >= start]
+    assert sorted(key for part in keys for key in part) == expected
+    assert all(part for part in keys)

@@ -1,0 +1,220 @@
+"""What a pattern is: equality, JSON and printed expression tell the same patterns apart, and name all that is kept."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.masks.core._algebra import And, Not, Or
+from flexdilated.masks.core._per_head import PerHead
+from flexdilated.masks.planning._planner import plan, recommended_layout
+from flexdilated.masks.text._json import read_text
+from tests.support.run_time_strategies import Packed, packed_cases
+from tests.support.strategies import written_expressions
+
+NAMED = st.sampled_from(
+    [
+        masks.causal().per_document("ids"),
+        masks.documents("ids", longest=7) & masks.dilated(8, 2),
+        masks.longnet([8, 16], [1, 2]).per_document(masks.lengths("n", padding="left")) & masks.visible_keys("seen"),
+        masks.random_blocks(64, block=8, head=1),
+    ]
+)
+PATTERNS = st.integers(1, 3).flatmap(written_expressions).map(lambda twin: twin.pattern) | NAMED
+
+
+def nodes(data: Any) -> Iterator[dict[str, Any]]:
+    """Every pattern in a pattern's data, itself first."""
+    yield data
+    for part in [*data.get("parts", ()), *(data[name] for name in ("part", "spans") if name in data)]:
+        yield from nodes(part)
+
+
+@st.composite
+def changed(draw: st.DrawFn, text: str) -> str:
+    """JSON in which one thing is another: a value, the order or the number of parts, what a part is wrapped in."""
+    data = json.loads(text)
+    node = draw(st.sampled_from(list(nodes(data))))
+    kind = draw(st.sampled_from(["value", "value", "order", "twice", "fewer", "wrapped", "another kind"]))
+    parts = node.get("parts", [])
+    values = [name for name in node if name not in ("kind", "parts", "part", "spans")]
+    if kind == "value" and values:
+        name = draw(st.sampled_from(values))
+        node[name] = draw(changed_value(node[name]))
+    elif kind == "order" and parts:
+        node["parts"] = draw(st.permutations(parts))
+    elif kind == "twice" and parts:
+        parts.insert(draw(st.integers(0, len(parts))), copy.deepcopy(draw(st.sampled_from(parts))))
+    elif kind == "fewer" and parts:
+        del parts[draw(st.integers(0, len(parts) - 1))]
+    elif kind == "another kind" and parts:
+        node["kind"] = draw(st.sampled_from(["and", "or", "per_head", "head_groups", "mixture"]))
+    else:
+        inner, around = dict(node), draw(st.sampled_from(["and", "or", "not", "per_head", "head_groups", "mixture"]))
+        node.clear()
+        node |= {"kind": around} | ({"part": inner} if around == "not" else {"parts": [inner]})
+    return json.dumps(data)
+
+
+def changed_value(value: Any) -> st.SearchStrategy:
+    if isinstance(value, bool):
+        return st.just(not value)
+    if isinstance(value, int):
+        return st.sampled_from([value + 1, value - 1, 2 * value, None])
+    if isinstance(value, list):
+        return st.permutations(value) | st.just(value[:-1]) | st.just(value + value[-1:]) | st.just([value])
+    if isinstance(value, str):
+        return st.sampled_from(["interleaved", "contiguous", "left", "right", "ids", "n", 0, 1])
+    return st.sampled_from([0, 1, 3])
+
+
+@given(st.data())
+def test_texts_are_equal_where_patterns_are(data) -> None:
+    """For two drawn patterns, and for one and a change of it, as far as that is a pattern."""
+    one = data.draw(PATTERNS)
+    other = data.draw(PATTERNS)
+    if data.draw(st.integers(0, 3)):
+        other = one
+        for _ in range(data.draw(st.integers(1, 2))):
+            try:
+                other = masks.from_json(data.draw(changed(masks.to_json(other))))
+            except ValueError:
+                return
+    for pattern in (one, other):
+        assert masks.from_json(masks.to_json(pattern)) == pattern
+        assert masks.parse(repr(pattern)) == pattern
+        assert hash(masks.parse(repr(pattern))) == hash(pattern)
+    equal = one == other
+    assert (masks.to_json(one) == masks.to_json(other)) == equal
+    assert (repr(one) == repr(other)) == equal
+
+
+class Four(enum.IntEnum):
+    FOUR = 4
+
+
+class Left(enum.StrEnum):
+    LEFT = "left"
+
+
+C, W = masks.causal(), masks.local_window(left=3, right=0)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: masks.Mixture((C,)),
+        lambda: masks.Mixture([C, W]),
+        lambda: masks.Mixture((C, C + W)),
+        lambda: And((C,)),
+        lambda: And((C, C)),
+        lambda: And((C & W, masks.strided(4))),
+        lambda: And([C, W]),
+        lambda: Or((C,)),
+        lambda: Or((C | W, masks.strided(4))),
+        lambda: Not(~C),
+        lambda: PerHead([C, W]),
+        lambda: PerHead(()),
+        lambda: masks.strided(Four.FOUR),
+        lambda: masks.dilated(8, 2, np.str_("interleaved")),
+        lambda: masks.lengths("n", padding=Left.LEFT),
+        lambda: masks.documents(np.str_("ids")),
+    ],
+)
+def test_what_would_not_read_back_is_refused(build) -> None:
+    """One way to build each value: what an operator writes otherwise, and numbers and names of other classes."""
+    with pytest.raises((TypeError, ValueError), match=r"takes|must|complement"):
+        build()
+
+
+def test_operators_build_what_they_write() -> None:
+    """A sum of one is that one, a part that comes again does not count again, and two complements are none."""
+    assert masks.longnet([8], [2]) == masks.dilated(8, 2, "interleaved") == masks.Mixture.of(masks.longnet([8], [2]))
+    assert C & C == C == ~~C == C | C
+    assert (C & W) & (W & masks.strided(4)) == And((C, W, masks.strided(4)))
+    assert masks.parse("causal() & (causal() & ~~~strided(4))") == C & ~masks.strided(4)
+
+
+@settings(max_examples=20)
+@given(packed_cases(max_heads=2, largest=14))
+def test_what_a_pattern_carries_is_no_part_of_its_text(packed: Packed) -> None:
+    """Equal texts: the same pattern, whatever tensors either carries; equal patterns carry the same ones."""
+    pattern = packed.pattern
+    twin, named = copy.deepcopy(pattern), read_text(pattern.text)
+    assert pattern == copy.copy(pattern)
+    assert pattern.text == twin.text == named.text
+    assert len({pattern, twin, named}) == 3
+    assert not named.given_tensors()
+
+
+@settings(max_examples=20)
+@given(
+    packed_cases(max_heads=2, largest=14),
+    st.sampled_from(["attend", "block_mask", "layout", "describe", "plan", "attend named"]),
+    st.data(),
+)
+def test_what_is_forgotten_is_gone(packed: Packed, call: str, data) -> None:
+    """All that one pattern had built goes with it, run-time tensors or none; a part takes its wholes along."""
+    pattern, cache = packed.pattern, masks.cache()
+    for forgotten in (pattern, data.draw(st.sampled_from(pattern.leaves()))):
+        cache.clear()
+        with suppress(ValueError):  # not every call takes every tensor; what it had built goes as well
+            build(packed, call)
+        cache.forget(forgotten)
+        assert not len(cache._store)
+
+
+@pytest.mark.parametrize("join", [lambda a, b: a & b, lambda a, b: a | b], ids=["and", "or"])
+def test_a_part_that_a_larger_whole_takes_in_is_forgotten(join) -> None:
+    """Intersections of intersections, and unions of unions, are written flat."""
+    part, other = join(masks.dilated(16, 4), masks.local_window(left=3, right=0)), masks.strided(2)
+    for whole in (join(part, other), join(other, part) & masks.causal(), part + other):
+        masks.cache().clear()
+        fd.attend(*torch.randn(3, 1, 2, 40, 4), whole)
+        assert masks.cache().forget(part) > 0
+        assert not len(masks.cache()._store)
+
+
+def build(packed: Packed, call: str) -> None:
+    pattern = packed.pattern
+    sizes = {"num_heads": packed.num_heads, **packed.offsets}
+    if call.startswith("attend"):
+        x = [torch.randn(packed.counts.shape[0], packed.num_heads, n, 4) for n in (packed.num_queries, packed.num_keys)]
+        tensors = pattern.given_tensors() if call == "attend named" else {}
+        named = read_text(pattern.text) if tensors else pattern
+        fd.attend(x[0], x[1], x[1], named, bindings=tensors or None, **packed.offsets)
+    elif call == "block_mask":
+        masks.block_mask(pattern, packed.num_queries, packed.num_keys, **sizes)
+    elif call == "describe":
+        masks.describe(pattern, num_queries=packed.num_queries, num_keys=packed.num_keys, **sizes)
+    elif call == "layout":
+        recommended_layout(pattern, max(packed.num_queries, packed.num_keys), num_heads=packed.num_heads)
+    else:
+        plan(packed.bind())
+
+
+@settings(max_examples=20)
+@given(packed_cases(max_heads=2, largest=14))
+def test_a_layout_is_recommended_by_what_the_pattern_carries(packed: Packed) -> None:
+    """Tensors that are there are read, and what does not fit is an error about that."""
+    tokens = max(packed.q_offset + packed.num_queries, packed.k_offset + packed.num_keys)
+    try:
+        packed.pattern.bind(num_heads=packed.num_heads, num_queries=tokens, num_keys=tokens)
+    except ValueError as error:
+        with pytest.raises(ValueError, match="^" + str(error)[:20]):
+            recommended_layout(packed.pattern, tokens, num_heads=packed.num_heads)
+        return
+    found = recommended_layout(packed.pattern, tokens, num_heads=packed.num_heads)
+    assert found is None or found.num_tokens == tokens

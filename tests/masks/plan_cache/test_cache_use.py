@@ -1,0 +1,223 @@
+"""The cache as the library uses it: masters and copies, patterns that are forgotten, modes of torch, compilation.
+
+The second device is `meta`, which holds shapes and no values: what goes where can be seen without an accelerator.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.engines.flex._flex import make_flex_program
+from flexdilated.masks.blocks._tables import table_bytes
+from flexdilated.masks.plan_cache import _cache
+from flexdilated.masks.plan_cache._cache import Cache
+from flexdilated.masks.planning._planner import plan
+from flexdilated.masks.planning.lowering._term import Term
+from tests.support.compilers import without_inductor
+
+WINDOW = masks.causal() & masks.local_window(left=40, right=0)
+LONGNET = masks.longnet([16, 48], [1, 3]) & masks.causal()
+
+
+@pytest.fixture
+def cache(monkeypatch) -> Cache:
+    """The process-wide cache, for this test a new one."""
+    monkeypatch.setattr(_cache, "_cache", Cache(1 << 30))
+    return masks.cache()
+
+
+@pytest.fixture
+def built(monkeypatch) -> list[Term]:
+    """The terms whose block lists were built."""
+    terms: list[Term] = []
+    build = Term.blocks
+
+    def watched(self: Term, *sides: int, **options: bool):
+        terms.append(self)
+        return build(self, *sides, **options)
+
+    monkeypatch.setattr(Term, "blocks", watched)
+    return terms
+
+
+def mask(device: str = "cpu", pattern=WINDOW, num_tokens: int = 500):
+    return masks.block_mask(pattern, num_tokens, num_heads=2, device=device, block_size=64)
+
+
+def test_one_master_and_a_copy_on_each_device(cache, built):
+    here, there = mask("cpu"), mask("meta")
+    assert here is mask("cpu")
+    assert there is mask("meta")
+    assert (here.kv_indices.device.type, there.kv_indices.device.type) == ("cpu", "meta")
+    assert torch.equal(here.kv_num_blocks.cpu(), mask("cpu").kv_num_blocks)
+    assert there.kv_num_blocks.shape == here.kv_num_blocks.shape
+    assert len(built) == 1
+    stats = cache.stats()
+    assert [copies.name for copies in stats.copies] == ["copies on cpu", "copies on meta"]
+    assert stats.masters.entries == 1
+    assert stats.entries == 3
+    assert stats.bytes == stats.masters.bytes + sum(copies.bytes for copies in stats.copies)
+
+
+def test_a_copy_that_went_is_made_again_of_its_master(cache, built):
+    expected = mask("cpu").to_dense()
+    mask("meta")
+    cache.budget_bytes = cache.stats().masters.bytes
+    assert cache.stats().copies == ()
+    cache.budget_bytes = 1 << 20
+    assert torch.equal(mask("cpu").to_dense(), expected)
+    assert len(built) == 1
+    cache.clear()
+    assert torch.equal(mask("cpu").to_dense(), expected)
+    assert len(built) == 2
+
+
+def test_a_device_with_and_without_its_number_is_one(cache):
+    assert masks.block_mask(WINDOW, 500, num_heads=2, device=torch.device("meta")) is masks.block_mask(
+        WINDOW, 500, num_heads=2, device="meta"
+    )
+
+
+def test_pinned_tables_outlive_a_flood(cache):
+    with cache.pin() as pins:
+        kept = mask()
+    cache.budget_bytes = cache.stats().bytes + 2000
+    for num_tokens in range(600, 1600, 20):
+        mask(num_tokens=num_tokens)
+    assert cache.stats().evictions > 0
+    assert mask() is kept
+    pins.release()
+    for num_tokens in range(600, 1600, 20):
+        mask(num_tokens=num_tokens)
+    assert mask() is not kept
+
+
+def test_a_pattern_is_forgotten_in_every_size_and_on_every_device(cache):
+    q = torch.randn(1, 2, 100, 8)
+    for pattern in (WINDOW, LONGNET):
+        for device in ("cpu", "meta"):
+            for num_tokens in (100, 200):
+                mask(device, pattern, num_tokens)
+        fd.attend(q, q, q, pattern)
+    entries = cache.stats().entries
+    dropped = cache.forget(LONGNET)
+    assert dropped == 10  # two masters, four copies, a plan, a program and the calls of its two branches
+    assert cache.stats().entries == entries - dropped
+    assert cache.forget(LONGNET) == 0
+    misses = cache.stats().misses
+    mask("meta", WINDOW, 200)
+    fd.attend(q, q, q, WINDOW)
+    assert cache.stats().misses == misses
+    mask("meta", LONGNET, 200)
+    assert cache.stats().misses > misses
+
+
+def test_combinations_with_a_forgotten_part_go_too(cache):
+    learned = masks.dilated(64, 2)
+    mask(pattern=learned & masks.causal())
+    mask(pattern=masks.per_head([WINDOW, learned]))
+    mask(pattern=WINDOW)
+    with_part = masks.longnet([16, 48], [1, 3])
+    mask(pattern=with_part & masks.causal())
+    assert cache.forget(learned) == 4
+    assert cache.forget(with_part) == 2
+    assert cache.stats().entries == 2
+
+
+def test_a_value_still_being_built_for_a_forgotten_pattern_is_not_kept():
+    cache, building, gate = Cache(100), threading.Event(), threading.Event()
+
+    def build_stale() -> str:
+        building.set()
+        gate.wait(250)
+        return "stale"
+
+    def ask(build) -> str:
+        return cache.get("key", build, len, pattern=WINDOW.text)
+
+    with ThreadPoolExecutor(1) as pool:
+        stale = pool.submit(ask, build_stale)
+        building.wait(250)
+        assert cache.forget(WINDOW) == 0
+        assert ask(lambda: "fresh") == "fresh"  # does not wait for the stale one
+        gate.set()
+        assert stale.result(250) == "stale"
+    assert ask(str) == "fresh"
+
+
+def test_what_a_build_asks_for_is_forgotten_with_it():
+    """Parts built for another text, as rules with the values of run-time tensors in place, belong to the whole."""
+    cache = Cache(100)
+    part = LONGNET.text
+    cache.get("whole", lambda: cache.get("part", str, len, pattern=part), len, pattern=WINDOW.text)
+    cache.get("another", str, len, pattern=part)
+    assert cache.forget(WINDOW) == 2
+    assert cache.forget(LONGNET) == 1
+
+
+def test_only_a_pattern_can_be_forgotten(cache):
+    with pytest.raises(TypeError, match=r"pattern must be a pattern or mixture from flexdilated.masks; got str"):
+        cache.forget("causal")
+
+
+def test_who_asks_first_leaves_no_trace(cache):
+    """Values made in inference mode, or under another default device, serve training on the CPU."""
+    with torch.inference_mode():
+        first = mask()
+    assert not first.kv_indices.is_inference()
+    cache.clear()
+    with torch.device("meta"):
+        second = mask()
+    assert torch.equal(second.to_dense(), first.to_dense())
+
+
+def test_the_tables_of_a_flex_program_are_counted_with_it(cache):
+    bound = WINDOW.bind(num_heads=2, num_queries=500, num_keys=500)
+    for device in ("cpu", "meta"):
+        natural, sides = masks.Layout(500), (64, 64)
+        program = make_flex_program(plan(bound), natural, num_kv_heads=2, block_size=sides, device=torch.device(device))
+        tables = sum(table_bytes(step.mask) for step in program.steps)
+        assert program.nbytes >= tables > 8 * 2 * 4
+
+
+def test_run_time_tensors_are_versions(cache):
+    """Other values are other entries; forgetting the pattern drops those of all values, and no others."""
+    q = torch.randn(1, 2, 60, 8)
+    ids = [torch.arange(60) // length for length in (20, 30)]
+    outs = [fd.attend(q, q, q, masks.causal() & masks.documents(each)) for each in ids]
+    assert not torch.equal(*outs)
+    misses = cache.stats().misses
+    for each, out in zip(ids, outs, strict=True):
+        assert torch.equal(fd.attend(q, q, q, masks.causal() & masks.documents(each.clone())), out)
+    assert cache.stats().misses == misses
+    masks.block_mask(masks.causal() & masks.documents(ids[0]), 60, num_heads=2)
+    mask()
+    assert cache.forget(masks.documents(ids[0])) >= 6  # plan and program of each, master and copy of one
+    assert cache.stats().entries == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["tiles", "flex"])
+def test_eviction_neither_changes_results_nor_compiles_anew(cache, engine):
+    """With no budget every call outside a graph builds its tables again; what was compiled stays."""
+    cache.budget_bytes = 0
+    pattern = masks.dilated(16, 2) & masks.causal()
+    q, k, v = torch.randn(3, 1, 2, 70, 16)
+    exact = fd.attend(q, k, v, pattern, engine="reference")
+
+    def attend(q, k, v):
+        return fd.attend(q, k, v, pattern, engine=engine)
+
+    with without_inductor():
+        for call in (attend, torch.compile(attend, fullgraph=True)):
+            counts = []
+            for _ in range(3):
+                assert_close(call(q, k, v), exact, rtol=1e-4, atol=1e-5)
+                counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+            assert counts[0] == counts[1] == counts[2]
+    assert cache.stats().entries == 0

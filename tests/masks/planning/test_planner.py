@@ -1,0 +1,209 @@
+"""The planner: every way that it weighs computes the pattern exactly; its choice computes little in vain."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexdilated import masks
+from flexdilated.masks.blocks._estimate import estimate_blocks
+from flexdilated.masks.orders._layout import Compact, Layout, Permutation
+from flexdilated.masks.planning._cost import least_seconds_in_larger
+from flexdilated.masks.planning._options import Allowed, _fullest, in_blocks_of
+from flexdilated.masks.planning._planner import plan, recommended_layout
+from flexdilated.masks.planning.lowering import _term
+from flexdilated.masks.planning.lowering._term import Term
+from tests.support import oracle, twins
+from tests.support.ladders import LADDERS
+from tests.support.strategies import Case, cases, longnets, whole_cases
+
+
+def tokens_of(side: Permutation | Compact, heads: int) -> Tensor:
+    """(heads, folds, slots): the token in each slot."""
+    return side.tokens() if isinstance(side, Compact) else side.positions().expand(heads, 1, -1)
+
+
+def weight_of(term: Term, shape: tuple[int, ...]) -> Tensor:
+    """(H, N, M): how often the term counts each pair of the bound's tokens."""
+    total = torch.zeros(shape, dtype=torch.int64)
+    heads, (q, k) = len(term.heads), (tokens_of(side, len(term.heads)) for side in (term.q, term.k))
+    slots = torch.arange(q.shape[-1])[:, None], torch.arange(k.shape[-1])[None, :]
+    mod = term.mask_mod(torch.device("cpu"))
+    weights = weights_of(term)
+    for index, head in enumerate(term.heads):
+        allowed = mod(torch.tensor(0), torch.tensor(index), *slots).expand(len(slots[0]), slots[1].shape[1])
+        if term.shape != "blocks":
+            lead = len(slots[1][0]) - len(slots[0]) if term.shape == "strip" else 0
+            plain = torch.ones_like(allowed) if term.shape == "dense" else slots[1] <= slots[0] + lead
+            assert torch.equal(allowed, plain)
+        times = term.multiplicity * weights[index] * allowed
+        for fold in range(q.shape[1]):
+            table = total[head]
+            table[q[index, fold][:, None], k[index, fold][None, :]] += times
+    assert heads == len(set(term.heads))
+    return total
+
+
+def weights_of(term: Term) -> Tensor:
+    """(heads, queries or 1, key slots): how often each pair counts, 0 where it is hidden."""
+    bias = term.bias(torch.float64)
+    times = torch.ones(1, 1, 1, dtype=torch.int64) if bias is None else bias.exp().round().long()
+    return times.expand(len(term.heads), -1, -1)
+
+
+def weight_of_all(terms: Iterable[Term], shape: tuple[int, ...]) -> Tensor:
+    return sum((weight_of(term, shape) for term in terms), torch.zeros(shape, dtype=torch.int64))
+
+
+@given(cases())
+def test_every_option_is_the_dense_rule(case):
+    """The terms of each way to compute a branch add up to the branch, whether or not the planner takes it."""
+    planned, counts = plan(case.bind()), case.counts()
+    for choice in range(max(len(options) for options in planned.options)):
+        terms = [term for options in planned.options for term in options[choice % len(options)].terms]
+        assert torch.equal(weight_of_all(terms, counts.shape), counts)
+    assert torch.equal(weight_of_all(planned.terms, counts.shape), counts)
+
+
+@st.composite
+def spaced(draw: st.DrawFn) -> Case:
+    """Rules of distances that are multiples of a spacing, over at least as many tokens, from any positions on."""
+    rate = draw(st.integers(2, 7))
+    left, right, window = draw(st.integers(0, 4)), draw(st.integers(0, 4)), draw(st.integers(0, 9))
+    spaced = [twins.strided(rate), twins.dilated_window(left=left, right=right, rate=rate)]
+    others = [twins.every(), twins.causal(), twins.local_window(left=window, right=0)]
+    twin = draw(st.sampled_from(spaced)) & draw(st.sampled_from(others))
+    N, M = draw(st.integers(rate, 30)), draw(st.integers(rate, 30))
+    return Case(twin, 2, N, M, draw(st.integers(0, 12)), draw(st.integers(0, 12)), 0, 2)
+
+
+@given(spaced())
+def test_residue_classes_are_the_dense_rule(case):
+    """Tokens a spacing apart are gathered, whatever positions queries and keys begin at."""
+    (options,) = plan(case.bind()).options
+    (compact,) = (option for option in options if option.layout == "compact")
+    assert torch.equal(weight_of_all(compact.terms, case.counts().shape), case.counts())
+
+
+@given(cases(), st.booleans())
+def test_plans_say_whether_terms_share_rows(case, may_split):
+    """An engine without an lse runs one branch, unsplit: its terms must write each row once."""
+    planned, counts = plan(case.bind(), allowed=Allowed(shared_rows=may_split)), case.counts()
+    assert torch.equal(weight_of_all(planned.terms, counts.shape), counts)
+    written = torch.zeros(counts.shape[:2], dtype=torch.int64)
+    for term in planned.terms:
+        for head, tokens in zip(term.heads, tokens_of(term.q, len(term.heads)).flatten(1), strict=True):
+            written[head, tokens] += 1
+    assert planned.shares_rows or (written <= 1).all()
+    assert may_split or not planned.shares_rows or len(planned.options) > 1
+
+
+@given(whole_cases(lambda H: longnets()), st.integers(1, 7))
+def test_plans_in_a_layout_are_the_dense_rule(case, rate):
+    """Whichever order such a plan runs in, its terms add up to the pattern."""
+    planned = plan(case.bind(), layout=Layout(case.num_keys, rate))
+    assert planned.layout in (Layout(case.num_keys, rate), Layout(case.num_keys))
+    counts = case.counts()
+    assert torch.equal(weight_of_all(planned.terms, counts.shape), counts)
+
+
+@pytest.mark.parametrize("name", LADDERS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("N", [16384, 20011])
+def test_computes_little_in_vain(name, causal, N):
+    """Pairs in listed blocks of side 128, over pairs that branches allow."""
+    segments, rates = LADDERS[name]
+    pattern = masks.longnet(segments, rates)
+    pattern = pattern & masks.causal() if causal else pattern
+    computed = plan(pattern.bind(num_heads=16, num_queries=N, num_keys=N)).cost.computed_pairs
+    useful = oracle.useful_pairs(segments, rates, num_heads=16, N=N, causal=causal)
+    assert computed / useful <= 1.15
+
+
+def test_options_are_weighed():
+    # Segments of which none divides the other are computed branch by branch.
+    bound = (masks.longnet([2048, 5000], [1, 4]) + masks.causal()).bind(num_heads=4, num_queries=9000, num_keys=9000)
+    planned = plan(bound)
+    assert len(planned.options) == 3
+    for options in planned.options:
+        seconds = [option.cost.seconds for option in options]
+        assert min(seconds) == seconds[0]
+    assert planned.terms == tuple(term for options in planned.options for term in options[0].terms)
+    assert {option.layout for option in planned.options[1]} == {"natural", "residue 4", "compact"}
+
+
+@pytest.mark.parametrize("N", [64, 256, 801, 3001])
+@pytest.mark.parametrize("pattern", [masks.dilated(256, 1), masks.dilated(512, 2), masks.strided(3), masks.strided(12)])
+def test_what_is_given_up_unweighed_is_not_the_cheapest(pattern, N):
+    """Of no side are blocks as full of pairs that are wanted as those would be for which it is given up."""
+    (options,) = plan((pattern & masks.causal()).bind(num_heads=4, num_queries=N, num_keys=N)).options
+    (compact,) = (option for option in options if option.layout == "compact")
+    wanted = sum(term.counted_pairs() for term in compact.terms)
+    listed = [option for option in options if option.terms[0].shape == "blocks"]
+    assert listed
+    for option in listed:
+        least = wanted / _fullest(option, compact)
+        assert all(least <= in_blocks_of(option, side).cost.computed_pairs for side in option.machine.sides)
+    assert options[0].cost.seconds == min(option.cost.seconds for option in options)
+
+
+@pytest.mark.parametrize("N", [256, 801, 3001])
+@pytest.mark.parametrize("pattern", [masks.dilated(256, 1), masks.strided(3), masks.local_window(left=99, right=0)])
+def test_blocks_of_other_sides_are_passed_over_only_where_they_cost_more(pattern, N):
+    """Nothing is below the bound of a larger side, and no side would make any way cheaper than the cheapest."""
+    bound = (pattern & masks.causal()).bind(num_heads=4, num_queries=N, num_keys=N)
+    (options,) = plan(bound, allowed=Allowed(windows=False)).options
+    for option in options:
+        for side in option.machine.sides:
+            other, own = in_blocks_of(option, side), in_blocks_of(option, Term.block_side)
+            assert other.cost.seconds >= 0.95 * options[0].cost.seconds
+            if side > Term.block_side:
+                least = least_seconds_in_larger(side, own.cost, own.terms, own.machine)
+                assert least <= other.cost.seconds * (1 + 1e-9)
+
+
+def test_blocks_are_counted_once_for_all_that_weigh_them(monkeypatch):
+    """A branch's term is part of two more ways: all branches one by one, and with those that nest together."""
+    counted = []
+
+    def noting(rule, *, q_block, k_block):
+        counted.append((rule.pattern.text, int(rule.q.lengths.sum()), len(rule.q.starts), q_block))
+        return estimate_blocks(rule, q_block=q_block, k_block=k_block)
+
+    monkeypatch.setattr(_term, "estimate_blocks", noting)
+    pattern = masks.longnet([256, 512, 1024, 2048], [1, 2, 4, 8]) & masks.causal()
+    assert plan(pattern.bind(num_heads=4, num_queries=811, num_keys=811)).together is not None
+    assert counted
+    assert len(counted) == len(set(counted))
+
+
+def test_a_branch_that_counts_twice_is_computed_once():
+    window = masks.local_window(left=3, right=0)
+    planned = plan((window + window + masks.causal()).bind(num_heads=1, num_queries=20, num_keys=20))
+    assert sorted(term.multiplicity for term in planned.terms) == [1, 2]
+
+
+def test_plans_are_kept_by_their_sizes():
+    def planned(**change: int):
+        sizes = {"num_heads": 2, "num_queries": 30, "num_keys": 40} | change
+        return plan(masks.longnet([8], [2]).bind(**sizes))
+
+    assert planned() is planned()
+    for change in (
+        {"q_offset": 3},
+        {"num_queries": 29},
+        {"num_keys": 41},
+        {"head_offset": 1},
+        {"num_heads": 3},
+    ):
+        assert planned(**change) is not planned()
+        assert planned(**change).bound != planned().bound
+
+
+def test_recommends_a_layout_only_where_rates_ask_for_one():
+    assert recommended_layout(masks.causal(), 4096, num_heads=2) is None
+    assert recommended_layout(masks.longnet([8], [2]), 1, num_heads=2) is None
+    assert recommended_layout(masks.longnet([64, 96], [2, 3]), 500, num_heads=2) in (None, Layout(500, 6))

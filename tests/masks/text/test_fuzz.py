@@ -1,0 +1,125 @@
+"""Drawn and malformed texts are read as a pattern or refused with a clear error, in bounded time and memory."""
+
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from time import thread_time
+
+import pytest
+
+from flexdilated import masks
+from tests.support.malformed_texts import TEXTS
+
+LONGEST_ERROR = 1300  # characters: the place that an error shows, and what it quotes
+
+Reader = Callable[[str], object]
+READERS: dict[str, Reader] = {"expressions": masks.parse, "JSON texts": masks.from_json}
+
+
+@dataclass
+class Answers:
+    """How texts were answered; `wrong` are those that were neither read nor refused with a clear error."""
+
+    verdicts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    slowest_s: float = 0.0  # of this thread
+
+
+def answer_all(kind: str, *, number: int, seed: int, read: Reader | None = None) -> Answers:
+    """Draw this many texts of a kind, and have each read. What reads must come back from its own text."""
+    generator, found, read = Random(seed), Answers(), read or READERS[kind]
+    for _ in range(number):
+        text = TEXTS[kind](generator)
+        start = thread_time()
+        verdict = verdict_on(read, text)
+        found.slowest_s = max(found.slowest_s, thread_time() - start)
+        found.verdicts[verdict] += 1
+        if verdict not in ("pattern", "ValueError"):
+            found.wrong.append(f"{verdict}: {text[:200]!r}")
+    return found
+
+
+def verdict_on(read: Reader, text: str) -> str:
+    try:
+        pattern = read(text)
+    except ValueError as error:
+        return "ValueError" if type(error) is ValueError and len(str(error)) <= LONGEST_ERROR else "an unclear error"
+    except Exception as error:  # that there is none of these is what is tested
+        return type(error).__name__
+    if not isinstance(pattern, masks.Pattern | masks.Mixture):
+        return "no pattern"
+    again = masks.from_json(masks.to_json(pattern))
+    # Values of run-time tensors are no part of a text, and tell patterns apart.
+    same = again.text == pattern.text and (again == pattern or pattern.varies)
+    return "pattern" if same else "another pattern"
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_texts_are_answered(kind):
+    answer_all(kind, number=200, seed=21)
+    tracemalloc.start()
+    answer_all(kind, number=300, seed=22)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 64 << 20
+    found = answer_all(kind, number=5000, seed=20)
+    assert found.wrong == []
+    assert found.slowest_s < 1
+    # Both answers are drawn often.
+    assert found.verdicts.keys() == {"pattern", "ValueError"}
+    assert min(found.verdicts.values()) > 500
+
+
+def raises(error: Exception):
+    def read(text: str) -> masks.Pattern:
+        raise error
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("read", "verdict"),
+    [
+        (raises(KeyError("kind")), "KeyError"),
+        (raises(RecursionError()), "RecursionError"),
+        (raises(ValueError("long" * 1000)), "an unclear error"),
+        (raises(UnicodeDecodeError("utf-8", b"", 0, 1, "is a ValueError that says nothing")), "an unclear error"),
+        (lambda text: None, "no pattern"),
+        (lambda text: Forgetful(), "another pattern"),
+    ],
+)
+def test_wrong_answers_are_seen(read, verdict):
+    found = answer_all("expressions", number=20, seed=0, read=read)
+    assert found.verdicts == {verdict: 20}
+    assert len(found.wrong) == 20
+    assert found.wrong[0].startswith(verdict)
+
+
+class Forgetful(type(masks.causal())):
+    """Not what its own text says."""
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = type(masks.causal()).__hash__
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"kind":"dilated","offset":' + "9" * 5000 + ',"rate":1,"segment":1}',
+        '{"kind":"dilated","offset":"' + "a" * 5000 + '","rate":1,"segment":1}',
+        '{"kind":"causal","' + "a" * 5000 + '":1}',
+        '{"kind":"' + "a" * 5000 + '"}',
+        '{"kind":"block_list","block":1,"rows":' + "[" * 900 + "]" * 900 + "}",
+        '{"kind":"not","part":' * 5000,
+        '{"kind":"blockwise","block":2,"part":{"kind":"visible_keys","name":"' + "a" * 5000 + '"}}',
+    ],
+)
+def test_errors_about_long_json_are_short(text):
+    with pytest.raises(ValueError, match=r"must|pattern") as caught:
+        masks.from_json(text)
+    assert type(caught.value) is ValueError
+    assert len(str(caught.value)) < 1200

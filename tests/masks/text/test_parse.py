@@ -1,0 +1,397 @@
+"""Expressions: patterns print as what builds them, text gives what Python would, and any text is answered."""
+
+import inspect
+import re
+from time import process_time
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from flexdilated import masks
+from flexdilated.masks.core._expression import CONSTRUCTORS, constructor, pattern_kind
+from tests.support.strategies import written_expressions
+
+NAMESPACE = {name: getattr(masks, name) for name in masks.__all__} | {"masks": masks}
+
+
+@given(st.integers(1, 4).flatmap(written_expressions))
+def test_what_is_printed_is_read_back(twin):
+    text = repr(twin.pattern)
+    again = masks.parse(text)
+    assert again == twin.pattern
+    assert type(again) is type(twin.pattern)
+    assert repr(again) == text
+
+
+@given(st.integers(1, 4).flatmap(written_expressions))
+def test_what_is_printed_is_python(twin):
+    assert eval(repr(twin.pattern), dict(NAMESPACE)) == twin.pattern
+
+
+numbers = st.integers(-1, 9).map(str)
+sequences = st.lists(numbers, min_size=1, max_size=3).map(lambda each: f"[{', '.join(each)}]")
+atoms = st.one_of(
+    st.sampled_from(["causal()", "every()", "masks.causal( )", "strided(2)", "dilated(8, 2, offset='contiguous')"]),
+    st.sampled_from(["longnet((4, 8,), [1, 2])", 'longnet([4], [2], heads="grouped")', "recipes.streaming_llm(5)"]),
+    st.tuples(numbers, numbers).map(lambda each: f"dilated({each[0]}, rate={each[1]})"),
+    st.tuples(numbers, numbers).map(lambda each: f"local_window(left={each[0]},\n  right={each[1]})"),
+    st.tuples(sequences, sequences).map(lambda each: f"longnet({each[0]}, {each[1]})"),
+    st.booleans().map(lambda rows: f"global_tokens(1_0, rows={rows})"),
+)
+
+
+def joined(inner):
+    spaces = st.sampled_from(["", " "])
+    operators = st.tuples(spaces, st.sampled_from("&|+"), spaces).map("".join)
+    return st.one_of(
+        st.tuples(inner, operators, inner).map("".join),
+        inner.map(lambda text: f"~{text}"),
+        inner.map(lambda text: f"({text})"),
+        inner.map(lambda text: f"({text}).per_document('ids')"),
+        st.lists(inner, min_size=1, max_size=2).map(lambda parts: f"per_head([{', '.join(parts)}])"),
+    )
+
+
+@given(st.recursive(atoms, joined, max_leaves=8))
+def test_text_gives_what_python_gives(text):
+    """Precedence, arguments, values and refusals are those of the same text run as Python."""
+    try:
+        expected = eval(f"({text})", dict(NAMESPACE))
+    except (TypeError, ValueError):
+        with pytest.raises(ValueError, match="at column"):
+            masks.parse(text)
+    else:
+        assert masks.parse(text) == expected
+
+
+C, W, S = masks.causal(), masks.local_window(left=3, right=0), masks.strided(4)
+
+
+def test_kinds_and_constructors_are_not_replaced():
+    with pytest.raises(ValueError, match=r"'causal' is taken by flexdilated.masks.patterns._band.Causal"):
+        pattern_kind("causal")(type("Mine", (masks.Pattern,), {}))
+
+    def dilated():
+        return C
+
+    with pytest.raises(ValueError, match=r"'dilated' is taken by flexdilated.masks.patterns._dilated.dilated"):
+        constructor(dilated)
+    assert masks.parse("causal() & dilated(8, 2)") == C & masks.dilated(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("longnet([2048,4096],[1,2]) & causal()", masks.longnet([2048, 4096], [1, 2]) & C),
+        ("~local_window(left=3, right=0) | dilated(8, 2, offset=1)", ~W | masks.dilated(8, 2, 1)),
+        ("causal() | strided(4) & local_window(left=3, right=0)", C | (S & W)),
+        ("causal() + strided(4) & local_window(left=3, right=0)", (C + S) & W),
+        ("~causal() & strided(4)", (~C) & S),
+        ("~~~causal()", ~C),
+        ("  masks . causal ( )  ", C),
+        ("masks.recipes.streaming_llm(4)", masks.recipes.streaming_llm(4)),
+        ("(((causal())))", C),
+        ("per_head((causal(), strided(4),),)", masks.per_head([C, S])),
+        ("dilated(rate=2, segment=1_000)", masks.dilated(1000, 2)),
+        ("causal().per_document('ids') & strided(4)", C.per_document("ids") & S),
+        ("block_list(((0,), (), (0, 2)), block=4)", masks.block_list([[0], [], [0, 2]], block=4)),
+        ("neighborhood((6, 8), (1, 2))", masks.neighborhood((6, 8), (1, 2))),
+        ("lengths('len', padding=\"left\")", masks.lengths("len", padding="left")),
+        ("causal() & causal() & causal()", C),
+    ],
+)
+def test_reads(text, expected):
+    assert masks.parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (C, "causal()"),
+        (masks.every(), "every()"),
+        (W, "local_window(left=3, right=0)"),
+        (masks.dilated(8, 2), "dilated(8, 2)"),
+        (masks.dilated(8, 2, 1), "dilated(8, 2, offset=1)"),
+        (masks.dilated(8, 2, "contiguous"), "dilated(8, 2, offset='contiguous')"),
+        (masks.dilated_window(left=1, right=2, rate=3), "dilated_window(left=1, right=2, rate=3)"),
+        (masks.first_tokens(4), "first_tokens(4)"),
+        (masks.global_tokens(4), "global_tokens(4)"),
+        (masks.global_tokens(4, columns=False), "global_tokens(4, columns=False)"),
+        (masks.landmark_tokens(4), "landmark_tokens(4)"),
+        (masks.landmark_tokens(4, rows=False), "landmark_tokens(4, rows=False)"),
+        (masks.blockwise(C | S, 64), "blockwise(causal() | strided(4), 64)"),
+        (masks.per_head([C, S]), "per_head((causal(), strided(4)))"),
+        (masks.head_groups([C, S]), "head_groups((causal(), strided(4)))"),
+        (masks.longnet([8], [2]), "dilated(8, 2, offset='interleaved')"),
+        (masks.longnet([8, 16], [1, 2], offsets="contiguous"), "longnet((8, 16), (1, 2), offsets='contiguous')"),
+        (masks.longnet([8, 16], [1, 2], heads="grouped"), "longnet((8, 16), (1, 2), heads='grouped')"),
+        (masks.longnet([8, 16], [1, 2]).branches()[1], "dilated(16, 2, offset='interleaved')"),
+        (
+            masks.longnet([8, 16], [1, 2]) & C & ~W,
+            "longnet((8, 16), (1, 2)) & causal() & ~local_window(left=3, right=0)",
+        ),
+        (masks.longnet([8, 16], [1, 2]) & (C | S), "longnet((8, 16), (1, 2)) & (causal() | strided(4))"),
+        (masks.longnet([8], [2]) + masks.longnet([4], [1]), "longnet((8, 4), (2, 1))"),
+        (
+            masks.longnet([8], [2]) + (masks.longnet([4], [1]) & C),
+            "longnet((8,), (2,)) + (longnet((4,), (1,)) & causal())",
+        ),
+        ((C | S) & W, "(causal() | strided(4)) & local_window(left=3, right=0)"),
+        (C | S & W, "causal() | strided(4) & local_window(left=3, right=0)"),
+        (~(C | S), "~(causal() | strided(4))"),
+        (~C & ~S, "~causal() & ~strided(4)"),
+        (C + ~S + (C & S) + (C | S), "causal() + ~strided(4) + (causal() & strided(4)) + (causal() | strided(4))"),
+        ((~C).per_document("ids"), "(~causal()).per_document(documents('ids'))"),
+        (
+            (masks.longnet([8, 16], [1, 2]) & C).per_document("ids") & S,
+            "(longnet((8, 16), (1, 2)) & causal()).per_document(documents('ids')) & strided(4)",
+        ),
+        (masks.lengths("len", padding="left"), "lengths('len', padding='left')"),
+    ],
+    ids=repr,
+)
+def test_prints(pattern, text):
+    assert repr(pattern) == str(pattern) == text
+    assert masks.parse(text) == pattern
+
+
+def test_knows_every_constructor():
+    """The one table keeps up with the package: what returns a pattern is in it, unless it takes no plain values."""
+    made_otherwise = {"custom", "from_json", "parse"}
+    functions = {
+        name: value for name, value in vars(masks).items() if inspect.isfunction(value) and name in masks.__all__
+    }
+    returns = {name: str(inspect.signature(function).return_annotation) for name, function in functions.items()}
+    constructors = {name for name, kind in returns.items() if "Pattern" in kind or "Mixture" in kind}
+    recipes = {f"recipes.{name}" for name in masks.recipes.__all__}
+    own = {name for name, made in CONSTRUCTORS.items() if made.__module__.startswith("flexdilated.")}
+    assert constructors - made_otherwise | recipes == own
+    assert all(CONSTRUCTORS[name] is functions[name] for name in constructors - made_otherwise)
+
+
+@pattern_kind("even")
+class Even(masks.Pattern):
+    """A pattern from elsewhere, which says nothing of how it is written."""
+
+    places: int
+    shift: int
+
+
+@pattern_kind("spoken")
+class Spoken(Even):
+    def __repr__(self) -> str:
+        return "spoken"
+
+
+def test_patterns_from_elsewhere_print_too():
+    assert repr(Even(3, 1)) == "even(places=3, shift=1)"
+    assert repr(Even(3, 1) & C) == "even(places=3, shift=1) & causal()"
+    assert repr(Spoken(3, 1)) == "spoken"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: masks.block_list([[block % 7] for block in range(100_000)], block=128),
+        lambda: masks.per_head([masks.dilated(8, 4, 1)] * 2000),
+        lambda: masks.longnet([8] * 3000, [2] * 3000),
+    ],
+    ids=["table", "heads", "branches"],
+)
+def test_large_patterns_are_cut(make):
+    pattern = make()
+    text = repr(pattern)
+    assert len(text) == 4097
+    assert text.endswith("…")
+    with pytest.raises(ValueError, match="at most 4096 characters"):
+        masks.parse(text)
+    with pytest.raises(ValueError, match="was cut at …: to_json gives a large pattern whole"):
+        masks.parse(text[-100:])
+    assert masks.from_json(masks.to_json(pattern)) == pattern
+
+
+BAD = [
+    ("", 1, "a pattern or a value should stand here; got the end"),
+    ("causal", 7, "causal must be called: causal()"),
+    ("dilated", 8, "dilated must be called: dilated(segment, rate, offset=0)"),
+    ("causal(", 7, "'(' was never closed"),
+    ("causal() &", 11, "got the end"),
+    ("causal() causal()", 10, "invalid syntax"),
+    ("causal())", 9, "unmatched ')'"),
+    ("(causal() | every()", 1, "'(' was never closed"),
+    ("per_head([causal()", 10, "'[' was never closed"),
+    ("causal() ^ causal()", 10, "an expression has no '^'"),
+    ("causal() & longet([8], [1])", 12, "no pattern is called 'longet': did you mean longnet? There are block_list, "),
+    ("streaming_llm(4)", 1, "did you mean recipes.streaming_llm?"),
+    ("__import__('os')", 1, "no pattern is called '__import__': There are "),
+    ("causal.__class__()", 1, "no pattern is called 'causal.__class__'"),
+    ("causal().__class__()", 10, "after the dot stands one of per_document, of a pattern"),
+    ("causal().text", 10, "after the dot stands one of per_document"),
+    ("causal().", 10, "got the end"),
+    ("masks.", 7, "got the end"),
+    ("custom(3)", 1, "no pattern is called 'custom'"),
+    ("causal() + dilated(8)", 12, "dilated(segment, rate, offset=0): missing a required argument: 'rate'"),
+    ("dilated(8, 2, 0, 1)", 1, "too many positional arguments"),
+    ("causal(left=3)", 1, "causal(): got an unexpected keyword argument 'left'"),
+    ("local_window(3, 0)", 1, "local_window(*, left, right): too many positional arguments"),
+    ("local_window(left=1, left=2)", 22, "an argument is given once; got 'left' again"),
+    ("dilated(segment=8, 2)", 21, "positional argument follows keyword argument"),
+    ("causal() | dilated(8, 2, offset=2)", 12, "dilated: offset must be below the rate; got offset=2, rate=2"),
+    ("dilated(-8, 2)", 1, "dilated: segment must be at least 1; got segment=-8"),
+    ("dilated('8', 2)", 1, "dilated: segment must be an integer; got segment='8'"),
+    ("dilated(None, 2)", 1, "segment=None"),
+    ("per_head(3)", 1, "per_head: a choice by head needs a sequence of set patterns; got 3"),
+    ("causal() & 3", 10, "& takes patterns; got 3"),
+    ("~[causal()]", 1, "~ takes patterns; got [causal()]"),
+    ("causal() | longnet([8, 4], [1, 1])", 10, "| needs set patterns"),
+    ("longnet([8, 4], [1, 1]) | causal()", 25, "Got longnet((8, 4), (1, 1)) | causal()"),
+    ("longnet([8, 4], [1, 1]) & causal() & longnet([8, 4], [1, 1])", 25, "& needs set patterns"),
+    ("~longnet([8, 4], [1, 1])", 1, "~ needs a set pattern"),
+    ("dilated(8.5, 1)", 9, "a number must be an integer such as 2_048; got 8.5"),
+    ("dilated(1e3, 1)", 9, "got 1e3"),
+    ("dilated(0x10, 1)", 9, "got 0x10"),
+    ("dilated(8_, 1)", 9, "got 8_"),
+    (f"dilated({2**63}, 1)", 9, "a number must be at most 2**63 - 1; got one of 19 characters"),
+    (f"dilated({'9' * 4000}, 1)", 9, "got one of 4000 characters"),
+    ("longnet([8], [1], heads='all)", 25, "a string needs its closing quote on the same line, and no backslash"),
+    (r"longnet([8], [1], heads='a\n')", 25, "no backslash"),
+    ("documents('a' 'b')", 11, "a string stands between two quotes"),
+    ("documents(r'a')", 11, "a string stands between two quotes"),
+    ("documents('''a''')", 11, "a string stands between two quotes"),
+    ("1if causal() else 2", 1, "a number must be an integer"),
+    ("causal()) | (causal()", 9, "unmatched"),
+    ("[each for each in causal()]", 1, "an expression has calls, numbers"),
+    ("causal() if True else every()", 1, "an expression has calls, numbers"),
+    ("documents('é') & causl()", 18, "did you mean causal?"),
+    ("~~longnet([8, 4], [1, 1])", 2, "~ needs a set pattern"),
+    ("causal() …", 10, "the expression was cut"),
+    ("causal(,)", 8, "invalid syntax"),
+    ("causal()\n\n& ?", 13, "an expression has no '?'"),
+    ("dilated(٣, 1)", 9, "an expression has no '٣'"),
+    ("(" * 69 + "causal()" + ")" * 69, 69, "brackets must nest at most 68 deep"),
+    ("per_head(" * 69 + "[]" + ")" * 69, 621, "brackets must nest at most 68 deep"),
+]
+
+
+@pytest.mark.parametrize(("text", "column", "says"), BAD, ids=[f"{text:.40}" for text, _, _ in BAD])
+def test_errors_say_what_and_where(text, column, says):
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        masks.parse(text)
+    what, shown, caret = str(caught.value).split("\n")
+    assert what.endswith(f"; at column {column}:")
+    place = caret.index("^")
+    assert set(caret[:place]) == {" "}
+    if column <= len(text) and text[column - 1].isprintable():
+        assert shown[place] == text[column - 1]
+    else:
+        assert place == len(shown)
+
+
+def test_errors_keep_their_cause():
+    with pytest.raises(ValueError, match="local_window: left must be") as caught:
+        masks.parse("local_window(left=-1, right=0)")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("text", ["3", "'causal()'", "[causal()]", "(causal(),)", "True", "()"])
+def test_an_expression_gives_a_pattern(text):
+    with pytest.raises(ValueError, match="an expression must give a pattern; "):
+        masks.parse(text)
+
+
+@pytest.mark.parametrize("text", [None, 3, b"causal()", C, torch.tensor(0)], ids=lambda value: type(value).__name__)
+def test_only_text_is_read(text):
+    with pytest.raises(TypeError, match="an expression must be a string; got"):
+        masks.parse(text)
+
+
+def is_answered(text: str) -> None:
+    """A pattern, or a ValueError that fits on a screen; soon."""
+    begin = process_time()
+    answer: object
+    try:
+        answer = masks.parse(text)
+    except ValueError as error:
+        answer = error
+    assert process_time() - begin < 5.0
+    assert isinstance(answer, masks.Pattern | masks.Mixture) or (type(answer) is ValueError and len(str(answer)) < 1300)
+
+
+scraps = st.sampled_from(
+    [*"~&|+-()[],=. '\"_19", "causal()", "longnet(", "dilated(8, 2)", "per_head([", "])", "left=", "masks.", "recipes."]
+    + [
+        "True",
+        "None",
+        "'interleaved'",
+        "…",
+        "\n",
+        "\0",
+        "×",
+        "1e9",
+        str(2**62),
+        "9" * 50,
+        ".per_document(",
+        "documents(",
+    ]
+    + [f"{name}(" for name in sorted(CONSTRUCTORS)]
+)
+
+
+@given(st.one_of(st.text(max_size=200), st.lists(scraps, max_size=40).map("".join)))
+def test_any_text_is_answered(text):
+    is_answered(text)
+
+
+@given(st.integers(1, 3).flatmap(written_expressions), st.data())
+def test_spoilt_expressions_are_answered(twin, data):
+    """Characters lost, doubled, replaced and put in between."""
+    text = repr(twin.pattern)
+    assume(len(text) < 2000)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(text)))
+        cut = data.draw(st.integers(0, 3))
+        text = text[:at] + data.draw(scraps) + text[at + cut :]
+    is_answered(text)
+
+
+HOSTILE = {
+    "parentheses": "(" * 4096,
+    "brackets": "per_head([" * 400,
+    "complements": "~" * 4000 + "causal()",
+    "nested complements": "~(" * 2000,
+    "no operand": "&" * 4096,
+    "commas": f"per_head([{',' * 4000}])",
+    "long name": "a" * 4096,
+    "dotted name": "a." * 2048,
+    "long number": "1" * 4096,
+    "underscores": "1" + "_" * 4000,
+    "long string": "'" + "a" * 4000,
+    "quotes": "'" * 4095,
+    "inverted again and again": "~" * 4080 + "causal()",
+    "spaces": " " * 4096,
+    "sum": " + ".join(["causal()"] * 370),
+    "distinct union": "|".join(f"strided({n})" for n in range(1, 320)),
+    "distinct intersection": "&".join(f"strided({n})" for n in range(1, 320)),
+    "mixture of many and sets": f"longnet({[8] * 500}, {[2] * 500})&" + "&".join(f"strided({n})" for n in range(1, 80)),
+    "alternating": "causal()&strided(2)|" * 200 + "causal()",
+    "large window": f"local_window(left={2**63 - 1}, right={2**63 - 1})",
+    "large draw": f"random_blocks({2**62}, block=1, count={2**61})",
+    "large grid": f"neighborhood(({2**62}, {2**62}, {2**62}), {2**60})",
+    "large levels": f"recipes.darcstar_hierarchical([({2**62}, {2**62})] , block_size={2**62})",
+    "many documents": f"documents({[0] * 1000})",
+    "uneven table": f"block_list({[[0], 0] * 300}, block=1)",
+    "deep table": f"block_list({'[' * 20}{']' * 20}, block=1)",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_text_is_answered(text):
+    assert len(text) <= 4096
+    is_answered(text)
+
+
+def test_long_text_is_refused_unread():
+    with pytest.raises(ValueError, match="an expression must have at most 4096 characters; got 10000000"):
+        masks.parse("(" * 10_000_000)

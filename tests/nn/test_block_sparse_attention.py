@@ -1,0 +1,188 @@
+"""BlockSparseAttention: attend with a pattern inside, and its life as a module."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from tests.support import oracle
+from tests.support.agreement import TIGHT
+from tests.support.strategies import cases, tensors
+
+PATTERN = masks.longnet([8, 16], [2, 4]) & masks.causal()
+RULE = oracle.both(oracle.longnet([8, 16], [2, 4]), oracle.causal())
+
+
+def qkv(H: int = 4, G: int = 4, N: int = 37, M: int = 37) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, *sizes, 8, dtype=torch.float64) for sizes in ((H, N), (G, M), (G, M)))
+    return q, k, v
+
+
+@given(st.data(), st.booleans())
+def test_is_the_oracle(data, sinks):
+    """Any queries over any keys, grouped key/value heads, with and without sinks, and all the gradients."""
+    case = data.draw(cases().filter(lambda case: case.num_heads == case.num_heads_global))
+    inputs = data.draw(tensors(case))
+    options = {"sinks": True, "num_heads": case.num_heads} if sinks else {}
+    module = fd.BlockSparseAttention(case.twin.pattern, enable_gqa=True, scale=0.7, block_size=8, **options).double()
+    parameters = tuple(module.parameters())
+    for sink in parameters:
+        torch.nn.init.normal_(sink)
+    out = module(*inputs, q_offset=case.q_offset, k_offset=case.k_offset)
+    truth, _ = oracle.attention(*inputs, case.counts(), 0.7, *parameters)
+    assert_close(out, truth, **TIGHT)
+    if not out.requires_grad:
+        return
+    cotangent = torch.randn_like(truth)
+    found = torch.autograd.grad(out, (*inputs, *parameters), cotangent)
+    for one, other in zip(found, torch.autograd.grad(truth, (*inputs, *parameters), cotangent), strict=True):
+        assert_close(one, other, **TIGHT)
+
+
+def test_a_score_mod_in_a_call():
+    module = fd.BlockSparseAttention(PATTERN, engine="reference")
+
+    def capped(score, b, h, q_idx, k_idx):
+        return torch.tanh(score)
+
+    counts = oracle.counts(RULE, range(4), 4, torch.arange(37), torch.arange(37))
+    truth, _ = oracle.attention(*qkv(), counts, modify=torch.tanh)
+    assert_close(module(*qkv(), score_mod=capped), truth, **TIGHT)
+
+
+def test_bindings_in_a_call():
+    packed = masks.causal() & masks.documents("ids")
+    ids = torch.tensor([[0] * 10 + [1] * 27, [0] * 30 + [1] * 7])
+    found = fd.BlockSparseAttention(packed)(*qkv(), bindings={"ids": ids})
+    first = fd.attend(*(x[:1, :, :10] for x in qkv()), masks.causal())
+    second = fd.attend(*(x[1:, :, 30:] for x in qkv()), masks.causal())
+    assert_close(found[:1, :, :10], first, **TIGHT)
+    assert_close(found[1:, :, 30:], second, **TIGHT)
+
+
+def test_sinks_are_a_parameter():
+    """0 at first, in the state, trained, moved and cast; without them there is no parameter at all."""
+    plain = fd.BlockSparseAttention(PATTERN)
+    assert not list(plain.parameters())
+    assert not plain.state_dict()
+    module = fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=4)
+    assert torch.equal(module.state_dict()["sinks"], torch.zeros(4))
+    module.double()(*qkv()).square().sum().backward()
+    assert module.sinks.grad.abs().min() > 0
+    other = fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=4).double()
+    other.load_state_dict({"sinks": torch.arange(4.0)})
+    assert_close(other(*qkv()), fd.attend(*qkv(), PATTERN, sinks=torch.arange(4.0)), rtol=0, atol=0)
+    assert other.bfloat16().sinks.dtype == torch.bfloat16
+    assert other.to("meta").sinks.is_meta
+
+
+def test_dilated_attention_is_one_of_them():
+    module = fd.DilatedAttention([8, 16], [2, 4], causal=True)
+    assert isinstance(module, fd.BlockSparseAttention)
+    assert module.pattern == PATTERN
+    assert_close(module(*qkv()), fd.BlockSparseAttention(PATTERN)(*qkv()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("remake", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_and_pickles(remake):
+    module = fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=4, scale=0.5, block_size=(16, 32)).double()
+    torch.nn.init.normal_(module.sinks)
+    module(*qkv())
+    again = remake(module)
+    assert again.pattern == module.pattern
+    assert again.sinks is not module.sinks
+    assert_close(again(*qkv()), module(*qkv()), rtol=0, atol=0)
+
+
+def test_repr_names_the_pattern_and_the_engine():
+    text = repr(fd.BlockSparseAttention(PATTERN, engine="reference", sinks=True, num_heads=4))
+    options = "scale=None, enable_gqa=False, engine='reference', sinks=True, num_heads=4"
+    assert text == f"BlockSparseAttention({PATTERN!r}, {options})"
+
+
+@pytest.mark.slow
+def test_compiles_once_for_all_lengths():
+    """One graph for the first length and one for the others, with a gradient for the sinks."""
+    torch.compiler.reset()
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    module = fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=4).double()
+    compiled = torch.compile(module, fullgraph=True, backend=keep)
+    for N in (37, 50, 61, 80):
+        inputs = qkv(N=N, M=N)
+        found = torch.autograd.grad(compiled(*inputs).square().sum(), module.sinks)
+        assert_close(found, torch.autograd.grad(module(*inputs).square().sum(), module.sinks))
+    assert len(graphs) <= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "says"),
+    [
+        (("causal",), {}, TypeError, "pattern must be a pattern or mixture from flexdilated.masks; got str"),
+        ((PATTERN,), {"engine": "dense"}, ValueError, "got engine='dense'"),
+        ((PATTERN,), {"scale": float("nan")}, ValueError, "scale must be finite"),
+        ((PATTERN,), {"enable_gqa": 1}, TypeError, "enable_gqa must be True or False"),
+        ((PATTERN,), {"block_size": 0}, ValueError, "block_size must be at least 1"),
+        ((PATTERN,), {"sinks": torch.zeros(4)}, TypeError, "sinks must be True or False"),
+        ((PATTERN,), {"sinks": True}, ValueError, "go together; got sinks=True, num_heads=None"),
+        ((PATTERN,), {"num_heads": 4}, ValueError, "go together; got sinks=False, num_heads=4"),
+        ((PATTERN,), {"sinks": True, "num_heads": 0}, ValueError, "num_heads must be at least 1"),
+        ((masks.per_head([masks.causal()] * 3),), {"sinks": True, "num_heads": 4}, ValueError, "3 for 4 heads"),
+    ],
+)
+def test_bad_arguments(arguments, options, error, says):
+    with pytest.raises(error, match=says):
+        fd.BlockSparseAttention(*arguments, **options)
+
+
+def test_bad_calls():
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match=r"one logit for each head of q, shape \(4,\); got \(2,\)"):
+        fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=2)(q, k, v)
+    with pytest.raises(ValueError, match="need enable_gqa=True"):
+        fd.BlockSparseAttention(PATTERN)(q, k[:, :2], v[:, :2])
+    with pytest.raises(ValueError, match="q_offset must be at least 0"):
+        fd.BlockSparseAttention(PATTERN)(q, k, v, q_offset=-1)
+    for mask in (None, torch.zeros(2, 9, dtype=torch.bool)):
+        with pytest.raises(TypeError, match="k must be a tensor; got list"):
+            fd.BlockSparseAttention(PATTERN)(q, [1], v, key_padding_mask=mask)
+        with pytest.raises(ValueError, match="k must have the 4 dims"), torch.autocast("cpu", dtype=torch.bfloat16):
+            fd.BlockSparseAttention(PATTERN)(q, k[0, 0], v, key_padding_mask=mask)
+
+
+@pytest.mark.parametrize("k_offset", [0, 3])
+def test_a_padding_mask_hides_keys(k_offset):
+    """Keys that are marked are out for every query, in each batch entry its own; the rest is as without them."""
+    module = fd.BlockSparseAttention(masks.causal())
+    q, k, v = torch.randn(3, 2, 2, 9, 4, dtype=torch.float64)
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[0, 6:], padding[1, 1::3] = True, True
+    out = module(q, k, v, key_padding_mask=padding, q_offset=k_offset, k_offset=k_offset)
+    counts = torch.ones(9, 9).tril().expand(2, 2, 9, 9) * ~padding[:, None, None, :]
+    assert_close(out, oracle.attention(q, k, v, counts.long())[0])
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "says"),
+    [
+        (torch.zeros(2, 8, dtype=torch.bool), ValueError, r"shape \(2, 9\), one entry for each key; got \(2, 8\)"),
+        (torch.zeros(2, 9, dtype=torch.int64), TypeError, "got torch.int64"),
+        ([[True] * 9] * 2, TypeError, "got list"),
+    ],
+)
+def test_bad_padding_masks(mask, error, says):
+    x = torch.randn(2, 1, 9, 4)
+    with pytest.raises(error, match=says):
+        fd.BlockSparseAttention(masks.causal())(x, x, x, key_padding_mask=mask)

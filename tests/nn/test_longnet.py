@@ -1,0 +1,294 @@
+"""LongNet: the whole model against its dense definition, its layouts, its laws, its training."""
+
+import copy
+import pickle
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated.nn import LongNetConfig
+from flexdilated.nn._longnet_block import Block, rotary_table
+from tests.support import longnet_oracle
+
+V, N = 19, 37
+TINY = LongNetConfig(
+    vocab_size=V,
+    embed_dim=24,
+    depth=2,
+    num_heads=4,
+    segment_lengths=(4, 16, 64),
+    dilation_rates=(1, 2, 6),
+    layout="natural",
+)
+EMBEDDED = replace(TINY, vocab_size=None)
+# float64 against float64: only the order of sums differs.
+TOLERANCE = {"rtol": 1e-8, "atol": 1e-9}
+
+
+def model_of(config, seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    return fd.LongNet(config, dtype=dtype)
+
+
+def tokens_of(B=2, N=N):
+    return torch.randint(V, (B, N), generator=torch.Generator().manual_seed(5))
+
+
+def input_of(config, N=N):
+    if config.vocab_size is not None:
+        return tokens_of(N=N)
+    torch.manual_seed(5)
+    return torch.randn(2, N, config.embed_dim, dtype=torch.float64)
+
+
+def assert_same_model(model, other, x):
+    """Outputs and the gradients of every parameter; `other` is a function of x with model's parameters."""
+    parameters = dict(model.named_parameters())
+    out, expected = model(x), other(x)
+    assert_close(out, expected, **TOLERANCE)
+    cotangent = torch.randn_like(expected)
+    got = torch.autograd.grad(out, list(parameters.values()), cotangent)
+    want = torch.autograd.grad(expected, list(parameters.values()), cotangent)
+    for name, ours, theirs in zip(parameters, got, want, strict=True):
+        assert_close(ours, theirs, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def bits_of(model, tokens):
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("layout", ["natural", "residue", "auto"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        TINY,
+        EMBEDDED,
+        replace(TINY, causal=False),
+        replace(TINY, num_kv_heads=2, rotary_base=500.0),
+        replace(TINY, num_kv_heads=1, tie_embeddings=True, ffn_dim=10, depth=1),
+        replace(TINY, segment_lengths=(8,), dilation_rates=(3,)),  # rows without keys
+        replace(TINY, checkpoint=True),
+        replace(TINY, offsets="contiguous", causal=False),
+        replace(TINY, heads="grouped"),
+    ],
+)
+def test_equals_the_definition(config, layout):
+    model = model_of(replace(config, layout=layout))
+    weights = dict(model.named_parameters())
+    assert_same_model(model, lambda x: longnet_oracle.longnet(config, weights, x), input_of(config))
+
+
+@pytest.mark.parametrize("engine", ["tiles", "reference"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 12, 65])
+def test_engines_and_lengths(engine, num_tokens):
+    config = replace(TINY, layout="residue", engine=engine)
+    model = model_of(config)
+    weights = dict(model.named_parameters())
+    assert_same_model(model, lambda x: longnet_oracle.longnet(config, weights, x), tokens_of(N=num_tokens))
+
+
+def test_auto_takes_the_planners_layout(monkeypatch):
+    asked = []
+
+    def recommended_layout(pattern, num_tokens, *, num_heads, device):
+        asked.append((pattern, num_tokens, num_heads, str(device)))
+        return fd.masks.layout(pattern, num_tokens)
+
+    monkeypatch.setattr(fd.masks, "recommended_layout", recommended_layout)
+    model = model_of(replace(TINY, layout="auto"))
+    seen = []
+    model.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[3]))
+    model(tokens_of())
+    # Asked at the longest segment, whatever the number of tokens.
+    assert asked == [(TINY.pattern, 64, 4, "cpu")]
+    assert seen == [fd.masks.layout(TINY.pattern, N)]
+
+
+@pytest.mark.parametrize("layout", ["natural", "residue"])
+def test_the_future_changes_nothing_when_causal(layout):
+    for causal in (True, False):
+        model = model_of(replace(TINY, layout=layout, causal=causal))
+        tokens = tokens_of()
+        changed = tokens.clone()
+        changed[:, 20:] = (changed[:, 20:] + 1) % V
+        moved = (model(changed) - model(tokens)).abs().amax((0, 2))
+        assert bool((moved[:20] < 1e-6).all()) == causal
+        assert (moved[20:] > 1e-3).all()
+
+
+def test_sequences_of_a_batch_do_not_meet():
+    model, tokens = model_of(TINY), tokens_of(B=3)
+    together = model(tokens)
+    for row in range(3):
+        assert_close(model(tokens[row : row + 1]), together[row : row + 1], **TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["natural", "residue", "auto"])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_padded_equals_unpadded(layout, checkpoint):
+    """Each sequence of a padded batch gets what it gets alone, whatever tokens the padding holds."""
+    model = model_of(replace(TINY, causal=False, layout=layout, checkpoint=checkpoint))
+    tokens, lengths = tokens_of(B=3), (N, 20, 1)
+    padding = torch.arange(N) >= torch.tensor(lengths)[:, None]
+    out = model(tokens, key_padding_mask=padding)
+    for row, length in enumerate(lengths):
+        assert_close(out[row, :length], model(tokens[row, None, :length])[0], **TOLERANCE)
+    weight = model.blocks[0].qkv.weight
+    (packed,) = torch.autograd.grad(out[~padding].sum(), weight)
+    alone = sum(model(tokens[row, None, :length]).sum() for row, length in enumerate(lengths))
+    assert_close(packed, torch.autograd.grad(alone, weight)[0], **TOLERANCE)
+
+
+def test_padding_is_checked():
+    model, tokens = model_of(TINY), tokens_of()
+    with pytest.raises(ValueError, match=r"shape \(2, 37\), one entry for each key; got \(2, 36\)"):
+        model(tokens, key_padding_mask=torch.zeros(2, N - 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="caches know no padding"):
+        model(tokens, key_padding_mask=torch.zeros(2, N, dtype=torch.bool), caches=model.new_caches())
+
+
+def test_segments_do_not_meet():
+    model = model_of(replace(TINY, segment_lengths=(4, 8), dilation_rates=(1, 2)))
+    tokens = tokens_of()
+    changed = tokens.clone()
+    changed[:, 16:24] = (changed[:, 16:24] + 1) % V
+    moved = (model(changed) - model(tokens)).abs().amax((0, 2))
+    assert (moved[16:24] > 1e-3).all()
+    assert (torch.cat((moved[:16], moved[24:])) < 1e-6).all()
+
+
+@pytest.mark.parametrize("layout", ["natural", "residue"])
+def test_checkpointing_runs_each_block_again(layout, monkeypatch):
+    calls = []
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, *args: calls.append(self) or forward(self, *args))
+    gradients = []
+    for checkpoint, expected_calls in ((False, 2), (True, 4)):
+        model = model_of(replace(TINY, layout=layout, checkpoint=checkpoint))
+        bits_of(model, tokens_of()).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        assert len(calls) == expected_calls
+        calls.clear()
+    assert_close(*gradients, rtol=0, atol=0)
+    with torch.no_grad():
+        model(tokens_of())
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("layout", ["natural", "residue"])
+def test_bfloat16_autocast_trains_close_to_float32(layout):
+    model = model_of(replace(TINY, layout=layout), dtype=torch.float32)
+    exact = bits_of(model, tokens_of())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = bits_of(model, tokens_of())
+        assert model(tokens_of()).dtype == torch.bfloat16
+    assert_close(loss, exact, rtol=0.01, atol=0)
+    expected = torch.autograd.grad(exact, list(model.parameters()))
+    for ours, wanted in zip(torch.autograd.grad(loss, list(model.parameters())), expected, strict=True):
+        assert (ours - wanted).norm() <= 0.1 * wanted.norm()
+
+
+def test_begins_near_uniform_and_learns():
+    model = model_of(TINY, dtype=torch.float32)
+    tokens = torch.arange(64).remainder(7)[None].repeat(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = bits_of(model, tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(torch.tensor(V).log().item(), abs=0.1)
+    assert losses[-1] < 0.2
+
+
+def test_the_residual_stream_keeps_its_scale_at_any_depth():
+    for depth in (1, 16):
+        model = model_of(replace(EMBEDDED, depth=depth), dtype=torch.float32)
+        x = torch.randn(1, 64, TINY.embed_dim)
+        stream = x
+        table = rotary_table(torch.arange(64), head_dim=TINY.head_dim, base=1e4, dtype=x.dtype)
+        for block in model.blocks:
+            stream = block(stream, table, model.pattern, None)
+        assert 1.0 < stream.square().mean() < 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["residue", "auto"])
+def test_compiled_training_step_equals_eager(layout):
+    torch.compiler.reset()
+    model = model_of(replace(TINY, depth=1, layout=layout), dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    parameters = list(model.parameters())
+    for num_tokens in (N, 24):
+        tokens = tokens_of(N=num_tokens)
+        loss, expected = bits_of(compiled, tokens), bits_of(model, tokens)
+        assert_close(loss, expected, rtol=1e-5, atol=0)
+        gradients = torch.autograd.grad(loss, parameters)
+        for ours, wanted in zip(gradients, torch.autograd.grad(expected, parameters), strict=True):
+            assert (ours - wanted).norm() <= 1e-4 * wanted.norm()
+
+
+@pytest.mark.slow
+def test_inductor_computes_what_eager_does():
+    torch.compiler.reset()
+    model = model_of(replace(TINY, depth=1, layout="residue"), dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)  # one graph for both lengths: half the C++
+    with torch.no_grad():
+        for num_tokens in (N, 24):
+            assert_close(compiled(tokens_of(N=num_tokens)), model(tokens_of(N=num_tokens)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("remake", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_pickles(remake):
+    model = model_of(replace(TINY, layout="residue"))
+    expected = model(tokens_of())
+    assert_close(remake(model)(tokens_of()), expected, rtol=0, atol=0)
+
+
+def test_state_and_config_round_trip(tmp_path):
+    model = model_of(replace(TINY, num_kv_heads=2, tie_embeddings=True))
+    torch.save({"config": asdict(model.config), "model": model.state_dict()}, tmp_path / "model.pt")
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    again = model_of(LongNetConfig(**saved["config"]), seed=1)
+    assert (again(tokens_of()) - model(tokens_of())).abs().max() > 0.01
+    again.load_state_dict(saved["model"])
+    assert again.config == model.config
+    assert_close(again(tokens_of()), model(tokens_of()), rtol=0, atol=0)
+
+
+def test_repr_names_pattern_layout_and_engine():
+    text = repr(fd.LongNet(replace(TINY, engine="reference")))
+    assert all(part in text for part in (" & causal()", "longnet(", "layout='natural'", "engine='reference'"))
+
+
+@pytest.mark.parametrize(
+    ("config", "x", "error", "message"),
+    [
+        (TINY, torch.zeros(2, 5), TypeError, "tokens must be int64; got torch.float32"),
+        (TINY, torch.zeros(2, 5, dtype=torch.int32), TypeError, "tokens must be int64; got torch.int32"),
+        (
+            TINY,
+            torch.zeros(5, dtype=torch.int64),
+            ValueError,
+            r"shape \(batch, tokens\); got \(5,\)",
+        ),
+        (
+            TINY,
+            torch.zeros(2, 5, dtype=torch.int64, device="meta"),
+            ValueError,
+            "on the model's device cpu; got meta",
+        ),
+        (TINY, [[1, 2]], TypeError, "must be a tensor; got list"),
+        (EMBEDDED, torch.zeros(2, 5, 23, dtype=torch.float64), ValueError, r"shape \(batch, tokens, 24\)"),
+        (EMBEDDED, torch.zeros(2, 5, 24), TypeError, "the model's dtype torch.float64; got torch.float32"),
+    ],
+)
+def test_bad_inputs(config, x, error, message):
+    with pytest.raises(error, match=message):
+        model_of(config)(x)

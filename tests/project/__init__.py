@@ -1,0 +1,1 @@
+"""Documentation, docstrings and the rooms themselves."""

@@ -1,0 +1,147 @@
+"""The documentation: examples run and print what is shown, bad input raises what is said, links lead on."""
+
+import builtins
+import io
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from flexdilated.engines.flex._flex import compiled_flex
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+ERRORS = DOCS / "errors.md"
+
+FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+# A cell of code, a built-in exception, and its message, in which ... stands for any text.
+ROW = re.compile(r"^\| `(?P<code>.+?)` \| `(?P<error>\w+)` \| `(?P<message>.+?)` \|$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A Python block, the line its code starts after, and the text block right below it: what it prints."""
+
+    code: str
+    line: int
+    printed: str
+
+
+def examples(page: Path) -> list[Example]:
+    text = page.read_text(encoding="utf-8")
+    fences = list(FENCE.finditer(text))
+    printed = {fence.start(): fence["text"] for fence in fences if fence["language"] == "text"}
+    return [
+        Example(fence["text"], text.count("\n", 0, fence.start("text")), printed.get(fence.end() + 1, ""))
+        for fence in fences
+        if fence["language"] == "python"
+    ]
+
+
+def run(page: Path) -> dict[str, Any]:
+    """The page's examples, one after the other in one namespace; returns that namespace."""
+    # torch.compile looks up the globals of what it traces by the name of their module.
+    module = sys.modules[f"page_{page.stem}"] = ModuleType(f"page_{page.stem}")
+    with torch.random.fork_rng(devices=[]):
+        for example in examples(page):
+            # Blank lines in front: a traceback points to the line of the page.
+            code = compile("\n" * example.line + example.code, str(page), "exec")
+            with redirect_stdout(io.StringIO()) as printed:
+                exec(code, vars(module))
+            where = f"{name(page)}, line {example.line + 1}"
+            assert printed.getvalue() == example.printed, f"{where}: what is printed is not what is shown"
+    return vars(module)
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile traces and differentiates, and builds no kernels: other tests hold what inductor makes."""
+    compiled = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model=None, **options: compiled(model, **{"backend": "aot_eager", **options})
+    )
+    compiled_flex.cache_clear()
+    yield
+    compiled_flex.cache_clear()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_examples(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_kernels: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(page)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_fence_is_read() -> None:
+    """An indented or unclosed fence would hide an example from the test."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert 2 * len(FENCE.findall(text)) == text.count("```"), page
+
+
+def rows() -> list[dict[str, str]]:
+    return [row.groupdict() for row in ROW.finditer(ERRORS.read_text(encoding="utf-8"))]
+
+
+@pytest.fixture(scope="module")
+def errors_namespace() -> dict[str, Any]:
+    return run(ERRORS)
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row["code"])
+def test_bad_input(row: dict[str, str], errors_namespace: dict[str, Any]) -> None:
+    message = ".*".join(map(re.escape, row["message"].replace(r"\|", "|").split("...")))
+    with pytest.raises(getattr(builtins, row["error"]), match=rf"(?s)\A{message}\Z") as caught:
+        eval(row["code"].replace(r"\|", "|"), errors_namespace)
+    assert type(caught.value) is getattr(builtins, row["error"])
+
+
+def test_every_row_is_read() -> None:
+    cells = [line for line in ERRORS.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    assert len(cells) == len(rows()) > 40
+
+
+def links(page: Path) -> set[str]:
+    """Links to files and headings of this repository."""
+    prose = re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text(encoding="utf-8")))
+    return {target for target in LINK.findall(prose) if not re.match(r"https?:", target)}
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings are called in links: lower case, spaces as hyphens, no other punctuation."""
+    headings = HEADING.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_relative_to(ROOT), link
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_can_be_reached() -> None:
+    known, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        known.add(page)
+        found = [(page.parent / link.partition("#")[0]).resolve() for link in links(page)]
+        ahead += [target for target in found if target.suffix == ".md" and target not in known]
+    assert set(PAGES) <= known

@@ -1,0 +1,324 @@
+"""The rules of the house: rooms, public names, a quiet import, one place on the path, short files."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import flexdilated
+from flexdilated import distributed, masks, testing, viewer
+from flexdilated.masks.core._expression import CONSTRUCTORS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Lowest first: a room imports from those before it, at the top of a file or inside a function, and from the room
+# itself, not from its files. `root` is the package's own `__init__`, from which the commands import as users do.
+ROOMS = [
+    *("masks.core", "masks.patterns", "masks.recipes", "masks.text", "masks.orders", "masks.blocks"),
+    *("masks.plan_cache", "masks.planning", "masks.needs", "masks.inspection", "masks"),
+    *("_validate", "engines", "_engines", "tuning", "memory", "_attend", "decoding", "observe"),
+    *("distributed.group", "distributed.wire", "distributed.counts", "distributed.exchange", "distributed.ring"),
+    *("distributed.heads", "distributed._attend", "distributed", "nn", "_plan", "root", "testing", "viewer", "cli"),
+    "__main__",
+]
+GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
+USERS = {"testing", "viewer", "cli"}
+EXTRAS = {"hypothesis", "matplotlib", "platformdirs", "tqdm"}
+# Used where it is installed, and imported when it is needed: the file of measured constants has its place there.
+LATE = {
+    "flexdilated.masks.planning.machine._machine_file": {"platformdirs"},
+    "flexdilated.observe._received_picture": {"matplotlib"},
+    "flexdilated.masks.inspection._plot": {"matplotlib"},
+    "flexdilated.masks.inspection._plot_figure": {"matplotlib"},
+}
+
+PUBLIC = {
+    flexdilated: [
+        "BlockSparseAttention",
+        "DilatedAttention",
+        "HeadParallelDilatedAttention",
+        "KVCache",
+        "LongNet",
+        "LongNetConfig",
+        "MultiheadDilatedAttention",
+        "RingDilatedAttention",
+        "attend",
+        "attention_received",
+        "compilations",
+        "distributed",
+        "masks",
+        "plan",
+        "plot_attention_received",
+        "stats",
+        "testing",
+    ],
+    distributed: ["BufferPool", "Sharding", "Traffic", "attend", "pool", "shard", "traffic", "unshard"],
+    viewer: ["Ranks", "page"],
+    testing: [
+        *("Calls", "CheckResult", "MEMORY_LAYOUTS", "MODULE_CHECKS", "ModuleReport", "assert_attention_close"),
+        *("check_attention_module", "check_pattern", "examine_attention_module", "identity_projections", "laid_out"),
+    ],
+    masks: [  # and the constructors, which register themselves
+        *(
+            "BlockRates",
+            "Bound",
+            "EMPTY",
+            "FULL",
+            "Layout",
+            "Machine",
+            "Mixture",
+            "PARTIAL",
+            "Pattern",
+            "block_mask",
+            "cache",
+            "custom",
+            "describe",
+            "explain",
+            "from_json",
+            "layout",
+            "machine",
+            "parse",
+            "plot",
+            "recipes",
+            "recommended_layout",
+            "set_machine",
+            "show",
+            "to_json",
+        ),
+    ],
+}
+
+
+def sources() -> dict[str, Path]:
+    """Module name -> file, for the whole package; the symlink `flexdilated/masks` is not followed."""
+    folders = {"flexdilated": ROOT / "flexdilated", "flexdilated.masks": ROOT / "masks"}
+    return {
+        ".".join((package, *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): file
+        for package, folder in folders.items()
+        for file in sorted(folder.rglob("*.py"))
+    }
+
+
+SOURCES = sources()
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def when_run(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a tree, without the branches of `if TYPE_CHECKING`."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from when_run(child)
+
+
+@cache
+def imports(module: str, file: Path) -> frozenset[str]:
+    """Every module that this one imports, at the top or inside a function; relative names are resolved.
+
+    What only type checkers read is no import.
+    """
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    found: set[str] = set()
+    for node in when_run(tree(file)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            inner = (f"{origin}.{alias.name}" for alias in node.names)
+            found.update(each if each in SOURCES else origin for each in inner)
+    return frozenset(found)
+
+
+def room(module: str) -> str:
+    """The room that a module of the package stands in."""
+    _, *path = module.split(".")
+    return ".".join(path[: 2 if path[0] in ("masks", "distributed") else 1]) if path else "root"
+
+
+def climbs(module: str, file: Path) -> list[str]:
+    """The rooms not below its own from which a module imports."""
+    rooms = {room(name) for name in imports(module, file) if name.partition(".")[0] == "flexdilated"}
+    return sorted(each for each in rooms - {room(module)} if ROOMS.index(each) > ROOMS.index(room(module)))
+
+
+def run_elsewhere(code: str, folder: Path) -> str:
+    """Standard output of the code in a new, isolated interpreter that does not see the checkout."""
+    command = [sys.executable, "-I", "-c", code]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def is_installed() -> bool:
+    folders = [folder for folder in sys.path if Path(folder).resolve() != ROOT]
+    return any(importlib.metadata.distributions(name="flexdilated", path=folders))
+
+
+needs_install = pytest.mark.skipif(not is_installed(), reason="flexdilated is not installed here")
+
+
+def test_every_room_is_named() -> None:
+    assert {room(module) for module in SOURCES} == set(ROOMS)
+    assert masks.__doc__ is not None
+    listed = re.findall(r"^    (\w+) ", masks.__doc__, re.MULTILINE)
+    assert [f"masks.{name}" for name in listed] == [name for name in ROOMS if name.startswith("masks.")]
+
+
+def test_rooms_import_from_the_rooms_below() -> None:
+    assert {module: found for module, file in SOURCES.items() if (found := climbs(module, file))} == {}
+
+
+def test_rooms_import_from_rooms_and_not_from_their_files() -> None:
+    inner = {
+        f"{module} imports {name}"
+        for module, file in SOURCES.items()
+        for name in imports(module, file)
+        if name in SOURCES and room(name) not in (room(module), name.removeprefix("flexdilated."))
+        if SOURCES[name].name != "__init__.py"
+    }
+    # The commands show what the checks are made of.
+    assert {each for each in inner if not re.match(r"\S+\.cli\.\w+ imports flexdilated\.testing\.", each)} == set()
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    below = {module: {name for name in imports(module, file) if name in SOURCES} for module, file in SOURCES.items()}
+    list(TopologicalSorter(below).static_order())
+
+
+def test_imports_are_declared_dependencies() -> None:
+    """Only the commands may use an extra, and who imports one late; nothing imports from the checkout."""
+
+    def allowed(module: str) -> set[str]:
+        return GROUND | {"flexdilated"} | (EXTRAS if room(module) in USERS else LATE.get(module, set()))
+
+    undeclared = [
+        f"{module} imports {name}"
+        for module, file in SOURCES.items()
+        for name in imports(module, file)
+        if name.partition(".")[0] not in allowed(module)
+    ]
+    assert undeclared == []
+
+
+def test_a_climb_is_seen(tmp_path: Path) -> None:
+    """Relative, absolute and late imports alike."""
+    file = tmp_path / "_x.py"
+    code = "from .. import _attend\nfrom flexdilated import attend\ndef f():\n    import flexdilated.nn"
+    file.write_text(code, encoding="utf-8")
+    assert climbs("flexdilated.memory._x", file) == ["_attend", "nn", "root"]
+
+
+@pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)
+def test_public_names_are_frozen(package) -> None:
+    own = {
+        name for name, made in CONSTRUCTORS.items() if made.__module__.startswith("flexdilated.") and "." not in name
+    }
+    assert sorted(package.__all__) == sorted({*PUBLIC[package], *(own if package is masks else ())})
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
+QUIET = """
+import importlib.util, json, os, random, signal, sys, warnings
+import torch, torch._dynamo, torch._inductor.config
+
+def settings():
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return [
+        torch.get_num_threads(), torch.get_num_interop_threads(), torch.is_grad_enabled(),
+        str(torch.get_default_dtype()), str(torch.get_default_device()), torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled(),
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch.backends.mkldnn.enabled,
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(), cuda.matmul.allow_tf32, cudnn.allow_tf32,
+        torch._dynamo.config.get_hash().hex(), torch._inductor.config.get_hash().hex(),
+        torch.get_rng_state().tolist(), hash(random.getstate()), dict(os.environ),
+        [str(entry) for entry in warnings.filters], str(signal.getsignal(signal.SIGINT)),
+    ]
+
+before, known = settings(), set(sys.modules)
+import flexdilated
+changed = [pair for pair in zip(before, settings()) if pair[0] != pair[1]]
+loaded = sorted(set(sys.modules) - known)
+measured = dict(sys.modules["flexdilated.masks.planning.machine._machine_in_use"]._found)
+stats = flexdilated.stats()
+counted = [len(stats.pools), stats.compilations.graphs, len(stats.constants), "flexdilated.distributed" in sys.modules]
+flexdilated.distributed.BufferPool
+counted.append(len(flexdilated.stats().pools))
+pool = flexdilated.distributed.BufferPool("cpu")
+pools = [each.name for each in flexdilated.stats().pools]
+on_the_path = [bool(importlib.util.find_spec(name)) for name in ("masks", "bench")]
+print(json.dumps([changed, loaded, measured, counted, pools, on_the_path]))
+"""
+
+
+@needs_install
+def test_import_only_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting of torch or Python changes, no extra is loaded, no file of constants read, no compiler for counts."""
+    monkeypatch.setenv("FLEXDILATED_MACHINE", str(tmp_path / "nowhere.json"))
+    changed, loaded, measured, counted, pools, on_the_path = json.loads(run_elsewhere(QUIET, tmp_path))
+    assert changed == []
+    assert not {name.partition(".")[0] for name in loaded} & (EXTRAS | {"hypothesis", "pytest"})
+    assert measured == {}
+    assert counted == [0, 0, 0, False, 0]
+    assert pools == ["pool 0"]
+    assert on_the_path == [False, False]
+
+
+def test_every_package_is_listed_for_the_build() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    packages = [module for module, file in SOURCES.items() if file.name == "__init__.py"]
+    assert sorted(settings["packages"]) == sorted(packages)
+
+
+@pytest.mark.slow
+def test_wheel_holds_each_module_once(tmp_path: Path) -> None:
+    """Built from a copy: a build leaves files behind. With the setuptools at hand: nothing is fetched."""
+    copy = tmp_path / "checkout"
+    shutil.copytree(ROOT / "flexdilated", copy / "flexdilated", symlinks=True)
+    shutil.copytree(ROOT / "masks", copy / "masks")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "pytest_flexdilated.py"):
+        shutil.copy(ROOT / name, copy)
+    code = "import setuptools.build_meta as b; b.build_wheel('.')"
+    subprocess.run([sys.executable, "-c", code], cwd=copy, check=True, capture_output=True)
+    (wheel,) = copy.glob("*.whl")
+    held = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    modules = [
+        module.replace(".", "/") + ("/__init__.py" if file.name == "__init__.py" else ".py")
+        for module, file in SOURCES.items()
+    ]
+    web = [file.relative_to(ROOT).as_posix() for file in (ROOT / "flexdilated" / "viewer" / "web").iterdir()]
+    assert sorted(held) == sorted([*modules, *web, "flexdilated/py.typed", "pytest_flexdilated.py"])
+
+
+def test_files_are_short() -> None:
+    folders = ("bench", "flexdilated", "masks", "tests")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    lengths = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8").count("\n") for file in files}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
+
+
+def test_a_verdict_has_one_meaning() -> None:
+    """EMPTY, PARTIAL and FULL are numbers of boxes, stated in one place; other numberings have other names."""
+    stated = {
+        module
+        for module, file in SOURCES.items()
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in ("EMPTY", "PARTIAL", "FULL")
+    }
+    assert stated == {"flexdilated.masks.core._bound"}

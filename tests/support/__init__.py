@@ -1,0 +1,1 @@
+"""What tests share: dense oracles, drawn cases, ranks, browsers and planted bugs."""

@@ -1,0 +1,51 @@
+"""Agreement of an attention with the dense oracle: output, lse, and the gradients through both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from flexdilated.testing._closeness import cotangents
+from flexdilated.testing._inputs import MEMORY_LAYOUTS, laid_out
+from tests.support import oracle
+
+Attention = Callable[..., tuple[Tensor, Tensor]]
+
+# float64 kernels against a float64 oracle: only the order of sums differs.
+TIGHT = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def gradients(attend: Attention, tensors: tuple[Tensor, ...], *, through_lse: bool = True) -> tuple[Tensor, ...]:
+    """The gradients of a fixed functional of output and lse; without the lse nothing flows into it at all."""
+    out, lse = attend(*tensors)
+    if not out.requires_grad:
+        return tuple(torch.zeros_like(x) for x in tensors)
+    grad_out, grad_lse = cotangents(out, lse, through_lse=through_lse)
+    # A layout that the drawn numbers choose, as nothing else is drawn here.
+    layout = int(tensors[0].detach().double().abs().sum() * 1e3) % len(MEMORY_LAYOUTS)
+    grad_out = laid_out(grad_out, MEMORY_LAYOUTS[layout])
+    outputs, sent = [out], [grad_out.to(out.dtype)]
+    if through_lse:
+        outputs, sent = [out, lse], [*sent, grad_lse.to(lse.dtype)]
+    return torch.autograd.grad(outputs, tensors, sent)
+
+
+def assert_agrees(
+    attend: Attention, tensors: tuple[Tensor, ...], counts: Tensor, *, scale: float | None = None, **features
+) -> None:
+    """The attention is the oracle's, on float64 q, k, v and maybe sinks, with and without a gradient through lse."""
+
+    def expected(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return oracle.attention(q, k, v, counts, scale, sinks, **features)
+
+    for found, truth in zip(attend(*tensors), expected(*tensors), strict=True):
+        assert_close(found, truth, **TIGHT)
+    for through_lse in (True, False):
+        found = gradients(attend, tensors, through_lse=through_lse)
+        truth = gradients(expected, tensors, through_lse=through_lse)
+        names = ("q", "k", "v", "sinks")[: len(tensors)]
+        for name, grad, true_grad in zip(names, found, truth, strict=True):
+            assert_close(grad, true_grad, **TIGHT, msg=lambda text, name=name: f"d{name}: {text}")

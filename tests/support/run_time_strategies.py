@@ -1,0 +1,119 @@
+"""What is drawn with run-time tensors: patterns that use them, beside the dense counts of every batch entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flexdilated import masks
+from flexdilated.testing import strategies as fst
+from flexdilated.testing._drawn_inputs import in_range
+from flexdilated.testing._drawn_patterns import run_time_compositions
+from tests.support import oracle
+from tests.support.strategies import grammar
+from tests.support.twins import Twin
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A pattern with its tensors and sizes, and counts (B, H, N, M): how often each entry allows a pair."""
+
+    pattern: masks.Pattern | masks.Mixture
+    counts: Tensor
+    batch: int
+    num_heads: int
+    num_queries: int
+    num_keys: int
+    q_offset: int
+    k_offset: int
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        return {"q_offset": self.q_offset, "k_offset": self.k_offset}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        named = {"num_heads": self.num_heads, "num_queries": self.num_queries, "num_keys": self.num_keys}
+        return named | self.offsets | {"batch": self.batch}
+
+    def bind(self) -> masks.Bound:
+        return self.pattern.bind(**self.sizes)
+
+    def __repr__(self) -> str:
+        given = {leaf.name: leaf.given.tensor.tolist() for leaf in self.pattern.leaves() if hasattr(leaf, "given")}
+        return f"{self.pattern.text} over {self.sizes} with {given}"
+
+
+@dataclass(frozen=True)
+class BatchTwin:
+    """A pattern with run-time tensors, and its dense rule for each batch entry, or one for all of them."""
+
+    pattern: Any
+    rules: tuple[oracle.Rule, ...]
+    ids: Tensor | None = None  # (batch or 1, positions), where it tells documents apart
+
+    def __invert__(self) -> BatchTwin:
+        return BatchTwin(~self.pattern, tuple(map(oracle.neither, self.rules)))
+
+    def __and__(self, other: BatchTwin) -> BatchTwin:
+        return BatchTwin(self.pattern & other.pattern, self._with(other, oracle.both))
+
+    def __rand__(self, twin: Twin) -> BatchTwin:
+        return BatchTwin(twin.pattern & self.pattern, tuple(oracle.both(twin.rule, rule) for rule in self.rules))
+
+    def __ror__(self, twin: Twin) -> BatchTwin:
+        return BatchTwin(twin.pattern | self.pattern, tuple(oracle.either(twin.rule, rule) for rule in self.rules))
+
+    def _with(self, other: BatchTwin, join: Callable[..., oracle.Rule]) -> tuple[oracle.Rule, ...]:
+        entries = max(len(self.rules), len(other.rules))
+        pairs: Iterator = zip(range(entries), cycle(self.rules), cycle(other.rules), strict=False)
+        return tuple(join(one, another) for _, one, another in pairs)
+
+
+def run_time_words(num_positions: int) -> SimpleNamespace:
+    """What `twins` has not: the words of run-time tensors, over so many positions."""
+
+    def spans(pattern: masks.Pattern, ids: Tensor) -> BatchTwin:
+        return BatchTwin(pattern, tuple(map(oracle.documents, ids)), ids)
+
+    def documents(ids: Tensor, *, longest: int | None) -> BatchTwin:
+        return spans(masks.documents(ids, longest=longest), torch.atleast_2d(ids))
+
+    def lengths(real: Tensor, *, padding: str) -> BatchTwin:
+        ids = torch.full((len(real), num_positions), -1)
+        for row, length in zip(ids, real.tolist(), strict=True):
+            row[:length] = 0
+        return spans(masks.lengths(real, padding=padding), ids.flip(1) if padding == "left" else ids)
+
+    def visible_keys(visible: Tensor) -> BatchTwin:
+        return BatchTwin(masks.visible_keys(visible), tuple(map(oracle.visible_keys, visible)))
+
+    return SimpleNamespace(documents=documents, lengths=lengths, visible_keys=visible_keys)
+
+
+@st.composite
+def packed_cases(draw: st.DrawFn, max_heads: int = 3, largest: int = 40) -> Packed:
+    """A pattern that uses one run-time tensor or two: cut by it, restarted by it, united with it, without it."""
+    sizes = draw(fst.attention_sizes(max_heads=max_heads, max_batch=3, max_tokens=largest))
+    if not draw(st.booleans()):
+        other, k_offset = draw(st.integers(1, largest)), draw(st.sampled_from([0, 3]))
+        sizes = replace(sizes, num_queries=other, q_offset=draw(st.integers(0, 9)), k_offset=k_offset)
+    words = run_time_words(max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys))
+    twin = draw(run_time_compositions(grammar(sizes.num_heads), sizes, words))
+    queries = torch.arange(sizes.q_offset, sizes.q_offset + sizes.num_queries)
+    keys = torch.arange(sizes.k_offset, sizes.k_offset + sizes.num_keys)
+    heads = range(sizes.num_heads), sizes.num_heads
+    counts = torch.stack([oracle.counts(rule, *heads, queries, keys) for rule in twin.rules])
+    counts = counts.expand(sizes.batch, -1, -1, -1)
+    shape = (sizes.batch, sizes.num_heads, sizes.num_queries, sizes.num_keys)
+    packed = Packed(twin.pattern, counts, *shape, sizes.q_offset, sizes.k_offset)
+    assume(in_range(packed.bind))
+    return packed

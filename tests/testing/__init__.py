@@ -1,0 +1,1 @@
+"""The checks that users run on their own attention."""

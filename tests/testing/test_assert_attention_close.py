@@ -1,0 +1,199 @@
+"""assert_attention_close: passes what is right in any dtype; shows the first wrong row, its branches, the mistake."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.testing import assert_attention_close
+from flexdilated.testing import strategies as fst
+from tests.support import oracle
+
+LADDER = masks.longnet([4, 8, 16], [1, 2, 3]) & masks.causal()
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def inputs(num_tokens=24, heads=(2, 2), head_dim=8, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, number, num_tokens, head_dim) for number in (heads[0], heads[1], heads[1])]
+    return tuple(
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes
+    )
+
+
+def found(*call, **options) -> str:
+    with pytest.raises(AssertionError) as caught:
+        assert_attention_close(*call, **options)
+    return str(caught.value)
+
+
+@settings(max_examples=max(2, settings.default.max_examples // 2))
+@given(st.data())
+def test_attend_is_close(data) -> None:
+    """Any pattern, sizes and values, in every dtype, with the gradients."""
+    heads = data.draw(st.integers(1, 4))
+    pattern = data.draw(fst.patterns(num_heads=heads))
+    sizes = data.draw(fst.attention_sizes(pattern, num_heads=heads))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    q, k, v = data.draw(fst.attention_inputs(sizes, dtype=dtype, requires_grad=True))
+    if dtype == torch.float16:  # whose largest number is 65,504
+        q, k, v = (x.detach().clamp(-30, 30).requires_grad_() for x in (q, k, v))
+    out, lse = fd.attend(q, k, v, pattern, enable_gqa=True, return_lse=True)
+    assert_attention_close(out, q, k, v, pattern, lse=lse, gradients=True)
+
+
+def test_all_options_of_attend() -> None:
+    """Offsets, heads that live elsewhere, sinks, a score_mod, run-time tensors, a scale."""
+    q, k, v = inputs(12, dtype=torch.float32)
+    ids = torch.tensor([0] * 5 + [1] * 7)
+    pattern = masks.parse("(local_window(left=4, right=2) & documents('ids')) + first_tokens(2)")
+    options = {"scale": 0.3, "sinks": torch.randn(2), "score_mod": lambda s, b, h, i, j: s * 0.5 + (j - i) * 0.1}
+    options |= {"bindings": {"ids": ids}, "head_offset": 1, "num_heads_global": 5}
+    out, lse = fd.attend(q, k, v, pattern, return_lse=True, engine="reference", **options)
+    assert_attention_close(out, q, k, v, pattern, lse=lse, gradients=True, **options)
+    for name, other in {"scale": 0.31, "sinks": torch.zeros(2), "score_mod": None}.items():
+        assert "out is wrong" in found(out, q, k, v, pattern, lse=lse, **{**options, name: other})
+    shifted = fd.attend(q[:, :, :5], k, v, masks.causal(), q_offset=7)
+    assert_attention_close(shifted, q[:, :, :5], k, v, masks.causal(), q_offset=7)
+    assert "position query +1 counts once more" in found(shifted, q[:, :, :5], k, v, masks.causal(), q_offset=6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_budget_is_tight(dtype) -> None:
+    """An error of a few times what torch's own attention makes in the dtype does not pass; nor does half a percent."""
+    q, k, v = inputs(40, dtype=dtype)
+    pattern = masks.local_window(left=6, right=0)
+    truth, lse = oracle.attention(
+        q, k, v, oracle.counts(oracle.local_window(6, 0), range(2), 2, *[torch.arange(40)] * 2)
+    )
+    assert_attention_close(truth.to(dtype), q, k, v, pattern, lse=lse)
+    eps = torch.finfo(dtype).eps
+    for factor in (1 + 40 * eps, 1 - 40 * eps):
+        text = found(truth.detach() * factor, q, k, v, pattern)
+        assert "out is wrong" in text
+    assert "lse is wrong" in found(truth.to(dtype), q, k, v, pattern, lse=lse + 40 * eps * lse.abs().amax() + 40 * eps)
+
+
+def test_the_report() -> None:
+    q, k, v = inputs()
+    out = fd.attend(q, k, v, masks.longnet([4, 8], [1, 2]) & masks.causal())
+    lines = found(out, q, k, v, LADDER).splitlines()
+    assert lines[0].startswith("out is wrong in 30 of 96 rows; the first is batch 0, head 0, query 3, element 0")
+    assert [line.split()[0] for line in lines[1:]] == ["found", "expected", "off", "branch", "branch", "branch", "as"]
+    assert lines[4] == "  branch 0  0 to 3: dilated(4, 1, offset='interleaved') & causal()"
+    assert lines[6] == "  branch 2  0, 3: dilated(16, 3, offset='interleaved') & causal()"
+    assert "branch 2, dilated(16, 3, offset='interleaved') & causal(), is left out (accounts for 30 of 30" in lines[7]
+
+
+WINDOW = masks.local_window(left=3, right=0)
+SUSPECTS = {
+    "a branch too many": (LADDER, LADDER + masks.first_tokens(2), "branch 3, first_tokens(2), is left out"),
+    "a branch twice": (
+        masks.causal() + masks.causal() + WINDOW,
+        masks.causal() + WINDOW,
+        "branch 0, causal(), counts twice",
+    ),
+    "once": (WINDOW | masks.chunked(6), WINDOW + masks.chunked(6), "a pair of several branches counts once"),
+    "no causal": (masks.chunked(6), masks.chunked(6) & masks.causal(), "causal() is not applied"),
+    "no mask": (masks.every(), WINDOW, "no mask is applied: every key takes part"),
+    "causal": (masks.chunked(6) & masks.causal(), masks.chunked(6), "keys after the query are hidden"),
+    "one short": (masks.local_window(left=2, right=0), WINDOW, "position query -3 counts once less than it should"),
+    "one more": (masks.local_window(left=4, right=0), WINDOW, "position query -4 counts once more than it should"),
+    "not itself": (WINDOW & ~masks.local_window(left=0, right=0), WINDOW, "the query's own key is hidden"),
+    "head": (
+        masks.per_head([WINDOW, masks.chunked(5)]),
+        masks.per_head([masks.chunked(5), WINDOW]),
+        "head h has the rule of head (h + 1) % H",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUSPECTS)
+def test_the_mistake_is_named(name) -> None:
+    computed, claimed, words = SUSPECTS[name]
+    q, k, v = inputs()
+    text = found(fd.attend(q, k, v, computed), q, k, v, claimed)
+    assert f"as if     {words}" in text or words in text.splitlines()[-1], text
+
+
+def test_mistakes_of_values_are_named() -> None:
+    q, k, v = inputs(heads=(4, 2))
+    out, lse = fd.attend(q, k, v, WINDOW, enable_gqa=True, return_lse=True)
+    assert "query head h reads key/value head h % G" in found(
+        fd.attend(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1), WINDOW), q, k, v, WINDOW
+    )
+    assert "scores are not scaled" in found(fd.attend(q, k, v, WINDOW, scale=1.0, enable_gqa=True), q, k, v, WINDOW)
+    assert "nothing is written: zeros" in found(torch.zeros_like(out), q, k, v, WINDOW)
+    assert "the output is 1.5 times what it should be" in found(1.5 * out, q, k, v, WINDOW)
+    padded = out * torch.sigmoid(lse - torch.tensor(3.0).log())[..., None]
+    assert "3 keys more, of score 0 and value 0, take part in the softmax (accounts for 32" in found(
+        padded, q, k, v, WINDOW
+    )
+    assert "the output is 1 + 1e-06 times what it should be" in found(out * (1 + 1e-6), q, k, v, WINDOW)
+    assert "as if" not in found(out + torch.randn_like(out), q, k, v, WINDOW)
+
+
+def test_what_changes_nothing_is_no_mistake() -> None:
+    """Of one key a query, no mask, or the key once more, gives the right output: neither accounts for a wrong one."""
+    q, k, v = inputs(1)
+    out = fd.attend(q, k, v, WINDOW)
+    nearly = out + 2.5e-15 * out.abs().amax(-1, keepdim=True)
+    assert "as if" not in found(nearly, q, k, v, WINDOW)
+
+
+def test_another_dtype_is_told() -> None:
+    """The budget is that of q's dtype."""
+    q, k, v = inputs()
+    text = found(fd.attend(q, k, v, WINDOW).float(), q, k, v, WINDOW)
+    assert "(in float32, where q is float64)" in text
+    assert "where rounding to float64 may account for" in text
+
+
+def test_rows_without_keys_are_exact() -> None:
+    q, k, v = inputs(8)
+    pattern = masks.dilated(8, 2)
+    out, lse = fd.attend(q, k, v, pattern, return_lse=True)
+    assert_attention_close(out, q, k, v, pattern, lse=lse)
+    broken = out.detach().clone()
+    broken[1, 1, 3] = 1e-30
+    assert "batch 1, head 1, query 3" in found(broken, q, k, v, pattern)
+    half = [x.detach().half() for x in (q, k, v)]
+    coarse = fd.attend(*half, pattern)
+    assert_attention_close(coarse, *half, pattern)
+    coarse[1, 1, 3] = 1e-7  # twice the smallest step of float16
+    assert "batch 1, head 1, query 3" in found(coarse, *half, pattern)
+    assert "lse is wrong in 16 of 32 rows" in found(out, q, k, v, pattern, lse=lse.detach().clamp(min=-1e9))
+    broken[1, 1, 3] = torch.nan
+    assert "found     nan" in found(broken, q, k, v, pattern)
+
+
+def test_gradients_are_checked() -> None:
+    q, k, v = inputs(9)
+    out, lse = fd.attend(q, k, v, LADDER, return_lse=True)
+    assert "dq is wrong" in found(out, q, k, v, LADDER, lse=lse.detach(), gradients=True)
+    assert "has no gradient" in found(out.detach(), q, k, v, LADDER, gradients=True)
+    half = 0.5 * (out + out.detach())
+    assert "dq is wrong" in found(half, q, k, v, LADDER, gradients=True)
+    text = found(fd.attend(q, k, v.detach(), LADDER) + 0 * v.sum(), q, k, v, LADDER, gradients=True)
+    assert text.splitlines()[0].startswith("dv is wrong in")
+    assert "key/value head 0, key 0" in text
+    assert "seen by   " in text
+
+
+def test_bad_calls() -> None:
+    q, k, v = inputs(5)
+    out = fd.attend(q, k, v, WINDOW)
+    with pytest.raises(TypeError, match="pattern must be a pattern or mixture"):
+        assert_attention_close(out, q, k, v, "causal")
+    with pytest.raises(TypeError, match="out must be a tensor; got list"):
+        assert_attention_close([1.0], q, k, v, WINDOW)
+    with pytest.raises(ValueError, match="margin must be above 0; got margin=0"):
+        assert_attention_close(out, q, k, v, WINDOW, margin=0)
+    with pytest.raises(ValueError, match="gradients=True needs q, k and v that require gradients"):
+        assert_attention_close(out, q.detach(), k, v, WINDOW, gradients=True)
+    assert found(out[:, :, :4], q, k, v, WINDOW) == "out must have shape (2, 2, 5, 8); got (2, 2, 4, 8)"
+    assert found(out, q, k, v, WINDOW, lse=out).startswith("lse must have shape (2, 2, 5); got")
+    assert found(out + 0j, q, k, v, WINDOW) == "out must be of floating point numbers; got torch.complex128"
+    assert found(out.to("meta"), q, k, v, WINDOW) == "out must be on the device of q, cpu; got meta"

@@ -1,0 +1,246 @@
+"""check_pattern: true patterns pass, and every kind of false claim is found and shown small."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.masks.core._box import Bounds
+from flexdilated.masks.core._pattern import Pattern
+from flexdilated.testing import check_pattern
+from flexdilated.testing._box_bounds import Place, Terms
+from flexdilated.testing._vocabulary import classify_window, same_kind, window_by_head
+from tests.support.strategies import expressions, functions
+
+QUICK = {"num_heads": 3, "max_tokens": 40, "examples": 10}
+
+
+@settings(max_examples=8)
+@given(expressions(3))
+def test_true_patterns_pass(twin):
+    try:
+        check_pattern(twin.pattern, **QUICK)
+    except ValueError as error:  # a table that ends, or one that names blocks beyond the tokens
+        assert re.search("out of range|holds .* tokens|has no answer", str(error))  # noqa: PT017
+
+
+@settings(max_examples=10)
+@given(functions())
+def test_true_functions_pass(twin):
+    check_pattern(twin.pattern, **QUICK)
+
+
+@dataclass(frozen=True)
+class Claims(Pattern):
+    """A pattern with some of its statements replaced, which no JSON gives back."""
+
+    kind = "claims"
+
+    inner: Pattern
+    false: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def parameters(self):
+        return {"inner": self.inner, "false": str(hash(repr(self.false)))}
+
+    def phrase(self):
+        return self.inner.phrase()
+
+    def mask_mod(self, *, num_heads, device):
+        return self.false.get("mask_mod", self.inner.mask_mod(num_heads=num_heads, device=device))
+
+    def count(self, box, *, num_heads):
+        bounds = self.inner.count(box, num_heads=num_heads)
+        return self.false["count"](bounds, box) if "count" in self.false else bounds
+
+    def for_head(self, head, num_heads):
+        one = replace(self, inner=self.inner.for_head(head, num_heads))
+        return self.false["for_head"](head, num_heads) if "for_head" in self.false else one
+
+    def period(self):
+        return self.false.get("period", self.inner.period())
+
+    def confined(self):
+        return self.false.get("confined", self.inner.confined())
+
+
+def beyond(b, h, q, k):
+    return (k <= q) & (k <= q.max() - 3)
+
+
+def full_to_the_diagonal(bounds: Bounds, box) -> Bounds:
+    """Takes a box whose last query sees its last key for full."""
+    return Bounds(torch.where(box.q.last >= box.k.last, box.area, bounds.low), box.area)
+
+
+def steps_taken_for_ranges(bounds: Bounds, box) -> Bounds:
+    """Right over ranges, and one too many over progressions with gaps."""
+    return Bounds(bounds.low + (box.q.step == 3), bounds.high)
+
+
+DILATED, CAUSAL, WINDOW = masks.dilated(8, 2), masks.causal(), masks.local_window(left=9, right=0)
+BY_HEAD = masks.per_head([CAUSAL, WINDOW, CAUSAL])
+FALSE = {
+    "full too early": (CAUSAL, {"count": full_to_the_diagonal}, "queries 0 to 1, keys 1: 1 of 2 pairs .* says 2"),
+    "empty too early": (CAUSAL, {"count": lambda bounds, box: Bounds(bounds.low * 0, bounds.high // 2)}, "says 0 to 0"),
+    "only with steps": (CAUSAL, {"count": steps_taken_for_ranges}, "in steps of 3.*count says"),
+    "more than there are": (CAUSAL, {"count": lambda bounds, box: Bounds(bounds.low, bounds.high + 1)}, "count says"),
+    "for_head of another": (BY_HEAD, {"for_head": lambda head, H: CAUSAL}, r"for_head\(1\) must be the rule of head 1"),
+    "for_head by head": (BY_HEAD, {"for_head": lambda head, H: BY_HEAD}, r"for_head\(0\) .* when asked about head 1"),
+    "period too short": (DILATED, {"period": 4}, "must repeat after its period=4"),
+    "period of nothing": (masks.custom(lambda b, h, q, k: q < 20), {"period": 1}, "must repeat after its period=1"),
+    "period far away": (masks.dilated(3000, 1), {"period": 2048}, "must repeat after its period=2048"),
+    "not confined": (CAUSAL, {"confined": True}, "a confined rule must not cross a multiple of its period=1"),
+    "confined, not at all": (masks.chunked(16), {"confined": True, "period": 8}, "repeat|cross"),
+    "not by pairs": (CAUSAL, {"mask_mod": beyond}, "each pair by itself"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FALSE)
+def test_false_claims_are_found(name):
+    inner, false, says = FALSE[name]
+    with pytest.raises(AssertionError, match=says):
+        check_pattern(Claims(inner, false), **QUICK)
+
+
+def test_true_claims_pass_up_to_the_text():
+    """The stand-in itself is found out only where it has no JSON that can be read."""
+    with pytest.raises(AssertionError, match="from_json must read what to_json writes"):
+        check_pattern(Claims(DILATED & BY_HEAD), **QUICK)
+
+
+WIDTHS = torch.tensor([9, 4, 30])
+
+
+def full_where_ends_meet(head, q_first, q_last, k_first, k_last):
+    return torch.where(q_last - k_first < WIDTHS[head], masks.FULL, masks.PARTIAL)
+
+
+def empty_too_soon(head, q_first, q_last, k_first, k_last):
+    return torch.where(q_first - k_last >= WIDTHS[head] - 1, masks.EMPTY, masks.PARTIAL)
+
+
+def right_for_small_boxes(head, q_first, q_last, k_first, k_last):
+    """Wrong only for boxes of 16 and more queries."""
+    verdict = classify_window(WIDTHS)(head, q_first, q_last, k_first, k_last)
+    return torch.where((q_last - q_first >= 15) & (verdict == masks.PARTIAL), masks.EMPTY, verdict)
+
+
+@pytest.mark.parametrize(
+    ("classify", "says"),
+    [
+        (full_where_ends_meet, "head 0, queries 0, keys 1: 0 of 1 pairs are allowed, count says 1 to 1 (FULL)"),
+        (empty_too_soon, "head 0, queries 8, keys 0: 1 of 1 pairs are allowed, count says 0 to 0 (EMPTY)"),
+        (classify_window(WIDTHS + 1), "head 0, queries 9, keys 0: 0 of 1 pairs are allowed, count says 1 to 1 (FULL)"),
+        (
+            right_for_small_boxes,
+            "head 0, queries 0 to 15, keys 0: 9 of 16 pairs are allowed, count says 0 to 0 (EMPTY)",
+        ),
+    ],
+    ids=["full", "empty", "off by one", "large boxes"],
+)
+def test_wrong_classify_is_found_and_made_small(classify, says):
+    pattern = masks.custom(window_by_head(WIDTHS), classify=classify)
+    with pytest.raises(AssertionError) as caught:
+        check_pattern(pattern, **QUICK)
+    assert str(caught.value) == f"custom(mask_mod): count must bound the allowed pairs of each box; {says}"
+    masks.custom(window_by_head(WIDTHS), classify=classify_window(WIDTHS))
+
+
+def test_wrong_classify_is_found_inside_a_composition():
+    wrong = masks.custom(window_by_head(WIDTHS), classify=empty_too_soon)
+    with pytest.raises(AssertionError, match="count must bound"):
+        check_pattern(~(wrong & masks.causal()), **QUICK)
+    with pytest.raises(AssertionError, match="count must bound"):
+        check_pattern(masks.longnet([8], [2]) + wrong, **QUICK)
+
+
+def test_wrong_period_of_a_function_is_found():
+    """Right at the start, where construction looks, and wrong later."""
+    late = masks.custom(lambda b, h, q, k: (q // 30) == (k // 30), period=1)
+    with pytest.raises(AssertionError, match=r"must repeat after its period=1; of query .* one is allowed"):
+        check_pattern(late, **QUICK)
+
+
+def test_lists_are_checked_by_themselves(monkeypatch):
+    """A builder that loses blocks is found even where all bounds are right."""
+    from flexdilated.masks.blocks import _blocks
+
+    count = _blocks.count_pairs
+    monkeypatch.setattr(_blocks, "count_pairs", lambda *places: (count(*places) - 1).clamp(min=0))
+    with pytest.raises(AssertionError, match=r"block lists must be those of mask_mod; for .* pairs and is"):
+        check_pattern(masks.custom(same_kind(torch.tensor([0, 1, 2]))), **QUICK)
+
+
+def test_the_same_seed_draws_the_same():
+    drawn: list[list] = []
+    for seed in (1, 1, 2):
+        seen: list = []
+
+        def note(bounds: Bounds, box, seen=seen) -> Bounds:
+            seen.append(box.q.first.tolist())
+            return bounds
+
+        with pytest.raises(AssertionError, match="from_json"):
+            check_pattern(Claims(CAUSAL, {"count": note}), **QUICK, seed=seed)
+        drawn.append(seen)
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_leaves_the_random_state_alone():
+    before = torch.get_rng_state()
+    check_pattern(CAUSAL, **QUICK)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: check_pattern("causal"), TypeError, "pattern must be a pattern"),
+        (lambda: check_pattern(CAUSAL, num_heads=0), ValueError, "num_heads=0"),
+        (lambda: check_pattern(CAUSAL, max_tokens=1.5), TypeError, "max_tokens=1.5"),
+        (lambda: check_pattern(CAUSAL, examples=0), ValueError, "examples=0"),
+        (lambda: check_pattern(BY_HEAD, num_heads=2), ValueError, "got 3 for 2 heads"),
+        (
+            lambda: check_pattern(masks.custom(lambda b, h, q, k: WIDTHS[q] > k)),
+            ValueError,
+            "must have an answer for 4 heads and positions below max_tokens=96: index 3 is out of bounds",
+        ),
+    ],
+)
+def test_bad_calls(call, error, says):
+    with pytest.raises(error, match=says):
+        call()
+
+
+def test_tables_are_checked_as_far_as_they_reach():
+    ids = torch.arange(40) // 7
+    check_pattern(masks.custom(lambda b, h, q, k: ids[q] == ids[k]), **QUICK)
+
+
+def test_smallest_sizes():
+    check_pattern(masks.longnet([3], [2]) & CAUSAL, num_heads=1, max_tokens=1, examples=1)
+
+
+def test_simpler_boxes_are_simpler():
+    """What shrinking tries is never larger, so it ends."""
+    place = Place(2, Terms(9, 3, 4), Terms(5, 1, 6))
+    for smaller in place.smaller():
+        for side, whole in ((smaller.q, place.q), (smaller.k, place.k)):
+            assert (side.count, side.step, side.first) != (0, 0, 0)
+            assert side.last <= whole.last
+            assert side.count <= whole.count
+        assert smaller != place
+    assert str(place) == "head 2, queries 9 to 18 in steps of 3, keys 5 to 10"
+
+
+def test_is_an_attribute_of_the_package():
+    assert fd.testing.check_pattern is check_pattern
+    with pytest.raises(AttributeError, match="no attribute 'tests'"):
+        _ = fd.tests

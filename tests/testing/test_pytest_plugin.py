@@ -1,0 +1,110 @@
+"""The pytest plugin: light at start-up, a device for tests, profiles that change nobody's own."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.errors import InvalidArgument
+
+from pytest_flexdilated import register_profiles
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAIN = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "pytest_flexdilated", "-rs", "-q"]
+
+
+def run_pytest(folder: Path, code: str, *arguments: str, conftest: str = "") -> subprocess.CompletedProcess[str]:
+    """pytest in a project of its own, with the plugin."""
+    (folder / "test_it.py").write_text(textwrap.dedent(code), encoding="utf-8")
+    (folder / "conftest.py").write_text(textwrap.dedent(conftest), encoding="utf-8")
+    start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", start, *PLAIN, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_start_up_is_light(tmp_path) -> None:
+    code = """
+    import sys
+
+    def test_nothing_heavy_is_loaded():
+        assert "pytest_flexdilated" in sys.modules
+        assert not {"torch", "flexdilated", "hypothesis"} & set(sys.modules)
+    """
+    done = run_pytest(tmp_path, code, "-p", "no:hypothesispytest")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_device(pytester) -> None:
+    """In this process, which has torch: each in its own would spend its time on the import."""
+    pytester.makepyfile("""
+    import torch
+
+    def test_device(flexdilated_device):
+        assert flexdilated_device == torch.device("meta")
+    """)
+
+    def run(device: str) -> tuple[dict[str, int], str]:
+        done = pytester.runpytest_inprocess(*PLAIN, f"--flexdilated-device={device}")
+        return done.parseoutcomes(), done.stdout.str()
+
+    assert run("meta")[0] == {"passed": 1}
+    outcomes, printed = run("cuda:77")
+    assert outcomes == {"skipped": 1}
+    assert "--flexdilated-device=cuda:77 does not work here: " in printed
+    outcomes, printed = run("toaster")
+    assert outcomes == {"errors": 1}
+    assert "--flexdilated-device must name a device of torch; got 'toaster'" in printed
+    assert "Error as error" not in printed  # no traceback
+    assert run("hpu")[0] == {"skipped": 1}  # of which torch has no module
+
+
+def test_the_default_device(flexdilated_device, request) -> None:
+    assert flexdilated_device == torch.device(request.config.getoption("--flexdilated-device"))
+
+
+def test_profiles_by_option(tmp_path) -> None:
+    """hypothesis's own option loads them, and one of a user's with our prefix; all others stay."""
+    code = """
+    from hypothesis import settings
+
+    def test_profile():
+        assert settings().max_examples == {examples}
+        assert settings.get_profile("team").max_examples == 77
+        assert settings.get_profile("default").max_examples == 100
+    """
+    own = """
+    from hypothesis import settings
+    settings.register_profile('team', max_examples=77)
+    settings.register_profile('flexdilated-own', max_examples=7)
+    """
+    for profile, examples in {"dev": 15, "own": 7}.items():
+        option = f"--hypothesis-profile=flexdilated-{profile}"
+        done = run_pytest(tmp_path, code.replace("{examples}", str(examples)), option, conftest=own)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_profile_that_nobody_registered(tmp_path) -> None:
+    done = run_pytest(tmp_path, "def test_nothing(): pass", "--hypothesis-profile=flexdilated-nope")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--hypothesis-profile must be one of 'flexdilated-dev', 'flexdilated-ci'" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_profiles() -> None:
+    register_profiles()
+    ci, dev, thorough = (settings.get_profile(f"flexdilated-{name}") for name in ("ci", "dev", "thorough"))
+    assert (ci.max_examples, dev.max_examples, thorough.max_examples) == (60, 15, 2000)
+    assert (ci.derandomize, dev.derandomize, thorough.derandomize) == (True, False, False)
+    assert ci.deadline is dev.deadline is thorough.deadline is None
+
+
+def test_profiles_that_are_there_stay() -> None:
+    settings.register_profile("mine-ci", max_examples=3)
+    register_profiles("mine-")
+    assert settings.get_profile("mine-ci").max_examples == 3
+    assert settings.get_profile("mine-dev").max_examples == 15
+    with pytest.raises(InvalidArgument):
+        settings.get_profile("mine-other")

@@ -1,0 +1,370 @@
+"""Tuning: what is measured agrees, wins and is remembered; nothing is measured unasked."""
+
+import json
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.cli import main
+from flexdilated.engines import _tuned
+from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._tuned import TuningKey, TuningResult, choices_path, chosen, forget_choices
+from flexdilated.engines.tiles import _tiles_op
+from flexdilated.masks.planning._options import ANYTHING, Candidates, Choice, way_of
+from flexdilated.masks.planning._planner import plan
+from flexdilated.masks.planning.machine._machine_file import MachineKey, read_machine, stored_path, write_json
+from flexdilated.masks.planning.machine._machine_in_use import VARIABLE, forget_machines, machine_of
+from flexdilated.tuning import _tune, _tune_machine
+from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Inputs, Times, keep, measure, measure_options
+from flexdilated.tuning._tune_machine import Sizes, measure_machine
+from tests.support.compilers import as_it_is
+
+CPU = torch.device("cpu")
+N, H, D = 256, 2, 8
+SMALL = Sizes(256, 2, 128)
+MIXTURE = masks.longnet([64, 128], [1, 2])
+WINDOW = masks.local_window(left=70, right=0)
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    forget_choices()
+    yield
+    forget_choices()
+    forget_machines()
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    """Constants of this very machine in a cache directory of their own: what is found is stored beside them."""
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda *_, **__: tmp_path)
+    forget_machines()
+    path = stored_path(MachineKey.of("cpu"))
+    write_json(path, measure_machine(CPU, seconds=0.0, sizes=SMALL).to_data())
+    return path
+
+
+def qkv(*, wants_grad: bool = False, tokens: int = N) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = torch.randn(3, 1, H, tokens, D, generator=torch.Generator().manual_seed(0)).unbind()
+    q, k, v = (x.clone().requires_grad_(wants_grad) for x in (q, k, v))
+    return q, k, v
+
+
+def bound(pattern=WINDOW):
+    return pattern.bind(num_heads=H, num_queries=N, num_keys=N)
+
+
+def winning(monkeypatch, name: str) -> list[bool]:
+    """Let the option of this name take no time; returns which calls measured, and whether a backward."""
+    calls: list[bool] = []
+    real = _tune._Stand.time
+
+    def time(stand, branch, options):
+        measured = real(stand, branch, options)
+        calls.append(stand.backward)
+        seconds = {True: Times((1e-9,)), False: Times((1.0,))}
+        return [type(each)(branch, each.option, each.predicted_s, seconds[each.name == name]) for each in measured]
+
+    monkeypatch.setattr(_tune._Stand, "time", time)
+    return calls
+
+
+def sides_run(monkeypatch) -> list[int]:
+    """Fills with the block side of each call's program."""
+    sides: list[int] = []
+    real = _tiles_op.run_forward
+
+    def run_forward(program, *given, **options):
+        sides.extend(step.calls.shape[2] for step in program.steps if step.calls is not None)
+        return real(program, *given, **options)
+
+    monkeypatch.setattr(_tiles_op, "run_forward", run_forward)
+    return sides
+
+
+@pytest.mark.parametrize(
+    ("pattern", "backward"),
+    [(WINDOW, False), (MIXTURE, True), (MIXTURE & masks.causal(), False), (WINDOW | masks.strided(16), True)],
+    ids=str,
+)
+def test_every_way_is_measured_and_predicted(pattern, backward):
+    found = measure_options(bound(pattern), "cpu", torch.float32, D, H, backward)
+    assert len(found) >= 2
+    assert all(predicted > 0 and measured > 0 for _, predicted, measured in found)
+    names = [name for name, _, _ in found]
+    assert len(set(names)) == len(names)
+    if pattern is MIXTURE:
+        assert {"branch 1: compact", "branch 2: residue 2", "nested"} <= {name.partition(",")[0] for name in names}
+        assert any(name.startswith(BRANCH_BY_BRANCH) for name in names)
+    if pattern is WINDOW:
+        assert set(names) == {"natural", "natural, blocks of 64", "natural, blocks of 256"}
+
+
+def test_a_backward_takes_longer_and_half_the_dtype_moves_less():
+    x = Inputs.of(bound(), num_kv_heads=H, head_dim=D, dtype=torch.float32, device=CPU)
+    half = Inputs.of(bound(), num_kv_heads=H, head_dim=D, dtype=torch.bfloat16, device=CPU, batch=1)
+    twice = Inputs.of(bound(), num_kv_heads=H, head_dim=D, dtype=torch.float32, device=CPU, batch=2)
+    (option, *_) = plan(bound()).options[0]
+    forward = _tune.predicted_seconds(option, x, backward=False)
+    assert _tune.predicted_seconds(option, x, backward=True) == pytest.approx(forward * 3.6)
+    assert _tune.predicted_seconds(option, twice, backward=False) == 2 * forward
+    assert _tune.predicted_seconds(option, half, backward=False) < forward
+
+
+def test_the_fastest_way_of_each_branch_is_chosen(monkeypatch):
+    winning(monkeypatch, "residue 2")
+    found = measure(bound(MIXTURE), Inputs.like(*qkv()), backward=False)
+    won = [(each.branch, each.name) for each in found.all if found.won(each)]
+    assert (1, "residue 2") in won
+    assert (None, "nested") not in won
+
+
+def test_ways_that_disagree_are_an_error(monkeypatch):
+    real = _tune.run_forward
+
+    def wrong(program, q, k, v, scale):
+        out, lse = real(program, q, k, v, scale)
+        sides = {step.calls.shape[2] for step in program.steps if step.calls is not None}
+        return (out * 1.01 if 256 in sides else out), lse
+
+    monkeypatch.setattr(_tune, "run_forward", wrong)
+    with pytest.raises(RuntimeError, match="ways of computing one attention must agree"):
+        measure(bound(), Inputs.like(*qkv()), backward=False)
+    monkeypatch.setattr(_tune, "run_forward", lambda *given: (x * torch.nan for x in real(*given)))
+    with pytest.raises(RuntimeError, match="must agree"):
+        measure(bound(), Inputs.like(*qkv()), backward=False)
+
+
+def test_autotune_measures_once_and_calls_without_it_follow(monkeypatch):
+    q, k, v = qkv()
+    exact = fd.attend(q, k, v, WINDOW, engine="reference")
+    calls, sides = winning(monkeypatch, "natural, blocks of 256"), sides_run(monkeypatch)
+    before = fd.attend(q, k, v, WINDOW)
+    assert calls == []
+    for _ in range(2):
+        torch.testing.assert_close(fd.attend(q, k, v, WINDOW, autotune=True), exact, rtol=1e-4, atol=1e-5)
+        assert calls == [False]
+    call = CallKey(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, ())
+    assert chosen(call, q) == Choice(False, (("natural", (256,)),))
+    misses = masks.cache().stats().misses
+    after = fd.attend(q, k, v, WINDOW)
+    assert masks.cache().stats().misses == misses
+    assert sides[0] != 256
+    assert sides[1:] == [256, 256, 256]
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    assert chosen(call, q.double()) is None, "another dtype is another call"
+    assert chosen(call, q[..., :4]) is None
+    assert chosen(call._replace(num_keys=9), q) is None
+
+
+def test_a_gradient_asks_for_the_backward_too(monkeypatch):
+    calls = winning(monkeypatch, "natural")
+    fd.attend(*qkv(), WINDOW, autotune=True)
+    with torch.no_grad():
+        fd.attend(*qkv(wants_grad=True), WINDOW, autotune=True)
+    assert calls == [False]
+    leaves = qkv(wants_grad=True)
+    out = fd.attend(*leaves, WINDOW, autotune=True)
+    assert calls == [False, True]
+    found = torch.autograd.grad(out.square().sum(), leaves)
+    exact = torch.autograd.grad(fd.attend(*leaves, WINDOW, engine="reference").square().sum(), leaves)
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-4)
+    for leaves in (qkv(), qkv(wants_grad=True)):
+        fd.attend(*leaves, WINDOW, autotune=True)
+        assert calls == [False, True]
+
+
+@pytest.mark.parametrize("pattern", [MIXTURE, MIXTURE & masks.causal(), WINDOW | masks.strided(16)], ids=str)
+def test_every_choice_gives_the_same_result(pattern):
+    """Whatever wins, forward and backward are those of the definition."""
+    leaves = qkv(wants_grad=True)
+    out = fd.attend(*leaves, pattern, engine="reference")
+    exact = (out, *torch.autograd.grad(out.square().sum(), leaves))
+    candidates = Candidates.of(bound(pattern), masks.machine(), ANYTHING)
+    call = CallKey(pattern.text, H, H, N, N, 0, 0, 0, H, 1, ())
+    choices = [
+        Choice(False, tuple(way_of(options[index % len(options)]) for options in candidates.branches))
+        for index in range(4)
+    ]
+    if candidates.together is not None:
+        choices.append(Choice(True, (way_of(candidates.together),)))
+    for choice in choices:
+        planned = plan(bound(pattern), choice=choice)
+        assert tuple(way_of(options[0]) for options in planned.options) == choice.ways
+        _tuned._results[TuningKey.of(call, leaves[0])] = TuningResult(choice, True)
+        out = fd.attend(*leaves, pattern)
+        found = (out, *torch.autograd.grad(out.square().sum(), leaves))
+        torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-4)
+
+
+def test_a_choice_that_does_not_fit_is_left_to_the_planner():
+    usual = plan(bound())
+    for choice in (
+        Choice(False, (("hexagonal", (128,)),)),
+        Choice(False, (("natural", (127,)),)),
+        Choice(False, ()),
+        Choice(True, (("nested", ()),)),
+    ):
+        assert plan(bound(), choice=choice).terms == usual.terms
+
+
+def test_a_choice_of_sides_that_are_not_offered_does_not_fit() -> None:
+    bound = masks.random_blocks(2048).bind(num_heads=1, num_queries=2048, num_keys=2048)
+    candidates = Candidates.of(bound, machine_of("cpu"), ANYTHING)
+    layout, sides = next(way_of(option) for option in candidates.branches[0] if way_of(option)[1])
+    assert candidates.chosen(Choice(False, ((layout, sides),))) is not None
+    assert candidates.chosen(Choice(False, ((layout, tuple(3 * side for side in sides)),))) is None
+
+
+def test_a_named_block_size_is_kept(monkeypatch):
+    winning(monkeypatch, "natural, blocks of 256")
+    q, k, v = qkv()
+    fd.attend(q, k, v, WINDOW, autotune=True, block_size=32)
+    call = CallKey(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, (32, 32))
+    assert chosen(call, q) is not None
+    assert chosen(call._replace(block_size=()), q) is None
+
+
+def test_nothing_is_measured_in_a_graph_or_on_fake_tensors(monkeypatch):
+    monkeypatch.setattr(_tune._Stand, "time", lambda *_: pytest.fail("measured"))
+    q, k, v = qkv()
+    compiled = torch.compile(lambda q, k, v: fd.attend(q, k, v, WINDOW, autotune=True), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q, k, v), fd.attend(q, k, v, WINDOW))
+    with FakeTensorMode() as mode:
+        assert fd.attend(*(mode.from_tensor(x) for x in (q, k, v)), WINDOW, autotune=True).shape == q.shape
+
+
+def test_a_graph_uses_what_was_found(monkeypatch):
+    winning(monkeypatch, "natural, blocks of 256")
+    q, k, v = qkv()
+    compiled = torch.compile(lambda q, k, v: fd.attend(q, k, v, WINDOW), fullgraph=True, backend="eager")
+    compiled(q, k, v)
+    fd.attend(q, k, v, WINDOW, autotune=True)
+    misses = masks.cache().stats().misses
+    compiled(q, k, v)
+    assert masks.cache().stats().misses == misses, "the program that won is there already"
+
+
+@pytest.mark.parametrize("engine", ["tiles", "flex"])
+def test_a_graph_of_open_sizes_asks_for_what_was_found(engine, monkeypatch):
+    winning(monkeypatch, "natural")
+    fd.attend(*qkv(), WINDOW, autotune=True)
+    attend = partial(fd.attend, pattern=WINDOW, engine=engine)
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=as_it_is, dynamic=True)
+    torch.testing.assert_close(compiled(*qkv()), fd.attend(*qkv(), WINDOW))
+
+
+def test_modules_pass_it_on(monkeypatch):
+    calls = winning(monkeypatch, "compact")
+    assert not fd.DilatedAttention([64], [2]).autotune
+    module = fd.DilatedAttention([64], [2], autotune=True)
+    module(*qkv())
+    fd.BlockSparseAttention(WINDOW, autotune=True)(*qkv())
+    assert calls == [False, False]
+    with pytest.raises(TypeError, match="autotune must be True or False"):
+        fd.BlockSparseAttention(WINDOW, autotune=1)
+
+
+def test_what_won_is_stored_beside_the_constants(stored, monkeypatch, caplog):
+    calls = winning(monkeypatch, "natural, blocks of 256")
+    q, k, v = qkv()
+    fd.attend(q, k, v, WINDOW, autotune=True)
+    path = choices_path(str(stored))
+    assert path.is_file()
+    forget_choices()
+    fd.attend(q, k, v, WINDOW, autotune=True)
+    assert calls == [False], "read back, not measured again"
+    call = CallKey(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, ())
+    assert chosen(call, q) == Choice(False, (("natural", (256,)),))
+    good = json.loads(path.read_text())
+    for bad in ("", "[]", json.dumps(good | {"version": 0}), json.dumps(good | {"choices": [{"call": []}]})):
+        path.write_text(bad)
+        forget_choices()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="flexdilated"):
+            assert chosen(call, q) is None
+        assert "stored choices are not used" in caplog.text
+
+
+def test_nothing_is_stored_without_constants_of_this_machine(monkeypatch):
+    winning(monkeypatch, "natural")
+    assert choices_path("builtin") is None
+    found = measure(bound(), Inputs.like(*qkv()), backward=False)
+    call = CallKey(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, ())
+    assert keep(TuningKey.of(call, qkv()[0]), found, backward=False) is None
+
+
+def test_constants_are_measured_through_the_engine():
+    found = measure_machine(CPU, seconds=0.0, sizes=SMALL)
+    assert found.key == MachineKey.of("cpu")
+    assert found.machine.sides == (64, 128, 256)
+    assert set(found.spread) >= {"dense", "causal", "copies", "launch", "plain blocks of 64", "masked blocks of 256"}
+    assert all(ratio >= 1 for ratio in found.spread.values())
+    assert found.date[:2] == "20"
+
+
+def test_nothing_is_measured_on_wrong_results(monkeypatch):
+    real = _tune.run_forward
+    monkeypatch.setattr(_tune, "run_forward", lambda *given: (x + 0.01 for x in real(*given)))
+    with pytest.raises(RuntimeError, match="away from its definition"):
+        measure_machine(CPU, seconds=0.0, sizes=SMALL)
+
+
+def test_tune_stores_constants_and_then_ways(stored, monkeypatch, capsys):
+    monkeypatch.setattr(_tune_machine, "ON_CPU", SMALL)
+    stored.unlink()
+    sizes = ["--tokens", "256", "--heads", "2", "--head-dim", "8", "--seconds", "0.01"]
+    assert main(["tune", str(WINDOW), *sizes]) == 0
+    printed = capsys.readouterr().out
+    assert "natural, blocks of 64" in printed
+    assert "fastest" in printed
+    assert "Not stored" in printed
+    assert main(["tune", "--seconds", "0.01"]) == 0
+    assert f"Stored in {stored}" in capsys.readouterr().out
+    assert masks.machine() == read_machine(stored)[1]
+    assert main(["tune", str(WINDOW), "--forward", *sizes]) == 0
+    assert f"Stored in {choices_path(str(stored))}" in capsys.readouterr().out
+
+
+def test_tune_writes_to_a_file_of_choice(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_tune_machine, "ON_CPU", SMALL)
+    assert main(["tune", "--seconds", "0.01", "--out", str(tmp_path / "here.json")]) == 0
+    assert f"{VARIABLE}={tmp_path / 'here.json'}" in capsys.readouterr().out
+    assert read_machine(tmp_path / "here.json")[0] == MachineKey.of("cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--device", "abacus"], "--device must be one of cpu"),
+        (["--seconds", "0"], "--seconds must be above 0"),
+        (["--seconds", "nan"], "--seconds must be above 0"),
+        (["causal()", "--heads", "4", "--kv-heads", "3"], "--heads must be a multiple of --kv-heads; got 4 and 3"),
+        (["causal()", "--heads", "0"], "--heads must be at least 1; got 0"),
+        (["causal()", "--tokens", "-3"], "--tokens must be"),
+        (["caus()"], "caus"),
+        (["nowhere.json"], "nowhere.json"),
+        (["per_head([causal()])", "--heads", "2"], "per_head"),
+        (["causal()", "--out", "x.json"], "--out has no effect with PATTERN"),
+        (["-n", "64"], "--tokens needs PATTERN"),
+        (["--out", "/dev/null/x.json"], "a file that can be written"),
+    ],
+)
+def test_tune_refuses(given, says, monkeypatch, capsys):
+    monkeypatch.setattr(_tune_machine, "ON_CPU", SMALL)
+    assert main(["tune", *given]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_tune_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "platformdirs", None)
+    assert main(["tune"]) == 2
+    assert 'pip install "flexdilated[tune]"' in capsys.readouterr().err

@@ -1,0 +1,293 @@
+"""The viewer in a browser: what wheel, pointers, keys, controls and links do, and how it explains a pair."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from flexdilated import masks
+from flexdilated.distributed import Sharding
+from flexdilated.distributed.counts._tokens import token_counts
+from flexdilated.viewer import Ranks, page
+from tests.support.browser import Tab
+from tests.support.viewer_pages import Shown, hold, look, sampled
+
+pytestmark = pytest.mark.slow
+
+LONGNET = masks.longnet([512, 2048, 8192], [1, 4, 8]) & masks.causal()
+DOCUMENTS = torch.tensor([0] * 700 + [1] * 1 + [2] * 2000 + [3] * 33 + [-1] * 266)
+SMALL = {"width": 560, "height": 420}
+# Where an element stands in the window, and the slots under a place there.
+PLACE = "(() => {{ const box = document.querySelector('{}').getBoundingClientRect(); return [box.x, box.y]; }})()"
+UNDER = """
+(() => {{
+  const box = viewer.canvas.getBoundingClientRect();
+  const {{ q, k }} = viewer.slotsAt({} - RULER.left - box.left, {} - RULER.top - box.top);
+  return [q, k];
+}})()
+"""
+GO_TO = """
+(() => {{
+  const {{ query, key }} = viewer.form.elements;
+  [query.value, key.value] = [{}, {}];
+  viewer.form.requestSubmit();
+}})()
+"""
+
+
+def test_the_wheel_zooms_from_everything_to_single_pairs(show):
+    tab = show(LONGNET, 1 << 20, num_heads=4)
+    x, y = 500.0, 480.0
+    q, k = tab.evaluate(UNDER.format(x, y))
+    scales = [tab.evaluate("viewer.state.view.scale")]
+    while scales[-1] > 1 / 40:
+        tab.wheel(x, y, -1200)
+        tab.wait(f"viewer.state.view.scale < {scales[-1]}")
+        scales.append(tab.evaluate("viewer.state.view.scale"))
+        assert len(scales) < 60
+    there = tab.evaluate(UNDER.format(x, y))
+    assert abs(there[0] - q) <= scales[0]
+    assert abs(there[1] - k) <= scales[0]
+    tab.settle()
+    case = Shown(LONGNET, 1 << 20)
+    assert hold(sampled(tab, torch.Generator().manual_seed(1)), lambda q, k: case.counts(0, q, k)) >= 0
+    for _ in range(200):
+        tab.wheel(x, y, 1200)
+        if tab.evaluate("viewer.state.view.scale === wholeScale(viewer.state.view)"):
+            break
+    assert tab.evaluate("viewer.state.view.scale") == scales[0]
+
+
+def test_dragging_and_arrows_move(show):
+    tab = show(LONGNET, 100_000, num_heads=4, link="q=50000&k=50000&span=2000&head=0")
+    view = tab.evaluate("viewer.state.view")
+    tab.drag((600, 500), (500, 430))
+    moved = tab.evaluate("viewer.state.view")
+    assert moved["k"] - view["k"] == pytest.approx(100 * view["scale"])
+    assert moved["q"] - view["q"] == pytest.approx(70 * view["scale"])
+    tab.evaluate("viewer.canvas.focus()")
+    tab.press("ArrowRight")
+    tab.press("ArrowUp")
+    there = tab.evaluate("viewer.state.view")
+    assert there["k"] - moved["k"] == pytest.approx(view["width"] * view["scale"] / 8)
+    assert moved["q"] - there["q"] == pytest.approx(view["height"] * view["scale"] / 8)
+
+
+def test_two_fingers_pinch(show):
+    tab = show(LONGNET, 100_000, num_heads=4, link="q=50000&k=50000&span=2000&head=0")
+    before = tab.evaluate("viewer.state.view.scale")
+    tab.touch("touchStart", [(400, 400), (600, 400)])
+    tab.touch("touchMove", [(300, 400), (700, 400)])
+    tab.touch("touchEnd", [])
+    assert tab.evaluate("viewer.state.view.scale") == pytest.approx(before / 2, rel=0.05)
+
+
+def test_keys_do_all_that_a_mouse_does(show):
+    tab = show(LONGNET, 100_000, num_heads=4)
+    whole = tab.evaluate("viewer.state.view.scale")
+    tab.evaluate("viewer.canvas.focus()")
+    tab.press("+")
+    assert tab.evaluate("viewer.state.view.scale") < whole
+    tab.press("-")
+    assert tab.evaluate("viewer.state.view.scale") == pytest.approx(whole)
+    tab.press("ArrowDown", shift=True)
+    q, k = tab.evaluate("[viewer.state.cursor.q, viewer.state.cursor.k]")
+    assert abs(q - 50_000) <= 2 * whole
+    assert abs(k - 50_000) <= 2 * whole
+    assert tab.evaluate("document.getElementById('spoken').textContent").startswith(f"query {q:,}, key {k:,}: ")
+    for _ in range(8):
+        tab.press("Enter")
+    assert tab.evaluate("viewer.state.view.scale") < 1
+    tab.press("ArrowLeft", shift=True)
+    assert tab.evaluate("[viewer.state.cursor.q, viewer.state.cursor.k]") == [q, k - 1]
+    tab.press("Escape")
+    assert tab.evaluate("viewer.state.cursor") is None
+    tab.press("0")
+    assert tab.evaluate("viewer.state.view.scale") == whole
+
+
+def test_controls_choose_head_order_and_blocks(show):
+    tab = show(LONGNET, 20_000, num_heads=4, window={"width": 900, "height": 500})
+    for field, value in (("head", "2"), ("block", "512")):
+        change = "dispatchEvent(new Event('change', { bubbles: true }))"
+        tab.evaluate(f"(() => {{ const it = viewer.form.elements.{field}; it.value = '{value}'; it.{change}; }})()")
+    box = tab.evaluate(PLACE.format("#residue"))
+    tab.click(box[0] + 8, box[1] + 8)
+    tab.settle()
+    assert tab.evaluate("[viewer.state.head, viewer.state.order, viewer.state.block]") == [2, "residue", 512]
+    tab.wait("location.hash.slice(1) === linkOf(viewer.state)")
+    link = tab.evaluate("location.hash")
+    assert re.fullmatch(r"#q=0&k=-?\d+&span=20000&head=2&order=residue&block=512&ranks=off", link)
+    box = tab.evaluate(PLACE.format("[data-press=in]"))
+    before = tab.evaluate("viewer.state.view.scale")
+    tab.click(box[0] + 8, box[1] + 8)
+    assert tab.evaluate("viewer.state.view.scale") == pytest.approx(before / 2)
+
+
+def test_branches_can_be_hidden(show):
+    tab = show(LONGNET, 20_000, num_heads=4, link="q=5000&k=5000&span=60&head=0&block=0")
+    tab.evaluate("document.querySelectorAll('#legend input').forEach((box, at) => at === 1 || box.click())")
+    tab.settle()
+    only = Shown(masks.dilated(2048, 4, "interleaved") & masks.causal(), 20_000)
+    found = sampled(tab, torch.Generator().manual_seed(2))
+    for cell in found:
+        q, k = torch.tensor(int(cell["rows"][0])), torch.tensor(int(cell["columns"][0]))
+        assert cell["empty"] == (int(only.counts(0, q, k)) == 0)
+    assert 20 < sum(cell["empty"] for cell in found) < len(found)
+
+
+def test_a_link_restores_what_was_seen(show):
+    link = "q=1000&k=900&span=700&head=3&order=residue&block=64&ranks=off"
+    first = show(LONGNET, 20_000, num_heads=4, link=link, window=SMALL)
+    assert first.evaluate("location.hash") == f"#{link}"
+    picture = first.evaluate("viewer.canvas.toDataURL()")
+    other = show(LONGNET, 20_000, num_heads=4, window=SMALL)
+    assert other.evaluate("viewer.canvas.toDataURL()") != picture
+    other.evaluate(f"location.hash = '{link}'")
+    other.wait("viewer.state.head === 3")
+    other.settle()
+    assert other.evaluate("viewer.canvas.toDataURL()") == picture
+
+
+def test_a_link_that_makes_no_sense_is_left_out(show):
+    first, *others = "q=x&k=&span=nan&head=99&order=upside&block=-1&ranks=many", "span=0", "span=1e300&q=9e99", "%%%"
+    tab = show(LONGNET, 5_000, num_heads=4, link=first, window=SMALL)
+    for link in [None, *others]:
+        if link is not None:
+            look(tab, link)
+        assert tab.evaluate("[viewer.state.head, viewer.state.order, viewer.state.block]") == [0, "natural", 128]
+        assert tab.evaluate("viewer.state.view.scale === wholeScale(viewer.state.view)")
+
+
+def test_a_pair_is_explained(show):
+    tab = show(LONGNET, 20_000, num_heads=4, link="q=4990&k=4090&span=30&head=1&block=0")
+    tab.evaluate(GO_TO.format(5001, 4097))
+    said = tab.evaluate("document.getElementById('reasons').innerText")
+    assert "query 5,001, key 4,097" in said
+    assert "allowed by 2 of 3 branches: weight 2" in said
+    assert "the key comes 904 tokens before the query" in said
+    shown = "[...document.querySelectorAll('.branches > li')].map((item) => item.innerText)"
+    assert [" ".join(text.split()) for text in tab.evaluate(shown)] == [
+        f"{mark} {segment} & causal() {mark} {segment} ✓ causal()"
+        for mark, segment in zip("✗✓✓", [repr(branch.parts[0]) for branch in LONGNET.branches()], strict=True)
+    ]
+    tab.evaluate(GO_TO.format(4097, 5001))
+    said = tab.evaluate("document.getElementById('reasons').innerText")
+    assert "not allowed" in said
+    assert "the key comes 904 tokens after the query" in said
+
+
+def test_hovering_explains_what_is_under_the_pointer(show):
+    tab = show(LONGNET.per_document(DOCUMENTS), 3_000, num_heads=4, link="q=690&k=690&span=30&head=0&block=0")
+    for (query, key), says in {(703, 699): "not allowed", (703, 701): "allowed by 1 of 3 branches"}.items():
+        tab.move(*pixel_of(tab, query, key))
+        tab.wait(f"viewer.state.cursor?.q === {query} && viewer.state.cursor?.k === {key}")
+        said = tab.evaluate("document.getElementById('reasons').innerText")
+        assert f"query {query:,}, key {key:,}" in said
+        assert says in said
+
+
+def test_parts_for_other_heads_are_left_out(show):
+    heads = masks.per_head([masks.causal(), masks.strided(7)])
+    tab = show(heads, 600, num_heads=2, link="q=90&k=90&span=30&head=1&block=0")
+    tab.evaluate(GO_TO.format(100, 107))
+    (said,) = tab.evaluate("[...document.querySelectorAll('.branches ul')].map((list) => list.innerText)")
+    assert said.split() == ["✓", "strided(7)"]
+
+
+def pixel_of(tab: Tab, query: int, key: int) -> tuple[float, float]:
+    """The middle of a pair, in pixels of the window."""
+    x, y = tab.evaluate(
+        "(() => { const { view } = viewer.state; const box = viewer.canvas.getBoundingClientRect();"
+        f"return [box.x + RULER.left + ({key} + 0.5 - view.k) / view.scale,"
+        f"box.y + RULER.top + ({query} + 0.5 - view.q) / view.scale]; }})()"
+    )
+    return x, y
+
+
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+def test_ranks_and_their_bytes(show, sharding):
+    ranks = Ranks(num_ranks=4, sharding=sharding, num_kv_heads=2, head_dim=32, dtype=torch.bfloat16)
+    tab = show(LONGNET, 20_000, num_heads=4, ranks=ranks, window=SMALL)
+    held = Sharding(20_000, 4, sharding)
+    counts = token_counts(LONGNET, held, num_heads=4, num_kv_heads=2)
+    assert tab.evaluate("viewer.state.data.ranks.shardings[viewer.state.sharding].received") == (counts * 128).tolist()
+    for rank in range(4):
+        for run in held.ranges(rank):
+            asked = f"[{run.start}, {run.stop - 1}].map((t) => rankOf(viewer.state.data.ranks.shardings.{sharding}, t))"
+            assert tab.evaluate(asked) == [rank, rank]
+    with_ranks = tab.evaluate("viewer.canvas.toDataURL()")
+    tab.evaluate("viewer.chooseRanks('off')")
+    tab.settle()
+    assert tab.evaluate("viewer.canvas.toDataURL()") != with_ranks
+    tab.evaluate(f"viewer.chooseRanks('{sharding}')")
+    query = held.ranges(2)[0].start + 3
+    tab.evaluate(f"viewer.hold({query}, 1)")
+    tab.evaluate("viewer.explain()")
+    size = int(counts[2, 0]) * 128
+    much = f"{tab.evaluate(f'bytesText({size})')} of keys and values" if size else "nothing"
+    said = tab.evaluate("document.getElementById('reasons').innerText")
+    assert f"the query lies on rank 2, which receives {much} from the key's rank 0" in said
+
+
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+def test_ranks_in_residue_order(show, sharding):
+    """Each slot lies in the run of the rank that holds its position; far away, the page says why it draws none."""
+    tab = show(
+        LONGNET,
+        20_003,
+        num_heads=4,
+        ranks=Ranks(num_ranks=8, sharding=sharding),
+        link="order=residue&span=3000",
+        window={"width": 820, "height": 640},
+    )
+    held = Sharding(20_003, 8, sharding)
+    rank_of = torch.empty(20_003, dtype=torch.long)
+    for rank in range(8):
+        for run in held.ranges(rank):
+            rank_of[run.start : run.stop] = rank
+    ranks = rank_of[masks.Layout(20_003, 8).positions()]
+    start, seen = 2_321.5, 4_711.25
+    asked = f"slotRuns(viewer.state.data.ranks.shardings.{sharding}, viewer.state.keys, {start}, {seen}, 20003)"
+    runs = tab.evaluate(asked)
+    assert runs[0][0] <= start
+    assert runs[-1][1] >= start + seen
+    for (first, end, rank), (following, *_) in zip(runs, [*runs[1:], [runs[-1][1]]], strict=True):
+        assert end == following
+        assert ranks[first:end].eq(rank).all()
+    borders = ranks.diff().ne(0).nonzero().flatten() + 1
+    inner = {first for first, *_ in runs[1:]}
+    assert set(borders[(borders > start) & (borders < start + seen)].tolist()) <= inner
+    note = "document.getElementById('rank-note').textContent"
+    assert tab.evaluate(note) == tab.evaluate("viewer.state.data.ranks.note")
+    with_ranks = tab.evaluate("viewer.canvas.toDataURL()")
+    tab.evaluate("viewer.chooseRanks('off')")
+    tab.settle()
+    assert tab.evaluate("viewer.canvas.toDataURL()") != with_ranks
+    tab.evaluate(f"viewer.chooseRanks('{sharding}')")
+    tab.evaluate("(viewer.followLink('span=20003'), viewer.report())")
+    pieces = sum(len(held.ranges(rank)) for rank in range(8))
+    assert f"each of the 8 residue classes is cut into {pieces} runs" in tab.evaluate(note)
+
+
+def test_narrow_windows_and_the_dark(show):
+    dark = {"width": 380, "height": 700, "dark": True}
+    tab = show(LONGNET, 20_000, num_heads=4, window=dark, link="q=4000&k=4000&span=3000&head=0&block=0")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 380
+    assert tab.evaluate("viewer.palette.paper.every((part) => part < 40)")
+    case = Shown(LONGNET, 20_000)
+    assert hold(sampled(tab, torch.Generator().manual_seed(3)), lambda q, k: case.counts(0, q, k)) > 20
+    tab.resize(900, 700)
+    tab.settle()
+    assert tab.evaluate("viewer.canvas.getBoundingClientRect().width") > 400
+
+
+def test_the_page_may_not_ask_a_network(browser, tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text(page(masks.causal(), 8), "utf-8")
+    tab = browser.open(file.as_uri())
+    assert tab.evaluate("fetch('https://127.0.0.1:9/').then(() => 'reached', (error) => String(error))") != "reached"
+    assert any("Content Security Policy" in fault for fault in tab.faults)
+    tab.close()

@@ -1,0 +1,157 @@
+"""The viewer's file: what it holds, what it refuses, and who may use it without a browser at hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from base64 import b64decode, b64encode
+from hashlib import sha256
+from importlib.resources import files
+from zlib import decompress
+
+import pytest
+import torch
+
+from flexdilated import masks
+from flexdilated.distributed import Sharding
+from flexdilated.viewer import Ranks, _page, page
+from flexdilated.viewer._page import _SCRIPTS, LARGEST_PAGE
+from tests.support import oracle
+
+LONGNET = masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]) & masks.causal()
+WEB = files("flexdilated.viewer").joinpath("web")
+
+
+def data_of(text: str) -> dict:
+    (packed,) = re.findall(r'id="data">([^<]*)<', text)
+    return json.loads(decompress(b64decode(packed)))
+
+
+def test_a_page_is_one_small_file_that_asks_for_nothing():
+    text = page(LONGNET, 1 << 20, num_heads=8, ranks=Ranks(num_ranks=32))
+    assert len(text.encode()) < 150_000 < LARGEST_PAGE == 4_000_000
+    assert "{{" not in re.sub(r"<script>.*</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r"(src|href)=|@import|url\(|https?:", text)
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
+    digests = []
+    for name in ("script", "style"):
+        (held,) = re.findall(f"<{name}>(.*?)</{name}>", text, flags=re.DOTALL)
+        digests.append(f"{name}-src 'sha256-{b64encode(sha256(held.encode()).digest()).decode()}'")
+    assert policy == f"default-src 'none'; {'; '.join(digests)}; base-uri 'none'; form-action 'none'"
+
+
+def test_the_title_is_text_and_nothing_else():
+    text = page(masks.causal(), 8, title='<script>alert("&")</script> {{data}}')
+    assert "<title>&lt;script&gt;alert(&quot;&amp;&quot;)&lt;/script&gt; {{data}}</title>" in text
+    assert "<title>Who attends to whom</title>" in page(masks.causal(), 8)
+
+
+def test_every_file_is_used_once():
+    scripts = {file.name.removesuffix(".js") for file in WEB.iterdir() if file.name.endswith(".js")}
+    assert sorted(scripts) == sorted(_SCRIPTS)
+
+
+def test_the_data_is_the_traced_pattern_and_its_sizes():
+    data = data_of(page(LONGNET, 5000, num_heads=8, num_keys=7000, head=3))
+    sizes = [data[name] for name in ("num_queries", "num_keys", "num_heads", "head", "residue", "ranks")]
+    assert sizes == [5000, 7000, 8, 3, 16, None]
+    assert [branch["phrase"] for branch in data["branches"]] == [repr(branch) for branch in LONGNET.branches()]
+    small = data_of(page(masks.causal() & ~masks.strided(2), 8))
+    nodes = [["head"], ["query"], ["key"], ["le", 2, 1], ["sub", 1, 2], ["const", 2], ["mod", 4, 5], ["const", 0],
+             ["eq", 6, 7], ["not", 8], ["and", 3, 9]]  # fmt: skip
+    assert small["program"] == {"nodes": nodes, "tables": []}
+    (branch,) = small["branches"]
+    assert (branch["node"], [part["node"] for part in branch["parts"]]) == (10, [3, 9])
+
+
+def test_run_time_tensors_become_tables_of_runs():
+    ids = torch.tensor([[0, 0, 1, -1, -1, 4, 4, 4], [0, 0, 0, 0, 0, 0, 0, 0]])
+    assert tables_of(masks.documents(ids)) == [{"shape": [1, 8], "values": [0, 2, -1, 5], "counts": [2, 1, 2, 3]}]
+    assert tables_of(masks.documents(ids), batch=1) == [{"shape": [1, 8], "values": [0], "counts": [8]}]
+    hidden = torch.tensor([True, False, False, True, True, False, False, False])
+    both = masks.visible_keys(hidden) & masks.causal() | masks.visible_keys(hidden)
+    assert tables_of(both) == [{"shape": [1, 8], "values": [1, 0, 1, 0], "counts": [1, 2, 2, 3]}]
+
+
+def tables_of(pattern, **how):
+    return data_of(page(pattern, 8, **how))["program"]["tables"]
+
+
+def test_only_orders_that_are_a_change_are_offered():
+    assert data_of(page(masks.causal(), 100))["residue"] is None
+    assert data_of(page(masks.strided(7), 100))["residue"] == 7
+    assert data_of(page(masks.strided(70), 60))["residue"] is None  # more classes than tokens
+    assert data_of(page(masks.strided(65_537) | masks.strided(65_539), 100_000))["residue"] is None
+
+
+def test_ranks_see_the_batch_entry_that_is_shown():
+    ids = torch.tensor([[0] * 16, [0] * 8 + [1] * 8])
+    for entry, size in ((0, 8 * 2 * 64 * 4), (1, 0)):
+        told = data_of(page(masks.documents(ids), 16, batch=entry, ranks=Ranks(num_ranks=2)))["ranks"]
+        assert told["shardings"]["contiguous"]["received"] == [[0, size], [size, 0]]
+
+
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+def test_bytes_between_ranks_are_those_of_the_dense_rule(sharding):
+    tokens, heads, kv_heads = 61, 4, 2
+    pattern = masks.longnet([8, 32], [1, 4]) & masks.causal()
+    rule = oracle.both(oracle.longnet([8, 32], [1, 4], offsets="interleaved", heads="all"), oracle.causal())
+    ranks = Ranks(num_ranks=4, sharding=sharding, num_kv_heads=kv_heads, head_dim=5, dtype=torch.float16, batch=3)
+    told = data_of(page(pattern, tokens, num_heads=heads, ranks=ranks))["ranks"]
+    assert told["first"] == sharding
+    everything = torch.arange(tokens)
+    seen = oracle.counts(rule, range(heads), heads, everything, everything) > 0
+    needed = seen.view(kv_heads, heads // kv_heads, tokens, tokens).any(1)  # of each KV head, by its query heads
+    for order in ("contiguous", "zigzag"):
+        held = Sharding(tokens, 4, order)
+        for target in range(4):
+            runs = [[run.start, run.stop] for run in held.ranges(target)]
+            assert told["shardings"][order]["runs"][target] == runs
+            for source in range(4):
+                keys = needed[:, held.positions(target)].any(1)[:, held.positions(source)]
+                size = 0 if target == source else int(keys.sum()) * 2 * 3 * 5 * 2
+                assert told["shardings"][order]["received"][target][source] == size
+
+
+def test_a_page_that_is_too_large_is_refused(monkeypatch):
+    noise = torch.randint(0, 2, (400_000,), generator=torch.Generator().manual_seed(0)) > 0
+    monkeypatch.setattr(_page, "LARGEST_PAGE", 120_000)
+    with pytest.raises(ValueError, match=r"a page must hold the whole rule in 120,000 bytes; got 1.*take fewer tokens"):
+        page(masks.visible_keys(noise), len(noise))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: page("causal", 8), "pattern must be a pattern or mixture from flexdilated.masks; got str"),
+        (lambda: page(masks.causal(), 0), "num_tokens must be at least 1; got num_tokens=0"),
+        (lambda: page(masks.causal(), 2**31), "num_tokens must be at most 2147483647"),
+        (lambda: page(masks.causal(), 8, num_heads=0), "num_heads must be at least 1"),
+        (lambda: page(masks.causal(), 8, num_heads=2, head=2), "head must be below the number of heads; got head=2"),
+        (lambda: page(masks.causal(), 8, num_keys=0), "num_keys must be at least 1"),
+        (
+            lambda: page(masks.documents([0, 0, 1]), 3, batch=1),
+            "batch must be below the number of batch entries; got batch=1 of 1",
+        ),
+        (lambda: page(masks.documents("ids"), 3), "the pattern needs the run-time tensor 'ids'"),
+        (lambda: page(masks.documents([0, 0, 1]), 4), "document ids must be one for each of the 4 positions"),
+        (lambda: page(masks.per_head([masks.causal()] * 3), 8, num_heads=2), "got 3 for 2 heads"),
+        (
+            lambda: page(masks.lengths(torch.tensor(3)), (1 << 24) + 1),
+            "a page holds tables of at most 16,777,216 entries; got more: take fewer tokens or heads",
+        ),
+        (lambda: page(masks.causal(), 8, num_keys=9, ranks=Ranks(num_ranks=2)), "ranks share one sequence"),
+        (lambda: page(masks.causal(), 8, ranks=4), "ranks must be a Ranks(num_ranks=...) or None; got 4"),
+        (lambda: page(masks.causal(), 8, title=b"x"), "title must be a string or None; got b'x'"),
+        (lambda: page(masks.causal(), 8, num_heads=3, ranks=Ranks(num_ranks=2, num_kv_heads=2)), "must divide"),
+        (lambda: Ranks(num_ranks=0), "num_ranks must be at least 1"),
+        (lambda: Ranks(num_ranks=129), "num_ranks must be at most 128; got num_ranks=129"),
+        (lambda: Ranks(num_ranks=2, sharding="striped"), "sharding must be one of 'contiguous', 'zigzag'"),
+        (lambda: Ranks(num_ranks=2, head_dim=0), "head_dim must be at least 1"),
+        (lambda: Ranks(num_ranks=2, dtype=torch.int8), "rows must be float64, float32, bfloat16 or float16"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(make, says):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        make()
+    assert says in str(raised.value)

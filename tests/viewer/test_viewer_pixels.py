@@ -1,0 +1,151 @@
+"""The viewer's pixels in a browser, from a million tokens to single pairs: as full as the rule says; samples marked."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from flexdilated import masks
+from tests.support.browser import Tab
+from tests.support.viewer_pages import SAMPLED, Shown, hold, look, sampled
+
+pytestmark = pytest.mark.slow
+
+LONGNET = masks.longnet([512, 2048, 8192], [1, 4, 8]) & masks.causal()
+DOCUMENTS = torch.tensor([0] * 700 + [1] * 1 + [2] * 2000 + [3] * 33 + [-1] * 266)
+SHOWN = {
+    "longnet": Shown(LONGNET, 20_000),
+    "contiguous": Shown(masks.longnet([300, 7000], [3, 7], offsets="contiguous"), 9_999),
+    "windows": Shown(masks.local_window(left=40, right=0) | masks.dilated_window(left=9, right=9, rate=64), 30_000),
+    "bigbird": Shown(masks.recipes.bigbird(16_384), 16_384),
+    "random": Shown(masks.random_blocks(20_000, block=32, count=2, seed=9) & masks.causal(), 20_000),
+    "sparse transformer": Shown(masks.recipes.sparse_transformer_fixed(256) & masks.causal(), 12_000),
+    "strided": Shown(masks.strided(100) & ~masks.local_window(left=300, right=300), 12_000),
+    "landmarks": Shown(masks.landmark_tokens(500, rows=False) & masks.causal(), 12_000),
+    "grid": Shown(masks.neighborhood((60, 90), (4, 6), rate=(2, 1)), 5_400),
+    "grid and strides": Shown(~masks.strided(7) & masks.neighborhood((60, 90), (4, 6)), 5_400),
+    "blocks": Shown(masks.block_list([[0], [], [0, 2], [1, 3]], block=700) + masks.first_tokens(5), 2_800),
+    "blockwise": Shown(masks.blockwise(masks.dilated(6, 2, 1), 100), 9_000),
+    "custom": Shown(masks.custom(lambda b, h, q, k: (q - k).abs() % 900 < 9 * h) & masks.causal(), 12_000),
+    "heads": Shown(
+        masks.per_head([masks.causal(), masks.every(), ~masks.causal(), masks.dilated(999, 5, "interleaved")]), 7_000
+    ),
+    "groups": Shown(masks.longnet([64, 512], [1, 2], heads="grouped"), 6_000),
+    "packed": Shown(LONGNET.per_document(DOCUMENTS), 3_000),
+    "hidden": Shown(masks.causal() & masks.visible_keys(torch.arange(3_000) % 71 > 60), 3_000),
+    "padded": Shown(masks.strided(9) & masks.lengths(torch.tensor(1_777), padding="left"), 3_000),
+    "cross": Shown(masks.local_window(left=99, right=5), 4_000, keys=9_000),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_pixels_are_as_full_as_the_rule_says(show, name):
+    """From afar, closer, and pair by pair; for two heads; in both orders."""
+    case = SHOWN[name]
+    generator = torch.Generator().manual_seed(len(name))
+    small = {"width": 560, "height": 420}
+    close = "q=0&k=0&span=30"  # a view that is counted at once
+    tab = show(case.pattern, case.tokens, num_heads=case.heads, num_keys=case.keys, window=small, link=close)
+    rate = tab.evaluate("viewer.state.data.residue")
+    assert (rate or 1) == masks.layout(case.pattern, case.tokens).rate
+    filled = 0
+    sides = case.tokens, case.keys or case.tokens
+    views = ((0, 0, 10**6), (sides[0] // 3, sides[1] // 3, 1500), (sides[0] // 4, sides[1] // 4, 60))
+    for number, order in enumerate(("natural", "residue") if rate else ("natural",)):
+        layouts = [masks.Layout(size, rate if order == "residue" else 1).positions() for size in sides]
+        for head, (q, k, span) in zip(alternating(case.heads, number), views, strict=True):
+            look(tab, f"q={q}&k={k}&span={span}&head={head}&order={order}&block=0")
+            found = sampled(tab, generator)
+            counts = partial(case.counts_of_slots, head, layouts)
+            filled += hold(found, counts, tiles=order == "natural")
+    assert filled > 1
+
+
+def alternating(heads: int, number: int) -> list[int]:
+    """The first and the last head in turn, and the other way round."""
+    ends = [0, heads - 1]
+    return [ends[(view + number) % 2] for view in range(3)]
+
+
+def test_a_million_tokens(show):
+    """A window of 65 keys is seen among a million, and what is drawn is as full as the rule says."""
+    pattern = masks.local_window(left=64, right=0) + (masks.longnet([4096, 65536], [1, 16]) & masks.causal())
+    large = {"width": 1600, "height": 1200}  # the pairs of fewer pixels would be more to count here
+    tab = show(pattern, 1 << 20, num_heads=4, window=large, link="q=0&k=0&span=1048576&head=1&block=0")
+    assert tab.evaluate("viewer.state.view.scale") > 900
+    case = Shown(pattern, 1 << 20)
+    found = sampled(tab, torch.Generator().manual_seed(0), 12)
+    assert hold(found, lambda q, k: case.counts(1, q, k)) >= 3
+    diagonal = sampled_diagonal(tab, 200)
+    assert not any(cell["empty"] for cell in diagonal)
+
+
+def sampled_diagonal(tab: Tab, number: int) -> list[dict[str, Any]]:
+    places = [[(each + 0.5) / number] * 2 for each in range(number)]
+    return tab.evaluate(f"{SAMPLED}({json.dumps({'places': places})})")
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [(1, 1), (1, 5), (3, 1), (2, 2**31 - 1), (2**31 - 1, 2**31 - 1)])
+def test_any_size(show, tokens, keys):
+    tab = show(masks.longnet([4, 2**31 - 1], [1, 3]), tokens, num_keys=keys, num_heads=2)
+    assert tab.evaluate("viewer.state.image.density.isDrawn()")
+    found = tab.evaluate(f"{SAMPLED}({json.dumps({'places': [[0, 0]]})})")[0]
+    assert not found["empty"]
+
+
+# Bounds of a union with strides left out, over a grid, decide few tiles.
+SLOW = (masks.neighborhood((1024, 1024), (31, 31)) | masks.landmark_tokens(256)) & ~masks.strided(7) & masks.causal()
+# The picture as it is begun: so many steps of work, with the label of the picture after each part of them.
+WORKED = """
+((steps) => {
+  const { state } = viewer;
+  const { rows, columns } = state.image.density;
+  const density = new Density({ ...state, tiles: state.data.tiles, grids: gridsOf(state) }, rows, columns);
+  viewer.state.image.density = density;
+  return steps.map((number) => {
+    for (let step = 0; step < number && !density.finished; step++) density.step();
+    return [workText(density), density.round, density.finished];
+  });
+})
+"""
+NOTE = "(viewer.state.cursor = {{ q: {}, k: {} }}, cellNote(viewer.state))"
+
+
+def test_samples_are_marked_and_alike_at_every_visit(show):
+    tab = show(SLOW, 1 << 20, window={"width": 560, "height": 420}, link="block=0")
+    tab.wait("viewer.state.image.density.finished", 60)
+    tab.evaluate("(viewer.askFrame = () => {})")  # the work is done by hand
+    blocks = tab.evaluate("viewer.state.image.density.blocks.length")
+    (none, *_), (some, *_), (first, one, _), (last, *_, finished) = tab.evaluate(f"{WORKED}([0, 1, {blocks - 1}, 1e9])")
+    assert none == "0 % drawn"
+    assert int(some.split()[0]) == 100 // blocks
+    assert one == 1
+    assert finished
+    assert first == last
+    assert 45 <= int(last.split()[1]) <= 60  # the lower triangle, in percent
+    assert last.endswith("% sampled")
+    assert "sampled from 64 pairs a pixel" in tab.evaluate(
+        "(viewer.report(), document.getElementById('state').textContent)"
+    )
+    assert "(sampled: 64 of them)" in tab.evaluate(NOTE.format(900_000, 300_000))
+    assert tab.evaluate(NOTE.format(300_000, 900_000)).endswith("allowed: none")
+    shares = "[...viewer.state.image.density.share[0]]"
+    same = tab.evaluate(shares)
+    tab.evaluate(f"{WORKED}([1e9])")
+    assert tab.evaluate(shares) == same
+
+
+def test_a_counted_tile_is_drawn_where_it_is_small(show):
+    tab = show(masks.strided(512) & masks.causal(), 1 << 20, window={"width": 560, "height": 420})
+    assert tab.evaluate("viewer.state.image.density.coarse")
+    note = tab.evaluate(NOTE.format(900_000, 300_000))
+    assert note.endswith("allowed: 0.195 % (counted in tiles of 4,096 × 4,096)")
+    look(tab, "q=300000&k=280000&span=20000")
+    assert not tab.evaluate("viewer.state.image.density.coarse")
+    assert "(sampled: 64 of them)" in tab.evaluate(NOTE.format(300_500, 280_500))
+    look(tab, "q=300000&k=280000&span=1000")
+    assert tab.evaluate("workText(viewer.state.image.density)") == "counted"

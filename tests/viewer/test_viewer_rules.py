@@ -1,0 +1,268 @@
+"""Traced rules, evaluated by the viewer's page in a browser, against the rules in Python: pair by pair, at any size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from bench._catalogue import ENTRIES, MILLION, Entry
+from flexdilated import masks
+from flexdilated.masks.core._bound import Extent
+from flexdilated.viewer import page
+from flexdilated.viewer._page import _data, _tiles
+from tests.support import oracle
+from tests.support.browser import Browser, Tab
+from tests.support.run_time_strategies import packed_cases
+from tests.support.strategies import cases
+
+pytestmark = pytest.mark.slow
+LARGEST = 2**31 - 1
+CPU = torch.device("cpu")
+
+# For each head and window: how many branches allow each pair, and which pairs each part of a rule allows.
+ASKED = """
+(({ data, heads, windows }) => {
+  const program = programOf(data.program);
+  const partsOf = (rule) => [rule.node, ...rule.parts.flatMap(partsOf)];
+  const nodes = data.branches.flatMap(partsOf);
+  const needed = neededFor(program, nodes);
+  const branches = data.branches.map(({ node }) => nodes.indexOf(node));
+  return heads.map((head) => windows.map(([q, k]) => {
+    const found = evaluate(program, nodes, needed, head, Float64Array.from(q), Float64Array.from(k));
+    return {
+      counts: [...found[0]].map((_, pair) => branches.reduce((sum, branch) => sum + found[branch][pair], 0)),
+      parts: found.map((allowed) => allowed.join("")),
+    };
+  }));
+})
+"""
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Browser, tmp_path_factory: pytest.TempPathFactory):
+    file = tmp_path_factory.mktemp("viewer") / "page.html"
+    file.write_text(page(masks.causal(), 8), "utf-8")
+    opened = browser.open(file.as_uri())
+    opened.settle()
+    yield opened
+    opened.close()
+
+
+def asked(tab: Tab, data: dict[str, Any], heads: Iterable[int], *windows: tuple[Any, Any]) -> list[list[dict]]:
+    lists = [[[int(each) for each in side] for side in window] for window in windows]
+    return tab.evaluate(f"{ASKED}({json.dumps({'data': data, 'heads': list(heads), 'windows': lists})})")
+
+
+def parts_of(rule: Any, num_heads: int) -> list[Any]:
+    """A branch and the parts that the page explains, as the page lists them."""
+    from flexdilated.masks.core._algebra import Composite, Not
+
+    inner = rule.direct_parts() if isinstance(rule, Not | Composite) else ()
+    return [rule, *(each for part in inner for each in parts_of(part, num_heads))]
+
+
+def hold_window(tab: Tab, pattern: Any, sizes: tuple[int, int, int], heads: list[int], *windows: tuple) -> None:
+    """Branches and their parts, against `mask_mod`, where queries meet keys at these positions."""
+    num_heads, num_queries, num_keys = sizes
+    bound = pattern.bind(num_heads=num_heads, num_queries=num_queries, num_keys=num_keys).entry(0)
+    found = asked(tab, _data(pattern, bound), heads, *windows)
+    rules = [part for branch in bound.pattern.branches() for part in parts_of(branch, num_heads)]
+    mods = [rule.mask_mod(num_heads=num_heads, device=CPU) for rule in rules]
+    for head, by_window in zip(heads, found, strict=True):
+        for (q, k), answer in zip(windows, by_window, strict=True):
+            zero = torch.zeros(len(q), len(k), dtype=torch.int64)
+            for rule, mod, allowed in zip(rules, mods, answer["parts"], strict=True):
+                truth = mod(zero, zero + head, q[:, None] + zero, k[None, :] + zero)
+                assert allowed == "".join("01"[each] for each in truth.flatten().tolist()), (rule, head)
+
+
+def drawn_windows(tokens: int, generator: torch.Generator, number: int, side: int) -> list[tuple]:
+    """Positions near each other and near multiples of large numbers, from the first to the last."""
+    windows = []
+    for _ in range(number):
+        q = torch.randint(0, tokens, (side,), generator=generator)
+        near = q + torch.randint(-40, 40, (side,), generator=generator) * 3
+        far = torch.randint(0, tokens, (side // 4,), generator=generator)
+        windows.append((q, torch.cat([near, far, torch.tensor([0, tokens - 1])]).clamp(0, tokens - 1)))
+    first = torch.arange(min(side, tokens))
+    return [*windows, (first, first), (tokens - 1 - first, tokens - 1 - first)]
+
+
+many = settings(suppress_health_check=list(HealthCheck))
+
+
+@many
+@given(st.data())
+def test_rules_of_drawn_expressions(tab, data):
+    """Of sets, mixtures and custom functions; for any of the heads, anywhere."""
+    case = data.draw(cases(max_heads=3, largest=40))
+    sizes = {"num_queries": case.q_offset + case.num_queries, "num_keys": case.k_offset + case.num_keys}
+    bound = case.twin.pattern.bind(num_heads=case.num_heads_global, **sizes)
+    q, k = range(case.q_offset, sizes["num_queries"]), range(case.k_offset, sizes["num_keys"])
+    found = asked(tab, _data(case.twin.pattern, bound), case.heads, (q, k))
+    assert [each["counts"] for (each,) in found] == [dense.flatten().tolist() for dense in case.counts()]
+
+
+@many
+@given(st.data())
+def test_rules_with_run_time_tensors(tab, data):
+    case = data.draw(packed_cases(max_heads=2, largest=30))
+    assume((case.q_offset, case.k_offset) == (0, 0))
+    queries, keys, heads = case.num_queries, case.num_keys, case.num_heads
+    entries = case.pattern.resolve(case.pattern.given_tensors(), Extent(queries, keys)).num_entries()
+    batch = data.draw(st.integers(0, entries - 1))
+    bound = case.pattern.bind(num_heads=heads, num_queries=queries, num_keys=keys).entry(batch)
+    found = asked(tab, _data(case.pattern, bound), range(heads), (range(queries), range(keys)))
+    assert [each["counts"] for (each,) in found] == [dense.flatten().tolist() for dense in case.counts[batch]]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_rules_of_the_catalogue(tab, entry: Entry):
+    """Every pattern and recipe, and each part of it: as it is drawn, and at a million tokens."""
+    generator = torch.Generator().manual_seed(len(entry.name))
+    heads = sorted({0, entry.num_heads - 1})
+    small = torch.arange(64)
+    hold_window(tab, entry.pictured(), (entry.num_heads, 64, 64), heads, (small, small))
+    tokens = min(entry.largest, 1 << 16) if "random" in entry.text or "bigbird" in entry.text else MILLION
+    windows = drawn_windows(tokens, generator, 2, 32)
+    hold_window(tab, entry.pattern(tokens), (entry.num_heads, tokens, tokens), heads, *windows)
+
+
+WIDE = [
+    masks.causal(),
+    masks.local_window(left=5, right=1_000_000_007),
+    masks.dilated_window(left=3, right=1_000_000, rate=1009),
+    masks.strided(1_500_000_001),
+    masks.strided(3),
+    masks.dilated(1_073_741_827, 536_870_909, 7),
+    masks.dilated(185_363, 8, "interleaved"),
+    masks.longnet([2048, LARGEST], [1, 512]) & masks.causal(),
+    masks.global_tokens(2_000_000_000),
+    masks.landmark_tokens(1_234_567, rows=False),
+    masks.fixed(1_000_003, summary=999),
+    masks.blockwise(masks.local_window(left=1, right=1), 1_000_003),
+    masks.random_blocks(LARGEST, block=1 << 20, count=5, seed=2**63 - 1),
+    masks.neighborhood((40_000, 50_000), (17, 1000), rate=(3, 7)),
+    ~masks.dilated(4096, 4, 1) & masks.causal(),
+    ~masks.strided(7) & masks.neighborhood((40_000, 50_000), (17, 1000)),
+    masks.custom(lambda b, h, q, k: ((q * 2_000_003 + k) % 1_000_003 < 9) | ((q ^ k) & 0x70000001 == 1)),
+]
+
+
+@pytest.mark.parametrize("pattern", WIDE, ids=repr)
+def test_rules_hold_at_positions_up_to_two_to_the_31(tab, pattern):
+    tokens = 2_000_000_000 if "neighborhood" in pattern.text else LARGEST
+    windows = drawn_windows(tokens, torch.Generator().manual_seed(7), 3, 40)
+    hold_window(tab, pattern, (8, tokens, tokens), [5], *windows)
+
+
+KINDS = torch.tensor([[0, 3, -1], [5, 2, 2]])
+FUNCTIONS = [
+    lambda b, h, q, k: q - k * 3 >= -k // 4,
+    lambda b, h, q, k: (k - q) % 5 == (q - k) // 3 % -7 + 7,
+    lambda b, h, q, k: torch.fmod(k - q, 4) == -1,
+    lambda b, h, q, k: 7 - q != k.neg().abs(),
+    lambda b, h, q, k: torch.where(q > k, q - k, h).clamp(2, 9) <= torch.minimum(q, k).clamp(max=6),
+    lambda b, h, q, k: torch.maximum(q, k).clamp_min(8) < 20 - (~k),
+    lambda b, h, q, k: ((q & 12) | (k & 3)) ^ 5 > (q // 2).clamp_max(4),
+    lambda b, h, q, k: torch.logical_xor(q % 2 == 0, ~(k < 9)) | torch.logical_not((q & k).bool()),
+    lambda b, h, q, k: (q.int() - k.int()).abs().to(torch.int64) < 1 + h,
+    lambda b, h, q, k: KINDS[h % 2, q % 3] == KINDS[0, -(k % 3) - 1],
+    lambda b, h, q, k: torch.div(k - q, 3, rounding_mode="floor") == torch.zeros_like(q) - 2,
+    lambda b, h, q, k: (2**h + (1 << h) < (q >> 1)) & (q**2 > (k << 2)) & (-k >> h < -3),
+    lambda b, h, q, k: (KINDS[1, k % 3] > 2) & torch.logical_and(q >= k, q < 30),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=range(len(FUNCTIONS)))
+def test_rules_of_custom_functions(tab, function):
+    positions = torch.arange(40)
+    hold_window(tab, masks.custom(function), (3, 40, 40), [0, 2], (positions, positions))
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda b, h, q, k: q / 2 > k, "got div in torch.float32 in custom"),
+        (lambda b, h, q, k: q * q * k > 5, "got numbers that may exceed 4,503,599,627,370,496"),
+        (lambda b, h, q, k: (q * k).int() > 5, "got numbers that may exceed 2,147,483,647"),
+        (lambda b, h, q, k: torch.isin(q, KINDS) & (k == k), "got isin"),
+        (lambda b, h, q, k: torch.tensor([0.5, 2.0])[h % 2] < k - q, "got index in torch.float32"),
+        (lambda b, h, q, k: (q[..., None, None] == KINDS).any((-1, -2)) & (k == k), "a tensor of shape (2, 3)"),
+    ],
+)
+def test_functions_that_a_page_does_not_evaluate(function, says):
+    with pytest.raises(ValueError, match="a page evaluates rules of integer and boolean arithmetic") as raised:
+        page(masks.custom(function), 1 << 20, num_heads=2)
+    assert says in str(raised.value)
+
+
+def test_parts_are_named_as_written_and_those_of_other_heads_are_marked():
+    groups = masks.head_groups([masks.causal(), masks.documents([0, 0, 1], name="ids") & ~masks.strided(2)])
+    bound = groups.bind(num_heads=3, num_queries=3, num_keys=3)
+    (branch,) = _data(groups, bound)["branches"]
+    assert branch["phrase"] == repr(groups)
+    first, second = branch["parts"]
+    assert (first["phrase"], first["heads"], first["parts"]) == ("causal()", [0, 1], [])
+    assert (second["heads"], [part["phrase"] for part in second["parts"]]) == ([2], ["documents('ids')", "~strided(2)"])
+    assert [part["phrase"] for part in second["parts"][1]["parts"]] == ["strided(2)"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rule", "tokens"),
+    [
+        (masks.causal(), oracle.causal(), 700),
+        (masks.dilated(64, 4, "interleaved"), oracle.dilated(64, 4, "interleaved"), 513),
+        (~masks.local_window(left=40, right=0), oracle.neither(oracle.local_window(40, 0)), 257),
+        (
+            masks.landmark_tokens(31) & masks.causal(),
+            oracle.both(oracle.landmark_tokens(31, True, True), oracle.causal()),
+            600,
+        ),
+    ],
+    ids=["causal", "dilated", "complement", "landmarks"],
+)  # fmt: skip
+def test_tiles_are_counted_by_the_dense_rule(pattern, rule, tokens):
+    bound = pattern.bind(num_heads=2, num_queries=tokens, num_keys=tokens)
+    tiles = _tiles(bound, 1)
+    side = tiles["sides"][0]
+    positions = torch.arange(tokens)
+    dense = oracle.counts(rule, range(2), 2, positions, positions).double()
+    number = -(-tokens // side)
+    for head in range(2):
+        grid = torch.tensor(tiles["grids"][tiles["grid_of"][0][head]]).view(number, number)
+        sums = torch.nn.functional.pad(dense[head], (0, number * side - tokens) * 2).unflatten(1, (-1, side)).sum(2)
+        sums = sums.unflatten(0, (-1, side)).sum(1)
+        sizes = (tokens - side * torch.arange(number)).clamp(max=side)
+        truth = sums / (sizes[:, None] * sizes)
+        known = grid >= 0
+        assert known.double().mean() > 0.05
+        torch.testing.assert_close(grid[known].double(), truth[known], rtol=1e-3, atol=1e-9)
+        for share in (0, 1):
+            assert torch.equal(grid[known] == share, truth[known] == share)
+
+
+def test_tiles_of_the_head_that_is_shown_first_come_first():
+    pattern = masks.dilated(640, 40, "interleaved") + masks.causal()
+    tiles = _tiles(pattern.bind(num_heads=40, num_queries=2000, num_keys=2000), 33)
+    heads, every = tiles["grid_of"]
+    assert len(tiles["grids"]) == 16
+    assert (heads[33], every) == (0, [1] * 40)
+    assert [head for head, grid in enumerate(heads) if grid is None] == [*range(14, 33), *range(34, 40)]
+
+
+@pytest.mark.parametrize("rate", [1, 2, 3, 7, 40, 60])
+def test_orders_are_those_of_the_layout(tab, rate):
+    for tokens in (1, 2, 6, 41):
+        found = tab.evaluate(
+            f"(() => {{ const order = orderOf({tokens}, {rate}); const all = [...Array({tokens}).keys()];"
+            "return [all.map(order.position), all.map(order.slot)]; })()"
+        )
+        layout = masks.Layout(tokens, rate)
+        assert found == [layout.positions().tolist(), layout.slots().tolist()]
