@@ -114,8 +114,8 @@ class OverRanks:
 
     def __str__(self) -> str:
         named = f" of axis {self.mesh.mesh_dim_names[0]!r}" if self.mesh.mesh_dim_names else ""
-        named = {"sharding": self.sharding, "codec": self.codec, "error_bound": self.error_bound}
-        rest = "".join(f", {name}={value!r}" for name, value in named.items() if value is not None)
+        options = {"sharding": self.sharding, "codec": self.codec, "error_bound": self.error_bound}
+        rest = "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
         pool = "" if self.schedule == "heads" else f", pool={self.pool!r}"
         ranks = f"{self.ranks.size} rank{'' if self.ranks.size == 1 else 's'}"
         return f"mesh={ranks}{named}, schedule={self.schedule!r}{rest}{pool}"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 import torch
@@ -180,7 +181,7 @@ def multiplicity_of(bound: Bound, shares: tuple[BranchShare, ...]) -> Multiplici
         return Multiplicity(True, len(queries), counted, dict.fromkeys(counted, 0.0))
     pairs, errors = {}, {}
     for number in numbers:
-        mean, error = mean_of(found[:, number], bound.num_queries)
+        mean, error = mean_of(found[:, number].tolist(), bound.num_queries)
         pairs[number], errors[number] = mean * bound.num_queries, error * bound.num_queries
     return Multiplicity(False, len(queries), pairs, errors)
 
@@ -226,8 +227,7 @@ def drawn_tokens(size: int, most: int) -> list[int]:
     return ((torch.arange(most) + shares) * size / most).long().tolist()
 
 
-def mean_of(sample: Tensor, size: int) -> tuple[float, float]:
-    """(mean, standard error), estimated from what was drawn of so many."""
+def mean_of(sample: Sequence[int], size: int) -> tuple[float, float]:
+    """(mean, standard error), estimated from what was drawn of so many; of all of them, the error is 0."""
     number = len(sample)
-    error = float(sample.double().std()) * sqrt(max(0.0, 1 - number / size) / number) if number > 1 else 0.0
-    return float(sample.double().mean()), error
+    return fmean(sample), stdev(sample) / sqrt(number) if 1 < number < size else 0.0

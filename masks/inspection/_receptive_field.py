@@ -55,7 +55,7 @@ class ReceptiveField:
         """(layers, mean number of tokens reached, its standard error), estimated without bias; error 0 where exact."""
         found = []
         for layers in range(1, self.layers_at_least + 1):
-            sizes = torch.tensor([[1, *sizes][: layers + 1][-1] for sizes in self.reached])
+            sizes = [[1, *sizes][: layers + 1][-1] for sizes in self.reached]
             found.append((layers, *mean_of(sizes, self.num_tokens)))
         return tuple(found)
 
@@ -81,7 +81,7 @@ def receptive_field_of(bound: Bound) -> ReceptiveField:
 def _of_all(bound: Bound) -> ReceptiveField:
     """By powers of the relation of all tokens."""
     size = bound.num_queries
-    known, reached = torch.eye(size), torch.zeros(0, size, dtype=torch.int64)
+    known, reached = torch.eye(size, dtype=torch.float32), torch.zeros(0, size, dtype=torch.int64)
     step = _one_layer_of_all(bound).float()
     while not torch.equal(known, further := (known @ step > 0).float()):
         known, reached = further, torch.cat([reached, further.sum(1).long()[None]])

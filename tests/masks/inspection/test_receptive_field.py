@@ -199,11 +199,12 @@ def test_samples_estimate_without_bias(monkeypatch: pytest.MonkeyPatch, number: 
     wanted, found = float(fields(dense(bound))[1].double().sum(1).mean()), []
     for seed in range(200):
         monkeypatch.setattr("flexdilated.masks.inspection._pair_counts._SEED", seed)
-        found.append(follow_tokens(bound, number).growth[0][1:])
+        growth = follow_tokens(bound, number).growth
+        found.append(growth[0][1:] if growth else (1.0, 0.0))  # tokens of odd number reach themselves alone
     means, errors = torch.tensor(found).unbind(1)
     assert abs(float(means.mean()) - wanted) <= 4 * float(means.std()) / math.sqrt(len(means))
     # One token of each of equal parts varies less than as many of all tokens, for which the standard error is.
-    assert float(means.std()) <= 1.2 * float(errors.mean())
+    assert float(means.std()) <= 1.2 * float(errors.square().mean().sqrt())
 
 
 def test_other_tokens_have_no_field():
