@@ -165,6 +165,13 @@ def test_tiles_says_where_it_runs():
         refused(ValueError, "no float64 kernels on cuda; engine='reference'", *given, PATTERN, engine="tiles")
 
 
+def test_flex_says_which_blocks_accelerators_take():
+    with FakeTensorMode():
+        given = tuple(torch.empty(1, 4, 12, 16, device="xpu", dtype=torch.bfloat16) for _ in range(3))
+        says = r"flex on xpu takes blocks whose sides are multiples of 128.*got block_size=\(128, 64\)"
+        refused(ValueError, says, *given, PATTERN, block_size=(128, 64))
+
+
 @pytest.mark.parametrize("engine", [None, "tiles", "reference"])
 def test_every_engine_is_the_oracle(engine):
     rule, positions = oracle.longnet([8, 16], [1, 2]), torch.arange(12)

@@ -172,6 +172,18 @@ def _with_mask(step: FlexStep, named: dict[str, Tensor], hidden: Hidden) -> Flex
     return FlexStep(mask, hidden, step.term, step.held, step.indices, *picks, *weights, step.call)
 
 
+# In half precision kernels for accelerators have tiles of up to so many rows, which must divide a block.
+_LARGEST_TILE = 128
+
+
+def _check_sides(q: Tensor, key: CallKey) -> None:
+    if q.device.type != "cpu" and q.dtype.itemsize == 2 and any(side % _LARGEST_TILE for side in key.flex_sides):
+        raise ValueError(
+            f"flex on {q.device.type} takes blocks whose sides are multiples of {_LARGEST_TILE} for {q.dtype}, as tiles "
+            f"of its kernels have to divide them; got block_size={key.flex_sides}"
+        )
+
+
 def kv_head_parts(q: Tensor, k: Tensor) -> list[range]:
     """Key/value heads to compute together, so that no tensor of theirs or of their query heads is too large.
 
@@ -244,7 +256,11 @@ def flex(
     sinks: Tensor | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse if asked for). Works eagerly, where each term is compiled alone, and under fullgraph=True."""
+    """(out, lse if asked for). Works eagerly, where each term is compiled alone, and under fullgraph=True.
+
+    Raises ValueError for tensors and block sides that its kernels do not take.
+    """
+    _check_sides(q, key)
     if q.device.type == "cpu":
         # FlexAttention refuses here whatever requires a gradient, even under torch.no_grad().
         q, k, v = q.detach(), k.detach(), v.detach()
