@@ -179,8 +179,8 @@ _LARGEST_TILE = 128
 def _check_sides(q: Tensor, key: CallKey) -> None:
     if q.device.type != "cpu" and q.dtype.itemsize == 2 and any(side % _LARGEST_TILE for side in key.flex_sides):
         raise ValueError(
-            f"flex on {q.device.type} takes blocks whose sides are multiples of {_LARGEST_TILE} for {q.dtype}, as tiles "
-            f"of its kernels have to divide them; got block_size={key.flex_sides}"
+            f"flex on {q.device.type} takes blocks whose sides are multiples of {_LARGEST_TILE} for {q.dtype}, as its "
+            f"kernels' tiles have to divide them; got block_size={key.flex_sides}"
         )
 
 
