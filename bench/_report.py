@@ -319,11 +319,13 @@ def plot_sweep(document: dict[str, Any], path: Path) -> None:
     tokens = sorted({point["num_tokens"] for point in points})
     for axes, (title, unit, value) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
         for name in dict.fromkeys(point["attention"] for point in points):
-            own = [point for point in points if point["attention"] == name]
-            axes.loglog([point["num_tokens"] for point in own], [value(point) for point in own], "o-", label=name)
+            own = [(point["num_tokens"], value(point)) for point in points if point["attention"] == name]
+            shown = [point for point in own if point[1] > 0]  # at tiny sizes nothing more may be held than before
+            if shown:
+                axes.loglog(*zip(*shown, strict=True), "o-", label=name)
         axes.set(title=title, xlabel="tokens", ylabel=unit)
         axes.set_xticks(tokens, [tokens_text(count) for count in tokens])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-        axes.legend()
+        axes.legend(handles=axes.lines)
     figure.savefig(path, dpi=120)
