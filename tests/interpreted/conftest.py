@@ -30,20 +30,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    for name, value in report.user_properties if report.when == "call" else ():
+    for name, value in report.user_properties if report.when == "call" and report.passed else ():
         file, _, key = name.partition(": ")
         _found.setdefault(file, {})[key] = value
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Where all went well, what tests noted as properties "file: key" is recorded; with -k beside what is there."""
-    if exitstatus or hasattr(session.config, "workerinput") or not session.config.getoption("--all", default=False):
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What passing tests noted as properties "file: key" is recorded, beside what is there if tests were chosen."""
+    config = session.config
+    if hasattr(config, "workerinput") or not config.getoption("--all", default=False):
         return
+    chosen = config.getoption("keyword") or any("::" in each for each in config.args)
     for file, cases in _found.items():
-        measured = conditions()
+        path, measured = RESULTS / f"{file}.json", conditions()
         measured["versions"]["triton"] = metadata.version("triton")
-        path = RESULTS / f"{file}.json"
-        if session.config.getoption("keyword") and path.exists():
+        if chosen and path.exists():
             cases = json.loads(path.read_text(encoding="utf-8"))["cases"] | cases
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(cases.items()))
         head = json.dumps({"name": file, **measured}, indent=1).removesuffix("\n}")
