@@ -59,7 +59,7 @@ def code_of(entry: Entry, head_dim: int, dtype: torch.dtype = torch.bfloat16) ->
 def _compiled(kernel: Any) -> Code:
     (config,) = kernel.configs
     meta = kernel._create_compile_meta(config)
-    known = (kernel.fn.src, str(meta), str(config))
+    known = (kernel.fn.cache_key, str(meta), str(config))
     if known not in _CODE:
         _CODE[known] = _compile(kernel, config, meta)
     return _CODE[known]
