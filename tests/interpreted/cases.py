@@ -22,7 +22,7 @@ from tests import oracle
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 # What a result may be off by: this many times what plain attention in the same dtype is off by, or than it is rounded.
-# Few numbers, such as the gradient of a sink, are long sums that cancel: theirs are eight roundings, by luck or not.
+# Few numbers, such as the gradient of a sink, are long sums in float32 that nearly cancel.
 MARGIN, FEW = 2.0, 64
 KINDS = ("full", "partial", "empty")
 
@@ -190,7 +190,7 @@ def _share(found: Tensor, truth: Tensor, ordinary: Tensor, eps: float) -> float:
         return torch.inf
     found, ordinary, truth = (x.masked_fill(x == -torch.inf, 0.0) for x in (found, ordinary, truth))
     wrong, usual, truth = (torch.atleast_2d(x) for x in (found - truth, ordinary - truth, truth))
-    rounded = eps / 2 if truth.numel() >= FEW else 8 * eps
+    rounded = eps / 2 if truth.numel() >= FEW else 4 * eps + 64 * torch.finfo(torch.float32).eps
     whole = wrong.norm() / (MARGIN * usual.norm().maximum(rounded * truth.norm()))
     wrong, usual, truth = (x.norm(dim=-1).max() for x in (wrong, usual, truth))
     return float(whole.maximum(wrong / (2 * MARGIN * usual.maximum(rounded * truth))))
@@ -220,7 +220,7 @@ CATALOGUE = (
     Case("causal", "masks.causal()", 400, head_dim=64),
     Case("every", "masks.every()", 300, dtype="float32", lacks=("empty",)),
     Case("local_window", "masks.local_window(left=300, right=40)", 600),
-    Case("dilated_window", "masks.dilated_window(left=190, right=0, rate=2)", 900, rate=2),
+    Case("dilated_window", "masks.dilated_window(left=300, right=0, rate=2)", 900, rate=2),
     Case("chunked", "masks.chunked(350) & masks.causal()", 700),
     Case("strided", "masks.strided(2) & masks.causal()", 900, rate=2),
     Case("fixed", "masks.fixed(300, summary=256) & masks.causal()", 500),
