@@ -47,5 +47,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         if chosen and path.exists():
             cases = json.loads(path.read_text(encoding="utf-8"))["cases"] | cases
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(cases.items()))
-        head = json.dumps({"name": file, **measured}, indent=1).removesuffix("\n}")
+        head = json.dumps({"name": file, "small": False, **measured}, indent=1).removesuffix("\n}")
         path.write_text(f'{head},\n "cases": {{\n{lines}\n }}\n}}\n', encoding="utf-8")

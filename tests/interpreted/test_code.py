@@ -15,15 +15,18 @@ require(interpreted=False)
 
 from tests.interpreted.kernel_code import code_of  # noqa: E402
 
+# torch's own tracer looks at `grad` of what it traces.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 NAME = "kernel_code"
-QUICK = {("H200", "causal", 128), ("H200", "dilated", 64), ("H200", "documents", 64), ("A100", "longnet", 64)}
+QUICK = {("H200", "causal", 128), ("H200", "dilated", 64), ("H200", "documents", 64), ("A100", "causal", 128)}
 
 
 def _cases() -> list:
     found = []
     for device in (H200, A100):
         for entry in ENTRIES:
-            for head_dim in (64, 128):
+            for head_dim in (64, 128) if device is H200 else (128,):
                 key = (device.name.split()[-1], entry.name, head_dim)
                 marks = () if key in QUICK else pytest.mark.thorough
                 found.append(pytest.param(device, entry, head_dim, marks=marks, id="-".join(map(str, key))))
