@@ -118,7 +118,6 @@ def _install() -> None:
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     torch._C._dynamo.guards._empty_strided_cuda = _empty_strided
     triton_helpers.set_driver_to_gpu = lambda: None
-    triton_helpers.libdevice = _Libdevice()  # type: ignore[reportPrivateImportUsage]
     run, interpreted = triton_heuristics.CachingAutotuner.run, os.environ.get("TRITON_INTERPRET") == "1"
 
     def noted(self, *args, **kwargs):
@@ -127,6 +126,7 @@ def _install() -> None:
 
     triton_heuristics.CachingAutotuner.run = noted
     if interpreted:
+        triton_helpers.libdevice = _Libdevice()  # type: ignore[reportPrivateImportUsage]
         _quicken()
     else:
         triton_heuristics.CachingAutotuner.precompile = lambda self, *args, **kwargs: None
