@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
 from time import process_time
 
 import pytest
+import torch
 
 import flexdilated as fd
 from bench._catalogue import ENTRIES
@@ -80,6 +82,30 @@ def test_a_wrong_entry_in_a_block_list_is_seen(table: str, wrong: str) -> None:
         fd.masks.cache().clear()
     assert not share[wrong] <= 1
     assert share["out"] <= 1 or wrong == "out"
+
+
+@pytest.mark.parametrize("first", [0, 2**31 - 2**16, 2**31 - 400, 2**31 - 200, 2**31 - 1])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        fd.masks.local_window(left=60, right=0),
+        fd.masks.local_window(left=2**31 - 1, right=0),
+        fd.masks.dilated(128, 4),
+        fd.masks.strided(3) | fd.masks.landmark_tokens(64, rows=False),
+        fd.masks.custom(lambda b, h, q, k: q * q - k * k >= 0),
+    ],
+    ids=["window", "wide window", "dilated", "periods", "custom"],
+)
+def test_masks_are_right_where_positions_outgrow_32_bits(pattern: fd.masks.Pattern, first: int) -> None:
+    """Kernels hand over indices of int32. The last two blocks are filled up beyond the last token."""
+    places, where = (0, 1, 60, 127, 199, 200, 299), {"num_heads": 1, "q_offset": first, "k_offset": first}
+    masks = {device: fd.masks.block_mask(pattern, 300, device=device, **where).mask_mod for device in ("cpu", "cuda")}
+    for q, k in product(places, places):
+        found, exact = (
+            masks[device](*(torch.tensor(index, dtype=dtype, device=device) for index in (0, 0, q, k)))
+            for device, dtype in (("cuda", torch.int32), ("cpu", torch.int64))
+        )
+        assert bool(found) == bool(exact), (q, k)
 
 
 def test_every_pattern_of_the_catalogue_is_a_case() -> None:
