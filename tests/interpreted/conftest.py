@@ -44,6 +44,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for file, cases in _found.items():
         path, measured = RESULTS / f"{file}.json", conditions()
         measured["versions"]["triton"] = metadata.version("triton")
+        cases = {key: {**value, "commit": (measured["commit"] or "")[:10]} for key, value in cases.items()}
         if chosen and path.exists():
             cases = json.loads(path.read_text(encoding="utf-8"))["cases"] | cases
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(cases.items()))
