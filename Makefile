@@ -7,20 +7,26 @@ ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+TRITON := $(VENV)/triton
 # Build isolation would install a torch of its own choice; `setuptools` comes from the constraints instead.
 INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation
+
+# The workers share the cores, so each runs torch and the C++ compiler on one thread.
+PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
+	$(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+KERNELS := PYTHONPATH=$(TRITON) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/kernels TRITON_CACHE_DIR=$(CURDIR)/build/kernels/triton
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 
 .DEFAULT_GOAL := help
-.PHONY: help demo browser test guard bench lint format types clean
+.PHONY: help demo browser test test-kernels guard bench lint format types clean
 # One environment serves every target: two installs at once would break it.
 .NOTPARALLEL:
 .SUFFIXES:
 
 help:  ## Say what there is
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
 
 demo: $(VENV)/.demo  ## Train a small LongNet on Python's own source text; results in demo-out/
 	$(PY) -m flexdilated demo $(ARGS)
@@ -31,10 +37,14 @@ browser:  ## Install chromium for the viewer's tests, on Debian and its like and
 		if command -v $$name; then exit 0; fi; \
 	done; apt-get update && apt-get install --yes --no-install-recommends chromium
 
-# The workers share the cores, so each runs torch and the C++ compiler on one thread.
 test: $(VENV)/.test  ## Run the tests
-	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
-		$(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+	$(PYTEST) $(ARGS)
+
+# Triton lies beside the other packages, where only these two processes look for it. Where there is none for this machine,
+# the tests are skipped and say so (pytest's status 5). Whether kernels are interpreted or compiled is decided when Triton is imported.
+test-kernels: $(VENV)/.test $(TRITON)/.ready  ## Run the kernels made for an H200 without one; all of them by ARGS=--all
+	$(KERNELS) TRITON_INTERPRET=1 $(PYTEST) tests/interpreted/test_kernels.py $(ARGS) || [ $$? -eq 5 ]
+	$(KERNELS) TRITON_INTERPRET=0 $(PYTEST) tests/interpreted/test_code.py $(ARGS) || [ $$? -eq 5 ]
 
 guard: $(VENV)/.test  ## See within seconds whether anything became twice as slow
 	$(PY) -m bench guard $(ARGS)
@@ -56,6 +66,12 @@ types: $(VENV)/.dev  ## Check the types
 clean:  ## Remove builds and caches; .venv and demo-out/ stay
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find bench flexdilated masks tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(TRITON)/.ready: $(READY) tests/interpreted/constraints.txt
+	rm -rf $(TRITON)
+	@mkdir -p $(TRITON)
+	@$(PY) -m pip install --quiet --no-deps --target $(TRITON) --requirement tests/interpreted/constraints.txt \
+		&& touch $@ || echo "Triton was not installed: the tests of its kernels will be skipped."
 
 # The first half of the set-up: an environment with the pinned torch and nothing that could choose another.
 $(READY): constraints.txt

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import _tables
+from . import _kernels, _tables
 from ._catalogue import ENTRIES, MILLION, Entry
 from ._guard_cases import CASES
 from ._jobs import tokens_text
@@ -185,6 +185,10 @@ PAGES: dict[Path, dict[str, Part]] = {
         **_from("rank_accuracy", exactness=_tables.every_row),
         **_from("work_balance", balance=_tables.balance),
         **_from("ring_memory", ring_memory=_tables.every_row),
+    },
+    _DOCS / "kernels_without_a_device.md": {
+        **_from("interpreted_kernels", interpreted=_kernels.interpreted),
+        **_from("kernel_code", code=_kernels.code),
     },
     _DOCS / "claims.md": _from("claims", claims=_claims, notes=_notes),
     _DOCS / "communication_buffers.md": {

@@ -33,7 +33,16 @@ from ._box_parts import (
 )
 from ._check import LARGEST, require_below, require_bool, require_choice, require_finite, require_int, shown
 from ._expression import CONSTRUCTORS, DEEPEST, KINDS, constructor, pattern_kind
-from ._pattern import Expression, MaskMod, Mixture, Pattern, require_expression, sum_phrase
+from ._pattern import (
+    Expression,
+    MaskMod,
+    Mixture,
+    Pattern,
+    index_dtype,
+    parameters,
+    require_expression,
+    sum_phrase,
+)
 from ._per_head import HeadGroups, PerHead, head_groups, per_head
 from ._ranges import Ranges, among, as_ranges, intersect, joined_intervals, ranges_of, union_of, within
 from ._reason import Pair, Reason, listing, span

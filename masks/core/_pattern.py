@@ -20,6 +20,22 @@ from ._spelling import AND, SUM, Phrase, chain
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+_LEAST, _MOST = -(1 << 31), (1 << 31) - 1
+
+
+def index_dtype(device: torch.device, least: int, most: int) -> torch.dtype:
+    """The dtype of whole numbers in this range: int32 on accelerators where they fit.
+
+    Kernels count in 32 bits; one number of 64 makes them compute all that follows in 64, with twice the registers.
+    """
+    return torch.int32 if device.type != "cpu" and least >= _LEAST and most <= _MOST else torch.int64
+
+
+def parameters(device: torch.device, *numbers: int) -> list[Tensor]:
+    """Numbers of a rule as tensors for its closure."""
+    return [torch.tensor(number, dtype=index_dtype(device, number, number), device=device) for number in numbers]
+
+
 class Pattern(Expression):
     """A set of (head, query, key) triples: a pair is allowed or it is not.
 

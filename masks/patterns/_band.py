@@ -17,6 +17,7 @@ from ..core import (
     constructor,
     count_between,
     count_multiples,
+    parameters,
     pattern_kind,
     require_int,
 )
@@ -43,10 +44,10 @@ class Band(Pattern):
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         least, most, step = self.limits()
-        steps = _at_multiples(torch.tensor(step, device=device))
+        steps = _at_multiples(*parameters(device, step))
         if least is None or most is None:
             return steps
-        near = _between(torch.tensor(least, device=device), torch.tensor(most, device=device))
+        near = _between(*parameters(device, least, most))
         return near if step == 1 else both(steps, near)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:

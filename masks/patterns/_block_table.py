@@ -10,7 +10,20 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from ..core import Bounds, Box, MaskMod, Pattern, Ranges, Squares, among, clip, count_within, within
+from ..core import (
+    Bounds,
+    Box,
+    MaskMod,
+    Pattern,
+    Ranges,
+    Squares,
+    among,
+    clip,
+    count_within,
+    index_dtype,
+    parameters,
+    within,
+)
 
 # T tables, R rows of query blocks, W entries of the longest row, rounded up to a power of two
 
@@ -34,9 +47,10 @@ class BlockTable:
     def mask_mod(self, table_of_head: Tensor, device: torch.device) -> MaskMod:
         """Closure (b, h, q, k) -> bool for heads that follow these tables."""
         _, rows, width = self.entries.shape
-        height, block, limit = (torch.tensor(number, device=device) for number in (rows, self.block, self.limit))
-        halves = [torch.tensor(1 << bit, device=device) for bit in reversed(range(width.bit_length() - 1))]
-        entries, tables = self.entries.flatten(0, 1).to(device), table_of_head.to(device)
+        height, block, limit = parameters(device, rows, self.block, self.limit)
+        halves = parameters(device, *(1 << bit for bit in reversed(range(width.bit_length() - 1))))
+        dtype = index_dtype(device, 0, self.entries.numel())
+        entries, tables = self.entries.flatten(0, 1).to(device, dtype), table_of_head.to(device, dtype)
 
         def seen(b, h, q, k):
             row, column = q // block, k // block

@@ -19,6 +19,7 @@ from ..core import (
     Reason,
     among,
     constructor,
+    parameters,
     pattern_kind,
     require_int,
 )
@@ -73,7 +74,7 @@ class Blockwise(Pattern):
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         inner = self.part.mask_mod(num_heads=num_heads, device=device)
-        block = torch.tensor(self.block, device=device)
+        (block,) = parameters(device, self.block)
         return lambda b, h, q, k: inner(b, h, q // block, k // block)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:

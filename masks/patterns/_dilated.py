@@ -25,6 +25,7 @@ from ..core import (
     constructor,
     count_residue,
     count_runs,
+    parameters,
     pattern_kind,
     require_choice,
     require_int,
@@ -99,11 +100,10 @@ class Dilated(Pattern):
         return self.rate
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        segment = torch.tensor(self.segment, device=device)
+        segment, rate = parameters(device, self.segment, self.rate)
         if self.rate == 1:
             return _same_segment(segment)
-        rate = torch.tensor(self.rate, device=device)
-        offsets = self._offsets(torch.arange(num_heads), num_heads).to(device)
+        offsets = self._offsets(torch.arange(num_heads), num_heads).to(device, rate.dtype)
 
         def active_in_segment(b, h, q, k):
             offset = offsets[h]

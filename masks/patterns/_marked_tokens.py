@@ -22,6 +22,7 @@ from ..core import (
     constructor,
     count_residue,
     count_within,
+    parameters,
     pattern_kind,
     require_bool,
     require_int,
@@ -57,7 +58,7 @@ class MarkedTokens(Pattern):
     def is_marked(self, device: torch.device) -> _Test:
         """Whether each of some positions is marked."""
         period, first, stop = self.marks()
-        edge, every = torch.tensor(first or stop, device=device), torch.tensor(period or 1, device=device)
+        edge, every = parameters(device, first or stop, period or 1)
         if period is None:
             return lambda t: t < edge
         return (lambda t: t % every >= edge) if first else lambda t: t % every < edge

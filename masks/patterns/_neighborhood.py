@@ -26,6 +26,7 @@ from ..core import (
     constructor,
     listing,
     look_at_pairs,
+    parameters,
     pattern_kind,
     require_int,
     span,
@@ -128,10 +129,10 @@ class Neighborhood(Pattern):
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         windows = [
-            _in_window(*(torch.tensor(number, device=device) for number in (stride, *axis)))
+            _in_window(*parameters(device, stride, *axis))
             for stride, axis in zip(self._strides, self.axes, strict=True)
         ]
-        tokens = torch.tensor(prod(self.grid), device=device)
+        (tokens,) = parameters(device, prod(self.grid))
         return reduce(both, windows, lambda b, h, q, k: (q < tokens) & (k < tokens))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:

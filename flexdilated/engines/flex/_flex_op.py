@@ -107,20 +107,20 @@ _FIELDS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices
 _FIELDS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
-@flat_op("flexdilated::flex_tables")
-def flex_tables(q: Tensor, bindings: list[Tensor], key: CallKey) -> list[Tensor]:
+@flat_op("flexdilated::run_time_tables")
+def run_time_tables(q: Tensor, bindings: list[Tensor], key: CallKey) -> list[Tensor]:
     """For each step of the program its block tables, as in BlockMask, run-time tables' rows, what it hides."""
     found: list[Tensor] = []
     for step in run_time_program(key, q.device, bindings, len(q)).steps:
         for name, width in _widths(step, key).items():
             table = getattr(step.mask, name)
             found.append(table.clone() if width is None else pad(table, (0, width - table.shape[-1])))
-        found += [table.rows.to(q.device, copy=True) for table in tables(step.term.rule)]
+        found += [table.copied_to(q.device) for table in tables(step.term.rule)]
         found += [side.clone() for side in _hidden_sides(step)]
     return found
 
 
-@flex_tables.register_fake
+@run_time_tables.register_fake
 def _(q, bindings, *key):
     found = CallKey.of(*key)
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
@@ -129,7 +129,7 @@ def _(q, bindings, *key):
             for name, width in _widths(step, found).items():
                 table = getattr(step.mask, name)
                 shapes.append((tuple(table.shape) if width is None else (*table.shape[:-1], width), table.dtype))
-            rows = [table.rows for table in tables(step.term.rule)]
+            rows = [table.copied_to(q.device) for table in tables(step.term.rule)]
             shapes += [(tuple(each.shape), each.dtype) for each in (*rows, *_hidden_sides(step))]
     return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
@@ -143,7 +143,7 @@ def _widths(step: FlexStep, key: CallKey) -> dict[str, int | None]:
 
 
 def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
-    """The program with other tables, as `flex_tables` returned them; traced by torch.compile."""
+    """The program with other tables, as `run_time_tables` returned them; traced by torch.compile."""
     steps, following = [], iter(found)
     for step in program.steps:
         named = {name: next(following) for name in _FIELDS}
@@ -284,7 +284,7 @@ def _flex(
         # Tracing can read a plain dict but not build a plan; the op's shape rule runs while tracing, and can.
         _prepare(q, bindings, *key)
         program = getattr(_Traced, _name(key, bindings, q.device.type))
-        program = with_tables(program, flex_tables(q, bindings, *key)) if bindings else program
+        program = with_tables(program, run_time_tables(q, bindings, *key)) if bindings else program
         return run_flex(program, q, k, v, direct=True, **options)
     if bindings:
         program = run_time_program(key, q.device, bindings, len(q))

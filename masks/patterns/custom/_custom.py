@@ -84,10 +84,9 @@ class Custom(Pattern):
         mod: MaskMod = self.rule.on(device)
         if not self.rule.traits.covers_pairs:
             mod = _over_pairs(mod)
-        if self.head is None:
-            return mod
-        head = torch.tensor(self.head, device=device)
-        return lambda b, h, q, k: mod(b, head, q, k)
+        if self.head is not None:
+            mod = _of_head(mod, torch.tensor(self.head, device=device))
+        return mod if device.type == "cpu" else _in_64_bits(mod)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         area, classify = box.area, self.rule.classify
@@ -178,6 +177,15 @@ def _check_period(rule: CustomRule, period: int) -> None:
     if not torch.equal(here, there):
         claim = f"the custom function {rule.name!r} must repeat after {period=}, query and key shifted together"
         raise ValueError(f"{claim}; its answers near position 0 and near {period} differ")
+
+
+def _of_head(mod: MaskMod, head: torch.Tensor) -> MaskMod:
+    return lambda b, h, q, k: mod(b, head, q, k)
+
+
+def _in_64_bits(mod: MaskMod) -> MaskMod:
+    """What a function computes of positions may be larger than they are."""
+    return lambda b, h, q, k: mod(b, h, q.long(), k.long())
 
 
 def _over_pairs(inner: MaskMod) -> MaskMod:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Int32, Int64
 from torch import Tensor
 
 from ...core import (
@@ -22,6 +22,8 @@ from ...core import (
     clip,
     constructor,
     count_runs,
+    index_dtype,
+    parameters,
     pattern_kind,
     require_choice,
     require_int,
@@ -49,12 +51,21 @@ class Spans(Table):
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         held, step = self.on(device), self.batch_step(device)
+        (length,) = parameters(device, self.rows.shape[1])
 
         def same_span(b, h, q, k):
-            starts, row = held.rows, b * step
-            return (starts[row, q] == starts[row, k]) & (starts[row, q] >= 0)
+            spans, row = held.rows, b * step
+            return spans[row, q] == spans[row, k + length]
 
         return same_span
+
+    def copied_to(self, device: torch.device) -> Int64[Tensor, "B 2*L"] | Int32[Tensor, "B 2*L"]:
+        """The start of each position's span as a query, and, L columns on, as a key: padding as such differs in them.
+
+        One comparison then answers for a pair. Each more would cost a kernel registers, which it has not.
+        """
+        rows = torch.cat([self.rows, self.rows.masked_fill(self.rows == PADDING, PADDING - 1)], dim=1)
+        return rows.to(device, index_dtype(device, PADDING - 1, rows.shape[1]), copy=True)
 
     @cached_property
     def starts(self) -> Int64[Tensor, " S"]:

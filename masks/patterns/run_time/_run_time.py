@@ -12,7 +12,19 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ...core import Bounds, Box, Expression, Extent, MaskMod, Pair, Pattern, Phrase, Reason, every
+from ...core import (
+    Bounds,
+    Box,
+    Expression,
+    Extent,
+    MaskMod,
+    Pair,
+    Pattern,
+    Phrase,
+    Reason,
+    every,
+    parameters,
+)
 from .._band import local_window
 from ._window_list import Windows
 
@@ -126,12 +138,17 @@ class Table(Pattern):
     def on(self, device: torch.device) -> Rows:
         """The rows on a device, in the one place from which all closures there read them."""
         if device not in self.held:
-            self.held.setdefault(device, Rows(self.rows.to(device)))
+            self.held.setdefault(device, Rows(self.copied_to(device)))
         return self.held[device]
+
+    def copied_to(self, device: torch.device) -> Tensor:
+        """What closures on a device read of the rows."""
+        return self.rows.to(device, copy=True)
 
     def batch_step(self, device: torch.device) -> Tensor:
         """1 where each batch entry has a row, 0 where all share one: row = b * step."""
-        return torch.tensor(int(len(self.rows) > 1), device=device)
+        (step,) = parameters(device, int(len(self.rows) > 1))
+        return step
 
     @property
     def entries(self) -> int:  # type: ignore[override]

@@ -12,11 +12,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ...blocks import Blocks, ListedBlocks, Rule, build_blocks, estimate_blocks, repeat_blocks
-from ...core import Bound, MaskMod, Pattern
-from ...orders import Compact, Layout, Order, Pieces
+from ...core import Bound, MaskMod, Pattern, index_dtype
+from ...orders import Compact, Layout, Listed, Order, Pieces
 from ...patterns import tables
 from ._weights import PairWeights, Weights
 
+_LARGEST_SIDE = 1 << 15  # of a block
 _MANY_CLASSES = 1 << 8  # of an order: with as many or more, pairs of them may be more than blocks
 Shape = Literal["dense", "causal", "strip", "blocks"]
 
@@ -198,17 +199,27 @@ class Term:
     def mask_mod(self, device: torch.device) -> MaskMod:
         """Closure (b, h, q slot, k slot) -> bool over the term's own heads, for FlexAttention."""
         inner = self.rule.mask_mod(num_heads=self.num_heads_global, device=device)
-        heads = torch.tensor(self.heads, device=device) + self.head_offset
+        end = max(self.q_offset + _end(self.q), self.k_offset + _end(self.k), self.num_heads_global)
+        dtype = index_dtype(device, 0, end)
+        heads = torch.tensor(self.heads, dtype=dtype, device=device) + self.head_offset
         if isinstance(self.q, Compact) and isinstance(self.k, Compact):
-            q = torch.tensor(self.q.starts, device=device) + self.q_offset
-            k = torch.tensor(self.k.starts, device=device) + self.k_offset
-            steps = (torch.tensor(side.step, device=device) for side in (self.q, self.k))
+            q = torch.tensor(self.q.starts, dtype=dtype, device=device) + self.q_offset
+            k = torch.tensor(self.k.starts, dtype=dtype, device=device) + self.k_offset
+            steps = (torch.tensor(side.step, dtype=dtype, device=device) for side in (self.q, self.k))
             return _on_progressions(inner, heads, q, k, *steps)
         if self.q.is_natural and self.k.is_natural:
-            offsets = (torch.tensor(offset, device=device) for offset in (self.q_offset, self.k_offset))
+            offsets = (torch.tensor(offset, dtype=dtype, device=device) for offset in (self.q_offset, self.k_offset))
             return _shifted(inner, heads, *offsets)
-        q_positions, k_positions = (side.tokens(device)[0, 0] for side in (self.q, self.k))
+        q_positions, k_positions = (side.tokens(device)[0, 0].to(dtype) for side in (self.q, self.k))
         return _on_positions(inner, heads, q_positions + self.q_offset, k_positions + self.k_offset)
+
+
+def _end(side: Order) -> int:
+    """One past the last token that a slot stands for, or would, where it fills up the last block."""
+    if isinstance(side, Listed):
+        return max(run.stop for run in side.runs)
+    last, step = (max(side.starts), side.step) if isinstance(side, Compact) else (0, 1)
+    return last + (side.num_slots + _LARGEST_SIDE) * step
 
 
 def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:

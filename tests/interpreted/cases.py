@@ -1,0 +1,338 @@
+"""Cases for the kernels of the flex engine: calls of `attend`, their truth in float64, and plain attention's error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+import flexdilated as fd
+from bench._catalogue import names_for
+from flexdilated._attend import planned_call
+from flexdilated.engines.flex._flex import FlexProgram
+from flexdilated.engines.flex._flex_op import run_time_program, static_program
+from flexdilated.testing._closeness import cotangents
+from flexdilated.testing._problem import Problem
+from tests.support import oracle
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+# What a result may be off by: this many times what plain attention in the same dtype is off by, or than it is rounded.
+# Few numbers, such as the gradient of a sink, are long sums in float32 that nearly cancel.
+MARGIN, FEW = 2.0, 64
+KINDS = ("full", "partial", "empty")
+
+
+Results = dict[str, Tensor]
+Attention = Callable[[Results], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attend, forward and backward, over at least 3 x 3 blocks that end in the middle of one.
+
+    text: the pattern, in the words of the catalogue and of `words`. run_time: the tensors handed over with the call.
+    rate: above 1 q, k and v come in residue order. lacks: kinds of blocks that such a pattern has none of.
+    """
+
+    name: str
+    text: str
+    tokens: int
+    heads: int = 1
+    kv_heads: int | None = None
+    keys: int | None = None
+    q_offset: int = 0
+    head_dim: int = 16
+    dtype: str = "float16"
+    batch: int = 1
+    run_time: tuple[str, ...] = ()
+    has_sinks: bool = False
+    has_score_mod: bool = False
+    rate: int = 1
+    in_graph: bool = False
+    trains: bool = True
+    lacks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}, {'in a graph' if self.in_graph else 'eager'}"
+
+    def pattern(self) -> Any:
+        return eval(self.text, words(self.keys or self.tokens))
+
+    def bindings(self, device: str) -> dict[str, Tensor]:
+        return {name: words(self.tokens)[name].to(device) for name in self.run_time}
+
+    def leaves(self) -> Results:
+        """What gradients are taken of, on CPU."""
+        generator = torch.Generator().manual_seed(self.tokens)
+        keys, kv_heads = self.keys or self.tokens, self.kv_heads or self.heads
+        shapes: dict[str, tuple[int, ...]] = {"q": (self.batch, self.heads, self.tokens, self.head_dim)}
+        shapes |= dict.fromkeys(("k", "v"), (self.batch, kv_heads, keys, self.head_dim))
+        if self.has_sinks:
+            shapes["sinks"] = (self.heads,)
+        if self.has_score_mod:
+            shapes |= {"slopes": (self.heads,), "bias": (keys,)}
+        dtype = getattr(torch, self.dtype)
+        return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+    def attention(self) -> Attention:
+        """(out, lse) of leaves on the emulated device."""
+        pattern, bindings = self.pattern(), self.bindings("cuda")
+        order = fd.masks.Layout(self.tokens, self.rate) if self.rate > 1 else None
+        fixed: dict[str, Any] = {"enable_gqa": self.kv_heads is not None, "q_offset": self.q_offset, "layout": order}
+
+        def attend(leaves: Results) -> tuple[Tensor, Tensor]:
+            options = fixed | ({"bindings": bindings} if bindings else {})
+            options |= {"sinks": leaves["sinks"]} if self.has_sinks else {}
+            options |= {"score_mod": score_mod(leaves["slopes"], leaves["bias"])} if self.has_score_mod else {}
+            q, k, v = leaves["q"], leaves["k"], leaves["v"]
+            if order is None:
+                return fd.attend(q, k, v, pattern, return_lse=True, **options)
+            out, lse = fd.attend(order.apply(q), order.apply(k), order.apply(v), pattern, return_lse=True, **options)
+            return order.invert(out), order.invert(lse, dim=-1)
+
+        torch.compiler.reset()
+        return torch.compile(attend, fullgraph=True) if self.in_graph else attend
+
+    def program(self, leaves: Results) -> FlexProgram:
+        """What the engine runs for these leaves, from the plan cache."""
+        layout = fd.masks.Layout(self.tokens, self.rate) if self.rate > 1 else None
+        where = {"q_offset": self.q_offset, "k_offset": 0, "head_offset": 0, "num_heads_global": None}
+        options: dict[str, Any] = {"scale": None, "bindings": self.bindings("cuda"), "layout": layout}
+        q, k = leaves["q"], leaves["k"]
+        call, tensors, _ = planned_call(q, k, self.pattern(), block_size=None, **options, **where)
+        return run_time_program(call, q.device, tensors, len(q)) if tensors else static_program(call, q.device)
+
+    def counts(self, leaves: Results) -> Tensor:
+        """(B, H, N, M): how often each pair is allowed, by the dense rule."""
+        options: dict[str, Any] = {"bindings": self.bindings("cpu"), "q_offset": self.q_offset}
+        return Problem.of(leaves["q"], leaves["k"], leaves["v"], self.pattern(), **options).times()
+
+    def modify(self, leaves: Results) -> Callable[[Tensor], Tensor]:
+        """`score_mod` over all scores."""
+        if not self.has_score_mod:
+            return lambda scores: scores
+        q, k = torch.arange(self.tokens) + self.q_offset, torch.arange(self.keys or self.tokens)
+        ahead = (q[:, None] - k) / 64
+        return lambda scores: scores + leaves["slopes"][:, None, None] * ahead + leaves["bias"]
+
+
+def words(num_tokens: int) -> dict[str, Any]:
+    """What patterns are written with, beside the catalogue's own words."""
+    position = torch.arange(num_tokens)
+    two = torch.stack([(position >= 90).long() + (position >= 480), (position >= 300).long()])
+    return names_for(num_tokens) | {
+        "documents": two[0],
+        "documents_of_two": two,
+        "lengths_of_two": torch.tensor([num_tokens - 60, num_tokens // 2]),
+        "visible": (position < 10) | (position >= 100) & (position < num_tokens - 20),
+    }
+
+
+def score_mod(slopes: Tensor, bias: Tensor) -> Callable[..., Tensor]:
+    def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+        return score + slopes[h] * ((q_idx - k_idx) / 64) + bias[k_idx]
+
+    return biased
+
+
+def results(attention: Attention, leaves: Results, trains: bool) -> Results:
+    """out, lse and the gradients of a fixed functional of both, on CPU."""
+    leaves = {name: leaf.detach().clone().requires_grad_(trains) for name, leaf in leaves.items()}
+    out, lse = attention(leaves)
+    found = {"out": out, "lse": lse}
+    if trains:
+        grad_out, grad_lse = cotangents(out.detach().cpu(), lse.detach().cpu())
+        sent = grad_out.to(out.device, out.dtype), grad_lse.to(lse.device, lse.dtype)
+        grads = torch.autograd.grad((out, lse), tuple(leaves.values()), sent)
+        found |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {name: value.detach().cpu().double() for name, value in found.items()}
+
+
+def plain(leaves: Results, counts: Tensor, modify: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """(out, lse) as plain attention in the leaves' dtype has them: products summed, and softmax taken, in float32."""
+    q, k, v = leaves["q"], *(leaves[x].repeat_interleave(leaves["q"].shape[1] // leaves[x].shape[1], 1) for x in "kv")
+    empty = (counts == 0).all(-1)
+    scores = modify(q.float() @ k.float().mT * q.shape[-1] ** -0.5) + counts.clamp(min=1).float().log()
+    scores = scores.masked_fill((counts == 0) & ~empty[..., None], -torch.inf)
+    if "sinks" in leaves:
+        scores = scores.masked_fill(empty[..., None], -torch.inf)
+        column = leaves["sinks"].float()[:, None, None].expand(*scores.shape[:3], 1)
+        scores, v, empty = torch.cat([scores, column], -1), pad(v, (0, 0, 0, 1)), torch.zeros_like(empty)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().to(v.dtype)
+    out = (weights.float() @ v.float()).to(q.dtype)
+    return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
+
+
+def shares(case: Case, found: Results) -> dict[str, float]:
+    """Of each result its error over what it may be, of all numbers or of the worst row; NaN where it has a NaN."""
+    leaves = case.leaves()
+    counts = case.counts(leaves)
+
+    def exact(wide: Results) -> tuple[Tensor, Tensor]:
+        return oracle.attention(
+            wide["q"], wide["k"], wide["v"], counts, None, wide.get("sinks"), modify=case.modify(wide)
+        )
+
+    truth = results(exact, {name: leaf.double() for name, leaf in leaves.items()}, case.trains)
+    ordinary = results(lambda own: plain(own, counts, case.modify(own)), leaves, case.trains)
+    eps = {name: torch.finfo(torch.float32 if name == "lse" else leaves["q"].dtype).eps for name in truth}
+    return {name: _share(found[name], truth[name], ordinary[name], eps[name]) for name in truth}
+
+
+def _share(found: Tensor, truth: Tensor, ordinary: Tensor, eps: float) -> float:
+    if not torch.equal(found == -torch.inf, truth == -torch.inf):
+        return torch.inf
+    found, ordinary, truth = (x.masked_fill(x == -torch.inf, 0.0) for x in (found, ordinary, truth))
+    wrong, usual, truth = (torch.atleast_2d(x) for x in (found - truth, ordinary - truth, truth))
+    rounded = eps / 2 if truth.numel() >= FEW else 4 * eps + 64 * torch.finfo(torch.float32).eps
+    whole = wrong.norm() / (MARGIN * usual.norm().maximum(rounded * truth.norm()))
+    wrong, usual, truth = (x.norm(dim=-1).max() for x in (wrong, usual, truth))
+    return float(whole.maximum(wrong / (2 * MARGIN * usual.maximum(rounded * truth))))
+
+
+def blocks(case: Case, program: FlexProgram) -> dict[str, int]:
+    """The blocks of each kind over a program's steps; its steps, those with three blocks a side, and ragged ones."""
+    found = dict.fromkeys((*KINDS, "three a side", "ragged"), 0) | {"steps": len(program.steps)}
+    for step in program.steps:
+        mask, slots = step.mask, (step.term.q.num_slots, step.term.k.num_slots)
+        assert mask.full_kv_num_blocks is not None
+        sides = [-(-count // side) for count, side in zip(slots, mask.BLOCK_SIZE, strict=True)]
+        partial, full = int(mask.kv_num_blocks.sum()), int(mask.full_kv_num_blocks.sum())
+        found["partial"] += partial
+        found["full"] += full
+        found["empty"] += mask.kv_num_blocks.numel() * sides[1] - partial - full
+        found["three a side"] += min(sides) >= 3
+        found["ragged"] += any(count % side for count, side in zip(slots, mask.BLOCK_SIZE, strict=True))
+    return found
+
+
+_LONGNET = "masks.longnet([350, 700], [1, 2])"
+_DOCUMENTS = "masks.documents('documents')"
+
+# One of each pattern of the catalogue, by its name there.
+CATALOGUE = (
+    Case("causal", "masks.causal()", 400, head_dim=64),
+    Case("every", "masks.every()", 300, dtype="float32", lacks=("empty",)),
+    Case("local_window", "masks.local_window(left=300, right=40)", 600),
+    Case("dilated_window", "masks.dilated_window(left=300, right=0, rate=2)", 900, rate=2),
+    Case("chunked", "masks.chunked(350) & masks.causal()", 700),
+    Case("strided", "masks.strided(2) & masks.causal()", 900, rate=2),
+    Case("fixed", "masks.fixed(300, summary=256) & masks.causal()", 500),
+    Case("dilated", "masks.dilated(1200, 4) & masks.causal()", 1200),
+    Case("longnet", f"{_LONGNET} & masks.causal()", 700, heads=2),
+    Case("longnet, full", _LONGNET, 700, heads=2, lacks=("empty",)),
+    Case("global_tokens", "masks.global_tokens(128)", 400),
+    Case("first_tokens", "masks.first_tokens(140) & masks.causal()", 400, head_dim=48),
+    Case("landmark_tokens", "masks.landmark_tokens(256)", 400, lacks=("full",)),
+    Case("landmark_tokens, keys", "masks.landmark_tokens(64, rows=False) & masks.causal()", 400, lacks=("full",)),
+    Case("prefix_lm", "masks.prefix_lm(200)", 400),
+    Case("random_blocks", "masks.random_blocks(num_tokens, block=128, count=2)", 500, heads=2),
+    Case("block_list", "masks.block_list(block_rows(num_tokens, block=128), block=128)", 500),
+    Case("blockwise", "masks.blockwise(masks.dilated_window(left=1, right=0, rate=2), 128)", 500, dtype="float32"),
+    Case("neighborhood, 1-D", "masks.neighborhood((num_tokens,), 150)", 500),
+    Case("neighborhood, 2-D", "masks.neighborhood((2, 300), (0, 149))", 600),
+    Case("neighborhood, 3-D", "masks.neighborhood((2, 1, 300), (0, 0, 149))", 600),
+    Case(
+        "per_head",
+        "masks.per_head([masks.local_window(left=300, right=0), masks.dilated_window(left=100, right=0, rate=2)])",
+        500,
+        heads=2,
+    ),
+    Case(
+        "head_groups",
+        "masks.head_groups([masks.local_window(left=300, right=0), masks.dilated(700, 2, 0) & masks.causal()])",
+        700,
+        heads=2,
+    ),
+    Case("documents", "masks.documents(documents) & masks.causal()", 600),
+    Case("lengths", "masks.lengths(length) & masks.local_window(left=200, right=200)", 500),
+    Case("visible_keys", "masks.visible_keys(visible) & masks.local_window(left=300, right=0)", 500),
+    Case("per_document", "masks.longnet([350, 700], [1, 2]).per_document(documents) & masks.causal()", 700, heads=2),
+    Case("custom", "masks.custom(widening(150), classify=boxes_of_widening(150), period=1)", 500, heads=2),
+    Case("longformer", "recipes.longformer(150, 16)", 700),
+    Case("bigbird", "recipes.bigbird(num_tokens)", 900),
+    Case("bigbird, block 128", "recipes.bigbird(num_tokens, block=128, num_global=1, num_random=1)", 700),
+    Case("sparse_transformer_strided", "recipes.sparse_transformer_strided(300)", 700),
+    Case("sparse_transformer_fixed", "recipes.sparse_transformer_fixed(300, summary=256)", 700),
+    Case("streaming_llm", "recipes.streaming_llm(300)", 600, head_dim=96),
+    Case("darcstar_local_window", "recipes.darcstar_local_window(local_window_size=256, block_size=128)", 600),
+    Case("darcstar_dilated_sparse", "recipes.darcstar_dilated_sparse([1, 2, 4])", 600),
+    Case(
+        "darcstar_global_local",
+        "recipes.darcstar_global_local(global_tokens=140, local_window_size=256, block_size=128)",
+        600,
+    ),
+    Case(
+        "darcstar_hierarchical",
+        "recipes.darcstar_hierarchical([(128, 256), (256, 512), (512, -1)], block_size=128)",
+        600,
+        head_dim=128,
+    ),
+)
+
+# What a call may bring beside its pattern: every two of them meet in some case.
+_ALL: dict[str, Any] = {"has_sinks": True, "has_score_mod": True}
+FEATURES = (
+    Case("grouped heads, sinks and score_mod", "masks.causal()", 400, heads=2, kv_heads=1, **_ALL),
+    Case("score_mod and sinks, float32", "masks.local_window(left=300, right=0)", 500, dtype="float32", **_ALL),
+    Case("later queries", "masks.local_window(left=300, right=0)", 300, keys=556, q_offset=256, head_dim=128),
+    Case(
+        "later queries, grouped, score_mod and sinks",
+        "masks.causal()",
+        300,
+        heads=2,
+        kv_heads=1,
+        keys=556,
+        q_offset=256,
+        head_dim=96,
+        **_ALL,
+    ),
+    Case("rows without keys", "masks.dilated(1200, 4, 1) & masks.causal()", 1200),
+    Case("rows without keys, sinks", "masks.local_window(left=300, right=0) & masks.first_tokens(150)", 600, **_ALL),
+    Case("residue order, score_mod and sinks", "masks.dilated(1200, 2) & masks.causal()", 900, rate=2, **_ALL),
+    Case(
+        "mixture, grouped, score_mod and sinks",
+        f"{_LONGNET} & masks.causal()",
+        700,
+        heads=2,
+        kv_heads=1,
+        head_dim=48,
+        **_ALL,
+    ),
+    Case("mixture, float32", f"{_LONGNET} & masks.causal()", 700, heads=2, dtype="float32", head_dim=64),
+    Case("documents of a call", f"{_DOCUMENTS} & masks.causal()", 600, run_time=("documents",), head_dim=64),
+    Case(
+        "documents of each batch entry, grouped, score_mod and sinks",
+        "masks.documents('documents_of_two') & masks.local_window(left=300, right=0)",
+        600,
+        heads=2,
+        kv_heads=1,
+        batch=2,
+        run_time=("documents_of_two",),
+        **_ALL,
+    ),
+    Case(
+        "lengths of each batch entry, mixture",
+        "masks.longnet([350, 700], [1, 2]).per_document(masks.lengths('lengths_of_two', padding='left'))",
+        700,
+        heads=2,
+        batch=2,
+        run_time=("lengths_of_two",),
+        head_dim=128,
+    ),
+    Case(
+        "one query", "masks.causal()", 1, keys=500, q_offset=499, trains=False, lacks=("full", "empty", "three a side")
+    ),
+    Case("heads of 128, float32", "masks.causal()", 400, head_dim=128, dtype="float32"),
+    Case("heads of 128", "masks.causal()", 400, head_dim=128),
+)
+
+
+def in_graph(case: Case) -> Case:
+    return replace(case, in_graph=True)

@@ -1,0 +1,52 @@
+"""`make test-kernels`: the whole product with --all, and the record of it in bench/results/."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench._machine import conditions
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench/results"
+
+_found: dict[str, dict[str, Any]] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="every case, and not a quick choice; records what is found")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all", default=False):
+        return
+    others = [item for item in items if item.get_closest_marker("thorough")]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    for name, value in report.user_properties if report.when == "call" and report.passed else ():
+        file, _, key = name.partition(": ")
+        _found.setdefault(file, {})[key] = value
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What passing tests noted as properties "file: key" is recorded, beside what is there if tests were chosen."""
+    config = session.config
+    if hasattr(config, "workerinput") or not config.getoption("--all", default=False):
+        return
+    chosen = config.getoption("keyword") or any("::" in each for each in config.args)
+    for file, cases in _found.items():
+        path, measured = RESULTS / f"{file}.json", conditions()
+        measured["versions"]["triton"] = metadata.version("triton")
+        cases = {key: {**value, "commit": (measured["commit"] or "")[:10]} for key, value in cases.items()}
+        if chosen and path.exists():
+            cases = json.loads(path.read_text(encoding="utf-8"))["cases"] | cases
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(cases.items()))
+        head = json.dumps({"name": file, "small": False, **measured}, indent=1).removesuffix("\n}")
+        path.write_text(f'{head},\n "cases": {{\n{lines}\n }}\n}}\n', encoding="utf-8")

@@ -1,0 +1,80 @@
+"""The machine code of the flex engine's kernels: made for a device that is not there, and what it takes of it."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import flexdilated as fd
+from bench._catalogue import Entry
+from tests.interpreted.emulated_cuda import CALLED, triton
+
+TOKENS, HEADS = 8192, 2
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a kernel takes: bytes spilled to memory and read back, and bytes of shared memory."""
+
+    spill_stores: int
+    spill_loads: int
+    shared: int
+
+    def to_data(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def worst(cls, found: Iterable[Code]) -> Code:
+        """The most of each among some kernels."""
+        parts = zip(*((each.spill_stores, each.spill_loads, each.shared) for each in found), strict=True)
+        return cls(*map(max, parts))
+
+
+def code_of(entry: Entry, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Code]:
+    """The worst of a pattern's forward and of its backward kernels, on the device as described."""
+    CALLED.clear()
+    torch.compiler.reset()
+    fd.masks.cache().clear()
+    shape = (1, max(HEADS, entry.num_heads), TOKENS, head_dim)
+    q, k, v = (torch.zeros(shape, dtype=dtype).to("cuda").requires_grad_() for _ in range(3))
+    out = fd.attend(q, k, v, entry.pattern(TOKENS))
+    out.backward(torch.zeros_like(out))
+    kernels = [kernel for kernel in CALLED if kernel.fn.__name__.startswith("triton_tem_fused_flex_attention")]
+    backward = [kernel for kernel in kernels if "backward" in kernel.fn.__name__]
+    forward = [kernel for kernel in kernels if "backward" not in kernel.fn.__name__]
+    assert forward
+    assert backward
+    return {
+        name: Code.worst(_compiled(kernel) for kernel in some)
+        for name, some in (("forward", forward), ("backward", backward))
+    }
+
+
+def _compiled(kernel: Any) -> Code:
+    (config,) = kernel.configs
+    meta = kernel._create_compile_meta(config)
+    known = (kernel.fn.cache_key, str(meta), str(config))
+    if known not in _CODE:
+        _CODE[known] = _compile(kernel, config, meta)
+    return _CODE[known]
+
+
+_CODE: dict[tuple[str, ...], Code] = {}
+
+
+def _compile(kernel: Any, config: Any, meta: dict[str, Any]) -> Code:
+    """By Triton's compiler and the assembler that comes with it, whose log has the spills."""
+    source = triton("compiler").ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0])
+    target = triton("backends.compiler").GPUTarget("cuda", meta["cc"], 32)
+    knobs = triton("knobs")
+    with redirect_stdout(io.StringIO()) as log, knobs.nvidia.scope(), knobs.compilation.scope():
+        knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+        binary = triton("compiler").compile(source, target=target, options=kernel._create_compile_options(config, meta))
+    (spills,) = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
+    return Code(*map(int, spills), binary.metadata.shared)

@@ -1,0 +1,112 @@
+"""The kernels that Inductor makes for an H200, in Triton's interpreter, against the dense definition in float64."""
+
+from __future__ import annotations
+
+from itertools import product
+from time import process_time
+
+import pytest
+import torch
+
+import flexdilated as fd
+from bench._catalogue import ENTRIES
+from tests.interpreted.cases import CATALOGUE, FEATURES, KINDS, Case, blocks, in_graph, results, shares
+from tests.interpreted.emulated_cuda import CALLED, require
+
+require(interpreted=True)
+
+# torch's own tracer looks at `grad` of what it traces.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+NAME = "interpreted_kernels"
+# One of each structure of kernels and of what is around them; the features meet in pairs.
+QUICK = {
+    "causal, eager",
+    "dilated, in a graph",
+    "longnet, eager",
+    "random_blocks, eager",
+    "later queries, grouped, score_mod and sinks, eager",
+    "rows without keys, sinks, in a graph",
+    "residue order, score_mod and sinks, eager",
+    "documents of each batch entry, grouped, score_mod and sinks, in a graph",
+    "one query, eager",
+    "heads of 128, float32, in a graph",
+}
+
+
+def _cases() -> list:
+    every = [*CATALOGUE, *FEATURES, *map(in_graph, (*CATALOGUE, *FEATURES))]
+    assert {str(case) for case in every} >= QUICK
+    return [
+        pytest.param(case, marks=() if str(case) in QUICK else pytest.mark.thorough, id=str(case)) for case in every
+    ]
+
+
+def flex_kernels() -> list[str]:
+    """Those made from FlexAttention's templates; their names also hold what was fused with them."""
+    names = {kernel.fn.__name__ for kernel in CALLED}
+    return sorted(name for name in names if name.startswith("triton_tem_fused") and "flex_attention" in name)
+
+
+@pytest.mark.parametrize("case", _cases())
+def test_kernels_match_the_definition(case: Case, record_property) -> None:
+    CALLED.clear()
+    start = process_time()
+    leaves = {name: leaf.to("cuda") for name, leaf in case.leaves().items()}
+    found = results(case.attention(), leaves, case.trains)
+    kernels = flex_kernels()
+    assert any("backward" not in name for name in kernels), "flex_attention ran without its kernel"
+    assert case.trains == any("backward" in name for name in kernels), "it was differentiated without its kernel"
+    there = blocks(case, case.program(leaves))
+    assert {kind for kind in (*KINDS, "three a side", "ragged") if not there[kind]} == set(case.lacks)
+    share = shares(case, found)
+    assert not {name: each for name, each in share.items() if not each <= 1}
+    figures = {"shares": {name: round(each, 3) for name, each in share.items()}, "blocks": there}
+    figures |= {"dtype": case.dtype, "head_dim": case.head_dim, "cpu_s": round(process_time() - start, 1)}
+    record_property(f"{NAME}: {case}", figures)
+
+
+@pytest.mark.parametrize(("table", "wrong"), [("kv_indices", "out"), ("full_q_indices", "dk")])
+def test_a_wrong_entry_in_a_block_list_is_seen(table: str, wrong: str) -> None:
+    """That of the last block row or column: of the forward's lists out is wrong, of the backward's alone dk."""
+    (case,) = (case for case in CATALOGUE if case.name == "causal")
+    leaves = {name: leaf.to("cuda") for name, leaf in case.leaves().items()}
+    (step,) = case.program(leaves).steps
+    before = getattr(step.mask, table).clone()
+    changed = getattr(step.mask, table)
+    try:
+        changed[0, 0, 0, 0] = 3 - changed[0, 0, 0, 0]
+        share = shares(case, results(case.attention(), leaves, case.trains))
+    finally:
+        changed.copy_(before)
+        fd.masks.cache().clear()
+    assert not share[wrong] <= 1
+    assert share["out"] <= 1 or wrong == "out"
+
+
+@pytest.mark.parametrize("first", [0, 2**31 - 2**16, 2**31 - 400, 2**31 - 200, 2**31 - 1])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        fd.masks.local_window(left=60, right=0),
+        fd.masks.local_window(left=2**31 - 1, right=0),
+        fd.masks.dilated(128, 4),
+        fd.masks.strided(3) | fd.masks.landmark_tokens(64, rows=False),
+        fd.masks.custom(lambda b, h, q, k: q * q - k * k >= 0),
+    ],
+    ids=["window", "wide window", "dilated", "periods", "custom"],
+)
+def test_masks_are_right_where_positions_outgrow_32_bits(pattern: fd.masks.Pattern, first: int) -> None:
+    """Kernels hand over indices of int32. The last two blocks are filled up beyond the last token."""
+    places, where = (0, 1, 60, 127, 199, 200, 299), {"num_heads": 1, "q_offset": first, "k_offset": first}
+    masks = {device: fd.masks.block_mask(pattern, 300, device=device, **where).mask_mod for device in ("cpu", "cuda")}
+    for q, k in product(places, places):
+        found, exact = (
+            masks[device](*(torch.tensor(index, dtype=dtype, device=device) for index in (0, 0, q, k)))
+            for device, dtype in (("cuda", torch.int32), ("cpu", torch.int64))
+        )
+        assert bool(found) == bool(exact), (q, k)
+
+
+def test_every_pattern_of_the_catalogue_is_a_case() -> None:
+    assert [case.name for case in CATALOGUE] == [entry.name for entry in ENTRIES]
