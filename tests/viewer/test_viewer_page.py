@@ -66,8 +66,9 @@ def test_the_data_is_the_traced_pattern_and_its_sizes():
 
 def test_run_time_tensors_become_tables_of_runs():
     ids = torch.tensor([[0, 0, 1, -1, -1, 4, 4, 4], [0, 0, 0, 0, 0, 0, 0, 0]])
-    assert tables_of(masks.documents(ids)) == [{"shape": [1, 8], "values": [0, 2, -1, 5], "counts": [2, 1, 2, 3]}]
-    assert tables_of(masks.documents(ids), batch=1) == [{"shape": [1, 8], "values": [0], "counts": [8]}]
+    both_sides = {"shape": [1, 16], "values": [0, 2, -1, 5, 0, 2, -2, 5], "counts": [2, 1, 2, 3] * 2}
+    assert tables_of(masks.documents(ids)) == [both_sides]
+    assert tables_of(masks.documents(ids), batch=1) == [{"shape": [1, 16], "values": [0], "counts": [16]}]
     hidden = torch.tensor([True, False, False, True, True, False, False, False])
     both = masks.visible_keys(hidden) & masks.causal() | masks.visible_keys(hidden)
     assert tables_of(both) == [{"shape": [1, 8], "values": [1, 0, 1, 0], "counts": [1, 2, 2, 3]}]
