@@ -190,7 +190,7 @@ def _share(found: Tensor, truth: Tensor, ordinary: Tensor, eps: float) -> float:
         return torch.inf
     found, ordinary, truth = (x.masked_fill(x == -torch.inf, 0.0) for x in (found, ordinary, truth))
     wrong, usual, truth = (torch.atleast_2d(x) for x in (found - truth, ordinary - truth, truth))
-    rounded = eps / 2 if truth.numel() >= FEW else 4 * eps + 64 * torch.finfo(torch.float32).eps
+    rounded = eps / 2 if truth.numel() >= FEW else 16 * eps + 64 * torch.finfo(torch.float32).eps
     whole = wrong.norm() / (MARGIN * usual.norm().maximum(rounded * truth.norm()))
     wrong, usual, truth = (x.norm(dim=-1).max() for x in (wrong, usual, truth))
     return float(whole.maximum(wrong / (2 * MARGIN * usual.maximum(rounded * truth))))
