@@ -61,6 +61,10 @@ class _SharedOrder:
         """The token index in each slot, of every head and fold."""
         return self.positions(device)[None, None]
 
+    def end(self, filled: int) -> int:
+        """One past the last token of fold 0, also of so many slots more, which fill up a last block."""
+        return self.num_slots + filled
+
     def start_of(self, index: int) -> int:
         """How far one head's tokens lie beyond those of another: not at all."""
         return 0
@@ -196,6 +200,10 @@ class Listed(_SharedOrder):
         """Whether tokens do not lie side by side."""
         return self.step > 1
 
+    def end(self, filled: int) -> int:
+        """One past the last token that is listed: none stands in a slot beyond."""
+        return max(run.stop for run in self.runs)
+
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
         """The token index that stands in each slot."""
         return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in self.runs])
@@ -236,6 +244,10 @@ class Compact:
     def is_copied(self) -> bool:
         """Whether no strided view has a fold's tokens, and each fold after the other, side by side."""
         return self.step > 1 or self.fold_starts is not None
+
+    def end(self, filled: int) -> int:
+        """One past the last token of fold 0, also of so many slots more, which fill up a last block."""
+        return max(self.starts) + (self.num_slots + filled) * self.step
 
     def fold_tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, " folds"]:
         """How far each fold begins after the first one."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...blocks import Blocks, ListedBlocks, Rule, build_blocks, estimate_blocks, repeat_blocks
 from ...core import Bound, MaskMod, Pattern, index_dtype
-from ...orders import Compact, Layout, Listed, Order, Pieces
+from ...orders import Compact, Layout, Order, Pieces
 from ...patterns import tables
 from ._weights import PairWeights, Weights
 
@@ -199,8 +199,8 @@ class Term:
     def mask_mod(self, device: torch.device) -> MaskMod:
         """Closure (b, h, q slot, k slot) -> bool over the term's own heads, for FlexAttention."""
         inner = self.rule.mask_mod(num_heads=self.num_heads_global, device=device)
-        end = max(self.q_offset + _end(self.q), self.k_offset + _end(self.k), self.num_heads_global)
-        dtype = index_dtype(device, 0, end)
+        ends = self.q_offset + self.q.end(_LARGEST_SIDE), self.k_offset + self.k.end(_LARGEST_SIDE)
+        dtype = index_dtype(device, 0, max(*ends, self.num_heads_global))
         heads = torch.tensor(self.heads, dtype=dtype, device=device) + self.head_offset
         if isinstance(self.q, Compact) and isinstance(self.k, Compact):
             q = torch.tensor(self.q.starts, dtype=dtype, device=device) + self.q_offset
@@ -212,14 +212,6 @@ class Term:
             return _shifted(inner, heads, *offsets)
         q_positions, k_positions = (side.tokens(device)[0, 0].to(dtype) for side in (self.q, self.k))
         return _on_positions(inner, heads, q_positions + self.q_offset, k_positions + self.k_offset)
-
-
-def _end(side: Order) -> int:
-    """One past the last token that a slot stands for, or would, where it fills up the last block."""
-    if isinstance(side, Listed):
-        return max(run.stop for run in side.runs)
-    last, step = (max(side.starts), side.step) if isinstance(side, Compact) else (0, 1)
-    return last + (side.num_slots + _LARGEST_SIDE) * step
 
 
 def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
