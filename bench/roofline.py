@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import CallKey, allowed_on, make_flex_program
-from flexdilated.engines._slots import join, take
+from flexdilated.engines.flex import merge_parts
 from flexdilated.engines.kernels._kernel import flash_backward, flash_forward
 from flexdilated.masks.planning._planner import plan
 
@@ -248,26 +248,38 @@ def _kind(name: str) -> str | None:
 
 
 def beside_attention(spec: LongNet, problem: Problem) -> tuple[tuple[Job, Job], int]:
-    """What the flex engine does beside attention as on an accelerator: gathers, merges; bytes that it gathers."""
-    (_, heads, tokens, _), device = problem.q.shape, problem.q.device
+    """What the flex engine does beside attention, as it is compiled: gathers, merge; bytes that it gathers."""
+    (batch, heads, tokens, dim), device = problem.q.shape, problem.q.device
     key = CallKey(spec.pattern().text, heads, heads, tokens, tokens, 0, 0, 0, heads, 1, ())
     best = key.plan(device=device, allowed=allowed_on(torch.device("cuda")))
     options = {"num_kv_heads": heads, "block_size": key.flex_sides, "device": device}
     steps = make_flex_program(best, key.layout, **options).steps
-    picks = [step.queries for step in steps]
+    moved = [step for step in steps if step.structure.queries.kind != "all"]
+
+    def gathered(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        slots = [step.mask.seq_lengths for step in moved]
+        return [
+            side.slots.take(x, side.rows, side.start, length)
+            for step, (rows, columns) in zip(moved, slots, strict=True)
+            for x, side, length in ((q, step.queries, rows), (k, step.keys, columns), (v, step.keys, columns))
+        ]
+
+    def merged(parts: list[Tensor], lses: list[Tensor]) -> Tensor:
+        sides = [step.queries for step in steps]
+        placed = [(side.slots, side.rows, side.start, part) for side, part in zip(sides, parts, strict=True)]
+        return merge_parts(placed, lses, None, tokens)[0]
+
+    run_gather, run_merge = torch.compile(gathered, dynamic=False), torch.compile(merged, dynamic=False)
+    slots = [step.mask.seq_lengths[0] for step in steps]
+    parts = [torch.randn(batch, heads, length, dim, dtype=problem.q.dtype, device=device) for length in slots]
+    lses = [torch.randn(batch, heads, length, device=device) for length in slots]
 
     @torch.no_grad()
     def gather(_: None) -> list[Tensor]:
-        sides = ((problem.q, "queries"), (problem.k, "keys"), (problem.v, "keys"))
-        return [take(x, getattr(step, side), None) for step in steps for x, side in sides]
-
-    taken, own = gather(None), {x.untyped_storage().data_ptr() for x in (problem.q, problem.k, problem.v)}
-    parts = [torch.randn_like(x) for x in taken[::3]]
-    lses = [torch.randn(part.shape[:-1], device=device) for part in parts]
+        return run_gather(problem.q, problem.k, problem.v)
 
     @torch.no_grad()
     def merge(_: None) -> Tensor:
-        return join(picks, parts, lses, (1, heads, tokens))[0]
+        return run_merge(parts, lses)
 
-    copied = sum(x.nbytes for x in taken if x.untyped_storage().data_ptr() not in own)
-    return (Job("gathers", gather), Job("merges", merge)), copied
+    return (Job("gathers", gather), Job("merges", merge)), sum(x.nbytes for x in gather(None))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import chain
 from types import FunctionType
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
-from ..masks.orders import Compact, Listed, Permutation
-from ..masks.planning import Term
+from ..masks.planning import PaddedTerm, Term
 
 # N query tokens, M key tokens, H heads of a term
 
@@ -58,80 +58,71 @@ def indices_of(term: Term, device: torch.device) -> Indices:
     def scalar(value: int) -> Tensor:
         return torch.tensor(value, device=device)
 
-    if isinstance(term.q, Compact) and isinstance(term.k, Compact):
-        heads = torch.tensor(term.heads, device=device) + term.head_offset
-        q_firsts = torch.tensor(term.q.starts, device=device) + term.q_offset
-        k_firsts = torch.tensor(term.k.starts, device=device) + term.k_offset
-        numbers = map(scalar, (term.q.step, term.k.step, term.folds, term.q.fold_stride))
-        return Indices(folded, (heads, q_firsts, k_firsts, *numbers))
-    assert isinstance(term.q, Permutation | Listed)
-    assert isinstance(term.k, Permutation | Listed)
-    if all(isinstance(side, Permutation) and side.is_natural for side in (term.q, term.k)):
-        return Indices(shifted, tuple(map(scalar, (term.head_offset, term.q_offset, term.k_offset))))
-    positions = (term.q.positions(device) + term.q_offset, term.k.positions(device) + term.k_offset)
-    return Indices(in_order, (scalar(term.head_offset), *positions))
+    heads = torch.tensor(term.heads, device=device) + term.head_offset
+    if isinstance(term, PaddedTerm):
+        sides = (term.q, term.q_offset), (term.k, term.k_offset)
+        ends = ((side.begin + offset, side.end - 1 + offset) for side, offset in sides)
+        starts = (torch.tensor(side.offsets, device=device) + side.start + offset for side, offset in sides)
+        numbers = map(scalar, (term.q.width, term.q.segment, term.q.step, *chain(*ends)))
+        return Indices(in_segments, (heads, *starts, *numbers))
+    if term.q.is_natural and term.k.is_natural:
+        return Indices(shifted, (heads, scalar(term.q_offset), scalar(term.k_offset)))
+    positions = (
+        side.tokens(device)[:, 0].clamp(min=0).expand(len(term.heads), -1) + offset
+        for side, offset in ((term.q, term.q_offset), (term.k, term.k_offset))
+    )
+    return Indices(in_order, (heads, *positions))
 
 
 # FlexAttention wants one plain closure, with its parameters in tensors.
 
 
-def with_bias(score_mod: ScoreMod | None, bias: Float[Tensor, "H Q K"]) -> ScoreMod:
-    """A caller's score_mod, if any, and then a number for each head and pair of slots."""
-    if score_mod is None:
-
-        def biased(score, b, h, q, k):
-            return score + bias[h, q, k]
-
-        return biased
-    inner = score_mod
-
-    def also_biased(score, b, h, q, k):
-        return inner(score, b, h, q, k) + bias[h, q, k]
-
-    return also_biased
-
-
 def in_order(
     score_mod: ScoreMod,
-    first_head: Int64[Tensor, ""],
-    q_positions: Int64[Tensor, " N"],
-    k_positions: Int64[Tensor, " M"],
+    heads: Int64[Tensor, " H"],
+    q_positions: Int64[Tensor, "H S"],
+    k_positions: Int64[Tensor, "H S"],
 ) -> ScoreMod:
-    """For a shared term: slots in any order of the tokens, and this device's heads."""
+    """For a term's heads, and slots in any order of the tokens."""
 
     def at_positions(score, b, h, q, k):
-        return new_score(score_mod(score, b, h + first_head, q_positions[q], k_positions[k]))
+        return new_score(score_mod(score, b, heads[h], q_positions[h, q], k_positions[h, k]))
+
+    return at_positions
+
+
+def in_segments(
+    score_mod: ScoreMod,
+    heads: Int64[Tensor, " H"],
+    q_starts: Int64[Tensor, " H"],
+    k_starts: Int64[Tensor, " H"],
+    width: Tensor,
+    segment: Tensor,
+    step: Tensor,
+    q_first: Tensor,
+    q_last: Tensor,
+    k_first: Tensor,
+    k_last: Tensor,
+) -> ScoreMod:
+    """For padded segments; slots that hold nothing stand at positions that exist, for the tables of a caller."""
+
+    def at_positions(score, b, h, q, k):
+        q_position = q_starts[h] + q // width * segment + q % width * step
+        k_position = k_starts[h] + k // width * segment + k % width * step
+        q_position = torch.minimum(torch.maximum(q_position, q_first), q_last)
+        k_position = torch.minimum(torch.maximum(k_position, k_first), k_last)
+        return new_score(score_mod(score, b, heads[h], q_position, k_position))
 
     return at_positions
 
 
 def shifted(
-    score_mod: ScoreMod, first_head: Int64[Tensor, ""], q_offset: Int64[Tensor, ""], k_offset: Int64[Tensor, ""]
+    score_mod: ScoreMod, heads: Int64[Tensor, " H"], q_offset: Int64[Tensor, ""], k_offset: Int64[Tensor, ""]
 ) -> ScoreMod:
-    """For a shared term in the natural order of tokens."""
+    """For a term's heads, and tokens in the natural order."""
 
     def at_positions(score, b, h, q, k):
-        return new_score(score_mod(score, b, h + first_head, q + q_offset, k + k_offset))
-
-    return at_positions
-
-
-def folded(
-    score_mod: ScoreMod,
-    heads: Int64[Tensor, " H"],
-    q_firsts: Int64[Tensor, " H"],
-    k_firsts: Int64[Tensor, " H"],
-    q_step: Int64[Tensor, ""],
-    k_step: Int64[Tensor, ""],
-    folds: Int64[Tensor, ""],
-    fold_stride: Int64[Tensor, ""],
-) -> ScoreMod:
-    """For a compact term: slots a step apart, from each head's first on, with segments in the batch."""
-
-    def at_positions(score, b, h, q, k):
-        start = b % folds * fold_stride
-        q_position, k_position = start + q_firsts[h] + q * q_step, start + k_firsts[h] + k * k_step
-        return new_score(score_mod(score, b // folds, heads[h], q_position, k_position))
+        return new_score(score_mod(score, b, heads[h], q + q_offset, k + k_offset))
 
     return at_positions
 

@@ -18,7 +18,6 @@ from ..engines import (
     GATHERED_BYTES,
     CallKey,
     Calls,
-    FlexStep,
     Program,
     Step,
     WholeRows,
@@ -252,10 +251,9 @@ def flex_attention_of(
     best = plan(key.bound(rule), device=device, allowed=allowed_on(torch.device(device)), choice=choice)
     sizes = {"num_kv_heads": key.num_kv_heads, "block_size": _SIDES}
     program = make_flex_program(best, key.layout, **sizes, device=torch.device("cpu"))
-    program = replace(program, steps=tuple(map(_with_stand_in, program.steps)))
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = run_flex(program, q, k, v, scale=1.0, return_lse=True, direct=False)
+        out, lse = run_flex(program, q, k, v, scale=1.0, return_lse=True, kernel=_stand_in)
         assert lse is not None
         return out, lse
 
@@ -266,12 +264,9 @@ class _Aux(NamedTuple):
     lse: Tensor
 
 
-def _with_stand_in(step: FlexStep) -> FlexStep:
-    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, _Aux]:
-        out, lse = _Kernel.apply(q, k, v)
-        return out, _Aux(lse)
-
-    return replace(step, call=call)
+def _stand_in(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, _Aux]:
+    out, lse = _Kernel.apply(q, k, v)
+    return out, _Aux(lse)
 
 
 class _Kernel(torch.autograd.Function):

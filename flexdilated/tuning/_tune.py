@@ -109,7 +109,7 @@ def _compiled(plan: Plan, x: Inputs, backward: bool, block_size: tuple[int, ...]
     def run() -> tuple[Tensor, ...]:
         with torch.set_grad_enabled(backward), torch.autocast(x.q.device.type, enabled=False):
             leaves = [each.detach().requires_grad_(backward) for each in (x.q, x.k, x.v)]
-            out, _ = run_flex(program, *leaves, scale=scale, return_lse=False, direct=False)
+            out, _ = run_flex(program, *leaves, scale=scale, return_lse=False)
             return (out.detach(), *(torch.autograd.grad(out, leaves, x.grad) if backward else ()))
 
     return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..orders import Layout, Permutation
+from ..orders import Compact, Layout, Permutation
 from .lowering._term import Term
 from .machine._machine import Machine
 
@@ -71,8 +71,10 @@ def _work(term: Term, machine: Machine) -> tuple[int, float]:
 
 
 def _launches(term: Term) -> int:
-    """Kernel calls: one, or one for each portion of what is copied."""
-    return -(-term.q.num_slots * term.folds * len(term.heads) // SLOTS_AT_ONCE) if term.q.is_copied else 1
+    """Kernel calls: one, or one for each portion of what a dense kernel is given in copies."""
+    if not isinstance(term.q, Compact) or not term.q.is_copied:
+        return 1
+    return -(-term.q.num_slots * term.folds * len(term.heads) // SLOTS_AT_ONCE)
 
 
 def _moved_numbers(term: Term, given: Layout) -> int:

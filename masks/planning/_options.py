@@ -11,6 +11,7 @@ from ..core import And, Bound, Expression, Pattern
 from ..orders import Compact, Layout
 from ._cost import Cost, cost_of, least_seconds, least_seconds_in_larger
 from .lowering._nested import chains, nested_terms
+from .lowering._padded import padded_terms
 from .lowering._term import Term
 from .lowering._ways import split_causal, ways
 from .lowering._windows import window_terms
@@ -29,7 +30,8 @@ class Allowed:
     """What an engine can run.
 
     Terms that share rows (it merges by lse), terms of their own for documents of each kind, any number of these where
-    lists of blocks would be cheaper, keys with weights, all tokens in residue-major order.
+    lists of blocks would be cheaper, keys with weights, all tokens in residue-major order. `lists_only`: it runs
+    all terms as lists of blocks, dilated segments too, each branch as one over the active tokens of all of them.
     """
 
     shared_rows: bool = True
@@ -37,6 +39,7 @@ class Allowed:
     any_windows: bool = False
     key_weights: bool = True
     residues: bool = True
+    lists_only: bool = False
 
 
 ANYTHING = Allowed()
@@ -70,15 +73,18 @@ def options_of(branch: Pattern, times: int, bound: Bound, machine: Machine, allo
     cut = window_terms(branch, times, bound, any_number=allowed.any_windows) if allowed.windows else None
     if cut is not None:
         return (Option(branch, times, "windows", tuple(cut), machine, given, shares_rows=True),)
-    found = ways(branch, times, bound, residues=allowed.residues)
+    if allowed.lists_only and (padded := padded_terms(branch, times, bound)) is not None:
+        # Whatever the length: another choice for some of them would be another program to compile.
+        return (Option(branch, times, "padded", tuple(padded), machine, given),)
+    found = ways(branch, times, bound, residues=allowed.residues, gathered=not allowed.lists_only)
     options = [Option(branch, times, name, tuple(terms), machine, given) for name, terms in found.items()]
     if allowed.shared_rows:
-        for option in tuple(options):
+        for option in () if allowed.lists_only else tuple(options):
             terms = split_causal(option.terms)
             if terms is not None:
                 shares = len(terms) > len(option.terms)
                 options.append(replace(option, layout=f"{option.layout}, split", terms=terms, shares_rows=shares))
-        disjoint = _disjoint_terms(branch, times, bound, machine)
+        disjoint = _disjoint_terms(branch, times, bound, machine, allowed)
         if disjoint is not None:
             options.append(Option(branch, times, "disjoint", disjoint, machine, given, shares_rows=True))
     return _in_best_blocks(options, machine)
@@ -171,7 +177,9 @@ def _fullest(option: Option, plain: Option) -> float:
     return max(-(-side // step) / side for side in option.machine.sides)
 
 
-def _disjoint_terms(branch: Pattern, times: int, bound: Bound, machine: Machine) -> tuple[Term, ...] | None:
+def _disjoint_terms(
+    branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed
+) -> tuple[Term, ...] | None:
     """Terms for a union: each part in the layout that suits it, without the pairs of the parts before it.
 
     Every pair then counts once. Parts that repeat most often go first: they are cheap to leave out of the
@@ -180,7 +188,7 @@ def _disjoint_terms(branch: Pattern, times: int, bound: Bound, machine: Machine)
     parts = sorted(branch.alternatives(), key=lambda part: (part.period() is None, part.period() or 0, part.spacing()))
     if not 1 < len(parts) <= _MAX_PARTS:
         return None
-    alone = Allowed(shared_rows=False, windows=False)
+    alone = replace(allowed, shared_rows=False, windows=False)
     rests = [And.of(part, *(~before for before in parts[:index])) for index, part in enumerate(parts)]
     return tuple(term for rest in rests for term in options_of(rest, times, bound, machine, alone)[0].terms)
 

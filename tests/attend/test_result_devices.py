@@ -10,14 +10,11 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import WholeRows
 from flexdilated.engines._call_key import CallKey
-from flexdilated.engines._gather import side_of
-from flexdilated.engines._slots import add_slots, encoded, join_slots, take_slots
 from flexdilated.engines.flex._flex import _own_buffer
 from flexdilated.engines.kernels import _kernel_cuda
 from flexdilated.engines.rows._row_attention import row_backward, row_forward
 from flexdilated.engines.rows._row_parts import parts_of_call
 from flexdilated.engines.tiles._tiles_op import tiles, tiles_backward
-from flexdilated.masks.orders._layout import Compact, Layout
 
 META = torch.device("meta")
 PATTERNS = {
@@ -63,13 +60,8 @@ def test_tiles(name: str, with_sinks: bool):
     assert [grad.device for grad in grads] == [META] * 3
 
 
-def test_slots():
-    x = on_meta(2, 3, 12, 8)
-    sides = encoded([side_of(Compact((0, 1, 2), (0, 1, 0), 2, 3, 2, 6), Layout(12), (0, 1, 2))])
-    (taken,) = take_slots._init_fn(x, sides)
-    out, lse = join_slots._init_fn([taken], [taken[..., 0].float()], sides, [2, 3, 12], False)
-    found = (taken, out, lse, add_slots._init_fn([taken], sides, [2, 3, 12, 8]), _own_buffer._init_fn(x))
-    assert [each.device for each in found] == [META] * 5
+def test_the_copy_for_a_compiler():
+    assert _own_buffer._init_fn(on_meta(2, 3, 12, 8)).device == META
 
 
 def test_few_rows():

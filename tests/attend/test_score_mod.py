@@ -18,14 +18,15 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
-from flexdilated.engines._score_mod import folded, in_order, shifted
+from flexdilated.engines._score_mod import in_order, in_segments, shifted
 from flexdilated.engines.flex._flex import make_flex_program
 from flexdilated.engines.flex._flex_op import static_program
-from flexdilated.masks.planning._planner import plan
+from flexdilated.masks.planning import Allowed, plan
 from tests.engines.test_flex import CPU, around_dense, attend_by, call_key, qkv
 from tests.support import oracle, twins
 from tests.support.agreement import TIGHT, assert_agrees
 from tests.support.compilers import without_inductor
+from tests.support.padded import padded_cases, padded_plan
 from tests.support.strategies import Case, block_sides, cases, tensors, whole_cases
 
 # B batch, H query heads, N queries, M keys, D head dim
@@ -100,14 +101,27 @@ def test_flex_in_every_order_with_every_offset(data):
     """Some of the heads, and positions that begin late, where all orders are weighed."""
     twin = twins.dilated(24, 3, 1) & twins.causal()
     case = Case(twin, 2, 21, 30, q_offset=17, k_offset=8, head_offset=1, num_heads_global=4)
-    layouts = {option.layout for option in plan(case.bind()).options[0]}
-    assert layouts == {"compact", "compact, split", "natural", "residue 3"}
+    layouts = {option.layout for option in plan(case.bind(), allowed=LISTS).options[0]}
+    assert layouts == {"natural", "residue 3"}
     drawn = data.draw(tensors(case))
     assert_every_order(case, drawn, data.draw(modified(len(drawn[0]), case.num_heads_global)), 8)
 
 
+@given(st.data(), padded_cases(), block_sides)
+def test_flex_over_padded_segments_is_the_oracle(data, case, side):
+    drawn = data.draw(tensors(case))
+    rule = data.draw(modified(len(drawn[0]), case.num_heads_global))
+    sizes = {"num_kv_heads": drawn[1].shape[1], "block_size": (side, side), "device": CPU}
+    program = make_flex_program(padded_plan(case), masks.Layout(case.num_queries), **sizes)
+    attend = around_dense(program, 0.5, score_mod=rule.score_mod())
+    assert_agrees(attend, drawn, case.counts(), scale=0.5, modify=rule.of(case))
+
+
+LISTS = Allowed(windows=False, key_weights=False, lists_only=True)
+
+
 def assert_every_order(case: Case, drawn: tuple[Tensor, ...], rule: Modified, side: int) -> None:
-    weighed = plan(case.bind())
+    weighed = plan(case.bind(), allowed=LISTS)
     sizes = {"num_kv_heads": drawn[1].shape[1], "block_size": (side, side), "device": CPU}
     for choice in range(max(len(options) for options in weighed.options)):
         terms = tuple(term for options in weighed.options for term in options[choice % len(options)].terms)
@@ -189,7 +203,7 @@ def test_decoding_sees_the_same_biases(engine):
 
 
 PATTERNS = {
-    folded: masks.strided(4),
+    in_segments: masks.dilated(1024, 4),
     in_order: masks.strided(16) & masks.causal(),
     shifted: masks.local_window(left=40, right=3),
 }
@@ -198,7 +212,7 @@ PATTERNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("indices", "compiled", "compiler"),
-    [(folded, False, nullcontext), (in_order, True, without_inductor), (shifted, False, without_inductor)],
+    [(in_segments, False, nullcontext), (in_order, True, without_inductor), (shifted, False, without_inductor)],
 )
 def test_compiled_on_cpu(indices, compiled, compiler):
     """FlexAttention itself, in every kind of layout, by itself or in a caller's graph, against the reference."""
@@ -214,8 +228,7 @@ def test_compiled_on_cpu(indices, compiled, compiler):
     with compiler():
         found = (torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend)(q, k, v, "flex")
     assert_close(found, attend(q, k, v, "reference"), rtol=1e-4, atol=1e-5)
-    if indices is not folded:  # which of its layouts a dilated set gets depends on the length
-        assert {step.indices.translate for step in static_program(key, CPU).steps} == {indices}
+    assert {step.indices.translate for step in static_program(key, CPU).steps} == {indices}
 
 
 def test_every_kind_of_indices_is_drawn_somewhere():
@@ -225,7 +238,7 @@ def test_every_kind_of_indices_is_drawn_somewhere():
         for N in (40, 300):
             key = CallKey(pattern.text, 2, 2, N, N, 0, 0, 0, 2, 1, (8, 8))
             kinds |= {step.indices.translate for step in static_program(key, CPU).steps}
-    assert kinds == {folded, in_order, shifted}
+    assert kinds == {in_segments, in_order, shifted}
 
 
 @pytest.mark.slow

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,13 +16,12 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.flex import _flex
-from flexdilated.engines.flex._flex import FlexProgram, FlexStep, make_flex_program, run_flex
+from flexdilated.engines.flex._flex import FlexProgram, make_flex_program, run_flex
 from flexdilated.engines.flex._flex_op import static_program
-from flexdilated.masks.planning._planner import Plan, plan
-from flexdilated.masks.planning.lowering._nested import nested_terms
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
-from tests.support.strategies import Case, block_sides, cases, tensors, whole_cases
+from tests.support.padded import padded_cases, padded_plan
+from tests.support.strategies import Case, block_sides, cases, sinks, tensors, whole_cases
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -85,8 +82,7 @@ def attend_by(key: CallKey, scale: float, **features):
 
 def around_dense(program: FlexProgram, scale: float, *, kernel: Callable[..., tuple] = dense_flex, **features):
     """The engine with a stand-in for its kernel."""
-    program = replace(program, steps=tuple(replace(step, call=kernel) for step in program.steps))
-    options = {"scale": scale, "return_lse": True, "direct": False, **features}
+    options = {"scale": scale, "return_lse": True, "kernel": kernel, **features}
     return lambda q, k, v, sinks=None: run_flex(program, q, k, v, sinks=sinks, **options)
 
 
@@ -204,36 +200,14 @@ def test_no_pair_at_all_is_zero_and_differentiable():
     assert torch.equal(grad, torch.zeros_like(q))
 
 
-@given(st.data(), block_sides)
-def test_terms_with_weights(data, side):
-    """Pairs that several branches share, computed once: their weights come after a caller's score_mod."""
-    causal, H = data.draw(st.booleans()), data.draw(st.integers(1, 3))
-    N = data.draw(st.integers(8, 70))
-    ladder = ([8, 16, 32], [1, 2, 4])
-    pattern, rule = masks.longnet(*ladder), oracle.longnet(*ladder)
-    if causal:
-        pattern, rule = pattern & masks.causal(), oracle.both(rule, oracle.causal())
-    bound = pattern.bind(num_heads=H, num_queries=N, num_keys=N)
-    terms = nested_terms(Counter(bound.pattern.branches()), bound)
-    assert terms is not None
-    assert any(term.weights is not None for term in terms) or N == 8
-    chosen = Plan(bound, masks.Layout(N), tuple(terms), plan(bound).options)
-    program = make_flex_program(chosen, masks.Layout(N), num_kv_heads=H, block_size=(side, side), device=CPU)
-    program = replace(program, steps=tuple(replace(step, bias=double_bias(step)) for step in program.steps))
-    torch.manual_seed(N)
-    drawn = tuple(torch.randn(1, H, N, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    counts = oracle.counts(rule, range(H), H, torch.arange(N), torch.arange(N))
-    assert_agrees(around_dense(program, 0.5), drawn, counts, scale=0.5)
-    q, k, v = (x.detach() for x in drawn)
-    found = around_dense(program, 0.5, score_mod=slanted)(q, k, v)
-    exact = fd.attend(q, k, v, pattern, scale=0.5, score_mod=slanted, engine="reference", return_lse=True)
-    torch.testing.assert_close(found, exact)
-
-
-def double_bias(step: FlexStep) -> Tensor | None:
-    """The weights as exact as the oracle."""
-    bias = step.term.bias(torch.float64)
-    return None if bias is None or step.bias is None else bias.expand(step.bias.shape)
+@given(st.data(), padded_cases(), block_sides, st.booleans())
+def test_padded_segments(data, case, side, has_sinks):
+    """Dilated branches over their active tokens, whatever the planner would choose; sinks are in the same merge."""
+    drawn = data.draw(tensors(case))
+    sizes = {"num_kv_heads": drawn[1].shape[1], "block_size": (side, 2 * side), "device": CPU}
+    program = make_flex_program(padded_plan(case), masks.Layout(case.num_queries), **sizes)
+    with_sinks = (data.draw(sinks(case.num_heads)),) if has_sinks else ()
+    assert_agrees(around_dense(program, 0.5), (*drawn, *with_sinks), case.counts(), scale=0.5)
 
 
 def slanted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ def test_branches_that_name_one_tensor_stay_apart():
     pattern = (causal & masks.lengths("n")) + (causal & masks.lengths("n", padding="left"))
     key = CallKey(pattern.text, 1, 1, 8, 8, 0, 0, 0, 1, 1, (8, 8))
     program = run_time_program(key, CPU, [rows], 2)
-    assert [step.log_multiplicity for step in program.steps] == [0.0, 0.0]
+    assert [step.structure.multiplicity for step in program.steps] == [1, 1]
     q, k, v = torch.randn(3, 2, 1, 8, 4, dtype=torch.float64)
     found = around_dense(program, 0.5, kernel=entry_by_entry)(q, k, v)
     exact = fd.attend(q, k, v, pattern, scale=0.5, bindings={"n": rows}, engine="reference", return_lse=True)

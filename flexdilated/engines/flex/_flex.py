@@ -1,142 +1,111 @@
-"""The flex engine: a plan run term by term through compiled FlexAttention, with the plan's own BlockMasks."""
+"""The flex engine: a plan as one program of gathers, FlexAttention with the plan's BlockMasks, and one merge."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import log
+from functools import cached_property, lru_cache
+from math import log, prod
 from types import FunctionType
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+import torch.fx.experimental._config as shapes_config
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
 from ...masks import Layout
-from ...masks.blocks import table_bytes
+from ...masks.blocks import join_blocks, table_bytes, to_block_mask
 from ...masks.orders import Placement
-from ...masks.patterns import Rows, tables, without_values
-from ...masks.planning import Plan, Term, bound_blocks, term_mask
-from .._gather import term_sides
-from .._merge import nothing, with_sinks
+from ...masks.patterns import Rows as RunTimeRows
+from ...masks.patterns import tables, without_values
+from ...masks.planning import PaddedTerm, Plan, Term, bound_blocks
+from .._merge import nothing, sum_dtype
 from .._operands import Hidden, hidden_of_blocks, within_reach
 from .._ops import own_op
-from .._score_mod import Indices, ScoreMod, indices_of, plain_values, with_bias
-from .._slots import Pick, join, pick_of, take, take_ahead
+from .._score_mod import Indices, ScoreMod, indices_of, plain_values
+from ._slots import Rows, Side, Slots, sides_of
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
-Call = Callable[..., Any]
+Kernel = Callable[..., Any]
+_Lead = tuple[int, int]
+_Tables = dict[str, Tensor]
 
 # Functions made to compile, by device type.
 _made: Counter[str] = Counter()
 
-
-@lru_cache(maxsize=256)
-def compiled_flex(term: Term, block_size: tuple[int, int], device: torch.device) -> Call:
-    """flex_attention compiled for a term, under code objects of its own, which outlive the tables in the plan cache.
-
-    torch counts recompilations by code object and, past a limit that all callers of it share, gives up. So each
-    term has its own for everything of a call that compiles anew: the dtype, the scale, whether gradients are recorded
-    and lses returned, the plain values of a score_mod, a batch of 1; and on CPU each size of its operands, as sizes
-    are static there, where dynamic ones can generate C++ that does not build. The latest are kept.
-    """
-
-    @lru_cache(maxsize=64)
-    def own(kind: Hashable) -> Call:
-        return _compiled(device)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        if device.type == "cpu":
-            q, k = widened(q), widened(k)
-        sizes = (q.shape, k.shape) if device.type == "cpu" else q.shape[0] == 1
-        recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), "return_aux" in options
-        kind = (sizes, q.dtype, options["scale"], *recorded, *modes, plain_values(options.get("score_mod")))
-        return own(kind)(q, k, v, **options)
-
-    return call
+TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
-def widened(x: Tensor) -> Tensor:
-    """For CPU kernels: head dims below 24 are filled up with zeros.
+class Structure(torch.nn.Module):
+    """What of a term is the same for every length: a module's numbers are constants of a graph that serves them all."""
 
-    For fewer, torch 2.13's template multiplies 16 keys at once where a ragged end leaves any multiple of its vectors'
-    length: it reads beyond the keys and writes over the maxima of the first queries, whose results become 0 or NaN.
-    """
-    return pad(x, (0, 24 - x.shape[-1])) if x.shape[-1] < 24 else x
+    def __init__(self, queries: Slots, keys: Slots, sides: tuple[int, int], multiplicity: int, lead: _Lead) -> None:
+        super().__init__()
+        self.queries, self.keys, self.sides, self.multiplicity = queries, keys, sides, multiplicity
+        self.lead = lead  # of the block tables: batch entries and heads
 
-
-def num_flex_functions() -> int:
-    """How many functions have been made to compile so far."""
-    return _made.total()
-
-
-def _compiled(device: torch.device) -> Call:
-    _made[device.type] += 1
-    code = _call_flex.__code__.replace(co_name=f"flex_attention_on_{device.type}")
-    own = FunctionType(code, _call_flex.__globals__, code.co_name)
-    return torch.compile(own, fullgraph=True, dynamic=False if device.type == "cpu" else None)
-
-
-def _call_flex(q, k, v, **options):
-    if not torch.compiler.is_compiling():
-        raise RuntimeError(
-            "engine 'flex' needs torch.compile, which is switched off here or gave up (TORCH_COMPILE_DISABLE, "
-            "TORCHDYNAMO_DISABLE, set_stance and suppress_errors do that): uncompiled, flex_attention forms all pairs. "
-            "On CPU engine='tiles' compiles nothing; engine='reference' is dense, for small inputs"
-        )
-    return flex_attention(q, k, v, **options)
+    @property
+    def numbers(self) -> Hashable:
+        """What makes it another one."""
+        slots = (each for side in (self.queries, self.keys) for each in (side.kind, side.numbers))
+        return (*slots, self.sides, self.multiplicity, self.lead)
 
 
 @dataclass(frozen=True, eq=False)
 class FlexStep:
-    """One term ready to run: its BlockMask, and how its operands are picked and its rows put back.
+    """One term ready to run: its BlockMask, and where its operands are read and its rows put back.
 
-    `hidden` are the slots that its kernels read although they take part in no pair. `bias` is added to the scores,
-    after a caller's score_mod.
+    `hidden` are the slots that its kernels read although they take part in no pair.
     """
 
     mask: BlockMask
     hidden: Hidden
     term: Term
-    held: tuple[Rows, ...]
+    held: tuple[RunTimeRows, ...]
     indices: Indices
-    queries: Pick
-    keys: Pick
-    log_multiplicity: float
-    bias: Float[Tensor, "H Q K"] | None
-    call: Call
+    queries: Side
+    keys: Side
+    structure: Structure
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what tells rows, positions and weights."""
-        bias = 0 if self.bias is None else self.bias.untyped_storage().nbytes()
-        return self.indices.nbytes + self.queries.nbytes + self.keys.nbytes + self.hidden.nbytes + bias
+        """Bytes of what tells rows, positions and hidden slots."""
+        return self.indices.nbytes + self.queries.rows.nbytes + self.keys.rows.nbytes + self.hidden.nbytes
 
 
 @dataclass(frozen=True, eq=False)
 class FlexProgram:
     """A plan made ready for one device.
 
-    `enter` and `leave` reorder tokens where the plan's order is not the input's.
+    `enter` and `leave` reorder tokens where the plan's order is not the input's. On accelerators `packed` holds the
+    block tables of all steps one after the other, and `sizes` the rows, columns and widths of each.
     """
 
     steps: tuple[FlexStep, ...]
     shares_rows: bool
     enter: tuple[Int64[Tensor, " N"], Int64[Tensor, " M"]] | None
     leave: Int64[Tensor, " N"] | None
+    packed: Int32[Tensor, " numbers"] | None
+    sizes: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the BlockMasks and of the row indices."""
-        return sum(table_bytes(step.mask) + step.nbytes for step in self.steps)
+        lists = (table_bytes(step.mask) for step in self.steps) if self.packed is None else (self.packed.nbytes,)
+        return sum(lists) + sum(step.nbytes for step in self.steps)
+
+    @cached_property
+    def structure(self) -> Hashable:
+        """What programs have in common that run as one compiled function, whatever their lengths."""
+        return tuple((without_values(step.term.rule), step.structure.numbers) for step in self.steps)
 
 
 def make_flex_program(
@@ -150,17 +119,61 @@ def make_flex_program(
 ) -> FlexProgram:
     """Build each term's BlockMask and the rows it reads. A placed plan comes with its `placement`."""
     groups = plan.bound.num_heads // num_kv_heads
-    tokens = plan.bound.num_queries, plan.bound.num_keys
     steps = []
-    for term in plan.terms:
-        sides = zip(term_sides(term, plan, groups, placement), tokens, strict=True)
-        queries, keys = (pick_of(side, number, device) for side, number in sides)
-        steps.append(_step(term, plan, (queries, keys), block_size, device))
-    if given == plan.layout:
-        return FlexProgram(tuple(steps), plan.shares_rows, None, None)
-    keys = Layout(plan.bound.num_keys, given.rate)
-    enter = (given.slots(device), keys.slots(device))
-    return FlexProgram(tuple(steps), plan.shares_rows, enter, given.positions(device))
+    for planned in plan.terms:
+        term = planned.in_blocks_of(*block_size) if isinstance(planned, PaddedTerm) else planned
+        sides = sides_of(term, plan, groups, placement, device)
+        steps.append(_step(term, plan, sides, block_size, device))
+    packed, sizes = None, ()
+    if device.type != "cpu" and steps:
+        packed = torch.cat([getattr(step.mask, name).flatten() for step in steps for name in TABLES])
+        sizes = tuple(size for step in steps for size in _sizes(step.mask))
+        found = _unpacked(packed, [step.structure.lead for step in steps], sizes)
+        steps = [replace(step, mask=_mask_of(step, tables)) for step, tables in zip(steps, found, strict=True)]
+    enter = leave = None
+    if given != plan.layout:
+        enter = given.slots(device), Layout(plan.bound.num_keys, given.rate).slots(device)
+        leave = given.positions(device)
+    return FlexProgram(tuple(steps), plan.shares_rows, enter, leave, packed, sizes)
+
+
+def _sizes(mask: BlockMask) -> tuple[int, int, int, int]:
+    """(rows, columns, length of a row's list, of a column's); lists of full blocks are as long as others."""
+    assert mask.q_indices is not None
+    by_row, by_column = mask.kv_indices.shape, mask.q_indices.shape
+    return by_row[2], by_column[2], by_row[3], by_column[3]
+
+
+def _unpacked(packed: Tensor, leads: Sequence[_Lead], sizes: Sequence[int]) -> list[_Tables]:
+    """The block tables of each step, as views."""
+    found, begin = [], 0
+    for index, lead in enumerate(leads):
+        rows, columns, by_row, by_column = sizes[4 * index : 4 * index + 4]
+        tables = {}
+        for name in TABLES:
+            lines, width = (columns, by_column) if name.removeprefix("full_").startswith("q") else (rows, by_row)
+            shape = (*lead, lines) if name.endswith("num_blocks") else (*lead, lines, width)
+            end = begin + prod(shape)
+            tables[name], begin = packed[begin:end].view(shape), end
+        found.append(tables)
+    return found
+
+
+def _mask_of(step: FlexStep, tables: _Tables) -> BlockMask:
+    numbers: dict[str, Any] = {"seq_lengths": step.mask.seq_lengths, "BLOCK_SIZE": step.mask.BLOCK_SIZE, **tables}
+    return BlockMask(**numbers, mask_mod=step.mask.mask_mod)
+
+
+def _step(
+    term: Term, plan: Plan, sides: tuple[Side, Side], block_size: tuple[int, int], device: torch.device
+) -> FlexStep:
+    blocks = bound_blocks(term, plan.bound, block_size)
+    mask = to_block_mask(join_blocks(blocks), term.mask_mod(device), device, batch=term.rule.num_entries())
+    hidden = hidden_of_blocks(term, blocks).on(device)
+    held = tuple(table.on(device) for table in tables(term.rule))
+    lead = (mask.kv_num_blocks.shape[0], mask.kv_num_blocks.shape[1])
+    structure = Structure(sides[0].slots, sides[1].slots, block_size, term.multiplicity, lead)
+    return FlexStep(mask, hidden, term, held, indices_of(term, device), *sides, structure)
 
 
 def run_flex(
@@ -171,100 +184,226 @@ def run_flex(
     *,
     scale: float,
     return_lse: bool,
-    direct: bool,
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
+    kernel: Kernel | None = None,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
-    """(out, lse if asked for). `direct` calls flex_attention itself: for graphs that compile it with the rest."""
-    dtype, needs_lse = q.dtype, return_lse or program.shares_rows or sinks is not None
-    if program.enter is not None:
-        q_order, k_order = program.enter
-        q, k, v = q.index_select(2, q_order), k.index_select(2, k_order), v.index_select(2, k_order)
-    if program.steps:
-        queries, keys = [step.queries for step in program.steps], [step.keys for step in program.steps]
-        ahead = zip(take_ahead(q, queries), take_ahead(k, keys), take_ahead(v, keys), strict=True)
-        parts, lses = [], []
-        for step, (taken_q, taken_k, taken_v) in zip(program.steps, ahead, strict=True):
-            step_q, step_k = take(q, step.queries, taken_q), take(k, step.keys, taken_k)
-            step_v, call = take(v, step.keys, taken_v), _flex_in_graph if direct else step.call
-            part, lse = _attend(step, step_q, step_k, step_v, scale, score_mod, needs_lse, call)
-            parts.append(part)
-            if lse is not None:
-                lses.append(lse)
-        out, lse = join(queries, parts, lses, (q.shape[0], q.shape[1], q.shape[2]), keep_wide=sinks is not None)
+    """(out, lse if asked for), by one function that is compiled for this structure; inside a graph, as part of it.
+
+    `kernel` stands in for flex_attention; then nothing is compiled.
+    """
+    if not program.steps:
+        out, lse = nothing(q, k, v, sinks)
+        return out, lse if return_lse else None
+    if q.device.type == "cpu" and kernel is None:
+        q, k = _widened(q), _widened(k)
+    orders = program.enter, program.leave
+    # There is no lse on CPU. Elsewhere one more of it costs next to nothing, and one more function much.
+    needs_lse = return_lse or program.shares_rows or sinks is not None or q.device.type != "cpu"
+    if kernel is None and not torch.compiler.is_compiling():
+        call = compiled_flex(program.structure, q.device)
+        kind = _kind(q, k, v, sinks, score_mod, scale, needs_lse)
+        tables = program.packed, program.sizes
+        out, lse = call(kind)(program.steps, tables, orders, q, k, v, sinks, score_mod, repr(scale), needs_lse)
     else:
-        out, lse = nothing(q, k, v, None)
-    if sinks is not None:
-        assert lse is not None
-        out, lse = with_sinks(out, lse, sinks)
-    if program.leave is not None:
-        out = out.index_select(2, program.leave)
-        lse = None if lse is None else lse.index_select(2, program.leave)
+        found = [_tables_of(step) for step in program.steps]
+        options = (scale, needs_lse, kernel or _flex_in_graph)
+        out, lse = _run(program.steps, found, orders, q, k, v, sinks, score_mod, *options)
+    return out, lse if return_lse else None
+
+
+def _kind(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score_mod: ScoreMod | None, scale: float, needs_lse: bool
+) -> Hashable:
+    """What of a call compiles anew: on CPU sizes too, as dynamic ones can generate C++ there that does not build."""
+    sizes = (q.shape, k.shape) if q.device.type == "cpu" else (q.shape[0] == 1, q.shape[1], k.shape[1], q.shape[3])
+    recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), needs_lse, sinks is None
+    return (sizes, q.dtype, scale, *recorded, *modes, plain_values(score_mod))
+
+
+@lru_cache(maxsize=256)
+def compiled_flex(structure: Hashable, device: torch.device) -> Callable[[Hashable], Kernel]:
+    """The compiled functions of programs of this structure, one for each kind of call; the latest are kept.
+
+    torch counts recompilations by code object and, past a limit that all callers of it share, gives up. So each has
+    its own.
+    """
+
+    @lru_cache(maxsize=64)
+    def own(kind: Hashable) -> Kernel:
+        return _compiled(device)
+
+    return own
+
+
+def _widened(x: Tensor) -> Tensor:
+    """For CPU kernels: head dims below 24 are filled up with zeros.
+
+    For fewer, torch 2.13's template multiplies 16 keys at once where a ragged end leaves any multiple of its vectors'
+    length: it reads beyond the keys and writes over the maxima of the first queries, whose results become 0 or NaN.
+    """
+    return pad(x, (0, 24 - x.shape[-1])) if x.shape[-1] < 24 else x
+
+
+def num_flex_functions() -> int:
+    """How many functions have been made to compile so far."""
+    return _made.total()
+
+
+def _compiled(device: torch.device) -> Kernel:
+    _made[device.type] += 1
+    code = _call_program.__code__.replace(co_name=f"flex_attention_{_made.total()}_on_{device.type}")
+    own = FunctionType(code, _call_program.__globals__, code.co_name)
+    if device.type == "cpu":
+        return torch.compile(own, fullgraph=True, dynamic=False)
+    options = {"combo_kernels": True, "guard_filter_fn": _to_be_checked}
+    compiled = torch.compile(own, fullgraph=True, dynamic=True, options=options)
+
+    def call(*arguments: Any) -> Any:
+        # Sizes that happen to be equal are not made one.
+        before, shapes_config.use_duck_shape = shapes_config.use_duck_shape, False
+        try:
+            return compiled(*arguments)
+        finally:
+            shapes_config.use_duck_shape = before
+
+    return call
+
+
+def _tables_of(step: FlexStep) -> _Tables:
+    return {name: getattr(step.mask, name) for name in TABLES}
+
+
+def _to_be_checked(guards: Sequence[Any]) -> list[bool]:
+    """Not the numbers of steps' modules: the function belongs to a structure, which they are."""
+    return [
+        not (guard.orig_guard.source.is_unspecialized_nn_module() and guard.name.startswith("L['steps']"))
+        for guard in guards
+    ]
+
+
+def _call_program(steps, tables, orders, q, k, v, sinks, score_mod, scale, needs_lse):
+    if not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "engine 'flex' needs torch.compile, which is switched off here or gave up (TORCH_COMPILE_DISABLE, "
+            "TORCHDYNAMO_DISABLE, set_stance and suppress_errors do that): uncompiled, flex_attention forms all pairs. "
+            "On CPU engine='tiles' compiles nothing; engine='reference' is dense, for small inputs"
+        )
+    packed, sizes = tables
+    if packed is None:
+        found = [_tables_of(step) for step in steps]
+    else:
+        found = _unpacked(packed, [step.structure.lead for step in steps], sizes)
+    return _run(steps, found, orders, q, k, v, sinks, score_mod, float(scale), needs_lse, _flex_in_graph)
+
+
+def _run(
+    steps: Sequence[FlexStep],
+    tables: Sequence[_Tables],
+    orders: tuple[tuple[Tensor, Tensor] | None, Tensor | None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    score_mod: ScoreMod | None,
+    scale: float,
+    needs_lse: bool,
+    kernel: Kernel,
+) -> tuple[Tensor, Tensor | None]:
+    """Each term's operands, its kernel, and one merge of them all."""
+    enter, leave = orders
+    if enter is not None:
+        q, k, v = q.index_select(2, enter[0]), k.index_select(2, enter[1]), v.index_select(2, enter[1])
+    tokens, dtype = q.shape[2], q.dtype
+    parts, lses = [], []
+    for step, own in zip(steps, tables, strict=True):
+        part, lse = _attend(step, own, q, k, v, score_mod, scale, needs_lse, kernel)
+        parts.append((step.structure.queries, step.queries.rows, step.queries.start, part))
+        lses.append(lse)
+    if needs_lse:
+        out, lse = merge_parts(parts, lses, sinks, tokens)
+    else:
+        out, lse = _sum([slots.put(part, rows, start, tokens, 0.0) for slots, rows, start, part in parts]), None
+    if leave is not None:
+        out = out.index_select(2, leave)
+        lse = None if lse is None else lse.index_select(2, leave)
     return out.to(dtype), lse
 
 
-def missing_compiler() -> str | None:
-    """What stops inductor from building CPU kernels: no C++ compiler by the names it looks for, or None."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    found = any(shutil.which(name) for name in names)
-    return None if found else f"no C++ compiler found (looked for {', '.join(names)})"
+Part = tuple[Slots, Rows, int, Float[Tensor, "B H S D"]]
 
 
-def _step(
-    term: Term, plan: Plan, picks: tuple[Pick, Pick], block_size: tuple[int, int], device: torch.device
-) -> FlexStep:
-    mask = term_mask(term, plan.bound, device=device, block_size=block_size)
-    return FlexStep(
-        mask,
-        hidden_of_blocks(term, bound_blocks(term, plan.bound, block_size)).on(device),
-        term,
-        tuple(table.on(device) for table in tables(term.rule)),
-        indices_of(term, device),
-        *picks,
-        log(term.multiplicity),
-        _bias(term, device),
-        # New values of run-time tensors are no new program.
-        compiled_flex(replace(term, rule=without_values(term.rule)), block_size, device),
-    )
+def merge_parts(
+    parts: Sequence[Part], lses: Sequence[Float[Tensor, "B H S"]], sinks: Float[Tensor, " H"] | None, tokens: int
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """One softmax over all parts of each row and its sink; a row without any has output 0 and lse -inf.
+
+    Source: LongNet, arXiv 2307.02486, eq. 10.
+    """
+    placed = zip(parts, lses, strict=True)
+    whole = [slots.put(lse, rows, start, tokens, -torch.inf) for (slots, rows, start, _), lse in placed]
+    (slots, rows, start, part), *others = parts
+    if not others and sinks is None:
+        return slots.put(part, rows, start, tokens, 0.0), whole[0]
+    logits = [] if sinks is None else [sinks.to(whole[0].dtype)[:, None]]
+    top = whole[0].detach()
+    for lse in (*whole[1:], *logits):
+        top = torch.maximum(top, lse.detach())
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = [torch.exp(lse - top) for lse in (*whole, *logits)]
+    total = _sum(weights)
+    empty = total == 0
+    some = torch.where(empty, 1.0, total)
+    shares = [(weight / some)[..., None] for weight in weights[: len(parts)]]
+    rows_of_parts = [slots.put(part, rows, start, tokens, 0.0) for slots, rows, start, part in parts]
+    out = _sum([x.to(sum_dtype(x)) * share for x, share in zip(rows_of_parts, shares, strict=True)])
+    return out, torch.where(empty, -torch.inf, top + torch.log(some))
 
 
-def _bias(term: Term, device: torch.device) -> Float[Tensor, "H Q K"] | None:
-    """What the weights of a term add to its scores, as a view that any head and slots index."""
-    bias = term.bias(torch.float32)
-    return None if bias is None else bias.to(device).expand(len(term.heads), term.q.num_slots, term.k.num_slots)
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    total = terms[0]
+    for each in terms[1:]:
+        total = total + each
+    return total
 
 
 def _attend(
     step: FlexStep,
+    tables: _Tables,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
     score_mod: ScoreMod | None,
+    scale: float,
     needs_lse: bool,
-    call: Call,
+    kernel: Kernel,
 ) -> tuple[Tensor, Tensor | None]:
-    options = {"block_mask": step.mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    inner = None if score_mod is None else step.indices.at_positions(score_mod)
-    outer = inner if step.bias is None else with_bias(inner, step.bias)
-    if outer is not None:
-        options["score_mod"] = outer
-    # Their results are cleared as well, so that no gradient of theirs, which may be NaN, enters the kernel.
-    hidden = step.hidden
-    q, k, v = hidden.clear_queries(q, dim=2), hidden.clear_keys(k, dim=2), hidden.clear_keys(v, dim=2)
+    structure, hidden = step.structure, step.hidden
+    rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
+    (queries, q_rows, q_start), (keys, k_rows, k_start) = step.queries, step.keys
+    # Results of hidden slots are cleared as well, so that no gradient of theirs, which may be NaN, enters the kernel.
+    q = hidden.clear_queries(queries.take(q, q_rows, q_start, rows * structure.sides[0]), dim=2)
+    k, v = (hidden.clear_keys(keys.take(x, k_rows, k_start, columns * structure.sides[1]), dim=2) for x in (k, v))
     q, k, v = within_reach(q), within_reach(k), within_reach(v)
+    lengths = (q.shape[2], k.shape[2])
+    numbers: dict[str, Any] = {"seq_lengths": lengths, "BLOCK_SIZE": structure.sides, **tables}
+    mask = BlockMask(**numbers, mask_mod=step.mask.mask_mod)
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if score_mod is not None:
+        options["score_mod"] = step.indices.at_positions(score_mod)
     if not needs_lse:
-        return hidden.clear_queries(call(q, k, v, **options), dim=2), None
-    out, aux = call(q, k, v, **options, return_aux=AuxRequest(lse=True))
-    lse = hidden.clear_queries(aux.lse + step.log_multiplicity, dim=2, value=-torch.inf)
-    return hidden.clear_queries(out, dim=2), lse
+        return hidden.clear_queries(kernel(q, k, v, **options), dim=2), None
+    out, aux = kernel(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    lse = aux.lse if structure.multiplicity == 1 else aux.lse + log(structure.multiplicity)
+    return hidden.clear_queries(out, dim=2), hidden.clear_queries(lse, dim=2, value=-torch.inf)
 
 
 def _flex_in_graph(q, k, v, **options):
     if q.device.type != "cpu":
         return flex_attention(q, k, v, **options)
     # The CPU kernel takes whole buffers, and nothing that comes after it may be fused with it.
-    return _own_buffer(flex_attention(*(_own_buffer(x) for x in (widened(q), widened(k), v)), **options))
+    return _own_buffer(flex_attention(*(_own_buffer(x) for x in (q, k, v)), **options))
 
 
 @own_op("flexdilated::own_buffer")
@@ -276,3 +415,10 @@ def _own_buffer(x: Tensor) -> Tensor:
 @_own_buffer.register_fake
 def _(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def missing_compiler() -> str | None:
+    """What stops inductor from building CPU kernels: no C++ compiler by the names it looks for, or None."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    found = any(shutil.which(name) for name in names)
+    return None if found else f"no C++ compiler found (looked for {', '.join(names)})"

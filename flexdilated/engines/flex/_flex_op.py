@@ -21,7 +21,7 @@ from .._operands import MOST_ELEMENTS, Hidden, readable
 from .._ops import flat_op
 from .._score_mod import ScoreMod
 from .._tuned import chosen
-from ._flex import FlexProgram, FlexStep, make_flex_program, run_flex
+from ._flex import TABLES, FlexProgram, FlexStep, make_flex_program, run_flex
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -38,7 +38,7 @@ def static_program(key: CallKey, device: torch.device, choice: Choice | None = N
 
 def allowed_on(device: torch.device) -> Allowed:
     """What terms the engine runs: those that share rows are merged by their lse, which there is none of on CPU."""
-    return Allowed(shared_rows=device.type != "cpu", windows=False, key_weights=False)
+    return Allowed(shared_rows=device.type != "cpu", windows=False, key_weights=False, lists_only=True)
 
 
 def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int) -> FlexProgram:
@@ -80,7 +80,7 @@ def list_width(term: Term, block_size: tuple[int, int], device: torch.device) ->
 
 
 def _blank_plan(key: CallKey, device: torch.device, blank: Expression) -> Plan:
-    allowed = Allowed(shared_rows=False, windows=False, residues=not key.placement)
+    allowed = replace(allowed_on(device), shared_rows=False, residues=not key.placement)
     return key.plan(blank, device=device, allowed=allowed)
 
 
@@ -101,10 +101,6 @@ def _cached(
 
 def _program_bytes(program: FlexProgram) -> int:
     return program.nbytes
-
-
-_FIELDS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-_FIELDS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 @flat_op("flexdilated::run_time_tables")
@@ -137,8 +133,8 @@ def _(q, bindings, *key):
 def _widths(step: FlexStep, key: CallKey) -> dict[str, int | None]:
     """How long the lists of each table of a BlockMask are in a graph; None for tables that hold no lists."""
     by_row, by_column = list_width(step.term, key.flex_sides, step.mask.kv_num_blocks.device)
-    return {name: by_row if "kv" in name else by_column for name in _FIELDS} | {
-        name: None for name in _FIELDS if name.endswith("num_blocks")
+    return {name: by_row if "kv" in name else by_column for name in TABLES} | {
+        name: None for name in TABLES if name.endswith("num_blocks")
     }
 
 
@@ -146,12 +142,12 @@ def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
     """The program with other tables, as `run_time_tables` returned them; traced by torch.compile."""
     steps, following = [], iter(found)
     for step in program.steps:
-        named = {name: next(following) for name in _FIELDS}
+        named = {name: next(following) for name in TABLES}
         for held in step.held:
             held.rows = next(following)
         hidden = Hidden(*(next(following) for _ in _hidden_sides(step))) if step.held else step.hidden
         steps.append(_with_mask(step, named, hidden))
-    return FlexProgram(tuple(steps), program.shares_rows, program.enter, program.leave)
+    return FlexProgram(tuple(steps), program.shares_rows, program.enter, program.leave, None, ())
 
 
 def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:
@@ -168,8 +164,7 @@ def _with_mask(step: FlexStep, named: dict[str, Tensor], hidden: Hidden) -> Flex
     sizes: dict[str, Any] = {"seq_lengths": step.mask.seq_lengths, "BLOCK_SIZE": step.mask.BLOCK_SIZE}
     sizes.update(named)
     mask = BlockMask(**sizes, mask_mod=step.mask.mask_mod)
-    picks, weights = (step.queries, step.keys), (step.log_multiplicity, step.bias)
-    return FlexStep(mask, hidden, step.term, step.held, step.indices, *picks, *weights, step.call)
+    return FlexStep(mask, hidden, step.term, step.held, step.indices, step.queries, step.keys, step.structure)
 
 
 # In half precision kernels for accelerators have tiles of up to so many rows, which must divide a block.
@@ -285,12 +280,12 @@ def _flex(
         _prepare(q, bindings, *key)
         program = getattr(_Traced, _name(key, bindings, q.device.type))
         program = with_tables(program, run_time_tables(q, bindings, *key)) if bindings else program
-        return run_flex(program, q, k, v, direct=True, **options)
+        return run_flex(program, q, k, v, **options)
     if bindings:
         program = run_time_program(key, q.device, bindings, len(q))
     else:
         program = static_program(key, q.device, chosen(key, q))
-    return run_flex(program, q, k, v, direct=False, **options)
+    return run_flex(program, q, k, v, **options)
 
 
 @flat_op("flexdilated::prepare_flex")

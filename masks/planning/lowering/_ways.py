@@ -19,15 +19,20 @@ _TILE_TOKENS = 128  # a tile is a block, where tiles of that size divide the gri
 MAX_RESIDUE_RATE = 256
 
 
-def ways(branch: Pattern, multiplicity: int, bound: Bound, *, residues: bool) -> dict[str, list[Term]]:
-    """Each layout in which a branch can be computed at once, by its name, with its terms."""
+def ways(
+    branch: Pattern, multiplicity: int, bound: Bound, *, residues: bool, gathered: bool = True
+) -> dict[str, list[Term]]:
+    """Each layout in which a branch can be computed at once, by its name, with its terms.
+
+    Without `residues` none of all tokens in another order, without `gathered` none of the active tokens of each head.
+    """
     # Of a union each part is weighed in an order of its own; one that suits all has few classes.
     most = bound.num_queries // 2 if len(branch.alternatives()) == 1 else min(MAX_RESIDUE_RATE, bound.num_queries)
     rate = residue_rate(branch, max(1, most)) if residues else 1
     found = {"natural": shared_terms(branch, multiplicity, bound, 1)}
     if rate > 1:
         found[f"residue {rate}"] = shared_terms(branch, multiplicity, bound, rate)
-    if (compact := compact_terms(branch, multiplicity, bound)) is not None:
+    if gathered and (compact := compact_terms(branch, multiplicity, bound)) is not None:
         found["compact"] = compact
     for tile, tiled in tiled_terms(branch, multiplicity, bound).items():
         found[f"tiled {'x'.join(map(str, tile))}"] = tiled
@@ -51,7 +56,7 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
     groups: dict[tuple[Pattern, _Strand], list[tuple[int, int, int]]] = {}
     for head in range(bound.num_heads):
         rule = branch.for_head(head + bound.head_offset, bound.num_heads_global)
-        split = _split_dilated(rule)
+        split = split_dilated(rule)
         if split is not None:
             base, rest = split
             strands = _segments(base, bound)
@@ -97,7 +102,7 @@ def _compact_term(
     return Term.of(bound, rule, shape, multiplicity, q, k, heads=heads)
 
 
-def _split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
+def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
     """(the dilated factor that prunes most, the rest), if the rest repeats from segment to segment."""
     factors = rule.factors()
     bases = sorted(

@@ -1,0 +1,314 @@
+"""A term's slots and the tokens of a tensor, each read where the other holds it: index arithmetic, or an index.
+
+A token has at most one slot in a term, so the gradient of a gather is the gather by the inverse, never a scatter. All
+is plain torch, for inductor to fuse; what defines a pattern is a constant of a graph, what depends on lengths is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int32, Int64, Shaped
+from torch import Tensor
+
+from ...masks.core import index_dtype
+from ...masks.orders import Layout, Order, Padded, Placement
+from ...masks.planning import PaddedTerm, Plan, Term
+from .._merge import sum_dtype
+
+# B batch, X heads of a tensor, H heads of a term, S slots, N tokens, D head dim; `groups` heads of a term read one head
+
+_Numbers = tuple[int, ...]
+
+
+class Rows(NamedTuple):
+    """The tables of a side: what of it depends on heads, or is no arithmetic.
+
+    heads: the head of each of the term's heads, counted over query heads; places: where each of those is among the
+    term's, or -1. Both None where these are all of them in order. offsets: of arithmetic, each head's first place.
+    listed: the token of each slot, inverse: the slot of each token of each of all heads; -1 for none.
+    """
+
+    heads: Int32[Tensor, " H"] | None = None
+    places: Int32[Tensor, " X"] | None = None
+    offsets: Int32[Tensor, " H"] | None = None
+    listed: Int32[Tensor, "#H S"] | None = None
+    inverse: Int32[Tensor, "#X N"] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self if each is not None)
+
+
+class Slots(torch.nn.Module):
+    """One side of a term. A module's numbers are constants of a graph that is compiled for any length.
+
+    kind: "all", every token in its own slot; "heads", the same of some heads; "segments", by the arithmetic of
+    `Padded`; "index". numbers: groups, step, segment, width.
+    """
+
+    def __init__(self, kind: str, *numbers: int) -> None:
+        super().__init__()
+        self.kind, self.numbers = kind, numbers
+
+    def take(self, x: Shaped[Tensor, "B X N ..."], rows: Rows, start: int, slots: int) -> Shaped[Tensor, "B H S ..."]:
+        """The slots, 0 where they hold nothing. By arithmetic there are so many; segment 0 begins at token `start`."""
+        if self.kind == "index":
+            assert rows.listed is not None
+            slots = rows.listed.shape[1]
+        if self.kind == "heads":
+            slots = x.shape[2]
+        return x if self.kind == "all" else _take(x, self.kind, self.numbers, start, slots, *rows)
+
+    def put(self, x: Shaped[Tensor, "B H S ..."], rows: Rows, start: int, tokens: int, empty: float) -> Tensor:
+        """The tokens of all query heads, `empty` where they have no slot."""
+        return x if self.kind == "all" else _put(x, self.kind, self.numbers, start, tokens, empty, *rows)
+
+
+class Side(NamedTuple):
+    """How one side of a term is read: its arithmetic, tables and the token at which segment 0 begins."""
+
+    slots: Slots
+    rows: Rows
+    start: int
+
+
+@dataclass(frozen=True)
+class _At:
+    """Slots and tokens of one side, by index tensors of both. Where several heads of a term read one, `groups` do."""
+
+    kind: str
+    numbers: _Numbers
+    start: int
+    rows: Rows
+
+    def tokens(self, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(the token in each slot of each head, whether there is one: None for everywhere)."""
+        if self.kind == "heads":
+            return slot, None
+        if self.kind == "index":
+            assert self.rows.listed is not None
+            return self.rows.listed, self.rows.listed >= 0
+        _, step, segment, width = self.numbers
+        assert self.rows.offsets is not None
+        place = slot % width * step + self.rows.offsets[head]
+        return self.start + slot // width * segment + place, place < segment
+
+    def slots(self, head: Tensor, token: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(the slot of each token of all heads, whether it has one: None for everywhere)."""
+        if self.kind == "heads":
+            return token, None
+        if self.kind == "index":
+            assert self.rows.inverse is not None
+            return self.rows.inverse, self.rows.inverse >= 0
+        _, step, segment, width = self.numbers
+        assert self.rows.offsets is not None
+        ahead = token - self.start
+        place = ahead % segment - self.rows.offsets[self.place(head)[0]]
+        active = (place >= 0) & (place % step == 0) & (ahead >= 0)
+        return ahead // segment * width + place // step, active
+
+    def source(self, head: Tensor) -> Tensor:
+        """The tensor's head that each of the term's heads reads."""
+        groups = self.numbers[0]
+        head = head if self.rows.heads is None else self.rows.heads[head]
+        return head if groups == 1 else head // groups
+
+    def place(self, head: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(where each of all query heads is among the term's, whether it is)."""
+        if self.rows.places is None:
+            return head, None
+        place = self.rows.places[head]
+        return place.clamp(min=0), place >= 0
+
+
+def _grid(x: Tensor, heads: int, length: int, begin: int) -> tuple[Tensor, Tensor]:
+    """Heads (heads, 1) and indices (length).
+
+    A backward's `begin` is 1: as the forward's, they would be found to be the same, saved and read, in place of
+    arithmetic in a kernel's registers.
+    """
+    dtype = index_dtype(x.device, 0, 0)
+    head = torch.arange(begin, heads + begin, device=x.device, dtype=dtype) - begin
+    return head[:, None], torch.arange(begin, length + begin, device=x.device, dtype=dtype) - begin
+
+
+def _to_slots(x: Tensor, at: _At, slots: int, begin: int) -> Tensor:
+    num_heads = x.shape[1] * at.numbers[0] if at.rows.heads is None else len(at.rows.heads)
+    head, slot = _grid(x, num_heads, slots, begin)
+    token, held = at.tokens(head, slot)
+    if at.kind == "segments":
+        inside = (token >= 0) & (token < x.shape[2])
+        held = inside if held is None else held & inside
+    return _read(x, at.source(head), token, held, 0.0)
+
+
+def _to_tokens(x: Tensor, at: _At, tokens: int, empty: float, begin: int) -> Tensor:
+    num_heads = x.shape[1] if at.rows.places is None else len(at.rows.places)
+    head, token = _grid(x, num_heads, tokens, begin)
+    slot, active = at.slots(head, token)
+    place, is_here = at.place(head)
+    if is_here is not None:
+        active = is_here if active is None else active & is_here
+    if at.kind == "segments":
+        inside = slot < x.shape[2]
+        active = inside if active is None else active & inside
+    return _read(x, place, slot, active, empty)
+
+
+def _read(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, empty: float) -> Tensor:
+    if there is None:
+        return x[:, head, index]
+    found = x[:, head, torch.where(there, index, 0)]
+    there = there.expand(found.shape[1:3])
+    return torch.where(there[..., None] if x.dim() == 4 else there, found, empty)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str, numbers: _Numbers, start: int, slots: int, *rows: Any) -> Tensor:
+        ctx.kind, ctx.numbers, ctx.start, ctx.tokens = kind, numbers, start, x.shape[2]
+        ctx.save_for_backward(*rows)
+        return _to_slots(x, _At(kind, numbers, start, Rows(*rows)), slots, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), groups = grads, ctx.numbers[0]
+        at = _At(ctx.kind, ctx.numbers, ctx.start, Rows(*ctx.saved_tensors))
+        grad = _to_tokens(grad, at, ctx.tokens, 0.0, 1)
+        if groups > 1:
+            grad = grad.unflatten(1, (-1, groups)).sum(2, dtype=sum_dtype(grad)).to(grad.dtype)
+        return grad, *([None] * (4 + len(Rows._fields)))
+
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, kind: str, numbers: _Numbers, start: int, tokens: int, empty: float, *rows: Any
+    ) -> Tensor:
+        ctx.kind, ctx.numbers, ctx.start, ctx.slots = kind, numbers, start, x.shape[2]
+        ctx.save_for_backward(*rows)
+        return _to_tokens(x, _At(kind, numbers, start, Rows(*rows)), tokens, empty, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        at = _At(ctx.kind, ctx.numbers, ctx.start, Rows(*ctx.saved_tensors))
+        grad = _to_slots(grad, at, ctx.slots, 1)
+        return grad, *([None] * (5 + len(Rows._fields)))
+
+
+# Tracing hands these over as they are: it would not follow an autograd.Function through the kernel's own graphs.
+
+
+@torch.compiler.allow_in_graph
+def _take(x, kind, numbers, start, slots, *rows):
+    return _Take.apply(x, kind, numbers, start, slots, *rows)
+
+
+@torch.compiler.allow_in_graph
+def _put(x, kind, numbers, start, tokens, empty, *rows):
+    return _Put.apply(x, kind, numbers, start, tokens, empty, *rows)
+
+
+def sides_of(
+    term: Term, plan: Plan, groups: int, placement: Placement | None, device: torch.device
+) -> tuple[Side, Side]:
+    """How a term's queries and keys are read in tensors of all tokens, or of those that are held.
+
+    `groups` query heads share a key/value head.
+    """
+    num_heads, (num_queries, num_keys) = plan.bound.num_heads, (plan.bound.num_queries, plan.bound.num_keys)
+    heads = None if term.heads == tuple(range(num_heads)) else term.heads
+    if placement is not None:
+        kv_heads = [head // groups for head in term.heads]
+        q_index = term.q.tokens()[:, 0]
+        k_index = _located(term.k.tokens()[:, 0].expand(len(kv_heads), -1), kv_heads, placement)
+        q = _by_index(q_index, heads, num_heads, 1, num_queries, device)
+        return q, _by_index(k_index, heads, num_heads, groups, num_keys, device)
+    if isinstance(term, PaddedTerm):
+        return _of_segments(term.q, heads, num_heads, 1, device), _of_segments(term.k, heads, num_heads, groups, device)
+    keys = Layout(num_keys, plan.layout.rate)
+    q = _of_order(term.q, plan.layout, heads, num_heads, 1, device)
+    return q, _of_order(term.k, keys, heads, num_heads, groups, device)
+
+
+def _of_segments(
+    order: Padded, heads: tuple[int, ...] | None, num_heads: int, groups: int, device: torch.device
+) -> Side:
+    offsets = torch.tensor(order.offsets, dtype=torch.int32)
+    if heads is None and groups > 1 and bool((offsets.view(-1, groups) == offsets[::groups, None]).all()):
+        offsets, groups = offsets[::groups], 1
+    offsets = offsets.to(device)
+    _fixed(offsets)
+    rows = _rows(heads, num_heads, device, offsets=offsets)
+    return Side(Slots("segments", groups, order.step, order.segment, order.width), rows, order.start)
+
+
+def _of_order(
+    order: Order, given: Layout, heads: tuple[int, ...] | None, num_heads: int, groups: int, device: torch.device
+) -> Side:
+    if order != given:
+        return _by_index(order.tokens()[:, 0], heads, num_heads, groups, given.num_tokens, device)
+    if heads is None:
+        return Side(Slots("all", 1), Rows(), 0)
+    return Side(Slots("heads", groups), _rows(heads, num_heads, device), 0)
+
+
+def _by_index(
+    index: Int64[Tensor, "#H S"],
+    heads: tuple[int, ...] | None,
+    num_heads: int,
+    groups: int,
+    num_tokens: int,
+    device: torch.device,
+) -> Side:
+    """By the token of each slot, -1 for none; where all heads of a group read alike, once for these."""
+    alike = index if len(index) == 1 or bool((index != index[:1]).any()) else index[:1]
+    if heads is None and groups > 1:
+        of_group = alike.unflatten(0, (-1, groups)) if len(alike) > 1 else alike[None]
+        if not bool((of_group != of_group[:, :1]).any()):
+            alike, groups = of_group[:, 0], 1
+    if heads is None and groups == 1 and torch.equal(alike, torch.arange(num_tokens)[None]):
+        return Side(Slots("all", 1), Rows(), 0)
+    inverse = torch.full((len(alike), num_tokens + 1), -1, dtype=torch.int32)
+    slot = torch.arange(alike.shape[1], dtype=torch.int32)
+    inverse.scatter_(1, torch.where(alike < 0, num_tokens, alike), slot.expand_as(alike))
+    inverse = inverse[:, :num_tokens]
+    if heads is not None and len(inverse) > 1:
+        inverse = torch.full((num_heads, num_tokens), -1, dtype=torch.int32).index_copy_(
+            0, torch.tensor(heads), inverse
+        )
+    rows = _rows(heads, num_heads, device, listed=alike.int().to(device), inverse=inverse.to(device))
+    return Side(Slots("index", groups), rows, 0)
+
+
+def _rows(heads: tuple[int, ...] | None, num_heads: int, device: torch.device, **tables: Tensor) -> Rows:
+    if heads is None:
+        return Rows(**tables)
+    places = torch.full((num_heads,), -1, dtype=torch.int32)
+    places[list(heads)] = torch.arange(len(heads), dtype=torch.int32)
+    both = torch.tensor(heads, dtype=torch.int32, device=device), places.to(device)
+    for each in both:
+        _fixed(each)
+    return Rows(*both, **tables)
+
+
+def _fixed(x: Tensor) -> None:
+    """Say that no other length makes it another size."""
+    if x.device.type != "cpu":
+        torch._dynamo.mark_static(x)
+
+
+def _located(positions: Int64[Tensor, "H S"], kv_heads: Sequence[int], placement: Placement) -> Int64[Tensor, "H S"]:
+    """The token of each position in its head's keys; -1 for positions that are not held."""
+    found: dict[tuple[int, int], Tensor] = {}
+    for row, head in zip(positions, kv_heads, strict=True):
+        key = (head, int(row[0]))  # heads of a term differ in where they start alone
+        if key not in found:
+            held = placement.key_slots(head)
+            found[key] = torch.where(torch.isin(row, held.position), held.of(row), -1)
+    return torch.stack([found[head, int(row[0])] for row, head in zip(positions, kv_heads, strict=True)])

@@ -1,0 +1,80 @@
+"""Dilated branches as lists of blocks over their active tokens: the lists, the rule in them, what is hidden."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+
+from flexdilated import masks
+from flexdilated.masks.core import Bound
+from flexdilated.masks.planning import Allowed, PaddedTerm, plan
+from flexdilated.masks.planning.lowering._padded import padded_terms
+from tests.support.padded import padded_cases, padded_plan
+from tests.support.strategies import block_sides
+
+
+@given(padded_cases(), block_sides, block_sides)
+def test_listed_blocks_hold_the_pairs(case, q_side, k_side):
+    """Every pair once a branch, in a block that is listed; full blocks need no rule; the others have it."""
+    planned, times = padded_plan(case), torch.zeros(case.num_heads, case.num_queries, case.num_keys, dtype=torch.int64)
+    for term in planned.terms:
+        assert isinstance(term, PaddedTerm)
+        term = term.in_blocks_of(q_side, k_side)
+        blocks = term.blocks(q_side, k_side)
+        N, M = blocks.num_q_slots, blocks.num_k_slots
+        q_tokens, k_tokens = (slots_of(side, length) for side, length in ((term.q, N), (term.k, M)))
+        q, k = torch.arange(N), torch.arange(M)
+        heads = torch.arange(len(term.heads))[:, None, None]
+        rule = term.mask_mod(torch.device("cpu"))(torch.tensor(0), heads, q[:, None], k)
+        listed, full = torch.zeros(2, -(-N // q_side), -(-M // k_side), dtype=torch.bool)
+        listed[blocks.row.long(), blocks.column.long()] = True
+        full[blocks.row.long(), blocks.column.long()] = blocks.full
+        listed, full = (each[q // q_side][:, k // k_side] for each in (listed, full))
+        pairs = full | (listed & rule)
+        held = (q_tokens >= 0)[:, :, None] & (k_tokens >= 0)[:, None]
+        assert not (pairs & (q_tokens >= 0)[:, :, None] & (k_tokens < 0)[:, None]).any()
+        assert torch.equal(pairs & held, rule & held)
+        h, i, j = (pairs & held).nonzero(as_tuple=True)
+        places = torch.tensor(term.heads)[h], q_tokens[h, i], k_tokens[h, j]
+        times.index_put_(places, torch.tensor(term.multiplicity), accumulate=True)
+        by_block = (pairs & held).any(0).unflatten(0, (-1, q_side)).unflatten(2, (-1, k_side)).any(3).any(1)
+        assert int(by_block.sum()) == len(blocks.row), "a listed block holds no pair"
+        sides = zip(
+            term.hidden((N, M)), (q_tokens, k_tokens), ((pairs & held).any(2), (pairs & held).any(1)), strict=True
+        )
+        for marked, tokens, seen in sides:
+            lonely = (tokens >= 0) & ~seen
+            assert torch.equal(lonely, torch.zeros_like(lonely) if marked is None else marked[0])
+    assert torch.equal(times, case.counts())
+
+
+def slots_of(side, length: int) -> torch.Tensor:
+    tokens = side.tokens()[:, 0]
+    return torch.nn.functional.pad(tokens, (0, length - tokens.shape[1]), value=-1)
+
+
+def bound_of(pattern: masks.Pattern, num_tokens: int) -> Bound:
+    return pattern.bind(num_heads=4, num_queries=num_tokens, num_keys=num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 300, 4096, 70_001])
+def test_one_term_a_branch_at_any_length(num_tokens):
+    """The same program for all lengths: which terms there are does not depend on them."""
+    pattern = masks.longnet([512, 1024, 2048], [1, 2, 4]) & masks.causal()
+    terms = plan(bound_of(pattern, num_tokens), device="cuda", allowed=Allowed(lists_only=True, windows=False)).terms
+    assert [type(term) is PaddedTerm for term in terms] == [False, True, True]
+    assert [term.listed_blocks.blocks for term in terms[1:]] == [
+        4 * len(term.in_blocks_of(128, 128).blocks(128, 128).row) for term in terms[1:]
+    ]
+
+
+def test_segments_that_would_not_gain_stay_in_order():
+    """64 active tokens in blocks of 128 are as much work as 128; other rules within are another matter."""
+    for pattern in (
+        masks.dilated(128, 2),
+        masks.dilated(512, 1),
+        masks.dilated(4096, 4) & masks.local_window(left=64, right=0),
+    ):
+        assert padded_terms(pattern, 1, bound_of(pattern, 4096)) is None
+    assert padded_terms(masks.dilated(128, 2), 1, bound_of(masks.dilated(128, 2), 4096), side=64) is not None
