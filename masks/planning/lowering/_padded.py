@@ -114,19 +114,26 @@ class PaddedTerm(Term):
         last = self.k.num_segments - 1
         each = (torch.tensor([self.k.segment - offset for offset in self.k.offsets]) + self.k.step - 1) // self.k.step
         dtype = index_dtype(device, 0, (last + 2) * width)
-        limits = torch.stack([first[:, 0], each, last * width + past[:, last]]).to(device, dtype)
+        limits = (first[:, 0], each, last * width + past[:, last])
         (size,) = parameters(device, width)
-        return _of_segments(size, limits, is_causal=self.is_causal)
+        return _of_segments(size, *(limit.to(device, dtype) for limit in limits), is_causal=self.is_causal)
 
 
-def _of_segments(width: Tensor, limits: Int64[Tensor, "3 H"], *, is_causal: bool) -> MaskMod:
+def _of_segments(
+    width: Tensor,
+    begins: Int64[Tensor, " H"],
+    counts: Int64[Tensor, " H"],
+    ends: Int64[Tensor, " H"],
+    *,
+    is_causal: bool,
+) -> MaskMod:
     """Of keys in the segment of the query those that hold a token; of these, where asked for, the past.
 
-    limits: of each head the first slot that holds one, how many of a segment's do, and one past the last of all.
+    Of each head the first slot that holds one, how many of a segment's do, and one past the last of all.
     """
 
     def seen(b, h, q, k):
-        return (q // width == k // width) & (k >= limits[0, h]) & (k % width < limits[1, h]) & (k < limits[2, h])
+        return (q // width == k // width) & (k >= begins[h]) & (k % width < counts[h]) & (k < ends[h])
 
     def seen_before(b, h, q, k):
         return seen(b, h, q, k) & (q >= k)
