@@ -64,9 +64,8 @@ def _side(
     counts = [torch.bincount(lines[kind], minlength=lists) for kind in (~full, full)]
     widths = [max(1, int(count.max())) for count in counts]
     if device.type != "cpu":
-        # torch 2.11's Triton kernels read the full table with the partial table's shape and strides. A width of 1 would
-        # be a constant of the graphs that read it.
-        widths = [max(2, *widths)] * 2
+        # torch 2.11's Triton kernels read the full table with the partial table's shape and strides.
+        widths = [max(widths)] * 2
     result: list[Tensor] = []
     for kind, count, width in zip((~full, full), counts, widths, strict=True):
         indices = _indices(lines[kind], minor[kind], count, width, shape)
@@ -87,7 +86,7 @@ def _indices(
     shape: tuple[int, int],
 ) -> Int32[Tensor, "T R W"]:
     """Each line's entries side by side, in a storage with room to be read at full width."""
-    storage = torch.zeros(len(count) * width + max(0, shape[1] - width), dtype=torch.int32)
+    storage = torch.zeros(len(count) * width + shape[1] - width, dtype=torch.int32)
     place = torch.arange(len(lines))
     place -= (count.cumsum(0) - count)[lines]
     place += lines * width

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..blocks import LISTED_BYTES, UNKNOWN, Blocks, count_pairs
 from ..core import Bound, Expression, Pattern
 from ..needs import positions
-from ..planning import Term, computed_pairs, plan
+from ..planning import PaddedTerm, Term, computed_pairs, plan
 
 # H heads, n queries or blocks
 
@@ -37,6 +37,10 @@ class TermCount(NamedTuple):
 
 def count_term(term: Term) -> TermCount:
     """A term's lists are built once more for it, as attention builds them."""
+    if isinstance(term, PaddedTerm):
+        full, partial = (round(number) for number in term.listed_blocks[1:])
+        lists = (full + partial) // len(term.heads) * LISTED_BYTES
+        return TermCount(term.counted_pairs(), computed_pairs(term), full, partial, lists)
     if term.shape != "blocks":
         return _count_plain(term)
     blocks, pairs = _listed(term)
@@ -134,6 +138,8 @@ def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> t
 
 def _pairs_of_each_head(term: Term) -> Int64[Tensor, " H"]:
     """The pairs of a term that is the only one to count them, each once."""
+    if isinstance(term, PaddedTerm):
+        return term.pairs_of_heads()
     if term.shape != "blocks":  # heads then are alike
         each = term.counted_pairs() // (term.multiplicity * len(term.heads))
         return torch.full((len(term.heads),), each)

@@ -20,7 +20,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.flex import _flex_op
-from flexdilated.engines.flex._flex import FlexProgram
+from flexdilated.engines.flex._program import FlexProgram
 from flexdilated.testing import MEMORY_LAYOUTS, laid_out
 from tests.engines.test_flex import around_dense
 

@@ -18,8 +18,8 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.flex import _flex_op
-from flexdilated.engines.flex._flex import FlexProgram
 from flexdilated.engines.flex._flex_op import run_time_program
+from flexdilated.engines.flex._program import FlexProgram
 from flexdilated.masks.planning._planner import plan
 from tests.engines.test_flex import CPU, around_dense
 from tests.engines.test_run_time_flex import entry_by_entry

@@ -19,8 +19,8 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines._score_mod import in_order, in_segments, shifted
-from flexdilated.engines.flex._flex import make_flex_program
 from flexdilated.engines.flex._flex_op import static_program
+from flexdilated.engines.flex._program import make_flex_program
 from flexdilated.masks.planning import Allowed, plan
 from tests.engines.test_flex import CPU, around_dense, attend_by, call_key, qkv
 from tests.support import oracle, twins

@@ -16,8 +16,9 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.flex import _flex
-from flexdilated.engines.flex._flex import FlexProgram, make_flex_program, run_flex
+from flexdilated.engines.flex._flex import run_flex
 from flexdilated.engines.flex._flex_op import static_program
+from flexdilated.engines.flex._program import FlexProgram, make_flex_program
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
 from tests.support.padded import padded_cases, padded_plan

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.engines._merge import merge, with_sinks
-from flexdilated.engines.flex._flex import make_flex_program, merge_parts
+from flexdilated.engines.flex._flex import merge_parts
 from flexdilated.engines.flex._flex_op import allowed_on
+from flexdilated.engines.flex._program import make_flex_program
 from flexdilated.engines.flex._slots import Rows, Side, Slots, _by_index, sides_of
 from flexdilated.masks import Layout
 from flexdilated.masks.planning import plan

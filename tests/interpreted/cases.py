@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 import flexdilated as fd
 from bench._catalogue import names_for
 from flexdilated._attend import planned_call
-from flexdilated.engines.flex._flex import FlexProgram
 from flexdilated.engines.flex._flex_op import run_time_program, static_program
+from flexdilated.engines.flex._program import FlexProgram
 from flexdilated.testing._closeness import cotangents
 from flexdilated.testing._problem import Problem
 from tests.support import oracle

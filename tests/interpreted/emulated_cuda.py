@@ -99,6 +99,11 @@ def require(*, interpreted: bool) -> None:
 _installed: list[bool] = []
 
 
+def is_template(kernel: triton_heuristics.CachingAutotuner) -> bool:
+    """Whether it is one of FlexAttention's; the name also holds what was fused with it."""
+    return kernel.fn.__name__.startswith("triton_tem_fused") and "flex_attention" in kernel.fn.__name__
+
+
 def describe(device: SimpleNamespace) -> None:
     """Which device it is to be from now on."""
     _answer("get_device_capability", (device.major, device.minor))

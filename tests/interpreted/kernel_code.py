@@ -13,7 +13,7 @@ import torch
 
 import flexdilated as fd
 from bench._catalogue import Entry
-from tests.interpreted.emulated_cuda import CALLED, triton
+from tests.interpreted.emulated_cuda import CALLED, is_template, triton
 
 TOKENS, HEADS = 8192, 2
 
@@ -45,7 +45,7 @@ def code_of(entry: Entry, head_dim: int, dtype: torch.dtype = torch.bfloat16) ->
     q, k, v = (torch.zeros(shape, dtype=dtype).to("cuda").requires_grad_() for _ in range(3))
     out = fd.attend(q, k, v, entry.pattern(TOKENS))
     out.backward(torch.zeros_like(out))
-    kernels = [kernel for kernel in CALLED if kernel.fn.__name__.startswith("triton_tem_fused_flex_attention")]
+    kernels = [kernel for kernel in CALLED if is_template(kernel)]
     backward = [kernel for kernel in kernels if "backward" in kernel.fn.__name__]
     forward = [kernel for kernel in kernels if "backward" not in kernel.fn.__name__]
     assert forward

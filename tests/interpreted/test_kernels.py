@@ -11,7 +11,8 @@ import torch
 import flexdilated as fd
 from bench._catalogue import ENTRIES
 from tests.interpreted.cases import CATALOGUE, FEATURES, KINDS, Case, blocks, in_graph, results, shares
-from tests.interpreted.emulated_cuda import CALLED, require
+from tests.interpreted.emulated_cuda import CALLED, is_template, require
+from tests.interpreted.traffic import counted
 
 require(interpreted=True)
 
@@ -43,9 +44,8 @@ def _cases() -> list:
 
 
 def flex_kernels() -> list[str]:
-    """Those made from FlexAttention's templates; their names also hold what was fused with them."""
-    names = {kernel.fn.__name__ for kernel in CALLED}
-    return sorted(name for name in names if name.startswith("triton_tem_fused") and "flex_attention" in name)
+    """Those made from FlexAttention's templates."""
+    return sorted({kernel.fn.__name__ for kernel in CALLED if is_template(kernel)})
 
 
 @pytest.mark.parametrize("case", _cases())
@@ -110,3 +110,22 @@ def test_masks_are_right_where_positions_outgrow_32_bits(pattern: fd.masks.Patte
 
 def test_every_pattern_of_the_catalogue_is_a_case() -> None:
     assert [case.name for case in CATALOGUE] == [entry.name for entry in ENTRIES]
+
+
+SMALL_LONGNET = fd.masks.longnet((256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16))
+
+
+@pytest.mark.parametrize("num_tokens", [1024, 1100])
+def test_gathers_and_merge_move_little_more_than_they_must(num_tokens: int, record_property) -> None:
+    """Each active row of q, k and v is to be read and written once, each branch's output read, the result written."""
+    H, D = 4, 16
+    q, k, v = (torch.zeros(1, H, num_tokens, D, dtype=torch.float16, device="cuda") for _ in range(3))
+    with counted() as moved, torch.no_grad():
+        fd.attend(q, k, v, SMALL_LONGNET)
+    token, head = torch.arange(num_tokens), torch.arange(H)[:, None]
+    branches = ((branch.segment, branch.rate) for branch in SMALL_LONGNET.branches())
+    active = {rate: int((token % segment % rate == head % rate).sum()) for segment, rate in branches}
+    gathered = sum(rows for rate, rows in active.items() if rate > 1)
+    least = (6 * gathered + sum(active.values()) + H * num_tokens) * D * q.itemsize
+    record_property(f"flex_program: bytes moved over the least, {num_tokens} tokens", round(sum(moved) / least, 3))
+    assert 0.9 * least <= sum(moved) <= 1.2 * least

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from flexdilated import masks
 from flexdilated.engines.flex import _flex
 
 
-def as_it_is(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+def as_it_is(graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> torch.fx.GraphModule:
     """A backend that compiles nothing: tracing is what counts."""
     return graph
 

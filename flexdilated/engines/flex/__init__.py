@@ -1,4 +1,5 @@
 """The engine of FlexAttention: the terms of a plan as calls with block masks."""
 
-from ._flex import FlexStep, make_flex_program, merge_parts, missing_compiler, num_flex_functions, run_flex
+from ._flex import merge_parts, missing_compiler, num_flex_functions, run_flex
 from ._flex_op import allowed_on, flex
+from ._program import make_flex_program

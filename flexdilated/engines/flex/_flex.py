@@ -6,174 +6,31 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from math import log, prod
+from functools import lru_cache
+from math import log
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.fx.experimental._config as shapes_config
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from ...masks import Layout
-from ...masks.blocks import join_blocks, table_bytes, to_block_mask
-from ...masks.orders import Placement
-from ...masks.patterns import Rows as RunTimeRows
-from ...masks.patterns import tables, without_values
-from ...masks.planning import PaddedTerm, Plan, Term, bound_blocks
 from .._merge import nothing, sum_dtype
-from .._operands import Hidden, hidden_of_blocks, within_reach
+from .._operands import within_reach
 from .._ops import own_op
-from .._score_mod import Indices, ScoreMod, indices_of, plain_values
-from ._slots import Rows, Side, Slots, sides_of
+from .._score_mod import ScoreMod, plain_values
+from ._program import FlexProgram, FlexStep, Tables, tables_of, unpacked
+from ._slots import Rows, Slots, let_trace
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 Kernel = Callable[..., Any]
-_Lead = tuple[int, int]
-_Tables = dict[str, Tensor]
 
 # Functions made to compile, by device type.
 _made: Counter[str] = Counter()
-
-TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
-
-
-class Structure(torch.nn.Module):
-    """What of a term is the same for every length: a module's numbers are constants of a graph that serves them all."""
-
-    def __init__(self, queries: Slots, keys: Slots, sides: tuple[int, int], multiplicity: int, lead: _Lead) -> None:
-        super().__init__()
-        self.queries, self.keys, self.sides, self.multiplicity = queries, keys, sides, multiplicity
-        self.lead = lead  # of the block tables: batch entries and heads
-
-    @property
-    def numbers(self) -> Hashable:
-        """What makes it another one."""
-        slots = (each for side in (self.queries, self.keys) for each in (side.kind, side.numbers))
-        return (*slots, self.sides, self.multiplicity, self.lead)
-
-
-@dataclass(frozen=True, eq=False)
-class FlexStep:
-    """One term ready to run: its BlockMask, and where its operands are read and its rows put back.
-
-    `hidden` are the slots that its kernels read although they take part in no pair.
-    """
-
-    mask: BlockMask
-    hidden: Hidden
-    term: Term
-    held: tuple[RunTimeRows, ...]
-    indices: Indices
-    queries: Side
-    keys: Side
-    structure: Structure
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what tells rows, positions and hidden slots."""
-        return self.indices.nbytes + self.queries.rows.nbytes + self.keys.rows.nbytes + self.hidden.nbytes
-
-
-@dataclass(frozen=True, eq=False)
-class FlexProgram:
-    """A plan made ready for one device.
-
-    `enter` and `leave` reorder tokens where the plan's order is not the input's. On accelerators `packed` holds the
-    block tables of all steps one after the other, and `sizes` the rows, columns and widths of each.
-    """
-
-    steps: tuple[FlexStep, ...]
-    shares_rows: bool
-    enter: tuple[Int64[Tensor, " N"], Int64[Tensor, " M"]] | None
-    leave: Int64[Tensor, " N"] | None
-    packed: Int32[Tensor, " numbers"] | None
-    sizes: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the BlockMasks and of the row indices."""
-        lists = (table_bytes(step.mask) for step in self.steps) if self.packed is None else (self.packed.nbytes,)
-        return sum(lists) + sum(step.nbytes for step in self.steps)
-
-    @cached_property
-    def structure(self) -> Hashable:
-        """What programs have in common that run as one compiled function, whatever their lengths."""
-        return tuple((without_values(step.term.rule), step.structure.numbers) for step in self.steps)
-
-
-def make_flex_program(
-    plan: Plan,
-    given: Layout,
-    *,
-    num_kv_heads: int,
-    block_size: tuple[int, int],
-    device: torch.device,
-    placement: Placement | None = None,
-) -> FlexProgram:
-    """Build each term's BlockMask and the rows it reads. A placed plan comes with its `placement`."""
-    groups = plan.bound.num_heads // num_kv_heads
-    steps = []
-    for planned in plan.terms:
-        term = planned.in_blocks_of(*block_size) if isinstance(planned, PaddedTerm) else planned
-        sides = sides_of(term, plan, groups, placement, device)
-        steps.append(_step(term, plan, sides, block_size, device))
-    packed, sizes = None, ()
-    if device.type != "cpu" and steps:
-        packed = torch.cat([getattr(step.mask, name).flatten() for step in steps for name in TABLES])
-        sizes = tuple(size for step in steps for size in _sizes(step.mask))
-        found = _unpacked(packed, [step.structure.lead for step in steps], sizes)
-        steps = [replace(step, mask=_mask_of(step, tables)) for step, tables in zip(steps, found, strict=True)]
-    enter = leave = None
-    if given != plan.layout:
-        enter = given.slots(device), Layout(plan.bound.num_keys, given.rate).slots(device)
-        leave = given.positions(device)
-    return FlexProgram(tuple(steps), plan.shares_rows, enter, leave, packed, sizes)
-
-
-def _sizes(mask: BlockMask) -> tuple[int, int, int, int]:
-    """(rows, columns, length of a row's list, of a column's); lists of full blocks are as long as others."""
-    assert mask.q_indices is not None
-    by_row, by_column = mask.kv_indices.shape, mask.q_indices.shape
-    return by_row[2], by_column[2], by_row[3], by_column[3]
-
-
-def _unpacked(packed: Tensor, leads: Sequence[_Lead], sizes: Sequence[int]) -> list[_Tables]:
-    """The block tables of each step, as views."""
-    found, begin = [], 0
-    for index, lead in enumerate(leads):
-        rows, columns, by_row, by_column = sizes[4 * index : 4 * index + 4]
-        tables = {}
-        for name in TABLES:
-            lines, width = (columns, by_column) if name.removeprefix("full_").startswith("q") else (rows, by_row)
-            shape = (*lead, lines) if name.endswith("num_blocks") else (*lead, lines, width)
-            end = begin + prod(shape)
-            tables[name], begin = packed[begin:end].view(shape), end
-        found.append(tables)
-    return found
-
-
-def _mask_of(step: FlexStep, tables: _Tables) -> BlockMask:
-    numbers: dict[str, Any] = {"seq_lengths": step.mask.seq_lengths, "BLOCK_SIZE": step.mask.BLOCK_SIZE, **tables}
-    return BlockMask(**numbers, mask_mod=step.mask.mask_mod)
-
-
-def _step(
-    term: Term, plan: Plan, sides: tuple[Side, Side], block_size: tuple[int, int], device: torch.device
-) -> FlexStep:
-    blocks = bound_blocks(term, plan.bound, block_size)
-    mask = to_block_mask(join_blocks(blocks), term.mask_mod(device), device, batch=term.rule.num_entries())
-    hidden = hidden_of_blocks(term, blocks).on(device)
-    held = tuple(table.on(device) for table in tables(term.rule))
-    lead = (mask.kv_num_blocks.shape[0], mask.kv_num_blocks.shape[1])
-    structure = Structure(sides[0].slots, sides[1].slots, block_size, term.multiplicity, lead)
-    return FlexStep(mask, hidden, term, held, indices_of(term, device), *sides, structure)
 
 
 def run_flex(
@@ -206,7 +63,7 @@ def run_flex(
         tables = program.packed, program.sizes
         out, lse = call(kind)(program.steps, tables, orders, q, k, v, sinks, score_mod, repr(scale), needs_lse)
     else:
-        found = [_tables_of(step) for step in program.steps]
+        found = [tables_of(step) for step in program.steps]
         options = (scale, needs_lse, kernel or _flex_in_graph)
         out, lse = _run(program.steps, found, orders, q, k, v, sinks, score_mod, *options)
     return out, lse if return_lse else None
@@ -252,6 +109,7 @@ def num_flex_functions() -> int:
 
 
 def _compiled(device: torch.device) -> Kernel:
+    let_trace()
     _made[device.type] += 1
     code = _call_program.__code__.replace(co_name=f"flex_attention_{_made.total()}_on_{device.type}")
     own = FunctionType(code, _call_program.__globals__, code.co_name)
@@ -271,10 +129,6 @@ def _compiled(device: torch.device) -> Kernel:
     return call
 
 
-def _tables_of(step: FlexStep) -> _Tables:
-    return {name: getattr(step.mask, name) for name in TABLES}
-
-
 def _to_be_checked(guards: Sequence[Any]) -> list[bool]:
     """Not the numbers of steps' modules: the function belongs to a structure, which they are."""
     return [
@@ -292,15 +146,15 @@ def _call_program(steps, tables, orders, q, k, v, sinks, score_mod, scale, needs
         )
     packed, sizes = tables
     if packed is None:
-        found = [_tables_of(step) for step in steps]
+        found = [tables_of(step) for step in steps]
     else:
-        found = _unpacked(packed, [step.structure.lead for step in steps], sizes)
+        found = unpacked(packed, [step.structure.lead for step in steps], sizes)
     return _run(steps, found, orders, q, k, v, sinks, score_mod, float(scale), needs_lse, _flex_in_graph)
 
 
 def _run(
     steps: Sequence[FlexStep],
-    tables: Sequence[_Tables],
+    tables: Sequence[Tables],
     orders: tuple[tuple[Tensor, Tensor] | None, Tensor | None],
     q: Tensor,
     k: Tensor,
@@ -370,7 +224,7 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
 
 def _attend(
     step: FlexStep,
-    tables: _Tables,
+    tables: Tables,
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -21,7 +21,9 @@ from .._operands import MOST_ELEMENTS, Hidden, readable
 from .._ops import flat_op
 from .._score_mod import ScoreMod
 from .._tuned import chosen
-from ._flex import TABLES, FlexProgram, FlexStep, make_flex_program, run_flex
+from ._flex import run_flex
+from ._program import TABLES, FlexProgram, FlexStep, make_flex_program
+from ._slots import let_trace
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -298,6 +300,7 @@ def _prepare(q: Tensor, bindings: list[Tensor], key: CallKey) -> Tensor:
 def _(q, bindings, *key):
     found, batch = CallKey.of(*key), int(q.shape[0])
     name = _name(found, bindings, q.device.type)
+    let_trace()
     if name not in vars(_Traced):
         with own_modes():
             if bindings:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -201,17 +202,22 @@ class _Put(torch.autograd.Function):
         return grad, *([None] * (5 + len(Rows._fields)))
 
 
-# Tracing hands these over as they are: it would not follow an autograd.Function through the kernel's own graphs.
-
-
-@torch.compiler.allow_in_graph
 def _take(x, kind, numbers, start, slots, *rows):
     return _Take.apply(x, kind, numbers, start, slots, *rows)
 
 
-@torch.compiler.allow_in_graph
 def _put(x, kind, numbers, start, tokens, empty, *rows):
     return _Put.apply(x, kind, numbers, start, tokens, empty, *rows)
+
+
+@cache
+def let_trace() -> None:
+    """To be called before a graph is traced: an autograd.Function is then taken as it is, by the functions around it.
+
+    Tracing into one fails where kernels' own graphs follow. Not at import, as that would import the whole compiler.
+    """
+    for function in (_take, _put):
+        torch.compiler.allow_in_graph(function)
 
 
 def sides_of(

@@ -50,6 +50,24 @@ class PaddedTerm(Term):
         side = lcm(q_block, k_block)
         return replace(self, q=self.q.in_blocks_of(side), k=self.k.in_blocks_of(side))
 
+    def pairs_of_heads(self) -> Int64[Tensor, " H"]:
+        """The pairs of each head, each once."""
+        (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
+        keys = k_past - k_first
+        if not self.is_causal:
+            return ((q_past - q_first) * keys).sum(1)
+
+        def before(place: Int64[Tensor, "H F"]) -> Int64[Tensor, "H F"]:
+            """Of the queries before a place: each next one sees a key more, and at last all."""
+            growing = (place - k_first).clamp(min=0).minimum(keys)
+            return growing * (growing + 1) // 2 + keys * (place - k_past).clamp(min=0)
+
+        return (before(q_past) - before(q_first)).sum(1)
+
+    def counted_pairs(self) -> int:
+        """Pairs over all heads, each as often as it counts."""
+        return self.multiplicity * int(self.pairs_of_heads().sum())
+
     def tables(self) -> tuple[int, ...]:
         return (0,) * len(self.heads)
 

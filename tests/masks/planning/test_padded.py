@@ -37,6 +37,7 @@ def test_listed_blocks_hold_the_pairs(case, q_side, k_side):
         assert torch.equal(pairs & held, rule & held)
         h, i, j = (pairs & held).nonzero(as_tuple=True)
         places = torch.tensor(term.heads)[h], q_tokens[h, i], k_tokens[h, j]
+        assert torch.equal(term.pairs_of_heads(), torch.bincount(h, minlength=len(term.heads)))
         times.index_put_(places, torch.tensor(term.multiplicity), accumulate=True)
         by_block = (pairs & held).any(0).unflatten(0, (-1, q_side)).unflatten(2, (-1, k_side)).any(3).any(1)
         assert int(by_block.sum()) == len(blocks.row), "a listed block holds no pair"
