@@ -29,6 +29,12 @@ def _largest(name: str, cases: Iterable[Figures]) -> str:
     return f"{max((case['shares'].get(name, 0.0) for case in cases), default=0.0):.2f}"
 
 
+def counted(document: Document) -> str:
+    """What was counted of the program, and what it may be."""
+    lines = [(key, f"≤ {case['target']:g}", f"{case['figure']:g}") for key, case in document["cases"].items()]
+    return with_condition(lines, ("", "target", "found"), document)
+
+
 def code(document: Document) -> str:
     """Bytes spilled by forward and backward of each pattern."""
     cases, lines = document["cases"], []

@@ -189,6 +189,8 @@ PAGES: dict[Path, dict[str, Part]] = {
     _DOCS / "kernels_without_a_device.md": {
         **_from("interpreted_kernels", interpreted=_kernels.interpreted),
         **_from("kernel_code", code=_kernels.code),
+        **_from("flex_program", program=_kernels.counted),
+        **_from("flex_bytes", moved=_kernels.counted),
     },
     _DOCS / "claims.md": _from("claims", claims=_claims, notes=_notes),
     _DOCS / "communication_buffers.md": {

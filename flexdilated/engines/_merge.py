@@ -98,25 +98,14 @@ class WholeRows:
         return delta if self.grad_lse is None else delta - self.grad_lse
 
     def gradients_of(self, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of (out, lse) of a part of the keys."""
-        return part_gradients(part, part_lse, self.grad_out, self.lse, self.delta())
+        """The gradients of (out, lse) of a part of the keys, whose weight in a row is exp(its lse - lse).
 
-
-def part_gradients(
-    part: Float[Tensor, "*rows D"],
-    part_lse: Float[Tensor, "*rows"],
-    grad_out: Float[Tensor, "*rows D"],
-    lse: Float[Tensor, "*rows"],
-    delta: Float[Tensor, "*rows"],
-) -> tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows"]]:
-    """The gradients of (out, lse) of a part of some rows' keys, whose weight in a row is exp(its lse - lse).
-
-    Its lse moves out by weight * (part - out), and lse by weight.
-    """
-    absent = part_lse == -torch.inf
-    weight = torch.where(absent, 0.0, (part_lse - torch.where(absent, 0.0, lse)).exp())
-    of_lse = weight * (_dot(grad_out, part, lse.dtype) - delta)
-    return (weight[..., None] * grad_out).to(part.dtype), of_lse.to(part_lse.dtype)
+        Its lse moves out by weight * (part - out), and lse by weight.
+        """
+        absent = part_lse == -torch.inf
+        weight = torch.where(absent, 0.0, (part_lse - torch.where(absent, 0.0, self.lse)).exp())
+        of_lse = weight * (_dot(self.grad_out, part, self.lse.dtype) - self.delta())
+        return (weight[..., None] * self.grad_out).to(part.dtype), of_lse.to(part_lse.dtype)
 
 
 def _dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -122,7 +122,7 @@ def _unseen(
 def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> Hidden:
     """The hidden slots of a term from its blocks for each batch entry."""
     if isinstance(term, PaddedTerm):
-        return Hidden(*term.hidden((blocks[0].num_q_slots, blocks[0].num_k_slots)))
+        return Hidden(*term.hidden())
     found = [
         hidden_slots(rule, listed, *distinct_masks(rule, listed))
         for each, listed in zip(entry_terms(term), blocks, strict=True)

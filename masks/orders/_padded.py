@@ -17,7 +17,8 @@ class Padded:
 
     Slot s of head i holds token start + f * segment + offsets[i] + p * step, where f, p = divmod(s, width): if that
     lies in segment f and is one of tokens `begin` to `end` - 1, the first of which lies in segment 0. Other slots hold
-    nothing.
+    nothing. `width` and all slots are whole blocks of `side`, at least two: a graph compiled for any number of them
+    would take one for a constant.
     """
 
     offsets: tuple[int, ...]
@@ -27,13 +28,14 @@ class Padded:
     start: int
     begin: int
     end: int
+    side: int = 1
     folds = 1
     is_natural = False
     is_copied = True
 
     def in_blocks_of(self, side: int) -> Padded:
         """The same with each segment filled up to whole blocks of this side."""
-        return replace(self, width=-(-self.segment // (self.step * side)) * side)
+        return replace(self, width=-(-self.segment // (self.step * side)) * side, side=side)
 
     @property
     def num_segments(self) -> int:
@@ -41,9 +43,10 @@ class Padded:
 
     @property
     def num_slots(self) -> int:
-        """Up to the last that holds a token of any head."""
+        """Up to the block of the last that holds a token of any head."""
         last = self.num_segments - 1
-        return last * self.width + int(self.held()[1][:, last].max())
+        held = last * self.width + int(self.held()[1][:, last].max())
+        return max(2, -(-held // self.side)) * self.side
 
     def held(self) -> tuple[Int64[Tensor, "H F"], Int64[Tensor, "H F"]]:
         """Of each head and segment the first place p that holds a token, and one past the last."""

@@ -34,5 +34,4 @@ from .run_time import (
     run_time_leaves,
     tables,
     visible_keys,
-    without_values,
 )

@@ -10,6 +10,7 @@ from ..core import Bound, Expression, within
 from ..orders import Compact, Layout, Listed, Part, Placement
 from ._options import ANYTHING, Allowed, Option
 from ._planner import Plan, plan
+from .lowering._padded import PaddedTerm
 from .lowering._term import Term
 
 _GAP = 128  # missing keys over which a run of keys goes on: no more than a block
@@ -51,7 +52,7 @@ def _placed(term: Term, part: Part, placement: Placement) -> Term:
     """The term over the device's own queries, and keys by their positions."""
     both_compact = isinstance(term.q, Compact) and isinstance(term.k, Compact)
     natural = isinstance(term.q, Layout) and term.q.is_natural
-    if both_compact or (natural and part.gapless):
+    if isinstance(term, PaddedTerm) or both_compact or (natural and part.gapless):
         return term.moved(part.q_token, part.span.start)
     # An order of all tokens: without the keys that are not there. A tiling is left for the natural order.
     rate = term.q.rate if isinstance(term.q, Layout) else 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,13 +15,16 @@ from torch.testing import assert_close
 from flexdilated import attend, masks
 from flexdilated.engines import WholeRows
 from flexdilated.engines._placed_call import PlacedCall, placed_engine
+from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.masks.core._ranges import Ranges
 from flexdilated.masks.orders._placement import Placement
 from flexdilated.masks.planning._placed import plan_at
+from tests.engines.test_flex import around_dense
 from tests.support import oracle
 from tests.support.agreement import TIGHT, assert_agrees
 from tests.support.compilers import without_inductor
-from tests.support.strategies import longnets, written_expressions
+from tests.support.padded import everything_padded
+from tests.support.strategies import block_sides, longnets, written_expressions
 from tests.support.twins import Twin
 
 # B batch, H query heads, G key/value heads, D head dim
@@ -179,6 +183,16 @@ def test_partly_overlapping_terms_start_from_nothing():
     options = {"scale": 0.3, "enable_gqa": True, "k_offset": 10}
     whole = [attend(rows, k, v, pattern, q_offset=at, **options) for rows, at in ((q[:, :, :9], 12), (q[:, :, 9:], 38))]
     assert_close(found, torch.cat(whole, dim=2), **TIGHT)
+
+
+@given(part=st.booleans().flatmap(lambda complete: parts(complete=complete)), padded=st.booleans(), side=block_sides)
+def test_flex_around_a_dense_kernel(part: Part, padded: bool, side: int):
+    """Rows and keys by index, some of them held, others left out; dilated segments over their active tokens."""
+    q, k, _ = part.tensors()
+    key = replace(part.call("flex"), sides=(side, side)).key(q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    with everything_padded() if padded else nullcontext():
+        program = static_program(key, torch.device("cpu"))
+    assert_agrees(around_dense(program, 0.5), part.tensors(), part.counts, scale=0.5)
 
 
 @pytest.mark.slow

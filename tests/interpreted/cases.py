@@ -225,7 +225,8 @@ def blocks(case: Case, program: FlexProgram) -> dict[str, int]:
         found["full"] += full
         found["empty"] += mask.kv_num_blocks.numel() * sides[1] - partial - full
         found["three a side"] += min(sides) >= 3
-        found["ragged"] += any(count % side for count, side in zip(slots, mask.BLOCK_SIZE, strict=True))
+        cut = any(count % side for count, side in zip(slots, mask.BLOCK_SIZE, strict=True))
+        found["ragged"] += cut or bool((step.term.q.tokens() < 0).any())
     return found
 
 
@@ -241,7 +242,7 @@ CATALOGUE = (
     Case("chunked", "masks.chunked(350) & masks.causal()", 700),
     Case("strided", "masks.strided(2) & masks.causal()", 900, rate=2),
     Case("fixed", "masks.fixed(300, summary=256) & masks.causal()", 500),
-    Case("dilated", "masks.dilated(1200, 4) & masks.causal()", 1200),
+    Case("dilated", "masks.dilated(1200, 4) & masks.causal()", 1900),
     Case("longnet", f"{_LONGNET} & masks.causal()", 700, heads=2),
     Case("longnet, full", _LONGNET, 700, heads=2, lacks=("empty",)),
     Case("global_tokens", "masks.global_tokens(128)", 400),

@@ -112,13 +112,14 @@ def test_every_pattern_of_the_catalogue_is_a_case() -> None:
     assert [case.name for case in CATALOGUE] == [entry.name for entry in ENTRIES]
 
 
-SMALL_LONGNET = fd.masks.longnet((256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16))
+SMALL_LONGNET = fd.masks.longnet((256, 512, 1024), (1, 2, 4))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_tokens", [1024, 1100])
 def test_gathers_and_merge_move_little_more_than_they_must(num_tokens: int, record_property) -> None:
     """Each active row of q, k and v is to be read and written once, each branch's output read, the result written."""
-    H, D = 4, 16
+    H, D = 4, 64
     q, k, v = (torch.zeros(1, H, num_tokens, D, dtype=torch.float16, device="cuda") for _ in range(3))
     with counted() as moved, torch.no_grad():
         fd.attend(q, k, v, SMALL_LONGNET)
@@ -127,5 +128,6 @@ def test_gathers_and_merge_move_little_more_than_they_must(num_tokens: int, reco
     active = {rate: int((token % segment % rate == head % rate).sum()) for segment, rate in branches}
     gathered = sum(rows for rate, rows in active.items() if rate > 1)
     least = (6 * gathered + sum(active.values()) + H * num_tokens) * D * q.itemsize
-    record_property(f"flex_program: bytes moved over the least, {num_tokens} tokens", round(sum(moved) / least, 3))
+    figure = {"figure": round(sum(moved) / least, 3), "target": 1.2}
+    record_property(f"flex_bytes: bytes moved over the least, {num_tokens:,} tokens", figure)
     assert 0.9 * least <= sum(moved) <= 1.2 * least

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 from hypothesis import strategies as st
 
-from flexdilated.masks import Layout
-from flexdilated.masks.planning import Plan, machine_of
+from flexdilated.masks import Layout, cache
+from flexdilated.masks.planning import Plan, _options, machine_of
 from flexdilated.masks.planning._options import Option
 from flexdilated.masks.planning.lowering._padded import padded_terms
 from flexdilated.testing import strategies as fst
@@ -42,3 +45,12 @@ def padded_plan(case: Case) -> Plan:
         assert terms is not None
         options.append((Option(branch, times, "padded", tuple(terms), machine_of("cpu"), layout),))
     return Plan.of(bound, layout, tuple(options))
+
+
+@contextmanager
+def everything_padded() -> Iterator[None]:
+    """The planner computes all dilated segments over their active tokens, however few these are."""
+    with mock.patch.object(_options, "padded_terms", partial(padded_terms, side=1)):
+        cache().clear()
+        yield
+    cache().clear()

@@ -15,7 +15,6 @@ from ._run_time import (
     require_values,
     run_time_leaves,
     tables,
-    without_values,
 )
 from ._visible_keys import KeySet, VisibleKeys, visible_keys
 from ._window_list import Windows

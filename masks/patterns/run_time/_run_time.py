@@ -236,11 +236,6 @@ def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
     return groups
 
 
-def without_values(pattern: Expression) -> Any:
-    """The same for all values of run-time tables: what stays when new ones come."""
-    return pattern.map_leaves(lambda leaf: type(leaf)(leaf.rows[:0], "") if isinstance(leaf, Table) else leaf)
-
-
 def tables(pattern: Expression) -> tuple[Table, ...]:
     """The run-time tables of a resolved pattern, in the order of its leaves."""
     return tuple(leaf for leaf in pattern.leaves() if isinstance(leaf, Table))

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ...blocks import UNKNOWN, Blocks, ListedBlocks
-from ...core import Bound, Every, MaskMod, Pattern, index_dtype, parameters
+from ...core import Bound, Every, MaskMod, Pattern, index_dtype
 from ...orders import Padded
 from ...patterns import Causal
 from ._term import Term
@@ -81,17 +81,12 @@ class PaddedTerm(Term):
         segment, row, column = (full | partial).nonzero().unbind(1)
         rows, columns = full.shape[1:]
         table = torch.zeros(len(row), dtype=torch.int32)
-        shape = (self._num_slots(self.q, q_block), self._num_slots(self.k, k_block), q_block, k_block)
+        shape = (self.q.num_slots, self.k.num_slots, q_block, k_block)
         place = (segment * rows + row).int(), (segment * columns + column).int()
         order = (place[0].long() * shape[1] + place[1]).argsort()
         is_full = full[segment, row, column]
         parts = (table, *place, is_full, torch.full_like(table, UNKNOWN))
         return Blocks(*shape, self.tables(), *(each[order] for each in parts))
-
-    @staticmethod
-    def _num_slots(side: Padded, block: int) -> int:
-        """Whole blocks, at least two: a graph compiled for any number of them would take one for a constant."""
-        return max(2, -(-side.num_slots // block)) * block
 
     def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
         """Which blocks of each segment are full, and which are partial."""
@@ -107,23 +102,22 @@ class PaddedTerm(Term):
             whole = whole & (row + 1 >= column + k_block)
         return listed & whole, listed & ~whole
 
-    def hidden(self, num_slots: tuple[int, int]) -> tuple[Bool[Tensor, "1 H S"] | None, Bool[Tensor, "1 H S"] | None]:
+    def hidden(self) -> tuple[Bool[Tensor, "1 H S"] | None, Bool[Tensor, "1 H S"] | None]:
         """The slots of tokens that are in no pair, of queries and of keys; None where a side has none."""
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         no_queries, no_keys = q_first >= q_past, k_first >= k_past
         lonely_q = torch.where(no_keys, q_past, k_first.minimum(q_past) if self.is_causal else q_first)
         lonely_k = torch.where(no_queries, k_first, q_past.maximum(k_first) if self.is_causal else k_past)
-        queries = self._marked(q_first, lonely_q, self.q.width, num_slots[0])
-        return queries, self._marked(lonely_k, k_past, self.k.width, num_slots[1])
+        queries = self._marked(q_first, lonely_q, self.q)
+        return queries, self._marked(lonely_k, k_past, self.k)
 
     @staticmethod
-    def _marked(
-        first: Int64[Tensor, "H F"], past: Int64[Tensor, "H F"], width: int, num_slots: int
-    ) -> Bool[Tensor, "1 H S"] | None:
+    def _marked(first: Int64[Tensor, "H F"], past: Int64[Tensor, "H F"], order: Padded) -> Bool[Tensor, "1 H S"] | None:
         if bool((first >= past).all()):
             return None
-        slot = torch.arange(num_slots)
-        segment, place = slot // width, slot % width
+        slot = torch.arange(order.num_slots)
+        segment = (slot // order.width).clamp(max=order.num_segments - 1)
+        place = slot - segment * order.width
         return ((place >= first[:, segment]) & (place < past[:, segment]))[None]
 
     def mask_mod(self, device: torch.device) -> MaskMod:
@@ -133,12 +127,13 @@ class PaddedTerm(Term):
         each = (torch.tensor([self.k.segment - offset for offset in self.k.offsets]) + self.k.step - 1) // self.k.step
         dtype = index_dtype(device, 0, (last + 2) * width)
         limits = (first[:, 0], each, last * width + past[:, last])
-        (size,) = parameters(device, width)
+        # On accelerators a constant of the kernel, which belongs to such segments anyway.
+        size = width if device.type != "cpu" else torch.tensor(width)
         return _of_segments(size, *(limit.to(device, dtype) for limit in limits), is_causal=self.is_causal)
 
 
 def _of_segments(
-    width: Tensor,
+    width: Tensor | int,
     begins: Int64[Tensor, " H"],
     counts: Int64[Tensor, " H"],
     ends: Int64[Tensor, " H"],
@@ -147,14 +142,19 @@ def _of_segments(
 ) -> MaskMod:
     """Of keys in the segment of the query those that hold a token; of these, where asked for, the past.
 
-    Of each head the first slot that holds one, how many of a segment's do, and one past the last of all.
+    Of each head the first slot that holds one, how many of a segment's do, and one past the last of all. An interval
+    for each query: what depends on pairs is compared twice, and takes few registers.
     """
 
     def seen(b, h, q, k):
-        return (q // width == k // width) & (k >= begins[h]) & (k % width < counts[h]) & (k < ends[h])
+        start = q // width * width
+        first, past = torch.maximum(start, begins[h]), torch.minimum(start + counts[h], ends[h])
+        return (k >= first) & (k < past)
 
     def seen_before(b, h, q, k):
-        return seen(b, h, q, k) & (q >= k)
+        start = q // width * width
+        first, past = torch.maximum(start, begins[h]), torch.minimum(start + counts[h], ends[h])
+        return (k >= first) & (k < torch.minimum(past, q + 1))
 
     return seen_before if is_causal else seen
 

@@ -41,9 +41,7 @@ def test_listed_blocks_hold_the_pairs(case, q_side, k_side):
         times.index_put_(places, torch.tensor(term.multiplicity), accumulate=True)
         by_block = (pairs & held).any(0).unflatten(0, (-1, q_side)).unflatten(2, (-1, k_side)).any(3).any(1)
         assert int(by_block.sum()) == len(blocks.row), "a listed block holds no pair"
-        sides = zip(
-            term.hidden((N, M)), (q_tokens, k_tokens), ((pairs & held).any(2), (pairs & held).any(1)), strict=True
-        )
+        sides = zip(term.hidden(), (q_tokens, k_tokens), ((pairs & held).any(2), (pairs & held).any(1)), strict=True)
         for marked, tokens, seen in sides:
             lonely = (tokens >= 0) & ~seen
             assert torch.equal(lonely, torch.zeros_like(lonely) if marked is None else marked[0])

@@ -1,0 +1,181 @@
+"""A plan made ready for one device: block tables, where operands lie, and what programs of all lengths share."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from jaxtyping import Int32, Int64
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
+
+from ...masks import Layout
+from ...masks.blocks import join_blocks, table_bytes, to_block_mask
+from ...masks.orders import Placement
+from ...masks.patterns import Rows, tables
+from ...masks.planning import PaddedTerm, Plan, Term, bound_blocks
+from .._operands import Hidden, hidden_of_blocks
+from .._score_mod import Indices, indices_of, plain_values
+from ._slots import Side, Slots, sides_of
+
+# N queries, M keys
+
+Lead = tuple[int, int]
+Tables = dict[str, Tensor]
+
+_DEPTH = 64  # of functions within functions: patterns of patterns
+
+TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+
+
+class Structure(torch.nn.Module):
+    """What of a term is the same for every length: a module's numbers are constants of a graph that serves them all."""
+
+    def __init__(self, queries: Slots, keys: Slots, sides: tuple[int, int], multiplicity: int, lead: Lead) -> None:
+        super().__init__()
+        self.queries, self.keys, self.sides, self.multiplicity = queries, keys, sides, multiplicity
+        self.lead = lead  # of the block tables: batch entries and heads
+
+    @property
+    def numbers(self) -> Hashable:
+        """What makes it another one."""
+        slots = (each for side in (self.queries, self.keys) for each in (side.kind, side.numbers))
+        return (*slots, self.sides, self.multiplicity, self.lead)
+
+
+@dataclass(frozen=True, eq=False)
+class FlexStep:
+    """One term ready to run: its BlockMask, and where its operands are read and its rows put back.
+
+    `hidden` are the slots that its kernels read although they take part in no pair.
+    """
+
+    mask: BlockMask
+    hidden: Hidden
+    term: Term
+    held: tuple[Rows, ...]
+    indices: Indices
+    queries: Side
+    keys: Side
+    structure: Structure
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what tells rows, positions and hidden slots."""
+        return self.indices.nbytes + self.queries.rows.nbytes + self.keys.rows.nbytes + self.hidden.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class FlexProgram:
+    """A plan made ready for one device.
+
+    `enter` and `leave` reorder tokens where the plan's order is not the input's. On accelerators `packed` holds the
+    block tables of all steps one after the other, and `sizes` the rows, columns and widths of each.
+    """
+
+    steps: tuple[FlexStep, ...]
+    shares_rows: bool
+    enter: tuple[Int64[Tensor, " N"], Int64[Tensor, " M"]] | None
+    leave: Int64[Tensor, " N"] | None
+    packed: Int32[Tensor, " numbers"] | None
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the BlockMasks and of the row indices."""
+        lists = (table_bytes(step.mask) for step in self.steps) if self.packed is None else (self.packed.nbytes,)
+        return sum(lists) + sum(step.nbytes for step in self.steps)
+
+    @cached_property
+    def structure(self) -> Hashable:
+        """What programs have in common that run as one compiled function, whatever their lengths and patterns' numbers.
+
+        Numbers of patterns are in tensors; what their functions captured besides is a constant of a graph.
+        """
+        return tuple((plain_values(step.mask.mask_mod, _DEPTH), step.structure.numbers) for step in self.steps)
+
+
+def make_flex_program(
+    plan: Plan,
+    given: Layout,
+    *,
+    num_kv_heads: int,
+    block_size: tuple[int, int],
+    device: torch.device,
+    placement: Placement | None = None,
+) -> FlexProgram:
+    """Build each term's BlockMask and the rows it reads. A placed plan comes with its `placement`."""
+    groups = plan.bound.num_heads // num_kv_heads
+    steps = []
+    for planned in plan.terms:
+        term = planned.in_blocks_of(*block_size) if isinstance(planned, PaddedTerm) else planned
+        sides = sides_of(term, plan, groups, placement, device)
+        steps.append(_step(term, plan, sides, block_size, device))
+    packed, sizes = None, ()
+    if device.type != "cpu" and steps:
+        tables = [_at_least_two(tables_of(step)) for step in steps]
+        packed = torch.cat([each.flatten() for own in tables for each in own.values()])
+        sizes = tuple(size for own in tables for size in _sizes(own))
+        found = unpacked(packed, [step.structure.lead for step in steps], sizes)
+        steps = [replace(step, mask=_mask_of(step, own)) for step, own in zip(steps, found, strict=True)]
+    enter = leave = None
+    if given != plan.layout:
+        enter = given.slots(device), Layout(plan.bound.num_keys, given.rate).slots(device)
+        leave = given.positions(device)
+    return FlexProgram(tuple(steps), plan.shares_rows, enter, leave, packed, sizes)
+
+
+def _at_least_two(tables: Tables) -> Tables:
+    """Block tables whose lists have room for two: a graph compiled for any length would take one for a constant."""
+    return {
+        name: pad(each, (0, 1)) if name.endswith("indices") and each.shape[-1] == 1 else each
+        for name, each in tables.items()
+    }
+
+
+def _sizes(tables: Tables) -> tuple[int, int, int, int]:
+    """(rows, columns, length of a row's list, of a column's); lists of full blocks are as long as others."""
+    by_row, by_column = tables["kv_indices"].shape, tables["q_indices"].shape
+    return by_row[2], by_column[2], by_row[3], by_column[3]
+
+
+def unpacked(packed: Tensor, leads: Sequence[Lead], sizes: Sequence[int]) -> list[Tables]:
+    """The block tables of each step, as views."""
+    found, begin = [], 0
+    for index, lead in enumerate(leads):
+        rows, columns, by_row, by_column = sizes[4 * index : 4 * index + 4]
+        tables = {}
+        for name in TABLES:
+            lines, width = (columns, by_column) if name.removeprefix("full_").startswith("q") else (rows, by_row)
+            shape = (*lead, lines) if name.endswith("num_blocks") else (*lead, lines, width)
+            end = begin + prod(shape)
+            tables[name], begin = packed[begin:end].view(shape), end
+        found.append(tables)
+    return found
+
+
+def _mask_of(step: FlexStep, tables: Tables) -> BlockMask:
+    numbers: dict[str, Any] = {"seq_lengths": step.mask.seq_lengths, "BLOCK_SIZE": step.mask.BLOCK_SIZE, **tables}
+    return BlockMask(**numbers, mask_mod=step.mask.mask_mod)
+
+
+def _step(
+    term: Term, plan: Plan, sides: tuple[Side, Side], block_size: tuple[int, int], device: torch.device
+) -> FlexStep:
+    blocks = bound_blocks(term, plan.bound, block_size)
+    mask = to_block_mask(join_blocks(blocks), term.mask_mod(device), device, batch=term.rule.num_entries())
+    hidden = hidden_of_blocks(term, blocks).on(device)
+    held = tuple(table.on(device) for table in tables(term.rule))
+    lead = (mask.kv_num_blocks.shape[0], mask.kv_num_blocks.shape[1])
+    structure = Structure(sides[0].slots, sides[1].slots, block_size, term.multiplicity, lead)
+    return FlexStep(mask, hidden, term, held, indices_of(term, device), *sides, structure)
+
+
+def tables_of(step: FlexStep) -> Tables:
+    return {name: getattr(step.mask, name) for name in TABLES}

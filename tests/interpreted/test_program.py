@@ -1,0 +1,107 @@
+"""The flex engine's program as it is made for an H200: its kernels, its compilations, its time on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from random import Random
+from statistics import median
+from time import perf_counter
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import flexdilated as fd
+from tests.interpreted.emulated_cuda import CALLED, is_template, require
+from tests.support.compilers import without_inductor
+from tests.support.ladders import LONGNET_4, LONGNET_5
+
+require(interpreted=False)
+
+# torch's own tracer looks at `grad` of what it traces.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+NAME = "flex_program"
+K = 1024
+
+
+def drawn(batch: int, heads: int, tokens: int, dim: int, *, trains: bool = False) -> list[Tensor]:
+    shape = (batch, heads, tokens, dim)
+    return [torch.empty(shape, dtype=torch.bfloat16, device="cuda").requires_grad_(trains) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_launches(name: str, record_property) -> None:
+    """LongNet-5 at 128K tokens: five attention kernels a pass, and few others beside them."""
+    pattern = fd.masks.longnet(*LONGNET_5)
+    pattern = pattern & fd.masks.causal() if name == "causal" else pattern
+    x = drawn(1, 16, 128 * K, 128, trains=True)
+    CALLED.clear()
+    out = fd.attend(*x, pattern)
+    forward = [is_template(kernel) for kernel in CALLED]
+    CALLED.clear()
+    torch.autograd.grad(out, x, torch.empty_like(out))
+    backward = [is_template(kernel) for kernel in CALLED]
+    assert (sum(forward), sum(backward)) == (5, 5)
+    beside = forward.count(False), forward.count(False) + backward.count(False)
+    for way, found, target in zip(("forward", "forward and backward"), beside, (12, 25), strict=True):
+        figure = {"figure": found, "target": target}
+        record_property(f"{NAME}: kernels beside attention, LongNet-5, {name}, 128K, {way}", figure)
+        assert found <= target
+
+
+def test_host_time(record_property) -> None:
+    """Of an eager forward whose plan is cached, without its kernels: what a device would have to wait for."""
+    x = drawn(1, 16, 16 * K, 64)
+    pattern, seconds = fd.masks.longnet(*LONGNET_5), []
+    with torch.no_grad():
+        for _ in range(300):
+            start = perf_counter()
+            fd.attend(*x, pattern)
+            seconds.append(perf_counter() - start)
+    CALLED.clear()
+    found = median(seconds[100:])
+    record_property(f"{NAME}: ms of the host, LongNet-5, forward", {"figure": round(1e3 * found, 3), "target": 0.5})
+    assert found < 5e-3, "ten times what it should be"
+
+
+MODES: dict[str, Callable] = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
+
+
+def attend_anyhow(pattern: Callable[[int], fd.masks.Pattern], lengths: list[int]) -> None:
+    """Any length, batch and mode, with and without the lse."""
+    for tokens, batch, (mode, context), lse in product(lengths, (4, 1, 2), MODES.items(), (False, True)):
+        with context():
+            fd.attend(*drawn(batch, 2, tokens, 16, trains=mode == "grad"), pattern(tokens), return_lse=lse)
+
+
+def longnet(num_tokens: int) -> fd.masks.Pattern:
+    return fd.masks.longnet(*LONGNET_4) & fd.masks.causal()
+
+
+CASES = {
+    "LongNet-4, causal": (attend_anyhow, longnet),
+    "BigBird": (attend_anyhow, fd.masks.recipes.bigbird),
+}
+
+
+@pytest.fixture
+def traced_only() -> Iterator[None]:
+    """How many functions there are is decided by tracing."""
+    with without_inductor():
+        yield
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize("number", [3, pytest.param(50, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", CASES)
+def test_functions(name: str, number: int, record_property) -> None:
+    """A compiled function belongs to a structure: lengths, batches and modes make few."""
+    call, pattern = CASES[name]
+    before = counters["stats"]["unique_graphs"]
+    call(pattern, [Random(index).randint(150, 700) for index in range(number)])
+    found = counters["stats"]["unique_graphs"] - before
+    record_property(f"{NAME}: functions compiled, {name}, {number} lengths", {"figure": found, "target": 8})
+    assert 0 < found <= 8
