@@ -44,7 +44,7 @@ test: $(VENV)/.test  ## Run the tests
 # the tests are skipped and say so (pytest's status 5). Whether kernels are interpreted or compiled is decided when Triton is imported.
 test-kernels: $(VENV)/.test $(TRITON)/.ready  ## Run the kernels made for an H200 without one; all of them by ARGS=--all
 	$(KERNELS) TRITON_INTERPRET=1 $(PYTEST) tests/interpreted/test_kernels.py $(ARGS) || [ $$? -eq 5 ]
-	$(KERNELS) TRITON_INTERPRET=0 $(PYTEST) tests/interpreted/test_code.py $(ARGS) || [ $$? -eq 5 ]
+	$(KERNELS) TRITON_INTERPRET=0 $(PYTEST) tests/interpreted/test_code.py tests/interpreted/test_program.py $(ARGS) || [ $$? -eq 5 ]
 
 guard: $(VENV)/.test  ## See within seconds whether anything became twice as slow
 	$(PY) -m bench guard $(ARGS)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import flexdilated as fd
-from tests.interpreted.emulated_cuda import CALLED, is_template, require
+from tests.interpreted.emulated_cuda import CALLED, H200, describe, is_template, require
 from tests.support.compilers import without_inductor
 from tests.support.ladders import LONGNET_4, LONGNET_5
 
@@ -32,7 +32,12 @@ def drawn(batch: int, heads: int, tokens: int, dim: int, *, trains: bool = False
     return [torch.empty(shape, dtype=torch.bfloat16, device="cuda").requires_grad_(trains) for _ in range(3)]
 
 
-@pytest.mark.parametrize("name", ["full", "causal"])
+@pytest.fixture(autouse=True)
+def on_an_h200() -> None:
+    describe(H200)
+
+
+@pytest.mark.parametrize("name", ["full", pytest.param("causal", marks=pytest.mark.thorough)])
 def test_launches(name: str, record_property) -> None:
     """LongNet-5 at 128K tokens: five attention kernels a pass, and few others beside them."""
     pattern = fd.masks.longnet(*LONGNET_5)
@@ -52,6 +57,7 @@ def test_launches(name: str, record_property) -> None:
         assert found <= target
 
 
+@pytest.mark.thorough
 def test_host_time(record_property) -> None:
     """Of an eager forward whose plan is cached, without its kernels: what a device would have to wait for."""
     x = drawn(1, 16, 16 * K, 64)
@@ -81,10 +87,7 @@ def longnet(num_tokens: int) -> fd.masks.Pattern:
     return fd.masks.longnet(*LONGNET_4) & fd.masks.causal()
 
 
-CASES = {
-    "LongNet-4, causal": (attend_anyhow, longnet),
-    "BigBird": (attend_anyhow, fd.masks.recipes.bigbird),
-}
+PATTERNS = {"LongNet-4, causal": longnet, "BigBird": fd.masks.recipes.bigbird}
 
 
 @pytest.fixture
@@ -94,14 +97,15 @@ def traced_only() -> Iterator[None]:
         yield
 
 
+LENGTHS = [("BigBird", 3), *(pytest.param(name, 50, marks=pytest.mark.thorough) for name in PATTERNS)]
+
+
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize("number", [3, pytest.param(50, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "number"), LENGTHS)
 def test_functions(name: str, number: int, record_property) -> None:
     """A compiled function belongs to a structure: lengths, batches and modes make few."""
-    call, pattern = CASES[name]
     before = counters["stats"]["unique_graphs"]
-    call(pattern, [Random(index).randint(150, 700) for index in range(number)])
+    attend_anyhow(PATTERNS[name], [Random(index).randint(150, 700) for index in range(number)])
     found = counters["stats"]["unique_graphs"] - before
     record_property(f"{NAME}: functions compiled, {name}, {number} lengths", {"figure": found, "target": 8})
     assert 0 < found <= 8

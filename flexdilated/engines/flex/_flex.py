@@ -28,6 +28,7 @@ from ._slots import Rows, Slots, let_trace
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 Kernel = Callable[..., Any]
+_TILE = 128
 
 # Functions made to compile, by device type.
 _made: Counter[str] = Counter()
@@ -59,7 +60,7 @@ def run_flex(
     needs_lse = return_lse or program.shares_rows or sinks is not None or q.device.type != "cpu"
     if kernel is None and not torch.compiler.is_compiling():
         call = compiled_flex(program.structure, q.device)
-        kind = _kind(q, k, v, sinks, score_mod, scale, needs_lse)
+        kind = _kind(q, k, v, sinks, score_mod, scale, needs_lse), _fill_tiles(q, k)
         tables = program.packed, program.sizes
         out, lse = call(kind)(program.steps, tables, orders, q, k, v, sinks, score_mod, repr(scale), needs_lse)
     else:
@@ -67,6 +68,11 @@ def run_flex(
         options = (scale, needs_lse, kernel or _flex_in_graph)
         out, lse = _run(program.steps, found, orders, q, k, v, sinks, score_mod, *options)
     return out, lse if return_lse else None
+
+
+def _fill_tiles(q: Tensor, k: Tensor) -> bool:
+    """Whether queries and keys are whole tiles of the kernels, which then check no ends: another function."""
+    return q.shape[2] % _TILE == 0 and k.shape[2] % _TILE == 0
 
 
 def _kind(
@@ -167,6 +173,8 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     """Each term's operands, its kernel, and one merge of them all."""
     enter, leave = orders
+    if (q.shape[1], k.shape[1]) != steps[0].structure.heads:  # which makes them constants of a graph
+        raise ValueError(f"the program is for {steps[0].structure.heads} heads; got {q.shape[1]} and {k.shape[1]}")
     if enter is not None:
         q, k, v = q.index_select(2, enter[0]), k.index_select(2, enter[1]), v.index_select(2, enter[1])
     tokens, dtype = q.shape[2], q.dtype
@@ -244,6 +252,8 @@ def _attend(
     numbers: dict[str, Any] = {"seq_lengths": lengths, "BLOCK_SIZE": structure.sides, **tables}
     mask = BlockMask(**numbers, mask_mod=step.mask.mask_mod)
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if q.device.type != "cpu" and _fill_tiles(q, k):
+        options["kernel_options"] = {"IS_DIVISIBLE": True}  # which inductor sees of sizes that are no symbols alone
     if score_mod is not None:
         options["score_mod"] = step.indices.at_positions(score_mod)
     if not needs_lse:

@@ -37,16 +37,19 @@ TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 class Structure(torch.nn.Module):
     """What of a term is the same for every length: a module's numbers are constants of a graph that serves them all."""
 
-    def __init__(self, queries: Slots, keys: Slots, sides: tuple[int, int], multiplicity: int, lead: Lead) -> None:
+    def __init__(
+        self, queries: Slots, keys: Slots, sides: tuple[int, int], multiplicity: int, lead: Lead, heads: Lead
+    ) -> None:
         super().__init__()
         self.queries, self.keys, self.sides, self.multiplicity = queries, keys, sides, multiplicity
         self.lead = lead  # of the block tables: batch entries and heads
+        self.heads = heads  # of tensors: of queries and of keys
 
     @property
     def numbers(self) -> Hashable:
         """What makes it another one."""
         slots = (each for side in (self.queries, self.keys) for each in (side.kind, side.numbers))
-        return (*slots, self.sides, self.multiplicity, self.lead)
+        return (*slots, self.sides, self.multiplicity, self.lead, self.heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +119,7 @@ def make_flex_program(
     for planned in plan.terms:
         term = planned.in_blocks_of(*block_size) if isinstance(planned, PaddedTerm) else planned
         sides = sides_of(term, plan, groups, placement, device)
-        steps.append(_step(term, plan, sides, block_size, device))
+        steps.append(_step(term, plan, sides, (plan.bound.num_heads, num_kv_heads), block_size, device))
     packed, sizes = None, ()
     if device.type != "cpu" and steps:
         tables = [_at_least_two(tables_of(step)) for step in steps]
@@ -166,14 +169,14 @@ def _mask_of(step: FlexStep, tables: Tables) -> BlockMask:
 
 
 def _step(
-    term: Term, plan: Plan, sides: tuple[Side, Side], block_size: tuple[int, int], device: torch.device
+    term: Term, plan: Plan, sides: tuple[Side, Side], heads: Lead, block_size: tuple[int, int], device: torch.device
 ) -> FlexStep:
     blocks = bound_blocks(term, plan.bound, block_size)
     mask = to_block_mask(join_blocks(blocks), term.mask_mod(device), device, batch=term.rule.num_entries())
     hidden = hidden_of_blocks(term, blocks).on(device)
     held = tuple(table.on(device) for table in tables(term.rule))
     lead = (mask.kv_num_blocks.shape[0], mask.kv_num_blocks.shape[1])
-    structure = Structure(sides[0].slots, sides[1].slots, block_size, term.multiplicity, lead)
+    structure = Structure(sides[0].slots, sides[1].slots, block_size, term.multiplicity, lead, heads)
     return FlexStep(mask, hidden, term, held, indices_of(term, device), *sides, structure)
 
 
