@@ -7,6 +7,7 @@ from itertools import product
 from random import Random
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import pytest
 import torch
@@ -76,14 +77,14 @@ def test_host_time(record_property) -> None:
 MODES: dict[str, Callable] = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
 
 
-def attend_anyhow(pattern: Callable[[int], fd.masks.Pattern], lengths: list[int]) -> None:
+def attend_anyhow(pattern: Callable[[int], Any], lengths: list[int]) -> None:
     """Any length, batch and mode, with and without the lse."""
     for tokens, batch, (mode, context), lse in product(lengths, (4, 1, 2), MODES.items(), (False, True)):
         with context():
             fd.attend(*drawn(batch, 2, tokens, 16, trains=mode == "grad"), pattern(tokens), return_lse=lse)
 
 
-def longnet(num_tokens: int) -> fd.masks.Pattern:
+def longnet(num_tokens: int) -> Any:
     return fd.masks.longnet(*LONGNET_4) & fd.masks.causal()
 
 
