@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 
 import flexdilated as fd
 from bench._catalogue import Entry
@@ -43,8 +45,10 @@ def code_of(entry: Entry, head_dim: int, dtype: torch.dtype = torch.bfloat16) ->
     fd.masks.cache().clear()
     shape = (1, max(HEADS, entry.num_heads), TOKENS, head_dim)
     q, k, v = (torch.zeros(shape, dtype=dtype).to("cuda").requires_grad_() for _ in range(3))
-    out = fd.attend(q, k, v, entry.pattern(TOKENS))
-    out.backward(torch.zeros_like(out))
+    # What is kept on disk may have been made for another device: its name there is that of this one.
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        out = fd.attend(q, k, v, entry.pattern(TOKENS))
+        out.backward(torch.zeros_like(out))
     kernels = [kernel for kernel in CALLED if is_template(kernel)]
     backward = [kernel for kernel in kernels if "backward" in kernel.fn.__name__]
     forward = [kernel for kernel in kernels if "backward" not in kernel.fn.__name__]
