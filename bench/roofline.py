@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import CallKey, allowed_on, make_flex_program
-from flexdilated.engines.flex import merge_parts
+from flexdilated.engines.flex import let_trace, merge_parts
 from flexdilated.engines.kernels._kernel import flash_backward, flash_forward
 from flexdilated.masks.planning._planner import plan
 
@@ -269,6 +269,7 @@ def beside_attention(spec: LongNet, problem: Problem) -> tuple[tuple[Job, Job], 
         placed = [(side.slots, side.rows, side.start, part) for side, part in zip(sides, parts, strict=True)]
         return merge_parts(placed, lses, None, tokens)[0]
 
+    let_trace()
     run_gather, run_merge = torch.compile(gathered, dynamic=False), torch.compile(merged, dynamic=False)
     slots = [step.mask.seq_lengths[0] for step in steps]
     parts = [torch.randn(batch, heads, length, dim, dtype=problem.q.dtype, device=device) for length in slots]
