@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -25,8 +26,6 @@ from tests.support import oracle
 # Few numbers, such as the gradient of a sink, are long sums that nearly cancel. Plain attention may be off by hardly
 # anything in one draw: the worst of several draws counts for them.
 MARGIN, FEW, DRAWS = 2.0, 64, 8
-# The kernel adds the gradients of tables that a score_mod captured one after the other, plain attention in pairs.
-MARGINS = {"dslopes": 8.0, "dbias": 8.0}
 KINDS = ("full", "partial", "empty")
 
 
@@ -121,7 +120,29 @@ class Case:
             return lambda scores: scores
         q, k = torch.arange(self.tokens) + self.q_offset, torch.arange(self.keys or self.tokens)
         ahead = (q[:, None] - k) / 64
-        return lambda scores: scores + leaves["slopes"][:, None, None] * ahead + leaves["bias"]
+
+        def modified(scores: Tensor) -> Tensor:
+            slopes, bias = (_OneByOne.apply(x, scores) for x in (leaves["slopes"][:, None, None], leaves["bias"]))
+            return scores + slopes * ahead + bias
+
+        return modified
+
+
+class _OneByOne(torch.autograd.Function):
+    """A table for all scores, whose gradients are added up one after the other, as kernels add to what they share."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, scores: Tensor) -> Tensor:
+        ctx.shape, ctx.scores = table.shape, scores.shape
+        return table.expand_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), shape = grads, (*(1,) * (len(ctx.scores) - len(ctx.shape)), *ctx.shape)
+        summed = [dim for dim, size in enumerate(shape) if size == 1]
+        kept = [dim for dim, size in enumerate(shape) if size > 1]
+        rows = grad.permute(*kept, *summed).flatten(len(kept)).numpy()
+        return torch.from_numpy(np.cumsum(rows, axis=-1, dtype=rows.dtype)[..., -1].copy()).view(ctx.shape), None
 
 
 def words(num_tokens: int) -> dict[str, Any]:
@@ -193,16 +214,16 @@ def shares(case: Case, found: Results) -> dict[str, float]:
         draws = [(truth, ordinary), *(others if value.numel() < FEW else ())]
         usual = [_error(theirs[name], own[name]) for own, theirs in draws]
         eps = torch.finfo(torch.float32 if name == "lse" else getattr(torch, case.dtype)).eps
-        found_shares[name] = _share(found[name], value, usual, eps, MARGINS.get(name, MARGIN))
+        found_shares[name] = _share(found[name], value, usual, eps)
     return found_shares
 
 
-def _share(found: Tensor, truth: Tensor, usual: list[Tensor], eps: float, margin: float) -> float:
+def _share(found: Tensor, truth: Tensor, usual: list[Tensor], eps: float) -> float:
     if not torch.equal(found == -torch.inf, truth == -torch.inf):
         return torch.inf
     wrong, size = _error(found, truth), _error(truth, torch.zeros_like(truth))
-    whole = wrong.norm() / (margin * max(eps / 2 * size.norm(), *(each.norm() for each in usual)))
-    rows = _worst_row(wrong) / (2 * margin * max(eps / 2 * _worst_row(size), *map(_worst_row, usual)))
+    whole = wrong.norm() / (MARGIN * max(eps / 2 * size.norm(), *(each.norm() for each in usual)))
+    rows = _worst_row(wrong) / (2 * MARGIN * max(eps / 2 * _worst_row(size), *map(_worst_row, usual)))
     return float(whole.maximum(rows))
 
 
