@@ -160,6 +160,7 @@ def run_time_tensors(
 ) -> list[Tensor]:
     """The tensors that a pattern needs when it runs, in the order of their names: those it carries and those given.
 
+    They come to the host here, once a call; those that lie there are not read from a device at all.
     A call of meta tensors, which has no values, needs none of these tensors either.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
@@ -178,7 +179,7 @@ def run_time_tensors(
     for name in needed:
         if name not in found:
             raise ValueError(missing(name))
-    return [require_values(name, found[name]) for name in needed] if has_values else []
+    return [require_values(name, found[name]).cpu() for name in needed] if has_values else []
 
 
 def _needed(pattern: str) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from .._attend import autocast_dtype
 from .._validate import require_dense
 from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
+from ..masks.patterns import on_host
 from ._call_masks import without_padding
 from ._generate import Sampling, generate
 from ._longnet_block import Block, rotary_table
@@ -182,7 +183,7 @@ class LongNet(nn.Module):
             positions, x = layout.positions(tokens.device), layout.apply(tokens, dim=1)
         if self.embedding is not None:
             x = self.embedding(x)
-        pattern = without_padding(self.pattern, padding, (tokens.shape[0], num_tokens))
+        pattern = on_host(without_padding(self.pattern, padding, (tokens.shape[0], num_tokens)))
         x = self.norm(self._run_blocks(x, positions, pattern, layout, caches))
         return x if layout is None else layout.invert(x, dim=1)
 

@@ -172,7 +172,11 @@ class Expression:
     @plans
     def resolve(self, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
         """The expression with run-time tensors' values in place. Raises ValueError for one that is missing or unfit."""
-        return self.map_leaves(lambda leaf: leaf.resolved(tensors, extent)) if self.varies else self
+        if not self.varies:
+            return self
+        of_run_time = dict.fromkeys(leaf for leaf in self.leaves() if leaf.is_run_time)
+        resolved = {leaf: leaf.resolved(tensors, extent) for leaf in of_run_time}  # one for all its uses
+        return self.map_leaves(lambda leaf: resolved[leaf] if leaf.is_run_time else leaf)
 
     def entry(self, batch: int) -> Any:
         """The resolved expression of one batch entry."""

@@ -30,6 +30,7 @@ from .run_time import (
     missing,
     named,
     names,
+    on_host,
     require_values,
     run_time_leaves,
     tables,

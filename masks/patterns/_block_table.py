@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
@@ -28,9 +28,12 @@ from ..core import (
 # T tables, R rows of query blocks, W entries of the longest row, rounded up to a power of two
 
 NOTHING = 1 << 30  # pads short rows: a key block that no sequence reaches
+_COMPARED = 8  # entries of a row up to which each is compared
 _EXACT_ROWS = 8  # a box over more rows than this is bounded by the picture
 _PICTURE_CELLS = 1 << 24  # of all tables together: bounds their memory
 _ENTRIES_AT_ONCE = 1 << 20
+
+Listed = Callable[[Tensor, Tensor, Tensor], Tensor]  # whether a row of a table, if it is in use, names a key block
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,17 +51,13 @@ class BlockTable:
         """Closure (b, h, q, k) -> bool for heads that follow these tables."""
         _, rows, width = self.entries.shape
         height, block, limit = parameters(device, rows, self.block, self.limit)
-        halves = parameters(device, *(1 << bit for bit in reversed(range(width.bit_length() - 1))))
-        dtype = index_dtype(device, 0, self.entries.numel())
-        entries, tables = self.entries.flatten(0, 1).to(device, dtype), table_of_head.to(device, dtype)
+        listed = (_compared if width <= _COMPARED else _halved)(self.entries.flatten(0, 1), device)
+        tables = table_of_head.to(device, index_dtype(device, 0, self.entries.numel()))
 
         def seen(b, h, q, k):
-            row, column = q // block, k // block
+            row = q // block
             line = tables[h] * height + torch.minimum(row, height - 1)
-            place = column - column
-            for half in halves:  # halving the row: `place` ends at the only entry that can be the column
-                place = place + torch.where(entries[line, place + half - 1] < column, half, 0)
-            return (entries[line, place] == column) & (row < height) & (q < limit) & (k < limit)
+            return listed(line, (row < height) & (q < limit), torch.where(k < limit, k // block, -1))
 
         return seen
 
@@ -127,6 +126,34 @@ class BlockTable:
             cells = torch.bincount((row + entries // cell)[kept], minlength=height * width)
             table[1:, 1:] = cells.view(height, width).cumsum(0).cumsum(1)
         return cell, sums
+
+
+def _compared(entries: Tensor, device: torch.device) -> Listed:
+    """Each of a few entries in turn. They are those of a query: a kernel reads them once for all its keys."""
+    used = entries[:, : max(1, int((entries < NOTHING).sum(1).max()))]
+    places = used.to(device, index_dtype(device, 0, NOTHING)).unbind(1)
+
+    def listed(line, inside, column):
+        found = torch.where(inside, places[0][line], NOTHING) == column
+        for place in places[1:]:
+            found = found | (torch.where(inside, place[line], NOTHING) == column)
+        return found
+
+    return listed
+
+
+def _halved(entries: Tensor, device: torch.device) -> Listed:
+    """By halving the row: `place` ends at the only entry that can be the column."""
+    halves = parameters(device, *(1 << bit for bit in reversed(range(entries.shape[1].bit_length() - 1))))
+    entries = entries.to(device, index_dtype(device, 0, entries.numel()))
+
+    def listed(line, inside, column):
+        place = column - column
+        for half in halves:
+            place = place + torch.where(entries[line, place + half - 1] < column, half, 0)
+        return (entries[line, place] == column) & inside
+
+    return listed
 
 
 class TableRule(Pattern):

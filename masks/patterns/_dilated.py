@@ -218,4 +218,8 @@ def longnet(
 
 
 def _same_segment(segment: Tensor) -> MaskMod:
-    return lambda b, h, q, k: q // segment == k // segment
+    def same_segment(b, h, q, k):
+        start = q - q % segment
+        return (start <= k) & (k < start + segment)
+
+    return same_segment

@@ -129,11 +129,10 @@ class Neighborhood(Pattern):
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         windows = [
-            _in_window(*parameters(device, stride, *axis))
+            _in_window(*parameters(device, prod(self.grid), stride, *axis))
             for stride, axis in zip(self._strides, self.axes, strict=True)
         ]
-        (tokens,) = parameters(device, prod(self.grid))
-        return reduce(both, windows, lambda b, h, q, k: (q < tokens) & (k < tokens))
+        return reduce(both, windows)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         if len(box.head) and len(box.head) * int(box.q.count.max()) * int(box.k.count.max()) <= _FEW_PAIRS:
@@ -219,12 +218,20 @@ def _holds(rectangle: Rectangle) -> Tensor:
     return reduce(torch.logical_and, (side.count > 0 for side in rectangle))
 
 
-def _in_window(stride: Tensor, length: Tensor, radius: Tensor, rate: Tensor) -> MaskMod:
+def _in_window(tokens: Tensor, stride: Tensor, length: Tensor, radius: Tensor, rate: Tensor) -> MaskMod:
+    """Two comparisons a pair: of the key's place, counted residue class by residue class, with the window's ends.
+
+    More of them would cost a kernel registers, which it has not. Keys beyond the grid stand before all windows, and
+    the windows of queries beyond it behind all keys.
+    """
+
     def mask_mod(b, h, q, k):
         query, key = q // stride % length, k // stride % length
-        held = (length - 1 - query % rate) // rate + 1  # tokens of the query's residue class
+        spacing = (length - 1) // rate + 1  # of the places of two classes
+        held = (length - 1 - query % rate) // rate + 1  # tokens of the query's class
         first = torch.minimum((query // rate - radius).clamp(min=0), held - (2 * radius + 1))
-        ahead = key // rate - first
-        return (query % rate == key % rate) & (ahead >= 0) & (ahead < 2 * radius + 1)
+        first = torch.where(q < tokens, query % rate * spacing + first, rate * spacing)
+        place = torch.where(k < tokens, key % rate * spacing + key // rate, -1)
+        return (first <= place) & (place < first + (2 * radius + 1))
 
     return mask_mod

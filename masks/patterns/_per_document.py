@@ -23,6 +23,7 @@ from ..core import (
     Phrase,
     Progression,
     Reason,
+    parameters,
     pattern_kind,
     sum_phrase,
 )
@@ -90,14 +91,16 @@ class PerDocument(Pattern):
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         inner = self.part.mask_mod(num_heads=num_heads, device=device)
-        held, step = self._resolved().on(device), self._resolved().batch_step(device)
+        spans = self._resolved()
+        held, step = spans.on(device), spans.batch_step(device)
+        (length,) = parameters(device, spans.rows.shape[1])
 
         def from_start(b, h, q, k):
             starts, row = held.rows, b * step
-            q_start, k_start = starts[row, q], starts[row, k]
+            q_start, k_start = starts[row, q], starts[row, k + length]  # padding as such differs in them
             # Each side is counted from its own start: a position before another document's would be no position.
             allowed = inner(b, h, q - q_start.clamp(min=0), k - k_start.clamp(min=0))
-            return (q_start == k_start) & (q_start >= 0) & allowed
+            return (q_start == k_start) & allowed
 
         return from_start
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from random import Random
 from statistics import median
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import flexdilated as fd
-from tests.interpreted.emulated_cuda import CALLED, H200, describe, is_template, require
+from tests.interpreted.emulated_cuda import CALLED, H200, describe, host_reads, is_template, require
 from tests.support.compilers import without_inductor
 from tests.support.ladders import LONGNET_4, LONGNET_5
 
@@ -72,6 +73,51 @@ def test_host_time(record_property) -> None:
     found = median(seconds[100:])
     record_property(f"{NAME}: ms of the host, LongNet-5, forward", {"figure": round(1e3 * found, 3), "target": 0.5})
     assert found < 5e-3, "ten times what it should be"
+
+
+IDS = torch.arange(300) // 70
+
+
+def step_of_a_model(padding: Tensor | None) -> Callable[[], Tensor]:
+    ladder: dict[str, Any] = {"segment_lengths": (64, 128), "dilation_rates": (1, 2)}
+    model = fd.LongNet(fd.LongNetConfig(embed_dim=32, num_heads=2, depth=3, vocab_size=None, **ladder)).to("cuda")
+    return partial(model, torch.zeros(2, 300, 32, device="cuda"), key_padding_mask=padding)
+
+
+def three_layers(x: Tensor, ids: Tensor) -> Tensor:
+    pattern = fd.masks.longnet((64, 128), (1, 2)) & fd.masks.documents(ids.cpu())
+    for _ in range(3):
+        x = fd.attend(x, x, x, pattern)
+    return x
+
+
+def step_of_calls(function: Callable[..., Tensor], ids: Tensor) -> Callable[[], Tensor]:
+    return partial(function, drawn(1, 2, 300, 16)[0], ids)
+
+
+STEPS = {
+    "a model": (0, lambda: step_of_a_model(None)),
+    "a model, padding": (1, lambda: step_of_a_model((IDS > 3).expand(2, -1).to("cuda"))),
+    "calls, documents": (1, lambda: step_of_calls(three_layers, IDS.to("cuda"))),
+    "calls, documents on the CPU": (0, lambda: step_of_calls(three_layers, IDS)),
+    "a graph, documents": (
+        1, lambda: step_of_calls(torch.compile(three_layers, fullgraph=True), IDS.to("cuda"))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_reads_of_the_host(name: str, record_property) -> None:
+    """What a step of three layers waits for on the device, once its plan is cached."""
+    most, make = STEPS[name]
+    step, found = make(), []
+    with torch.no_grad():
+        for _ in range(3):
+            before = host_reads()
+            step()
+            found.append(host_reads() - before)
+    record_property(f"{NAME}: reads of the host a step of 3 layers, {name}", {"figure": found[-1], "target": 1})
+    assert found[-1] == most
 
 
 MODES: dict[str, Callable] = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}

@@ -252,8 +252,13 @@ def _attend(
     numbers: dict[str, Any] = {"seq_lengths": lengths, "BLOCK_SIZE": structure.sides, **tables}
     mask = BlockMask(**numbers, mask_mod=step.mask.mask_mod)
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    chosen: dict[str, Any] = {}
     if q.device.type != "cpu" and _fill_tiles(q, k):
-        options["kernel_options"] = {"IS_DIVISIBLE": True}  # which inductor sees of sizes that are no symbols alone
+        chosen["IS_DIVISIBLE"] = True  # which inductor sees of sizes that are no symbols alone
+    if structure.warps and q.dtype.itemsize == 2 and q.shape[3] <= 64:
+        chosen["fwd_num_warps"] = structure.warps
+    if chosen:
+        options["kernel_options"] = chosen
     if score_mod is not None:
         options["score_mod"] = step.indices.at_positions(score_mod)
     if not needs_lse:

@@ -13,9 +13,11 @@ from jaxtyping import Int32, Int64
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...masks import Layout
 from ...masks.blocks import join_blocks, table_bytes, to_block_mask
+from ...masks.core import MaskMod
 from ...masks.orders import Placement
 from ...masks.patterns import Rows, tables
 from ...masks.planning import PaddedTerm, Plan, Term, bound_blocks
@@ -29,6 +31,7 @@ Lead = tuple[int, int]
 Tables = dict[str, Tensor]
 
 _DEPTH = 64  # of functions within functions: patterns of patterns
+_SIMPLE = 12  # operations of a mask up to which torch's own number of warps has registers enough
 
 TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
@@ -38,18 +41,26 @@ class Structure(torch.nn.Module):
     """What of a term is the same for every length: a module's numbers are constants of a graph that serves them all."""
 
     def __init__(
-        self, queries: Slots, keys: Slots, sides: tuple[int, int], multiplicity: int, lead: Lead, heads: Lead
+        self,
+        queries: Slots,
+        keys: Slots,
+        sides: tuple[int, int],
+        multiplicity: int,
+        lead: Lead,
+        heads: Lead,
+        warps: int,
     ) -> None:
         super().__init__()
         self.queries, self.keys, self.sides, self.multiplicity = queries, keys, sides, multiplicity
         self.lead = lead  # of the block tables: batch entries and heads
         self.heads = heads  # of tensors: of queries and of keys
+        self.warps = warps  # of the forward kernel at small head dims; 0: as torch chooses
 
     @property
     def numbers(self) -> Hashable:
         """What makes it another one."""
         slots = (each for side in (self.queries, self.keys) for each in (side.kind, side.numbers))
-        return (*slots, self.sides, self.multiplicity, self.lead, self.heads)
+        return (*slots, self.sides, self.multiplicity, self.lead, self.heads, self.warps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,8 +187,34 @@ def _step(
     hidden = hidden_of_blocks(term, blocks).on(device)
     held = tuple(table.on(device) for table in tables(term.rule))
     lead = (mask.kv_num_blocks.shape[0], mask.kv_num_blocks.shape[1])
-    structure = Structure(sides[0].slots, sides[1].slots, block_size, term.multiplicity, lead, heads)
+    warps = _warps(mask.mask_mod, device)
+    structure = Structure(sides[0].slots, sides[1].slots, block_size, term.multiplicity, lead, heads, warps)
     return FlexStep(mask, hidden, term, held, indices_of(term, device), *sides, structure)
+
+
+def _warps(mask_mod: MaskMod, device: torch.device) -> int:
+    """On Hopper and later torch gives a tile of 128 x 128 four warps, whose registers its scores fill.
+
+    What a mask needs beside them is spilled to memory, kilobytes of it for one of many operations.
+    """
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
+        return 0
+    zero = torch.zeros((), dtype=torch.int32, device=device)
+    with _Counted() as counted:
+        mask_mod(zero, zero, zero, zero)
+    return 8 if counted.operations > _SIMPLE else 0
+
+
+class _Counted(TorchDispatchMode):
+    """Counts the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
 
 
 def tables_of(step: FlexStep) -> Tables:

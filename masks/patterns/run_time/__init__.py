@@ -12,6 +12,7 @@ from ._run_time import (
     missing,
     named,
     names,
+    on_host,
     require_values,
     run_time_leaves,
     tables,

@@ -201,6 +201,14 @@ def named(leaf: Pattern) -> Pattern:
     return replace(leaf, given=None) if isinstance(leaf, RunTime) else leaf
 
 
+def on_host(pattern: Any) -> Any:
+    """The pattern with the tensors that it carries on the CPU: read from a device once for all calls that get it."""
+    found = {name: Given(x if x.is_meta else x.cpu()) for name, x in pattern.given_tensors().items()}
+    if not found:
+        return pattern
+    return pattern.map_leaves(lambda leaf: replace(leaf, given=found[leaf.name]) if leaf.carried() else leaf)
+
+
 def as_written(pattern: Expression) -> Expression:
     """The pattern as its caller wrote it, but for tensors that it carries: what `cache().forget` knows it by."""
     return pattern.map_leaves(named) if pattern.varies else pattern
