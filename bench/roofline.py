@@ -252,7 +252,7 @@ def beside_attention(spec: LongNet, problem: Problem) -> tuple[tuple[Job, Job], 
     (batch, heads, tokens, dim), device = problem.q.shape, problem.q.device
     key = CallKey(spec.pattern().text, heads, heads, tokens, tokens, 0, 0, 0, heads, 1, ())
     best = key.plan(device=device, allowed=allowed_on(torch.device("cuda")))
-    options = {"num_kv_heads": heads, "block_size": key.flex_sides, "device": device}
+    options = {"num_kv_heads": heads, "block_size": key.sides, "device": device}
     steps = make_flex_program(best, key.layout, **options).steps
     moved = [step for step in steps if step.structure.queries.kind != "all"]
 

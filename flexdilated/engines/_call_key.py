@@ -48,10 +48,9 @@ class CallKey(NamedTuple):
         return self.head_offset, self.q_offset, self.k_offset
 
     @property
-    def flex_sides(self) -> tuple[int, int]:
-        """The sides of FlexAttention's blocks: as asked for, or those that all its kernels take."""
-        rows, columns = self.block_size or (128, 128)
-        return rows, columns
+    def sides(self) -> tuple[int, int] | None:
+        """The sides of blocks that were asked for, if any."""
+        return None if not self.block_size else (self.block_size[0], self.block_size[1])
 
     @property
     def layout(self) -> Layout:

@@ -238,9 +238,6 @@ def _empty(heads: int, size: AttentionSize) -> Tensor:
     return torch.empty(shape, dtype=size.dtype)
 
 
-_SIDES = (128, 128)  # the engine's own
-
-
 def flex_attention_of(
     key: CallKey, rule: Expression, *, device: str, choice: Choice | None = None
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], int]:
@@ -249,7 +246,7 @@ def flex_attention_of(
     The plan is that of the device; tables and rows are built on the CPU, where no such device is needed.
     """
     best = plan(key.bound(rule), device=device, allowed=allowed_on(torch.device(device)), choice=choice)
-    sizes = {"num_kv_heads": key.num_kv_heads, "block_size": _SIDES}
+    sizes = {"num_kv_heads": key.num_kv_heads, "block_size": key.sides}
     program = make_flex_program(best, key.layout, **sizes, device=torch.device("cpu"))
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,7 @@ def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tup
 
 
 def _compiled(plan: Plan, x: Inputs, backward: bool, block_size: tuple[int, ...]) -> Run:
-    sides = (block_size[0], block_size[1]) if block_size else (128, 128)
+    sides = (block_size[0], block_size[1]) if block_size else None
     num_kv_heads, scale = x.k.shape[1], x.q.shape[-1] ** -0.5
     program = make_flex_program(plan, plan.layout, num_kv_heads=num_kv_heads, block_size=sides, device=x.q.device)
 

@@ -114,13 +114,17 @@ class Placement:
                 joined[-1] = range(joined[-1].start, piece.stop)
         return joined
 
-    def key_slots(self, head: int) -> KeySlots:
+    def key_slots(self, head: int) -> HeldSlots:
         """Where the keys of a head stand in its tensor."""
         return _slots(self.keys[head if len(self.keys) > 1 else 0])
 
+    def query_slots(self) -> HeldSlots:
+        """Where the queries stand in their tensor."""
+        return _slots(self.queries)
+
 
 @dataclass(frozen=True, eq=False)
-class KeySlots:
+class HeldSlots:
     """The slot of each position that is held: `position` ascending, with its `slot`."""
 
     position: Int64[Tensor, " n"]
@@ -134,9 +138,9 @@ class KeySlots:
 
 
 @lru_cache(maxsize=64)
-def _slots(held: Ranges) -> KeySlots:
+def _slots(held: Ranges) -> HeldSlots:
     tokens = [torch.arange(run.start, run.stop, run.step) for run in held]
     position, slot = torch.cat([torch.empty(0, dtype=torch.int64), *tokens]).sort()
     if bool((position[1:] == position[:-1]).any()):
-        raise ValueError(f"keys must stand at different positions; got {held}")
-    return KeySlots(position, slot)
+        raise ValueError(f"tokens must stand at different positions; got {held}")
+    return HeldSlots(position, slot)

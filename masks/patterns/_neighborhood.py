@@ -22,7 +22,6 @@ from ..core import (
     Ranges,
     Reason,
     among,
-    both,
     constructor,
     listing,
     look_at_pairs,
@@ -128,11 +127,39 @@ class Neighborhood(Pattern):
             )
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        windows = [
-            _in_window(*parameters(device, prod(self.grid), stride, *axis))
-            for stride, axis in zip(self._strides, self.axes, strict=True)
-        ]
-        return reduce(both, windows)
+        """A token's places on all axes are the fields of one number, each below a bit that subtraction borrows from.
+
+        So one comparison a pair answers for the ends of the window on every axis. Each more would cost a kernel
+        registers, which it has not. An axis is counted residue class by residue class, from 1; 0 is beyond the grid.
+        """
+        axes, shift, guards, ones, window = [], 0, 0, 0, 0
+        for stride, (length, radius, rate) in zip(self._strides, self.axes, strict=True):
+            spacing = -(-length // rate)  # of the places of two classes
+            bits = (rate * spacing + 2 * radius + 2).bit_length()
+            numbers = parameters(device, stride, length, radius, rate, spacing, 1 << shift)
+            axes.append((*numbers, rate > 1))
+            ones, window = ones + (1 << shift), window + (2 * radius << shift)
+            guards += 1 << (shift + bits)
+            shift += bits + 1
+        numbers = prod(self.grid), guards, ones, guards - ones, window + 2 * guards
+        tokens, guard, one, nowhere, reach = parameters(device, *numbers)
+
+        def near(b, h, q, k):
+            first, place, queries, keys = one, one, q, k
+            for stride, length, radius, rate, spacing, unit, is_dilated in axes:
+                query, key = queries // stride, keys // stride
+                queries, keys = queries - query * stride, keys - key * stride
+                if is_dilated:
+                    held = (length - 1 - query % rate) // rate + 1  # tokens of the query's class
+                    begin = torch.minimum((query // rate - radius).clamp(min=0), held - (2 * radius + 1))
+                    begin, key = query % rate * spacing + begin, key % rate * spacing + key // rate
+                else:
+                    begin = torch.minimum((query - radius).clamp(min=0), length - (2 * radius + 1))
+                first, place = first + begin * unit, place + key * unit
+            first, place = torch.where(q < tokens, first, nowhere), torch.where(k < tokens, place, 0) + guard
+            return ((place - first) & (first + reach - place) & guard) == guard
+
+        return near
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         if len(box.head) and len(box.head) * int(box.q.count.max()) * int(box.k.count.max()) <= _FEW_PAIRS:
@@ -216,22 +243,3 @@ def _steps(window: range) -> str:
 def _holds(rectangle: Rectangle) -> Tensor:
     """Which rectangles hold any token."""
     return reduce(torch.logical_and, (side.count > 0 for side in rectangle))
-
-
-def _in_window(tokens: Tensor, stride: Tensor, length: Tensor, radius: Tensor, rate: Tensor) -> MaskMod:
-    """Two comparisons a pair: of the key's place, counted residue class by residue class, with the window's ends.
-
-    More of them would cost a kernel registers, which it has not. Keys beyond the grid stand before all windows, and
-    the windows of queries beyond it behind all keys.
-    """
-
-    def mask_mod(b, h, q, k):
-        query, key = q // stride % length, k // stride % length
-        spacing = (length - 1) // rate + 1  # of the places of two classes
-        held = (length - 1 - query % rate) // rate + 1  # tokens of the query's class
-        first = torch.minimum((query // rate - radius).clamp(min=0), held - (2 * radius + 1))
-        first = torch.where(q < tokens, query % rate * spacing + first, rate * spacing)
-        place = torch.where(k < tokens, key % rate * spacing + key // rate, -1)
-        return (first <= place) & (place < first + (2 * radius + 1))
-
-    return mask_mod

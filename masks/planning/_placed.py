@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -10,8 +11,8 @@ from ..core import Bound, Expression, within
 from ..orders import Compact, Layout, Listed, Part, Placement
 from ._options import ANYTHING, Allowed, Option
 from ._planner import Plan, plan
-from .lowering._padded import PaddedTerm
-from .lowering._term import Term
+from .lowering import PaddedTerm, Term, interval_terms
+from .machine import machine_of
 
 _GAP = 128  # missing keys over which a run of keys goes on: no more than a block
 
@@ -34,6 +35,9 @@ def plan_at(
     # A part is bound without `bind`, which refuses rules that name tokens beyond its own: those of the whole count.
     rule.check_tokens(range(placement.end), range(placement.end))
     heads = (num_heads, head_offset, num_heads_global)
+    whole = Bound(rule, placement.num_queries, max(1, placement.num_keys), *heads, 0, 0, batch=1)
+    if allowed.lists_only and (over_all := _over_all_runs(whole, placement, device)) is not None:
+        return over_all
     terms: list[Term] = []
     weighed: dict[range, tuple[tuple[Option, ...], ...]] = {}
     for part in placement.parts():
@@ -42,10 +46,21 @@ def plan_at(
         best = plan(bound, device=device, allowed=allowed)
         terms += [_placed(term, part, placement) for term in best.terms]
         weighed[part.queries] = weighed.get(part.queries, ()) + best.options
-    bound = Bound(rule, placement.num_queries, max(1, placement.num_keys), *heads, 0, 0, batch=1)
-    plans = [Plan(bound, Layout(placement.num_queries), tuple(terms), options) for options in weighed.values()]
+    plans = [Plan(whole, Layout(placement.num_queries), tuple(terms), options) for options in weighed.values()]
     # Runs of queries share no rows; what is weighed for one stands for all, but for whether terms are to be merged.
-    return max(plans, key=lambda each: each.shares_rows, default=Plan(bound, Layout(placement.num_queries), (), ()))
+    return max(plans, key=lambda each: each.shares_rows, default=Plan(whole, Layout(placement.num_queries), (), ()))
+
+
+def _over_all_runs(bound: Bound, placement: Placement, device: torch.device | str) -> Plan | None:
+    """Each branch as lists over all runs at once, however many they are; None where a branch has no such form."""
+    options, layout = [], Layout(placement.num_queries)
+    machine = machine_of(torch.device(device).type)
+    for branch, times in Counter(bound.pattern.branches()).items():
+        terms = interval_terms(branch, times, bound, placement)
+        if terms is None:
+            return None
+        options.append((Option(branch, times, "intervals", tuple(terms), machine, layout),))
+    return Plan.of(bound, layout, tuple(options))
 
 
 def _placed(term: Term, part: Part, placement: Placement) -> Term:

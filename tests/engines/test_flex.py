@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
-from flexdilated.engines.flex import _flex
+from flexdilated.engines.flex import _flex, _program
 from flexdilated.engines.flex._flex import run_flex
 from flexdilated.engines.flex._flex_op import static_program
-from flexdilated.engines.flex._program import FlexProgram, make_flex_program
+from flexdilated.engines.flex._program import TABLES, FlexProgram, make_flex_program
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
 from tests.support.padded import padded_cases, padded_plan
@@ -93,6 +94,36 @@ def test_the_engine_around_the_kernel_is_the_oracle(data, side):
     case = data.draw(cases())
     drawn = data.draw(tensors(case))
     assert_agrees(attend_by(call_key(case, drawn[1].shape[1], side), 0.5), drawn, case.counts(), scale=0.5)
+
+
+@given(st.data(), st.sampled_from([1, 2, 4]), st.integers(16, 400))
+def test_lists_are_short_in_blocks_that_fit(data, smallest, most):
+    """The engine's own block sides grow with what its lists would hold, and nothing else changes."""
+    case = data.draw(cases())
+    drawn = data.draw(tensors(case))
+    key = call_key(case, drawn[1].shape[1], 1)
+    with patch.object(_program, "_SIDE", smallest), patch.object(_program, "_MOST_NUMBERS", most):
+        program = static_program(key._replace(block_size=()), CPU)
+        for step in program.steps:
+            side = step.structure.sides[0]
+            counts = [getattr(step.mask, name) for name in TABLES if name.endswith("num_blocks")]
+            assert sum(int(count.max()) * count.numel() for count in counts) <= most
+            assert side == smallest or side // 2 * len(step.term.heads) < most
+        fd.masks.cache().clear()  # programs of such sides are nobody else's
+    assert_agrees(around_dense(program, 0.5), drawn, case.counts(), scale=0.5)
+
+
+def test_a_million_causal_tokens_have_short_lists():
+    """In blocks of 128 they would be a gigabyte; a window's lists are short, and its blocks stay small."""
+    N = 1 << 20
+    causal, window = masks.causal(), masks.local_window(left=4096, right=0)
+    sides = []
+    for pattern in (causal, window, causal & masks.longnet([2048, 8192], [1, 4])):
+        program = static_program(CallKey(pattern.text, 2, 2, N, N, 0, 0, 0, 2, 1, ()), CPU)
+        assert program.nbytes < 40e6
+        sides.append({step.structure.sides for step in program.steps})
+        fd.masks.cache().clear()
+    assert sides == [{(1024, 1024)}, {(128, 128)}, {(128, 128)}]
 
 
 @given(st.data(), st.integers(2, 7), block_sides)

@@ -16,8 +16,8 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated._validate import run_time_tensors
 from flexdilated.engines._call_key import CallKey
-from flexdilated.engines.flex._flex_op import blank_program, list_width, run_time_program
-from flexdilated.engines.flex._program import FlexProgram
+from flexdilated.engines.flex._flex_op import blank_program, run_time_program
+from flexdilated.engines.flex._program import FlexProgram, list_width
 from tests.engines.test_flex import CPU, around_dense, dense_flex
 from tests.support.agreement import assert_agrees
 from tests.support.run_time_strategies import Packed, packed_cases

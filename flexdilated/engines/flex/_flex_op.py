@@ -12,17 +12,17 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from ...masks import cache
-from ...masks.core import Every, Expression, own_modes
+from ...masks.core import Expression, own_modes
 from ...masks.orders import Placement
 from ...masks.patterns import tables
-from ...masks.planning import Allowed, Choice, Plan, Term, machine_of, term_blocks
+from ...masks.planning import Allowed, Choice, Plan, machine_of
 from .._call_key import CallKey
 from .._operands import MOST_ELEMENTS, Hidden, readable
 from .._ops import flat_op
 from .._score_mod import ScoreMod
 from .._tuned import chosen
 from ._flex import run_flex
-from ._program import TABLES, FlexProgram, FlexStep, make_flex_program
+from ._program import TABLES, FlexProgram, FlexStep, list_width, make_flex_program
 from ._slots import let_trace
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -65,22 +65,6 @@ def blank_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor]
     return _cached(key, blank.text, device, lambda: _blank_plan(key, device, blank))
 
 
-def list_width(term: Term, block_size: tuple[int, int], device: torch.device) -> tuple[int, int]:
-    """(longest list of a row, of a column) that a term's tables may need, whatever the run-time values."""
-    columns, rows = -(-term.k.num_slots // block_size[1]), -(-term.q.num_slots // block_size[0])
-    outer = replace(term, rule=term.rule.superset())
-    if device.type == "cpu" or outer.rule == Every():
-        return columns, rows
-
-    def measure() -> tuple[int, int]:
-        blocks = term_blocks(outer, block_size)
-        lines = ((blocks.table.long() * size + line) for size, line in ((rows, blocks.row), (columns, blocks.column)))
-        by_row, by_column = (max(1, int(torch.bincount(line).max())) if len(line) else 1 for line in lines)
-        return by_row, by_column
-
-    return cache().get(("widths", outer, block_size), measure, lambda _: 16, pattern=outer.rule)
-
-
 def _blank_plan(key: CallKey, device: torch.device, blank: Expression) -> Plan:
     allowed = replace(allowed_on(device), shared_rows=False, residues=not key.placement)
     return key.plan(blank, device=device, allowed=allowed)
@@ -92,9 +76,8 @@ def _cached(
     """The program of a rule, kept under its text and forgotten with the pattern as it was written."""
 
     def build() -> FlexProgram:
-        sides = key.flex_sides
         placement = Placement.read(key.placement) if key.placement else None
-        options = {"num_kv_heads": key.num_kv_heads, "block_size": sides, "device": device}
+        options = {"num_kv_heads": key.num_kv_heads, "block_size": key.sides, "device": device}
         return make_flex_program(planned(), key.layout, placement=placement, **options)
 
     name = ("flex", key._replace(pattern=rule), device, machine_of(device.type).text, choice)
@@ -110,7 +93,7 @@ def run_time_tables(q: Tensor, bindings: list[Tensor], key: CallKey) -> list[Ten
     """For each step of the program its block tables, as in BlockMask, run-time tables' rows, what it hides."""
     found: list[Tensor] = []
     for step in run_time_program(key, q.device, bindings, len(q)).steps:
-        for name, width in _widths(step, key).items():
+        for name, width in _widths(step).items():
             table = getattr(step.mask, name)
             found.append(table.clone() if width is None else pad(table, (0, width - table.shape[-1])))
         found += [table.copied_to(q.device) for table in tables(step.term.rule)]
@@ -124,7 +107,7 @@ def _(q, bindings, *key):
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
     with own_modes():
         for step in blank_program(found, q.device, bindings, int(q.shape[0])).steps:
-            for name, width in _widths(step, found).items():
+            for name, width in _widths(step).items():
                 table = getattr(step.mask, name)
                 shapes.append((tuple(table.shape) if width is None else (*table.shape[:-1], width), table.dtype))
             rows = [table.copied_to(q.device) for table in tables(step.term.rule)]
@@ -132,9 +115,9 @@ def _(q, bindings, *key):
     return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
-def _widths(step: FlexStep, key: CallKey) -> dict[str, int | None]:
+def _widths(step: FlexStep) -> dict[str, int | None]:
     """How long the lists of each table of a BlockMask are in a graph; None for tables that hold no lists."""
-    by_row, by_column = list_width(step.term, key.flex_sides, step.mask.kv_num_blocks.device)
+    by_row, by_column = list_width(step.term, step.structure.sides, step.mask.kv_num_blocks.device)
     return {name: by_row if "kv" in name else by_column for name in TABLES} | {
         name: None for name in TABLES if name.endswith("num_blocks")
     }
@@ -174,10 +157,10 @@ _LARGEST_TILE = 128
 
 
 def _check_sides(q: Tensor, key: CallKey) -> None:
-    if q.device.type != "cpu" and q.dtype.itemsize == 2 and any(side % _LARGEST_TILE for side in key.flex_sides):
+    if q.device.type != "cpu" and q.dtype.itemsize == 2 and any(side % _LARGEST_TILE for side in key.block_size):
         raise ValueError(
             f"flex on {q.device.type} takes blocks whose sides are multiples of {_LARGEST_TILE} for {q.dtype}, as its "
-            f"kernels' tiles have to divide them; got block_size={key.flex_sides}"
+            f"kernels' tiles have to divide them; got block_size={key.block_size}"
         )
 
 

@@ -15,12 +15,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...masks import Layout
+from ...masks import Layout, cache
 from ...masks.blocks import join_blocks, table_bytes, to_block_mask
-from ...masks.core import MaskMod
+from ...masks.core import Every, MaskMod
 from ...masks.orders import Placement
 from ...masks.patterns import Rows, tables
-from ...masks.planning import PaddedTerm, Plan, Term, bound_blocks
+from ...masks.planning import Plan, Term, bound_blocks, term_blocks
 from .._operands import Hidden, hidden_of_blocks
 from .._score_mod import Indices, indices_of, plain_values
 from ._slots import Side, Slots, sides_of
@@ -31,6 +31,8 @@ Lead = tuple[int, int]
 Tables = dict[str, Tensor]
 
 _DEPTH = 64  # of functions within functions: patterns of patterns
+_SIDE = 128  # of blocks: the largest tile of any kernel
+_MOST_NUMBERS = 1 << 22  # in the block lists of a term
 _SIMPLE = 12  # operations of a mask up to which torch's own number of warps has registers enough
 
 TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
@@ -120,17 +122,21 @@ def make_flex_program(
     given: Layout,
     *,
     num_kv_heads: int,
-    block_size: tuple[int, int],
+    block_size: tuple[int, int] | None,
     device: torch.device,
     placement: Placement | None = None,
 ) -> FlexProgram:
-    """Build each term's BlockMask and the rows it reads. A placed plan comes with its `placement`."""
+    """Build each term's BlockMask, in blocks of these sides or of such that lists are short, and the rows it reads.
+
+    A placed plan comes with its `placement`.
+    """
     groups = plan.bound.num_heads // num_kv_heads
     steps = []
     for planned in plan.terms:
-        term = planned.in_blocks_of(*block_size) if isinstance(planned, PaddedTerm) else planned
+        block = block_size or sides_that_fit(planned)
+        term = planned.in_blocks_of(*block)
         sides = sides_of(term, plan, groups, placement, device)
-        steps.append(_step(term, plan, sides, (plan.bound.num_heads, num_kv_heads), block_size, device))
+        steps.append(_step(term, plan, sides, (plan.bound.num_heads, num_kv_heads), block, device))
     packed, sizes = None, ()
     if device.type != "cpu" and steps:
         tables = [_at_least_two(tables_of(step)) for step in steps]
@@ -143,6 +149,54 @@ def make_flex_program(
         enter = given.slots(device), Layout(plan.bound.num_keys, given.rate).slots(device)
         leave = given.positions(device)
     return FlexProgram(tuple(steps), plan.shares_rows, enter, leave, packed, sizes)
+
+
+def sides_that_fit(term: Term) -> tuple[int, int]:
+    """The smallest block sides that keep a term's lists short: those of a long causal sequence would fill gigabytes.
+
+    They are measured in blocks so large that even full lists are short. In blocks of half the side a list is at most
+    twice as long.
+    """
+    lists = term.rule.num_entries() * (len(term.heads) if len(set(term.tables())) > 1 else 1)
+
+    def are_short(side: int, by_row: int, by_column: int) -> bool:
+        columns, rows = _full_lists(term.in_blocks_of(side, side), (side, side))
+        numbers = 2 * lists * (rows * min(by_row, columns) + columns * min(by_column, rows))
+        return numbers <= _MOST_NUMBERS
+
+    side = _SIDE
+    while not are_short(side, term.k.num_slots, term.q.num_slots):
+        side *= 2
+    if side > _SIDE:
+        by_row, by_column = _longest_lists(term.in_blocks_of(side, side), (side, side))
+        while side > _SIDE and are_short(side // 2, 2 * by_row, 2 * by_column):
+            side, by_row, by_column = side // 2, 2 * by_row, 2 * by_column
+    return side, side
+
+
+def list_width(term: Term, sides: tuple[int, int], device: torch.device) -> tuple[int, int]:
+    """(longest list of a row, of a column) that a term's tables may need, whatever the run-time values."""
+    return _full_lists(term, sides) if device.type == "cpu" else _longest_lists(term, sides)
+
+
+def _full_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
+    """Blocks in a row and in a column."""
+    return -(-term.k.num_slots // sides[1]), -(-term.q.num_slots // sides[0])
+
+
+def _longest_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
+    columns, rows = _full_lists(term, sides)
+    outer = replace(term, rule=term.rule.superset())
+    if outer.rule == Every():
+        return columns, rows
+
+    def measure() -> tuple[int, int]:
+        blocks = term_blocks(outer, sides)
+        lines = ((blocks.table.long() * size + line) for size, line in ((rows, blocks.row), (columns, blocks.column)))
+        by_row, by_column = (max(1, int(torch.bincount(line).max())) if len(line) else 1 for line in lines)
+        return by_row, by_column
+
+    return cache().get(("widths", outer, sides), measure, lambda _: 16, pattern=outer.rule)
 
 
 def _at_least_two(tables: Tables) -> Tables:

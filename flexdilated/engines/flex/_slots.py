@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...masks.core import index_dtype
 from ...masks.orders import Layout, Order, Padded, Placement
-from ...masks.planning import PaddedTerm, Plan, Term
+from ...masks.planning import IntervalTerm, PaddedTerm, Plan, Term
 from .._merge import sum_dtype
 
 # B batch, X heads of a tensor, H heads of a term, S slots, N tokens, D head dim; `groups` heads of a term read one head
@@ -232,6 +232,8 @@ def sides_of(
     if placement is not None:
         kv_heads = [head // groups for head in term.heads]
         q_index = term.q.tokens()[:, 0]
+        if isinstance(term, IntervalTerm):
+            q_index = torch.where(q_index < 0, -1, placement.query_slots().of(q_index))
         k_index = _located(term.k.tokens()[:, 0].expand(len(kv_heads), -1), kv_heads, placement)
         q = _by_index(q_index, heads, num_heads, 1, num_queries, device)
         return q, _by_index(k_index, heads, num_heads, groups, num_keys, device)

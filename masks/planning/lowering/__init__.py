@@ -1,5 +1,6 @@
 """What a plan is made of: a branch as terms in some order of tokens."""
 
+from ._intervals import IntervalTerm, interval_terms
 from ._padded import PaddedTerm
 from ._term import Term
 from ._ways import compact_terms, shared_terms

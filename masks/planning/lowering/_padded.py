@@ -93,12 +93,16 @@ class PaddedTerm(Term):
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         row = torch.arange(self.q.width // q_block)[:, None] * q_block
         column = torch.arange(self.k.width // k_block) * k_block
-        q_low, q_high = (each[:, None, None] for each in (q_first.amin(0), q_past.amax(0)))
-        k_low, k_high = (each[:, None, None] for each in (k_first.amin(0), k_past.amax(0)))
-        listed = (row < q_high) & (row + q_block > q_low) & (column < k_high) & (column + k_block > k_low)
+        listed = torch.zeros(len(k_first[0]), len(row), len(column), dtype=torch.bool)
+        for head in {offset: head for head, offset in enumerate(self.q.offsets)}.values():
+            low, high, begin, end = (each[head, :, None, None] for each in (q_first, q_past, k_first, k_past))
+            seen = (row < high) & (row + q_block > low) & (column < end) & (column + k_block > begin)
+            seen &= (low < high) & (begin < end)
+            if self.is_causal:
+                seen &= (row + q_block).minimum(high) > column.maximum(begin)
+            listed |= seen
         whole = (column >= k_first.amax(0)[:, None, None]) & (column + k_block <= k_past.amin(0)[:, None, None])
         if self.is_causal:
-            listed &= (row + q_block).minimum(q_high) > column.maximum(k_low)
             whole = whole & (row + 1 >= column + k_block)
         return listed & whole, listed & ~whole
 

@@ -67,6 +67,10 @@ class Term:
     def folds(self) -> int:
         return self.q.folds
 
+    def in_blocks_of(self, q_block: int, k_block: int) -> Term:
+        """The same with slots for whole blocks of these sides, where the order fills blocks up."""
+        return self
+
     def portions(self, most_slots: int) -> tuple[Term, ...]:
         """The same in terms of at most `most_slots` slots a side, as far as heads and folds can be parted."""
         if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
