@@ -7,12 +7,18 @@ from time import process_time
 
 import pytest
 import torch
+from torch import Tensor
 
 import flexdilated as fd
 from bench._catalogue import ENTRIES
+from flexdilated.distributed import Sharding
+from flexdilated.engines import PlacedCall
+from flexdilated.masks.orders import Placement
 from tests.interpreted.cases import CATALOGUE, FEATURES, KINDS, Case, blocks, in_graph, results, shares
 from tests.interpreted.emulated_cuda import CALLED, is_template, require
 from tests.interpreted.traffic import counted
+from tests.support import oracle
+from tests.support.agreement import gradients
 
 require(interpreted=True)
 
@@ -106,6 +112,30 @@ def test_masks_are_right_where_positions_outgrow_32_bits(pattern: fd.masks.Patte
             for device, dtype in (("cuda", torch.int32), ("cpu", torch.int64))
         )
         assert bool(found) == bool(exact), (q, k)
+
+
+def test_a_turn_of_a_ring() -> None:
+    """What one rank holds with what another does, both in two runs: rows by index, for each query an interval of keys."""
+    ladder, H = ((256, 1024), (1, 2)), 2
+    split = Sharding(900, 2, order="zigzag")
+    place = Placement(split.ranges(0), (split.ranges(1),), complete=False, num_tokens=900)
+    call = PlacedCall((fd.masks.longnet(*ladder) & fd.masks.causal()).text, place, 0.25, 0, H, "flex")
+    rule = oracle.both(oracle.longnet(*map(list, ladder)), oracle.causal())
+    counts = oracle.counts(rule, range(H), H, split.positions(0), split.positions(1))
+    leaves = tuple(torch.randn(1, H, split.length(rank), 16).double().requires_grad_() for rank in (0, 1, 1))
+
+    def on_device(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = call.forward(*(x.float().to("cuda") for x in tensors), None, [])
+        assert lse is not None
+        return out.cpu().double(), lse.cpu().double()
+
+    def dense(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return oracle.attention(*tensors, counts, 0.25)
+
+    for found, truth in zip(
+        (*on_device(*leaves), *gradients(on_device, leaves)), (*dense(*leaves), *gradients(dense, leaves)), strict=True
+    ):
+        torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)
 
 
 def test_every_pattern_of_the_catalogue_is_a_case() -> None:

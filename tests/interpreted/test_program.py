@@ -16,6 +16,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import flexdilated as fd
+from flexdilated.distributed import Sharding
+from flexdilated.distributed.ring._plan import turns_of
+from flexdilated.engines import PlacedCall, WholeRows
+from flexdilated.masks.orders import Placement
 from tests.interpreted.emulated_cuda import CALLED, H200, describe, host_reads, is_template, require
 from tests.support.compilers import without_inductor
 from tests.support.ladders import LONGNET_4, LONGNET_5
@@ -155,4 +159,26 @@ def test_functions(name: str, number: int, record_property) -> None:
     attend_anyhow(PATTERNS[name], [Random(index).randint(150, 700) for index in range(number)])
     found = counters["stats"]["unique_graphs"] - before
     record_property(f"{NAME}: functions compiled, {name}, {number} lengths", {"figure": found, "target": 8})
+    assert 0 < found <= 8
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_functions_of_a_ring(order: Any, record_property) -> None:
+    """Of eight ranks, each with what comes to it turn by turn, forward and backward: all in one process here."""
+    text, before = longnet(0).text, counters["stats"]["unique_graphs"]
+    split, heads = Sharding(1025, 8, order=order), {"heads": range(2), "num_heads_global": 2}
+    for rank in range(8):
+        turns = turns_of(longnet(0), split, rank, **heads)
+        for runs in (split.ranges(rank), *(turn.received.positions for turn in turns if turn.received)):
+            place = Placement(split.ranges(rank), (runs,), complete=False, num_tokens=1025)
+            call = PlacedCall(text, place, 0.25, 0, 2, "flex")
+            q, k, v = drawn(1, 2, place.num_queries, 16)[0], *drawn(1, 2, place.num_keys, 16)[1:]
+            with torch.no_grad():
+                out, lse = call.forward(q, k, v, None, [])
+            assert lse is not None
+            call.backward(q, k, v, [], WholeRows(out, lse, torch.zeros_like(out), None))
+    found = counters["stats"]["unique_graphs"] - before
+    record_property(f"{NAME}: functions compiled, ring of 8, {order}", {"figure": found, "target": 8})
     assert 0 < found <= 8
