@@ -1,4 +1,4 @@
-"""`make test-kernels`: the whole product with --all, and the record of it in bench/results/."""
+"""`make test-kernels`: the whole product with --all, and the record of it in bench/results/ and in the pages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from bench._machine import conditions
+from bench._pages import PAGES
+from bench._report import write_pages
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench/results"
 
@@ -50,3 +52,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(cases.items()))
         head = json.dumps({"name": file, "small": False, **measured}, indent=1).removesuffix("\n}")
         path.write_text(f'{head},\n "cases": {{\n{lines}\n }}\n}}\n', encoding="utf-8")
+    if _found:
+        write_pages(PAGES, RESULTS)

@@ -115,7 +115,7 @@ def test_masks_are_right_where_positions_outgrow_32_bits(pattern: fd.masks.Patte
 
 
 def test_a_turn_of_a_ring() -> None:
-    """What one rank holds with what another does, both in two runs: rows by index, for each query an interval of keys."""
+    """What one rank holds with what another does, in two runs each: rows by index, an interval of keys a query."""
     ladder, H = ((256, 1024), (1, 2)), 2
     split = Sharding(900, 2, order="zigzag")
     place = Placement(split.ranges(0), (split.ranges(1),), complete=False, num_tokens=900)
@@ -132,9 +132,8 @@ def test_a_turn_of_a_ring() -> None:
     def dense(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         return oracle.attention(*tensors, counts, 0.25)
 
-    for found, truth in zip(
-        (*on_device(*leaves), *gradients(on_device, leaves)), (*dense(*leaves), *gradients(dense, leaves)), strict=True
-    ):
+    computed, known = ((*attend(*leaves), *gradients(attend, leaves)) for attend in (on_device, dense))
+    for found, truth in zip(computed, known, strict=True):
         torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)
 
 
