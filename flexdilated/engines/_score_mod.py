@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import chain
-from types import FunctionType
+from types import CellType, FunctionType
 
 import torch
 from jaxtyping import Int64
@@ -135,8 +135,12 @@ def plain_values(x: object, depth: int = 4) -> Hashable:
     if x is None or isinstance(x, int | float | str):
         return x
     if depth and isinstance(x, FunctionType):
-        held = [cell.cell_contents for cell in x.__closure__ or ()]
+        held = [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]  # an empty one has none
         return x.__code__, *(plain_values(each, depth - 1) for each in (*held, *(x.__defaults__ or ())))
     if depth and isinstance(x, list | tuple):
         return tuple(plain_values(each, depth - 1) for each in x)
+    if depth and isinstance(x, dict):
+        return tuple((plain_values(key, depth - 1), plain_values(each, depth - 1)) for key, each in x.items())
+    if depth and isinstance(x, set | frozenset):
+        return frozenset(plain_values(each, depth - 1) for each in x)
     return type(x)

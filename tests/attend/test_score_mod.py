@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +19,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
-from flexdilated.engines._score_mod import in_order, in_segments, shifted
+from flexdilated.engines._score_mod import in_order, in_segments, plain_values, shifted
 from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.engines.flex._program import make_flex_program
 from flexdilated.masks.planning import Allowed, plan
@@ -345,3 +346,26 @@ def test_training_on_a_device(N):
         grads.append([x.cpu() for x in torch.autograd.grad(out.square().sum(), (q, k, v, slopes, sinks))])
     for found, truth in zip(*grads, strict=True):
         assert (found - truth).norm() <= 1e-2 * truth.norm()
+
+
+def capturing(value: object) -> Callable[[Tensor], object]:
+    return lambda score: value
+
+
+VALUES = [[1, 2], [(1,), (2,)], [{"a": 1}, {"a": 2}, {"b": 1}], [{1}, {1, 2}], [{"a": [1]}, {"a": [2]}]]
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_what_functions_captured_tells_them_apart(values):
+    """Those that are told apart are compiled each for itself; torch gives up after eight of the others."""
+    assert len({plain_values(capturing(value)) for value in values}) == len(values)
+    assert len({plain_values(capturing(deepcopy(value))) for value in (values[0], values[0])}) == 1
+
+
+def test_a_function_whose_capture_is_not_there_yet():
+    def early() -> int:
+        return late
+
+    before = plain_values(early)
+    late = 3
+    assert before != plain_values(early) == plain_values(early)
