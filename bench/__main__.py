@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(terminal_table(documents))
     if results is not None:
         _draw(documents, results)
-    if results == _RESULTS:
-        write_pages(PAGES, results)
+        if results == _RESULTS:
+            write_pages(PAGES, results)
     failed = [name for name, document in answers.items() if document is None]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

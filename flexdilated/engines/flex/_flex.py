@@ -23,7 +23,7 @@ from .._operands import within_reach
 from .._ops import own_op
 from .._score_mod import ScoreMod, plain_values
 from ._program import FlexProgram, FlexStep, Tables, tables_of, unpacked
-from ._slots import Rows, Slots, let_trace
+from ._slots import Rows, Side, Slots, let_trace
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -55,18 +55,17 @@ def run_flex(
         return out, lse if return_lse else None
     if q.device.type == "cpu" and kernel is None:
         q, k = _widened(q), _widened(k)
-    orders = program.enter, program.leave
     # There is no lse on CPU. Elsewhere one more of it costs next to nothing, and one more function much.
     needs_lse = return_lse or program.shares_rows or sinks is not None or q.device.type != "cpu"
     if kernel is None and not torch.compiler.is_compiling():
         call = compiled_flex(program.structure, q.device)
         kind = _kind(q, k, v, sinks, score_mod, scale, needs_lse), _fill_tiles(q, k)
         tables = program.packed, program.sizes
-        out, lse = call(kind)(program.steps, tables, orders, q, k, v, sinks, score_mod, repr(scale), needs_lse)
+        out, lse = call(kind)(program.steps, tables, program.enter, q, k, v, sinks, score_mod, repr(scale), needs_lse)
     else:
         found = [tables_of(step) for step in program.steps]
         options = (scale, needs_lse, kernel or _flex_in_graph)
-        out, lse = _run(program.steps, found, orders, q, k, v, sinks, score_mod, *options)
+        out, lse = _run(program.steps, found, program.enter, q, k, v, sinks, score_mod, *options)
     return out, lse if return_lse else None
 
 
@@ -136,14 +135,15 @@ def _compiled(device: torch.device) -> Kernel:
 
 
 def _to_be_checked(guards: Sequence[Any]) -> list[bool]:
-    """Not the numbers of steps' modules: the function belongs to a structure, which they are."""
+    """Not the numbers of a program's modules: the function belongs to a structure, which they are."""
+    modules = "L['steps']", "L['enter']"
     return [
-        not (guard.orig_guard.source.is_unspecialized_nn_module() and guard.name.startswith("L['steps']"))
+        not (guard.orig_guard.source.is_unspecialized_nn_module() and guard.name.startswith(modules))
         for guard in guards
     ]
 
 
-def _call_program(steps, tables, orders, q, k, v, sinks, score_mod, scale, needs_lse):
+def _call_program(steps, tables, enter, q, k, v, sinks, score_mod, scale, needs_lse):
     if not torch.compiler.is_compiling():
         raise RuntimeError(
             "engine 'flex' needs torch.compile, which is switched off here or gave up (TORCH_COMPILE_DISABLE, "
@@ -155,13 +155,13 @@ def _call_program(steps, tables, orders, q, k, v, sinks, score_mod, scale, needs
         found = [tables_of(step) for step in steps]
     else:
         found = unpacked(packed, [step.structure.lead for step in steps], sizes)
-    return _run(steps, found, orders, q, k, v, sinks, score_mod, float(scale), needs_lse, _flex_in_graph)
+    return _run(steps, found, enter, q, k, v, sinks, score_mod, float(scale), needs_lse, _flex_in_graph)
 
 
 def _run(
     steps: Sequence[FlexStep],
     tables: Sequence[Tables],
-    orders: tuple[tuple[Tensor, Tensor] | None, Tensor | None],
+    enter: tuple[Side, Side] | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -172,12 +172,13 @@ def _run(
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor | None]:
     """Each term's operands, its kernel, and one merge of them all."""
-    enter, leave = orders
     if (q.shape[1], k.shape[1]) != steps[0].structure.heads:  # which makes them constants of a graph
         raise ValueError(f"the program is for {steps[0].structure.heads} heads; got {q.shape[1]} and {k.shape[1]}")
-    if enter is not None:
-        q, k, v = q.index_select(2, enter[0]), k.index_select(2, enter[1]), v.index_select(2, enter[1])
     tokens, dtype = q.shape[2], q.dtype
+    if enter is not None:
+        queries, keys = enter
+        q = queries.slots.take(q, queries.rows, 0, tokens)
+        k, v = (keys.slots.take(x, keys.rows, 0, k.shape[2]) for x in (k, v))
     parts, lses = [], []
     for step, own in zip(steps, tables, strict=True):
         part, lse = _attend(step, own, q, k, v, score_mod, scale, needs_lse, kernel)
@@ -187,9 +188,10 @@ def _run(
         out, lse = merge_parts(parts, lses, sinks, tokens)
     else:
         out, lse = _sum([slots.put(part, rows, start, tokens, 0.0) for slots, rows, start, part in parts]), None
-    if leave is not None:
-        out = out.index_select(2, leave)
-        lse = None if lse is None else lse.index_select(2, leave)
+    if enter is not None:
+        slots, rows, _ = enter[0]
+        out = slots.put(out, rows, 0, tokens, 0.0)
+        lse = None if lse is None else slots.put(lse, rows, 0, tokens, -torch.inf)
     return out.to(dtype), lse
 
 

@@ -132,7 +132,7 @@ def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
             held.rows = next(following)
         hidden = Hidden(*(next(following) for _ in _hidden_sides(step))) if step.held else step.hidden
         steps.append(_with_mask(step, named, hidden))
-    return FlexProgram(tuple(steps), program.shares_rows, program.enter, program.leave, None, ())
+    return FlexProgram(tuple(steps), program.shares_rows, program.enter, None, ())
 
 
 def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
@@ -23,7 +23,7 @@ from ...masks.patterns import Rows, tables
 from ...masks.planning import Plan, Term, bound_blocks, term_blocks
 from .._operands import Hidden, hidden_of_blocks
 from .._score_mod import Indices, indices_of, plain_values
-from ._slots import Side, Slots, sides_of
+from ._slots import Side, Slots, in_order, sides_of
 
 # N queries, M keys
 
@@ -91,14 +91,13 @@ class FlexStep:
 class FlexProgram:
     """A plan made ready for one device.
 
-    `enter` and `leave` reorder tokens where the plan's order is not the input's. On accelerators `packed` holds the
-    block tables of all steps one after the other, and `sizes` the rows, columns and widths of each.
+    `enter` are queries and keys in the plan's order, where that is not the input's. On accelerators `packed` holds
+    the block tables of all steps one after the other, and `sizes` the rows, columns and widths of each.
     """
 
     steps: tuple[FlexStep, ...]
     shares_rows: bool
-    enter: tuple[Int64[Tensor, " N"], Int64[Tensor, " M"]] | None
-    leave: Int64[Tensor, " N"] | None
+    enter: tuple[Side, Side] | None
     packed: Int32[Tensor, " numbers"] | None
     sizes: tuple[int, ...]
 
@@ -106,7 +105,8 @@ class FlexProgram:
     def nbytes(self) -> int:
         """Bytes of the BlockMasks and of the row indices."""
         lists = (table_bytes(step.mask) for step in self.steps) if self.packed is None else (self.packed.nbytes,)
-        return sum(lists) + sum(step.nbytes for step in self.steps)
+        orders = (side.rows.nbytes for side in self.enter or ())
+        return sum(lists) + sum(step.nbytes for step in self.steps) + sum(orders)
 
     @cached_property
     def structure(self) -> Hashable:
@@ -114,7 +114,8 @@ class FlexProgram:
 
         Numbers of patterns are in tensors; what their functions captured besides is a constant of a graph.
         """
-        return tuple((plain_values(step.mask.mask_mod, _DEPTH), step.structure.numbers) for step in self.steps)
+        steps = ((plain_values(step.mask.mask_mod, _DEPTH), step.structure.numbers) for step in self.steps)
+        return self.enter is None, *steps
 
 
 def make_flex_program(
@@ -144,11 +145,11 @@ def make_flex_program(
         sizes = tuple(size for own in tables for size in _sizes(own))
         found = unpacked(packed, [step.structure.lead for step in steps], sizes)
         steps = [replace(step, mask=_mask_of(step, own)) for step, own in zip(steps, found, strict=True)]
-    enter = leave = None
+    enter = None
     if given != plan.layout:
-        enter = given.slots(device), Layout(plan.bound.num_keys, given.rate).slots(device)
-        leave = given.positions(device)
-    return FlexProgram(tuple(steps), plan.shares_rows, enter, leave, packed, sizes)
+        queries, keys = (in_order(order, device) for order in (given, Layout(plan.bound.num_keys, given.rate)))
+        enter = queries, keys
+    return FlexProgram(tuple(steps), plan.shares_rows, enter, packed, sizes)
 
 
 def sides_that_fit(term: Term) -> tuple[int, int]:

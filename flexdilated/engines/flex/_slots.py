@@ -244,6 +244,12 @@ def sides_of(
     return q, _of_order(term.k, keys, heads, num_heads, groups, device)
 
 
+def in_order(given: Layout, device: torch.device) -> Side:
+    """How tokens that come in this order are read in the natural one."""
+    rows = Rows(listed=given.slots(device)[None].int(), inverse=given.positions(device)[None].int())
+    return Side(Slots("index", 1), rows, 0)
+
+
 def _of_segments(
     order: Padded, heads: tuple[int, ...] | None, num_heads: int, groups: int, device: torch.device
 ) -> Side:
