@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from math import prod
 
 import pytest
 import torch
@@ -197,6 +198,21 @@ def test_values_hash_and_pickle():
 
 
 # --- neighbourhoods ---
+
+
+@given(neighborhoods(), st.integers(1, 400))
+def test_tokens_beyond_a_grid_neither_see_nor_are_seen(twin: Twin, further: int):
+    """They fill up the last block of a kernel."""
+    grid = twin.pattern.grid
+    tokens = prod(grid)
+    positions = torch.cat([torch.arange(min(tokens, 60)), tokens + torch.arange(0, further, 1 + further // 20)])
+    rule = twin.pattern.mask_mod(num_heads=1, device=torch.device("cpu"))
+    found = rule(torch.tensor(0), torch.tensor(0), positions[:, None], positions)
+    inside = positions < tokens
+    known = oracle.counts(twin.rule, range(1), 1, positions[inside], positions[inside])[0].bool()
+    assert torch.equal(found[inside][:, inside], known)
+    assert not found[~inside].any()
+    assert not found[:, ~inside].any()
 
 
 @given(neighborhoods())
