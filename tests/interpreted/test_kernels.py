@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import product
 from time import process_time
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +137,24 @@ def test_a_turn_of_a_ring() -> None:
     computed, known = ((*attend(*leaves), *gradients(attend, leaves)) for attend in (on_device, dense))
     for found, truth in zip(computed, known, strict=True):
         torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.thorough
+def test_a_model_is_what_it_is_on_the_cpu() -> None:
+    """Logits, gradients of all parameters, padding, and the tokens that it writes."""
+    ladder: dict[str, Any] = {"segment_lengths": (64, 256), "dilation_rates": (1, 2)}
+    config = fd.LongNetConfig(embed_dim=32, num_heads=2, depth=2, vocab_size=50, causal=True, **ladder)
+    tokens, padding = torch.randint(50, (2, 300)), torch.arange(300) >= torch.tensor([[200], [300]])
+    here = fd.LongNet(config)
+    there = deepcopy(here).to("cuda")
+    found = []
+    for model, device in ((here, "cpu"), (there, "cuda")):
+        logits = model(tokens.to(device), key_padding_mask=padding.to(device))
+        logits[1].square().mean().backward()
+        written = model.generate(tokens[:, :100].to(device), max_new_tokens=4, temperature=0.0)
+        found.append([logits[1], *(each.grad for each in model.parameters()), written.float()])
+    for known, computed in zip(*found, strict=True):
+        torch.testing.assert_close(computed.cpu(), known, rtol=1e-3, atol=1e-5)
 
 
 def test_every_pattern_of_the_catalogue_is_a_case() -> None:
