@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
+from bench.__main__ import main
 from bench._machine import conditions
-from bench._pages import PAGES
-from bench._report import write_pages
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench/results"
 
@@ -53,4 +52,4 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         head = json.dumps({"name": file, "small": False, **measured}, indent=1).removesuffix("\n}")
         path.write_text(f'{head},\n "cases": {{\n{lines}\n }}\n}}\n', encoding="utf-8")
     if _found:
-        write_pages(PAGES, RESULTS)
+        main(["pages"])
