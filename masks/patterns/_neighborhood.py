@@ -22,6 +22,7 @@ from ..core import (
     Ranges,
     Reason,
     among,
+    both,
     constructor,
     listing,
     look_at_pairs,
@@ -127,9 +128,17 @@ class Neighborhood(Pattern):
             )
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        """A token's places on all axes are the fields of one number, each below a bit that subtraction borrows from.
+        packed = self.packed(device) if device.type != "cpu" else None
+        if packed is not None:
+            return packed
+        axes = zip(self._strides, self.axes, strict=True)
+        return reduce(both, (_in_window(*parameters(device, prod(self.grid), at, *axis)) for at, axis in axes))
 
-        So one comparison a pair answers for the ends of the window on every axis. Each more would cost a kernel
+    def packed(self, device: torch.device) -> MaskMod | None:
+        """The rule for kernels; None where its numbers exceed 32 bits.
+
+        A token's places on all axes are the fields of one number, each below a bit that subtraction borrows from. So
+        one comparison a pair answers for the ends of the window on every axis. Each more would cost a kernel
         registers, which it has not. An axis is counted residue class by residue class, from 1; 0 is beyond the grid.
         """
         axes, shift, guards, ones, window = [], 0, 0, 0, 0
@@ -142,6 +151,8 @@ class Neighborhood(Pattern):
             guards += 1 << (shift + bits)
             shift += bits + 1
         numbers = prod(self.grid), guards, ones, guards - ones, window + 2 * guards
+        if max(numbers) >= 1 << 31:
+            return None
         tokens, guard, one, nowhere, reach = parameters(device, *numbers)
 
         def near(b, h, q, k):
@@ -243,3 +254,18 @@ def _steps(window: range) -> str:
 def _holds(rectangle: Rectangle) -> Tensor:
     """Which rectangles hold any token."""
     return reduce(torch.logical_and, (side.count > 0 for side in rectangle))
+
+
+def _in_window(tokens: Tensor, stride: Tensor, length: Tensor, radius: Tensor, rate: Tensor) -> MaskMod:
+    """Along one axis. Keys beyond the grid stand before all windows; windows of queries beyond it behind all keys."""
+
+    def near(b, h, q, k):
+        query, key = q // stride % length, k // stride % length
+        spacing = (length - 1) // rate + 1  # of the places of two classes
+        held = (length - 1 - query % rate) // rate + 1  # tokens of the query's class
+        first = torch.minimum((query // rate - radius).clamp(min=0), held - (2 * radius + 1))
+        first = torch.where(q < tokens, query % rate * spacing + first, rate * spacing)
+        place = torch.where(k < tokens, key % rate * spacing + key // rate, -1)
+        return (first <= place) & (place < first + (2 * radius + 1))
+
+    return near

@@ -40,6 +40,8 @@ BY_HAND = {
     "a short last block": (masks.block_list([[0, 1], [1]], block=3), "##### ##### ##### ...## ...##"),
 }
 
+CPU = torch.device("cpu")
+
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_small_masks_by_hand(name):
@@ -202,17 +204,22 @@ def test_values_hash_and_pickle():
 
 @given(neighborhoods(), st.integers(1, 400))
 def test_tokens_beyond_a_grid_neither_see_nor_are_seen(twin: Twin, further: int):
-    """They fill up the last block of a kernel."""
+    """They fill up the last block of a kernel, which has a rule of its own."""
     grid = twin.pattern.grid
     tokens = prod(grid)
     positions = torch.cat([torch.arange(min(tokens, 60)), tokens + torch.arange(0, further, 1 + further // 20)])
-    rule = twin.pattern.mask_mod(num_heads=1, device=torch.device("cpu"))
-    found = rule(torch.tensor(0), torch.tensor(0), positions[:, None], positions)
     inside = positions < tokens
     known = oracle.counts(twin.rule, range(1), 1, positions[inside], positions[inside])[0].bool()
-    assert torch.equal(found[inside][:, inside], known)
-    assert not found[~inside].any()
-    assert not found[:, ~inside].any()
+    for rule in (twin.pattern.mask_mod(num_heads=1, device=CPU), twin.pattern.packed(CPU)):
+        found = rule(torch.tensor(0), torch.tensor(0), positions[:, None], positions)
+        assert torch.equal(found[inside][:, inside], known)
+        assert not found[~inside].any()
+        assert not found[:, ~inside].any()
+
+
+def test_a_grid_too_large_for_one_number_of_32_bits():
+    assert masks.neighborhood((1024, 1024), 3).packed(CPU) is not None
+    assert masks.neighborhood((1 << 15, 1 << 15), 3).packed(CPU) is None
 
 
 @given(neighborhoods())
