@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int32, Int64, Shaped
 from torch import Tensor
 
 from ..masks.blocks import Blocks, Rule, evaluate
-from ..masks.planning import IntervalTerm, PaddedTerm, Term, entry_terms
+from ..masks.planning import SharedListTerm, Term, entry_terms
 from ._distinct_masks import distinct_masks
 
 # E batch entries that differ, X heads of a term or 1 for all, Q query slots, K key slots, n blocks, U distinct masks
@@ -121,7 +121,7 @@ def _unseen(
 
 def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> Hidden:
     """The hidden slots of a term from its blocks for each batch entry."""
-    if isinstance(term, PaddedTerm | IntervalTerm):
+    if isinstance(term, SharedListTerm):
         return Hidden(*term.hidden())
     found = [
         hidden_slots(rule, listed, *distinct_masks(rule, listed))

@@ -5,7 +5,7 @@ from ._cost import SLOTS_AT_ONCE, computed_pairs, cost_of
 from ._options import ANYTHING, Allowed, Candidates, Choice, in_other_blocks, way_of
 from ._placed import plan_at
 from ._planner import Option, Plan, plan, recommended_layout
-from .lowering import IntervalTerm, PaddedTerm, Term, compact_terms, one_after_another, shared_terms
+from .lowering import IntervalTerm, PaddedTerm, SharedListTerm, Term, compact_terms, one_after_another, shared_terms
 from .machine import (
     ACCELERATOR,
     BUILTIN,

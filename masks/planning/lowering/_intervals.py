@@ -13,20 +13,18 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from ...blocks import UNKNOWN, Blocks, ListedBlocks
+from ...blocks import UNKNOWN, Blocks
 from ...core import And, Bound, Every, MaskMod, Pattern, Ranges, index_dtype
 from ...orders import Held, Placement
 from ...patterns import Band, Dilated
+from ._padded import SharedListTerm
 from ._term import Term
 
 # H heads, T tables, Q slots of queries, K slots of keys, R rows of blocks, C columns
 
 
-class IntervalTerm(Term):
-    """Each query with the keys from one slot to another. Tokens are counted by position, of queries and of keys.
-
-    All heads share one table: a block is listed where any of them has a pair in it, and full where it is full for all.
-    """
+class IntervalTerm(SharedListTerm):
+    """Each query with the keys from one slot to another. Tokens are counted by position, of queries and of keys."""
 
     q: Held  # pyright: ignore[reportIncompatibleVariableOverride]
     k: Held  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -40,13 +38,6 @@ class IntervalTerm(Term):
         low, high = (torch.searchsorted(known, each.contiguous()) for each in (first, past))
         return low, torch.where(queries < 0, low, high.maximum(low))
 
-    @cached_property
-    def listed_blocks(self) -> ListedBlocks:
-        """Blocks over all heads."""
-        found = self.in_blocks_of(self.block_side, self.block_side)._listed(self.block_side, self.block_side)
-        full, partial = (int(each.sum()) * len(self.heads) for each in found)
-        return ListedBlocks(0, full, partial)
-
     def in_blocks_of(self, q_block: int, k_block: int) -> IntervalTerm:
         return replace(self, q=self.q.in_blocks_of(q_block), k=self.k.in_blocks_of(k_block))
 
@@ -54,13 +45,6 @@ class IntervalTerm(Term):
         """The pairs of each head, each once."""
         low, high = self.limits
         return (high - low).sum(1)[list(self.q.rows)]
-
-    def counted_pairs(self) -> int:
-        """Pairs over all heads, each as often as it counts."""
-        return self.multiplicity * int(self.pairs_of_heads().sum())
-
-    def tables(self) -> tuple[int, ...]:
-        return (0,) * len(self.heads)
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
         """The block list over all slots."""

@@ -24,7 +24,37 @@ from ._ways import split_dilated
 # H heads, F segments, R rows of blocks in a segment, C columns, S slots
 
 
-class PaddedTerm(Term):
+class SharedListTerm(Term):
+    """All heads share one table: a block is listed where any of them has a pair in it, and full where all fill it."""
+
+    @cached_property
+    def listed_blocks(self) -> ListedBlocks:
+        """Blocks over all heads."""
+        found = cast(Any, self.in_blocks_of(self.block_side, self.block_side))._listed(self.block_side, self.block_side)
+        full, partial = (int(each.sum()) * len(self.heads) for each in found)
+        return ListedBlocks(0, full, partial)
+
+    def pairs_of_heads(self) -> Int64[Tensor, " H"]:
+        """The pairs of each head, each once."""
+        raise NotImplementedError  # every such term states its own
+
+    def counted_pairs(self) -> int:
+        """Pairs over all heads, each as often as it counts."""
+        return self.multiplicity * int(self.pairs_of_heads().sum())
+
+    def tables(self) -> tuple[int, ...]:
+        return (0,) * len(self.heads)
+
+    def hidden(self) -> tuple[Bool[Tensor, "1 H S"] | None, Bool[Tensor, "1 H S"] | None]:
+        """The slots of tokens that are in no pair, of queries and of keys; None where a side has none."""
+        raise NotImplementedError
+
+    def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "..."], Bool[Tensor, "..."]]:
+        """Which blocks are full, and which are partial."""
+        raise NotImplementedError
+
+
+class PaddedTerm(SharedListTerm):
     """Each segment's active tokens with those of the same segment: all of them, or with slots k <= q.
 
     All heads share one table: a block is listed where any of them has a pair in it, and full where the keys of all
@@ -37,13 +67,6 @@ class PaddedTerm(Term):
     @property
     def is_causal(self) -> bool:
         return isinstance(self.rule, Causal)
-
-    @cached_property
-    def listed_blocks(self) -> ListedBlocks:
-        """Blocks over all heads."""
-        found = self.in_blocks_of(self.block_side, self.block_side)._listed(self.block_side, self.block_side)
-        full, partial = (int(each.sum()) * len(self.heads) for each in found)
-        return ListedBlocks(0, full, partial)
 
     def in_blocks_of(self, q_block: int, k_block: int) -> PaddedTerm:
         """The same with segments filled up to whole blocks of these sides."""
@@ -63,13 +86,6 @@ class PaddedTerm(Term):
             return growing * (growing + 1) // 2 + keys * (place - k_past).clamp(min=0)
 
         return (before(q_past) - before(q_first)).sum(1)
-
-    def counted_pairs(self) -> int:
-        """Pairs over all heads, each as often as it counts."""
-        return self.multiplicity * int(self.pairs_of_heads().sum())
-
-    def tables(self) -> tuple[int, ...]:
-        return (0,) * len(self.heads)
 
     def moved(self, q_tokens: int, k_tokens: int) -> PaddedTerm:
         q, k = self.q.moved(q_tokens), self.k.moved(k_tokens)
