@@ -23,6 +23,7 @@ _CELLS = 1 << 18  # pairs evaluated at once when blocks are settled: what stays 
 _SLOTS_AT_ONCE = 1 << 17  # small tables are built together: fewer, larger tensor operations
 _LEAVES_AT_ONCE = 1 << 21  # parts of blocks held at once: then those of one block are added up
 _DOUBTS_AT_ONCE = 1 << 17  # undecided blocks held at once: beyond, fewer rows are built at a time
+_LISTED_AT_ONCE = 1 << 19  # listed blocks that are packed, or put into tables, at once
 UNKNOWN = -1
 _LEVEL = 1  # of zlib; higher levels take several times as long and save little
 LISTED_BYTES = 17  # of each block in `Blocks`: four int32 and a bool
@@ -76,6 +77,17 @@ class Blocks:
     def places(self, index: Int64[Tensor, " n"]) -> Places:
         """Where the blocks at these indices lie."""
         return Places(self.table[index], self.row[index], self.column[index])
+
+    def portions(self) -> list[tuple[range, slice]]:
+        """Runs of tables and where their blocks are listed: a bounded number of blocks each, or one table's."""
+        stops = torch.searchsorted(self.table.contiguous(), torch.arange(1, self.num_tables + 1, dtype=torch.int32)).tolist()
+        found, first, begin, end = [], 0, 0, 0
+        for table, stop in enumerate(stops):
+            if stop - begin > _LISTED_AT_ONCE and table > first:
+                found.append((range(first, table), slice(begin, end)))
+                first, begin = table, end
+            end = stop
+        return [*found, (range(first, self.num_tables), slice(begin, end))]
 
     def with_heads(self, heads: tuple[int, ...]) -> Blocks:
         """The same tables, given to other heads."""
@@ -249,30 +261,44 @@ class PackedBlocks:
 
     shape: tuple[int, int, int, int]
     heads: tuple[int, ...]
-    length: int
-    data: bytes
+    lengths: tuple[int, ...]
+    data: tuple[bytes, ...]
 
     @classmethod
     def pack(cls, blocks: Blocks) -> PackedBlocks:
-        key = (blocks.table.long() * blocks.num_rows + blocks.row) * blocks.num_columns + blocks.column
-        steps = key.diff(prepend=key.new_zeros(1))
-        data = b"".join(map(_bytes_of, (steps, blocks.pairs, blocks.full)))
-        return cls(blocks.shape, blocks.heads, len(key), zlib.compress(data, _LEVEL))
+        parts = [part for _, part in blocks.portions()]
+        data = tuple(zlib.compress(_written(blocks, part), _LEVEL) for part in parts)
+        return cls(blocks.shape, blocks.heads, tuple(part.stop - part.start for part in parts), data)
 
     def unpack(self) -> Blocks:
-        data = bytearray(zlib.decompress(self.data))
-        steps = _tensor(data, torch.int64, 0, self.length)
-        pairs = _tensor(data, torch.int32, 8 * self.length, self.length)
-        full = _tensor(data, torch.bool, 12 * self.length, self.length)
-        num_q, num_k, q_block, k_block = self.shape
-        rows, columns = -(-num_q // q_block), -(-num_k // k_block)
-        line, column = _divmod(steps.cumsum(0), columns)
-        table, row = _divmod(line, rows)
-        return Blocks(*self.shape, self.heads, table.int(), row.int(), column.int(), full, pairs)
+        length, begin = sum(self.lengths), 0
+        table, row, column, pairs = (torch.empty(length, dtype=torch.int32) for _ in range(4))
+        blocks = Blocks(*self.shape, self.heads, table, row, column, torch.empty(length, dtype=torch.bool), pairs)
+        for number, written in zip(self.lengths, self.data, strict=True):
+            _read(written, blocks, slice(begin, begin + number))
+            begin += number
+        return blocks
 
     @property
     def nbytes(self) -> int:
-        return len(self.data) + 8 * len(self.heads)
+        return sum(map(len, self.data)) + 8 * len(self.heads)
+
+
+def _written(blocks: Blocks, part: slice) -> bytes:
+    """A part of the list as bytes: steps, pairs, and whether blocks are full."""
+    key = (blocks.table[part].long() * blocks.num_rows + blocks.row[part]) * blocks.num_columns + blocks.column[part]
+    steps = key.diff(prepend=key.new_zeros(1))
+    return b"".join(map(_bytes_of, (steps, blocks.pairs[part], blocks.full[part])))
+
+
+def _read(written: bytes, blocks: Blocks, part: slice) -> None:
+    """Put a part of the list, as `_written` gave it, in its place."""
+    data, length = bytearray(zlib.decompress(written)), part.stop - part.start
+    line, column = _divmod(_tensor(data, torch.int64, 0, length).cumsum(0), blocks.num_columns)
+    blocks.table[part], blocks.row[part] = _divmod(line, blocks.num_rows)
+    blocks.column[part] = column
+    blocks.pairs[part] = _tensor(data, torch.int32, 8 * length, length)
+    blocks.full[part] = _tensor(data, torch.bool, 12 * length, length)
 
 
 def _bytes_of(x: Tensor) -> bytes:

@@ -23,10 +23,9 @@ def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, ba
     memory: entries past a row's count are the next rows' and hold valid block numbers. Elsewhere tables
     end at the longest row.
     """
-    column_major = (blocks.table.long() * blocks.num_columns + blocks.column).argsort(stable=True)
     rows, columns = blocks.num_rows, blocks.num_columns
-    by_row = _side(blocks, None, blocks.row, blocks.column, (rows, columns), device)
-    by_column = _side(blocks, column_major, blocks.column, blocks.row, (columns, rows), device)
+    by_row = _side(blocks, blocks.row, blocks.column, (rows, columns), device)
+    by_column = _side(blocks, blocks.column, blocks.row, (columns, rows), device)
     kv_num, kv, full_kv_num, full_kv = (_by_entry(table, batch) for table in by_row)
     q_num, q, full_q_num, full_q = (_by_entry(table, batch) for table in by_column)
     return BlockMask(
@@ -54,23 +53,19 @@ def table_bytes(mask: BlockMask) -> int:
 
 
 def _side(
-    blocks: Blocks, order: Tensor | None, major: Tensor, minor: Tensor, shape: tuple[int, int], device: torch.device
+    blocks: Blocks, major: Int32[Tensor, " E"], minor: Int32[Tensor, " E"], shape: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(partial counts, partial indices, full counts, full indices); lists run along `major`, by which `order` sorts."""
-    lines, full = blocks.table.long() * shape[0] + major, blocks.full
-    if order is not None:
-        lines, minor, full = lines[order], minor[order], full[order]
-    lists = blocks.num_tables * shape[0]
-    counts = [torch.bincount(lines[kind], minlength=lists) for kind in (~full, full)]
+    """(partial counts, partial indices, full counts, full indices); lists run along `major`."""
+    counts = _counts(blocks, major, shape[0])
     widths = [max(1, int(count.max())) for count in counts]
     if device.type != "cpu":
         # torch 2.11's Triton kernels read the full table with the partial table's shape and strides.
         widths = [max(widths)] * 2
     result: list[Tensor] = []
-    for kind, count, width in zip((~full, full), counts, widths, strict=True):
-        indices = _indices(lines[kind], minor[kind], count, width, shape)
+    for full, (count, width) in enumerate(zip(counts, widths, strict=True)):
+        indices = _indices(blocks, bool(full), major, minor, count, width, shape)
         per_head = _per_head(blocks, indices)
-        num = _per_head(blocks, count.int().view(-1, shape[0], 1)).squeeze(-1)
+        num = _per_head(blocks, count.int().unsqueeze(-1)).squeeze(-1)
         result += [
             num.to(device),
             _full_width(per_head, shape[1]) if device.type == "cpu" else per_head.to(device),
@@ -78,20 +73,41 @@ def _side(
     return result[0], result[1], result[2], result[3]
 
 
+def _counts(blocks: Blocks, major: Int32[Tensor, " E"], rows: int) -> list[Int64[Tensor, "T R"]]:
+    """The entries of each list: of partial blocks, and of full ones."""
+    counts = [torch.zeros(blocks.num_tables, rows, dtype=torch.int64) for _ in range(2)]
+    for tables, part in blocks.portions():
+        lines = (blocks.table[part].long() - tables.start) * rows + major[part]
+        for count, kind in zip(counts, (~blocks.full[part], blocks.full[part]), strict=True):
+            found = torch.bincount(lines[kind], minlength=len(tables) * rows)
+            count[tables.start : tables.stop] = found.view(-1, rows)
+    return counts
+
+
 def _indices(
-    lines: Int64[Tensor, " E"],
-    entries: Int32[Tensor, " E"],
-    count: Int64[Tensor, " lists"],
+    blocks: Blocks,
+    full: bool,
+    major: Int32[Tensor, " E"],
+    minor: Int32[Tensor, " E"],
+    count: Int64[Tensor, "T R"],
     width: int,
     shape: tuple[int, int],
 ) -> Int32[Tensor, "T R W"]:
-    """Each line's entries side by side, in a storage with room to be read at full width."""
-    storage = torch.zeros(len(count) * width + shape[1] - width, dtype=torch.int32)
-    place = torch.arange(len(lines))
-    place -= (count.cumsum(0) - count)[lines]
-    place += lines * width
-    storage[place] = entries
-    return storage[: len(count) * width].view(-1, shape[0], width)
+    """Each list's entries side by side, in a storage with room to be read at full width."""
+    storage = torch.zeros(count.numel() * width + shape[1] - width, dtype=torch.int32)
+    table = storage[: count.numel() * width].view(*count.shape, width)
+    for tables, part in blocks.portions():
+        kind = blocks.full[part] == full
+        lines = ((blocks.table[part].long() - tables.start) * shape[0] + major[part])[kind]
+        entries, each = minor[part][kind], count[tables.start : tables.stop].flatten()
+        if major is blocks.column:
+            lines, order = lines.sort(stable=True)
+            entries = entries[order]
+        place = torch.arange(len(lines))
+        place -= (each.cumsum(0) - each)[lines]
+        place += lines * width
+        table[tables.start : tables.stop].view(-1)[place] = entries
+    return table
 
 
 def _by_entry(table: Shaped[Tensor, "L ..."], batch: int) -> Shaped[Tensor, "B H ..."]:

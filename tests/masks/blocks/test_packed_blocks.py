@@ -79,4 +79,4 @@ def test_packed_lists_take_room_for_their_heads_too() -> None:
     bound = masks.causal().bind(num_heads=8, num_queries=64, num_keys=64)
     rule = Rule(bound.pattern, 8, (0,), Layout(64).pieces(0), Layout(64).pieces(0))
     packed = PackedBlocks.pack(build_blocks(rule, q_block=8, k_block=8).with_heads((0,) * 8))
-    assert packed.nbytes == len(packed.data) + 64
+    assert packed.nbytes == len(packed.data[0]) + 64
