@@ -80,7 +80,8 @@ class Blocks:
 
     def portions(self) -> list[tuple[range, slice]]:
         """Runs of tables and where their blocks are listed: a bounded number of blocks each, or one table's."""
-        stops = torch.searchsorted(self.table.contiguous(), torch.arange(1, self.num_tables + 1, dtype=torch.int32)).tolist()
+        after = torch.arange(1, self.num_tables + 1, dtype=torch.int32)
+        stops = torch.searchsorted(self.table.contiguous(), after).tolist()
         found, first, begin, end = [], 0, 0, 0
         for table, stop in enumerate(stops):
             if stop - begin > _LISTED_AT_ONCE and table > first:
