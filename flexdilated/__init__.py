@@ -19,7 +19,7 @@ from .nn import (
 from .observe import attention_received, compilations, plot_attention_received, profile_process, stats
 
 if TYPE_CHECKING:
-    from . import distributed, testing
+    from . import distributed, integrations, testing
 
 __all__ = [
     "BlockSparseAttention",
@@ -34,6 +34,7 @@ __all__ = [
     "attention_received",
     "compilations",
     "distributed",
+    "integrations",
     "masks",
     "plan",
     "plot_attention_received",
@@ -46,7 +47,7 @@ profile_process()
 
 
 def __getattr__(name: str) -> Any:
-    """`distributed` and `testing` are imported when they are first asked for."""
-    if name in ("distributed", "testing"):
+    """`distributed`, `integrations` and `testing` are imported when they are first asked for."""
+    if name in ("distributed", "integrations", "testing"):
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

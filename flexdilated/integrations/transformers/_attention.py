@@ -1,0 +1,224 @@
+"""The two functions that transformers asks for: what may be attended to, made once a forward pass, and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import causal_mask_function
+
+from ..._attend import attend
+from ...engines import ScoreMod
+from ...masks import Mixture, Pattern, causal, documents, every, visible_keys
+from ...masks.patterns import names
+from ._layers import Patterns, choose, give, layer_pattern
+from ._mask_functions import Reading, read
+
+# B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
+
+_PADDING, _UNPADDED = "padding", "unpadded"
+
+
+def register(name: str = "flexdilated") -> None:
+    """Make this library's attention an `attn_implementation` of transformers, under this name; `set_pattern` does too.
+
+    A model that is loaded with that name, or switched to it, computes what it does with "sdpa".
+
+    >>> fd.integrations.transformers.register()  # doctest: +SKIP
+    >>> model = AutoModel.from_pretrained(path, attn_implementation="flexdilated")  # doctest: +SKIP
+    """
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, visibility)
+
+
+def set_pattern(
+    model: nn.Module, pattern: Patterns | None = None, *, compose: str = "and", name: str = "flexdilated"
+) -> None:
+    """Give the attention layers of a model patterns, and let this library compute attention.
+
+    model: a `PreTrainedModel`, or a module around one, as PEFT's are.
+    pattern: one for all layers; or a mapping from the number of a layer, counted over the attention layers in the order
+    of `model.modules()`, to its pattern; or a function of a layer's module. Where there is none, or None, a layer keeps
+    the model's rule. Without it the patterns are those of the model's config, in which `save_pretrained` keeps them.
+    compose: "and", the model's rule (causal order, sliding windows, chunks) holds beside the pattern; "replace", the
+    pattern stands in its place. Padding and packing hold either way, and positions count from a row's first token: what
+    a padded row attends to is what it does alone.
+    name: the `attn_implementation` to register and to set.
+
+    Raises ValueError, before anything is changed, for a pattern that does not fit the heads of a layer or has run-time
+    tensors, for numbers of no layer, and for models that do not ask transformers for their attention function.
+
+    >>> set_pattern(model, masks.longnet((2048, 8192), (1, 4)))  # doctest: +SKIP
+    """
+    inner = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    if inner is None:
+        raise TypeError(f"model must be a PreTrainedModel of transformers, or hold one; got {type(model).__name__}")
+    layers, chosen, compose = choose(inner, pattern, compose)
+    register(name)
+    inner.set_attn_implementation(name)
+    give(inner, layers, chosen, compose)
+
+
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """In place of a mask: who may attend to whom, besides what a layer's own pattern says.
+
+    reading: the model's rule, and where positions begin to count. hidden: the keys within a document that padding
+    leaves, as a pattern; None where it leaves all. Both name run-time tensors of theirs in `reading.tensors`. Queries
+    stand from q_offset on, keys from kv_offset on.
+    """
+
+    reading: Reading
+    unpadded: Pattern | None
+    q_offset: int | Tensor
+    kv_offset: int
+
+    # Models look at a mask that is handed over ready-made for its number of dims, and may ask for a contiguous one.
+    ndim = 4
+
+    def contiguous(self) -> Visibility:
+        """Itself: there is nothing to move."""
+        return self
+
+    def rule(self, pattern: Pattern | Mixture | None, *, replaces: bool) -> Pattern | Mixture:
+        """The rule of a layer with this pattern of its own, which may replace the model's, but not padding."""
+        model = [] if replaces and pattern is not None else [self.reading.positions]
+        found = _all_of([pattern, *model])
+        if self.reading.begin is not None:
+            found = (every() if found is None else found).per_document(self.reading.begin)
+        found = _all_of([found, *([self.reading.beside] if model else []), self.unpadded])
+        return every() if found is None else found
+
+
+def _all_of(patterns: Sequence[Pattern | Mixture | None]) -> Pattern | Mixture | None:
+    found = None
+    for each in patterns:
+        found = each if found is None else found if each is None else found & each
+    return found
+
+
+def visibility(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | Visibility | None = None,
+    **_: Any,
+) -> Visibility:
+    """transformers' mask function: the model's rule, and padding (B, L), as patterns. No (N, M) tensor is made."""
+    if isinstance(attention_mask, Visibility):
+        return attention_mask  # made before: `generate` does so for static caches
+    begin, unpadded, tensors = None, None, {}
+    if attention_mask is not None:
+        begin, unpadded, tensors = _padding(attention_mask, kv_offset + kv_length)
+    reading = read(mask_function, begin)
+    if isinstance(q_offset, Tensor):  # the cache's own counter, which it raises before attention is called
+        q_offset = q_offset.clone() if torch.compiler.is_compiling() else int(q_offset)
+    return Visibility(replace(reading, tensors={**tensors, **reading.tensors}), unpadded, q_offset, kv_offset)
+
+
+def _padding(visible: Bool[Tensor, "B L"], length: int) -> tuple[Pattern | None, Pattern | None, dict[str, Tensor]]:
+    """(documents that begin with each entry's first token, the keys of them that are visible, their tensors).
+
+    None where there is nothing to hide. In a graph nothing is known of values.
+    """
+    visible = pad(visible[:, :length], (0, max(0, length - visible.shape[1])))
+    begun = visible.cumsum(1) > 0
+    if not torch.compiler.is_compiling():
+        if bool(visible.all()):
+            return None, None, {}
+        ended = (~visible).flip(1).cummin(1).values.flip(1)
+        if not bool((begun & ~visible & ~ended).any()):
+            return documents(_PADDING), None, {_PADDING: visible.int() - 1}
+    tensors = {_PADDING: begun.int() - 1, _UNPADDED: visible}
+    return documents(_PADDING), visible_keys(_UNPADDED), tensors
+
+
+def attention(
+    module: nn.Module,
+    query: Float[Tensor, "B H N D"],
+    key: Float[Tensor, "B G M D"],
+    value: Float[Tensor, "B G M D"],
+    attention_mask: Visibility | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Float[Tensor, " H"] | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Float[Tensor, "B N H D"], None]:
+    """transformers' attention function: (output, None for the weights, which are never formed).
+
+    Raises ValueError for dropout, a ready-made mask, an additive position bias, and weights that are asked for.
+    """
+    _refuse_what_is_missing(dropout, attention_mask, position_bias, options)
+    if softcap is not None and query.device.type == "cpu":
+        raise ValueError(
+            f"the model caps its scores, which no kernel on CPU does; got softcap={softcap}. On an accelerator it "
+            "works; on CPU attn_implementation='eager' does it, or config.attn_logit_softcapping = None leaves it out"
+        )
+    if attention_mask is None:
+        attention_mask = _without_mask(module, query, key, is_causal)
+    assert isinstance(attention_mask, Visibility)
+    pattern, replaces = layer_pattern(module)
+    rule = attention_mask.rule(pattern, replaces=replaces)
+    out = attend(
+        query,
+        key,
+        value,
+        rule,
+        scale=scaling,
+        enable_gqa=True,
+        score_mod=None if softcap is None else _softcap(softcap),
+        sinks=s_aux,
+        bindings={name: attention_mask.reading.tensors[name] for name in names(rule)},
+        q_offset=attention_mask.q_offset,
+        k_offset=attention_mask.kv_offset,
+    )
+    return out.transpose(1, 2), None
+
+
+def _without_mask(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> Visibility:
+    """Models that make no mask: in order, or all to all, as with "sdpa"."""
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    order = causal() if is_causal and query.shape[2] > 1 else None
+    return Visibility(Reading(order, None, None, {}), None, 0, 0)
+
+
+def _softcap(most: float) -> ScoreMod:
+    """Scores between -most and most, as Gemma 2 has them."""
+
+    def capped(score, b, h, q_idx, k_idx):
+        return most * torch.tanh(score / most)
+
+    return capped
+
+
+def _refuse_what_is_missing(dropout: float, mask: object, position_bias: object, options: dict[str, Any]) -> None:
+    if dropout > 0:
+        raise ValueError(
+            f"flexdilated forms no attention weights to drop from; got dropout={dropout}. Set the model's attention "
+            "dropout to 0 before it is made: config.attention_dropout, or attention_probs_dropout_prob, = 0.0"
+        )
+    if isinstance(mask, Tensor):
+        raise ValueError(
+            f"flexdilated takes the attention_mask (batch, tokens) of a tokenizer, and rules as patterns; got a "
+            f"ready-made mask of shape {tuple(mask.shape)}. Give the pattern to set_pattern(model, pattern)"
+        )
+    if position_bias is not None:
+        raise ValueError("flexdilated adds no position bias to scores, as T5 does; attn_implementation='sdpa' does")
+    if options.get("output_attentions"):
+        raise ValueError(
+            "flexdilated forms no attention weights: call without output_attentions=True. "
+            "flexdilated.attention_received tells how much attention each key gets"
+        )

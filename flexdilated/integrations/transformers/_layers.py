@@ -1,0 +1,119 @@
+"""A pattern for each attention layer of a model: given to its modules, and written into its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import unwrap
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...masks import Mixture, Pattern, from_json, to_json
+from ...masks.core import require_choice
+from ...masks.patterns import names
+
+Expression = Pattern | Mixture
+Patterns = Expression | Mapping[int, Expression | None] | Callable[[nn.Module], Expression | None]
+
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_KEY = "flexdilated_patterns"  # of a config
+_OWN = "_flexdilated_pattern"
+_COMPOSE = ("and", "replace")
+
+
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that ask transformers' registry for their attention function, in order."""
+    return [module for module in model.modules() if _REGISTRY in unwrap(type(module).forward).__code__.co_names]
+
+
+def layer_pattern(layer: nn.Module) -> tuple[Expression | None, bool]:
+    """(the pattern of a layer, whether it replaces the model's rule); None where the layer has none.
+
+    Raises ValueError where a config that was read from a file holds patterns that nobody has given to the layers.
+    """
+    own = getattr(layer, _OWN, None)
+    if own is not None:
+        return own
+    if getattr(getattr(layer, "config", None), _KEY, None) is not None:
+        raise ValueError(
+            "the model's config holds patterns which its layers do not have yet: call "
+            "flexdilated.integrations.transformers.set_pattern(model) once it is loaded"
+        )
+    return None, False
+
+
+def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[list[nn.Module], list[Any], str]:
+    """(the attention layers, the pattern of each, how it composes), checked; those of the config for None."""
+    layers = attention_layers(model)
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that asks transformers' registry of attention functions for its own"
+        )
+    if pattern is None:
+        chosen, compose = _stored(model, len(layers))
+    elif isinstance(pattern, Mapping):
+        strangers = [number for number in pattern if number not in range(len(layers))]
+        if strangers:
+            raise ValueError(f"layers are numbered from 0 to {len(layers) - 1}; got {strangers[0]!r}")
+        chosen = [pattern.get(number) for number in range(len(layers))]
+    elif isinstance(pattern, Pattern | Mixture):
+        chosen = [pattern] * len(layers)
+    elif callable(pattern):
+        chosen = [pattern(layer) for layer in layers]
+    else:
+        raise TypeError(
+            "pattern must be a pattern, a mapping from a layer's number to one, or a function of a layer's module; "
+            f"got {pattern!r}"
+        )
+    for number, (layer, own) in enumerate(zip(layers, chosen, strict=True)):
+        if own is not None:
+            _check(number, layer, own)
+    return layers, chosen, require_choice("compose", compose, _COMPOSE)
+
+
+def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], compose: str) -> None:
+    """Set the patterns of layers, and write them into the configs that say how these are made."""
+    for layer, own in zip(layers, chosen, strict=True):
+        setattr(layer, _OWN, (own, compose == "replace"))
+    written = {"compose": compose, "patterns": [None if own is None else _text(own) for own in chosen]}
+    for config in {id(each): each for each in (model.config, *(layer.config for layer in layers))}.values():
+        setattr(config, _KEY, written)
+
+
+def _check(number: int, layer: nn.Module, pattern: Any) -> None:
+    if not isinstance(pattern, Pattern | Mixture):
+        raise TypeError(f"layer {number} must get a pattern or None; got {pattern!r}")
+    if names(pattern):
+        raise ValueError(
+            f"a layer's pattern has no run-time tensors, as padding and packing come from the model's inputs; layer "
+            f"{number} got {pattern!r}"
+        )
+    num_heads = getattr(getattr(layer, "config", None), "num_attention_heads", None)
+    if isinstance(num_heads, int):
+        try:
+            pattern.check_heads(num_heads)
+        except ValueError as error:
+            raise ValueError(f"layer {number} has {num_heads} heads: {error}") from error
+
+
+def _text(pattern: Expression) -> str:
+    """A pattern's JSON; a custom function has none, and says so when the model is loaded again."""
+    try:
+        return to_json(pattern)
+    except TypeError:
+        return repr(pattern)
+
+
+def _stored(model: Any, num_layers: int) -> tuple[list[Any], str]:
+    """(the patterns that a model's config holds, how they compose)."""
+    stored = getattr(model.config, _KEY, None)
+    if stored is None:
+        raise ValueError("the model's config holds no patterns: give one, set_pattern(model, pattern)")
+    texts = stored["patterns"]
+    if len(texts) != num_layers:
+        raise ValueError(f"the model's config holds patterns of {len(texts)} layers; it has {num_layers}")
+    try:
+        return [None if text is None else from_json(text) for text in texts], stored["compose"]
+    except ValueError as error:
+        raise ValueError(f"the model's config holds a pattern that has no JSON: give it anew ({error})") from error

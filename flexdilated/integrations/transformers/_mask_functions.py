@@ -1,0 +1,293 @@
+"""What a mask function of transformers says, as a pattern: the function is called with positions that have no values.
+
+transformers composes its rules as functions (batch, head, query, key) -> bool: causal order, windows, chunks, packing,
+groups of image tokens. Here comparisons of positions become bands of distances, what is read from a tensor becomes a
+run-time tensor, and `&` and `|` join them. torch.compile follows all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...masks import Pattern, causal, chunked, documents, every, local_window, visible_keys
+from ...masks.core import And
+
+# B batch entries, L positions
+
+PACKED = "packed"  # the run-time tensor (B, L) that says to which packed sequence a token belongs
+_GROUPS, _VISIBLE = "groups", "visible"
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """The rule of a mask function.
+
+    positions: what it says of positions, which count from the begin of each of the documents `begin`, or, where that
+    is None, from 0. beside: what it says by tables. None where it says nothing. tensors: what they name.
+    """
+
+    positions: Pattern | None
+    begin: Pattern | None
+    beside: Pattern | None
+    tensors: dict[str, Tensor]
+
+    def whole(self) -> Pattern:
+        """All that it says in one pattern."""
+        positions = self.positions
+        if self.begin is not None:
+            positions = (every() if positions is None else positions).per_document(self.begin)
+        found = _all_of([positions, self.beside])
+        return every() if found is None else found
+
+
+def read(function: Callable[..., Any], begin: Pattern | None) -> Reading:
+    """What a mask function says, as patterns; positions count from `begin`, but in packed sequences from theirs.
+
+    Raises ValueError for a function that does anything else with positions than the rules of transformers do.
+    """
+    with _TablesOfPositions():
+        try:
+            found = function(_Batch(), _Head(), _Position(of_query=True), _Position(of_query=False))
+        except TypeError as error:
+            _refuse(str(error))
+    if not isinstance(found, _Rule):
+        _refuse(f"it returns {type(found).__name__}")
+    return found.reading(begin, {})
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ValueError(
+        f"flexdilated cannot read the model's mask function: {what}. It takes comparisons of a query's and a key's "
+        "position, chunks, tables that say to which group a token belongs, `&` and `|`; attn_implementation='sdpa' "
+        "takes any"
+    )
+
+
+class _Batch:
+    """The index of a batch entry."""
+
+
+class _Head:
+    """The index of a head, of which no rule of transformers makes use."""
+
+
+class _Begin:
+    """The position at which a batch entry's tokens begin: positions count from there in any case."""
+
+
+class _TablesOfPositions(TorchFunctionMode):
+    """Reads table[batch, position] and table[batch] of the indices above."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            table, index = args
+            if isinstance(index, _Batch):
+                return _Begin()
+            if isinstance(index, tuple) and isinstance(index[0], _Batch):
+                return index[1].entry_of(table)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True, eq=False)
+class _Position:
+    """The position of the query or the key, moved by `shift`.
+
+    With a `table` it is what that holds there: a group's id, or the position that the token has in its sequence.
+    """
+
+    of_query: bool
+    shift: int = 0
+    table: Tensor | None = None
+
+    device = None
+
+    def entry_of(self, table: Tensor) -> Any:
+        if self.shift or self.table is not None:
+            _refuse("it reads a table beside the position")
+        if table.dtype != torch.bool:
+            return replace(self, table=table)
+        return _refuse("it hides queries by a table") if self.of_query else _Rule(visible=table)
+
+    def new_ones(self, *_: Any, **__: Any) -> _Rule:
+        return _Rule()
+
+    def new_zeros(self, *_: Any, **__: Any) -> _Rule:
+        return _Rule(nothing=True)
+
+    def __add__(self, number: Any) -> _Position:
+        return replace(self, shift=self.shift + _integer(number))
+
+    def __sub__(self, other: Any) -> Any:
+        if isinstance(other, _Begin):
+            return self
+        return _Distance(self, other) if isinstance(other, _Position) else self + -_integer(other)
+
+    def __floordiv__(self, size: Any) -> _Chunk:
+        return _Chunk(self, _integer(size))
+
+    def __le__(self, other: Any) -> _Rule:
+        if not isinstance(other, _Position) or other.of_query == self.of_query:
+            _refuse("it compares a position with what is none of the other side")
+        # key + a <= query + b: key - query is at most b - a. query + a <= key + b: it is at least a - b.
+        counted = self.table is not None
+        if self.of_query:
+            return _Rule(least=self.shift - other.shift, counted_anew=counted)
+        return _Rule(most=other.shift - self.shift, counted_anew=counted)
+
+    def __lt__(self, other: Any) -> _Rule:
+        return self + 1 <= other
+
+    def __ge__(self, other: Any) -> _Rule:
+        if isinstance(other, _Position):
+            return other <= self
+        if _integer(other) != 0 or self.shift:
+            _refuse("it compares a position or a group with a number other than 0")
+        return _Rule()  # no position is below 0, and tokens with negative ids are in no group
+
+    def __gt__(self, other: Any) -> _Rule:
+        if not isinstance(other, _Position):
+            _refuse("it asks whether a position or a group is above a number")
+        return other < self
+
+    def __eq__(self, other: Any) -> Any:
+        if isinstance(other, _Position) and self.table is not None and other.table is not None:
+            return _Rule(same=self.table)
+        return (self <= other) & (other <= self)
+
+
+@dataclass(frozen=True, eq=False)
+class _Distance:
+    """One position less the other, or how far they are apart."""
+
+    of: _Position
+    since: _Position
+    either_way: bool = False
+
+    def __abs__(self) -> _Distance:
+        return replace(self, either_way=True)
+
+    def __le__(self, most: Any) -> _Rule:
+        near = self.of <= self.since + most
+        return near & (self.since <= self.of + most) if self.either_way else near
+
+    def __lt__(self, most: Any) -> _Rule:
+        return self <= _integer(most) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """The number of a position's chunk."""
+
+    of: _Position
+    size: int
+
+    def __eq__(self, other: Any) -> Any:
+        if not isinstance(other, _Chunk) or other.size != self.size or self.of.shift or other.of.shift:
+            _refuse("it compares chunks of different sizes or places")
+        return _Rule(chunk=self.size, counted_anew=self.of.table is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Rule:
+    """The pairs that all of these allow; None sets no limit.
+
+    least, most: of the distance key - query. same: a table whose entries are equal, and not negative.
+    counted_anew: positions are those within the groups of `same`.
+    """
+
+    least: int | None = None
+    most: int | None = None
+    chunk: int | None = None
+    same: Tensor | None = None
+    visible: Tensor | None = None
+    counted_anew: bool = False
+    nothing: bool = False
+    unions: tuple[tuple[_Rule, _Rule], ...] = ()
+
+    device = None
+
+    def to(self, *_: Any, **__: Any) -> _Rule:
+        return self
+
+    def __and__(self, other: Any) -> _Rule:
+        if not isinstance(other, _Rule):
+            _refuse(f"it joins a rule with {type(other).__name__}")
+        return _Rule(
+            least=_joined(self.least, other.least, max),
+            most=_joined(self.most, other.most, min),
+            chunk=_joined(self.chunk, other.chunk),
+            same=_joined(self.same, other.same),
+            visible=_joined(self.visible, other.visible),
+            counted_anew=self.counted_anew or other.counted_anew,
+            nothing=self.nothing or other.nothing,
+            unions=(*self.unions, *other.unions),
+        )
+
+    def __or__(self, other: Any) -> _Rule:
+        if not isinstance(other, _Rule):
+            _refuse(f"it joins a rule with {type(other).__name__}")
+        if self.nothing or other.nothing:
+            return other if self.nothing else self
+        return _Rule(unions=((self, other),))
+
+    def reading(self, begin: Pattern | None, tensors: dict[str, Tensor]) -> Reading:
+        """As patterns whose run-time tensors are put into `tensors`."""
+        if self.nothing:
+            _refuse("it allows no pair")
+        positions = _all_of([_band(self.least, self.most), None if self.chunk is None else chunked(self.chunk)])
+        beside: list[Pattern | None] = []
+        if self.counted_anew:
+            begin = documents(_put(tensors, PACKED, self.same))
+        elif self.same is not None:
+            beside.append(documents(_put(tensors, _GROUPS, self.same)))
+        if self.visible is not None:
+            beside.append(visible_keys(_put(tensors, _VISIBLE, self.visible)))
+        for pair in self.unions:
+            one, other = (each.reading(begin, tensors).whole() for each in pair)
+            beside.append(one | other)
+        return Reading(positions, begin, _all_of(beside), tensors)
+
+
+def _all_of(patterns: Sequence[Pattern | None]) -> Pattern | None:
+    said = [each for each in patterns if each is not None]
+    return And.of(*said) if said else None
+
+
+def _band(least: int | None, most: int | None) -> Pattern | None:
+    """The pairs whose distance key - query lies between the limits; None without a limit."""
+    if least is None and most is None:
+        return None
+    if least is None and most == 0:
+        return causal()
+    if least is None or most is None or least > 0 or most < 0:
+        _refuse(f"it lets keys be from {least} to {most} tokens after the query")
+    return local_window(left=-least, right=most)
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int):
+        _refuse(f"it reckons positions with {type(value).__name__}")
+    return value
+
+
+def _joined(one: Any, other: Any, choose: Callable[[Any, Any], Any] | None = None) -> Any:
+    if one is None or other is None:
+        return other if one is None else one
+    if choose is None:
+        _refuse("it joins two chunk sizes, or two tables")
+    return choose(one, other)
+
+
+def _put(tensors: dict[str, Tensor], name: str, table: Tensor | None) -> str:
+    if table is None:
+        _refuse("it counts positions anew, and does not say in what")
+    if name in tensors:
+        _refuse("it reads two tables of one kind")
+    tensors[name] = table
+    return name

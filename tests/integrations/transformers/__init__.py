@@ -1,0 +1,1 @@
+"""Models of transformers, tiny and with random weights."""

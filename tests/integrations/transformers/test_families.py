@@ -1,0 +1,127 @@
+"""Without a pattern a model is what it is with SDPA; with one, what it is with the pattern's dense mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.integrations.transformers import attention_layers, set_pattern
+from flexdilated.integrations.transformers._attention import _softcap, attention
+
+from .models import DECODERS, FAMILIES, NUM_HEADS, batch_of, model_of, real_logits, tokens
+
+# N tokens of a row, H heads
+
+LONGNET = masks.longnet((4, 16), (1, 2))
+PATTERNS = {
+    "longnet": LONGNET,
+    "strided": masks.strided(3) | masks.local_window(left=2, right=0),
+    "per head": masks.per_head([masks.local_window(left=5, right=5), masks.chunked(8)] * (NUM_HEADS // 2)),
+    "first tokens": masks.first_tokens(2) | masks.local_window(left=3, right=1),
+}
+
+
+def gradients(model) -> dict[str, Tensor]:
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+def step(model, name: str, padding: str | None, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """(logits of real tokens, gradients of all parameters) of a training step."""
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    logits = real_logits(model, batch_of(name, padding))
+    logits.pow(2).sum().backward()
+    return logits.detach(), gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    [(name, padding) for name in FAMILIES for padding in (None, "left", "right")
+     if padding is None or FAMILIES[name].inputs == "tokens"],
+)  # fmt: skip
+def test_equals_sdpa(name: str, padding: str | None) -> None:
+    model = model_of(name).train()
+    # gpt-oss has sinks, which sdpa does not take.
+    want, grads = step(model, name, padding, "eager" if name == "gpt-oss" else "sdpa")
+    got, ours = step(model, name, padding, "flexdilated")
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert ours.keys() == grads.keys()
+    largest = max(float(x.abs().max()) for x in grads.values())
+    for each, grad in grads.items():
+        torch.testing.assert_close(ours[each], grad, rtol=0, atol=1e-4 * max(float(grad.abs().max()), 1e-3 * largest))
+
+
+def test_a_soft_cap_is_that_of_gemma() -> None:
+    """As a score_mod, which kernels on CPU do not take: the model itself says so there."""
+    q, k, v = torch.randn(3, 1, 2, 9, 16)
+    capped = fd.attend(q, k, v, masks.causal(), score_mod=_softcap(0.5), engine="reference")
+    scores = 0.5 * torch.tanh(q @ k.mT / 4 / 0.5)
+    weights = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(capped, weights @ v, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match=r"caps its scores, which no kernel on CPU does; got softcap=0\.5"):
+        attention(torch.nn.Identity(), q, k, v, None, softcap=0.5)
+
+
+def dense(pattern, num_tokens: int) -> Tensor:
+    """Which pairs are allowed, (H, N, N)."""
+    allowed = pattern.bind(num_heads=NUM_HEADS, num_queries=num_tokens, num_keys=num_tokens).mask_mod()
+    head, token = torch.arange(NUM_HEADS), torch.arange(num_tokens)
+    return allowed(torch.tensor(0), head[:, None, None], token[None, :, None], token[None, None, :])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("compose", ["and", "replace"])
+@pytest.mark.parametrize("padding", [None, "inside"])
+def test_a_pattern_equals_its_dense_mask(pattern: str, compose: str, padding: str | None) -> None:
+    model, batch = model_of("llama"), batch_of("llama", padding)
+    rule = PATTERNS[pattern].union
+    allowed = dense(rule & masks.causal() if compose == "and" else rule, tokens().shape[1])
+    visible = batch["attention_mask"].bool()
+    model.set_attn_implementation("sdpa")
+    ready_made = allowed[None] & visible[:, None, None, :]
+    want = model(tokens(), attention_mask=ready_made).logits
+    set_pattern(model, rule, compose=compose)
+    rows = ready_made.any(-1).all(1) & visible  # SDPA has no use for a row without keys
+    torch.testing.assert_close(model(**batch).logits[rows], want[rows], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_mixture_is_one() -> None:
+    """Branches are joined by their log-sum-exp: a pair in two of them counts twice."""
+    model = model_of("llama", num_hidden_layers=1)
+    set_pattern(model, LONGNET)
+    joined = model(tokens()).logits
+    set_pattern(model, LONGNET.union)
+    assert not torch.allclose(joined, model(tokens()).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, "bert", "modernbert"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@torch.no_grad()
+def test_a_padded_row_is_the_row_alone(name: str, pattern: str) -> None:
+    model = model_of(name)
+    set_pattern(model, PATTERNS[pattern])
+    left, right = batch_of(name, "left"), batch_of(name, "right")
+    if name not in ("bert", "gpt2"):  # whose learned positions begin with the padding
+        torch.testing.assert_close(model(**left).logits[1:, 17:], model(tokens()[1:, 17:]).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model(**right).logits[1:, :33], model(tokens()[1:, :33]).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3", "llama4"])
+@torch.no_grad()
+def test_packed_is_separate(name: str) -> None:
+    """Positions that begin anew mark the sequences."""
+    model, sizes = model_of(name), [13, 1, 36]
+    set_pattern(model, LONGNET)
+    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    packed = model(tokens()[:1], position_ids=positions, use_cache=False).logits
+    apart = [model(part, use_cache=False).logits for part in tokens()[:1].split(sizes, dim=1)]
+    torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=0, atol=1e-5)
+
+
+def test_all_layers_are_found() -> None:
+    counts = {name: len(attention_layers(model_of(name))) for name in FAMILIES}
+    assert counts == {name: {"llama4": 4, "whisper": 6}.get(name, 2) for name in FAMILIES}

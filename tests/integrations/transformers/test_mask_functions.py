@@ -1,0 +1,154 @@
+"""The rules of transformers, read as patterns, allow the pairs that the functions themselves allow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import masking_utils as rules
+
+from flexdilated import masks
+from flexdilated.integrations.transformers._mask_functions import read
+
+# B batch entries, N tokens
+
+_LENGTH = 24
+
+
+def evaluated(function) -> Tensor:
+    """(B, N, N) of a function of index tensors."""
+    entry, token = torch.arange(2), torch.arange(_LENGTH)
+    found = function(entry[:, None, None], torch.tensor(0), token[None, :, None], token[None, None, :])
+    return found.expand(2, _LENGTH, _LENGTH)
+
+
+def as_read(function, begin: Tensor | None = None) -> Tensor:
+    """(B, N, N) of the pattern that it is read as."""
+    start = None if begin is None else masks.documents(begin, name="begin")
+    reading = read(function, start)
+    pattern = reading.whole()
+    found = []
+    for entry in range(2):
+        tensors = {name: x[entry] if x.dim() > 1 else x for name, x in reading.tensors.items()}
+        carried = pattern.map_leaves(
+            lambda leaf, tensors=tensors: (
+                leaf if getattr(leaf, "name", None) not in tensors else carrying(leaf, tensors)
+            )
+        )
+        if begin is not None:
+            carried = carried.map_leaves(
+                lambda leaf, entry=entry: (
+                    carrying(leaf, {"begin": begin[entry]}) if getattr(leaf, "name", None) == "begin" else leaf
+                )
+            )
+        bound = carried.bind(num_heads=1, num_queries=_LENGTH, num_keys=_LENGTH)
+        token, zero = torch.arange(_LENGTH), torch.tensor(0)
+        found.append(bound.mask_mod()(zero, zero, token[:, None], token[None, :]).expand(_LENGTH, _LENGTH))
+    return torch.stack(found)
+
+
+def carrying(leaf, tensors: dict[str, Tensor]):
+    """A run-time pattern with its tensor."""
+    make = {"documents": masks.documents, "visible_keys": masks.visible_keys}[leaf.kind]
+    return make(tensors[leaf.name], name=leaf.name)
+
+
+sizes = st.integers(1, _LENGTH + 3)
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+def ids_of(parts: list[int]) -> Tensor:
+    """Sequences of these lengths, and one more to the end, (2, N); the second entry is one sequence."""
+    ids = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts))[:_LENGTH]
+    first = torch.cat([ids, torch.full((_LENGTH - len(ids),), len(parts))])
+    return torch.stack([first, torch.zeros_like(first)])
+
+
+def positions_in(ids: Tensor) -> Tensor:
+    """How many tokens of its own sequence come before each."""
+    same = ids[:, :, None] == ids[:, None, :]
+    return same.long().tril(-1).sum(-1)
+
+
+plain = st.one_of(
+    st.just(rules.causal_mask_function),
+    st.just(rules.bidirectional_mask_function),
+    st.builds(rules.sliding_window_causal_mask_function, sizes),
+    st.builds(rules.sliding_window_bidirectional_mask_function, sizes),
+    st.builds(lambda size: rules.chunked_causal_mask_function(size, torch.zeros(2, dtype=torch.long)), sizes),
+)
+
+
+@given(plain, plain)
+def test_rules_of_positions(one, other) -> None:
+    assert torch.equal(as_read(one), evaluated(one))
+    chunks = [each.__closure__ for each in (one, other) if each.__name__ == "and_mask"]
+    if len(chunks) < 2:  # two chunk sizes at once are refused
+        both = rules.and_masks(one, other)
+        assert torch.equal(as_read(both), evaluated(both))
+    either = rules.or_masks(one, other)
+    assert torch.equal(as_read(either), evaluated(either))
+
+
+@given(plain, lengths)
+def test_packed_sequences(rule, parts: list[int]) -> None:
+    ids = ids_of(parts)
+    packed = rules.packed_sequence_compatibility_function(rule, positions_in(ids), ids)
+    assert torch.equal(as_read(packed), evaluated(packed))
+
+
+@given(plain, lengths, st.data())
+def test_groups_that_see_each_other(rule, parts: list[int], data) -> None:
+    """As of the tokens of an image: those with negative ids are in none."""
+    ids = ids_of(parts)
+    hidden = data.draw(st.sets(st.sampled_from(sorted(set(ids.flatten().tolist())))))
+    groups = torch.where(torch.isin(ids, torch.tensor(sorted(hidden), dtype=torch.long)), -1, ids)
+    both = rules.or_masks(rule, rules.blockwise_overlay(groups))
+    assert torch.equal(as_read(both), evaluated(both))
+
+
+@given(plain, st.lists(st.booleans(), min_size=2 * _LENGTH, max_size=2 * _LENGTH))
+def test_keys_that_are_hidden(rule, visible: list[bool]) -> None:
+    both = rules.and_masks(rule, rules.padding_mask_function(torch.tensor(visible).view(2, -1)))
+    assert torch.equal(as_read(both), evaluated(both))
+
+
+@given(sizes, st.integers(0, _LENGTH - 1))
+def test_chunks_begin_with_the_first_token(size: int, padded: int) -> None:
+    starts = torch.tensor([0, padded])
+    chunks = rules.chunked_causal_mask_function(size, starts)
+    begin = (torch.arange(_LENGTH) >= starts[:, None]).int() - 1
+    real = (begin >= 0)[:, :, None] & (begin >= 0)[:, None, :]
+    assert torch.equal(as_read(chunks, begin), evaluated(chunks) & real)
+
+
+def test_a_row_beyond_the_diagonal() -> None:
+    def earlier_or_one_after(b, h, q, k):
+        return (k - 1 <= q) & (q < k + 5)
+
+    assert torch.equal(as_read(earlier_or_one_after), evaluated(earlier_or_one_after))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda b, h, q, k: q * 2 >= k, "unsupported operand"),
+        (lambda b, h, q, k: (q % 4 == 0) & (k <= q), "unsupported operand"),
+        (lambda b, h, q, k: k < q, "from None to -1 tokens after the query"),
+        (lambda b, h, q, k: q >= 3, "a number other than 0"),
+        (lambda b, h, q, k: q > 3, "above a number"),
+        (lambda b, h, q, k: q <= q + 1, "none of the other side"),
+        (lambda b, h, q, k: torch.ones(()), "it returns Tensor"),
+        (lambda b, h, q, k: (k <= q) & torch.ones((), dtype=torch.bool), "joins a rule with Tensor"),
+        (lambda b, h, q, k: torch.ones(2, 4, dtype=torch.bool)[b, q], "hides queries by a table"),
+        (lambda b, h, q, k: k // 4 == q // 3, "different sizes"),
+        (lambda b, h, q, k: (k // 4 == q // 4) & (k // 3 == q // 3), "two chunk sizes"),
+        (lambda b, h, q, k: q.new_zeros((), dtype=torch.bool), "allows no pair"),
+        (lambda b, h, q, k: torch.arange(8)[None][b, q + 1] == torch.arange(8)[None][b, k], "beside the position"),
+    ],
+)
+def test_what_cannot_be_read(function, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read(function, None)

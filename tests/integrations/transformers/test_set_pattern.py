@@ -1,0 +1,172 @@
+"""Patterns given to layers: which get one, what is kept in the config, compiled and checkpointed models, bad input."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.integrations.transformers import attention_layers, register, set_pattern
+
+from .models import NUM_HEADS, batch_of, model_of, real_logits, tokens
+
+LONGNET = masks.longnet((4, 16), (1, 2))
+NARROW = masks.local_window(left=2, right=0)
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(tokens()).logits
+
+
+def test_layers_by_number_and_by_function() -> None:
+    model = model_of("llama")
+    set_pattern(model, {1: NARROW})
+    by_number = logits(model)
+    set_pattern(model, lambda layer: NARROW if layer.layer_idx == 1 else None)
+    assert torch.equal(logits(model), by_number)
+    set_pattern(model, NARROW)
+    assert not torch.allclose(logits(model), by_number, atol=1e-4)
+
+
+def test_no_patterns_give_the_model_back() -> None:
+    model = model_of("llama")
+    before = logits(model)
+    set_pattern(model, LONGNET)
+    assert not torch.allclose(logits(model), before, atol=1e-4)
+    set_pattern(model, {})
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("compose", ["and", "replace"])
+def test_saved_and_loaded(tmp_path: Path, compose: str) -> None:
+    model = model_of("llama")
+    set_pattern(model, {0: LONGNET & masks.causal(), 1: masks.local_window(left=5, right=2)}, compose=compose)
+    want = logits(model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="flexdilated").eval()
+    with pytest.raises(ValueError, match=r"call flexdilated\.integrations\.transformers\.set_pattern"):
+        logits(loaded)
+    set_pattern(loaded)
+    assert torch.equal(logits(loaded), want)
+    assert torch.equal(logits(copy.deepcopy(loaded)), want)
+
+
+def test_a_custom_pattern_is_asked_for_again(tmp_path: Path) -> None:
+    model = model_of("llama")
+    set_pattern(model, masks.custom(lambda b, h, q, k: (q + k) % 3 == 0))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds a pattern that has no JSON: give it anew"):
+        set_pattern(loaded)
+
+
+def test_another_name() -> None:
+    model = model_of("llama")
+    set_pattern(model, LONGNET, name="sparse")
+    assert model.config._attn_implementation == "sparse"
+
+
+def test_a_module_around_a_model() -> None:
+    wrapped = nn.Sequential(model_of("llama"))
+    set_pattern(wrapped, LONGNET)
+    alone = model_of("llama")
+    set_pattern(alone, LONGNET)
+    assert torch.equal(logits(wrapped[0]), logits(alone))
+
+
+def gradients(model, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    real_logits(model, batch, use_cache=False).pow(2).sum().backward()
+    return {name: x.grad.clone() for name, x in model.named_parameters()}
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    model, batch = model_of("llama").train(), batch_of("llama", "left")
+    set_pattern(model, LONGNET)
+    want = gradients(model, batch)
+    model.activation_checkpointing_enable()
+    for name, grad in gradients(model, batch).items():
+        assert torch.equal(grad, want[name])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_one_graph_for_all_values() -> None:
+    """Padding on either side, and inside, and packed sequences: values are not read while a model is traced."""
+    model = model_of("llama").train()
+    set_pattern(model, LONGNET)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    before = fd.compilations()
+    for padding in ("left", "right", "inside"):
+        batch = batch_of("llama", padding)
+        want, grads = real_logits(model, batch, use_cache=False), gradients(model, batch)
+        got = real_logits(compiled, batch, use_cache=False)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+        model.zero_grad()
+        got.pow(2).sum().backward()
+        for name, x in model.named_parameters():
+            torch.testing.assert_close(x.grad, grads[name], rtol=1e-3, atol=1e-4)
+    positions = torch.cat([torch.arange(20), torch.arange(30)]).expand(2, -1)
+    torch.testing.assert_close(
+        compiled(tokens(), position_ids=positions, use_cache=False).logits,
+        model(tokens(), position_ids=positions, use_cache=False).logits,
+        rtol=0,
+        atol=1e-5,
+    )
+    assert fd.compilations().graph_breaks == before.graph_breaks
+
+
+def test_bad_patterns_change_nothing() -> None:
+    model = model_of("llama")
+    before, want = model.config._attn_implementation, logits(model)
+    for pattern, error, said in [
+        ({5: LONGNET}, ValueError, "numbered from 0 to 1; got 5"),
+        ({"0": LONGNET}, ValueError, "numbered from 0 to 1; got '0'"),
+        ({0: "causal"}, TypeError, "layer 0 must get a pattern or None; got 'causal'"),
+        ("causal", TypeError, "pattern must be a pattern, a mapping"),
+        (masks.causal() & masks.documents("ids"), ValueError, "no run-time tensors"),
+        (masks.per_head([NARROW] * (NUM_HEADS + 1)), ValueError, f"layer 0 has {NUM_HEADS} heads: "),
+        (None, ValueError, "config holds no patterns"),
+    ]:
+        with pytest.raises(error, match=said):
+            set_pattern(model, pattern)
+    with pytest.raises(ValueError, match="compose must be one of"):
+        set_pattern(model, LONGNET, compose="or")
+    assert model.config._attn_implementation == before
+    assert torch.equal(logits(model), want)
+
+
+def test_models_without_layers_of_this_kind() -> None:
+    with pytest.raises(TypeError, match="must be a PreTrainedModel of transformers, or hold one; got Linear"):
+        set_pattern(nn.Linear(2, 2), LONGNET)
+    import transformers
+
+    config = transformers.BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=2)
+    with pytest.raises(ValueError, match="BloomForCausalLM has no layer that asks"):
+        set_pattern(transformers.BloomForCausalLM(config), LONGNET)
+
+
+def test_calls_that_it_does_not_serve() -> None:
+    model = model_of("llama")
+    set_pattern(model, LONGNET)
+    with pytest.raises(ValueError, match="forms no attention weights: call without output_attentions=True"):
+        model(tokens(), output_attentions=True)
+    with pytest.raises(ValueError, match=r"got a ready-made mask of shape \(2, 1, 50, 50\)"):
+        model(tokens(), attention_mask=torch.ones(2, 1, 50, 50, dtype=torch.bool))
+    dropping = model_of("llama", attention_dropout=0.1).train()
+    set_pattern(dropping, LONGNET)
+    with pytest.raises(ValueError, match=r"no attention weights to drop from; got dropout=0\.1"):
+        dropping(tokens())
+    dropping.eval()(tokens())
+
+
+def test_registering_again_is_no_matter() -> None:
+    register()
+    register()
+    assert len(attention_layers(model_of("llama"))) == 2
