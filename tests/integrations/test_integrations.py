@@ -14,8 +14,8 @@ def test_what_is_needed_is_said(found: str | None, monkeypatch: pytest.MonkeyPat
             raise importlib.metadata.PackageNotFoundError(name)
         return found
 
+    monkeypatch.delattr(integrations, "transformers")
     monkeypatch.setattr(integrations, "version", version)
-    monkeypatch.delattr(integrations, "transformers", raising=False)
     with pytest.raises(ImportError, match=f"needs transformers 5 or newer; got {found or 'none'}"):
         integrations.transformers  # noqa: B018
 
