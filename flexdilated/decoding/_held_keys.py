@@ -13,8 +13,7 @@ from torch import Tensor
 from ..masks.core import plans, within
 from ..masks.needs import FOREVER, RowSource, visible
 
-# B batch, G key/value heads, N tokens, D head dim, S slots
-# B batch, G key/value heads, N tokens, D head dim
+# B batch, G key/value heads, N tokens, D head dim, S slots, C batch entries chosen
 
 
 class Run(NamedTuple):
@@ -71,6 +70,10 @@ class KeyStore:
             if last.first < position:
                 self.runs.append(Run(last.first, last.slot, position - last.first))
 
+    def select(self, entries: Int64[Tensor, " C"]) -> None:
+        """Keep these batch entries, in this order, each as often as it is named."""
+        self.keys, self.values = (x.index_select(0, entries.to(x.device)) for x in (self.keys, self.values))
+
     def pack(self, kept: Sequence[range], num_slots: int) -> None:
         """Keep the keys of these runs of positions only, in a buffer of this size."""
         old_keys, old_values, old = self.keys, self.values, [self.slices(positions) for positions in kept]
@@ -112,13 +115,19 @@ _LEAST_SLOTS = 256
 class HeldKeys:
     """A store of the keys of consecutive tokens, packed when it is full: each token is moved about once.
 
-    `sources` hold the rule of every head; `capacity` fixes the slots of the store.
+    `sources` hold the rule of every head; `capacity` fixes the slots of the store; what queries up to `undo` tokens
+    before the next can see is kept, too.
     """
 
     def __init__(
-        self, like: Float[Tensor, "B G N D"], sources: Sequence[RowSource], *, capacity: int | None = None
+        self,
+        like: Float[Tensor, "B G N D"],
+        sources: Sequence[RowSource],
+        *,
+        capacity: int | None = None,
+        undo: int = 0,
     ) -> None:
-        self.sources, self.capacity = sources, capacity
+        self.sources, self.capacity, self.undo = sources, capacity, undo
         self.store = KeyStore(like, _LEAST_SLOTS if capacity is None else capacity)
 
     def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N D"], first: int) -> None:
@@ -129,7 +138,7 @@ class HeldKeys:
         self.store.drop_from(first)  # of a call that was broken off
         room = k.shape[2]
         if self.store.num_slots - self.store.num_used < room:
-            kept = self.visible(first)
+            kept = self.visible(max(0, first - self.undo))
             live = sum(map(len, kept))
             if self.capacity is not None and live + room > self.capacity:
                 raise ValueError(
@@ -142,7 +151,7 @@ class HeldKeys:
     def shrink(self, query: int) -> None:
         """Give back what a large chunk took, if queries from `query` on see little of it."""
         if self.capacity is None and self.store.num_slots > _LEAST_SLOTS:
-            kept = self.visible(query)
+            kept = self.visible(max(0, query - self.undo))
             num_slots = _with_room(sum(map(len, kept)))
             if 2 * num_slots < self.store.num_slots:
                 self.store.pack(kept, num_slots)
@@ -154,15 +163,27 @@ class HeldKeys:
         By pages: a run may hold a few others.
         """
         pages = [page for run in self.store.runs for page in _pages(run.first, run.stop)]
-        firsts = torch.tensor([page.start for page in pages], dtype=torch.int64)
-        lengths = torch.tensor([len(page) for page in pages], dtype=torch.int64)
         kept: list[range] = []
-        for page, seen in zip(pages, visible(self.sources, firsts, lengths, query, num_queries).tolist(), strict=True):
+        for page, seen in zip(pages, self._seen_from(pages, query, num_queries), strict=True):
             if seen and kept and kept[-1].stop == page.start:
                 kept[-1] = range(kept[-1].start, page.stop)
             elif seen:
                 kept.append(page)
         return kept
+
+    @plans
+    def lacks(self, query: int) -> bool:
+        """Whether a key before `query` is evicted that queries from there on may see, as far as bounds tell."""
+        ends = [0, *(run.stop for run in self.store.runs)]
+        starts = [*(run.first for run in self.store.runs), query]
+        gaps = (_pages(end, min(start, query)) for end, start in zip(ends, starts, strict=True) if end < query)
+        return any(self._seen_from([page for pages in gaps for page in pages], query, FOREVER))
+
+    def _seen_from(self, pages: Sequence[range], query: int, num_queries: int) -> list[bool]:
+        """Whether queries from `query` on can see a key of each page."""
+        firsts = torch.tensor([page.start for page in pages], dtype=torch.int64)
+        lengths = torch.tensor([len(page) for page in pages], dtype=torch.int64)
+        return visible(self.sources, firsts, lengths, query, num_queries).tolist()
 
 
 def _pages(first: int, stop: int) -> list[range]:

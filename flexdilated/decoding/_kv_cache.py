@@ -8,7 +8,7 @@ from functools import cache
 from typing import Self
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from .._attend import attend, autocast
@@ -33,7 +33,7 @@ from ..masks.needs import FOREVER, RowSource, causal_by_form, later_pair
 from ..masks.patterns import names
 from ._held_keys import HeldKeys, KeyStore
 
-# B batch, H query heads, G key/value heads, N new tokens, D head dim
+# B batch, H query heads, G key/value heads, N new tokens, M tokens held, D head dim, C batch entries chosen
 
 _APPENDED_AT_ONCE = 4096  # tokens without queries are taken in portions, and evicted in between
 _SHOWN = 400  # characters of a pattern in a repr
@@ -49,6 +49,7 @@ class KVCache:
 
     num_heads: query heads on this device.
     capacity: most keys held at once, allocated with the first tokens; None means as many as it takes.
+    undo: how many of the last tokens `crop` may take back: keys that only these see are kept for so long.
     scale, engine, head_offset, num_heads_global: as in `attend`; an engine computes chunks of more than 16
         tokens, and fewer need none.
 
@@ -70,6 +71,7 @@ class KVCache:
         *,
         num_heads: int,
         capacity: int | None = None,
+        undo: int = 0,
         scale: float | None = None,
         engine: str | None = None,
         head_offset: int = 0,
@@ -79,6 +81,7 @@ class KVCache:
         check_engine(engine)
         if capacity is not None:
             require_int("capacity", capacity, minimum=1)
+        self.undo = require_int("undo", undo, minimum=0)
         require_int("num_heads", num_heads, minimum=1)
         require_int("head_offset", head_offset, minimum=0)
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
@@ -157,6 +160,49 @@ class KVCache:
                 self._seen += portion[0].shape[2]
                 held.shrink(self._seen)
 
+    def crop(self, num_tokens: int) -> None:
+        """Take back all tokens but the first `num_tokens`: what follows attends as if the others had not been there.
+
+        Raises ValueError, and changes nothing, for more tokens than were seen, and where keys are evicted that queries
+        from there on may see: no more than `undo` tokens can be taken back for certain.
+        """
+        require_int("num_tokens", num_tokens, minimum=0, maximum=self._seen)
+        if self._held is None:
+            return
+        if self._held.lacks(num_tokens):
+            raise ValueError(
+                f"the cache holds no longer what queries from position {num_tokens} on may see; it can take back "
+                f"undo={self.undo} tokens for certain, and {self._seen} were seen. Make it with a larger undo"
+            )
+        self._held.store.drop_from(num_tokens)
+        self._seen = num_tokens
+
+    def select(self, entries: Int64[Tensor, " C"]) -> None:
+        """Go on with these entries of the batch, in this order, each as often as it is named: after a step of beams.
+
+        entries: integers of shape (C,) in [0, batch). Raises TypeError or ValueError for anything else.
+        """
+        if not isinstance(entries, Tensor) or entries.dtype not in (torch.int32, torch.int64) or entries.dim() != 1:
+            raise TypeError(f"entries must be a tensor of integers of shape (C,); got {entries!r:.80}")
+        if self._held is None:
+            return
+        batch = self._held.store.keys.shape[0]
+        if not len(entries) or int(entries.min()) < 0 or int(entries.max()) >= batch:
+            raise ValueError(f"entries must lie between 0 and {batch - 1}, and be at least one; got {entries.tolist()}")
+        self._held.store.select(entries.long())
+
+    def held(self) -> tuple[Int64[Tensor, " M"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:
+        """(positions, keys, values) of the tokens whose keys are held, ascending; keys and values are views.
+
+        Raises ValueError where no token was seen: nothing is known of sizes then.
+        """
+        if self._held is None:
+            raise ValueError("a cache that has seen no tokens holds no keys")
+        store = self._held.store
+        positions = [torch.arange(run.first, run.stop) for run in store.runs]
+        slots = slice(0, store.num_used)
+        return torch.cat([torch.arange(0), *positions]), store.keys[:, :, slots], store.values[:, :, slots]
+
     @contextmanager
     def _as_before_on_error(self) -> Iterator[None]:
         """A call that raises leaves the cache as it was: what it wrote lies behind what was held, or in new buffers."""
@@ -173,7 +219,7 @@ class KVCache:
     def _take(self, k: Tensor, v: Tensor) -> HeldKeys:
         """Hold the next tokens' keys. The tokens count as seen once the call is done."""
         if self._held is None:
-            self._held = HeldKeys(k, _sources(self._branches), capacity=self.capacity)
+            self._held = HeldKeys(k, _sources(self._branches), capacity=self.capacity, undo=self.undo)
             self._groups = group_heads(
                 self._branches, num_heads=self.num_heads, num_kv_heads=k.shape[1], device=k.device
             )

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...masks import Pattern, cache
 from ...masks.core import Expression, plans
 from ...masks.needs import Keys, RowSource, Seen, positions
+from ...masks.text import read_text
 from .._call_key import CallKey
 from ._row_attention import HeadGroup, Part, Selection
 
@@ -168,11 +169,12 @@ class _Rules:
 
     @classmethod
     def of(cls, key: CallKey, rule: Expression | None, device: torch.device) -> _Rules:
-        bound = key.bound(rule)
-        heads = {"num_heads": bound.num_heads}
-        where = {"head_offset": bound.head_offset, "num_heads_global": bound.num_heads_global}
-        branches = branch_rules(bound.pattern, **heads, **where)
-        return cls(bound.pattern, group_heads(branches, **heads, num_kv_heads=key.num_kv_heads, device=device))
+        rule = read_text(key.pattern) if rule is None else rule
+        where = {"head_offset": key.head_offset, "num_heads_global": key.num_heads_global}
+        # Of the rule as it is: what a bound one draws ends with the positions of its call.
+        branches = branch_rules(rule, num_heads=key.num_heads, **where)
+        grouped = group_heads(branches, num_heads=key.num_heads, num_kv_heads=key.num_kv_heads, device=device)
+        return cls(rule, grouped)
 
     @property
     def nbytes(self) -> int:

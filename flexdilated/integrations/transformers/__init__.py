@@ -1,6 +1,7 @@
 """Models of transformers: attention and masks as patterns, for models that ask for their attention by name."""
 
 from ._attention import register, set_pattern
+from ._cache import FlexdilatedCache
 from ._layers import attention_layers
 
-__all__ = ["attention_layers", "register", "set_pattern"]
+__all__ = ["FlexdilatedCache", "attention_layers", "register", "set_pattern"]

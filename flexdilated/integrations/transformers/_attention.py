@@ -17,6 +17,7 @@ from ..._attend import attend
 from ...engines import ScoreMod
 from ...masks import Mixture, Pattern, causal, documents, every, visible_keys
 from ...masks.patterns import names
+from ._cache import layer_of
 from ._layers import Patterns, choose, give, layer_pattern
 from ._mask_functions import Reading, read
 
@@ -171,6 +172,9 @@ def attention(
     assert isinstance(attention_mask, Visibility)
     pattern, replaces = layer_pattern(module)
     rule = attention_mask.rule(pattern, replaces=replaces)
+    held = layer_of(key)
+    if held is not None:
+        return held.attend(query, key, value, rule, scaling, s_aux).transpose(1, 2), None
     out = attend(
         query,
         key,

@@ -1,0 +1,108 @@
+"""KVCache: tokens that are taken back, batch entries that are chosen, and what it holds."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from tests.support import oracle, strategies
+from tests.support.agreement import TIGHT
+
+from .test_kv_cache import BOUNDED, LONGNET, WINDOW, decode, draw_tensors, tiny_sizes
+
+
+@given(data=st.data())
+def test_tokens_taken_back(data: st.DataObject) -> None:
+    """Others go in and come out again: the result is that of one pass, or the cache says that it cannot."""
+    case = data.draw(strategies.whole_cases(strategies.causal_twins))
+    q, k, v = (x.detach() for x in data.draw(strategies.tensors(case)))
+    first = data.draw(st.integers(0, case.num_keys))
+    wrong = data.draw(st.integers(0, case.num_keys - first))
+    undo = data.draw(st.integers(0, 12))
+    sizes = {name: data.draw(st.sampled_from([1, 2, 5])) for name in ("page", "least_slots", "rows")}
+    with tiny_sizes(**sizes):
+        cache = fd.KVCache(case.twin.pattern, num_heads=case.num_heads, undo=undo)
+        outs = [decode(cache, *(x[:, :, :first] for x in (q, k, v)), (3, 1))] if first else []
+        for others in (k[:, :, first : first + wrong] + 1).split(2, dim=2):
+            cache.append(others, others)
+        try:
+            cache.crop(first)
+        except ValueError:
+            assert wrong > undo
+            return
+        assert cache.num_tokens == first
+        if first < case.num_keys:
+            outs.append(decode(cache, *(x[:, :, first:] for x in (q, k, v)), (1, 4)))
+    assert_close(torch.cat(outs, dim=2), oracle.attention(q, k, v, case.counts())[0], **TIGHT)
+
+
+@pytest.mark.parametrize("name", ["window", "streaming", "longnet"])
+def test_what_undo_keeps(name: str) -> None:
+    """Draft after draft, at the cache's own sizes, far beyond the look-back."""
+    q, k, v = draw_tensors(N=600)
+    cache, found = fd.KVCache(BOUNDED[name], num_heads=4, undo=40), []
+    for begin in range(0, 600, 30):
+        draft = slice(begin, begin + 40)
+        cache.attend(*(torch.randn_like(x[:, :, draft]) for x in (q, k, v)))
+        cache.crop(begin)
+        found.append(cache.attend(*(x[:, :, begin : begin + 30] for x in (q, k, v))))
+    assert_close(torch.cat(found, dim=2), fd.attend(q, k, v, BOUNDED[name], enable_gqa=True), **TIGHT)
+    if name == "window":
+        assert cache.num_kept <= 2 * (164 + 40 + 64)
+
+
+def test_keys_that_are_gone() -> None:
+    q, k, v = draw_tensors(N=900)
+    cache = fd.KVCache(WINDOW, num_heads=4)
+    cache.attend(q, k, v)
+    with pytest.raises(ValueError, match=r"queries from position 10 on may see; .* undo=0 tokens for certain, and 900"):
+        cache.crop(10)
+    assert cache.num_tokens == 900
+    cache.crop(0)  # queries from the beginning see none of the keys that are gone
+    assert_close(cache.attend(q, k, v), fd.attend(q, k, v, WINDOW, enable_gqa=True), **TIGHT)
+
+
+@given(entries=st.lists(st.integers(0, 2), min_size=1, max_size=5), cut=st.integers(1, 299))
+def test_entries_of_the_batch(entries: list[int], cut: int) -> None:
+    q, k, v = draw_tensors(N=300, B=3)
+    cache, chosen = fd.KVCache(LONGNET, num_heads=4), torch.tensor(entries)
+    cache.attend(*(x[:, :, :cut] for x in (q, k, v)))
+    cache.select(chosen)
+    rest = cache.attend(*(x[chosen, :, cut:] for x in (q, k, v)))
+    assert_close(rest, fd.attend(q, k, v, LONGNET, enable_gqa=True)[chosen, :, cut:], **TIGHT)
+
+
+def test_what_is_held() -> None:
+    _, k, v = draw_tensors(N=900)
+    cache = fd.KVCache(masks.first_tokens(4) & masks.causal() | WINDOW, num_heads=4)
+    with pytest.raises(ValueError, match="has seen no tokens holds no keys"):
+        cache.held()
+    cache.append(k, v)
+    positions, keys, values = cache.held()
+    assert len(positions) == cache.num_kept < 900
+    assert positions[0] == 0
+    assert torch.equal(keys, k[:, :, positions])
+    assert torch.equal(values, v[:, :, positions])
+
+
+def test_bad_changes() -> None:
+    cache = fd.KVCache(WINDOW, num_heads=4)
+    cache.crop(0)
+    cache.select(torch.tensor([0]))
+    cache.append(*draw_tensors(N=5)[1:])
+    for call, error, said in [
+        (lambda: cache.crop(6), ValueError, "num_tokens must be at most 5; got num_tokens=6"),
+        (lambda: cache.crop(-1), ValueError, "num_tokens must be at least 0"),
+        (lambda: cache.crop(1.0), TypeError, "num_tokens must be an integer"),
+        (lambda: cache.select([0]), TypeError, r"entries must be a tensor of integers of shape \(C,\); got \[0\]"),
+        (lambda: cache.select(torch.tensor([0.0])), TypeError, "entries must be a tensor of integers"),
+        (lambda: cache.select(torch.tensor([2])), ValueError, r"between 0 and 1, and be at least one; got \[2\]"),
+        (lambda: cache.select(torch.tensor([], dtype=torch.long)), ValueError, r"at least one; got \[\]"),
+        (lambda: fd.KVCache(WINDOW, num_heads=4, undo=-1), ValueError, "undo must be at least 0; got undo=-1"),
+    ]:
+        with pytest.raises(error, match=said):
+            call()
+    assert cache.num_tokens == 5
