@@ -49,7 +49,7 @@ test-kernels: $(VENV)/.test $(TRITON)/.ready  ## Run the kernels made for an H20
 guard: $(VENV)/.test  ## See within seconds whether anything became twice as slow
 	$(PY) -m bench guard $(ARGS)
 
-bench: $(VENV)/.demo  ## Measure against the targets; results in bench/results/
+bench: $(VENV)/.test  ## Measure against the targets; results in bench/results/
 	$(PY) -m bench $(ARGS)
 
 lint: $(VENV)/.dev  ## Check style and formatting

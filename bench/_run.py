@@ -15,6 +15,7 @@ from . import (
     compiling,
     decoding,
     memory,
+    models,
     packing,
     planning,
     ranks,
@@ -27,7 +28,7 @@ from ._processes import DiedApart, run_apart
 
 # In the order in which they are measured and shown; importing a subject has registered its measures.
 _SUBJECTS = (
-    *(attention, block_masks, planning, decoding, packing, compiling, memory),
+    *(attention, block_masks, planning, decoding, models, packing, compiling, memory),
     *(sharding, ranks, buffers, catalogue, roofline, claims),
 )
 MEASURES: dict[str, Measure] = {
