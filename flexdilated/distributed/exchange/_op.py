@@ -14,7 +14,7 @@ from ._call import ExchangeCall, Pair
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim
 
 
-@flat_op("flexdilated::exchange")
+@flat_op("flexdilated::exchange_attention")
 def exchange_op(
     q: Tensor,
     k: Tensor,
@@ -33,7 +33,7 @@ def _(q, k, v, sinks, bindings, *options):
     return *call.rows_of(q), *_empty_keys(q, k, bindings, call, own=False)
 
 
-@flat_op("flexdilated::exchange_backward")
+@flat_op("flexdilated::exchange_attention_backward")
 def exchange_backward_op(
     grad_out: Tensor,
     grad_lse: Tensor | None,
