@@ -139,28 +139,28 @@ def _fields(kind: type) -> list[Parameter]:
 def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, over_ranks: bool = False) -> None:
     """Makes `backward_op` the gradient of `op`, and a RuntimeError with these words the gradient of that.
 
-    op: (q, k, v, sinks, bindings, *options) to (out, lse), and after them the keys and values that it used, where they
-    are others; the first option is the pattern in JSON. backward_op: (grad_out, grad_lse, q, k, v, out, lse, bindings,
-    *options), with the keys and values that were used, to (dq, dk, dv). over_ranks: other ranks wait for what this one
-    sends, so that it runs its backward although nothing came in.
+    op: (q, k, v, sinks, bindings, *options) to (out, lse, *kept), of which the last are for the backward alone; the
+    first option is the pattern in JSON. backward_op: (grad_out, grad_lse, q, k, v, out, lse, *kept, bindings, *options)
+    to (dq, dk, dv). over_ranks: other ranks wait for what this one sends, so that it runs its backward although nothing
+    came in.
     """
 
     def remember(ctx, inputs, output) -> None:
         q, k, v, sinks, bindings, *options = inputs
-        out, lse, *used = output
-        ctx.save_for_backward(q, *(used or (k, v)), sinks, out, lse, *copies(bindings))
-        ctx.options = options
+        ctx.save_for_backward(q, k, v, sinks, *output, *copies(bindings))
+        ctx.options, ctx.num_outputs = options, len(output)
         ctx.kept = kept_functions(options[0])
         ctx.set_materialize_grads(False)
 
     def backward(ctx, grad_out, grad_lse, *_):
-        q, k, v, sinks, out, lse, *bindings = ctx.saved_tensors
+        q, k, v, sinks, *rest = ctx.saved_tensors
+        (out, lse, *kept), bindings = rest[: ctx.num_outputs], rest[ctx.num_outputs :]
         without = no_gradients(bindings, ctx.options)
         if grad_out is None and grad_lse is None and not over_ranks:
             return None, None, None, None, *without
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        grads = backward_op(grad_out, grad_lse, q, k, v, out, lse, bindings, *ctx.options)
+        grads = backward_op(grad_out, grad_lse, q, k, v, out, lse, *kept, bindings, *ctx.options)
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             grad_sinks = sinks_gradient(sinks, out, lse, grad_out, grad_lse)

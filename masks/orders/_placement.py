@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..core import LARGEST, Ranges, within
+from ..core import LARGEST, Ranges, among, within
 
 
 class Part(NamedTuple):
@@ -33,9 +33,10 @@ class Placement:
     """Query token i stands at the i-th position of `queries`, key token j of a head at the j-th of its `keys`.
 
     `keys` has one entry for all key/value heads, or one for each. With `complete` no other key may be attended to,
-    by the rule, from any of the queries: what lies between the keys then needs no looking at. Else the keys are the
-    same for all heads and stand in runs of step 1, and those that are missing are left out. Run-time tensors have
-    values for `num_tokens` positions; 0 stands for one past the last that is here.
+    by the rule, from any of the queries: what lies between the keys then needs no looking at. But where no key stands
+    in a run of the queries, its positions are left out. Else the keys are the same for all heads and stand in runs of
+    step 1, and those that are missing are left out. Run-time tensors have values for `num_tokens` positions; 0 stands
+    for one past the last that is here.
     """
 
     queries: Ranges
@@ -92,11 +93,15 @@ class Placement:
     def _spans(self) -> list[tuple[range, bool]]:
         if not self.complete:
             return [(run, True) for run in self.keys[0]]
-        held = [run for side in self.keys for run in side]
-        if not held:
-            return []
-        span = range(min(run.start for run in held), max(run[-1] for run in held) + 1)
-        return [(span, all(sum(map(len, side)) == len(span) for side in self.keys))]
+        left_out = [run for run in self.queries if not any(among(side, run) for side in self.keys)]
+        edges = [0, *(edge for run in left_out for edge in (run.start, run.stop)), LARGEST + 1]
+        spans = []
+        for between in map(range, edges[::2], edges[1::2]):
+            sides = [among(side, between) for side in self.keys]
+            if held := [run for side in sides for run in side]:
+                span = range(min(run.start for run in held), max(run[-1] for run in held) + 1)
+                spans.append((span, all(sum(map(len, side)) == len(span) for side in sides)))
+        return spans
 
     def stretches(self, span: range, gap: int) -> list[range]:
         """Runs of step 1 within the span that hold every key of any head, parted where more than `gap` hold none."""

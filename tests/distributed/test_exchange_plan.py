@@ -151,7 +151,7 @@ def check_sender_and_receiver_agree(many: Many) -> None:
         came = [place for by_head in plan.received for place in _places(by_head)]
         assert received.heads.tolist() == [head for head, _ in came]
         for (head, position), index in zip(came, received.index.tolist(), strict=True):
-            keys = [key for run in plan.placement.keys[head] for key in run]
+            keys = [key for run in plan.others.keys[head] for key in run]
             assert keys[index] == position
 
 

@@ -37,7 +37,7 @@ def test_runs_of_keys(part: Part):
 
 @given(part=parts(complete=True))
 def test_the_needed_keys_of_each_head(part: Part):
-    """Own keys, then others in any order, with room to spare where a head has fewer."""
+    """Own keys or none of them, then others in any order, with room to spare where a head has fewer."""
     call = part.call()
     assert_agrees(lambda q, k, v: call.forward(q, k, v, None, []), part.tensors(), part.counts, scale=0.5)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -39,9 +41,9 @@ class Part:
         found = torch.zeros(self.num_heads, len(self.queries), slots, dtype=torch.int64)
         for head in heads:
             keys = self.keys[head // (self.num_heads // self.num_kv_heads) if len(self.keys) > 1 else 0]
-            found[head, :, : len(keys)] = oracle.counts(
-                self.twin.rule, range(head, head + 1), self.num_heads, self.queries, keys
-            )[0]
+            if len(keys) and len(self.queries):
+                one = range(head, head + 1)
+                found[head, :, : len(keys)] = oracle.counts(self.twin.rule, one, self.num_heads, self.queries, keys)[0]
         return found
 
     def bind(self) -> Bound:
@@ -83,18 +85,22 @@ def parts(draw: st.DrawFn, *, complete: bool) -> Part:
         keys = (draw(runs(N)),)
         placement = Placement(queries, keys, complete=False, num_tokens=N)
     else:
-        keys = tuple(_needed(draw, twin, queries, N, num_heads, range(g * (num_heads // G), (g + 1) * (num_heads // G)))
-                     for g in range(G))  # fmt: skip
+        own = queries if draw(st.booleans()) else ()
+        groups = [range(g * (num_heads // G), (g + 1) * (num_heads // G)) for g in range(G)]
+        keys = tuple((*own, *_needed_of_others(draw, twin, queries, N, num_heads, group)) for group in groups)
+        assume(any(keys))
         placement = Placement(queries, keys, complete=True, num_tokens=N)
     return Part(twin, placement, tokens(queries), tuple(map(tokens, keys)), G, num_heads)
 
 
-def _needed(draw: st.DrawFn, twin: Twin, queries: Ranges, N: int, num_heads: int, heads: range) -> Ranges:
-    """The queries' own positions first, then, in any order, all that some query needs, and some that none needs."""
+def _needed_of_others(
+    draw: st.DrawFn, twin: Twin, queries: Ranges, N: int, num_heads: int, heads: range
+) -> Iterator[range]:
+    """In any order, all positions but the queries' own that some query needs, and some that none needs."""
     seen = oracle.counts(twin.rule, heads, num_heads, tokens(queries), torch.arange(N)).bool().any(0).any(0)
     own = set(tokens(queries).tolist())
     extra = draw(st.sets(st.integers(0, N - 1), max_size=3))
     others = sorted((set(seen.nonzero().flatten().tolist()) | extra) - own)
     if draw(st.booleans()):
         others = others[1::2] + others[::2]
-    return (*queries, *(range(position, position + 1) for position in others))
+    return (range(position, position + 1) for position in others)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -11,13 +11,26 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from ...engines import CallKey, WholeRows, flex
-from ..group import PlainCall, Ranks, Role, Sharding, communicating, empty_rows, group_of, record, whole_rule
+from ...engines import CallKey, WholeRows, add_sinks, flex, merge_
+from ...masks.orders import Placement
+from ..group import (
+    PlainCall,
+    Ranks,
+    Role,
+    Sharding,
+    as_promised,
+    communicating,
+    empty_rows,
+    group_of,
+    record,
+    whole_rule,
+)
 from ..wire import Codec, codec_for, gradient_codec, lease_from, pool_named
 from ._plan import ExchangePlan
 
-# B batch, H query heads, G key/value heads, L tokens of this rank's shard, M own and received tokens, D head dim
-# S rows sent, R rows received
+# B batch, G key/value heads, D head dim, S rows sent, R rows received, or of what comes to one head
+
+Pair = tuple[Tensor, Tensor]
 
 
 class ExchangeCall(PlainCall):
@@ -32,68 +45,102 @@ class ExchangeCall(PlainCall):
         rule = whole_rule(self.pattern, bindings, split.num_tokens)
         return ExchangePlan.of(rule, split, rank, num_heads=num_heads, num_kv_heads=num_kv_heads, **heads)
 
-    def bring(
-        self, k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], plan: ExchangePlan
-    ) -> tuple[Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:
-        """This rank's keys and values, and after them those of other ranks that its queries need."""
-        ranks, own, (sent, received) = Ranks.named(self.group, k.device.type), k.shape[2], plan.rows(k.device)
-        codec = codec_for(self.codec, self.error_bound, k, v, ranks)
-        found = tuple(x.new_empty(*x.shape[:2], plan.num_keys, x.shape[3]) for x in (k, v))
-        for whole, x in zip(found, (k, v), strict=True):
-            whole[:, :, :own] = x
-        rows = [x[:, sent.heads, sent.index] for x in (k, v)]
-        with _swapped(rows, plan.num_sent, plan.num_received, ranks, codec, self.pool, role="keys") as arrived:
-            for whole, x in zip(found, arrived, strict=True):
-                whole[:, received.heads, received.index] = x
-        return found[0], found[1]
-
-    def give_back(
-        self,
-        own_k: Float[Tensor, "B G L D"],
-        own_v: Float[Tensor, "B G L D"],
-        dk: Float[Tensor, "B G M D"],
-        dv: Float[Tensor, "B G M D"],
-        plan: ExchangePlan,
-    ) -> tuple[Float[Tensor, "B G L D"], Float[Tensor, "B G L D"]]:
-        """The gradients of this rank's own k and v, from those of own and received keys and what other ranks send.
-
-        They are added up in float32 or wider, and in the order of the ranks.
-        """
-        ranks, own, (sent, received) = Ranks.named(self.group, dk.device.type), own_k.shape[2], plan.rows(dk.device)
-        codec = gradient_codec(codec_for(self.codec, self.error_bound, own_k, own_v, ranks), dk.dtype)
-        totals = tuple(x[:, :, :own].to(_wide(x), copy=True) for x in (dk, dv))
-        rows = [x[:, received.heads, received.index] for x in (dk, dv)]
-        heads, tokens = (index.split(plan.num_sent) for index in (sent.heads, sent.index))
-        with _swapped(rows, plan.num_received, plan.num_sent, ranks, codec, self.pool, role="gradients") as arrived:
-            for total, x in zip(totals, arrived, strict=True):
-                for head, token, part in zip(heads, tokens, x.split(plan.num_sent, dim=1), strict=True):
-                    total[:, head, token] += part  # a rank sends one row a token and head
-        return totals[0], totals[1]
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(out, lse, and the own and received keys and values)."""
+        """(out, lse, and the others' keys and values); these are on their way while it attends to this rank's own."""
         plan = self.plan(q.shape[1], k.shape[1], bindings)
-        found = self.bring(k, v, plan)
-        if not q.shape[2]:
-            return *empty_rows(q), *found
-        out, lse = self.placed(plan.placement).forward(q, *found, sinks, bindings)
-        assert lse is not None
-        return out, lse, *found
+        dtype, others = _computed_in(q, plan), _room(k, v, plan.others.num_keys)
+
+        def attend(placement: Placement, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            part = self.placed(placement).forward(q.to(dtype), k.to(dtype), v.to(dtype), None, bindings, wide=True)
+            assert part[1] is not None
+            return part[0], part[1]
+
+        with self._sending_keys(k, v, plan) as receive:
+            out, lse = attend(plan.own, k, v) if q.shape[2] else empty_rows(q)
+            receive(others)
+        if plan.others.num_keys:
+            merge_(out, lse, *attend(plan.others, *others))
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
+        return as_promised(out, q), lse.contiguous(), *others
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], whole: WholeRows
+        self, q: Tensor, k: Tensor, v: Tensor, others: Pair, bindings: list[Tensor], whole: WholeRows
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of this rank's own tensors; k and v are own and received ones."""
+        """(dq, dk, dv): the gradients of the others' keys are on their way back while it computes those of its own."""
         plan = self.plan(q.shape[1], k.shape[1], bindings)
-        if q.shape[2]:
-            dq, dk, dv = self.placed(plan.placement).backward(q, k, v, bindings, whole)
-        else:
-            dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        own_k, own_v = (x[:, :, : q.shape[2]] for x in (k, v))
-        dk, dv = self.give_back(own_k, own_v, dk, dv, plan)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        dtype, wide = _computed_in(q, plan), _wide(q)
+        rows = WholeRows(whole.out.to(dtype), whole.lse, whole.grad_out.to(dtype), whole.grad_lse)
+
+        def gradients(placement: Placement, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            if q.shape[2] and k.shape[2]:
+                return self.placed(placement).backward(q.to(dtype), k.to(dtype), v.to(dtype), bindings, rows)
+            return tuple(torch.zeros_like(x, dtype=wide) for x in (q, k, v))  # pyright: ignore[reportReturnType]
+
+        dq, *of_others = gradients(plan.others, *others)
+        with self._sending_gradients(of_others, k, v, plan) as add_received:
+            del of_others
+            of_queries, dk, dv = gradients(plan.own, k, v)
+            add_received(dk, dv)
+        return as_promised(dq.add_(of_queries), q), as_promised(dk, k), as_promised(dv, v)
+
+    def bring(self, k: Tensor, v: Tensor, plan: ExchangePlan) -> Pair:
+        """This rank's keys and values, and after them those of other ranks that its queries need."""
+        found, own = _room(k, v, plan.both.num_keys), k.shape[2]
+        with self._sending_keys(k, v, plan) as receive:
+            for whole, x in zip(found, (k, v), strict=True):
+                whole[:, :, :own] = x
+            receive([x[:, :, own:] for x in found])
+        return found
+
+    def give_back(self, own_k: Tensor, own_v: Tensor, dk: Tensor, dv: Tensor, plan: ExchangePlan) -> Pair:
+        """The gradients of this rank's own k and v, from those of own and received keys and what other ranks send."""
+        own = own_k.shape[2]
+        with self._sending_gradients([x[:, :, own:] for x in (dk, dv)], own_k, own_v, plan) as add_received:
+            totals = dk[:, :, :own].to(_wide(dk), copy=True), dv[:, :, :own].to(_wide(dv), copy=True)
+            add_received(*totals)
+        return totals
+
+    @contextmanager
+    def _sending_keys(
+        self, k: Tensor, v: Tensor, plan: ExchangePlan
+    ) -> Iterator[Callable[[Sequence[Float[Tensor, "B G R D"]]], None]]:
+        """While this rank's keys and values are on their way; what it gives waits for the others', and puts them."""
+        ranks, (sent, received) = Ranks.named(self.group, k.device.type), plan.rows(k.device)
+        codec = codec_for(self.codec, self.error_bound, k, v, ranks)
+
+        def receive(others: Sequence[Tensor]) -> None:
+            for room, x in zip(others, arrived(), strict=True):
+                room[:, received.heads, received.index] = x
+
+        numbers, how = (plan.num_sent, plan.num_received), (ranks, codec, self.pool)
+        with _swapping([x[:, sent.heads, sent.index] for x in (k, v)], *numbers, *how, role="keys") as arrived:
+            yield receive
+
+    @contextmanager
+    def _sending_gradients(
+        self, grads: Sequence[Float[Tensor, "B G R D"]], k: Tensor, v: Tensor, plan: ExchangePlan
+    ) -> Iterator[Callable[[Tensor, Tensor], None]]:
+        """While those of the others' keys and values are on their way; what it gives waits for those of this rank's.
+
+        They are added, in place and in the order of the ranks, to sums in float32 or wider.
+        """
+        ranks, (sent, received) = Ranks.named(self.group, k.device.type), plan.rows(k.device)
+        codec = gradient_codec(codec_for(self.codec, self.error_bound, k, v, ranks), grads[0].dtype)
+
+        def add_received(dk: Tensor, dv: Tensor) -> None:
+            heads, tokens = (index.split(plan.num_sent) for index in (sent.heads, sent.index))
+            for total, x in zip((dk, dv), arrived(), strict=True):
+                for head, token, part in zip(heads, tokens, x.split(plan.num_sent, dim=1), strict=True):
+                    total[:, head, token] += part  # a rank sends one row a token and head
+
+        numbers, how = (plan.num_received, plan.num_sent), (ranks, codec, self.pool)
+        rows = [x[:, received.heads, received.index] for x in grads]
+        with _swapping(rows, *numbers, *how, role="gradients") as arrived:
+            del grads, rows  # they go while this rank computes with its own keys
+            yield add_received
 
     def traced(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor], *, return_lse: bool
@@ -112,12 +159,21 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def _computed_in(q: Tensor, plan: ExchangePlan) -> torch.dtype:
+    """The CPU's kernels round what they give to the type of what they get, and parts are not to be rounded each."""
+    return _wide(q) if plan.others.num_keys else q.dtype
+
+
+def _room(k: Tensor, v: Tensor, num_keys: int) -> Pair:
+    return k.new_empty(*k.shape[:2], num_keys, k.shape[3]), v.new_empty(*v.shape[:2], num_keys, v.shape[3])
+
+
 def _key(
     values: tuple[Any, ...], num_heads: int, num_kv_heads: int, num_queries: int, bindings: list[Tensor]
 ) -> tuple[Any, ...]:
     call = ExchangeCall(*values)
     plan = call.plan(num_heads, num_kv_heads, bindings)
-    return tuple(call.placed(plan.placement).key(num_heads, num_kv_heads, num_queries, plan.num_keys))
+    return tuple(call.placed(plan.both).key(num_heads, num_kv_heads, num_queries, plan.both.num_keys))
 
 
 # Where keys lie is a constant of a compiled graph. Such a function takes a call only as a plain tuple, and what it
@@ -126,7 +182,7 @@ _key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextmanager
-def _swapped(
+def _swapping(
     rows: Sequence[Float[Tensor, "B S D"]],
     num_sent: Sequence[int],
     num_received: Sequence[int],
@@ -135,8 +191,12 @@ def _swapped(
     pool: str,
     *,
     role: Role,
-) -> Iterator[list[Float[Tensor, "B R D"]]]:
-    """The rows that come for those of keys and of values that go, in one all-to-all; the numbers are by rank."""
+) -> Iterator[Callable[[], list[Float[Tensor, "B R D"]]]]:
+    """While rows of keys and of values go and others come, in one all-to-all; the numbers are by rank.
+
+    What it gives waits for those that come, once. Memory is held until nothing is on its way, also where the block
+    raises: until the others have sent theirs, or the process group's timeout.
+    """
     batch, _, head_dim = rows[0].shape
     dtype, device = rows[0].dtype, rows[0].device
     each = (len(rows), batch, codec.row_bytes(head_dim, dtype))
@@ -144,14 +204,30 @@ def _swapped(
         lease_from(pool_named(pool, device), (sum(numbers), *each), torch.uint8, device, role=role)
         for numbers in (num_sent, num_received)
     ]
+    begun: list[dist.Work] = []
+
+    def arrived() -> list[Tensor]:
+        with communicating(f"the exchange of {role}", ranks):
+            begun.pop().wait()
+        sent, received = (lease.tensor for lease in leases)
+        record(role, sent=sent.nbytes, received=received.nbytes)
+        return [codec.decode(wire, head_dim, dtype).transpose(0, 1) for wire in received.unbind(1)]
+
     try:
         sent, received = (lease.tensor for lease in leases)
         for place, x in enumerate(rows):
             codec.encode(x.transpose(0, 1), out=sent[:, place])
+            del x
         with communicating(f"the exchange of {role}", ranks):
-            dist.all_to_all_single(received, sent, list(num_received), list(num_sent), group=group_of(ranks.name))
-        record(role, sent=sent.nbytes, received=received.nbytes)
-        yield [codec.decode(received[:, place], head_dim, dtype).transpose(0, 1) for place in range(len(rows))]
+            splits, group = (list(num_received), list(num_sent)), group_of(ranks.name)
+            work = dist.all_to_all_single(received, sent, *splits, group=group, async_op=True)
+        assert work is not None
+        begun.append(work)
+        del rows, work, sent, received  # nothing but the leases holds memory during what follows
+        yield arrived
     finally:
+        for work in begun:
+            with suppress(RuntimeError):  # another error is on its way to the caller
+                work.wait()
         for lease in leases:
             lease.release()

@@ -9,12 +9,12 @@ from torch import Tensor
 from ...engines import WholeRows, copies, flat_op, no_gradients, refuse, set_gradient
 from ...masks.core import own_modes
 from ..group import PlainCall
-from ._call import ExchangeCall
+from ._call import ExchangeCall, Pair
 
-# B batch, H query heads, G key/value heads, L tokens of this rank's shard, M own and received tokens, D head dim
+# B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim
 
 
-@flat_op("flexdilated::exchange")
+@flat_op("flexdilated::exchange_attention")
 def exchange_op(
     q: Tensor,
     k: Tensor,
@@ -23,17 +23,17 @@ def exchange_op(
     bindings: list[Tensor],
     call: ExchangeCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse) of this rank's queries over the keys of all ranks; and the keys and values that were used."""
+    """(out, lse) of this rank's queries over the keys of all ranks; and the keys and values that came from others."""
     return call.forward(q, k, v, sinks, bindings)
 
 
 @exchange_op.register_fake
 def _(q, k, v, sinks, bindings, *options):
     call = ExchangeCall.of(*options)
-    return *call.rows_of(q), *_empty_keys(q, k, bindings, call)
+    return *call.rows_of(q), *_empty_keys(q, k, bindings, call, own=False)
 
 
-@flat_op("flexdilated::exchange_backward")
+@flat_op("flexdilated::exchange_attention_backward")
 def exchange_backward_op(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -42,17 +42,18 @@ def exchange_backward_op(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    k_others: Tensor,
+    v_others: Tensor,
     bindings: list[Tensor],
     call: ExchangeCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of this rank's own tensors; k and v are those that the forward returned."""
-    return call.backward(q, k, v, bindings, WholeRows(out, lse, grad_out, grad_lse))
+    """(dq, dk, dv) of this rank's own tensors, with the others' keys and values that the forward returned."""
+    return call.backward(q, k, v, (k_others, v_others), bindings, WholeRows(out, lse, grad_out, grad_lse))
 
 
 @exchange_backward_op.register_fake
-def _(grad_out, grad_lse, q, k, v, out, lse, bindings, *options):
-    own = (k.shape[0], k.shape[1], q.shape[2], k.shape[3])
-    return torch.empty_like(q), k.new_empty(own), v.new_empty(own)
+def _(grad_out, grad_lse, q, k, v, *others):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 @flat_op("flexdilated::exchange_keys")
@@ -69,7 +70,7 @@ def exchange_keys_op(
 
 @exchange_keys_op.register_fake
 def _(q, k, v, bindings, *options):
-    return _empty_keys(q, k, bindings, ExchangeCall.of(*options))
+    return _empty_keys(q, k, bindings, ExchangeCall.of(*options), own=True)
 
 
 @flat_op("flexdilated::exchange_keys_backward")
@@ -92,13 +93,14 @@ def _(q, k, v, dk, dv, bindings, *options):
     return torch.empty_like(k, memory_format=torch.contiguous_format), v.new_empty(v.shape)
 
 
-def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: ExchangeCall) -> tuple[Tensor, Tensor]:
-    """Own and received keys and values: how many depends on the values of run-time tensors, if there are any."""
+def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: ExchangeCall, *, own: bool) -> Pair:
+    """Received keys and values, with `own` after own ones; their number depends on the values of run-time tensors."""
     if bindings:
         num_keys = torch.library.get_ctx().new_dynamic_size()
     else:
         with own_modes():
-            num_keys = call.plan(int(q.shape[1]), int(k.shape[1]), []).num_keys
+            plan = call.plan(int(q.shape[1]), int(k.shape[1]), [])
+            num_keys = (plan.both if own else plan.others).num_keys
     return tuple(k.new_empty(k.shape[0], k.shape[1], num_keys, k.shape[3]) for _ in range(2))  # pyright: ignore[reportReturnType]
 
 
@@ -135,8 +137,8 @@ def exchange(
 
     `bindings` are the pattern's run-time tensors, of the whole sequence, in the order of their names. One all-to-all
     brings each (key/value head, token) that some query of this rank may attend to; the backward sends their gradients
-    back in another, and owners add them up in float32 or wider. With tiles all of it is one op; other engines are
-    traced, and only the transfer is an op.
+    back in another, and owners add them up in float32 or wider. With tiles all of it is one op, which computes with
+    this rank's own keys during either transfer; other engines are traced, and only the transfers are ops.
 
     Raises ValueError where the engine cannot serve the call, and torch.distributed.DistError where another rank fails.
     """

@@ -25,7 +25,7 @@ Tokens = tuple[tuple[Ranges, ...], ...]  # by rank, by KV head: positions
 class Rows:
     """The rows that go or come, in the order in which they stand on the wire: (rank, KV head, token).
 
-    index: of each row its place among the tokens of a tensor of this rank.
+    index: of each row its place among this rank's own tokens, or among those that its head receives.
     """
 
     heads: Int64[Tensor, " R"]
@@ -44,8 +44,8 @@ class ExchangePlan:
     its own that `target` needs. A token that several query heads of a group need counts once. Of itself a rank needs
     nothing. On the wire tokens stand in the order (KV head, token) of these ranges.
 
-    The keys that a rank attends to stand in one tensor a head: first its own, then what it receives. Heads that receive
-    less than others have room to spare at the end, which nobody reads.
+    What a rank receives stands in one tensor, head by head. Heads that receive less than others have room to spare at
+    the end, which nobody reads.
     """
 
     received: Tokens
@@ -91,19 +91,27 @@ class ExchangePlan:
         return tuple(_number(keys) for keys in self.sent)
 
     @cached_property
-    def placement(self) -> Placement:
-        """Where the queries and, by KV head, the own and received keys come from."""
+    def own(self) -> Placement:
+        """Where the queries and this rank's own keys come from."""
+        return Placement(self.local, (self.local,), complete=False, num_tokens=self.num_tokens)
+
+    @cached_property
+    def others(self) -> Placement:
+        """Where the queries and, by KV head, the received keys come from."""
+        return self._placed_after(())
+
+    @cached_property
+    def both(self) -> Placement:
+        """Where the queries and, by KV head, the own keys and after them the received ones come from."""
+        return self._placed_after(self.local)
+
+    def _placed_after(self, first: Ranges) -> Placement:
         heads = zip(*self.received, strict=True)
-        keys = tuple((*self.local, *(run for ranges in by_rank for run in ranges)) for by_rank in heads)
+        keys = tuple((*first, *(run for ranges in by_rank for run in ranges)) for by_rank in heads)
         return Placement(self.local, keys, complete=True, num_tokens=self.num_tokens)
 
-    @property
-    def num_keys(self) -> int:
-        """Tokens of the tensor that holds own and received keys."""
-        return self.placement.num_keys
-
     def rows(self, device: torch.device) -> tuple[Rows, Rows]:
-        """(rows sent, among this rank's tokens; rows received, among own and received keys) on a device, kept there."""
+        """(rows sent, among this rank's tokens; rows received, among those received) on a device, kept there."""
         if device not in self._on:
             self._on[device] = self._sent_rows.to(device), self._received_rows.to(device)
         return self._on[device]
@@ -116,7 +124,7 @@ class ExchangePlan:
     @cached_property
     def _received_rows(self) -> Rows:
         counts = _counts(self.received)
-        first = sum(map(len, self.local)) + counts.cumsum(0) - counts  # after what a head has of earlier ranks
+        first = counts.cumsum(0) - counts  # after what a head has of earlier ranks
         each = counts.flatten()
         row = torch.arange(int(each.sum())) - (each.cumsum(0) - each).repeat_interleave(each)
         return Rows(_heads_of(counts), first.flatten().repeat_interleave(each) + row)
@@ -160,7 +168,7 @@ def _number(keys: Sequence[Ranges]) -> int:
 
 
 def _nbytes(plan: ExchangePlan) -> int:
-    """About what ranges and tuples take, twice where the placement holds them too, and two indices a row."""
+    """About what ranges and tuples take, twice where a placement holds them too, and two indices a row."""
     ranges = sum(len(keys) for side in (plan.received, plan.sent) for by_head in side for keys in by_head)
     tuples = sum(len(by_head) + 1 for side in (plan.received, plan.sent) for by_head in side)
     return 320 * ranges + 64 * tuples + 16 * (sum(plan.num_sent) + sum(plan.num_received))

@@ -4,7 +4,7 @@ Every rank computes everyone's plan, so the ranks first agree on the call; a pee
 """
 
 from ._agreement import check_agreement, values_of
-from ._call import PlainCall, empty_rows, whole_rule
+from ._call import PlainCall, as_promised, empty_rows, whole_rule
 from ._messages import Message, Posted, communicating, post
 from ._ranks import Ranks, group_of
 from ._sharding import Order, Sharding
@@ -20,6 +20,7 @@ __all__ = [
     "Role",
     "Sharding",
     "Traffic",
+    "as_promised",
     "check_agreement",
     "check_sharding",
     "check_shards",

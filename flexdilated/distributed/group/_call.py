@@ -60,6 +60,12 @@ def empty_rows(q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
+def as_promised(x: Tensor, like: Tensor) -> Tensor:
+    """x in the dtype and memory format of `like`: what the shape rules of ops promise."""
+    promised = torch.empty_like(like)
+    return x if x.dtype == like.dtype and x.stride() == promised.stride() else promised.copy_(x)
+
+
 def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Expression:
     """The pattern, in JSON, with the values of its run-time tensors in place; these come in the order of their names.
 

@@ -13,7 +13,7 @@ from torch import _C, Tensor
 from torch._C import DispatchKey
 
 from ...engines import WholeRows, add_sinks, flat_op, merge_, set_gradient
-from ..group import PlainCall, empty_rows
+from ..group import PlainCall, as_promised, empty_rows
 from ._plan import RingCall
 from ._transfers import Gradients, Shard, rotate
 
@@ -97,7 +97,7 @@ def run_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor |
     out, lse = sums
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
-    return _as(out, q), lse.contiguous()
+    return as_promised(out, q), lse.contiguous()
 
 
 def run_backward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,13 +128,7 @@ def run_backward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, whole: WholeRo
         gradients.settle()
     finally:
         gradients.close()
-    return _as(dq, q), _as(dk, k), _as(dv, v)
-
-
-def _as(x: Tensor, like: Tensor) -> Tensor:
-    """x in the dtype and memory format of `like`: what the op's shape rule promises."""
-    promised = torch.empty_like(like)
-    return x if x.dtype == like.dtype and x.stride() == promised.stride() else promised.copy_(x)
+    return as_promised(dq, q), as_promised(dk, k), as_promised(dv, v)
 
 
 _KEYS = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor)
