@@ -122,8 +122,8 @@ def _attention(
     (term,) = shared_terms(pattern, 1, bound, 1)
     term = replace(term, block_side=block)
     order = Layout(tokens)
-    option = Option(pattern, 1, "natural", (term,), CPU, order)
     x = Inputs.of(bound, num_kv_heads=sizes.num_heads, head_dim=_HEAD_DIM, dtype=torch.float32, device=device)
+    option = Option(pattern, 1, "natural", (term,), CPU, order, x.operands)
     engine = "tiles" if device.type == "cpu" else "flex"
     alone = Plan(bound, order, (term,), ((option,),))
     run = trial(alone, x, engine=engine, backward=backward, block_size=(block, block))
