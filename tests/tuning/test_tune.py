@@ -313,6 +313,22 @@ def test_constants_are_measured_through_the_engine():
     assert found.date[:2] == "20"
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_constants_are_measured_in_the_dtype_that_plans_take_them_for(kind, monkeypatch):
+    """On the CPU here, in the dtype of each kind: attention, and copies, whose amount is in its bytes."""
+    dtype, measured = _tune_machine.usual_dtype(kind), set()
+    assert dtype == {"cpu": torch.float32, "cuda": torch.bfloat16}[kind]
+    assert dtype.itemsize == Operands.usual_on(kind).element_bytes
+    monkeypatch.setattr(_tune_machine, "usual_dtype", lambda _: dtype)
+    real = _tune_machine.trial
+    monkeypatch.setattr(
+        _tune_machine, "trial", lambda plan, x, **how: (measured.add(x.q.dtype), real(plan, x, **how))[1]
+    )
+    works = _tune_machine._works(CPU, SMALL)
+    assert measured == {dtype}
+    assert works["copies"].amount == 11 * 64 * SMALL.num_heads * 64 * dtype.itemsize
+
+
 def test_nothing_is_measured_on_wrong_results(monkeypatch):
     real = _tune.run_forward
     monkeypatch.setattr(_tune, "run_forward", lambda *given: (x + 0.01 for x in real(*given)))
