@@ -253,7 +253,8 @@ def report(size: PlanSize, *, measure: bool) -> PlanReport:
     tokens = {"num_queries": size.num_tokens, "num_keys": size.num_tokens}
     bound = size.pattern.bind(num_heads=size.num_heads, **tokens)
     allowed = ANYTHING if size.device == "cpu" else allowed_on(torch.device(size.device))
-    best = plan_terms(bound, device=size.device, allowed=allowed)
+    asked = size.attention(size.num_tokens)
+    best = plan_terms(bound, device=size.device, allowed=allowed, operands=asked.operands)
     described = describe_plan(best, head_dim=size.head_dim)
     inside = attention_memory(size.pattern, attention_size(size.model, size.num_tokens), device=size.device)
     plain, checkpointed = (
@@ -275,7 +276,7 @@ def report(size: PlanSize, *, measure: bool) -> PlanReport:
             for option in options
         ),
         measured=_measured(size, bound) if measure else (),
-        attention_memory=attention_memory(size.pattern, size.attention(size.num_tokens), device=size.device),
+        attention_memory=attention_memory(size.pattern, asked, device=size.device),
         model_memory=plain,
         checkpointed_memory=checkpointed,
     )

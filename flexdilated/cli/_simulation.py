@@ -14,8 +14,7 @@ from ..distributed.counts import ScheduleChoice, choice_of, held_in_ring, ring_t
 from ..distributed.group import Order, Sharding
 from ..distributed.wire import CodecName, codec_named, gradient_codec
 from ..masks.core import Expression
-from ..masks.orders import Layout
-from ..masks.planning import cost_of, plan
+from ..masks.planning import plan
 from ..masks.planning.machine import machine_of
 from ..memory import AttentionMemory, AttentionSize, attention_memory
 
@@ -189,11 +188,9 @@ def _computing_seconds(
     """(forward, backward): what the cost model predicts for one device with all tokens, by the pairs of each rank."""
     tokens = size.num_tokens
     bound = pattern.bind(num_heads=size.num_heads, num_queries=tokens, num_keys=tokens)
-    machine = machine_of(device)
-    terms, sizes = plan(bound, device=device).terms, {"head_dim": size.head_dim, "element_bytes": size.dtype.itemsize}
-    seconds = size.batch * cost_of(terms, machine, Layout(tokens), **sizes).seconds
+    seconds = size.batch * plan(bound, device=device, operands=size.operands).cost.seconds
     forward = seconds * work.double() / work.sum().clamp(min=1)
-    return forward, machine.backward_ratio * forward
+    return forward, machine_of(device).backward_ratio * forward
 
 
 def step_seconds(

@@ -12,7 +12,7 @@ from ..masks import Layout
 from ..masks.core import Bound, Expression, Extent
 from ..masks.orders import Placement
 from ..masks.patterns import blank, names
-from ..masks.planning import ANYTHING, Allowed, Choice, Plan, plan, plan_at
+from ..masks.planning import ANYTHING, Allowed, Choice, Operands, Plan, plan, plan_at
 from ..masks.text import read_text
 
 
@@ -91,6 +91,10 @@ class CallKey(NamedTuple):
             num_heads_global=self.num_heads_global,
         )
 
+    def operands(self, q: Tensor) -> Operands:
+        """What of such a call's tensors its plan depends on."""
+        return Operands(q.element_size(), int(q.shape[-1]), self.num_heads // self.num_kv_heads)
+
     def plan(
         self,
         rule: Expression | None = None,
@@ -98,16 +102,17 @@ class CallKey(NamedTuple):
         device: torch.device | str = "cpu",
         allowed: Allowed = ANYTHING,
         choice: Choice | None = None,
+        operands: Operands | None = None,
     ) -> Plan:
         """How the pattern, or what its run-time tensors make of it, is computed on this kind of device."""
+        how: dict[str, Any] = {"device": device, "allowed": allowed, "operands": operands}
         if not self.placement:
-            return plan(self.bound(rule), device=device, layout=self.layout, allowed=allowed, choice=choice)
+            return plan(self.bound(rule), layout=self.layout, choice=choice, **how)
         heads = {"num_heads": self.num_heads, "head_offset": self.head_offset}
         return plan_at(
             read_text(self.pattern) if rule is None else rule,
             Placement.read(self.placement),
             **heads,
             num_heads_global=self.num_heads_global,
-            device=device,
-            allowed=allowed,
+            **how,
         )

@@ -30,7 +30,7 @@ from ..engines import (
 )
 from ..masks.core import Expression, require_int
 from ..masks.patterns import names
-from ..masks.planning import ANYTHING, Choice, plan, way_of
+from ..masks.planning import ANYTHING, Choice, Operands, plan, way_of
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
 
@@ -127,6 +127,11 @@ class AttentionSize:
     def kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
+    @property
+    def operands(self) -> Operands:
+        """What the plan of such a call depends on."""
+        return Operands(self.dtype.itemsize, self.head_dim, self.num_heads // self.kv_heads)
+
 
 @dataclass(frozen=True)
 class AttentionMemory:
@@ -198,7 +203,7 @@ def _key(pattern: Expression, size: AttentionSize) -> CallKey:
 def _choice(pattern: Expression, size: AttentionSize, device: str) -> Choice:
     """The ways in which a call of this size is computed."""
     allowed = ANYTHING if device == "cpu" else allowed_on(torch.device(device))
-    best = plan(_key(pattern, size).bound(pattern), device=device, allowed=allowed)
+    best = plan(_key(pattern, size).bound(pattern), device=device, allowed=allowed, operands=size.operands)
     together = len(best.options) < len(set(pattern.branches()))
     return Choice(together, tuple(way_of(options[0]) for options in best.options))
 
@@ -207,9 +212,9 @@ def _dry_run(pattern: Expression, size: AttentionSize, device: str, choice: Choi
     key = _key(pattern, size)
     if device == "cpu":
         key_bytes = 2 * size.batch * size.head_dim * size.dtype.itemsize
-        attention, tables = tiles_attention_of(key, pattern, key_bytes=key_bytes, choice=choice)
+        attention, tables = tiles_attention_of(key, pattern, size.operands, key_bytes=key_bytes, choice=choice)
     else:
-        attention, tables = flex_attention_of(key, pattern, device=device, choice=choice)
+        attention, tables = flex_attention_of(key, pattern, size.operands, device=device, choice=choice)
     with fake_tensors():
         q, k, v = (_empty(heads, size) for heads in (size.num_heads, size.kv_heads, size.kv_heads))
     # Outside of the mode: what the engine does with its tables alone is done, as it decides by their values.
@@ -239,13 +244,14 @@ def _empty(heads: int, size: AttentionSize) -> Tensor:
 
 
 def flex_attention_of(
-    key: CallKey, rule: Expression, *, device: str, choice: Choice | None = None
+    key: CallKey, rule: Expression, operands: Operands, *, device: str, choice: Choice | None = None
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], int]:
     """(q, k, v) -> (out, lse) by the engine's own steps, with a stand-in for the kernel; and its tables' bytes.
 
     The plan is that of the device; tables and rows are built on the CPU, where no such device is needed.
     """
-    best = plan(key.bound(rule), device=device, allowed=allowed_on(torch.device(device)), choice=choice)
+    how = {"device": device, "allowed": allowed_on(torch.device(device)), "choice": choice, "operands": operands}
+    best = plan(key.bound(rule), **how)
     sizes = {"num_kv_heads": key.num_kv_heads, "block_size": key.sides}
     program = make_flex_program(best, key.layout, **sizes, device=torch.device("cpu"))
 
@@ -290,14 +296,14 @@ _STEPS, _GATHERED_BYTES = 3, 2 * GATHERED_BYTES
 
 
 def tiles_attention_of(
-    key: CallKey, rule: Expression, *, key_bytes: int, choice: Choice | None = None
+    key: CallKey, rule: Expression, operands: Operands, *, key_bytes: int, choice: Choice | None = None
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], int]:
     """(q, k, v) -> (out, lse) by the engine's own steps, without its operator around them; and its tables' bytes.
 
     `key_bytes` are those of a key and its value over the batch. Of steps that are alike only a few are taken, as
     what they hold is freed before others of their kind begin.
     """
-    program = program_of(key, rule, "cpu", choice, written=key.pattern)
+    program = program_of(key, rule, "cpu", choice, operands, written=key.pattern)
     few = _few_of_each_kind(program, key_bytes)
     return lambda q, k, v: _Tiles.apply(q, k, v, few), program.nbytes
 

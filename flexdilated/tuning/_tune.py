@@ -36,9 +36,9 @@ from ..masks.planning import (
     ANYTHING,
     Candidates,
     Choice,
+    Operands,
     Option,
     Plan,
-    cost_of,
     in_other_blocks,
     machine_of,
     way_of,
@@ -73,6 +73,11 @@ class Inputs:
     def like(cls, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
         """A call's own tensors; what stands for the gradient makes no difference to its time."""
         return cls(q.detach(), k.detach(), v.detach(), q.detach())
+
+    @property
+    def operands(self) -> Operands:
+        """What predictions depend on."""
+        return Operands(self.q.element_size(), self.q.shape[-1], self.q.shape[1] // self.k.shape[1])
 
 
 @dataclass(frozen=True)
@@ -234,7 +239,8 @@ def measure(
     device = x.q.device
     engine = engine or ("tiles" if device.type == "cpu" else "flex")
     stand = _Stand(bound, x, backward, engine, block_size, seconds)
-    candidates = Candidates.of(bound, machine_of(device.type), ANYTHING if engine == "tiles" else allowed_on(device))
+    allowed = ANYTHING if engine == "tiles" else allowed_on(device)
+    candidates = Candidates.of(bound, machine_of(device.type), allowed, x.operands)
     branches = [stand.time(index, stand.worth_measuring(ways)) for index, ways in enumerate(candidates.branches)]
     fastest = [min(measured, key=lambda each: each.times.median_s).option for measured in branches]
     found = tuple(each for measured in branches for each in measured)
@@ -282,9 +288,8 @@ class _Stand:
 
 
 def predicted_seconds(option: Option, x: Inputs, *, backward: bool) -> float:
-    """The cost model's time for tensors like these."""
-    sizes = {"head_dim": x.q.shape[-1], "element_bytes": x.q.element_size()}
-    forward = cost_of(option.terms, option.machine, option.given, **sizes).seconds * len(x.q)
+    """The cost model's time for tensors like these, with which the option was made."""
+    forward = option.cost.seconds * len(x.q)
     return forward * (1 + option.machine.backward_ratio) if backward else forward
 
 

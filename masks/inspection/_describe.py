@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..core import Bound, Expression, plans, require_expression, require_int
-from ..planning import Option, Plan, plan
+from ..planning import Operands, Option, Plan, plan
 from ._description_text import description_data, description_text
 from ._gaps import Gaps, gaps_of
 from ._pair_counts import (
@@ -201,9 +201,10 @@ def describe(
     """Count what the pattern allows and what the planner's choice computes, in closed form where there is one.
 
     Of one head, unless `num_heads` says otherwise. Useful pairs count each (query, key) pair once for each branch that
-    allows it. Predicted times are those of the cost model for one forward pass, batch 1, on this kind of device. Raises
-    ValueError for sizes below 1, for heads that the pattern has no rule for, for run-time tensors that differ by batch
-    entry, and for more than 134,217,728 queries or keys where the planner's choice lists blocks.
+    allows it. Predicted times are those of the cost model for one forward pass, batch 1, on this kind of device: in
+    float32 on CPU, in half precision elsewhere. Raises ValueError for sizes below 1, for heads that the pattern has no
+    rule for, for run-time tensors that differ by batch entry, and for more than 134,217,728 queries or keys where the
+    planner's choice lists blocks.
 
     >>> masks.describe(masks.local_window(left=127, right=0), 4096).density
     0.030765533447265625
@@ -212,7 +213,8 @@ def describe(
     keys = num_queries if num_keys is None else num_keys
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_queries, num_keys=keys, **offsets)
-    return describe_plan(plan(bound, device=device), head_dim=head_dim)
+    operands = Operands.usual_on(torch.device(device).type)._replace(head_dim=head_dim)
+    return describe_plan(plan(bound, device=device, operands=operands), head_dim=head_dim)
 
 
 @plans

@@ -1,7 +1,7 @@
 """How a pattern is computed: the options, what each costs, the choice; and its BlockMask."""
 
 from ._block_mask import block_mask, block_sides, bound_blocks, entry_terms, layout, term_blocks, term_mask
-from ._cost import SLOTS_AT_ONCE, computed_pairs, cost_of
+from ._cost import SLOTS_AT_ONCE, Operands, computed_pairs, cost_of
 from ._options import ANYTHING, Allowed, Candidates, Choice, in_other_blocks, way_of
 from ._placed import plan_at
 from ._planner import Option, Plan, plan, recommended_layout

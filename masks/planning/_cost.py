@@ -4,13 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ..orders import Compact, Layout, Permutation
+from ..orders import Compact, Layout, Padded, Permutation
 from .lowering._term import Term
 from .machine._machine import Machine
 
 SLOTS_AT_ONCE = 1 << 14  # of a term's copies: enough for a kernel to share among cores, small beside the inputs
-_HEAD_DIM = 64
+
+
+class Operands(NamedTuple):
+    """What of a call's tensors costs depend on: bytes of a number, head dim, query heads that share a key/value head.
+
+    These are also what plans are kept by, so dtypes of one size share them.
+    """
+
+    element_bytes: int = 4
+    head_dim: int = 64
+    groups: int = 1
+
+    @classmethod
+    def usual_on(cls, kind: str) -> Operands:
+        """Where nothing is known of a call: float32 on CPU and half precision elsewhere, as constants are measured."""
+        return cls() if kind == "cpu" else cls(element_bytes=2)
+
+    @property
+    def flops(self) -> int:
+        """Of a pair."""
+        return 4 * self.head_dim
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one head's row of a token."""
+        return self.head_dim * self.element_bytes
 
 
 @dataclass(frozen=True)
@@ -23,35 +49,37 @@ class Cost:
     seconds: float
 
 
-def cost_of(
-    terms: Sequence[Term], machine: Machine, given: Layout, *, head_dim: int = _HEAD_DIM, element_bytes: int = 4
-) -> Cost:
+def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Operands) -> Cost:
     """What the terms cost for one batch entry, for tokens that come in the order `given`.
 
-    The machine's rates are those at head dim 64 in float32; they are taken to hold for others.
+    The machine's rates are those of one head dim and dtype; they are taken to hold for others.
     """
     work = [_work(term, machine) for term in terms]
-    moved = sum(_moved_numbers(term, given) for term in terms) * head_dim * element_bytes
+    moved = sum(_moved_rows(term, given, operands.groups) for term in terms) * operands.row_bytes
     launches = sum(_launches(term) for term in terms)
-    seconds = 4 * head_dim * sum(at_rate for _, at_rate in work)
+    seconds = operands.flops * sum(at_rate for _, at_rate in work)
     seconds += moved / machine.bytes_per_s + launches * machine.launch_s
     return Cost(sum(pairs for pairs, _ in work), moved, launches, seconds)
 
 
-def least_seconds(terms: Sequence[Term], wanted_pairs: float, machine: Machine, given: Layout) -> float:
+def least_seconds(
+    terms: Sequence[Term], wanted_pairs: float, machine: Machine, given: Layout, operands: Operands
+) -> float:
     """What block lists cost at least that hold these pairs and nothing else, at the fastest rate of any side."""
     fastest = max(max(rates.runs_flops_per_s, rates.plain_flops_per_s) for rates in machine.blocks)
-    moved = sum(_moved_numbers(term, given) for term in terms) * _HEAD_DIM * 4
+    moved = sum(_moved_rows(term, given, operands.groups) for term in terms) * operands.row_bytes
     launches = sum(_launches(term) for term in terms)
-    return 4 * _HEAD_DIM * wanted_pairs / fastest + moved / machine.bytes_per_s + launches * machine.launch_s
+    return operands.flops * wanted_pairs / fastest + moved / machine.bytes_per_s + launches * machine.launch_s
 
 
-def least_seconds_in_larger(side: int, cost: Cost, terms: Sequence[Term], machine: Machine) -> float:
+def least_seconds_in_larger(
+    side: int, cost: Cost, terms: Sequence[Term], machine: Machine, operands: Operands
+) -> float:
     """What terms of this cost cost at least in blocks of a larger side, which hold all that is computed now."""
     rates = machine.rates(side)
     fastest = max(rates.runs_flops_per_s, rates.plain_flops_per_s)
     work = [_work(term, machine) for term in terms if term.shape == "blocks"]
-    return cost.seconds + 4 * _HEAD_DIM * sum(pairs / fastest - at_rate for pairs, at_rate in work)
+    return cost.seconds + operands.flops * sum(pairs / fastest - at_rate for pairs, at_rate in work)
 
 
 def computed_pairs(term: Term) -> int:
@@ -77,10 +105,20 @@ def _launches(term: Term) -> int:
     return -(-term.q.num_slots * term.folds * len(term.heads) // SLOTS_AT_ONCE)
 
 
-def _moved_numbers(term: Term, given: Layout) -> int:
+def _moved_rows(term: Term, given: Layout, groups: int) -> int:
     """Rows copied of q, k, v into the term's layout and of out back, where the tokens are not given in that order."""
     if isinstance(term.q, Permutation):
-        gathered = 0 if term.q == given else 4 * term.q.num_slots
+        queries = keys = 0 if term.q == given else 2 * term.q.num_slots
     else:
-        gathered = sum(2 * side.num_slots for side in (term.q, term.k) if side.is_copied)
-    return (gathered * 2 + 3 * term.q.num_slots) * term.folds * len(term.heads)
+        queries, keys = (2 * side.num_slots if side.is_copied else 0 for side in (term.q, term.k))
+    of_queries = (queries * 2 + 3 * term.q.num_slots) * len(term.heads)
+    return (of_queries + keys * 2 * _gathered_heads(term, groups)) * term.folds
+
+
+def _gathered_heads(term: Term, groups: int) -> int:
+    """Heads for which keys are copied: key/value heads where their query heads see the same slots, by no strides."""
+    if isinstance(term.k, Compact | Padded):
+        starts = term.k.starts if isinstance(term.k, Compact) else term.k.offsets
+        if len(set(starts)) > 1 or (isinstance(term.k, Compact) and term.k.fold_starts is None):
+            return len(term.heads)
+    return len({head // groups for head in term.heads})

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from ..core import And, Bound, Expression, Pattern
 from ..orders import Compact, Layout
-from ._cost import Cost, cost_of, least_seconds, least_seconds_in_larger
+from ._cost import Cost, Operands, cost_of, least_seconds, least_seconds_in_larger
 from .lowering._nested import chains, nested_terms
 from .lowering._padded import padded_terms
 from .lowering._term import Term
@@ -49,8 +49,8 @@ ANYTHING = Allowed()
 class Option:
     """One way to compute a branch, or a mixture, that counts `multiplicity` times: a layout's name and its terms.
 
-    With `shares_rows` several terms compute the same rows, and an engine must merge them by their lse. `given`
-    is the order of the tokens for which `machine` is asked about the cost.
+    With `shares_rows` several terms compute the same rows, and an engine must merge them by their lse. `machine` is
+    asked about the cost, for `operands` whose tokens come in the order `given`.
     """
 
     branch: Expression
@@ -59,38 +59,43 @@ class Option:
     terms: tuple[Term, ...]
     machine: Machine
     given: Layout
+    operands: Operands
     shares_rows: bool = False
 
     @cached_property
     def cost(self) -> Cost:
         """What the terms compute and move."""
-        return cost_of(self.terms, self.machine, self.given)
+        return cost_of(self.terms, self.machine, self.given, self.operands)
 
 
-def options_of(branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed) -> tuple[Option, ...]:
+def options_of(
+    branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed, operands: Operands
+) -> tuple[Option, ...]:
     """Every way that is worth weighing, the cheapest first."""
-    given = Layout(bound.num_queries)
+    costs = machine, Layout(bound.num_queries), operands
     cut = window_terms(branch, times, bound, any_number=allowed.any_windows) if allowed.windows else None
     if cut is not None:
-        return (Option(branch, times, "windows", tuple(cut), machine, given, shares_rows=True),)
+        return (Option(branch, times, "windows", tuple(cut), *costs, shares_rows=True),)
     if allowed.lists_only and (padded := padded_terms(branch, times, bound)) is not None:
         # Whatever the length: another choice for some of them would be another program to compile.
-        return (Option(branch, times, "padded", tuple(padded), machine, given),)
+        return (Option(branch, times, "padded", tuple(padded), *costs),)
     found = ways(branch, times, bound, residues=allowed.residues, gathered=not allowed.lists_only)
-    options = [Option(branch, times, name, tuple(terms), machine, given) for name, terms in found.items()]
+    options = [Option(branch, times, name, tuple(terms), *costs) for name, terms in found.items()]
     if allowed.shared_rows:
         for option in () if allowed.lists_only else tuple(options):
             terms = split_causal(option.terms)
             if terms is not None:
                 shares = len(terms) > len(option.terms)
                 options.append(replace(option, layout=f"{option.layout}, split", terms=terms, shares_rows=shares))
-        disjoint = _disjoint_terms(branch, times, bound, machine, allowed)
+        disjoint = _disjoint_terms(branch, times, bound, machine, allowed, operands)
         if disjoint is not None:
-            options.append(Option(branch, times, "disjoint", disjoint, machine, given, shares_rows=True))
-    return _in_best_blocks(options, machine)
+            options.append(Option(branch, times, "disjoint", disjoint, *costs, shares_rows=True))
+    return _in_best_blocks(options)
 
 
-def nested_option(apart: Mapping[Pattern, Option], bound: Bound, machine: Machine, allowed: Allowed) -> Option | None:
+def nested_option(
+    apart: Mapping[Pattern, Option], bound: Bound, machine: Machine, allowed: Allowed, operands: Operands
+) -> Option | None:
     """All branches of a mixture, those that nest together, and the others as they are chosen `apart`.
 
     Pairs that nested branches share are computed once. None where no two branches nest.
@@ -105,7 +110,8 @@ def nested_option(apart: Mapping[Pattern, Option], bound: Bound, machine: Machin
         for group in groups
         for term in (nested_terms(group, bound) if len(group) > 1 else apart[next(iter(group))].terms)
     ]
-    return Option(bound.pattern, 1, "nested", tuple(terms), machine, Layout(bound.num_queries), shares_rows=True)
+    costs = machine, Layout(bound.num_queries), operands
+    return Option(bound.pattern, 1, "nested", tuple(terms), *costs, shares_rows=True)
 
 
 def in_blocks_of(option: Option, side: int) -> Option:
@@ -116,7 +122,7 @@ def in_blocks_of(option: Option, side: int) -> Option:
     return replace(option, terms=tuple(terms))
 
 
-def _in_best_blocks(options: list[Option], machine: Machine) -> tuple[Option, ...]:
+def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
     """The options, the cheapest first, each that may be the cheapest with the block side that suits it best.
 
     Options that cannot be the cheapest come last, and their cost is not computed.
@@ -139,7 +145,8 @@ def _other_sides(option: Option, least: float) -> list[int]:
     return [
         side
         for side in machine.sides
-        if side < own or (side > own and least_seconds_in_larger(side, option.cost, option.terms, machine) < least)
+        if side < own
+        or (side > own and least_seconds_in_larger(side, option.cost, option.terms, machine, option.operands) < least)
     ]
 
 
@@ -161,7 +168,10 @@ def _ruled_out(options: list[Option]) -> list[Option]:
         option
         for option in options
         if _is_listed(option)
-        and least_seconds(option.terms, wanted / _fullest(option, plain[0]), option.machine, option.given) > least
+        and least_seconds(
+            option.terms, wanted / _fullest(option, plain[0]), option.machine, option.given, option.operands
+        )
+        > least
     ]
 
 
@@ -178,7 +188,7 @@ def _fullest(option: Option, plain: Option) -> float:
 
 
 def _disjoint_terms(
-    branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed
+    branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed, operands: Operands
 ) -> tuple[Term, ...] | None:
     """Terms for a union: each part in the layout that suits it, without the pairs of the parts before it.
 
@@ -190,7 +200,7 @@ def _disjoint_terms(
         return None
     alone = replace(allowed, shared_rows=False, windows=False)
     rests = [And.of(part, *(~before for before in parts[:index])) for index, part in enumerate(parts)]
-    return tuple(term for rest in rests for term in options_of(rest, times, bound, machine, alone)[0].terms)
+    return tuple(term for rest in rests for term in options_of(rest, times, bound, machine, alone, operands)[0].terms)
 
 
 @dataclass(frozen=True)
@@ -212,11 +222,11 @@ class Candidates:
     together: Option | None
 
     @classmethod
-    def of(cls, bound: Bound, machine: Machine, allowed: Allowed) -> Candidates:
+    def of(cls, bound: Bound, machine: Machine, allowed: Allowed, operands: Operands) -> Candidates:
         branches = Counter(bound.pattern.branches())
-        ways = tuple(options_of(branch, times, bound, machine, allowed) for branch, times in branches.items())
+        ways = tuple(options_of(branch, times, bound, machine, allowed, operands) for branch, times in branches.items())
         cheapest = {branch: options[0] for branch, options in zip(branches, ways, strict=True)}
-        return cls(ways, nested_option(cheapest, bound, machine, allowed))
+        return cls(ways, nested_option(cheapest, bound, machine, allowed, operands))
 
     def chosen(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
         """The options of each group of terms with the chosen one in front; None where the choice does not fit."""

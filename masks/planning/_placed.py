@@ -9,6 +9,7 @@ import torch
 
 from ..core import Bound, Expression, within
 from ..orders import Compact, Layout, Listed, Part, Placement
+from ._cost import Operands
 from ._options import ANYTHING, Allowed, Option
 from ._planner import Plan, plan
 from .lowering import PaddedTerm, Term, interval_terms
@@ -26,6 +27,7 @@ def plan_at(
     num_heads_global: int,
     device: torch.device | str = "cpu",
     allowed: Allowed = ANYTHING,
+    operands: Operands | None = None,
 ) -> Plan:
     """Terms whose queries are tokens of a device's own q, and whose keys are counted by position.
 
@@ -36,14 +38,14 @@ def plan_at(
     rule.check_tokens(range(placement.end), range(placement.end))
     heads = (num_heads, head_offset, num_heads_global)
     whole = Bound(rule, placement.num_queries, max(1, placement.num_keys), *heads, 0, 0, batch=1)
-    if allowed.lists_only and (over_all := _over_all_runs(whole, placement, device)) is not None:
+    if allowed.lists_only and (over_all := _over_all_runs(whole, placement, device, operands)) is not None:
         return over_all
     terms: list[Term] = []
     weighed: dict[range, tuple[tuple[Option, ...], ...]] = {}
     for part in placement.parts():
         offsets = (part.queries.start, part.span.start)
         bound = Bound(rule, len(part.queries), len(part.span), *heads, *offsets, batch=1)
-        best = plan(bound, device=device, allowed=allowed)
+        best = plan(bound, device=device, allowed=allowed, operands=operands)
         terms += [_placed(term, part, placement) for term in best.terms]
         weighed[part.queries] = weighed.get(part.queries, ()) + best.options
     plans = [Plan(whole, Layout(placement.num_queries), tuple(terms), options) for options in weighed.values()]
@@ -51,15 +53,18 @@ def plan_at(
     return max(plans, key=lambda each: each.shares_rows, default=Plan(whole, Layout(placement.num_queries), (), ()))
 
 
-def _over_all_runs(bound: Bound, placement: Placement, device: torch.device | str) -> Plan | None:
+def _over_all_runs(
+    bound: Bound, placement: Placement, device: torch.device | str, operands: Operands | None
+) -> Plan | None:
     """Each branch as lists over all runs at once, however many they are; None where a branch has no such form."""
     options, layout = [], Layout(placement.num_queries)
-    machine = machine_of(torch.device(device).type)
+    kind = torch.device(device).type
+    costs = machine_of(kind), layout, operands or Operands.usual_on(kind)
     for branch, times in Counter(bound.pattern.branches()).items():
         terms = interval_terms(branch, times, bound, placement)
         if terms is None:
             return None
-        options.append((Option(branch, times, "intervals", tuple(terms), machine, layout),))
+        options.append((Option(branch, times, "intervals", tuple(terms), *costs),))
     return Plan.of(bound, layout, tuple(options))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,7 +11,7 @@ from ..core import Bound, Expression, plans
 from ..orders import Compact, Layout, residue_rate
 from ..plan_cache import cache, debug_wanted, in_line, log
 from ..text import read_text
-from ._cost import Cost
+from ._cost import Cost, Operands
 from ._options import ANYTHING, Allowed, Candidates, Choice, Option, way_of
 from .lowering._term import Term
 from .lowering._ways import MAX_RESIDUE_RATE, shared_terms
@@ -78,18 +78,20 @@ def plan(
     layout: Layout | None = None,
     allowed: Allowed = ANYTHING,
     choice: Choice | None = None,
+    operands: Operands | None = None,
 ) -> Plan:
     """The cached plan of a bound pattern on this kind of device, among the ways that an engine is `allowed`.
 
+    Costs are those for `operands`, or for such as are usual on the device.
     With `layout` the inputs arrive in that order: the plan then either runs in it, or, where that is
     cheaper with the copies counted, in the natural order; `Plan.layout` says which. A `choice` is followed in the
     natural order, in place of the predicted costs.
     """
     kind = torch.device(device).type
-    machine = machine_of(kind)
+    machine, operands = machine_of(kind), operands or Operands.usual_on(kind)
     return cache().get(
-        ("plan", bound.key(), kind, machine.text, layout, allowed, choice),
-        lambda: _logged(_plan(bound, machine, layout, allowed, choice), kind, choice),
+        ("plan", bound.key(), kind, machine.text, layout, allowed, choice, operands),
+        lambda: _logged(_plan(bound, machine, layout, allowed, choice, operands), kind, choice),
         lambda made: made.nbytes,
         pattern=bound.pattern,
     )
@@ -137,7 +139,7 @@ _rate_of_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @plans
 def _recommended_rate(pattern: Expression, num_tokens: int, num_heads: int, kind: str) -> int:
     bound = pattern.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
-    machine = machine_of(kind)
+    machine, operands = machine_of(kind), Operands.usual_on(kind)
 
     def build() -> int:
         rate = residue_rate(bound.union, min(MAX_RESIDUE_RATE, num_tokens))
@@ -145,7 +147,7 @@ def _recommended_rate(pattern: Expression, num_tokens: int, num_heads: int, kind
             return 1
         gained_s = 0.0
         for each in {entry.key(): entry for entry in map(bound.entry, range(bound.pattern.num_entries()))}.values():
-            residue, given = _in_layout(each, machine, Layout(num_tokens, rate)), plan(each, device=kind)
+            residue, given = _in_layout(each, machine, Layout(num_tokens, rate), operands), plan(each, device=kind)
             _log_order(each, residue, given)
             gained_s += given.cost.seconds - residue.cost.seconds
         return rate if gained_s > 0 else 1
@@ -154,18 +156,24 @@ def _recommended_rate(pattern: Expression, num_tokens: int, num_heads: int, kind
 
 
 def _plan(
-    bound: Bound, machine: Machine, layout: Layout | None, allowed: Allowed, choice: Choice | None = None
+    bound: Bound,
+    machine: Machine,
+    layout: Layout | None,
+    allowed: Allowed,
+    choice: Choice | None,
+    operands: Operands,
 ) -> Plan:
-    natural = _in_natural_order(bound, machine, Candidates.of(bound, machine, allowed), choice)
+    natural = _in_natural_order(bound, Candidates.of(bound, machine, allowed, operands), choice)
     if layout is None or layout.rate == 1:
         return natural
-    in_layout = _in_layout(bound, machine, layout)
+    in_layout = _in_layout(bound, machine, layout, operands)
     # Bytes read and written to bring q, k, v into the natural order and out back.
-    copied = 4 * (bound.num_queries + bound.num_keys) * bound.num_heads * 64 * 4
+    rows = bound.num_queries * bound.num_heads + bound.num_keys * bound.num_heads // operands.groups
+    copied = 4 * rows * operands.row_bytes
     return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copied / machine.bytes_per_s else natural
 
 
-def _in_natural_order(bound: Bound, machine: Machine, candidates: Candidates, choice: Choice | None) -> Plan:
+def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | None) -> Plan:
     """The chosen ways where a choice fits; else the cheapest for each branch, or for all branches together."""
     layout, together = Layout(bound.num_queries), candidates.together
     chosen = None if choice is None else candidates.chosen(choice)
@@ -174,17 +182,18 @@ def _in_natural_order(bound: Bound, machine: Machine, candidates: Candidates, ch
     found = Plan.of(bound, layout, candidates.branches, together)
     if together is None:
         return found
-    apart = Option(bound.pattern, 1, "branch by branch", found.terms, machine, layout, shares_rows=True)
+    apart = replace(together, layout="branch by branch", terms=found.terms)
     if apart.cost.seconds <= together.cost.seconds:
         return found
     return Plan.of(bound, layout, ((together, apart),), together)
 
 
-def _in_layout(bound: Bound, machine: Machine, layout: Layout) -> Plan:
+def _in_layout(bound: Bound, machine: Machine, layout: Layout, operands: Operands) -> Plan:
     """Every branch as block lists over the order in which the inputs already are."""
     name = f"residue {layout.rate}, as given"
+    costs = machine, layout, operands
     options = (
-        (Option(branch, times, name, tuple(shared_terms(branch, times, bound, layout.rate)), machine, layout),)
+        (Option(branch, times, name, tuple(shared_terms(branch, times, bound, layout.rate)), *costs),)
         for branch, times in Counter(bound.pattern.branches()).items()
     )
     return Plan.of(bound, layout, tuple(options))

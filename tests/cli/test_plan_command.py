@@ -82,7 +82,7 @@ def test_heads_and_tokens_that_the_pattern_fixes_are_the_default(capsys) -> None
 @pytest.mark.usefixtures("made_up_memory")
 def test_report_lists_the_chosen_terms_and_all_options(capsys) -> None:
     found = data_of(capsys, LONGNET, "-n", "4K", *SMALL)
-    described = masks.describe(masks.parse(LONGNET), 4096, num_heads=4)
+    described = masks.describe(masks.parse(LONGNET), 4096, num_heads=4, head_dim=16)
     options = [option for branch in described.branches for option in branch.options]
     assert [option["layout"] for option in found["options"]] == [option.layout for option in options]
     assert [option["predicted_s"] for option in found["options"]] == [option.cost.seconds for option in options]

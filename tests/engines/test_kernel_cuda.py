@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,8 @@ from tests.support.agreement import assert_agrees
 from tests.support.cuda_kernels import StandIns
 
 NAMES = [kernel.name for kernel in KERNELS]
+SWITCHES = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+half, brain, single = torch.float16, torch.bfloat16, torch.float32
 
 
 @pytest.fixture(params=KERNELS, ids=NAMES)
@@ -163,34 +166,71 @@ def test_shapes_and_types_are_those_of_the_operators(monkeypatch, chosen):
             assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, dtype) for x in (q, k, v)]
 
 
-def test_which_kernel(monkeypatch):
-    """By type, head dim, keys and device, of those that torch's own switches leave on."""
-    half, brain, single = torch.float16, torch.bfloat16, torch.float32
+@pytest.fixture
+def name(monkeypatch):
+    """The kernel chosen on a device of some capability, with some version of cuDNN."""
 
-    def name(dtype: torch.dtype, dim: int, keys: int = 64, capability: tuple[int, int] = (9, 0)) -> str:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    def name(
+        dtype: torch.dtype, dim: int, keys: int = 64, *, on: tuple[int, int] = (8, 0), cudnn: int | None = 91900
+    ) -> str:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: on)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         return choose(dtype, dim, keys, torch.device("cuda")).name
 
-    assert name(brain, 128) == name(half, 250) == name(half, 200, capability=(8, 0)) == "flash"
-    assert name(half, 192, capability=(8, 9)) == "flash"
-    assert name(half, 193, capability=(8, 9)) == name(single, 64) == name(half, 257) == "memory-efficient"
-    assert name(half, 64, capability=(7, 5)) == "memory-efficient"
+    return name
+
+
+@contextmanager
+def deterministic(*, warn_only: bool = False) -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_which_kernel(name):
+    """By type, head dim, keys and device, of those that torch's own switches leave on."""
+    assert name(brain, 128) == name(half, 250) == name(half, 200) == "flash"
+    assert name(half, 192, on=(8, 9)) == "flash"
+    assert name(half, 193, on=(8, 9)) == name(single, 64) == name(half, 257) == "memory-efficient"
+    assert name(half, 64, on=(7, 5)) == "memory-efficient"
     with pytest.raises(ValueError, match=r"torch.bfloat16 at head dim 64 with 64 keys"):
-        name(brain, 64, capability=(7, 5))
+        name(brain, 64, on=(7, 5))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         assert name(half, 121, 2) == "cuDNN"
         with pytest.raises(ValueError, match=r"cuDNN.*sdpa_kernel.*torch.bfloat16 at head dim 129.*engine='flex'"):
             name(brain, 129)
         with pytest.raises(ValueError, match="with 1 keys"):
             name(brain, 64, 1)
-        torch.use_deterministic_algorithms(True)
-        try:
-            with pytest.raises(ValueError, match="switched on"):
-                name(half, 64)
-        finally:
-            torch.use_deterministic_algorithms(False)
+        with deterministic(), pytest.raises(ValueError, match="switched on"):
+            name(half, 64)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         assert name(brain, 129) == name(brain, 64, 1) == "memory-efficient"
+
+
+@pytest.mark.parametrize("on", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_cudnn_comes_first_from_hopper_on(name, on):
+    """And flash before, then the other; where neither serves, the memory-efficient kernels do."""
+    preferred, other = ("cuDNN", "flash") if on >= (9, 0) else ("flash", "cuDNN")
+    assert name(half, 64, on=on) == name(brain, 128, 2, on=on) == preferred
+    with sdpa_kernel([SWITCHES[NAMES.index(other)], SDPBackend.EFFICIENT_ATTENTION]):
+        assert name(half, 64, on=on) == other
+    assert name(half, 136, on=on) == name(half, 64, 1, on=on) == "flash"
+    assert name(single, 64, on=on) == "memory-efficient"
+
+
+@pytest.mark.parametrize("cudnn", [None, 91002, 91500])
+def test_cudnn_is_not_preferred_in_versions_that_fail_on_some_lengths(name, cudnn):
+    assert name(half, 64, on=(9, 0), cudnn=cudnn) == "flash"
+    assert name(half, 64, on=(9, 0), cudnn=91501) == "cuDNN"
+
+
+def test_cudnn_stays_out_where_algorithms_must_be_deterministic(name):
+    with deterministic():
+        assert name(half, 64, on=(9, 0)) == "flash"
+    with deterministic(warn_only=True):
+        assert name(half, 64, on=(9, 0)) == "cuDNN"
 
 
 def test_a_kernel_serves_all_that_it_can_be_padded_to() -> None:
@@ -252,12 +292,12 @@ def test_what_tiles_cannot_serve_on_accelerators():
 @pytest.mark.device
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("backend", [None, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], ids=str)
+@pytest.mark.parametrize("backend", [None, *SWITCHES], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_device(name, backend, dtype):
     """The kernels themselves, with gradients through output and lse, against the oracle on the host."""
-    if backend == SDPBackend.CUDNN_ATTENTION and dtype == torch.float32:
-        pytest.skip("cuDNN has no float32 kernel")
+    if backend in SWITCHES[:2] and dtype == torch.float32:
+        pytest.skip("flash and cuDNN have no float32 kernels")
     pattern, rule = CASES[name]
     host = tuple(x.detach().to(dtype).double().requires_grad_() for x in drawn(2, 4, 2, 300, 300, 40))
     q, k, v = (x.detach().to("cuda", dtype).requires_grad_() for x in host)

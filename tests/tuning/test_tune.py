@@ -16,6 +16,7 @@ from flexdilated.engines import _tuned
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines._tuned import TuningKey, TuningResult, choices_path, chosen, forget_choices
 from flexdilated.engines.tiles import _tiles_op
+from flexdilated.masks.planning._cost import Operands
 from flexdilated.masks.planning._options import ANYTHING, Candidates, Choice, way_of
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.machine._machine_file import MachineKey, read_machine, stored_path, write_json
@@ -108,14 +109,15 @@ def test_every_way_is_measured_and_predicted(pattern, backward):
 
 
 def test_a_backward_takes_longer_and_half_the_dtype_moves_less():
-    x = Inputs.of(bound(), num_kv_heads=H, head_dim=D, dtype=torch.float32, device=CPU)
-    half = Inputs.of(bound(), num_kv_heads=H, head_dim=D, dtype=torch.bfloat16, device=CPU, batch=1)
-    twice = Inputs.of(bound(), num_kv_heads=H, head_dim=D, dtype=torch.float32, device=CPU, batch=2)
-    (option, *_) = plan(bound()).options[0]
-    forward = _tune.predicted_seconds(option, x, backward=False)
-    assert _tune.predicted_seconds(option, x, backward=True) == pytest.approx(forward * 3.6)
-    assert _tune.predicted_seconds(option, twice, backward=False) == 2 * forward
-    assert _tune.predicted_seconds(option, half, backward=False) < forward
+    def predicted(dtype: torch.dtype, batch: int = 1, *, backward: bool = False) -> float:
+        x = Inputs.of(bound(), num_kv_heads=H, head_dim=D, dtype=dtype, device=CPU, batch=batch)
+        (option, *_) = plan(bound(), operands=x.operands).options[0]
+        return _tune.predicted_seconds(option, x, backward=backward)
+
+    forward = predicted(torch.float32)
+    assert predicted(torch.float32, backward=True) == pytest.approx(forward * 3.6)
+    assert predicted(torch.float32, 2) == 2 * forward
+    assert predicted(torch.bfloat16) < forward
 
 
 def test_the_fastest_way_of_each_branch_is_chosen(monkeypatch):
@@ -187,7 +189,7 @@ def test_every_choice_gives_the_same_result(pattern):
     leaves = qkv(wants_grad=True)
     out = fd.attend(*leaves, pattern, engine="reference")
     exact = (out, *torch.autograd.grad(out.square().sum(), leaves))
-    candidates = Candidates.of(bound(pattern), masks.machine(), ANYTHING)
+    candidates = Candidates.of(bound(pattern), masks.machine(), ANYTHING, Operands(head_dim=D))
     call = CallKey(pattern.text, H, H, N, N, 0, 0, 0, H, 1, ())
     choices = [
         Choice(False, tuple(way_of(options[index % len(options)]) for options in candidates.branches))
@@ -196,7 +198,7 @@ def test_every_choice_gives_the_same_result(pattern):
     if candidates.together is not None:
         choices.append(Choice(True, (way_of(candidates.together),)))
     for choice in choices:
-        planned = plan(bound(pattern), choice=choice)
+        planned = plan(bound(pattern), choice=choice, operands=Operands(head_dim=D))
         assert tuple(way_of(options[0]) for options in planned.options) == choice.ways
         _tuned._results[TuningKey.of(call, leaves[0])] = TuningResult(choice, True)
         out = fd.attend(*leaves, pattern)
@@ -217,7 +219,7 @@ def test_a_choice_that_does_not_fit_is_left_to_the_planner():
 
 def test_a_choice_of_sides_that_are_not_offered_does_not_fit() -> None:
     bound = masks.random_blocks(2048).bind(num_heads=1, num_queries=2048, num_keys=2048)
-    candidates = Candidates.of(bound, machine_of("cpu"), ANYTHING)
+    candidates = Candidates.of(bound, machine_of("cpu"), ANYTHING, Operands())
     layout, sides = next(way_of(option) for option in candidates.branches[0] if way_of(option)[1])
     assert candidates.chosen(Choice(False, ((layout, sides),))) is not None
     assert candidates.chosen(Choice(False, ((layout, tuple(3 * side for side in sides)),))) is None
@@ -309,6 +311,22 @@ def test_constants_are_measured_through_the_engine():
     assert set(found.spread) >= {"dense", "causal", "copies", "launch", "plain blocks of 64", "masked blocks of 256"}
     assert all(ratio >= 1 for ratio in found.spread.values())
     assert found.date[:2] == "20"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_constants_are_measured_in_the_dtype_that_plans_take_them_for(kind, monkeypatch):
+    """On the CPU here, in the dtype of each kind: attention, and copies, whose amount is in its bytes."""
+    dtype, measured = _tune_machine.usual_dtype(kind), set()
+    assert dtype == {"cpu": torch.float32, "cuda": torch.bfloat16}[kind]
+    assert dtype.itemsize == Operands.usual_on(kind).element_bytes
+    monkeypatch.setattr(_tune_machine, "usual_dtype", lambda _: dtype)
+    real = _tune_machine.trial
+    monkeypatch.setattr(
+        _tune_machine, "trial", lambda plan, x, **how: (measured.add(x.q.dtype), real(plan, x, **how))[1]
+    )
+    works = _tune_machine._works(CPU, SMALL)
+    assert measured == {dtype}
+    assert works["copies"].amount == 11 * 64 * SMALL.num_heads * 64 * dtype.itemsize
 
 
 def test_nothing_is_measured_on_wrong_results(monkeypatch):

@@ -15,7 +15,7 @@ from ...masks import cache
 from ...masks.core import Expression, own_modes
 from ...masks.orders import Placement
 from ...masks.patterns import tables
-from ...masks.planning import Allowed, Choice, Plan, machine_of
+from ...masks.planning import Allowed, Choice, Operands, Plan, machine_of
 from .._call_key import CallKey
 from .._operands import MOST_ELEMENTS, Hidden, readable
 from .._ops import flat_op
@@ -28,14 +28,16 @@ from ._slots import let_trace
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 
-def static_program(key: CallKey, device: torch.device, choice: Choice | None = None) -> FlexProgram:
+def static_program(
+    key: CallKey, device: torch.device, choice: Choice | None = None, operands: Operands | None = None
+) -> FlexProgram:
     """The program of a pattern without run-time tensors, as a measurement chose it or as the planner does."""
     allowed = replace(allowed_on(device), residues=not key.placement)  # queries at stated positions stay in order
 
     def planned() -> Plan:
-        return key.plan(device=device, allowed=allowed, choice=choice)
+        return key.plan(device=device, allowed=allowed, choice=choice, operands=operands)
 
-    return _cached(key, key.pattern, device, planned, choice)
+    return _cached(key, key.pattern, device, planned, choice, operands)
 
 
 def allowed_on(device: torch.device) -> Allowed:
@@ -43,7 +45,9 @@ def allowed_on(device: torch.device) -> Allowed:
     return Allowed(shared_rows=device.type != "cpu", windows=False, key_weights=False, lists_only=True)
 
 
-def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int) -> FlexProgram:
+def run_time_program(
+    key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: Operands | None = None
+) -> FlexProgram:
     """The program for these values of the run-time tensors, with the steps of `blank_program`."""
     rule = key.rules(bindings)
     rule.require_entries(batch)
@@ -51,27 +55,34 @@ def run_time_program(key: CallKey, device: torch.device, bindings: Sequence[Tens
     def planned() -> Plan:
         blank = key.blank(bindings)
         real = dict(zip(blank.branches(), rule.branches(), strict=True))
-        best = _blank_plan(key, device, blank)
+        best = _blank_plan(key, device, blank, operands)
         terms = tuple(replace(term, rule=real.get(term.rule, term.rule)) for term in best.terms)
         return replace(best, bound=replace(best.bound, pattern=rule, batch=rule.num_entries()), terms=terms)
 
-    return _cached(key, rule.text, device, planned)
+    return _cached(key, rule.text, device, planned, None, operands)
 
 
-def blank_program(key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int) -> FlexProgram:
+def blank_program(
+    key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: Operands | None = None
+) -> FlexProgram:
     """The program that all values of tensors of these shapes share, but for its tables."""
     blank = key.blank(bindings)
     blank.require_entries(batch)
-    return _cached(key, blank.text, device, lambda: _blank_plan(key, device, blank))
+    return _cached(key, blank.text, device, lambda: _blank_plan(key, device, blank, operands), None, operands)
 
 
-def _blank_plan(key: CallKey, device: torch.device, blank: Expression) -> Plan:
+def _blank_plan(key: CallKey, device: torch.device, blank: Expression, operands: Operands | None) -> Plan:
     allowed = replace(allowed_on(device), shared_rows=False, residues=not key.placement)
-    return key.plan(blank, device=device, allowed=allowed)
+    return key.plan(blank, device=device, allowed=allowed, operands=operands)
 
 
 def _cached(
-    key: CallKey, rule: str, device: torch.device, planned: Callable[[], Plan], choice: Choice | None = None
+    key: CallKey,
+    rule: str,
+    device: torch.device,
+    planned: Callable[[], Plan],
+    choice: Choice | None,
+    operands: Operands | None,
 ) -> FlexProgram:
     """The program of a rule, kept under its text and forgotten with the pattern as it was written."""
 
@@ -80,7 +91,7 @@ def _cached(
         options = {"num_kv_heads": key.num_kv_heads, "block_size": key.sides, "device": device}
         return make_flex_program(planned(), key.layout, placement=placement, **options)
 
-    name = ("flex", key._replace(pattern=rule), device, machine_of(device.type).text, choice)
+    name = ("flex", key._replace(pattern=rule), device, machine_of(device.type).text, choice, operands)
     return cache().get(name, build, _program_bytes, pattern=key.pattern, device=device)
 
 
@@ -92,7 +103,7 @@ def _program_bytes(program: FlexProgram) -> int:
 def run_time_tables(q: Tensor, bindings: list[Tensor], key: CallKey) -> list[Tensor]:
     """For each step of the program its block tables, as in BlockMask, run-time tables' rows, what it hides."""
     found: list[Tensor] = []
-    for step in run_time_program(key, q.device, bindings, len(q)).steps:
+    for step in run_time_program(key, q.device, bindings, len(q), key.operands(q)).steps:
         for name, width in _widths(step).items():
             table = getattr(step.mask, name)
             found.append(table.clone() if width is None else pad(table, (0, width - table.shape[-1])))
@@ -106,7 +117,7 @@ def _(q, bindings, *key):
     found = CallKey.of(*key)
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
     with own_modes():
-        for step in blank_program(found, q.device, bindings, int(q.shape[0])).steps:
+        for step in blank_program(found, q.device, bindings, int(q.shape[0]), found.operands(q)).steps:
             for name, width in _widths(step).items():
                 table = getattr(step.mask, name)
                 shapes.append((tuple(table.shape) if width is None else (*table.shape[:-1], width), table.dtype))
@@ -213,15 +224,15 @@ class _Traced:
 _MOST_TRACED = 256
 
 
-def _name(key: CallKey, bindings: Sequence[Tensor], kind: str) -> str:
+def _name(key: CallKey, bindings: Sequence[Tensor], q: Tensor) -> str:
     """A program's attribute, of all that it depends on, as a string: a trace takes no tuple for the name of one.
 
     Sizes are made numbers: one that a graph has left open would be written as a symbol by the op's shape rule.
     """
     _, *numbers, block_size, placement = key
     shapes = [size for each in bindings for size in (each.dim(), *[int(n) for n in each.shape])]
-    sizes = " ".join([f"{each}" for each in (*numbers, *block_size, "tensors", *shapes)])
-    return f"{kind} {sizes} {placement} {key.pattern}"
+    sizes = " ".join([f"{each}" for each in (*numbers, *block_size, *key.operands(q), "tensors", *shapes)])
+    return f"{q.device.type} {sizes} {placement} {key.pattern}"
 
 
 def flex(
@@ -263,13 +274,13 @@ def _flex(
     if torch.compiler.is_compiling():
         # Tracing can read a plain dict but not build a plan; the op's shape rule runs while tracing, and can.
         _prepare(q, bindings, *key)
-        program = getattr(_Traced, _name(key, bindings, q.device.type))
+        program = getattr(_Traced, _name(key, bindings, q))
         program = with_tables(program, run_time_tables(q, bindings, *key)) if bindings else program
         return run_flex(program, q, k, v, **options)
     if bindings:
-        program = run_time_program(key, q.device, bindings, len(q))
+        program = run_time_program(key, q.device, bindings, len(q), key.operands(q))
     else:
-        program = static_program(key, q.device, chosen(key, q))
+        program = static_program(key, q.device, chosen(key, q), key.operands(q))
     return run_flex(program, q, k, v, **options)
 
 
@@ -282,14 +293,14 @@ def _prepare(q: Tensor, bindings: list[Tensor], key: CallKey) -> Tensor:
 @_prepare.register_fake
 def _(q, bindings, *key):
     found, batch = CallKey.of(*key), int(q.shape[0])
-    name = _name(found, bindings, q.device.type)
+    name = _name(found, bindings, q)
     let_trace()
     if name not in vars(_Traced):
         with own_modes():
             if bindings:
-                made = blank_program(found, q.device, bindings, batch)
+                made = blank_program(found, q.device, bindings, batch, found.operands(q))
             else:
-                made = static_program(found, q.device, chosen(found, q))
+                made = static_program(found, q.device, chosen(found, q), found.operands(q))
         programs = [each for each, value in vars(_Traced).items() if isinstance(value, FlexProgram)]
         for oldest in programs[: len(programs) - _MOST_TRACED + 1]:
             delattr(_Traced, oldest)

@@ -16,6 +16,7 @@ _aten: Any = torch.ops.aten
 _PROBLEMS_AT_ONCE = 1 << 15  # batch and heads are dims of the launch grid, which ends at 65535
 _DIM_STEP, _ALIGNED_BYTES = 8, 16  # the kernels load 16 bytes at once
 _LSE_STEP = 32  # the memory-efficient kernels pad rows of the lse
+_HOPPER, _LAST_UNSOUND_CUDNN = (9, 0), 91500
 
 _Problem = tuple[Tensor, Tensor, Tensor]
 _HALVES = (torch.float16, torch.bfloat16)
@@ -47,12 +48,12 @@ class Kernel:
 
 
 def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.device) -> Kernel:
-    """The first kernel that serves, of those that torch's own switches leave on: see torch.nn.attention.sdpa_kernel.
+    """The preferred kernel that serves, of those that torch's switches leave on: see torch.nn.attention.sdpa_kernel.
 
     Raises ValueError where none does.
     """
     capability = torch.cuda.get_device_capability(device)
-    for kernel in KERNELS:
+    for kernel in _preferred(capability):
         if kernel.serves(dtype, head_dim, num_keys, capability):
             return kernel
     raise ValueError(
@@ -60,6 +61,16 @@ def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.devic
         f"is switched on (torch.nn.attention.sdpa_kernel) serves {dtype} at head dim {head_dim} with {num_keys} keys; "
         "engine='flex' may"
     )
+
+
+def _preferred(capability: tuple[int, int]) -> tuple[Kernel, ...]:
+    """All kernels, the first to try first: from Hopper on cuDNN, as torch prefers it there (its sdp_utils.cpp).
+
+    Like torch not up to cuDNN 9.15.0, whose kernels fail on lengths that are no multiples of 128: pytorch#169849.
+    """
+    flash, cudnn, efficient = KERNELS
+    is_sound = (torch.backends.cudnn.version() or 0) > _LAST_UNSOUND_CUDNN
+    return (cudnn, flash, efficient) if capability >= _HOPPER and is_sound else KERNELS
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,17 @@ from ...masks import Layout, cache
 from ...masks.core import Bound, Expression
 from ...masks.orders import Placement
 from ...masks.patterns import alike, tables
-from ...masks.planning import SLOTS_AT_ONCE, Allowed, Choice, Option, Plan, machine_of, one_after_another, plan
+from ...masks.planning import (
+    SLOTS_AT_ONCE,
+    Allowed,
+    Choice,
+    Operands,
+    Option,
+    Plan,
+    machine_of,
+    one_after_another,
+    plan,
+)
 from ...masks.text import read_text
 from .._call_key import CallKey
 from .._merge import WholeRows, add_sinks, sum_dtype
@@ -30,15 +40,17 @@ def portions_on(kind: str) -> dict[str, int]:
     return {} if kind == "cpu" else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
 
 
-def plan_tiles(bound: Bound, layout: Layout, kind: str, choice: Choice | None = None) -> Plan:
+def plan_tiles(
+    bound: Bound, layout: Layout, kind: str, choice: Choice | None = None, operands: Operands | None = None
+) -> Plan:
     """The plan for tokens that come in this layout; on CPU it follows a choice.
 
     On CUDA the cheapest of those ways whose terms are all dense or causal: there are no kernels for lists of blocks.
     Raises ValueError where a branch has no such way.
     """
     if kind == "cpu":
-        return plan(bound, layout=layout, choice=choice)
-    best = plan(bound, device=kind, allowed=Allowed(any_windows=True, key_weights=False))
+        return plan(bound, layout=layout, choice=choice, operands=operands)
+    best = plan(bound, device=kind, allowed=Allowed(any_windows=True, key_weights=False), operands=operands)
     chosen = tuple(_plain_first(options, kind) for options in best.options)
     return replace(best, terms=tuple(term for options in chosen for term in options[0].terms), options=chosen)
 
@@ -187,18 +199,23 @@ def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> Sequence[t
     """(batch entries, how they are computed): a few rows as they are, and otherwise by a program."""
     choice = chosen(key, q)
     if not takes_rows(key) or q.device.type != "cpu" or choice is not None:
-        return _programs(key, bindings, q.shape[0], q.device.type, choice)
+        return _programs(key, bindings, q.shape[0], q.device.type, choice, key.operands(q))
     rules = alike(key.rules(bindings), q.shape[0]) if bindings else [(slice(None), None)]
     return [(Some(rows), parts_of_call(key, rule, q.device)) for rows, rule in rules]
 
 
 def _programs(
-    key: CallKey, bindings: list[Tensor], batch: int, kind: str = "cpu", choice: Choice | None = None
+    key: CallKey,
+    bindings: list[Tensor],
+    batch: int,
+    kind: str = "cpu",
+    choice: Choice | None = None,
+    operands: Operands | None = None,
 ) -> list[tuple[Entries, Program]]:
     """(batch entries, their program): one for all, unless run-time tensors tell entries apart."""
     written = key.pattern
     if not bindings:
-        return [(Some(slice(None)), program_of(key, None, kind, choice, written=written))]
+        return [(Some(slice(None)), program_of(key, None, kind, choice, operands, written=written))]
     rule = key.rules(bindings)
     packed = _packed(key, rule, batch)
     if packed is not None:
@@ -206,7 +223,7 @@ def _programs(
     else:
         groups = [(Some(rows), of_rows) for rows, of_rows in alike(rule, batch)]
     return [
-        (entries, program_of(key._replace(pattern=each.text), each, kind, choice, written=written))
+        (entries, program_of(key._replace(pattern=each.text), each, kind, choice, operands, written=written))
         for entries, each in groups
     ]
 
@@ -230,14 +247,17 @@ def _packed(key: CallKey, rule: Expression, batch: int) -> tuple[CallKey, list[t
     return None if joined is None else (key, [(Packed(), joined)])
 
 
-def program_of(key: CallKey, rule: Expression | None, kind: str, choice: Choice | None, *, written: str) -> Program:
+def program_of(
+    key: CallKey, rule: Expression | None, kind: str, choice: Choice | None, operands: Operands | None, *, written: str
+) -> Program:
     """The cached program for these sizes on a kind of device; `written` is the pattern as the caller has it."""
 
     def build() -> Program:
         sizes = {"num_kv_heads": key.num_kv_heads, "block_size": key.block_size, **portions_on(kind)}
         if key.placement:
-            return make_program(key.plan(rule), key.layout, placement=Placement.read(key.placement), **sizes)
-        return make_program(plan_tiles(key.bound(rule), key.layout, kind, choice), key.layout, **sizes)
+            planned = key.plan(rule, operands=operands)
+            return make_program(planned, key.layout, placement=Placement.read(key.placement), **sizes)
+        return make_program(plan_tiles(key.bound(rule), key.layout, kind, choice, operands), key.layout, **sizes)
 
-    name = ("tiles", key, kind, machine_of(kind).text, choice)
+    name = ("tiles", key, kind, machine_of(kind).text, choice, operands)
     return cache().get(name, build, lambda program: program.nbytes, pattern=written)

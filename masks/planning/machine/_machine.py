@@ -35,8 +35,9 @@ class BlockRates:
 
 @dataclass(frozen=True)
 class Machine:
-    """Constants of a device, for head dim 64 in float32: forward rates, copies, and what a kernel call costs.
+    """Constants of a device: forward rates at head dim 64, copies, and what a kernel call costs.
 
+    Rates are those of float32 on CPU and of bfloat16 on accelerators; they are taken to hold for other dtypes.
     dense_flops_per_s: attention over all pairs. causal_flops_per_s: over slots k <= q, by the pairs in blocks of
     128 on and below the diagonal. blocks: lists of blocks, by their side, the smallest first; the planner
     weighs these sides. bytes_per_s: gathering and merging. launch_s: a call. backward_ratio: the time of a backward

@@ -161,7 +161,7 @@ def test_blocks_of_other_sides_are_passed_over_only_where_they_cost_more(pattern
             other, own = in_blocks_of(option, side), in_blocks_of(option, Term.block_side)
             assert other.cost.seconds >= 0.95 * options[0].cost.seconds
             if side > Term.block_side:
-                least = least_seconds_in_larger(side, own.cost, own.terms, own.machine)
+                least = least_seconds_in_larger(side, own.cost, own.terms, own.machine, own.operands)
                 assert least <= other.cost.seconds * (1 + 1e-9)
 
 
