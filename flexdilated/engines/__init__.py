@@ -8,7 +8,17 @@ from ._placed_call import PlacedCall, placed_engine
 from ._reference import modified_scores, multiplicity, reference_attention
 from ._score_mod import ScoreMod, probe
 from ._tuned import TuningKey, TuningResult, chosen, num_measured, remember, result_of
-from .flex import allowed_on, flex, make_flex_program, missing_compiler, num_flex_functions, run_flex
+from .flex import (
+    FlexProgram,
+    FlexSide,
+    FlexStep,
+    allowed_on,
+    flex,
+    make_flex_program,
+    missing_compiler,
+    num_flex_functions,
+    run_flex,
+)
 from .rows import MOST_ROWS, Branch, GroupedBranch, branch_rules, group_heads, row_forward, row_parts
 from .tiles import (
     GATHERED_BYTES,

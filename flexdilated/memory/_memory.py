@@ -1,4 +1,4 @@
-"""What one attention call holds in memory: the engine's own code, run over tensors without memory."""
+"""What one attention call holds in memory: counted by runs over tensors without memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +22,14 @@ from ..engines import (
     Step,
     WholeRows,
     allowed_on,
-    make_flex_program,
     program_of,
     run_backward,
-    run_flex,
     run_forward,
 )
 from ..masks.core import Expression, require_int
 from ..masks.patterns import names
 from ..masks.planning import ANYTHING, Choice, Operands, plan, way_of
+from ._flex_memory import Attention, flex_attention_of
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
 
@@ -108,8 +107,6 @@ def fake_tensors() -> FakeTensorMode:
 LARGEST_RUN = 1 << 20
 _SAME_ENDING = 1 << 15  # what a segment cut short at the end costs is the same for tokens that differ by this
 
-Attention = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
-
 
 @dataclass(frozen=True)
 class AttentionSize:
@@ -176,9 +173,10 @@ class AttentionMemory:
 def attention_memory(pattern: Expression, size: AttentionSize, *, device: str = "cpu") -> AttentionMemory:
     """Memory of `attend` on this kind of device with its default engine: tiles on "cpu", flex elsewhere.
 
-    Up to 1,048,576 tokens the engine's code runs once at that size, over tensors without memory, and all that it
-    holds is counted; beyond, parts go on growing as they do up to there. What kernels allocate inside is not counted:
-    on CPU a few MB a thread. Nothing is computed, and no accelerator is needed.
+    Up to 1,048,576 tokens a call runs once at that size, over tensors without memory, tiles by the engine's own code,
+    flex by what its compiled program allocates; all that it holds is counted. Beyond, parts go on growing as they do
+    up to there. What kernels allocate inside is not counted: on CPU a few MB a thread. Nothing is computed, and no
+    accelerator is needed.
     Raises ValueError for a pattern that needs run-time tensors, and for what does not bind.
     """
     missing = names(pattern)
@@ -241,53 +239,6 @@ def _empty(heads: int, size: AttentionSize) -> Tensor:
     if size.tokens_outermost:
         return torch.empty(shape[0], shape[2], shape[1], shape[3], dtype=size.dtype).transpose(1, 2)
     return torch.empty(shape, dtype=size.dtype)
-
-
-def flex_attention_of(
-    key: CallKey, rule: Expression, operands: Operands, *, device: str, choice: Choice | None = None
-) -> tuple[Callable[..., tuple[Tensor, Tensor]], int]:
-    """(q, k, v) -> (out, lse) by the engine's own steps, with a stand-in for the kernel; and its tables' bytes.
-
-    The plan is that of the device; tables and rows are built on the CPU, where no such device is needed.
-    """
-    how = {"device": device, "allowed": allowed_on(torch.device(device)), "choice": choice, "operands": operands}
-    best = plan(key.bound(rule), **how)
-    sizes = {"num_kv_heads": key.num_kv_heads, "block_size": key.sides}
-    program = make_flex_program(best, key.layout, **sizes, device=torch.device("cpu"))
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = run_flex(program, q, k, v, scale=1.0, return_lse=True, kernel=_stand_in)
-        assert lse is not None
-        return out, lse
-
-    return attention, program.nbytes
-
-
-class _Aux(NamedTuple):
-    lse: Tensor
-
-
-def _stand_in(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, _Aux]:
-    out, lse = _Kernel.apply(q, k, v)
-    return out, _Aux(lse)
-
-
-class _Kernel(torch.autograd.Function):
-    """What FlexAttention keeps and returns: out as q lies, lse in float32, and in the backward delta besides."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, _, lse = ctx.saved_tensors
-        delta = torch.empty_like(lse)
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        del delta
-        return grads
 
 
 # Enough of what repeats: this many steps of a kind, so that one has neighbours on both sides, and twice the problems

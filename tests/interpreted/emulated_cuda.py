@@ -75,6 +75,9 @@ _ANSWERS: dict[str, Any] = {
     "synchronize": None,
 }
 
+# Who is shown each buffer that a compiled program makes.
+WATCHERS: list[Callable[[torch.Tensor], None]] = []
+
 # The kernels that were called, in order, since someone cleared the list.
 CALLED: list[triton_heuristics.CachingAutotuner] = []
 
@@ -186,7 +189,10 @@ def _quicken() -> None:
 
 
 def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+    made = torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+    for watch in WATCHERS:
+        watch(made)
+    return made
 
 
 def triton(module: str) -> Any:

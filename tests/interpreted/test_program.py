@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from random import Random
@@ -20,7 +21,8 @@ from flexdilated.distributed import Sharding
 from flexdilated.distributed.ring._plan import turns_of
 from flexdilated.engines import PlacedCall, WholeRows
 from flexdilated.masks.orders import Placement
-from tests.interpreted.emulated_cuda import CALLED, H200, describe, host_reads, is_template, require
+from flexdilated.memory import AttentionSize, LiveBytes, attention_memory
+from tests.interpreted.emulated_cuda import CALLED, H200, WATCHERS, describe, host_reads, is_template, require
 from tests.support.compilers import without_inductor
 from tests.support.ladders import LONGNET_4, LONGNET_5
 
@@ -61,6 +63,48 @@ def test_launches(name: str, record_property) -> None:
         figure = {"figure": found, "target": target}
         record_property(f"{NAME}: kernels beside attention, LongNet-5, {name}, 128K, {way}", figure)
         assert found <= target
+
+
+FULL_3, FULL_4 = fd.masks.longnet((256, 512, K), (1, 2, 4)), fd.masks.longnet((512, K, 2 * K, 4 * K), (1, 2, 4, 8))
+HELD = {
+    "causal": fd.masks.causal(),
+    "dilated": fd.masks.dilated(K, 4),
+    "LongNet-2": fd.masks.longnet((256, K), (1, 4)),
+    "LongNet-3": pytest.param(FULL_3, marks=pytest.mark.thorough),
+    "LongNet-4, causal": pytest.param(FULL_4 & fd.masks.causal(), marks=pytest.mark.thorough),
+}
+
+
+@pytest.mark.parametrize("pattern", HELD.values(), ids=HELD)
+def test_memory(pattern: Any) -> None:
+    """What the program's buffers come to, against what `plan` says; that of a backward of many branches is a bound."""
+    x = drawn(1, 4, 4 * K, 64, trains=True)
+    with torch.no_grad():
+        fd.attend(*x, pattern, return_lse=True)  # compiles
+        with held(*x) as inference:
+            fd.attend(*x, pattern, return_lse=True)
+    out, _ = fd.attend(*x, pattern, return_lse=True)
+    torch.autograd.grad(out, x, torch.empty_like(out))
+    with held(*x) as training:
+        out, _ = fd.attend(*x, pattern, return_lse=True)
+        forward, kept = training.peak, training.live
+        training.restart()
+        training._hold(grad := torch.empty_like(out))
+        torch.autograd.grad(out, x, grad)
+    size = AttentionSize(4 * K, 4, 64, torch.bfloat16)
+    found = attention_memory(pattern, size, device="cuda")
+    assert found.inference_peak == pytest.approx(inference.peak, rel=0.1)
+    assert (found.forward_peak, found.kept) == pytest.approx((forward, kept), rel=0.1)
+    assert 0.9 < found.backward_peak / training.peak < 1.5
+
+
+@contextmanager
+def held(*x: Tensor) -> Iterator[LiveBytes]:
+    """The live bytes of these and of all buffers that compiled programs make: no mode, in which nothing compiles."""
+    live = LiveBytes(*x)
+    WATCHERS.append(live._hold)
+    yield live
+    WATCHERS.clear()
 
 
 @pytest.mark.thorough

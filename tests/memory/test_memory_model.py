@@ -1,6 +1,7 @@
 """What `plan` says of memory: counts of live bytes are right, and predictions are those of real runs."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,32 @@ def test_beyond_the_largest_run_memory_goes_on_growing(name, device, largest, nu
     assert sizes == [largest // 2 + ending, largest + ending, size.num_tokens]
     for part in ("queries", "keys", "lse", "kept", "inference_peak", "forward_peak", "backward_peak"):
         assert within(getattr(extended, part), getattr(exact, part), 0.05), part
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_flex_holds_what_its_compiled_program_allocates(dtype) -> None:
+    """In rows of q, without the lse: a branch holds what it gathers and its part, the merge the result.
+
+    Training keeps them all, the rows of gathered parts where others join them, and of three branches a float32 sum.
+    """
+    size = AttentionSize(4096, 4, 64, dtype)
+    unit, wide = 4096 * 4 * 64 * dtype.itemsize, 4 // dtype.itemsize
+
+    def rows(text: str) -> list[float]:
+        found = attention_memory(masks.parse(text), size, device="cuda")
+        parts = found.inference_peak, found.forward_peak, found.kept, found.backward_peak
+        return [part / unit for part in parts]
+
+    near = partial(pytest.approx, abs=0.1)
+    assert rows("causal()") == near([4, 4, 4, 8])
+    # Gathered q, k, v: 3/4, their part: 1/4, the result: 1.
+    assert rows("dilated(1024, 4)") == near([4.25, 5, 5, 8.25])
+    # The first branch is read where it lies; the second's rows are kept by the merge.
+    assert rows("longnet((256, 1024), (1, 4))")[:3] == near([3 + 1.25 + 1, *[3 + 0.75 + 1.25 + 1 + 1] * 2])
+    # Operands of the third branch, 3/4, are there when the second has its own, 3/2, and its part.
+    three = 3 + 1.5 + 0.75 + 1.75 + 2 + wide + 1
+    found = rows("longnet((256, 512, 1024), (1, 2, 4))")
+    assert found == near([3 + 1.5 + 0.75 + 1.5, three, three, three + 1 + 2 * wide + 1.75])
 
 
 def test_flex_keeps_copies_that_tiles_does_not() -> None:
