@@ -39,7 +39,7 @@ def llama_step(
 
     torch.manual_seed(0)
     width = heads * head_dim
-    sizes = {"hidden_size": width, "intermediate_size": 8 * width // 3, "num_hidden_layers": layers}
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 8 * width // 3, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": 256}
     model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=1 << 20)).eval()
     set_pattern(model, spec.pattern())
@@ -72,7 +72,7 @@ def llama_step(
         )
 
 
-def _filled(cache: Any, pattern: masks.Mixture, k: torch.Tensor, v: torch.Tensor) -> Any:
+def _filled(cache: Any, pattern: masks.Pattern | masks.Mixture, k: torch.Tensor, v: torch.Tensor) -> Any:
     """A layer of the cache that has seen these keys and values."""
     layer = cache.layer_class_to_replicate()
     layer.cache = fd.KVCache(pattern, num_heads=k.shape[1], scale=k.shape[-1] ** -0.5, undo=layer.undo)

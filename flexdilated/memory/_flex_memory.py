@@ -56,6 +56,7 @@ def _parts(steps: Sequence[FlexStep], q: Tensor, k: Tensor, v: Tensor) -> Iterat
 
 
 def _operands(step: FlexStep, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    assert step.mask.q_num_blocks is not None  # of masks made here
     rows, columns = step.mask.kv_num_blocks.shape[2], step.mask.q_num_blocks.shape[2]
     q_side, k_side = step.structure.sides
     queries = _gathered(step.queries, q, rows * q_side, step.hidden.queries is not None)
