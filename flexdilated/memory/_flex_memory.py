@@ -56,11 +56,11 @@ def _parts(steps: Sequence[FlexStep], q: Tensor, k: Tensor, v: Tensor) -> Iterat
 
 
 def _operands(step: FlexStep, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    assert step.mask.q_num_blocks is not None  # of masks made here
-    rows, columns = step.mask.kv_num_blocks.shape[2], step.mask.q_num_blocks.shape[2]
-    q_side, k_side = step.structure.sides
-    queries = _gathered(step.queries, q, rows * q_side, step.hidden.queries is not None)
-    keys, values = (_gathered(step.keys, x, columns * k_side, step.hidden.keys is not None) for x in (k, v))
+    by_column, (q_side, k_side) = step.mask.q_num_blocks, step.structure.sides
+    assert by_column is not None
+    q_slots, k_slots = step.mask.kv_num_blocks.shape[2] * q_side, by_column.shape[2] * k_side
+    queries = _gathered(step.queries, q, q_slots, step.hidden.queries is not None)
+    keys, values = (_gathered(step.keys, x, k_slots, step.hidden.keys is not None) for x in (k, v))
     return queries, keys, values
 
 

@@ -23,10 +23,10 @@ class Operands(NamedTuple):
     head_dim: int = 64
     groups: int = 1
 
-    @classmethod
-    def usual_on(cls, kind: str) -> Operands:
+    @staticmethod
+    def usual_on(kind: str) -> Operands:
         """Where nothing is known of a call: float32 on CPU and half precision elsewhere, as constants are measured."""
-        return cls() if kind == "cpu" else cls(element_bytes=2)
+        return _SINGLE if kind == "cpu" else _HALF
 
     @property
     def flops(self) -> int:
@@ -37,6 +37,9 @@ class Operands(NamedTuple):
     def row_bytes(self) -> int:
         """Of one head's row of a token."""
         return self.head_dim * self.element_bytes
+
+
+_SINGLE, _HALF = Operands(), Operands(element_bytes=2)
 
 
 @dataclass(frozen=True)
