@@ -138,7 +138,7 @@ def test_collectives_are_seen_below_an_operator() -> None:
 @pytest.mark.slow
 def test_a_wrong_gradient_shows(monkeypatch) -> None:
     """Ranks are forked from a server of their own: what they return is changed here."""
-    config = {**MEASURES["rank_accuracy"].small, "schedules": ("exchange",), "dtypes": ("float32",)}
+    config = {**MEASURES["rank_accuracy"].small, "schedules": ("heads",), "dtypes": ("float32",)}
     take = ranks.take_steps
 
     def wrong(*args):
