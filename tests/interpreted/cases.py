@@ -107,7 +107,9 @@ class Case:
         options: dict[str, Any] = {"scale": None, "bindings": self.bindings("cuda"), "layout": layout}
         q, k = leaves["q"], leaves["k"]
         call, tensors, _ = planned_call(q, k, self.pattern(), block_size=None, **options, **where)
-        return run_time_program(call, q.device, tensors, len(q)) if tensors else static_program(call, q.device)
+        if tensors:
+            return run_time_program(call, q.device, tensors, len(q), call.operands(q))
+        return static_program(call, q.device, operands=call.operands(q))
 
     def counts(self, leaves: Results) -> Tensor:
         """(B, H, N, M): how often each pair is allowed, by the dense rule."""
