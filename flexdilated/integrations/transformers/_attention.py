@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from ...masks import Mixture, Pattern, causal, documents, every, visible_keys
 from ...masks.patterns import names
 from ._cache import layer_of
 from ._layers import Patterns, choose, give, layer_pattern
-from ._mask_functions import Reading, read
+from ._mask_functions import Reading, all_of, read
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
 
@@ -70,7 +70,7 @@ def set_pattern(
 class Visibility:
     """In place of a mask: who may attend to whom, besides what a layer's own pattern says.
 
-    reading: the model's rule, and where positions begin to count. hidden: the keys within a document that padding
+    reading: the model's rule, and where positions begin to count. unpadded: the keys within a document that padding
     leaves, as a pattern; None where it leaves all. Both name run-time tensors of theirs in `reading.tensors`. Queries
     stand from q_offset on, keys from kv_offset on.
     """
@@ -90,18 +90,11 @@ class Visibility:
     def rule(self, pattern: Pattern | Mixture | None, *, replaces: bool) -> Pattern | Mixture:
         """The rule of a layer with this pattern of its own, which may replace the model's, but not padding."""
         model = [] if replaces and pattern is not None else [self.reading.positions]
-        found = _all_of([pattern, *model])
+        found = all_of([pattern, *model])
         if self.reading.begin is not None:
             found = (every() if found is None else found).per_document(self.reading.begin)
-        found = _all_of([found, *([self.reading.beside] if model else []), self.unpadded])
+        found = all_of([found, *([self.reading.beside] if model else []), self.unpadded])
         return every() if found is None else found
-
-
-def _all_of(patterns: Sequence[Pattern | Mixture | None]) -> Pattern | Mixture | None:
-    found = None
-    for each in patterns:
-        found = each if found is None else found if each is None else found & each
-    return found
 
 
 def visibility(
@@ -119,11 +112,17 @@ def visibility(
         return attention_mask  # made before: `generate` does so for static caches
     begin, unpadded, tensors = None, None, {}
     if attention_mask is not None:
-        begin, unpadded, tensors = _padding(attention_mask, kv_offset + kv_length)
+        begin, unpadded, tensors = _padding(_on_host(attention_mask), kv_offset + kv_length)
     reading = read(mask_function, begin)
+    tensors |= {name: _on_host(x) for name, x in reading.tensors.items()}
     if isinstance(q_offset, Tensor):  # the cache's own counter, which it raises before attention is called
         q_offset = q_offset.clone() if torch.compiler.is_compiling() else int(q_offset)
-    return Visibility(replace(reading, tensors={**tensors, **reading.tensors}), unpadded, q_offset, kv_offset)
+    return Visibility(replace(reading, tensors=tensors), unpadded, q_offset, kv_offset)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """Read from a device once for all layers, each of which would read it; in a graph nothing is read."""
+    return x if torch.compiler.is_compiling() else x.cpu()
 
 
 def _padding(visible: Bool[Tensor, "B L"], length: int) -> tuple[Pattern | None, Pattern | None, dict[str, Tensor]]:

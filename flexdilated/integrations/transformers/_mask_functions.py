@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...masks import Pattern, causal, chunked, documents, every, local_window, visible_keys
-from ...masks.core import And
+from ...masks import Mixture, Pattern, causal, chunked, documents, every, local_window, visible_keys
 
 # B batch entries, L positions
 
@@ -42,7 +41,7 @@ class Reading:
         positions = self.positions
         if self.begin is not None:
             positions = (every() if positions is None else positions).per_document(self.begin)
-        found = _all_of([positions, self.beside])
+        found = all_of([positions, self.beside])
         return every() if found is None else found
 
 
@@ -240,7 +239,7 @@ class _Rule:
         """As patterns whose run-time tensors are put into `tensors`."""
         if self.nothing:
             _refuse("it allows no pair")
-        positions = _all_of([_band(self.least, self.most), None if self.chunk is None else chunked(self.chunk)])
+        positions = all_of([_band(self.least, self.most), None if self.chunk is None else chunked(self.chunk)])
         beside: list[Pattern | None] = []
         if self.counted_anew:
             begin = documents(_put(tensors, PACKED, self.same))
@@ -251,12 +250,15 @@ class _Rule:
         for pair in self.unions:
             one, other = (each.reading(begin, tensors).whole() for each in pair)
             beside.append(one | other)
-        return Reading(positions, begin, _all_of(beside), tensors)
+        return Reading(positions, begin, all_of(beside), tensors)
 
 
-def _all_of(patterns: Sequence[Pattern | None]) -> Pattern | None:
-    said = [each for each in patterns if each is not None]
-    return And.of(*said) if said else None
+def all_of(patterns: Sequence[Pattern | Mixture | None]) -> Any:
+    """What all patterns allow; None where there is none."""
+    found = None
+    for each in patterns:
+        found = each if found is None else found if each is None else found & each
+    return found
 
 
 def _band(least: int | None, most: int | None) -> Pattern | None:
