@@ -17,7 +17,7 @@ float64.
 """
 
 from . import recipes
-from .core import EMPTY, FULL, PARTIAL, Bound, Mixture, Pattern, every, head_groups, per_head
+from .core import EMPTY, FULL, PARTIAL, Bound, Mixture, Pattern, every, full, head_groups, per_head
 from .inspection import describe, explain, plot, show
 from .orders import Layout
 from .patterns import PerDocument as _PerDocument
@@ -73,6 +73,7 @@ __all__ = [
     "first_tokens",
     "fixed",
     "from_json",
+    "full",
     "global_tokens",
     "head_groups",
     "landmark_tokens",

@@ -153,7 +153,7 @@ def functions(draw: st.DrawFn, words: Any, largest: int) -> Any:
 
 
 # The simplest comes first: hypothesis shrinks towards it.
-_COMPOSITIONS = ("leaf", "and", "or", "not", "blockwise", "per_head", "LongNet", "groups", "and", "not")
+_COMPOSITIONS = ("leaf", "and", "or", "not", "blockwise", "after", "per_head", "LongNet", "groups", "and", "not")
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,8 @@ def _composed(draw: st.DrawFn, grammar: Grammar, depth: int) -> Any:
         return ~draw(part)
     if kind == "blockwise":
         return words.blockwise(draw(part), draw(st.integers(1, min(6, grammar.max_number))))
+    if kind == "after":
+        return draw(part).after(draw(st.integers(0, grammar.max_number)))
     if kind == "per_head":
         return words.per_head([draw(part) for _ in range(grammar.num_heads)])
     if kind == "LongNet":
@@ -237,8 +239,10 @@ def _longnets(draw: st.DrawFn, grammar: Grammar, heads: str, max_branches: int) 
 
 @st.composite
 def _mixtures(draw: st.DrawFn, grammar: Grammar) -> Any:
-    kind = draw(st.sampled_from(["set", "LongNet", "LongNet", "masked LongNet"]))
+    kind = draw(st.sampled_from(["set", "LongNet", "LongNet", "masked LongNet", "later LongNet"]))
     first = draw(grammar.sets(1) if kind == "set" else grammar.longnets())
+    if kind == "later LongNet":
+        first = first.after(draw(st.integers(1, grammar.max_number)))
     if kind == "masked LongNet":
         mask = draw(any_of(st.builds(grammar.words.causal), grammar.sets(1)))
         first = first & mask if draw(st.booleans()) else mask & first
@@ -257,8 +261,9 @@ def patterns(
     keys: a list of blocks may name a block beyond fewer, which is an error (`attention_sizes(pattern)` heeds it).
 
     max_number: the largest segment, stride, count and so on. depth: how many levels of `&`, `|`, `~`, `per_head`,
-    `head_groups` and `blockwise` a set may have. max_positions: grids hold at least as many tokens. closures: functions
-    too, as `masks.custom` takes them, which cannot be written down. They shrink towards `masks.causal()`.
+    `head_groups`, `blockwise` and `after` a set may have. max_positions: grids hold at least as many tokens.
+    closures: functions too, as `masks.custom` takes them, which cannot be written down. They shrink towards
+    `masks.causal()`.
     """
     return Grammar(num_heads, max_number, max_positions, closures).patterns(depth)
 

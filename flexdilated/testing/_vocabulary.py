@@ -1,7 +1,8 @@
 """What drawn patterns are written with: the constructors of `masks`, and functions for `custom`.
 
 Another module with the same names draws the same in its own values. So a test may draw each pattern together with a
-rule of its own for it: constructors that return pairs of the two, and pairs that have &, |, ~, + and per_document.
+rule of its own for it: constructors that return pairs of the two, and pairs that have &, |, ~, +, `after` and
+`per_document`.
 """
 
 from __future__ import annotations

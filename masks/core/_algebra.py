@@ -257,6 +257,16 @@ def every() -> Pattern:
     return Every()
 
 
+@constructor
+def full() -> Pattern:
+    """The same as `every()`, by the name that full attention goes by.
+
+    >>> masks.full()
+    every()
+    """
+    return Every()
+
+
 def _among(verdict: str, which: list[int], parts: tuple[Reason, ...]) -> str:
     return f"{verdict} by part{'s' * (len(which) > 1)} {listing(which)} of {len(parts)}"
 

@@ -57,7 +57,7 @@ def require_finite(name: str, value: object) -> float:
 def instead_of_pattern(value: object) -> str:
     """What to write for other ways to say who attends to whom, as the end of an error."""
     if type(value).__name__ == "BlockMask":
-        return ": give masks.custom the function that it was made from, masks.custom(block_mask.mask_mod)"
+        return ": give it to masks.custom, which reads its function, as masks.custom(block_mask)"
     if isinstance(value, Tensor):
         return ": give masks.custom a function that reads it, masks.custom(lambda b, h, q, k: mask[q, k])"
     return ": give it to masks.custom, as masks.custom(fn)" if callable(value) else ""

@@ -240,6 +240,17 @@ class Expression:
         """
         return KINDS["per_document"].of(self, documents)
 
+    def after(self, start: int) -> Any:
+        """The rule counted from position `start` on; no token before it sees a key, and none sees it.
+
+        For what stands before the tokens that the rule is about, such as a class token and registers, which another
+        pattern serves. For a mixture it is each branch that starts there. Raises ValueError for a start below 0 and
+        for a pattern with run-time tensors, which may be intersected with the result instead.
+
+        >>> vit = masks.neighborhood((14, 14), 2).after(1) | masks.global_tokens(1)
+        """
+        return KINDS["after"].of(self, start)
+
     def __add__(self, other: object) -> Mixture:
         if not isinstance(other, Expression):
             return NotImplemented

@@ -1,5 +1,6 @@
 """The patterns, a file for each family; a new one is one more file here."""
 
+from ._after import After
 from ._band import Band, Causal, LocalWindow, Strided, causal, dilated_window, local_window, strided
 from ._block_list import block_list
 from ._blockwise import Blockwise, blockwise

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..core import (
     CALL,
@@ -21,12 +20,12 @@ from ..core import (
     Pair,
     Pattern,
     Phrase,
-    Progression,
     Reason,
     parameters,
     pattern_kind,
     sum_phrase,
 )
+from ._after import count_from
 from .run_time._documents import Documents, Lengths, Spans
 from .run_time._documents import documents as documents_pattern
 from .run_time._run_time import run_time_leaves
@@ -128,12 +127,8 @@ class PerDocument(Pattern):
     def _count_within(self, spans: Spans, box: Box, span: Counts, num_heads: int) -> Bounds:
         """Bounds on the pairs that lie in one span of each box, counted from its start."""
         start = spans.starts[span]
-        q, k = (_shifted(spans.within(side, span), start) for side in (box.q, box.k))
-        held = (q.count > 0) & (k.count > 0)
-        # A part's bounds hold for boxes that are not empty.
-        q, k = (Progression(side.first.clamp(min=0), side.step, side.count.clamp(min=1)) for side in (q, k))
-        bounds = self.part.count(Box(box.head, q, k), num_heads=num_heads)
-        return Bounds(torch.where(held, bounds.low, 0), torch.where(held, bounds.high, 0))
+        sides = (spans.within(side, span) for side in (box.q, box.k))
+        return count_from(self.part, box.head, *sides, start=start, num_heads=num_heads)
 
     def _resolved(self) -> Spans:
         if not isinstance(self.spans, Spans):
@@ -141,7 +136,3 @@ class PerDocument(Pattern):
             self.spans.mask_mod(num_heads=1, device=torch.device("cpu"))
         assert isinstance(self.spans, Spans)
         return self.spans
-
-
-def _shifted(progression: Progression, start: Tensor) -> Progression:
-    return Progression(progression.first - start, progression.step, progression.count)

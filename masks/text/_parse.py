@@ -13,13 +13,13 @@ from ..core import CONSTRUCTORS, CUT, DEEPEST, LONGEST, QUOTED, And, Expression,
 
 _Join = Callable[[Sequence[Any]], Expression]
 
-_METHODS = ("per_document",)
+_METHODS = ("after", "per_document")
 _PREFIX = "masks."
 _MOST_BRACKETS = 2 * DEEPEST + 4  # each level of a pattern is printed with up to two, a block list with four
 _LARGEST = 2**63 - 1
 _AROUND = 40  # characters that an error shows on either side of its place
 # What a text may hold. Each character has one way to match, so the time is in proportion to the text.
-_STRINGS = r"""'[^'\\\n]*'|"[^"\\\n]*\""""
+_STRINGS = r"""'[^'\\\n\ud800-\udfff]*'|"[^"\\\n\ud800-\udfff]*\""""
 _READABLE = re.compile(rf"(?:{_STRINGS}|[\w\s~&|+\-()\[\],=.])*", re.ASCII)
 _WORDS = re.compile(rf"{_STRINGS}|[A-Za-z_]\w*|(\d[\w.]*)|([(\[])|([)\]])", re.ASCII)
 _INTEGER = re.compile(r"\d+(_\d+)*", re.ASCII)
@@ -222,7 +222,7 @@ _JOINS: dict[type[ast.operator], tuple[str, _Join]] = {
 
 def _unreadable(character: str) -> str:
     if character in "'\"":
-        return "a string needs its closing quote on the same line, and no backslash in it"
+        return "a string needs its closing quote on the same line, and no backslash or surrogate in it"
     if character == CUT:
         return f"the expression was cut at {CUT}: to_json gives a large pattern whole"
     return f"an expression has no {character!r}"

@@ -27,7 +27,7 @@ PICTURES = ROOT / "docs/images/catalogue"
 RESULTS = ROOT / "bench/results"
 
 PATTERNS = {name for name, made in CONSTRUCTORS.items() if made.__module__.startswith("flexdilated.masks.")}
-PATTERNS = {name for name in PATTERNS if "." not in name} | {"custom", "per_document"}
+PATTERNS = {name for name in PATTERNS if "." not in name} - {"full"} | {"custom", "per_document"}  # full is every
 BUILT, PLAN = {"build_s": 0.01, "build_mb": 1.0}, {"plan_s": 0.02, "plan_mb": 2.0}
 each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 

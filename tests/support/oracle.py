@@ -169,6 +169,19 @@ def blockwise(inner: Rule, block: int) -> Rule:
     return lambda h, H, q, k: inner(h, H, q // block, k // block)
 
 
+def after(inner: Rule, start: int) -> Rule:
+    """The rule over the tokens from `start` on; the others meet none."""
+
+    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
+        table = torch.zeros(len(q), len(k), dtype=torch.int64)
+        rows, columns = ((side >= start).nonzero().flatten() for side in (q, k))
+        if len(rows) and len(columns):
+            table[rows[:, None], columns[None, :]] = inner(h, H, q[rows] - start, k[columns] - start)
+        return table
+
+    return rule
+
+
 def documents(ids: Tensor) -> Rule:
     """Pairs within one document, by the id of each position; negative ids are padding."""
     return lambda h, H, q, k: ((ids[q][:, None] == ids[k][None, :]) & (ids[q] >= 0)[:, None]).long()

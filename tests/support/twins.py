@@ -47,6 +47,9 @@ class Twin:
     def __invert__(self) -> Twin:
         return Twin(~self.pattern, oracle.neither(self.rule), self.special)
 
+    def after(self, start: int) -> Twin:
+        return Twin(self.pattern.after(start), oracle.after(self.rule, start), (*self.special, *[start] * (start > 0)))
+
     def per_document(self, spans: Any) -> Any:
         """By ids (batch or 1, positions) that `spans` holds beside its pattern: a rule for each batch entry."""
         rules = tuple(oracle.per_document(self.rule, row) for row in spans.ids)
@@ -65,6 +68,10 @@ def causal() -> Twin:
 
 def every() -> Twin:
     return Twin(masks.every(), oracle.every())
+
+
+def full() -> Twin:
+    return Twin(masks.full(), oracle.every())
 
 
 def local_window(*, left: int, right: int) -> Twin:

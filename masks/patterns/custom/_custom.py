@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from ...core import EMPTY, FULL, Bounds, Box, MaskMod, Pair, Pattern, Phrase, Reason, pattern_kind, require_int
 from ._function_checks import (
@@ -121,7 +122,7 @@ class Custom(Pattern):
         return _unpickle, (*self.rule.given, self.rule.period, self.head, self.rule.digest)
 
 
-def custom(fn: MaskMod, *, classify: Classify | None = None, period: int | None = None) -> Pattern:
+def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period: int | None = None) -> Pattern:
     """The pairs for which a FlexAttention mask_mod `fn(b, h, q, k)` is true, over positions and global heads.
 
     `fn` is evaluated pair by pair wherever bounds leave a doubt: everywhere, unless it stands in an intersection
@@ -130,6 +131,8 @@ def custom(fn: MaskMod, *, classify: Classify | None = None, period: int | None 
     (no pair of the box is allowed), masks.FULL (every pair) or masks.PARTIAL (neither is certain). A wrong EMPTY
     or FULL loses or adds pairs; `flexdilated.testing.check_pattern` finds it. `period` says by what shift of
     query and key together the rule repeats: 1 if only their distance counts.
+
+    A BlockMask stands for the function that it was made from: its lists of blocks and its length are made anew.
 
     Equal code with equal captured values is an equal pattern. What a function captured is copied now; later
     changes have no effect. Raises TypeError or ValueError if `fn` is no plain elementwise rule.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.overrides import TorchFunctionMode
 
 from ...core import EMPTY, FULL, PARTIAL
@@ -69,7 +70,14 @@ class _Watch(TorchFunctionMode):
 
 
 def require_mask_mod(function: object) -> types.FunctionType:
-    """The value itself, if it is a plain function of (b, h, q, k); TypeError otherwise."""
+    """The value itself, if it is a plain function of (b, h, q, k), or a BlockMask's function; TypeError otherwise."""
+    if isinstance(function, BlockMask):
+        function = function.mask_mod
+        if function is noop_mask:
+            raise TypeError(
+                "a BlockMask is taken for its mask_mod, and this one has lists of blocks alone: give them to "
+                "masks.block_list(rows, block=...)"
+            )
     if not isinstance(function, types.FunctionType):
         rule = f"a custom function must be a plain function of (b, h, q, k), its values captured, as in `{_MAKER}`"
         raise TypeError(f"{rule}; got {type(function).__name__}")

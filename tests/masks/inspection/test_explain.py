@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.masks.core._reason import Pair, Reason
+from flexdilated.masks.patterns._after import After
 from flexdilated.masks.patterns._blockwise import Blockwise
 from flexdilated.masks.patterns._per_document import PerDocument
 from flexdilated.testing._drawn_inputs import in_range
@@ -29,15 +30,17 @@ def disagreements(reason: Reason, pair: Pair) -> list[str]:
     rule, parts = reason.pattern, reason.parts
     if isinstance(rule, Blockwise):
         return wrong + disagreements(parts[0], pair.counted("block", pair.query // rule.block, pair.key // rule.block))
+    if isinstance(rule, After):
+        return wrong + [each for part in parts for each in disagreements(part, _counted_from(rule.start, pair))]
     if isinstance(rule, PerDocument):
         start = int(rule.spans.rows[0, pair.query])
-        inner = (
-            []
-            if len(parts) == 1
-            else disagreements(parts[1], pair.counted("place", pair.query - start, pair.key - start))
-        )
+        inner = [] if len(parts) == 1 else disagreements(parts[1], _counted_from(start, pair))
         return wrong + disagreements(parts[0], pair) + inner
     return wrong + [each for part in parts for each in disagreements(part, pair)]
+
+
+def _counted_from(start: int, pair: Pair) -> Pair:
+    return pair.counted("place", pair.query - start, pair.key - start)
 
 
 def drawn_pairs(data: st.DataObject, counts: torch.Tensor, number: int) -> list[list[int]]:

@@ -121,6 +121,11 @@ TEXTS = {
         (masks.causal().per_document(IDS[0]), (34, 33, 0, 1), True, "30 allowed"),
         (masks.causal().per_document(IDS[0]), (34, 3, 0, 1), False, "forbidden"),
     ],
+    "After": [
+        (masks.causal().after(5), (34, 33, 0, 1), True, "5 allowed"),
+        (masks.causal().after(5), (33, 34, 0, 1), False, "5 forbidden"),
+        (masks.causal().after(5), (34, 3, 0, 1), False, "key 3 before 5"),
+    ],
     "Blockwise": [(masks.blockwise(masks.causal(), 64), (3, 60, 0, 1), True, "query 3 block 0 64 key 60 block 0")],
     "PerHead": [(masks.per_head([masks.causal(), ~masks.causal()]), (3, 2, 1, 2), False, "head 1 2 2")],
     "HeadGroups": [(masks.head_groups([masks.causal(), ~masks.causal()]), (3, 2, 1, 5), True, "head 1 1 2 0 2")],

@@ -7,6 +7,7 @@ import operator
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 import flexdilated as fd
 from flexdilated import masks
@@ -14,6 +15,8 @@ from flexdilated import masks
 WIDTH = 5
 TABLE = torch.tensor([3, 1, 2, 1, 3, 2])
 LIST = [1, 2]
+_ONE = torch.zeros(1, 1, 1, dtype=torch.int32)
+LISTS_ALONE = BlockMask.from_kv_blocks(_ONE, _ONE[..., None])
 
 
 def by_global(b, h, q, k):
@@ -58,6 +61,7 @@ def captures(value):
 @pytest.mark.parametrize(
     ("function", "error", "says"),
     [
+        (LISTS_ALONE, TypeError, "lists of blocks alone: .*masks.block_list"),
         (3, TypeError, "must be a plain function .* as in `def make.*; got int"),
         (Callable(), TypeError, "plain function .*; got Callable"),
         (Callable().method, TypeError, "plain function .*; got method"),

@@ -38,6 +38,7 @@ LAST: dict[str, Callable[[Any, int], Any]] = {
     "documents": lambda pattern, index: pattern.per_document("ids"),
     "sum": lambda pattern, index: pattern + masks.strided(3),
     "sum of intersections": lambda pattern, index: (pattern + masks.local_window(left=2, right=2)) & masks.strided(2),
+    "later": lambda pattern, index: pattern.after(3),
     "nothing": lambda pattern, index: pattern,
 }
 

@@ -45,7 +45,7 @@ def nested(depth: int) -> str:
     [
         ("", "must be JSON"),
         ("causal", "must be JSON"),
-        ("[]", "an object whose kind is one of and, block_list"),
+        ("[]", "an object whose kind is one of after, and, block_list"),
         ('"causal"', "an object whose kind"),
         ("{}", "an object whose kind"),
         ('{"kind":"sliding"}', "sliding"),

@@ -50,6 +50,7 @@ def joined(inner):
         inner.map(lambda text: f"~{text}"),
         inner.map(lambda text: f"({text})"),
         inner.map(lambda text: f"({text}).per_document('ids')"),
+        inner.map(lambda text: f"({text}).after(3)"),
         st.lists(inner, min_size=1, max_size=2).map(lambda parts: f"per_head([{', '.join(parts)}])"),
     )
 
@@ -143,6 +144,7 @@ def test_reads(text, expected):
         (~(C | S), "~(causal() | strided(4))"),
         (~C & ~S, "~causal() & ~strided(4)"),
         (C + ~S + (C & S) + (C | S), "causal() + ~strided(4) + (causal() & strided(4)) + (causal() | strided(4))"),
+        ((masks.longnet([8, 16], [1, 2]) & C).after(3).after(2), "(longnet((8, 16), (1, 2)) & causal()).after(5)"),
         ((~C).per_document("ids"), "(~causal()).per_document(documents('ids'))"),
         (
             (masks.longnet([8, 16], [1, 2]) & C).per_document("ids") & S,
@@ -227,8 +229,8 @@ BAD = [
     ("streaming_llm(4)", 1, "did you mean recipes.streaming_llm?"),
     ("__import__('os')", 1, "no pattern is called '__import__': There are "),
     ("causal.__class__()", 1, "no pattern is called 'causal.__class__'"),
-    ("causal().__class__()", 10, "after the dot stands one of per_document, of a pattern"),
-    ("causal().text", 10, "after the dot stands one of per_document"),
+    ("causal().__class__()", 10, "after the dot stands one of after, per_document, of a pattern"),
+    ("causal().text", 10, "after the dot stands one of after, per_document"),
     ("causal().", 10, "got the end"),
     ("masks.", 7, "got the end"),
     ("custom(3)", 1, "no pattern is called 'custom'"),
@@ -255,6 +257,7 @@ BAD = [
     ("dilated(8_, 1)", 9, "got 8_"),
     (f"dilated({2**63}, 1)", 9, "a number must be at most 2**63 - 1; got one of 19 characters"),
     (f"dilated({'9' * 4000}, 1)", 9, "got one of 4000 characters"),
+    ("documents('\ud800')", 11, "no backslash or surrogate"),
     ("longnet([8], [1], heads='all)", 25, "a string needs its closing quote on the same line, and no backslash"),
     (r"longnet([8], [1], heads='a\n')", 25, "no backslash"),
     ("documents('a' 'b')", 11, "a string stands between two quotes"),
