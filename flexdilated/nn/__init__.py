@@ -1,9 +1,10 @@
 """Modules: attention by a pattern, dilated attention, a drop-in for `nn.MultiheadAttention`, and the LongNet model."""
 
+from ._backbone import LongNetBackbone
 from ._block_sparse import BlockSparseAttention
 from ._dilated_attention import DilatedAttention, HeadParallelDilatedAttention, RingDilatedAttention
 from ._generate import Sampling, generate
-from ._longnet import LongNet
+from ._longnet import LongNet, LongNetClassifier, LongNetEncoderDecoder
 from ._longnet_config import LongNetConfig
 from ._model_memory import ModelMemory, ModelSize, attention_size, model_memory
 from ._multihead import MultiheadDilatedAttention
@@ -13,7 +14,10 @@ __all__ = [
     "DilatedAttention",
     "HeadParallelDilatedAttention",
     "LongNet",
+    "LongNetBackbone",
+    "LongNetClassifier",
     "LongNetConfig",
+    "LongNetEncoderDecoder",
     "MultiheadDilatedAttention",
     "RingDilatedAttention",
 ]

@@ -1,49 +1,32 @@
-"""LongNet: a pre-norm transformer over long sequences, of tokens or of embedded inputs."""
+"""LongNet models: with logits of the next token, with one output a sequence, and from one sequence to another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from .. import masks
-from .._attend import autocast_dtype
-from .._validate import require_dense
 from ..decoding import KVCache
-from ..masks import Layout, Mixture, Pattern
-from ..masks.patterns import on_host
-from ._call_masks import without_padding
+from ..masks.core import require_choice, require_int
+from ._backbone import LongNetBackbone
 from ._generate import Sampling, generate
-from ._longnet_block import Block, rotary_table
+from ._longnet_block import residual_scales
 from ._longnet_config import LongNetConfig
-from ._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
+from ._pretrained import Pretrained
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+# B batch, N tokens, M tokens of the source, E embed dim, V vocabulary, C outputs
 
-    from ..distributed import Sharding
-    from ..distributed.wire import CodecChoice, PoolChoice
-
-# B batch, N tokens, E embed dim, V vocabulary
+POOLINGS = ("mean", "first", "last")
 
 
-class LongNet(nn.Module):
-    """Dilated attention in every block, rotary positions, one projection to logits.
+class LongNet(LongNetBackbone):
+    """A LongNet with one projection to logits: a language model, or features where config.vocab_size is None.
 
-    Each block sees the segments of all branches, so cost grows linearly with the number of tokens while paths
-    between any two tokens of a segment stay logarithmic in it. Any number of tokens, 1 included. With
-    `config.layout` other than "natural" the tokens are permuted once at the input and back once at the
-    output, for the whole model. Source: LongNet, arXiv 2307.02486.
-
-    mesh: the ranks over which every sequence lies. Each gives its tokens, maybe none, and gets their logits; everything
-    but attention needs no other rank. The tokens then stay in their order, as with layout="natural". The parameters'
-    gradients are of this rank's tokens: those of all ranks add up. schedule, sharding, codec, error_bound, pool: as
-    in `BlockSparseAttention`. The state_dict is that of a model without a mesh.
+    options: as in `LongNetBackbone`, of which this is one. Source: LongNet, arXiv 2307.02486.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
@@ -52,49 +35,15 @@ class LongNet(nn.Module):
     torch.Size([1, 300, 256])
     """
 
-    def __init__(
-        self,
-        config: LongNetConfig,
-        *,
-        mesh: DeviceMesh | None = None,
-        schedule: str = "auto",
-        sharding: Sharding | None = None,
-        codec: CodecChoice = None,
-        error_bound: float | None = None,
-        pool: PoolChoice = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        if not isinstance(config, LongNetConfig):
-            raise TypeError(f"config must be a LongNetConfig; got {type(config).__name__}")
-        self.config, self.pattern = config, config.pattern
-        self.over_ranks = over_ranks(
-            mesh, schedule=schedule, sharding=sharding, codec=codec, error_bound=error_bound, pool=pool
-        )
-        if mesh is not None and config.layout == "residue":
-            raise ValueError(
-                "with a mesh the tokens stay in their order: layout must be 'auto' or 'natural'; got 'residue'"
-            )
-        self.residue_rate = masks.layout(self.pattern, max(config.segment_lengths)).rate
-        factory = {"device": device, "dtype": dtype}
-        self.embedding: nn.Embedding | None = None
+    def __init__(self, config: LongNetConfig, **options: Any) -> None:
+        super().__init__(config, **options)
         self.head: nn.Linear | None = None
-        if config.vocab_size is not None:
-            self.embedding = nn.Embedding(config.vocab_size, config.embed_dim, **factory)
-            if not config.tie_embeddings:
-                self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False, **factory)
-        self.blocks = nn.ModuleList(Block(config, self.over_ranks, **factory) for _ in range(config.depth))
-        self.norm = nn.LayerNorm(config.embed_dim, bias=False, **factory)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Embeddings of variance 1, or 1 / E where they are the output projection too; logits near 0."""
-        E = self.config.embed_dim
-        if self.embedding is not None:
-            nn.init.normal_(self.embedding.weight, std=E**-0.5 if self.config.tie_embeddings else 1.0)
-        if self.head is not None:
-            nn.init.normal_(self.head.weight, std=0.1 * E**-0.5)
+        if self.embedding is not None and not config.tie_embeddings:
+            weight = self.embedding.weight
+            self.head = nn.Linear(
+                config.embed_dim, weight.shape[0], bias=False, device=weight.device, dtype=weight.dtype
+            )
+            nn.init.normal_(self.head.weight, std=0.1 * config.embed_dim**-0.5)  # logits near 0
 
     def forward(
         self,
@@ -102,27 +51,12 @@ class LongNet(nn.Module):
         *,
         key_padding_mask: Bool[Tensor, "B N"] | None = None,
         caches: Sequence[KVCache] | None = None,
+        memory: Float[Tensor, "B M E_memory"] | None = None,
+        memory_padding_mask: Bool[Tensor, "B M"] | None = None,
     ) -> Float[Tensor, "B N V"] | Float[Tensor, "B N E"]:
-        """Logits for tokens in [0, vocab_size); with vocab_size=None, features for embedded inputs.
-
-        key_padding_mask: True for tokens to which no token may attend; pad on the right, as positions count from
-        the first token; with a mesh it is the mask of the whole sequence. With `caches`, from `new_caches`, the
-        tokens follow those that went through them before.
-        Raises ValueError or TypeError for another shape, dtype or device; a token outside the vocabulary raises
-        IndexError, or what the device makes of it, when it is embedded.
-        """
-        if caches is not None and key_padding_mask is not None:
-            raise ValueError("caches know no padding: give the real tokens alone, without key_padding_mask")
-        return self._logits(self._features(tokens, caches, key_padding_mask))
-
-    def new_caches(self, *, capacity: int | None = None) -> list[KVCache]:
-        """Empty caches, one a block, for the tokens of a batch to go through in order. For a causal model.
-
-        capacity: as in `KVCache`.
-        """
-        self._check_one_rank("new_caches")
-        heads, engine = self.config.num_heads, self.config.engine
-        return [KVCache(self.pattern, num_heads=heads, capacity=capacity, engine=engine) for _ in self.blocks]
+        """Logits for tokens in [0, vocab_size); with vocab_size=None, features. All else as in `LongNetBackbone`."""
+        given = {"key_padding_mask": key_padding_mask, "caches": caches}
+        return self._logits(super().forward(tokens, **given, memory=memory, memory_padding_mask=memory_padding_mask))
 
     @torch.no_grad()
     def generate(
@@ -136,6 +70,8 @@ class LongNet(nn.Module):
         generator: torch.Generator | None = None,
         stop: int | None = None,
         prefill_chunk: int = 8192,
+        memory: Float[Tensor, "B M E_memory"] | None = None,
+        memory_padding_mask: Bool[Tensor, "B M"] | None = None,
     ) -> Int64[Tensor, "B N_plus_new"]:
         """The tokens and what follows them, drawn one by one from the model's logits.
 
@@ -143,7 +79,7 @@ class LongNet(nn.Module):
         tokens, only the most likely ones that together reach probability p; both may be given, and the most likely
         token always stays. generator: the source of randomness, on the model's device; None is torch's own. stop: a
         token after which a sequence has nothing else; once all have drawn it the result ends. prefill_chunk: tokens of
-        the prompt that go through the model at once, which bounds memory.
+        the prompt that go through the model at once, which bounds memory. memory, memory_padding_mask: as in a call.
 
         Raises ValueError or TypeError for a model that is not causal or has no vocabulary, and for bad values.
         """
@@ -157,112 +93,133 @@ class LongNet(nn.Module):
         if not tokens.shape[1]:
             raise ValueError(f"generate needs a token to begin with; got shape {tuple(tokens.shape)}")
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        caches = self.new_caches()
+        caches, read = self.new_caches(), self.read(memory, memory_padding_mask)
 
         def next_logits(following: Tensor) -> Tensor:
-            return self._logits(self._features(following, caches)[:, -1])
+            return self._logits(self.features(following, caches, memory=read)[:, -1])
 
         options = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
         return torch.cat([tokens, generate(next_logits, tokens, sampling, stop=stop, **options)], dim=1)
-
-    def _features(
-        self, tokens: Tensor, caches: Sequence[KVCache] | None, padding: Tensor | None = None
-    ) -> Float[Tensor, "B N E"]:
-        """What the last norm gives, in the order of the tokens."""
-        self._check(tokens)
-        self._check_caches(caches)
-        num_tokens = tokens.shape[1]
-        layout = None if caches else self._layout(num_tokens, tokens.device)
-        if self.over_ranks is not None:
-            num_tokens = self.over_ranks.sharding_of(num_tokens).num_tokens
-            positions, x = self.over_ranks.positions(tokens.shape[1], tokens.device), tokens
-        elif layout is None:
-            first = caches[0].num_tokens if caches else 0
-            positions, x = torch.arange(first, first + num_tokens, device=tokens.device), tokens
-        else:
-            positions, x = layout.positions(tokens.device), layout.apply(tokens, dim=1)
-        if self.embedding is not None:
-            x = self.embedding(x)
-        pattern = on_host(without_padding(self.pattern, padding, (tokens.shape[0], num_tokens)))
-        x = self.norm(self._run_blocks(x, positions, pattern, layout, caches))
-        return x if layout is None else layout.invert(x, dim=1)
-
-    def _run_blocks(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        pattern: Pattern | Mixture,
-        layout: Layout | None,
-        caches: Sequence[KVCache] | None,
-    ) -> Tensor:
-        config = self.config
-        rotary = rotary_table(positions, head_dim=config.head_dim, base=config.rotary_base, dtype=x.dtype)
-        remember_inputs_only = config.checkpoint and torch.is_grad_enabled()
-        for index, block in enumerate(self.blocks):
-            if caches is not None:
-                x = block(x, rotary, pattern, layout, caches[index])
-            elif remember_inputs_only:
-                # No block draws random numbers, so there is no generator state to restore.
-                x = checkpoint(block, x, rotary, pattern, layout, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, rotary, pattern, layout)
-        return x
 
     def _logits(self, x: Float[Tensor, "... E"]) -> Tensor:
         if self.head is not None:
             return self.head(x)
         return x if self.embedding is None else F.linear(x, self.embedding.weight)
 
-    def _layout(self, num_tokens: int, device: torch.device) -> Layout | None:
-        """The model's token order at this length; None for the natural one."""
-        if self.config.layout == "natural" or self.over_ranks is not None:
-            return None
-        if self.config.layout == "residue":
-            return masks.Layout(num_tokens, self.residue_rate)
-        # Asked at the longest segment, not at num_tokens: one answer for every length compiles once.
-        longest = max(self.config.segment_lengths)
-        best = masks.recommended_layout(self.pattern, longest, num_heads=self.config.num_heads, device=device)
-        return None if best is None else masks.Layout(num_tokens, best.rate)
 
-    def _check(self, tokens: Tensor) -> None:
-        if not isinstance(tokens, Tensor):
-            raise TypeError(f"the input must be a tensor; got {type(tokens).__name__}")
-        require_dense("the input", tokens)
-        device, shape, E = self.norm.weight.device, tuple(tokens.shape), self.config.embed_dim
-        if tokens.device != device:
-            raise ValueError(f"the input must be on the model's device {device}; got {tokens.device}")
-        if self.embedding is not None:
-            fits, rule = tokens.dim() == 2, "(batch, tokens)"
-        else:
-            fits, rule = tokens.dim() == 3 and shape[-1] == E, f"(batch, tokens, {E})"
-        if not fits:
-            raise ValueError(f"the input must have shape {rule}; got {shape}")
-        if self.embedding is not None:
-            if tokens.dtype != torch.int64:
-                raise TypeError(f"tokens must be int64; got {tokens.dtype}")
-        elif tokens.dtype != self.norm.weight.dtype and autocast_dtype(device) is None:
-            raise TypeError(f"the input must have the model's dtype {self.norm.weight.dtype}; got {tokens.dtype}")
+class LongNetClassifier(LongNetBackbone):
+    """A LongNet with one vector of outputs a sequence: logits of classes, or numbers to regress.
 
-    def _check_one_rank(self, what: str) -> None:
+    num_outputs: classes, or numbers. pooling: "mean" over the tokens that are no padding, or the "first" or the "last"
+    of them. options: as in `LongNetBackbone`.
+
+    >>> config = fd.LongNetConfig(vocab_size=None, embed_dim=64, depth=2, num_heads=4, causal=False,
+    ...     segment_lengths=(64, 256), dilation_rates=(1, 4))
+    >>> fd.LongNetClassifier(config, 3)(torch.randn(2, 300, 64)).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self, config: LongNetConfig, num_outputs: int, *, pooling: str = "mean", **options: Any) -> None:
+        super().__init__(config, **options)
+        self.num_outputs = require_int("num_outputs", num_outputs, minimum=1)
+        self.pooling = require_choice("pooling", pooling, POOLINGS)
         if self.over_ranks is not None:
-            raise ValueError(
-                f"{what} needs a model on one rank: load the state_dict into a LongNet without a mesh; "
-                f"this one has {self.over_ranks}"
-            )
+            raise ValueError("a LongNetClassifier pools the tokens of one rank: it takes no mesh")
+        weight = self.blocks[0].qkv.weight
+        self.head = nn.Linear(config.embed_dim, num_outputs, device=weight.device, dtype=weight.dtype)
+        nn.init.normal_(self.head.weight, std=0.1 * config.embed_dim**-0.5)
+        nn.init.zeros_(self.head.bias)
 
-    def _check_caches(self, caches: Sequence[KVCache] | None) -> None:
-        if caches is None:
-            return
-        self._check_one_rank("a call with caches")
-        if not isinstance(caches, Sequence) or not all(isinstance(cache, KVCache) for cache in caches):
-            raise TypeError(f"caches must be a sequence of KVCache, as new_caches makes them; got {caches!r:.80}")
-        seen = [cache.num_tokens for cache in caches]
-        if len(seen) != len(self.blocks) or len(set(seen)) > 1:
-            raise ValueError(
-                f"a model of {len(self.blocks)} blocks needs as many caches that have seen the same tokens; "
-                f"got {len(seen)} that have seen {seen}"
-            )
+    def made_of(self) -> dict[str, Any]:
+        return {"config": self.config, "num_outputs": self.num_outputs, "pooling": self.pooling}
 
-    def extra_repr(self) -> str:
-        way = f"{engine_text(self.config.engine)}{ranks_text(self.over_ranks)}"
-        return f"{pattern_text(self.pattern)}, layout={self.config.layout!r}, {way}"
+    def forward(
+        self,
+        tokens: Int64[Tensor, "B N"] | Float[Tensor, "B N E"],
+        *,
+        key_padding_mask: Bool[Tensor, "B N"] | None = None,
+    ) -> Float[Tensor, "B C"]:
+        """The outputs of sequences of at least one token that is no padding; the mask as in `LongNetBackbone`."""
+        x = super().forward(tokens, key_padding_mask=key_padding_mask)
+        if not x.shape[1]:
+            raise ValueError(f"a sequence needs a token to be pooled; got shape {tuple(tokens.shape)}")
+        return self.head(self._pooled(x, key_padding_mask))
+
+    def _pooled(self, x: Float[Tensor, "B N E"], padding: Tensor | None) -> Float[Tensor, "B E"]:
+        if padding is None:
+            return x.mean(1) if self.pooling == "mean" else x[:, 0 if self.pooling == "first" else -1]
+        real = ~padding if padding.dtype == torch.bool else padding == 0
+        if self.pooling == "mean":
+            # Padding's features are left out by a choice, as 0 times what they hold may be NaN.
+            total = torch.where(real[..., None], x, 0).sum(1)
+            return total / real.sum(1, keepdim=True).clamp(min=1).to(x.dtype)
+        place = torch.arange(x.shape[1], device=x.device)
+        chosen = torch.where(real, place, -1).amax(1) if self.pooling == "last" else real.int().argmax(1)
+        return x[torch.arange(len(x), device=x.device), chosen]
+
+
+class LongNetEncoderDecoder(Pretrained):
+    """From one sequence to another: the decoder's blocks attend to its own tokens and to all that the encoder made.
+
+    encoder, decoder: their configurations; the encoder's is not causal, the decoder's is and has a vocabulary. Both
+    attend by their branches; to the encoder's features each token of the decoder attends fully.
+    Source: Attention Is All You Need, arXiv 1706.03762, section 3.2.3.
+
+    >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4, "segment_lengths": (64, 256), "dilation_rates": (1, 4)}
+    >>> encoder = fd.LongNetConfig(vocab_size=256, causal=False, **sizes)
+    >>> model = fd.LongNetEncoderDecoder(encoder, fd.LongNetConfig(vocab_size=100, **sizes))
+    >>> model(torch.randint(256, (1, 300)), torch.randint(100, (1, 40))).shape
+    torch.Size([1, 40, 100])
+    """
+
+    def __init__(
+        self,
+        encoder: LongNetConfig,
+        decoder: LongNetConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, config, causal in (("encoder", encoder, False), ("decoder", decoder, True)):
+            if not isinstance(config, LongNetConfig):
+                raise TypeError(f"{name} must be a LongNetConfig; got {type(config).__name__}")
+            if config.causal != causal:
+                raise ValueError(f"the {name} must have causal={causal}; got causal={config.causal}")
+        if decoder.vocab_size is None:
+            raise ValueError("the decoder must have a vocabulary; got vocab_size=None")
+        factory = {"device": device, "dtype": dtype}
+        scales = residual_scales(encoder, decoder_depth=decoder.depth)
+        self.encoder = LongNetBackbone(encoder, scales=scales, **factory)
+        scales = residual_scales(decoder, encoder_depth=encoder.depth)
+        self.decoder = LongNet(decoder, memory_dim=encoder.embed_dim, scales=scales, **factory)
+
+    def made_of(self) -> dict[str, Any]:
+        return {"encoder": self.encoder.config, "decoder": self.decoder.config}
+
+    def forward(
+        self,
+        source: Int64[Tensor, "B M"] | Float[Tensor, "B M E"],
+        tokens: Int64[Tensor, "B N"],
+        *,
+        source_padding_mask: Bool[Tensor, "B M"] | None = None,
+        key_padding_mask: Bool[Tensor, "B N"] | None = None,
+    ) -> Float[Tensor, "B N V"]:
+        """Logits of what follows each of the decoder's tokens; masks are True for tokens to which none may attend."""
+        memory = self.encoder(source, key_padding_mask=source_padding_mask)
+        given = {"memory": memory, "memory_padding_mask": source_padding_mask}
+        return self.decoder(tokens, key_padding_mask=key_padding_mask, **given)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        source: Int64[Tensor, "B M"] | Float[Tensor, "B M E"],
+        tokens: Int64[Tensor, "B N"],
+        *,
+        source_padding_mask: Bool[Tensor, "B M"] | None = None,
+        **options: Any,
+    ) -> Int64[Tensor, "B N_plus_new"]:
+        """The tokens and what follows them, given the source, which is encoded once; options: of `LongNet.generate`."""
+        memory = self.encoder(source, key_padding_mask=source_padding_mask)
+        given = {"memory": memory, "memory_padding_mask": source_padding_mask}
+        return self.decoder.generate(tokens, **given, **options)

@@ -1,9 +1,12 @@
-"""One transformer block of LongNet: dilated attention with rotary positions and a feed-forward, each behind a norm."""
+"""One transformer block of LongNet: attention, attention to a memory where there is one, and a feed-forward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import log
+
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -12,37 +15,22 @@ from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
 from ._longnet_config import LongNetConfig
 from ._over_ranks import OverRanks
+from ._positions import Turns
 
-# B batch, N tokens, H heads, D head dim (even)
-# B batch, N tokens, E embed dim, H query heads, G key/value heads, D head dim
+# B batch, N tokens, M tokens of the memory, E embed dim, H query heads, G key/value heads, D head dim
 
-RotaryTable = tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]
-
-
-def rotary_table(positions: Int64[Tensor, " N"], *, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
-    """Cosines and signed sines for `rotate`: channels i and i + D/2 turn by position * base^(-2i/D).
-
-    One table serves all layers of a forward pass. It is float32, or float64 for features of that `dtype`.
-    Angles are formed in float64: in float32 an angle near position 1,000,000 is off by 0.03 radians.
-    Source: RoFormer, arXiv 2104.09864, eq. 34, with the two channels of a pair half a head apart.
-    """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
-    angles = positions.double()[:, None] * base**-exponents
-    cos, sin = (part.to(torch.promote_types(dtype, torch.float32)) for part in (angles.cos(), angles.sin()))
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(x: Float[Tensor, "B N H D"], table: RotaryTable) -> Float[Tensor, "B N H D"]:
-    """Turn every head's channels by its token's angles; computed in the table's dtype, returned in x's."""
-    cos, signed_sin = (part[:, None, :] for part in table)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin).to(x.dtype)
+KeysValues = tuple[Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); tokens in the order of `layout` throughout.
 
-    Queries, keys and values come from one projection. The norm is LayerNorm without bias, one fused kernel on
-    CPU too, where RMSNorm is several.
+    Between the two, with `memory_dim`, x + attention to a memory of that width. With config.deepnorm each is
+    norm(a * x + half(x)). Queries, keys and values come from one projection. LayerNorm without bias is one fused kernel
+    on CPU too, where RMSNorm is several.
+
+    scales: (a, the gain of the weights that write to the sums), of `residual_scales`. drop_path: probability, in
+    training, that a sequence goes by each half.
     """
 
     def __init__(
@@ -50,48 +38,94 @@ class Block(nn.Module):
         config: LongNetConfig,
         over_ranks: OverRanks | None = None,
         *,
+        memory_dim: int | None = None,
+        scales: tuple[float, float] | None = None,
+        drop_path: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
-        self.depth, self.engine, self.over_ranks = config.depth, config.engine, over_ranks
-        E, hidden = config.embed_dim, config.hidden_dim
-        qkv_dim = (config.num_heads + 2 * config.kv_heads) * config.head_dim
-        self.attention_norm = nn.LayerNorm(E, bias=False, device=device, dtype=dtype)
-        self.qkv = nn.Linear(E, qkv_dim, bias=False, device=device, dtype=dtype)
-        self.attention_out = nn.Linear(E, E, bias=False, device=device, dtype=dtype)
-        self.ffn_norm = nn.LayerNorm(E, bias=False, device=device, dtype=dtype)
-        self.ffn_in = nn.Linear(E, hidden, bias=False, device=device, dtype=dtype)
-        self.ffn_out = nn.Linear(hidden, E, bias=False, device=device, dtype=dtype)
+        self.engine, self.over_ranks, self.deepnorm = config.engine, over_ranks, config.deepnorm
+        self.residual, self.gain = residual_scales(config) if scales is None else scales
+        # Only where the norms' place says so: else the first projections have their full variance.
+        self.inner_gain = self.gain if config.deepnorm or config.subln else 1.0
+        self.dropout, self.drop_path = config.dropout, drop_path
+        E, hidden, kv_dim = config.embed_dim, config.hidden_dim, 2 * config.kv_heads * config.head_dim
+        factory = {"device": device, "dtype": dtype}
+        linear = {"bias": config.bias, **factory}
+        self.attention_norm = norm(config, **factory)
+        self.qkv = nn.Linear(E, E + kv_dim, **linear)
+        self.attention_inner_norm = norm(config, **factory) if config.subln else None
+        self.attention_out = nn.Linear(E, E, **linear)
+        self.memory_norm = self.memory_q = self.memory_kv = self.memory_inner_norm = self.memory_out = None
+        if memory_dim is not None:
+            self.memory_norm = norm(config, **factory)
+            self.memory_q, self.memory_kv = nn.Linear(E, E, **linear), nn.Linear(memory_dim, kv_dim, **linear)
+            self.memory_inner_norm = norm(config, **factory) if config.subln else None
+            self.memory_out = nn.Linear(E, E, **linear)
+        self.ffn_norm = norm(config, **factory)
+        self.ffn_in = nn.Linear(E, hidden, **linear)
+        self.ffn_inner_norm = norm(config, hidden, **factory) if config.subln else None
+        self.ffn_out = nn.Linear(hidden, E, **linear)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights of variance 1 / fan-in; those that write to the residual stream divided by 2 * depth more.
+        """Weights of variance 1 / fan-in, those that write to the sums by the gain of the scales; biases 0.
 
-        The stream's variance then grows by a constant over the whole model, at any depth.
+        By default the residual stream's variance then grows by a constant over the whole model, at any depth.
         """
-        for linear in (self.qkv, self.ffn_in):
-            nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
-        for linear in (self.attention_out, self.ffn_out):
-            nn.init.normal_(linear.weight, std=(2 * self.depth * linear.in_features) ** -0.5)
+        kv_dim = self.kv_heads * self.head_dim
+        for linear, gain in (
+            *((self.qkv, 1.0), (self.memory_q, 1.0), (self.memory_kv, 1.0), (self.ffn_in, self.inner_gain)),
+            *((each, self.gain) for each in (self.attention_out, self.memory_out, self.ffn_out)),
+        ):
+            if linear is not None:
+                nn.init.normal_(linear.weight, std=gain * linear.in_features**-0.5)
+                if linear.bias is not None:
+                    nn.init.zeros_(linear.bias)
+        with torch.no_grad():
+            for linear in (self.qkv, self.memory_kv):
+                if linear is not None and self.inner_gain != 1.0:
+                    linear.weight[-kv_dim:] *= self.inner_gain  # the values
 
     def forward(
         self,
         x: Float[Tensor, "B N E"],
-        rotary: RotaryTable,
+        turns: Turns | None,
         pattern: Pattern | Mixture,
         layout: Layout | None,
         cache: KVCache | None = None,
+        memory: KeysValues | None = None,
+        memory_pattern: Pattern | Mixture | None = None,
     ) -> Float[Tensor, "B N E"]:
-        """With a cache the tokens follow those it has seen; over ranks they are this rank's."""
-        x = x + self._attend(self.attention_norm(x), rotary, pattern, layout, cache)
-        return x + self.ffn_out(F.gelu(self.ffn_in(self.ffn_norm(x)), approximate="tanh"))
+        """With a cache the tokens follow those it has seen; over ranks they are this rank's.
+
+        memory: what `keys_values` made of it; each token sees of it what `memory_pattern` allows.
+        """
+        x = self._add(x, self.attention_norm, lambda y: self._attend(y, turns, pattern, layout, cache))
+        if memory is not None and memory_pattern is not None:
+            assert self.memory_norm is not None
+            x = self._add(x, self.memory_norm, lambda y: self._attend_to(memory, y, memory_pattern))
+        return self._add(x, self.ffn_norm, self._feed_forward)
+
+    def keys_values(self, memory: Float[Tensor, "B M E_memory"]) -> KeysValues:
+        """Keys and values of the memory, which serve every token of this block."""
+        assert self.memory_kv is not None
+        k, v = self.memory_kv(memory).unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
+        return k, v
+
+    def _add(self, x: Tensor, normed: nn.Module, half: Callable[[Tensor], Tensor]) -> Tensor:
+        y = F.dropout(half(x if self.deepnorm else normed(x)), self.dropout, self.training)
+        if self.drop_path and self.training:
+            kept = torch.empty(len(x), 1, 1, device=x.device, dtype=x.dtype).bernoulli_(1 - self.drop_path)
+            y = y * kept / (1 - self.drop_path)
+        return normed(self.residual * x + y) if self.deepnorm else x + y
 
     def _attend(
         self,
         x: Float[Tensor, "B N E"],
-        rotary: RotaryTable,
+        turns: Turns | None,
         pattern: Pattern | Mixture,
         layout: Layout | None,
         cache: KVCache | None,
@@ -99,7 +133,7 @@ class Block(nn.Module):
         H, G = self.num_heads, self.kv_heads
         heads = self.qkv(x).unflatten(-1, (H + 2 * G, self.head_dim))
         qk, v = heads.split((H + G, G), dim=2)
-        q, k = rotate(qk, rotary).split((H, G), dim=2)
+        q, k = qk.split((H, G), dim=2) if turns is None else turns.apply(qk, H, G)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if self.over_ranks is not None:
             out = self.over_ranks.attend(q, k, v, pattern, enable_gqa=H != G, engine=self.engine)
@@ -107,4 +141,56 @@ class Block(nn.Module):
             out = attend(q, k, v, pattern, enable_gqa=H != G, layout=layout, engine=self.engine)
         else:
             out = cache.attend(q, k, v)
-        return self.attention_out(out.transpose(1, 2).flatten(-2))
+        return self.attention_out(_joined(out, self.attention_inner_norm))
+
+    def _attend_to(
+        self, memory: KeysValues, x: Float[Tensor, "B N E"], pattern: Pattern | Mixture
+    ) -> Float[Tensor, "B N E"]:
+        assert self.memory_q is not None
+        assert self.memory_out is not None
+        q = self.memory_q(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        out = attend(q, *memory, pattern, enable_gqa=self.num_heads != self.kv_heads, engine=self.engine)
+        return self.memory_out(_joined(out, self.memory_inner_norm))
+
+    def _feed_forward(self, x: Float[Tensor, "B N E"]) -> Float[Tensor, "B N E"]:
+        hidden = F.gelu(self.ffn_in(x), approximate="tanh")
+        return self.ffn_out(hidden if self.ffn_inner_norm is None else self.ffn_inner_norm(hidden))
+
+
+def norm(
+    config: LongNetConfig,
+    width: int | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """The model's kind of norm, over the embedding dim or `width` numbers."""
+    width = config.embed_dim if width is None else width
+    if config.norm == "rms":
+        return nn.RMSNorm(width, device=device, dtype=dtype)
+    return nn.LayerNorm(width, bias=config.bias, device=device, dtype=dtype)
+
+
+def residual_scales(
+    config: LongNetConfig, *, decoder_depth: int | None = None, encoder_depth: int | None = None
+) -> tuple[float, float]:
+    """(the factor of x in the sums, the gain of the weights that write to them), of a stack of blocks.
+
+    decoder_depth: where the stack is an encoder, of the decoder that reads it; encoder_depth: the other way round.
+    Sources: DeepNet, arXiv 2203.00555, figure 2; Magneto, arXiv 2210.06423, section 2.3.
+    """
+    depth = config.depth
+    if not config.deepnorm and not config.subln:
+        return 1.0, (2 * depth) ** -0.5
+    if decoder_depth is not None:
+        size = (depth**4 * decoder_depth) ** (1 / 16)
+        gain = (log(3 * decoder_depth) * log(2 * depth) / 3) ** 0.5
+        return (0.81 * size, 0.87 / size) if config.deepnorm else (1.0, gain)
+    halves = 2 if encoder_depth is None else 3  # of a block
+    deep = (halves * depth) ** 0.25, (4 * halves * depth) ** -0.25
+    return deep if config.deepnorm else (1.0, log(halves * depth) ** 0.5)
+
+
+def _joined(out: Float[Tensor, "B H N D"], inner_norm: nn.Module | None) -> Float[Tensor, "B N E"]:
+    x = out.transpose(1, 2).flatten(-2)
+    return x if inner_norm is None else inner_norm(x)

@@ -11,6 +11,8 @@ from ..masks.core import require_bool, require_choice, require_finite, require_i
 from ._dilated_attention import dilated_pattern
 
 LAYOUTS = ("auto", "natural", "residue")
+NORMS = ("layer", "rms")
+POSITIONS = ("rotary", "xpos", "learned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,17 @@ class LongNetConfig:
     segment_lengths, dilation_rates, offsets, heads: the branches, as in `masks.longnet`.
     ffn_dim: hidden width of the feed-forward; None means 4 * embed_dim.
     num_kv_heads: key/value heads, shared by num_heads / num_kv_heads query heads each; None means num_heads.
+    position: "rotary" (RoFormer, arXiv 2104.09864); "xpos", the same with scores that decay with distance
+        (arXiv 2212.10554), for up to 126 * xpos_scale tokens; "learned", a vector for each of max_positions positions
+        is added to the embeddings; None, as for inputs that hold their positions.
     rotary_base: base of the rotary wavelengths; raise it with the context.
+    xpos_scale: tokens over which xpos decays by its least factor once, 512 in the paper.
+    bias: whether projections and norms have biases. norm: "layer" or "rms", before each half of a block.
+    subln: one more norm before each half's last projection, and the gain of Magneto, arXiv 2210.06423.
+    deepnorm: norms behind the sums instead of before the halves, with DeepNet's scales, arXiv 2203.00555; no last norm.
+    dropout: probability of zeroing a number of the embeddings and of what a half adds, in training; attention weights,
+        which are never formed, have none. drop_path: probability of leaving out the last block's halves for a
+        sequence, in training; it rises linearly from 0 in the first block (arXiv 1603.09382).
     tie_embeddings: the output projection is the transposed token embedding.
     layout: order of the tokens between the model's input and output, invisible in its results. "natural": as
     given; "residue": one permutation at the input and its inverse at the output, under which dilated
@@ -48,20 +60,36 @@ class LongNetConfig:
     heads: str = "all"
     ffn_dim: int | None = None
     num_kv_heads: int | None = None
+    position: str | None = "rotary"
+    max_positions: int | None = None
     rotary_base: float = 10000.0
+    xpos_scale: int = 512
+    bias: bool = False
+    norm: str = "layer"
+    subln: bool = False
+    deepnorm: bool = False
+    dropout: float = 0.0
+    drop_path: float = 0.0
     tie_embeddings: bool = False
     layout: str = "auto"
     checkpoint: bool = False
     engine: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("embed_dim", "depth", "num_heads"):
+        for name in ("embed_dim", "depth", "num_heads", "xpos_scale"):
             require_int(name, getattr(self, name), minimum=1)
-        for name in ("vocab_size", "ffn_dim", "num_kv_heads"):
+        for name in ("vocab_size", "ffn_dim", "num_kv_heads", "max_positions"):
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), minimum=1)
-        for name in ("tie_embeddings", "checkpoint"):
+        for name in ("tie_embeddings", "checkpoint", "bias", "subln", "deepnorm"):
             require_bool(name, getattr(self, name))
+        for name in ("dropout", "drop_path"):
+            if not 0 <= require_finite(name, getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1; got {name}={getattr(self, name)}")
+        require_choice("norm", self.norm, NORMS)
+        self._check_positions()
+        if self.subln and self.deepnorm:
+            raise ValueError("subln and deepnorm place the norms of a block in two ways: take one of them; got both")
         require_choice("layout", self.layout, LAYOUTS)
         check_engine(self.engine)
         self._check_heads()
@@ -81,7 +109,7 @@ class LongNetConfig:
                 f"embed_dim must be a multiple of num_heads; got embed_dim={self.embed_dim} and "
                 f"num_heads={self.num_heads}"
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.position in ("rotary", "xpos"):
             raise ValueError(
                 "the head dim, embed_dim / num_heads, must be even, as rotary positions turn pairs of "
                 f"channels; got {self.embed_dim} / {self.num_heads} = {self.head_dim}"
@@ -90,6 +118,17 @@ class LongNetConfig:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads; got num_heads={self.num_heads} and "
                 f"num_kv_heads={self.num_kv_heads}"
+            )
+
+    def _check_positions(self) -> None:
+        if self.position is not None:
+            require_choice("position", self.position, POSITIONS)
+        if self.position == "xpos" and not self.causal:
+            raise ValueError("position='xpos' needs causal=True: scores of later keys would grow with their distance")
+        if (self.position == "learned") != (self.max_positions is not None):
+            raise ValueError(
+                "max_positions is the number of learned positions, and position='learned' needs it; got "
+                f"position={self.position!r}, max_positions={self.max_positions}"
             )
 
     @property

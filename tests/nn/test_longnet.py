@@ -11,7 +11,8 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated.nn import LongNetConfig
-from flexdilated.nn._longnet_block import Block, rotary_table
+from flexdilated.nn._longnet_block import Block
+from flexdilated.nn._positions import turns
 from tests.support import longnet_oracle
 
 V, N = 19, 37
@@ -212,9 +213,9 @@ def test_the_residual_stream_keeps_its_scale_at_any_depth():
         model = model_of(replace(EMBEDDED, depth=depth), dtype=torch.float32)
         x = torch.randn(1, 64, TINY.embed_dim)
         stream = x
-        table = rotary_table(torch.arange(64), head_dim=TINY.head_dim, base=1e4, dtype=x.dtype)
+        told = turns(TINY, torch.arange(64), 64, x.dtype)
         for block in model.blocks:
-            stream = block(stream, table, model.pattern, None)
+            stream = block(stream, told, model.pattern, None)
         assert 1.0 < stream.square().mean() < 3.0
 
 

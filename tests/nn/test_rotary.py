@@ -2,7 +2,7 @@
 
 import torch
 
-from flexdilated.nn._longnet_block import rotary_table, rotate
+from flexdilated.nn._positions import rotary_table, rotate
 
 
 def test_rotary_angles_are_exact_a_million_tokens_in():

@@ -38,42 +38,96 @@ def turn(x: Tensor, base: float) -> Tensor:
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-def longnet(config: LongNetConfig, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """The whole model from its named parameters: logits of tokens, or features of embedded inputs."""
+def decayed(x: Tensor, scale: float) -> Tensor:
+    """xPos's factors at positions 0, 1, ... along dim -2: of queries for a scale above 0, of keys for one below."""
+    half = x.shape[-1] // 2
+    channels, places = torch.arange(half).double(), torch.arange(x.shape[-2]).double()
+    factors = ((channels / half + 0.4) / 1.4) ** (places / scale)[:, None]
+    return x * torch.cat((factors, factors), dim=-1)
+
+
+def longnet(
+    config: LongNetConfig, weights: Mapping[str, Tensor], x: Tensor, memory: Tensor | None = None, deep: float = 0.0
+) -> Tensor:
+    """The whole model from its named parameters: logits of tokens, or features of embedded inputs.
+
+    memory: (B, M, E) that each token attends to. deep: the factor of x in the sums of a deepnorm model.
+    """
     weights = {name: weight.double() for name, weight in weights.items()}
     x = weights["embedding.weight"][x] if "embedding.weight" in weights else x.double()
+    if "positions.weight" in weights:
+        x = x + weights["positions.weight"][: x.shape[1]]
     for layer in range(config.depth):
-        block = {name: weights[f"blocks.{layer}.{name}.weight"] for name in _BLOCK}
-        x = x + _attention(config, block, _norm(x, block["attention_norm"]))
-        hidden = F.gelu(_norm(x, block["ffn_norm"]) @ block["ffn_in"].T, approximate="tanh")
-        x = x + hidden @ block["ffn_out"].T
-    x = _norm(x, weights["norm.weight"])
-    if config.vocab_size is None:
-        return x
-    return x @ weights["embedding.weight" if config.tie_embeddings else "head.weight"].T
+        block = _Block(config, weights, f"blocks.{layer}.")
+        halves = [("attention_norm", block.attention), ("ffn_norm", block.feed_forward)]
+        if memory is not None:
+            halves.insert(1, ("memory_norm", lambda y, block=block: block.attention_to(y, memory.double())))
+        for name, half in halves:
+            x = block.norm(deep * x + half(x), name) if config.deepnorm else x + half(block.norm(x, name))
+    if not config.deepnorm:
+        x = _Block(config, weights, "").norm(x, "norm")
+    if "head.weight" in weights:
+        return x @ weights["head.weight"].T
+    return x @ weights["embedding.weight"].T if config.tie_embeddings else x
 
 
-_BLOCK = ("attention_norm", "qkv", "attention_out", "ffn_norm", "ffn_in", "ffn_out")
+class _Block:
+    """The parts of a block, by the names of its parameters."""
 
+    def __init__(self, config: LongNetConfig, weights: Mapping[str, Tensor], prefix: str) -> None:
+        self.config, self.weights, self.prefix = config, weights, prefix
+        self.H, self.G = config.num_heads, config.num_kv_heads or config.num_heads
+        self.D = config.embed_dim // config.num_heads
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight)
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        weight, bias = (self.weights.get(f"{self.prefix}{name}.{part}") for part in ("weight", "bias"))
+        assert (bias is not None) == (self.config.bias and self.config.norm == "layer")
+        if self.config.norm == "rms":
+            return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * weight
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+        return scaled if bias is None else scaled + bias
 
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        bias = self.weights.get(f"{self.prefix}{name}.bias")
+        assert (bias is not None) == self.config.bias
+        x = x @ self.weights[f"{self.prefix}{name}.weight"].T
+        return x if bias is None else x + bias
 
-def _attention(config: LongNetConfig, block: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    B, N, _ = x.shape
-    H, G, D = config.num_heads, config.num_kv_heads or config.num_heads, config.embed_dim // config.num_heads
-    q, k, v = (x @ block["qkv"].T).split((H * D, G * D, G * D), dim=-1)
-    q, k, v = (y.view(B, N, -1, D).transpose(1, 2) for y in (q, k, v))
-    counts = multiplicity(
-        config.segment_lengths,
-        config.dilation_rates,
-        num_heads=H,
-        num_queries=N,
-        num_keys=N,
-        causal=config.causal,
-        offsets=config.offsets,
-        heads=config.heads,
-    )
-    out, _ = oracle.attention(turn(q, config.rotary_base), turn(k, config.rotary_base), v, counts)
-    return out.transpose(1, 2).reshape(B, N, -1) @ block["attention_out"].T
+    def attention(self, x: Tensor) -> Tensor:
+        config, N = self.config, x.shape[1]
+        widths = (self.H * self.D, self.G * self.D, self.G * self.D)
+        q, k, v = (self._heads(part) for part in self.linear(x, "qkv").split(widths, dim=-1))
+        if config.position in ("rotary", "xpos"):
+            q, k = turn(q, config.rotary_base), turn(k, config.rotary_base)
+        if config.position == "xpos":
+            q, k = decayed(q, config.xpos_scale), decayed(k, -config.xpos_scale)
+        counts = multiplicity(
+            config.segment_lengths,
+            config.dilation_rates,
+            num_heads=self.H,
+            num_queries=N,
+            num_keys=N,
+            causal=config.causal,
+            offsets=config.offsets,
+            heads=config.heads,
+        )
+        out, _ = oracle.attention(q, k, v, counts)
+        return self._projected(out, "attention")
+
+    def attention_to(self, x: Tensor, memory: Tensor) -> Tensor:
+        q = self._heads(self.linear(x, "memory_q"))
+        k, v = (self._heads(part) for part in self.linear(memory, "memory_kv").chunk(2, dim=-1))
+        out, _ = oracle.attention(q, k, v, torch.ones(self.H, x.shape[1], memory.shape[1], dtype=torch.int64))
+        return self._projected(out, "memory")
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.linear(x, "ffn_in"), approximate="tanh")
+        return self.linear(self.norm(hidden, "ffn_inner_norm") if self.config.subln else hidden, "ffn_out")
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.D)).transpose(1, 2)
+
+    def _projected(self, out: Tensor, kind: str) -> Tensor:
+        out = out.transpose(1, 2).flatten(-2)
+        return self.linear(self.norm(out, f"{kind}_inner_norm") if self.config.subln else out, f"{kind}_out")

@@ -1,0 +1,280 @@
+"""The body of every LongNet: embeddings, blocks of dilated attention, and the last norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .. import masks
+from .._attend import autocast_dtype
+from .._validate import require_dense
+from ..decoding import KVCache
+from ..masks import Layout, Mixture, Pattern
+from ..masks.core import require_int
+from ..masks.patterns import on_host
+from ._call_masks import without_padding
+from ._longnet_block import Block, KeysValues, norm
+from ._longnet_config import LongNetConfig
+from ._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
+from ._positions import turns
+from ._pretrained import Pretrained
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed import Sharding
+    from ..distributed.wire import CodecChoice, PoolChoice
+
+# B batch, N tokens, M tokens of the memory, E embed dim
+
+
+class Memory(NamedTuple):
+    """Another sequence as the blocks read it: keys and values of each, and which of them a token sees."""
+
+    blocks: list[KeysValues]
+    pattern: Pattern | Mixture
+
+
+class LongNetBackbone(Pretrained):
+    """Dilated attention in every block: features of tokens, or of embedded inputs.
+
+    Each block sees the segments of all branches, so cost grows linearly with the number of tokens while paths
+    between any two tokens of a segment stay logarithmic in it. Any number of tokens, 1 included. With
+    `config.layout` other than "natural" the tokens are permuted once at the input and back once at the
+    output, for the whole model. Source: LongNet, arXiv 2307.02486.
+
+    mesh: the ranks over which every sequence lies. Each gives its tokens, maybe none, and gets their features;
+    everything but attention needs no other rank. The tokens then stay in their order, as with layout="natural".
+    The parameters' gradients are of this rank's tokens: those of all ranks add up. schedule, sharding, codec,
+    error_bound, pool: as in `BlockSparseAttention`. The state_dict is that of a model without a mesh.
+    memory_dim: the width of another sequence, to which every block attends as well. scales: (factor of x in the blocks'
+    sums, gain of the weights that write to them), where they are not those of a stack by itself.
+
+    >>> config = fd.LongNetConfig(
+    ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
+    ... )
+    >>> fd.LongNetBackbone(config)(torch.randint(256, (1, 300))).shape
+    torch.Size([1, 300, 64])
+    """
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        *,
+        mesh: DeviceMesh | None = None,
+        schedule: str = "auto",
+        sharding: Sharding | None = None,
+        codec: CodecChoice = None,
+        error_bound: float | None = None,
+        pool: PoolChoice = None,
+        memory_dim: int | None = None,
+        scales: tuple[float, float] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(config, LongNetConfig):
+            raise TypeError(f"config must be a LongNetConfig; got {type(config).__name__}")
+        self.config, self.pattern = config, config.pattern
+        self.over_ranks = over_ranks(
+            mesh, schedule=schedule, sharding=sharding, codec=codec, error_bound=error_bound, pool=pool
+        )
+        self._check_mesh()
+        self.residue_rate = masks.layout(self.pattern, max(config.segment_lengths)).rate
+        factory = {"device": device, "dtype": dtype}
+        if memory_dim is not None:
+            require_int("memory_dim", memory_dim, minimum=1)
+        E, deepest = config.embed_dim, max(1, config.depth - 1)
+        self.embedding = None if config.vocab_size is None else nn.Embedding(config.vocab_size, E, **factory)
+        self.positions = None if config.max_positions is None else nn.Embedding(config.max_positions, E, **factory)
+        self.blocks = nn.ModuleList(
+            Block(
+                config,
+                self.over_ranks,
+                memory_dim=memory_dim,
+                scales=scales,
+                drop_path=config.drop_path * index / deepest,
+                **factory,
+            )
+            for index in range(config.depth)
+        )
+        self.norm = nn.Identity() if config.deepnorm else norm(config, **factory)
+        self.reset_parameters()
+
+    def made_of(self) -> dict[str, Any]:
+        """As in `Pretrained`."""
+        return {"config": self.config}
+
+    def reset_parameters(self) -> None:
+        """Embeddings of variance 1, or 1 / E where they are the output projection too; learned positions near 0."""
+        E = self.config.embed_dim
+        if self.embedding is not None:
+            nn.init.normal_(self.embedding.weight, std=E**-0.5 if self.config.tie_embeddings else 1.0)
+        if self.positions is not None:
+            nn.init.normal_(self.positions.weight, std=0.02)
+
+    def forward(
+        self,
+        tokens: Int64[Tensor, "B N"] | Float[Tensor, "B N E"],
+        *,
+        key_padding_mask: Bool[Tensor, "B N"] | None = None,
+        caches: Sequence[KVCache] | None = None,
+        memory: Float[Tensor, "B M E_memory"] | None = None,
+        memory_padding_mask: Bool[Tensor, "B M"] | None = None,
+    ) -> Float[Tensor, "B N E"]:
+        """Features of tokens in [0, vocab_size); with vocab_size=None, of embedded inputs.
+
+        key_padding_mask: True for tokens to which no token may attend; pad on the right, as positions count from
+        the first token; with a mesh it is the mask of the whole sequence. With `caches`, from `new_caches`, the
+        tokens follow those that went through them before. memory: what every token attends to, of a model with
+        memory_dim; memory_padding_mask: True for those of its tokens to which none may.
+        Raises ValueError or TypeError for another shape, dtype or device; a token outside the vocabulary raises
+        IndexError, or what the device makes of it, when it is embedded.
+        """
+        if caches is not None and key_padding_mask is not None:
+            raise ValueError("caches know no padding: give the real tokens alone, without key_padding_mask")
+        return self.features(tokens, caches, key_padding_mask, self.read(memory, memory_padding_mask))
+
+    def new_caches(self, *, capacity: int | None = None) -> list[KVCache]:
+        """Empty caches, one a block, for the tokens of a batch to go through in order. For a causal model.
+
+        capacity: as in `KVCache`.
+        """
+        self._check_one_rank("new_caches")
+        heads, engine = self.config.num_heads, self.config.engine
+        return [KVCache(self.pattern, num_heads=heads, capacity=capacity, engine=engine) for _ in self.blocks]
+
+    def read(self, memory: Tensor | None, padding: Tensor | None = None) -> Memory | None:
+        """What the blocks attend to of a memory (B, M, E_memory), for `features`; None for none."""
+        expected = self.blocks[0].memory_kv
+        if (memory is None) != (expected is None):
+            raise ValueError(
+                f"a model made with memory_dim needs a memory, and another takes none; got memory_dim="
+                f"{None if expected is None else expected.in_features} and {'no' if memory is None else 'a'} memory"
+            )
+        if memory is None:
+            return None
+        if not isinstance(memory, Tensor) or memory.dim() != 3 or memory.shape[-1] != expected.in_features:
+            came = tuple(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__
+            raise ValueError(f"memory must have shape (batch, tokens, {expected.in_features}); got {came}")
+        pattern = without_padding(masks.every(), padding, tuple(memory.shape[:2]))
+        return Memory([block.keys_values(memory) for block in self.blocks], on_host(pattern))
+
+    def features(
+        self,
+        tokens: Tensor,
+        caches: Sequence[KVCache] | None = None,
+        padding: Tensor | None = None,
+        memory: Memory | None = None,
+    ) -> Float[Tensor, "B N E"]:
+        """What the last norm gives, in the order of the tokens; `forward` says what the arguments are."""
+        self._check(tokens)
+        self._check_caches(caches)
+        num_tokens = tokens.shape[1]
+        layout = None if caches else self._layout(num_tokens, tokens.device)
+        first = caches[0].num_tokens if caches else 0
+        if self.over_ranks is not None:
+            num_tokens = self.over_ranks.sharding_of(num_tokens).num_tokens
+            positions, x = self.over_ranks.positions(tokens.shape[1], tokens.device), tokens
+        elif layout is None:
+            positions, x = torch.arange(first, first + num_tokens, device=tokens.device), tokens
+        else:
+            positions, x = layout.positions(tokens.device), layout.apply(tokens, dim=1)
+        x = self._embedded(x, positions, first + num_tokens)
+        pattern = on_host(without_padding(self.pattern, padding, (tokens.shape[0], num_tokens)))
+        told = turns(self.config, positions, first + num_tokens, x.dtype)
+        for index, block in enumerate(self.blocks):
+            read = () if memory is None else (memory.blocks[index], memory.pattern)
+            if caches is not None:
+                x = block(x, told, pattern, layout, caches[index], *read)
+            elif self.config.checkpoint and torch.is_grad_enabled():
+                draws = self.training and bool(self.config.dropout or self.config.drop_path)
+                inputs = (x, told, pattern, layout, *((None, *read) if read else ()))
+                x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=draws)
+            else:
+                x = block(x, told, pattern, layout, *((None, *read) if read else ()))
+        x = self.norm(x)
+        return x if layout is None else layout.invert(x, dim=1)
+
+    def _embedded(self, x: Tensor, positions: Tensor, end: int) -> Tensor:
+        """Tokens as vectors, with learned positions, all below `end`."""
+        x = x if self.embedding is None else self.embedding(x)
+        if self.positions is not None:
+            if end > self.positions.num_embeddings:
+                raise ValueError(f"the model has {self.positions.num_embeddings} learned positions; got {end} tokens")
+            x = x + self.positions(positions)
+        return F.dropout(x, self.config.dropout, self.training)
+
+    def _layout(self, num_tokens: int, device: torch.device) -> Layout | None:
+        """The model's token order at this length; None for the natural one."""
+        if self.config.layout == "natural" or self.over_ranks is not None:
+            return None
+        if self.config.layout == "residue":
+            return masks.Layout(num_tokens, self.residue_rate)
+        # Asked at the longest segment, not at num_tokens: one answer for every length compiles once.
+        longest = max(self.config.segment_lengths)
+        best = masks.recommended_layout(self.pattern, longest, num_heads=self.config.num_heads, device=device)
+        return None if best is None else masks.Layout(num_tokens, best.rate)
+
+    def _check_mesh(self) -> None:
+        if self.over_ranks is None:
+            return
+        if self.config.layout == "residue":
+            raise ValueError(
+                "with a mesh the tokens stay in their order: layout must be 'auto' or 'natural'; got 'residue'"
+            )
+        if self.config.drop_path:
+            raise ValueError(
+                "with a mesh every rank would leave out other sequences' halves: drop_path must be 0; got "
+                f"drop_path={self.config.drop_path}"
+            )
+
+    def _check(self, tokens: Tensor) -> None:
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"the input must be a tensor; got {type(tokens).__name__}")
+        require_dense("the input", tokens)
+        weight = self.blocks[0].qkv.weight
+        device, shape, E = weight.device, tuple(tokens.shape), self.config.embed_dim
+        if tokens.device != device:
+            raise ValueError(f"the input must be on the model's device {device}; got {tokens.device}")
+        if self.embedding is not None:
+            fits, rule = tokens.dim() == 2, "(batch, tokens)"
+        else:
+            fits, rule = tokens.dim() == 3 and shape[-1] == E, f"(batch, tokens, {E})"
+        if not fits:
+            raise ValueError(f"the input must have shape {rule}; got {shape}")
+        if self.embedding is not None:
+            if tokens.dtype != torch.int64:
+                raise TypeError(f"tokens must be int64; got {tokens.dtype}")
+        elif tokens.dtype != weight.dtype and autocast_dtype(device) is None:
+            raise TypeError(f"the input must have the model's dtype {weight.dtype}; got {tokens.dtype}")
+
+    def _check_one_rank(self, what: str) -> None:
+        if self.over_ranks is not None:
+            raise ValueError(
+                f"{what} needs a model on one rank: load the state_dict into a LongNet without a mesh; "
+                f"this one has {self.over_ranks}"
+            )
+
+    def _check_caches(self, caches: Sequence[KVCache] | None) -> None:
+        if caches is None:
+            return
+        self._check_one_rank("a call with caches")
+        if not isinstance(caches, Sequence) or not all(isinstance(cache, KVCache) for cache in caches):
+            raise TypeError(f"caches must be a sequence of KVCache, as new_caches makes them; got {caches!r:.80}")
+        seen = [cache.num_tokens for cache in caches]
+        if len(seen) != len(self.blocks) or len(set(seen)) > 1:
+            raise ValueError(
+                f"a model of {len(self.blocks)} blocks needs as many caches that have seen the same tokens; "
+                f"got {len(seen)} that have seen {seen}"
+            )
+
+    def extra_repr(self) -> str:
+        way = f"{engine_text(self.config.engine)}{ranks_text(self.over_ranks)}"
+        return f"{pattern_text(self.pattern)}, layout={self.config.layout!r}, {way}"

@@ -1,0 +1,122 @@
+"""Models in a folder: what they were made of as JSON, their weights as safetensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from ._longnet_config import LongNetConfig
+
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+
+
+class Pretrained(nn.Module):
+    """`save_pretrained` and `from_pretrained`, of a model that says what it was made of."""
+
+    def made_of(self) -> dict[str, Any]:
+        """The arguments of its configuration, by name: configurations, and plain data."""
+        raise NotImplementedError  # every model has its own
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the model into a folder, which is made if need be: config.json and model.safetensors.
+
+        The weights are those of the state_dict, in their dtype. What a call runs on (mesh, device) is not written.
+        Raises ImportError without safetensors (pip install 'flexdilated[pretrained]').
+
+        >>> import tempfile
+        >>> config = fd.LongNetConfig(
+        ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
+        ... )
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fd.LongNet(config).save_pretrained(folder)
+        ...     model = fd.LongNet.from_pretrained(folder)
+        >>> model.config == config
+        True
+        """
+        store = _safetensors()
+        arguments = {
+            name: asdict(value) if isinstance(value, LongNetConfig) else value for name, value in self.made_of().items()
+        }
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        store.save_file({name: each.contiguous() for name, each in self.state_dict().items()}, place / _WEIGHTS)
+        written = {"model": type(self).__name__, "arguments": arguments}
+        (place / _CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> Self:
+        """The model that `save_pretrained` wrote into a folder, in evaluation mode.
+
+        device, dtype: of its weights; None keeps the dtype that was written. options: what else the model may be made
+        with, such as a mesh. Raises FileNotFoundError for a folder without the two files, ValueError for one of
+        another model, for a configuration this version does not know, and for weights that are missing, unknown or of
+        another shape, all of which it names; ImportError without safetensors.
+        """
+        store, place = _safetensors(), Path(folder)
+        for name in (_CONFIG, _WEIGHTS):
+            if not (place / name).is_file():
+                raise FileNotFoundError(f"a model's folder has {_CONFIG} and {_WEIGHTS}; {place} has no {name}")
+        model = cls(**_read(cls, place / _CONFIG), **options, device="meta")
+        weights = store.load_file(place / _WEIGHTS, device=str(device))
+        _check(model, weights)
+        model.load_state_dict({name: each.to(dtype) for name, each in weights.items()}, assign=True)
+        return model.eval()
+
+
+def _safetensors() -> Any:
+    try:
+        return import_module("safetensors.torch")
+    except ImportError as error:
+        raise ImportError(
+            "save_pretrained and from_pretrained need safetensors: pip install 'flexdilated[pretrained]'"
+        ) from error
+
+
+def _read(cls: type[nn.Module], path: Path) -> dict[str, Any]:
+    """The arguments that a file holds for this class."""
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+        name, arguments = written["model"], dict(written["arguments"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} must be as save_pretrained writes it; reading it failed: {error!r}") from error
+    if name != cls.__name__:
+        raise ValueError(f"{path} is of a {name}: call {name}.from_pretrained; got {cls.__name__}")
+    known = set(signature(cls).parameters)
+    if strangers := [each for each in arguments if each not in known]:
+        raise ValueError(f"{path} has arguments that {name} does not know: {', '.join(strangers)}")
+    return {each: _config(value, path) if isinstance(value, dict) else value for each, value in arguments.items()}
+
+
+def _config(data: dict[str, Any], path: Path) -> LongNetConfig:
+    known = {each.name for each in fields(LongNetConfig)}
+    if strangers := [name for name in data if name not in known]:
+        raise ValueError(f"{path} has fields that LongNetConfig does not know: {', '.join(strangers)}")
+    return LongNetConfig(**data)
+
+
+def _check(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError that names all weights which are missing, unknown or of another shape."""
+    expected = {name: tuple(each.shape) for name, each in model.state_dict().items()}
+    wrong = [f"{name} is missing" for name in expected if name not in weights]
+    wrong += [f"{name} is unknown" for name in weights if name not in expected]
+    wrong += [
+        f"{name} has shape {tuple(each.shape)} instead of {expected[name]}"
+        for name, each in weights.items()
+        if name in expected and tuple(each.shape) != expected[name]
+    ]
+    if wrong:
+        raise ValueError(f"weights must be those of the configuration; {'; '.join(wrong)}")

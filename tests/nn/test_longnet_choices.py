@@ -1,0 +1,196 @@
+"""LongNet's choices: positions, norms, biases, scales, dropout; against the dense definition and their own laws."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated.nn import LongNetConfig
+from flexdilated.nn._longnet_block import residual_scales
+from tests.support import longnet_oracle
+
+V, N = 19, 37
+TINY = LongNetConfig(
+    vocab_size=V,
+    embed_dim=24,
+    depth=2,
+    num_heads=4,
+    segment_lengths=(4, 16, 64),
+    dilation_rates=(1, 2, 6),
+    layout="natural",
+)
+TOLERANCE = {"rtol": 1e-8, "atol": 1e-9}
+CHOICES = {
+    "bias": replace(TINY, bias=True),
+    "rms": replace(TINY, norm="rms"),
+    "rms, bias": replace(TINY, norm="rms", bias=True, subln=True),
+    "xpos": replace(TINY, position="xpos", xpos_scale=5),
+    "learned": replace(TINY, position="learned", max_positions=N),
+    "no positions": replace(TINY, position=None, num_heads=8),  # of an odd head dim
+    "subln": replace(TINY, subln=True, num_kv_heads=2),
+    "deepnorm": replace(TINY, deepnorm=True, bias=True),
+    "deepnorm, rms, learned": replace(TINY, deepnorm=True, norm="rms", position="learned", max_positions=50),
+    "encoder": replace(TINY, vocab_size=None, causal=False, subln=True, bias=True, position=None),
+    "checkpoint": replace(TINY, deepnorm=True, checkpoint=True),
+}
+
+
+def model_of(config: LongNetConfig, seed: int = 0) -> fd.LongNet:
+    torch.manual_seed(seed)
+    model = fd.LongNet(config, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases begin at 1 and 0, which hides what they do
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def input_of(config: LongNetConfig, length: int = N) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    if config.vocab_size is not None:
+        return torch.randint(config.vocab_size, (2, length), generator=generator)
+    return torch.randn(2, length, config.embed_dim, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("layout", ["natural", "residue"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_equals_the_definition(name, layout):
+    config = replace(CHOICES[name], layout=layout)
+    model, x = model_of(config), input_of(config)
+    weights = dict(model.named_parameters())
+    deep = (2 * config.depth) ** 0.25
+    out, expected = model(x), longnet_oracle.longnet(config, weights, x, deep=deep)
+    assert_close(out, expected, **TOLERANCE)
+    cotangent = torch.randn_like(expected)
+    got, want = (torch.autograd.grad(y, list(weights.values()), cotangent) for y in (out, expected))
+    for parameter, ours, theirs in zip(weights, got, want, strict=True):
+        assert_close(ours, theirs, rtol=1e-7, atol=1e-8, msg=lambda text, name=parameter: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("name", ["xpos", "learned", "no positions", "subln", "deepnorm"])
+@torch.no_grad()
+def test_caches_give_what_one_pass_gives(name):
+    model, x = model_of(CHOICES[name]), input_of(CHOICES[name])
+    caches = model.new_caches()
+    steps = torch.cat([model(part, caches=caches) for part in x.split((20, 1, 1, 15), dim=1)], dim=1)
+    assert_close(steps, model(x), **TOLERANCE)
+
+
+def test_xpos_goes_as_far_as_it_says():
+    config = replace(TINY, position="xpos", xpos_scale=1, segment_lengths=(64,), dilation_rates=(1,))
+    model = model_of(config).float()
+    tokens = torch.randint(V, (1, 126))
+    exact = model_of(config)
+    exact.load_state_dict(model.double().state_dict())
+    assert_close(model.float()(tokens).double(), exact(tokens), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"xPos reaches 126 tokens with xpos_scale=1: raise it, .*; got 127 tokens"):
+        model(torch.randint(V, (1, 127)))
+    with pytest.raises(ValueError, match="range of float32 or bfloat16; got float16"):
+        model.half()(tokens)
+
+
+@torch.no_grad()
+def test_learned_positions_end():
+    model = model_of(CHOICES["learned"])
+    caches = model.new_caches()
+    model(input_of(TINY, 30), caches=caches)
+    with pytest.raises(ValueError, match="has 37 learned positions; got 38 tokens"):
+        model(input_of(TINY, 8), caches=caches)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("kind", [{"dropout": 0.5}, {"drop_path": 0.5}])
+def test_dropout_is_of_training(kind, checkpoint):
+    config = replace(TINY, vocab_size=None, checkpoint=checkpoint)
+    plain, model = model_of(config), model_of(replace(config, **kind))
+    x = input_of(config).repeat(4, 1, 1)
+    assert_close(model.eval()(x), plain(x), rtol=0, atol=0)
+    model.train()
+    torch.manual_seed(1)
+    drawn = [model(x) for _ in range(3)]
+    assert all((one - other).abs().max() > 1e-3 for one, other in pairwise(drawn))
+    torch.manual_seed(1)
+    again = model(x)
+    assert_close(again, drawn[0], rtol=0, atol=0)
+    # What a checkpointed block draws again in the backward is what it drew: the gradient is that of the output.
+    torch.manual_seed(1)
+    direction = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(3))
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x)
+    ends = []
+    for sign in (1, -1):
+        torch.manual_seed(1)
+        ends.append(model((x + sign * 1e-6 * direction).detach()).square().sum().item())
+    assert (slope * direction).sum().item() == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-4)
+
+
+def test_drop_path_leaves_sequences_out_more_often_the_deeper_they_are():
+    model = model_of(replace(TINY, vocab_size=None, depth=3, drop_path=0.5)).train()
+    assert [block.drop_path for block in model.blocks] == [0.0, 0.25, 0.5]
+    x, unchanged, total = torch.randn(400, 2, 24, dtype=torch.float64), [], []
+    torch.manual_seed(0)
+    for block in model.blocks:
+        y = block(x, None, model.pattern, None)
+        unchanged.append((y == x).flatten(1).all(1).float().mean().item())
+        total.append((y - x).mean().item())
+    assert unchanged == pytest.approx([0, 0.25**2, 0.5**2], abs=0.05)
+
+
+def test_a_mean_over_dropped_paths_is_the_path():
+    model = model_of(replace(TINY, vocab_size=None, depth=1, drop_path=0.5)).train()
+    block = model.blocks[0]
+    block.drop_path = 0.5
+    x = torch.randn(1, 2, 24, dtype=torch.float64).expand(4000, 2, 24)
+    torch.manual_seed(0)
+    added = block._add(x, block.ffn_norm, lambda y: y) - x
+    block.eval()
+    assert_close(added.mean(0), (block._add(x, block.ffn_norm, lambda y: y) - x)[0], rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", [{"deepnorm": True}, {"subln": True}, {}])
+def test_features_and_gradients_keep_their_scale_at_any_depth(kind):
+    """What the scales are for: 32 layers begin with gradients of the order of those of 2."""
+    sizes = []
+    for depth in (2, 32):
+        torch.manual_seed(0)
+        model = fd.LongNet(replace(TINY, vocab_size=None, depth=depth, **kind))
+        x = torch.randn(1, 64, 24, requires_grad=True)
+        out = model(x)
+        (gradient,) = torch.autograd.grad(out.square().sum(), x)
+        sizes.append((out.square().mean().sqrt(), gradient.square().mean().sqrt()))
+    for short, long in zip(*sizes, strict=True):
+        assert 0.05 < long / short < 20
+
+
+def test_scales_are_those_of_the_papers():
+    deep, sub = replace(TINY, deepnorm=True, depth=6), replace(TINY, subln=True, depth=6)
+    assert residual_scales(TINY) == (1.0, 0.5)
+    assert residual_scales(deep) == pytest.approx((12**0.25, 48**-0.25))
+    assert residual_scales(deep, encoder_depth=18) == pytest.approx((18**0.25, 72**-0.25))
+    size = (6**4 * 18) ** (1 / 16)
+    assert residual_scales(deep, decoder_depth=18) == pytest.approx((0.81 * size, 0.87 / size))
+    log = torch.log(torch.tensor([12.0, 18.0, 54.0], dtype=torch.float64)).tolist()
+    assert residual_scales(sub) == pytest.approx((1.0, log[0] ** 0.5))
+    assert residual_scales(sub, encoder_depth=18) == pytest.approx((1.0, log[1] ** 0.5))
+    assert residual_scales(sub, decoder_depth=18) == pytest.approx((1.0, (log[2] * log[0] / 3) ** 0.5))
+
+
+@pytest.mark.parametrize(("kind", "residual"), [({"deepnorm": True}, 48**-0.25), ({"subln": True}, None), ({}, 0.5)])
+def test_weights_begin_with_the_gain_of_their_scales(kind, residual):
+    torch.manual_seed(0)
+    config = replace(TINY, embed_dim=512, depth=2 if not kind else 6, bias=True, **kind)
+    block = fd.LongNet(config).blocks[0]
+    gain = torch.tensor(12.0).log().item() ** 0.5 if residual is None else residual
+    inner = gain if kind else 1.0
+    q, k, v = block.qkv.weight.chunk(3)
+    for weight, expected in (
+        *((q, 1), (k, 1), (v, inner), (block.ffn_in.weight, inner)),
+        *((block.attention_out.weight, gain), (block.ffn_out.weight, gain)),
+    ):
+        assert weight.std().item() * weight.shape[1] ** 0.5 == pytest.approx(expected, rel=0.02)
+    assert not any(layer.bias.any() for layer in (block.qkv, block.attention_out, block.ffn_in, block.ffn_out))
