@@ -57,6 +57,7 @@ PUBLIC = {
         "attend",
         "attention_received",
         "compilations",
+        "convert",
         "distributed",
         "integrations",
         "masks",
