@@ -26,7 +26,10 @@ def call_rule(given: Given, mask: Tensor | None, shape: tuple[int, int, int], *,
         return pattern
     hidden = ~mask if mask.dtype == torch.bool else mask
     if hidden.dim() == 4 and hidden.shape[1:3] == (1, 1) and num_queries != 1:
-        return without_padding(pattern, hidden[:, 0, 0].expand(batch, -1), (batch, num_keys))
+        padding = hidden[:, 0, 0].expand(batch, -1)
+        if padding.is_floating_point():  # the least number stands for -inf in many libraries
+            padding = padding.masked_fill(padding == torch.finfo(padding.dtype).min, -torch.inf)
+        return without_padding(pattern, padding, (batch, num_keys))
     if hidden.dim() > 2 and set(hidden.shape[:-2]) == {1}:
         hidden = hidden.flatten(0, -2)
     return with_causal_mask(pattern, hidden, (num_queries, num_keys))

@@ -53,7 +53,8 @@ class ScaledDotProduct(Converted):
     def forward(self, *args: Any, **options: Any) -> Any:
         """What the module's own forward takes and returns."""
         assert self._flexdilated is not None
-        with _ByPattern(self._flexdilated) as served:
+        served = _ByPattern(self._flexdilated)
+        with served:
             out = super().forward(*args, **options)
         if not served.calls:
             raise ValueError(
