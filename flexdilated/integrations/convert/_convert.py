@@ -144,7 +144,10 @@ def _replace(each: Found, given: Given) -> None:
 
 
 def _refuse(model: nn.Module, found: list[Found]) -> NoReturn:
-    seen = "".join(f"; {each.name} ({each.kind}): {each.refused or each.cross}" for each in found)
+    first_of_kind = {each.kind: each for each in reversed(found)}
+    seen = "".join(
+        f"; {each.name or 'the model'} ({kind}): {each.refused or each.cross}" for kind, each in first_of_kind.items()
+    )
     raise ValueError(
         f"{type(model).__name__} has no attention module that convert can replace. It looks for {_LOOKED_FOR}{seen}"
     )
