@@ -177,6 +177,21 @@ def test_another_pattern_takes_the_place_of_the_first() -> None:
     assert "local_window(left=3, right=2)" in repr(model.blocks[0].attn)
 
 
+@torch.no_grad()
+def test_attention_of_timm_that_is_not_fused() -> None:
+    """As `TIMM_FUSED_ATTN=0` makes it; what the module says of itself comes back with its class."""
+    fused, plain = model_of("timm"), model_of("timm")
+    for block in plain.blocks:
+        block.attn.fused_attn = False
+    before = outputs(plain, "timm")
+    fd.convert(fused, WINDOW)
+    fd.convert(plain, WINDOW)
+    assert torch.equal(outputs(plain, "timm"), outputs(fused, "timm"))
+    fd.convert(plain, None)
+    assert not plain.blocks[0].attn.fused_attn
+    assert torch.equal(outputs(plain, "timm"), before)
+
+
 def test_the_report_is_read() -> None:
     report = fd.convert(translator(), WINDOW)
     lines = str(report).splitlines()
@@ -207,10 +222,11 @@ print(sorted({"timm", "torchvision", "x_transformers", "transformers", "einops"}
 def test_fully_shard_stacks() -> None:
     """FSDP exchanges classes too. Converted first, a model shards; what it was can be had before, not after."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         model, (x,) = model_of("encoder"), features()
