@@ -27,6 +27,7 @@ _SERVED = (
     ("timm.models.vision_transformer", "ParallelScalingBlock"),
     ("timm.models.eva", "EvaAttention"),
     ("timm.models.beit", "Attention"),
+    ("timm.models.gemma4_vit", "Gemma4Attention"),
 )
 _WINDOWS = "attends within windows, with a bias for each offset: a ViT with masks.neighborhood is the like of it"
 _POOLING = "pools all tokens by a few queries, to which no pattern of positions applies"
