@@ -52,6 +52,11 @@ def convert(model: nn.Module, pattern: Expression | Chosen | None) -> Report:
     torch.Size([1, 256, 64])
     >>> print(fd.convert(model, None).replaced)
     ()
+
+    A timm ViT with a class token and 14 x 14 patches:
+
+    >>> vit = masks.neighborhood((14, 14), 2).after(1) | masks.global_tokens(1)
+    >>> fd.convert(model, vit)  # doctest: +SKIP
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")

@@ -64,6 +64,20 @@ def test_a_pattern_equals_its_dense_mask(name: str, pattern: str) -> None:
         torch.testing.assert_close(outputs(model.eval(), name), got[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "prefix"), [("torchvision", 1), ("timm", 1), ("timm, qk_norm", 4), ("timm, EVA", 1)])
+def test_neighbourhoods_of_patches_behind_class_and_register_tokens(name: str, prefix: int) -> None:
+    """Against distances on the grid of 4 x 4 patches, by hand."""
+    model = model_of(name)
+    place = torch.cartesian_prod(torch.arange(4), torch.arange(4))
+    seen = torch.ones(prefix + 16, prefix + 16, dtype=torch.bool)
+    centre = place.clamp(1, 2)  # NATTEN's windows stay whole at the edges
+    seen[prefix:, prefix:] = (centre[:, None] - place[None]).abs().amax(-1) <= 1
+    with dense_attention(seen.expand(HEADS, -1, -1)):
+        want = step(model, name)
+    fd.convert(model, masks.neighborhood((4, 4), 1).after(prefix) | masks.global_tokens(prefix))
+    assert_same_step(step(model, name), want)
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("options", [{}, {"attn_head_learned_sink": True}, {"attn_one_kv_head": True}], ids=str)
 def test_x_transformers_equals_its_own_mask(pattern: str, options: dict[str, bool]) -> None:
