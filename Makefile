@@ -8,6 +8,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 TRITON := $(VENV)/triton
+VISION := $(VENV)/vision
 # Build isolation would install a torch of its own choice; `setuptools` comes from the constraints instead.
 INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation
 
@@ -37,7 +38,7 @@ browser:  ## Install chromium for the viewer's tests, on Debian and its like and
 		if command -v $$name; then exit 0; fi; \
 	done; apt-get update && apt-get install --yes --no-install-recommends chromium
 
-test: $(VENV)/.test  ## Run the tests
+test: $(VENV)/.test $(VISION)/.ready  ## Run the tests
 	$(PYTEST) $(ARGS)
 
 # Triton lies beside the other packages, where only these two processes look for it. Where there is none for this machine,
@@ -72,6 +73,13 @@ $(TRITON)/.ready: $(READY) tests/interpreted/constraints.txt
 	@mkdir -p $(TRITON)
 	@$(PY) -m pip install --quiet --no-deps --target $(TRITON) --requirement tests/interpreted/constraints.txt \
 		&& touch $@ || echo "Triton was not installed: the tests of its kernels will be skipped."
+
+# timm and torchvision, whose import fails beside a torch without CUDA: tests/support/vision.py says what the tests do.
+$(VISION)/.ready: $(READY) tests/integrations/convert/constraints.txt
+	rm -rf $(VISION)
+	@mkdir -p $(VISION)
+	@$(PY) -m pip install --quiet --no-deps --target $(VISION) --requirement tests/integrations/convert/constraints.txt \
+		&& touch $@ || echo "timm was not installed: the tests of its models will be skipped."
 
 # The first half of the set-up: an environment with the pinned torch and nothing that could choose another.
 $(READY): constraints.txt

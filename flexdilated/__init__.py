@@ -23,6 +23,7 @@ from .observe import attention_received, compilations, plot_attention_received, 
 
 if TYPE_CHECKING:
     from . import distributed, integrations, testing
+    from .integrations.convert import convert
 
 __all__ = [
     "BlockSparseAttention",
@@ -39,6 +40,7 @@ __all__ = [
     "attend",
     "attention_received",
     "compilations",
+    "convert",
     "distributed",
     "integrations",
     "masks",
@@ -53,7 +55,9 @@ profile_process()
 
 
 def __getattr__(name: str) -> Any:
-    """`distributed`, `integrations` and `testing` are imported when they are first asked for."""
+    """`convert`, `distributed`, `integrations` and `testing` are imported when they are first asked for."""
+    if name == "convert":
+        return import_module(".integrations.convert", __name__).convert
     if name in ("distributed", "integrations", "testing"):
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,12 +2,14 @@
 
 from ._backbone import LongNetBackbone
 from ._block_sparse import BlockSparseAttention
+from ._call_masks import require_causal_mask, without_padding
 from ._dilated_attention import DilatedAttention, HeadParallelDilatedAttention, RingDilatedAttention
 from ._generate import Sampling, generate
 from ._longnet import LongNet, LongNetClassifier, LongNetEncoderDecoder
 from ._longnet_config import LongNetConfig
 from ._model_memory import ModelMemory, ModelSize, attention_size, model_memory
 from ._multihead import MultiheadDilatedAttention
+from ._multihead_projections import MultiheadProjections, refuse_weights
 
 __all__ = [
     "BlockSparseAttention",

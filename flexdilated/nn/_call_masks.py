@@ -30,14 +30,18 @@ def without_padding(
     return pattern & visible_keys(pad(visible, (k_offset, 0)) if k_offset else visible, name="key_padding")
 
 
-def require_causal_mask(mask: object, shape: tuple[int, int]) -> None:
+def require_causal_mask(
+    mask: object,
+    shape: tuple[int, int],
+    *,
+    instead: str = "for another rule call flexdilated.attend with `pattern & other`",
+) -> None:
     """Raise ValueError unless the mask hides exactly the later keys, as `generate_square_subsequent_mask` does.
 
     It holds booleans, True for pairs to hide, or floats, -inf for them and 0 for others. In a graph its values are
-    checked when it runs, with a RuntimeError; on the meta device there are none.
+    checked when it runs, with a RuntimeError; on the meta device there are none. instead: what an error tells to do.
     """
     rule = "attn_mask must be None, or exactly torch's causal mask, as the pattern says who attends to whom"
-    instead = "for another rule call flexdilated.attend with `pattern & other`"
     kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise ValueError(f"{rule}; {instead}. Got {kind}")

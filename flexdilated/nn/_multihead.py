@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from .._attend import attend, autocast_dtype
+from .._attend import attend
 from .._engines import check_engine
-from .._validate import require_dense
 from ..masks.core import require_bool, require_finite, require_int
 from ._call_masks import require_causal_mask, without_padding
 from ._dilated_attention import dilated_pattern
+from ._multihead_projections import MultiheadProjections, refuse_weights
 from ._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 # B batch, N queries, M keys, E embed dim, K key dim, V value dim, D head dim
 
 
-class MultiheadDilatedAttention(nn.Module):
+class MultiheadDilatedAttention(MultiheadProjections):
     """Projections, dilated attention, output projection; parameters as in `nn.MultiheadAttention`.
 
     `state_dict` loads from and into an `nn.MultiheadAttention` of the same sizes, and equal seeds give equal
@@ -44,17 +43,6 @@ class MultiheadDilatedAttention(nn.Module):
     >>> layer(x, x, x)[0].shape
     torch.Size([1, 256, 64])
     """
-
-    # In eval without gradients `nn.TransformerEncoderLayer` runs its own dense kernel on the weights of
-    # `self_attn` and never calls it. This attribute makes it, and `nn.TransformerEncoder`, take the ordinary
-    # path instead.
-    _qkv_same_embed_dim = False
-
-    in_proj_weight: nn.Parameter | None
-    q_proj_weight: nn.Parameter | None
-    k_proj_weight: nn.Parameter | None
-    v_proj_weight: nn.Parameter | None
-    in_proj_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -142,10 +130,9 @@ class MultiheadDilatedAttention(nn.Module):
         are returned, so it changes nothing here. Raises ValueError for need_weights, for any other attn_mask (in a
         compiled graph RuntimeError, when it runs), and for inputs that do not fit.
         """
-        _check_call(need_weights)
-        self._check_inputs(query, key, value)
-        q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
-        *batch, tokens = key.shape[:-1] if self.batch_first or key.dim() == 2 else key.shape[1::-1]
+        refuse_weights(need_weights)
+        q, k, v = self.heads_of(query, key, value)
+        *batch, tokens = self.key_shape(key)
         if self.over_ranks is not None:
             tokens = self.over_ranks.sharding_of(tokens).num_tokens
         num_queries = q.shape[2] if self.over_ranks is None else tokens
@@ -155,7 +142,7 @@ class MultiheadDilatedAttention(nn.Module):
             out = attend(q, k, v, pattern, engine=self.engine)
         else:
             out = self.over_ranks.attend(q, k, v, pattern, engine=self.engine)
-        return self.out_proj(self._join_heads(out, query.dim())), None
+        return self.joined(out, query.dim()), None
 
     def _check_order(self, is_causal: bool, attn_mask: object, shape: tuple[int, int]) -> None:
         """A causal call needs a causal module; the mask beside it says the same once more."""
@@ -164,48 +151,6 @@ class MultiheadDilatedAttention(nn.Module):
         if not self.causal and (is_causal or attn_mask is not None):
             came = "is_causal=True" if is_causal else "a causal attn_mask"
             raise ValueError(f"a causal call needs a module that is made with causal=True; got {came}")
-
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-        weight, bias = self.in_proj_weight, self.in_proj_bias
-        if weight is not None and query is key and key is value:
-            return F.linear(query, weight, bias).chunk(3, dim=-1)
-        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        weights = [w for w in separate if w is not None] if weight is None else weight.chunk(3)
-        biases = (None, None, None) if bias is None else bias.chunk(3)
-        inputs = (query, key, value)
-        return [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
-
-    def _split_heads(self, x: Tensor) -> Float[Tensor, "B H N D"]:
-        x = x.unflatten(-1, (self.num_heads, self.head_dim))
-        if x.dim() == 3:
-            return x.transpose(0, 1).unsqueeze(0)
-        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
-
-    def _join_heads(self, out: Float[Tensor, "B H N D"], dims: int) -> Tensor:
-        if dims == 2:
-            return out.squeeze(0).transpose(0, 1).flatten(-2)
-        return (out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)).flatten(-2)
-
-    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        tensors = {"query": query, "key": key, "value": value}
-        for (name, x), width in zip(tensors.items(), (self.embed_dim, self.kdim, self.vdim), strict=True):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
-            require_dense(name, x)
-            if x.dim() not in (2, 3) or x.shape[-1] != width:
-                raise ValueError(
-                    f"{name} must have shape (tokens, {width}), or that with a batch dim; got {tuple(x.shape)}"
-                )
-            self._check_kind(name, x)
-        _check_fit(query, key, value, batch_dim=0 if self.batch_first else 1)
-
-    def _check_kind(self, name: str, x: Tensor) -> None:
-        """Device as the parameters'; dtype too, unless autocast is there to convert it."""
-        weight = self.out_proj.weight
-        if x.device != weight.device:
-            raise ValueError(f"{name} must be on the module's device {weight.device}; got {x.device}")
-        if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
-            raise ValueError(f"{name} must have the module's dtype {weight.dtype}; got {x.dtype}")
 
     def extra_repr(self) -> str:
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kdim={self.kdim}, vdim={self.vdim}"
@@ -232,21 +177,3 @@ def _check_unavailable(dropout: float, *, add_bias_kv: bool, add_zero_attn: bool
                 f"{name} must be False, as a key without a position is in no segment: prepend a learned token to the "
                 f"sequence instead; got {name}=True"
             )
-
-
-def _check_call(need_weights: bool) -> None:
-    if require_bool("need_weights", need_weights):
-        raise ValueError(
-            "need_weights must be False, as attention weights are never formed: for a small input, read the "
-            "allowed pairs from pattern.bind(...).mask_mod(); got need_weights=True"
-        )
-
-
-def _check_fit(query: Tensor, key: Tensor, value: Tensor, *, batch_dim: int) -> None:
-    shapes = f"got query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
-    if not query.dim() == key.dim() == value.dim():
-        raise ValueError(f"query, key and value must all be batched, or none of them; {shapes}")
-    if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"key and value must agree in tokens and batch; {shapes}")
-    if query.dim() == 3 and query.shape[batch_dim] != key.shape[batch_dim]:
-        raise ValueError(f"query and key must have one batch size, in dim {batch_dim}; {shapes}")

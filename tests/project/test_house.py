@@ -60,6 +60,7 @@ PUBLIC = {
         "attend",
         "attention_received",
         "compilations",
+        "convert",
         "distributed",
         "integrations",
         "masks",

@@ -1,0 +1,158 @@
+"""`convert`: every attention module of a model is found and given its pattern, or left with a reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ...masks import Mixture, Pattern
+from ...masks.patterns import names
+from . import _timm, _torch, _x_transformers
+from ._found import Found
+from ._replaced_class import Converted, Given, check_restorable, original_class, replace_class, restore_class
+from ._report import Left, Replaced, Report
+
+Expression = Pattern | Mixture
+Chosen = Callable[[str, nn.Module], Expression | None]
+
+_LOOKED_FOR = (
+    "nn.MultiheadAttention (in nn.TransformerEncoder, nn.Transformer, torchvision's ViT), attention of timm's ViTs and "
+    "EVA, Attention of x-transformers"
+)
+_NAMED_SO = re.compile("Attention|Attn")
+
+
+def convert(model: nn.Module, pattern: Expression | Chosen | None) -> Report:
+    """Let the attention modules of a model attend by a pattern, in place; None gives them their own attention back.
+
+    model: any module that holds `nn.MultiheadAttention`, timm's attention or x-transformers', or is one. Parameters,
+    buffers, names in the `state_dict`, hooks and references stay; deepcopy, pickle and torch.compile go on working.
+    What the model says of a call holds beside the pattern: a causal mask or flag, key padding, caches and memories.
+    pattern: one for all modules; or a function of (name, module), as `model.named_modules()` gives them, that returns
+    the pattern of a module, or None for its own attention; or None for all. Each call states the whole: what was
+    converted before is so only if it is again. Cross-attention is converted only where a function chooses it.
+
+    Returns a `Report`, which prints as tables: `replaced` and `left`, each with name and kind, and the reason.
+
+    Raises TypeError for arguments of other types, and ValueError, before anything is changed, for a model with nothing
+    to replace, a pattern that does not fit a module's heads or has run-time tensors, and a module whose class
+    `fully_shard` has replaced since. Calls raise ValueError where they ask for what no pattern does: attention dropout
+    above 0 in training, need_weights=True, masks that are neither causal nor padding.
+
+    >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
+    >>> print(fd.convert(model.eval(), masks.local_window(left=31, right=31)))
+    replaced            kind                      heads    pattern
+    ------------------  ------------------------  -------  -------------------------------
+    layers.0.self_attn  torch.MultiheadAttention  4        local_window(left=31, right=31)
+    layers.1.self_attn  torch.MultiheadAttention  4        local_window(left=31, right=31)
+    >>> model(torch.randn(1, 256, 64)).shape
+    torch.Size([1, 256, 64])
+    >>> print(fd.convert(model, None).replaced)
+    ()
+
+    A timm ViT with a class token and 14 x 14 patches:
+
+    >>> vit = masks.neighborhood((14, 14), 2).after(1) | masks.global_tokens(1)
+    >>> fd.convert(model, vit)  # doctest: +SKIP
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    if not (pattern is None or isinstance(pattern, Expression) or callable(pattern)):
+        raise TypeError(
+            f"pattern must be a pattern, a function (name, module) -> pattern or None, or None; got {pattern!r}"
+        )
+    found = _attentions(model)
+    chosen = [_choice(each, pattern) for each in found]
+    by_name = not isinstance(pattern, Expression)
+    if pattern is not None and not any(not each.refused and (by_name or not each.cross) for each in found):
+        _refuse(model, found)
+    for name, module in model.named_modules():
+        check_restorable(name, module)
+    for module in model.modules():
+        restore_class(module)
+    replaced, left = [], []
+    for each, own in zip(found, chosen, strict=True):
+        if isinstance(own, str):
+            left.append(Left(each.name, each.kind, own))
+            continue
+        _replace(each, Given(each.name, own, by_name))
+        replaced.append(Replaced(each.name, each.kind, each.num_heads, own))
+    return Report(tuple(replaced), tuple(left))
+
+
+def _attentions(model: nn.Module) -> list[Found]:
+    """The attention modules of a model: those that a library's file knows, and others that are named so."""
+    found: dict[str, Found] = {}
+    named: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        each = _torch.find(name, module, model) or _timm.find(name, module) or _x_transformers.find(name, module, model)
+        if each is not None:
+            found[name] = each
+        elif _NAMED_SO.search(original_class(module).__name__) and not any(_holds(outer, name) for outer in found):
+            named[name] = module
+    for name, module in named.items():
+        if not any(_holds(name, inner) for inner in (*found, *named)):
+            found[name] = Found(name, module, refused=_unknown(module))
+    return [found[name] for name, _ in model.named_modules() if name in found]
+
+
+def _holds(outer: str, inner: str) -> bool:
+    return inner != outer and (not outer or inner.startswith(f"{outer}."))
+
+
+def _unknown(module: nn.Module) -> str:
+    match type(module).__module__.partition(".")[0]:
+        case "flexdilated":
+            return "it attends by a pattern already"
+        case "transformers":
+            return "flexdilated.integrations.transformers.set_pattern gives models of transformers patterns"
+    return "its class is not known to convert: call flexdilated.attend in its forward"
+
+
+def _choice(each: Found, pattern: Expression | Chosen | None) -> Expression | str:
+    """The pattern of a module, checked; or why it has none."""
+    if each.refused:
+        return each.refused
+    if pattern is None:
+        return "it has its own attention back"
+    if each.cross and isinstance(pattern, Expression):
+        return f"{each.cross}; a function of its name may choose a pattern"
+    own = pattern if isinstance(pattern, Expression) else pattern(each.name, each.module)
+    if own is None:
+        return "the function chose None"
+    _check(each, own)
+    return own
+
+
+def _check(each: Found, own: Any) -> None:
+    if not isinstance(own, Expression):
+        raise TypeError(f"the function must return a pattern or None; for {each.name!r} it returned {own!r}")
+    if names(own):
+        raise ValueError(
+            f"a module's pattern has no run-time tensors, as padding comes with its calls; {each.name!r} got {own!r}"
+        )
+    try:
+        own.check_heads(each.num_heads)
+    except ValueError as error:
+        raise ValueError(f"{each.name!r} has {each.num_heads} heads: {error}") from error
+
+
+def _replace(each: Found, given: Given) -> None:
+    assert each.inner is not None
+    replace_class(each.inner, each.by, given)
+    for module, by in each.around:
+        if not isinstance(module, Converted):  # several layers of one encoder
+            replace_class(module, by)
+
+
+def _refuse(model: nn.Module, found: list[Found]) -> NoReturn:
+    first_of_kind = {each.kind: each for each in reversed(found)}
+    seen = "".join(
+        f"; {each.name or 'the model'} ({kind}): {each.refused or each.cross}" for kind, each in first_of_kind.items()
+    )
+    raise ValueError(
+        f"{type(model).__name__} has no attention module that convert can replace. It looks for {_LOOKED_FOR}{seen}"
+    )

@@ -1,0 +1,92 @@
+"""`nn.MultiheadAttention`, and what is built of it: torch's encoders and decoders, torchvision's ViT, many others."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..._attend import attend
+from ...masks import causal
+from ...nn import MultiheadProjections, refuse_weights, without_padding
+from ._found import Found, ancestors
+from ._replaced_class import Converted, original_class
+from ._rule import check_lengths, refuse_dropout, with_causal_mask
+
+
+class MultiheadAttention(MultiheadProjections, Converted):
+    """`nn.MultiheadAttention` by a pattern; encoder layers call it in every mode (`MultiheadProjections`)."""
+
+    dropout: float
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """The attended values, and None for the weights. A causal attn_mask, or is_causal, composes with the pattern.
+
+        need_weights is False unless a call says True, which is refused: many callers leave torch's default alone and
+        drop the weights.
+        """
+        refuse_weights(need_weights)
+        given = self._flexdilated
+        assert given is not None
+        refuse_dropout(given, self.dropout if self.training else 0.0, "dropout")
+        q, k, v = self.heads_of(query, key, value)
+        check_lengths(given, q.shape[2], k.shape[2])
+        pattern = given.pattern
+        if attn_mask is not None:
+            pattern = with_causal_mask(pattern, attn_mask, (q.shape[2], k.shape[2]))
+        elif is_causal:
+            pattern = pattern & causal()
+        pattern = without_padding(pattern, key_padding_mask, self.key_shape(key))
+        return self.joined(attend(q, k, v, pattern), query.dim()), None
+
+
+class TransformerEncoder(Converted):
+    """`nn.TransformerEncoder` that hands its layers padded tensors, where torch makes nested ones in inference."""
+
+    @property
+    def use_nested_tensor(self) -> bool:
+        """False, whatever the instance says."""
+        return False
+
+
+def find(name: str, module: nn.Module, model: nn.Module) -> Found | None:
+    """A module of class `nn.MultiheadAttention`, or of a subclass with the same forward."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return None
+    above = ancestors(name, model)
+    return Found(
+        name,
+        module,
+        module.num_heads,
+        module,
+        by=MultiheadAttention,
+        refused=_refused(module),
+        cross=_cross(name, module, above),
+        around=tuple((each, TransformerEncoder) for each in above if isinstance(each, nn.TransformerEncoder)),
+    )
+
+
+def _refused(module: nn.MultiheadAttention) -> str:
+    if original_class(module).forward is not nn.MultiheadAttention.forward:
+        return "its class has a forward of its own"
+    if module.bias_k is not None:
+        return "add_bias_kv appends a key that has no position"
+    if module.add_zero_attn:
+        return "add_zero_attn appends a key that has no position"
+    return ""
+
+
+def _cross(name: str, module: nn.MultiheadAttention, above: list[nn.Module]) -> str:
+    if above and isinstance(above[-1], nn.TransformerDecoderLayer) and name.endswith("multihead_attn"):
+        return "cross-attention of a decoder layer"
+    if not module.__dict__["_qkv_same_embed_dim"]:
+        return "its keys or values have another width: cross-attention"
+    return ""

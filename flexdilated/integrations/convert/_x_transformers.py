@@ -1,0 +1,134 @@
+"""x-transformers' `Attention`: the attention between its projections, which stands in its submodule `attend`.
+
+Rotary embeddings, norms of queries and keys, value gates, caches and memories are the outer module's and stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..._attend import attend
+from ._found import Found, ancestors
+from ._replaced_class import Converted
+from ._rule import call_rule, check_lengths, refuse_dropout
+
+_WEIGHTS = "attention weights, which are never formed"
+_BIAS = "adds a bias to each pair's score"
+
+# What an `Attention`, its `attend`, and the layers around it must not have: attribute -> why not.
+_NOT_IN_ATTENTION = {
+    "num_mem_kv": "num_mem_kv puts keys that have no position before the others",
+    "max_attend_past": "max_attend_past is a rule of its own: write it as masks.local_window in the pattern",
+    "data_dependent_alibi": f"data_dependent_alibi {_BIAS}",
+    "rel_proj_pos_bias": f"rel_proj_pos_bias {_BIAS}",
+}
+_NOT_IN_ATTEND = {
+    "pre_softmax_talking_heads": f"talking heads mix {_WEIGHTS}",
+    "post_softmax_talking_heads": f"talking heads mix {_WEIGHTS}",
+    "pre_scale_post_talking_heads": f"talking heads mix {_WEIGHTS}",
+    "selective": "selective attention changes scores by other scores",
+    "cog_signed": f"cog_signed gives signs to {_WEIGHTS}",
+    "l2_distance": "l2_distance has scores that are no dot products",
+    "add_zero_kv": "add_zero_kv puts a key that has no position before the others",
+    "softclamp_logits": "softclamp_logits caps scores",
+    "cope": f"CoPE {_BIAS}",
+    "inverted_attention": "inverted_attention takes its softmax over queries",
+    "flash_pack_seq": "flash_pack_seq calls another package: masks.documents is the pattern of packed sequences",
+}
+_NOT_IN_LAYERS = {
+    "rel_pos": f"the position bias of its layers (ALiBi, T5's and the like) {_BIAS}",
+    "residual_attn": f"residual_attn hands on {_WEIGHTS}",
+    "cross_residual_attn": f"cross_residual_attn hands on {_WEIGHTS}",
+}
+
+
+class Attend(Converted):
+    """`Attend` by a pattern; it takes and returns what that does, without similarities and weights."""
+
+    causal: bool
+    flash: bool
+    dropout: float
+    attn_dropout: nn.Dropout
+    scale: float | None
+    head_attn_sink: nn.Parameter | None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        prev_attn: Tensor | None = None,
+        attn_delta: Tensor | None = None,
+        row_mask: Tensor | None = None,
+        flash_pack_seq_kwargs: dict[str, Any] | None = None,
+        causal: bool | None = None,
+    ) -> tuple[Tensor, Any]:
+        """(output, intermediates without weights). Causal queries are the last of their keys: caches and memories."""
+        given = self._flexdilated
+        assert given is not None
+        for name, value in (("attn_bias", attn_bias), ("prev_attn", prev_attn), ("attn_delta", attn_delta)):
+            if value is not None:
+                raise ValueError(f"{given.name} was called with {name}, and scores and {_WEIGHTS}: leave it out")
+        dropping = "attend.dropout" if self.flash else "attend.attn_dropout.p"
+        refuse_dropout(given, (self.dropout if self.flash else self.attn_dropout.p) if self.training else 0.0, dropping)
+        is_causal = self.causal if causal is None else causal
+        if not is_causal:
+            check_lengths(given, q.shape[2], k.shape[2])
+        mask = mask[:, None, None] if mask is not None and mask.dim() == 2 else mask
+        rule = call_rule(given, mask, (q.shape[0], q.shape[2], k.shape[2]), is_causal=is_causal)
+        if 1 < k.shape[1] < q.shape[1]:  # where query head h reads key head h mod G, unlike enable_gqa
+            k, v = (x.repeat(1, q.shape[1] // k.shape[1], 1, 1) for x in (k, v))
+        offset = k.shape[2] - q.shape[2] if is_causal else 0
+        options: dict[str, Any] = {"scale": self.scale, "sinks": self.head_attn_sink, "q_offset": offset}
+        out = attend(q, k, v, rule, enable_gqa=True, **options)
+        return out, sys.modules[self.original.__module__].Intermediates()
+
+
+def find(name: str, module: Any, model: nn.Module) -> Found | None:
+    """An `Attention` of x-transformers."""
+    library = sys.modules.get("x_transformers.x_transformers")
+    if library is None or not isinstance(module, library.Attention):
+        return None
+    above = ancestors(name, model)
+    layers: Any = next((each for each in reversed(above) if isinstance(each, library.AttentionLayers)), None)
+    is_cross = layers is not None and _layer_type(module, layers) == "c"
+    return Found(
+        name,
+        module,
+        module.heads,
+        module.attend,
+        by=Attend,
+        refused=_refused(module, layers, is_cross=is_cross),
+        cross="cross-attention of its layers" if is_cross else "",
+    )
+
+
+def _layer_type(module: nn.Module, layers: Any) -> str | None:
+    """What the layers note for one of them: "a" for self-attention, "c" for cross-attention."""
+    held = zip(layers.layer_types, layers.layers, strict=False)
+    return next((kind for kind, layer in held if any(each is module for each in layer.modules())), None)
+
+
+def _refused(module: Any, layers: Any, *, is_cross: bool) -> str:
+    not_in_layers = {name: why for name, why in _NOT_IN_LAYERS.items() if name.startswith("cross") == is_cross}
+    for held, reasons in ((module, _NOT_IN_ATTENTION), (module.attend, _NOT_IN_ATTEND), (layers, not_in_layers)):
+        for name, why in reasons.items():
+            if getattr(held, name, None):  # a flag, a number, a module
+                return why
+    if not _is_softmax(module.attend.attn_fn):
+        return "its weights are no softmax of the scores"
+    if module.to_q.out_features // module.heads != module.to_v.out_features // module.kv_heads:
+        return "its values have another width than its keys"
+    return ""
+
+
+def _is_softmax(function: Callable[..., Any]) -> bool:
+    return isinstance(function, partial) and function.func is F.softmax and function.keywords.get("dim") == -1

@@ -1,0 +1,210 @@
+"""Small models of each family, as users build them, with inputs; and the dense oracle, computed from a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import x_transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flexdilated.masks import Mixture, Pattern
+from tests.support.vision import vision
+
+# B batch, H heads, N queries, M keys, D head dim
+
+HEADS = 4
+WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Family:
+    """make: the model, without dropout. inputs: of a call. tokens: that attend to each other.
+
+    replaced: in how many modules. fused: these call `scaled_dot_product_attention` when they train.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Tensor, ...]]
+    tokens: int
+    replaced: int
+    fused: bool = True
+    call: Callable[..., Tensor] = lambda model, *inputs: model(*inputs)
+
+
+def features(num_tokens: int = 21) -> tuple[Tensor, ...]:
+    return (torch.randn(2, num_tokens, WIDTH, generator=torch.Generator().manual_seed(1)),)
+
+
+def images() -> tuple[Tensor, ...]:
+    return (torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)),)
+
+
+def words() -> tuple[Tensor, ...]:
+    return (torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(1)),)
+
+
+def encoder(batch_first: bool = True) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, dropout=0.0, batch_first=batch_first)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
+
+
+def translator() -> nn.Module:
+    return nn.Transformer(WIDTH, HEADS, 2, 2, 48, dropout=0.0, batch_first=True)
+
+
+def translate(model: nn.Module, source: Tensor) -> Tensor:
+    """With a causal target of the same length."""
+    target = source.flip(1)
+    mask = nn.Transformer.generate_square_subsequent_mask(source.shape[1])
+    return model(source, target, tgt_mask=mask, tgt_is_causal=True)
+
+
+def vit(name: str = "vit_tiny_patch16_224", **options: Any) -> Any:
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": WIDTH, "num_heads": HEADS, "depth": 2, "num_classes": 5}
+    return vision()[0].create_model(name, **sizes, **options)
+
+
+def parallel_vit() -> nn.Module:
+    return vit(block_fn=vision()[0].models.vision_transformer.ParallelScalingBlock)
+
+
+def gated_vit() -> nn.Module:
+    """Its attention is of a subclass with the forward of timm's own class."""
+
+    class Gated(vision()[0].layers.Attention):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options, gated=True)
+
+    return vit(attn_layer=Gated)
+
+
+def gemma_vit() -> nn.Module:
+    """It scales scores by 1, and shares keys among heads."""
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": WIDTH, "num_heads": HEADS, "head_dim": 8, "depth": 2}
+    return vision()[0].create_model("gemma4_vit_167m", **sizes, num_kv_heads=2)
+
+
+def beit() -> nn.Module:
+    return vit("beit_base_patch16_224", use_rel_pos_bias=False, use_abs_pos_emb=True)
+
+
+def torchvision_vit() -> nn.Module:
+    vit = vision()[1].models.VisionTransformer
+    return vit(16, 4, num_layers=2, num_heads=HEADS, hidden_dim=WIDTH, mlp_dim=48, num_classes=5)
+
+
+def language_model(**options: Any) -> nn.Module:
+    layers = x_transformers.Decoder(
+        dim=WIDTH, depth=2, heads=HEADS, attn_dim_head=32, **{"rotary_pos_emb": True, "rotary_emb_dim": 32, **options}
+    )
+    return x_transformers.TransformerWrapper(num_tokens=50, max_seq_len=64, attn_layers=layers)
+
+
+def x_encoder() -> nn.Module:
+    layers = x_transformers.Encoder(
+        dim=WIDTH, depth=2, heads=HEADS, attn_dim_head=8, attn_qk_norm=True, attn_flash=True
+    )
+    return x_transformers.TransformerWrapper(num_tokens=50, max_seq_len=64, attn_layers=layers)
+
+
+FAMILIES = {
+    "encoder": Family(encoder, features, 21, 2),
+    "encoder, tokens first": Family(lambda: encoder(False), lambda: (features()[0].transpose(0, 1),), 21, 2),
+    "nn.Transformer": Family(translator, features, 21, 4, call=translate),
+    "torchvision": Family(torchvision_vit, images, 17, 2),
+    "timm": Family(vit, images, 17, 2),
+    "timm, qk_norm": Family(lambda: vit(qk_norm=True, reg_tokens=3, init_values=0.1), images, 20, 2),
+    "timm, gated": Family(gated_vit, images, 17, 2),
+    "timm, parallel": Family(parallel_vit, images, 17, 2),
+    "timm, EVA": Family(lambda: vit("eva02_tiny_patch14_224"), images, 17, 2),
+    "timm, rotary": Family(lambda: vit("vit_small_patch16_rope_224"), images, 17, 2),
+    "timm, Gemma 4": Family(gemma_vit, images, 16, 2),
+    "timm, BEiT without its table": Family(beit, images, 17, 2),
+    "x-transformers": Family(language_model, words, 24, 2, fused=False),
+    "x-transformers, flash": Family(lambda: language_model(attn_flash=True), words, 24, 2),
+    "x-transformers, grouped": Family(lambda: language_model(attn_kv_heads=2, attn_flash=True), words, 24, 2),
+    "x-transformers, one key head": Family(lambda: language_model(attn_one_kv_head=True), words, 24, 2, fused=False),
+    "x-transformers, sinks": Family(lambda: language_model(attn_head_learned_sink=True), words, 24, 2, fused=False),
+    "x-transformers, encoder": Family(x_encoder, words, 24, 2),
+}
+
+
+def model_of(name: str) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = FAMILIES[name].make()
+        for x in model.parameters():  # what begins at 0, or near it, would hide what attention does
+            nn.init.normal_(x, *((0.5, 0.3) if x.dim() == 1 else (0.0, x[0].numel() ** -0.5)))
+        return model
+
+
+def outputs(model: nn.Module, name: str) -> Tensor:
+    family = FAMILIES[name]
+    return family.call(model, *family.inputs())
+
+
+def loss(out: Tensor) -> Tensor:
+    """A norm alone would be constant where the last layer is one of RMS."""
+    return (out - torch.linspace(-1, 1, out.numel()).view_as(out)).pow(2).sum()
+
+
+def step(model: nn.Module, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """(outputs, gradients of all parameters) of one training step."""
+    model.zero_grad()
+    out = outputs(model, name)
+    loss(out).backward()
+    return out.detach(), {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+def assert_same_step(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
+    assert got[1].keys() == want[1].keys()
+    largest = max(float(x.abs().max()) for x in want[1].values())
+    for name, grad in want[1].items():
+        torch.testing.assert_close(got[1][name], grad, rtol=0, atol=1e-4 * max(float(grad.abs().max()), 1e-3 * largest))
+
+
+def dense(pattern: Pattern | Mixture, num_tokens: int) -> Tensor:
+    """Which pairs are allowed, (H, N, N)."""
+    allowed = pattern.bind(num_heads=HEADS, num_queries=num_tokens, num_keys=num_tokens).mask_mod()
+    head, token = torch.arange(HEADS), torch.arange(num_tokens)
+    return allowed(torch.tensor(0), head[:, None, None], token[None, :, None], token[None, None, :])
+
+
+@contextmanager
+def dense_attention(allowed: Tensor) -> Iterator[list[int]]:
+    """Lets `scaled_dot_product_attention` hide what `allowed` does not hold, by its formula; counts its calls.
+
+    Calls of other lengths than those of `allowed` stay as they are.
+    """
+    calls = [0]
+    own = F.scaled_dot_product_attention
+
+    def masked(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        assert dropout_p == 0
+        if (q.shape[-2], k.shape[-2]) != allowed.shape[-2:]:
+            return own(q, k, v, attn_mask, dropout_p, is_causal, **options)
+        calls[0] += 1
+        pairs = allowed.tril() if is_causal else allowed
+        scores = q @ k.mT * (options.get("scale") or q.shape[-1] ** -0.5)
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        return scores.masked_fill(~pairs, -torch.inf).softmax(-1) @ v
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", masked)
+        yield calls

@@ -1,0 +1,259 @@
+"""What stays when a model is converted, and what comes back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flexdilated as fd
+from flexdilated import masks
+
+from .families import (
+    FAMILIES,
+    HEADS,
+    encoder,
+    features,
+    loss,
+    model_of,
+    outputs,
+    step,
+    translator,
+)
+
+WINDOW = masks.local_window(left=3, right=2)
+KINDS = ["encoder", "nn.Transformer", "torchvision", "timm", "timm, EVA", "x-transformers"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_undone_is_bit_equal(name: str) -> None:
+    """And nothing of the conversion is left: classes and attributes of all modules are those of before."""
+    model = model_of(name)
+    before = [(type(module), dict(vars(module))) for module in model.modules()]
+    trained = step(model.train(), name)
+    with torch.no_grad():
+        inferred = outputs(model.eval(), name)
+    fd.convert(model, WINDOW)
+    assert not torch.equal(outputs(model.train(), name), trained[0])
+    assert fd.convert(model, None).replaced == ()
+    out, grads = step(model.train(), name)
+    assert torch.equal(out, trained[0])
+    assert all(torch.equal(grads[each], trained[1][each]) for each in trained[1])
+    with torch.no_grad():
+        assert torch.equal(outputs(model.eval(), name), inferred)
+    model.train()
+    assert [type(module) for module in model.modules()] == [kind for kind, _ in before]
+    for module, (_, held) in zip(model.modules(), before, strict=True):
+        assert vars(module).keys() == held.keys()
+        assert all(vars(module)[each] is held[each] or vars(module)[each] == held[each] for each in held)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_parameters_names_and_classes_stay(name: str) -> None:
+    model = model_of(name)
+    weights, state = dict(model.named_parameters()), list(model.state_dict())
+    kinds = {each: type(module) for each, module in model.named_modules()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    fd.convert(model, WINDOW)
+    assert list(model.state_dict()) == state
+    assert all(x is weights[each] for each, x in model.named_parameters())
+    assert all(isinstance(module, kinds[each]) for each, module in model.named_modules())
+    before, (out, _) = {each: x.detach().clone() for each, x in weights.items()}, step(model.train(), name)
+    optimizer.step()
+    changed = [each for each, x in weights.items() if not torch.equal(x, before[each])]
+    assert any("attn" in each or "attention" in each for each in changed)
+    assert loss(outputs(model, name)) < loss(out)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the first layer's input has no gradient
+def test_hooks_are_called(name: str) -> None:
+    model, called = model_of(name), []
+    report = fd.convert(copy.deepcopy(model), WINDOW)
+    for each in report.replaced:
+        module = model.get_submodule(each.name)
+        module.register_forward_pre_hook(lambda *_, of=each.name: called.append((of, "before")))
+        module.register_forward_hook(lambda *_, of=each.name: called.append((of, "after")))
+        module.register_full_backward_hook(lambda *_, of=each.name: called.append((of, "backward")))
+    fd.convert(model, WINDOW)
+    step(model.train(), name)
+    assert sorted(called) == sorted((x.name, when) for x in report.replaced for when in ("before", "after", "backward"))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_copies_and_pickles_are_converted(name: str) -> None:
+    model = model_of(name).eval()
+    fd.convert(model, WINDOW)
+    want = outputs(model, name)
+    copied = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    fd.convert(model, None)  # which concerns neither
+    for other in (copied, read):
+        assert torch.equal(outputs(other, name), want)
+        fd.convert(other, None)
+        assert torch.equal(outputs(other, name), outputs(model, name))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_go_to_and_from_models_that_are_not_converted(name: str) -> None:
+    model, other = model_of(name).eval(), FAMILIES[name].make().eval()
+    fd.convert(other, WINDOW)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
+    fd.convert(model, WINDOW)
+    assert torch.equal(outputs(other, name), outputs(model, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled(name: str) -> None:
+    """In one graph; a model that is compiled already takes notice of being converted, and of being given back."""
+    model = model_of(name).train()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(outputs(compiled, name), outputs(model, name), rtol=0, atol=1e-5)
+    fd.convert(model, WINDOW)
+    want, grads = step(model, name)
+    got, ours = step(compiled, name)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    for each, grad in grads.items():
+        torch.testing.assert_close(ours[f"_orig_mod.{each}"], grad, rtol=1e-3, atol=1e-4)
+    fd.convert(compiled, None)
+    torch.testing.assert_close(outputs(compiled, name), outputs(model, name), rtol=0, atol=1e-5)
+    assert not torch.allclose(outputs(compiled, name), want, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_padding_and_causal_order_compiled() -> None:
+    """By inductor, with values of masks that the graph does not know."""
+    torch.manual_seed(0)
+    model, (x,) = encoder().train(), features()
+    fd.convert(model, WINDOW | masks.first_tokens(1))
+    compiled = torch.compile(model, fullgraph=True)
+    mask = nn.Transformer.generate_square_subsequent_mask(21)
+    for hidden in (slice(15, 21), slice(9, 12)):
+        padding = torch.zeros(2, 21)
+        padding[1, hidden] = -torch.inf
+        options: dict[str, Any] = {"mask": mask, "is_causal": True, "src_key_padding_mask": padding}
+        torch.testing.assert_close(compiled(x, **options), model(x, **options), rtol=0, atol=1e-5)
+
+
+def test_a_function_of_the_name_chooses() -> None:
+    model = translator()
+    seen = {}
+
+    def chosen(name: str, module: nn.Module) -> masks.Pattern | None:
+        seen[name] = module
+        return None if "layers.0" in name else WINDOW
+
+    report = fd.convert(model, chosen)
+    assert seen == {each: model.get_submodule(each) for each in seen}
+    assert [each.name for each in report.replaced] == [each for each in seen if "layers.1" in each]
+    assert "decoder.layers.1.multihead_attn" in [each.name for each in report.replaced]
+    assert [(each.name, each.reason) for each in report.left] == [
+        (each, "the function chose None") for each in seen if "layers.0" in each
+    ]
+    fd.convert(model, lambda name, _: WINDOW if name == "encoder.layers.0.self_attn" else None)
+    again = fd.convert(model, lambda *_: None)
+    assert (again.replaced, len(again.left)) == ((), 6)
+
+
+def test_another_pattern_takes_the_place_of_the_first() -> None:
+    model, other = model_of("timm"), model_of("timm")
+    fd.convert(model, masks.causal())
+    fd.convert(model, WINDOW)
+    fd.convert(other, WINDOW)
+    assert torch.equal(outputs(model, "timm"), outputs(other, "timm"))
+    assert "local_window(left=3, right=2)" in repr(model.blocks[0].attn)
+
+
+@torch.no_grad()
+def test_attention_of_timm_that_is_not_fused() -> None:
+    """As `TIMM_FUSED_ATTN=0` makes it; what the module says of itself comes back with its class."""
+    fused, plain = model_of("timm"), model_of("timm")
+    for block in plain.blocks:
+        block.attn.fused_attn = False
+    before = outputs(plain, "timm")
+    fd.convert(fused, WINDOW)
+    fd.convert(plain, WINDOW)
+    assert torch.equal(outputs(plain, "timm"), outputs(fused, "timm"))
+    fd.convert(plain, None)
+    assert not plain.blocks[0].attn.fused_attn
+    assert torch.equal(outputs(plain, "timm"), before)
+
+
+def test_the_report_is_read() -> None:
+    report = fd.convert(translator(), WINDOW)
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["replaced", "kind", "heads", "pattern"]
+    assert lines[2].split(maxsplit=3) == [
+        "encoder.layers.0.self_attn",
+        "torch.MultiheadAttention",
+        str(HEADS),
+        "local_window(left=3, right=2)",
+    ]
+    assert [line.split()[0] for line in lines if "multihead_attn" in line] == [each.name for each in report.left]
+    assert str(fd.convert(nn.Linear(2, 2), None)) == "no attention module"
+
+
+def test_it_imports_no_library() -> None:
+    """Models of libraries that nobody has loaded are not there."""
+    code = """
+import sys, torch, flexdilated as fd
+assert "flexdilated.integrations" not in sys.modules
+fd.convert(torch.nn.MultiheadAttention(8, 2), fd.masks.causal())
+print(sorted({"timm", "torchvision", "x_transformers", "transformers", "einops"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's own attention returns a view, too
+def test_fully_shard_stacks() -> None:
+    """FSDP exchanges classes too. Converted first, a model shards; what it was can be had before, not after."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model, (x,) = model_of("encoder"), features()
+        fd.convert(model, WINDOW)
+        want = model(x)
+        for layer in model.layers:
+            fully_shard(layer.self_attn, mesh=mesh)
+        torch.testing.assert_close(model(x), want, rtol=0, atol=1e-6)
+        with pytest.raises(ValueError, match=r"layers\.0\.self_attn was given another class, FSDPConvertedMultihead"):
+            fd.convert(model, None)
+        after = model_of("encoder")
+        for layer in after.layers:
+            fully_shard(layer.self_attn, mesh=mesh)
+        fd.convert(after, WINDOW)
+        torch.testing.assert_close(after(x), want, rtol=0, atol=1e-6)
+        fd.convert(after, None)
+        assert not torch.allclose(after(x), want, atol=1e-3)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_checkpointing_changes_nothing() -> None:
+    model = model_of("timm").train()
+    fd.convert(model, WINDOW)
+    want, grads = step(model, "timm")
+    model.set_grad_checkpointing()
+    out, ours = step(model, "timm")
+    assert torch.equal(out, want)
+    assert all(torch.equal(ours[each], grads[each]) for each in grads)

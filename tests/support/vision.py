@@ -1,0 +1,35 @@
+"""timm and torchvision, which `make test` keeps in a folder of their own, `vision` in the environment.
+
+torchvision on PyPI is built for the CUDA torch. Beside a torch without CUDA its operators cannot be loaded, so that its
+import fails, as does that of whatever looks whether it is installed: transformers, for one. So it is on no path until a
+test asks for it, and then gets what its import misses: the names of two operators, which no ViT calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(sys.prefix) / "vision"
+_OPERATORS = ("nms", "qnms")
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+
+@cache
+def vision() -> tuple[Any, Any]:
+    """(timm, torchvision), imported; skips the test where they are not installed."""
+    if FOLDER.is_dir():
+        sys.path.append(str(FOLDER))
+        if torch.version.cuda is None:
+            for name in _OPERATORS:
+                torch.library.define(f"torchvision::{name}", _SCHEMA)
+    try:
+        return importlib.import_module("timm"), importlib.import_module("torchvision")
+    except ImportError as error:
+        pytest.skip(f"timm and torchvision, which `make test` installs into {FOLDER}, are not there: {error}")
