@@ -88,8 +88,7 @@ class LongNetBackbone(Pretrained):
         self._check_mesh()
         self.residue_rate = masks.layout(self.pattern, max(config.segment_lengths)).rate
         factory = {"device": device, "dtype": dtype}
-        if memory_dim is not None:
-            require_int("memory_dim", memory_dim, minimum=1)
+        self.memory_dim = None if memory_dim is None else require_int("memory_dim", memory_dim, minimum=1)
         E, deepest = config.embed_dim, max(1, config.depth - 1)
         self.embedding = None if config.vocab_size is None else nn.Embedding(config.vocab_size, E, **factory)
         self.positions = None if config.max_positions is None else nn.Embedding(config.max_positions, E, **factory)
@@ -152,19 +151,18 @@ class LongNetBackbone(Pretrained):
 
     def read(self, memory: Tensor | None, padding: Tensor | None = None) -> Memory | None:
         """What the blocks attend to of a memory (B, M, E_memory), for `features`; None for none."""
-        expected = self.blocks[0].memory_kv
-        if (memory is None) != (expected is None):
+        if (memory is None) != (self.memory_dim is None):
             raise ValueError(
-                f"a model made with memory_dim needs a memory, and another takes none; got memory_dim="
-                f"{None if expected is None else expected.in_features} and {'no' if memory is None else 'a'} memory"
+                "a model made with memory_dim needs a memory, and another takes none; got "
+                f"memory_dim={self.memory_dim} and {'no' if memory is None else 'a'} memory"
             )
         if memory is None:
             return None
-        if not isinstance(memory, Tensor) or memory.dim() != 3 or memory.shape[-1] != expected.in_features:
+        if not isinstance(memory, Tensor) or memory.dim() != 3 or memory.shape[-1] != self.memory_dim:
             came = tuple(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__
-            raise ValueError(f"memory must have shape (batch, tokens, {expected.in_features}); got {came}")
+            raise ValueError(f"memory must have shape (batch, tokens, {self.memory_dim}); got {came}")
         pattern = without_padding(masks.every(), padding, tuple(memory.shape[:2]))
-        return Memory([block.keys_values(memory) for block in self.blocks], on_host(pattern))
+        return Memory([self._block(index).keys_values(memory) for index in range(len(self.blocks))], on_host(pattern))
 
     def features(
         self,
@@ -201,6 +199,11 @@ class LongNetBackbone(Pretrained):
                 x = block(x, told, pattern, layout, *((None, *read) if read else ()))
         x = self.norm(x)
         return x if layout is None else layout.invert(x, dim=1)
+
+    def _block(self, index: int) -> Block:
+        block = self.blocks[index]
+        assert isinstance(block, Block)
+        return block
 
     def _embedded(self, x: Tensor, positions: Tensor, end: int) -> Tensor:
         """Tokens as vectors, with learned positions, all below `end`."""
@@ -239,7 +242,7 @@ class LongNetBackbone(Pretrained):
         if not isinstance(tokens, Tensor):
             raise TypeError(f"the input must be a tensor; got {type(tokens).__name__}")
         require_dense("the input", tokens)
-        weight = self.blocks[0].qkv.weight
+        weight = self._block(0).qkv.weight
         device, shape, E = weight.device, tuple(tokens.shape), self.config.embed_dim
         if tokens.device != device:
             raise ValueError(f"the input must be on the model's device {device}; got {tokens.device}")

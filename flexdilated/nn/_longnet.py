@@ -107,31 +107,38 @@ class LongNet(LongNetBackbone):
         return x if self.embedding is None else F.linear(x, self.embedding.weight)
 
 
-class LongNetClassifier(LongNetBackbone):
+class LongNetClassifier(Pretrained):
     """A LongNet with one vector of outputs a sequence: logits of classes, or numbers to regress.
 
     num_outputs: classes, or numbers. pooling: "mean" over the tokens that are no padding, or the "first" or the "last"
-    of them. options: as in `LongNetBackbone`.
+    of them.
 
-    >>> config = fd.LongNetConfig(vocab_size=None, embed_dim=64, depth=2, num_heads=4, causal=False,
-    ...     segment_lengths=(64, 256), dilation_rates=(1, 4))
+    >>> config = fd.LongNetConfig(
+    ...     vocab_size=None, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
+    ... )
     >>> fd.LongNetClassifier(config, 3)(torch.randn(2, 300, 64)).shape
     torch.Size([2, 3])
     """
 
-    def __init__(self, config: LongNetConfig, num_outputs: int, *, pooling: str = "mean", **options: Any) -> None:
-        super().__init__(config, **options)
+    def __init__(
+        self,
+        config: LongNetConfig,
+        num_outputs: int,
+        *,
+        pooling: str = "mean",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
         self.num_outputs = require_int("num_outputs", num_outputs, minimum=1)
         self.pooling = require_choice("pooling", pooling, POOLINGS)
-        if self.over_ranks is not None:
-            raise ValueError("a LongNetClassifier pools the tokens of one rank: it takes no mesh")
-        weight = self.blocks[0].qkv.weight
-        self.head = nn.Linear(config.embed_dim, num_outputs, device=weight.device, dtype=weight.dtype)
+        self.backbone = LongNetBackbone(config, device=device, dtype=dtype)
+        self.head = nn.Linear(config.embed_dim, num_outputs, device=device, dtype=dtype)
         nn.init.normal_(self.head.weight, std=0.1 * config.embed_dim**-0.5)
         nn.init.zeros_(self.head.bias)
 
     def made_of(self) -> dict[str, Any]:
-        return {"config": self.config, "num_outputs": self.num_outputs, "pooling": self.pooling}
+        return {"config": self.backbone.config, "num_outputs": self.num_outputs, "pooling": self.pooling}
 
     def forward(
         self,
@@ -140,7 +147,7 @@ class LongNetClassifier(LongNetBackbone):
         key_padding_mask: Bool[Tensor, "B N"] | None = None,
     ) -> Float[Tensor, "B C"]:
         """The outputs of sequences of at least one token that is no padding; the mask as in `LongNetBackbone`."""
-        x = super().forward(tokens, key_padding_mask=key_padding_mask)
+        x = self.backbone(tokens, key_padding_mask=key_padding_mask)
         if not x.shape[1]:
             raise ValueError(f"a sequence needs a token to be pooled; got shape {tuple(tokens.shape)}")
         return self.head(self._pooled(x, key_padding_mask))

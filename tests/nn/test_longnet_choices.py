@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated.nn import LongNetConfig
-from flexdilated.nn._longnet_block import residual_scales
+from flexdilated.nn._longnet_block import Block, residual_scales
 from tests.support import longnet_oracle
 
 V, N = 19, 37
@@ -184,7 +184,8 @@ def test_scales_are_those_of_the_papers():
 def test_weights_begin_with_the_gain_of_their_scales(kind, residual):
     torch.manual_seed(0)
     config = replace(TINY, embed_dim=512, depth=2 if not kind else 6, bias=True, **kind)
-    block = fd.LongNet(config).blocks[0]
+    (block, *_) = fd.LongNet(config).blocks
+    assert isinstance(block, Block)
     gain = torch.tensor(12.0).log().item() ** 0.5 if residual is None else residual
     inner = gain if kind else 1.0
     q, k, v = block.qkv.weight.chunk(3)
