@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import causal_mask_function
 
 from ..._attend import attend
+from ..._validate import position
 from ...engines import ScoreMod
 from ...masks import Mixture, Pattern, causal, documents, every, visible_keys
 from ...masks.patterns import names
@@ -116,7 +117,7 @@ def visibility(
     reading = read(mask_function, begin)
     tensors |= {name: _on_host(x) for name, x in reading.tensors.items()}
     if isinstance(q_offset, Tensor):  # the cache's own counter, which it raises before attention is called
-        q_offset = q_offset.clone() if torch.compiler.is_compiling() else int(q_offset)
+        q_offset = position("q_offset", q_offset)
     return Visibility(replace(reading, tensors=tensors), unpadded, q_offset, kv_offset)
 
 

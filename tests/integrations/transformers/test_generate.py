@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StaticCache
 
 from flexdilated import masks
 from flexdilated.integrations.transformers import set_pattern
@@ -86,3 +87,28 @@ def test_a_window_that_moves_with_the_cache() -> None:
         past = out.past_key_values
         found.append(out.logits)
     torch.testing.assert_close(torch.cat(found, dim=1), want, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_compiled_step_over_a_static_cache_reads_the_position_once() -> None:
+    """One graph for all positions, in which one number comes to the host, however many layers there are."""
+    torch.compiler.reset()
+    model = model_of("llama", num_hidden_layers=3)
+    set_pattern(model, masks.longnet((4, 16), (1, 2)))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    step = torch.compile(model, fullgraph=True, backend=kept)
+    ids, cache = tokens(), StaticCache(config=model.config, max_cache_len=ids.shape[1])
+    want = model(ids).logits
+    model(ids[:, :8], past_key_values=cache, use_cache=True)
+    for place in range(8, 20):
+        found = step(ids[:, place, None], past_key_values=cache, use_cache=True).logits[:, 0]
+        torch.testing.assert_close(found, want[:, place], rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 1
+    targets = [str(node.target) for node in graphs[0].graph.nodes]
+    assert targets.count("item") == 1
+    assert targets.count("flexdilated.tiles.default") == 3
