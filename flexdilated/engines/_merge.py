@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
+
+from ..masks.core import Expression
 
 # B batch, H heads, N queries, D head dim
 
@@ -39,6 +41,25 @@ def with_sinks(
     """(out, lse) with each row's sink in its softmax: a part with output 0 and the sink for its lse."""
     logits = sinks.to(lse.dtype)[:, None].expand_as(lse)
     return merge(out, lse, out.new_zeros(()).expand_as(out), logits)
+
+
+def with_zero_keys(
+    out: Float[Tensor, "B H N D"],
+    lse: Float[Tensor, "B H N"],
+    pattern: Expression,
+    positions: Int64[Tensor, " N"],
+    *,
+    head_offset: int,
+    num_heads: int,
+    num_tokens: int,
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """(out, lse) with the zero keys that the pattern's padding gives each row: a part with output 0, lse log(count).
+
+    positions: of the rows, in the whole sequence of num_tokens. num_heads: all heads there are.
+    """
+    heads = torch.arange(out.shape[1], device=out.device)[:, None] + head_offset
+    count = pattern.zero_keys(heads, positions, num_heads=num_heads, num_tokens=num_tokens)
+    return merge(out, lse, out.new_zeros(()).expand_as(out), count.to(lse.dtype).log().expand_as(lse))
 
 
 def nothing(

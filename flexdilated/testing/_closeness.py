@@ -98,7 +98,7 @@ def _summed(x: Tensor, num_kv_heads: int) -> Tensor:
 
 def _plain_attention(problem: Problem, *, gradients: bool) -> dict[str, Tensor]:
     """What torch's own dense attention makes of it in the dtype of q; nothing where it cannot say what is meant."""
-    if problem.score_mod is not None or problem.sinks is not None:
+    if problem.score_mod is not None or problem.sinks is not None or problem.pattern.pads:
         return {}
     leaves = [x.detach().clone().requires_grad_(gradients) for x in (problem.q, problem.k, problem.v)]
     q, k, v = leaves[0], *(problem.for_query_heads(x) for x in leaves[1:])
