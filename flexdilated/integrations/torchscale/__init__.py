@@ -2,11 +2,12 @@
 
 from ._attention import DilatedSelfAttention
 from ._config import LongNetEncoderConfig
-from ._encoder import LongNetEncoder
+from ._encoder import EncoderLayer, LongNetEncoder
 from ._slide import SlideEncoder, SlideEncoderConfig, slide_segments
 
 __all__ = [
     "DilatedSelfAttention",
+    "EncoderLayer",
     "LongNetEncoder",
     "LongNetEncoderConfig",
     "SlideEncoder",

@@ -44,7 +44,7 @@ class LongNetEncoder(nn.Module):
         super().__init__()
         self.config = config
         how: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.layers = nn.ModuleList([_Layer(config, index, **how) for index in range(config.depth)])
+        self.layers = nn.ModuleList([EncoderLayer(config, index, **how) for index in range(config.depth)])
         self.layer_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, **how) if config.final_norm else None
         self.dropout = nn.Dropout(config.dropout)
         self._scale_weights()
@@ -96,11 +96,28 @@ class LongNetEncoder(nn.Module):
                 parameter.mul_(scale)
 
 
-class _Layer(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); in training either may be left out for a row."""
+class EncoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); in training either may be left out for a row.
 
-    def __init__(self, config: LongNetEncoderConfig, index: int, **how: Any) -> None:
+    index: which layer of the encoder it is, from 0 on.
+
+    >>> from flexdilated.integrations.torchscale import EncoderLayer, LongNetEncoderConfig
+    >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4}
+    >>> layer = EncoderLayer(LongNetEncoderConfig(**sizes, segment_lengths=(64,), dilation_rates=(2,)), 1)
+    >>> layer(torch.randn(1, 100, 64)).shape
+    torch.Size([1, 100, 64])
+    """
+
+    def __init__(
+        self,
+        config: LongNetEncoderConfig,
+        index: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
+        how: dict[str, Any] = {"device": device, "dtype": dtype}
         self.self_attn = DilatedSelfAttention(config, **how)
         self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, **how)
         self.ffn = _FeedForward(config, **how)
