@@ -28,11 +28,11 @@ from .engines import (
     flex,
     is_transformed,
     nothing,
+    padded_rows,
     reference_attention,
     sum_dtype,
     tiles,
     transformed_tiles,
-    with_zero_keys,
 )
 from .masks import Layout, Mixture, Pattern
 from .masks.core import plans, require_bool, require_expression
@@ -235,7 +235,7 @@ def _pad(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: CallKey) ->
     """The rows with the zero keys that the pattern's padding gives them."""
     slots = torch.arange(call.num_queries, device=out.device) if call.rate == 1 else call.layout.positions(out.device)
     sizes = {"num_heads": call.num_heads_global, "num_tokens": call.num_keys}
-    return with_zero_keys(out, lse, pattern, slots + call.q_offset, head_offset=call.head_offset, **sizes)
+    return padded_rows(out, lse, pattern, slots + call.q_offset, head_offset=call.head_offset, **sizes)
 
 
 def _reference(

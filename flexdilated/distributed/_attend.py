@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._attend import autocast
 from .._engines import choose_engine
 from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
-from ..engines import nothing, placed_engine, with_zero_keys
+from ..engines import nothing, padded_rows, placed_engine
 from ..masks import Mixture, Pattern
 from ..masks.core import Expression, require_bool, require_choice, require_expression
 from ..masks.planning import block_sides
@@ -171,7 +171,7 @@ def attend(
     if pattern.pads and 0 not in q.shape:
         assert lse is not None
         rows = {"head_offset": head_offset, "num_heads": heads, "num_tokens": shards.num_tokens}
-        out, lse = with_zero_keys(out, lse, pattern, shards.positions(ranks.rank, q.device), **rows)
+        out, lse = padded_rows(out, lse, pattern, shards.positions(ranks.rank, q.device), **rows)
     if not return_lse:
         return out
     assert lse is not None

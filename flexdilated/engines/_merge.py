@@ -44,6 +44,19 @@ def with_sinks(
 
 
 def with_zero_keys(
+    out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], count: Int64[Tensor, "H N"]
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """(out, lse) with so many more keys of score 0 and value 0 in each row, which the padding of a pattern gives it.
+
+    Not by `merge`, whose share of the other part, where that is nearly all, leaves few digits of the rest.
+    """
+    none, logs = count == 0, count.clamp(min=1).to(lse.dtype).log()
+    finite = lse.masked_fill(none, 0.0)  # a row of no branch has lse -inf, and no zero keys
+    kept = torch.sigmoid(finite - logs).masked_fill(none, 1.0)
+    return out * kept.unsqueeze(-1).to(out.dtype), torch.where(none, lse, torch.logaddexp(finite, logs))
+
+
+def padded_rows(
     out: Float[Tensor, "B H N D"],
     lse: Float[Tensor, "B H N"],
     pattern: Expression,
@@ -53,13 +66,12 @@ def with_zero_keys(
     num_heads: int,
     num_tokens: int,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out, lse) with the zero keys that the pattern's padding gives each row: a part with output 0, lse log(count).
+    """(out, lse) with the pattern's zero keys, of rows at these positions of a whole sequence of num_tokens.
 
-    positions: of the rows, in the whole sequence of num_tokens. num_heads: all heads there are.
+    num_heads: all heads there are, of which out has those from head_offset on.
     """
     heads = torch.arange(out.shape[1], device=out.device)[:, None] + head_offset
-    count = pattern.zero_keys(heads, positions, num_heads=num_heads, num_tokens=num_tokens)
-    return merge(out, lse, out.new_zeros(()).expand_as(out), count.to(lse.dtype).log().expand_as(lse))
+    return with_zero_keys(out, lse, pattern.zero_keys(heads, positions, num_heads=num_heads, num_tokens=num_tokens))
 
 
 def nothing(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
@@ -98,11 +98,14 @@ def _summed(x: Tensor, num_kv_heads: int) -> Tensor:
 
 def _plain_attention(problem: Problem, *, gradients: bool) -> dict[str, Tensor]:
     """What torch's own dense attention makes of it in the dtype of q; nothing where it cannot say what is meant."""
-    if problem.score_mod is not None or problem.sinks is not None or problem.pattern.pads:
+    if problem.score_mod is not None or problem.sinks is not None:
         return {}
     leaves = [x.detach().clone().requires_grad_(gradients) for x in (problem.q, problem.k, problem.v)]
     q, k, v = leaves[0], *(problem.for_query_heads(x) for x in leaves[1:])
     times = problem.times()
+    if problem.pattern.pads:  # one more key, that counts as often as there are zero keys
+        k, v, times = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1)), pad(times, (0, 1))
+        times[..., -1] = problem.zero_keys()
     empty = (times == 0).all(-1, keepdim=True)
     bias = times.double().log().masked_fill(empty, 0.0).to(q.dtype)
     out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=problem.scale).masked_fill(empty, 0.0)

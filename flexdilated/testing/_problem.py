@@ -75,12 +75,14 @@ class Problem:
         """(out, lse) by the definition, differentiable."""
         options = {"scale": self.scale, "score_mod": self.score_mod, "sinks": self.sinks}
         out, lse = reference_attention(self.q, self.k, self.v, self.bound, **options)
-        if not self.pattern.pads:
-            return out, lse
-        bound = self.bound
-        positions = torch.arange(bound.q_offset, bound.q_offset + bound.num_queries, device=out.device)
-        rows = {"head_offset": bound.head_offset, "num_heads": bound.num_heads_global, "num_tokens": bound.num_keys}
-        return with_zero_keys(out, lse, self.pattern, positions, **rows)
+        return with_zero_keys(out, lse, self.zero_keys()) if self.pattern.pads else (out, lse)
+
+    def zero_keys(self) -> Tensor:
+        """(H, N): the zero keys of padding in each row."""
+        bound, device = self.bound, self.q.device
+        heads = torch.arange(bound.num_heads, device=device)[:, None] + bound.head_offset
+        queries = torch.arange(bound.num_queries, device=device) + bound.q_offset
+        return self.pattern.zero_keys(heads, queries, num_heads=bound.num_heads_global, num_tokens=bound.num_keys)
 
     def times(self) -> Tensor:
         """(B, H, N, M): how many branches allow each pair."""

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.testing import assert_attention_close, check_pattern
+from flexdilated.testing import assert_attention_close, check_attention_module, check_pattern
 from tests.support import oracle, published
 from tests.support.agreement import TIGHT
 from tests.support.ranks import on_ranks
@@ -141,11 +141,22 @@ def test_the_definition_has_them_too() -> None:
     """The checks for users know the zero keys, and miss them where they are forgotten."""
     q, k, v = drawn(3, 57, dtype=torch.float32)
     check_pattern(PADDED, num_heads=3, max_tokens=60, examples=10)
+    check_attention_module(lambda: fd.BlockSparseAttention(PADDED), PADDED, max_tokens=40)
     assert_attention_close(fd.attend(q, k, v, PADDED), q, k, v, PADDED)
     with pytest.raises(AssertionError, match="out is wrong"):
         assert_attention_close(fd.attend(q, k, v, PADDED.unpadded), q, k, v, PADDED)
     with pytest.raises(AssertionError, match="score 0 and value 0, take"):
         assert_attention_close(fd.attend(q, k, v, PADDED), q, k, v, PADDED.unpadded)
+
+
+def test_rows_that_zero_keys_fill() -> None:
+    """Scores far below 0: what is left of a row is as exact as any."""
+    q, k, v = drawn(1, 9, dtype=torch.float32)
+    k, q = -20 * q, q.requires_grad_()
+    k, v, pattern = k.requires_grad_(), v.requires_grad_(), masks.longnet((8,), (1,), padding="zeros")
+    out, lse = fd.attend(q, k, v, pattern, return_lse=True)
+    assert 0 < out[:, :, 8].abs().max() < 1e-3
+    assert_attention_close(out, q, k, v, pattern, lse=lse, gradients=True)
 
 
 def test_received_attention_leaves_out_what_zero_keys_take() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..._attend import attend, autocast
 from ..._engines import choose_engine
 from ..._validate import check_sinks, check_sizes, check_zero_keys, resolve_scale, run_time_tensors
-from ...engines import CallKey, ScoreMod, nothing, tiles, with_zero_keys
+from ...engines import CallKey, ScoreMod, nothing, padded_rows, tiles
 from ...masks import Mixture, Pattern
 from ...masks.core import require_expression
 from ...masks.planning import block_sides
@@ -125,7 +125,7 @@ def attend_heads(
     row_lse = column.squeeze(-1)
     if padded.pads:
         rows = {"head_offset": head_offset, "num_heads": heads, "num_tokens": sharding.num_tokens}
-        out, row_lse = with_zero_keys(out, row_lse, padded, sharding.positions(ranks.rank, q.device), **rows)
+        out, row_lse = padded_rows(out, row_lse, padded, sharding.positions(ranks.rank, q.device), **rows)
     return (out, row_lse) if return_lse else out
 
 
