@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import reduce
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -197,11 +197,7 @@ class Mixture(Expression):
 
     @property
     def unpadded(self) -> Mixture:
-        return self._unpadded if self.pads else self
-
-    @cached_property
-    def _unpadded(self) -> Mixture:
-        return Mixture(tuple(part.unpadded for part in self.parts))
+        return Mixture(tuple(part.unpadded for part in self.parts)) if self.pads else self
 
     def zero_keys(self, head: Tensor, query: Tensor, *, num_heads: int, num_tokens: int) -> Tensor:
         sizes = {"num_heads": num_heads, "num_tokens": num_tokens}
