@@ -17,6 +17,7 @@ from ._validate import (
     check_sinks,
     check_sizes,
     check_tensors,
+    check_zero_keys,
     position,
     resolve_scale,
     run_time_tensors,
@@ -27,6 +28,7 @@ from .engines import (
     flex,
     is_transformed,
     nothing,
+    padded_rows,
     reference_attention,
     sum_dtype,
     tiles,
@@ -114,6 +116,9 @@ def attend(
 ) -> Float[Tensor, "B H N D"] | tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """Attention over the pairs that `pattern` allows: exact, differentiable, without an N x M matrix.
 
+    Where the pattern pads with zeros (`masks.longnet`), each row's softmax has its zero keys too: k and v must then be
+    the whole sequence, and q tokens of it.
+
     A row without keys gives output 0 and lse -inf. The lse is the natural log of the softmax denominator, in
     float32 (float64 for float64 inputs), and differentiable. Under autocast q, k and v are cast as
     `scaled_dot_product_attention` casts them.
@@ -154,11 +159,13 @@ def attend(
     check_score_mod(score_mod)
     check_dropout(dropout_p)
     where: dict[str, Any] = {"q_offset": position("q_offset", q_offset), "k_offset": position("k_offset", k_offset)}
+    check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], **where)
     where |= {"head_offset": head_offset, "num_heads_global": num_heads_global}
     options: dict[str, Any] = {"scale": scale, "bindings": bindings, "layout": layout, "block_size": block_size}
     call, tensors, factor = planned_call(q, k, pattern, **options, **where)
     features = {"score_mod": score_mod, "sinks": sinks}
-    chosen = choose_engine(engine, q, k, v, pattern, first=call.first, return_lse=return_lse, **features)
+    needs_lse = return_lse or pattern.pads
+    chosen = choose_engine(engine, q, k, v, pattern, first=call.first, return_lse=needs_lse, **features)
     if require_bool("autotune", autotune) and not torch.compiler.is_compiling() and not q.is_meta:
         measure_call(call, q, k, v, engine=chosen, has_bindings=bool(tensors))
     if 0 in q.shape or 0 in k.shape:
@@ -169,9 +176,12 @@ def attend(
         else:
             out, lse = tiles(q, k, v, sinks, tensors, *call, factor)
     elif chosen == "flex":
-        out, lse = flex(q, k, v, tensors, call, scale=factor, return_lse=return_lse, **features)
+        out, lse = flex(q, k, v, tensors, call, scale=factor, return_lse=needs_lse, **features)
     else:
         out, lse = _reference(q, k, v, tensors, call, scale=factor, **features)
+    if pattern.pads and 0 not in q.shape:
+        assert lse is not None
+        out, lse = _pad(out, lse, pattern, call)
     if not return_lse:
         return out
     assert lse is not None
@@ -199,7 +209,7 @@ def planned_call(
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     first = (where["q_offset"], where["k_offset"], where["head_offset"])
     rate, sides = 1 if layout is None else layout.rate, () if block_size is None else block_sides(block_size)
-    call = CallKey(pattern.text, *sizes, *first, heads, rate, sides)
+    call = CallKey(pattern.unpadded.text, *sizes, *first, heads, rate, sides)
     return call, tensors, resolve_scale(scale, q.shape[-1])
 
 
@@ -219,6 +229,13 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
+
+
+def _pad(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: CallKey) -> tuple[Tensor, Tensor]:
+    """The rows with the zero keys that the pattern's padding gives them."""
+    slots = torch.arange(call.num_queries, device=out.device) if call.rate == 1 else call.layout.positions(out.device)
+    sizes = {"num_heads": call.num_heads_global, "num_tokens": call.num_keys}
+    return padded_rows(out, lse, pattern, slots + call.q_offset, head_offset=call.head_offset, **sizes)
 
 
 def _reference(

@@ -232,7 +232,7 @@ def plan(
             f"{bound.pattern.num_entries()} entries"
         )
     size = PlanSize(
-        pattern=bound.pattern,
+        pattern=pattern if pattern.pads and not pattern.varies else bound.pattern,
         num_tokens=num_tokens,
         num_heads=num_heads,
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,

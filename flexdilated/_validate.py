@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .masks import Layout, Mixture, Pattern
-from .masks.core import LARGEST, require_int
+from .masks.core import LARGEST, Expression, require_int
 from .masks.patterns import missing, names, require_values
 from .masks.text import read_text
 
@@ -80,6 +80,21 @@ def check_score_mod(score_mod: object) -> None:
     if code.co_argcount != 5 or code.co_kwonlyargcount:
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         raise TypeError(f"score_mod must take (score, b, h, q_idx, k_idx); got ({', '.join(names)})")
+
+
+def check_zero_keys(
+    pattern: Expression, score_mod: object, queries: int = 0, keys: int = 0, *, q_offset: int = 0, k_offset: int = 0
+) -> None:
+    """A pattern that pads with zeros takes a whole sequence of keys, queries of it, and no score_mod."""
+    if not pattern.pads:
+        return
+    if score_mod is not None:
+        raise ValueError("padding='zeros' takes no score_mod, as zero keys have no position to give it; got one")
+    if k_offset or q_offset + queries > keys:
+        raise ValueError(
+            "padding='zeros' is made for a whole sequence: give all its keys, and queries at their positions; got "
+            f"{queries} queries from {q_offset} on and {keys} keys from {k_offset} on"
+        )
 
 
 def check_dropout(dropout_p: float) -> None:

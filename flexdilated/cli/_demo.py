@@ -25,6 +25,7 @@ from ..nn import LongNetConfig
 from ._command_parser import CommandParser, UsageError
 from ._demo_data import Corpus, bigram_bits, load_corpus, unigram_bits, validation_windows
 from ._demo_model import build_model, draw_sample, model_config, sample_text
+from ._demo_slide import demo_slide
 from ._demo_training import CHECKPOINT, Interrupt, Run, load_checkpoint, mean_bits, running_mean, train
 from ._machine import available_devices, find, missing_line, num_devices
 from ._output import prepare, replace
@@ -43,6 +44,9 @@ def add_arguments(parser: CommandParser) -> None:
         "measure it. Ctrl-C ends the training early, with all results so far; --resume goes on."
     )
     add = parser.argument
+    of_text = ("context", "steps", "minutes", "device", "data", "resume", "sample")
+    slide = "look at a slide instead: train an encoder of its tiles, and draw where it looks (one minute)"
+    add("slide", nargs="?", metavar="slide", excludes=of_text, help=slide)
     context = "bytes the model sees at once (%(default)s)"
     add("--context", type=int, default=16384, least=2, metavar="BYTES", help=context)
     add("--steps", type=int, default=200, least=0, help="training steps, one window of text each (%(default)s)")
@@ -63,11 +67,15 @@ def demo(options: argparse.Namespace) -> int:
     _check(options)
     with refusals():
         masks.cache()  # the environment sets its limits
+    if options.slide:
+        return demo_slide(options)
     run_demo(options)
     return 0
 
 
 def _check(options: argparse.Namespace) -> None:
+    if options.slide not in (None, "slide"):
+        raise UsageError(f"demo takes the word slide, or none; got {options.slide!r}")
     if not (isfinite(options.minutes) and options.minutes > 0):
         raise UsageError(f"--minutes must be a positive number; got {options.minutes}")
     choices = ", ".join(available_devices())

@@ -13,6 +13,7 @@ import torch
 EXTRAS = {
     "tqdm": ("demo", "plain lines instead of a progress bar"),
     "matplotlib": ("plot", "no pictures"),
+    "skimage": ("demo", "no slide for `demo slide`"),
     "platformdirs": ("tune", "no measured constants are kept for the next run"),
 }
 

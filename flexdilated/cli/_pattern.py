@@ -140,7 +140,7 @@ def one_rule(asked: AskedPattern) -> Expression:
             "what is planned is the rule of one batch entry, whatever their number: give --bind the values of one; "
             f"got those of {asked.num_entries} entries"
         )
-    return asked.bind().pattern
+    return asked.pattern if asked.pattern.pads else asked.bind().pattern
 
 
 @cache

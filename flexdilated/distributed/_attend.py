@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._attend import autocast
 from .._engines import choose_engine
 from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
-from ..engines import nothing, placed_engine
+from ..engines import nothing, padded_rows, placed_engine
 from ..masks import Mixture, Pattern
 from ..masks.core import Expression, require_bool, require_choice, require_expression
 from ..masks.planning import block_sides
@@ -141,10 +141,11 @@ def attend(
     heads = index(check_sizes(pattern, q, q_offset=0, k_offset=0, **where))
     tensors = run_time_tensors(pattern, bindings)
     check_codec(codec, error_bound, q.dtype)
-    chosen = _named(schedule, q, k, pattern, tensors, shards, head_offset, heads, codec)
-    chosen_engine = _engine(engine, q, k, v, pattern, head_offset, sinks, return_lse or chosen == "ring")
+    chosen = _named(schedule, q, k, pattern.unpadded, tensors, shards, head_offset, heads, codec)
+    needs_lse = return_lse or pattern.pads
+    chosen_engine = _engine(engine, q, k, v, pattern, head_offset, sinks, needs_lse or chosen == "ring")
     call = PlainCall(
-        pattern=pattern.text,
+        pattern=pattern.unpadded.text,
         scale=resolve_scale(scale, index(q.shape[-1])),
         head_offset=head_offset,
         num_heads_global=heads,
@@ -156,7 +157,7 @@ def attend(
         error_bound=0.0 if error_bound is None else error_bound,
         pool=name_of(pool),  # raises for anything else, before anything is sent
     )
-    facts = _facts(q, k, v, sinks, schedule, call)
+    facts = _facts(q, k, v, sinks, schedule, pattern.text, call)
     if torch.compiler.is_compiling():
         _agree(ranks.name, ranks.size, ranks.rank, ranks.device_type, facts)
     else:
@@ -166,7 +167,11 @@ def attend(
     elif chosen == "ring":
         out, lse = ring_op(q, k, v, sinks, tensors, *call)
     else:
-        out, lse = exchange(q, k, v, sinks, tensors, call, return_lse=return_lse)
+        out, lse = exchange(q, k, v, sinks, tensors, call, return_lse=needs_lse)
+    if pattern.pads and 0 not in q.shape:
+        assert lse is not None
+        rows = {"head_offset": head_offset, "num_heads": heads, "num_tokens": shards.num_tokens}
+        out, lse = padded_rows(out, lse, pattern, shards.positions(ranks.rank, q.device), **rows)
     if not return_lse:
         return out
     assert lse is not None
@@ -193,6 +198,7 @@ def _facts(
     v: Tensor,
     sinks: Tensor | None,
     schedule: str,
+    pattern: str,
     call: PlainCall,
 ) -> tuple[tuple[str, object], ...]:
     """What all ranks must have alike for their messages to fit, as plain values.
@@ -202,7 +208,7 @@ def _facts(
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     return (
         ("schedule", schedule),
-        ("pattern", call.pattern),
+        ("pattern", pattern),
         ("sharding", call.sharding),
         ("batch", index(q.shape[0])),
         ("heads", index(q.shape[1])),

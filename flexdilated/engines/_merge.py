@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
+
+from ..masks.core import Expression
 
 # B batch, H heads, N queries, D head dim
 
@@ -39,6 +41,37 @@ def with_sinks(
     """(out, lse) with each row's sink in its softmax: a part with output 0 and the sink for its lse."""
     logits = sinks.to(lse.dtype)[:, None].expand_as(lse)
     return merge(out, lse, out.new_zeros(()).expand_as(out), logits)
+
+
+def with_zero_keys(
+    out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], count: Int64[Tensor, "H N"]
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """(out, lse) with so many more keys of score 0 and value 0 in each row, which the padding of a pattern gives it.
+
+    Not by `merge`, whose share of the other part, where that is nearly all, leaves few digits of the rest.
+    """
+    none, logs = count == 0, count.clamp(min=1).to(lse.dtype).log()
+    finite = lse.masked_fill(none, 0.0)  # a row of no branch has lse -inf, and no zero keys
+    kept = torch.sigmoid(finite - logs).masked_fill(none, 1.0)
+    return out * kept.unsqueeze(-1).to(out.dtype), torch.where(none, lse, torch.logaddexp(finite, logs))
+
+
+def padded_rows(
+    out: Float[Tensor, "B H N D"],
+    lse: Float[Tensor, "B H N"],
+    pattern: Expression,
+    positions: Int64[Tensor, " N"],
+    *,
+    head_offset: int,
+    num_heads: int,
+    num_tokens: int,
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """(out, lse) with the pattern's zero keys, of rows at these positions of a whole sequence of num_tokens.
+
+    num_heads: all heads there are, of which out has those from head_offset on.
+    """
+    heads = torch.arange(out.shape[1], device=out.device)[:, None] + head_offset
+    return with_zero_keys(out, lse, pattern.zero_keys(heads, positions, num_heads=num_heads, num_tokens=num_tokens))
 
 
 def nothing(

@@ -5,17 +5,23 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import transformers
+    from . import torchscale, transformers
 
-__all__ = ["transformers"]
+__all__ = ["torchscale", "transformers"]
 
-_LEAST = {"transformers": 5}  # the major version whose names are used
+_LEAST = {"transformers": 5}  # the major version whose names are used; what is not here needs no library
 
 
 def __getattr__(name: str) -> Any:
-    """The module of a library. Raises ImportError where that is missing or too old."""
+    """The module of a library. Raises ImportError where that is needed, and missing or too old."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _LEAST:
+        _require(name)
+    return import_module(f".{name}", __name__)
+
+
+def _require(name: str) -> None:
     try:
         found = version(name)
     except PackageNotFoundError:
@@ -25,4 +31,3 @@ def __getattr__(name: str) -> Any:
             f"flexdilated.integrations.{name} needs {name} {_LEAST[name]} or newer; got {found}: "
             f"pip install 'flexdilated[{name}]'"
         )
-    return import_module(f".{name}", __name__)

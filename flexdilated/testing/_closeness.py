@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
@@ -103,6 +103,9 @@ def _plain_attention(problem: Problem, *, gradients: bool) -> dict[str, Tensor]:
     leaves = [x.detach().clone().requires_grad_(gradients) for x in (problem.q, problem.k, problem.v)]
     q, k, v = leaves[0], *(problem.for_query_heads(x) for x in leaves[1:])
     times = problem.times()
+    if problem.pattern.pads:  # one more key, that counts as often as there are zero keys
+        k, v, times = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1)), pad(times, (0, 1))
+        times[..., -1] = problem.zero_keys()
     empty = (times == 0).all(-1, keepdim=True)
     bias = times.double().log().masked_fill(empty, 0.0).to(q.dtype)
     out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=problem.scale).masked_fill(empty, 0.0)

@@ -182,9 +182,11 @@ class Grammar:
         """Sets, composed up to `depth` levels deep."""
         return _sets(self, require_int("depth", depth, minimum=0))
 
-    def longnets(self, *, heads: Literal["all", "grouped"] = "all", max_branches: int = 4) -> st.SearchStrategy:
-        """LongNet's branches, joined in every head, or one for each group of heads."""
-        return _longnets(self, heads, require_int("max_branches", max_branches, minimum=1))
+    def longnets(
+        self, *, heads: Literal["all", "grouped"] = "all", max_branches: int = 4, padding: bool = False
+    ) -> st.SearchStrategy:
+        """LongNet's branches, joined in every head, or one for each group of heads; with padding, that of zeros."""
+        return _longnets(self, heads, require_int("max_branches", max_branches, minimum=1), padding)
 
     def mixtures(self) -> st.SearchStrategy:
         """LongNets, sums, and sums of LongNets and sets."""
@@ -229,12 +231,13 @@ def _composed(draw: st.DrawFn, grammar: Grammar, depth: int) -> Any:
 
 
 @st.composite
-def _longnets(draw: st.DrawFn, grammar: Grammar, heads: str, max_branches: int) -> Any:
+def _longnets(draw: st.DrawFn, grammar: Grammar, heads: str, max_branches: int, padding: bool) -> Any:
     branch = st.tuples(st.integers(1, grammar.max_number), rates_up_to(grammar.max_number))
     branches = draw(st.lists(branch, min_size=1, max_size=max_branches))
     segments, rates = zip(*branches, strict=True)
     offsets = draw(st.sampled_from(OFFSET_RULES))
-    return grammar.words.longnet(segments, rates, offsets=offsets, heads=heads)
+    named = {"padding": "zeros"} if padding else {}
+    return grammar.words.longnet(segments, rates, offsets=offsets, heads=heads, **named)
 
 
 @st.composite
@@ -286,13 +289,18 @@ def mixtures(
 
 
 def longnets(
-    *, max_branches: int = 4, max_number: int = 24, heads: Literal["all", "grouped"] = "all"
+    *,
+    max_branches: int = 4,
+    max_number: int = 24,
+    heads: Literal["all", "grouped"] = "all",
+    padding: bool = False,
 ) -> st.SearchStrategy[Pattern | Mixture]:
     """LongNet's branches of any segment lengths and rates, both rules of offsets; rates need not divide segments.
 
-    heads="grouped" needs at least max_branches heads.
+    heads="grouped" needs at least max_branches heads. padding: with that of zeros, which takes heads="all", and whole
+    sequences; `patterns` draws none.
     """
-    return Grammar(max_number=max_number).longnets(heads=heads, max_branches=max_branches)
+    return Grammar(max_number=max_number).longnets(heads=heads, max_branches=max_branches, padding=padding)
 
 
 def neighborhoods(*, max_tokens: int = 48) -> st.SearchStrategy[Pattern]:

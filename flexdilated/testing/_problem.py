@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
-from .._validate import check_score_mod, check_sinks, check_sizes, check_tensors, resolve_scale
-from ..engines import ScoreMod, modified_scores, multiplicity, reference_attention
+from .._validate import check_score_mod, check_sinks, check_sizes, check_tensors, check_zero_keys, resolve_scale
+from ..engines import ScoreMod, modified_scores, multiplicity, reference_attention, with_zero_keys
 from ..masks import Bound, Mixture, Pattern
 from ..masks.core import Extent, require_expression
 
@@ -18,12 +19,16 @@ from ..masks.core import Extent, require_expression
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """q (B, H, N, D), k and v (B, G, M, D), and the pairs that take part. Of branches there is one or more."""
+    """q (B, H, N, D), k and v (B, G, M, D), and the pairs that take part. Of branches there is one or more.
+
+    `pattern` is as it was given, with the zero keys of its padding; `bound` has none.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     bound: Bound
+    pattern: Pattern | Mixture
     scale: float
     score_mod: ScoreMod | None = None
     sinks: Tensor | None = None
@@ -58,7 +63,8 @@ class Problem:
             tensors = {**pattern.given_tensors(), **(bindings or {})}
             rule = pattern.resolve(tensors, Extent(q_offset + q.shape[2], k_offset + k.shape[2]))
         bound = rule.bind(**sizes, **where, num_heads_global=heads)
-        return cls(q, k, v, bound, resolve_scale(scale, q.shape[-1]), score_mod, sinks)
+        check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], q_offset=q_offset, k_offset=k_offset)
+        return cls(q, k, v, bound, pattern, resolve_scale(scale, q.shape[-1]), score_mod, sinks)
 
     def wide(self, *, requires_grad: bool = False) -> Problem:
         """The same in float64, cut off from where its tensors came from."""
@@ -68,7 +74,15 @@ class Problem:
     def attention(self) -> tuple[Tensor, Tensor]:
         """(out, lse) by the definition, differentiable."""
         options = {"scale": self.scale, "score_mod": self.score_mod, "sinks": self.sinks}
-        return reference_attention(self.q, self.k, self.v, self.bound, **options)
+        out, lse = reference_attention(self.q, self.k, self.v, self.bound, **options)
+        return with_zero_keys(out, lse, self.zero_keys()) if self.pattern.pads else (out, lse)
+
+    def zero_keys(self) -> Tensor:
+        """(H, N): the zero keys of padding in each row."""
+        bound, device = self.bound, self.q.device
+        heads = torch.arange(bound.num_heads, device=device)[:, None] + bound.head_offset
+        queries = torch.arange(bound.num_queries, device=device) + bound.q_offset
+        return self.pattern.zero_keys(heads, queries, num_heads=bound.num_heads_global, num_tokens=bound.num_keys)
 
     def times(self) -> Tensor:
         """(B, H, N, M): how many branches allow each pair."""

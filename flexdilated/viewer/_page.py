@@ -94,7 +94,7 @@ def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
     most = min(_MOST_RESIDUES, bound.num_queries, bound.num_keys)
     rate = residue_rate(pattern.union, most)
     program = Program((bound.num_heads, bound.num_queries, bound.num_keys))
-    pairs = zip(pattern.branches(), bound.pattern.branches(), strict=True)
+    pairs = zip(pattern.unpadded.branches(), bound.pattern.branches(), strict=True)
     return {
         "phrase": shortened(pattern.phrase().text, _LONGEST_PATTERN),
         "num_queries": bound.num_queries,

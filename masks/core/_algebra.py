@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._box import Bounds, Box, Squares
 from ._check import LARGEST
-from ._expression import DEEPEST, constructor, pattern_kind
+from ._expression import DEEPEST, KINDS, constructor, pattern_kind
 from ._pattern import MaskMod, Pattern, require_set_patterns
 from ._ranges import Ranges, as_ranges, intersect_all, unite
 from ._reason import Pair, Reason, listing
@@ -81,6 +81,14 @@ class _Combination(Composite):
 @pattern_kind("and")
 class And(_Combination):
     """Pairs that every part allows."""
+
+    @classmethod
+    def of(cls, *parts: Pattern) -> Pattern:
+        """As for any combination. Causal order hides zero keys of padding, which stand behind all tokens."""
+        if any(part.pads for part in parts):
+            causal = any(isinstance(factor, KINDS["causal"]) for part in parts for factor in part.factors())
+            parts = tuple(part.unpadded for part in parts) if causal else parts
+        return super().of(*parts)
 
     def factors(self) -> tuple[Pattern, ...]:
         return self.parts

@@ -71,10 +71,12 @@ class Expression:
     `text` is canonical JSON, computed once on construction; equal texts mean equal patterns. The repr is the
     expression that builds the value, which `parse` reads. `depth` counts the levels of patterns in patterns; one of
     more than 32 is a ValueError, so that whatever can be made can be stored, copied, printed and computed.
+    `pads` says whether its rows see zero keys of padding, which are no pairs: see `zero_keys`.
     """
 
     text: str
     depth: int = 0
+    pads: bool = False
     kind: ClassVar[str]
     stored: ClassVar[dict[str, str]] = {}
     defaults: ClassVar[dict[str, Any]] = {}
@@ -93,11 +95,33 @@ class Expression:
             object.__setattr__(self, "depth", 1 + max([part.depth for part in inner]))
         if self.depth > DEEPEST:
             raise ValueError(f"a pattern must nest at most {DEEPEST} levels: {_FLATTER}; got one more, {self!r:.80}")
+        if any(part.pads for part in inner):
+            self.take_padding()
         object.__setattr__(self, "text", self.write())
 
     def direct_parts(self) -> tuple[Pattern, ...]:
         """The patterns that this one is directly made of."""
         return ()
+
+    def take_padding(self) -> None:
+        """What becomes of zero keys of padding that parts have: only a sum keeps their meaning."""
+        raise ValueError(
+            "padding='zeros' goes with `+`, and with `& causal()`, which hides the zero keys: what else is made of "
+            f"such a pattern has no published meaning, so give longnet no padding; got it in {self.kind!r}"
+        )
+
+    @property
+    def unpadded(self) -> Any:
+        """The same pairs, without zero keys of padding."""
+        return self
+
+    def zero_keys(self, head: Tensor, query: Tensor, *, num_heads: int, num_tokens: int) -> Tensor:
+        """How many zero keys of padding, of score 0 and value 0, each query of each head sees, as int64.
+
+        head, query: global heads, of num_heads, and positions, below num_tokens, which broadcast against each other.
+        num_tokens: the whole sequence, for which the padding is made.
+        """
+        raise NotImplementedError  # Pattern and Mixture
 
     def write(self) -> str:
         """Canonical JSON of the kind and the stored fields: no spaces, sorted keys, parts by their own texts."""
@@ -220,13 +244,14 @@ class Expression:
         """The expression with its sizes. Heads are global: this device holds `num_heads` from `head_offset` on.
 
         Query i has position q_offset + i; key j has position k_offset + j. `num_heads_global` defaults to
-        head_offset + num_heads. Tensors that the pattern carries are read now. Raises ValueError for sizes below
-        1, heads the pattern has no rule for, and tensors that are missing or do not fit.
+        head_offset + num_heads. Tensors that the pattern carries are read now. Zero keys of padding are no pairs, and
+        left out. Raises ValueError for sizes below 1, heads the pattern has no rule for, and tensors that are missing
+        or do not fit.
         """
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
-        rule = self
+        rule = self.unpadded
         if self.varies:
-            rule = self.resolve(self.given_tensors(), Extent(q_offset + num_queries, k_offset + num_keys))
+            rule = rule.resolve(self.given_tensors(), Extent(q_offset + num_queries, k_offset + num_keys))
             batch = rule.num_entries() if batch == 1 else batch
         bound = Bound(rule, num_queries, num_keys, num_heads, head_offset, total, q_offset, k_offset, batch)
         rule.check_tokens(*(range(at, at + size) for at, size in ((q_offset, num_queries), (k_offset, num_keys))))

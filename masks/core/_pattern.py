@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import reduce
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -61,6 +62,9 @@ class Pattern(Expression):
         """Whether one pair is allowed and why, stated in plain numbers for people; by default the key's distance."""
         mod, at = self.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu")), pair.indices()
         return Reason(self, bool(mod(*at)), pair.distance)
+
+    def zero_keys(self, head: Tensor, query: Tensor, *, num_heads: int, num_tokens: int) -> Tensor:
+        return torch.zeros_like(head + query)
 
     def factors(self) -> tuple[Pattern, ...]:
         """The patterns whose intersection this is."""
@@ -188,13 +192,24 @@ class Mixture(Expression):
     def direct_parts(self) -> tuple[Pattern, ...]:
         return self.parts
 
+    def take_padding(self) -> None:
+        object.__setattr__(self, "pads", True)
+
+    @property
+    def unpadded(self) -> Mixture:
+        return Mixture(tuple(part.unpadded for part in self.parts)) if self.pads else self
+
+    def zero_keys(self, head: Tensor, query: Tensor, *, num_heads: int, num_tokens: int) -> Tensor:
+        sizes = {"num_heads": num_heads, "num_tokens": num_tokens}
+        return reduce(torch.add, [part.zero_keys(head, query, **sizes) for part in self.parts])
+
     def phrase(self) -> Phrase:
         return sum_phrase(self.parts)
 
     @property
     def union(self) -> Pattern:
         """The pairs with any weight at all, as one set pattern."""
-        return KINDS["or"].without_shared_factors(self.parts)
+        return KINDS["or"].without_shared_factors(tuple(part.unpadded for part in self.parts))
 
     def branches(self) -> tuple[Pattern, ...]:
         return self.parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -157,6 +157,18 @@ class Description:
         """Queries without a key and keys without a query; None where that takes too long to count."""
         return gaps_of(self.bound)
 
+    @cached_property
+    @plans
+    def zero_keys(self) -> int:
+        """Zero keys of padding over all rows and heads: keys in the softmax of `attend`, and no pairs."""
+        if not self.pattern.pads:
+            return 0
+        bound = self.bound
+        queries = torch.arange(bound.q_offset, bound.q_offset + bound.num_queries, device="cpu")
+        sizes = {"num_heads": bound.num_heads_global, "num_tokens": bound.num_positions}
+        heads = torch.arange(bound.num_heads, device="cpu")
+        return sum(int(self.pattern.zero_keys(head, queries, **sizes).sum()) for head in heads)
+
     def receptive_field(self) -> ReceptiveField:
         """Which tokens each token reaches after how many layers: of all tokens, or of a sample of them.
 
@@ -214,7 +226,8 @@ def describe(
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_queries, num_keys=keys, **offsets)
     operands = Operands.usual_on(torch.device(device).type)._replace(head_dim=head_dim)
-    return describe_plan(plan(bound, device=device, operands=operands), head_dim=head_dim)
+    described = describe_plan(plan(bound, device=device, operands=operands), head_dim=head_dim)
+    return replace(described, pattern=pattern) if pattern.pads else described
 
 
 @plans

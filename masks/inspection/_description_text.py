@@ -42,6 +42,8 @@ def _facts(counts: Description) -> list[tuple[str, str]]:
         ("FLOPs", f"{counts.forward_flops:.3e} forward, {counts.backward_flops:.3e} backward"),
         ("block lists", f"{counts.table_bytes:,} bytes"),
     ]
+    if counts.pattern.pads:
+        facts.append(("zero keys", f"{counts.zero_keys:,} of padding, in the softmax besides the pairs"))
     return [*facts, *_gap_facts(counts), *_field_facts(counts)]
 
 
@@ -176,6 +178,7 @@ def description_data(counts: Description) -> dict[str, Any]:
         "head_dim": counts.head_dim,
         "all_pairs": counts.all_pairs,
         "useful_pairs": counts.useful_pairs,
+        "zero_keys": counts.zero_keys,
         "distinct_pairs": counts.distinct_pairs,
         "distinct_pairs_exact": multiplicity.exact,
         "computed_pairs": counts.computed_pairs,

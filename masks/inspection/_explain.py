@@ -74,7 +74,8 @@ class Explanation:
     """What a pattern says of one pair, as a tree of reasons, and the blocks that hold the pair.
 
     `multiplicity` is how many branches allow the pair: 0 or 1 for a set. `standings` are those blocks, in the natural
-    order and in that of `masks.layout`; empty where no number of tokens was given. The str is the tree as indented
+    order and in that of `masks.layout`; empty where no number of tokens was given. `zero_keys` is how many zero keys of
+    padding the query's softmax has besides; None where no number of tokens was given. The str is the tree as indented
     lines.
     """
 
@@ -83,6 +84,7 @@ class Explanation:
     multiplicity: int
     reason: Reason
     standings: tuple[BlockOfPair, ...] = ()
+    zero_keys: int | None = 0
 
     @property
     def pattern(self) -> Expression:
@@ -104,7 +106,7 @@ class Explanation:
         """Plain data for JSON."""
         pair = {"query": self.pair.query, "key": self.pair.key, "head": self.pair.head}
         where = {**pair, "num_heads": self.pair.num_heads, "batch": self.batch}
-        found = {**where, "multiplicity": self.multiplicity, **self.reason.to_data()}
+        found = {**where, "multiplicity": self.multiplicity, **self.reason.to_data(), "zero_keys": self.zero_keys}
         return {**found, "standings": [standing.to_data() for standing in self.standings]}
 
     def __str__(self) -> str:
@@ -112,7 +114,14 @@ class Explanation:
         asked = f"query {self.pair.query}, key {self.pair.key}, head {self.pair.head} of {self.pair.num_heads}{entry}"
         times = f", {self.multiplicity} times" if self.multiplicity > 1 else ""
         verdict = f"{asked}: {'allowed' if self.allowed else 'not allowed'}{times}"
-        return "\n".join([verdict, *self.reason.lines(), *map(str, self.standings)])
+        return "\n".join([verdict, *self.reason.lines(), *self._padding(), *map(str, self.standings)])
+
+    def _padding(self) -> list[str]:
+        if not self.pattern.pads:
+            return []
+        seen = "some number of" if self.zero_keys is None else str(self.zero_keys)
+        known = ", which num_tokens tells" if self.zero_keys is None else ""
+        return [f"padding: the softmax of query {self.pair.query} has {seen} zero keys besides{known}"]
 
 
 @plans
@@ -158,7 +167,16 @@ def explain(
     branches = tuple(branch.reason(pair) for branch in rule.branches())
     places = () if num_tokens is None or keys is None else _blocks_of_pair(rule, pair, num_tokens, keys, sides)
     found = _as_written(_whole(rule, branches), pattern)
-    return Explanation(pair, batch, sum(branch.allowed for branch in branches), found, places)
+    times = sum(branch.allowed for branch in branches)
+    return Explanation(pair, batch, times, found, places, _zero_keys(rule, pair, keys))
+
+
+def _zero_keys(rule: Expression, pair: Pair, num_tokens: int | None) -> int | None:
+    if rule.pads and num_tokens is None:
+        return None
+    head, query = torch.tensor(pair.head), torch.tensor(pair.query)
+    tokens = max(num_tokens or 0, pair.query + 1)
+    return int(rule.zero_keys(head, query, num_heads=pair.num_heads, num_tokens=tokens)) if rule.pads else 0
 
 
 def _blocks_of_pair(

@@ -1,7 +1,7 @@
 """Dilated segments: every rate-th token of a segment attends within its segment; and LongNet's branches of them."""
 
 from collections.abc import Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ _Heads = TypeVar("_Heads", int, Tensor)
 
 OFFSET_RULES = ("interleaved", "contiguous")
 HEAD_RULES = ("all", "grouped")
+PADDINGS = ("zeros",)
 
 
 @pattern_kind("dilated", positional=2)
@@ -48,6 +49,7 @@ class Dilated(Pattern):
     segment: int
     rate: int
     offset: int | str = 0
+    padding: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         require_int("segment", self.segment, minimum=1)
@@ -66,6 +68,7 @@ class Dilated(Pattern):
             return None
         named = {} if self.offset == OFFSET_RULES[0] else {"offsets": self.offset}
         named |= {"heads": HEAD_RULES[1]} if grouped else {}
+        named |= {} if self.padding is None else {"padding": self.padding}
         return call("longnet", tuple(each.segment for each in branches), tuple(each.rate for each in branches), **named)
 
     def offset_of(self, head: _Heads, num_heads: int) -> _Heads | int:
@@ -153,6 +156,45 @@ class Dilated(Pattern):
         return torch.zeros_like(heads) + self.offset_of(heads, num_heads)
 
 
+@pattern_kind("zero_padded", positional=2)
+class ZeroPadded(Dilated):
+    """The pairs of `Dilated`, in a branch that is padded as torchscale's encoder pads it.
+
+    A segment has w = min(segment, N) tokens. The sequence is filled up with zeros to a multiple of w, then each segment
+    to a multiple of the rate; a head's part of a segment thus has ceil(w / rate) slots. Those that hold no token are
+    keys of score 0 and value 0 for all its queries.
+    """
+
+    pads = True
+    padding = PADDINGS[0]
+
+    def __post_init__(self) -> None:
+        require_choice("offset", self.offset, OFFSET_RULES)
+        super().__post_init__()
+
+    @property
+    def unpadded(self) -> Dilated:
+        return Dilated(self.segment, self.rate, self.offset)
+
+    @property
+    def union(self) -> Pattern:
+        return self.unpadded
+
+    def zero_keys(self, head: Tensor, query: Tensor, *, num_heads: int, num_tokens: int) -> Tensor:
+        segment = min(self.segment, num_tokens)
+        offset, place = self.offset_of(head, num_heads), query % segment
+        tokens = (num_tokens - query + place).clamp(max=segment)  # in the query's segment
+        held = ((tokens - offset + self.rate - 1) // self.rate).clamp(min=0)
+        slots = (segment + self.rate - 1) // self.rate
+        return torch.where(place % self.rate == offset, slots - held, 0)
+
+    def origin(self) -> Hashable:
+        return self.padding, self.offset
+
+    def phrase(self) -> Phrase:
+        return self.joint_phrase([self]) or super().phrase()
+
+
 @constructor
 def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
     """Every `rate`-th token of each `segment`, from `offset` on, attends to the others of its segment.
@@ -187,6 +229,7 @@ def longnet(
     *,
     offsets: str = "interleaved",
     heads: str = "all",
+    padding: str | None = None,
 ) -> Mixture | Pattern:
     """Dilated branches (segment length, dilation rate), joined as LongNet joins them.
 
@@ -195,7 +238,13 @@ def longnet(
     each, a set (the grouping of dilated-attention-pytorch, which starts every head of group i at i mod rate;
     `per_head` gives that). offsets="interleaved": head h starts at
     h mod rate (eq. 13); "contiguous": at floor(h / ceil(H / rate)), which torchscale's checkpoints expect.
-    Raises ValueError for lists that are empty or of unequal length, values below 1 and unknown rules.
+
+    padding="zeros" makes what torchscale's encoder computes: zeros fill up the last segment, and each segment to a
+    multiple of the rate, and take part in the softmax as keys of score 0 and value 0. They are no pairs: `attend` adds
+    them to its rows. It goes with `+`, and with `& causal()`, which hides them and so drops the padding.
+
+    Raises ValueError for lists that are empty or of unequal length, values below 1, unknown rules, and padding in
+    groups of heads.
 
     >>> print(masks.describe(masks.longnet((2048, 8192), (1, 4)), 1 << 20, num_heads=8).density)
     0.00244140625
@@ -213,7 +262,12 @@ def longnet(
         )
     require_choice("offsets", offsets, OFFSET_RULES)
     require_choice("heads", heads, HEAD_RULES)
-    branches = tuple(Dilated(segment, rate, offsets) for segment, rate in zip(segments, rates, strict=True))
+    if padding is not None:
+        require_choice("padding", padding, PADDINGS)
+        if heads != HEAD_RULES[0]:
+            raise ValueError(f"padding='zeros' is torchscale's, where every head runs every branch; got {heads=}")
+    branch = Dilated if padding is None else ZeroPadded
+    branches = tuple(branch(segment, rate, offsets) for segment, rate in zip(segments, rates, strict=True))
     return HeadGroups(branches) if heads == "grouped" else Mixture.of(*branches)
 
 

@@ -132,7 +132,7 @@ class Cache:
         Values still being built for it are not kept, and whoever asks from now on does not get them.
         """
         # The parts of an intersection or a union stand beside those of a larger one.
-        branches = require_expression(pattern).branches()
+        branches = require_expression(pattern).unpadded.branches()
         texts = [_text(part) for branch in branches for part in getattr(branch, "parts", (branch,))]
 
         def concerns(built: Entry | _Building) -> bool:

@@ -38,13 +38,19 @@ def block_mask(
     Its block lists are exactly those of `create_block_mask`; no N x M object is made on the way. A mixture
     gives the mask of its union: pairs that count more than once need `attend`. With `layout` rows and
     columns are slots: permute q, k and v by `layout.apply` and the output by `layout.invert`.
-    num_keys is num_queries by default; block_size is one side or (query side, key side).
+    num_keys is num_queries by default; block_size is one side or (query side, key side). Raises ValueError for a
+    pattern that pads with zeros, whose zero keys are no pairs.
 
     >>> masks.block_mask(masks.causal(), 256, num_heads=1).shape
     (1, 1, 256, 256)
     """
     keys = num_queries if num_keys is None else num_keys
-    bound = require_expression(pattern).bind(
+    if require_expression(pattern).pads:
+        raise ValueError(
+            "a BlockMask has no room for the zero keys of padding='zeros': call fd.attend, or give the exact pattern, "
+            f"{pattern.unpadded!r}"
+        )
+    bound = pattern.bind(
         num_heads=num_heads,
         num_queries=num_queries,
         num_keys=keys,

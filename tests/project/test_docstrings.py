@@ -9,9 +9,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flexdilated
-from flexdilated import distributed, masks, testing, viewer
+from flexdilated import distributed, integrations, masks, testing, viewer
 
-PACKAGES = (flexdilated, masks, distributed, testing, viewer)
+PACKAGES = (flexdilated, masks, distributed, integrations.torchscale, testing, viewer)
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     "demo": {
         "context": ["--context", "64"], "steps": ["--steps", "3"], "minutes": ["--minutes", "1"],
         "seed": ["--seed", "5"], "device": ["--device", "meta"], "out": ["--out", "there"], "data": ["--data", "x"],
-        "resume": ["--resume"], "sample": ["--sample"],
+        "resume": ["--resume"], "sample": ["--sample"], "slide": ["slide"],
     },
     "doctor": {"verify": ["--verify"], "json": ["--json"]},
 }  # fmt: skip
@@ -109,6 +109,7 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("mine.py").write_text(MODULE, encoding="utf-8")
     # First those that are imported here and take names from the others: later they would keep what is put there.
     monkeypatch.setattr("flexdilated.cli._demo.run_demo", print)
+    monkeypatch.setattr("flexdilated.cli._demo.demo_slide", lambda options: print(options) or 0)
     monkeypatch.setattr("flexdilated.cli._doctor.verify", lambda *, as_json: print(f"verify {as_json}") or 0)
     monkeypatch.setattr("flexdilated.cli._doctor.doctor", lambda: print("doctor") or 0)
     make_memory_up(monkeypatch)

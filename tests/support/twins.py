@@ -129,9 +129,17 @@ def neighborhood(grid: Sequence[int], radius: Sequence[int], *, rate: Sequence[i
     return Twin(masks.neighborhood(grid, radius, rate=rate), oracle.neighborhood(grid, radius, rate))
 
 
-def longnet(segments: Sequence[int], rates: Sequence[int], *, offsets: str = "interleaved", heads: str = "all") -> Twin:
+def longnet(
+    segments: Sequence[int],
+    rates: Sequence[int],
+    *,
+    offsets: str = "interleaved",
+    heads: str = "all",
+    padding: str | None = None,
+) -> Twin:
+    """The rule is that of the pairs; `tests.support.published` has the zero keys of padding."""
     rules = {"offsets": offsets, "heads": heads}
-    return Twin(masks.longnet(segments, rates, **rules), oracle.longnet(segments, rates, **rules))
+    return Twin(masks.longnet(segments, rates, **rules, padding=padding), oracle.longnet(segments, rates, **rules))
 
 
 def blockwise(part: Twin, block: int) -> Twin:

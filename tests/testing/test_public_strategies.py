@@ -56,7 +56,8 @@ def test_every_kind_is_drawn() -> None:
     @given(st.data())
     def draw(data):
         sizes = data.draw(fst.attention_sizes(num_heads=2, max_tokens=12))
-        strategy = st.one_of(fst.patterns(num_heads=2, closures=True), fst.run_time_patterns(sizes))
+        padded = fst.longnets(padding=True)
+        strategy = st.one_of(fst.patterns(num_heads=2, closures=True), fst.run_time_patterns(sizes), padded)
         found.update(kinds_in(data.draw(strategy).to_data()))
 
     draw()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..._attend import attend, autocast
 from ..._engines import choose_engine
-from ..._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
-from ...engines import CallKey, ScoreMod, nothing, tiles
+from ..._validate import check_sinks, check_sizes, check_zero_keys, resolve_scale, run_time_tensors
+from ...engines import CallKey, ScoreMod, nothing, padded_rows, tiles
 from ...masks import Mixture, Pattern
 from ...masks.core import require_expression
 from ...masks.planning import block_sides
@@ -87,10 +87,12 @@ def attend_heads(
     sequence, sinks of all heads of q; head_offset counts heads of other devices, as in `attend`. The ranks' gradients
     of sinks add up to the whole. Raises ValueError unless W divides H.
     """
-    require_expression(pattern)
+    padded = require_expression(pattern)
+    pattern, needs_lse = pattern.unpadded, return_lse or pattern.pads
     q, k, v = autocast(q, k, v)
     check_shards(q, k, v, ranks=ranks, sharding=sharding, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
+    check_zero_keys(padded, score_mod)
     heads = check_sizes(pattern, q, q_offset=0, k_offset=0, head_offset=head_offset, num_heads_global=num_heads_global)
     tensors = run_time_tensors(pattern, bindings)
     if 0 in q.shape[:2]:  # on all ranks, so nobody waits
@@ -100,7 +102,7 @@ def attend_heads(
     mine, numbers = split.queries[ranks.rank], list(sharding.numbers())
     options = {"score_mod": score_mod, "sinks": None if sinks is None else sinks[mine.start : mine.stop]}
     first = (head_offset + mine.start, 0, 0)
-    chosen = choose_engine(engine, q, k, v, pattern, first=first, return_lse=return_lse, **options)
+    chosen = choose_engine(engine, q, k, v, pattern, first=first, return_lse=needs_lse, **options)
     taken = encoded([split.queries, split.keys, split.keys])
     q, k, v = tokens_to_heads([q, k, v], taken, numbers, ranks.name, pattern.text, chosen == "tiles")
     k, v = (_as_read(x, split.read_by(ranks.rank)) for x in (k, v))
@@ -112,15 +114,19 @@ def attend_heads(
         out, lse = tiles(q, k, v, options["sinks"], tensors, *call, resolve_scale(scale, q.shape[-1]))
     else:
         options |= {"scale": scale, "block_size": block_size, "head_offset": first[0], "num_heads_global": heads}
-        options |= {"engine": chosen, "enable_gqa": True, "bindings": bindings, "return_lse": return_lse}
+        options |= {"engine": chosen, "enable_gqa": True, "bindings": bindings, "return_lse": needs_lse}
         found = attend(q, k, v, pattern, **options)
-        out, lse = found if return_lse else (found, None)
+        out, lse = found if needs_lse else (found, None)
     back = (encoded([split.queries]), [split.num_heads], numbers, ranks.name)
     (out,) = heads_to_tokens([out], *back)
-    if not return_lse or lse is None:
+    if not needs_lse or lse is None:
         return out
     (column,) = heads_to_tokens([lse.unsqueeze(-1)], *back)
-    return out, column.squeeze(-1)
+    row_lse = column.squeeze(-1)
+    if padded.pads:
+        rows = {"head_offset": head_offset, "num_heads": heads, "num_tokens": sharding.num_tokens}
+        out, row_lse = padded_rows(out, row_lse, padded, sharding.positions(ranks.rank, q.device), **rows)
+    return (out, row_lse) if return_lse else out
 
 
 def _as_read(x: Tensor, read: list[int]) -> Tensor:

@@ -48,6 +48,14 @@ TEXTS = {
             "segment 1 10 19 head 7 residue 3 4 query 13 residue 3 key 16 residue 2",
         ),
     ],
+    "ZeroPadded": [
+        (
+            masks.longnet([10], [4], offsets="contiguous", padding="zeros"),
+            (13, 16, 7, 8),
+            False,
+            "segment 1 10 19 head 7 residue 3 4 query 13 residue 3 key 16 residue 2",
+        ),
+    ],
     "LocalWindow": [
         (masks.local_window(left=3, right=0), (50, 46, 0, 1), False, "key 46 4 before query 50 3 before 0 after")
     ],

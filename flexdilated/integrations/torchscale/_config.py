@@ -1,0 +1,150 @@
+"""The sizes of a LongNet encoder, and how torchscale's EncoderConfig names them."""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ..._engines import check_engine
+from ...masks import Mixture, Pattern, longnet
+from ...masks.core import require_choice, require_finite, require_int
+
+MERGE_GRADS = ("exact", "detached")
+
+
+@dataclass(frozen=True)
+class LongNetEncoderConfig:
+    """What makes a `LongNetEncoder`: plain data, checked once.
+
+    embed_dim, depth, num_heads, ffn_dim: sizes; ffn_dim None is 4 * embed_dim. num_heads divides embed_dim.
+    segment_lengths, dilation_rates: the branches, in tokens; every head runs all, from contiguous offsets on.
+    padding: None is exact. "zeros" computes what torchscale computes, for its checkpoints: zero keys take part in the
+        softmax, and where a branch has several segments that its rate does not divide, its rows are shifted as there.
+    merge_grad: "exact", or "detached": the weights that join the branches have no gradient, as in torchscale.
+    norm_eps: of all layer norms. final_norm: whether one stands behind the last layer.
+    dropout, activation_dropout: of what each part adds, and inside the feed-forward; in training.
+    drop_path: the share of rows whose last layer is left out in training; it grows linearly from 0 at the first.
+    engine: as in `attend`.
+
+    Raises ValueError or TypeError for values that do not fit together.
+
+    >>> from flexdilated.integrations.torchscale import LongNetEncoderConfig
+    >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4}
+    >>> LongNetEncoderConfig(**sizes, segment_lengths=(64, 256), dilation_rates=(1, 4)).ffn_dim
+    256
+    """
+
+    embed_dim: int
+    depth: int
+    num_heads: int
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    ffn_dim: int | None = None
+    padding: str | None = None
+    merge_grad: str = "exact"
+    norm_eps: float = 1e-5
+    final_norm: bool = True
+    dropout: float = 0.0
+    activation_dropout: float = 0.0
+    drop_path: float = 0.0
+    engine: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("embed_dim", "depth", "num_heads"):
+            require_int(name, getattr(self, name), minimum=1)
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"num_heads must divide embed_dim; got {self.num_heads} heads and {self.embed_dim}")
+        hidden = 4 * self.embed_dim if self.ffn_dim is None else self.ffn_dim
+        object.__setattr__(self, "ffn_dim", require_int("ffn_dim", hidden, minimum=1))
+        for name in ("segment_lengths", "dilation_rates"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        _ = self.pattern  # which checks the branches
+        require_choice("merge_grad", self.merge_grad, MERGE_GRADS)
+        if require_finite("norm_eps", self.norm_eps) <= 0:
+            raise ValueError(f"norm_eps must be above 0; got {self.norm_eps}")
+        for name in ("dropout", "activation_dropout", "drop_path"):
+            if not 0 <= require_finite(name, getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
+        check_engine(self.engine)
+
+    @property
+    def pattern(self) -> Pattern | Mixture:
+        """Who attends to whom."""
+        return longnet(self.segment_lengths, self.dilation_rates, offsets="contiguous", padding=self.padding)
+
+    @classmethod
+    def from_torchscale(cls, config: Mapping[str, Any], **changes: Any) -> Self:
+        """From the names of torchscale's EncoderConfig, whose defaults hold for those left out.
+
+        config: such as its JSON, or `vars(args)`; segment_length and dilated_ratio may be texts, "[1024, 2048]".
+        changes: fields of this class; padding is "zeros" and merge_grad "exact" unless given.
+        Raises ValueError that names every option which changes what an encoder computes and is not available here.
+        """
+        given = dict(config)
+        refused = [f"{name}={given[name]!r} (available: {_ONLY[name]!r})" for name in _ONLY if _differs(given, name)]
+        if given.get("vocab_size", -1) > 0 and not given.get("no_output_layer", False):
+            refused.append("vocab_size above 0 without no_output_layer=True: an output projection is not available")
+        if given.get("rel_pos_buckets", 0) > 0 and given.get("max_rel_pos", 0) > 0:
+            refused.append("rel_pos_buckets and max_rel_pos above 0: relative positions are not available")
+        refused += [f"{name}, which EncoderConfig does not have" for name in given if name not in _KNOWN]
+        refused += [f"{name}, which a LongNet needs" for name in _BRANCHES if not given.get(name)]
+        if refused:
+            raise ValueError(f"a LongNetEncoder cannot be made from this config: {'; '.join(refused)}")
+        fields = {own: given.get(name, default) for own, (name, default) in _NAMES.items()}
+        branches = {own: _numbers(name, given[name]) for name, own in _BRANCHES.items()}
+        return cls(**{**fields, **branches, "padding": "zeros", **changes})
+
+
+# Of a field here: the option's name there, and its default.
+_NAMES: dict[str, tuple[str, Any]] = {
+    "embed_dim": ("encoder_embed_dim", 768),
+    "num_heads": ("encoder_attention_heads", 12),
+    "ffn_dim": ("encoder_ffn_embed_dim", 3072),
+    "depth": ("encoder_layers", 12),
+    "final_norm": ("normalize_output", True),
+    "norm_eps": ("layernorm_eps", 1e-5),
+    "dropout": ("dropout", 0.0),
+    "activation_dropout": ("activation_dropout", 0.0),
+    "drop_path": ("drop_path_rate", 0.0),
+}
+_BRANCHES = {"segment_length": "segment_lengths", "dilated_ratio": "dilation_rates"}
+_ONLY: dict[str, Any] = {
+    "activation_fn": "gelu",
+    "attention_dropout": 0,
+    "deepnorm": False,
+    "layernorm_embedding": False,
+    "moe_freq": 0,
+    "multiway": False,
+    "no_scale_embedding": True,
+    "seq_parallel": False,
+    "subln": True,
+    "xpos_rel_pos": False,
+}
+# These say how it is computed or initialized, belong to options above, or are overruled by them, as
+# encoder_normalize_before is by subln. block_shift stands in Prov-GigaPath's configs, and nothing there reads it.
+_WITHOUT_EFFECT = (
+    *("encoder_normalize_before", "vocab_size", "no_output_layer", "rel_pos_buckets", "max_rel_pos", "flash_attention"),
+    *("moe_top1_expert", "moe_expert_count", "moe_gating_use_fp32", "moe_eval_capacity_token_fraction", "use_xmoe"),
+    *("moe_second_expert_policy", "moe_normalize_gate_prob_before_dropping", "bert_init", "block_shift"),
+    *("share_encoder_input_output_embed", "max_source_positions", "img_size", "patch_size", "in_chans"),
+    *("checkpoint_activations", "fsdp", "ddp_rank", "xpos_scale_base"),
+)
+_KNOWN = {*_ONLY, *_WITHOUT_EFFECT, *_BRANCHES, *(name for name, _ in _NAMES.values())}
+
+
+def _differs(given: Mapping[str, Any], name: str) -> bool:
+    return name in given and given[name] != _ONLY[name]
+
+
+def _numbers(name: str, value: Any) -> tuple[int, ...]:
+    """A list of integers, or a text of one, as torchscale's command lines have it."""
+    try:
+        read = literal_eval(value) if isinstance(value, str) else value
+        return tuple(map(int, read))
+    except (SyntaxError, TypeError, ValueError):
+        raise ValueError(
+            f"{name} must be a list of integers, or a text such as '[1024, 2048]'; got {value!r:.200}"
+        ) from None

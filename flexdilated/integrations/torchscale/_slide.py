@@ -1,0 +1,187 @@
+"""Prov-GigaPath's slide encoder: features of a slide's tiles and their places in, one embedding out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self, overload
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from ...masks.core import require_choice, require_int
+from ._checkpoint import load
+from ._config import LongNetEncoderConfig
+from ._encoder import LongNetEncoder
+
+# B slides, L tiles, C dim of a tile's features, E embed dim
+
+POOLINGS = ("cls", "mean")
+
+
+def slide_segments(max_slide_size: int = 262144, tile_size: int = 256, branches: int = 5) -> tuple[int, ...]:
+    """Prov-GigaPath's segment lengths: powers of 2 at equal steps from 1024 to what the largest slide has of tiles.
+
+    max_slide_size, tile_size: sides in pixels. Raises ValueError for slides of fewer than 1024 tiles.
+
+    >>> from flexdilated.integrations.torchscale import slide_segments
+    >>> slide_segments()
+    (1024, 5792, 32768, 185363, 1048576)
+    """
+    side = require_int("max_slide_size", max_slide_size, minimum=1) // require_int("tile_size", tile_size, minimum=1)
+    last, steps = (side**2).bit_length() - 1, require_int("branches", branches, minimum=2) - 1
+    if last < 10:
+        raise ValueError(f"the largest slide must have at least 1024 tiles; got {side} x {side}")
+    return tuple(int(2 ** (10 + (last - 10) * step / steps)) for step in range(branches))
+
+
+def _as_published() -> LongNetEncoderConfig:
+    branches = {"segment_lengths": slide_segments(), "dilation_rates": (1, 2, 4, 8, 16)}
+    return LongNetEncoderConfig(embed_dim=768, depth=12, num_heads=16, **branches)
+
+
+@dataclass(frozen=True)
+class SlideEncoderConfig:
+    """What makes a `SlideEncoder`; by default the published sizes, with exact attention.
+
+    encoder: its layers. tile_dim: features of a tile. grid_size: tiles along a side of the largest slide that positions
+    tell apart. tile_size: a tile's side in pixels. pooling: "cls", or "mean" over the tiles.
+    norm_eps: of the norm behind the pooling.
+
+    Raises ValueError or TypeError for values that do not fit together.
+
+    >>> from flexdilated.integrations.torchscale import SlideEncoderConfig
+    >>> SlideEncoderConfig().encoder.segment_lengths
+    (1024, 5792, 32768, 185363, 1048576)
+    """
+
+    encoder: LongNetEncoderConfig = field(default_factory=_as_published)
+    tile_dim: int = 1536
+    grid_size: int = 1000
+    tile_size: int = 256
+    pooling: str = "cls"
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("tile_dim", "grid_size", "tile_size"):
+            require_int(name, getattr(self, name), minimum=1)
+        require_choice("pooling", self.pooling, POOLINGS)
+        if self.encoder.embed_dim % 4:
+            raise ValueError(f"2-D positions need an embed_dim that is a multiple of 4; got {self.encoder.embed_dim}")
+
+
+class SlideEncoder(nn.Module):
+    """One embedding for each slide, from the features of its tiles and where these lie; parameters as published.
+
+    A token stands in front of the tiles' projected features, to which 2-D sin-cos positions are added. These are
+    computed from the coordinates: no table of grid_size² rows is kept.
+    Source: prov-gigapath/prov-gigapath, gigapath/slide_encoder.py and pos_embed.py.
+
+    >>> from flexdilated.integrations.torchscale import LongNetEncoderConfig, SlideEncoder, SlideEncoderConfig
+    >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4}
+    >>> layers = LongNetEncoderConfig(**sizes, segment_lengths=(16, 64), dilation_rates=(1, 4))
+    >>> model = SlideEncoder(SlideEncoderConfig(layers, tile_dim=32))
+    >>> coordinates = 256 * torch.cartesian_prod(torch.arange(10), torch.arange(9))[None]  # in pixels
+    >>> model(torch.randn(1, 90, 32), coordinates).shape
+    torch.Size([1, 64])
+    """
+
+    def __init__(
+        self,
+        config: SlideEncoderConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config = SlideEncoderConfig() if config is None else config
+        how: dict[str, Any] = {"device": device, "dtype": dtype}
+        E = config.encoder.embed_dim
+        self.patch_embed = nn.ModuleDict({"proj": nn.Linear(config.tile_dim, E, **how)})
+        self.cls_token = nn.Parameter(torch.empty(1, 1, E, **how))
+        self.encoder = LongNetEncoder(config.encoder, **how)
+        self.norm = nn.LayerNorm(E, eps=config.norm_eps, **how)
+        self.reset_parameters()
+
+    @classmethod
+    def from_checkpoint(
+        cls, checkpoint: Mapping[str, Any], config: SlideEncoderConfig | None = None, **changes: Any
+    ) -> Self:
+        """The encoder with these weights, which computes what it was trained to compute: padding="zeros".
+
+        checkpoint: what `torch.load` gives, {"model": state_dict}, or the state_dict. config: the published sizes by
+        default; its padding is set to "zeros". changes: fields of the encoder's config, such as padding=None.
+
+        Raises ValueError that names all keys which are missing, foreign or of another shape.
+        """
+        config = SlideEncoderConfig() if config is None else config
+        layers = replace(config.encoder, **{"padding": "zeros", **changes})
+        model = cls(replace(config, encoder=layers))
+        inner = checkpoint.get("model")
+        load(model, inner if isinstance(inner, Mapping) else checkpoint)
+        return model
+
+    def reset_parameters(self) -> None:
+        """As published: Xavier-uniform weights without biases, and a small token."""
+        nn.init.normal_(self.cls_token, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    @overload
+    def forward(
+        self, tiles: Tensor, coordinates: Tensor, *, all_layers: Literal[False] = False
+    ) -> Float[Tensor, "B E"]: ...
+
+    @overload
+    def forward(
+        self, tiles: Tensor, coordinates: Tensor, *, all_layers: Literal[True]
+    ) -> tuple[Float[Tensor, "B E"], ...]: ...
+
+    def forward(
+        self, tiles: Float[Tensor, "B L C"], coordinates: Shaped[Tensor, "B L 2"], *, all_layers: bool = False
+    ) -> Float[Tensor, "B E"] | tuple[Float[Tensor, "B E"], ...]:
+        """The slides' embeddings. coordinates: of each tile's corner in its slide, in pixels.
+
+        all_layers: instead an embedding from what goes into the encoder and one from each layer, without the encoder's
+        last norm. Raises ValueError for places beyond the grid (not in compiled graphs, and as published a second
+        coordinate beyond it counts on in the next row).
+        """
+        x = self.embed(tiles, coordinates)
+        if all_layers:
+            return tuple(self._pooled(state) for state in self.encoder(x, all_layers=True))
+        return self._pooled(self.encoder(x))
+
+    def embed(self, tiles: Float[Tensor, "B L C"], coordinates: Shaped[Tensor, "B L 2"]) -> Float[Tensor, "B L+1 E"]:
+        """The tokens that go into the encoder: one in front, then the tiles at their places."""
+        if coordinates.shape != (*tiles.shape[:2], 2):
+            raise ValueError(
+                f"coordinates must be two for each tile, of shape {(*tiles.shape[:2], 2)}; got those of shape "
+                f"{tuple(coordinates.shape)}"
+            )
+        x = self.patch_embed["proj"](tiles)
+        x = x + self._positions(coordinates).to(x.dtype)
+        return torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x), dim=1)
+
+    def _positions(self, coordinates: Tensor) -> Float[Tensor, "B L E"]:
+        """The first half of the channels tells the second coordinate, the other half the first one."""
+        grid, quarter = self.config.grid_size, self.config.encoder.embed_dim // 4
+        first, second = torch.floor(coordinates / self.config.tile_size).long().unbind(-1)
+        place = first * grid + second
+        if not torch.compiler.is_compiling() and place.numel() and not place.is_meta:
+            least, most = place.aminmax()
+            if least < 0 or most >= grid**2:
+                raise ValueError(
+                    f"tiles must lie on a grid of {grid} x {grid} tiles of {self.config.tile_size} pixels; got places "
+                    f"from {int(least)} to {int(most)}, counted along the second coordinate"
+                )
+        # In float64, as published, and one row for each coordinate that there may be.
+        rates = 10000.0 ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)
+        angles = torch.arange(grid, dtype=torch.float64, device="cpu")[:, None] * rates
+        table = torch.cat((angles.sin(), angles.cos()), -1).float().to(coordinates.device)
+        return torch.cat((table[place % grid], table[place // grid]), -1)
+
+    def _pooled(self, x: Float[Tensor, "B L+1 E"]) -> Float[Tensor, "B E"]:
+        return self.norm(x[:, 1:].mean(1) if self.config.pooling == "mean" else x[:, 0])

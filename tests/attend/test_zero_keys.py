@@ -1,0 +1,248 @@
+"""padding="zeros": the zero keys of torchscale's encoder, against its semantics written out densely."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.testing import assert_attention_close, check_attention_module, check_pattern
+from tests.support import oracle, published
+from tests.support.agreement import TIGHT
+from tests.support.ranks import on_ranks
+
+LADDER = ((8, 20, 50), (1, 3, 4))
+PADDED = masks.longnet(*LADDER, offsets="contiguous", padding="zeros")
+
+
+def drawn(H: int, N: int, *, dtype=torch.float64, seed: int = 0, requires_grad: bool = False):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, H, N, 4, generator=generator, dtype=dtype, requires_grad=requires_grad) for _ in "qkv")
+
+
+@st.composite
+def ladders(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    branches = draw(st.lists(st.tuples(st.integers(1, 90), st.integers(1, 7)), min_size=1, max_size=4))
+    segments, rates = zip(*branches, strict=True)
+    return [*segments], [*rates]
+
+
+@given(ladders(), st.integers(1, 6), st.integers(1, 300), st.sampled_from(["contiguous", "interleaved"]))
+def test_rows_are_the_published_ones(ladder, H, N, offsets) -> None:
+    """Output, lse and gradients through both; each segment's rows stand where its tokens do."""
+    q, k, v = drawn(H, N, requires_grad=True)
+    pattern = masks.longnet(*ladder, offsets=offsets, padding="zeros")
+    found = fd.attend(q, k, v, pattern, return_lse=True)
+    truth = published.dilated_attention(q, k, v, *ladder, offsets=offsets, shifted=False)
+    seen = truth[1].isfinite()
+    grads = [torch.autograd.grad(out.sin().sum() + lse[seen].sum(), (q, k, v)) for out, lse in (found, truth)]
+    for one, other in zip((*found, *grads[0]), (*truth, *grads[1]), strict=True):
+        assert_close(one, other, **TIGHT)
+
+
+@given(ladders(), st.integers(1, 6), st.integers(1, 120))
+def test_counts_are_those_of_the_slots(ladder, H, N) -> None:
+    """Slot by slot: of each branch that takes a token, the slots of its segment without one."""
+    pattern = masks.longnet(*ladder, offsets="contiguous", padding="zeros")
+    found = pattern.zero_keys(torch.arange(H)[:, None], torch.arange(N), num_heads=H, num_tokens=N)
+    truth = torch.zeros(H, N, dtype=torch.int64)
+    for segment, rate in zip(*ladder, strict=True):
+        width = min(segment, N)
+        padded = width + -width % rate
+        for head in range(H):
+            offset = oracle.offset_of("contiguous", rate, head, H)
+            for token in range(N):
+                start = token - token % width
+                if (token - start) % rate == offset:
+                    slots = range(offset, padded, rate)
+                    truth[head, token] += sum(slot >= width or start + slot >= N for slot in slots)
+    assert torch.equal(found, truth)
+    assert masks.describe(pattern, N, num_heads=H).zero_keys == truth.sum()
+
+
+def test_a_whole_branch_has_none() -> None:
+    q, k, v = drawn(4, 64)
+    exact = masks.longnet((16, 64), (1, 4), offsets="contiguous")
+    padded = masks.longnet((16, 64), (1, 4), offsets="contiguous", padding="zeros")
+    assert_close(fd.attend(q, k, v, padded), fd.attend(q, k, v, exact), **TIGHT)
+    shorter = [x[:, :, :57] for x in (q, k, v)]
+    assert (fd.attend(*shorter, padded) - fd.attend(*shorter, exact)).abs().max() > 0.01
+
+
+def test_causal_order_hides_them() -> None:
+    """Also written the other way round, and all at once; what is left has no padding."""
+    exact = masks.longnet(*LADDER, offsets="contiguous") & masks.causal()
+    assert PADDED & masks.causal() == masks.causal() & PADDED == exact
+    assert not masks.parse(f"{PADDED!r} & strided(2) & causal()").pads
+    q, k, v = drawn(3, 57)
+    rows = [x[:, :, :23] for x in (q, k, v)]
+    assert_close(fd.attend(q, k, v, PADDED & masks.causal())[:, :, :23], fd.attend(*rows, exact), **TIGHT)
+
+
+@pytest.mark.parametrize("engine", ["tiles", "reference"])
+def test_options_of_a_call(engine) -> None:
+    """Layouts, sinks, grouped heads, some of the heads, and some of the queries."""
+    q, k, v = drawn(6, 57)
+    out, lse = fd.attend(q, k, v, PADDED, engine=engine, return_lse=True)
+    truth = published.dilated_attention(q, k, v, *LADDER, shifted=False)
+    assert_close((out, lse), truth, **TIGHT)
+
+    layout = masks.layout(PADDED, 57)
+    assert layout.rate > 1
+    permuted = fd.attend(*(layout.apply(x) for x in (q, k, v)), PADDED, layout=layout, engine=engine)
+    assert_close(layout.invert(permuted), out, **TIGHT)
+
+    some = fd.attend(q[:, 2:5], k[:, 2:5], v[:, 2:5], PADDED, head_offset=2, num_heads_global=6, engine=engine)
+    assert_close(some, out[:, 2:5], **TIGHT)
+    assert_close(fd.attend(q[:, :, 30:41], k, v, PADDED, q_offset=30, engine=engine), out[:, :, 30:41], **TIGHT)
+
+    groups = fd.attend(q, k[:, :2], v[:, :2], PADDED, enable_gqa=True, engine=engine)
+    keys, values = (x[:, :2].repeat_interleave(3, dim=1) for x in (k, v))
+    assert_close(groups, published.dilated_attention(q, keys, values, *LADDER, shifted=False)[0], **TIGHT)
+
+    sinks = torch.randn(6, dtype=torch.float64)
+    with_sinks, sunk = fd.attend(q, k, v, PADDED, sinks=sinks, engine=engine, return_lse=True)
+    assert_close(sunk, torch.logaddexp(lse, sinks[:, None].expand_as(lse)), **TIGHT)
+    assert_close(with_sinks, out * (lse - sunk).exp()[..., None], **TIGHT)
+
+
+def test_a_sum_keeps_them() -> None:
+    q, k, v = drawn(3, 31)
+    out, lse = fd.attend(q, k, v, PADDED + masks.causal(), return_lse=True)
+    parts = [fd.attend(q, k, v, part, return_lse=True) for part in (PADDED, masks.causal())]
+    assert_close(lse, torch.logaddexp(parts[0][1], parts[1][1]), **TIGHT)
+    assert_close(out, sum(each * (own - lse).exp()[..., None] for each, own in parts), **TIGHT)
+
+
+@pytest.mark.slow
+def test_it_compiles() -> None:
+    """Without a graph break, for lengths that change, with gradients."""
+    pattern = masks.longnet(*LADDER, offsets="contiguous", padding="zeros")  # of which no call has cached anything
+    attend = torch.compile(lambda q, k, v: fd.attend(q, k, v, pattern), fullgraph=True, dynamic=True)
+    for N in (57, 90, 103):
+        q, k, v = drawn(3, N, requires_grad=True)
+        out, truth = attend(q, k, v), published.dilated_attention(q, k, v, *LADDER, shifted=False)[0]
+        assert_close(out, truth, **TIGHT)
+        for one, other in zip(*(torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (out, truth)), strict=True):
+            assert_close(one, other, **TIGHT)
+
+
+def test_half_precision_and_meta() -> None:
+    q, k, v = drawn(3, 57, dtype=torch.bfloat16, requires_grad=True)
+    out, lse = fd.attend(q, k, v, PADDED, return_lse=True)
+    assert out.dtype == torch.bfloat16
+    assert_attention_close(out, q, k, v, PADDED, lse=lse, gradients=True)
+    assert fd.attend(*(x.to("meta") for x in (q, k, v)), PADDED).shape == q.shape
+    assert fd.attend(*(x[:, :, :0] for x in (q, k, v)), PADDED).shape == (2, 3, 0, 4)
+
+
+def test_the_definition_has_them_too() -> None:
+    """The checks for users know the zero keys, and miss them where they are forgotten."""
+    q, k, v = drawn(3, 57, dtype=torch.float32)
+    check_pattern(PADDED, num_heads=3, max_tokens=60, examples=10)
+    check_attention_module(lambda: fd.BlockSparseAttention(PADDED), PADDED, max_tokens=40)
+    assert_attention_close(fd.attend(q, k, v, PADDED), q, k, v, PADDED)
+    with pytest.raises(AssertionError, match="out is wrong"):
+        assert_attention_close(fd.attend(q, k, v, PADDED.unpadded), q, k, v, PADDED)
+    with pytest.raises(AssertionError, match="score 0 and value 0, take"):
+        assert_attention_close(fd.attend(q, k, v, PADDED), q, k, v, PADDED.unpadded)
+
+
+def test_rows_that_zero_keys_fill() -> None:
+    """Scores far below 0: what is left of a row is as exact as any."""
+    q, k, v = drawn(1, 9, dtype=torch.float32)
+    k, q = -20 * q, q.requires_grad_()
+    k, v, pattern = k.requires_grad_(), v.requires_grad_(), masks.longnet((8,), (1,), padding="zeros")
+    out, lse = fd.attend(q, k, v, pattern, return_lse=True)
+    assert 0 < out[:, :, 8].abs().max() < 1e-3
+    assert_attention_close(out, q, k, v, pattern, lse=lse, gradients=True)
+
+
+def test_received_attention_leaves_out_what_zero_keys_take() -> None:
+    q, k, v = drawn(3, 57)
+    lse = fd.attend(q, k, v, PADDED, return_lse=True)[1]
+    exact = fd.attend(q, k, v, PADDED.unpadded, return_lse=True)[1]
+    for engine in ("tiles", "reference"):
+        received = fd.attention_received(q, k, lse, PADDED, engine=engine)
+        assert_close(received.sum(-1), (exact - lse).exp().sum(-1), **TIGHT)
+
+
+def on_each_rank(schedule: str, sharding) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from flexdilated.distributed.group import Ranks
+    from flexdilated.distributed.heads import attend_heads
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mine = [x[:, :, sharding.positions(dist.get_rank())] for x in drawn(4, 57)]
+    if schedule == "heads":
+        return attend_heads(*mine, PADDED, ranks=Ranks.of(mesh), sharding=sharding, return_lse=True)
+    return fd.distributed.attend(*mine, PADDED, mesh=mesh, sharding=sharding, schedule=schedule, return_lse=True)
+
+
+@pytest.mark.parametrize("schedule", ["exchange", "ring", "heads"])
+def test_many_ranks_are_one(schedule) -> None:
+    sharding = fd.distributed.Sharding(57, 2, "zigzag")
+    shares = on_ranks(2, on_each_rank, schedule, sharding)
+    truth = published.dilated_attention(*drawn(4, 57), *LADDER, shifted=False)
+    for rank, share in enumerate(shares):
+        mine = sharding.positions(rank)
+        assert_close(share, (truth[0][:, :, mine], truth[1][:, :, mine]), **TIGHT)
+
+
+def test_texts() -> None:
+    one = masks.longnet((8,), (3,), padding="zeros")
+    both = PADDED + masks.longnet((8,), (3,), offsets="contiguous")
+    for pattern in (PADDED, one, both, PADDED + one):
+        assert masks.parse(repr(pattern)) == masks.from_json(masks.to_json(pattern)) == pattern
+    assert repr(one) == "longnet((8,), (3,), padding='zeros')"
+    assert repr(PADDED) == "longnet((8, 20, 50), (1, 3, 4), offsets='contiguous', padding='zeros')"
+    assert one != masks.longnet((8,), (3,))
+    assert "has 7 zero keys" in str(masks.explain(PADDED, query=56, key=56, num_heads=3, num_tokens=57))
+    assert "some number of zero keys" in str(masks.explain(PADDED, query=48, key=48, num_heads=3))
+    assert "zero keys" in str(masks.describe(PADDED, 57, num_heads=3))
+    assert "zero keys" not in str(masks.describe(PADDED.unpadded, 57, num_heads=3))
+    assert "padding='zeros'" in str(fd.plan(PADDED, 57, num_heads=3))
+
+
+REFUSED = {
+    "and": lambda p: p & masks.local_window(left=3, right=0),
+    "or": lambda p: p.branches()[0] | masks.causal(),
+    "not": lambda p: ~p.branches()[0],
+    "per_head": lambda p: masks.per_head(p.branches()),
+    "head_groups": lambda p: masks.head_groups(p.branches()),
+    "blockwise": lambda p: masks.blockwise(p.branches()[0], 4),
+    "per_document": lambda p: p.per_document(torch.tensor([0, 0, 1])),
+    "json": lambda p: masks.from_json('{"kind":"and","parts":[' + p.branches()[1].text + ',{"kind":"causal"}]}'),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_no_other_combination(name) -> None:
+    with pytest.raises(ValueError, match="padding='zeros' goes with"):
+        REFUSED[name](PADDED)
+
+
+def test_refused_calls() -> None:
+    q, k, v = drawn(3, 57)
+    for pattern, named, says in [
+        (PADDED, {"k_offset": 1}, "whole sequence"),
+        (PADDED, {"q_offset": 1}, "whole sequence"),
+        (PADDED, {"score_mod": lambda s, b, h, i, j: s, "engine": "reference"}, "no score_mod"),
+        (PADDED, {"engine": "flex"}, "flex"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            fd.attend(q, k, v, pattern, **named)
+    with pytest.raises(ValueError, match="gives no lse on CPU"), torch.no_grad():
+        fd.attend(*(x.float() for x in (q, k, v)), masks.longnet((8,), (3,), padding="zeros"), engine="flex")
+    with pytest.raises(ValueError, match="no room for the zero keys"):
+        masks.block_mask(PADDED, 57, num_heads=3)
+    with pytest.raises(ValueError, match="causal"):
+        fd.KVCache(PADDED, num_heads=3)
+    with pytest.raises(ValueError, match="one of 'zeros'"):
+        masks.longnet((8,), (3,), padding="ones")
+    with pytest.raises(ValueError, match="heads='grouped'"):
+        masks.longnet((8,), (3,), heads="grouped", padding="zeros")

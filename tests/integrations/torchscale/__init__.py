@@ -1,0 +1,1 @@
+"""Encoders of torchscale and Prov-GigaPath, against plain ones that are written out here."""

@@ -1,0 +1,195 @@
+"""LongNetEncoder: torchscale's function at every length, its gradients on demand, its configs and its errors."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated.integrations.torchscale import LongNetEncoder, LongNetEncoderConfig
+from tests.integrations.torchscale import plain
+from tests.support.agreement import TIGHT
+
+SIZES: dict[str, Any] = {
+    "encoder_embed_dim": 24,
+    "encoder_attention_heads": 3,
+    "encoder_ffn_embed_dim": 40,
+    "encoder_layers": 2,
+    "segment_length": "[8, 20, 50]",
+    "dilated_ratio": "[1, 3, 4]",
+}
+BRANCHES = ((8, 20, 50), (1, 3, 4))
+
+
+def made(seed: int = 0, **changes: Any) -> LongNetEncoder:
+    """Weights of any size: norms too are not those of a new module."""
+    torch.manual_seed(seed)
+    encoder = LongNetEncoder.from_torchscale(SIZES, **changes).double()
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return encoder
+
+
+def gradients(encoder: LongNetEncoder, out: torch.Tensor) -> dict[str, torch.Tensor]:
+    names, parameters = zip(*encoder.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(out.sin().sum(), parameters), strict=True))
+
+
+@given(st.integers(1, 130), st.integers(0, 10))
+def test_every_length_is_published(N, seed) -> None:
+    """Segments that are cut, one that is longer than the sequence, and several that their rate does not divide."""
+    encoder, x = made(seed), torch.randn(2, N, 24, dtype=torch.float64)
+    truth = plain.encoder(encoder.state_dict(), x, num_heads=3, branches=BRANCHES)
+    assert_close(encoder(x), truth[-1], **TIGHT)
+    assert_close(encoder(x, all_layers=True), tuple(truth[:-1]), **TIGHT)
+
+
+@given(st.lists(st.tuples(st.integers(9, 60), st.integers(1, 6)), min_size=1, max_size=3), st.integers(1, 130))
+def test_any_branches(branches, N) -> None:
+    segments, rates = (list(each) for each in zip(*branches, strict=True))
+    torch.manual_seed(N)
+    named = {"segment_length": segments, "dilated_ratio": str(rates)}
+    encoder = LongNetEncoder.from_torchscale(SIZES | named).double()
+    x = torch.randn(1, N, 24, dtype=torch.float64)
+    truth = plain.encoder(encoder.state_dict(), x, num_heads=3, branches=(segments, rates))
+    assert_close(encoder(x), truth[-1], **TIGHT)
+
+
+@pytest.mark.parametrize("N", [1, 40, 97])
+@pytest.mark.parametrize("merge_grad", ["exact", "detached"])
+def test_gradients(N, merge_grad) -> None:
+    """Of all parameters; the two kinds are alike in value and differ in q and k."""
+    encoder, x = made(merge_grad=merge_grad), torch.randn(2, N, 24, dtype=torch.float64)
+    weights = dict(encoder.named_parameters())
+    truth = plain.encoder(weights, x, num_heads=3, branches=BRANCHES, detached=merge_grad == "detached")[-1]
+    found, wanted = gradients(encoder, encoder(x)), gradients(encoder, truth)
+    for name in wanted:
+        assert_close(found[name], wanted[name], rtol=1e-6, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+    other = made(merge_grad="exact" if merge_grad == "detached" else "detached")
+    assert_close(other(x), encoder(x), **TIGHT)
+    moved = gradients(other, other(x))
+    name = "layers.0.self_attn.q_proj.weight"
+    assert N == 1 or (moved[name] - found[name]).norm() > 0.01 * found[name].norm()
+
+
+def test_exact_mode_is_one_attention() -> None:
+    """Without padding: the mixture over real tokens alone; it differs where a segment is not whole."""
+    exact = made(padding=None)
+    x = torch.randn(2, 97, 24, dtype=torch.float64)
+    attention = exact.layers[0].self_attn
+    q, k, v = attention.project(x)
+    out = fd.attend(q, k, v, fd.masks.longnet(*BRANCHES, offsets="contiguous"))
+    assert_close(attention(x), attention.out_proj(attention.inner_attn_ln(out.transpose(1, 2).flatten(2))), **TIGHT)
+    published = made()
+    assert (exact(x) - published(x)).norm() > 1e-3 * published(x).norm()
+    whole = LongNetEncoder.from_torchscale(SIZES | {"segment_length": "[10, 20]", "dilated_ratio": "[1, 2]"}).double()
+    same = LongNetEncoder(LongNetEncoderConfig(**{**vars(whole.config), "padding": None})).double()
+    same.load_state_dict(whole.state_dict())
+    assert_close(same(x[:, :80]), whole(x[:, :80]), **TIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merge_grad", ["exact", "detached"])
+def test_it_compiles(merge_grad) -> None:
+    """Without a graph break, and with rows that are shifted; tests of `attend` hold the kernels that inductor makes."""
+    encoder = made(merge_grad=merge_grad).layers[0]
+    compiled = torch.compile(encoder, fullgraph=True, backend="aot_eager")
+    for N in (40, 97):
+        x = torch.randn(2, N, 24, dtype=torch.float64)
+        assert_close(compiled(x), encoder(x), **TIGHT)
+
+
+def test_training_leaves_out() -> None:
+    """Dropout, and layers left out for some rows, more of them the later they are; nothing in eval mode."""
+    encoder, x = made(dropout=0.5, activation_dropout=0.3), torch.randn(2, 40, 24, dtype=torch.float64)
+    assert not torch.equal(encoder(x), encoder(x))
+    encoder.eval()
+    assert torch.equal(encoder(x), encoder(x))
+    encoder, rows = made(drop_path=0.5), x[:1].expand(400, -1, -1)
+    first, after, last = encoder(rows, all_layers=True)
+    assert (after == after[0]).all(), "the first layer is never left out"
+    both = (last == after).all((1, 2)).double().mean()  # neither attention nor feed-forward
+    assert 0.15 < both < 0.35
+    mean, scale = last.mean(0), made(drop_path=0.0)(x[:1], all_layers=True)[2]
+    assert (mean - scale[0]).norm() < 0.25 * (scale[0] - first[0]).norm()
+
+
+def test_dtypes() -> None:
+    encoder = made().to(torch.bfloat16)
+    x = torch.randn(2, 40, 24)
+    assert encoder(x.bfloat16()).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(made().float()(x).float(), encoder(x.bfloat16()).float(), rtol=0.1, atol=0.2)
+
+
+def test_configs_are_read() -> None:
+    config = LongNetEncoderConfig.from_torchscale(
+        SIZES | {"dropout": 0.1, "block_shift": True, "flash_attention": True}
+    )
+    assert (config.segment_lengths, config.dilation_rates, config.dropout) == (*BRANCHES, 0.1)
+    assert (config.padding, config.merge_grad, config.norm_eps) == ("zeros", "exact", 1e-5)
+    usual = LongNetEncoderConfig.from_torchscale({"segment_length": [8], "dilated_ratio": (1,)}, padding=None)
+    assert (usual.embed_dim, usual.num_heads, usual.ffn_dim, usual.depth) == (768, 12, 3072, 12)
+    assert usual.padding is None
+    bare = LongNetEncoder.from_torchscale(SIZES | {"normalize_output": False})
+    assert bare.layer_norm is None
+    x = torch.randn(1, 9, 24)
+    assert torch.equal(bare(x), bare(x, all_layers=True)[-1])
+
+
+def test_unavailable_options_are_named_together() -> None:
+    refused = {"deepnorm": True, "moe_freq": 2, "vocab_size": 100, "xpos_rel_pos": True, "attention_dropout": 0.1}
+    with pytest.raises(ValueError, match="cannot be made") as caught:
+        LongNetEncoderConfig.from_torchscale({"encoder_layers": 2, "segmentlength": "[8]"} | refused)
+    for name in (*refused, "segmentlength", "segment_length", "dilated_ratio"):
+        assert name in str(caught.value)
+    with pytest.raises(ValueError, match=r"such as '\[1024, 2048\]'; got '\[8, x\]'"):
+        LongNetEncoderConfig.from_torchscale(SIZES | {"segment_length": "[8, x]"})
+    with pytest.raises(ValueError, match="rel_pos_buckets"):
+        LongNetEncoderConfig.from_torchscale(SIZES | {"rel_pos_buckets": 32, "max_rel_pos": 128})
+
+
+def test_misfit_keys_are_named_together() -> None:
+    weights = made().state_dict()
+    weights["layers.0.ffn.fc1.weight"] = torch.zeros(3, 4)
+    weights["decoder.weight"] = weights.pop("layers.1.self_attn.q_proj.bias")
+    with pytest.raises(ValueError, match="exactly the parameters of LongNetEncoder") as caught:
+        LongNetEncoder.from_torchscale(SIZES, weights)
+    for part in ("1 missing: layers.1.self_attn.q_proj.bias", "1 foreign: decoder.weight", "(3, 4) for (40, 24)"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_heads": 5}, "num_heads must divide"),
+        ({"merge_grad": "none"}, "merge_grad must be one of"),
+        ({"padding": "ones"}, "padding must be one of"),
+        ({"drop_path": 1.0}, "drop_path must be at least 0 and below 1"),
+        ({"norm_eps": 0}, "norm_eps must be above 0"),
+        ({"segment_lengths": (4,)}, "one entry each"),
+        ({"engine": "fast"}, "engine must be"),
+        ({"ffn_dim": 0}, "ffn_dim must be at least 1"),
+    ],
+)
+def test_configs_are_checked(change, says) -> None:
+    fields = vars(LongNetEncoderConfig.from_torchscale(SIZES))
+    with pytest.raises(ValueError, match=says):
+        LongNetEncoderConfig(**fields | change)
+
+
+def test_nothing_else_is_imported() -> None:
+    """Nothing of torchscale, fairscale, xformers, flash-attn or numpy."""
+    folder = Path(fd.integrations.torchscale.__file__).parent
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in folder.glob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    found = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    found |= {each.name for node in nodes if isinstance(node, ast.Import) for each in node.names}
+    tops = {str(name).partition(".")[0] for name in found}
+    assert tops == {"__future__", "ast", "collections", "dataclasses", "jaxtyping", "math", "torch", "typing"}
