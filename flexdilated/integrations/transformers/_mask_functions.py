@@ -265,10 +265,12 @@ def _band(least: int | None, most: int | None) -> Pattern | None:
     """The pairs whose distance key - query lies between the limits; None without a limit."""
     if least is None and most is None:
         return None
-    if least is None and most == 0:
-        return causal()
-    if least is None or most is None or least > 0 or most < 0:
+    if (least or 0) > 0 or (most or 0) < 0:
         _refuse(f"it lets keys be from {least} to {most} tokens after the query")
+    if least is None:
+        return causal() | local_window(left=0, right=most) if most else causal()
+    if most is None:
+        return local_window(left=-least, right=0) | ~causal()
     return local_window(left=-least, right=most)
 
 

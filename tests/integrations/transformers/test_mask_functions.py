@@ -76,6 +76,8 @@ plain = st.one_of(
     st.just(rules.causal_mask_function),
     st.just(rules.bidirectional_mask_function),
     st.builds(rules.sliding_window_causal_mask_function, sizes),
+    st.builds(rules.sliding_window_overlay, sizes),  # no limit to later keys
+    st.builds(lambda size: lambda b, h, q, k: k <= q + size, sizes),  # none to earlier ones
     st.builds(rules.sliding_window_bidirectional_mask_function, sizes),
     st.builds(lambda size: rules.chunked_causal_mask_function(size, torch.zeros(2, dtype=torch.long)), sizes),
 )

@@ -1,0 +1,99 @@
+"""Models of text and images, whole: the vision tower too, and tokens of one image that see each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from flexdilated import masks
+from flexdilated.integrations.transformers import attention_layers, set_pattern
+
+IMAGE, TEXT = 60, 55  # the token of a place in an image, and how many others there are
+_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+_VISION = {**_SIZES, "image_size": 16, "patch_size": 4}
+
+
+def _gemma() -> Any:
+    """The tokens of an image see each other, across a window's border, too."""
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    text = transformers.Gemma3TextConfig(
+        **_SIZES,
+        vocab_size=70,
+        num_hidden_layers=3,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=8,
+        layer_types=layers,
+    )
+    vision = transformers.SiglipVisionConfig(**_VISION, num_hidden_layers=2)
+    numbers = {"image_token_index": IMAGE, "boi_token_index": 61, "eoi_token_index": 62, "mm_tokens_per_image": 4}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, **numbers)
+    return transformers.Gemma3ForConditionalGeneration(config).eval()
+
+
+def _llava() -> Any:
+    text = transformers.LlamaConfig(**_SIZES, vocab_size=70, num_hidden_layers=2, num_key_value_heads=2)
+    vision = transformers.CLIPVisionConfig(**_VISION, num_hidden_layers=3)
+    config = transformers.LlavaConfig(
+        text_config=text, vision_config=vision, image_token_index=IMAGE, vision_feature_layer=-2
+    )
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
+MODELS = {"gemma3": (_gemma, 4), "llava": (_llava, 16)}
+
+
+def batch_of(name: str) -> dict[str, Tensor]:
+    """Two rows of text around an image; the second begins with padding."""
+    generator, places = torch.Generator().manual_seed(1), MODELS[name][1]
+    ids = torch.randint(1, TEXT, (2, 12 + places), generator=generator)
+    ids[:, 5 : 5 + places] = IMAGE
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    pixels = torch.randn(2, 3, 16, 16, generator=generator)
+    found = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels}
+    return found | ({"token_type_ids": (ids == IMAGE).long()} if name == "gemma3" else {})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_models_equal_sdpa(name) -> None:
+    torch.manual_seed(0)
+    model, batch = MODELS[name][0](), batch_of(name)
+    found = []
+    for implementation in ("sdpa", "flexdilated"):
+        if implementation == "sdpa":
+            model.set_attn_implementation("sdpa")
+        else:
+            set_pattern(model, {})
+        model.zero_grad()
+        logits = model(**batch).logits[batch["attention_mask"].bool()]
+        logits.logsumexp(-1).sum().backward()
+        gradients = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        tokens = model.generate(**batch, max_new_tokens=6, do_sample=False)
+        found.append((logits.detach(), gradients, tokens))
+    (want, slopes, text), (logits, gradients, tokens) = found
+    torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(gradients, slopes, rtol=1e-4, atol=1e-4)
+    assert torch.equal(tokens, text)
+
+
+@torch.no_grad()
+def test_the_tower_and_the_text_get_patterns_of_their_own() -> None:
+    """A window in the tower, another rule in the text: what each layer of them changes is seen in the logits."""
+    torch.manual_seed(0)
+    model, batch = _llava(), batch_of("llava")
+    set_pattern(model, {})
+    whole = model(**batch).logits
+    towers = {number for number, each in enumerate(attention_layers(model)) if "CLIP" in type(each).__name__}
+    assert towers == {0, 1, 2}
+    near = masks.neighborhood((4, 4), 1).after(1) | masks.global_tokens(1)
+    set_pattern(model, dict.fromkeys(towers, near))
+    seen = model(**batch).logits
+    assert (seen - whole)[:, :5].abs().max() == 0  # before the image
+    assert (seen - whole)[:, 5:].abs().max() > 1e-4
+    set_pattern(model, {number: masks.every() for number in range(5)})
+    torch.testing.assert_close(model(**batch).logits, whole, rtol=0, atol=1e-5)
