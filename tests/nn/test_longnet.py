@@ -14,17 +14,9 @@ from flexdilated.nn import LongNetConfig
 from flexdilated.nn._longnet_block import Block
 from flexdilated.nn._positions import turns
 from tests.support import longnet_oracle
+from tests.support.longnet_oracle import TINY
 
-V, N = 19, 37
-TINY = LongNetConfig(
-    vocab_size=V,
-    embed_dim=24,
-    depth=2,
-    num_heads=4,
-    segment_lengths=(4, 16, 64),
-    dilation_rates=(1, 2, 6),
-    layout="natural",
-)
+N, V = 37, TINY.vocab_size
 EMBEDDED = replace(TINY, vocab_size=None)
 # float64 against float64: only the order of sums differs.
 TOLERANCE = {"rtol": 1e-8, "atol": 1e-9}

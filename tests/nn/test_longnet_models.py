@@ -12,20 +12,11 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated.nn import LongNetConfig
 from flexdilated.nn._longnet_block import residual_scales
 from tests.support import longnet_oracle
+from tests.support.longnet_oracle import TINY
 
-V = 19
-TINY = LongNetConfig(
-    vocab_size=V,
-    embed_dim=24,
-    depth=2,
-    num_heads=4,
-    segment_lengths=(4, 16, 64),
-    dilation_rates=(1, 2, 6),
-    layout="natural",
-)
+V = TINY.vocab_size
 ENCODER = replace(TINY, causal=False, vocab_size=23, depth=3, embed_dim=16, num_kv_heads=2)
 TOLERANCE = {"rtol": 1e-8, "atol": 1e-9}
 

@@ -11,6 +11,16 @@ from torch.nn import functional as F
 from flexdilated.nn import LongNetConfig
 from tests.support import oracle
 
+TINY = LongNetConfig(
+    vocab_size=19,
+    embed_dim=24,
+    depth=2,
+    num_heads=4,
+    segment_lengths=(4, 16, 64),
+    dilation_rates=(1, 2, 6),
+    layout="natural",
+)
+
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 
