@@ -13,6 +13,7 @@ from attn_gym import mods
 from attn_gym.masks.document_mask import length_to_offsets
 from attn_gym.masks.natten import morton_encode
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import flexdilated as fd
@@ -269,7 +270,6 @@ def test_score_functions_go_in_as_they_are(name: str) -> None:
     assert not torch.allclose(found, fd.attend(q, k, v, masks.causal()), atol=1e-2)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_activations_in_place_of_softmax() -> None:
     """Their trick needs the lse, which `attend` returns as well."""
     q, k, v = operands()
@@ -280,14 +280,17 @@ def test_activations_in_place_of_softmax() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_rotary_part_of_latent_attention() -> None:
-    """Their score function takes dot products of rows; here these are more dims of q and k."""
+    """Their score function takes dot products of rows of tensors; here these are more dims of q and k."""
     q, k, v = operands()
-    rope_q, rope_k = (x[..., :8] for x in operands().flip(-1)[:2])
-    scores = (q @ k.mT + rope_q @ rope_k[:, :1].mT) * 24**-0.5
-    expected = scores.masked_fill(~torch.ones(40, 40).tril().bool(), -torch.inf).softmax(-1) @ v
-    wide_q, wide_k = torch.cat([q, rope_q], -1), torch.cat([k, rope_k[:, :1].expand(-1, 4, -1, -1)], -1)
-    found = fd.attend(wide_q, wide_k, torch.nn.functional.pad(v, (0, 8)), masks.causal())[..., :16]
+    q_rope, k_rope = (x[..., :8] for x in operands().flip(-1)[:2])
+    k_rope = k_rope[:, :1]
+    block_mask = create_block_mask(gym.causal_mask, None, None, 40, 40, device="cpu")
+    theirs = mods.generate_mla_rope_score_mod(q_rope, k_rope, 4, scale=0.4)
+    expected = flex_attention(q, k, v, score_mod=theirs, block_mask=block_mask, scale=0.3)
+    wide = torch.cat([q, q_rope * 0.4 / 0.3], -1), torch.cat([k, k_rope.expand(-1, 4, -1, -1)], -1), F.pad(v, (0, 8))
+    found = fd.attend(*wide, masks.causal(), scale=0.3)[..., :16]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -307,7 +310,7 @@ def test_flex_attention_line_by_line(what: str) -> None:
     dense = create_mask(rule, 1, 1, 40, 40, "cpu")
     outs = (
         fd.attend(q, k, v, pattern, scale=0.3),
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense, scale=0.3),
+        F.scaled_dot_product_attention(q, k, v, attn_mask=dense, scale=0.3),
     )
     found, wanted = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outs)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
