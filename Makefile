@@ -74,12 +74,13 @@ $(TRITON)/.ready: $(READY) tests/interpreted/constraints.txt
 	@$(PY) -m pip install --quiet --no-deps --target $(TRITON) --requirement tests/interpreted/constraints.txt \
 		&& touch $@ || echo "Triton was not installed: the tests of its kernels will be skipped."
 
-# timm and torchvision, whose import fails beside a torch without CUDA: tests/support/vision.py says what the tests do.
+# timm and torchvision, whose import fails beside a torch without CUDA: tests/support/vision.py says what the tests do. Beside
+# them lies dilated-attention-pytorch, whose xformers would bring another torch.
 $(VISION)/.ready: $(READY) tests/integrations/convert/constraints.txt
 	rm -rf $(VISION)
 	@mkdir -p $(VISION)
 	@$(PY) -m pip install --quiet --no-deps --target $(VISION) --requirement tests/integrations/convert/constraints.txt \
-		&& touch $@ || echo "timm was not installed: the tests of its models will be skipped."
+		&& touch $@ || echo "timm was not installed: the tests of its models, and of dilated-attention-pytorch, will be skipped."
 
 # The first half of the set-up: an environment with the pinned torch and nothing that could choose another.
 $(READY): constraints.txt

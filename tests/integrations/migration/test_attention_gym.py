@@ -1,0 +1,316 @@
+"""attention-gym's masks and score functions against what is written here in their place.
+
+Source: https://github.com/meta-pytorch/attention-gym, the package attn-gym.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from attn_gym import masks as gym
+from attn_gym import mods
+from attn_gym.masks.document_mask import length_to_offsets
+from attn_gym.masks.natten import morton_encode
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+
+import flexdilated as fd
+from flexdilated import masks
+
+ANY = ((1, 1), (5, 5), (33, 33), (200, 200), (17, 64), (64, 17))
+TOKENS = ((200, 200),)
+FIRST_FIVE = torch.arange(200) < 5
+SCATTERED = torch.arange(200) % 37 == 3
+LENGTHS = [70, 1, 90, 39]
+OFFSETS = length_to_offsets(LENGTHS, "cpu")
+DOCUMENTS = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))
+INTERVALS = torch.tensor([[0, 30], [30, 31], [20, 64], [64, 64]])
+TREE = gym.build_tree_ancestor_matrix([-1, 0, 0, 1, 1, 2, 5], "cpu")
+TILES = torch.tensor([[[0, 3], [1, 2], [2, 3], [0, 1], [4, 2]], [[0, 1], [1, 0], [2, 0], [3, 4], [4, 3]]])  # 2 heads
+
+
+def marked(token: Tensor):
+    """Pairs of a marked query or a marked key."""
+    return lambda b, h, q, k: token[q] | token[k]
+
+
+def interval_rows(start: Tensor, end: Tensor, image_tokens: int):
+    """The queries from an image's start to its end see its tokens."""
+    return lambda b, h, q, k: (q >= start[k // image_tokens]) & (q < end[k // image_tokens])
+
+
+def table(pairs: Tensor):
+    """Pairs by a table."""
+    last = len(pairs) - 1
+    return lambda b, h, q, k: (q <= last) & (k <= last) & pairs[q.clamp(max=last), k.clamp(max=last)]
+
+
+def block_diffusion(length: int, block: int) -> masks.Pattern:
+    """A noised block sees itself and the clean blocks before it, a clean block the clean blocks up to its own."""
+    count = length // block
+    clean = range(count, 2 * count)
+    noised = [[row, *clean[:row]] for row in range(count)]
+    return masks.block_list([*noised, *(list(clean[: row + 1]) for row in range(count))], block=block)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pattern, their mask function, and the numbers of queries and keys for which theirs is defined."""
+
+    ours: masks.Pattern
+    theirs: Callable
+    sizes: tuple[tuple[int, int], ...] = ANY
+    q_offset: int = 0
+    num_heads: int = 1
+
+
+# Their windows count tokens to each side, dilated or not; a sliding window looks back only.
+SAME = {
+    "causal_mask": Pair(masks.causal(), gym.causal_mask),
+    "sliding_window": Pair(masks.local_window(left=3, right=0), gym.generate_sliding_window(3)),
+    "dilated_sliding_window": Pair(
+        masks.dilated_window(left=4, right=4, rate=3), gym.generate_dilated_sliding_window(12, 3)
+    ),
+    "dilated_sliding_window, a ragged end": Pair(
+        masks.dilated_window(left=14 // 3, right=14 // 3, rate=3), gym.generate_dilated_sliding_window(14, 3)
+    ),
+    "dilated_sliding_window of rate 1": Pair(
+        masks.dilated_window(left=7, right=7, rate=1), gym.generate_dilated_sliding_window(7, 1)
+    ),
+    "global_sliding_window": Pair(
+        masks.local_window(left=2, right=2) | masks.global_tokens(5), gym.generate_global_sliding_window(2, FIRST_FIVE)
+    ),
+    "global_sliding_window, tokens anywhere": Pair(
+        masks.local_window(left=2, right=2) | masks.custom(marked(SCATTERED)),
+        gym.generate_global_sliding_window(2, SCATTERED),
+    ),
+    "prefix_lm": Pair(masks.prefix_lm(6), gym.generate_prefix_lm_mask(6)),
+    "batchify": Pair(
+        masks.chunked(16) & masks.causal(),
+        gym.batchify_mask_mod(gym.causal_mask, 16),
+    ),
+    "batchify of a rule of positions": Pair(
+        masks.prefix_lm(6).per_document(torch.arange(200) // 16),
+        gym.batchify_mask_mod(gym.generate_prefix_lm_mask(6), 16),
+        TOKENS,
+    ),
+    "doc_mask": Pair(
+        masks.prefix_lm(6).per_document(DOCUMENTS),
+        gym.generate_doc_mask_mod(gym.generate_prefix_lm_mask(6), OFFSETS),
+        TOKENS,
+    ),
+    "packed_causal_doc_mask": Pair(
+        masks.causal() & masks.documents(DOCUMENTS), gym.generate_packed_causal_doc_mask_mod(OFFSETS), TOKENS
+    ),
+    "shared_prefix": Pair(
+        masks.custom(gym.generate_shared_prefix_mask_mod(OFFSETS, torch.tensor([0, 0, 2, 2]))),
+        gym.generate_shared_prefix_mask_mod(OFFSETS, torch.tensor([0, 0, 2, 2])),
+        TOKENS,
+    ),
+    "block_diffusion": Pair(block_diffusion(100, 20), gym.generate_block_diffusion_mask(100, 20), TOKENS),
+    "vision_cross_attention": Pair(
+        masks.custom(interval_rows(*INTERVALS.T.contiguous(), 16)),
+        gym.generate_vision_cross_attention_mask_mod(INTERVALS, 16),
+        ((70, 64),),
+    ),
+    # A square, where what attention-gym calls the width of its canvas is that of both axes.
+    "natten": Pair(masks.neighborhood((15, 15), (3, 1)), gym.generate_natten(15, 15, 7, 3), ((200, 200), (225, 225))),
+    "sta_2d": Pair(
+        masks.blockwise(masks.neighborhood((4, 5), (1, 2)), 12),
+        gym.generate_sta_mask_mod_2d((16, 15), (12, 15), (4, 3)),
+        ((240, 240),),
+    ),
+    "sta_3d": Pair(
+        masks.blockwise(masks.neighborhood((3, 4, 2), (1, 1, 0)), 8),
+        gym.generate_sta_mask_mod_3d((6, 8, 4), (6, 6, 2), (2, 2, 2)),
+        ((192, 192),),
+    ),
+    "spatial_head": Pair(
+        masks.local_window(left=31, right=31) | masks.global_tokens(10),
+        gym.generate_spatial_head_mask_mod(10, 5, 19, 2, round_width=16),
+        ((105, 105),),
+    ),
+    "spatial_head with a sink": Pair(
+        masks.local_window(left=31, right=31) | masks.global_tokens(10) | masks.first_tokens(10 + 19),
+        gym.generate_spatial_head_mask_mod(10, 5, 19, 2, attn_sink=True, round_width=16),
+        ((105, 105),),
+    ),
+    "temporal_head": Pair(
+        masks.custom(gym.generate_temporal_head_mask_mod(10, 5, 19, 2)),
+        gym.generate_temporal_head_mask_mod(10, 5, 19, 2),
+        ((105, 105),),
+    ),
+    "jetspec_tree_causal": Pair(
+        masks.first_tokens(20) | masks.custom(table(TREE)).after(20),
+        gym.generate_jetspec_tree_causal_mask_mod(20, TREE),
+        ((7, 27),),
+        q_offset=20,
+    ),
+    "jetspec_training": Pair(
+        masks.first_tokens(20) | (masks.causal() & masks.chunked(8)).after(20),
+        gym.generate_jetspec_training_mask_mod(20, 8),
+        ((40, 60),),
+        q_offset=20,
+    ),
+    "vsa": Pair(
+        masks.block_list(TILES.tolist(), block=8), gym.generate_vsa_mask_mod(TILES[None], 8), ((40, 40),), num_heads=2
+    ),
+    "vsa with padded tiles": Pair(
+        masks.block_list(TILES.tolist(), block=8) & masks.visible_keys(torch.arange(40) % 8 < 5),
+        gym.generate_vsa_mask_mod(TILES[None], 8, torch.full((5,), 5)),
+        ((40, 40),),
+        num_heads=2,
+    ),
+}
+CASES = [(name, *sizes) for name, pair in SAME.items() for sizes in pair.sizes]
+
+
+def pairs(pattern: masks.Pattern, num_queries: int, num_keys: int, *, num_heads: int = 1, q_offset: int = 0) -> Tensor:
+    bound = pattern.bind(num_heads=num_heads, num_queries=num_queries, num_keys=num_keys, q_offset=q_offset)
+    places = (torch.arange(size) for size in (num_heads, num_queries, num_keys))
+    h, q, k = torch.meshgrid(*places, indexing="ij")
+    return bound.mask_mod()(torch.tensor(0), h, q, k).expand(h.shape)
+
+
+@pytest.mark.parametrize(("name", "num_queries", "num_keys"), CASES)
+def test_same_pairs(name: str, num_queries: int, num_keys: int) -> None:
+    case = SAME[name]
+    found = pairs(case.ours, num_queries, num_keys, num_heads=case.num_heads, q_offset=case.q_offset)
+    expected = create_mask(case.theirs, 1, case.num_heads, num_queries, num_keys, "cpu")[0]
+    assert torch.equal(found, expected)
+    assert expected.any()
+
+
+@pytest.mark.parametrize("name", [name for name, case in SAME.items() if case.sizes in (ANY, TOKENS)])
+def test_same_blocks(name: str) -> None:
+    """Ours from closed forms, theirs from every pair: the same blocks, and the same ones full."""
+    case = SAME[name]
+    found = masks.block_mask(case.ours, 200, num_heads=1, block_size=16)
+    expected = create_block_mask(case.theirs, 1, 1, 200, 200, device="cpu", BLOCK_SIZE=16)
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    assert found.full_kv_num_blocks is not None
+    assert expected.full_kv_num_blocks is not None
+    assert torch.equal(found.full_kv_num_blocks, expected.full_kv_num_blocks)
+
+
+def test_every_mask_has_its_row() -> None:
+    """A mask function that attention-gym adds, or renames, is seen here."""
+    rows = {name.partition(",")[0].partition(" ")[0] for name in SAME}
+    made = {name.removeprefix("generate_") for name in vars(gym) if name.startswith("generate_")}
+    short = {name.removesuffix("_2d").removesuffix("_3d").removesuffix("_mod").removesuffix("_mask") for name in made}
+    rows = {name.removesuffix("_2d").removesuffix("_3d").removesuffix("_mask") for name in rows}
+    assert short - rows == {"tiled_natten", "morton_natten"}  # tests of their own, below
+
+
+def test_text_tokens_stand_in_front() -> None:
+    """Theirs stand behind the grid, ours before it: `after` begins the grid's rule behind them."""
+    theirs = create_mask(gym.generate_sta_mask_mod_2d((16, 15), (12, 15), (4, 3), 9), 1, 1, 249, 249, "cpu")[0]
+    ours = masks.blockwise(masks.neighborhood((4, 5), (1, 2)), 12).after(9) | masks.global_tokens(9)
+    assert torch.equal(pairs(ours, 249, 249), theirs.roll((9, 9), (-2, -1)))
+
+
+@pytest.mark.parametrize("order", ["tiled", "morton"])
+def test_orders_of_a_grid(order: str) -> None:
+    """Their tokens stand in tiles, or along a Z curve: in row-major order the rule is that of `neighborhood`."""
+    place = torch.cartesian_prod(torch.arange(16), torch.arange(16))  # of the row-major tokens: row, column
+    if order == "tiled":
+        theirs, (rows, columns) = gym.generate_tiled_natten(16, 16, 5, 3, 4, 8), (8, 4)
+        row, column = place.T
+        slot = (row // rows * (16 // columns) + column // columns) * rows * columns
+        slot = slot + row % rows * columns + column % columns
+    else:
+        theirs = gym.generate_morton_natten(16, 16, 5, 3)
+        slot = morton_encode(*place.flip(1).T)
+    assert torch.equal(slot.sort().values, torch.arange(256))
+    moved = create_mask(theirs, 1, 1, 256, 256, "cpu")[0]
+    assert torch.equal(pairs(masks.neighborhood((16, 16), (1, 2)), 256, 256), moved[:, slot][:, :, slot])
+
+
+def test_a_canvas_that_is_no_square() -> None:
+    """Theirs clamps rows to the width: in a grid of 20 rows of 6, row 10 sees rows 3 to 5, in NATTEN rows 9 to 11."""
+    theirs = create_mask(gym.generate_natten(6, 20, 3, 3), 1, 1, 120, 120, "cpu")[0, 0].view(20, 6, 20, 6)
+    ours = pairs(masks.neighborhood((20, 6), 1), 120, 120).view(20, 6, 20, 6)
+    assert theirs[10, 2].any(-1).nonzero().flatten().tolist() == [3, 4, 5]
+    assert ours[10, 2].any(-1).nonzero().flatten().tolist() == [9, 10, 11]
+
+
+def operands(num_heads: int = 4, num_tokens: int = 40) -> Tensor:
+    return torch.randn(3, 2, num_heads, num_tokens, 16, generator=torch.Generator().manual_seed(0))
+
+
+def graph() -> Tensor:
+    """(2, 40, 40): two graphs."""
+    edges = torch.rand(2, 40, 40, generator=torch.Generator().manual_seed(1)) < 0.06
+    return edges | edges.mT
+
+
+DISTANCES = mods.shortest_path_distances(graph(), 4)
+PATHS = mods.shortest_path_edge_types(graph(), torch.arange(1600).view(1, 40, 40).expand(2, -1, -1) % 3, 4)
+BIAS = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+EDGE_BIAS = torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(3))
+MODS = {
+    "alibi": mods.generate_alibi_bias(4),
+    "tanh_softcap": mods.generate_tanh_softcap(2),
+    "sandwich": mods.generate_sandwich_bias(4, 40),
+    "graphormer_spatial": mods.generate_graphormer_spatial_bias(BIAS, DISTANCES),
+    "graphormer_edge": mods.generate_graphormer_edge_bias(EDGE_BIAS, *PATHS),
+}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("name", MODS)
+def test_score_functions_go_in_as_they_are(name: str) -> None:
+    q, k, v = operands()
+    block_mask = create_block_mask(gym.causal_mask, None, None, 40, 40, device="cpu")
+    expected = flex_attention(q, k, v, score_mod=MODS[name], block_mask=block_mask)
+    found = fd.attend(q, k, v, masks.causal(), score_mod=MODS[name], engine="reference")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found, fd.attend(q, k, v, masks.causal()), atol=1e-2)
+
+
+def test_activations_in_place_of_softmax() -> None:
+    """Their trick needs the lse, which `attend` returns as well."""
+    q, k, v = operands()
+    score_mod = mods.generate_activation_score_mod(torch.sigmoid, 0.5)
+    out, lse = fd.attend(q, k, v, masks.every(), score_mod=score_mod, engine="reference", return_lse=True)
+    found = mods.undo_softmax(out, lse, v.sum(-2, keepdim=True), 0.5)
+    expected = torch.sigmoid(q @ k.mT * 16**-0.5) @ v
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_rotary_part_of_latent_attention() -> None:
+    """Their score function takes dot products of rows of tensors; here these are more dims of q and k."""
+    q, k, v = operands()
+    q_rope, k_rope = (x[..., :8] for x in operands().flip(-1)[:2])
+    k_rope = k_rope[:, :1]
+    block_mask = create_block_mask(gym.causal_mask, None, None, 40, 40, device="cpu")
+    theirs = mods.generate_mla_rope_score_mod(q_rope, k_rope, 4, scale=0.4)
+    expected = flex_attention(q, k, v, score_mod=theirs, block_mask=block_mask, scale=0.3)
+    wide = torch.cat([q, q_rope * 0.4 / 0.3], -1), torch.cat([k, k_rope.expand(-1, 4, -1, -1)], -1), F.pad(v, (0, 8))
+    found = fd.attend(*wide, masks.causal(), scale=0.3)[..., :16]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("what", ["function", "block mask"])
+def test_flex_attention_line_by_line(what: str) -> None:
+    """`create_block_mask` and `flex_attention`, and the one line in their place, which has gradients on CPU as well."""
+    rule = gym.generate_prefix_lm_mask(6)
+    block_mask = create_block_mask(rule, None, None, 40, 40, device="cpu")
+    q, k, v = operands()
+    expected = flex_attention(q, k, v, block_mask=block_mask, scale=0.3)
+    pattern = masks.custom(rule if what == "function" else block_mask)
+    torch.testing.assert_close(fd.attend(q, k, v, pattern, scale=0.3), expected, rtol=1e-4, atol=1e-5)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    with pytest.raises(NotImplementedError, match="backward on CPU"):
+        flex_attention(q, k, v, block_mask=block_mask)
+    dense = create_mask(rule, 1, 1, 40, 40, "cpu")
+    outs = (
+        fd.attend(q, k, v, pattern, scale=0.3),
+        F.scaled_dot_product_attention(q, k, v, attn_mask=dense, scale=0.3),
+    )
+    found, wanted = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outs)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,95 @@
+"""NATTEN's neighbourhoods, restated, against the function that docs/migration.md writes in their place.
+
+Source: https://github.com/SHI-Labs/NATTEN, `natten.functional` and its documentation of windows and dilation.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import flexdilated as fd
+from flexdilated import masks
+
+GRIDS = {
+    "na1d": ((23,), (5,), (2,)),
+    "na2d": ((7, 12), (3, 5), (1, 2)),
+    "na2d, one number": ((9, 9), 3, 2),
+    "na2d, all of the grid": ((5, 7), (5, 7), 1),
+    "na3d": ((4, 5, 6), (3, 1, 5), (1, 2, 1)),
+}
+
+
+def each_axis(number: int | tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
+    return (number,) * len(grid) if isinstance(number, int) else number
+
+
+def window(place: int, length: int, size: int, dilation: int) -> list[int]:
+    """Of the tokens with the query's remainder, `size` in a row, with the query as near their middle as can be."""
+    fellows = list(range(place % dilation, length, dilation))
+    start = min(max(fellows.index(place) - size // 2, 0), len(fellows) - size)
+    return fellows[start : start + size]
+
+
+def dense_natten(
+    q: Tensor, k: Tensor, v: Tensor, kernel_size: int | tuple[int, ...], dilation: int | tuple[int, ...]
+) -> Tensor:
+    """Token by token; tensors are (batch, *grid, heads, head dim)."""
+    grid = tuple(q.shape[1:-2])
+    axes = list(zip(grid, each_axis(kernel_size, grid), each_axis(dilation, grid), strict=True))
+    out = torch.empty_like(q)
+    for place in product(*map(range, grid)):
+        near = [torch.tensor(window(at, *axis)) for at, axis in zip(place, axes, strict=True)]
+        index = (slice(None), *torch.meshgrid(*near, indexing="ij"))
+        keys, values = (x[index].flatten(1, -3).transpose(1, 2) for x in (k, v))
+        query = q[(slice(None), *place)].unsqueeze(2)
+        out[(slice(None), *place)] = F.scaled_dot_product_attention(query, keys, values).squeeze(2)
+    return out
+
+
+def tensors(grid: tuple[int, ...]) -> Tensor:
+    return torch.randn(3, 2, *grid, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_same_function(page: SimpleNamespace, name: str) -> None:
+    """Outputs and gradients."""
+    grid, kernel_size, dilation = GRIDS[name]
+    qkv = tensors(grid).requires_grad_()
+    found = page.neighborhood_attention(*qkv, kernel_size, dilation=dilation)
+    want = dense_natten(*qkv, kernel_size, dilation)
+    torch.testing.assert_close(found, want)
+    grads = [torch.autograd.grad(out.sin().sum(), qkv)[0] for out in (found, want)]
+    torch.testing.assert_close(*grads)
+
+
+def test_scale_and_grouped_heads(page: SimpleNamespace) -> None:
+    q, k, v = tensors((5, 6))
+    found = page.neighborhood_attention(q, k[..., :1, :], v[..., :1, :], 3, scale=0.7, enable_gqa=True)
+    k, v = (x[..., :1, :].expand(-1, -1, -1, 2, -1) for x in (k, v))
+    torch.testing.assert_close(found, dense_natten(q * (0.7 * 8**0.5), k, v, 3, 1))
+
+
+def test_even_kernels_are_refused(page: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match="must be odd; got 4"):
+        page.neighborhood_attention(*tensors((5, 6)), 4)
+
+
+def test_additional_keys() -> None:
+    """Three tokens that all see, in front of the keys: the neighbourhoods begin behind them."""
+    q, k, v = tensors((5, 6)).flatten(2, 3).transpose(2, 3)
+    more_k, more_v = torch.randn(2, 2, 2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    rule = masks.neighborhood((5, 6), 1).after(3) | masks.first_tokens(3)
+    found = fd.attend(q, torch.cat([more_k, k], 2), torch.cat([more_v, v], 2), rule, q_offset=3)
+    seen = torch.zeros(30, 33, dtype=torch.bool)
+    seen[:, :3] = True
+    for i, j in product(range(30), range(30)):
+        rows, columns = window(i // 6, 5, 3, 1), window(i % 6, 6, 3, 1)
+        seen[i, 3 + j] = j // 6 in rows and j % 6 in columns
+    want = F.scaled_dot_product_attention(q, torch.cat([more_k, k], 2), torch.cat([more_v, v], 2), attn_mask=seen)
+    torch.testing.assert_close(found, want)

@@ -1,0 +1,121 @@
+"""xFormers' attention biases, restated as dense masks, against what docs/migration.md writes in their place.
+
+Source: https://github.com/facebookresearch/xformers, `xformers/ops/fmha/attn_bias.py` before it moved to mslk, whose
+`materialize` says what each bias is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import flexdilated as fd
+from flexdilated import masks
+
+LENGTHS = [9, 1, 20]
+IDS = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))
+PADDING = 16
+
+
+def band(num_queries: int, num_keys: int, left: int | None, right: int | None, bottom_right: bool = False) -> Tensor:
+    """Keys from `left` before the query to `right` after it, both at their index or counted from the last ones."""
+    shift = num_keys - num_queries if bottom_right else 0
+    pairs = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    pairs = pairs if left is None else pairs.triu(shift - left)
+    return pairs if right is None else pairs.tril(shift + right)
+
+
+def block_diagonal(
+    q_lengths: Sequence[int], k_lengths: Sequence[int], block: Callable[[int, int], Tensor] = torch.ones
+) -> Tensor:
+    """Block i holds `block(queries, keys)` of sequence i."""
+    pairs = torch.zeros(sum(q_lengths), sum(k_lengths), dtype=torch.bool)
+    edges = (pairwise(accumulate(each, initial=0)) for each in (q_lengths, k_lengths))
+    for (top, bottom), (left, right) in zip(*edges, strict=True):
+        pairs[top:bottom, left:right] = block(bottom - top, right - left)
+    return pairs
+
+
+def pairs(pattern: masks.Pattern, num_queries: int, num_keys: int, **offsets: int) -> Tensor:
+    bound = pattern.bind(num_heads=1, num_queries=num_queries, num_keys=num_keys, **offsets)
+    q, k = torch.meshgrid(torch.arange(num_queries), torch.arange(num_keys), indexing="ij")
+    return bound.mask_mod()(torch.tensor(0), torch.tensor(0), q, k).expand(q.shape)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (12, 12), (5, 17), (17, 5)], ids=str)
+def test_triangles_and_bands(sizes: tuple[int, int]) -> None:
+    N, M = sizes
+    last = {"q_offset": max(M - N, 0), "k_offset": max(N - M, 0)}
+    assert torch.equal(pairs(masks.causal(), N, M), band(N, M, None, 0))
+    assert torch.equal(pairs(masks.causal(), N, M, **last), band(N, M, None, 0, True))
+    local = masks.local_window(left=4 - 1, right=0)  # make_local_attention(4)
+    assert torch.equal(pairs(local, N, M, **last), band(N, M, 3, 0, True))
+    both = masks.local_window(left=2, right=3)
+    assert torch.equal(pairs(both, N, M, **last), band(N, M, 2, 3, True))
+
+
+def test_packed_sequences() -> None:
+    def of(block: Callable[[int, int], Tensor]) -> Tensor:
+        return block_diagonal(LENGTHS, LENGTHS, block)
+
+    documents = masks.documents(IDS)
+    assert torch.equal(pairs(documents, 30, 30), block_diagonal(LENGTHS, LENGTHS))
+    for bottom_right in (False, True):
+        causal = of(lambda n, m, last=bottom_right: band(n, m, None, 0, last))
+        assert torch.equal(pairs(masks.causal() & documents, 30, 30), causal)
+        local = of(lambda n, m, last=bottom_right: band(n, m, 4, 0, last))
+        assert torch.equal(pairs(masks.local_window(left=5 - 1, right=0) & documents, 30, 30), local)
+
+
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize("q_lengths", [[2, 1, 3], [9, 1, 20]], ids=str)
+def test_other_lengths_of_keys(page: SimpleNamespace, q_lengths: list[int], bottom_right: bool) -> None:
+    N, M, k_lengths = sum(q_lengths), 40, [9, 5, 26]
+    made = page.block_diagonal(q_lengths, k_lengths)
+    assert torch.equal(pairs(made, N, M), block_diagonal(q_lengths, k_lengths))
+    for lookback in (None, 1, 6):
+        made = page.block_diagonal(q_lengths, k_lengths, causal=True, bottom_right=bottom_right, lookback=lookback)
+        left = None if lookback is None else lookback - 1
+        want = block_diagonal(q_lengths, k_lengths, lambda n, m, left=left: band(n, m, left, 0, bottom_right))
+        assert torch.equal(pairs(made, N, M), want)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_padded_and_gappy_keys(window: int | None) -> None:
+    """A query a row: theirs flat, (1, rows, heads, dim) and (1, rows * padding, heads, dim); here a batch of rows."""
+    lengths, start = torch.tensor([5, 16, 9]), torch.tensor([0, 3, 8])
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 3, 2, 8, dtype=torch.float64, generator=generator)
+    k, v = torch.randn(2, 1, 3 * PADDING, 2, 8, dtype=torch.float64, generator=generator)
+    t = torch.arange(PADDING)
+    visible = t < lengths[:, None]
+    if window is not None:
+        visible &= t >= lengths[:, None] - window
+    for seen in (visible, (t >= start[:, None]) & (t < lengths[:, None])):
+        flat = torch.zeros(3, 3 * PADDING, dtype=torch.bool)
+        for row in range(3):
+            flat[row, row * PADDING : (row + 1) * PADDING] = seen[row]
+        want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=flat)
+        rows = (x.unflatten(1, (3, -1)).squeeze(0).transpose(1, 2) for x in (q, k, v))
+        found = fd.attend(*rows, masks.visible_keys(seen))
+        torch.testing.assert_close(found[:, :, 0], want[0].transpose(0, 1))
+
+
+def test_an_added_bias() -> None:
+    q, k, v = torch.randn(3, 1, 2, 24, 8, generator=torch.Generator().manual_seed(0))
+    bias = torch.randn(2, 24, 24, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+        return score + bias[h, q_idx, k_idx]
+
+    found = fd.attend(q, k, v, masks.causal(), score_mod=score_mod, engine="reference")
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(~band(24, 24, None, 0), -torch.inf)[None])
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    grads = [torch.autograd.grad(out.square().sum(), bias)[0] for out in (found, want)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)

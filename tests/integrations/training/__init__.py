@@ -1,0 +1,1 @@
+"""Models with patterns in training frameworks."""
