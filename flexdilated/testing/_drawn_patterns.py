@@ -135,8 +135,14 @@ def whole_grids(draw: st.DrawFn, words: Any, max_tokens: int) -> Any:
 @st.composite
 def _neighborhoods_on(draw: st.DrawFn, words: Any, grid: list[int] | tuple[int, ...], most: int, max_rate: int) -> Any:
     rate = [draw(st.integers(1, min(max_rate, length))) for length in grid]
-    longest = [min(most, (length // each - 1) // 2) for length, each in zip(grid, rate, strict=True)]
-    return words.neighborhood(grid, [draw(st.integers(0, reach)) for reach in longest], rate=rate)
+    longest = [min(2 * most + 1, length // each) for length, each in zip(grid, rate, strict=True)]
+    if not draw(st.booleans()):  # every query in the middle of its window
+        sizes = [2 * draw(st.integers(0, (size - 1) // 2)) + 1 for size in longest]
+        return words.neighborhood(grid, kernel_size=sizes, rate=rate, stride=[1] * len(grid), causal=[False] * len(grid))
+    sizes = [draw(st.integers(1, size)) for size in longest]
+    stride = [draw(st.integers(1, size)) for size in sizes]
+    causal = [draw(st.booleans()) for _ in grid]
+    return words.neighborhood(grid, kernel_size=sizes, rate=rate, stride=stride, causal=causal)
 
 
 @st.composite

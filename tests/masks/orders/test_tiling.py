@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -67,7 +67,7 @@ def dense(term: Term) -> Tensor:
     assert isinstance(term.q, Tiling)
     rule, positions = term.rule, term.q.positions()
     assert isinstance(rule, Neighborhood)
-    return oracle.neighborhood(rule.grid, rule.radius, rule.rate)(0, 1, positions, positions)
+    return oracle.neighborhood([astuple(axis) for axis in rule.axes])(0, 1, positions, positions)
 
 
 def natural(term: Term) -> Term:
