@@ -117,7 +117,7 @@ class Expression:
         return cls(**{field: data[name] for name, field in cls.stored.items() if name in data})
 
     def parameters(self) -> dict[str, Any]:
-        """All that the rule depends on beside its kind, by the names it is stored under; optional defaults are left out."""
+        """All that the rule depends on beside its kind, by the names it is stored under; without optional defaults."""
         found = {name: getattr(self, field) for name, field in self.stored.items()}
         for name in self.optional:
             if found[name] == self.defaults[self.stored[name]]:

@@ -11,13 +11,13 @@ import torch
 
 from ..core import And, Every, Not, Or, Pattern, Ranges, common_period, intersect, ranges_of, union_of
 from ..patterns import (
+    Axis,
     Band,
     Blockwise,
     Dilated,
     GlobalTokens,
     KeySet,
     MarkedTokens,
-    Axis,
     Neighborhood,
     PerDocument,
     Spans,

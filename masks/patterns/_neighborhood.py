@@ -70,12 +70,11 @@ class Neighborhood(Pattern):
                 f"got radius={self.radius}, kernel_size={self.kernel_size}"
             )
         for name in ("radius", "kernel_size", "rate", "stride", "causal"):
-            given = getattr(self, name)
-            if given is None and name != "rate":
+            if (given := getattr(self, name)) is None and name != "rate":
                 continue
-            self._set(name, _per_axis(name, given))
-            if len(given) != len(self.grid):
-                raise ValueError(f"{name} must be one value, or one an axis of {self.grid}; got {name}={given}")
+            self._set(name, values := _per_axis(name, given))
+            if len(values) != len(self.grid):
+                raise ValueError(f"{name} must be one value, or one an axis of {self.grid}; got {name}={values}")
         self._settle()
         for axis, along in enumerate(self.axes):
             _require_fitting(axis, along)
@@ -255,9 +254,9 @@ def neighborhood(
 ) -> Pattern:
     """Each query of a token grid sees the `kernel_size` tokens an axis around its own place, `rate` apart.
 
-    grid: 1, 2 or 3 axis lengths (a sequence, an image or slide, a video); tokens are in row-major order. All else is one
-    number, or one an axis. kernel_size: tokens in a window; or, in its place, radius, for 2 * radius + 1 tokens.
-    rate: NATTEN's dilation. stride: queries that share a window. causal: which axes have no keys after the query.
+    grid: 1, 2 or 3 axis lengths (a sequence, an image or slide, a video); tokens are in row-major order. All else is
+    one value, or one an axis. kernel_size: tokens in a window; or, in its place, radius, for 2 * radius + 1 tokens.
+    rate: NATTEN's dilation. stride: queries that share a window. causal: whether no key after the query is seen.
 
     Along an axis of length n, for the query at x:
 
@@ -274,11 +273,11 @@ def neighborhood(
 
     In row-major order a block of tokens covers one row or few, so small windows leave most of a block
     unused. `attend` therefore sorts the tokens of a whole grid into tiles of a block each, where that pays;
-    `describe` says how much is left. With causal() or other patterns, or with fewer tokens, it does not.
+    `describe` says how much is left. In `& causal()` or with other patterns, or fewer tokens, it does not.
 
     Raises ValueError for a window of kernel_size * rate tokens that exceeds its axis, a stride above its kernel size,
-    both or none of radius and kernel_size, a radius with a causal axis, negative radii, and for other numbers below 1.
-    Binding raises ValueError for tokens beyond the grid; fewer are fine.
+    both or none of radius and kernel_size, a radius with a causal axis, negative radii, and for other numbers below 1;
+    TypeError for other kinds of values. Binding raises ValueError for tokens beyond the grid; fewer are fine.
 
     >>> masks.describe(masks.neighborhood((4, 4), 1), 16).useful_pairs  # 9 keys a token
     144

@@ -63,7 +63,11 @@ from flexdilated import masks
         (lambda: masks.neighborhood((9, 9), 1, kernel_size=3), ValueError, r"radius=\(1, 1\), kernel_size=\(3, 3\)"),
         (lambda: masks.neighborhood((9, 9), (1, None)), TypeError, r"radius\[1\]=None"),
         (lambda: masks.neighborhood((9, 9), kernel_size=0), ValueError, r"kernel_size\[0\] must be at least 1"),
-        (lambda: masks.neighborhood((9, 9), kernel_size=(3,)), ValueError, r"one an axis of \(9, 9\); got kernel_size="),
+        (
+            lambda: masks.neighborhood((9, 9), kernel_size=(3,)),
+            ValueError,
+            r"one an axis of \(9, 9\); got kernel_size=",
+        ),
         (lambda: masks.neighborhood((9, 9), kernel_size=2.0), TypeError, r"kernel_size\[0\] must be an integer"),
         (lambda: masks.neighborhood((9, 9), 1, stride=0), ValueError, r"stride\[0\] must be at least 1"),
         (lambda: masks.neighborhood((9, 9), 1, stride=(3, 4)), ValueError, "stride=4 and kernel_size=3 on axis 1"),
@@ -71,7 +75,11 @@ from flexdilated import masks
         (lambda: masks.neighborhood((9, 9), 1, rate=None), TypeError, r"rate\[0\] must be an integer"),
         (lambda: masks.neighborhood((9, 9), kernel_size=3, causal=1), TypeError, r"causal\[0\] must be True or False"),
         (lambda: masks.neighborhood((9, 9), kernel_size=3, causal=(True,)), ValueError, r"got causal=\(True,\)"),
-        (lambda: masks.neighborhood((9, 9), 1, causal=(True, False)), ValueError, "write kernel_size in place of radius"),
+        (
+            lambda: masks.neighborhood((9, 9), 1, causal=(True, False)),
+            ValueError,
+            "write kernel_size in place of radius",
+        ),
     ],
 )
 def test_bad_parameters(build, error, says):
