@@ -134,9 +134,22 @@ def whole_grids(draw: st.DrawFn, words: Any, max_tokens: int) -> Any:
 
 @st.composite
 def _neighborhoods_on(draw: st.DrawFn, words: Any, grid: list[int] | tuple[int, ...], most: int, max_rate: int) -> Any:
-    rate = [draw(st.integers(1, min(max_rate, length))) for length in grid]
-    longest = [min(most, (length // each - 1) // 2) for length, each in zip(grid, rate, strict=True)]
-    return words.neighborhood(grid, [draw(st.integers(0, reach)) for reach in longest], rate=rate)
+    centred = not draw(st.booleans())
+    sizes, rates, strides, causal = zip(
+        *(draw(_windows_along(each, most, max_rate, centred)) for each in grid), strict=True
+    )
+    return words.neighborhood(grid, kernel_size=sizes, rate=rates, stride=strides, causal=causal)
+
+
+@st.composite
+def _windows_along(draw: st.DrawFn, length: int, most: int, max_rate: int, centred: bool) -> tuple[int, int, int, bool]:
+    """(kernel size, rate, stride, causal) of one axis; centred: each query is in the middle of its window."""
+    rate = draw(st.integers(1, min(max_rate, length)))
+    longest = min(2 * most + 1, length // rate)
+    if centred:
+        return 2 * draw(st.integers(0, (longest - 1) // 2)) + 1, rate, 1, False
+    size = draw(st.integers(1, longest))
+    return size, rate, draw(st.integers(1, size)), draw(st.booleans())
 
 
 @st.composite

@@ -11,6 +11,7 @@ from ._box import (
     Progression,
     Squares,
     clip,
+    count_below,
     count_between,
     count_multiples,
     count_residue,

@@ -33,7 +33,8 @@ _FLATTER = "a chain of one operator, such as a | b | c, is one level"
 def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Class], _Class]:
     """Make a class a frozen dataclass, whose JSON names this kind and the fields.
 
-    A field with metadata={"name": ...} goes by another name there; one with metadata={"stored": False} is left out.
+    A field with metadata={"name": ...} goes by another name there; one with metadata={"stored": False} is left out,
+    and one with metadata={"optional": True} where it has its default.
     `positional` fields are printed without their names, by default one that has no default and is alone in that.
     Raises ValueError for a kind that another class has.
     """
@@ -43,8 +44,10 @@ def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Clas
         made = dataclass(frozen=True)(cls)
         stored = [each for each in fields(made) if each.metadata.get("stored", True)]
         made.kind, KINDS[kind] = kind, made
-        made.stored = {each.metadata.get("name", each.name): each.name for each in stored}
+        named = {each.metadata.get("name", each.name): each for each in stored}
+        made.stored = {name: each.name for name, each in named.items()}
         made.defaults = {each.name: each.default for each in stored}
+        made.optional = frozenset(name for name, each in named.items() if each.metadata.get("optional"))
         needed = sum(each.default is MISSING for each in stored)
         made.positional = (1 if needed == 1 else 0) if positional is None else positional
         return made
@@ -80,6 +83,7 @@ class Expression:
     kind: ClassVar[str]
     stored: ClassVar[dict[str, str]] = {}
     defaults: ClassVar[dict[str, Any]] = {}
+    optional: ClassVar[frozenset[str]] = frozenset()
     positional: ClassVar[int] = 0
 
     def __init_subclass__(cls) -> None:
@@ -134,11 +138,15 @@ class Expression:
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Any:
         """The value with these parameters, as `to_data` names them; parts are patterns already."""
-        return cls(**{field: data[name] for name, field in cls.stored.items()})
+        return cls(**{field: data[name] for name, field in cls.stored.items() if name in data})
 
     def parameters(self) -> dict[str, Any]:
-        """All that the rule depends on beside its kind, by the names it is stored under."""
-        return {name: getattr(self, field) for name, field in self.stored.items()}
+        """All that the rule depends on beside its kind, by the names it is stored under; without optional defaults."""
+        found = {name: getattr(self, field) for name, field in self.stored.items()}
+        for name in self.optional:
+            if found[name] == self.defaults[self.stored[name]]:
+                del found[name]
+        return found
 
     def phrase(self) -> Phrase:
         """How the value is written: its kind, called with its parameters; those at their defaults are left out."""

@@ -11,6 +11,7 @@ import torch
 
 from ..core import And, Every, Not, Or, Pattern, Ranges, common_period, intersect, ranges_of, union_of
 from ..patterns import (
+    Axis,
     Band,
     Blockwise,
     Dilated,
@@ -21,7 +22,6 @@ from ..patterns import (
     PerDocument,
     Spans,
     local_window,
-    window_along,
 )
 from ._key_query import KeyQuery, moved
 
@@ -282,7 +282,7 @@ def _seen_around(pattern: Neighborhood, queries: range) -> list[range]:
     found: list[range] = []
     for rectangle in _rectangles(run, strides):
         # The rule is one of each axis, and a rectangle has every combination of its places.
-        along = [_windows(places, *axis) for places, axis in zip(rectangle, pattern.axes, strict=True)]
+        along = [_windows(places, axis) for places, axis in zip(rectangle, pattern.axes, strict=True)]
         found += _combined(along, strides)
     return found
 
@@ -311,13 +311,12 @@ def _in_row(row: int, run: range, strides: Sequence[int]) -> Iterator[_Rectangle
     return ((range(row, row + 1), *rest) for rest in _rectangles(run, strides))
 
 
-def _windows(places: range, length: int, radius: int, rate: int) -> Ranges:
+def _windows(places: range, axis: Axis) -> Ranges:
     """The places along an axis that lie in the window of one of these: by residue, the first window to the last."""
     found = []
-    for first in places[:rate]:
-        last = first + (places[-1] - first) // rate * rate
-        begin, end = window_along(first, length, radius, rate), window_along(last, length, radius, rate)
-        found.append(range(begin.start, end.stop, rate))
+    for first in places[: axis.rate]:
+        last = first + (places[-1] - first) // axis.rate * axis.rate
+        found.append(range(axis.window(first).start, axis.window(last).stop, axis.rate))
     return union_of(found)
 
 

@@ -1,4 +1,4 @@
-"""Token grids in row-major order: progressions of positions as rectangles of coordinates, and windows along an axis."""
+"""Token grids in row-major order: progressions of positions as rectangles of coordinates."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..core import Bounds, Box, Progression, clip, count_between, count_multiples, count_within, terms_of_class
-
-_MOST_CLASSES = 64
+from ..core import Progression
 
 # One progression for each axis of the grid, the outermost first: their product.
 Rectangle = tuple[Progression, ...]
@@ -66,39 +64,3 @@ def _coordinates(row: Tensor, grid: list[int]) -> Rectangle:
     coordinates = [row // prod(grid[axis + 1 :]) for axis in range(len(grid))]
     inner = [coordinate % length for coordinate, length in zip(coordinates[1:], grid[1:], strict=True)]
     return tuple(Progression(first, 1, one) for first in (coordinates[0], *inner))
-
-
-def count_window(head: Tensor, q: Progression, k: Progression, *, length: int, radius: int, rate: int) -> Bounds:
-    """Pairs of coordinates, each n progressions, whose key lies in the query's window.
-
-    Coordinates of one residue modulo `rate` are neighbours of each other; a window holds 2 * radius + 1 of
-    them. Exact for equal steps and up to 64 classes; with more, exact where no window is shifted. Progressions may
-    be empty.
-    """
-    if rate > _MOST_CLASSES:
-        return _count_by_distance(head, q, k, length, radius * rate, rate)
-    low = high = torch.zeros_like(q.first)
-    for residue in range(rate):
-        box = Box(head, terms_of_class(q, rate, residue), terms_of_class(k, rate, residue))
-        bounds = _count_in_class(box, (length - 1 - residue) // rate + 1, radius)
-        low, high = low + bounds.low, high + bounds.high
-    return Bounds(low, high)
-
-
-def _count_by_distance(head: Tensor, q: Progression, k: Progression, length: int, reach: int, rate: int) -> Bounds:
-    """All keys of the class within `reach` tokens are in the window; a shifted one holds some up to twice as far."""
-    box = Box(head, *(clip(side, 0, length) for side in (q, k)))
-    if q.step != k.step:
-        return Bounds(torch.zeros_like(q.first), count_multiples(box, rate).high)
-    near, far = (count_multiples(box, rate, reach=(-most, most)) for most in (reach, 2 * reach))
-    return Bounds(near.low, far.high)
-
-
-def _count_in_class(box: Box, length: int, radius: int) -> Bounds:
-    """Queries near the start share the first window, those near the end the last; the others have their own."""
-    window = 2 * radius + 1
-    edges = count_within(box.q, 0, radius) * count_within(box.k, 0, window)
-    edges += count_within(box.q, length - radius, length) * count_within(box.k, length - window, length)
-    inner = Box(box.head, clip(box.q, radius, length - radius), clip(box.k, 0, length))
-    near, area = count_between(inner, -radius, radius), inner.area
-    return Bounds(edges + near.low.minimum(area), edges + near.high.clamp(min=0).minimum(area))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import field
 from functools import reduce
 from itertools import product
 from math import gcd, prod
@@ -28,73 +29,103 @@ from ..core import (
     look_at_pairs,
     parameters,
     pattern_kind,
+    require_bool,
     require_int,
     span,
     within,
 )
-from ._grid import Rectangle, count_window, fits, hull, rectangles, select
+from ._axis import Axis
+from ._grid import Rectangle, fits, hull, rectangles, select
 
 _SEQUENCES = (list, tuple)
 _FEW_PAIRS = 1 << 16  # so many are looked at one by one sooner than counted
 _MOST_RUNS = 1 << 10  # of a window that is listed run by run
+_OPTIONAL = {"optional": True}
+_LEAST = {"grid": 1, "radius": 0, "kernel_size": 1, "rate": 1, "stride": 1}
 
 
 @pattern_kind("neighborhood")
 class Neighborhood(Pattern):
-    """Allowed iff along each axis of the grid the key lies in the query's window of 2 * radius + 1 tokens.
+    """Allowed iff along each axis of the grid the key lies in the query's window, as `Axis` has it.
 
-    Neighbours along an axis are `rate` apart. A window that would reach over an end of the axis is shifted
-    inwards. Tokens are in row-major order; one entry of grid, radius and rate for each axis.
+    Tokens are in row-major order; one entry for each axis. Each rule is written in one way: with a radius where all
+    windows have one, 2 * radius + 1 tokens and no causal order, otherwise with kernel sizes; strides of 1 along all
+    axes and no causal axis are None.
     """
 
     grid: tuple[int, ...]
-    radius: tuple[int, ...]
-    rate: tuple[int, ...]
+    radius: tuple[int, ...] | None = field(default=None, metadata=_OPTIONAL)
+    kernel_size: tuple[int, ...] | None = field(default=None, metadata=_OPTIONAL)
+    rate: tuple[int, ...] = field(kw_only=True)
+    stride: tuple[int, ...] | None = field(default=None, metadata=_OPTIONAL)
+    causal: tuple[bool, ...] | None = field(default=None, metadata=_OPTIONAL)
 
     def __post_init__(self) -> None:
-        for name, minimum in (("grid", 1), ("radius", 0), ("rate", 1)):
-            object.__setattr__(self, name, _per_axis(name, getattr(self, name), minimum))
-        axes = len(self.grid)
-        if not 1 <= axes <= 3:
+        self._set("grid", _per_axis("grid", self.grid))
+        if not 1 <= len(self.grid) <= 3:
             raise ValueError(f"a grid has 1, 2 or 3 axes; got grid={self.grid}")
-        for name in ("radius", "rate"):
-            if len(getattr(self, name)) != axes:
-                raise ValueError(
-                    f"{name} must be one number, or one an axis of {self.grid}; got {name}={getattr(self, name)}"
-                )
-        for axis, (length, radius, rate) in enumerate(self.axes):
-            if (2 * radius + 1) * rate > length:
-                raise ValueError(
-                    f"a window must fit its axis: (2 * radius + 1) * rate tokens; got radius={radius} and rate={rate} "
-                    f"on axis {axis} of {length}"
-                )
+        if (self.radius is None) == (self.kernel_size is None):
+            raise ValueError(
+                "a neighborhood takes one of radius and kernel_size, which is 2 * radius + 1; "
+                f"got radius={self.radius}, kernel_size={self.kernel_size}"
+            )
+        for name in ("radius", "kernel_size", "rate", "stride", "causal"):
+            if (given := getattr(self, name)) is None and name != "rate":
+                continue
+            self._set(name, values := _per_axis(name, given))
+            if len(values) != len(self.grid):
+                raise ValueError(f"{name} must be one value, or one an axis of {self.grid}; got {name}={values}")
+        self._settle()
+        for axis, along in enumerate(self.axes):
+            _require_fitting(axis, along)
         if prod(self.grid) > LARGEST:
             raise ValueError(f"a grid must hold at most {LARGEST} tokens; got grid={self.grid}")
         super().__post_init__()
 
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _settle(self) -> None:
+        """Write the rule in the one way that it has."""
+        if self.stride is not None and max(self.stride) == 1:
+            self._set("stride", None)
+        if self.causal is not None and not any(self.causal):
+            self._set("causal", None)
+        if self.causal is not None and self.radius is not None:
+            raise ValueError(
+                "a causal window is counted in tokens up to the query's own: write kernel_size in place of radius; "
+                f"got radius={self.radius}, causal={self.causal}"
+            )
+        if self.causal is None and self.kernel_size is not None and all(size % 2 for size in self.kernel_size):
+            self._set("radius", tuple(size // 2 for size in self.kernel_size))
+            self._set("kernel_size", None)
+
     @property
-    def axes(self) -> list[tuple[int, int, int]]:
-        """(length, radius, rate) of each axis, the outermost first."""
-        return list(zip(self.grid, self.radius, self.rate, strict=True))
+    def axes(self) -> list[Axis]:
+        """The outermost first."""
+        none = (None,) * len(self.grid)
+        sizes = self.kernel_size or [2 * radius + 1 for radius in self.radius or ()]
+        along = zip(self.grid, sizes, self.rate, self.stride or none, self.causal or none, strict=True)
+        return [Axis(length, size, rate, stride or 1, bool(causal)) for length, size, rate, stride, causal in along]
 
     def rates(self) -> tuple[int, ...]:
         # Residue classes of positions are those of the innermost axis where they fit its rows.
         return (self.rate[-1],) if fits(self.rate[-1], self.grid) else ()
 
     def spacing(self) -> int:
-        return gcd(*(rate * stride for rate, stride in zip(self.rate, self._strides, strict=True)))
+        return gcd(*(rate * pitch for rate, pitch in zip(self.rate, self._pitches, strict=True)))
 
     def row(self, query: int, keys: range) -> Ranges | None:
         if query >= prod(self.grid) or not keys:
             return ()
         places = zip(self._coordinates(query), self.axes, strict=True)
-        *outer, inner = (window_along(place, *axis) for place, axis in places)
+        *outer, inner = (axis.window(place) for place, axis in places)
         starts = [0]
-        for places, stride in zip(outer, self._strides, strict=False):  # of the rows that hold any of the keys
+        for places, pitch in zip(outer, self._pitches, strict=False):  # of the rows that hold any of the keys
             starts = [
-                start + place * stride
+                start + place * pitch
                 for start in starts
-                for place in within(places, (keys.start - start) // stride, (keys.stop - 1 - start) // stride + 1)
+                for place in within(places, (keys.start - start) // pitch, (keys.stop - 1 - start) // pitch + 1)
             ]
             if len(starts) > _MOST_RUNS:
                 return None
@@ -105,17 +136,18 @@ class Neighborhood(Pattern):
         if beyond := pair.those(lambda position: position >= tokens, f"beyond the grid's {tokens} tokens"):
             return Reason(self, False, beyond)
         query, key = self._coordinates(pair.query), self._coordinates(pair.key)
-        windows = [window_along(place, *axis) for place, axis in zip(query, self.axes, strict=True)]
+        windows = [axis.window(place) for place, axis in zip(query, self.axes, strict=True)]
         missed = [axis for axis, (place, window) in enumerate(zip(key, windows, strict=True)) if place not in window]
         text = f"{pair.the_query} is at {_point(query)} and sees {' x '.join(map(_steps, windows))}"
         outside = f": outside along axis {listing(missed)}" if missed else ""
         return Reason(self, not missed, f"{text}; {pair.the_key} is at {_point(key)}{outside}")
 
     def _coordinates(self, position: int) -> list[int]:
-        return [position // stride % length for stride, length in zip(self._strides, self.grid, strict=True)]
+        return [position // pitch % length for pitch, length in zip(self._pitches, self.grid, strict=True)]
 
     @property
-    def _strides(self) -> list[int]:
+    def _pitches(self) -> list[int]:
+        """Tokens from one place along an axis to the next."""
         return [prod(self.grid[axis + 1 :]) for axis in range(len(self.grid))]
 
     def check_tokens(self, queries: range, keys: range) -> None:
@@ -131,8 +163,8 @@ class Neighborhood(Pattern):
         packed = self.packed(device) if device.type != "cpu" else None
         if packed is not None:
             return packed
-        axes = zip(self._strides, self.axes, strict=True)
-        return reduce(both, (_in_window(*parameters(device, prod(self.grid), at, *axis)) for at, axis in axes))
+        axes = zip(self._pitches, self.axes, strict=True)
+        return reduce(both, (_in_window(device, prod(self.grid), pitch, axis) for pitch, axis in axes))
 
     def packed(self, device: torch.device) -> MaskMod | None:
         """The rule for kernels; None where its numbers exceed 32 bits.
@@ -142,33 +174,43 @@ class Neighborhood(Pattern):
         registers, which it has not. An axis is counted residue class by residue class, from 1; 0 is beyond the grid.
         """
         axes, shift, guards, ones, window = [], 0, 0, 0, 0
-        for stride, (length, radius, rate) in zip(self._strides, self.axes, strict=True):
-            spacing = -(-length // rate)  # of the places of two classes
-            bits = (rate * spacing + 2 * radius + 2).bit_length()
-            numbers = parameters(device, stride, length, radius, rate, spacing, 1 << shift)
-            axes.append((*numbers, rate > 1))
-            ones, window = ones + (1 << shift), window + (2 * radius << shift)
+        for pitch, axis in zip(self._pitches, self.axes, strict=True):
+            spacing = -(-axis.length // axis.rate)  # of the places of two classes
+            bits = (axis.rate * spacing + axis.size + 1).bit_length()
+            numbers = (pitch, axis.length, axis.lead, axis.rate, spacing, 1 << shift, axis.size, axis.stride)
+            # A window with as much before its query as after it is measured by that half: a number less to hold.
+            is_centred = axis == Axis(axis.length, 2 * axis.lead + 1, axis.rate)
+            kinds = axis.rate > 1, axis.stride > 1, is_centred, axis.is_causal
+            axes.append((*parameters(device, *numbers), *kinds))
+            ones, window = ones + (1 << shift), window + (axis.size - 1 << shift)
             guards += 1 << (shift + bits)
             shift += bits + 1
-        numbers = prod(self.grid), guards, ones, guards - ones, window + 2 * guards
+        is_causal = self.causal is not None  # then windows differ in length
+        numbers = prod(self.grid), guards, ones, guards - ones, (ones if is_causal else window) + 2 * guards
         if max(numbers) >= 1 << 31:
             return None
         tokens, guard, one, nowhere, reach = parameters(device, *numbers)
 
         def near(b, h, q, k):
-            first, place, queries, keys = one, one, q, k
-            for stride, length, radius, rate, spacing, unit, is_dilated in axes:
-                query, key = queries // stride, keys // stride
-                queries, keys = queries - query * stride, keys - key * stride
+            first, last, place, queries, keys = one, reach, one, q, k
+            for pitch, length, lead, rate, spacing, unit, size, stride, *kinds in axes:
+                is_dilated, is_grouped, is_centred, ends_at_query = kinds
+                query, key = queries // pitch, keys // pitch
+                queries, keys = queries - query * pitch, keys - key * pitch
+                own, held = query, length
                 if is_dilated:
                     held = (length - 1 - query % rate) // rate + 1  # tokens of the query's class
-                    begin = torch.minimum((query // rate - radius).clamp(min=0), held - (2 * radius + 1))
+                    own = query // rate
+                group = own // stride * stride if is_grouped else own
+                begin = torch.minimum((group - lead).clamp(min=0), held - (2 * lead + 1 if is_centred else size))
+                if is_causal:
+                    end = own if ends_at_query else begin + size - 1
+                    last = last + (query % rate * spacing + end if is_dilated else end) * unit
+                if is_dilated:
                     begin, key = query % rate * spacing + begin, key % rate * spacing + key // rate
-                else:
-                    begin = torch.minimum((query - radius).clamp(min=0), length - (2 * radius + 1))
                 first, place = first + begin * unit, place + key * unit
             first, place = torch.where(q < tokens, first, nowhere), torch.where(k < tokens, place, 0) + guard
-            return ((place - first) & (first + reach - place) & guard) == guard
+            return ((place - first) & ((last if is_causal else first + reach) - place) & guard) == guard
 
         return near
 
@@ -192,54 +234,87 @@ class Neighborhood(Pattern):
     def count_rectangles(self, queries: Rectangle, keys: Rectangle) -> Bounds:
         """Pairs of two rectangles of the grid, axis by axis: the counts multiply."""
         low, high = (torch.ones_like(queries[0].first) for _ in range(2))
-        for q, k, (length, radius, rate) in zip(queries, keys, self.axes, strict=True):
+        for q, k, axis in zip(queries, keys, self.axes, strict=True):
             near = (high > 0).nonzero().squeeze(1)
-            bounds = count_window(near, q.select(near), k.select(near), length=length, radius=radius, rate=rate)
+            bounds = axis.count(near, q.select(near), k.select(near))
             low[near] *= bounds.low
             high[near] *= bounds.high
         return Bounds(low, high)
 
 
 @constructor
-def neighborhood(grid: Sequence[int], radius: int | Sequence[int], *, rate: int | Sequence[int] = 1) -> Pattern:
-    """Each query of a token grid sees the (2 * radius + 1) tokens an axis around its own place, `rate` apart.
+def neighborhood(
+    grid: Sequence[int],
+    radius: int | Sequence[int] | None = None,
+    *,
+    kernel_size: int | Sequence[int] | None = None,
+    rate: int | Sequence[int] = 1,
+    stride: int | Sequence[int] = 1,
+    causal: bool | Sequence[bool] = False,
+) -> Pattern:
+    """Each query of a token grid sees the `kernel_size` tokens an axis around its own place, `rate` apart.
 
-    The grid has 1, 2 or 3 axes (a sequence, an image or slide, a video), its tokens in row-major order;
-    radius and rate are one number or one an axis. Near an end of an axis the window is shifted inwards, so
-    every query sees equally many keys. With a rate, tokens of the same residue along the axis are each
-    other's neighbours. Source: NATTEN, arXiv 2204.07143; with rates, arXiv 2209.15001.
+    grid: 1, 2 or 3 axis lengths (a sequence, an image or slide, a video); tokens are in row-major order. All else is
+    one value, or one an axis. kernel_size: tokens in a window; or, in its place, radius, for 2 * radius + 1 tokens.
+    rate: NATTEN's dilation. stride: queries that share a window. causal: whether no key after the query is seen.
+
+    Along an axis of length n, for the query at x:
+
+    * The window is [x - kernel_size // 2, x + (kernel_size - 1) // 2]: an even one has one key more before than after.
+      Over an end of the axis it is shifted inwards, so every query sees equally many keys.
+    * stride: each `stride` tokens from 0 on are a group, which has the window of its leader x // stride * stride +
+      stride // 2 (of two in the middle the later one), or n - 1 if a last, short group ends before it.
+    * causal: the window is [x - kernel_size + 1, x] without keys before 0, and is not shifted. With a stride the
+      leader is the last of the group, and each query sees the keys of the leader's window up to itself.
+    * rate: all of this holds among the tokens of each residue modulo rate, counted from 0.
+
+    Source: NATTEN, arXiv 2204.07143; with rates, arXiv 2209.15001; with strides, Generalized Neighborhood Attention,
+    arXiv 2504.16922; the rule is that of NATTEN's csrc/include/natten/cuda/reference/mask.hpp (version 0.21).
 
     In row-major order a block of tokens covers one row or few, so small windows leave most of a block
     unused. `attend` therefore sorts the tokens of a whole grid into tiles of a block each, where that pays;
-    `describe` says how much is left. With causal() or other patterns, or with fewer tokens, it does not.
+    `describe` says how much is left. In `& causal()` or with other patterns, or fewer tokens, it does not.
 
-    Raises ValueError for a window of (2 * radius + 1) * rate tokens that exceeds its axis, for negative radii
-    and for rates or lengths below 1. Binding raises ValueError for tokens beyond the grid; fewer are fine.
+    Raises ValueError for a window of kernel_size * rate tokens that exceeds its axis, a stride above its kernel size,
+    both or none of radius and kernel_size, a radius with a causal axis, negative radii, and for other numbers below 1;
+    TypeError for other kinds of values. Binding raises ValueError for tokens beyond the grid; fewer are fine.
 
     >>> masks.describe(masks.neighborhood((4, 4), 1), 16).useful_pairs  # 9 keys a token
     144
+    >>> video = masks.neighborhood((4, 8, 8), kernel_size=(2, 4, 4), stride=(1, 4, 4), causal=(True, False, False))
+    >>> masks.describe(video, 256).useful_pairs  # 16 keys a token of the first frame, 32 of each other
+    7168
     """
     if not isinstance(grid, _SEQUENCES):
         raise TypeError(f"grid must be a sequence of axis lengths; got grid={grid!r}")
-    return Neighborhood(tuple(grid), *(_on_each_axis(value, len(grid)) for value in (radius, rate)))
+    windows = {name: given for name, given in (("radius", radius), ("kernel_size", kernel_size)) if given is not None}
+    named = {**windows, "rate": rate, "stride": stride, "causal": causal}
+    return Neighborhood(tuple(grid), **{name: _on_each_axis(value, len(grid)) for name, value in named.items()})
 
 
-def _on_each_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
+def _on_each_axis(value: Any, axes: int) -> tuple:
     return tuple(value) if isinstance(value, Sequence) else (value,) * axes
 
 
-def _per_axis(name: str, values: Any, minimum: int) -> tuple[int, ...]:
+def _per_axis(name: str, values: Any) -> tuple:
     if not isinstance(values, _SEQUENCES):
-        raise TypeError(f"{name} must have one number an axis; got {name}={values!r}")
-    return tuple(require_int(f"{name}[{axis}]", value, minimum=minimum) for axis, value in enumerate(values))
+        raise TypeError(f"{name} must have one entry an axis; got {name}={values!r}")
+    if name == "causal":
+        return tuple(require_bool(f"{name}[{axis}]", value) for axis, value in enumerate(values))
+    return tuple(require_int(f"{name}[{axis}]", value, minimum=_LEAST[name]) for axis, value in enumerate(values))
 
 
-def window_along(place: int, length: int, radius: int, rate: int) -> range:
-    """The places along one axis that a query at this place sees."""
-    number, residue = divmod(place, rate)
-    held = (length - 1 - residue) // rate + 1
-    first = min(max(number - radius, 0), held - (2 * radius + 1))
-    return range(residue + rate * first, residue + rate * (first + 2 * radius) + 1, rate)
+def _require_fitting(number: int, axis: Axis) -> None:
+    if axis.size * axis.rate > axis.length:
+        raise ValueError(
+            "a window must fit its axis: kernel_size * rate tokens, of kernel_size = 2 * radius + 1; "
+            f"got kernel_size={axis.size} and rate={axis.rate} on axis {number} of {axis.length}"
+        )
+    if axis.stride > axis.size:
+        raise ValueError(
+            "stride must be at most the kernel size, or queries would miss themselves; "
+            f"got stride={axis.stride} and kernel_size={axis.size} on axis {number}"
+        )
 
 
 def _point(places: Sequence[int]) -> str:
@@ -256,16 +331,21 @@ def _holds(rectangle: Rectangle) -> Tensor:
     return reduce(torch.logical_and, (side.count > 0 for side in rectangle))
 
 
-def _in_window(tokens: Tensor, stride: Tensor, length: Tensor, radius: Tensor, rate: Tensor) -> MaskMod:
+def _in_window(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: Axis) -> MaskMod:
     """Along one axis. Keys beyond the grid stand before all windows; windows of queries beyond it behind all keys."""
+    numbers = num_tokens, pitch_of_axis, axis.length, axis.size, axis.rate, axis.stride, axis.lead
+    tokens, pitch, length, size, rate, stride, lead = parameters(device, *numbers)
+    is_grouped, is_causal = axis.stride > 1, axis.is_causal
 
     def near(b, h, q, k):
-        query, key = q // stride % length, k // stride % length
+        query, key = q // pitch % length, k // pitch % length
         spacing = (length - 1) // rate + 1  # of the places of two classes
         held = (length - 1 - query % rate) // rate + 1  # tokens of the query's class
-        first = torch.minimum((query // rate - radius).clamp(min=0), held - (2 * radius + 1))
+        group = query // rate // stride * stride if is_grouped else query // rate
+        first = torch.minimum((group - lead).clamp(min=0), held - size)
         first = torch.where(q < tokens, query % rate * spacing + first, rate * spacing)
         place = torch.where(k < tokens, key % rate * spacing + key // rate, -1)
-        return (first <= place) & (place < first + (2 * radius + 1))
+        seen = (first <= place) & (place < first + size)
+        return seen & (key <= query) if is_causal else seen
 
     return near

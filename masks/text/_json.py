@@ -63,9 +63,9 @@ def _read(data: Any, *, depth: int) -> Pattern | Mixture:
     made = KINDS[kind]
     if kind == "custom":
         return made.from_data(data)
-    if set(data) != {"kind", *made.stored}:
+    if not {"kind", *made.stored} - made.optional <= set(data) <= {"kind", *made.stored}:
         raise ValueError(f"a pattern of kind {kind!r} has the fields {list(made.stored)}; got {sorted(data)!r:.200}")
-    values = {name: _value(data[name], name, depth) for name in made.stored}
+    values = {name: _value(data[name], name, depth) for name in made.stored if name in data}
     try:
         return made.from_data(values)
     except (TypeError, ValueError) as error:

@@ -372,6 +372,17 @@ FEATURES = (
     Case(
         "one query", "masks.causal()", 1, keys=500, q_offset=499, trains=False, lacks=("full", "empty", "three a side")
     ),
+    Case(
+        "a grid in groups of queries, of which one axis is causal",
+        "masks.neighborhood((2, 300), kernel_size=(2, 298), stride=(1, 45), causal=(True, False))",
+        600,
+    ),
+    Case(
+        "a grid with rates, in groups of queries, causal",
+        "masks.neighborhood((600,), kernel_size=280, rate=2, stride=31, causal=True)",
+        600,
+        rate=2,
+    ),
     Case("heads of 128, float32", "masks.causal()", 400, head_dim=128, dtype="float32"),
     Case("heads of 128", "masks.causal()", 400, head_dim=128),
 )

@@ -102,16 +102,28 @@ def block_list(tables: Sequence[Sequence[Sequence[int]]], block: int) -> Rule:
     return rule
 
 
-def neighborhood(grid: Sequence[int], radius: Sequence[int], rate: Sequence[int]) -> Rule:
-    """Along each axis: of the tokens in the query's residue class, the 2 * radius + 1 nearest in one run."""
+def neighborhood(axes: Sequence[tuple[int, int, int, int, bool]]) -> Rule:
+    """NATTEN's, of the (length, kernel size, rate, stride, is causal) of each axis: among the tokens of each residue.
 
-    def nearest(place: int, length: int, radius: int, rate: int) -> list[int]:
+    The window of a group is that of its leader. Causal: the leader is the last, and sees the last tokens up to itself,
+    of which each query has those up to its own. Else the middle, and the one run as long as the kernel in which the
+    leader is nearest to its place.
+    """
+
+    def window(place: int, length: int, size: int, rate: int, stride: int, is_causal: bool) -> list[int]:
         fellows = list(range(place % rate, length, rate))
-        runs = [fellows[start : start + 2 * radius + 1] for start in range(len(fellows) - 2 * radius)]
-        return min(runs, key=lambda run: abs(run[radius] - place))
+        number = fellows.index(place)
+        groups = [list(range(start, start + stride)) for start in range(0, len(fellows), stride)]
+        (group,) = [group for group in groups if number in group]
+        leader = min(group[-1] if is_causal else group[stride // 2], len(fellows) - 1)
+        if is_causal:
+            return [fellows[i] for i in range(number + 1) if leader - size < i]
+        starts = range(len(fellows) - size + 1)
+        start = min(starts, key=lambda start: abs(start + size // 2 - leader))
+        return fellows[start : start + size]
 
-    axes = list(zip(grid, radius, rate, strict=True))
-    windows = [[nearest(place, *axis) for place in range(axis[0])] for axis in axes]
+    grid = [length for length, *_ in axes]
+    windows = [[window(place, *axis) for place in range(axis[0])] for axis in axes]
 
     def sees(i: int, j: int) -> bool:
         strides = [prod(grid[axis + 1 :]) for axis in range(len(grid))]

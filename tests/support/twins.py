@@ -125,8 +125,16 @@ def block_list(rows: Sequence[Sequence[int]], *, block: int) -> Twin:
     return Twin(masks.block_list(rows, block=block), oracle.block_list([rows], block))
 
 
-def neighborhood(grid: Sequence[int], radius: Sequence[int], *, rate: Sequence[int]) -> Twin:
-    return Twin(masks.neighborhood(grid, radius, rate=rate), oracle.neighborhood(grid, radius, rate))
+def neighborhood(
+    grid: Sequence[int],
+    *,
+    kernel_size: Sequence[int],
+    rate: Sequence[int],
+    stride: Sequence[int],
+    causal: Sequence[bool],
+) -> Twin:
+    pattern = masks.neighborhood(grid, kernel_size=kernel_size, rate=rate, stride=stride, causal=causal)
+    return Twin(pattern, oracle.neighborhood(list(zip(grid, kernel_size, rate, stride, causal, strict=True))))
 
 
 def longnet(

@@ -66,7 +66,7 @@ def test_every_kind_is_drawn() -> None:
 
 def test_neighborhoods_fill_their_grids() -> None:
     """A window that reaches from end to end, and one of three axes; more tokens than the grid's are refused."""
-    wide = smallest(fst.neighborhoods(), lambda p: max(p.radius) >= 2)
+    wide = smallest(fst.neighborhoods(), lambda p: max(axis.size for axis in p.axes) >= 5)
     assert (wide.grid, wide.radius) == ((1, 5), (0, 2))
     deep = smallest(fst.neighborhoods(max_tokens=8), lambda p: len(p.grid) == 3 and min(p.grid) > 1)
     assert deep.grid == (2, 2, 2)

@@ -11,7 +11,7 @@ import torch
 
 from ...core import And, Bound, Every, Pattern, within
 from ...orders import Compact, Layout, Tiling, residue_rate
-from ...patterns import Causal, Dilated, Neighborhood, Strided
+from ...patterns import Axis, Causal, Dilated, Neighborhood, Strided
 from ._term import Shape, Term
 
 _TILE_TOKENS = 128  # a tile is a block, where tiles of that size divide the grid
@@ -208,13 +208,16 @@ def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
 
 def _reached(rule: Neighborhood, tile: tuple[int, ...]) -> int:
     """Pairs of a query and a token of any tile that some window of the query's tile touches."""
-    return prod(_reached_along(*axis, side) for side, axis in zip(tile, rule.axes, strict=True))
+    return prod(_reached_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
 
 
-def _reached_along(length: int, radius: int, rate: int, side: int) -> int:
-    first = torch.arange(0, length, side)
-    last = (first + side).clamp(max=length) - 1
-    reach, window = radius * rate, (2 * radius + 1) * rate
-    low = (first - reach).clamp(0, length - window) // side * side
-    high = ((last + reach).clamp(window - 1, length - 1) // side * side + side).clamp(max=length)
+def _reached_along(axis: Axis, side: int) -> int:
+    first = torch.arange(0, axis.length, side)
+    last = (first + side).clamp(max=axis.length) - 1
+    before, window = axis.lead * axis.rate, axis.size * axis.rate
+    # From the first queries of their groups; classes in between are not told apart.
+    begin, end = (place - place // axis.rate % axis.stride * axis.rate - before for place in (first, last))
+    low = begin.clamp(0, axis.length - window) // side * side
+    stop = last if axis.is_causal else (end + window - axis.rate).clamp(window - 1, axis.length - 1)
+    high = (stop // side * side + side).clamp(max=axis.length)
     return int(((last - first + 1) * (high - low)).sum())

@@ -7,7 +7,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.core._check import LARGEST, require_finite, require_int
-from flexdilated.masks.patterns import _grid
+from flexdilated.masks.patterns import _axis
 from flexdilated.testing import check_pattern
 
 BUILDERS = {
@@ -79,12 +79,22 @@ def test_large_numbers_do_not_overflow(large, small, engine):
 
 
 @pytest.mark.parametrize(
-    ("grid", "radius", "rate"), [((96,), 2, 3), ((97,), 3, 5), ((12, 8), (1, 0), (2, 5)), ((4, 5, 6), 1, (1, 1, 2))]
+    "pattern",
+    [
+        masks.neighborhood((96,), 2, rate=3),
+        masks.neighborhood((97,), 3, rate=5),
+        masks.neighborhood((97,), kernel_size=6, rate=5, stride=4),
+        masks.neighborhood((96,), kernel_size=6, rate=5, stride=4, causal=True),
+        masks.neighborhood((12, 8), (1, 0), rate=(2, 5)),
+        masks.neighborhood((4, 5, 6), 1, rate=(1, 1, 2)),
+    ],
 )
-def test_bounds_by_distance_are_sound(grid, radius, rate, monkeypatch):
-    """As large rates have them, at every rate."""
-    monkeypatch.setattr(_grid, "_MOST_CLASSES", 0)
-    check_pattern(masks.neighborhood(grid, radius, rate=rate), num_heads=1, max_tokens=96, examples=40)
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_bounds_by_distance_are_sound(pattern, most, monkeypatch):
+    """As large rates have them, and groups of many queries: at every rate, at those above 1, and at small ones."""
+    monkeypatch.setattr(_axis, "_MOST_CLASSES", most)
+    monkeypatch.setattr(_axis, "_FEW_CLASSES", 100)  # no counts by groups
+    check_pattern(pattern, num_heads=1, max_tokens=97, examples=40)
 
 
 def test_a_row_of_large_numbers_is_short_work():

@@ -114,6 +114,8 @@ TEXTS = {
         (masks.neighborhood((9,), 1), (0, 2, 0, 1), True, "query 0 0 0 2 key 2 2"),
         (masks.neighborhood((9,), 1, rate=3), (4, 5, 0, 1), False, "query 4 4 1 7 3 key 5 5 outside 0"),
         (masks.neighborhood((9,), 1), (9, 10, 0, 1), False, "query 9 key 10 beyond 9"),
+        (masks.neighborhood((9,), kernel_size=4, stride=3), (5, 1, 0, 1), False, "query 5 5 2 5 key 1 1 outside 0"),
+        (masks.neighborhood((9,), kernel_size=4, causal=True), (5, 6, 0, 1), False, "query 5 5 2 5 key 6 6 outside 0"),
     ],
     "Documents": [
         (masks.documents(IDS[0]), (34, 49, 0, 1), True, "1 30 49"),

@@ -38,18 +38,19 @@ def test_grids(case: Case):
 
 
 @pytest.mark.parametrize(
-    ("grid", "radius", "rate"),
+    ("grid", "size", "rate", "stride", "causal"),
     [
-        ((5, 6), (1, 1), (1, 2)),
-        ((9, 4), (1, 1), (3, 1)),
-        ((4, 3, 5), (1, 0, 1), (1, 1, 1)),
-        ((3, 6, 4), (1, 1, 0), (1, 2, 3)),
-        ((7, 7), (2, 3), (1, 1)),
+        ((5, 6), (3, 3), (1, 2), (1, 1), (False, False)),
+        ((9, 4), (3, 3), (3, 1), (1, 1), (False, False)),
+        ((4, 3, 5), (3, 1, 3), (1, 1, 1), (1, 1, 1), (False, False, False)),
+        ((3, 6, 4), (3, 3, 1), (1, 2, 3), (1, 1, 1), (False, False, False)),
+        ((7, 7), (5, 7), (1, 1), (1, 1), (False, False)),
+        ((7, 8), (4, 2), (1, 3), (3, 2), (True, False)),
     ],
 )
-def test_grids_whose_axes_differ(grid, radius, rate):
+def test_grids_whose_axes_differ(grid, size, rate, stride, causal):
     """Axes along which all tokens meet, those of a residue, and none."""
-    case = twins.neighborhood(grid, radius, rate=rate)
+    case = twins.neighborhood(grid, kernel_size=size, rate=rate, stride=stride, causal=causal)
     tokens = math.prod(grid)
     assert_field(
         case.pattern.bind(num_heads=1, num_queries=tokens, num_keys=tokens),

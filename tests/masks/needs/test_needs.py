@@ -163,13 +163,22 @@ def test_keys_that_just_miss_a_query(pattern, queries, expected, few, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("grid", "radius", "rate"),
-    [((100,), 3, 1), ((100,), 2, 7), ((12, 10), 1, (2, 3)), ((12, 10), (0, 4), 1), ((5, 6, 4), (0, 1, 1), (2, 2, 1))],
+    "pattern",
+    [
+        masks.neighborhood((100,), 3),
+        masks.neighborhood((100,), 2, rate=7),
+        masks.neighborhood((100,), kernel_size=6, rate=3, stride=4),
+        masks.neighborhood((100,), kernel_size=6, stride=4, causal=True),
+        masks.neighborhood((12, 10), 1, rate=(2, 3)),
+        masks.neighborhood((12, 10), (0, 4)),
+        masks.neighborhood((12, 10), kernel_size=(4, 5), rate=(3, 1), stride=(2, 5), causal=(True, False)),
+        masks.neighborhood((5, 6, 4), (0, 1, 1), rate=(2, 2, 1)),
+    ],
 )
-def test_needs_on_grids(grid, radius, rate):
+def test_needs_on_grids(pattern):
     """Runs within a row, over parts of rows and over whole planes."""
-    tokens = prod(grid)
-    pattern, whole = masks.neighborhood(grid, radius, rate=rate), (range(tokens),)
+    tokens = prod(pattern.grid)
+    whole = (range(tokens),)
     table = dense(pattern, 0, 1, tokens)
     for first, last in ((0, 1), (3, 5), (13, 16), (7, 41), (24, 72), (0, tokens), (tokens - 3, tokens)):
         queries = (range(first, last),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -67,7 +67,7 @@ def dense(term: Term) -> Tensor:
     assert isinstance(term.q, Tiling)
     rule, positions = term.rule, term.q.positions()
     assert isinstance(rule, Neighborhood)
-    return oracle.neighborhood(rule.grid, rule.radius, rule.rate)(0, 1, positions, positions)
+    return oracle.neighborhood([astuple(axis) for axis in rule.axes])(0, 1, positions, positions)
 
 
 def natural(term: Term) -> Term:
@@ -194,10 +194,22 @@ def test_less_is_computed_in_vain(grid, radius, most, in_rows):
     assert len(natural(term).blocks(128, 128, settle=False).row) * 128**2 / found.useful_pairs > in_rows
 
 
-@pytest.mark.parametrize(("grid", "radius"), [((64, 64), 3), ((64, 32), (1, 9)), ((8, 16, 32), (1, 2, 7))])
-def test_the_best_tile_is_found_by_counting(grid, radius):
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        masks.neighborhood((64, 64), 3),
+        masks.neighborhood((64, 32), (1, 9)),
+        masks.neighborhood((8, 16, 32), (1, 2, 7)),
+        masks.neighborhood((64, 32), kernel_size=(12, 8), stride=(3, 8)),
+        masks.neighborhood((64, 64), kernel_size=(9, 24), causal=(True, False)),
+        masks.neighborhood((64, 64), kernel_size=(17, 6), stride=(1, 6), causal=(True, True)),
+        masks.neighborhood((8, 16, 32), kernel_size=(4, 8, 8), stride=(1, 4, 8), causal=(True, False, False)),
+    ],
+)
+def test_the_best_tile_is_found_by_counting(pattern):
     """Of all tiles of 128 tokens that divide the grid, none lists fewer blocks."""
-    bound = whole(grid, radius)
+    grid = pattern.grid
+    bound = pattern.bind(num_heads=1, num_queries=prod(grid), num_keys=prod(grid))
     (term,) = shared_terms(bound.pattern, 1, bound, 1)
 
     def listed(tile: tuple[int, ...]) -> int:

@@ -1,0 +1,252 @@
+"""Neighbourhoods with kernel sizes, strides and causal axes, against tables worked out from NATTEN's definition.
+
+Source: https://github.com/SHI-Labs/NATTEN, csrc/include/natten/cuda/reference/mask.hpp.
+"""
+
+from __future__ import annotations
+
+import pickle
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.masks.core._box import Box, Progression
+from flexdilated.masks.orders._tiling import Tiling
+from flexdilated.masks.patterns._axis import Axis
+from flexdilated.masks.planning._planner import plan
+from tests.masks.patterns.test_patterns import evaluated
+
+CPU = torch.device("cpu")
+
+# One word a query: # for each key of its window.
+TABLES = {
+    "an even kernel has one key more before": (
+        masks.neighborhood((8,), kernel_size=4),
+        "####.... ####.... ####.... .####... ..####.. ...####. ....#### ....####",
+    ),
+    "of two keys, the earlier": (masks.neighborhood((4,), kernel_size=2), "##.. ##.. .##. ..##"),
+    "pairs led by the second": (
+        masks.neighborhood((7,), kernel_size=3, stride=2),
+        "###.... ###.... ..###.. ..###.. ....### ....### ....###",
+    ),
+    "a short last group is led by the last token": (
+        masks.neighborhood((10,), kernel_size=4, stride=4),
+        4 * "####...... " + 4 * "....####.. " + 2 * "......#### ",
+    ),
+    "threes led by their middle": (
+        masks.neighborhood((8,), kernel_size=5, stride=3),
+        3 * "#####... " + 3 * "..#####. " + 2 * "...##### ",
+    ),
+    "causal": (masks.neighborhood((5,), kernel_size=3, causal=True), "#.... ##... ###.. .###. ..###"),
+    "causal pairs": (
+        masks.neighborhood((7,), kernel_size=3, stride=2, causal=True),
+        "#...... ##..... .##.... .###... ...##.. ...###. ....###",
+    ),
+    "causal threes, of which the last is short": (
+        masks.neighborhood((8,), kernel_size=4, stride=3, causal=True),
+        "#....... ##...... ###..... ..##.... ..###... ..####.. ....###. ....####",
+    ),
+    "an even kernel in each residue": (
+        masks.neighborhood((7,), kernel_size=2, rate=2),
+        "#.#.... .#.#... #.#.... .#.#... ..#.#.. ...#.#. ....#.#",
+    ),
+    "groups in each residue": (
+        masks.neighborhood((11,), kernel_size=3, rate=2, stride=2),
+        "#.#.#...... .#.#.#..... #.#.#...... .#.#.#..... ....#.#.#.. .....#.#.#. "
+        "....#.#.#.. .....#.#.#. ......#.#.# .....#.#.#. ......#.#.#",
+    ),
+    "causal pairs in each residue": (
+        masks.neighborhood((7,), kernel_size=2, rate=2, stride=2, causal=True),
+        "#...... .#..... #.#.... .#.#... ....#.. ...#.#. ....#.#",
+    ),
+    "frames of a video in order, and two pixels of each": (
+        masks.neighborhood((3, 3), kernel_size=(2, 2), causal=(True, False)),
+        "##....... ##....... .##...... ##.##.... ##.##.... .##.##... ...##.##. ...##.##. ....##.##",
+    ),
+    "a stride along one axis": (
+        masks.neighborhood((2, 4), kernel_size=(1, 2), stride=(1, 2)),
+        2 * "##...... " + 2 * "..##.... " + 2 * "....##.. " + 2 * "......## ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_the_definition(name):
+    pattern, picture = TABLES[name]
+    rows = picture.split()
+    expected = torch.tensor([[pair == "#" for pair in row] for row in rows])
+    tokens = len(rows)
+    assert torch.equal(evaluated(pattern.bind(num_heads=1, num_queries=tokens, num_keys=tokens))[0], expected)
+    position, zero = torch.arange(tokens), torch.tensor(0)
+    assert torch.equal(pattern.packed(CPU)(zero, zero, position[:, None], position), expected)
+    for query, row in enumerate(expected):
+        listed = [key for part in pattern.row(query, range(tokens)) or () for key in part]
+        assert sorted(listed) == row.nonzero().flatten().tolist()
+
+
+# --- laws ---
+
+
+def same(left: masks.Pattern, right: masks.Pattern, tokens: int) -> bool:
+    sizes = {"num_heads": 1, "num_queries": tokens, "num_keys": tokens}
+    return torch.equal(evaluated(left.bind(**sizes)), evaluated(right.bind(**sizes)))
+
+
+def test_a_stride_of_the_whole_kernel_is_chunked():
+    """NATTEN: without overlap the windows are blocks, as of WSA in Swin."""
+    for size in (1, 2, 5, 6):
+        found = masks.neighborhood((30,), kernel_size=size, stride=size)
+        assert same(found, masks.chunked(size), 30)
+        ordered = masks.neighborhood((30,), kernel_size=size, stride=size, causal=True)
+        assert same(ordered, masks.chunked(size) & masks.causal(), 30)
+
+
+def test_a_causal_axis_alone_is_a_window_that_looks_back():
+    for size in (1, 4, 20):
+        found = masks.neighborhood((20,), kernel_size=size, causal=True)
+        assert same(found, masks.local_window(left=size - 1, right=0), 20)
+    found = masks.neighborhood((20,), kernel_size=3, rate=4, causal=True)
+    assert same(found, masks.dilated_window(left=2, right=0, rate=4), 20)
+
+
+# --- one way to write each rule ---
+
+
+def test_a_rule_is_written_in_one_way():
+    """As it was before there were kernel sizes, where that says it all: tables and JSON of then are found again."""
+    before = masks.neighborhood((14, 14), 3)
+    assert repr(before) == "neighborhood(grid=(14, 14), radius=(3, 3), rate=(1, 1))"
+    assert before.text == '{"grid":[14,14],"kind":"neighborhood","radius":[3,3],"rate":[1,1]}'
+    assert masks.neighborhood((14, 14), kernel_size=7, stride=1, causal=False) == before
+    assert masks.neighborhood((14, 14), kernel_size=(7, 7), stride=(1, 1), causal=(False, False)).text == before.text
+    assert masks.from_json(before.text) == before
+    written = '{"grid":[14,14],"kernel_size":[7,7],"kind":"neighborhood","rate":[1,1],"stride":[1,1]}'
+    assert masks.from_json(written) == before
+
+
+def test_what_is_new_is_written_too():
+    pattern = masks.neighborhood((4, 8), kernel_size=(2, 5), stride=(1, 2), causal=(True, False))
+    assert repr(pattern) == (
+        "neighborhood(grid=(4, 8), kernel_size=(2, 5), rate=(1, 1), stride=(1, 2), causal=(True, False))"
+    )
+    assert masks.parse(repr(pattern)) == masks.from_json(masks.to_json(pattern)) == pattern
+    assert pickle.loads(pickle.dumps(pattern)) == pattern
+    assert len({pattern, masks.neighborhood((4, 8), kernel_size=(2, 5), stride=(1, 2))}) == 2
+    assert repr(masks.neighborhood((9,), 2, stride=3)) == "neighborhood(grid=(9,), radius=(2,), rate=(1,), stride=(3,))"
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ('"sizes":[7]', "has the fields"),
+        ('"kernel_size":[7]', "one of radius and kernel_size"),
+        ('"causal":[1]', r"causal\[0\] must be True or False"),
+    ],
+)
+def test_json_with_wrong_fields(more, says):
+    with pytest.raises(ValueError, match=says):
+        masks.from_json(f'{{"grid":[14],"kind":"neighborhood","radius":[3],"rate":[1],{more}}}')
+
+
+def test_json_without_a_window():
+    with pytest.raises(ValueError, match="one of radius and kernel_size"):
+        masks.from_json('{"grid":[14],"kind":"neighborhood","rate":[1]}')
+    with pytest.raises(ValueError, match="has the fields"):
+        masks.from_json('{"grid":[14],"kind":"neighborhood","radius":[3]}')
+
+
+# --- counts along an axis ---
+
+
+@st.composite
+def axes(draw: st.DrawFn) -> Axis:
+    rate, size = draw(st.integers(1, 4)), draw(st.integers(1, 20))
+    return Axis(rate * size + draw(st.integers(0, 40)), size, rate, draw(st.integers(1, size)), draw(st.booleans()))
+
+
+@given(axes(), st.data())
+def test_counts_along_an_axis(axis: Axis, data: st.DataObject):
+    """Also for progressions of unequal steps: then bounds, which are exact where all queries share a window."""
+    steps = [data.draw(st.integers(1, 12)) for _ in range(2)]
+    places = st.lists(st.integers(0, axis.length + 5), min_size=20, max_size=20)
+    counts = st.lists(st.integers(0, 30), min_size=20, max_size=20)
+    q, k = (
+        Progression(torch.tensor(data.draw(places)), step, torch.tensor(data.draw(counts)))
+        for step in (steps[0], data.draw(st.sampled_from(steps)))
+    )
+    listed = [
+        [range(first, first + side.step * count, side.step) for first, count in zip(*pair, strict=True)]
+        for side in (q, k)
+        for pair in [(side.first.tolist(), side.count.tolist())]
+    ]
+    truth = torch.tensor(
+        [
+            sum(key in axis.window(query) for query in queries if query < axis.length for key in keys)
+            for queries, keys in zip(*listed, strict=True)
+        ]
+    )
+    found = axis.count(torch.zeros(20, dtype=torch.int64), q, k)
+    assert (found.low <= truth).all()
+    assert (truth <= found.high).all()
+    assert (found.high <= q.count * k.count).all()
+    if q.step == k.step:
+        assert torch.equal(found.low, found.high)
+
+
+def test_groups_of_many_are_counted_in_three_sums():
+    """A stride of thousands, over runs of any length."""
+    axis = Axis(1 << 20, 1 << 16, stride=5000)
+    first, count = torch.tensor([0, 4_999, 123_456, 1_040_000]), torch.tensor([1, 5_002, 300_000, 8_576])
+    k = Progression(torch.tensor([0, 10_000, 200_000, 990_000]), 1, torch.tensor([70_000, 99, 1 << 16, 1 << 16]))
+    found = axis.count(torch.zeros(4, dtype=torch.int64), Progression(first, 1, count), k)
+    truth = []
+    ends = (each.tolist() for each in (first, count, k.first, k.count))
+    for begin, number, key, keys in zip(*ends, strict=True):
+        windows = (axis.window(query) for query in range(begin, begin + number))
+        truth.append(sum(max(0, min(each.stop, key + keys) - max(each.start, key)) for each in windows))
+    assert found.low.tolist() == found.high.tolist() == truth
+
+
+def test_queries_of_one_group_are_counted_at_unlike_steps():
+    """All queries of one group: their window is known, whatever the steps."""
+    axis = Axis(1000, 100, stride=50)
+    q = Progression(torch.tensor([500]), 7, torch.tensor([7]))
+    k = Progression(torch.tensor([400]), 3, torch.tensor([60]))
+    found = axis.count(torch.tensor([0]), q, k)
+    seen = sum(475 <= key < 575 for key in range(400, 580, 3))
+    assert found.low.tolist() == found.high.tolist() == [7 * seen]
+
+
+# --- attention ---
+
+VIDEO = masks.neighborhood((6, 16, 16), kernel_size=(3, 8, 8), stride=(1, 8, 8), causal=(True, False, False))
+
+
+def test_windows_of_whole_tiles_leave_nothing_in_vain():
+    """Strides for which tiles and windows coincide, as generalized neighborhood attention has them for its kernels."""
+    tokens = prod(VIDEO.grid)
+    (term,) = plan(VIDEO.bind(num_heads=1, num_queries=tokens, num_keys=tokens)).terms
+    assert term.q == Tiling((6, 16, 16), (2, 8, 8))
+    assert masks.describe(VIDEO, tokens).waste == 1
+    single = masks.neighborhood(VIDEO.grid, kernel_size=(3, 8, 8), causal=(True, False, False))
+    assert masks.describe(single, tokens).waste > 2
+
+
+def test_attend_in_tiles_is_the_reference():
+    q, k, v = torch.randn(3, 1, 1, 1536, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = fd.attend(q, k, v, VIDEO, engine="tiles")
+    torch.testing.assert_close(found, fd.attend(q, k, v, VIDEO, engine="reference"), rtol=1e-12, atol=1e-12)
+
+
+def test_a_box_of_one_step_counts_what_is_there():
+    """Whole rows and parts of rows of a grid, in one box each."""
+    runs = Progression(torch.tensor([0, 300]), 1, torch.tensor([1536, 700]))
+    box = Box(torch.zeros(2, dtype=torch.int64), runs, runs)
+    table = evaluated(VIDEO.bind(num_heads=1, num_queries=1536, num_keys=1536))[0]
+    found = VIDEO.count(box, num_heads=1)
+    assert found.low.tolist() == found.high.tolist() == [int(table.sum()), int(table[300:1000, 300:1000].sum())]
