@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,26 +23,33 @@ GRIDS = {
     "na2d, one number": ((9, 9), 3, 2),
     "na2d, all of the grid": ((5, 7), (5, 7), 1),
     "na3d": ((4, 5, 6), (3, 1, 5), (1, 2, 1)),
+    "even": ((7, 12), (4, 6), (1, 2)),
+    "strides": ((9, 11), (4, 5), 1, (2, 3)),
+    "a causal axis": ((5, 6, 6), (3, 4, 3), 1, (2, 1, 3), (True, False, False)),
+    "causal, with rates": ((23,), 4, 2, 3, True),
 }
 
 
-def each_axis(number: int | tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
+def each_axis(number: Any, grid: tuple[int, ...]) -> tuple[Any, ...]:
     return (number,) * len(grid) if isinstance(number, int) else number
 
 
-def window(place: int, length: int, size: int, dilation: int) -> list[int]:
-    """Of the tokens with the query's remainder, `size` in a row, with the query as near their middle as can be."""
+def window(place: int, length: int, size: int, dilation: int, stride: int = 1, is_causal: bool = False) -> list[int]:
+    """Of the tokens with the query's remainder, `size` in a row, with its leader as near their middle as can be."""
     fellows = list(range(place % dilation, length, dilation))
-    start = min(max(fellows.index(place) - size // 2, 0), len(fellows) - size)
+    group = fellows.index(place) // stride * stride
+    if is_causal:
+        leader = min(group + stride - 1, len(fellows) - 1)
+        return [each for each in fellows[max(leader - size + 1, 0) : leader + 1] if each <= place]
+    leader = min(group + stride // 2, len(fellows) - 1)
+    start = min(max(leader - size // 2, 0), len(fellows) - size)
     return fellows[start : start + size]
 
 
-def dense_natten(
-    q: Tensor, k: Tensor, v: Tensor, kernel_size: int | tuple[int, ...], dilation: int | tuple[int, ...]
-) -> Tensor:
+def dense_natten(q: Tensor, k: Tensor, v: Tensor, *numbers: Any) -> Tensor:
     """Token by token; tensors are (batch, *grid, heads, head dim)."""
     grid = tuple(q.shape[1:-2])
-    axes = list(zip(grid, each_axis(kernel_size, grid), each_axis(dilation, grid), strict=True))
+    axes = list(zip(grid, *(each_axis(number, grid) for number in numbers), strict=True))
     out = torch.empty_like(q)
     for place in product(*map(range, grid)):
         near = [torch.tensor(window(at, *axis)) for at, axis in zip(place, axes, strict=True)]
@@ -59,10 +67,11 @@ def tensors(grid: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("name", GRIDS)
 def test_same_function(page: SimpleNamespace, name: str) -> None:
     """Outputs and gradients."""
-    grid, kernel_size, dilation = GRIDS[name]
+    grid, *numbers = GRIDS[name]
     qkv = tensors(grid).requires_grad_()
-    found = page.neighborhood_attention(*qkv, kernel_size, dilation=dilation)
-    want = dense_natten(*qkv, kernel_size, dilation)
+    options = dict(zip(("kernel_size", "dilation", "stride", "is_causal"), numbers, strict=False))
+    found = page.neighborhood_attention(*qkv, **options)
+    want = dense_natten(*qkv, *numbers)
     torch.testing.assert_close(found, want)
     grads = [torch.autograd.grad(out.sin().sum(), qkv)[0] for out in (found, want)]
     torch.testing.assert_close(*grads)
@@ -73,11 +82,6 @@ def test_scale_and_grouped_heads(page: SimpleNamespace) -> None:
     found = page.neighborhood_attention(q, k[..., :1, :], v[..., :1, :], 3, scale=0.7, enable_gqa=True)
     k, v = (x[..., :1, :].expand(-1, -1, -1, 2, -1) for x in (k, v))
     torch.testing.assert_close(found, dense_natten(q * (0.7 * 8**0.5), k, v, 3, 1))
-
-
-def test_even_kernels_are_refused(page: SimpleNamespace) -> None:
-    with pytest.raises(ValueError, match="must be odd; got 4"):
-        page.neighborhood_attention(*tensors((5, 6)), 4)
 
 
 def test_additional_keys() -> None:
