@@ -187,16 +187,12 @@ class LongNetBackbone(Pretrained):
         x = self._embedded(x, positions, first + num_tokens)
         pattern = on_host(without_padding(self.pattern, padding, (tokens.shape[0], num_tokens)))
         told = turns(self.config, positions, first + num_tokens, x.dtype)
+        again = caches is None and self.config.checkpoint and torch.is_grad_enabled()
+        draws = self.training and bool(self.config.dropout or self.config.drop_path)
         for index, block in enumerate(self.blocks):
             read = () if memory is None else (memory.blocks[index], memory.pattern)
-            if caches is not None:
-                x = block(x, told, pattern, layout, caches[index], *read)
-            elif self.config.checkpoint and torch.is_grad_enabled():
-                draws = self.training and bool(self.config.dropout or self.config.drop_path)
-                inputs = (x, told, pattern, layout, *((None, *read) if read else ()))
-                x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=draws)
-            else:
-                x = block(x, told, pattern, layout, *((None, *read) if read else ()))
+            given = (x, told, pattern, layout, None if caches is None else caches[index], *read)
+            x = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=draws) if again else block(*given)
         x = self.norm(x)
         return x if layout is None else layout.invert(x, dim=1)
 

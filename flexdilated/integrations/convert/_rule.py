@@ -25,7 +25,7 @@ def call_rule(given: Given, mask: Tensor | None, shape: tuple[int, int, int], *,
     if mask is None:
         return pattern
     hidden = ~mask if mask.dtype == torch.bool else mask
-    if hidden.dim() == 4 and hidden.shape[1:3] == (1, 1) and num_queries != 1:
+    if hidden.dim() == 4 and hidden.shape[1:3] == (1, 1):
         padding = hidden[:, 0, 0].expand(batch, -1)
         if padding.is_floating_point():  # the least number stands for -inf in many libraries
             padding = padding.masked_fill(padding == torch.finfo(padding.dtype).min, -torch.inf)
