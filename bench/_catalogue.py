@@ -172,6 +172,11 @@ ENTRIES = (
         "masks.visible_keys(marks) & masks.local_window(left=30, right=0)",
     ),
     Entry(
+        "selected_blocks",
+        "masks.selected_blocks(chosen_blocks(num_tokens, block=128), block=128, most=4) & masks.causal()",
+        "masks.selected_blocks(chosen_blocks(num_tokens, block=8), block=8, most=4) & masks.causal()",
+    ),
+    Entry(
         "per_document",
         "masks.longnet([1024, 2048, 4096], [1, 2, 4]).per_document(ids) & masks.causal()",
         "masks.longnet([4, 8, 16], [1, 2, 4]).per_document(ids) & masks.causal()",
@@ -254,7 +259,7 @@ ENTRIES = (
 )
 
 
-# What the expressions name beside `masks`: document ids, a length, marks, rows, a function.
+# What the expressions name beside `masks`: document ids, a length, marks, rows, a table of blocks, a function.
 
 
 def document_ids(num_tokens: int) -> Tensor:
@@ -283,6 +288,13 @@ def block_rows(num_tokens: int, *, block: int) -> list[list[int]]:
     rows, generator = -(-num_tokens // block), _seeded()
     chosen = (torch.rand(rows, 2, generator=generator) * torch.arange(rows)[:, None]).long()
     return [sorted({0, max(0, row - 1), row, *others}) for row, others in enumerate(chosen.tolist())]
+
+
+def chosen_blocks(num_tokens: int, *, block: int) -> Tensor:
+    """A table as a selector makes it: its own block, and three drawn ones at or before it, of which some are one."""
+    rows = torch.arange(-(-num_tokens // block))[:, None]
+    drawn = (torch.rand(len(rows), 3, generator=_seeded()) * (rows + 1)).long()
+    return torch.cat([rows, drawn], 1)[None]
 
 
 def widening(width: int) -> Callable[..., Tensor]:
@@ -317,6 +329,7 @@ def names_for(num_tokens: int) -> dict[str, Any]:
         "length": real_tokens(num_tokens),
         "marks": key_marks(num_tokens),
         "block_rows": block_rows,
+        "chosen_blocks": chosen_blocks,
         "widening": widening,
         "boxes_of_widening": boxes_of_widening,
     }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .masks import Layout, Mixture, Pattern
 from .masks.core import LARGEST, Expression, require_int
-from .masks.patterns import missing, names, require_values
+from .masks.patterns import SelectedBlocks, missing, names, require_values, run_time_leaves
 from .masks.text import read_text
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -175,8 +175,8 @@ def run_time_tensors(
 ) -> list[Tensor]:
     """The tensors that a pattern needs when it runs, in the order of their names: those it carries and those given.
 
-    They come to the host here, once a call; those that lie there are not read from a device at all.
-    A call of meta tensors, which has no values, needs none of these tensors either.
+    They come to the host here, once a call; those that lie there are not read from a device at all. Tables of selected
+    blocks stay where they are. A call of meta tensors, which has no values, needs none of these tensors either.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
@@ -194,13 +194,23 @@ def run_time_tensors(
     for name in needed:
         if name not in found:
             raise ValueError(missing(name))
-    return [require_values(name, found[name]).cpu() for name in needed] if has_values else []
+    stay = _staying(pattern.text)
+    given = {name: require_values(name, found[name]) for name in needed} if has_values else {}
+    return [given[name] if name in stay else given[name].cpu() for name in needed] if has_values else []
 
 
 def _needed(pattern: str) -> tuple[str, ...]:
     return names(read_text(pattern))
 
 
+def _staying(pattern: str) -> tuple[str, ...]:
+    """The tensors whose values the host has no use for."""
+    if '"kind":"selected_blocks"' not in pattern:
+        return ()
+    return tuple(leaf.name for leaf in run_time_leaves(read_text(pattern)) if isinstance(leaf, SelectedBlocks))
+
+
+_staying._dynamo_marked_constant = True  # type: ignore[attr-defined]
 # Tracing through every part of a pattern takes longer than all the other checks together.
 _needed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

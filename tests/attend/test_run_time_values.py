@@ -17,9 +17,10 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
-from flexdilated.engines.flex import _flex_op
+from flexdilated.engines.flex import _traced
 from flexdilated.engines.flex._flex_op import run_time_program
 from flexdilated.engines.flex._program import FlexProgram
+from flexdilated.engines.flex._traced import Traced
 from flexdilated.masks.planning._planner import plan
 from tests.engines.test_flex import CPU, around_dense
 from tests.engines.test_run_time_flex import entry_by_entry
@@ -237,8 +238,9 @@ def test_layers_of_several_patterns_are_one_graph(dynamic):
 @pytest.mark.slow
 def test_traced_programs_are_bounded(monkeypatch):
     """The oldest goes first; a graph that still runs is then traced anew, and right."""
-    monkeypatch.setattr(_flex_op, "_MOST_TRACED", 2)
-    monkeypatch.setattr(_flex_op, "_Traced", type("_Traced", (), {}))
+    monkeypatch.setattr(_traced, "_MOST_TRACED", 2)
+    for name in [name for name in vars(Traced) if not name.startswith("__")]:
+        monkeypatch.delattr(Traced, name)
     torch.compiler.reset()
     pattern = masks.dilated(16, 2)
     options = {"fullgraph": True, "dynamic": False, "backend": "aot_eager"}
@@ -247,4 +249,4 @@ def test_traced_programs_are_bounded(monkeypatch):
         for num_tokens in (40, 50, 60, 40, 50):
             q = torch.randn(1, 2, num_tokens, 16)
             assert_close(compiled(q), fd.attend(q, q, q, pattern), rtol=1e-4, atol=1e-5)
-            assert sum(isinstance(each, FlexProgram) for each in vars(_flex_op._Traced).values()) <= 2
+            assert sum(isinstance(each, FlexProgram) for each in vars(Traced).values()) <= 2

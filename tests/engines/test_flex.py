@@ -39,9 +39,10 @@ def dense_flex(
     rows, columns = torch.arange(N), torch.arange(M)
     heads = torch.arange(H)[:, None, None]
     by_rule = block_mask.mask_mod(torch.tensor(0), heads, rows[:, None], columns[None])
-    listed = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
-    whole = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     row_block, column_block = rows // block_mask.BLOCK_SIZE[0], columns // block_mask.BLOCK_SIZE[1]
+    blocks = int(column_block.max()) + 1
+    listed = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, blocks)
+    whole = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, blocks)
     partial, full = (x[:, row_block][:, :, column_block] for x in (listed, whole))
     read = (partial | full).expand(H, -1, -1)  # a kernel reads the slots of listed blocks
     rows_read = read.any(2)[..., None]
@@ -63,9 +64,9 @@ def one_by_one(score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return score_mod
 
 
-def _listed(counts: Tensor, indices: Tensor) -> Tensor:
+def _listed(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
     """(H, rows, columns): which blocks the lists name."""
-    named = torch.zeros(indices.shape[1:], dtype=torch.bool)
+    named = torch.zeros(*indices.shape[1:3], blocks, dtype=torch.bool)
     for head in range(indices.shape[1]):
         for row in range(indices.shape[2]):
             named[head, row, indices[0, head, row, : counts[0, head, row]].long()] = True

@@ -155,8 +155,17 @@ def words(num_tokens: int) -> dict[str, Any]:
         "documents": two[0],
         "documents_of_two": two,
         "lengths_of_two": torch.tensor([num_tokens - 60, num_tokens // 2]),
+        "chosen": chosen,
+        "chosen_rows": chosen(num_tokens, (64, 128), 2, tables=2),
         "visible": (position < 10) | (position >= 100) & (position < num_tokens - 20),
     }
+
+
+def chosen(num_tokens: int, block: tuple[int, int], most: int, tables: int = 1) -> Tensor:
+    """A table that names blocks at or before each row's own, some of them not at all."""
+    rows = torch.arange(-(-num_tokens // block[0]))[:, None]
+    drawn = torch.rand(tables, len(rows), most, generator=torch.Generator().manual_seed(num_tokens))
+    return (drawn * (rows * block[0] // block[1] + 2)).long() - 1
 
 
 def score_mod(slopes: Tensor, bias: Tensor) -> Callable[..., Tensor]:
@@ -257,6 +266,8 @@ def blocks(case: Case, program: FlexProgram) -> dict[str, int]:
 
 _LONGNET = "masks.longnet([350, 700], [1, 2])"
 _DOCUMENTS = "masks.documents('documents')"
+_ROWS = "masks.selected_blocks(chosen(num_tokens, (128, 128), 2), block=128, most=2)"
+_QUERIES = "masks.selected_blocks(chosen(num_tokens, (1, 128), 2), block=(1, 128), most=2)"
 
 # One of each pattern of the catalogue, by its name there.
 CATALOGUE = (
@@ -296,6 +307,7 @@ CATALOGUE = (
     Case("documents", "masks.documents(documents) & masks.causal()", 600),
     Case("lengths", "masks.lengths(length) & masks.local_window(left=200, right=200)", 500),
     Case("visible_keys", "masks.visible_keys(visible) & masks.local_window(left=300, right=0)", 500),
+    Case("selected_blocks", f"({_ROWS} | masks.chunked(128)) & masks.causal()", 500),
     Case("per_document", "masks.longnet([350, 700], [1, 2]).per_document(documents) & masks.causal()", 700, heads=2),
     Case("custom", "masks.custom(widening(150), classify=boxes_of_widening(150), period=1)", 500, heads=2),
     Case("longformer", "recipes.longformer(150, 16)", 700),
@@ -322,6 +334,17 @@ CATALOGUE = (
 # What a call may bring beside its pattern: every two of them meet in some case.
 _ALL: dict[str, Any] = {"has_sinks": True, "has_score_mod": True}
 FEATURES = (
+    Case("blocks of each query, grouped", f"{_QUERIES} & masks.causal()", 400, heads=2, kv_heads=1),
+    Case("blocks of each query, score_mod", f"{_QUERIES} & masks.causal()", 400, dtype="float32", has_score_mod=True),
+    Case(
+        "blocks of 64 queries, in documents, sinks",
+        "(masks.selected_blocks('chosen_rows', block=(64, 128), most=2) | masks.chunked(64)) & masks.causal()"
+        f" & {_DOCUMENTS}",
+        450,
+        heads=2,
+        run_time=("chosen_rows",),
+        has_sinks=True,
+    ),
     Case("grouped heads, sinks and score_mod", "masks.causal()", 400, heads=2, kv_heads=1, **_ALL),
     Case("score_mod and sinks, float32", "masks.local_window(left=300, right=0)", 500, dtype="float32", **_ALL),
     Case("later queries", "masks.local_window(left=300, right=0)", 300, keys=556, q_offset=256, head_dim=128),

@@ -4,4 +4,4 @@ from ._flex import merge_parts, missing_compiler, num_flex_functions, run_flex
 from ._flex_op import allowed_on, flex
 from ._program import FlexProgram, FlexStep, make_flex_program
 from ._slots import Side as FlexSide
-from ._slots import let_trace
+from ._traced import let_trace

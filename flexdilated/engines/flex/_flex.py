@@ -23,7 +23,8 @@ from .._operands import within_reach
 from .._ops import own_op
 from .._score_mod import ScoreMod, plain_values
 from ._program import FlexProgram, FlexStep, Tables, tables_of, unpacked
-from ._slots import Rows, Side, Slots, let_trace
+from ._slots import Rows, Side, Slots
+from ._traced import let_trace
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -59,12 +60,12 @@ def run_flex(
     needs_lse = return_lse or program.shares_rows or sinks is not None or q.device.type != "cpu"
     if kernel is None and not torch.compiler.is_compiling():
         call = compiled_flex(program.structure, q.device)
-        kind = _kind(q, k, v, sinks, score_mod, scale, needs_lse), _fill_tiles(q, k)
+        kind = kind_of(q, k, v, sinks, score_mod, scale, needs_lse), _fill_tiles(q, k)
         tables = program.packed, program.sizes
         out, lse = call(kind)(program.steps, tables, program.enter, q, k, v, sinks, score_mod, repr(scale), needs_lse)
     else:
         found = [tables_of(step) for step in program.steps]
-        options = (scale, needs_lse, kernel or _flex_in_graph)
+        options = (scale, needs_lse, kernel or flex_in_graph)
         out, lse = _run(program.steps, found, program.enter, q, k, v, sinks, score_mod, *options)
     return out, lse if return_lse else None
 
@@ -74,7 +75,7 @@ def _fill_tiles(q: Tensor, k: Tensor) -> bool:
     return q.shape[2] % _TILE == 0 and k.shape[2] % _TILE == 0
 
 
-def _kind(
+def kind_of(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score_mod: ScoreMod | None, scale: float, needs_lse: bool
 ) -> Hashable:
     """What of a call compiles anew: on CPU sizes too, as dynamic ones can generate C++ there that does not build."""
@@ -85,8 +86,12 @@ def _kind(
 
 
 @lru_cache(maxsize=256)
-def compiled_flex(structure: Hashable, device: torch.device) -> Callable[[Hashable], Kernel]:
+def compiled_flex(
+    structure: Hashable, device: torch.device, function: FunctionType | None = None
+) -> Callable[[Hashable], Kernel]:
     """The compiled functions of programs of this structure, one for each kind of call; the latest are kept.
+
+    function: what is compiled, in place of that of programs.
 
     torch counts recompilations by code object and, past a limit that all callers of it share, gives up. So each has
     its own.
@@ -94,7 +99,7 @@ def compiled_flex(structure: Hashable, device: torch.device) -> Callable[[Hashab
 
     @lru_cache(maxsize=64)
     def own(kind: Hashable) -> Kernel:
-        return _compiled(device)
+        return _compiled(device, _call_program if function is None else function)
 
     return own
 
@@ -113,11 +118,11 @@ def num_flex_functions() -> int:
     return _made.total()
 
 
-def _compiled(device: torch.device) -> Kernel:
+def _compiled(device: torch.device, function: FunctionType) -> Kernel:
     let_trace()
     _made[device.type] += 1
-    code = _call_program.__code__.replace(co_name=f"flex_attention_{_made.total()}_on_{device.type}")
-    own = FunctionType(code, _call_program.__globals__, code.co_name)
+    code = function.__code__.replace(co_name=f"flex_attention_{_made.total()}_on_{device.type}")
+    own = FunctionType(code, function.__globals__, code.co_name)
     if device.type == "cpu":
         return torch.compile(own, fullgraph=True, dynamic=False)
     options = {"combo_kernels": True, "guard_filter_fn": _to_be_checked}
@@ -136,26 +141,31 @@ def _compiled(device: torch.device) -> Kernel:
 
 def _to_be_checked(guards: Sequence[Any]) -> list[bool]:
     """Not the numbers of a program's modules: the function belongs to a structure, which they are."""
-    modules = "L['steps']", "L['enter']"
+    modules = "L['steps']", "L['enter']", "L['of']"
     return [
         not (guard.orig_guard.source.is_unspecialized_nn_module() and guard.name.startswith(modules))
         for guard in guards
     ]
 
 
-def _call_program(steps, tables, enter, q, k, v, sinks, score_mod, scale, needs_lse):
+def require_compiling() -> None:
+    """Raise RuntimeError where a function that was to be compiled runs as it is."""
     if not torch.compiler.is_compiling():
         raise RuntimeError(
             "engine 'flex' needs torch.compile, which is switched off here or gave up (TORCH_COMPILE_DISABLE, "
             "TORCHDYNAMO_DISABLE, set_stance and suppress_errors do that): uncompiled, flex_attention forms all pairs. "
             "On CPU engine='tiles' compiles nothing; engine='reference' is dense, for small inputs"
         )
+
+
+def _call_program(steps, tables, enter, q, k, v, sinks, score_mod, scale, needs_lse):
+    require_compiling()
     packed, sizes = tables
     if packed is None:
         found = [tables_of(step) for step in steps]
     else:
         found = unpacked(packed, [step.structure.lead for step in steps], sizes)
-    return _run(steps, found, enter, q, k, v, sinks, score_mod, float(scale), needs_lse, _flex_in_graph)
+    return _run(steps, found, enter, q, k, v, sinks, score_mod, float(scale), needs_lse, flex_in_graph)
 
 
 def _run(
@@ -270,7 +280,7 @@ def _attend(
     return hidden.clear_queries(out, dim=2), hidden.clear_queries(lse, dim=2, value=-torch.inf)
 
 
-def _flex_in_graph(q, k, v, **options):
+def flex_in_graph(q, k, v, **options):
     if q.device.type != "cpu":
         return flex_attention(q, k, v, **options)
     # The CPU kernel takes whole buffers, and nothing that comes after it may be fused with it.

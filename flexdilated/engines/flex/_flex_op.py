@@ -17,13 +17,16 @@ from ...masks.orders import Placement
 from ...masks.patterns import tables
 from ...masks.planning import Allowed, Choice, Operands, Plan, machine_of
 from .._call_key import CallKey
+from .._merge import merge, with_sinks
 from .._operands import MOST_ELEMENTS, Hidden, readable
 from .._ops import flat_op
 from .._score_mod import ScoreMod
 from .._tuned import chosen
 from ._flex import run_flex
 from ._program import TABLES, FlexProgram, FlexStep, list_width, make_flex_program
-from ._slots import let_trace
+from ._selected_flex import copies_of
+from ._selected_op import Parts, parts_of, selected_flex, takes_table
+from ._traced import Traced, keep_traced, traced_name
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -175,13 +178,13 @@ def _check_sides(q: Tensor, key: CallKey) -> None:
         )
 
 
-def kv_head_parts(q: Tensor, k: Tensor) -> list[range]:
+def kv_head_parts(q: Tensor, k: Tensor, copies: int = 1) -> list[range]:
     """Key/value heads to compute together, so that no tensor of theirs or of their query heads is too large.
 
-    Raises ValueError where a single one is.
+    copies: how many times the queries are there. Raises ValueError where a single head's are too many.
     """
     kv_heads = k.shape[1]
-    each = max(q.numel() // kv_heads, k.numel() // kv_heads)
+    each = max(q.numel() // kv_heads * copies, k.numel() // kv_heads)
     if q.device.type == "cpu" or each * kv_heads <= MOST_ELEMENTS:
         return [range(kv_heads)]
     if each > MOST_ELEMENTS:
@@ -213,28 +216,6 @@ def joined(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | 
     return torch.cat(outs, dim=1), None if lses[0] is None else torch.cat(lses, dim=1)
 
 
-class _Traced:
-    """The programs that compiled graphs refer to, each an attribute: a trace reads those of a dict but once.
-
-    A graph reads its tables from here, at every run. The oldest go first; a graph whose program has gone is traced
-    anew.
-    """
-
-
-_MOST_TRACED = 256
-
-
-def _name(key: CallKey, bindings: Sequence[Tensor], q: Tensor) -> str:
-    """A program's attribute, of all that it depends on, as a string: a trace takes no tuple for the name of one.
-
-    Sizes are made numbers: one that a graph has left open would be written as a symbol by the op's shape rule.
-    """
-    _, *numbers, block_size, placement = key
-    shapes = [size for each in bindings for size in (each.dim(), *[int(n) for n in each.shape])]
-    sizes = " ".join([f"{each}" for each in (*numbers, *block_size, *key.operands(q), "tensors", *shapes)])
-    return f"{q.device.type} {sizes} {placement} {key.pattern}"
-
-
 def flex(
     q: Tensor,
     k: Tensor,
@@ -257,7 +238,10 @@ def flex(
         q, k, v = q.detach(), k.detach(), v.detach()
     q, k, v = readable(q), readable(k), readable(v)
     options = {"scale": scale, "score_mod": score_mod, "return_lse": return_lse}
-    parts = kv_head_parts(q, k)
+    table = None if q.device.type == "cpu" else parts_of(key.pattern)
+    sizes = key.num_queries, key.num_keys
+    copies = 1 if table is None else copies_of(table.block, key.q_offset, table.most, sizes)
+    parts = kv_head_parts(q, k, copies)
     if len(parts) == 1:
         return _flex(q, k, v, bindings, key, sinks=sinks, **options)
     found = []
@@ -271,10 +255,13 @@ def flex(
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: CallKey, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
+    table = None if q.device.type == "cpu" else parts_of(key.pattern)
+    if table is not None and takes_table(table, key):
+        return _with_table(q, k, v, bindings, key, table, **options)
     if torch.compiler.is_compiling():
         # Tracing can read a plain dict but not build a plan; the op's shape rule runs while tracing, and can.
         _prepare(q, bindings, *key)
-        program = getattr(_Traced, _name(key, bindings, q))
+        program = getattr(Traced, traced_name("program", key, bindings, q))
         program = with_tables(program, run_time_tables(q, bindings, *key)) if bindings else program
         return run_flex(program, q, k, v, **options)
     if bindings:
@@ -282,6 +269,31 @@ def _flex(
     else:
         program = static_program(key, q.device, chosen(key, q), key.operands(q))
     return run_flex(program, q, k, v, **options)
+
+
+def _with_table(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bindings: list[Tensor],
+    key: CallKey,
+    table: Parts,
+    *,
+    sinks: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """The blocks that a table names, joined with what the pattern allows without it."""
+    how = {name: options[name] for name in ("scale", "score_mod")}
+    out, lse = selected_flex(q, k, v, bindings, table, key, **how)
+    if table.others:
+        needed = [bindings[table.names.index(name)] for name in table.needed]
+        own = key._replace(pattern=table.others)
+        part, part_lse = _flex(q, k, v, needed, own, sinks=None, return_lse=True, **how)
+        assert part_lse is not None
+        out, lse = merge(out, lse, part, part_lse)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    return out.to(q.dtype), lse
 
 
 @flat_op("flexdilated::prepare_flex")
@@ -293,16 +305,12 @@ def _prepare(q: Tensor, bindings: list[Tensor], key: CallKey) -> Tensor:
 @_prepare.register_fake
 def _(q, bindings, *key):
     found, batch = CallKey.of(*key), int(q.shape[0])
-    name = _name(found, bindings, q)
-    let_trace()
-    if name not in vars(_Traced):
+
+    def make() -> FlexProgram:
         with own_modes():
             if bindings:
-                made = blank_program(found, q.device, bindings, batch, found.operands(q))
-            else:
-                made = static_program(found, q.device, chosen(found, q), found.operands(q))
-        programs = [each for each, value in vars(_Traced).items() if isinstance(value, FlexProgram)]
-        for oldest in programs[: len(programs) - _MOST_TRACED + 1]:
-            delattr(_Traced, oldest)
-        setattr(_Traced, name, made)
+                return blank_program(found, q.device, bindings, batch, found.operands(q))
+            return static_program(found, q.device, chosen(found, q), found.operands(q))
+
+    keep_traced(traced_name("program", found, bindings, q), make)
     return q.new_empty(0)

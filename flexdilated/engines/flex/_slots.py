@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -62,11 +61,11 @@ class Slots(torch.nn.Module):
             slots = rows.listed.shape[1]
         if self.kind == "heads":
             slots = x.shape[2]
-        return x if self.kind == "all" else _take(x, self.kind, self.numbers, start, slots, *rows)
+        return x if self.kind == "all" else take(x, self.kind, self.numbers, start, slots, *rows)
 
     def put(self, x: Shaped[Tensor, "B H S ..."], rows: Rows, start: int, tokens: int, empty: float) -> Tensor:
         """The tokens of all query heads, `empty` where they have no slot."""
-        return x if self.kind == "all" else _put(x, self.kind, self.numbers, start, tokens, empty, *rows)
+        return x if self.kind == "all" else put(x, self.kind, self.numbers, start, tokens, empty, *rows)
 
 
 class Side(NamedTuple):
@@ -202,22 +201,12 @@ class _Put(torch.autograd.Function):
         return grad, *([None] * (5 + len(Rows._fields)))
 
 
-def _take(x, kind, numbers, start, slots, *rows):
+def take(x, kind, numbers, start, slots, *rows):
     return _Take.apply(x, kind, numbers, start, slots, *rows)
 
 
-def _put(x, kind, numbers, start, tokens, empty, *rows):
+def put(x, kind, numbers, start, tokens, empty, *rows):
     return _Put.apply(x, kind, numbers, start, tokens, empty, *rows)
-
-
-@cache
-def let_trace() -> None:
-    """To be called before a graph is traced: an autograd.Function is then taken as it is, by the functions around it.
-
-    Tracing into one fails where kernels' own graphs follow. Not at import, as that would import the whole compiler.
-    """
-    for function in (_take, _put):
-        torch.compiler.allow_in_graph(function)
 
 
 def sides_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from jaxtyping import Int64
@@ -12,11 +11,11 @@ from torch import Tensor
 from ...masks import Layout
 from ...masks.blocks import UNKNOWN, Blocks
 from ...masks.core import Pattern, plans
-from ...masks.patterns import Selection, names, selection_of
+from ...masks.patterns import Selection, names
 from ...masks.planning import Term
-from ...masks.text import read_text
 from .._call_key import CallKey
 from .._gather import Whole
+from .._selection import tensors_of
 from ._query_rows import QueryRows
 from ._selected_listed import Listed
 from ._tile_calls import plan_calls
@@ -29,23 +28,12 @@ _ROWS_IN_BLOCKS = 16  # queries of a block from which it is a problem of its own
 Selected = Program | QueryRows
 
 
-@lru_cache(maxsize=256)
-def selection_in(text: str) -> Selection | None:
-    """How a pattern with selected blocks is parted, if it can be."""
-    return selection_of(read_text(text)) if '"kind":"selected_blocks"' in text else None
-
-
-def takes_table(key: CallKey, selection: Selection) -> bool:
-    """Whether a call is computed from its table as it is: tokens in order, keys from where a block begins."""
-    return key.rate == 1 and not key.placement and key.k_offset % selection.leaf.block[1] == 0
-
-
 def selected_programs(key: CallKey, selection: Selection, bindings: Sequence[Tensor], batch: int) -> list[Selected]:
     """What computes the pairs of the table and the rest, for each batch entry, or for all where they are alike."""
-    tensors = dict(zip(names(read_text(key.pattern)), bindings, strict=True))
-    leaf = selection.leaf
-    rows, first = leaf.rows(tensors[leaf.name], key.extent)
-    rule = selection.rest.resolve({name: tensors[name] for name in names(selection.rest)}, key.extent)
+    leaf, rest = selection.leaf, selection.rest
+    (table,) = tensors_of(key, leaf, bindings)
+    rows, first = leaf.rows(table, key.extent)
+    rule = rest.resolve(dict(zip(names(rest), tensors_of(key, rest, bindings), strict=True)), key.extent)
     rule.require_entries(batch)
     if len(rows) not in (1, batch):
         raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...masks import Layout, cache
 from ...masks.core import Bound, Expression
 from ...masks.orders import Placement
-from ...masks.patterns import Selection, alike, names, tables
+from ...masks.patterns import Selection, alike, tables
 from ...masks.planning import (
     SLOTS_AT_ONCE,
     Allowed,
@@ -29,11 +29,12 @@ from .._call_key import CallKey
 from .._gather import merge_
 from .._merge import WholeRows, add_sinks, sum_dtype
 from .._ops import flat_op, set_gradient
+from .._selection import selection_in, without_table
 from .._tuned import chosen
 from ..rows._row_attention import Part, row_backward, row_forward
 from ..rows._row_parts import parts_of_call, takes_rows
 from ._query_rows import QueryRows
-from ._selected import selected_programs, selection_in, takes_table
+from ._selected import selected_programs
 from ._tiles import Entries, Packed, Program, Some, as_given, make_program, rows_of, run_backward, run_forward
 
 _Parts = tuple[Part, ...]
@@ -102,8 +103,8 @@ def attention(
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call; out in the dtype of q, or as wide as it is summed."""
-    selection = selection_in(key.pattern)
-    if selection is not None and takes_table(key, selection):
+    selection = selection_in(key)
+    if selection is not None:
         return _selected_attention(key, selection, q, k, v, sinks, bindings, scale, wide=wide)
     return _run(_programs_for(key, bindings, q), q, k, v, sinks, scale, wide=wide)
 
@@ -124,20 +125,12 @@ def _selected_attention(
     chosen = _by_entry(selected_programs(key, selection, bindings, q.shape[0]))
     out, lse = _run(chosen, q, k, v, None, scale, wide=True)
     if selection.others is not None:
-        others, needed = _without_table(key, selection, bindings)
+        others, needed = without_table(key, selection, bindings)
         part, part_lse = attention(others, q, k, v, None, needed, scale, wide=True)
         merge_(out, lse, part, part_lse)
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
     return out if wide else as_given(out, q), lse
-
-
-def _without_table(key: CallKey, selection: Selection, bindings: list[Tensor]) -> tuple[CallKey, list[Tensor]]:
-    """The call of the pairs that need no table, and its run-time tensors."""
-    assert selection.others is not None
-    tensors = dict(zip(names(read_text(key.pattern)), bindings, strict=True))
-    needed = [tensors[name] for name in names(selection.others)]
-    return key._replace(pattern=selection.others.text), needed
 
 
 def _by_entry(programs: Sequence[_Runs]) -> list[tuple[Entries, _Runs]]:
@@ -207,13 +200,13 @@ def gradients(
     wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a call, in the dtype of q, k and v, or as wide as they are summed."""
-    selection = selection_in(key.pattern)
-    if selection is None or not takes_table(key, selection):
+    selection = selection_in(key)
+    if selection is None:
         return _run_backward(_programs_for(key, bindings, q), q, k, v, whole, scale, wide=wide)
     chosen = _by_entry(selected_programs(key, selection, bindings, q.shape[0]))
     found = _run_backward(chosen, q, k, v, whole, scale, wide=True)
     if selection.others is not None:
-        others, needed = _without_table(key, selection, bindings)
+        others, needed = without_table(key, selection, bindings)
         beside = gradients(others, q, k, v, needed, whole, scale, wide=True)
         found = found[0].add_(beside[0]), found[1].add_(beside[1]), found[2].add_(beside[2])
     return found if wide else (as_given(found[0], q), as_given(found[1], k), as_given(found[2], v))

@@ -61,6 +61,22 @@ class SelectedBlocks(RunTime):
 
     def rows(self, tensor: Tensor, extent: Extent) -> tuple[Int64[Tensor, "B T R W"], int]:
         """(rows in ascending order, a block once, NOTHING for none; the query block that the first row is about)."""
+        first = self.first_row(tensor, extent)
+        rows = _canonical(tensor.detach().to("cpu", torch.int64))
+        rows = rows if rows.dim() == 4 else rows[None]
+        columns = -(-extent.keys // self.block[1])
+        beyond = (rows >= columns) & (rows < NOTHING)
+        if bool(beyond.any()):
+            batch, table, row, place = beyond.nonzero()[0].tolist()
+            raise ValueError(
+                f"selected blocks must be below the {columns} blocks of {self.block[1]} keys that {extent.keys} "
+                f"positions hold, or {_NONE} for none; got {int(rows[batch, table, row, place])} in row {row} of table "
+                f"{table}, batch entry {batch}"
+            )
+        return rows, first
+
+    def first_row(self, tensor: Tensor, extent: Extent) -> int:
+        """The query block that the first row is about; an error where the table has not its shape."""
         if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
             raise TypeError(f"selected blocks must be integers; got a tensor of {tensor.dtype}")
         if tensor.dim() not in (3, 4) or tensor.shape[-1] != self.most or 0 in tensor.shape:
@@ -74,17 +90,7 @@ class SelectedBlocks(RunTime):
                 f"selected blocks must have at most one row for each block of {self.block[0]} queries, the last for "
                 f"that of the last query; got {tensor.shape[-2]} rows for {extent.queries} positions"
             )
-        rows = _canonical(tensor.detach().to("cpu", torch.int64))
-        rows = rows if rows.dim() == 4 else rows[None]
-        columns = -(-extent.keys // self.block[1])
-        if int(rows.min()) < NOTHING and int(rows.masked_fill(rows == NOTHING, 0).max()) >= columns:
-            batch, table, row, place = ((rows >= columns) & (rows < NOTHING)).nonzero()[0].tolist()
-            raise ValueError(
-                f"selected blocks must be below the {columns} blocks of {self.block[1]} keys that {extent.keys} "
-                f"positions hold, or {_NONE} for none; got {int(rows[batch, table, row, place])} in row {row} of table "
-                f"{table}, batch entry {batch}"
-            )
-        return rows, first
+        return first
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
         """The first blocks of keys in each row."""

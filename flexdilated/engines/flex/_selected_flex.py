@@ -1,0 +1,301 @@
+"""Selected blocks on the flex engine: block tables made in the graph of the table that came with the call.
+
+Rows of whole tiles are rows of a BlockMask. Smaller ones, down to a choice for each query, are gathered: a row once for
+each block that it names, those of one block one after the other from the start of a tile on, joined by lse. Sizes are
+those of the table's shape, so that no value reaches the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int32, Int64
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+from torch.nn.functional import pad
+
+from ...masks.core import MaskMod
+from .._merge import sum_dtype
+from .._score_mod import ScoreMod, new_score
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+# R rows of `unit` queries, W entries of a row, C key blocks, S tiles of gathered rows, P places in them
+
+TILE = 128  # queries and keys of the largest tile of any kernel, which must divide a block
+
+Kernel = Callable[..., Any]
+
+
+def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
+    """Queries that are gathered together; 0 where rows are whole tiles; None where the kernels' tiles do not fit."""
+    q_block, k_block = block
+    if k_block % TILE and TILE % k_block:
+        return None
+    if q_offset % q_block == 0:
+        if q_block % TILE == 0 and k_block % TILE == 0:
+            return 0
+        if TILE % q_block == 0:
+            return q_block
+    return 1
+
+
+def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int, int]) -> int:
+    """How many times the queries are there where they are gathered, for so many queries and keys."""
+    unit = unit_of(block, q_offset)
+    if not unit:
+        return 1
+    queries, keys = sizes
+    places = -(-queries // unit) * most + -(-keys // block[1]) * (TILE // unit)
+    return -(-places * unit // queries)
+
+
+class SelectedBlocksOf(torch.nn.Module):
+    """What is the same for every length: a module's numbers are constants of a graph that serves them all."""
+
+    def __init__(self, block: tuple[int, int], unit: int, most: int, heads: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.q_block, self.k_block = block
+        self.unit, self.most = unit, most
+        self.tables, self.heads, self.kv_heads = heads
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What makes it another one."""
+        return (self.q_block, self.k_block, self.unit, self.most, self.tables, self.heads, self.kv_heads)
+
+
+class Where(NamedTuple):
+    """The first head and the positions of the first query and key, as tensors; where in its row the first query is.
+
+    tables: the table of each head; empty where there are as many, in order, or one for as many neighbours each.
+    """
+
+    head: Int64[Tensor, ""]
+    query: Int64[Tensor, ""]
+    key: Int64[Tensor, ""]
+    row: int
+    tables: tuple[int, ...] = ()
+
+
+def attend_selected(
+    of: SelectedBlocksOf,
+    rest: MaskMod,
+    where: Where,
+    rows: Int64[Tensor, "b T R W"],
+    classes: Int32[Tensor, "h R C"] | None,
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M D"],
+    score_mod: ScoreMod | None,
+    scale: float,
+    kernel: Kernel,
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """(out in the dtype of sums, natural lse) of the pairs that the table names and `rest` allows.
+
+    rows: blocks of keys, counted from the call's first, for each row from that of the first query on.
+    classes: of rows and blocks that are tiles: 2 where `rest` allows every pair; None where that is not known.
+    """
+    blocks = -(-k.shape[2] // of.k_block)
+    rows = rows.repeat_interleave(q.shape[1] // rows.shape[1], 1).expand(q.shape[0], -1, -1, -1)
+    rows = rows.sort(-1).values
+    again = pad(rows[..., 1:] == rows[..., :-1], (1, 0))
+    named = (rows >= 0) & (rows < blocks) & ~again
+    rows = torch.where(named, rows, 0)
+    if of.unit == 0:
+        return _by_rows(of, rest, where, rows, named, classes, q, k, v, score_mod, scale, kernel)
+    return _gathered_rows(of, rest, where, rows, named, q, k, v, score_mod, scale, kernel)
+
+
+def _by_rows(
+    of: SelectedBlocksOf,
+    rest: MaskMod,
+    where: Where,
+    rows: Int64[Tensor, "B H R W"],
+    named: Bool[Tensor, "B H R W"],
+    classes: Int32[Tensor, "h R C"] | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: ScoreMod | None,
+    scale: float,
+    kernel: Kernel,
+) -> tuple[Tensor, Tensor]:
+    columns = -(-k.shape[2] // of.k_block)
+    full = torch.zeros_like(named)
+    if classes is not None:
+        head = torch.arange(rows.shape[1], device=q.device)[:, None, None] % classes.shape[0]
+        row = torch.arange(rows.shape[2], device=q.device)[:, None]
+        full = named & (classes[head, row, rows] == 2)
+    tables: dict[str, Tensor] = {}
+    for prefix, listed in (("", named & ~full), ("full_", full)):
+        tables[f"{prefix}kv_num_blocks"] = listed.sum(-1, dtype=torch.int32)
+        order = (~listed).to(torch.int8).argsort(dim=-1, stable=True)
+        tables[f"{prefix}kv_indices"] = rows.gather(-1, order).int()
+        dense = torch.zeros(*rows.shape[:3], columns + 1, dtype=torch.int8, device=q.device)
+        dense = dense.scatter(3, torch.where(listed, rows, columns), 1)[..., :columns].mT
+        tables[f"{prefix}q_num_blocks"] = dense.sum(-1, dtype=torch.int32)
+        tables[f"{prefix}q_indices"] = (1 - dense).argsort(dim=-1, stable=True).int()
+
+    def mask_mod(b, h, query, key):
+        return rest(b, h + where.head, query + where.query, key + where.key)
+
+    def scored(score, b, h, query, key):
+        assert score_mod is not None
+        return new_score(score_mod(score, b, h + where.head, query + where.query, key + where.key))
+
+    numbers: dict[str, Any] = {"BLOCK_SIZE": (of.q_block, of.k_block), **tables}
+    mask = BlockMask(seq_lengths=(q.shape[2], k.shape[2]), **numbers, mask_mod=mask_mod)
+    out, lse = _run(kernel, mask, q, k, v, scale, None if score_mod is None else scored)
+    return out.to(sum_dtype(q)), lse
+
+
+def _gathered_rows(
+    of: SelectedBlocksOf,
+    rest: MaskMod,
+    where: Where,
+    rows: Int64[Tensor, "B H R W"],
+    named: Bool[Tensor, "B H R W"],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: ScoreMod | None,
+    scale: float,
+    kernel: Kernel,
+) -> tuple[Tensor, Tensor]:
+    unit, tokens, dim = of.unit, q.shape[2], q.shape[3]
+    if unit != of.q_block:
+        row = (where.row + torch.arange(tokens, device=q.device)) // of.q_block
+        rows, named = rows[:, :, row], named[:, :, row]
+    at = _places(rows.flatten(2), named.flatten(2), -(-k.shape[2] // of.k_block), TILE // unit)
+    place_of_pair = at.place.unflatten(2, (-1, of.most))
+    own_row = torch.where(at.pair >= 0, at.pair // of.most, -1)
+    short = rows.shape[2] * unit - tokens
+    own = (pad(q, (0, 0, 0, short)) if short else q).unflatten(2, (-1, unit)).flatten(3)
+    own = gathered(own, own_row, place_of_pair).unflatten(3, (unit, dim)).flatten(2, 3)
+    own_block = at.block.repeat_interleave(TILE // unit, 2)
+
+    def position(b, h, place):
+        return own_row[b, h, place // unit] * unit + place % unit + where.query
+
+    def mask_mod(b, h, place, key):
+        inside = (own_row[b, h, place // unit] >= 0) & (key // of.k_block == own_block[b, h, place // unit])
+        return inside & rest(b, h + where.head, position(b, h, place).clamp(min=0), key + where.key)
+
+    def scored(score, b, h, place, key):
+        assert score_mod is not None
+        return new_score(score_mod(score, b, h + where.head, position(b, h, place).clamp(min=0), key + where.key))
+
+    mask = _mask_of_tiles(of, at, own.shape[2], k.shape[2], mask_mod)
+    out, lse = _run(kernel, mask, own, k, v, scale, None if score_mod is None else scored)
+    parts = out.unflatten(2, (-1, unit)).flatten(3)
+    parts = gathered(parts, at.place, at.pair[..., None]).unflatten(2, (-1, of.most)).unflatten(4, (unit, dim))
+    lses = gathered(lse.unflatten(2, (-1, unit)), at.place, at.pair[..., None]).unflatten(2, (-1, of.most))
+    lses = torch.where(named[..., None], lses, -torch.inf)
+    top = lses.detach().amax(3, keepdim=True)
+    weights = torch.exp(lses - torch.where(top == -torch.inf, 0.0, top))
+    total = weights.sum(3)
+    some = torch.where(total == 0, 1.0, total)
+    joined = (parts.to(sum_dtype(q)) * (weights / some.unsqueeze(3))[..., None]).sum(3)
+    whole = torch.where(total == 0, -torch.inf, torch.where(top == -torch.inf, 0.0, top).squeeze(3) + some.log())
+    return joined.flatten(2, 3)[:, :, :tokens], whole.flatten(2, 3)[:, :, :tokens]
+
+
+class Places(NamedTuple):
+    """Pairs of a row and a block that it names, sorted by block, those of each block from the start of a tile on.
+
+    place: of each pair, -1 for none; pair: in each place, -1 for none; block: of each tile, `blocks` for none; begin
+    and number: each block's tiles.
+    """
+
+    place: Int64[Tensor, "B H RW"]
+    pair: Int64[Tensor, "B H P"]
+    block: Int64[Tensor, "B H S"]
+    begin: Int64[Tensor, "B H C"]
+    number: Int64[Tensor, "B H C"]
+
+
+def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], blocks: int, height: int) -> Places:
+    lead, pairs, device = block.shape[:2], block.shape[2], block.device
+    block = torch.where(named, block, blocks)
+    ordered, order = block.sort(dim=-1, stable=True)
+    ones = torch.ones_like(block)
+    counts = torch.zeros(*lead, blocks + 1, dtype=torch.int64, device=device).scatter_add(2, block, ones)
+    number = (counts[..., :blocks] + height - 1) // height
+    end = number.cumsum(-1)
+    begin, tiles = end - number, -(-pairs // height) + blocks
+    rank = torch.arange(pairs, device=device) - (counts.cumsum(-1) - counts).gather(2, ordered)
+    # Those that name nothing share one place more, behind all others.
+    first = pad(begin * height, (0, 1), value=0).gather(2, ordered)
+    there = torch.where(ordered < blocks, first + rank, tiles * height)
+    place = torch.empty_like(there).scatter(2, order, torch.where(ordered < blocks, there, -1))
+    pair = torch.full((*lead, tiles * height + 1), -1, device=device).scatter(2, there, order)[..., : tiles * height]
+    wanted = torch.arange(tiles, device=device).expand(*lead, tiles).contiguous()
+    return Places(place, pair, torch.searchsorted(end, wanted, right=True), begin, number)
+
+
+def _mask_of_tiles(of: SelectedBlocksOf, at: Places, places: int, keys: int, mask_mod: MaskMod) -> BlockMask:
+    """Each tile of places sees one block of keys, or the one that holds its smaller block."""
+    side = max(of.k_block, TILE)
+    joined = side // of.k_block
+    columns, tiles = -(-keys // side), at.block.shape[2]
+    short = columns * joined - at.number.shape[2]
+    number = pad(at.number, (0, short)).unflatten(2, (-1, joined)).sum(-1)
+    begin = number.cumsum(-1) - number
+    there = at.block < at.number.shape[2]
+    of_column = begin[..., None] + torch.arange(tiles, device=begin.device)
+    none = torch.zeros_like(there, dtype=torch.int32), torch.zeros_like(number, dtype=torch.int32)
+    by_row = torch.where(there, at.block // joined, 0)[..., None].int()
+    by_column = of_column.clamp(max=tiles - 1).int()
+    numbers: dict[str, Any] = {
+        "BLOCK_SIZE": (TILE, side),
+        "kv_num_blocks": there.int(),
+        "kv_indices": by_row,
+        "full_kv_num_blocks": none[0],
+        "full_kv_indices": by_row,
+        "q_num_blocks": number.int(),
+        "q_indices": by_column,
+        "full_q_num_blocks": none[1],
+        "full_q_indices": by_column,
+    }
+    return BlockMask(seq_lengths=(places, keys), **numbers, mask_mod=mask_mod)
+
+
+def _run(
+    kernel: Kernel, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, scale: float, score_mod: ScoreMod | None
+) -> tuple[Tensor, Tensor]:
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if score_mod is not None:
+        options["score_mod"] = score_mod
+    out, aux = kernel(q, k, v, **options, return_aux=AuxRequest(lse=True))
+    return torch.where((aux.lse == -torch.inf)[..., None], 0.0, out), aux.lse
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of x by number, 0 for a number below 0; `inverse` names the results that each row of x went to.
+
+    So the gradient is a gather as well.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return _read(x, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), (inverse,) = grads, ctx.saved_tensors
+        total = _read(grad, inverse.flatten(2)).unflatten(2, inverse.shape[2:])
+        return total.sum(3, dtype=sum_dtype(grad)).to(grad.dtype), None, None
+
+
+def _read(x: Tensor, index: Tensor) -> Tensor:
+    batch = torch.arange(x.shape[0], device=x.device)[:, None, None]
+    head = torch.arange(x.shape[1], device=x.device)[:, None]
+    found = x[batch, head, index.clamp(min=0)]
+    return torch.where((index >= 0).unsqueeze(-1), found, 0.0)
+
+
+def gathered(x, index, inverse):
+    return _Gathered.apply(x, index, inverse)

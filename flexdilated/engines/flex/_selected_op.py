@@ -1,0 +1,216 @@
+"""Calls with a table of selected blocks: what does not depend on the table prepared, compiled or traced beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int8, Int64
+from torch import Tensor
+
+from ...masks import cache
+from ...masks.core import Bound, Box, MaskMod, Pattern, Progression, own_modes
+from ...masks.patterns import Rows, blank, names, require_row, require_tables, selection_of, tables
+from ...masks.text import read_text
+from .._call_key import CallKey
+from .._ops import flat_op
+from .._score_mod import ScoreMod, plain_values
+from .._selection import selection_in, tensors_of
+from ._flex import compiled_flex, flex_in_graph, kind_of, require_compiling
+from ._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
+from ._traced import Traced, keep_traced, traced_name
+
+# T tables, R rows of query blocks, C key blocks
+
+_NAME = "selected"  # of what is prepared, among what is traced
+_DEPTH = 64  # of functions within functions: patterns of patterns
+_MOST_CLASSES = 1 << 24  # of rows and blocks whose pairs are known to be all allowed; beyond, the rule is asked
+
+
+class Parts(NamedTuple):
+    """A pattern with a table of selected blocks, as constants of a graph."""
+
+    leaf: str
+    block: tuple[int, int]
+    most: int
+    others: str
+    needed: tuple[str, ...]  # by the others
+    names: tuple[str, ...]  # by the whole pattern
+
+
+def parts_of(text: str) -> Parts | None:
+    """How a pattern is parted, if it is."""
+    selection = selection_of(read_text(text)) if '"kind":"selected_blocks"' in text else None
+    if selection is None:
+        return None
+    leaf, others = selection.leaf, selection.others
+    beside = ("", ()) if others is None else (others.text, names(others))
+    return Parts(leaf.name, leaf.block, leaf.most, *beside, names(read_text(text)))
+
+
+parts_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def takes_table(parts: Parts, key: CallKey) -> bool:
+    """Whether the kernels take the blocks as they are, of tokens in order."""
+    q_block, k_block = parts.block
+    in_order = not key.placement and key.rate == 1 and key.k_offset % k_block == 0
+    return in_order and unit_of((q_block, k_block), key.q_offset) is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What of such a call the table has no part in."""
+
+    of: SelectedBlocksOf
+    rest: MaskMod
+    held: tuple[Rows, ...]
+    where: Where
+    classes: Int8[Tensor, "h R C"] | None
+    skipped: int  # rows of the table before that of the first query
+
+    @property
+    def nbytes(self) -> int:
+        return 1000 + (0 if self.classes is None else self.classes.nbytes)
+
+
+def prepared(key: CallKey, device: torch.device, bindings: Sequence[Tensor], *, blank_rest: bool = False) -> Prepared:
+    """From the cache where the rest has no run-time tensors; `blank_rest` leaves their values open."""
+    selection = selection_in(key)
+    assert selection is not None
+    leaf, rest = selection.leaf, selection.rest
+    (table,) = tensors_of(key, leaf, bindings)
+    first, count = leaf.first_row(table, key.extent), int(table.shape[-3])
+    require_tables(count, key.num_heads_global)
+    require_row(leaf.block[0], first, int(table.shape[-2]), key.q_offset)
+    skipped = key.q_offset // leaf.block[0] - first
+
+    def build() -> Prepared:
+        rule = rest
+        if rest.varies:
+            tensors = dict(zip(names(rest), tensors_of(key, rest, bindings), strict=True))
+            rule = blank(rest, tensors, key.extent) if blank_rest else rest.resolve(tensors, key.extent)
+        unit = unit_of(leaf.block, key.q_offset)
+        assert unit is not None
+        of = SelectedBlocksOf(leaf.block, unit, leaf.most, (count, key.num_heads, key.num_kv_heads))
+        head, query, key_first = (torch.tensor(at, device=device) for at in key.first)
+        where = Where(head, query, key_first, key.q_offset % leaf.block[0], _tables_of(key, count))
+        held = tuple(table.on(device) for table in tables(rule))
+        classes = None if held or unit else _classes(key, rule, leaf.block, device)
+        rest_mod = rule.mask_mod(num_heads=key.num_heads_global, device=device)
+        return Prepared(of, rest_mod, held, where, classes, skipped)
+
+    if rest.varies:
+        return build()
+    name = ("selected flex", key, device, count, skipped)
+    return cache().get(name, build, lambda found: found.nbytes, pattern=key.pattern, device=device)
+
+
+def _tables_of(key: CallKey, count: int) -> tuple[int, ...]:
+    """The table of each of this device's heads; none where they are as many, in order."""
+    heads = range(key.head_offset, key.head_offset + key.num_heads)
+    own = tuple(head * count // key.num_heads_global for head in heads)
+    return () if own == tuple(range(count)) else own
+
+
+def _classes(key: CallKey, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
+    """2 where a row and a block, both whole, allow every pair, else 1; None where they are too many to tell."""
+    rows, columns = -(-key.num_queries // block[0]), -(-key.num_keys // block[1])
+    bound: Bound = key.bound(rule)
+    heads = [head + key.head_offset for head in range(key.num_heads)]
+    alike = len({rule.for_head(head, key.num_heads_global) for head in heads}) == 1
+    heads = heads[:1] if alike else heads
+    if rows * columns * len(heads) > _MOST_CLASSES:
+        return None
+    head, row, column = (
+        x.flatten()
+        for x in torch.meshgrid(torch.tensor(heads), torch.arange(rows), torch.arange(columns), indexing="ij")
+    )
+    q, k = row * block[0], column * block[1]
+    sides = Progression(q + key.q_offset, 1, torch.full_like(q, block[0])), k + key.k_offset
+    box = Box(head, sides[0], Progression(sides[1], 1, torch.full_like(k, block[1])))
+    whole = (q + block[0] <= key.num_queries) & (k + block[1] <= key.num_keys)
+    found = 1 + (whole & (bound.count(box).low == box.area)).to(torch.int8)
+    return found.view(len(heads), rows, columns).to(device)
+
+
+def selected_flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bindings: list[Tensor],
+    parts: Parts,
+    key: CallKey,
+    *,
+    scale: float,
+    score_mod: ScoreMod | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the table's pairs; works eagerly, where it is compiled alone, and under fullgraph=True."""
+    table = bindings[parts.names.index(parts.leaf)].to(q.device)
+    if torch.compiler.is_compiling():
+        _prepare(q, bindings, *key)
+        found = getattr(Traced, traced_name(_NAME, key, bindings, q))
+        if found.held:
+            for held, rows in zip(found.held, _held_rows(q, bindings, *key), strict=True):
+                held.rows = rows
+        rows = _rows_of(table, found)
+        return attend_selected(
+            found.of, found.rest, found.where, rows, found.classes, q, k, v, score_mod, scale, flex_in_graph
+        )
+    found = prepared(key, q.device, bindings)
+    call = compiled_flex(_structure(found), q.device, _call_selected)  # type: ignore[arg-type]
+    run = call(kind_of(q, k, v, None, score_mod, scale, True))
+    rows = _rows_of(table, found)
+    return run(found.of, found.rest, found.where, rows, found.classes, q, k, v, score_mod, repr(scale))
+
+
+def _rows_of(table: Int64[Tensor, "*b T R W"], found: Prepared) -> Int64[Tensor, "b t R W"]:
+    """The rows of the call's queries for its heads, blocks counted from its first key."""
+    rows = (table if table.dim() == 4 else table[None])[:, :, found.skipped :].long()
+    own = found.where.tables
+    rows = rows[:, list(own)] if own else rows
+    return rows - found.where.key // found.of.k_block
+
+
+def _structure(found: Prepared) -> Hashable:
+    return plain_values(found.rest, _DEPTH), found.of.numbers, found.classes is None, found.where.row
+
+
+def _call_selected(of, rest, where, rows, classes, q, k, v, score_mod, scale):
+    require_compiling()
+    return attend_selected(of, rest, where, rows, classes, q, k, v, score_mod, float(scale), flex_in_graph)
+
+
+@flat_op("flexdilated::prepare_selected")
+def _prepare(q: Tensor, bindings: list[Tensor], key: CallKey) -> Tensor:
+    """Nothing at run time; while tracing, its shape rule puts what is prepared where the trace finds it."""
+    return q.new_empty(0)
+
+
+@_prepare.register_fake
+def _(q, bindings, *key):
+    found = CallKey.of(*key)
+
+    def make() -> Prepared:
+        with own_modes():
+            return prepared(found, q.device, bindings, blank_rest=True)
+
+    keep_traced(traced_name(_NAME, found, bindings, q), make)
+    return q.new_empty(0)
+
+
+@flat_op("flexdilated::selected_rows")
+def _held_rows(q: Tensor, bindings: list[Tensor], key: CallKey) -> list[Tensor]:
+    """The rows of the run-time tables of the rest, for these values."""
+    return [held.rows.clone() for held in prepared(key, q.device, bindings).held]
+
+
+@_held_rows.register_fake
+def _(q, bindings, *key):
+    found = CallKey.of(*key)
+    with own_modes():
+        held = prepared(found, q.device, bindings, blank_rest=True).held
+        shapes = [(tuple(each.rows.shape), each.rows.dtype) for each in held]
+    return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
