@@ -120,12 +120,15 @@ def cases(draw: st.DrawFn, scorers: tuple[str, ...] = ("mean", "minmax", "mass",
         M = q_offset + N
     within, bindings = draw(withins(H, B, N, M, q_offset))
     scorer = draw(st.sampled_from(scorers))
-    block, query_block = draw(st.integers(1, 6)), draw(st.sampled_from([1, 1, 2, 3, 4]))
-    options: dict[str, Any] = {"scorer": scorer, "query_summary": draw(st.sampled_from(["mean", "first"]))}
+    # A row is one query, or several that look with the first of them or with all.
+    looks = "all" if scorer == "antidiagonal" else draw(st.sampled_from(["each", "first", "first", "all"]))
+    block, query_block = draw(st.integers(1, 6)), 1 if looks == "each" else draw(st.integers(2, 4))
+    options: dict[str, Any] = {"scorer": scorer, "query_summary": "first" if looks == "first" else "mean"}
     if scorer == "antidiagonal":
         stride = draw(st.sampled_from([1, 2]))
         block, query_block = stride * draw(st.integers(1, 3)), stride * draw(st.integers(2, 3))
-        options |= {"stride": stride, "query_summary": "mean"}
+        options["stride"] = stride
+    options["future_in_choice"] = looks == "all"
     always = draw(
         st.sampled_from([None, masks.chunked(block), masks.first_tokens(3), masks.local_window(left=4, right=0)])
     )
@@ -134,8 +137,6 @@ def cases(draw: st.DrawFn, scorers: tuple[str, ...] = ("mean", "minmax", "mass",
     choose = draw(st.sampled_from([fd.TopK(most), fd.TopP(amount, most=most), fd.Threshold(amount, most=most)]))
     options |= {"block": block, "query_block": query_block, "choose": choose, "within": within, "always": always}
     options |= {"share": draw(st.sampled_from(["head", "group", "all"]))}
-    if query_block > 1 and options["query_summary"] == "mean":
-        options["future_in_choice"] = True
     D = draw(st.integers(1, 4))
     torch.manual_seed(draw(st.integers(0, 99)))
     q, k = torch.randn(B, H, N, D, dtype=torch.float64), torch.randn(B, G, M, D, dtype=torch.float64)

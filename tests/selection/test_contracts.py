@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
@@ -29,6 +29,7 @@ def row_of(found: fd.Selection, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     return found.blocks[:, :, row], found.scores[:, :, row]
 
 
+@settings(max_examples=60)
 @given(cases(), st.data())
 def test_later_tokens_change_no_earlier_choice(case: Case, data) -> None:
     """Rows that begin before a changed token choose as before, to the last bit, where no later key is allowed."""
@@ -47,6 +48,51 @@ def test_later_tokens_change_no_earlier_choice(case: Case, data) -> None:
             assert all(map(torch.equal, row_of(before, row), row_of(after, row)))
 
 
+def test_a_row_that_looks_with_its_first_query_sees_what_that_one_sees() -> None:
+    """Row 1 begins at position 4, in the middle of block 1: of its keys 3 to 5 the row sees 3 and 4."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 8, 4, dtype=torch.float64)
+    selector = fd.BlockSelector(block=3, query_block=4, query_summary="first", choose=fd.TopK(3))
+    found = selector(q, k)
+    expected = torch.stack([q[0, 0, 4] @ k[0, 0, keys].mean(0) / 2 for keys in (slice(0, 3), slice(3, 5))])
+    assert sorted(found.blocks[0, 0, 1].tolist()) == [-1, 0, 1]
+    assert_close(found.scores[0, 0, 1, :2], expected.sort(descending=True).values)
+
+
+CAUSAL = [
+    masks.causal(),
+    masks.local_window(left=5, right=0),
+    masks.local_window(left=5, right=5) & masks.causal(),
+    masks.causal() & masks.documents("docs"),
+    masks.causal().per_document("docs") & masks.visible_keys("shown"),
+    masks.local_window(left=5, right=0) & masks.lengths("real"),
+    masks.per_head([masks.causal(), masks.local_window(left=2, right=0), masks.causal()]),
+]
+NOT_CAUSAL = [
+    masks.every(),
+    masks.local_window(left=5, right=1),
+    masks.documents("docs"),
+    masks.strided(7),
+    masks.per_head([masks.causal(), masks.every(), masks.causal()]),
+]
+
+
+@pytest.mark.parametrize("within", CAUSAL, ids=repr)
+def test_rows_of_a_causal_rule_must_choose_by_their_first_query(within: masks.Pattern) -> None:
+    with pytest.raises(ValueError, match=r"query_summary='first'; or future_in_choice=True"):
+        fd.BlockSelector(block=4, query_block=2, choose=fd.TopK(2), within=within)
+    selector = fd.BlockSelector(block=4, query_block=2, choose=fd.TopK(2), within=within, future_in_choice=True)
+    q = torch.randn(1, 3, 4, 8, requires_grad=True)
+    with pytest.raises(ValueError, match="call it under torch.no_grad"):
+        selector(q, q)
+
+
+@pytest.mark.parametrize("within", NOT_CAUSAL, ids=repr)
+def test_rows_of_other_rules_may_look_with_all_queries(within: masks.Pattern) -> None:
+    fd.BlockSelector(block=4, query_block=2, choose=fd.TopK(2), within=within)
+
+
+@settings(max_examples=60)
 @given(cases(), st.data(), BAD)
 def test_hidden_keys_touch_nothing(case: Case, data, value: float) -> None:
     """Keys that a row's view does not see, whatever they hold, for rows drawn one at a time."""

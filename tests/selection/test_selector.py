@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
@@ -35,6 +35,7 @@ def assert_selects(found: fd.Selection, answer: oracle.Answer, most: int) -> Non
     assert_close(found.cut.item(), answer.cut, rtol=1e-6, atol=1e-6)
 
 
+@settings(max_examples=100)
 @given(cases())
 def test_it_chooses_what_the_definition_says(case: Case) -> None:
     asked = case.asked()
@@ -106,6 +107,31 @@ def test_a_module_scores_whole_blocks(per_group: bool, query_block: int) -> None
     (grad,) = torch.autograd.grad(found.scores[chosen].sin().sum(), gate.keys.weight, retain_graph=True)
     expected = scores.gather(-1, found.blocks.clamp(min=0))[chosen].sin().sum()
     assert_close(grad, torch.autograd.grad(expected, gate.keys.weight)[0])
+
+
+def test_a_module_is_not_asked_for_blocks_that_are_seen_in_part() -> None:
+    """Its pools would hold what the row does not see: without `always`, a query's own block is no candidate."""
+    q, k = torch.randn(2, 1, 2, 22, 8, dtype=torch.float64)
+    found = fd.BlockSelector(block=4, choose=fd.TopK(9), scorer=Gate(8))(q, k)
+    for i in range(22):
+        whole = set(range((i + 1) // 4)) | ({5} if i == 21 else set())
+        assert set(found.blocks[0, 1, i].tolist()) - {-1} == whole
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_hidden_tokens_do_not_come_to_a_module(value: float) -> None:
+    """Padding, whatever it holds: the gradients of the module are the same numbers."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 22, 8, dtype=torch.float64)
+    within, grads = masks.every() & masks.lengths(torch.tensor([16])), []
+    for bad in (value, 0.0):
+        gate = Gate(8)
+        selector = fd.BlockSelector(block=4, query_block=4, choose=fd.TopK(2), scorer=gate, within=within)
+        spoilt = (x.index_fill(2, torch.arange(16, 22), bad).requires_grad_() for x in (q, k))
+        scores = selector(*spoilt).scores
+        grads.append(torch.autograd.grad(scores[scores > -inf].sin().sum(), gate.keys.weight)[0])
+    assert torch.equal(*grads)
+    assert not grads[0].isnan().any()
 
 
 @given(cases())
