@@ -90,9 +90,9 @@ class HeadRule(NamedTuple):
         """Whether `within` allows a pair, over broadcast positions."""
         return self._holds(self.within, q, k)
 
-    def chooses(self, q: Tensor, k: Tensor) -> Tensor:
-        """Whether `always` leaves a pair open."""
-        return True if self.always is None else ~self._holds(self.always, q, k)  # type: ignore[return-value]
+    def leaves(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+        """Which of the pairs that are seen `always` leaves open."""
+        return seen if self.always is None else seen & ~self._holds(self.always, q, k)
 
     def _holds(self, pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
         if q.device.type == "cpu":
@@ -152,10 +152,6 @@ class Boxes:
 
         return moved(self)
 
-    def find(self, places: Int64[Tensor, "*some"]) -> tuple[Int64[Tensor, "*some"], Bool[Tensor, "*some"]]:
-        """(where in the list, whether it is there) of each place."""
-        return found_in(self.place, places)
-
     def gains(self, rows: Rows, part: range, blocks: Int64[Tensor, "B T n most"]) -> Int64[Tensor, "B T n most"]:
         """The pairs that reading these blocks adds for one head; 0 for -1."""
         row = torch.arange(len(part), device=blocks.device)[:, None]
@@ -165,7 +161,7 @@ class Boxes:
         area = (queries[:, None] * keys[known]).masked_fill(state != PLAIN, 0)
         if not len(self.place):
             return area
-        at, _ = self.find(row * rows.blocks + known)
+        at, _ = found_in(self.place, row * rows.blocks + known)
         return torch.where(state > PLAIN, self.gain[at].long(), area)
 
 
@@ -252,7 +248,7 @@ def _evaluate(rule: HeadRule, rows: Rows, box: Box, r: Tensor, j: Tensor) -> _Ev
         inside = (q <= q_stop) & (k <= k_stop)
         q, k = q.minimum(q_stop), k.minimum(k_stop)
         seen = rule.sees(q, k) & inside
-        left = seen & rule.chooses(q, k)
+        left = rule.leaves(q, k, seen)
         view, choice = (seen.any(1), left) if rows.whole else (seen[:, 0], left[:, :1])
         found.append((seen.sum((1, 2)), left.sum((1, 2)), choice.any(2).any(1), view, seen.any(2)))
     if not found:

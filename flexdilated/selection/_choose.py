@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -57,11 +57,11 @@ class TopP:
     kind: ClassVar[str] = "top_p"
 
     p: float
-    most: int
+    most: int = field(kw_only=True)
 
-    def __init__(self, p: float, *, most: int) -> None:
-        object.__setattr__(self, "p", _share("p", p))
-        object.__setattr__(self, "most", require_int("most", most, minimum=1))
+    def __post_init__(self) -> None:
+        _require_share("p", self.p)
+        require_int("most", self.most, minimum=1)
 
     @property
     def amount(self) -> float:
@@ -84,11 +84,11 @@ class Threshold:
     kind: ClassVar[str] = "threshold"
 
     t: float
-    most: int
+    most: int = field(kw_only=True)
 
-    def __init__(self, t: float, *, most: int) -> None:
-        object.__setattr__(self, "t", _share("t", t))
-        object.__setattr__(self, "most", require_int("most", most, minimum=1))
+    def __post_init__(self) -> None:
+        _require_share("t", self.t)
+        require_int("most", self.most, minimum=1)
 
     @property
     def amount(self) -> float:
@@ -96,11 +96,9 @@ class Threshold:
         return self.t
 
 
-def _share(name: str, value: object) -> float:
-    share = require_finite(name, value)
-    if not 0 < share <= 1:
-        raise ValueError(f"{name} is a share of the softmax, above 0 and at most 1; got {name}={share}")
-    return share
+def _require_share(name: str, value: object) -> None:
+    if not 0 < require_finite(name, value) <= 1:
+        raise ValueError(f"{name} is a share of the softmax, above 0 and at most 1; got {name}={value}")
 
 
 class Chosen(NamedTuple):
@@ -151,8 +149,11 @@ def choose(
     return Chosen(torch.nn.functional.pad(places, (0, most - places.shape[-1]), value=-1), cut)
 
 
-def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "*rows L"]) -> Float[Tensor, "*rows"]:
-    """log of the sum of exp(score) over some places of each row; -inf, with gradient 0, where there are none."""
+def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> Float[Tensor, "*rows"]:
+    """log of the sum of exp(score) over some places of each row; -inf, with gradient 0, where there are none.
+
+    where: the places, which broadcast over the scores.
+    """
     shown = scores.masked_fill(~where, -torch.inf)
     top = shown.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     total = (shown - top).exp().sum(-1)

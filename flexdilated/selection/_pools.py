@@ -54,21 +54,21 @@ def summaries(
 
     sees: which queries see a key; None where each does.
     """
-    q = q.to(sum_dtype(q))
     if not rows.whole:
         at = (torch.arange(part.start, part.stop, device=q.device) * rows.query_block - rows.lead).clamp(min=0)
         first = q if rows.query_block == 1 and len(part) == q.shape[2] else q[:, :, at]
+        first = first.to(sum_dtype(q))
         return first if sees is None else first.masked_fill(~sees[..., :1], 0.0)
     queries = in_rows(q, rows, part)
     if sees is None:
-        return queries.sum(3) / rows.queries_of(part)[1].to(q)[:, None]
+        return queries.sum(3) / rows.queries_of(part)[1].to(queries)[:, None]
     return queries.masked_fill(~sees[..., None], 0.0).sum(3) / sees.sum(-1, keepdim=True).clamp(min=1)
 
 
 def in_rows(q: Float[Tensor, "B H N D"], rows: Rows, part: range) -> Float[Tensor, "B H n query_block D"]:
-    """The queries of some rows; 0 where a row is cut by the ends of the call."""
+    """The queries of some rows, in float32 or wider; 0 where a row is cut by the ends of the call."""
     start, stop = (edge * rows.query_block - rows.lead for edge in (part.start, part.stop))
-    shown = q[:, :, max(start, 0) : min(stop, q.shape[2])]
+    shown = q[:, :, max(start, 0) : min(stop, q.shape[2])].to(sum_dtype(q))
     if shown.shape[2] != stop - start:
         shown = pad(shown, (0, 0, max(-start, 0), max(stop - q.shape[2], 0)))
     return shown.unflatten(2, (len(part), rows.query_block))

@@ -9,7 +9,6 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..engines import sum_dtype
 from ._boxes import Boxes, HeadRule, OwnPools, Rows, found_in
 from ._choose import masked_lse
 from ._pools import ends_of, in_rows, mean_of, summaries
@@ -148,7 +147,7 @@ def _few_rows(q: Tensor, rows: Rows, part: range, stride: int) -> list[range]:
 def _mass(scorer: Scorer, q: Tensor, k: Tensor, rule: HeadRule, rows: Rows, part: range) -> Float[Tensor, "b h n C"]:
     """Logarithms of the mean share that the row's queries give to each block, of a softmax over all keys they see."""
     if rows.whole:
-        queries = in_rows(q.to(sum_dtype(q)), rows, part).flatten(2, 3)
+        queries = in_rows(q, rows, part).flatten(2, 3)
         positions, group = _positions(rows, part, 0, 1, q.device), rows.query_block
     else:
         queries, positions, group = summaries(q, rows, part, None), rows.queries_of(part)[0].to(q.device), 1
@@ -162,7 +161,7 @@ def _antidiagonal(
 ) -> Float[Tensor, "b h n C"]:
     """The same of tiles of stride x stride pairs, each with the mean score of its antidiagonal's allowed pairs."""
     stride = scorer.stride
-    queries = in_rows(q.to(sum_dtype(q)), rows, part).flatten(2, 3)
+    queries = in_rows(q, rows, part).flatten(2, 3)
     keys = pad(k.to(queries.dtype), (0, 0, 0, rows.blocks * rows.block - k.shape[2]))
     total, number = 0, 0
     for step in range(stride):

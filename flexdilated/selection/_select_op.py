@@ -127,10 +127,9 @@ def choose_blocks(
             here = slice(portion.rows.start, portion.rows.stop)
             boxes = [boxes_of(part.rule, rows, portion.rows, q.device) for part in parts]
             scores, candidates = _scored(call, parts, boxes, portion, q, k, pools, given)
-            ids = torch.arange(rows.blocks, device=q.device) if portion.lists is None else portion.lists
-            ids = ids.expand(scores.shape) if portion.lists is None else for_heads(ids, tables).expand(scores.shape)
-            how = {"kind": call.kind, "amount": call.amount, "most": call.most}
-            chosen = choose(scores, candidates, ids, **how)
+            all_blocks = torch.arange(rows.blocks, device=q.device)
+            ids = (all_blocks if portion.lists is None else for_heads(portion.lists, tables)).expand(scores.shape)
+            chosen = choose(scores, candidates, ids, kind=call.kind, amount=call.amount, most=call.most)
             none, at = chosen.places < 0, chosen.places.clamp(min=0)
             places[:, :, here], cut = chosen.places, cut + chosen.cut
             blocks[:, :, here] = ids.gather(-1, at).masked_fill(none, -1)
@@ -155,8 +154,7 @@ def select_blocks(
 @select_blocks.register_fake
 def _(q, k, given, coarse, bindings, *options):
     call = SelectionCall._make(options)  # its sizes may be those of no call in particular
-    rows = (call.q_offset + q.shape[2] + call.query_block - 1) // call.query_block - call.q_offset // call.query_block
-    shape = (q.shape[0], call.tables(q, k), rows, call.most)
+    shape = (q.shape[0], call.tables(q, k), call.rows(q, k).number, call.most)
     blocks, places = (q.new_empty(shape, dtype=torch.int64) for _ in range(2))
     found = q.new_empty(shape, dtype=sum_dtype(q))
     return blocks, places, found, *(found.new_empty(()) for _ in range(2))
@@ -181,11 +179,9 @@ def select_blocks_backward(
         boxes = [boxes_of(part.rule, rows, portion.rows, q.device) for part in parts]
         at = places[:, :, portion.rows.start : portion.rows.stop]
         with _recording(), torch.autocast(q.device.type, enabled=False):
-            operands = (
-                (*_cleared(parts, boxes, portion.rows, rows, *leaves), None) if given is None else (q, k, *leaves)
-            )
-            pools = Scorer(call.scorer, call.scale, call.stride).pools(operands[1], call.block)
-            scores = _scored(call, parts, boxes, portion, *operands[:2], pools, operands[2]).scores
+            shown = _cleared(parts, boxes, portion.rows, rows, *leaves) if given is None else (q, k)
+            pools = Scorer(call.scorer, call.scale, call.stride).pools(shown[1], call.block)
+            scores = _scored(call, parts, boxes, portion, *shown, pools, None if given is None else leaves[0]).scores
             chosen = scores.gather(-1, at.clamp(min=0)).masked_fill(at < 0, 0.0)
             wanted = grad[:, :, portion.rows.start : portion.rows.stop].masked_fill(at < 0, 0.0)
             for total, own in zip(totals, torch.autograd.grad(chosen, leaves, wanted.to(chosen)), strict=True):
@@ -284,6 +280,5 @@ def selection_sides(q: Tensor, k: Tensor, bindings: list[Tensor], call: Selectio
 @selection_sides.register_fake
 def _(q, k, bindings, *options):
     call = SelectionCall._make(options)
-    rows = (call.q_offset + q.shape[2] + call.query_block - 1) // call.query_block - call.q_offset // call.query_block
-    sees = q.new_empty((*q.shape[:2], rows, call.query_block), dtype=torch.bool)
+    sees = q.new_empty((*q.shape[:2], call.rows(q, k).number, call.query_block), dtype=torch.bool)
     return sees, k.new_empty(k.shape[:3], dtype=torch.bool)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -122,7 +122,8 @@ class BlockSelector(nn.Module):
         self._check_view()
         self.stride = self._stride(stride)
         self._both = self.within if self.always is None else self.within | self.always
-        self._names = set(names(self._both)) | (set() if coarse is None else coarse._names)
+        self._own_names = set(names(self._both))
+        self._names = self._own_names if coarse is None else self._own_names | coarse._names
 
     def forward(
         self,
@@ -150,11 +151,15 @@ class BlockSelector(nn.Module):
                 "future_in_choice=True is for prefill, as a causal model would learn from later tokens: call it under "
                 "torch.no_grad(), or train with query_summary='first'; got q or k that require a gradient"
             )
-        own = run_time_tensors(self._both, self._own(bindings), has_values=not q.is_meta)
         chosen = None
         if self.coarse is not None:
-            inner = self.coarse._own(bindings, everything=True)
+            inner = None if bindings is None else _of_names(bindings, self.coarse._names)
             chosen = self.coarse(q, k, scale=scale, q_offset=q_offset, bindings=inner).blocks
+            # Its tensors are not ours; a name that neither knows stays, and is refused.
+            bindings = (
+                None if bindings is None else _of_names(bindings, (set(bindings) - self._names) | self._own_names)
+            )
+        own = run_time_tensors(self._both, bindings, has_values=not q.is_meta)
         call = self._call(q_offset, factor)
         if 0 in q.shape or 0 in k.shape:
             return self._nothing(call, q, k)
@@ -213,31 +218,18 @@ class BlockSelector(nn.Module):
         zero = scores.new_zeros(())
         return Selection(scores.new_full(shape, -1, dtype=torch.int64), scores, zero, zero.clone())
 
-    def _own(self, bindings: Mapping[str, Tensor] | None, *, everything: bool = False) -> Any:
-        """Those of the bindings that this selector's own patterns name, or that its coarse one's do, too."""
-        if not isinstance(bindings, Mapping):
-            return bindings
-        if everything:
-            return {name: x for name, x in bindings.items() if name in self._names}
-        own = set(names(self._both))
-        return {name: x for name, x in bindings.items() if name in own or name not in self._names}
-
     @property
     def _whole(self) -> bool:
         return self.query_block > 1 and self.query_summary == "mean"
 
-    @property
-    def _sees_ahead(self) -> bool:
-        return self.future_in_choice and self._is_causal
-
     def _check_view(self) -> None:
-        self._is_causal = is_causal(self.within)
         if self.future_in_choice and not self._whole:
             raise ValueError(
                 "future_in_choice=True lets the first queries of a row know of later ones: it needs query_block above "
                 f"1 and query_summary='mean'; got query_block={self.query_block}, {self.query_summary!r}"
             )
-        if self._whole and self._is_causal and not self.future_in_choice:
+        self._sees_ahead = self._whole and is_causal(self.within)
+        if self._sees_ahead and not self.future_in_choice:
             raise ValueError(
                 "a row of several queries under a causal rule must choose by its first, or the first learn from later "
                 "ones: give query_summary='first'; or future_in_choice=True, for prefill alone; got "
@@ -295,6 +287,10 @@ def is_causal(pattern: Pattern) -> bool:
     if heads is None:
         return True
     return not any(later_pair(RowSource(most.for_head(head, heads), head, heads)) for head in range(heads))
+
+
+def _of_names(bindings: Mapping[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in bindings.items() if name in wanted}
 
 
 def _fits(pattern: Pattern, heads: int) -> bool:

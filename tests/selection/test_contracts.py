@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -15,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.selection import _boxes, _scores
 from flexdilated.selection._boxes import HeadRule, Rows, _build
 from flexdilated.selection._select_op import choose_blocks
-from tests.selection.cases import Case, cases
+from tests.selection.cases import Case, cases, with_coarse
 from tests.support import selection_oracle as oracle
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -33,7 +36,7 @@ def row_of(found: fd.Selection, row: int) -> tuple[torch.Tensor, torch.Tensor]:
 @given(cases(), st.data())
 def test_later_tokens_change_no_earlier_choice(case: Case, data) -> None:
     """Rows that begin before a changed token choose as before, to the last bit, where no later key is allowed."""
-    assume(not case.selector._sees_ahead and not (case.selector._whole and not case.selector._is_causal))
+    assume(not case.selector._whole)
     tokens = case.q_offset + case.q.shape[2]
     within = case.table(case.selector.within)
     positions = case.q_offset + torch.arange(case.q.shape[2])
@@ -83,7 +86,7 @@ def test_rows_of_a_causal_rule_must_choose_by_their_first_query(within: masks.Pa
         fd.BlockSelector(block=4, query_block=2, choose=fd.TopK(2), within=within)
     selector = fd.BlockSelector(block=4, query_block=2, choose=fd.TopK(2), within=within, future_in_choice=True)
     q = torch.randn(1, 3, 4, 8, requires_grad=True)
-    with pytest.raises(ValueError, match="call it under torch.no_grad"):
+    with pytest.raises(ValueError, match=r"call it under torch\.no_grad"):
         selector(q, q)
 
 
@@ -108,7 +111,7 @@ def test_hidden_keys_touch_nothing(case: Case, data, value: float) -> None:
 @given(cases(), BAD)
 def test_gradients_of_hidden_tokens_are_zero(case: Case, value: float) -> None:
     """Keys that no row sees and queries that see nothing: their gradients are 0, and those of others are numbers."""
-    case.selector.future_in_choice = False
+    case.selector._sees_ahead = False  # which is all that forbids gradients
     within = case.table(case.selector.within)
     blind, hidden = ~within.any(3), ~within.any(2).unflatten(1, (case.k.shape[1], -1)).any(2)
 
@@ -159,6 +162,41 @@ def test_chunks_choose_as_one_pass(case: Case, rows: int) -> None:
         here = slice(at // case.options["query_block"], at // case.options["query_block"] + chunk.blocks.shape[2])
         assert chunk.blocks.equal(whole.blocks[:, :, here])
         assert_close(chunk.scores, whole.scores[:, :, here], rtol=1e-9, atol=1e-9)
+
+
+@given(cases(), st.booleans(), st.integers(1, 3))
+def test_what_bounds_memory_cuts_the_work_and_only_that(case: Case, by_coarse: bool, few: int) -> None:
+    """A few rows at a time, and a few of all that is computed for them at once, with nothing kept: the same numbers."""
+    case = (
+        with_coarse(case, ratio=2, rows=2, most=3) if by_coarse and case.options["scorer"] != "antidiagonal" else case
+    )
+    case.selector._sees_ahead = False  # which is all that forbids gradients
+    if case.selector.coarse is not None:
+        case.selector.coarse._sees_ahead = False
+
+    def results() -> tuple[torch.Tensor, ...]:
+        q, k = case.q.clone().requires_grad_(), case.k.clone().requires_grad_()
+        found = case.run(q, k)
+        return *found, *torch.autograd.grad(found.scores[found.blocks >= 0].sin().sum(), (q, k))
+
+    def portions(rows: Rows, numbers: int) -> list[range]:
+        return [range(at, min(at + few, rows.number)) for at in range(0, rows.number, few)]
+
+    whole = results()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rows, "portions", portions)
+        for module, name, value in ((_boxes, "_CELLS", 1), (_boxes, "_WIDEST", 2), (_boxes, "_KEPT", 0)):
+            patch.setattr(module, name, value)
+        patch.setattr(_scores, "_AT_ONCE", 1)
+        for one, other in zip(results(), whole, strict=True):
+            assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_copies_choose_alike() -> None:
+    selector = fd.BlockSelector(block=4, choose=fd.TopP(0.8, most=3), always=masks.chunked(4))
+    q, k = torch.randn(2, 1, 2, 30, 4)
+    for other in (deepcopy(selector), pickle.loads(pickle.dumps(selector))):
+        assert all(map(torch.equal, selector(q, k), other(q, k)))
 
 
 def test_equal_scores_choose_the_first_blocks() -> None:
