@@ -40,6 +40,7 @@ from .patterns import (
     neighborhood,
     prefix_lm,
     random_blocks,
+    selected_blocks,
     strided,
     visible_keys,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "random_blocks",
     "recipes",
     "recommended_layout",
+    "selected_blocks",
     "set_machine",
     "show",
     "strided",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..masks.core import Expression
 
@@ -129,6 +130,19 @@ class WholeRows:
         """The gradient of a score is its weight times (grad_out · value - delta)."""
         delta = _dot(self.grad_out, self.out, self.lse.dtype)
         return delta if self.grad_lse is None else delta - self.grad_lse
+
+    def with_column(
+        self, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Float[Tensor, "B H N E"]]:
+        """((q, k, v), gradient of out, out) for kernels that subtract delta = sum(grad_out * out) from each row.
+
+        A gradient of lse belongs there as delta - grad_lse, which one more column with grad_out = 1, out = -grad_lse
+        brings in.
+        """
+        if self.grad_lse is None:
+            return (q, k, v), self.grad_out, self.out
+        out = torch.cat([self.out, -self.grad_lse.unsqueeze(-1).to(self.out.dtype)], dim=-1)
+        return (pad(q, (0, 1)), pad(k, (0, 1)), pad(v, (0, 1))), pad(self.grad_out, (0, 1), value=1.0), out
 
     def gradients_of(self, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of (out, lse) of a part of the keys, whose weight in a row is exp(its lse - lse).

@@ -21,7 +21,8 @@ from ._drawn_inputs import (
     shardings,
     tensors,
 )
-from ._drawn_patterns import longnets, mixtures, neighborhoods, patterns, run_time_patterns, set_patterns
+from ._drawn_patterns import longnets, mixtures, neighborhoods, patterns, set_patterns
+from ._drawn_run_time import run_time_patterns
 from ._inputs import edges_of
 
 __all__ = [

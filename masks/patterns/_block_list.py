@@ -189,4 +189,4 @@ def _table(pattern: BlockList) -> BlockTable:
     entries[torch.arange(entries.shape[1]) < lengths[:, None]] = torch.tensor(list(chain.from_iterable(rows))).long()
     last = max((row[-1] for row in rows if row), default=0)
     limit = max(height, last + 1) * pattern.block
-    return BlockTable(padded(entries).view(len(tables), height, -1), pattern.block, limit)
+    return BlockTable(padded(entries).view(len(tables), height, -1), pattern.block, pattern.block, limit)

@@ -40,15 +40,17 @@ Listed = Callable[[Tensor, Tensor, Tensor], Tensor]  # whether a row of a table,
 class BlockTable:
     """entries[t, r] are the key blocks that query block r sees in table t, ascending, padded with NOTHING.
 
-    Blocks have `block` tokens each. Queries and keys at positions from `limit` on neither see nor are seen.
+    Blocks of keys have `block` tokens each, those of queries `q_block`. Queries and keys at positions from `limit` on
+    neither see nor are seen.
     """
 
     entries: Tensor  # int64, (T, R, W)
+    q_block: int
     block: int
     limit: int
 
     def mask_mod(self, table_of_head: Tensor, device: torch.device) -> MaskMod:
-        """Closure (b, h, q, k) -> bool for heads that follow these tables."""
+        """Closure (b, h, q, k) -> bool for heads that follow these tables, whose sides must be equal."""
         _, rows, width = self.entries.shape
         height, block, limit = parameters(device, rows, self.block, self.limit)
         listed = (_compared if width <= _COMPARED else _halved)(self.entries.flatten(0, 1), device)
@@ -64,7 +66,7 @@ class BlockTable:
     def count(self, table: Tensor, box: Box) -> Bounds:
         """Bounds on the pairs of each box in its table: exact over a few rows of blocks, coarse over more."""
         box = Box(table, *(clip(side, 0, self.limit) for side in (box.q, box.k)))
-        rows = torch.where(box.q.count > 0, box.q.last // self.block - box.q.first // self.block + 1, 0)
+        rows = torch.where(box.q.count > 0, box.q.last // self.q_block - box.q.first // self.q_block + 1, 0)
         low, high = torch.zeros_like(table), torch.zeros_like(table)
         few, many = ((rows <= _EXACT_ROWS).nonzero().squeeze(1), (rows > _EXACT_ROWS).nonzero().squeeze(1))
         for some in few.split(max(1, _ENTRIES_AT_ONCE // self.entries.shape[2])):
@@ -75,13 +77,13 @@ class BlockTable:
         return Bounds(low, high)
 
     def squares(self, table: int) -> Squares:
-        """The listed pairs of blocks of one table."""
+        """The listed pairs of blocks of one table, whose sides must be equal."""
         row, place = (self.entries[table] < NOTHING).nonzero().unbind(1)
         return Squares(row * self.block, self.entries[table, row, place] * self.block, self.block)
 
     def row(self, table: int, query: int, keys: range) -> Ranges:
         """Which of a run of keys one query sees, adjacent blocks as one run."""
-        row = query // self.block
+        row = query // self.q_block
         if query >= self.limit or row >= self.entries.shape[1]:
             return ()
         listed = (block for block in self.entries[table, row].tolist() if block < NOTHING)
@@ -90,9 +92,9 @@ class BlockTable:
     def _count_entries(self, box: Box, rows: Tensor) -> Tensor:
         """Row by row and entry by entry."""
         pairs = torch.zeros_like(box.area)
-        first, height = box.q.first // self.block, self.entries.shape[1]
+        first, height = box.q.first // self.q_block, self.entries.shape[1]
         for row in (first + step for step in range(int(rows.max()) if len(rows) else 0)):
-            queries = count_within(box.q, row * self.block, (row + 1) * self.block)
+            queries = count_within(box.q, row * self.q_block, (row + 1) * self.q_block)
             seen = self.entries[box.head, row.clamp(max=height - 1)].T * self.block
             pairs += torch.where(row < height, queries * count_within(box.k, seen, seen + self.block).sum(0), 0)
         return pairs
@@ -100,16 +102,16 @@ class BlockTable:
     def _count_cells(self, box: Box) -> Bounds:
         """From the number of entries in all cells of the picture that a box touches."""
         cell, sums = self._picture
-        side = cell * self.block
-        top, bottom = box.q.first // side, box.q.last // side + 1
-        left, right = box.k.first // side, box.k.last // side + 1
+        height, width = cell * self.q_block, cell * self.block
+        top, bottom = box.q.first // height, box.q.last // height + 1
+        left, right = box.k.first // width, box.k.last // width + 1
         held = (bottom - top) * (right - left) * cell**2
         top, bottom = (row.clamp(max=sums.shape[1] - 1) for row in (top, bottom))
         left, right = (column.clamp(max=sums.shape[2] - 1) for column in (left, right))
         table = box.head
         listed = (sums[table, bottom, right] - sums[table, top, right]).long()
         listed -= sums[table, bottom, left] - sums[table, top, left]
-        area, each = box.area, -(-self.block // box.q.step) * -(-self.block // box.k.step)
+        area, each = box.area, -(-self.q_block // box.q.step) * -(-self.block // box.k.step)
         return Bounds(torch.where(listed == held, area, 0), (listed * each).clamp(min=0).minimum(area))
 
     @cached_property

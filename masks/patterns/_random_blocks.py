@@ -149,7 +149,7 @@ def random_blocks(
 
 @lru_cache(maxsize=_TABLES_KEPT)
 def _table(num_tokens: int, block: int, drawn: int, seed: int, heads: range, rows: int) -> BlockTable:
-    return BlockTable(padded(_draw(-(-num_tokens // block), drawn, seed, heads, range(rows))), block, num_tokens)
+    return BlockTable(padded(_draw(-(-num_tokens // block), drawn, seed, heads, range(rows))), block, block, num_tokens)
 
 
 @lru_cache(maxsize=_ROWS_KEPT)

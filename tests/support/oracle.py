@@ -204,6 +204,18 @@ def visible_keys(visible: Tensor) -> Rule:
     return lambda h, H, q, k: visible[k].long()[None, :].expand(len(q), -1)
 
 
+def selected_blocks(tables: Tensor, block: tuple[int, int], num_rows: int) -> Rule:
+    """Each of T tables serves as many heads; its last row is that of the last of all blocks of queries."""
+    first = num_rows - tables.shape[1]
+
+    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
+        rows = tables[h // (H // len(tables))].tolist()
+        seen = [[j // block[1] in rows[i // block[0] - first] for j in k.tolist()] for i in q.tolist()]
+        return torch.tensor(seen).long()
+
+    return rule
+
+
 def per_document(inner: Rule, ids: Tensor) -> Rule:
     """The rule over each document alone, put where the document lies."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from flexdilated import masks
 from flexdilated.testing import strategies as fst
 from flexdilated.testing._drawn_inputs import in_range
-from flexdilated.testing._drawn_patterns import run_time_compositions
+from flexdilated.testing._drawn_run_time import run_time_compositions
 from tests.support import oracle
 from tests.support.strategies import grammar
 from tests.support.twins import Twin
@@ -78,8 +78,8 @@ class BatchTwin:
         return tuple(join(one, another) for _, one, another in pairs)
 
 
-def run_time_words(num_positions: int) -> SimpleNamespace:
-    """What `twins` has not: the words of run-time tensors, over so many positions."""
+def run_time_words(num_positions: int, num_queries: int) -> SimpleNamespace:
+    """What `twins` has not: the words of run-time tensors, over so many positions and positions of queries."""
 
     def spans(pattern: masks.Pattern, ids: Tensor) -> BatchTwin:
         return BatchTwin(pattern, tuple(map(oracle.documents, ids)), ids)
@@ -96,7 +96,14 @@ def run_time_words(num_positions: int) -> SimpleNamespace:
     def visible_keys(visible: Tensor) -> BatchTwin:
         return BatchTwin(masks.visible_keys(visible), tuple(map(oracle.visible_keys, visible)))
 
-    return SimpleNamespace(documents=documents, lengths=lengths, visible_keys=visible_keys)
+    def selected_blocks(blocks: Tensor, *, block: tuple[int, int], most: int) -> BatchTwin:
+        tables = blocks if blocks.dim() == 4 else blocks[None]
+        rules = tuple(oracle.selected_blocks(rows, block, -(-num_queries // block[0])) for rows in tables)
+        return BatchTwin(masks.selected_blocks(blocks, block=block, most=most), rules)
+
+    return SimpleNamespace(
+        documents=documents, lengths=lengths, visible_keys=visible_keys, selected_blocks=selected_blocks
+    )
 
 
 @st.composite
@@ -106,7 +113,8 @@ def packed_cases(draw: st.DrawFn, max_heads: int = 3, largest: int = 40) -> Pack
     if not draw(st.booleans()):
         other, k_offset = draw(st.integers(1, largest)), draw(st.sampled_from([0, 3]))
         sizes = replace(sizes, num_queries=other, q_offset=draw(st.integers(0, 9)), k_offset=k_offset)
-    words = run_time_words(max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys))
+    stop = sizes.q_offset + sizes.num_queries
+    words = run_time_words(max(stop, sizes.k_offset + sizes.num_keys), stop)
     twin = draw(run_time_compositions(grammar(sizes.num_heads), sizes, words))
     queries = torch.arange(sizes.q_offset, sizes.q_offset + sizes.num_queries)
     keys = torch.arange(sizes.k_offset, sizes.k_offset + sizes.num_keys)

@@ -9,7 +9,6 @@ from math import log
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ...masks import cache
 from ...masks.core import Bound
@@ -140,7 +139,7 @@ def _calls(term: Term, block_size: tuple[int, ...]) -> Calls:
     q_block, k_block = block_size or (term.block_side, term.block_side)
     return cache().get(
         ("calls", alike, q_block, k_block),
-        lambda: plan_calls(alike, alike.blocks(q_block, k_block)),
+        lambda: plan_calls(alike.table_rule(), alike.blocks(q_block, k_block)),
         lambda calls: calls.nbytes,
     )
 
@@ -236,14 +235,7 @@ def run_backward(
 
     They have the dtype and memory format of q, k and v; `wide` leaves them as they are summed.
     """
-    operands = (q, k, v)
-    out, grad_out = whole.out, whole.grad_out
-    if whole.grad_lse is not None:
-        # The kernels subtract delta = sum(grad_out * out) from each row; a gradient of lse belongs there as
-        # delta - grad_lse, which one more column with grad_out = 1, out = -grad_lse brings in.
-        operands = tuple(pad(x, (0, 1)) for x in operands)
-        grad_out = pad(grad_out, (0, 1), value=1.0)
-        out = torch.cat([out, -whole.grad_lse.unsqueeze(-1).to(out.dtype)], dim=-1)
+    operands, grad_out, out = whole.with_column(q, k, v)
     operands = tuple(_enter(program, readable(x)) for x in operands)
     grad_out, out, lse = (_enter(program, x) for x in (readable(grad_out), readable(out), whole.lse))
     totals: list[Tensor | None] = [None, None, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from ...masks import Layout, cache
 from ...masks.core import Bound, Expression
 from ...masks.orders import Placement
-from ...masks.patterns import alike, tables
+from ...masks.patterns import Selection, alike, names, tables
 from ...masks.planning import (
     SLOTS_AT_ONCE,
     Allowed,
@@ -25,12 +26,18 @@ from ...masks.planning import (
 )
 from ...masks.text import read_text
 from .._call_key import CallKey
+from .._gather import merge_
 from .._merge import WholeRows, add_sinks, sum_dtype
 from .._ops import flat_op, set_gradient
 from .._tuned import chosen
 from ..rows._row_attention import Part, row_backward, row_forward
 from ..rows._row_parts import parts_of_call, takes_rows
+from ._query_rows import QueryRows
+from ._selected import selected_programs, selection_in, takes_table
 from ._tiles import Entries, Packed, Program, Some, as_given, make_program, rows_of, run_backward, run_forward
+
+_Parts = tuple[Part, ...]
+_Runs = Program | QueryRows | _Parts
 
 _CUDA_SLOTS_AT_ONCE = 1 << 18  # copies that fill the machine, and are small beside its memory
 
@@ -95,7 +102,61 @@ def attention(
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call; out in the dtype of q, or as wide as it is summed."""
-    programs = _programs_for(key, bindings, q)
+    selection = selection_in(key.pattern)
+    if selection is not None and takes_table(key, selection):
+        return _selected_attention(key, selection, q, k, v, sinks, bindings, scale, wide=wide)
+    return _run(_programs_for(key, bindings, q), q, k, v, sinks, scale, wide=wide)
+
+
+def _selected_attention(
+    key: CallKey,
+    selection: Selection,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bindings: list[Tensor],
+    scale: float,
+    *,
+    wide: bool,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the blocks that a table names, joined with what the pattern allows without it."""
+    chosen = _by_entry(selected_programs(key, selection, bindings, q.shape[0]))
+    out, lse = _run(chosen, q, k, v, None, scale, wide=True)
+    if selection.others is not None:
+        others, needed = _without_table(key, selection, bindings)
+        part, part_lse = attention(others, q, k, v, None, needed, scale, wide=True)
+        merge_(out, lse, part, part_lse)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out if wide else as_given(out, q), lse
+
+
+def _without_table(key: CallKey, selection: Selection, bindings: list[Tensor]) -> tuple[CallKey, list[Tensor]]:
+    """The call of the pairs that need no table, and its run-time tensors."""
+    assert selection.others is not None
+    tensors = dict(zip(names(read_text(key.pattern)), bindings, strict=True))
+    needed = [tensors[name] for name in names(selection.others)]
+    return key._replace(pattern=selection.others.text), needed
+
+
+def _by_entry(programs: Sequence[_Runs]) -> list[tuple[Entries, _Runs]]:
+    """A program for each batch entry, or one for all."""
+    if len(programs) == 1:
+        return [(Some(slice(None)), programs[0])]
+    return [(Some(slice(entry, entry + 1)), each) for entry, each in enumerate(programs)]
+
+
+def _run(
+    programs: Sequence[tuple[Entries, _Runs]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    *,
+    wide: bool,
+) -> tuple[Tensor, Tensor]:
     if len(programs) == 1 and isinstance(programs[0][0], Some):
         return _forward(programs[0][1], q, k, v, scale, sinks, wide=wide)
     sums = sum_dtype(q)
@@ -146,7 +207,28 @@ def gradients(
     wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a call, in the dtype of q, k and v, or as wide as they are summed."""
-    programs = _programs_for(key, bindings, q)
+    selection = selection_in(key.pattern)
+    if selection is None or not takes_table(key, selection):
+        return _run_backward(_programs_for(key, bindings, q), q, k, v, whole, scale, wide=wide)
+    chosen = _by_entry(selected_programs(key, selection, bindings, q.shape[0]))
+    found = _run_backward(chosen, q, k, v, whole, scale, wide=True)
+    if selection.others is not None:
+        others, needed = _without_table(key, selection, bindings)
+        beside = gradients(others, q, k, v, needed, whole, scale, wide=True)
+        found = found[0].add_(beside[0]), found[1].add_(beside[1]), found[2].add_(beside[2])
+    return found if wide else (as_given(found[0], q), as_given(found[1], k), as_given(found[2], v))
+
+
+def _run_backward(
+    programs: Sequence[tuple[Entries, _Runs]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    whole: WholeRows,
+    scale: float,
+    *,
+    wide: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     if len(programs) == 1 and isinstance(programs[0][0], Some):
         return _backward(programs[0][1], q, k, v, whole, scale, wide=wide)
     dtype = whole.lse.dtype if wide else q.dtype
@@ -172,30 +254,29 @@ set_gradient(
 )
 
 
-_Parts = tuple[Part, ...]
-
-
 def _forward(
-    program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, *, wide: bool
+    program: _Runs, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, *, wide: bool
 ) -> tuple[Tensor, Tensor]:
     if isinstance(program, Program):
         return run_forward(program, q, k, v, scale, sinks, wide=wide)
-    out, lse = row_forward(program, q, k, v, scale)
+    run = program.forward if isinstance(program, QueryRows) else partial(row_forward, program)
+    out, lse = run(q, k, v, scale)
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
     return out if wide else as_given(out, q), lse
 
 
 def _backward(
-    program: Program | _Parts, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows, scale: float, *, wide: bool
+    program: _Runs, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows, scale: float, *, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     if isinstance(program, Program):
         return run_backward(program, q, k, v, whole, scale, wide=wide)
-    dq, dk, dv = row_backward(program, q, k, v, whole, scale)
+    run = program.backward if isinstance(program, QueryRows) else partial(row_backward, program)
+    dq, dk, dv = run(q, k, v, whole, scale)
     return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
 
 
-def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> Sequence[tuple[Entries, Program | _Parts]]:
+def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> Sequence[tuple[Entries, _Runs]]:
     """(batch entries, how they are computed): a few rows as they are, and otherwise by a program."""
     choice = chosen(key, q)
     if not takes_rows(key) or q.device.type != "cpu" or choice is not None:

@@ -1,4 +1,4 @@
-"""Patterns whose tensors come with a call: documents, lengths, visible keys."""
+"""Patterns whose tensors come with a call: documents, lengths, visible keys, selected blocks."""
 
 from ._documents import PADDING, Documents, Lengths, Spans, documents, lengths
 from ._run_time import (
@@ -17,5 +17,7 @@ from ._run_time import (
     run_time_leaves,
     tables,
 )
+from ._selected_blocks import SelectedBlocks, require_row, require_tables, selected_blocks
+from ._selection import Selection, selection_of
 from ._visible_keys import KeySet, VisibleKeys, visible_keys
 from ._window_list import Windows

@@ -161,7 +161,7 @@ class Documents(RunTime):
         _check_longest(starts, self.longest)
         return Spans.of(starts, reach=self.longest - 1)
 
-    def most(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+    def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
         """Documents as long as may be."""
         position = torch.ones(shape, dtype=torch.int64).cumsum(-1) - 1
         return position // (self.longest or extent.tokens)
@@ -194,7 +194,7 @@ class Lengths(RunTime):
         real = (positions >= start) & (positions < start + lengths)
         return Spans.of(torch.where(real, start, PADDING))
 
-    def most(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+    def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
         """No padding."""
         return torch.full(shape, extent.tokens)
 

@@ -80,7 +80,7 @@ class RunTime(Pattern):
         """The rule with this tensor's values, checked, over the positions of a call."""
         raise NotImplementedError  # every run-time pattern knows its own
 
-    def most(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+    def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
         """A tensor of this shape that allows the most pairs: what is planned for where no values are known yet."""
         raise NotImplementedError
 
@@ -221,10 +221,9 @@ def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) ->
         if not isinstance(leaf, RunTime):
             return leaf
         shape = tuple(map(int, tensors[leaf.name].shape))
-        table = leaf.table(leaf.most(shape, extent), extent)
-        return type(table)(
-            table.rows, f"any {leaf.phrase().text} of {shape}", table.reach, False, replace(leaf, given=None)
-        )
+        table = leaf.table(leaf.widest(shape, extent), extent)
+        text = f"any {leaf.phrase().text} of {shape}"
+        return replace(table, digest=text, known=False, source=replace(leaf, given=None), held={})
 
     return pattern.map_leaves(with_any)
 

@@ -37,7 +37,7 @@ class VisibleKeys(RunTime):
         # A copy: the caller may change the tensor, and what was made of these values must stay as it is.
         return KeySet.of(marks.clone() if marks.dtype == torch.bool else _unhidden(marks))
 
-    def most(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+    def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
         """Every key."""
         return torch.ones(shape, dtype=torch.bool)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...core import And, Bound, Expression, Pattern
-from ...patterns import PADDING, Causal, LocalWindow, PerDocument, Spans, Table, Windows, tables
+from ...patterns import PADDING, Causal, KeySet, LocalWindow, PerDocument, Spans, Table, Windows, tables
 from ._term import Term
 from ._ways import compact_terms, shared_terms
 
@@ -137,7 +137,7 @@ def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:
 
 def _is_one(branch: Pattern, num_tokens: int) -> bool:
     spans = [factor for factor in branch.factors() if isinstance(factor, Spans | PerDocument)]
-    rest = [factor for factor in branch.factors() if not isinstance(factor, Table | PerDocument)]
+    rest = [factor for factor in branch.factors() if not isinstance(factor, Spans | KeySet | PerDocument)]
     return bool(spans) and all(_repeats(factor, num_tokens) for factor in rest)
 
 

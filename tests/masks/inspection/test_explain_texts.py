@@ -20,6 +20,8 @@ FACTS = re.compile(
     r"\d+|\b(?:query|key|head|before|after|own|different|beyond|padding|visible|hidden|not|none|outside|residue|segment|"
     r"block|forbidden|allowed|forbids|allows|True|False)\b"
 )
+ROWS = torch.tensor([[0, -1], [-1, -1], [1, -1], [2, 1], [3, 0], [3, 2]])
+SELECTED = masks.selected_blocks(ROWS[None], block=(10, 16), most=2)
 # For each kind of pattern: it, the pair (query, key, head, heads), whether it is allowed, and the facts of the reason.
 TEXTS = {
     "Causal": [
@@ -127,6 +129,11 @@ TEXTS = {
         (masks.visible_keys(torch.arange(55) % 3 == 0), (34, 33, 0, 1), True, "key 33 visible"),
         (masks.visible_keys(torch.arange(55) % 3 == 0), (33, 34, 0, 1), False, "key 34 hidden"),
     ],
+    "SelectedBlocks": [
+        (SELECTED, (34, 33, 0, 1), True, "query 34 block 3 key 1 2 key 33 block 2"),
+        (SELECTED, (34, 50, 0, 1), False, "query 34 block 3 key 1 2 key 50 block 3"),
+        (SELECTED, (15, 3, 0, 1), False, "query 15 block 1 key none key 3 block 0"),
+    ],
     "PerDocument": [
         (masks.causal().per_document(IDS[0]), (34, 33, 0, 1), True, "30 allowed"),
         (masks.causal().per_document(IDS[0]), (34, 3, 0, 1), False, "forbidden"),
@@ -165,6 +172,7 @@ NO_KINDS = {
     "Table",
     "Spans",
     "KeySet",
+    "SelectedTable",
     "Tiled",
 }
 

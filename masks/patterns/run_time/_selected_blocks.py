@@ -1,0 +1,240 @@
+"""Selected blocks: which blocks of keys each block of queries sees, in a table that comes with the call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from ...core import (
+    Bounds,
+    Box,
+    Extent,
+    MaskMod,
+    Pair,
+    Pattern,
+    Phrase,
+    Progression,
+    Ranges,
+    Reason,
+    call,
+    constructor,
+    every,
+    index_dtype,
+    listing,
+    parameters,
+    pattern_kind,
+    require_int,
+)
+from .._block_table import NOTHING, BlockTable, padded
+from ._run_time import RunTime, Table, of_tensor
+
+# B batch entries, T tables, R rows of query blocks, W entries of a row
+
+_NONE = -1  # fills up rows that name fewer blocks
+
+
+@pattern_kind("selected_blocks", positional=1)
+class SelectedBlocks(RunTime):
+    """Allowed iff the row of the query's block names the key's block, in the table of its heads."""
+
+    num_dims = 3
+
+    block: tuple[int, int] = (1, 1)
+    most: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", _sides(self.block))
+        require_int("most", self.most, minimum=1)
+        super().__post_init__()
+
+    def phrase(self) -> Phrase:
+        return call(self.kind, self.name, block=self.block, most=self.most)
+
+    def table(self, tensor: Tensor, extent: Extent) -> SelectedTable:
+        rows, first = self.rows(tensor, extent)
+        return SelectedTable.of(padded(rows), self.block, first)
+
+    def rows(self, tensor: Tensor, extent: Extent) -> tuple[Int64[Tensor, "B T R W"], int]:
+        """(rows in ascending order, a block once, NOTHING for none; the query block that the first row is about)."""
+        if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+            raise TypeError(f"selected blocks must be integers; got a tensor of {tensor.dtype}")
+        if tensor.dim() not in (3, 4) or tensor.shape[-1] != self.most or 0 in tensor.shape:
+            raise ValueError(
+                f"selected blocks must have shape (tables, rows, most) or (batch, tables, rows, most), none of them 0 "
+                f"and with most={self.most}; got {tuple(tensor.shape)}"
+            )
+        first = -(-extent.queries // self.block[0]) - tensor.shape[-2]
+        if first < 0:
+            raise ValueError(
+                f"selected blocks must have at most one row for each block of {self.block[0]} queries, the last for "
+                f"that of the last query; got {tensor.shape[-2]} rows for {extent.queries} positions"
+            )
+        rows = _canonical(tensor.detach().to("cpu", torch.int64))
+        rows = rows if rows.dim() == 4 else rows[None]
+        columns = -(-extent.keys // self.block[1])
+        if int(rows.min()) < NOTHING and int(rows.masked_fill(rows == NOTHING, 0).max()) >= columns:
+            batch, table, row, place = ((rows >= columns) & (rows < NOTHING)).nonzero()[0].tolist()
+            raise ValueError(
+                f"selected blocks must be below the {columns} blocks of {self.block[1]} keys that {extent.keys} "
+                f"positions hold, or {_NONE} for none; got {int(rows[batch, table, row, place])} in row {row} of table "
+                f"{table}, batch entry {batch}"
+            )
+        return rows, first
+
+    def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+        """The first blocks of keys in each row."""
+        named = torch.arange(shape[-1])
+        return torch.where(named * self.block[1] < extent.keys, named, _NONE).expand(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedTable(Table):
+    """Row r of table t names the key blocks that query block first + r sees; T tables serve as many heads each."""
+
+    kind = "selected blocks table"
+
+    rows: Int64[Tensor, "B T R W"]
+    block: tuple[int, int] = (1, 1)
+    first: int = 0
+
+    @classmethod
+    def of(cls, rows: Tensor, block: tuple[int, int] = (1, 1), first: int = 0) -> Self:  # type: ignore[override]
+        made = super().of(rows)
+        return replace(made, digest=f"{first} {block} {made.digest}", block=block, first=first)
+
+    def of_entry(self, batch: int) -> Self:
+        return self if len(self.rows) == 1 else self._with(self.rows[batch, None])
+
+    def for_head(self, head: int, num_heads: int) -> Self:
+        tables = self.rows.shape[1]
+        return self if tables == 1 else self._with(self.rows[:, head * tables // num_heads, None])
+
+    def _with(self, rows: Tensor) -> Self:
+        return replace(type(self).of(rows, self.block, self.first), source=self.source)
+
+    def check_heads(self, num_heads: int) -> None:
+        require_tables(self.rows.shape[1], num_heads)
+
+    def check_tokens(self, queries: range, keys: range) -> None:
+        require_row(self.block[0], self.first, self.rows.shape[2], queries.start)
+
+    def _described(self) -> str:
+        tables, rows = self.rows.shape[1:3]
+        return f"{int((self.rows < NOTHING).sum())} blocks in {tables} x {rows} rows"
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        held, step = self.on(device), self.batch_step(device)
+        tables, height, width = self.rows.shape[1:]
+        numbers = (num_heads // tables, tables, height, *self.block, self.first)
+        per_table, tables, rows, q_block, k_block, first = parameters(device, *numbers)
+        halves = parameters(device, *(1 << bit for bit in reversed(range(width.bit_length() - 1))))
+
+        def seen(b, h, q, k):
+            row, column = q // q_block - first, k // k_block
+            line = (b * step * tables + h // per_table) * rows + torch.minimum(row.clamp(min=0), rows - 1)
+            place = column - column
+            for half in halves:
+                place = place + torch.where(held.rows[line, place + half - 1] < column, half, 0)
+            return (held.rows[line, place] == column) & (row >= 0) & (row < rows)
+
+        return seen
+
+    def copied_to(self, device: torch.device) -> Tensor:
+        """The rows of all tables and batch entries one below the other."""
+        lines = self.rows.flatten(0, 2)
+        return lines.to(device, index_dtype(device, 0, max(NOTHING, lines.numel())), copy=True)
+
+    @cached_property
+    def _table(self) -> BlockTable:
+        """Counted from the first row on."""
+        rows = self.only_row
+        listed = rows[rows < NOTHING]
+        columns = int(listed.max()) + 1 if len(listed) else 1
+        q_block, k_block = self.block
+        return BlockTable(rows, q_block, k_block, max(rows.shape[1] * q_block, columns * k_block))
+
+    def _table_of(self, head: Any, num_heads: int) -> Any:
+        return head * self.rows.shape[1] // num_heads
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        q = Progression(box.q.first - self.first * self.block[0], box.q.step, box.q.count)
+        return self._table.count(self._table_of(box.head, num_heads), Box(box.head, q, box.k))
+
+    def reason(self, pair: Pair) -> Reason:
+        table, row = self._table_of(pair.head, pair.num_heads), pair.query // self.block[0]
+        column = pair.key // self.block[1]
+        inside = 0 <= row - self.first < self.rows.shape[2]
+        seen = self.only_row[table, row - self.first].tolist() if inside else []
+        names = [block for block in seen if block < NOTHING]
+        whose = f" of table {table}" if self.rows.shape[1] > 1 else ""
+        where = f"whose row{whose} names key blocks {listing(names)}" if inside else "which has no row"
+        text = f"{pair.the_query} is in block {row}, {where}; {pair.the_key} is in block {column}"
+        return Reason(self, column in names, text)
+
+    def row(self, query: int, keys: range) -> Ranges | None:
+        if self.rows.shape[1] > 1 or query < self.first * self.block[0]:
+            return None if self.rows.shape[1] > 1 else ()
+        return self._table.row(0, query - self.first * self.block[0], keys)
+
+    def superset(self) -> Pattern:
+        return every()
+
+
+def require_tables(tables: int, num_heads: int) -> None:
+    """Raise ValueError unless each table serves as many heads."""
+    if num_heads % tables:
+        raise ValueError(
+            f"selected blocks must have one table, or as many as divide the heads; got {tables} for {num_heads} heads"
+        )
+
+
+def require_row(side: int, first: int, rows: int, query: int) -> None:
+    """Raise ValueError unless the first row is about the query at this position, or one before it."""
+    if query < first * side:
+        raise ValueError(
+            f"selected blocks must have a row for each block of {side} queries; got {rows} rows, the first for "
+            f"position {first * side}, and queries from {query} on"
+        )
+
+
+def _canonical(rows: Int64[Tensor, "... W"]) -> Int64[Tensor, "... W"]:
+    """Rows in ascending order, a block once, NOTHING in place of what is below 0."""
+    rows = torch.where(rows < 0, NOTHING, rows).sort(-1).values
+    again = rows[..., 1:] == rows[..., :-1]
+    return torch.cat([rows[..., :1], rows[..., 1:].masked_fill(again, NOTHING)], -1).sort(-1).values
+
+
+def _sides(block: Any) -> tuple[int, int]:
+    """(side of blocks of queries, of keys)."""
+    sides = tuple(block) if isinstance(block, tuple | list) else (block, block)
+    if len(sides) != 2:
+        raise ValueError(f"block must be one side or (side of query blocks, of key blocks); got {block=}")
+    return require_int("block", sides[0], minimum=1), require_int("block", sides[1], minimum=1)
+
+
+@constructor
+def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, name: str = "selected_blocks") -> Pattern:
+    """Queries see the blocks of keys that their row of a table names: a choice that was made from the data.
+
+    blocks: integers of shape (tables, rows, most) or (batch, tables, rows, most): the blocks of keys that each block of
+    queries sees, in any order; -1 for none, and a block named twice counts once. `tables` divides the heads: one for
+    all, one for each key/value head or one for each head. The last row is about the block of the last query, so that
+    a call which continues a sequence brings rows for its own queries alone. Or a string, the name under which
+    `attend(bindings=)` passes them.
+    block: tokens of a block, or (tokens of a block of queries, of a block of keys); block 0 begins at position 0.
+    most: the width of the table.
+
+    In `(selected_blocks(...) | always) & within`, or with less of it, `attend` takes the table as it is: another choice
+    is neither planned nor compiled anew. Elsewhere, as under `~` or in two places, the pattern is planned for its
+    values.
+
+    >>> chosen = torch.tensor([[[0, -1], [0, 1]]])
+    >>> masks.describe(masks.selected_blocks(chosen, block=64, most=2), 128).useful_pairs  # 3 blocks of 64 x 64
+    12288
+    """
+    return of_tensor(SelectedBlocks, blocks, name, block=block, most=most)

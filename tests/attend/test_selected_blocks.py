@@ -1,0 +1,240 @@
+"""Tables of selected blocks: computed as they are, by rows of blocks or query by query, whatever they name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo import testing
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.engines.tiles import _query_rows, _tiles_op
+from flexdilated.masks.patterns import selection_of
+from flexdilated.testing._drawn_run_time import _selected_blocks
+from flexdilated.testing.strategies import attention_sizes
+from tests.support import oracle
+from tests.support.agreement import TIGHT, assert_agrees
+from tests.support.run_time_strategies import Packed, run_time_words
+from tests.support.strategies import tensors
+
+CAUSAL = masks.causal()
+# What stands beside a table named "chosen", and the same for the oracle.
+BESIDE = {
+    "alone": (lambda chosen: chosen, lambda chosen: chosen),
+    "causal": (lambda chosen: chosen & CAUSAL, lambda chosen: oracle.both(chosen, oracle.causal())),
+    "own block": (
+        lambda chosen: (chosen | masks.chunked(4)) & CAUSAL,
+        lambda chosen: oracle.both(oracle.either(chosen, oracle.dilated(4, 1, 0)), oracle.causal()),
+    ),
+    "sinks and a window": (
+        lambda chosen: chosen & CAUSAL | masks.first_tokens(3) | masks.local_window(left=2, right=1),
+        lambda chosen: oracle.either(
+            oracle.both(chosen, oracle.causal()),
+            oracle.both(oracle.fixed(1 << 20, 1 << 20), lambda h, H, q, k: (k < 3).long().expand(len(q), -1)),
+            oracle.local_window(2, 1),
+        ),
+    ),
+    "a mixture": (
+        lambda chosen: (chosen & CAUSAL) + masks.chunked(8) + CAUSAL,
+        lambda chosen: oracle.total(oracle.both(chosen, oracle.causal()), oracle.dilated(8, 1, 0), oracle.causal()),
+    ),
+    "heads of their own": (
+        lambda chosen: chosen & masks.dilated(9, 3, "interleaved"),
+        lambda chosen: oracle.both(chosen, oracle.dilated(9, 3, "interleaved")),
+    ),
+}
+
+
+@st.composite
+def packed(draw: st.DrawFn, beside: str, largest: int = 60) -> Packed:
+    sizes = draw(attention_sizes(max_heads=4, max_batch=3, max_tokens=largest))
+    if draw(st.booleans()):
+        sizes = replace(sizes, num_queries=draw(st.integers(1, largest)), q_offset=draw(st.integers(0, 40)))
+        sizes = replace(sizes, k_offset=draw(st.sampled_from([0, 0, 2, 12])))
+    stop = sizes.q_offset + sizes.num_queries
+    twin = draw(_selected_blocks(run_time_words(max(stop, sizes.k_offset + sizes.num_keys), stop), sizes))
+    of_pattern, of_rule = BESIDE[beside]
+    q, k = (
+        torch.arange(at, at + number)
+        for at, number in ((sizes.q_offset, sizes.num_queries), (sizes.k_offset, sizes.num_keys))
+    )
+    heads = range(sizes.num_heads), sizes.num_heads
+    counts = torch.stack([oracle.counts(of_rule(rule), *heads, q, k) for rule in twin.rules])
+    counts = counts.expand(sizes.batch, -1, -1, -1)
+    shape = sizes.batch, sizes.num_heads, sizes.num_queries, sizes.num_keys
+    return Packed(of_pattern(twin.pattern), counts, *shape, sizes.q_offset, sizes.k_offset)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["one by one", "grouped"])
+@pytest.mark.parametrize("beside", BESIDE)
+@given(data=st.data())
+def test_a_table_is_the_oracle(beside: str, grouped: bool, data: st.DataObject):
+    """Output, lse and gradients; few queries, which gain nothing by being grouped, in groups as well."""
+    case = data.draw(packed(beside))
+    drawn = data.draw(tensors(case, batch=case.batch))
+    sinks = (torch.linspace(-1, 1, case.num_heads, dtype=torch.float64).requires_grad_(),)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return fd.attend(q, k, v, case.pattern, sinks=sinks, enable_gqa=True, return_lse=True, **case.offsets)
+
+    few = {"_FEW_QUERIES": 0, "_FEW_KEYS": 0} if grouped else {}
+    with mock.patch.multiple(_query_rows, _PARTS_BYTES=1 << 12, **few):
+        assert_agrees(attend, drawn + (sinks if data.draw(st.booleans()) else ()), case.counts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [(32, 32), (1, 16)])
+def test_errors_are_those_of_dense_attention(block, dtype):
+    """Sums over parts are wide, whatever the inputs are."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 512, 32, generator=generator).to(dtype).requires_grad_() for _ in range(3))
+    rows, columns = 512 // block[0], 512 // block[1]
+    chosen = torch.rand(2, rows, columns, generator=generator).argsort(-1)[..., :5]
+    pattern = (masks.selected_blocks(chosen, block=block, most=5) | masks.chunked(32)) & CAUSAL
+    grad = torch.randn(q.shape, generator=generator).to(dtype)
+
+    def outcome(attend) -> list[Tensor]:
+        out = attend()
+        return [x.double() for x in (out, *torch.autograd.grad(out, (q, k, v), grad))]
+
+    found = outcome(lambda: fd.attend(q, k, v, pattern))
+    exact = outcome(lambda: fd.attend(q.double(), k.double(), v.double(), pattern, engine="reference"))
+    dense = outcome(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+    exact_dense = outcome(
+        lambda: torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    )
+    for one, true, other, true_other in zip(found, exact, dense, exact_dense, strict=True):
+        assert (one - true).norm() / true.norm() < 3 * (other - true_other).norm() / true_other.norm()
+
+
+@pytest.mark.parametrize("block", [(16, 16), (4, 8), (1, 8)])
+def test_another_choice_is_neither_planned_nor_kept(block):
+    """Nothing is looked up, built or hashed for its values, and nothing stays in the cache."""
+    q, k, v = torch.randn(3, 1, 4, 128, 16)
+    pattern = (masks.selected_blocks("chosen", block=block, most=3) | masks.chunked(16)) & CAUSAL
+    rows, columns = 128 // block[0], 128 // block[1]
+
+    def choice(seed: int) -> Tensor:
+        return torch.randint(-1, columns, (2, rows, 3), generator=torch.Generator().manual_seed(seed))
+
+    fd.attend(q, k, v, pattern, bindings={"chosen": choice(0)})
+    before = masks.cache().stats()
+    with mock.patch.object(_tiles_op, "plan_tiles", side_effect=AssertionError("planned")):
+        for seed in range(1, 5):
+            fd.attend(q, k, v, pattern, bindings={"chosen": choice(seed)})
+    after = masks.cache().stats()
+    assert (after.misses, after.entries) == (before.misses, before.entries)
+
+
+def test_a_forwards_choice_is_its_backwards():
+    """A table that is written to in between does not reach the gradients."""
+    q, k, v = (torch.randn(1, 1, 64, 8, dtype=torch.float64).requires_grad_() for _ in range(3))
+    chosen = torch.tensor([[[0], [1], [0], [3]]])
+    pattern = masks.selected_blocks("chosen", block=16, most=1)
+    out = fd.attend(q, k, v, pattern, bindings={"chosen": chosen})
+    expected = torch.autograd.grad(fd.attend(q, k, v, pattern, bindings={"chosen": chosen}).sum(), (q, k, v))
+    chosen.fill_(2)
+    for found, true in zip(torch.autograd.grad(out.sum(), (q, k, v)), expected, strict=True):
+        assert torch.equal(found, true)
+
+
+@pytest.mark.parametrize("block", [(16, 16), (1, 16)])
+def test_what_a_batch_entry_holds_reaches_no_other(block):
+    q, k, v = torch.randn(3, 2, 2, 64, 8)
+    chosen = torch.randint(0, 4, (2, 2, 64 // block[0], 2))
+    pattern = (masks.selected_blocks("chosen", block=block, most=2) | masks.chunked(16)) & CAUSAL
+    whole = fd.attend(q, k, v, pattern, bindings={"chosen": chosen})
+    for entry in range(2):
+        alone = fd.attend(*(x[entry, None] for x in (q, k, v)), pattern, bindings={"chosen": chosen[entry]})
+        assert torch.equal(whole[entry, None], alone)
+
+
+@pytest.mark.parametrize("block", [(32, 32), (8, 32), (1, 32)])
+def test_every_block_is_dense_attention(block):
+    q, k, v = torch.randn(3, 1, 2, 256, 16, dtype=torch.float64)
+    chosen = torch.arange(8).expand(1, 256 // block[0], -1)
+    found = fd.attend(q, k, v, masks.selected_blocks(chosen, block=block, most=8) & CAUSAL)
+    assert_close(found, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), **TIGHT)
+
+
+def test_where_a_table_may_stand():
+    chosen, own = masks.selected_blocks("chosen", block=4, most=2), masks.chunked(4)
+    parted = selection_of((chosen | own) & CAUSAL)
+    assert parted is not None
+    assert (parted.leaf, parted.rest, parted.others) == (chosen, ~own & CAUSAL, own & CAUSAL)
+    parted = selection_of(own + (chosen & CAUSAL) + CAUSAL)
+    assert parted is not None
+    assert (parted.rest, parted.others) == (CAUSAL, own + CAUSAL)
+    assert selection_of(~chosen & CAUSAL) is None
+    assert selection_of((chosen & CAUSAL) | (chosen & own)) is None
+    assert selection_of(CAUSAL) is None
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "error", "says"),
+    [
+        (torch.zeros(1, 4, 2), {}, TypeError, "must be integers; got a tensor of torch.float32"),
+        (torch.zeros(4, 2).long(), {}, ValueError, r"shape \(tables, rows, most\) .* most=2; got \(4, 2\)"),
+        (torch.zeros(1, 4, 3).long(), {}, ValueError, r"most=2; got \(1, 4, 3\)"),
+        (torch.zeros(1, 0, 2).long(), {}, ValueError, r"none of them 0 and with most=2; got \(1, 0, 2\)"),
+        (torch.zeros(1, 5, 2).long(), {}, ValueError, "at most one row for each block of 4 .*; got 5 rows for 16"),
+        (torch.zeros(1, 3, 2).long(), {}, ValueError, "got 3 rows, the first for position 4, and queries from 0 on"),
+        (torch.zeros(3, 4, 2).long(), {}, ValueError, "as many as divide the heads; got 3 for 2 heads"),
+        (torch.zeros(3, 1, 4, 2).long(), {}, ValueError, "one for each of 2 batch entries; got 3"),
+        (torch.full((1, 4, 2), 4), {}, ValueError, "below the 4 blocks of 4 keys .*; got 4 in row 0 of table 0"),
+    ],
+)
+@pytest.mark.parametrize("inner", [False, True], ids=["as it is", "planned"])
+def test_bad_tables(table, options, error, says, inner):
+    q = torch.randn(2, 2, 16, 4)
+    pattern = masks.selected_blocks("chosen", block=4, most=2)
+    if inner and "batch entries" in says:
+        says = "batch entries; got 3 rows"
+    with pytest.raises(error, match=says):
+        fd.attend(q, q, q, ~pattern if inner else pattern, bindings={"chosen": table})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"block": 0}, ValueError, "block must be at least 1; got block=0"),
+        ({"block": (4, 0)}, ValueError, "block must be at least 1"),
+        ({"block": (4, 4, 4)}, ValueError, r"block must be one side or \(side of query blocks, of key blocks\)"),
+        ({"block": 2.5}, TypeError, "block must be an integer"),
+        ({"most": 0}, ValueError, "most must be at least 1"),
+        ({"name": "a b"}, ValueError, "must be an identifier"),
+    ],
+)
+def test_bad_parameters(options, error, says):
+    with pytest.raises(error, match=says):
+        masks.selected_blocks(torch.zeros(1, 1, 1).long(), **{"block": 4, "most": 1} | options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [(16, 16), (1, 16)])
+def test_one_graph_for_all_choices(block):
+    """Compiled equals eager, with gradients, and another choice needs no other graph."""
+    pattern = (masks.selected_blocks("chosen", block=block, most=2) | masks.chunked(16)) & CAUSAL
+    compilations = testing.CompileCounterWithBackend("inductor")
+
+    def step(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
+        return fd.attend(q * 2, k, v, pattern, bindings={"chosen": chosen}).sin()
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=compilations)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        leaves = [torch.randn(2, 2, 64, 8, generator=generator, requires_grad=True) for _ in range(3)]
+        chosen = torch.randint(-1, 4, (2, 2, 64 // block[0], 2), generator=generator)
+        found, true = compiled(*leaves, chosen), step(*leaves, chosen)
+        assert_close(found, true)
+        for one, other in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (found, true)), strict=True):
+            assert_close(one, other)
+    assert compilations.frame_count == 1
