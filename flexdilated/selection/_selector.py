@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from .._validate import check_tensors, resolve_scale, run_time_tensors
 from ..engines import sum_dtype
 from ..masks import Pattern, causal
-from ..masks.core import Extent, require_bool, require_choice, require_int
+from ..masks.core import Extent, every, require_bool, require_choice, require_int
 from ..masks.needs import RowSource, later_pair
-from ..masks.patterns import blank, names, run_time_leaves
+from ..masks.patterns import RunTime, blank, names, run_time_leaves
 from ._call import SelectionCall
 from ._choose import Threshold, TopK, TopP
 from ._pools import pools_of, summaries
@@ -281,8 +281,10 @@ def is_causal(pattern: Pattern) -> bool:
 
     Looked at are the first 2,048 positions, with run-time tensors at the values that allow the most.
     """
-    shapes = {leaf.name: torch.zeros((_TRIED,) * leaf.num_dims) for leaf in run_time_leaves(pattern)}
-    most = blank(pattern, shapes, Extent(_TRIED, _TRIED))
+    # A table of blocks may name any of them; other tensors have a number for each position, or one.
+    most = pattern.map_leaves(lambda leaf: every() if isinstance(leaf, RunTime) and leaf.num_dims > 1 else leaf)
+    shapes = {leaf.name: torch.zeros((_TRIED,) * leaf.num_dims) for leaf in run_time_leaves(most)}
+    most = blank(most, shapes, Extent(_TRIED, _TRIED))
     heads = next((number for number in range(1, _MOST_HEADS + 1) if _fits(most, number)), None)
     if heads is None:
         return True

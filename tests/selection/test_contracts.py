@@ -22,6 +22,7 @@ from flexdilated.selection._boxes import HeadRule, Rows, _build
 from flexdilated.selection._select_op import choose_blocks
 from tests.selection.cases import Case, cases, with_coarse
 from tests.support import selection_oracle as oracle
+from tests.support.oracle import attention
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -70,12 +71,14 @@ CAUSAL = [
     masks.causal().per_document("docs") & masks.visible_keys("shown"),
     masks.local_window(left=5, right=0) & masks.lengths("real"),
     masks.per_head([masks.causal(), masks.local_window(left=2, right=0), masks.causal()]),
+    masks.causal() & masks.selected_blocks("chosen", block=4, most=2),
 ]
 NOT_CAUSAL = [
     masks.every(),
     masks.local_window(left=5, right=1),
     masks.documents("docs"),
     masks.strided(7),
+    masks.selected_blocks("chosen", block=4, most=2),
     masks.per_head([masks.causal(), masks.every(), masks.causal()]),
 ]
 
@@ -145,6 +148,22 @@ def test_enough_for_all_blocks_is_dense(case: Case) -> None:
     found = replace(case, options=options).run()
     assert found.density == float(case.table(case.selector.within).any())
     assert found.cut == 0
+
+
+@given(cases())
+def test_the_density_is_that_of_the_attention_that_reads_the_table(case: Case) -> None:
+    """The pairs of (selected_blocks(...) | always) & within, and `attend` over them; all pairs where all are chosen."""
+    own, found, heads = case.selector, case.run(), case.q.shape[1]
+    chosen = masks.selected_blocks("chosen", block=(own.query_block, own.block), most=own.choose.most)
+    read = (chosen if own.always is None else chosen | own.always) & own.within
+    bindings = case.bindings | {"chosen": found.blocks}
+    pairs = replace(case, bindings=bindings).table(read)
+    within = case.table(own.within)
+    assert_close(found.density.item(), pairs.sum().item() / max(1, within.sum().item()), rtol=1e-6, atol=1e-6)
+    options = {"enable_gqa": True, "q_offset": case.q_offset, "bindings": bindings}
+    out = fd.attend(case.q, case.k, case.k, read, **options)
+    keys = case.k.repeat_interleave(heads // case.k.shape[1], 1)
+    assert_close(out, attention(case.q, keys, keys, pairs.long())[0])
 
 
 @given(cases(scorers=("mean", "minmax", "mass")), st.integers(1, 4))
