@@ -20,12 +20,14 @@ from .nn import (
     RingDilatedAttention,
 )
 from .observe import attention_received, compilations, plot_attention_received, profile_process, stats
+from .selection import BlockSelector, Selection, Threshold, TopK, TopP
 
 if TYPE_CHECKING:
     from . import distributed, integrations, testing
     from .integrations.convert import convert
 
 __all__ = [
+    "BlockSelector",
     "BlockSparseAttention",
     "DilatedAttention",
     "HeadParallelDilatedAttention",
@@ -37,6 +39,10 @@ __all__ = [
     "LongNetEncoderDecoder",
     "MultiheadDilatedAttention",
     "RingDilatedAttention",
+    "Selection",
+    "Threshold",
+    "TopK",
+    "TopP",
     "attend",
     "attention_received",
     "compilations",

@@ -21,6 +21,7 @@ CHECKED = [
     *(f"flexdilated.masks.planning.{name}" for name in ("_cost", "_planner", "lowering._ways")),
     "flexdilated.masks.needs._row",
     "flexdilated.decoding._held_keys",
+    "flexdilated.selection._scores",
     *(
         f"flexdilated.engines.{name}"
         for name in ("_distinct_masks", "_gather", "_reference", "kernels._kernel", "rows._row_attention")

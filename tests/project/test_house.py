@@ -29,6 +29,7 @@ ROOMS = [
     *("masks.core", "masks.patterns", "masks.recipes", "masks.text", "masks.orders", "masks.blocks"),
     *("masks.plan_cache", "masks.planning", "masks.needs", "masks.inspection", "masks"),
     *("_validate", "engines", "_engines", "tuning", "memory", "_attend", "decoding", "observe"),
+    "selection",
     *("distributed.group", "distributed.wire", "distributed.counts", "distributed.exchange", "distributed.ring"),
     *("distributed.heads", "distributed._attend", "distributed", "nn", "_plan", "integrations", "root"),
     *("testing", "viewer", "cli", "__main__"),
@@ -46,6 +47,7 @@ LATE = {
 
 PUBLIC = {
     flexdilated: [
+        "BlockSelector",
         "BlockSparseAttention",
         "DilatedAttention",
         "HeadParallelDilatedAttention",
@@ -57,6 +59,10 @@ PUBLIC = {
         "LongNetEncoderDecoder",
         "MultiheadDilatedAttention",
         "RingDilatedAttention",
+        "Selection",
+        "Threshold",
+        "TopK",
+        "TopP",
         "attend",
         "attention_received",
         "compilations",

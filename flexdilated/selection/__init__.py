@@ -1,0 +1,9 @@
+"""Selection: which blocks of keys each block of queries reads, chosen from the data.
+
+`_boxes` knows what a row may choose from, `_pools` and `_scores` how much a block is worth to it, `_choose` picks;
+`_select_op` is all of it in one op, `_selector` the module.
+"""
+
+from ._choose import Threshold, TopK, TopP
+from ._pools import Pools
+from ._selector import BlockSelector, Selection

@@ -1,0 +1,297 @@
+"""Boxes: a row of queries by a block of keys. Which of them a row may choose, and what it sees there, from the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int32, Int64, UInt8
+from torch import Tensor
+
+from ..masks import Pattern, cache
+from ..masks.blocks import allowed_pairs
+from ..masks.core import And, Box, Progression, plans
+
+# M keys, C blocks of keys, n rows, x listed boxes, o boxes with pools of their own, p pieces of w such boxes
+
+# What a box is to its row. All but the first two are listed.
+NOTHING, PLAIN, WHOLE, PARTIAL_VIEW, UNCHOSEN = range(5)
+
+_CELLS = 1 << 20  # pairs evaluated at once
+_WIDEST = 64  # boxes of one block that are scored by one product
+_KEPT = 1 << 26  # boxes of a rule that are kept; those of more are built at each call
+
+
+class Rows(NamedTuple):
+    """The rows of a call: blocks of `query_block` positions, the first and the last cut to its queries.
+
+    whole: whether a row looks with all of its queries, or with its first alone.
+    """
+
+    num_queries: int
+    num_keys: int
+    q_offset: int
+    block: int
+    query_block: int
+    whole: bool
+
+    @property
+    def lead(self) -> int:
+        """Positions of the first row before query 0."""
+        return self.q_offset % self.query_block
+
+    @property
+    def number(self) -> int:
+        return -(-(self.lead + self.num_queries) // self.query_block)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.num_keys // self.block)
+
+    def queries_of(self, part: range) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
+        """(first position, number) of the queries of some rows."""
+        begin = torch.arange(part.start, part.stop) * self.query_block - self.lead
+        first, stop = begin.clamp(min=0), (begin + self.query_block).clamp(max=self.num_queries)
+        return first + self.q_offset, stop - first
+
+    def keys_of(self) -> tuple[Int64[Tensor, " C"], Int64[Tensor, " C"]]:
+        """(first position, number) of the keys of each block."""
+        first = torch.arange(self.blocks) * self.block
+        return first, (self.num_keys - first).clamp(max=self.block)
+
+    def portions(self, numbers: int) -> Iterator[range]:
+        """The rows, some at a time: so that so many numbers a row take some MiB, and masks of pairs some more."""
+        most = min((1 << 20) // max(numbers, self.blocks), (1 << 25) // self.num_keys)
+        step = 1 << max(0, most.bit_length() - 1)
+        yield from (range(at, min(at + step, self.number)) for at in range(0, self.number, step))
+
+
+class HeadRule(NamedTuple):
+    """The rule of one batch entry and head: what may be seen, and what of it is read anyway."""
+
+    within: Pattern
+    always: Pattern | None
+    head: int
+    num_heads: int
+
+    @property
+    def rest(self) -> Pattern:
+        """What is read only if it is chosen."""
+        return self.within if self.always is None else And.of(self.within, ~self.always)
+
+    @property
+    def text(self) -> str:
+        return self.within.text + ("" if self.always is None else self.always.text)
+
+    def sees(self, q: Tensor, k: Tensor) -> Tensor:
+        """Whether `within` allows a pair, over broadcast positions."""
+        return self._holds(self.within, q, k)
+
+    def leaves(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+        """Which of the pairs that are seen `always` leaves open."""
+        return seen if self.always is None else seen & ~self._holds(self.always, q, k)
+
+    def _holds(self, pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
+        if q.device.type == "cpu":
+            return allowed_pairs(pattern, self.num_heads, torch.tensor(self.head), q, k)
+        mod = pattern.mask_mod(num_heads=self.num_heads, device=q.device)
+        head = torch.full((), self.head, device=q.device)
+        return mod(torch.zeros_like(head), head, q, k)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnPools:
+    """Boxes that a row sees in part, in pieces of one block each; `at` says where in the pieces each box lies.
+
+    place: row * C + block, ascending. mask: which keys of the block the row sees.
+    """
+
+    place: Int64[Tensor, " o"]
+    at: Int64[Tensor, " o"]
+    block: Int64[Tensor, " p"]
+    row: Int64[Tensor, "p w"]
+    mask: Bool[Tensor, "p w block"]
+
+
+@dataclass(frozen=True, eq=False)
+class Boxes:
+    """The boxes of some rows under one rule. Rows are counted from the first of them.
+
+    state: see the names above. place, gain: of listed boxes, row * C + block, ascending, and the pairs that choosing
+    one adds. sees: which queries of a row see a key; seen: which keys a row sees; None for all. pairs: all that
+    `within` allows; open: of these, those that are read only if they are chosen.
+    """
+
+    state: UInt8[Tensor, "n C"]
+    place: Int64[Tensor, " x"]
+    gain: Int32[Tensor, " x"]
+    own: OwnPools | None
+    sees: Bool[Tensor, "n query_block"] | None
+    seen: Bool[Tensor, " M"] | None
+    pairs: int
+    open: int
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        held = [self, self.own] if self.own is not None else [self]
+        found = [getattr(each, field.name) for each in held for field in fields(each)]
+        return [x for x in found if isinstance(x, Tensor)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors)
+
+    def on(self, device: torch.device) -> Boxes:
+        """The same on another device."""
+
+        def moved(held):
+            return type(held)(**{field.name: _to(getattr(held, field.name), device, moved) for field in fields(held)})
+
+        return moved(self)
+
+    def gains(self, rows: Rows, part: range, blocks: Int64[Tensor, "B T n most"]) -> Int64[Tensor, "B T n most"]:
+        """The pairs that reading these blocks adds for one head; 0 for -1."""
+        row = torch.arange(len(part), device=blocks.device)[:, None]
+        queries, keys = rows.queries_of(part)[1].to(blocks.device), rows.keys_of()[1].to(blocks.device)
+        known = blocks.clamp(min=0)
+        state = self.state[row, known].masked_fill(blocks < 0, NOTHING)
+        area = (queries[:, None] * keys[known]).masked_fill(state != PLAIN, 0)
+        if not len(self.place):
+            return area
+        at, _ = found_in(self.place, row * rows.blocks + known)
+        return torch.where(state > PLAIN, self.gain[at].long(), area)
+
+
+def _to(value, device: torch.device, moved):
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return moved(value) if isinstance(value, OwnPools) else value
+
+
+def found_in(
+    ascending: Int64[Tensor, " x"], places: Int64[Tensor, "*some"]
+) -> tuple[Int64[Tensor, "*some"], Bool[Tensor, "*some"]]:
+    """(where in the ascending numbers, whether it is one of them) of each place; the numbers must be some."""
+    at = torch.searchsorted(ascending, places).clamp(max=len(ascending) - 1)
+    return at, ascending[at] == places
+
+
+def boxes_of(rule: HeadRule, rows: Rows, part: range, device: torch.device) -> Boxes:
+    """The boxes of some rows, from the cache where those of all rows together are not too many."""
+
+    def built() -> Boxes:
+        return _build(rule, rows, part)
+
+    if rows.number * rows.blocks > _KEPT:
+        return plans(built)().on(device)
+    key = ("selection_boxes", rule.text, rule.head, rule.num_heads, rows, part)
+    found = cache().get(key, built, lambda boxes: boxes.nbytes, pattern=rule.within)
+    if device.type == "cpu":
+        return found
+    return cache().get((*key, device), lambda: found.on(device), lambda x: x.nbytes, pattern=rule.within, device=device)
+
+
+class _Evaluated(NamedTuple):
+    """Of boxes that bounds do not settle: where, what their rows see, and what could be chosen."""
+
+    row: Int64[Tensor, " x"]
+    block: Int64[Tensor, " x"]
+    pairs: Int64[Tensor, " x"]
+    gain: Int64[Tensor, " x"]
+    candidate: Bool[Tensor, " x"]
+    view: Bool[Tensor, "x block"]
+    queries: Bool[Tensor, "x query_block"]
+
+
+def _build(rule: HeadRule, rows: Rows, part: range) -> Boxes:
+    """By bounds where they are certain, pair by pair elsewhere."""
+    (q_first, q_count), (k_first, k_count) = rows.queries_of(part), rows.keys_of()
+    n, C = len(part), rows.blocks
+    r, j = torch.arange(n).repeat_interleave(C), torch.arange(C).repeat(n)
+    head = torch.full_like(r, rule.head)
+    box = Box(head, Progression(q_first[r], 1, q_count[r]), Progression(k_first[j], 1, k_count[j]))
+    within, rest = (each.count(box, num_heads=rule.num_heads) for each in (rule.within, rule.rest))
+    full = within.low == box.area
+    plain, read = full & (rest.low == box.area), full & (rest.high == 0)
+    doubtful = (~plain & ~read & (within.high > 0)).nonzero().squeeze(1)
+    some = _evaluate(rule, rows, box.select(doubtful), r[doubtful], j[doubtful])
+    state = torch.where(plain, PLAIN, NOTHING).to(torch.uint8)
+    whole = some.view.sum(1) == k_count[some.block]
+    kind = torch.where(some.candidate, torch.where(whole, WHOLE, PARTIAL_VIEW), UNCHOSEN)
+    area = q_count[some.row] * k_count[some.block]
+    kind[some.candidate & whole & (some.gain == area)] = PLAIN
+    kind[~some.candidate & (some.gain == 0)] = NOTHING
+    state[doubtful] = kind.to(torch.uint8)
+    listed, partial = kind > PLAIN, (kind == PARTIAL_VIEW).nonzero().squeeze(1)
+    sees, seen = _sides(rows, part, (plain | read).view(n, C), some)
+    return Boxes(
+        state=state.view(n, C),
+        place=doubtful[listed],
+        gain=some.gain[listed].int(),
+        own=_own_pools(some, partial, C) if len(partial) else None,
+        sees=sees,
+        seen=seen,
+        pairs=int(box.area[plain | read].sum() + some.pairs.sum()),
+        open=int(box.area[plain].sum() + some.gain.sum()),
+    )
+
+
+def _evaluate(rule: HeadRule, rows: Rows, box: Box, r: Tensor, j: Tensor) -> _Evaluated:
+    found = []
+    for some in torch.arange(len(r)).split(max(1, _CELLS // (rows.query_block * rows.block))):
+        q = (box.q.first[some, None] + torch.arange(rows.query_block))[:, :, None]
+        k = (box.k.first[some, None] + torch.arange(rows.block))[:, None, :]
+        q_stop, k_stop = (side.last[some, None, None] for side in (box.q, box.k))
+        inside = (q <= q_stop) & (k <= k_stop)
+        q, k = q.minimum(q_stop), k.minimum(k_stop)
+        seen = rule.sees(q, k) & inside
+        left = rule.leaves(q, k, seen)
+        view, choice = (seen.any(1), left) if rows.whole else (seen[:, 0], left[:, :1])
+        found.append((seen.sum((1, 2)), left.sum((1, 2)), choice.any(2).any(1), view, seen.any(2)))
+    if not found:
+        none, nowhere = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
+        sides = (torch.zeros(0, side, dtype=torch.bool) for side in (rows.block, rows.query_block))
+        return _Evaluated(none, none, none, none, nowhere, *sides)
+    return _Evaluated(r, j, *(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+def _sides(
+    rows: Rows, part: range, whole: Bool[Tensor, "n C"], some: _Evaluated
+) -> tuple[Bool[Tensor, "n query_block"] | None, Bool[Tensor, " M"] | None]:
+    """Which queries see a key, and which keys some row sees; None for all."""
+    num_queries, num_keys = rows.queries_of(part)[1], rows.keys_of()[1]
+    queries = whole.any(1).long()[:, None].repeat(1, rows.query_block)
+    queries.index_add_(0, some.row, some.queries.long())
+    keys = whole.any(0).long()[:, None].repeat(1, rows.block)
+    keys.index_add_(0, some.block, some.view.long())
+    inside = torch.arange(rows.query_block) < num_queries[:, None]
+    shown = (queries > 0) & inside
+    if rows.whole and rows.lead and part.start == 0:  # the row's first query stands behind its start
+        shown[0] = shown[0].roll(rows.lead)
+        inside[0] = inside[0].roll(rows.lead)
+    looked = slice(None) if rows.whole else slice(0, 1)
+    seen = (keys > 0).flatten()[: int(num_keys.sum())]
+    all_see = bool((shown | ~inside)[:, looked].all())
+    return None if all_see else shown, None if bool(seen.all()) else seen
+
+
+def _own_pools(some: _Evaluated, partial: Int64[Tensor, " o"], C: int) -> OwnPools:
+    """The partial boxes block by block, at most so many in a piece; pieces that are not full are padded."""
+    row, block = some.row[partial], some.block[partial]
+    order = (block * (int(row.max()) + 1) + row).argsort()
+    blocks, number = block[order].unique_consecutive(return_counts=True)
+    w = min(_WIDEST, int(number.max()))
+    in_block = torch.arange(len(order)) - (number.cumsum(0) - number).repeat_interleave(number)
+    pieces = -(-number // w)
+    piece = (pieces.cumsum(0) - pieces).repeat_interleave(number) + in_block // w
+    at = piece * w + in_block % w
+    rows = torch.zeros(int(pieces.sum()) * w, dtype=torch.int64)
+    mask = torch.zeros(len(rows), some.view.shape[1], dtype=torch.bool)
+    rows[at], mask[at] = row[order], some.view[partial[order]]
+    place, ascending = (row * C + block)[order].sort()
+    return OwnPools(
+        place, at[ascending], blocks.repeat_interleave(pieces), rows.view(-1, w), mask.unflatten(0, (-1, w))
+    )

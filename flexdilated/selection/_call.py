@@ -1,0 +1,124 @@
+"""SelectionCall: a call of a selector as plain values, and the rules by which its heads and batch entries choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..masks import Pattern
+from ..masks.core import Extent, plans
+from ..masks.patterns import names
+from ..masks.text import read_text
+from ._boxes import HeadRule, Rows
+
+# B batch, H query heads, G key/value heads
+
+
+class SelectionCall(NamedTuple):
+    """What a choice depends on beside the tensors: patterns as JSON ("" for no `always`), and plain values.
+
+    coarse_block, coarse_query_block: sides of the coarse choice's blocks; 0 without one.
+    """
+
+    within: str
+    always: str
+    block: int
+    query_block: int
+    whole: bool
+    scorer: str
+    stride: int
+    kind: str
+    amount: float
+    most: int
+    share: str
+    coarse_block: int
+    coarse_query_block: int
+    q_offset: int
+    scale: float
+
+    @classmethod
+    def of(cls, *fields: Any) -> SelectionCall:
+        """From an op's arguments; tracing hands over sizes that are no plain integers."""
+        hints = cls.__annotations__
+        return cls._make(int(x) if hints[name] == "int" else x for name, x in zip(cls._fields, fields, strict=True))
+
+    def rows(self, q: Tensor, k: Tensor) -> Rows:
+        """The rows of the call."""
+        return Rows(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.whole)
+
+    def tables(self, q: Tensor, k: Tensor) -> int:
+        """T, the tables of each batch entry."""
+        return {"head": q.shape[1], "group": k.shape[1], "all": 1}[self.share]
+
+    def patterns(self, bindings: Sequence[Tensor], extent: Extent) -> tuple[Pattern, Pattern | None]:
+        """`within` and `always` with the values of run-time tensors, which come in the order of their names."""
+        both = [read_text(text) for text in (self.within, self.always) if text]
+        given = dict(zip(sorted({name for each in both for name in names(each)}), bindings, strict=True))
+        within, *always = (each.resolve(given, extent) for each in both)
+        return within, always[0] if always else None
+
+
+class HeadPart(NamedTuple):
+    """Batch entries and heads that one rule serves, with the key/value heads that these read."""
+
+    entries: slice
+    heads: slice
+    key_heads: slice
+    rule: HeadRule
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        return x[self.entries, self.heads]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        return x[self.entries, self.key_heads]
+
+    def shared(self, x: Tensor, heads: int) -> Tensor:
+        """Its part of what groups of all `heads` share."""
+        own = x[self.entries]
+        if self.heads == slice(None):
+            return own
+        at = self.heads.start * x.shape[1] // heads
+        return own[:, at : at + 1]
+
+
+@plans
+def parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor) -> list[HeadPart]:
+    """The rules of a call. Raises ValueError where a pattern does not fit its sizes, or tensors are missing."""
+    batch, heads, groups = q.shape[0], q.shape[1], k.shape[1]
+    extent = Extent(call.q_offset + q.shape[2], k.shape[2])
+    sizes = {"num_heads": heads, "num_queries": q.shape[2], "num_keys": k.shape[2], "q_offset": call.q_offset}
+    given = [each for each in call.patterns(bindings, extent) if each is not None]
+    for each in given:
+        each.require_entries(batch)
+    found: list[HeadPart] = []
+    for entries, patterns in _alike(given, batch):
+        rules = [each.bind(**sizes).union for each in patterns]
+        of_head: dict[tuple[Pattern, ...], int] = {}
+        firsts = [
+            of_head.setdefault(tuple(rule.for_head(head, heads) for rule in rules), head) for head in range(heads)
+        ]
+        made = {
+            first: HeadRule(own[0], own[1] if len(own) > 1 else None, first, heads) for own, first in of_head.items()
+        }
+        if len(made) == 1:
+            found.append(HeadPart(entries, slice(None), slice(None), made[0]))
+            continue
+        for head, first in enumerate(firsts):
+            key_head = head * groups // heads
+            found.append(HeadPart(entries, slice(head, head + 1), slice(key_head, key_head + 1), made[first]))
+    return found
+
+
+def _alike(patterns: list[Pattern], batch: int) -> Iterator[tuple[slice, list[Pattern]]]:
+    """(batch entries, their patterns) for each run of neighbours that have the same."""
+    if all(each.num_entries() == 1 for each in patterns):
+        yield slice(None), patterns
+        return
+    begin, known = 0, [each.entry(0) for each in patterns]
+    for index in range(1, batch + 1):
+        own = [each.entry(index) for each in patterns] if index < batch else []
+        if [each.text for each in own] != [each.text for each in known]:
+            yield slice(begin, index), known
+            begin, known = index, own

@@ -1,0 +1,74 @@
+"""Pools: what is known of a block of keys without looking at each; and what is known of a row of queries."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..engines import sum_dtype
+from ._boxes import Rows
+
+# B batch, H query heads, G key/value heads, N queries, M keys, C blocks of keys, n rows, D head dim
+
+
+class Pools(NamedTuple):
+    """Over the keys of each block, in float32 or wider: their mean, and the least and the greatest of each channel."""
+
+    mean: Float[Tensor, "B G C D"]
+    least: Float[Tensor, "B G C D"]
+    greatest: Float[Tensor, "B G C D"]
+
+
+def pools_of(k: Float[Tensor, "B G M D"], block: int) -> Pools:
+    """The pools of every block of keys; the last may hold fewer."""
+    return Pools(mean_of(k, block), *ends_of(k, block))
+
+
+def mean_of(k: Float[Tensor, "B G M D"], block: int) -> Float[Tensor, "B G C D"]:
+    """The mean key of each block."""
+    return torch.cat([part.mean(3, dtype=sum_dtype(k)) for part in _blocks(k, block)], 2)
+
+
+def ends_of(k: Float[Tensor, "B G M D"], block: int) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C D"]]:
+    """The least and the greatest of each channel over the keys of each block."""
+    parts = _blocks(k, block)
+    least, greatest = (torch.cat([reduce(part, 3) for part in parts], 2) for reduce in (torch.amin, torch.amax))
+    return least.to(sum_dtype(k)), greatest.to(sum_dtype(k))
+
+
+def _blocks(k: Tensor, block: int) -> list[Tensor]:
+    """The whole blocks, and the last one if it is shorter."""
+    whole = k.shape[2] // block
+    parts = [k[:, :, : whole * block].unflatten(2, (whole, block))] if whole else []
+    return parts if whole * block == k.shape[2] else [*parts, k[:, :, whole * block :].unsqueeze(2)]
+
+
+def summaries(
+    q: Float[Tensor, "B H N D"], rows: Rows, part: range, sees: Bool[Tensor, "#B #H n query_block"] | None
+) -> Float[Tensor, "B H n D"]:
+    """One query for each of some rows: the first, or the mean of those that see a key; 0 where none does.
+
+    sees: which queries see a key; None where each does.
+    """
+    if not rows.whole:
+        at = (torch.arange(part.start, part.stop, device=q.device) * rows.query_block - rows.lead).clamp(min=0)
+        first = q if rows.query_block == 1 and len(part) == q.shape[2] else q[:, :, at]
+        first = first.to(sum_dtype(q))
+        return first if sees is None else first.masked_fill(~sees[..., :1], 0.0)
+    queries = in_rows(q, rows, part)
+    if sees is None:
+        return queries.sum(3) / rows.queries_of(part)[1].to(queries)[:, None]
+    return queries.masked_fill(~sees[..., None], 0.0).sum(3) / sees.sum(-1, keepdim=True).clamp(min=1)
+
+
+def in_rows(q: Float[Tensor, "B H N D"], rows: Rows, part: range) -> Float[Tensor, "B H n query_block D"]:
+    """The queries of some rows, in float32 or wider; 0 where a row is cut by the ends of the call."""
+    start, stop = (edge * rows.query_block - rows.lead for edge in (part.start, part.stop))
+    shown = q[:, :, max(start, 0) : min(stop, q.shape[2])].to(sum_dtype(q))
+    if shown.shape[2] != stop - start:
+        shown = pad(shown, (0, 0, max(-start, 0), max(stop - q.shape[2], 0)))
+    return shown.unflatten(2, (len(part), rows.query_block))

@@ -1,0 +1,284 @@
+"""The op that scores and chooses: opaque to torch.compile, which sees its shapes and the gradient of its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import log
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from ..engines import copies, flat_op, no_gradients, refuse, sum_dtype
+from ..masks.text import kept_functions
+from ._boxes import NOTHING, PARTIAL_VIEW, UNCHOSEN, Boxes, Rows, boxes_of
+from ._call import HeadPart, SelectionCall, parts_of
+from ._choose import choose, masked_lse
+from ._scores import LOGS, Scorer, at_lists, for_heads
+
+# B batch, H query heads, G key/value heads, N queries, M keys, R rows, C blocks of keys, T tables, n rows at a time,
+# L blocks that a row may choose from, D head dim
+
+
+class Scored(NamedTuple):
+    """What the tables of some rows may choose from, and how much it is worth."""
+
+    scores: Float[Tensor, "B T n L"]
+    candidates: Bool[Tensor, "B T n L"]
+
+
+class _Portion(NamedTuple):
+    """Some rows of a call, and the blocks that a coarse choice left them; None for all."""
+
+    rows: range
+    lists: Int64[Tensor, "B x n L"] | None
+
+
+def _portions(call: SelectionCall, q: Tensor, k: Tensor, coarse: Tensor | None) -> Iterator[_Portion]:
+    rows = call.rows(q, k)
+    if coarse is None:
+        for part in rows.portions(q.shape[0] * q.shape[1] * rows.blocks):
+            yield _Portion(part, None)
+        return
+    ratio, first = call.coarse_block // call.block, call.q_offset // call.query_block
+    each = q.shape[0] * q.shape[1] * coarse.shape[3] * ratio
+    for part in rows.portions(each * max(1, q.shape[3] // 4)):
+        at = torch.arange(first + part.start, first + part.stop, device=q.device) * call.query_block
+        lists = coarse[:, :, at // call.coarse_query_block - call.q_offset // call.coarse_query_block, :, None]
+        lists = torch.where(lists < 0, -1, lists * ratio + torch.arange(ratio, device=q.device)).flatten(3)
+        yield _Portion(part, lists.masked_fill(lists >= rows.blocks, -1))
+
+
+def _scored(
+    call: SelectionCall,
+    parts: list[HeadPart],
+    boxes: list[Boxes],
+    portion: _Portion,
+    q: Tensor,
+    k: Tensor,
+    pools: tuple[Tensor, ...],
+    given: Tensor | None,
+) -> Scored:
+    """The scores of some rows for each table."""
+    rows, scorer = call.rows(q, k), Scorer(call.scorer, call.scale, call.stride)
+    found = []
+    for part, own in zip(parts, boxes, strict=True):
+        lists = None if portion.lists is None else part.shared(portion.lists, q.shape[1])
+        if given is None:
+            operands = part.of_queries(q), part.of_keys(k), tuple(map(part.of_keys, pools))
+            scores = scorer.scores(*operands, part.rule, own, rows, portion.rows, lists)
+        else:
+            scores = at_lists(part.of_queries(given)[:, :, portion.rows.start : portion.rows.stop], lists)
+        found.append((scores, _candidates(own, lists, scores, only_whole=given is not None)))
+    if len(found) == 1:
+        scores, candidates = found[0]
+    else:
+        scores, candidates = (_assembled(parts, [each[i] for each in found], q.shape[:2]) for i in (0, 1))
+    return _by_table(call, Scored(scores, candidates), call.tables(q, k))
+
+
+def _candidates(boxes: Boxes, lists: Tensor | None, scores: Tensor, *, only_whole: bool) -> Bool[Tensor, "b h n L"]:
+    state = boxes.state
+    able = (state > NOTHING) & (state < (PARTIAL_VIEW if only_whole else UNCHOSEN))
+    if lists is None:
+        return able.expand(scores.shape)
+    row = torch.arange(len(able), device=able.device)[:, None]
+    return for_heads(able[row, lists.clamp(min=0)] & (lists >= 0), scores.shape[1]).expand(scores.shape)
+
+
+def _assembled(parts: list[HeadPart], found: list[Tensor], shape: Sequence[int]) -> Tensor:
+    whole = found[0].new_empty(*shape, *found[0].shape[2:])
+    for part, x in zip(parts, found, strict=True):
+        whole[part.entries, part.heads] = x
+    return whole
+
+
+def _by_table(call: SelectionCall, scored: Scored, tables: int) -> Scored:
+    """What heads that share a table think of each block together."""
+    scores, candidates = scored
+    if tables == scores.shape[1]:
+        return scored
+    able = candidates.unflatten(1, (tables, -1))
+    if call.kind == "top_k" and call.scorer not in LOGS:
+        return Scored(scores.masked_fill(~candidates, 0.0).unflatten(1, (tables, -1)).sum(2), able.any(2))
+    logs = scores
+    if call.kind != "top_k":
+        total = masked_lse(scores, candidates)
+        logs = scores - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(-1)
+    heads = logs.unflatten(1, (tables, -1)).movedim(2, -1)
+    return Scored(masked_lse(heads, able.movedim(2, -1)) - log(heads.shape[-1]), able.any(2))
+
+
+def choose_blocks(
+    q: Tensor, k: Tensor, given: Tensor | None, coarse: Tensor | None, bindings: Sequence[Tensor], call: SelectionCall
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(blocks, their places among what could be chosen, their scores, density, cut) of a call, some rows at a time."""
+    rows, parts, tables = call.rows(q, k), parts_of(call, bindings, q, k), call.tables(q, k)
+    shape = (q.shape[0], tables, rows.number, call.most)
+    blocks, places = (torch.full(shape, -1, device=q.device) for _ in range(2))
+    found = torch.full(shape, -torch.inf, dtype=sum_dtype(q), device=q.device)
+    added, cut = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+    pairs = left = 0
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        pools = Scorer(call.scorer, call.scale, call.stride).pools(k, call.block)
+        for portion in _portions(call, q, k, coarse):
+            here = slice(portion.rows.start, portion.rows.stop)
+            boxes = [boxes_of(part.rule, rows, portion.rows, q.device) for part in parts]
+            scores, candidates = _scored(call, parts, boxes, portion, q, k, pools, given)
+            all_blocks = torch.arange(rows.blocks, device=q.device)
+            ids = (all_blocks if portion.lists is None else for_heads(portion.lists, tables)).expand(scores.shape)
+            chosen = choose(scores, candidates, ids, kind=call.kind, amount=call.amount, most=call.most)
+            none, at = chosen.places < 0, chosen.places.clamp(min=0)
+            places[:, :, here], cut = chosen.places, cut + chosen.cut
+            blocks[:, :, here] = ids.gather(-1, at).masked_fill(none, -1)
+            found[:, :, here] = scores.gather(-1, at).to(found.dtype).masked_fill(none, -torch.inf)
+            for part, own in zip(parts, boxes, strict=True):
+                read = part.shared(blocks[:, :, here], q.shape[1])
+                heads = part.of_queries(q).shape[:2].numel()
+                added = added + own.gains(rows, portion.rows, read).sum() * (heads // read.shape[:2].numel())
+                pairs, left = pairs + own.pairs * heads, left + own.open * heads
+    density = (added + (pairs - left)).to(found.dtype) / max(1, pairs)
+    return blocks, places, found, density, cut.to(found.dtype) / max(1, blocks.shape[:3].numel())
+
+
+@flat_op("flexdilated::select_blocks")
+def select_blocks(
+    q: Tensor, k: Tensor, given: Tensor | None, coarse: Tensor | None, bindings: list[Tensor], call: SelectionCall
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`choose_blocks`; what its rows may choose from is looked up when the op runs, so any size needs no retracing."""
+    return choose_blocks(q, k, given, coarse, bindings, call)
+
+
+@select_blocks.register_fake
+def _(q, k, given, coarse, bindings, *options):
+    call = SelectionCall._make(options)  # its sizes may be those of no call in particular
+    shape = (q.shape[0], call.tables(q, k), call.rows(q, k).number, call.most)
+    blocks, places = (q.new_empty(shape, dtype=torch.int64) for _ in range(2))
+    found = q.new_empty(shape, dtype=sum_dtype(q))
+    return blocks, places, found, *(found.new_empty(()) for _ in range(2))
+
+
+@flat_op("flexdilated::select_blocks_backward")
+def select_blocks_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    given: Tensor | None,
+    coarse: Tensor | None,
+    places: Tensor,
+    bindings: list[Tensor],
+    call: SelectionCall,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the chosen scores: of q and k, or of the scores that were given; others are empty."""
+    rows, parts = call.rows(q, k), parts_of(call, bindings, q, k)
+    leaves = [x.detach().requires_grad_() for x in ((q, k) if given is None else (given,))]
+    totals = [torch.zeros_like(x, dtype=sum_dtype(x)) for x in leaves]
+    for portion in _portions(call, q, k, coarse):
+        boxes = [boxes_of(part.rule, rows, portion.rows, q.device) for part in parts]
+        at = places[:, :, portion.rows.start : portion.rows.stop]
+        with _recording(), torch.autocast(q.device.type, enabled=False):
+            shown = _cleared(parts, boxes, portion.rows, rows, *leaves) if given is None else (q, k)
+            pools = Scorer(call.scorer, call.scale, call.stride).pools(shown[1], call.block)
+            scores = _scored(call, parts, boxes, portion, *shown, pools, None if given is None else leaves[0]).scores
+            chosen = scores.gather(-1, at.clamp(min=0)).masked_fill(at < 0, 0.0)
+            wanted = grad[:, :, portion.rows.start : portion.rows.stop].masked_fill(at < 0, 0.0)
+            for total, own in zip(totals, torch.autograd.grad(chosen, leaves, wanted.to(chosen)), strict=True):
+                total += own
+    found = [total.to(x.dtype) for total, x in zip(totals, leaves, strict=True)]
+    if given is None:
+        return found[0], found[1], grad.new_empty(0)
+    return grad.new_empty(0), grad.new_empty(0), found[0]
+
+
+@select_blocks_backward.register_fake
+def _(grad, q, k, given, coarse, places, bindings, *options):
+    if given is None:
+        return torch.empty_like(q), torch.empty_like(k), grad.new_empty(0)
+    return grad.new_empty(0), grad.new_empty(0), torch.empty_like(given)
+
+
+def _cleared(
+    parts: list[HeadPart], boxes: list[Boxes], some: range, rows: Rows, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q and k with 0 where no row of these sees a key, and where none sees it: 0 times NaN would be a gradient."""
+    sees, seen = sides(parts, boxes, rows, some, q, k)
+    if sees is not None:
+        start = some.start * rows.query_block - rows.lead
+        shown = sees.flatten(2)[:, :, max(0, -start) :][:, :, : q.shape[2] - max(0, start)]
+        blind = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
+        blind[:, :, max(0, start) : max(0, start) + shown.shape[2]] = ~shown
+        q = q.masked_fill(blind.unsqueeze(-1), 0.0)
+    return q, k if seen is None else k.masked_fill(~seen.unsqueeze(-1), 0.0)
+
+
+def sides(
+    parts: list[HeadPart], boxes: list[Boxes], rows: Rows, some: range, q: Tensor, k: Tensor
+) -> tuple[Bool[Tensor, "B H n query_block"] | None, Bool[Tensor, "B G M"] | None]:
+    """(which queries of some rows see a key, which keys any of these rows sees); None for all of them."""
+    sees = seen = None
+    if any(own.sees is not None for own in boxes):
+        sees = torch.ones(*q.shape[:2], len(some), rows.query_block, dtype=torch.bool, device=q.device)
+    if any(own.seen is not None for own in boxes):
+        seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)
+    for part, own in zip(parts, boxes, strict=True):
+        if sees is not None and own.sees is not None:
+            looked = own.sees if rows.whole else own.sees[:, :1].expand(own.sees.shape)
+            sees[part.entries, part.heads] = looked
+        if seen is not None:
+            seen[part.entries, part.key_heads] |= seen.new_ones(()) if own.seen is None else own.seen
+    return sees, seen
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Autograd within an op: its kernels run below autograd, whose keys are excluded there."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
+
+
+def _remember(ctx, inputs, output) -> None:
+    q, k, given, coarse, bindings, *options = inputs
+    ctx.save_for_backward(q, k, given, coarse, output[1], *copies(bindings))
+    ctx.options = options
+    ctx.kept = [kept_functions(text) for text in options[:2] if text]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_blocks, grad_places, grad_scores, *_):
+    q, k, given, coarse, places, *bindings = ctx.saved_tensors
+    without = no_gradients(bindings, ctx.options)
+    if grad_scores is None:
+        return None, None, None, None, *without
+    dq, dk, dgiven = select_blocks_backward(grad_scores, q, k, given, coarse, places, bindings, *ctx.options)
+    return (dq, dk, None, None, *without) if given is None else (None, None, dgiven, None, *without)
+
+
+select_blocks.register_autograd(_backward, setup_context=_remember)
+select_blocks_backward.register_autograd(refuse("the scores of a selection have no second derivative"))
+
+
+@flat_op("flexdilated::selection_sides")
+def selection_sides(q: Tensor, k: Tensor, bindings: list[Tensor], call: SelectionCall) -> tuple[Tensor, Tensor]:
+    """Booleans: which queries of each row see a key, (B, H, R, query_block), and which keys a row sees, (B, G, M)."""
+    rows, parts = call.rows(q, k), parts_of(call, bindings, q, k)
+    sees = torch.ones(*q.shape[:2], rows.number, rows.query_block, dtype=torch.bool, device=q.device)
+    seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)
+    for some in rows.portions(q.shape[0] * q.shape[1] * rows.blocks):
+        boxes = [boxes_of(part.rule, rows, some, q.device) for part in parts]
+        here = sides(parts, boxes, rows, some, q, k)
+        if here[0] is not None:
+            sees[:, :, some.start : some.stop] = here[0]
+        seen |= seen.new_ones(()) if here[1] is None else here[1]
+    return sees, seen
+
+
+@selection_sides.register_fake
+def _(q, k, bindings, *options):
+    call = SelectionCall._make(options)
+    sees = q.new_empty((*q.shape[:2], call.rows(q, k).number, call.query_block), dtype=torch.bool)
+    return sees, k.new_empty(k.shape[:3], dtype=torch.bool)

@@ -1,0 +1,319 @@
+"""BlockSelector: a module that chooses, from q and k, which blocks of keys each block of queries reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from .._validate import check_tensors, resolve_scale, run_time_tensors
+from ..engines import sum_dtype
+from ..masks import Pattern, causal
+from ..masks.core import Extent, every, require_bool, require_choice, require_int
+from ..masks.needs import RowSource, later_pair
+from ..masks.patterns import RunTime, blank, names, run_time_leaves
+from ._call import SelectionCall
+from ._choose import Threshold, TopK, TopP
+from ._pools import pools_of, summaries
+from ._select_op import select_blocks, selection_sides
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys
+
+_SCORERS = ("mean", "minmax", "antidiagonal", "mass")
+_SHARES = ("all", "group", "head")  # from one table to many
+_STRIDE = 8
+_TRIED = 2048  # positions among which `later_pair` looks
+_MOST_HEADS = 256  # tried where a pattern has rules for a certain number of heads alone
+
+
+class Selection(NamedTuple):
+    """What a `BlockSelector` chose: a table of blocks of keys for each row of queries.
+
+    blocks: int64 (B, T, R, most), the chosen blocks, the best first; -1 for none, at the end of a row. Table t serves
+    the query heads h with h * T // H == t. Row r holds the queries at positions from (q_offset // query_block + r) *
+    query_block on, query_block of them, cut to those of the call. Block j holds the keys from j * block on.
+    scores: float32, or float64 for float64 inputs, (B, T, R, most), of the chosen; -inf for none. Differentiable where
+    q, k or a module's parameters require it; the blocks are those of the forward.
+    density: shape (), the share of the pairs that `within` allows which the attention reads, `always` included, over
+    all heads and batch entries. cut: shape (), the share of rows, over all tables, whose choice was cut at `most`.
+
+    >>> q, k = torch.randn(2, 1, 4, 256, 64)
+    >>> fd.BlockSelector(block=32, choose=fd.TopK(2))(q, k).blocks.shape
+    torch.Size([1, 4, 256, 2])
+    """
+
+    blocks: Int64[Tensor, "B T R most"]
+    scores: Float[Tensor, "B T R most"]
+    density: Float[Tensor, ""]
+    cut: Float[Tensor, ""]
+
+
+class BlockSelector(nn.Module):
+    """Scores blocks of keys for each block of queries, and chooses some: (q, k) -> Selection.
+
+    What reads the choice attends to (chosen | always) & within. A block is a candidate for a row where the row sees a
+    pair of `within` there that `always` does not allow; budgets count beyond `always`.
+
+    block, query_block: tokens of a block of keys, and of a row of queries, counted from position 0.
+    scorer: "mean", q · mean(K) of the block (MoBA, arXiv 2502.13189); "minmax", the bound sum_d max(q_d min_d, q_d
+        max_d) of the block's scores (Quest, arXiv 2406.10774); "antidiagonal", the share of the row's attention as
+        sums over antidiagonals of tiles estimate it (XAttention, arXiv 2503.16428); "mass", the exact share, at the
+        price of dense attention's scores. The scores of the last two are logarithms of shares. Or a module: it gets
+        the rows' queries (B, H, R, D) and a NamedTuple of pools (mean, least, greatest), each (B, G, C, D), and
+        returns scores (B, H or G, R, C). Blocks that a row sees in part are no candidates then: `always` has to
+        allow them where they are to be read.
+    choose: `TopK`, `TopP` or `Threshold`.
+    within: the set pattern that the attention keeps to; rows see through it, and pools leave out what they do not see.
+    always: a set pattern that is read in any case, such as masks.chunked(block) | masks.first_tokens(block).
+    share: "head", a table for each query head (T = H); "group", one for those of a key/value head (T = G), by the sum
+        of their scores (NSA, arXiv 2502.11089), which for TopP, Threshold and scores that are logarithms is the mean
+        of their shares; "all", one for all heads (T = 1).
+    coarse: a selector of larger blocks and rows, multiples of these, with as many tables or fewer. The choice is then
+        among the blocks within its choice, and pools of these alone are scored. It gets the same q and k.
+    query_summary: what a row of more than one query looks with: "mean", the mean of its queries that see a key, and
+        all keys that any of them sees; or "first", the row's first query, and the keys that this one sees. Where
+        `within` is causal, "mean" would tell the first queries of later ones: it needs future_in_choice=True.
+    future_in_choice: rows of a causal `within` look with all of their queries. For prefill: q and k must require no
+        gradient, a choice depends on later tokens of its row, and decoding chooses otherwise.
+    stride: tokens of a side of the antidiagonal's tiles, a divisor of block and query_block; 8 unless given.
+
+    Raises ValueError or TypeError for values outside of this.
+
+    >>> q, k = torch.randn(2, 1, 4, 256, 64)
+    >>> selector = fd.BlockSelector(block=32, choose=fd.TopK(2), always=masks.chunked(32))
+    >>> blocks, scores, density, cut = selector(q, k)
+    >>> bool((blocks[0, 0, 100] < 3).all())  # query 100 reads its own block, 3, and two blocks before
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        block: int,
+        query_block: int = 1,
+        scorer: str | nn.Module = "mean",
+        choose: TopK | TopP | Threshold,
+        within: Pattern = causal(),  # noqa: B008 (a frozen value)
+        always: Pattern | None = None,
+        share: str = "head",
+        coarse: BlockSelector | None = None,
+        query_summary: str = "mean",
+        future_in_choice: bool = False,
+        stride: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.block = require_int("block", block, minimum=1)
+        self.query_block = require_int("query_block", query_block, minimum=1)
+        if not isinstance(choose, TopK | TopP | Threshold):
+            raise TypeError(f"choose must be fd.TopK(k), fd.TopP(p, most=) or fd.Threshold(t, most=); got {choose!r}")
+        self.choose, self.share = choose, require_choice("share", share, _SHARES)
+        self.within, self.always = _set_pattern("within", within), None
+        if always is not None:
+            self.always = _set_pattern("always", always)
+        self.scorer = scorer if isinstance(scorer, nn.Module) else _scorer_name(scorer)
+        self.coarse = coarse
+        if coarse is not None:
+            self._check_coarse(coarse)
+        self.query_summary = require_choice("query_summary", query_summary, ("mean", "first"))
+        self.future_in_choice = require_bool("future_in_choice", future_in_choice)
+        self._check_view()
+        self.stride = self._stride(stride)
+        self._both = self.within if self.always is None else self.within | self.always
+        self._own_names = set(names(self._both))
+        self._names = self._own_names if coarse is None else self._own_names | coarse._names
+
+    def forward(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B G M D"],
+        *,
+        scale: float | None = None,
+        q_offset: int = 0,
+        bindings: Mapping[str, Tensor] | None = None,
+    ) -> Selection:
+        """Query i stands at position q_offset + i, key j at j; query head h reads key/value head h // (H / G).
+
+        scale: factor on the scores, as in `attend`, 1 / sqrt(D) by default; a module's are taken as they are.
+        bindings: run-time tensors that the patterns of this selector, or of its coarse one, name and do not carry.
+        A row that starts before q_offset chooses by its queries of this call alone: give whole rows where parts of a
+        sequence must choose as the whole does.
+
+        Raises ValueError or TypeError, before any work, for inputs that do not fit together.
+        """
+        check_tensors(q, k, k, enable_gqa=True)
+        require_int("q_offset", q_offset, minimum=0)
+        factor = resolve_scale(scale, q.shape[-1])
+        if self._sees_ahead and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+            raise ValueError(
+                "future_in_choice=True is for prefill, as a causal model would learn from later tokens: call it under "
+                "torch.no_grad(), or train with query_summary='first'; got q or k that require a gradient"
+            )
+        chosen = None
+        if self.coarse is not None:
+            inner = None if bindings is None else _of_names(bindings, self.coarse._names)
+            chosen = self.coarse(q, k, scale=scale, q_offset=q_offset, bindings=inner).blocks
+            # Its tensors are not ours; a name that neither knows stays, and is refused.
+            bindings = (
+                None if bindings is None else _of_names(bindings, (set(bindings) - self._names) | self._own_names)
+            )
+        own = run_time_tensors(self._both, bindings, has_values=not q.is_meta)
+        call = self._call(q_offset, factor)
+        if 0 in q.shape or 0 in k.shape:
+            return self._nothing(call, q, k)
+        given = None
+        if isinstance(self.scorer, nn.Module):
+            given = self._by_module(self.scorer, q, k, own, call)
+            q, k = q.detach(), k.detach()
+        blocks, _, scores, density, cut = select_blocks(q, k, given, chosen, own, *call)
+        return Selection(blocks, scores, density.detach(), cut.detach())
+
+    def _by_module(
+        self, scorer: nn.Module, q: Tensor, k: Tensor, bindings: list[Tensor], call: SelectionCall
+    ) -> Float[Tensor, "B H R C"]:
+        """The module's scores of all blocks. What hidden tokens hold does not come to it."""
+        sees, seen = selection_sides(q.detach(), k.detach(), bindings, *call)
+        rows = call.rows(q, k)
+        queries = summaries(q, rows, range(rows.number), sees)
+        pools = pools_of(k.masked_fill(~seen.unsqueeze(-1), 0.0), self.block)
+        scores = scorer(queries, pools)
+        wanted = [(*queries.shape[:1], heads, rows.number, rows.blocks) for heads in (q.shape[1], k.shape[1])]
+        if not isinstance(scores, Tensor) or tuple(scores.shape) not in wanted:
+            came = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(
+                "a module that scores must return a tensor (batch, query heads or key/value heads, rows, blocks of "
+                f"keys), here {wanted[0]} or {wanted[1]}; got {came}"
+            )
+        if not scores.is_floating_point():
+            raise TypeError(f"a module that scores must return floating-point scores; got {scores.dtype}")
+        scores = scores.to(torch.promote_types(scores.dtype, sum_dtype(q)))
+        return scores if scores.shape[1] == q.shape[1] else scores.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+    def _call(self, q_offset: int, scale: float) -> SelectionCall:
+        coarse = self.coarse
+        return SelectionCall(
+            self.within.text,
+            "" if self.always is None else self.always.text,
+            self.block,
+            self.query_block,
+            self._whole,
+            self.scorer if isinstance(self.scorer, str) else "module",
+            self.stride,
+            self.choose.kind,
+            float(self.choose.amount),
+            self.choose.most,
+            self.share,
+            0 if coarse is None else coarse.block,
+            0 if coarse is None else coarse.query_block,
+            q_offset,
+            scale,
+        )
+
+    def _nothing(self, call: SelectionCall, q: Tensor, k: Tensor) -> Selection:
+        rows = call.rows(q, k)
+        shape = (q.shape[0], call.tables(q, k), rows.number if q.shape[2] else 0, call.most)
+        scores = q.new_full(shape, -torch.inf, dtype=sum_dtype(q))
+        zero = scores.new_zeros(())
+        return Selection(scores.new_full(shape, -1, dtype=torch.int64), scores, zero, zero.clone())
+
+    @property
+    def _whole(self) -> bool:
+        return self.query_block > 1 and self.query_summary == "mean"
+
+    def _check_view(self) -> None:
+        if self.future_in_choice and not self._whole:
+            raise ValueError(
+                "future_in_choice=True lets the first queries of a row know of later ones: it needs query_block above "
+                f"1 and query_summary='mean'; got query_block={self.query_block}, {self.query_summary!r}"
+            )
+        self._sees_ahead = self._whole and is_causal(self.within)
+        if self._sees_ahead and not self.future_in_choice:
+            raise ValueError(
+                "a row of several queries under a causal rule must choose by its first, or the first learn from later "
+                "ones: give query_summary='first'; or future_in_choice=True, for prefill alone; got "
+                f"query_block={self.query_block} and query_summary='mean' within {self.within!r}"
+            )
+
+    def _check_coarse(self, coarse: object) -> None:
+        if not isinstance(coarse, BlockSelector):
+            raise TypeError(f"coarse must be a BlockSelector; got {type(coarse).__name__}")
+        for name in ("block", "query_block"):
+            ours, theirs = getattr(self, name), getattr(coarse, name)
+            if theirs % ours:
+                raise ValueError(
+                    f"the {name} of coarse must be a multiple of this one, {name}={ours}; got {name}={theirs}"
+                )
+        if _SHARES.index(coarse.share) > _SHARES.index(self.share):
+            raise ValueError(
+                "heads that share a table must share the coarse one: coarse needs share='all', or the same as here; "
+                f"got share={self.share!r} and coarse share={coarse.share!r}"
+            )
+
+    def _stride(self, stride: int | None) -> int:
+        if self.scorer != "antidiagonal":
+            if stride is not None:
+                raise ValueError(f"stride is that of scorer='antidiagonal'; got {stride=} for another scorer")
+            return 1
+        if not self._whole:
+            raise ValueError(
+                "scorer='antidiagonal' looks with all queries of a row: it needs query_block above 1 and "
+                f"query_summary='mean'; got query_block={self.query_block}, query_summary={self.query_summary!r}"
+            )
+        found = require_int("stride", _STRIDE if stride is None else stride, minimum=1)
+        if self.block % found or self.query_block % found:
+            raise ValueError(
+                f"stride must divide block and query_block; got stride={found}, block={self.block} and "
+                f"query_block={self.query_block}"
+            )
+        return found
+
+    def extra_repr(self) -> str:
+        scorer = f"{self.scorer!r}, " if isinstance(self.scorer, str) else ""
+        sides = f"block={self.block}, query_block={self.query_block}, {scorer}{self.choose!r}"
+        look = f"query_summary={self.query_summary!r}, future_in_choice={self.future_in_choice}"
+        return f"{sides}, within={self.within!r}, always={self.always!r}, share={self.share!r}, {look}"
+
+
+def is_causal(pattern: Pattern) -> bool:
+    """Whether no later key is known to be allowed: then a choice must not know of later tokens.
+
+    Looked at are the first 2,048 positions, with run-time tensors at the values that allow the most.
+    """
+    # A table of blocks may name any of them; other tensors have a number for each position, or one.
+    most = pattern.map_leaves(lambda leaf: every() if isinstance(leaf, RunTime) and leaf.num_dims > 1 else leaf)
+    shapes = {leaf.name: torch.zeros((_TRIED,) * leaf.num_dims) for leaf in run_time_leaves(most)}
+    most = blank(most, shapes, Extent(_TRIED, _TRIED))
+    heads = next((number for number in range(1, _MOST_HEADS + 1) if _fits(most, number)), None)
+    if heads is None:
+        return True
+    return not any(later_pair(RowSource(most.for_head(head, heads), head, heads)) for head in range(heads))
+
+
+def _of_names(bindings: Mapping[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in bindings.items() if name in wanted}
+
+
+def _fits(pattern: Pattern, heads: int) -> bool:
+    try:
+        pattern.check_heads(heads)
+    except ValueError:
+        return False
+    return True
+
+
+def _set_pattern(name: str, value: object) -> Pattern:
+    if not isinstance(value, Pattern):
+        raise TypeError(
+            f"{name} must be a set pattern, where a pair is allowed or not, such as masks.causal(): a mixture counts "
+            f"pairs, which no choice of blocks can; got {value!r:.200}"
+        )
+    return value.unpadded
+
+
+def _scorer_name(value: object) -> str:
+    if type(value) is not str or value not in _SCORERS:
+        listed = ", ".join(map(repr, _SCORERS))
+        raise ValueError(f"scorer must be one of {listed}, or an nn.Module; got scorer={value!r:.80}")
+    return value

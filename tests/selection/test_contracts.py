@@ -1,0 +1,367 @@
+"""What a choice promises: no later token, no other entry, no hidden key, no host, no N x M, one graph."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.selection import _boxes, _scores
+from flexdilated.selection._boxes import HeadRule, Rows, _build
+from flexdilated.selection._select_op import choose_blocks
+from tests.selection.cases import Case, cases, with_coarse
+from tests.support import selection_oracle as oracle
+from tests.support.oracle import attention
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+BAD = st.sampled_from([float("nan"), float("inf"), -float("inf")])
+
+
+def row_of(found: fd.Selection, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return found.blocks[:, :, row], found.scores[:, :, row]
+
+
+@settings(max_examples=60)
+@given(cases(), st.data())
+def test_later_tokens_change_no_earlier_choice(case: Case, data) -> None:
+    """Rows that begin before a changed token choose as before, to the last bit, where no later key is allowed."""
+    assume(not case.selector._whole)
+    tokens = case.q_offset + case.q.shape[2]
+    within = case.table(case.selector.within)
+    positions = case.q_offset + torch.arange(case.q.shape[2])
+    assume(not (within & (torch.arange(case.k.shape[2]) > positions[:, None])).any())
+    t = data.draw(st.integers(0, tokens), label="t")
+    q, k = case.q.clone(), case.k.clone()
+    q[:, :, max(0, t - case.q_offset) :] += 1
+    k[:, :, t:] -= 3
+    before, after = case.run(), case.run(q, k)
+    for row, queries in enumerate(oracle.rows_of(case.q.shape[2], case.q_offset, case.selector.query_block)):
+        if case.q_offset + queries[0] < t:
+            assert all(map(torch.equal, row_of(before, row), row_of(after, row)))
+
+
+def test_a_row_that_looks_with_its_first_query_sees_what_that_one_sees() -> None:
+    """Row 1 begins at position 4, in the middle of block 1: of its keys 3 to 5 the row sees 3 and 4."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 8, 4, dtype=torch.float64)
+    selector = fd.BlockSelector(block=3, query_block=4, query_summary="first", choose=fd.TopK(3))
+    found = selector(q, k)
+    expected = torch.stack([q[0, 0, 4] @ k[0, 0, keys].mean(0) / 2 for keys in (slice(0, 3), slice(3, 5))])
+    assert sorted(found.blocks[0, 0, 1].tolist()) == [-1, 0, 1]
+    assert_close(found.scores[0, 0, 1, :2], expected.sort(descending=True).values)
+
+
+CAUSAL = [
+    masks.causal(),
+    masks.local_window(left=5, right=0),
+    masks.local_window(left=5, right=5) & masks.causal(),
+    masks.causal() & masks.documents("docs"),
+    masks.causal().per_document("docs") & masks.visible_keys("shown"),
+    masks.local_window(left=5, right=0) & masks.lengths("real"),
+    masks.per_head([masks.causal(), masks.local_window(left=2, right=0), masks.causal()]),
+    masks.causal() & masks.selected_blocks("chosen", block=4, most=2),
+]
+NOT_CAUSAL = [
+    masks.every(),
+    masks.local_window(left=5, right=1),
+    masks.documents("docs"),
+    masks.strided(7),
+    masks.selected_blocks("chosen", block=4, most=2),
+    masks.per_head([masks.causal(), masks.every(), masks.causal()]),
+]
+
+
+@pytest.mark.parametrize("within", CAUSAL, ids=repr)
+def test_rows_of_a_causal_rule_must_choose_by_their_first_query(within: masks.Pattern) -> None:
+    with pytest.raises(ValueError, match=r"query_summary='first'; or future_in_choice=True"):
+        fd.BlockSelector(block=4, query_block=2, choose=fd.TopK(2), within=within)
+    selector = fd.BlockSelector(block=4, query_block=2, choose=fd.TopK(2), within=within, future_in_choice=True)
+    q = torch.randn(1, 3, 4, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=r"call it under torch\.no_grad"):
+        selector(q, q)
+
+
+@pytest.mark.parametrize("within", NOT_CAUSAL, ids=repr)
+def test_rows_of_other_rules_may_look_with_all_queries(within: masks.Pattern) -> None:
+    fd.BlockSelector(block=4, query_block=2, choose=fd.TopK(2), within=within)
+
+
+@settings(max_examples=60)
+@given(cases(), st.data(), BAD)
+def test_hidden_keys_touch_nothing(case: Case, data, value: float) -> None:
+    """Keys that a row's view does not see, whatever they hold, for rows drawn one at a time."""
+    rows = oracle.rows_of(case.q.shape[2], case.q_offset, case.selector.query_block)
+    row = data.draw(st.integers(0, len(rows) - 1), label="row")
+    view = rows[row] if case.selector._whole else rows[row][:1]
+    hidden = ~case.table(case.selector.within)[:, :, view].any(2).any(1)  # (B, M)
+    k = case.k.masked_fill(hidden[:, None, :, None], value)
+    before, after = case.run(), case.run(k=k)
+    assert all(map(torch.equal, row_of(before, row), row_of(after, row)))
+
+
+@given(cases(), BAD)
+def test_gradients_of_hidden_tokens_are_zero(case: Case, value: float) -> None:
+    """Keys that no row sees and queries that see nothing: their gradients are 0, and those of others are numbers."""
+    case.selector._sees_ahead = False  # which is all that forbids gradients
+    within = case.table(case.selector.within)
+    blind, hidden = ~within.any(3), ~within.any(2).unflatten(1, (case.k.shape[1], -1)).any(2)
+
+    def gradients(bad: float) -> tuple[torch.Tensor, ...]:
+        q = case.q.masked_fill(blind[..., None], bad).requires_grad_()
+        k = case.k.masked_fill(hidden[..., None], bad).requires_grad_()
+        scores = case.run(q, k).scores
+        return torch.autograd.grad(scores[scores > -torch.inf].sin().sum(), (q, k))
+
+    for one, other in zip(gradients(value), gradients(0.0), strict=True):
+        assert torch.equal(one, other)
+        assert not one.isnan().any()
+
+
+@given(cases())
+def test_entries_choose_for_themselves(case: Case) -> None:
+    assume(case.q.shape[0] == 2)
+    found = case.run()
+    for b in range(2):
+        own = {name: x[b : b + 1] if x.dim() == 2 or name == "real" else x for name, x in case.bindings.items()}
+        alone = replace(case, q=case.q[b : b + 1], k=case.k[b : b + 1], bindings=own).run()
+        assert alone.blocks.equal(found.blocks[b : b + 1])
+        assert_close(alone.scores, found.scores[b : b + 1], rtol=1e-12, atol=1e-12)
+
+
+@given(cases())
+def test_enough_for_all_blocks_is_dense(case: Case) -> None:
+    """Rows that look with all they have choose every block with a pair: nothing of `within` is left out."""
+    options = case.options | {"choose": fd.TopK(30)}
+    assume(case.selector._whole or case.selector.query_block == 1)
+    found = replace(case, options=options).run()
+    assert found.density == float(case.table(case.selector.within).any())
+    assert found.cut == 0
+
+
+@given(cases())
+def test_the_density_is_that_of_the_attention_that_reads_the_table(case: Case) -> None:
+    """The pairs of (selected_blocks(...) | always) & within, and `attend` over them; all pairs where all are chosen."""
+    own, found, heads = case.selector, case.run(), case.q.shape[1]
+    chosen = masks.selected_blocks("chosen", block=(own.query_block, own.block), most=own.choose.most)
+    read = (chosen if own.always is None else chosen | own.always) & own.within
+    bindings = case.bindings | {"chosen": found.blocks}
+    pairs = replace(case, bindings=bindings).table(read)
+    within = case.table(own.within)
+    assert_close(found.density.item(), pairs.sum().item() / max(1, within.sum().item()), rtol=1e-6, atol=1e-6)
+    options = {"enable_gqa": True, "q_offset": case.q_offset, "bindings": bindings}
+    out = fd.attend(case.q, case.k, case.k, read, **options)
+    keys = case.k.repeat_interleave(heads // case.k.shape[1], 1)
+    assert_close(out, attention(case.q, keys, keys, pairs.long())[0])
+
+
+@given(cases(scorers=("mean", "minmax", "mass")), st.integers(1, 4))
+def test_chunks_choose_as_one_pass(case: Case, rows: int) -> None:
+    """Of whole rows, after the keys of all before them."""
+    assume(not case.selector._whole and not case.bindings)
+    options = case.options | {"within": case.options["within"] & masks.causal()}
+    tokens = case.q.shape[2]
+    k = case.k[:, :, :1].expand(-1, -1, tokens, -1) + torch.randn(case.k.shape[0], case.k.shape[1], tokens, 1).double()
+    case = replace(case, options=options, q_offset=0, k=k)
+    whole, step = case.run(), rows * case.options["query_block"]
+    for at in range(0, tokens, step):
+        end = min(at + step, tokens)
+        chunk = replace(case, q=case.q[:, :, at:end], k=k[:, :, :end], q_offset=at).run()
+        here = slice(at // case.options["query_block"], at // case.options["query_block"] + chunk.blocks.shape[2])
+        assert chunk.blocks.equal(whole.blocks[:, :, here])
+        assert_close(chunk.scores, whole.scores[:, :, here], rtol=1e-9, atol=1e-9)
+
+
+@given(cases(), st.booleans(), st.integers(1, 3))
+def test_what_bounds_memory_cuts_the_work_and_only_that(case: Case, by_coarse: bool, few: int) -> None:
+    """A few rows at a time, and a few of all that is computed for them at once, with nothing kept: the same numbers."""
+    case = (
+        with_coarse(case, ratio=2, rows=2, most=3) if by_coarse and case.options["scorer"] != "antidiagonal" else case
+    )
+    case.selector._sees_ahead = False  # which is all that forbids gradients
+    if case.selector.coarse is not None:
+        case.selector.coarse._sees_ahead = False
+
+    def results() -> tuple[torch.Tensor, ...]:
+        q, k = case.q.clone().requires_grad_(), case.k.clone().requires_grad_()
+        found = case.run(q, k)
+        return *found, *torch.autograd.grad(found.scores[found.blocks >= 0].sin().sum(), (q, k))
+
+    def portions(rows: Rows, numbers: int) -> list[range]:
+        return [range(at, min(at + few, rows.number)) for at in range(0, rows.number, few)]
+
+    whole = results()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rows, "portions", portions)
+        for module, name, value in ((_boxes, "_CELLS", 1), (_boxes, "_WIDEST", 2), (_boxes, "_KEPT", 0)):
+            patch.setattr(module, name, value)
+        patch.setattr(_scores, "_AT_ONCE", 1)
+        for one, other in zip(results(), whole, strict=True):
+            assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_copies_choose_alike() -> None:
+    selector = fd.BlockSelector(block=4, choose=fd.TopP(0.8, most=3), always=masks.chunked(4))
+    q, k = torch.randn(2, 1, 2, 30, 4)
+    for other in (deepcopy(selector), pickle.loads(pickle.dumps(selector))):
+        assert all(map(torch.equal, selector(q, k), other(q, k)))
+
+
+def test_equal_scores_choose_the_first_blocks() -> None:
+    found = fd.BlockSelector(block=4, choose=fd.TopK(3))(torch.ones(1, 1, 40, 2), torch.ones(1, 1, 40, 2))
+    assert found.blocks[0, 0, -1].tolist() == [0, 1, 2]
+    found = fd.BlockSelector(block=4, choose=fd.TopK(3))(-torch.ones(1, 1, 40, 2), torch.ones(1, 1, 40, 2))
+    assert found.blocks[0, 0, -1].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["plain", "autocast", "inference"])
+def test_scores_are_summed_in_float32(dtype: torch.dtype, mode: str) -> None:
+    """Those of half precision are those of the same numbers in float32, under autocast and without."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 96, 16).to(dtype)
+    selector = fd.BlockSelector(block=8, choose=fd.TopK(3), scorer="minmax")
+    expected = selector(q.float(), k.float())
+    with torch.autocast("cpu", enabled=mode == "autocast"), torch.inference_mode(mode == "inference"):
+        found = selector(q, k)
+    assert found.scores.dtype == torch.float32
+    assert found.blocks.equal(expected.blocks)
+    assert_close(found.scores, expected.scores)
+
+
+class Watched(TorchDispatchMode):
+    """Counts what reads values on the host, and the bytes of the largest tensor that is made."""
+
+    HOST = ("_local_scalar_dense", "nonzero", "item", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Counter[str] = Counter()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        self.reads[name] += name.startswith(self.HOST)
+        for x in found if isinstance(found, tuple | list) else [found]:
+            # Views of what was there already have no memory of their own.
+            fresh = isinstance(x, torch.Tensor) and not any(
+                isinstance(arg, torch.Tensor) and arg.untyped_storage()._cdata == x.untyped_storage()._cdata
+                for arg in args
+            )
+            self.largest = max(self.largest, x.numel() * x.element_size() if fresh else 0)
+        return found
+
+
+RULES = [masks.causal(), masks.local_window(left=40, right=0), masks.causal() & masks.strided(3)]
+
+
+@pytest.mark.parametrize("within", RULES, ids=repr)
+@pytest.mark.parametrize("scorer", ["mean", "minmax", "mass", "antidiagonal"])
+@pytest.mark.parametrize("coarse", [False, True])
+def test_a_second_call_reads_nothing_on_the_host(within: masks.Pattern, scorer: str, coarse: bool) -> None:
+    """Inside of an op no mode sees anything: the op's own function is watched."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 100, 8)
+    options = {"within": within, "future_in_choice": True, "always": masks.chunked(8)}
+    selector = fd.BlockSelector(block=8, query_block=8, scorer=scorer, choose=fd.TopP(0.6, most=3), **options)
+    chosen = fd.BlockSelector(block=16, query_block=8, choose=fd.TopK(2), **options)(q, k).blocks if coarse else None
+    call = selector._call(0, 0.3)._replace(coarse_block=16 * coarse, coarse_query_block=8 * coarse)
+    expected = choose_blocks(q, k, None, chosen, [], call)
+    misses = masks.cache().stats().misses
+    with Watched() as watched:
+        found = choose_blocks(q, k, None, chosen, [], call)
+    assert +watched.reads == Counter()
+    assert masks.cache().stats().misses == misses
+    assert all(map(torch.equal, found, expected))
+
+
+def test_the_watch_sees_a_read() -> None:
+    with Watched() as watched:
+        torch.ones(3).sum().item()
+    assert watched.reads["_local_scalar_dense"] == 1
+
+
+@pytest.mark.parametrize(("scorer", "N"), [("mean", 16_384), ("minmax", 16_384), ("mass", 4_096)])
+def test_nothing_is_as_large_as_queries_by_keys(scorer: str, N: int) -> None:
+    """Tensors stay below a sixteenth of the scores of all pairs, also where the boxes are built."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, N, 8)
+    selector = fd.BlockSelector(block=256, scorer=scorer, choose=fd.TopK(4), always=masks.chunked(256))
+    call = selector._call(0, 0.3)
+    choose_blocks(q, k, None, None, [], call)
+    with Watched() as watched:
+        choose_blocks(q, k, None, None, [], call)
+    rows = Rows(N, N, 0, 256, 1, False)
+    part = next(iter(rows.portions(2 * rows.blocks)))
+    with Watched() as built:
+        _build(HeadRule(masks.causal(), masks.chunked(256), 0, 2), rows, part)
+    assert 0 < watched.largest <= 4 * 2 * N * N // 16
+    assert 0 < built.largest <= 4 * 2 * N * N // 16
+
+
+def test_boxes_are_forgotten_with_their_pattern() -> None:
+    within = masks.causal() & masks.strided(5)
+    fd.BlockSelector(block=4, choose=fd.TopK(2), within=within)(*torch.randn(2, 1, 1, 30, 4))
+    assert masks.cache().forget(within) > 0
+
+
+class Sum(nn.Module):
+    """A gate with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.7, -0.2, 1.3]))
+
+    def forward(self, queries, pools):
+        return sum(w * (queries @ pool.mT) for w, pool in zip(self.weight, pools, strict=True))
+
+
+COMPILED = {
+    "mean": {"scorer": "mean", "choose": fd.TopK(3), "within": masks.causal() & masks.documents("docs")},
+    "minmax": {"scorer": "minmax", "choose": fd.TopP(0.7, most=3), "query_block": 8, "query_summary": "first"},
+    "mass": {"scorer": "mass", "choose": fd.Threshold(0.1, most=3), "share": "all"},
+    "antidiagonal": {"scorer": "antidiagonal", "choose": fd.TopK(2), "query_block": 8, "within": masks.every()},
+    "module": {"scorer": Sum(), "choose": fd.TopK(2), "always": masks.chunked(8)},
+    "coarse": {
+        "choose": fd.TopK(2),
+        "coarse": fd.BlockSelector(block=16, choose=fd.TopK(2), share="all"),
+        "within": masks.causal() & masks.local_window(left=70, right=0),
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_equals_eager(name: str) -> None:
+    """In one graph, with the gradients of what follows."""
+    torch.compiler.reset()
+    selector = fd.BlockSelector(block=8, **COMPILED[name])
+    bindings = {"docs": torch.arange(100) // 37} if name == "mean" else None
+
+    def run(q, k):
+        found = selector(q, k, bindings=bindings)
+        return found, found.scores.masked_fill(found.blocks < 0, 0.0).sin().sum()
+
+    compiled = torch.compile(run, fullgraph=True)
+    for tokens in (100,) if name == "mean" else (100, 60):
+        torch.manual_seed(tokens)
+        q, k = (torch.randn(2, 2, tokens, 8, requires_grad=True) for _ in range(2))
+        results = []
+        for function in (run, compiled):
+            found, loss = function(q, k)
+            results.append((*found, *torch.autograd.grad(loss, (q, k, *selector.parameters()), allow_unused=True)))
+        for one, other in zip(*results, strict=True):
+            assert_close(one, other)
+    torch.compiler.reset()
