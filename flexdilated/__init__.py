@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import masks
+from . import masks, schedules
 from ._attend import attend
 from ._plan import plan
 from .decoding import KVCache
@@ -20,6 +20,7 @@ from .nn import (
     RingDilatedAttention,
 )
 from .observe import attention_received, compilations, plot_attention_received, profile_process, stats
+from .refinement import ImportanceTracker, block_mass, pooled_scores, refine
 
 if TYPE_CHECKING:
     from . import distributed, integrations, testing
@@ -29,6 +30,7 @@ __all__ = [
     "BlockSparseAttention",
     "DilatedAttention",
     "HeadParallelDilatedAttention",
+    "ImportanceTracker",
     "KVCache",
     "LongNet",
     "LongNetBackbone",
@@ -39,6 +41,7 @@ __all__ = [
     "RingDilatedAttention",
     "attend",
     "attention_received",
+    "block_mass",
     "compilations",
     "convert",
     "distributed",
@@ -46,6 +49,9 @@ __all__ = [
     "masks",
     "plan",
     "plot_attention_received",
+    "pooled_scores",
+    "refine",
+    "schedules",
     "stats",
     "testing",
 ]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import flexdilated
-from flexdilated import distributed, masks, testing, viewer
+from flexdilated import distributed, masks, schedules, testing, viewer
 from flexdilated.masks.core._expression import CONSTRUCTORS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = [
     *("masks.core", "masks.patterns", "masks.recipes", "masks.text", "masks.orders", "masks.blocks"),
     *("masks.plan_cache", "masks.planning", "masks.needs", "masks.inspection", "masks"),
-    *("_validate", "engines", "_engines", "tuning", "memory", "_attend", "decoding", "observe"),
+    *("schedules", "_validate", "engines", "_engines", "tuning", "memory", "_attend", "decoding", "observe"),
+    "refinement",
     *("distributed.group", "distributed.wire", "distributed.counts", "distributed.exchange", "distributed.ring"),
     *("distributed.heads", "distributed._attend", "distributed", "nn", "_plan", "integrations", "root"),
     *("testing", "viewer", "cli", "__main__"),
@@ -49,6 +50,7 @@ PUBLIC = {
         "BlockSparseAttention",
         "DilatedAttention",
         "HeadParallelDilatedAttention",
+        "ImportanceTracker",
         "KVCache",
         "LongNet",
         "LongNetBackbone",
@@ -59,6 +61,7 @@ PUBLIC = {
         "RingDilatedAttention",
         "attend",
         "attention_received",
+        "block_mass",
         "compilations",
         "convert",
         "distributed",
@@ -66,10 +69,14 @@ PUBLIC = {
         "masks",
         "plan",
         "plot_attention_received",
+        "pooled_scores",
+        "refine",
+        "schedules",
         "stats",
         "testing",
     ],
     distributed: ["BufferPool", "Sharding", "Traffic", "attend", "pool", "shard", "traffic", "unshard"],
+    schedules: ["Schedule", "cosine", "cubic", "linear"],
     viewer: ["Ranks", "page"],
     testing: [
         *("Calls", "CheckResult", "MEMORY_LAYOUTS", "MODULE_CHECKS", "ModuleReport", "assert_attention_close"),
