@@ -107,6 +107,7 @@ PUBLIC = {
             "recommended_layout",
             "set_machine",
             "show",
+            "snapped",
             "to_json",
         ),
     ],
