@@ -7,6 +7,7 @@ from . import masks, schedules
 from ._attend import attend
 from ._plan import plan
 from .decoding import KVCache
+from .memory import max_batch
 from .nn import (
     BlockSparseAttention,
     DilatedAttention,
@@ -47,6 +48,7 @@ __all__ = [
     "distributed",
     "integrations",
     "masks",
+    "max_batch",
     "plan",
     "plot_attention_received",
     "pooled_scores",

@@ -67,6 +67,7 @@ PUBLIC = {
         "distributed",
         "integrations",
         "masks",
+        "max_batch",
         "plan",
         "plot_attention_received",
         "pooled_scores",
