@@ -107,8 +107,8 @@ def pooled_scores(
 
     It is scale * mean of q * mean of k, so no pair is formed, and blocks count whether a pattern has them or not. The
     mean is over batch entries, too. With `lse`, that of a call with the present pattern, scores are taken less the
-    mean lse of the block's queries that have keys, which makes rows comparable: exp of it, times the keys of the block,
-    is at most the mass that the block would add. Rows without such queries are -inf then.
+    mean lse of the block's queries that have keys, which makes rows comparable: where all queries have keys, exp of it,
+    times the keys of the block, is at most the mass that the block would add. Rows without such queries are -inf then.
 
     block: tokens of a block, or (of queries, of keys); the last block may be shorter. scale and enable_gqa: as in
     `attend`. float32, or float64 for float64 inputs. No gradient flows through it.
@@ -242,10 +242,10 @@ def _shares(
     for begin in range(0, given.rows.side, strip):
         places = range(begin, min(begin + strip, given.rows.side))
         queries, shifts = (x[:, heads[:, None], row, places.start : places.stop] for x in (given.q, given.shifts))
-        query = given.rows.positions(row, places)[:, :, None]
-        allowed = seen & given.rows.holds(query)
-        if rule is not None:
-            allowed = allowed & rule(given.rows.clamp(query), given.columns.clamp(key))
+        allowed = seen
+        if rule is not None:  # places that hold no query have the nearest one's keys, and shift inf
+            query = given.rows.positions(row, places)[:, :, None]
+            allowed = seen & rule(given.rows.clamp(query), given.columns.clamp(key))
         with torch.autocast(keys.device.type, enabled=False):
             scores = given.factor * (queries.to(wide) @ keys.mT) - shifts
         total += scores.masked_fill(~allowed, -torch.inf).exp().sum((0, 3, 4))

@@ -130,6 +130,17 @@ def test_what_is_hidden_is_not_read():
     assert bool(clean.isfinite().all())
 
 
+def test_keys_that_only_earlier_queries_see_are_not_read():
+    """The block of the first query begins before it, where a query would see a key that none of these sees."""
+    q, k, v = drawn()
+    pattern = masks.local_window(left=1, right=0)
+    _, lse = fd.attend(q, k, v, pattern, return_lse=True, q_offset=5)
+    clean = fd.block_mass(q[:, :, :40], k, lse[:, :, :40], pattern, block=8, q_offset=5)
+    k[:, :, :4] = torch.nan
+    assert torch.equal(fd.block_mass(q[:, :, :40], k, lse[:, :, :40], pattern, block=8, q_offset=5), clean)
+    assert bool(clean.isfinite().all())
+
+
 def test_zero_keys_of_padding_take_their_share():
     q, k, v = drawn()
     padded = masks.longnet((16, 32), (1, 4), offsets="contiguous", padding="zeros")

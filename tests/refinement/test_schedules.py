@@ -48,6 +48,15 @@ def test_near_the_formula(schedule, step):
     assert abs(schedule(step) - exact) <= apart / 2 + 0.5 + 1e-9
 
 
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize(("start", "end"), [(0, 60), (60, 0), (7, 9)])
+def test_the_formula_itself_where_every_whole_number_may_come(curve, start, end):
+    schedule = getattr(schedules, curve)(start, end, 100, begin=10, widths=61)
+    for step in range(130):
+        exact = end + (start - end) * CURVES[curve](min(max((step - 10) / 100, 0), 1))
+        assert abs(schedule(step) - exact) <= 0.5 + 1e-9
+
+
 @given(drawn, st.integers(0, 500))
 def test_a_resumed_run_finds_the_same(schedule, step):
     again = pickle.loads(pickle.dumps(schedule))
