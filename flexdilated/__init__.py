@@ -3,10 +3,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import masks
+from . import masks, schedules
 from ._attend import attend
 from ._plan import plan
 from .decoding import KVCache
+from .memory import max_batch
 from .nn import (
     BlockSparseAttention,
     DilatedAttention,
@@ -20,6 +21,7 @@ from .nn import (
     RingDilatedAttention,
 )
 from .observe import attention_received, compilations, plot_attention_received, profile_process, stats
+from .refinement import ImportanceTracker, block_mass, pooled_scores, refine
 from .selection import BlockSelector, Selection, Threshold, TopK, TopP
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ __all__ = [
     "BlockSparseAttention",
     "DilatedAttention",
     "HeadParallelDilatedAttention",
+    "ImportanceTracker",
     "KVCache",
     "LongNet",
     "LongNetBackbone",
@@ -45,13 +48,18 @@ __all__ = [
     "TopP",
     "attend",
     "attention_received",
+    "block_mass",
     "compilations",
     "convert",
     "distributed",
     "integrations",
     "masks",
+    "max_batch",
     "plan",
     "plot_attention_received",
+    "pooled_scores",
+    "refine",
+    "schedules",
     "stats",
     "testing",
 ]

@@ -64,6 +64,18 @@ def check_sinks(sinks: object, q: Tensor) -> None:
         raise ValueError(f"sinks must be on the device of q, {q.device}; got {sinks.device}")
 
 
+def check_lse(lse: object, q: Tensor) -> None:
+    """One number for each query and head, as wide as `attend` gives it."""
+    if not isinstance(lse, Tensor):
+        raise TypeError(f"lse must be the tensor that attend(..., return_lse=True) gives; got {type(lse).__name__}")
+    if lse.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"lse must be float32 or float64, as attend gives it; got {lse.dtype}")
+    if lse.shape != q.shape[:3]:
+        raise ValueError(f"lse must have the shape {tuple(q.shape[:3])} of q without its head dim; got {_shape(lse)}")
+    if lse.device != q.device:
+        raise ValueError(f"lse must be on the device of q, {q.device}; got {lse.device}")
+
+
 def check_score_mod(score_mod: object) -> None:
     """score_mod is None, or a plain function of 5 arguments without defaults."""
     if score_mod is None:

@@ -45,7 +45,7 @@ from .patterns import (
     visible_keys,
 )
 from .plan_cache import cache
-from .planning import BlockRates, Machine, block_mask, layout, machine, recommended_layout, set_machine
+from .planning import BlockRates, Machine, block_mask, layout, machine, recommended_layout, set_machine, snapped
 from .text import from_json, parse, to_json
 
 __all__ = [
@@ -94,6 +94,7 @@ __all__ = [
     "selected_blocks",
     "set_machine",
     "show",
+    "snapped",
     "strided",
     "to_json",
     "visible_keys",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._attend import attend, autocast, planned_call
 from .._engines import choose_engine
-from .._validate import check_tensors
+from .._validate import check_lse, check_tensors
 from ..engines import refuse_transforms, sum_dtype, tiles_backward
 from ..masks import Layout, Mixture, Pattern
 from ..masks.core import require_expression
@@ -58,7 +58,7 @@ def attention_received(
     require_expression(pattern)
     q, k, _ = autocast(q, k, k)
     check_tensors(q, k, k, enable_gqa=enable_gqa)
-    _check_lse(lse, q)
+    check_lse(lse, q)
     where = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
     options = {**where, "num_heads_global": num_heads_global, "layout": layout, "block_size": block_size}
     call, tensors, factor = planned_call(q, k, pattern, scale=scale, bindings=bindings, **options)
@@ -125,17 +125,3 @@ def _cotangents(q: Tensor, num_kv_heads: int) -> Iterator[tuple[range, Tensor]]:
 
 def _columns(grad_v: Float[Tensor, "B G M D"], members: range) -> Float[Tensor, "B G C M"]:
     return grad_v[..., : len(members)].transpose(2, 3)
-
-
-def _check_lse(lse: object, q: Tensor) -> None:
-    """One number for each query and head, as wide as `attend` gives it."""
-    if not isinstance(lse, Tensor):
-        raise TypeError(f"lse must be the tensor that attend(..., return_lse=True) gives; got {type(lse).__name__}")
-    if lse.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"lse must be float32 or float64, as attend gives it; got {lse.dtype}")
-    if lse.shape != q.shape[:3]:
-        raise ValueError(
-            f"lse must have the shape {tuple(q.shape[:3])} of q without its head dim; got {tuple(lse.shape)}"
-        )
-    if lse.device != q.device:
-        raise ValueError(f"lse must be on the device of q, {q.device}; got {lse.device}")

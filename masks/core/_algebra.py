@@ -192,6 +192,9 @@ class Or(_Combination):
 class Every(Pattern):
     """All pairs: what is left of an intersection without parts."""
 
+    def snapped(self, q_side: int, k_side: int) -> Pattern:
+        return self
+
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         return lambda b, h, q, k: (q == q) & (k == k)
 

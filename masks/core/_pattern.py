@@ -129,6 +129,13 @@ class Pattern(Expression):
         """Squares outside of which the head has no pair, of a rule that lists some; None for other rules."""
         return None
 
+    def snapped(self, q_side: int, k_side: int) -> Pattern | None:
+        """A leaf with its sizes rounded up, so that it fills blocks of these sides; None where there is no rule for it.
+
+        Itself where its sizes fit, or it has none. Raises ValueError where rounding would change what was chosen.
+        """
+        return None
+
     @property
     def union(self) -> Pattern:
         return self

@@ -3,7 +3,7 @@
 from ._after import After
 from ._axis import Axis
 from ._band import Band, Causal, LocalWindow, Strided, causal, dilated_window, local_window, strided
-from ._block_list import block_list
+from ._block_list import BlockList, block_list
 from ._blockwise import Blockwise, blockwise
 from ._dilated import Dilated, chunked, dilated, longnet
 from ._grid import Rectangle, select

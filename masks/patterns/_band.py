@@ -1,5 +1,7 @@
 """Bands: rules of the distance from query to key alone, such as causal order, windows and strides."""
 
+from math import gcd
+
 import torch
 from torch import Tensor
 
@@ -94,6 +96,9 @@ class Causal(Band):
     def limits(self) -> tuple[None, int, int]:
         return None, 0, 1
 
+    def snapped(self, q_side: int, k_side: int) -> Pattern:
+        return self
+
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         return _not_after
 
@@ -112,6 +117,14 @@ class LocalWindow(Band):
 
     def limits(self) -> tuple[int, int, int]:
         return -self.left, self.right, 1
+
+    def snapped(self, q_side: int, k_side: int) -> Pattern:
+        """Each radius up to one less than a multiple of what divides both sides: the same blocks hold all pairs."""
+        side = gcd(q_side, k_side)
+        left, right = (
+            reach if reach % side == 0 else -(-reach // side) * side - 1 for reach in (self.left, self.right)
+        )
+        return LocalWindow(left, right)
 
 
 @pattern_kind("strided")

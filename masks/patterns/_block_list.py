@@ -67,6 +67,15 @@ class BlockList(TableRule):
     def for_head(self, head: int, num_heads: int) -> Pattern:
         return _of_head(self, head) if self.by_head else self
 
+    def snapped(self, q_side: int, k_side: int) -> Pattern:
+        """Itself; ValueError for blocks that neither fit into blocks of these sides nor are made of such."""
+        if any(self.block % side and side % self.block for side in (q_side, k_side)):
+            raise ValueError(
+                "a block_list names blocks of its own, which cannot be rounded: list blocks whose side divides those "
+                f"of the kernel, ({q_side}, {k_side}), or is a multiple of them; got block={self.block}"
+            )
+        return self
+
     def check_heads(self, num_heads: int) -> None:
         if self.by_head and len(self.rows) != num_heads:
             raise ValueError(f"block_list needs one table a head; got {len(self.rows)} for {num_heads} heads")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import lcm
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ class Blockwise(Pattern):
         self.part.check_tokens(
             *(range(side.start // self.block, -(-side.stop // self.block)) for side in (queries, keys))
         )
+
+    def snapped(self, q_side: int, k_side: int) -> Pattern:
+        """Blocks up to a multiple of both sides."""
+        whole = lcm(q_side, k_side)
+        return replace(self, block=-(-self.block // whole) * whole)
 
     def period(self) -> int | None:
         shift = self.part.period()

@@ -1,6 +1,8 @@
 """Dilated segments: every rate-th token of a segment attends within its segment; and LongNet's branches of them."""
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from math import lcm
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -81,6 +83,14 @@ class Dilated(Pattern):
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
         return Dilated(self.segment, self.rate, self.offset_of(head, num_heads))
+
+    def snapped(self, q_side: int, k_side: int) -> Pattern | None:
+        """Segments up to a multiple of the rate and both sides: each class of places then fills whole blocks.
+
+        Only where the rate divides the segment: others have more active tokens than segments of equal classes.
+        """
+        whole = lcm(q_side, k_side) * self.rate
+        return None if self.segment % self.rate else replace(self, segment=-(-self.segment // whole) * whole)
 
     def period(self) -> int:
         return self.segment
@@ -171,6 +181,9 @@ class ZeroPadded(Dilated):
     def __post_init__(self) -> None:
         require_choice("offset", self.offset, OFFSET_RULES)
         super().__post_init__()
+
+    def snapped(self, q_side: int, k_side: int) -> None:
+        return None  # the zeros are those of its segments
 
     @property
     def unpadded(self) -> Dilated:

@@ -5,6 +5,7 @@ from ._cost import SLOTS_AT_ONCE, Operands, computed_pairs, cost_of
 from ._options import ANYTHING, Allowed, Candidates, Choice, in_other_blocks, way_of
 from ._placed import plan_at
 from ._planner import Option, Plan, plan, recommended_layout
+from ._snapped import Snapped, snapped
 from .lowering import IntervalTerm, PaddedTerm, SharedListTerm, Term, compact_terms, one_after_another, shared_terms
 from .machine import (
     ACCELERATOR,

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import flexdilated
-from flexdilated import distributed, masks, testing, viewer
+from flexdilated import distributed, masks, schedules, testing, viewer
 from flexdilated.masks.core._expression import CONSTRUCTORS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = [
     *("masks.core", "masks.patterns", "masks.recipes", "masks.text", "masks.orders", "masks.blocks"),
     *("masks.plan_cache", "masks.planning", "masks.needs", "masks.inspection", "masks"),
-    *("_validate", "engines", "_engines", "tuning", "memory", "_attend", "decoding", "observe"),
-    "selection",
+    *("schedules", "_validate", "engines", "_engines", "tuning", "memory", "_attend", "decoding", "observe"),
+    *("selection", "refinement"),
     *("distributed.group", "distributed.wire", "distributed.counts", "distributed.exchange", "distributed.ring"),
     *("distributed.heads", "distributed._attend", "distributed", "nn", "_plan", "integrations", "root"),
     *("testing", "viewer", "cli", "__main__"),
@@ -51,6 +51,7 @@ PUBLIC = {
         "BlockSparseAttention",
         "DilatedAttention",
         "HeadParallelDilatedAttention",
+        "ImportanceTracker",
         "KVCache",
         "LongNet",
         "LongNetBackbone",
@@ -65,17 +66,23 @@ PUBLIC = {
         "TopP",
         "attend",
         "attention_received",
+        "block_mass",
         "compilations",
         "convert",
         "distributed",
         "integrations",
         "masks",
+        "max_batch",
         "plan",
         "plot_attention_received",
+        "pooled_scores",
+        "refine",
+        "schedules",
         "stats",
         "testing",
     ],
     distributed: ["BufferPool", "Sharding", "Traffic", "attend", "pool", "shard", "traffic", "unshard"],
+    schedules: ["Schedule", "cosine", "cubic", "linear"],
     viewer: ["Ranks", "page"],
     testing: [
         *("Calls", "CheckResult", "MEMORY_LAYOUTS", "MODULE_CHECKS", "ModuleReport", "assert_attention_close"),
@@ -106,6 +113,7 @@ PUBLIC = {
             "recommended_layout",
             "set_machine",
             "show",
+            "snapped",
             "to_json",
         ),
     ],

@@ -1,0 +1,252 @@
+"""What each block of queries gives each block of keys: exactly, from the lse of a call, and by pooled scores."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .._attend import autocast, planned_call
+from .._validate import check_lse, check_tensors, resolve_scale
+from ..engines import CallKey, refuse_transforms, sum_dtype
+from ..masks import Bound, Mixture, Pattern
+from ..masks.blocks import Blocks
+from ..masks.core import Expression, plans, require_expression
+from ..masks.patterns import alike
+from ..masks.planning import block_sides, bound_blocks, shared_terms, term_blocks
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, R rows and C columns of blocks
+
+_Allowed = Callable[[Tensor, Tensor], Tensor]  # of positions of queries and of keys
+
+_CELLS = 1 << 22  # pairs of all batch entries and heads that are computed at once
+
+
+@torch.no_grad()
+def block_mass(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    lse: Float[Tensor, "B H N"],
+    pattern: Pattern | Mixture,
+    *,
+    block: int | tuple[int, int],
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    bindings: Mapping[str, Tensor] | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+) -> Float[Tensor, "H R C"]:
+    """The share of its attention that each block of queries gives each block of keys, a head each.
+
+    Of a query the share is the sum over the block's keys of multiplicity * exp(score - lse); of a block of queries it
+    is the mean over all of them, in all batch entries, whose lse is above -inf. So a row adds up to 1, less what
+    sinks and zero keys of padding took, which the lse counts, and to 0 where no query has keys. For batch entries
+    apart, call it for each.
+
+    lse is what `attend(q, k, v, pattern, return_lse=True)` gives, and scale, enable_gqa, bindings, offsets and heads
+    are those of that call. Without the offsets of a part of the keys, the shares are of all that the lse counts.
+    block: tokens of a block, or (of queries, of keys). Block i holds the positions from i * block on, as in
+        `masks.block_list`. The first row is the block of query 0's position, the first column that of key 0's.
+
+    Only blocks in which the pattern has pairs are computed, some at a time; no N x M matrix is made, but one of blocks.
+    float32, or float64 for float64 inputs; sums are as wide. No gradient flows through it. Call it outside of
+    torch.compile.
+
+    Raises ValueError or TypeError, before any work, for inputs that do not fit together.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
+    >>> _, lse = fd.attend(q, k, v, masks.causal(), return_lse=True)
+    >>> mass = fd.block_mass(q, k, lse, masks.causal(), block=64)
+    >>> mass.shape
+    torch.Size([4, 4, 4])
+    >>> torch.testing.assert_close(mass.sum(-1), torch.ones(4, 4))
+    """
+    require_expression(pattern)
+    q, k, _ = autocast(q, k, k)
+    check_tensors(q, k, k, enable_gqa=enable_gqa)
+    check_lse(lse, q)
+    sides = block_sides(block)
+    where = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
+    options = {"layout": None, "block_size": None, "num_heads_global": num_heads_global, **where}
+    call, tensors, factor = planned_call(q, k, pattern, scale=scale, bindings=bindings, **options)
+    refuse_transforms("block_mass", (q, k, lse))
+    rows, columns = _Side(q_offset, q.shape[2], sides[0]), _Side(k_offset, k.shape[2], sides[1])
+    mass = torch.zeros(q.shape[1], rows.blocks, columns.blocks, dtype=sum_dtype(q), device=q.device)
+    if 0 in q.shape or 0 in k.shape:
+        return mass
+    has_keys = lse > -torch.inf
+    shifts = rows.cut(lse.to(mass.dtype).masked_fill(~has_keys, torch.inf)[..., None], torch.inf)
+    queries, keys = rows.cut(q), columns.cut(k)
+    for entries, rule in _rules(call, tensors, q.shape[0]):
+        given = _Operands(queries[entries], keys[entries], shifts[entries], rows, columns, factor)
+        for branch, times in Counter(rule.branches()).items():
+            bound = _in_whole_blocks(call.bound(branch), rows, columns)
+            _add_branch(mass, times, bound, _listed(bound, sides), given)
+    number = rows.cut(has_keys[..., None].to(mass.dtype)).sum((0, 3))
+    return mass / number.clamp(min=1)
+
+
+@torch.no_grad()
+def pooled_scores(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    *,
+    block: int | tuple[int, int],
+    lse: Float[Tensor, "B H N"] | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Float[Tensor, "H R C"]:
+    """How promising each block of keys is for each block of queries: the mean score of all their pairs, a head each.
+
+    It is scale * mean of q * mean of k, so no pair is formed, and blocks count whether a pattern has them or not. The
+    mean is over batch entries, too. With `lse`, that of a call with the present pattern, scores are taken less the
+    mean lse of the block's queries that have keys, which makes rows comparable: where all queries have keys, exp of it,
+    times the keys of the block, is at most the mass that the block would add. Rows without such queries are -inf then.
+
+    block: tokens of a block, or (of queries, of keys); the last block may be shorter. scale and enable_gqa: as in
+    `attend`. float32, or float64 for float64 inputs. No gradient flows through it.
+
+    Raises ValueError or TypeError for inputs that do not fit together.
+
+    >>> q, k = torch.randn(2, 1, 4, 256, 64)
+    >>> fd.pooled_scores(q, k, block=64).shape
+    torch.Size([4, 4, 4])
+    """
+    q, k, _ = autocast(q, k, k)
+    check_tensors(q, k, k, enable_gqa=enable_gqa)
+    sides, factor = block_sides(block), resolve_scale(scale, q.shape[-1])
+    if lse is not None:
+        check_lse(lse, q)
+    rows, columns = (_Side(0, x.shape[2], side) for x, side in zip((q, k), sides, strict=True))
+    with torch.autocast(q.device.type, enabled=False):
+        keys = columns.mean(k.to(sum_dtype(q))).repeat_interleave(q.shape[1] // max(1, k.shape[1]), 1)
+        scores = factor * rows.mean(q.to(sum_dtype(q))) @ keys.mT
+    if lse is None:
+        return scores.mean(0)
+    has_keys = lse > -torch.inf
+    number = rows.cut(has_keys[..., None].to(scores.dtype)).sum(3)
+    total = rows.cut(lse.to(scores.dtype).masked_fill(~has_keys, 0.0)[..., None]).sum(3)
+    less = torch.where(number > 0, scores - total / number.clamp(min=1), 0.0)
+    entries = (number > 0).sum(0)
+    return (less.sum(0) / entries.clamp(min=1)).masked_fill(entries == 0, -torch.inf)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Tokens from position `offset` on, in blocks of `side` positions that begin at multiples of it."""
+
+    offset: int
+    tokens: int
+    side: int
+
+    @property
+    def ahead(self) -> int:
+        """Positions of the first block that lie before the first token."""
+        return self.offset % self.side
+
+    @property
+    def blocks(self) -> int:
+        return -(-(self.ahead + self.tokens) // self.side)
+
+    def cut(self, x: Float[Tensor, "B X N D"], fill: float = 0.0) -> Float[Tensor, "B X R S D"]:
+        """The tokens by block, with places that hold none filled up."""
+        behind = self.blocks * self.side - self.ahead - self.tokens
+        padded = pad(x, (0, 0, self.ahead, behind), value=fill) if self.ahead or behind else x
+        return padded.unflatten(2, (self.blocks, self.side))
+
+    def mean(self, x: Float[Tensor, "B X N D"]) -> Float[Tensor, "B X R D"]:
+        """Of the tokens of each block."""
+        return self.cut(x).sum(3) / self.cut(torch.ones_like(x[:1, :1, :, :1])).sum(3)
+
+    def positions(self, block: Int64[Tensor, " n"], places: range) -> Int64[Tensor, "n S"]:
+        """Of some places of these blocks."""
+        within = torch.arange(places.start, places.stop, device=block.device)
+        return self.offset - self.ahead + block[:, None] * self.side + within
+
+    def holds(self, position: Tensor) -> Tensor:
+        """Which positions are those of a token."""
+        return (position >= self.offset) & (position < self.offset + self.tokens)
+
+    def clamp(self, position: Tensor) -> Tensor:
+        return position.clamp(self.offset, self.offset + self.tokens - 1)
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """Tensors of some batch entries, by block. `shifts` is their lse, and inf for what has no keys or is no query."""
+
+    q: Float[Tensor, "B H R S D"]
+    k: Float[Tensor, "B G C T D"]
+    shifts: Float[Tensor, "B H R S 1"]
+    rows: _Side
+    columns: _Side
+    factor: float
+
+
+@plans
+def _rules(call: CallKey, tensors: list[Tensor], batch: int) -> list[tuple[slice, Expression]]:
+    return alike(call.rules(tensors), batch)
+
+
+def _in_whole_blocks(bound: Bound, rows: _Side, columns: _Side) -> Bound:
+    """The same from where blocks begin; only their tokens will count."""
+    sizes = {"num_queries": rows.ahead + rows.tokens, "num_keys": columns.ahead + columns.tokens}
+    return replace(bound, q_offset=rows.offset - rows.ahead, k_offset=columns.offset - columns.ahead, **sizes)
+
+
+@plans
+def _listed(bound: Bound, sides: tuple[int, int]) -> Blocks:
+    """The blocks in which a branch has pairs; kept where they do not depend on what came with the call."""
+    (term,) = shared_terms(bound.union, 1, bound, 1)
+    if bound.pattern.varies:
+        return term_blocks(term, sides)
+    (blocks,) = bound_blocks(term, bound, sides)
+    return blocks
+
+
+def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: Blocks, given: _Operands) -> None:
+    """Add what queries give the keys of one branch, a table of blocks after the other."""
+    mod = bound.union.mask_mod(num_heads=bound.num_heads_global, device=mass.device)
+    none = torch.zeros((), dtype=torch.int64, device=mass.device)
+    for table in range(blocks.num_tables):
+        heads = torch.tensor([head for head, own in enumerate(blocks.heads) if own == table], device=mass.device)
+        cells = given.q.shape[0] * len(heads) * blocks.q_block * blocks.k_block
+        for full in (False, True):
+            some = ((blocks.table == table) & (blocks.full == full)).nonzero().squeeze(1)
+            for part in some.split(max(1, _CELLS // cells)) if len(some) else ():
+                row, column = (x[part].long().to(mass.device) for x in (blocks.row, blocks.column))
+                head = heads[0] + bound.head_offset
+                rule = None if full else lambda q, k, head=head: mod(none, head, q, k)
+                found = _shares(given, heads, row, column, rule)
+                mass[heads[:, None], row, column] += times * found
+
+
+def _shares(
+    given: _Operands, heads: Tensor, row: Tensor, column: Tensor, rule: _Allowed | None
+) -> Float[Tensor, "h n"]:
+    """The sum over the queries of some blocks, and over batch entries, of their shares; heads have one rule."""
+    groups = given.q.shape[1] // given.k.shape[1]
+    wide = given.shifts.dtype
+    keys = given.k[:, (heads // groups)[:, None], column].to(wide)
+    key = given.columns.positions(column, range(given.columns.side))[:, None, :]
+    seen = given.columns.holds(key)
+    strip = max(1, _CELLS // (given.q.shape[0] * len(heads) * given.columns.side * len(row)))
+    total = torch.zeros(len(heads), len(row), dtype=wide, device=keys.device)
+    for begin in range(0, given.rows.side, strip):
+        places = range(begin, min(begin + strip, given.rows.side))
+        queries, shifts = (x[:, heads[:, None], row, places.start : places.stop] for x in (given.q, given.shifts))
+        allowed = seen
+        if rule is not None:  # places that hold no query have the nearest one's keys, and shift inf
+            query = given.rows.positions(row, places)[:, :, None]
+            allowed = seen & rule(given.rows.clamp(query), given.columns.clamp(key))
+        with torch.autocast(keys.device.type, enabled=False):
+            scores = given.factor * (queries.to(wide) @ keys.mT) - shifts
+        total += scores.masked_fill(~allowed, -torch.inf).exp().sum((0, 3, 4))
+    return total

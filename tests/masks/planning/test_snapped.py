@@ -1,0 +1,190 @@
+"""snapped: pairs that are allowed stay, there are no fewer, and kernels waste no more on them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexdilated import masks
+from flexdilated.masks.planning import compact_terms, shared_terms, term_blocks
+from tests.support.strategies import grammar
+
+HEADS = 2
+sides = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
+both_sides = st.one_of(sides, st.tuples(sides, sides))
+reach = st.integers(0, 40)
+windows = st.builds(lambda left, right: masks.local_window(left=left, right=right), reach, reach)
+dilated = st.builds(
+    lambda rate, places, offset: masks.dilated(rate * places, rate, offset % rate),
+    st.integers(1, 4),
+    st.integers(1, 30),
+    st.integers(0, 3),
+)
+blocks_of_windows = st.builds(
+    lambda reach, block: masks.blockwise(masks.local_window(left=reach, right=0), block),
+    st.integers(0, 3),
+    st.integers(1, 12),
+)
+
+
+def counts(pattern, num_tokens):
+    """(H, N, N): how often each pair is allowed."""
+    h, t = torch.arange(HEADS)[:, None, None], torch.arange(num_tokens)
+    mods = [branch.mask_mod(num_heads=HEADS, device=torch.device("cpu")) for branch in pattern.branches()]
+    return sum(mod(torch.tensor(0), h, t[:, None], t).expand(HEADS, num_tokens, num_tokens).long() for mod in mods)
+
+
+def computed(pattern, num_tokens, side, *, compact=False):
+    """Pairs in the blocks that hold any, over tokens in natural order, or over the active ones of each segment."""
+    bound = pattern.bind(num_heads=HEADS, num_queries=num_tokens, num_keys=num_tokens)
+    terms = compact_terms(pattern, 1, bound) if compact else shared_terms(bound.union, 1, bound, 1)
+    total, sides = 0, side if isinstance(side, tuple) else (side, side)
+    for term in terms or ():
+        blocks = term_blocks(term, sides)
+        total += sum(int((blocks.table == table).sum()) for table in blocks.heads) * sides[0] * sides[1] * term.folds
+    return total
+
+
+composed = st.one_of(
+    windows,
+    st.builds(lambda a, b: a & b, windows, st.just(masks.causal())),
+    st.builds(lambda a, b: a | b, windows, windows),
+    st.builds(lambda a, b: a | (b & masks.dilated_window(left=3, right=3, rate=2)), windows, windows),
+    st.builds(lambda a, b: masks.per_head([a, b]), windows, windows),
+    st.builds(lambda a, b: a + (b & masks.causal()) + a, windows, windows),
+    st.builds(lambda a, start: a.after(start), windows, st.integers(0, 9)),
+    st.builds(lambda a, b: a & ~b, windows, windows),
+)
+
+
+@given(composed, both_sides, st.integers(1, 50))
+def test_windows_lose_no_pair(pattern, side, num_tokens):
+    found = masks.snapped(pattern, side).pattern
+    assert bool((counts(found, num_tokens) >= counts(pattern, num_tokens)).all())
+    assert masks.snapped(found, side).pattern == found
+
+
+@given(windows, both_sides, st.integers(1, 80), st.booleans())
+def test_windows_fill_the_blocks_that_were_computed(pattern, side, num_tokens, is_causal):
+    found = masks.snapped(pattern, side).pattern
+    old, new = (each & masks.causal() if is_causal else each for each in (pattern, found))
+    assert computed(new, num_tokens, side) == computed(old, num_tokens, side)
+
+
+@given(dilated, both_sides, st.integers(1, 120), st.booleans())
+def test_segments_have_more_pairs(pattern, side, num_tokens, is_causal):
+    found = masks.snapped(pattern, side).pattern
+    assert (found.rate, found.offset, found.segment % found.rate) == (pattern.rate, pattern.offset, 0)
+    assert found.segment >= pattern.segment
+    old, new = (each & masks.causal() if is_causal else each for each in (pattern, found))
+    assert counts(new, num_tokens).sum() >= counts(old, num_tokens).sum()
+
+
+@given(dilated, both_sides, st.integers(1, 3), st.booleans())
+def test_whole_segments_waste_nothing(pattern, side, times, is_causal):
+    """In the order that the planner computes them in: the active tokens of a segment side by side."""
+    found = masks.snapped(pattern, side).pattern
+    num_tokens = times * found.segment
+    old, new = (each & masks.causal() if is_causal else each for each in (pattern, found))
+    of_old, of_new = (computed(each, num_tokens, side, compact=True) for each in (old, new))
+    useful = [int(counts(each, num_tokens).sum()) for each in (old, new)]
+    assert of_new * useful[0] <= of_old * useful[1]
+    assert is_causal or of_new == useful[1]
+    assert pattern.rate > 1 or is_causal or computed(new, num_tokens, side) == useful[1]
+
+
+@given(blocks_of_windows, both_sides, st.integers(1, 80), st.integers(1, 5))
+def test_whole_blocks_have_more_pairs_and_waste_nothing(pattern, side, num_tokens, times):
+    found = masks.snapped(pattern, side).pattern
+    assert counts(found, num_tokens).sum() >= counts(pattern, num_tokens).sum()
+    whole = times * found.block
+    assert computed(found, whole, side) == counts(found, whole).sum()
+
+
+@given(grammar(HEADS).patterns(), sides)
+def test_any_pattern_is_taken(twin, side):
+    """What is changed is named, and so is what is left; a second time nothing is changed."""
+    try:
+        found = masks.snapped(twin.pattern, side)
+    except ValueError as error:
+        if "a block_list names blocks of its own" not in str(error):
+            raise
+        return
+    changed = [line for line in found.changes if "->" in line]
+    assert bool(changed) == (found.pattern != twin.pattern)
+    assert [line for line in masks.snapped(found.pattern, side).changes if "->" in line] == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "side", "expected"),
+    [
+        (masks.local_window(left=1000, right=0), 128, masks.local_window(left=1023, right=0)),
+        (masks.local_window(left=1024, right=128), 128, masks.local_window(left=1024, right=128)),
+        (masks.local_window(left=1, right=65), (64, 128), masks.local_window(left=63, right=127)),
+        (masks.chunked(100), 64, masks.chunked(128)),
+        (masks.chunked(100), (64, 96), masks.chunked(192)),
+        (masks.dilated(2048, 4, 1), 128, masks.dilated(2048, 4, 1)),
+        (masks.longnet((500, 3000), (1, 4)) & masks.causal(), 128, masks.longnet((512, 3072), (1, 4)) & masks.causal()),
+        (masks.blockwise(masks.causal(), 48), 64, masks.blockwise(masks.causal(), 64)),
+        (masks.every() & masks.causal(), 64, masks.every() & masks.causal()),
+        (masks.block_list([[0]], block=32), 64, masks.block_list([[0]], block=32)),
+        (masks.block_list([[0]], block=192), 64, masks.block_list([[0]], block=192)),
+        (masks.chunked(100).per_document("ids"), 64, masks.chunked(128).per_document("ids")),
+    ],
+    ids=repr,
+)
+def test_what_becomes_of_each(pattern, side, expected):
+    assert masks.snapped(pattern, side).pattern == expected
+
+
+def test_what_was_done_is_told():
+    pattern = (masks.local_window(left=100, right=0) | masks.first_tokens(4) | ~masks.local_window(left=9, right=9)) & (
+        masks.causal()
+    )
+    assert masks.snapped(pattern, 64).changes == (
+        "local_window(left=100, right=0) -> local_window(left=127, right=0)",
+        "first_tokens(4) is left as it is: there is no rule for it",
+        "~local_window(left=9, right=9) is left as it is: more pairs inside of a complement would be fewer outside",
+    )
+    uneven = masks.snapped(masks.dilated(10, 4) + masks.longnet((16,), (2,), padding="zeros"), 64)
+    assert uneven.pattern == masks.dilated(10, 4) + masks.longnet((16,), (2,), padding="zeros")
+    assert len(uneven.changes) == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_tokens"),
+    [
+        (masks.local_window(left=1000, right=0), 16384),
+        (masks.local_window(left=300, right=300), 10000),
+        (masks.chunked(1000) & masks.causal(), 16384),
+        (masks.longnet((1000, 4000, 12000), (1, 4, 12)), 24576),
+        (masks.blockwise(masks.local_window(left=3, right=3), 100), 16384),
+    ],
+    ids=repr,
+)
+def test_plans_of_real_sizes_waste_no_more(pattern, num_tokens):
+    old, new = (
+        masks.describe(each, num_tokens, num_heads=4) for each in (pattern, masks.snapped(pattern, 128).pattern)
+    )
+    assert new.useful_pairs >= old.useful_pairs
+    assert new.waste <= old.waste
+
+
+@pytest.mark.parametrize(
+    ("pattern", "block", "error", "message"),
+    [
+        ("causal()", 64, TypeError, "pattern must be a pattern or mixture"),
+        (masks.causal(), 0, ValueError, "block_size must be at least 1"),
+        (
+            masks.block_list([[0]], block=48),
+            64,
+            ValueError,
+            r"whose side divides .* \(64, 64\).*got block=48",
+        ),
+        (masks.block_list([[0]], block=64), (64, 48), ValueError, r"\(64, 48\), or is a multiple of them"),
+        (masks.chunked(2**31 - 1), 128, ValueError, "segment must be at most 2147483647"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(pattern, block, error, message):
+    with pytest.raises(error, match=message):
+        masks.snapped(pattern, block)

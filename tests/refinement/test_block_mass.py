@@ -1,0 +1,249 @@
+"""block_mass and pooled_scores: sums and means of dense float64 attention over blocks, for whatever is drawn."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.refinement import _block_mass
+from tests.support.run_time_strategies import packed_cases
+from tests.support.strategies import block_sides, cases, tensors, whole_cases
+
+
+def shares(q, k, counts, scale=None, sinks=None):
+    """(B, H, N, M): the softmax weight of each pair times its count, and the lse, in float64."""
+    q, k = q.detach().double(), k.detach().double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale) + counts.double().log()
+    lse = scores.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double()[:, None])
+    weights = (scores - lse[..., None]).exp()
+    return torch.where(counts > 0, weights, 0.0), lse
+
+
+def by_block(weights, lse, sides, q_offset=0, k_offset=0):
+    """(H, R, C): the mean over the rows of a block whose lse is above -inf, block by block and row by row."""
+    (q_side, k_side), (_, H, N, M) = sides, weights.shape
+    first = q_offset // q_side, k_offset // k_side
+    rows, columns = (q_offset + N - 1) // q_side + 1 - first[0], (k_offset + M - 1) // k_side + 1 - first[1]
+    mass = torch.zeros(H, rows, columns, dtype=torch.float64)
+    for head in range(H):
+        for row in range(rows):
+            here = [i for i in range(N) if (q_offset + i) // q_side - first[0] == row]
+            seen = [(b, i) for b in range(len(lse)) for i in here if lse[b, head, i] > -torch.inf]
+            for column in range(columns):
+                keys = [j for j in range(M) if (k_offset + j) // k_side - first[1] == column]
+                total = sum(weights[b, head, i, keys].sum() for b, i in seen)
+                mass[head, row, column] = total / max(1, len(seen))
+    return mass
+
+
+both_sides = st.one_of(block_sides, st.tuples(block_sides, block_sides))
+
+
+def pair(side):
+    return side if isinstance(side, tuple) else (side, side)
+
+
+@given(cases(max_heads=3, largest=24), st.data(), both_sides, st.sampled_from([None, 0.3, 0.0, -0.7]))
+def test_sums_of_dense_attention(case, data, side, scale):
+    """Any pattern, mixtures too; grouped heads, ragged ends, offsets, some of all heads."""
+    q, k, _ = data.draw(tensors(case))
+    weights, lse = shares(q, k, case.counts(), scale)
+    mass = fd.block_mass(q, k, lse, case.twin.pattern, block=side, scale=scale, enable_gqa=True, **case.sizes)
+    assert mass.dtype == torch.float64
+    assert not mass.requires_grad
+    expected = by_block(weights, lse, pair(side), case.q_offset, case.k_offset)
+    torch.testing.assert_close(mass, expected, rtol=1e-9, atol=1e-12)
+
+
+@given(packed_cases(largest=20), st.data(), both_sides)
+def test_documents_by_batch_entry(case, data, side):
+    q, k, _ = data.draw(tensors(case, batch=case.batch))
+    weights, lse = shares(q, k, case.counts)
+    mass = fd.block_mass(q, k, lse, case.pattern, block=side, enable_gqa=True, **case.offsets)
+    torch.testing.assert_close(mass, by_block(weights, lse, pair(side), **case.offsets), rtol=1e-9, atol=1e-12)
+
+
+@given(whole_cases(largest=24), st.data(), both_sides)
+def test_what_sinks_take_is_missing(case, data, side):
+    q, k, v = data.draw(tensors(case))
+    sinks = torch.linspace(-1.0, 2.0, case.num_heads, dtype=q.dtype)
+    _, lse = fd.attend(q, k, v, case.twin.pattern, enable_gqa=True, sinks=sinks, return_lse=True)
+    mass = fd.block_mass(q, k, lse, case.twin.pattern, block=side, enable_gqa=True)
+    weights, expected_lse = shares(q, k, case.counts(), sinks=sinks)
+    torch.testing.assert_close(mass, by_block(weights, expected_lse, pair(side)), rtol=1e-8, atol=1e-10)
+    assert bool((mass.sum(-1) < 1).all())
+
+
+@given(whole_cases(largest=24), st.data(), block_sides, st.integers(1, 400))
+def test_portions_change_nothing(case, data, side, cells):
+    """However few pairs are computed at once, down to one query at a time."""
+    q, k, _ = data.draw(tensors(case))
+    weights, lse = shares(q, k, case.counts())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_block_mass, "_CELLS", cells)
+        mass = fd.block_mass(q, k, lse, case.twin.pattern, block=side, enable_gqa=True)
+    torch.testing.assert_close(mass, by_block(weights, lse, (side, side)), rtol=1e-9, atol=1e-12)
+
+
+def drawn(num_heads=4, num_tokens=50, dtype=torch.float64):
+    torch.manual_seed(5)
+    return torch.randn(3, 2, num_heads, num_tokens, 8, dtype=dtype)
+
+
+PATTERN = (masks.longnet((16, 32), (1, 2)) & masks.causal()) + masks.first_tokens(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_add_up_to_one_in_every_dtype(dtype):
+    q, k, v = drawn(dtype=dtype)
+    _, lse = fd.attend(q, k, v, PATTERN, return_lse=True)
+    mass = fd.block_mass(q, k, lse, PATTERN, block=(8, 16))
+    assert mass.dtype == torch.float32
+    own = 1e-5 if dtype == torch.float32 else 1e-4  # the error of the kernels' lse
+    torch.testing.assert_close(mass.sum(-1), torch.ones(4, 7), rtol=0, atol=own)
+
+
+def test_parts_of_the_keys_stand_side_by_side():
+    """With the lse of all keys, each part is told what it got."""
+    q, k, v = drawn()
+    _, lse = fd.attend(q, k, v, PATTERN, return_lse=True)
+    whole = fd.block_mass(q, k, lse, PATTERN, block=8)
+    parts = [fd.block_mass(q, k[:, :, :24], lse, PATTERN, block=8)]
+    parts.append(fd.block_mass(q, k[:, :, 24:], lse, PATTERN, block=8, k_offset=24))
+    torch.testing.assert_close(torch.cat(parts, -1), whole)
+    later = fd.block_mass(q[:, :, 30:], k, lse[:, :, 30:], PATTERN, block=6, q_offset=30)
+    torch.testing.assert_close(later, fd.block_mass(q, k, lse, PATTERN, block=6)[:, 5:])
+
+
+def test_what_is_hidden_is_not_read():
+    """NaN in keys that nobody sees, and in queries that see nothing."""
+    q, k, v = drawn()
+    pattern = masks.local_window(left=5, right=0).after(9)
+    _, lse = fd.attend(q, k, v, pattern, return_lse=True)
+    clean = fd.block_mass(q, k, lse, pattern, block=7)
+    q[:, :, :9], k[:, :, :9] = torch.nan, torch.nan
+    assert torch.equal(fd.block_mass(q, k, lse, pattern, block=7), clean)
+    assert bool(clean.isfinite().all())
+
+
+def test_keys_that_only_earlier_queries_see_are_not_read():
+    """The block of the first query begins before it, where a query would see a key that none of these sees."""
+    q, k, v = drawn()
+    pattern = masks.local_window(left=1, right=0)
+    _, lse = fd.attend(q, k, v, pattern, return_lse=True, q_offset=5)
+    clean = fd.block_mass(q[:, :, :40], k, lse[:, :, :40], pattern, block=8, q_offset=5)
+    k[:, :, :4] = torch.nan
+    assert torch.equal(fd.block_mass(q[:, :, :40], k, lse[:, :, :40], pattern, block=8, q_offset=5), clean)
+    assert bool(clean.isfinite().all())
+
+
+def test_zero_keys_of_padding_take_their_share():
+    q, k, v = drawn()
+    padded = masks.longnet((16, 32), (1, 4), offsets="contiguous", padding="zeros")
+    _, lse = fd.attend(q, k, v, padded, return_lse=True)
+    mass = fd.block_mass(q, k, lse, padded, block=64)
+    own = fd.attend(q, k, v, padded.unpadded, return_lse=True)[1]
+    finite = own > -torch.inf
+    expected = torch.where(finite, (own - lse).exp(), 0.0).sum((0, 2)) / (lse > -torch.inf).sum((0, 2))
+    torch.testing.assert_close(mass[:, 0, 0], expected)
+    assert bool((mass < 1).all())
+
+
+def test_autocast_is_that_of_the_call():
+    q, k, v = drawn(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, lse = fd.attend(q, k, v, PATTERN, return_lse=True)
+        mass = fd.block_mass(q, k, lse, PATTERN, block=16)
+    rounded = fd.block_mass(q.bfloat16(), k.bfloat16(), lse, PATTERN, block=16)
+    assert torch.equal(mass, rounded)
+    assert not torch.equal(mass, fd.block_mass(q, k, lse, PATTERN, block=16))
+
+
+def test_lists_of_a_static_pattern_are_kept_and_forgotten_with_it():
+    q, k, v = drawn()
+    pattern = masks.local_window(left=11, right=3)
+    _, lse = fd.attend(q, k, v, pattern, return_lse=True)
+    masks.cache().clear()
+    fd.block_mass(q, k, lse, pattern, block=16)
+    held = masks.cache().stats()
+    fd.block_mass(q, k, lse, pattern, block=16)
+    assert masks.cache().stats().masters == held.masters
+    assert masks.cache().forget(pattern) == held.masters.entries == 1
+    documents = pattern & masks.documents(torch.arange(50) // 20)
+    _, lse = fd.attend(q, k, v, documents, return_lse=True)
+    before = masks.cache().stats().masters.entries
+    fd.block_mass(q, k, lse, documents, block=16)
+    assert masks.cache().stats().masters.entries == before
+
+
+@given(st.data(), both_sides, st.integers(1, 30), st.integers(1, 30), st.booleans())
+def test_pooled_scores_are_means_of_all_scores(data, side, queries, keys, with_lse):
+    seed, groups = data.draw(st.integers(0, 9)), data.draw(st.sampled_from([1, 2]))
+    torch.manual_seed(seed)
+    q, k = torch.randn(2, 2, queries, 3).double(), torch.randn(2, 2 // groups, keys, 3).double()
+    scores = 0.4 * q @ k.repeat_interleave(groups, 1).mT
+    lse = torch.where(torch.rand(2, 2, queries) < 0.3, -torch.inf, torch.randn(2, 2, queries).double())
+    given_lse = {"lse": lse} if with_lse else {}
+    found = fd.pooled_scores(q, k, block=side, scale=0.4, enable_gqa=True, **given_lse)
+    (q_side, k_side) = pair(side)
+    for head in range(2):
+        for row, column in torch.cartesian_prod(*map(torch.arange, found.shape[1:])).tolist():
+            rows = slice(row * q_side, (row + 1) * q_side)
+            means = scores[:, head, rows, column * k_side : (column + 1) * k_side].mean((1, 2))
+            if with_lse:
+                part = lse[:, head, rows]
+                held = part > -torch.inf
+                means = [m - p[h].mean() for m, p, h in zip(means, part, held, strict=True) if h.any()]
+            expected = sum(means) / len(means) if len(means) else torch.tensor(-torch.inf).double()
+            torch.testing.assert_close(found[head, row, column], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_pooled_scores_bound_the_mass_of_a_block():
+    """exp of the score, times the block's keys, is at most what the block gets (Jensen), and not much less."""
+    q, k, v = drawn()
+    for entry in (slice(0, 1), slice(1, 2), slice(None)):
+        _, lse = fd.attend(q[entry], k[entry], v[entry], masks.every(), return_lse=True)
+        mass = fd.block_mass(q[entry], k[entry], lse, masks.every(), block=10)
+        promised = fd.pooled_scores(q[entry], k[entry], lse=lse, block=10).exp() * 10
+        assert bool((promised <= mass).all())
+        assert bool((promised > mass / 10).all())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"lse": None}, TypeError, r"lse must be the tensor that attend\(..., return_lse=True\) gives; got NoneType"),
+        ({"lse": torch.zeros(2, 4, 49)}, ValueError, r"lse must have the shape \(2, 4, 50\)"),
+        ({"block": 0}, ValueError, "block_size must be at least 1"),
+        ({"block": (8, 8, 8)}, ValueError, r"block_size must be one side or \(query side, key side\)"),
+        ({"scale": float("inf")}, ValueError, "scale must be finite"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, error, message):
+    q, k, _ = drawn()
+    given = {"lse": torch.zeros(2, 4, 50), "block": 16} | change
+    lse = given.pop("lse")
+    with pytest.raises(error, match=message):
+        fd.block_mass(q, k, lse, PATTERN, **given)
+    if lse is not None:
+        with pytest.raises(error, match=message):
+            fd.pooled_scores(q, k, lse=lse, **given)
+
+
+def test_a_pattern_and_grouped_heads_are_asked_for():
+    q, k, _ = drawn()
+    with pytest.raises(TypeError, match="pattern must be a pattern or mixture"):
+        fd.block_mass(q, k, torch.zeros(2, 4, 50), "causal()", block=16)
+    with pytest.raises(ValueError, match="need enable_gqa=True"):
+        fd.pooled_scores(q, k[:, :2], block=16)
+    with pytest.raises(ValueError, match="bindings must name run-time tensors"):
+        fd.block_mass(q, k, torch.zeros(2, 4, 50), PATTERN, block=16, bindings={"ids": torch.zeros(50)})
+
+
+def test_without_tokens_there_is_nothing():
+    q = torch.zeros(2, 4, 0, 8)
+    assert fd.block_mass(q, q, q[..., 0], PATTERN, block=16).shape == (4, 0, 0)

@@ -1,0 +1,97 @@
+"""Schedules: monotone whole numbers of few values, and the formulas of their papers."""
+
+import math
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexdilated import schedules
+
+CURVES = {
+    "linear": lambda t: 1 - t,
+    "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
+    "cubic": lambda t: (1 - t) ** 3,
+}
+numbers = {
+    "start": st.integers(0, 300),
+    "end": st.integers(0, 300),
+    "steps": st.integers(1, 400),
+    "begin": st.integers(0, 50),
+    "widths": st.integers(2, 20),
+}
+drawn = st.builds(
+    lambda name, sizes: getattr(schedules, name)(**sizes), st.sampled_from([*CURVES]), st.fixed_dictionaries(numbers)
+)
+
+
+@given(drawn)
+def test_whole_numbers_that_never_go_back(schedule):
+    found = [schedule(step) for step in range(schedule.begin + schedule.steps + 10)]
+    assert all(type(value) is int for value in found)
+    assert found == sorted(found, reverse=schedule.end < schedule.start)
+    assert set(found[: schedule.begin + 1]) == {schedule.start}
+    assert set(found[schedule.begin + schedule.steps :]) == {schedule.end}
+    assert set(found) <= set(schedule.values)
+    assert len(schedule.values) == len(set(schedule.values)) <= schedule.widths
+    assert (schedule.values[0], schedule.values[-1]) == (schedule.start, schedule.end)
+    assert schedule(10**9) == schedule.end
+
+
+@given(drawn, st.integers(0, 500))
+def test_near_the_formula(schedule, step):
+    """Half a step between values, and half a unit of rounding, away from the published curve at most."""
+    time = min(max((step - schedule.begin) / schedule.steps, 0), 1)
+    exact = schedule.end + (schedule.start - schedule.end) * CURVES[schedule.curve](time)
+    apart = max(1.0, abs(schedule.end - schedule.start) / (schedule.widths - 1))
+    assert abs(schedule(step) - exact) <= apart / 2 + 0.5 + 1e-9
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize(("start", "end"), [(0, 60), (60, 0), (7, 9)])
+def test_the_formula_itself_where_every_whole_number_may_come(curve, start, end):
+    schedule = getattr(schedules, curve)(start, end, 100, begin=10, widths=61)
+    for step in range(130):
+        exact = end + (start - end) * CURVES[curve](min(max((step - 10) / 100, 0), 1))
+        assert abs(schedule(step) - exact) <= 0.5 + 1e-9
+
+
+@given(drawn, st.integers(0, 500))
+def test_a_resumed_run_finds_the_same(schedule, step):
+    again = pickle.loads(pickle.dumps(schedule))
+    assert again == schedule
+    assert hash(again) == hash(schedule)
+    assert again(step) == schedule(step)
+
+
+def test_as_many_values_as_were_asked_for():
+    for curve in CURVES:
+        schedule = getattr(schedules, curve)(64, 8, 1000)
+        assert len({schedule(step) for step in range(1001)}) == len(schedule.values) == 8
+    assert schedules.linear(3, 6, 100, widths=50).values == (3, 4, 5, 6)
+    assert schedules.linear(5, 5, 100).values == (5,)
+    assert schedules.cubic(8, 64, 100)(10) > schedules.linear(8, 64, 100)(10) > schedules.cosine(8, 64, 100)(10)
+
+
+@pytest.mark.parametrize("make", [schedules.linear, schedules.cosine, schedules.cubic])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"start": -1}, ValueError, "start must be at least 0"),
+        ({"end": 1.5}, TypeError, "end must be an integer"),
+        ({"steps": 0}, ValueError, "steps must be at least 1"),
+        ({"begin": -1}, ValueError, "begin must be at least 0"),
+        ({"widths": 1}, ValueError, "widths must be at least 2"),
+    ],
+)
+def test_other_numbers_are_refused(make, change, error, message):
+    with pytest.raises(error, match=message):
+        make(**{"start": 8, "end": 2, "steps": 10, **change})
+
+
+def test_a_step_is_a_whole_number():
+    with pytest.raises(TypeError, match="step must be an integer"):
+        schedules.linear(8, 2, 10)(0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="curve must be one of 'linear', 'cosine', 'cubic'"):
+        schedules.Schedule("square", 8, 2, 10)
