@@ -16,8 +16,9 @@ from bench._catalogue import ENTRIES
 from flexdilated.distributed import Sharding
 from flexdilated.engines import PlacedCall
 from flexdilated.masks.orders import Placement
-from tests.interpreted.cases import CATALOGUE, FEATURES, KINDS, Case, blocks, in_graph, results, shares
+from tests.interpreted.cases import KINDS, Case, blocks, in_graph, results, shares
 from tests.interpreted.emulated_cuda import CALLED, is_template, require
+from tests.interpreted.listed_cases import CATALOGUE, FEATURES
 from tests.interpreted.traffic import counted
 from tests.support import oracle
 from tests.support.agreement import gradients
@@ -38,6 +39,7 @@ QUICK = {
     "rows without keys, sinks, in a graph",
     "residue order, score_mod and sinks, eager",
     "documents of each batch entry, grouped, score_mod and sinks, in a graph",
+    "blocks of 64 queries, in documents, sinks, in a graph",
     "one query, eager",
     "heads of 128, float32, in a graph",
 }

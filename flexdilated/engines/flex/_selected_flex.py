@@ -209,8 +209,8 @@ class Places(NamedTuple):
     and number: each block's tiles.
     """
 
-    place: Int64[Tensor, "B H RW"]
-    pair: Int64[Tensor, "B H P"]
+    place: Int32[Tensor, "B H RW"]
+    pair: Int32[Tensor, "B H P"]
     block: Int64[Tensor, "B H S"]
     begin: Int64[Tensor, "B H C"]
     number: Int64[Tensor, "B H C"]
@@ -220,17 +220,20 @@ def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], block
     lead, pairs, device = block.shape[:2], block.shape[2], block.device
     block = torch.where(named, block, blocks)
     ordered, order = block.sort(dim=-1, stable=True)
-    ones = torch.ones_like(block)
-    counts = torch.zeros(*lead, blocks + 1, dtype=torch.int64, device=device).scatter_add(2, block, ones)
-    number = (counts[..., :blocks] + height - 1) // height
+    numbers = torch.arange(blocks + 1, device=device).expand(*lead, -1).contiguous()
+    before = torch.searchsorted(ordered, numbers)  # pairs of smaller blocks
+    number = (before.diff(dim=-1) + height - 1) // height
     end = number.cumsum(-1)
     begin, tiles = end - number, -(-pairs // height) + blocks
-    rank = torch.arange(pairs, device=device) - (counts.cumsum(-1) - counts).gather(2, ordered)
+    rank = torch.arange(pairs, device=device) - before.gather(2, ordered)
     # Those that name nothing share one place more, behind all others.
     first = pad(begin * height, (0, 1), value=0).gather(2, ordered)
     there = torch.where(ordered < blocks, first + rank, tiles * height)
-    place = torch.empty_like(there).scatter(2, order, torch.where(ordered < blocks, there, -1))
-    pair = torch.full((*lead, tiles * height + 1), -1, device=device).scatter(2, there, order)[..., : tiles * height]
+    # Of 32 bits: inductor leaves scatters of 64 to another kernel.
+    place = torch.full(there.shape, -1, dtype=torch.int32, device=device)
+    place = place.scatter(2, order, torch.where(ordered < blocks, there, -1).int())
+    pair = torch.full((*lead, tiles * height + 1), -1, dtype=torch.int32, device=device)
+    pair = pair.scatter(2, there, order.int())[..., : tiles * height]
     wanted = torch.arange(tiles, device=device).expand(*lead, tiles).contiguous()
     return Places(place, pair, torch.searchsorted(end, wanted, right=True), begin, number)
 
