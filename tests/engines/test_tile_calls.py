@@ -61,7 +61,7 @@ def test_attend_is_the_oracle_within_any_limits(data, sides, limit):
 def calls_of(pattern: masks.Pattern, num_tokens: int, side: int, *, heads: int = 1, rate: int = 1) -> Calls:
     bound = pattern.bind(num_heads=heads, num_queries=num_tokens, num_keys=num_tokens)
     (term,) = shared_terms(bound.pattern, 1, bound, rate)
-    return plan_calls(term.table_rule(), term.blocks(side, side))
+    return plan_calls(term, term.blocks(side, side))
 
 
 def slots(some: Stretches, num_slots: int) -> torch.Tensor:

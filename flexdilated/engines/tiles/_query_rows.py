@@ -1,4 +1,4 @@
-"""Queries that each name their own blocks of keys: gathered query by query, or grouped by the block they name."""
+"""Rows of queries and the blocks of keys that they name: gathered row by row, or queries grouped by block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from math import lcm
 
 import torch
-from jaxtyping import Bool, Float, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -23,6 +23,7 @@ from ._tile_blocks import GATHERED_BYTES
 # X sets of g query heads, those that share a table and a key/value head
 # n problems: Q queries, g rows each, over L blocks
 
+_MANY_QUERIES = 16  # of a row, from which it is computed by itself
 _FEW_QUERIES = 16  # up to which, and of blocks with so few keys, nothing is gained by grouping
 _FEW_KEYS = 8
 _MOST_ROWS = 128  # of a problem
@@ -30,6 +31,9 @@ _PARTS_BYTES = 128 << 20  # of results that wait to be joined
 _CELLS = 1 << 18  # pairs evaluated at once
 
 _Blocks = tuple[Float[Tensor, "G C K D"], Float[Tensor, "G C K D"]]
+# Sets that do the same; queries, blocks and places of problems; 2 where a query sees a whole block, 1 where it may see
+# some of it, 0 where there is none, or None where all are seen.
+_Calls = tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +51,23 @@ class Problems:
     shown: Bool[Tensor, "n Q LK"] | None
 
     def rows(self, x: Shaped[Tensor, "X N g ..."]) -> Shaped[Tensor, "n 1 Qg ..."]:
-        return x[self.set[:, None], self.query].flatten(1, 2).unsqueeze(1)
+        return picked(x, self.set[:, None] * x.shape[1] + self.query)
+
+    def places(self, begin: Int64[Tensor, " n"], index: Int64[Tensor, "n Q"]) -> tuple[Tensor, Tensor | slice]:
+        """(what each problem's index is from its beginning on, which of all queries), of queries that there are."""
+        place = (begin[:, None] + index).flatten()
+        if int(self.place.min()) >= 0:
+            return place, slice(None)
+        there = (self.place >= 0).flatten()
+        return place[there], there
 
     def mask(self, groups: int, dtype: torch.dtype) -> Float[Tensor, "n 1 Qg LK"] | None:
         return None if self.shown is None else added(self.shown, dtype).repeat_interleave(groups, 1).unsqueeze(1)
 
     def clear_rows(self, x: Shaped[Tensor, "n 1 Qg ..."], groups: int, value: float) -> Tensor:
         """x with a value in rows that see nothing here, or are none."""
+        if self.shown is None and int(self.place.min()) >= 0:
+            return x
         blind = self.place < 0 if self.shown is None else (self.place < 0) | ~self.shown.any(2)
         return x.masked_fill(
             blind.repeat_interleave(groups, 1)[:, None].view(*x.shape[:3], *[1] * (x.dim() - 3)), value
@@ -66,7 +80,7 @@ class Problems:
 
 @dataclass(frozen=True, eq=False)
 class QueryRows:
-    """The listed blocks of a call, a row for each query."""
+    """The listed blocks of a call, ready to run."""
 
     listed: Listed
 
@@ -91,10 +105,9 @@ class QueryRows:
             )
             for each in self._problems(sets, queries, rows):
                 found, found_lse = self._attend(each, rows, blocks, scale)
-                there = each.place >= 0
-                place = (((each.set - sets.start)[:, None] * len(queries) * entries) + each.place)[there]
-                parts.flatten(0, 2)[place] = found[there].to(wide)
-                lses.flatten(0, 2)[place] = found_lse[there].to(wide)
+                place, there = each.places((each.set - sets.start) * len(queries) * entries, each.place)
+                parts.flatten(0, 2)[place] = found.flatten(0, 1)[there].to(wide)
+                lses.flatten(0, 2)[place] = found_lse.flatten(0, 1)[there].to(wide)
             some = slice(queries.start, queries.stop)
             out[sets.start : sets.stop, some], lse[sets.start : sets.stop, some] = _joined(parts, lses)
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
@@ -136,10 +149,9 @@ class QueryRows:
                 total = each.clear_rows(each.rows(sums), groups, torch.inf)
                 mask = each.mask(groups, own.dtype)
                 found = flash_backward(grad, own, keys, values, result, total, scale=scale, mask=mask)
-                there = each.place >= 0
-                place = (each.set[:, None] * rows.shape[1] + each.query)[there]
+                place, there = each.places(each.set * rows.shape[1], each.query)
                 of_rows = found[0].view(*each.query.shape, groups, -1)
-                dq.flatten(0, 1).index_add_(0, place, of_rows[there].to(wide))
+                dq.flatten(0, 1).index_add_(0, place, of_rows.flatten(0, 1)[there].to(wide))
                 at = (self._key_head(each.set)[:, None] * blocks[0].shape[1] + each.block).flatten()
                 for total_grad, part in zip((dk, dv), found[1:], strict=True):
                     part = each.clear_keys(part).reshape(len(at), *blocks[0].shape[2:])
@@ -148,10 +160,17 @@ class QueryRows:
         dk, dv = (x.flatten(1, 2)[:, :tokens] for x in (dk, dv))
         return dq.transpose(1, 2).flatten(0, 1), dk, dv
 
-    @property
+    @cached_property
+    def _unit(self) -> int:
+        """Queries that share a row, and are computed together."""
+        side = self.listed.block[0]
+        return side if side >= _MANY_QUERIES and self.listed.key.q_offset % side == 0 else 1
+
+    @cached_property
     def _gathers(self) -> bool:
-        """Whether keys are gathered query by query."""
-        return self.listed.key.num_queries <= _FEW_QUERIES or self.listed.block[1] <= _FEW_KEYS
+        """Whether keys are gathered row by row."""
+        few = self.listed.key.num_queries <= _FEW_QUERIES or self.listed.block[1] <= _FEW_KEYS
+        return few or self._unit > 1
 
     @cached_property
     def _num_sets(self) -> int:
@@ -161,15 +180,15 @@ class QueryRows:
         return sets * self.listed.key.num_kv_heads // self._num_sets
 
     def _keys(self, each: Problems, x: Float[Tensor, "G C K D"]) -> Float[Tensor, "n 1 LK D"]:
-        return x[self._key_head(each.set)[:, None], each.block].flatten(1, 2).unsqueeze(1)
+        return picked(x, self._key_head(each.set)[:, None] * x.shape[1] + each.block)
 
     def _by_set(self, x: Shaped[Tensor, "H N ..."]) -> Shaped[Tensor, "X N g ..."]:
-        return x.unflatten(0, (self._num_sets, -1)).transpose(1, 2)
+        return x.unflatten(0, (self._num_sets, -1)).transpose(1, 2).contiguous()
 
     def _by_block(self, x: Float[Tensor, "G M D"]) -> Float[Tensor, "G C K D"]:
         side = self.listed.block[1]
         missing = -x.shape[1] % side
-        return (pad(x, (0, 0, 0, missing)) if missing else x).unflatten(1, (-1, side))
+        return (pad(x, (0, 0, 0, missing)) if missing else x).unflatten(1, (-1, side)).contiguous()
 
     @cached_property
     def _row_of_query(self) -> Int64[Tensor, " N"]:
@@ -186,40 +205,50 @@ class QueryRows:
         return self.listed.full & ((self._columns + 1) * self.listed.block[1] <= self.listed.key.num_keys)
 
     def _portions(self, rows: Float[Tensor, "X N g D"]) -> Iterator[tuple[range, range]]:
-        """(sets that share a table, queries), so that what waits to be joined is bounded."""
-        sets, queries = self._num_sets // self.listed.num_tables, rows.shape[1]
-        entries = 1 if self._gathers else self._columns.shape[2]
-        at_once = max(_MOST_ROWS, _PARTS_BYTES // (4 * sets * rows.shape[2] * rows.shape[3] * entries))
-        for table in range(self.listed.num_tables):
+        """(sets, queries) whose results wait to be joined: those that share a table, and so many that these are few."""
+        queries = rows.shape[1]
+        if self._gathers:
+            yield range(self._num_sets), range(queries)
+            return
+        sets = self._num_sets // self.listed.num_tables
+        numbers = sets * rows.shape[2] * rows.shape[3] * self._columns.shape[2]
+        at_once = max(_MOST_ROWS, _PARTS_BYTES // (4 * numbers))
+        for first in range(0, self._num_sets, sets):
             for begin in range(0, queries, at_once):
-                yield range(table * sets, (table + 1) * sets), range(begin, min(begin + at_once, queries))
+                yield range(first, first + sets), range(begin, min(begin + at_once, queries))
 
     def _problems(self, sets: range, queries: range, rows: Float[Tensor, "X N g D"]) -> Iterator[Problems]:
-        """The calls of some queries of the sets that share a table."""
-        table, row = sets.start // len(sets), self._row_of_query[queries.start : queries.stop]
-        column, whole = self._columns[table, row], self._whole[table, row]
-        make = self._one_by_one if self._gathers else self._grouped
-        for query, block, place, seen in make(column, whole):
+        """The calls of some queries of some sets."""
+        for owners, query, block, place, seen in self._gathered() if self._gathers else self._grouped(sets, queries):
             bytes_each = block.shape[1] * self.listed.block[1] * (2 * rows.shape[3] + query.shape[1] * rows.shape[2])
             at_once = max(1, GATHERED_BYTES // (bytes_each * rows.element_size()))
             for begin in range(0, len(query), at_once):
                 some = slice(begin, begin + at_once)
-                own = query[some] + queries.start
-                shown = None if seen is None else self._shown(table, own, block[some], seen[some])
-                for each in sets:
-                    owner = torch.full((len(own),), each)
-                    yield Problems(owner, own, block[some], place[some], shown)
+                shown = None if seen is None else self._shown(owners[0][some], query[some], block[some], seen[some])
+                for owner in owners:
+                    yield Problems(owner[some], query[some], block[some], place[some], shown)
 
-    def _one_by_one(self, column: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-        """(queries, blocks, places, 2 where a query sees a whole block, 1 where it may see some of it) of problems."""
-        query = torch.arange(len(column))[:, None]
-        seen = None if bool(whole.all()) else ((column >= 0).byte() + whole.byte())[:, None]
-        yield query, column.clamp(min=0), query, seen
+    def _gathered(self) -> Iterator[_Calls]:
+        """Each row over its blocks: those that see them whole, and others."""
+        tables = torch.arange(self._num_sets) * self.listed.num_tables // self._num_sets
+        row = self._row_of_query[:: self._unit]
+        query = torch.arange(len(row))[:, None] * self._unit + torch.arange(self._unit)
+        place = torch.where(query < self.listed.key.num_queries, query, -1)
+        plain = self._whole.all(2)[tables][:, row]
+        for which in (plain, ~plain):
+            owner, at = which.nonzero().unbind(1)
+            if not len(owner):
+                continue
+            column, whole = (x[tables[owner], row[at]] for x in (self._columns, self._whole))
+            seen = None if which is plain else ((column >= 0).byte() + whole.byte())[:, None].expand(-1, self._unit, -1)
+            yield [owner], place[at].clamp(min=0), column.clamp(min=0), place[at], seen
 
-    def _grouped(self, column: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-        """The same: queries that see one block whole, and those that see it in part."""
+    def _grouped(self, sets: range, queries: range) -> Iterator[_Calls]:
+        """Queries that name a block, over it: those that see it whole, and those that see it in part."""
+        table, row = sets.start // len(sets), self._row_of_query[queries.start : queries.stop]
+        column, whole = self._columns[table, row], self._whole[table, row]
         there = column >= 0
-        for which, kind in ((there & whole, 2), (there & ~whole, 1)):
+        for which in (there & whole, there & ~whole):
             pairs = which.flatten().nonzero().squeeze(1)
             if not len(pairs):
                 continue
@@ -232,24 +261,35 @@ class QueryRows:
             place = torch.full((int(tiles.sum()) * height,), -1)
             place[before + inside] = pairs[order]
             place = place.view(-1, height)
-            query = place.clamp(min=0) // column.shape[1]
-            seen = None if kind == 2 else (place >= 0).byte()[..., None]
-            yield query, block.repeat_interleave(tiles)[:, None], place, seen
+            query = queries.start + place.clamp(min=0) // column.shape[1]
+            seen = None if bool(whole.flatten()[pairs[0]]) else (place >= 0).byte()[..., None]
+            owners = [torch.full((len(query),), each) for each in sets]
+            yield owners, query, block.repeat_interleave(tiles)[:, None], place, seen
 
     def _shown(
-        self, table: int, query: Int64[Tensor, "n Q"], block: Int64[Tensor, "n L"], seen: Int64[Tensor, "n Q L"]
+        self,
+        owner: Int64[Tensor, " n"],
+        query: Int64[Tensor, "n Q"],
+        block: Int64[Tensor, "n L"],
+        seen: UInt8[Tensor, "n Q L"],
     ) -> Bool[Tensor, "n Q LK"]:
         key, side = self.listed.key, self.listed.block[1]
         shown = (seen == 2)[..., None].repeat(1, 1, 1, side)
-        doubtful = (seen == 1).nonzero()
-        head = torch.tensor(table * (key.num_heads // self.listed.num_tables) + key.head_offset)
-        for problem, row, entry in (some.unbind(1) for some in doubtful.split(max(1, _CELLS // side))):
+        heads = owner * self.listed.num_tables // self._num_sets * (key.num_heads // self.listed.num_tables)
+        for some in (seen == 1).nonzero().split(max(1, _CELLS // side)):
+            problem, row, entry = some.unbind(1)
             keys = block[problem, entry][:, None] * side + torch.arange(side)
-            inside = keys < key.num_keys
             at = query[problem, row][:, None] + key.q_offset, keys.clamp(max=key.num_keys - 1) + key.k_offset
-            allowed = allowed_pairs(self.listed.rule, key.num_heads_global, head.expand(len(keys), 1), *at)
-            shown[problem, row, entry] = allowed & inside
+            head = heads[problem][:, None] + key.head_offset
+            allowed = allowed_pairs(self.listed.rule, key.num_heads_global, head, *at)
+            shown[problem, row, entry] = allowed & (keys < key.num_keys)
         return shown.flatten(2)
+
+
+def picked(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[Tensor, "n 1 ..."]:
+    """What is listed for each problem, one after the other: index counts over the first two dims."""
+    found = x.flatten(0, 1).index_select(0, index.flatten())
+    return found.unflatten(0, index.shape).flatten(1, 2).unsqueeze(1)
 
 
 def _joined(

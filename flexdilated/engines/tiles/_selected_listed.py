@@ -53,13 +53,6 @@ class Listed:
     def num_tables(self) -> int:
         return len(self.column)
 
-    def sorted(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(table, row, column, whole and full) of all blocks, in this order."""
-        table, row, place = (self.column >= 0).nonzero().unbind(1)
-        column, full = self.column[table, row, place], self.full[table, row, place]
-        whole = (row + 1) * self.block[0] <= self.key.num_queries
-        return table, row, column, full & whole & ((column + 1) * self.block[1] <= self.key.num_keys)
-
 
 def _within(begin: Tensor, length: int, first: int, number: int) -> tuple[Tensor, Tensor]:
     """(first, how many) of the positions from `begin` on that lie among `number` from `first` on."""

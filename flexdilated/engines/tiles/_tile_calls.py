@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...masks.blocks import Blocks, Places, Rule, evaluate
+from ...masks.planning import Term
 from .._distinct_masks import added, distinct_masks, random_numbers
 from .._operands import Hidden, hidden_slots
 
@@ -179,8 +180,9 @@ class Calls:
         return torch.cat(list(evaluate(self.rule, places, self.shape)))
 
 
-def plan_calls(rule: Rule, blocks: Blocks) -> Calls:
-    """The calls that compute a rule's block lists, with the masks of its partial blocks."""
+def plan_calls(term: Term, blocks: Blocks) -> Calls:
+    """The calls that compute a term's block lists, with the masks of its partial blocks."""
+    rule = term.table_rule()
     ids, masks = distinct_masks(rule, blocks)
     lists = _join_rows(_lists(blocks, ids, told_apart=masks is not None), blocks)
     calls = list(_grouped(lists, blocks, ids))

@@ -139,7 +139,7 @@ def _calls(term: Term, block_size: tuple[int, ...]) -> Calls:
     q_block, k_block = block_size or (term.block_side, term.block_side)
     return cache().get(
         ("calls", alike, q_block, k_block),
-        lambda: plan_calls(alike.table_rule(), alike.blocks(q_block, k_block)),
+        lambda: plan_calls(alike, alike.blocks(q_block, k_block)),
         lambda calls: calls.nbytes,
     )
 

@@ -34,7 +34,7 @@ from .._tuned import chosen
 from ..rows._row_attention import Part, row_backward, row_forward
 from ..rows._row_parts import parts_of_call, takes_rows
 from ._query_rows import QueryRows
-from ._selected import selected_programs
+from ._selected import selected_rows
 from ._tiles import Entries, Packed, Program, Some, as_given, make_program, rows_of, run_backward, run_forward
 
 _Parts = tuple[Part, ...]
@@ -122,7 +122,7 @@ def _selected_attention(
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the blocks that a table names, joined with what the pattern allows without it."""
-    chosen = _by_entry(selected_programs(key, selection, bindings, q.shape[0]))
+    chosen = _by_entry(selected_rows(key, selection, bindings, q.shape[0]))
     out, lse = _run(chosen, q, k, v, None, scale, wide=True)
     if selection.others is not None:
         others, needed = without_table(key, selection, bindings)
@@ -203,7 +203,7 @@ def gradients(
     selection = selection_in(key)
     if selection is None:
         return _run_backward(_programs_for(key, bindings, q), q, k, v, whole, scale, wide=wide)
-    chosen = _by_entry(selected_programs(key, selection, bindings, q.shape[0]))
+    chosen = _by_entry(selected_rows(key, selection, bindings, q.shape[0]))
     found = _run_backward(chosen, q, k, v, whole, scale, wide=True)
     if selection.others is not None:
         others, needed = without_table(key, selection, bindings)

@@ -138,10 +138,9 @@ class Term:
     def table_rule(self) -> Rule:
         """The rule over slots, once a table."""
         tables = self.tables()
-        return self.slot_rule(tuple(tables.index(table) for table in range(max(tables) + 1)))
+        return self._slot_rule(tuple(tables.index(table) for table in range(max(tables) + 1)))
 
-    def slot_rule(self, distinct: tuple[int, ...]) -> Rule:
-        """The rule over slots, a table for each of these heads, by their number in the term."""
+    def _slot_rule(self, distinct: tuple[int, ...]) -> Rule:
         heads = tuple(self.heads[index] + self.head_offset for index in distinct)
         pattern, q = self.q.in_pieces(self.rule, self.q_offset)
         _, k = self.k.in_pieces(self.rule, self.k_offset)
