@@ -20,6 +20,7 @@ from . import (
     planning,
     ranks,
     roofline,
+    selection,
     sharding,
 )
 from ._machine import conditions
@@ -28,7 +29,7 @@ from ._processes import DiedApart, run_apart
 
 # In the order in which they are measured and shown; importing a subject has registered its measures.
 _SUBJECTS = (
-    *(attention, block_masks, planning, decoding, models, packing, compiling, memory),
+    *(attention, selection, block_masks, planning, decoding, models, packing, compiling, memory),
     *(sharding, ranks, buffers, catalogue, roofline, claims),
 )
 MEASURES: dict[str, Measure] = {
