@@ -155,10 +155,14 @@ SAME = {
         q_offset=20,
     ),
     "vsa": Pair(
-        masks.block_list(TILES.tolist(), block=8), gym.generate_vsa_mask_mod(TILES[None], 8), ((40, 40),), num_heads=2
+        masks.selected_blocks(TILES[None], block=8, most=TILES.shape[-1]),
+        gym.generate_vsa_mask_mod(TILES[None], 8),
+        ((40, 40),),
+        num_heads=2,
     ),
     "vsa with padded tiles": Pair(
-        masks.block_list(TILES.tolist(), block=8) & masks.visible_keys(torch.arange(40) % 8 < 5),
+        masks.selected_blocks(TILES[None], block=8, most=TILES.shape[-1])
+        & masks.visible_keys(torch.arange(40) % 8 < 5),
         gym.generate_vsa_mask_mod(TILES[None], 8, torch.full((5,), 5)),
         ((40, 40),),
         num_heads=2,
