@@ -101,7 +101,7 @@ def test_parts_are_the_whole(monkeypatch, limit):
     monkeypatch.setattr(_flex_op, "_flex", stand_in)
     monkeypatch.setattr(_flex_op, "MOST_ELEMENTS", limit * B * (H // G) * N * D)
     elsewhere = SimpleNamespace(device=torch.device("cuda"), shape=q.shape, numel=q.numel)
-    monkeypatch.setattr(_flex_op, "kv_head_parts", lambda q, k: kv_head_parts(elsewhere, k))
+    monkeypatch.setattr(_flex_op, "kv_head_parts", lambda q, k, copies=1: kv_head_parts(elsewhere, k))
     options = {"scale": 0.5, "score_mod": slanted, "return_lse": True}
     out, lse = _flex_op.flex(q, k, v, [], key, sinks=sinks, **options)
     assert [each.num_kv_heads for each in seen] == {1: [1, 1, 1], 2: [2, 1], 3: [3]}[limit]
