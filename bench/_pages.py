@@ -203,6 +203,10 @@ PAGES: dict[Path, dict[str, Part]] = {
             codec_choice=_tables.codec_choice,
         ),
     },
+    _DOCS / "selection.md": {
+        **_from("selection_cost", cost=_tables.chosen_cost),
+        **_from("needles", found=_tables.found),
+    },
     _DOCS / "attention_received.md": _from("received", received=_tables.received),
     _DOCS / "describe.md": _from("describe", describe=_tables.described),
     _DOCS / "benchmarks.md": {"measures": _measures, "cases": _cases},

@@ -56,6 +56,8 @@ def families() -> dict[str, tuple[masks.Pattern | masks.Mixture, torch.Tensor]]:
     ids = torch.tensor([[0] * 20 + [1] * 9 + [2] * 15 + [-1] * 4, [0] * 3 + [1] * 45])
     seen = torch.arange(48) % 5 != 0
     rows = [[0, 3], [1], [], [0, 1, 2, 3, 4, 5], [5], [2]]
+    chosen = torch.tensor([[[0, 3], [1, -1], [2, 0]], [[2, 2], [-1, -1], [5, 1]]])
+    beside = masks.selected_blocks(chosen, block=(16, 8), most=2) | masks.local_window(left=5, right=2)
     third = oracle.both(causal, lambda h, H, q, k: (k[None] % 3 == h % 3).expand(len(q), -1).long())
     ladder = masks.longnet([8, 16, 48], [1, 2, 4])
     per_head = [masks.causal(), masks.local_window(left=5, right=2), masks.strided(5), masks.dilated(16, 2, 1)]
@@ -79,6 +81,7 @@ def families() -> dict[str, tuple[masks.Pattern | masks.Mixture, torch.Tensor]]:
             torch.stack([_counts(oracle.per_document(longnet, row)) for row in ids]),
         ),
         "padding": (masks.visible_keys(seen), _counts(oracle.visible_keys(seen))),
+        "selected": (beside, _counts(oracle.either(oracle.selected_blocks(chosen, (16, 8), 3), window))),
     }
 
 
