@@ -104,7 +104,7 @@ class NativeSparseAttention(nn.Module):
         options = {"scale": scale, "enable_gqa": True, "q_offset": q_offset}
         keys, values = self.compress_keys(k[0]), self.compress_values(v[0])
         compressed, lse = attend(q, keys, values, self._ended.pattern, return_lse=True, **options)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             blocks = self._chosen(q, keys, lse, k.shape[3], resolve_scale(scale, q.shape[-1]), q_offset)
         table = selected_blocks("chosen", block=(1, self.block), most=self.top) & causal()
         selected = attend(q, k[1], v[1], table, bindings={"chosen": blocks}, **options)
@@ -148,8 +148,7 @@ class NativeSparseAttention(nn.Module):
         scale: float,
     ) -> Float[Tensor, "B G n C"]:
         """What the heads of each key/value head think of each block together."""
-        with torch.autocast(q.device.type, enabled=False):
-            scores = scale * (q.unflatten(1, (keys.shape[1], -1)) @ keys.unsqueeze(2).mT)
+        scores = scale * (q.unflatten(1, (keys.shape[1], -1)) @ keys.unsqueeze(2).mT)
         begins = torch.arange(keys.shape[2], device=q.device) * self.stride
         sees = position >= begins + self.length - 1
         # Rows that see no window have lse -inf, and no share.

@@ -117,7 +117,7 @@ def distillation_loss(
     of its sum, and SeerAttention-R that over the heads; the sum is what dropping a block loses.
 
     No gradient reaches q and k: the module alone learns. A `coarse` selector is left aside, all blocks being scored.
-    Shares and scores of all rows and blocks exist at once.
+    Shares and scores of all rows and blocks exist at once. Call it outside of torch.compile.
 
     selector: one whose scorer is a module. q, k: as the selector gets them. teacher: the queries and keys of the
     attention where these are others, such as those after rotary embedding; of the same shapes. scale: of the teacher's
