@@ -101,12 +101,14 @@ def draw(text: bytes, blocks: Tensor, path: Path) -> None:
     for head, axis in enumerate(axes[1:]):
         chose = (blocks[0, head].unflatten(0, (-1, BLOCK))[..., None] == numbers).any(2).float().mean(1)
         own = numbers[:, None] == numbers
-        image = axis.imshow(chose.masked_fill(own, torch.nan), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        axis.imshow(chose.masked_fill(own, torch.nan), cmap="Blues", vmin=0, vmax=1, aspect="auto")
         axis.plot(numbers, numbers, "s", color="tab:orange", markersize=3.5)
         axis.set_title(f"head {head}", fontsize=9)
         axis.set_xlabel("block that is read", fontsize=8)
         axis.tick_params(labelsize=7, left=False)
-    figure.colorbar(image, ax=axes, fraction=0.012, pad=0.01, label="share of a block's queries that chose it")
+    figure.colorbar(
+        axes[-1].images[0], ax=axes, fraction=0.012, pad=0.01, label="share of a block's queries that chose it"
+    )
     figure.savefig(path, dpi=80, bbox_inches="tight")
 
 
