@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ..masks.core import require_finite, require_int
+from ..masks.core import require_choice, require_finite, require_int
 
 # B batch, T tables, n rows, L blocks to choose from, most: the width of a table
 
@@ -47,21 +47,31 @@ class TopP:
     """The fewest candidates whose shares of the softmax over the row's candidates add up to p at least.
 
     p: above 0, at most 1; with 1 every candidate is chosen. most: width of the table; of a choice that is longer the
-    least shares are left out, and the row counts in `Selection.cut`. Raises TypeError or ValueError for other values.
+    least shares are left out, and the row counts in `Selection.cut`.
+    of: "candidates", as said; or "row": shares of all the attention of the row, and blocks that are no candidates,
+    since `always` covers them, count towards p, as in XAttention. For the scorers "mass" and "antidiagonal", whose
+    scores are such shares, in a selector without `coarse`.
+
+    Raises TypeError or ValueError for other values.
     Source: XAttention, arXiv 2503.16428, and FlexPrefill, arXiv 2502.20766.
 
     >>> fd.TopP(0.9, most=16)
-    TopP(p=0.9, most=16)
+    TopP(p=0.9, most=16, of='candidates')
     """
-
-    kind: ClassVar[str] = "top_p"
 
     p: float
     most: int = field(kw_only=True)
+    of: str = field(default="candidates", kw_only=True)
 
     def __post_init__(self) -> None:
-        _require_share("p", self.p)
+        require_share("p", self.p)
         require_int("most", self.most, minimum=1)
+        require_choice("of", self.of, ("candidates", "row"))
+
+    @property
+    def kind(self) -> str:
+        """What it is called in calls."""
+        return "top_p" if self.of == "candidates" else "top_p_of_row"
 
     @property
     def amount(self) -> float:
@@ -87,7 +97,7 @@ class Threshold:
     most: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        _require_share("t", self.t)
+        require_share("t", self.t)
         require_int("most", self.most, minimum=1)
 
     @property
@@ -96,7 +106,8 @@ class Threshold:
         return self.t
 
 
-def _require_share(name: str, value: object) -> None:
+def require_share(name: str, value: object) -> None:
+    """Raise TypeError or ValueError unless the value is above 0 and at most 1."""
     if not 0 < require_finite(name, value) <= 1:
         raise ValueError(f"{name} is a share of the softmax, above 0 and at most 1; got {name}={value}")
 
@@ -130,6 +141,9 @@ def choose(
     keep, cut = best > _NONE / 2, torch.zeros((), dtype=torch.int64, device=scores.device)
     if kind != "top_k":
         total = masked_lse(scores, candidates)
+        covered = torch.zeros_like(total)
+        if kind == "top_p_of_row":  # scores are shares of the row already
+            covered, total = (1 - total.exp()).clamp(min=0.0), covered
         # A row without candidates has total -inf, and nothing to keep.
         least = total.clamp(min=torch.finfo(scores.dtype).min).unsqueeze(-1)
         shares = (scores.gather(-1, places) - least).exp().nan_to_num(0.0)
@@ -140,7 +154,7 @@ def choose(
             whole = ((scores - total.unsqueeze(-1)).exp() >= amount) & candidates
             cut = (whole.sum(-1) > most).sum()
         elif amount < 1:
-            reached = shares.cumsum(-1)
+            reached = covered.unsqueeze(-1) + shares.cumsum(-1)
             keep = keep & (reached - shares < amount)
             cut = ((reached[..., -1] < amount) & (number > most)).sum()
         else:

@@ -104,7 +104,7 @@ def _by_table(call: SelectionCall, scored: Scored, tables: int) -> Scored:
     if call.kind == "top_k" and call.scorer not in LOGS:
         return Scored(scores.masked_fill(~candidates, 0.0).unflatten(1, (tables, -1)).sum(2), able.any(2))
     logs = scores
-    if call.kind != "top_k":
+    if call.kind in ("top_p", "threshold"):
         total = masked_lse(scores, candidates)
         logs = scores - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(-1)
     heads = logs.unflatten(1, (tables, -1)).movedim(2, -1)
@@ -266,13 +266,15 @@ select_blocks_backward.register_autograd(refuse("the scores of a selection have 
 def selection_sides(q: Tensor, k: Tensor, bindings: list[Tensor], call: SelectionCall) -> tuple[Tensor, Tensor]:
     """Booleans: which queries of each row see a key, (B, H, R, query_block), and which keys a row sees, (B, G, M)."""
     rows, parts = call.rows(q, k), parts_of(call, bindings, q, k)
-    sees = torch.ones(*q.shape[:2], rows.number, rows.query_block, dtype=torch.bool, device=q.device)
+    places = torch.arange(rows.number * rows.query_block, device=q.device) - rows.lead
+    inside = ((places >= 0) & (places < rows.num_queries)).view(rows.number, rows.query_block)  # of rows that are cut
+    sees = inside.repeat(*q.shape[:2], 1, 1)
     seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)
     for some in rows.portions(q.shape[0] * q.shape[1] * rows.blocks):
         boxes = [boxes_of(part.rule, rows, some, q.device) for part in parts]
         here = sides(parts, boxes, rows, some, q, k)
         if here[0] is not None:
-            sees[:, :, some.start : some.stop] = here[0]
+            sees[:, :, some.start : some.stop] &= here[0]
         seen |= seen.new_ones(()) if here[1] is None else here[1]
     return sees, seen
 

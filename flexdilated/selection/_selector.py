@@ -18,6 +18,7 @@ from ..masks.patterns import RunTime, blank, names, run_time_leaves
 from ._call import SelectionCall
 from ._choose import Threshold, TopK, TopP
 from ._pools import pools_of, summaries
+from ._scores import LOGS
 from ._select_op import select_blocks, selection_sides
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys
@@ -64,7 +65,8 @@ class BlockSelector(nn.Module):
         price of dense attention's scores. The scores of the last two are logarithms of shares. Or a module: it gets
         the rows' queries (B, H, R, D) and a NamedTuple of pools (mean, least, greatest), each (B, G, C, D), and
         returns scores (B, H or G, R, C). Blocks that a row sees in part are no candidates then: `always` has to
-        allow them where they are to be read.
+        allow them where they are to be read. One with `takes_positions = True` also gets the position at which each
+        row begins, int64 (R,).
     choose: `TopK`, `TopP` or `Threshold`.
     within: the set pattern that the attention keeps to; rows see through it, and pools leave out what they do not see.
     always: a set pattern that is read in any case, such as masks.chunked(block) | masks.first_tokens(block).
@@ -117,6 +119,11 @@ class BlockSelector(nn.Module):
         self.coarse = coarse
         if coarse is not None:
             self._check_coarse(coarse)
+        if choose.kind == "top_p_of_row" and (self.scorer not in LOGS or coarse is not None):
+            raise ValueError(
+                "TopP(of='row') counts shares of a row's attention: it needs scorer='mass' or 'antidiagonal', and no "
+                f"coarse; got {self.scorer!r:.80} and {'no coarse' if coarse is None else 'a coarse selector'}"
+            )
         self.query_summary = require_choice("query_summary", query_summary, ("mean", "first"))
         self.future_in_choice = require_bool("future_in_choice", future_in_choice)
         self._check_view()
@@ -178,7 +185,12 @@ class BlockSelector(nn.Module):
         rows = call.rows(q, k)
         queries = summaries(q, rows, range(rows.number), sees)
         pools = pools_of(k.masked_fill(~seen.unsqueeze(-1), 0.0), self.block)
-        scores = scorer(queries, pools)
+        if getattr(scorer, "takes_positions", False):
+            first = rows.q_offset - rows.lead
+            begins = torch.arange(first, first + rows.number * self.query_block, self.query_block, device=q.device)
+            scores = scorer(queries, pools, begins)
+        else:
+            scores = scorer(queries, pools)
         wanted = [(*queries.shape[:1], heads, rows.number, rows.blocks) for heads in (q.shape[1], k.shape[1])]
         if not isinstance(scores, Tensor) or tuple(scores.shape) not in wanted:
             came = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__

@@ -9,9 +9,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flexdilated
-from flexdilated import distributed, integrations, masks, schedules, testing, viewer
+from flexdilated import distributed, integrations, masks, schedules, selection, testing, viewer
 
-PACKAGES = (flexdilated, masks, distributed, integrations.torchscale, schedules, testing, viewer)
+PACKAGES = (flexdilated, masks, distributed, integrations.torchscale, schedules, selection.recipes, testing, viewer)
 
 
 @pytest.fixture(scope="module")

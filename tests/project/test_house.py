@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import flexdilated
-from flexdilated import distributed, masks, schedules, testing, viewer
+from flexdilated import distributed, masks, schedules, selection, testing, viewer
 from flexdilated.masks.core._expression import CONSTRUCTORS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +83,10 @@ PUBLIC = {
     ],
     distributed: ["BufferPool", "Sharding", "Traffic", "attend", "pool", "shard", "traffic", "unshard"],
     schedules: ["Schedule", "cosine", "cubic", "linear"],
+    selection.recipes: [
+        *("CoarseToFineAttention", "NativeSparseAttention", "SeerGate", "distillation_loss", "moba", "quest"),
+        *("seer_attention", "seer_attention_r", "xattention"),
+    ],
     viewer: ["Ranks", "page"],
     testing: [
         *("Calls", "CheckResult", "MEMORY_LAYOUTS", "MODULE_CHECKS", "ModuleReport", "assert_attention_close"),

@@ -134,7 +134,9 @@ def cases(draw: st.DrawFn, scorers: tuple[str, ...] = ("mean", "minmax", "mass",
     )
     most = draw(st.sampled_from([1, 2, 3, 30]))
     amount = draw(st.sampled_from([0.05, 0.3, 0.7, 1.0]))
-    choose = draw(st.sampled_from([fd.TopK(most), fd.TopP(amount, most=most), fd.Threshold(amount, most=most)]))
+    chooses = [fd.TopK(most), fd.TopP(amount, most=most), fd.Threshold(amount, most=most)]
+    chooses += [fd.TopP(amount, most=most, of="row")] if scorer in ("mass", "antidiagonal") else []
+    choose = draw(st.sampled_from(chooses))
     options |= {"block": block, "query_block": query_block, "choose": choose, "within": within, "always": always}
     options |= {"share": draw(st.sampled_from(["head", "group", "all"]))}
     D = draw(st.integers(1, 4))
@@ -150,4 +152,7 @@ def with_coarse(case: Case, *, ratio: int, rows: int, most: int) -> Case:
     options = {name: own[name] for name in ("within", "always", "query_summary")}
     options["future_in_choice"] = query_block > 1 and own["query_summary"] == "mean"
     options |= {"block": own["block"] * ratio, "query_block": query_block, "share": shares[own["share"]]}
-    return replace(case, options={**own, "coarse": fd.BlockSelector(**options, choose=fd.TopK(most))})
+    choose = own["choose"]
+    choose = fd.TopP(choose.p, most=choose.most) if isinstance(choose, fd.TopP) else choose  # not of the whole row
+    coarse = fd.BlockSelector(**options, choose=fd.TopK(most))
+    return replace(case, options={**own, "choose": choose, "coarse": coarse})

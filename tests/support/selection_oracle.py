@@ -18,8 +18,8 @@ from torch import Tensor
 class Asked:
     """A selection to make. within and always: booleans (B, H, N, M).
 
-    choose: ("top_k", 0), ("top_p", p) or ("threshold", t). candidates: where a coarse choice restricts it, sets of
-    blocks by (entry, head, row).
+    choose: ("top_k", 0), ("top_p", p), ("top_p_of_row", p) or ("threshold", t). candidates: where a coarse choice
+    restricts it, sets of blocks by (entry, head, row).
     """
 
     within: Tensor
@@ -149,7 +149,7 @@ def joined(each: list[dict[int, float]], asked: Asked) -> dict[int, float]:
     if asked.choose[0] == "top_k" and not logs:
         return {j: sum(scores.get(j, 0.0) for scores in each) for j in blocks}
     weights = [
-        softmax(scores) if asked.choose[0] != "top_k" else {j: exp(score) for j, score in scores.items()}
+        softmax(scores) if asked.choose[0] in ("top_p", "threshold") else {j: exp(score) for j, score in scores.items()}
         for scores in each
     ]
     means = {j: sum(shares.get(j, 0.0) for shares in weights) / len(each) for j in blocks}
@@ -168,13 +168,14 @@ def pick(scores: dict[int, float], asked: Asked) -> tuple[list[tuple[int, float]
     """(the chosen with their scores, whether some had to be left out)."""
     kind, amount = asked.choose
     order = sorted(scores, key=lambda j: (-torch.tensor(scores[j]).float().item(), j))
-    shares = softmax(scores)
+    shares = {j: exp(score) for j, score in scores.items()} if kind == "top_p_of_row" else softmax(scores)
     if kind == "top_k":
         wanted = order[: asked.most]
     elif kind == "threshold":
         wanted = [j for j in order if shares[j] >= amount]
     else:
-        wanted, reached = [], 0.0
+        # What is no candidate is read in any case, and counts where shares are of the whole row.
+        wanted, reached = [], max(0.0, 1.0 - sum(shares.values())) if kind == "top_p_of_row" else 0.0
         for j in order:
             if amount == 1 or reached < amount:
                 wanted.append(j)

@@ -1,0 +1,22 @@
+"""Named recipes: the published ways to let attention follow the data, with their defaults.
+
+Those that only choose are functions that return a `BlockSelector`; those that compute more than attention over chosen
+blocks are modules, `NativeSparseAttention` and `CoarseToFineAttention`.
+"""
+
+from ._coarse_to_fine import CoarseToFineAttention
+from ._native import NativeSparseAttention
+from ._seer_gate import SeerGate, distillation_loss
+from ._selectors import moba, quest, seer_attention, seer_attention_r, xattention
+
+__all__ = [
+    "CoarseToFineAttention",
+    "NativeSparseAttention",
+    "SeerGate",
+    "distillation_loss",
+    "moba",
+    "quest",
+    "seer_attention",
+    "seer_attention_r",
+    "xattention",
+]

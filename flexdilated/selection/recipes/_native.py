@@ -1,0 +1,198 @@
+"""Native sparse attention: compressed keys, blocks that these point to, and a window, under gates."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn.functional import conv1d, pad
+
+from ..._attend import attend
+from ..._validate import check_tensors, resolve_scale
+from ...engines import sum_dtype
+from ...masks import causal, local_window, selected_blocks
+from ...masks.core import require_int
+from .._choose import choose
+from ._windows import WindowsBefore
+
+# B batch, H query heads, G key/value heads, N queries, M keys, W windows, C blocks of keys, D head dim, E embedding dim
+
+_AT_ONCE = 1 << 22  # scores of compressed keys
+
+
+class NativeSparseAttention(nn.Module):
+    """NSA: sigmoid gates weigh attention to compressed keys, to the blocks that it points to, and to a window.
+
+    1. Compressed: window i of `length` keys from i * stride on becomes one key and one value, by an MLP on the window's
+       tokens, each with a learned vector for its place added. Query t sees it iff t >= i * stride + length - 1.
+    2. Selected: blocks of `block` keys. Block j scores, for the query heads of a key/value head together,
+       sum_{m < block/stride} sum_{n < length/stride} p[(block/stride) j - m - n], with p the query's shares in 1 and
+       indices from 1, as the paper has them: each window that reaches into the block counts once for each `stride` keys
+       of it there. The `first` blocks and the `local` latest, the query's own among them, are always chosen; `top` in
+       all, and all where there are fewer.
+    3. Window: the last `window` keys, the query's own position included.
+
+    A head's output is sum_c g_c · out_c with g = sigmoid(linear(x)), three gates a head and query. Learned are the
+    MLPs, through 1, and the gates; no gradient goes through the choice. Rotary embedding is the caller's.
+
+    embed_dim: E, of what the gates look at. head_dim, num_heads, num_kv_heads: of the attention; num_kv_heads divides
+    num_heads, and is as many if not given. length, stride, block: `stride` divides both others. top: at least first +
+    local; first, local: at least 0 and 1. window: at least 1.
+
+    Raises TypeError or ValueError for other values.
+    Source: NSA, arXiv 2502.11089, section 3, equations 5 to 12.
+
+    >>> x, q = torch.randn(1, 256, 32), torch.randn(1, 4, 256, 16)
+    >>> k, v = torch.randn(2, 3, 1, 2, 256, 16)
+    >>> layer = fd.selection.recipes.NativeSparseAttention(32, 16, 4, 2, top=4, window=64)
+    >>> layer(x, q, k, v).shape
+    torch.Size([1, 4, 256, 16])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        length: int = 32,
+        stride: int = 16,
+        block: int = 64,
+        top: int = 16,
+        first: int = 1,
+        local: int = 2,
+        window: int = 512,
+    ) -> None:
+        super().__init__()
+        require_int("embed_dim", embed_dim, minimum=1)
+        require_int("head_dim", head_dim, minimum=1)
+        self.num_heads = require_int("num_heads", num_heads, minimum=1)
+        groups = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_kv_heads = require_int("num_kv_heads", groups, minimum=1)
+        if num_heads % groups:
+            raise ValueError(f"num_kv_heads must divide num_heads; got num_kv_heads={groups} and {num_heads=}")
+        self.length, self.stride = require_int("length", length, minimum=1), require_int("stride", stride, minimum=1)
+        self.block, self.window = require_int("block", block, minimum=1), require_int("window", window, minimum=1)
+        if length % stride or block % stride:
+            raise ValueError(f"stride must divide length and block; got {stride=}, {length=} and {block=}")
+        self.first, self.local = require_int("first", first, minimum=0), require_int("local", local, minimum=1)
+        self.top = require_int("top", top, minimum=1)
+        if top < first + local:
+            raise ValueError(f"top counts the first and the local blocks, too: at least {first + local}; got {top=}")
+        self.compress_keys, self.compress_values = (_Compression(head_dim, length, stride) for _ in range(2))
+        self.gates = nn.Linear(embed_dim, 3 * num_heads)
+        self._ended = WindowsBefore(stride, length - 1)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B N E"],
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "3 B G M D"],
+        v: Float[Tensor, "3 B G M D"],
+        *,
+        scale: float | None = None,
+        q_offset: int = 0,
+    ) -> Float[Tensor, "B H N D"]:
+        """k and v are those of the branches: compressed, selected, window. One for all is k.expand(3, *k.shape).
+
+        x: what the gates look at, a token for each query. scale: factor on scores, 1 / sqrt(D) by default. Query i
+        stands at position q_offset + i, key j at j. Raises ValueError or TypeError for inputs that do not fit.
+        """
+        self._check(x, q, k, v)
+        require_int("q_offset", q_offset, minimum=0)
+        options = {"scale": scale, "enable_gqa": True, "q_offset": q_offset}
+        keys, values = self.compress_keys(k[0]), self.compress_values(v[0])
+        compressed, lse = attend(q, keys, values, self._ended.pattern, return_lse=True, **options)
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            blocks = self._chosen(q, keys, lse, k.shape[3], resolve_scale(scale, q.shape[-1]), q_offset)
+        table = selected_blocks("chosen", block=(1, self.block), most=self.top) & causal()
+        selected = attend(q, k[1], v[1], table, bindings={"chosen": blocks}, **options)
+        near = attend(q, k[2], v[2], local_window(left=self.window - 1, right=0), **options)
+        gates = self.gates(x).sigmoid().unflatten(-1, (3, self.num_heads)).permute(2, 0, 3, 1).unsqueeze(-1)
+        return (gates * torch.stack([compressed, selected, near])).sum(0)
+
+    def _chosen(
+        self,
+        q: Float[Tensor, "B H N D"],
+        keys: Float[Tensor, "B G W D"],
+        lse: Float[Tensor, "B H N"],
+        num_keys: int,
+        scale: float,
+        q_offset: int,
+    ) -> Int64[Tensor, "B G N top"]:
+        """The blocks of each query, some queries at a time, from the shares that the compressed branch has."""
+        count = -(-num_keys // self.block)
+        number, each = q.shape[2], q.shape[0] * q.shape[1] * max(1, keys.shape[2])
+        blocks = torch.full((*keys.shape[:2], number, self.top), -1, device=q.device)
+        ids = torch.arange(count, device=q.device)
+        wide = sum_dtype(q)
+        for at in range(0, number, step := max(1, _AT_ONCE // each)):
+            few = slice(at, min(at + step, number))
+            position = q_offset + torch.arange(few.start, few.stop, device=q.device)[:, None]
+            scores = self._scores(q[:, :, few].to(wide), keys.to(wide), lse[:, :, few], position, count, scale)
+            own = position // self.block
+            kept = (ids < self.first) | ((ids > own - self.local) & (ids <= own))
+            scores, candidates = scores.masked_fill(kept, torch.inf), (ids <= own).expand(scores.shape)
+            chosen = choose(scores, candidates, ids.expand(scores.shape), kind="top_k", amount=0.0, most=self.top)
+            blocks[:, :, few] = chosen.places
+        return blocks
+
+    def _scores(
+        self,
+        q: Float[Tensor, "B H n D"],
+        keys: Float[Tensor, "B G W D"],
+        lse: Float[Tensor, "B H n"],
+        position: Int64[Tensor, "n 1"],
+        count: int,
+        scale: float,
+    ) -> Float[Tensor, "B G n C"]:
+        """What the heads of each key/value head think of each block together."""
+        scores = scale * (q.unflatten(1, (keys.shape[1], -1)) @ keys.unsqueeze(2).mT)
+        begins = torch.arange(keys.shape[2], device=q.device) * self.stride
+        sees = position >= begins + self.length - 1
+        # Rows that see no window have lse -inf, and no share.
+        shares = (scores - lse.unflatten(1, scores.shape[1:3]).unsqueeze(-1)).masked_fill(~sees, -torch.inf).exp()
+        total = shares.sum(2)
+        per, reach = self.block // self.stride, self.length // self.stride
+        # How many strides of a window lie in the block, from the first window that reaches into it to the last.
+        weights = conv1d(total.new_ones(1, 1, per), total.new_ones(1, 1, reach), padding=reach - 1)
+        lined = pad(total.flatten(0, 2).unsqueeze(1), (reach - 1, count * per - keys.shape[2]))
+        return conv1d(lined, weights, stride=per).view(*total.shape[:3], count)
+
+    def _check(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+        for name, each in (("k", k), ("v", v)):
+            if each.dim() != 5 or each.shape[0] != 3:
+                raise ValueError(
+                    f"{name} must be (3, batch, key/value heads, tokens, head dim), one a branch; the same for all "
+                    f"is {name}.expand(3, *{name}.shape); got {tuple(each.shape)}"
+                )
+        check_tensors(q, k[0], v[0], enable_gqa=True)
+        heads, came = (self.num_heads, self.num_kv_heads), (q.shape[1], k.shape[2])
+        if came != heads:
+            raise ValueError(
+                f"the layer has {heads[0]} heads and {heads[1]} key/value heads; got {came[0]} and {came[1]}"
+            )
+        sizes = (q.shape[0], q.shape[2], self.gates.in_features)
+        if tuple(x.shape) != sizes:
+            raise ValueError(f"x must have a token for each query, here {sizes}; got {tuple(x.shape)}")
+
+    def extra_repr(self) -> str:
+        windows = f"length={self.length}, stride={self.stride}, block={self.block}"
+        return f"{windows}, top={self.top}, first={self.first}, local={self.local}, window={self.window}"
+
+
+class _Compression(nn.Module):
+    """A key for each whole window of keys, the same MLP for all heads; values alike."""
+
+    def __init__(self, head_dim: int, length: int, stride: int) -> None:
+        super().__init__()
+        self.length, self.stride = length, stride
+        self.places = nn.Parameter(torch.zeros(length, head_dim))
+        self.mlp = nn.Sequential(nn.Linear(length * head_dim, head_dim), nn.GELU(), nn.Linear(head_dim, head_dim))
+
+    def forward(self, x: Float[Tensor, "B G M D"]) -> Float[Tensor, "B G W D"]:
+        if x.shape[2] < self.length:
+            return x[:, :, :0]
+        windows = x.unfold(2, self.length, self.stride).transpose(-1, -2)
+        return self.mlp((windows + self.places).flatten(3)).to(x.dtype)

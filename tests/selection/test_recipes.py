@@ -1,0 +1,336 @@
+"""Recipes held to plain statements of the published rules: which pairs are read, and what comes out with gradients."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.selection import recipes
+from tests.selection.cases import Case
+from tests.support import published_selections as published
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+
+@st.composite
+def sizes(draw: st.DrawFn, most: int = 30) -> tuple[int, int, int, int]:
+    """(H, G, queries, position of the first)."""
+    G = draw(st.integers(1, 2))
+    return G * draw(st.integers(1, 2)), G, draw(st.integers(1, most)), draw(st.sampled_from([0, 0, 5, 8]))
+
+
+def tensors(seed: int, H: int, G: int, N: int, M: int, D: int = 4) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((2, H, N, D), (2, G, M, D), (2, G, M, D))
+    return tuple(torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+
+
+def pairs_read(selector: fd.BlockSelector, q: Tensor, k: Tensor, q_offset: int = 0) -> Tensor:
+    """(B, H, N, M): what attention over (chosen | always) & within reads."""
+    found = selector(q, k, q_offset=q_offset)
+    block = (selector.query_block, selector.block)
+    chosen = masks.selected_blocks("chosen", block=block, most=selector.choose.most)
+    assert selector.always is not None
+    return Case({}, q, k, q_offset, {"chosen": found.blocks}).table((chosen | selector.always) & selector.within)
+
+
+@given(sizes(), st.integers(1, 7), st.integers(2, 4), st.integers(0, 99))
+def test_moba_reads_the_own_block_and_the_best_before(size, block, top, seed) -> None:
+    H, G, N, offset = size
+    q, k, _ = tensors(seed, H, G, N, offset + N)
+    found = pairs_read(recipes.moba(block=block, top=top), q, k, offset)
+    for b in range(2):
+        assert found[b].equal(published.moba(q[b], k[b], block=block, top=top, offset=offset))
+
+
+@given(sizes(), st.integers(1, 7), st.integers(2, 4), st.integers(0, 99))
+def test_quest_reads_the_last_page_and_those_that_could_score_most(size, block, pages, seed) -> None:
+    H, G, M, offset = size
+    q, k, _ = tensors(seed, H, G, 1, M + offset)
+    found = pairs_read(recipes.quest(budget=pages * block, block=block), q, k, M + offset - 1)
+    for b in range(2):
+        assert found[b, :, 0].equal(published.quest(q[b, :, 0], k[b], block=block, budget=pages * block))
+
+
+@given(sizes(), st.sampled_from([(4, 2), (4, 1), (6, 3), (3, 3)]), st.sampled_from([0.2, 0.5, 0.9]), st.integers(0, 99))
+def test_xattention_reads_the_fewest_blocks_of_enough_attention(size, sides, threshold, seed) -> None:
+    (H, G, N, _), (block, stride) = size, sides
+    q, k, _ = tensors(seed, H, G, N, N)
+    selector = recipes.xattention(most=12, block=block, stride=stride, threshold=threshold)
+    found = pairs_read(selector, q, k)
+    for b in range(2):
+        asked = {"block": block, "stride": stride, "threshold": threshold}
+        assert found[b].equal(published.xattention(q[b], k[b], **asked))
+    assert selector(q, k).cut == 0
+
+
+@given(sizes(), st.integers(1, 7), st.booleans(), st.integers(0, 99))
+def test_the_gate_scores_and_chooses_as_seer_attention_does(size, block, group, seed) -> None:
+    H, G, N, offset = size
+    offset = offset if group else 0
+    q, k, _ = tensors(seed, H, G, N, offset + N)
+    gate = recipes.SeerGate(4, H, G, block=block, dim=6, share="group" if group else "head", base=100.0).double()
+    build = recipes.seer_attention_r if group else recipes.seer_attention
+    found = build(gate, choose=fd.TopK(2))(q, k, q_offset=offset)
+    rows = 1 if group else block
+    asked: dict[str, Any] = {"block": block, "rows": rows, "base": 100.0, "group": group, "offset": offset}
+    for b in range(2):
+        scores = published.seer_scores(q[b], k[b], gate.query, gate.key, **asked)
+        for table, row in ((t, r) for t in range(len(scores)) for r in range(scores.shape[1])):
+            before = (offset + row * rows) // block
+            expected = published.best(scores[table, row, :before].tolist(), 2)
+            chosen = found.blocks[b, table, row].tolist()
+            assert set(chosen) - {-1} == expected
+            worth = scores[table, row, [j for j in chosen if j >= 0]]
+            # A group's score is added over its query heads by the selector, once for each.
+            assert_close(found.scores[b, table, row, : len(worth)], worth * (H // G if group else 1))
+
+
+@pytest.mark.parametrize("share", ["head", "group"])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_distillation_is_the_divergence_from_the_exact_mass(share: str, rotated: bool) -> None:
+    """In loops over rows; gradients reach the gate alone."""
+    H, G, N, block = 4, 2, 21, 4
+    q, k, _ = (x.requires_grad_() for x in tensors(1, H, G, N, N))
+    own = tuple(x.flip(-1) for x in (q, k)) if rotated else (q, k)
+    gate = recipes.SeerGate(4, H, G, block=block, dim=6, share=share).double()
+    build = recipes.seer_attention_r if share == "group" else recipes.seer_attention
+    selector = build(gate, choose=fd.TopK(1))
+    loss = recipes.distillation_loss(selector, q, k, teacher=own if rotated else None)
+    per, rows, terms = H // G, selector.query_block, []
+    for b in range(2):
+        asked: dict[str, Any] = {"block": block, "rows": rows, "base": gate.base, "group": share == "group"}
+        scores = published.seer_scores(q[b], k[b], gate.query, gate.key, **asked)
+        for table in range(len(scores)):
+            heads = range(table * per, table * per + per) if share == "group" else [table]
+            for r, span in enumerate(published.spans(N, rows)):
+                before = span.start // block
+                if before:
+                    exact = torch.zeros(before, dtype=torch.float64)
+                    for h in heads:
+                        mass = torch.zeros(before, dtype=torch.float64)
+                        for t in span:
+                            weights = (own[1][b, h // per, : t + 1] @ own[0][b, h, t] / 2).softmax(0)
+                            mass += torch.stack([weights[list(s)].sum() for s in published.spans(N, block)[:before]])
+                        exact += mass / mass.sum() / len(heads)
+                    terms.append((exact * (exact.log() - scores[table, r, :before].log_softmax(0))).sum())
+    assert_close(loss, torch.stack(terms).mean())
+    loss.backward()
+    assert q.grad is None
+    assert k.grad is None
+    assert gate.query.grad.abs().sum() > 0
+    assert gate.key.grad.abs().sum() > 0
+
+
+NSA = {"length": 4, "stride": 2, "block": 6, "top": 4, "window": 5}
+
+
+def layer_of(H: int, G: int, options: dict[str, int]) -> recipes.NativeSparseAttention:
+    torch.manual_seed(0)
+    layer = recipes.NativeSparseAttention(3, 4, H, G, **options).double()
+    for places in (layer.compress_keys.places, layer.compress_values.places):
+        torch.nn.init.normal_(places)
+    return layer
+
+
+@settings(max_examples=8)
+@given(
+    sizes(most=28),
+    st.sampled_from([NSA, NSA | {"length": 6, "block": 4, "top": 3, "local": 1}, NSA | {"first": 0, "top": 2}]),
+    st.integers(0, 99),
+)
+def test_native_sparse_attention_is_its_plain_statement(size, options, seed) -> None:
+    """Output and every gradient: of inputs, of the compression, of the gates."""
+    H, G, N, offset = size
+    q, *_ = tensors(seed, H, G, N, 1)
+    generator = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, 3, 2, G, offset + N, 4, dtype=torch.float64, generator=generator)
+    x = torch.randn(2, N, 3, dtype=torch.float64, generator=generator)
+    layer = layer_of(H, G, options)
+    leaves = [each.clone().requires_grad_() for each in (x, q, k, v)]
+    found = layer(*leaves, q_offset=offset)
+    x, q, k, v = leaves
+    gates = layer.gates(x).sigmoid().view(2, N, 3, H).permute(0, 2, 3, 1)
+    plain = [published.nsa(q[b], k[:, b], v[:, b], layer, gates[b], offset=offset) for b in range(2)]
+    expected = torch.stack([out for out, _ in plain])
+    assert_close(found, expected)
+    wanted = torch.randn(found.shape, dtype=torch.float64, generator=generator)
+    learned = [*leaves, *layer.parameters()]
+    grads = [torch.autograd.grad(out, learned, wanted, allow_unused=True) for out in (found, expected)]
+    for leaf, one, other in zip(learned, *grads, strict=True):
+        # Of few tokens the plain statement makes no window, and of its parameters no use.
+        assert_close(*(torch.zeros_like(leaf) if grad is None else grad for grad in (one, other)))
+
+
+def test_native_sparse_attention_knows_no_later_token() -> None:
+    """To the last bit, the choice included; and in two chunks as in one pass."""
+    torch.manual_seed(0)
+    layer = layer_of(4, 2, NSA)
+    x, q, (k, v) = (
+        torch.randn(1, 40, 3).double(),
+        torch.randn(1, 4, 40, 4).double(),
+        torch.randn(2, 3, 1, 2, 40, 4).double(),
+    )
+    whole = layer(x, q, k, v)
+    later = layer(x, *(torch.cat([y[..., :23, :], 5 - y[..., 23:, :]], -2) for y in (q, k, v)))
+    assert later[:, :, :23].equal(whole[:, :, :23])
+    first = layer(x[:, :23], q[:, :, :23], k[..., :23, :], v[..., :23, :])
+    second = layer(x[:, 23:], q[:, :, 23:], k, v, q_offset=23)
+    assert_close(torch.cat([first, second], 2), whole)
+
+
+def test_portions_of_queries_choose_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexdilated.selection.recipes import _native
+
+    torch.manual_seed(0)
+    layer = layer_of(4, 2, NSA)
+    x, q, (k, v) = (
+        torch.randn(2, 40, 3).double(),
+        torch.randn(2, 4, 40, 4).double(),
+        torch.randn(2, 3, 2, 2, 40, 4).double(),
+    )
+    whole = layer(x, q, k, v)
+    monkeypatch.setattr(_native, "_AT_ONCE", 2 * 4 * 19 * 7)
+    assert_close(layer(x, q, k, v), whole)
+
+
+@settings(max_examples=15)
+@given(sizes(), st.integers(1, 7), st.integers(1, 3), st.booleans(), st.integers(0, 99))
+def test_coarse_to_fine_is_its_plain_statement(size, block, top, causal, seed) -> None:
+    H, G, N, offset = size
+    leaves = [x.requires_grad_() for x in tensors(seed, H, G, N, offset + N)]
+    options: dict[str, Any] = {"block": block, "top": top, "causal": causal}
+    found = recipes.CoarseToFineAttention(**options)(*leaves, enable_gqa=True, q_offset=offset)
+    plain = [published.coarse_to_fine(*(x[b] for x in leaves), **options, offset=offset) for b in range(2)]
+    expected = torch.stack(plain)
+    assert_close(found, expected)
+    wanted = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    for one, other in zip(*(torch.autograd.grad(out, leaves, wanted) for out in (found, expected)), strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_coarse_to_fine_of_constant_blocks_is_dense(causal: bool) -> None:
+    q, k, v = tensors(0, 2, 2, 50, 10)
+    k, v = (x.repeat_interleave(5, 2) for x in (k, v))
+    dense = fd.attend(q, k, v, masks.causal() if causal else masks.every())
+    assert_close(recipes.CoarseToFineAttention(block=5, top=1, causal=causal)(q, k, v), dense)
+
+
+def test_coarse_to_fine_loses_nothing_where_one_block_has_all_attention() -> None:
+    """In float32, with the pooled part of what is read key by key as large as the rest is small."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 64, 8)
+    k[:, :, 8:16] = 20 * torch.nn.functional.normalize(q[:, :, 63:], dim=-1) + 0.01 * k[:, :, 8:16]
+    attention = recipes.CoarseToFineAttention(block=8, top=1)
+    found, exact = attention(q, k, v), attention(q.double(), k.double(), v.double())
+    assert (found - exact).abs().max() < 1e-5
+
+
+def test_coarse_to_fine_knows_no_later_token() -> None:
+    """To the last bit, the choice and the pools included; and in two chunks as in one pass."""
+    q, k, v = tensors(0, 4, 2, 40, 40)
+    attention = recipes.CoarseToFineAttention(block=4, top=2)
+    whole = attention(q, k, v, enable_gqa=True)
+    later = attention(*(torch.cat([x[:, :, :23], 5 - x[:, :, 23:]], 2) for x in (q, k, v)), enable_gqa=True)
+    assert later[:, :, :23].equal(whole[:, :, :23])
+    first = attention(*(x[:, :, :23] for x in (q, k, v)), enable_gqa=True)
+    second = attention(q[:, :, 23:], k, v, enable_gqa=True, q_offset=23)
+    assert_close(torch.cat([first, second], 2), whole)
+
+
+COMPILED = {
+    "coarse to fine": lambda: recipes.CoarseToFineAttention(block=8, top=2),
+    "native": lambda: Native(),
+    "gate": lambda: Gated(),
+}
+
+
+class Native(torch.nn.Module):
+    """As a model calls it: one key and value for all branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = layer_of(2, 2, NSA).float()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attention(q.mean(1)[..., :3], q, k.expand(3, *k.shape), v.expand(3, *v.shape))
+
+
+class Gated(torch.nn.Module):
+    """The scores of what a gate chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gate = recipes.SeerGate(4, 2, block=8, share="group")
+        self.selector = recipes.seer_attention_r(gate, choose=fd.TopK(2))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.selector(q, k).scores.nan_to_num(neginf=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_equals_eager(name: str) -> None:
+    """In one graph, with its gradients; and a copy that was pickled computes the same."""
+    torch.manual_seed(0)
+    module, given = COMPILED[name](), torch.randn(3, 1, 2, 50, 4)
+    found = []
+    copied = pickle.loads(pickle.dumps(module))
+    for run in (module, torch.compile(module, fullgraph=True, backend="aot_eager"), copied):
+        leaves = [x.clone().requires_grad_() for x in given]
+        out = run(*leaves)
+        out.sin().sum().backward()
+        found.append([out, *(x.grad for x in leaves if x.grad is not None)])
+    for other in found[1:]:
+        assert_close(other, found[0])
+
+
+def needles(generator: torch.Generator, *, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, the block each query looks for): one key of each block has its code, and the others make the mean 0."""
+    B, H, blocks, D = 8, 2, 8, 16
+    codes = (torch.rand(B, H, blocks, D, generator=generator) < 0.5).float()
+    k = -codes.unsqueeze(3).repeat(1, 1, 1, block, 1) / (block - 1)
+    place = torch.randint(block, (B, H, blocks, 1, 1), generator=generator).expand(-1, -1, -1, -1, D)
+    k = k.scatter(3, place, codes.unsqueeze(3)).flatten(2, 3)
+    own = torch.arange(blocks * block) // block
+    wanted = (torch.rand(B, H, blocks * block, generator=generator) * own).long()
+    q = 4 * codes.gather(2, wanted.unsqueeze(-1).expand(-1, -1, -1, D)) - 2
+    return q, k + 0.02 * torch.randn(k.shape, generator=generator), wanted
+
+
+@pytest.mark.slow
+def test_a_gate_learns_to_pick_the_block_that_holds_the_attention() -> None:
+    """Scores of mean keys know nothing of it; what the gate learned serves data that it has not seen."""
+    torch.manual_seed(0)
+    generator, block = torch.Generator().manual_seed(1), 16
+    gate = recipes.SeerGate(16, 2, block=block, dim=32, share="group")
+    selector = recipes.seer_attention_r(gate, choose=fd.TopK(1))
+
+    def hits(selector: fd.BlockSelector) -> float:
+        q, k, wanted = needles(torch.Generator().manual_seed(2), block=block)
+        chosen = selector(q, k).blocks.squeeze(-1)
+        return float((chosen == wanted)[:, :, 3 * block :].float().mean())  # of three blocks or more
+
+    before = hits(selector)
+    optimizer, losses = torch.optim.Adam(gate.parameters(), lr=1e-2), []
+    for _ in range(60):
+        q, k, _ = needles(generator, block=block)
+        loss = recipes.distillation_loss(selector, q, k)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert before < 0.4
+    assert hits(recipes.moba(block=block, top=2)) < 0.4
+    assert hits(selector) > 0.9
+    assert max(losses[-10:]) < 0.3 * losses[0]
