@@ -22,7 +22,7 @@ from .nn import (
 )
 from .observe import attention_received, compilations, plot_attention_received, profile_process, stats
 from .refinement import ImportanceTracker, block_mass, pooled_scores, refine
-from .selection import BlockSelector, Selection, Threshold, TopK, TopP
+from .selection import BlockSelector, SelectedAttention, Selection, Threshold, TopK, TopP
 
 if TYPE_CHECKING:
     from . import distributed, integrations, testing
@@ -42,6 +42,7 @@ __all__ = [
     "LongNetEncoderDecoder",
     "MultiheadDilatedAttention",
     "RingDilatedAttention",
+    "SelectedAttention",
     "Selection",
     "Threshold",
     "TopK",

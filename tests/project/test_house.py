@@ -60,6 +60,7 @@ PUBLIC = {
         "LongNetEncoderDecoder",
         "MultiheadDilatedAttention",
         "RingDilatedAttention",
+        "SelectedAttention",
         "Selection",
         "Threshold",
         "TopK",
