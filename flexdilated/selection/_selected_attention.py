@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
-import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from .._attend import attend, autocast
+from .._attend import autocast
 from .._engines import check_engine
 from .._validate import check_sinks, check_tensors, resolve_scale
 from ..engines import merge, with_sinks
-from ..masks import Pattern, selected_blocks
+from ..masks import Pattern
 from ..masks.core import require_choice, require_int
-from ..masks.patterns import names
 from ._distill import distill_loss
+from ._reading import Reading
+from ._selected_cache import SelectedCache
 from ._selector import BlockSelector, Selection
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows
@@ -96,7 +95,8 @@ class SelectedAttention(nn.Module):
         check_tensors(q, k, v, enable_gqa=enable_gqa)
         check_sinks(sinks, q)
         found = self.selector(q, k, scale=scale, q_offset=q_offset, bindings=bindings, within=within)
-        call = Reading.of(self, self.selector.rule(within), bindings, scale=scale, q_offset=q_offset)
+        options = {"scale": scale, "q_offset": q_offset, "engine": self.engine}
+        call = Reading.of(self.selector, self.beyond, self.selector.rule(within), bindings, **options)
         if 0 in q.shape or 0 in k.shape:
             out, lse = call.attend(q, k, v, call.rule)
         elif self.gradient == "bias":
@@ -153,94 +153,32 @@ class SelectedAttention(nn.Module):
         factor = resolve_scale(scale, q.shape[-1])
         return distill_loss(self.selector, q, k, scale=factor, q_offset=q_offset, bindings=bindings, within=within)
 
+    def cache(self, *, num_heads: int, capacity: int | None = None, scale: float | None = None) -> SelectedCache:
+        """A `KVCache` for the next tokens of a sequence, which choose and attend as one pass over all would.
+
+        It holds every key, as any may be chosen later, and the pools of their blocks, which grow with the keys: a step
+        pools the block that it writes in, and no other. `attend` takes chunks of any size, also within a row of several
+        queries, which then reads what the row's first query chose. `crop` goes back to anywhere but into such a row
+        before the last. A module that scores must do so block by block and row by row, from the pools alone.
+
+        num_heads: query heads. capacity, scale: as in `KVCache`. Raises ValueError for a selector that looks ahead
+        (future_in_choice=True), for a `within` that is not causal or has run-time tensors, and for a module that
+        scores where `always` leaves some of a query's own block open: it judges whole blocks, and that one is growing.
+
+        >>> selector = fd.BlockSelector(block=32, choose=fd.TopK(2), always=masks.chunked(32))
+        >>> cache = fd.SelectedAttention(selector).cache(num_heads=4)
+        >>> cache.attend(*torch.randn(3, 1, 4, 100, 64)).shape
+        torch.Size([1, 4, 100, 64])
+        """
+        return SelectedCache(
+            self.selector,
+            self.beyond,
+            biased=self.gradient == "bias",
+            num_heads=num_heads,
+            capacity=capacity,
+            scale=scale,
+            engine=self.engine,
+        )
+
     def extra_repr(self) -> str:
         return f"gradient={self.gradient!r}, engine={self.engine!r}"
-
-
-class Reading(NamedTuple):
-    """What reads a choice: patterns around a table, and the options of its calls.
-
-    rule: what holds in the call. beyond: what `always` does not allow; None without it. table: the name of the table,
-    which is that of no other tensor.
-    """
-
-    rule: Pattern
-    own: BlockSelector
-    beyond: Pattern | None
-    table: str
-    bindings: dict[str, Tensor]
-    options: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        attention: SelectedAttention,
-        rule: Pattern,
-        bindings: Mapping[str, Tensor] | None,
-        *,
-        scale: float | None,
-        q_offset: int,
-    ) -> Reading:
-        own, table = attention.selector, "chosen"
-        needed = names(rule if own.always is None else rule | own.always)
-        while table in needed:
-            table += "_"
-        given = {} if bindings is None else {name: x for name, x in bindings.items() if name in needed}
-        options = {"scale": scale, "q_offset": q_offset, "engine": attention.engine, "enable_gqa": True}
-        return cls(rule, own, attention.beyond, table, given, options)
-
-    @property
-    def always(self) -> Pattern:
-        """What is read in any case."""
-        return self.rule if self.own.always is None else self.own.always & self.rule
-
-    @property
-    def read(self) -> Pattern:
-        """(chosen | always) & within."""
-        chosen = self._leaf(self.own.choose.most)
-        return (chosen if self.own.always is None else chosen | self.own.always) & self.rule
-
-    def added(self, most: int) -> Pattern:
-        """What is read because it is chosen, by a table of this width."""
-        chosen = self._leaf(most) & self.rule
-        return chosen if self.beyond is None else chosen & self.beyond
-
-    def _leaf(self, most: int) -> Pattern:
-        return selected_blocks(self.table, block=(self.own.query_block, self.own.block), most=most)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: Int64[Tensor, "B T R most"] | None = None
-    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """(out in the dtype of lse, lse) over a pattern, and a table where it names one."""
-        known = names(pattern)
-        bindings = {name: x for name, x in self.bindings.items() if name in known}
-        bindings |= {} if blocks is None else {self.table: blocks}
-        out, lse = attend(q, k, v, pattern, bindings=bindings or None, return_lse=True, **self.options)
-        return out.to(lse.dtype), lse
-
-    def chosen(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        blocks: Int64[Tensor, "B T R most"],
-        scores: Float[Tensor, "B T R most"] | None,
-    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """(out, lse) over what `added` allows; with scores each block's logits are raised by its own."""
-        if scores is None:
-            return self.attend(q, k, v, self.added(blocks.shape[-1]), blocks)
-        biases = self._of_queries(scores.masked_fill(blocks < 0, 0.0), q)
-        one, found = self.added(1), []
-        for place in range(blocks.shape[-1]):
-            out, lse = self.attend(q, k, v, one, blocks[..., place : place + 1])
-            found.append((out, lse + biases[..., place].to(lse.dtype)))
-        out, lse = found[0]
-        for part in found[1:]:
-            out, lse = merge(out, lse, *part)
-        return out, lse
-
-    def _of_queries(self, scores: Float[Tensor, "B T R most"], q: Tensor) -> Float[Tensor, "B H N most"]:
-        """The scores of each query's row, for each head."""
-        side, first = self.own.query_block, self.options["q_offset"]
-        row = (torch.arange(q.shape[2], device=q.device) + first % side) // side
-        return scores.repeat_interleave(q.shape[1] // scores.shape[1], 1)[:, :, row]

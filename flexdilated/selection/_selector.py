@@ -17,7 +17,7 @@ from ..masks.needs import RowSource, later_pair
 from ..masks.patterns import RunTime, blank, names, run_time_leaves
 from ._call import SelectionCall
 from ._choose import Threshold, TopK, TopP
-from ._pools import pools_of, summaries
+from ._pools import Pools, pools_of, summaries
 from ._select_op import select_blocks, selection_sides
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys
@@ -195,19 +195,26 @@ class BlockSelector(nn.Module):
         """The choice of a call as `prepared` makes it."""
         given = None
         if isinstance(self.scorer, nn.Module):
-            given = self._by_module(self.scorer, q, k, bindings, call)
+            given = self.by_module(self.scorer, q, k, bindings, call)
             q, k = q.detach(), k.detach()
         blocks, _, scores, density, cut = select_blocks(q, k, given, coarse, bindings, *call)
         return Selection(blocks, scores, density.detach(), cut.detach())
 
-    def _by_module(
-        self, scorer: nn.Module, q: Tensor, k: Tensor, bindings: list[Tensor], call: SelectionCall
+    def by_module(
+        self,
+        scorer: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        bindings: list[Tensor],
+        call: SelectionCall,
+        pools: Pools | None = None,
     ) -> Float[Tensor, "B H R C"]:
-        """The module's scores of all blocks. What hidden tokens hold does not come to it."""
+        """The module's scores of all blocks. What hidden tokens hold does not come to it, unless it is in `pools`."""
         sees, seen = selection_sides(q.detach(), k.detach(), bindings, *call)
         rows = call.rows(q, k)
         queries = summaries(q, rows, range(rows.number), sees)
-        pools = pools_of(k.masked_fill(~seen.unsqueeze(-1), 0.0), self.block)
+        if pools is None:
+            pools = pools_of(k.masked_fill(~seen.unsqueeze(-1), 0.0), self.block)
         scores = scorer(queries, pools)
         wanted = [(*queries.shape[:1], heads, rows.number, rows.blocks) for heads in (q.shape[1], k.shape[1])]
         if not isinstance(scores, Tensor) or tuple(scores.shape) not in wanted:
