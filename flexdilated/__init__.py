@@ -19,6 +19,7 @@ from .nn import (
     LongNetEncoderDecoder,
     MultiheadDilatedAttention,
     RingDilatedAttention,
+    SelectedLayers,
 )
 from .observe import attention_received, compilations, plot_attention_received, profile_process, stats
 from .refinement import ImportanceTracker, block_mass, pooled_scores, refine
@@ -43,6 +44,7 @@ __all__ = [
     "MultiheadDilatedAttention",
     "RingDilatedAttention",
     "SelectedAttention",
+    "SelectedLayers",
     "Selection",
     "Threshold",
     "TopK",

@@ -61,6 +61,7 @@ PUBLIC = {
         "MultiheadDilatedAttention",
         "RingDilatedAttention",
         "SelectedAttention",
+        "SelectedLayers",
         "Selection",
         "Threshold",
         "TopK",
