@@ -97,7 +97,7 @@ def _check(selector: BlockSelector, num_heads: int) -> None:
         )
     if not is_causal(selector.within):
         raise ValueError(
-            "a cache needs a causal `within`, in which no query sees a later key: take within & masks.causal(); got "
+            "a cache needs a causal within, in which no query sees a later key: take within & masks.causal(); got "
             f"within={selector.within!r}"
         )
     if selector._names:
@@ -107,7 +107,7 @@ def _check(selector: BlockSelector, num_heads: int) -> None:
         )
     if isinstance(selector.scorer, torch.nn.Module) and not _reads_own_blocks(selector, num_heads):
         raise ValueError(
-            "a module scores whole blocks, and a query's own is not whole yet: in a cache `always` must cover it, such "
+            "a module scores whole blocks, and a query's own is not whole yet: in a cache always must cover it, such "
             f"as always=masks.chunked({selector.block}); got always={selector.always!r}"
         )
     if selector.coarse is not None:
