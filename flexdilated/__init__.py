@@ -19,10 +19,11 @@ from .nn import (
     LongNetEncoderDecoder,
     MultiheadDilatedAttention,
     RingDilatedAttention,
+    SelectedLayers,
 )
 from .observe import attention_received, compilations, plot_attention_received, profile_process, stats
 from .refinement import ImportanceTracker, block_mass, pooled_scores, refine
-from .selection import BlockSelector, Selection, Threshold, TopK, TopP
+from .selection import BlockSelector, SelectedAttention, Selection, Threshold, TopK, TopP
 
 if TYPE_CHECKING:
     from . import distributed, integrations, testing
@@ -42,6 +43,8 @@ __all__ = [
     "LongNetEncoderDecoder",
     "MultiheadDilatedAttention",
     "RingDilatedAttention",
+    "SelectedAttention",
+    "SelectedLayers",
     "Selection",
     "Threshold",
     "TopK",

@@ -96,6 +96,7 @@ class KVCache:
         proven = all(map(causal_by_form, pattern.branches()))
         self.pattern: Pattern | Mixture = pattern if proven else pattern & causal()
         self._branches = branch_rules(self.pattern, **where)
+        self._keeping = _sources(self._branches)
         self._period = common_period(self.pattern.branches())
         self._limited = [leaf for leaf in pattern.leaves() if type(leaf).check_tokens is not Pattern.check_tokens]
         self.reset()
@@ -138,8 +139,7 @@ class KVCache:
             return torch.zeros_like(q)
         with self._as_before_on_error():
             held = self._take(k, v)
-            compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
-            out, lse = compute(q, held)
+            out, lse = self._compute(q, held)
             if sinks is not None:
                 out, _ = with_sinks(out, lse, sinks)
             self._seen += q.shape[2]
@@ -219,12 +219,15 @@ class KVCache:
     def _take(self, k: Tensor, v: Tensor) -> HeldKeys:
         """Hold the next tokens' keys. The tokens count as seen once the call is done."""
         if self._held is None:
-            self._held = HeldKeys(k, _sources(self._branches), capacity=self.capacity, undo=self.undo)
+            self._held = HeldKeys(k, self._keeping, capacity=self.capacity, undo=self.undo)
             self._groups = group_heads(
                 self._branches, num_heads=self.num_heads, num_kv_heads=k.shape[1], device=k.device
             )
         self._held.append(k, v, self._seen)
         return self._held
+
+    def _compute(self, q: Tensor, held: HeldKeys) -> tuple[Tensor, Tensor]:
+        return (self._rows if q.shape[2] <= MOST_ROWS else self._chunk)(q, held)
 
     def _rows(self, q: Tensor, held: HeldKeys) -> tuple[Tensor, Tensor]:
         """Queries over the keys that they see, a few at a time."""
@@ -293,7 +296,8 @@ class KVCache:
 
     def __repr__(self) -> str:
         own = f"{shortened(repr(self.pattern), _SHOWN)}, num_heads={self.num_heads}, engine={self.engine!r}"
-        return f"KVCache({own}: {self._seen:,} tokens seen, {self.num_kept:,} keys kept in {bytes_text(self.nbytes)})"
+        held = f"{self._seen:,} tokens seen, {self.num_kept:,} keys kept in {bytes_text(self.nbytes)}"
+        return f"{type(self).__name__}({own}: {held})"
 
 
 @cache

@@ -10,6 +10,7 @@ from ._longnet_config import LongNetConfig
 from ._model_memory import ModelMemory, ModelSize, attention_size, model_memory
 from ._multihead import MultiheadDilatedAttention
 from ._multihead_projections import MultiheadProjections, refuse_weights
+from ._selected_layers import SelectedLayers
 
 __all__ = [
     "BlockSparseAttention",
@@ -22,4 +23,5 @@ __all__ = [
     "LongNetEncoderDecoder",
     "MultiheadDilatedAttention",
     "RingDilatedAttention",
+    "SelectedLayers",
 ]

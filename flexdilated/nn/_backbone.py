@@ -18,6 +18,7 @@ from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
 from ..masks.core import require_int
 from ..masks.patterns import on_host
+from ..selection import SelectedAttention
 from ._call_masks import without_padding
 from ._longnet_block import Block, KeysValues, norm
 from ._longnet_config import LongNetConfig
@@ -96,6 +97,7 @@ class LongNetBackbone(Pretrained):
             Block(
                 config,
                 self.over_ranks,
+                selected=self._selection(index),
                 memory_dim=memory_dim,
                 scales=scales,
                 drop_path=config.drop_path * index / deepest,
@@ -147,7 +149,13 @@ class LongNetBackbone(Pretrained):
         """
         self._check_one_rank("new_caches")
         heads, engine = self.config.num_heads, self.config.engine
-        return [KVCache(self.pattern, num_heads=heads, capacity=capacity, engine=engine) for _ in self.blocks]
+        selected = [self._block(index).selected for index in range(len(self.blocks))]
+        return [
+            KVCache(self.pattern, num_heads=heads, capacity=capacity, engine=engine)
+            if own is None
+            else own.cache(num_heads=heads, capacity=capacity)
+            for own in selected
+        ]
 
     def read(self, memory: Tensor | None, padding: Tensor | None = None) -> Memory | None:
         """What the blocks attend to of a memory (B, M, E_memory), for `features`; None for none."""
@@ -186,15 +194,23 @@ class LongNetBackbone(Pretrained):
             positions, x = layout.positions(tokens.device), layout.apply(tokens, dim=1)
         x = self._embedded(x, positions, first + num_tokens)
         pattern = on_host(without_padding(self.pattern, padding, (tokens.shape[0], num_tokens)))
+        visible = None
+        if padding is not None and self.config.selection is not None:
+            visible = on_host(without_padding(masks.every(), padding, (tokens.shape[0], num_tokens)))
         told = turns(self.config, positions, first + num_tokens, x.dtype)
         again = caches is None and self.config.checkpoint and torch.is_grad_enabled()
         draws = self.training and bool(self.config.dropout or self.config.drop_path)
         for index, block in enumerate(self.blocks):
-            read = () if memory is None else (memory.blocks[index], memory.pattern)
-            given = (x, told, pattern, layout, None if caches is None else caches[index], *read)
+            read = (None, None) if memory is None else (memory.blocks[index], memory.pattern)
+            given = (x, told, pattern, layout, None if caches is None else caches[index], *read, visible)
             x = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=draws) if again else block(*given)
         x = self.norm(x)
         return x if layout is None else layout.invert(x, dim=1)
+
+    def _selection(self, index: int) -> SelectedAttention | None:
+        if self.config.selection is None or not self.config.selects(index):
+            return None
+        return self.config.selection.attention(causal=self.config.causal, engine=self.config.engine)
 
     def _block(self, index: int) -> Block:
         block = self.blocks[index]
@@ -212,7 +228,7 @@ class LongNetBackbone(Pretrained):
 
     def _layout(self, num_tokens: int, device: torch.device) -> Layout | None:
         """The model's token order at this length; None for the natural one."""
-        if self.config.layout == "natural" or self.over_ranks is not None:
+        if self.config.layout == "natural" or self.over_ranks is not None or self.config.selection is not None:
             return None
         if self.config.layout == "residue":
             return masks.Layout(num_tokens, self.residue_rate)
@@ -224,6 +240,8 @@ class LongNetBackbone(Pretrained):
     def _check_mesh(self) -> None:
         if self.over_ranks is None:
             return
+        if self.config.selection is not None:
+            raise ValueError("with a mesh no layer chooses its keys from the data: selection must be None; got one")
         if self.config.layout == "residue":
             raise ValueError(
                 "with a mesh the tokens stay in their order: layout must be 'auto' or 'natural'; got 'residue'"

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from .._attend import attend
 from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
+from ..selection import SelectedAttention
 from ._longnet_config import LongNetConfig
 from ._over_ranks import OverRanks
 from ._positions import Turns
@@ -29,6 +30,7 @@ class Block(nn.Module):
     norm(a * x + half(x)). Queries, keys and values come from one projection. LayerNorm without bias is one fused kernel
     on CPU too, where RMSNorm is several.
 
+    selected: the attention that chooses its keys from the data, in place of the pattern; None for the pattern.
     scales: (a, the gain of the weights that write to the sums), of `residual_scales`. drop_path: probability, in
     training, that a sequence goes by each half.
     """
@@ -38,6 +40,7 @@ class Block(nn.Module):
         config: LongNetConfig,
         over_ranks: OverRanks | None = None,
         *,
+        selected: SelectedAttention | None = None,
         memory_dim: int | None = None,
         scales: tuple[float, float] | None = None,
         drop_path: float = 0.0,
@@ -50,7 +53,7 @@ class Block(nn.Module):
         self.residual, self.gain = residual_scales(config) if scales is None else scales
         # Only where the norms' place says so: else the first projections have their full variance.
         self.inner_gain = self.gain if config.deepnorm or config.subln else 1.0
-        self.dropout, self.drop_path = config.dropout, drop_path
+        self.dropout, self.drop_path, self.selected = config.dropout, drop_path, selected
         E, hidden, kv_dim = config.embed_dim, config.hidden_dim, 2 * config.kv_heads * config.head_dim
         factory = {"device": device, "dtype": dtype}
         linear = {"bias": config.bias, **factory}
@@ -98,12 +101,14 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         memory: KeysValues | None = None,
         memory_pattern: Pattern | Mixture | None = None,
+        visible: Pattern | None = None,
     ) -> Float[Tensor, "B N E"]:
         """With a cache the tokens follow those it has seen; over ranks they are this rank's.
 
-        memory: what `keys_values` made of it; each token sees of it what `memory_pattern` allows.
+        memory: what `keys_values` made of it; each token sees of it what `memory_pattern` allows. visible: what padding
+        leaves, for a selection; it is in the pattern already.
         """
-        x = self._add(x, self.attention_norm, lambda y: self._attend(y, turns, pattern, layout, cache))
+        x = self._add(x, self.attention_norm, lambda y: self._attend(y, turns, pattern, layout, cache, visible))
         if memory is not None and memory_pattern is not None:
             assert self.memory_norm is not None
             x = self._add(x, self.memory_norm, lambda y: self._attend_to(memory, y, memory_pattern))
@@ -129,6 +134,7 @@ class Block(nn.Module):
         pattern: Pattern | Mixture,
         layout: Layout | None,
         cache: KVCache | None,
+        visible: Pattern | None,
     ) -> Float[Tensor, "B N E"]:
         H, G = self.num_heads, self.kv_heads
         heads = self.qkv(x).unflatten(-1, (H + 2 * G, self.head_dim))
@@ -137,6 +143,8 @@ class Block(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if self.over_ranks is not None:
             out = self.over_ranks.attend(q, k, v, pattern, enable_gqa=H != G, engine=self.engine)
+        elif cache is None and self.selected is not None:
+            out = self.selected(q, k, v, enable_gqa=H != G, within=visible)
         elif cache is None:
             out = attend(q, k, v, pattern, enable_gqa=H != G, layout=layout, engine=self.engine)
         else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from .._engines import check_engine
 from ..masks import Mixture, Pattern
 from ..masks.core import require_bool, require_choice, require_finite, require_int
 from ._dilated_attention import dilated_pattern
+from ._selected_layers import SelectedLayers
 
 LAYOUTS = ("auto", "natural", "residue")
 NORMS = ("layer", "rms")
@@ -41,6 +42,8 @@ class LongNetConfig:
     longest segment.
     checkpoint: keep only the blocks' inputs in training and run each block again in the backward.
     engine: as in `attend`.
+    selection: layers that choose their keys from the data, as `SelectedLayers` or the same as a mapping; they attend to
+        no branches. The tokens then keep their natural order, and lie on one rank.
 
     Raises ValueError or TypeError for sizes and choices that do not fit together.
 
@@ -74,6 +77,7 @@ class LongNetConfig:
     layout: str = "auto"
     checkpoint: bool = False
     engine: str | None = None
+    selection: SelectedLayers | None = None
 
     def __post_init__(self) -> None:
         for name in ("embed_dim", "depth", "num_heads", "xpos_scale"):
@@ -102,6 +106,26 @@ class LongNetConfig:
                 raise TypeError(f"{name} must be a sequence of integers; got {getattr(self, name)!r}")
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self.pattern.check_heads(self.num_heads)
+        self._check_selection()
+
+    def _check_selection(self) -> None:
+        if isinstance(self.selection, Mapping):
+            known = [each.name for each in fields(SelectedLayers)]
+            if strangers := [name for name in self.selection if name not in known]:
+                raise ValueError(f"selection has {', '.join(known)}; got {', '.join(map(str, strangers))}")
+            object.__setattr__(self, "selection", SelectedLayers(**self.selection))
+        if self.selection is None:
+            return
+        if not isinstance(self.selection, SelectedLayers):
+            raise TypeError(f"selection must be SelectedLayers or None; got {self.selection!r:.80}")
+        if self.layout == "residue":
+            raise ValueError("with a selection the tokens keep their order: layout must be 'auto' or 'natural'")
+        if any(layer >= self.depth for layer in self.selection.layers or ()):
+            raise ValueError(f"layers of the selection must be below depth={self.depth}; got {self.selection.layers}")
+
+    def selects(self, layer: int) -> bool:
+        """Whether this layer chooses its keys from the data."""
+        return self.selection is not None and (self.selection.layers is None or layer in self.selection.layers)
 
     def _check_heads(self) -> None:
         if self.embed_dim % self.num_heads:

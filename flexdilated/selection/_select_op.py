@@ -112,9 +112,18 @@ def _by_table(call: SelectionCall, scored: Scored, tables: int) -> Scored:
 
 
 def choose_blocks(
-    q: Tensor, k: Tensor, given: Tensor | None, coarse: Tensor | None, bindings: Sequence[Tensor], call: SelectionCall
+    q: Tensor,
+    k: Tensor,
+    given: Tensor | None,
+    coarse: Tensor | None,
+    bindings: Sequence[Tensor],
+    call: SelectionCall,
+    pools: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(blocks, their places among what could be chosen, their scores, density, cut) of a call, some rows at a time."""
+    """(blocks, their places among what could be chosen, their scores, density, cut) of a call, some rows at a time.
+
+    pools: of the keys, as the scorer makes them, where they are known.
+    """
     rows, parts, tables = call.rows(q, k), parts_of(call, bindings, q, k), call.tables(q, k)
     shape = (q.shape[0], tables, rows.number, call.most)
     blocks, places = (torch.full(shape, -1, device=q.device) for _ in range(2))
@@ -122,7 +131,8 @@ def choose_blocks(
     added, cut = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
     pairs = left = 0
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        pools = Scorer(call.scorer, call.scale, call.stride).pools(k, call.block)
+        if pools is None:
+            pools = Scorer(call.scorer, call.scale, call.stride).pools(k, call.block)
         for portion in _portions(call, q, k, coarse):
             here = slice(portion.rows.start, portion.rows.stop)
             boxes = [boxes_of(part.rule, rows, portion.rows, q.device) for part in parts]

@@ -17,7 +17,7 @@ from ..masks.needs import RowSource, later_pair
 from ..masks.patterns import RunTime, blank, names, run_time_leaves
 from ._call import SelectionCall
 from ._choose import Threshold, TopK, TopP
-from ._pools import pools_of, summaries
+from ._pools import Pools, pools_of, summaries
 from ._scores import LOGS
 from ._select_op import select_blocks, selection_sides
 
@@ -128,8 +128,7 @@ class BlockSelector(nn.Module):
         self.future_in_choice = require_bool("future_in_choice", future_in_choice)
         self._check_view()
         self.stride = self._stride(stride)
-        self._both = self.within if self.always is None else self.within | self.always
-        self._own_names = set(names(self._both))
+        self._own_names = set(names(self.within if self.always is None else self.within | self.always))
         self._names = self._own_names if coarse is None else self._own_names | coarse._names
 
     def forward(
@@ -140,11 +139,13 @@ class BlockSelector(nn.Module):
         scale: float | None = None,
         q_offset: int = 0,
         bindings: Mapping[str, Tensor] | None = None,
+        within: Pattern | None = None,
     ) -> Selection:
         """Query i stands at position q_offset + i, key j at j; query head h reads key/value head h // (H / G).
 
         scale: factor on the scores, as in `attend`, 1 / sqrt(D) by default; a module's are taken as they are.
         bindings: run-time tensors that the patterns of this selector, or of its coarse one, name and do not carry.
+        within: a set pattern that holds beside this selector's own in this call, such as the padding of a batch.
         A row that starts before q_offset chooses by its queries of this call alone: give whole rows where parts of a
         sequence must choose as the whole does.
 
@@ -153,38 +154,74 @@ class BlockSelector(nn.Module):
         check_tensors(q, k, k, enable_gqa=True)
         require_int("q_offset", q_offset, minimum=0)
         factor = resolve_scale(scale, q.shape[-1])
-        if self._sees_ahead and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        rule = self.rule(within)
+        ahead = self._sees_ahead or (within is not None and self._whole and is_causal(rule))
+        if ahead and not self.future_in_choice:
+            raise ValueError(_of_later(self.query_block, rule))
+        if ahead and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
             raise ValueError(
                 "future_in_choice=True is for prefill, as a causal model would learn from later tokens: call it under "
                 "torch.no_grad(), or train with query_summary='first'; got q or k that require a gradient"
             )
-        chosen = None
+        coarse, own, call = self.prepared(q, k, scale=factor, q_offset=q_offset, bindings=bindings, within=within)
+        if 0 in q.shape or 0 in k.shape:
+            return self._nothing(call, q, k)
+        return self.selected(q, k, coarse, own, call)
+
+    def rule(self, within: Pattern | None) -> Pattern:
+        """What holds in a call: this selector's `within`, and that of the call."""
+        return self.within if within is None else self.within & _set_pattern("within", within)
+
+    def prepared(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float,
+        q_offset: int,
+        bindings: Mapping[str, Tensor] | None,
+        within: Pattern | None,
+    ) -> tuple[Int64[Tensor, "B T R most"] | None, list[Tensor], SelectionCall]:
+        """(the coarse choice, the run-time tensors, plain values) of a checked call; coarse choices are made."""
+        coarse = None
         if self.coarse is not None:
             inner = None if bindings is None else _of_names(bindings, self.coarse._names)
-            chosen = self.coarse(q, k, scale=scale, q_offset=q_offset, bindings=inner).blocks
+            options = {"scale": scale, "q_offset": q_offset, "bindings": inner, "within": within}
+            coarse = self.coarse(q, k, **options).blocks
             # Its tensors are not ours; a name that neither knows stays, and is refused.
             bindings = (
                 None if bindings is None else _of_names(bindings, (set(bindings) - self._names) | self._own_names)
             )
-        own = run_time_tensors(self._both, bindings, has_values=not q.is_meta)
-        call = self._call(q_offset, factor)
-        if 0 in q.shape or 0 in k.shape:
-            return self._nothing(call, q, k)
+        rule = self.rule(within)
+        both = rule if self.always is None else rule | self.always
+        return coarse, run_time_tensors(both, bindings, has_values=not q.is_meta), self.call(rule, q_offset, scale)
+
+    def selected(
+        self, q: Tensor, k: Tensor, coarse: Tensor | None, bindings: list[Tensor], call: SelectionCall
+    ) -> Selection:
+        """The choice of a call as `prepared` makes it."""
         given = None
         if isinstance(self.scorer, nn.Module):
-            given = self._by_module(self.scorer, q, k, own, call)
+            given = self.by_module(self.scorer, q, k, bindings, call)
             q, k = q.detach(), k.detach()
-        blocks, _, scores, density, cut = select_blocks(q, k, given, chosen, own, *call)
+        blocks, _, scores, density, cut = select_blocks(q, k, given, coarse, bindings, *call)
         return Selection(blocks, scores, density.detach(), cut.detach())
 
-    def _by_module(
-        self, scorer: nn.Module, q: Tensor, k: Tensor, bindings: list[Tensor], call: SelectionCall
+    def by_module(
+        self,
+        scorer: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        bindings: list[Tensor],
+        call: SelectionCall,
+        pools: Pools | None = None,
     ) -> Float[Tensor, "B H R C"]:
-        """The module's scores of all blocks. What hidden tokens hold does not come to it."""
+        """The module's scores of all blocks. What hidden tokens hold does not come to it, unless it is in `pools`."""
         sees, seen = selection_sides(q.detach(), k.detach(), bindings, *call)
         rows = call.rows(q, k)
         queries = summaries(q, rows, range(rows.number), sees)
-        pools = pools_of(k.masked_fill(~seen.unsqueeze(-1), 0.0), self.block)
+        if pools is None:
+            pools = pools_of(k.masked_fill(~seen.unsqueeze(-1), 0.0), self.block)
         if getattr(scorer, "takes_positions", False):
             first = rows.q_offset - rows.lead
             begins = torch.arange(first, first + rows.number * self.query_block, self.query_block, device=q.device)
@@ -203,10 +240,11 @@ class BlockSelector(nn.Module):
         scores = scores.to(torch.promote_types(scores.dtype, sum_dtype(q)))
         return scores if scores.shape[1] == q.shape[1] else scores.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
-    def _call(self, q_offset: int, scale: float) -> SelectionCall:
+    def call(self, rule: Pattern, q_offset: int, scale: float) -> SelectionCall:
+        """A call as plain values; rule: what holds in it."""
         coarse = self.coarse
         return SelectionCall(
-            self.within.text,
+            rule.text,
             "" if self.always is None else self.always.text,
             self.block,
             self.query_block,
@@ -242,11 +280,7 @@ class BlockSelector(nn.Module):
             )
         self._sees_ahead = self._whole and is_causal(self.within)
         if self._sees_ahead and not self.future_in_choice:
-            raise ValueError(
-                "a row of several queries under a causal rule must choose by its first, or the first learn from later "
-                "ones: give query_summary='first'; or future_in_choice=True, for prefill alone; got "
-                f"query_block={self.query_block} and query_summary='mean' within {self.within!r}"
-            )
+            raise ValueError(_of_later(self.query_block, self.within))
 
     def _check_coarse(self, coarse: object) -> None:
         if not isinstance(coarse, BlockSelector):
@@ -301,6 +335,14 @@ def is_causal(pattern: Pattern) -> bool:
     if heads is None:
         return True
     return not any(later_pair(RowSource(most.for_head(head, heads), head, heads)) for head in range(heads))
+
+
+def _of_later(query_block: int, rule: Pattern) -> str:
+    return (
+        "a row of several queries under a causal rule must choose by its first, or the first learn from later ones: "
+        "give query_summary='first'; or future_in_choice=True, for prefill alone; got "
+        f"query_block={query_block} and query_summary='mean' within {rule!r}"
+    )
 
 
 def _of_names(bindings: Mapping[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:

@@ -60,6 +60,8 @@ PUBLIC = {
         "LongNetEncoderDecoder",
         "MultiheadDilatedAttention",
         "RingDilatedAttention",
+        "SelectedAttention",
+        "SelectedLayers",
         "Selection",
         "Threshold",
         "TopK",

@@ -277,7 +277,7 @@ def test_a_second_call_reads_nothing_on_the_host(within: masks.Pattern, scorer: 
     options = {"within": within, "future_in_choice": True, "always": masks.chunked(8)}
     selector = fd.BlockSelector(block=8, query_block=8, scorer=scorer, choose=fd.TopP(0.6, most=3), **options)
     chosen = fd.BlockSelector(block=16, query_block=8, choose=fd.TopK(2), **options)(q, k).blocks if coarse else None
-    call = selector._call(0, 0.3)._replace(coarse_block=16 * coarse, coarse_query_block=8 * coarse)
+    call = selector.call(selector.within, 0, 0.3)._replace(coarse_block=16 * coarse, coarse_query_block=8 * coarse)
     expected = choose_blocks(q, k, None, chosen, [], call)
     misses = masks.cache().stats().misses
     with Watched() as watched:
@@ -299,7 +299,7 @@ def test_nothing_is_as_large_as_queries_by_keys(scorer: str, N: int) -> None:
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 2, N, 8)
     selector = fd.BlockSelector(block=256, scorer=scorer, choose=fd.TopK(4), always=masks.chunked(256))
-    call = selector._call(0, 0.3)
+    call = selector.call(selector.within, 0, 0.3)
     choose_blocks(q, k, None, None, [], call)
     with Watched() as watched:
         choose_blocks(q, k, None, None, [], call)

@@ -18,6 +18,7 @@ from ..._validate import position
 from ...engines import ScoreMod
 from ...masks import Mixture, Pattern, causal, documents, every, visible_keys
 from ...masks.patterns import names
+from ...selection import SelectedAttention
 from ._cache import layer_of
 from ._layers import Patterns, choose, give, layer_pattern
 from ._mask_functions import Reading, all_of, read
@@ -51,6 +52,9 @@ def set_pattern(
     compose: "and", the model's rule (causal order, sliding windows, chunks) holds beside the pattern; "replace", the
     pattern stands in its place. Padding and packing hold either way, and positions count from a row's first token: what
     a padded row attends to is what it does alone.
+        A `fd.SelectedAttention` stands for a pattern anywhere: the layer chooses its keys from the data, within its
+        selector's rule and, with "and", the model's. Blocks count from the first position of a row, padding included.
+        It is not written into the config, and becomes no part of the model: train a gate's parameters by their own.
     name: the `attn_implementation` to register and to set.
 
     Raises ValueError, before anything is changed, for a pattern that does not fit the heads of a layer or has run-time
@@ -171,6 +175,8 @@ def attention(
         attention_mask = _without_mask(module, query, key, is_causal)
     assert isinstance(attention_mask, Visibility)
     pattern, replaces = layer_pattern(module)
+    if isinstance(pattern, SelectedAttention):
+        return _selected(pattern, attention_mask, replaces, query, key, value, scaling, softcap, s_aux), None
     rule = attention_mask.rule(pattern, replaces=replaces)
     held = layer_of(key)
     if held is not None:
@@ -189,6 +195,44 @@ def attention(
         k_offset=attention_mask.kv_offset,
     )
     return out.transpose(1, 2), None
+
+
+def _selected(
+    layer: SelectedAttention,
+    mask: Visibility,
+    replaces: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Float[Tensor, "B N H D"]:
+    """A layer that chooses its keys: of all keys so far, which come whole and are pooled anew at each call."""
+    own, begun = layer.selector, position("q_offset", mask.q_offset)
+    if layer_of(k) is not None or mask.kv_offset:
+        raise ValueError("a layer that selects blocks needs all keys: leave the cache to transformers, a DynamicCache")
+    if softcap is not None:
+        raise ValueError(f"a layer that selects blocks takes no capped scores; got softcap={softcap}")
+    if begun and own.future_in_choice:
+        raise ValueError(
+            "future_in_choice=True is for prefill: a step of decoding would choose otherwise. Give the selector "
+            f"query_summary='first'; got queries from position {begun} on"
+        )
+    side = max(own.query_block, 1 if own.coarse is None else own.coarse.query_block)
+    if begun % side:
+        raise ValueError(
+            "queries read what the first query of their row chose, which a later call does not know: decode with "
+            f"query_block=1; got {side} and queries from position {begun} on"
+        )
+    # Its own `within` is there already: every() changes nothing where the model's rule does not hold either.
+    rule = mask.rule(every() if replaces else None, replaces=replaces)
+    if isinstance(rule, Mixture):
+        raise ValueError(f"a layer that selects blocks needs a model whose rule is a set pattern; got {rule!r}")
+    bindings = {name: mask.reading.tensors[name] for name in names(rule)}
+    k, v = (x[:, :, : begun + q.shape[2]] for x in (k, v))
+    options = {"scale": scale, "sinks": sinks, "q_offset": begun, "bindings": bindings or None}
+    return layer(q, k, v, enable_gqa=True, within=rule, **options).transpose(1, 2)
 
 
 def _without_mask(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> Visibility:

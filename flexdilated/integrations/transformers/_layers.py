@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from ...masks import Mixture, Pattern, from_json, to_json
 from ...masks.core import require_choice
 from ...masks.patterns import names
+from ...selection import SelectedAttention
 
-Expression = Pattern | Mixture
+Expression = Pattern | Mixture | SelectedAttention
 Patterns = Expression | Mapping[int, Expression | None] | Callable[[nn.Module], Expression | None]
 
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
@@ -57,7 +58,7 @@ def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[li
         if strangers:
             raise ValueError(f"layers are numbered from 0 to {len(layers) - 1}; got {strangers[0]!r}")
         chosen = [pattern.get(number) for number in range(len(layers))]
-    elif isinstance(pattern, Pattern | Mixture):
+    elif isinstance(pattern, Pattern | Mixture | SelectedAttention):  # a module is callable, too
         chosen = [pattern] * len(layers)
     elif callable(pattern):
         chosen = [pattern(layer) for layer in layers]
@@ -82,6 +83,8 @@ def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], com
 
 
 def _check(number: int, layer: nn.Module, pattern: Any) -> None:
+    if isinstance(pattern, SelectedAttention):
+        return
     if not isinstance(pattern, Pattern | Mixture):
         raise TypeError(f"layer {number} must get a pattern or None; got {pattern!r}")
     if names(pattern):
@@ -98,7 +101,9 @@ def _check(number: int, layer: nn.Module, pattern: Any) -> None:
 
 
 def _text(pattern: Expression) -> str:
-    """A pattern's JSON; a custom function has none, and says so when the model is loaded again."""
+    """A pattern's JSON; a custom function or a selection has none, and says so when the model is loaded again."""
+    if isinstance(pattern, SelectedAttention):
+        return repr(pattern)
     try:
         return to_json(pattern)
     except TypeError:

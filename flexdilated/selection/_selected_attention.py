@@ -1,0 +1,184 @@
+"""SelectedAttention: choose blocks from the data, and attend to them; by a bias or a loss the choice is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from .._attend import autocast
+from .._engines import check_engine
+from .._validate import check_sinks, check_tensors, resolve_scale
+from ..engines import merge, with_sinks
+from ..masks import Pattern
+from ..masks.core import require_choice, require_int
+from ._distill import distill_loss
+from ._reading import Reading
+from ._selected_cache import SelectedCache
+from ._selector import BlockSelector, Selection
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows
+
+_GRADIENTS = ("none", "bias", "distill")
+
+
+class SelectedAttention(nn.Module):
+    """Attention over the blocks that a selector chooses: (q, k, v) -> out.
+
+    It attends to (chosen | always) & within, exactly, with exact gradients to q, k and v for what was chosen; the
+    backward is that of the forward's choice. A query without keys gets output 0.
+
+    selector: the `BlockSelector` that chooses, within and beside its own patterns.
+    gradient: how the choice itself is trained.
+        "none": not at all.
+        "bias": by its scores, which are added to the logits. With s(r, b) the selector's score of block b for the row
+            r of query i (of the table that serves the head), the weight of key j is
+                exp(scale * q_i · k_j + bias_ij) / sum over j' of exp(scale * q_i · k_j' + bias_ij'),
+            bias_ij = s(r, b) where j lies in a chosen block b and `always` does not allow (i, j), else 0, over the
+            pairs of (chosen | always) & within. Gradients reach q and k through the scores too, or, where a module
+            scores, its parameters, q and k through its own operations. Each place of the table is one call of
+            `attend` whose lse gets the score, and the calls are joined by lse: time and memory are those of `most`
+            narrow tables. What is computed is another attention than without the bias, in inference as well.
+        "distill": by `distill_loss`, a term for the caller to add; the selector's scorer must be a module. What is
+            computed is that of "none".
+    engine: as in `attend`.
+
+    Under `torch.utils.checkpoint` the choice is made again in the backward, from the same numbers by the same
+    operations, so it is the same where the forward before it is deterministic; to keep the first one, save the op
+    torch.ops.flexdilated.select_blocks by a policy of selective checkpointing.
+
+    Raises TypeError or ValueError for other values, and for gradient="distill" without a module.
+    Sources: MoBA, arXiv 2502.13189; SeerAttention, arXiv 2410.13276.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
+    >>> selector = fd.BlockSelector(block=32, choose=fd.TopK(2), always=masks.chunked(32))
+    >>> fd.SelectedAttention(selector)(q, k, v).shape
+    torch.Size([1, 4, 256, 64])
+    """
+
+    def __init__(self, selector: BlockSelector, gradient: str = "none", *, engine: str | None = None) -> None:
+        super().__init__()
+        if not isinstance(selector, BlockSelector):
+            raise TypeError(f"selector must be a BlockSelector; got {type(selector).__name__}")
+        self.gradient = require_choice("gradient", gradient, _GRADIENTS)
+        if gradient == "distill" and not isinstance(selector.scorer, nn.Module):
+            raise ValueError(
+                "gradient='distill' teaches a module that scores: give the selector scorer=module, or take "
+                f"gradient='bias'; got scorer={selector.scorer!r}"
+            )
+        check_engine(engine)
+        self.selector, self.engine = selector, engine
+        self.beyond = None if selector.always is None else ~selector.always  # here, as no graph traces ~
+
+    def forward(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B G M D"],
+        v: Float[Tensor, "B G M D"],
+        *,
+        enable_gqa: bool = False,
+        scale: float | None = None,
+        q_offset: int = 0,
+        bindings: Mapping[str, Tensor] | None = None,
+        within: Pattern | None = None,
+        sinks: Float[Tensor, " H"] | None = None,
+        return_selection: bool = False,
+    ) -> Float[Tensor, "B H N D"] | tuple[Float[Tensor, "B H N D"], Selection]:
+        """Query i stands at position q_offset + i, key j at j.
+
+        enable_gqa, scale, sinks: as in `attend`; the scale is that of the scorer, too. bindings, within: as in the
+        selector. return_selection: (out, the `Selection`), whose scores have a gradient with "bias" alone.
+        Raises ValueError or TypeError, before any work, for inputs that do not fit together.
+        """
+        q, k, v = autocast(q, k, v)
+        check_tensors(q, k, v, enable_gqa=enable_gqa)
+        check_sinks(sinks, q)
+        found = self.selector(q, k, scale=scale, q_offset=q_offset, bindings=bindings, within=within)
+        options = {"scale": scale, "q_offset": q_offset, "engine": self.engine}
+        call = Reading.of(self.selector, self.beyond, self.selector.rule(within), bindings, **options)
+        if 0 in q.shape or 0 in k.shape:
+            out, lse = call.attend(q, k, v, call.rule)
+        elif self.gradient == "bias":
+            out, lse = call.chosen(q, k, v, found.blocks, found.scores)
+            if self.selector.always is not None:
+                out, lse = merge(out, lse, *call.attend(q, k, v, call.always))
+        else:
+            found = found._replace(scores=found.scores.detach())
+            out, lse = call.attend(q, k, v, call.read, found.blocks)
+        if sinks is not None:
+            out, _ = with_sinks(out, lse, sinks)
+        out = out.to(q.dtype)
+        return (out, found) if return_selection else out
+
+    def distill_loss(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B G M D"],
+        *,
+        enable_gqa: bool = False,
+        scale: float | None = None,
+        q_offset: int = 0,
+        bindings: Mapping[str, Tensor] | None = None,
+        within: Pattern | None = None,
+    ) -> Float[Tensor, ""]:
+        """KL(p ‖ softmax(s)) of each row over its candidates, in nats; the mean over rows that have some.
+
+        s are the scores of the selector's module, and p the blocks' exact shares of the row's attention (those of
+        scorer="mass", computed in portions), normalised over the candidates and without a gradient: the loss reaches
+        the module's parameters alone. A coarse selector restricts the candidates, and is taught by a module of its own.
+        SeerAttention's target is instead the greatest weight in a block, normalised (arXiv 2410.13276, 2506.08889);
+        the sum is taken here because it is what leaving the block out costs, and what scorer="mass" ranks by.
+
+        Arguments as in `forward`. Raises ValueError for a module that was not made with gradient="distill".
+
+        >>> class Gate(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.query = torch.nn.Linear(64, 64)
+        ...
+        ...     def forward(self, queries, pools):
+        ...         return self.query(queries) @ pools.mean.mT
+        >>> selector = fd.BlockSelector(block=32, scorer=Gate(), choose=fd.TopK(2), always=masks.chunked(32))
+        >>> q, k = torch.randn(2, 1, 4, 256, 64)
+        >>> fd.SelectedAttention(selector, "distill").distill_loss(q, k).backward()
+        """
+        if self.gradient != "distill":
+            raise ValueError(f"distill_loss is that of gradient='distill'; got gradient={self.gradient!r}")
+        q, k, _ = autocast(q, k, k)
+        check_tensors(q, k, k, enable_gqa=enable_gqa)
+        require_int("q_offset", q_offset, minimum=0)
+        if 0 in q.shape or 0 in k.shape:
+            return sum((x.sum() * 0.0 for x in self.selector.parameters()), q.new_zeros(()))
+        factor = resolve_scale(scale, q.shape[-1])
+        return distill_loss(self.selector, q, k, scale=factor, q_offset=q_offset, bindings=bindings, within=within)
+
+    def cache(self, *, num_heads: int, capacity: int | None = None, scale: float | None = None) -> SelectedCache:
+        """A `KVCache` for the next tokens of a sequence, which choose and attend as one pass over all would.
+
+        It holds every key, as any may be chosen later, and the pools of their blocks, which grow with the keys: a step
+        pools the block that it writes in, and no other. `attend` takes chunks of any size, also within a row of several
+        queries, which then reads what the row's first query chose. `crop` goes back to anywhere but into such a row
+        before the last. A module that scores must do so block by block and row by row, from the pools alone.
+
+        num_heads: query heads. capacity, scale: as in `KVCache`. Raises ValueError for a selector that looks ahead
+        (future_in_choice=True), for a `within` that is not causal or has run-time tensors, and for a module that
+        scores where `always` leaves some of a query's own block open: it judges whole blocks, and that one is growing.
+
+        >>> selector = fd.BlockSelector(block=32, choose=fd.TopK(2), always=masks.chunked(32))
+        >>> cache = fd.SelectedAttention(selector).cache(num_heads=4)
+        >>> cache.attend(*torch.randn(3, 1, 4, 100, 64)).shape
+        torch.Size([1, 4, 100, 64])
+        """
+        return SelectedCache(
+            self.selector,
+            self.beyond,
+            biased=self.gradient == "bias",
+            num_heads=num_heads,
+            capacity=capacity,
+            scale=scale,
+            engine=self.engine,
+        )
+
+    def extra_repr(self) -> str:
+        return f"gradient={self.gradient!r}, engine={self.engine!r}"

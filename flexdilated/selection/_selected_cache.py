@@ -1,0 +1,124 @@
+"""SelectedCache: a KVCache whose next tokens choose among all keys so far, by pools that grow with these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from .._validate import resolve_scale
+from ..decoding import KVCache
+from ..engines import merge
+from ..masks import Pattern, causal
+from ..masks.core import require_int
+from ..masks.needs import RowSource
+from ._boxes import HeadRule
+from ._reading import Reading
+from ._running import Running, advance, knows_row
+from ._selector import BlockSelector, is_causal
+
+# B batch, H query heads, N tokens, C batch entries chosen
+
+_TRIED = 2048  # positions among which a module's own blocks are looked at
+
+
+class SelectedCache(KVCache):
+    """The cache of a `SelectedAttention`, as its `cache` makes and describes it.
+
+    Its pattern is what is read without being chosen. What is chosen is read beside it, and the parts joined by lse.
+    """
+
+    def __init__(
+        self, selector: BlockSelector, beyond: Pattern | None, *, biased: bool, num_heads: int, **options: Any
+    ) -> None:
+        require_int("num_heads", num_heads, minimum=1)
+        _check(selector, num_heads)
+        always = selector.always
+        super().__init__(
+            selector.within if always is None else always & selector.within, num_heads=num_heads, **options
+        )
+        self._keeping = [RowSource(causal(), 0, 1)]
+        self.selector, self._beyond, self._biased = selector, beyond, biased
+
+    def reset(self) -> None:
+        """Forget all tokens, and with them the sizes."""
+        super().reset()
+        self._running: Running | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of keys and values, with their room for more, and of the pools."""
+        return super().nbytes + (0 if self._running is None else self._running.nbytes)
+
+    def crop(self, num_tokens: int) -> None:
+        """As in `KVCache`; also for a position within a row of several queries, if it is not the last one."""
+        require_int("num_tokens", num_tokens, minimum=0, maximum=self._seen)
+        self._require_row(num_tokens, "crop to a position where a row begins, or within the last row")
+        super().crop(num_tokens)
+        self._running = None if self._running is None else self._running.cut(num_tokens)
+
+    def select(self, entries: Int64[Tensor, " C"]) -> None:
+        """As in `KVCache`."""
+        super().select(entries)
+        self._running = None if self._running is None else self._running.select(entries)
+
+    def _require_row(self, position: int, instead: str) -> None:
+        if not knows_row(self.selector, self._running, position):
+            raise ValueError(
+                "queries read what the first query of their row chose, and the cache knows that of the last row alone: "
+                f"{instead}; got position {position}, query_block={self.selector.query_block}"
+            )
+
+    def _compute(self, q: Tensor, held: Any) -> tuple[Tensor, Tensor]:
+        self._require_row(self._seen, "append whole rows")
+        tokens = slice(0, held.store.num_used)
+        k, v = held.store.keys[:, :, tokens], held.store.values[:, :, tokens]
+        scale = resolve_scale(self._scale, q.shape[-1])
+        with torch.no_grad():
+            blocks, scores, running = advance(self.selector, self._running, q, k, scale)
+            options = {"scale": scale, "q_offset": self._seen, "engine": self.engine}
+            reading = Reading.of(self.selector, self._beyond, self.selector.within, None, **options)
+            out, lse = reading.chosen(q, k, v, blocks, scores if self._biased else None)
+            if self.selector.always is not None:
+                kept, kept_lse = super()._compute(q, held)
+                out, lse = merge(out, lse, kept.to(lse.dtype), kept_lse)
+        self._running = running
+        return out, lse
+
+
+def _check(selector: BlockSelector, num_heads: int) -> None:
+    """Raise ValueError for a selector whose choices later tokens change, or that needs tensors of a call."""
+    if selector.future_in_choice:
+        raise ValueError(
+            "a cache chooses before later tokens are there: give the selector query_summary='first' in place of "
+            f"future_in_choice=True; got query_block={selector.query_block}"
+        )
+    if not is_causal(selector.within):
+        raise ValueError(
+            "a cache needs a causal within, in which no query sees a later key: take within & masks.causal(); got "
+            f"within={selector.within!r}"
+        )
+    if selector._names:
+        raise ValueError(
+            "a cache needs a selector without run-time tensors, which are of one call and its tokens; got one with "
+            f"{', '.join(map(repr, sorted(selector._names)))}"
+        )
+    if isinstance(selector.scorer, torch.nn.Module) and not _reads_own_blocks(selector, num_heads):
+        raise ValueError(
+            "a module scores whole blocks, and a query's own is not whole yet: in a cache always must cover it, such "
+            f"as always=masks.chunked({selector.block}); got always={selector.always!r}"
+        )
+    if selector.coarse is not None:
+        _check(selector.coarse, num_heads)
+
+
+def _reads_own_blocks(selector: BlockSelector, num_heads: int) -> bool:
+    """Whether `always` has all that queries see of the blocks that they stand in, among the first positions."""
+    at = torch.arange(_TRIED)
+    q, k = at[:, None], at[None, :]
+    own = (q // selector.block == k // selector.block) & (k <= q)
+    q, k = q.expand_as(own)[own], k.expand_as(own)[own]
+    rules = (HeadRule(selector.within, selector.always, head, num_heads) for head in range(num_heads))
+    return not any(bool(rule.leaves(q, k, rule.sees(q, k)).any()) for rule in rules)

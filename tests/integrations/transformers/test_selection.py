@@ -1,0 +1,98 @@
+"""Layers of a transformers model that choose their keys from the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.integrations.transformers import FlexdilatedCache, set_pattern
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 100}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=1, eos_token_id=2)).eval()
+
+
+def selection(most: int = 2, gradient: str = "none", **options: Any) -> fd.SelectedAttention:
+    options = {"always": masks.chunked(8), **options}
+    return fd.SelectedAttention(fd.BlockSelector(block=8, choose=fd.TopK(most), **options), gradient)
+
+
+TOKENS = torch.randint(3, 100, (2, 80), generator=torch.Generator().manual_seed(0))
+
+
+def test_all_blocks_are_the_model_as_it_was() -> None:
+    """Logits and gradients, with padding on either side; with few blocks they are others."""
+    model = llama()
+    for padding in (slice(0, 0), slice(0, 21), slice(60, 80)):
+        mask = torch.ones(2, 80, dtype=torch.long)
+        mask[1, padding] = 0
+        model.set_attn_implementation("sdpa")
+        expected = model(TOKENS, attention_mask=mask).logits[mask.bool()]
+        set_pattern(model, selection(10))
+        logits = model(TOKENS, attention_mask=mask).logits[mask.bool()]
+        assert_close(logits, expected, rtol=0, atol=1e-5)
+        weights = tuple(model.parameters())
+        found, wanted = (torch.autograd.grad(x.square().mean(), weights) for x in (logits, expected))
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other, rtol=1e-4, atol=1e-5)
+        set_pattern(model, {1: selection(1)})
+        assert (model(TOKENS, attention_mask=mask).logits[mask.bool()] - expected).abs().max() > 1e-3
+
+
+def test_a_row_padded_on_the_right_is_what_it_is_alone() -> None:
+    """On the left as well, where the padding is whole blocks."""
+    model = llama()
+    set_pattern(model, selection())
+    for real in (slice(0, 61), slice(16, 80)):
+        mask = torch.zeros(2, 80, dtype=torch.long)
+        mask[0], mask[1, real] = 1, 1
+        logits = model(TOKENS, attention_mask=mask).logits[1, real]
+        assert_close(logits, model(TOKENS[1:, real]).logits[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("gradient", ["none", "bias"])
+def test_decoding_is_one_pass(gradient: str) -> None:
+    """In chunks and steps over a DynamicCache, and by generate."""
+    model, cache = llama(), DynamicCache()
+    set_pattern(model, selection(gradient=gradient))
+    with torch.no_grad():
+        whole = model(TOKENS).logits
+        parts = [model(part, past_key_values=cache).logits for part in TOKENS.split([50, 1, 1, 28], dim=1)]
+    assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-5)
+    found = model.generate(TOKENS, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    again = model.generate(TOKENS, max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=False)
+    assert found.equal(again)
+
+
+def test_replace_leaves_out_the_rule_of_the_model() -> None:
+    model = llama()
+    set_pattern(model, selection(10, within=masks.every()), compose="replace")
+    out = model(TOKENS).logits
+    set_pattern(model, masks.every(), compose="replace")
+    assert_close(out, model(TOKENS).logits, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_it_refuses() -> None:
+    model = llama()
+    set_pattern(model, selection(query_block=8, future_in_choice=True))
+    cache = DynamicCache()
+    model(TOKENS, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"future_in_choice=True is for prefill: .* got queries from position 80 on"):
+        model(TOKENS[:, :1], past_key_values=cache)
+    set_pattern(model, selection(query_block=8, query_summary="first"))
+    cache = DynamicCache()
+    model(TOKENS[:, :75], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"decode with query_block=1; got 8 and queries from position 75 on"):
+        model(TOKENS[:, 75:], past_key_values=cache)
+    with pytest.raises(ValueError, match="needs all keys: leave the cache to transformers"):
+        model(TOKENS, past_key_values=FlexdilatedCache())

@@ -1,0 +1,132 @@
+"""LongNet with layers that choose their keys from the data: what they attend to, training, decoding, folders."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+
+SIZES: dict[str, Any] = {"vocab_size": 50, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_kv_heads": 2}
+BRANCHES: dict[str, Any] = {"segment_lengths": (256,), "dilation_rates": (1,)}
+
+
+def config(selection: fd.SelectedLayers | None, **options: Any) -> fd.LongNetConfig:
+    return fd.LongNetConfig(**SIZES, **BRANCHES, **options, selection=selection)
+
+
+def twins(selection: fd.SelectedLayers, **options: Any) -> tuple[fd.LongNet, fd.LongNet]:
+    """Two models with the same weights: with the selection, and without."""
+    torch.manual_seed(0)
+    one, other = (fd.LongNet(config(own, **options)).double() for own in (selection, None))
+    other.load_state_dict(one.state_dict())
+    return one, other
+
+
+def padded() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randint(0, 50, (2, 90)), torch.arange(90) >= torch.tensor([[90], [61]])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_all_blocks_are_one_segment(causal: bool) -> None:
+    """Where every block is chosen a layer reads what one segment holds, in padded batches as well."""
+    options = {"causal": causal, "position": None}
+    model, dense = twins(fd.SelectedLayers(block=8, most=12), **options)
+    tokens, padding = padded()
+    real = ~padding
+    out, expected = (each(tokens, key_padding_mask=padding) for each in (model, dense))
+    assert_close(out[real], expected[real])
+    few, _ = twins(fd.SelectedLayers(block=8, most=1), **options)
+    assert (few(tokens, key_padding_mask=padding)[real] - expected[real]).abs().max() > 1e-3
+
+
+def test_named_layers_choose_and_the_others_do_not() -> None:
+    """Layer 1 alone: the model is that whose layer 1 got the attention by hand."""
+    model, other = twins(fd.SelectedLayers(block=8, most=2, layers=[1], always="chunked(8) | first_tokens(8)"))
+    tokens, _ = padded()
+    assert [block.selected is None for block in model.blocks] == [True, False]
+    assert not torch.allclose(model(tokens), other(tokens))
+    always = masks.chunked(8) | masks.first_tokens(8)
+    selector = fd.BlockSelector(block=8, choose=fd.TopK(2), always=always)
+    other.blocks[1].selected = fd.SelectedAttention(selector)
+    assert_close(model(tokens), other(tokens))
+
+
+def test_padding_is_not_chosen() -> None:
+    """A padded row is what it is alone."""
+    model, _ = twins(fd.SelectedLayers(block=8, most=2))
+    tokens, padding = padded()
+    assert_close(model(tokens, key_padding_mask=padding)[1, :61], model(tokens[1:, :61])[0])
+
+
+@pytest.mark.parametrize("gradient", ["none", "bias"])
+@pytest.mark.parametrize("query_block", [1, 4])
+def test_caches_and_generate_follow_one_pass(gradient: str, query_block: int) -> None:
+    selection = fd.SelectedLayers(block=8, most=2, gradient=gradient, query_block=query_block, scorer="minmax")
+    model, _ = twins(selection)
+    tokens = padded()[0]
+    with torch.no_grad():
+        whole, caches = model(tokens), model.new_caches()
+        parts = [model(part, caches=caches) for part in tokens.split([40, 1, 1, 33, 15], dim=1)]
+    assert_close(torch.cat(parts, 1), whole)
+    found = model.generate(tokens, max_new_tokens=6, temperature=0, prefill_chunk=37)
+    for at in range(90, 96):
+        assert found[:, at].equal(model(found[:, :at])[:, -1].argmax(-1))
+
+
+@pytest.mark.parametrize("gradient", ["none", "bias"])
+def test_it_trains_with_and_without_checkpoints(gradient: str) -> None:
+    """Loss goes down, and gradients with checkpoints are those without."""
+    model, _ = twins(fd.SelectedLayers(block=8, most=2, gradient=gradient), checkpoint=True)
+    tokens = padded()[0]
+
+    def loss(each: fd.LongNet) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(each(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    plain = fd.LongNet(replace(model.config, checkpoint=False)).double()
+    plain.load_state_dict(model.state_dict())
+    grads = [torch.autograd.grad(loss(each), tuple(each.parameters())) for each in (model, plain)]
+    for one, other in zip(*grads, strict=True):
+        assert_close(one, other)
+    optimizer, before = torch.optim.Adam(model.parameters(), lr=3e-3), loss(model).item()
+    for _ in range(25):
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+    assert loss(model).item() < 0.8 * before
+
+
+def test_it_goes_into_a_folder_and_comes_back(tmp_path: Path) -> None:
+    selection = fd.SelectedLayers(block=8, most=2, layers=(0,), always="chunked(8)", gradient="bias")
+    model = fd.LongNet(config(selection)).eval()
+    assert fd.LongNetConfig(**json.loads(json.dumps(asdict(model.config)))) == model.config
+    model.save_pretrained(tmp_path)
+    again, tokens = fd.LongNet.from_pretrained(tmp_path), padded()[0]
+    assert again.config == model.config
+    assert again(tokens).equal(model(tokens))
+
+
+def test_what_it_refuses() -> None:
+    some = fd.SelectedLayers(block=8, most=2)
+    with pytest.raises(ValueError, match=r"layers of the selection must be below depth=2; got \(2,\)"):
+        config(replace(some, layers=(2,)))
+    with pytest.raises(ValueError, match="layout must be 'auto' or 'natural'"):
+        config(some, layout="residue")
+    with pytest.raises(ValueError, match=r"selection has block, most, .*; got blocks"):
+        fd.LongNetConfig(**SIZES, **BRANCHES, selection={"blocks": 8, "most": 2})  # pyright: ignore
+    with pytest.raises(TypeError, match="selection must be SelectedLayers or None; got 3"):
+        config(3)  # pyright: ignore
+    with pytest.raises(TypeError, match=r"scorer must be the name of one.*; got Linear"):
+        replace(some, scorer=torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="gradient='distill' teaches a module"):
+        replace(some, gradient="distill")
+    with pytest.raises(TypeError, match="always must be the text of a set pattern"):
+        replace(some, always="causal() + causal()")

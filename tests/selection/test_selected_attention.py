@@ -1,0 +1,346 @@
+"""SelectedAttention: what it computes and its gradients, in float64 from the definition; and what it promises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import flexdilated as fd
+from flexdilated import masks
+from tests.selection.cases import Case, cases
+from tests.support import selection_oracle as oracle
+from tests.support.oracle import attention
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys
+
+
+class Gate(nn.Module):
+    """Scores by a bilinear form, of each pool one."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dim, dim, dtype=torch.float64))
+
+    def forward(self, queries, pools):
+        heads = queries.shape[1] // pools.mean.shape[1]
+        pooled = (queries @ w @ pool.repeat_interleave(heads, 1).mT for w, pool in zip(self.weight, pools, strict=True))
+        return sum(pooled)
+
+
+def table_of(case: Case, blocks: Tensor, *, always: bool = True) -> Tensor:
+    """(B, H, N, M) booleans: what is read of a choice; without `always` what is read because it was chosen."""
+    own = case.selector
+    chosen = masks.selected_blocks("chosen", block=(own.query_block, own.block), most=own.choose.most)
+    kept = masks.every() & ~masks.every() if own.always is None else own.always
+    read = ((chosen | kept) if always else (chosen & ~kept)) & own.within
+    return replace(case, bindings=case.bindings | {"chosen": blocks}).table(read)
+
+
+def scores_of(case: Case, q: Tensor, k: Tensor, gate: nn.Module | None) -> Tensor:
+    """(B, H, N, C): the score of each block for the row of each query, by the mean of its keys or by the gate."""
+    own, within = case.selector, case.table(case.selector.within)
+    rows = oracle.rows_of(q.shape[2], case.q_offset, own.query_block)
+    blocks = oracle.blocks_of(k.shape[2], own.block)
+    heads = q.shape[1] // k.shape[1]
+    keys = k.repeat_interleave(heads, 1)
+    found = []
+    for row in rows:
+        seen = within[:, :, row[0]].double()  # (B, H, M)
+        looks = q[:, :, row[0]].masked_fill(seen.sum(-1, keepdim=True) == 0, 0.0)
+        each = []
+        for block in blocks:
+            few, shown = keys[:, :, block], seen[:, :, block]
+            if gate is None:
+                mean = (few * shown[..., None]).sum(2) / shown.sum(2).clamp(min=1)[..., None]
+                each.append((looks * mean).sum(-1) * q.shape[-1] ** -0.5)
+            else:
+                pools = (few.mean(2), few.amin(2), few.amax(2))
+                each.append(sum(((looks @ w) * pool).sum(-1) for w, pool in zip(gate.weight, pools, strict=True)))
+        found += [torch.stack(each, -1)] * len(row)
+    scores = torch.stack(found, 2)
+    tables = {"head": q.shape[1], "group": k.shape[1], "all": 1}[own.share]
+    shared = scores.unflatten(1, (tables, -1))
+    return shared.sum(2).repeat_interleave(q.shape[1] // tables, 1)
+
+
+@st.composite
+def trained(draw: st.DrawFn, gated: bool = False) -> Case:
+    """Calls whose choice could be trained: one query a row, or several that look with the first."""
+    case = draw(cases(scorers=("mean",)))
+    options = case.options | {"query_summary": "first", "future_in_choice": False}
+    options["choose"] = fd.TopK(options["choose"].most)
+    if gated:
+        options |= {"scorer": Gate(case.q.shape[-1]), "within": masks.causal(), "share": "head"}
+        # Of a gate's pools every key counts, so all of them are to be seen: by the last query.
+        tokens = case.q_offset + case.q.shape[2]
+        k = torch.randn(*case.k.shape[:2], tokens, case.k.shape[3], dtype=torch.float64)
+        case = replace(case, k=k, bindings={})
+    return replace(case, options=options)
+
+
+def gradients(out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return torch.autograd.grad((out * weights).sum(), leaves, materialize_grads=True)
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_it_attends_to_what_was_chosen(case: Case) -> None:
+    """Output and gradients are those of dense attention over (chosen | always) & within."""
+    case.selector._sees_ahead = False  # which is all that forbids gradients
+    q, k, v = (x.clone().requires_grad_() for x in (case.q, case.k, case.k.roll(1, 2)))
+    options = {"enable_gqa": True, "q_offset": case.q_offset, "bindings": case.bindings}
+    out, found = fd.SelectedAttention(case.selector)(q, k, v, return_selection=True, **options)
+    assert not found.scores.requires_grad
+    assert found.blocks.equal(case.run().blocks)
+    expected = attention(q, k, v, table_of(case, found.blocks).long())[0]
+    assert_close(out, expected)
+    for one, other in zip(gradients(out, q, k, v), gradients(expected, q, k, v), strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["mean", "gate"])
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_bias_is_added_to_the_logits_of_what_was_chosen(gated: bool, data) -> None:
+    """The formula of the docstring as a dense softmax; gradients reach q, k, v and the gate."""
+    case = data.draw(trained(gated))
+    gate = case.options["scorer"] if gated else None
+    q, k, v = (x.clone().requires_grad_() for x in (case.q, case.k, case.k.roll(1, 2)))
+    leaves = (q, k, v, *(() if gate is None else gate.parameters()))
+    options = {"enable_gqa": True, "q_offset": case.q_offset, "bindings": case.bindings}
+    out, found = fd.SelectedAttention(case.selector, "bias")(q, k, v, return_selection=True, **options)
+    bias = scores_of(case, q, k, gate).repeat_interleave(case.selector.block, -1)[..., : k.shape[2]]
+    bias = bias.masked_fill(~table_of(case, found.blocks, always=False), 0.0)
+    read = table_of(case, found.blocks).long()
+    expected = attention(q, k, v, read, modify=lambda scores: scores + bias)[0]
+    assert_close(out, expected)
+    for one, other in zip(gradients(out, *leaves), gradients(expected, *leaves), strict=True):
+        assert_close(one, other)
+
+
+@settings(max_examples=40)
+@given(trained(gated=True), st.sampled_from(["top_k", "top_p"]))
+def test_distillation_is_the_kl_to_the_block_mass(case: Case, kind: str) -> None:
+    """By sums over dense weights; a gradient reaches the gate alone."""
+    if kind == "top_p":
+        case = replace(case, options=case.options | {"choose": fd.TopP(0.5, most=2)})
+    gate, own = case.options["scorer"], case.selector
+    q, k = (x.clone().requires_grad_() for x in (case.q, case.k))
+    loss = fd.SelectedAttention(own, "distill").distill_loss(q, k, enable_gqa=True, q_offset=case.q_offset)
+    q, k = case.q, case.k
+    scores, within = scores_of(case, q, k, gate), case.table(own.within)
+    kept = torch.zeros_like(within) if own.always is None else case.table(own.always)
+    keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    weights = (q @ keys.mT * q.shape[-1] ** -0.5).masked_fill(~within, -torch.inf).softmax(-1)
+    terms = []
+    for row in oracle.rows_of(q.shape[2], case.q_offset, own.query_block):
+        blocks = oracle.blocks_of(k.shape[2], own.block)
+        i = row[0]
+        for b in range(q.shape[0]):
+            for h in range(q.shape[1]):
+                able = [
+                    j
+                    for j, block in enumerate(blocks)
+                    if within[b, h, i, block].all() and not kept[b, h, i, block].all()
+                ]
+                if able:
+                    mass = torch.stack([weights[b, h, i, blocks[j]].sum() for j in able])
+                    p, s = mass / mass.sum(), scores[b, h, i, able].log_softmax(0)
+                    terms.append((p * (p.log() - s)).sum())
+    expected = torch.stack(terms).mean() if terms else scores.sum() * 0
+    assert_close(loss, expected)
+    assert_close(gradients(loss, *gate.parameters()), gradients(expected, *gate.parameters()))
+
+
+def test_distillation_teaches_the_gate() -> None:
+    """A gate that follows its loss chooses more of the mass than before, and q and k get no gradient."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, 2, 128, 8, dtype=torch.float64) * 2).requires_grad_(), torch.randn(1, 2, 128, 8).double()
+    selector = fd.BlockSelector(block=8, scorer=Gate(8), choose=fd.TopK(2), always=masks.chunked(8))
+    attention = fd.SelectedAttention(selector, "distill")
+    optimizer = torch.optim.Adam(selector.parameters(), lr=0.05)
+    losses = []
+    for _ in range(40):
+        losses.append(attention.distill_loss(q, k))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert q.grad is None
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_bias_trains_the_gate() -> None:
+    """The values that a query needs lie in one block, which keys alone do not tell: the gate learns to prefer it."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 4, 1, 64, 8, dtype=torch.float64)
+    k[:, :, 16:24, 0] += 2  # a mark of the block, to which queries are blind at first
+    v[:, :, 16:24] = 1.0
+    gate = Gate(8)
+    nn.init.zeros_(gate.weight)
+    selector = fd.BlockSelector(block=8, scorer=gate, choose=fd.TopK(6), always=masks.chunked(8))
+    attention = fd.SelectedAttention(selector, "bias")
+    optimizer = torch.optim.Adam(gate.parameters(), lr=0.05)
+    losses = []
+    for _ in range(30):
+        losses.append((attention(q, k, v)[:, :, 40:] - 1).square().mean())
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("gradient", ["none", "bias"])
+@settings(max_examples=30)
+@given(case=trained(), data=st.data())
+def test_later_tokens_and_hidden_keys_touch_nothing(gradient: str, case: Case, data) -> None:
+    """Outputs before a changed token stay to the last bit; what `within` hides from all may hold NaN."""
+    assume(not case.bindings)
+    case = replace(case, options=case.options | {"within": case.options["within"] & masks.causal()})
+    attention = fd.SelectedAttention(case.selector, gradient)
+    options = {"enable_gqa": True, "q_offset": case.q_offset}
+    t = data.draw(st.integers(0, case.q_offset + case.q.shape[2]), label="t")
+    before, now = attention(case.q, case.k, case.k, **options), max(0, t - case.q_offset)
+    q, k, v = case.q.clone(), case.k.clone(), case.k.clone()
+    q[:, :, now:] += 1
+    k[:, :, t:] -= 3
+    v[:, :, t:] += 5
+    assert attention(q, k, v, **options)[:, :, :now].equal(before[:, :, :now])
+    hidden = ~case.table(case.selector.within).any(2).any(1)[:, None, :, None]
+    k = case.k.masked_fill(hidden, float("nan"))
+    assert attention(case.q, k, k, **options).equal(before)
+
+
+@settings(max_examples=30)
+@given(trained())
+def test_enough_for_all_blocks_is_dense_and_no_row_is_empty(case: Case) -> None:
+    q, k = case.q[:, :, : case.k.shape[2]], case.k[:, :, : case.q.shape[2]]
+    options = {"choose": fd.TopK(30), "within": masks.causal(), "query_block": 1, "query_summary": "mean"}
+    case = replace(case, options=case.options | options, q=q, k=k, q_offset=0, bindings={})
+    out, found = fd.SelectedAttention(case.selector)(q, k, k, enable_gqa=True, return_selection=True)
+    assert_close(out, fd.attend(q, k, k, masks.causal(), enable_gqa=True))
+    assert found.density == 1
+    few = replace(case, options=case.options | {"choose": fd.TopK(1)})
+    chosen = fd.SelectedAttention(few.selector)(q, k, k, enable_gqa=True, return_selection=True)[1]
+    assert table_of(few, chosen.blocks).any(-1).all()
+
+
+@pytest.mark.parametrize("gradient", ["none", "bias"])
+@given(case=trained())
+def test_entries_are_attended_for_themselves(gradient: str, case: Case) -> None:
+    assume(case.q.shape[0] == 2)
+    attention, options = fd.SelectedAttention(case.selector, gradient), {"enable_gqa": True, "q_offset": case.q_offset}
+    out = attention(case.q, case.k, case.k, bindings=case.bindings, **options)
+    for b in range(2):
+        own = {name: x[b : b + 1] if x.dim() == 2 or name == "real" else x for name, x in case.bindings.items()}
+        q, k = case.q[b : b + 1], case.k[b : b + 1]
+        assert_close(attention(q, k, k, bindings=own, **options), out[b : b + 1])
+
+
+def test_a_call_may_narrow_what_is_seen() -> None:
+    """within= of a call is as within= of the selector, for the coarse choice too; sinks are those of attend."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 60, 8, dtype=torch.float64)
+    shown = masks.visible_keys(torch.arange(60) % 7 > 0)
+    made = {"block": 4, "choose": fd.TopK(2), "always": masks.chunked(4)}
+    coarse = {"block": 8, "choose": fd.TopK(2)}
+    one = fd.BlockSelector(**made, coarse=fd.BlockSelector(**coarse))
+    within = masks.causal() & shown
+    other = fd.BlockSelector(**made, within=within, coarse=fd.BlockSelector(**coarse, within=within))
+    sinks = torch.randn(2, dtype=torch.float64)
+    for gradient in ("none", "bias"):
+        found, expected = (
+            fd.SelectedAttention(selector, gradient)(q, k, v, sinks=sinks, return_selection=True, **options)
+            for selector, options in ((one, {"within": shown}), (other, {}))
+        )
+        assert found[0].equal(expected[0])
+        assert found[1].blocks.equal(expected[1].blocks)
+    read = (masks.selected_blocks("chosen", block=(1, 4), most=2) | masks.chunked(4)) & within
+    plain = fd.SelectedAttention(other)(q, k, v, sinks=sinks)
+    chosen = {"chosen": expected[1].blocks}
+    assert_close(plain, fd.attend(q, k, v, read, sinks=sinks, bindings=chosen))
+
+
+def test_rows_of_a_rule_that_a_call_makes_causal_are_refused() -> None:
+    selector = fd.BlockSelector(block=4, query_block=4, choose=fd.TopK(2), within=masks.every())
+    q = torch.randn(1, 2, 16, 4)
+    with pytest.raises(ValueError, match=r"give query_summary='first'.* within full\(\) & causal\(\)|causal\(\)"):
+        selector(q, q, within=masks.causal())
+
+
+@pytest.mark.parametrize("gradient", ["none", "bias"])
+@pytest.mark.parametrize("kept", [False, True], ids=["chosen again", "choice kept"])
+def test_checkpointing_uses_the_choice_of_the_forward(gradient: str, kept: bool, monkeypatch) -> None:
+    """Gradients are those without it; by a policy the first choice is kept, and none is made in the backward."""
+    torch.manual_seed(0)
+    attention = fd.SelectedAttention(fd.BlockSelector(block=8, choose=fd.TopK(2), always=masks.chunked(8)), gradient)
+    q, k, v = torch.randn(3, 1, 2, 70, 8, dtype=torch.float64).requires_grad_().unbind()
+    expected = gradients(attention(q, k, v), q, k, v)
+    from flexdilated.selection import _select_op
+
+    calls, made = [], _select_op.choose_blocks
+    monkeypatch.setattr(_select_op, "choose_blocks", lambda *given: calls.append(1) or made(*given))
+    options = {}
+    if kept:
+
+        def policy(ctx, op, *args, **kwargs):
+            saved = op is torch.ops.flexdilated.select_blocks.default
+            return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        options["context_fn"] = lambda: create_selective_checkpoint_contexts(policy)
+    found = gradients(checkpoint(attention, q, k, v, use_reentrant=False, **options), q, k, v)
+    assert len(calls) == (1 if kept else 2)
+    for one, other in zip(found, expected, strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient", ["none", "bias", "distill"])
+def test_compiled_equals_eager(gradient: str) -> None:
+    """In one graph, with all gradients."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    selector = fd.BlockSelector(block=8, scorer=Gate(8), choose=fd.TopK(2), always=masks.chunked(8))
+    attention = fd.SelectedAttention(selector, gradient)
+
+    def run(q, k, v):
+        out, found = attention(q, k, v, return_selection=True)
+        loss = attention.distill_loss(q, k) if gradient == "distill" else out.sin().sum()
+        return out, found.blocks, loss
+
+    leaves = [torch.randn(1, 2, 60, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    results = []
+    for function in (run, torch.compile(run, fullgraph=True)):
+        out, blocks, loss = function(*leaves)
+        wanted = (*leaves, *selector.parameters())
+        results.append((out, blocks, loss, *torch.autograd.grad(loss, wanted, materialize_grads=True)))
+    for one, other in zip(*results, strict=True):
+        assert_close(one, other)
+    torch.compiler.reset()
+
+
+def test_what_it_refuses() -> None:
+    selector = fd.BlockSelector(block=4, choose=fd.TopK(2))
+    with pytest.raises(TypeError, match="selector must be a BlockSelector; got Causal"):
+        fd.SelectedAttention(masks.causal())
+    with pytest.raises(ValueError, match="gradient must be one of 'none', 'bias', 'distill'; got gradient='some'"):
+        fd.SelectedAttention(selector, "some")
+    with pytest.raises(ValueError, match=r"give the selector scorer=module, .*; got scorer='mean'"):
+        fd.SelectedAttention(selector, "distill")
+    with pytest.raises(ValueError, match="distill_loss is that of gradient='distill'; got gradient='none'"):
+        fd.SelectedAttention(selector).distill_loss(torch.randn(1, 1, 8, 4), torch.randn(1, 1, 8, 4))
+
+
+def test_nothing_gives_nothing() -> None:
+    """No queries, or no keys."""
+    attention = fd.SelectedAttention(fd.BlockSelector(block=4, choose=fd.TopK(2)), "bias")
+    some, none = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 0, 4)
+    assert attention(none, some, some, q_offset=8).shape == (1, 2, 0, 4)
+    assert attention(some, none, none).equal(torch.zeros_like(some))

@@ -1,0 +1,173 @@
+"""The cache of SelectedAttention: chunks and steps choose and compute what one pass does."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from tests.selection.cases import Case, cases, with_coarse
+from tests.selection.test_selected_attention import Gate
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> Case:
+    """Causal self-attention of some tokens, by any scorer that looks at no later one, maybe with a coarse choice."""
+    case = draw(cases(scorers=("mean", "minmax", "mass")))
+    assume(not case.bindings)
+    options = case.options | {"within": case.options["within"] & masks.causal(), "future_in_choice": False}
+    options["query_summary"] = "first"
+    if draw(st.booleans()):
+        options |= {"scorer": Gate(case.q.shape[3]), "always": masks.chunked(options["block"]) | masks.first_tokens(3)}
+    k = torch.randn(*case.k.shape[:2], case.q.shape[2], case.k.shape[3], dtype=torch.float64)
+    case = replace(case, options=options, k=k, q_offset=0)
+    if draw(st.booleans()):
+        case = with_coarse(case, ratio=draw(st.integers(1, 2)), rows=draw(st.integers(1, 2)), most=2)
+    return case
+
+
+def cache_of(case: Case, gradient: str = "none", **options: Any):
+    return fd.SelectedAttention(case.selector, gradient).cache(num_heads=case.q.shape[1], **options)
+
+
+def drawn_chunks(data: st.DataObject, tokens: int) -> list[int]:
+    sizes = []
+    while sum(sizes) < tokens:
+        sizes.append(min(data.draw(st.sampled_from([1, 1, 1, 2, 3, 7, 19]), label="chunk"), tokens - sum(sizes)))
+    return sizes
+
+
+@pytest.mark.parametrize("gradient", ["none", "bias"])
+@settings(max_examples=60)
+@given(case=sequences(), data=st.data())
+def test_chunks_and_steps_are_one_pass(gradient: str, case: Case, data) -> None:
+    """At any borders: the choice of the row that is under way bitwise, and the outputs."""
+    q, k, v, own = case.q, case.k, case.k.roll(1, 2), case.selector
+    whole, found = fd.SelectedAttention(own, gradient)(q, k, v, enable_gqa=True, return_selection=True)
+    cache = cache_of(case, gradient)
+    sizes = drawn_chunks(data, q.shape[2])
+    outs, seen = [], 0
+    for chunk in zip(*(x.split(sizes, 2) for x in (q, k, v)), strict=True):
+        outs.append(cache.attend(*chunk))
+        seen += chunk[0].shape[2]
+        assert cache.num_tokens == seen == cache.num_kept
+        row = (seen - 1) // own.query_block
+        assert cache._running.blocks[:, :, 0].equal(found.blocks[:, :, row])
+        assert all(pool.shape[2] == -(-seen // own.block) for pool in cache._running.pools)
+    assert_close(torch.cat(outs, 2), whole)
+
+
+@settings(max_examples=40)
+@given(case=sequences(), data=st.data())
+def test_tokens_are_taken_back_and_entries_chosen(case: Case, data) -> None:
+    """After crop, and append in place of attend, it is as if the tokens had never been, or had been seen."""
+    q, k, tokens = case.q, case.k, case.q.shape[2]
+    whole = fd.SelectedAttention(case.selector)(q, k, k, enable_gqa=True)
+    cache, side = cache_of(case), case.selector.query_block
+    if case.selector.coarse is not None:
+        side = case.selector.coarse.query_block
+    kept = data.draw(st.integers(0, tokens), label="kept")
+    kept -= kept % side
+    cache.attend(q, k, k)
+    cache.crop(kept)
+    other = data.draw(st.integers(0, 2), label="other rows") * side
+    cache.attend(-q[:, :, :1].expand(-1, -1, other, -1), *(k[:, :, :1].expand(-1, -1, other, -1),) * 2)
+    cache.crop(kept)
+    begun = min(kept + data.draw(st.integers(0, 3), label="appended") * side, tokens)
+    begun -= begun % side
+    cache.append(*(k[:, :, kept:begun],) * 2)
+    entries = torch.tensor(data.draw(st.lists(st.integers(0, len(q) - 1), min_size=1, max_size=3), label="entries"))
+    cache.select(entries)
+    assume(cache.num_tokens)
+    assert_close(cache.attend(*(x[entries, :, begun:] for x in (q, k, k))), whole[entries, :, begun:])
+    cache.reset()
+    assert_close(cache.attend(q, k, k), whole)
+
+
+def test_a_row_that_is_not_known_is_refused() -> None:
+    """A position within a row whose first query is forgotten, or was never there; the cache stays as it was."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 20, 4)
+    selector = fd.BlockSelector(block=4, query_block=8, query_summary="first", choose=fd.TopK(1))
+    whole = fd.SelectedAttention(selector)(q, q, q)
+    cache = fd.SelectedAttention(selector).cache(num_heads=2)
+    cache.attend(*(q[:, :, :18],) * 3)
+    with pytest.raises(ValueError, match=r"crop to a position where a row begins, .* got position 11, query_block=8"):
+        cache.crop(11)
+    cache.crop(17)
+    assert_close(cache.attend(*(q[:, :, 17:],) * 3), whole[:, :, 17:])
+    cache.crop(8)
+    cache.append(*(q[:, :, 8:10],) * 2)
+    with pytest.raises(ValueError, match=r"append whole rows; got position 10, query_block=8"):
+        cache.attend(*(q[:, :, 10:],) * 3)
+    assert cache.num_tokens == 10
+
+
+def test_pools_of_full_blocks_are_not_made_again() -> None:
+    """What is written over keys of full blocks changes no choice, as nobody looks there again; of others it does."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 41, 4)
+    selector = fd.BlockSelector(block=8, choose=fd.TopK(2), always=masks.chunked(8))
+    expected = selector(q, k).blocks[:, :, -1:]
+    for spoilt, equal in ((slice(0, 32), True), (slice(32, 40), False)):
+        cache = fd.SelectedAttention(selector).cache(num_heads=2)
+        cache.attend(*(x[:, :, :39] for x in (q, k, k)))
+        cache.held()[1][:, :, spoilt] = 100.0 * q[:, :, 40:]
+        cache.attend(*(x[:, :, 39:] for x in (q, k, k)))
+        assert cache._running.blocks.equal(expected) == equal
+
+
+def test_a_call_that_raises_leaves_the_cache_as_it_was() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 30, 4)
+    attention = fd.SelectedAttention(fd.BlockSelector(block=4, choose=fd.TopK(2)))
+    cache = attention.cache(num_heads=2, capacity=25)
+    cache.attend(*(q[:, :, :20],) * 3)
+    with pytest.raises(ValueError, match="the cache holds at most capacity=25 keys"):
+        cache.attend(*(q[:, :, 20:],) * 3)
+    with pytest.raises(ValueError, match="passes no gradient on"):
+        cache.attend(*(q[:, :, 20:22].clone().requires_grad_(),) * 3)
+    assert_close(cache.attend(*(q[:, :, 20:25],) * 3), attention(q, q, q)[:, :, 20:25])
+    copied = pickle.loads(pickle.dumps(cache))
+    assert (copied.num_tokens, copied.nbytes) == (25, cache.nbytes)
+    assert "SelectedCache(causal(), num_heads=2, engine=None: 25 tokens seen" in repr(cache)
+
+
+def test_sinks_and_half_precision() -> None:
+    """Sinks are those of attend; numbers of half precision are chosen by and summed in float32."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 60, 8).bfloat16()
+    attention = fd.SelectedAttention(fd.BlockSelector(block=8, choose=fd.TopK(2), always=masks.chunked(8)))
+    sinks, cache = torch.randn(2), attention.cache(num_heads=2, scale=0.5)
+    parts = zip(*(x.split([33, 1, 26], 2) for x in (q, k, v)), strict=True)
+    out = torch.cat([cache.attend(*part, sinks=sinks) for part in parts], 2)
+    assert out.dtype == torch.bfloat16
+    assert_close(out, attention(q, k, v, scale=0.5, sinks=sinks))
+
+
+def test_what_a_cache_refuses() -> None:
+    def cache(**options: Any):
+        return fd.SelectedAttention(fd.BlockSelector(block=4, choose=fd.TopK(2), **options)).cache(num_heads=2)
+
+    with pytest.raises(ValueError, match=r"query_summary='first' in place of future_in_choice=True; got query_block=4"):
+        cache(query_block=4, future_in_choice=True)
+    with pytest.raises(ValueError, match=r"needs a causal within.* got within=every\(\)"):
+        cache(within=masks.every())
+    with pytest.raises(ValueError, match=r"without run-time tensors.* got one with 'docs'"):
+        cache(within=masks.causal() & masks.documents("docs"))
+    with pytest.raises(ValueError, match=r"such as always=masks.chunked\(4\); got always=first_tokens\(4\)"):
+        cache(scorer=Gate(4), always=masks.first_tokens(4))
+    coarse = fd.BlockSelector(block=8, query_block=8, choose=fd.TopK(2), future_in_choice=True)
+    with pytest.raises(ValueError, match="in place of future_in_choice=True"):
+        cache(query_block=8, query_summary="first", coarse=coarse)
+    cache(scorer=Gate(4), always=masks.local_window(left=3, right=0))
