@@ -2,7 +2,8 @@
 
 `_boxes` knows what a row may choose from, `_pools` and `_scores` how much a block is worth to it, `_choose` picks;
 `_select_op` is all of it in one op, `_selector` the module. `_selected_attention` attends to what is chosen, and
-`_distill` teaches a module to choose; `_selected_cache` does so token by token. `recipes` has what was published, by name.
+`_distill` teaches a module to choose; `_selected_cache` does so token by token. `recipes` has what was published, by
+name.
 """
 
 from . import recipes

@@ -277,8 +277,9 @@ def selection_sides(q: Tensor, k: Tensor, bindings: list[Tensor], call: Selectio
     """Booleans: which queries of each row see a key, (B, H, R, query_block), and which keys a row sees, (B, G, M)."""
     rows, parts = call.rows(q, k), parts_of(call, bindings, q, k)
     places = torch.arange(rows.number * rows.query_block, device=q.device) - rows.lead
-    inside = ((places >= 0) & (places < rows.num_queries)).view(rows.number, rows.query_block)  # of rows that are cut
-    sees = inside.repeat(*q.shape[:2], 1, 1)
+    # Of rows that are cut; one that looks with its first query does so with the first that there is.
+    inside = ((places >= 0) & (places < rows.num_queries)) | (not rows.whole)
+    sees = inside.view(rows.number, rows.query_block).repeat(*q.shape[:2], 1, 1)
     seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)
     for some in rows.portions(q.shape[0] * q.shape[1] * rows.blocks):
         boxes = [boxes_of(part.rule, rows, some, q.device) for part in parts]

@@ -29,6 +29,8 @@ def sequences(draw: st.DrawFn) -> Case:
     options["query_summary"] = "first"
     if draw(st.booleans()):
         options |= {"scorer": Gate(case.q.shape[3]), "always": masks.chunked(options["block"]) | masks.first_tokens(3)}
+        if isinstance(options["choose"], fd.TopP):  # whose shares may be of the whole row, which a gate does not know
+            options["choose"] = fd.TopP(options["choose"].p, most=options["choose"].most)
     k = torch.randn(*case.k.shape[:2], case.q.shape[2], case.k.shape[3], dtype=torch.float64)
     case = replace(case, options=options, k=k, q_offset=0)
     if draw(st.booleans()):
