@@ -90,7 +90,7 @@ def as_elsewhere() -> None:
 
 @pytest.mark.parametrize(("block", "run", "skipped"), [(0, on_cpu, 0), (1, as_elsewhere, 1)], ids=["tiles", "flex"])
 def test_the_page_tells_the_path(block, run, skipped, monkeypatch):
-    monkeypatch.setattr(_flex, "_compiled", lambda device: uncompiled)
+    monkeypatch.setattr(_flex, "_compiled", lambda device, function: uncompiled)
     masks.cache().clear()
     _flex.compiled_flex.cache_clear()
     paths = [path[skipped:] for path in told(PAGE.read_text(encoding="utf-8"))[block]]

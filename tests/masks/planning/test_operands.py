@@ -11,6 +11,7 @@ from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines._gather import term_sides
 from flexdilated.engines.flex import _flex_op
+from flexdilated.engines.flex._traced import traced_name
 from flexdilated.engines.tiles import _tiles_op
 from flexdilated.masks.planning import ANYTHING, Candidates, Operands, Option, machine_of
 from flexdilated.masks.planning._cost import _moved_rows
@@ -152,7 +153,7 @@ def test_each_engine_plans_for_the_operands_of_its_call(monkeypatch) -> None:
     _flex_op.blank_program(traced, torch.device("cpu"), [ids], 1, traced.operands(q))
     assert asked == [Operands(2, 24, 2)] * 4
     key = traced._replace(pattern=pattern.text)
-    names = {_flex_op._name(key, [], q.to(dtype)) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+    names = {traced_name("program", key, [], q.to(dtype)) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
     assert len(names) == 2, "a graph's program is one for dtypes of one size"
 
 
