@@ -1,6 +1,7 @@
 """Checks on a call of `attend`, before any work: each error states the rule and what came."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from sys import float_info
 from types import FunctionType
 
@@ -217,8 +218,11 @@ def _needed(pattern: str) -> tuple[str, ...]:
 
 def _staying(pattern: str) -> tuple[str, ...]:
     """The tensors whose values the host has no use for."""
-    if '"kind":"selected_blocks"' not in pattern:
-        return ()
+    return _tables_of_blocks(pattern) if '"kind":"selected_blocks"' in pattern else ()
+
+
+@lru_cache(maxsize=256)
+def _tables_of_blocks(pattern: str) -> tuple[str, ...]:
     return tuple(leaf.name for leaf in run_time_leaves(read_text(pattern)) if isinstance(leaf, SelectedBlocks))
 
 

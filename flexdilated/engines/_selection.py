@@ -15,12 +15,13 @@ from ._call_key import CallKey
 
 def selection_in(key: CallKey) -> Selection | None:
     """How the call's pattern is parted, where tokens come in order and the keys from where a block begins."""
-    found = _parted(key.pattern) if not key.placement and key.rate == 1 else None
+    found = parted(key.pattern) if not key.placement and key.rate == 1 else None
     return None if found is None or key.k_offset % found.leaf.block[1] else found
 
 
 @lru_cache(maxsize=256)
-def _parted(text: str) -> Selection | None:
+def parted(text: str) -> Selection | None:
+    """How a pattern with selected blocks is parted, if it has one table that can be."""
     return selection_of(read_text(text)) if '"kind":"selected_blocks"' in text else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from ...masks import cache
 from ...masks.core import Bound, Box, MaskMod, Pattern, Progression, own_modes
-from ...masks.patterns import Rows, blank, names, require_row, require_tables, selection_of, tables
+from ...masks.patterns import Rows, blank, names, require_row, require_tables, tables
 from ...masks.text import read_text
 from .._call_key import CallKey
 from .._ops import flat_op
 from .._score_mod import ScoreMod, plain_values
-from .._selection import selection_in, tensors_of
+from .._selection import parted, selection_in, tensors_of
 from ._flex import compiled_flex, flex_in_graph, kind_of, require_compiling
 from ._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
 from ._traced import Traced, keep_traced, traced_name
@@ -42,7 +43,12 @@ class Parts(NamedTuple):
 
 def parts_of(text: str) -> Parts | None:
     """How a pattern is parted, if it is."""
-    selection = selection_of(read_text(text)) if '"kind":"selected_blocks"' in text else None
+    return _parts_of(text)
+
+
+@lru_cache(maxsize=256)
+def _parts_of(text: str) -> Parts | None:
+    selection = parted(text)
     if selection is None:
         return None
     leaf, others = selection.leaf, selection.others
