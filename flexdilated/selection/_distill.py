@@ -25,19 +25,22 @@ def distill_loss(
     q_offset: int,
     bindings: Mapping[str, Tensor] | None,
     within: Pattern | None,
+    teacher: tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"]] | None = None,
 ) -> Float[Tensor, ""]:
     """KL(block mass ‖ softmax of the module's scores) over the candidates of a row, the mean over rows that have some.
 
-    It reaches the module alone. A row whose candidates have no mass that a float holds teaches nothing.
+    teacher: the q and k of the attention, where the module gets others. The loss reaches the module alone. A row whose
+    candidates have no mass that a float holds teaches nothing.
     """
     q, k = q.detach(), k.detach()
     coarse, tensors, call = selector.prepared(q, k, scale=scale, q_offset=q_offset, bindings=bindings, within=within)
     num_blocks = call.rows(q, k).blocks
-    # All candidates, each with its score; heads that share a table join theirs as they do for the choice.
-    call = call._replace(most=num_blocks, amount=1.0, kind="top_k" if call.kind == "top_k" else "top_p")
+    # All candidates, each with its score; heads that share a table have the mean of their shares.
+    call = call._replace(most=num_blocks, amount=1.0, kind="top_p")
     student = selector.selected(q, k, coarse, tensors, call)
     with torch.no_grad():
-        blocks, _, mass, *_ = select_blocks(q, k, None, coarse, tensors, *call._replace(scorer="mass"))
+        exact = (q, k) if teacher is None else (teacher[0].detach(), teacher[1].detach())
+        blocks, _, mass, *_ = select_blocks(*exact, None, coarse, tensors, *call._replace(scorer="mass"))
         candidates = _by_block(student._replace(scores=torch.zeros_like(student.scores)), num_blocks) == 0
         logs = _by_block(Selection(blocks, mass, mass, mass), num_blocks)
         total = masked_lse(logs, candidates)

@@ -121,6 +121,7 @@ class SelectedAttention(nn.Module):
         q_offset: int = 0,
         bindings: Mapping[str, Tensor] | None = None,
         within: Pattern | None = None,
+        teacher: tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"]] | None = None,
     ) -> Float[Tensor, ""]:
         """KL(p ‖ softmax(s)) of each row over its candidates, in nats; the mean over rows that have some.
 
@@ -130,7 +131,10 @@ class SelectedAttention(nn.Module):
         SeerAttention's target is instead the greatest weight in a block, normalised (arXiv 2410.13276, 2506.08889);
         the sum is taken here because it is what leaving the block out costs, and what scorer="mass" ranks by.
 
-        Arguments as in `forward`. Raises ValueError for a module that was not made with gradient="distill".
+        teacher: the q and k of the attention, of the same shapes, where the module gets others: a gate with a rotary
+        embedding of its own gets them before the model's. Heads that share a table have the mean of their shares on
+        both sides. Other arguments as in `forward`. Raises ValueError for a module that was not made with
+        gradient="distill", and for a teacher of other shapes.
 
         >>> class Gate(torch.nn.Module):
         ...     def __init__(self):
@@ -147,11 +151,15 @@ class SelectedAttention(nn.Module):
             raise ValueError(f"distill_loss is that of gradient='distill'; got gradient={self.gradient!r}")
         q, k, _ = autocast(q, k, k)
         check_tensors(q, k, k, enable_gqa=enable_gqa)
+        if teacher is not None and (teacher[0].shape, teacher[1].shape) != (q.shape, k.shape):
+            came = f"{tuple(teacher[0].shape)} and {tuple(teacher[1].shape)} for {tuple(q.shape)} and {tuple(k.shape)}"
+            raise ValueError(f"the teacher's q and k must have the shapes of those that the module gets; got {came}")
         require_int("q_offset", q_offset, minimum=0)
         if 0 in q.shape or 0 in k.shape:
             return sum((x.sum() * 0.0 for x in self.selector.parameters()), q.new_zeros(()))
         factor = resolve_scale(scale, q.shape[-1])
-        return distill_loss(self.selector, q, k, scale=factor, q_offset=q_offset, bindings=bindings, within=within)
+        options = {"scale": factor, "q_offset": q_offset, "bindings": bindings, "within": within, "teacher": teacher}
+        return distill_loss(self.selector, q, k, **options)
 
     def cache(self, *, num_heads: int, capacity: int | None = None, scale: float | None = None) -> SelectedCache:
         """A `KVCache` for the next tokens of a sequence, which choose and attend as one pass over all would.

@@ -86,7 +86,7 @@ PUBLIC = {
     distributed: ["BufferPool", "Sharding", "Traffic", "attend", "pool", "shard", "traffic", "unshard"],
     schedules: ["Schedule", "cosine", "cubic", "linear"],
     selection.recipes: [
-        *("CoarseToFineAttention", "NativeSparseAttention", "SeerGate", "distillation_loss", "moba", "quest"),
+        *("CoarseToFineAttention", "NativeSparseAttention", "SeerGate", "moba", "quest"),
         *("seer_attention", "seer_attention_r", "xattention"),
     ],
     viewer: ["Ranks", "page"],

@@ -105,7 +105,9 @@ def test_distillation_is_the_divergence_from_the_exact_mass(share: str, rotated:
     gate = recipes.SeerGate(4, H, G, block=block, dim=6, share=share).double()
     build = recipes.seer_attention_r if share == "group" else recipes.seer_attention
     selector = build(gate, choose=fd.TopK(1))
-    loss = recipes.distillation_loss(selector, q, k, teacher=own if rotated else None)
+    loss = fd.SelectedAttention(selector, "distill").distill_loss(
+        q, k, enable_gqa=True, teacher=own if rotated else None
+    )
     per, rows, terms = H // G, selector.query_block, []
     for b in range(2):
         asked: dict[str, Any] = {"block": block, "rows": rows, "base": gate.base, "group": share == "group"}
@@ -325,7 +327,7 @@ def test_a_gate_learns_to_pick_the_block_that_holds_the_attention() -> None:
     optimizer, losses = torch.optim.Adam(gate.parameters(), lr=1e-2), []
     for _ in range(60):
         q, k, _ = needles(generator, block=block)
-        loss = recipes.distillation_loss(selector, q, k)
+        loss = fd.SelectedAttention(selector, "distill").distill_loss(q, k)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

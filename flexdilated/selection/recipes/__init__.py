@@ -6,14 +6,13 @@ blocks are modules, `NativeSparseAttention` and `CoarseToFineAttention`.
 
 from ._coarse_to_fine import CoarseToFineAttention
 from ._native import NativeSparseAttention
-from ._seer_gate import SeerGate, distillation_loss
+from ._seer_gate import SeerGate
 from ._selectors import moba, quest, seer_attention, seer_attention_r, xattention
 
 __all__ = [
     "CoarseToFineAttention",
     "NativeSparseAttention",
     "SeerGate",
-    "distillation_loss",
     "moba",
     "quest",
     "seer_attention",

@@ -1,17 +1,13 @@
-"""The gate of SeerAttention, and how it learns: from the exact share of attention of each block."""
+"""The gate of SeerAttention; `SelectedAttention.distill_loss` trains it."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from ...masks.core import require_choice, require_finite, require_int
-from .._choose import TopP
 from .._pools import Pools
-from .._selector import BlockSelector
 
 # B batch, H query heads, G key/value heads, N queries, M keys, R rows, C blocks of keys, T tables, D head dim,
 # E gate dim
@@ -97,76 +93,3 @@ def _turned(x: Float[Tensor, "... n E"], positions: Int64[Tensor, " n"], base: f
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def distillation_loss(
-    selector: BlockSelector,
-    q: Float[Tensor, "B H N D"],
-    k: Float[Tensor, "B G M D"],
-    *,
-    teacher: tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"]] | None = None,
-    scale: float | None = None,
-    q_offset: int = 0,
-    bindings: Mapping[str, Tensor] | None = None,
-) -> Float[Tensor, ""]:
-    """KL(exact || gate), the mean over tables and rows that have a candidate: what a selector's module learns from.
-
-    exact: the share of the row's attention that each candidate block holds, of what all candidates hold, as
-    scorer="mass" computes it. gate: a softmax over the candidates of the module's scores. Heads that share a table have
-    the mean of their shares on both sides. The papers take the maximum over the columns of the attention map in place
-    of its sum, and SeerAttention-R that over the heads; the sum is what dropping a block loses.
-
-    No gradient reaches q and k: the module alone learns. A `coarse` selector is left aside, all blocks being scored.
-    Shares and scores of all rows and blocks exist at once. Call it outside of torch.compile.
-
-    selector: one whose scorer is a module. q, k: as the selector gets them. teacher: the queries and keys of the
-    attention where these are others, such as those after rotary embedding; of the same shapes. scale: of the teacher's
-    scores, 1 / sqrt(D) by default. q_offset, bindings: as in calls of the selector.
-
-    Raises ValueError for a selector whose scorer is no module, and errors of the selector for what does not fit.
-    Source: SeerAttention, arXiv 2410.13276, section 3.2, and SeerAttention-R, arXiv 2506.08889.
-
-    >>> q, k = torch.randn(2, 1, 4, 256, 16)
-    >>> gate = fd.selection.recipes.SeerGate(16, 4, block=32)
-    >>> selector = fd.selection.recipes.seer_attention(gate, choose=fd.TopK(3))
-    >>> fd.selection.recipes.distillation_loss(selector, q, k).backward()
-    >>> gate.query.grad.shape
-    torch.Size([4, 16, 128])
-    """
-    if not isinstance(selector, BlockSelector) or not isinstance(selector.scorer, nn.Module):
-        came = getattr(selector, "scorer", selector)
-        raise ValueError(f"selector must be a BlockSelector whose scorer is a module, which learns; got {came!r:.80}")
-    own_q, own_k = (q, k) if teacher is None else teacher
-    if (own_q.shape, own_k.shape) != (q.shape, k.shape):
-        came = f"{tuple(own_q.shape)} and {tuple(own_k.shape)} for {tuple(q.shape)} and {tuple(k.shape)}"
-        raise ValueError(f"the teacher's q and k must have the shapes of those that the gate gets; got {came}")
-    options = {"scale": scale, "q_offset": q_offset, "bindings": bindings}
-    num_blocks = max(1, -(-k.shape[2] // selector.block))
-    student = _of_all_candidates(selector, selector.scorer, num_blocks)(q.detach(), k.detach(), **options)
-    with torch.no_grad():
-        found = _of_all_candidates(selector, "mass", num_blocks)(own_q.detach(), own_k.detach(), **options)
-        # In the order of blocks, then in the student's. Blocks that it does not judge have no part.
-        shares = found.scores.new_zeros(*found.scores.shape[:3], num_blocks + 1)
-        shares.scatter_(-1, found.blocks.where(found.blocks >= 0, num_blocks), found.scores.exp())
-        none = student.blocks < 0
-        exact = shares.gather(-1, student.blocks.where(~none, num_blocks)).masked_fill(none, 0.0)
-        total = exact.sum(-1, keepdim=True)
-        exact = exact / total.masked_fill(total == 0, 1.0)
-    logs = student.scores.masked_fill(none, torch.finfo(student.scores.dtype).min).log_softmax(-1)
-    lost = torch.xlogy(exact, exact) - exact * logs.masked_fill(none, 0.0)
-    return lost.sum() / (total > 0).sum().clamp(min=1)
-
-
-def _of_all_candidates(selector: BlockSelector, scorer: str | nn.Module, num_blocks: int) -> BlockSelector:
-    """One that chooses every candidate; its scores are logarithms of shares where heads share a table."""
-    return BlockSelector(
-        block=selector.block,
-        query_block=selector.query_block,
-        scorer=scorer,
-        choose=TopP(1.0, most=num_blocks),
-        within=selector.within,
-        always=selector.always,
-        share=selector.share,
-        query_summary=selector.query_summary,
-        future_in_choice=selector.future_in_choice,
-    )

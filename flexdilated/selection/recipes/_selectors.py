@@ -109,7 +109,7 @@ def seer_attention(
 
     The gate gets the mean query of each block of `gate.block` queries and the greatest, least and mean of each block of
     as many keys, and scores them. The own block is read in any case. q and k are those before rotary embedding: the
-    gate has its own. `distillation_loss` trains it.
+    gate has its own. `SelectedAttention.distill_loss` trains it.
 
     gate: a `SeerGate` for each head. choose: the paper takes a threshold or a share of all blocks:
     fd.Threshold(t, most=) or fd.TopK(k). within: as in `moba`.
