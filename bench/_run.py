@@ -14,6 +14,7 @@ from . import (
     claims,
     compiling,
     decoding,
+    language,
     memory,
     models,
     packing,
@@ -29,7 +30,7 @@ from ._processes import DiedApart, run_apart
 
 # In the order in which they are measured and shown; importing a subject has registered its measures.
 _SUBJECTS = (
-    *(attention, selection, block_masks, planning, decoding, models, packing, compiling, memory),
+    *(attention, selection, language, block_masks, planning, decoding, models, packing, compiling, memory),
     *(sharding, ranks, buffers, catalogue, roofline, claims),
 )
 MEASURES: dict[str, Measure] = {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from flexdilated import masks
 from ._checks import assert_near
 from ._jobs import Attention, Job, Problem, Size, forward_job, interleave, ratio, say, tokens_text, training_job
 from ._measures import Row, Timing, at_least, at_most, measure
+from ._seeds import beyond
 from .peers import dense_attention
 
 # B batch, H heads, N tokens, D head dim
@@ -272,17 +272,6 @@ def _score(model: Retriever, task: Task, read: Reading, seed: int, batches: int)
     return mean(scores)
 
 
-_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 % of so many seeds
-
-
-def interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Of the mean, with 95 % confidence, by Student's distribution; ends that are not known are infinite."""
-    if len(differences) < 2:
-        return float("-inf"), float("inf")
-    half = _STUDENT[len(differences)] * stdev(differences) / sqrt(len(differences))
-    return mean(differences) - half, mean(differences) + half
-
-
 @measure(
     full={
         "tasks": (Task("one needle", 1), Task("four needles", 4)),
@@ -349,9 +338,9 @@ def _row(task: Task, keys: int, block: int, scores: dict[str, list[float]]) -> R
         of_block = name.rpartition(" of ")[2]
         exact = scores.get(f"exact mass of {of_block}")
         ways[name] = {"found": mean(each), "by_seed": each}
-        ways[name]["over_window"] = interval([a - b for a, b in zip(each, scores["window"], strict=True)])
+        ways[name]["over_window"] = beyond(each, scores["window"])
         if exact is not None:
-            ways[name]["over_exact"] = interval([a - b for a, b in zip(each, exact, strict=True)])
+            ways[name]["over_exact"] = beyond(each, exact)
     low, _ = ways[f"mean keys of {block}"]["over_window"]
     what = f"{task.name} in {task.tokens} keys, {keys} read: found by mean keys of {block} beyond a window, at least"
     return Row(what, at_least(0.0), low, detail={"ways": ways, "seeds": len(scores["dense"])})

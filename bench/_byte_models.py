@@ -1,0 +1,227 @@
+"""Models of bytes that differ in which keys a query reads, and their training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import log
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.cli._demo_data import Corpus
+
+# B batch, H heads, N tokens, D head dim
+
+_BITS = log(2)
+_RATE = 3e-3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model of bytes, what a query of it may read, and how it is trained.
+
+    keys: those that a query reads, half of them the latest where the others are blocks. copied: the second half of
+    each text repeats the first.
+    """
+
+    tokens: int = 2048
+    keys: int = 128
+    block: int = 16
+    heads: int = 4
+    head_dim: int = 32
+    layers: int = 2
+    batch: int = 2
+    steps: int = 300
+    windows: int = 32
+    copied: bool = False
+
+    @property
+    def near(self) -> masks.Pattern:
+        return masks.local_window(left=self.keys // 2 - 1, right=0)
+
+    @property
+    def most(self) -> int:
+        return self.keys // 2 // self.block
+
+
+Make = Callable[[], nn.Module]  # an attention (q, k, v) -> out without parameters, one for each layer
+
+
+# What is read
+
+
+def static(pattern: masks.Pattern | masks.Mixture) -> Make:
+    return partial(fd.BlockSparseAttention, pattern)
+
+
+def chosen(setting: Setting, *, block: int = 0, gradient: str = "none", **options: Any) -> Make:
+    block = block or setting.block
+    budget = fd.TopK(setting.keys // 2 // block)
+
+    def make() -> nn.Module:
+        selector = fd.BlockSelector(**{"block": block, "choose": budget, "always": setting.near} | options)
+        return fd.SelectedAttention(selector, gradient)
+
+    return make
+
+
+def coarse_to_fine(setting: Setting, coarse: int, fine: int) -> Make:
+    first = fd.BlockSelector(block=coarse, choose=fd.TopK(setting.most), always=setting.near)
+    return chosen(setting, block=fine, coarse=first)
+
+
+class Narrowing(nn.Module):
+    """Blocks chosen by their mean keys, first many and then `most`, as a schedule says."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.schedule = fd.schedules.cubic(8 * setting.most, setting.most, setting.steps // 2, widths=4)
+        makes = {width: chosen(setting, choose=fd.TopK(width)) for width in self.schedule.values}
+        self.by_width = nn.ModuleDict({str(width): make() for width, make in makes.items()})
+        self.step = 0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        width = self.schedule(self.step) if self.training else self.schedule.end
+        self.step += self.training
+        return self.by_width[str(width)](q, k, v)
+
+
+class Listed(nn.Module):
+    """Blocks drawn for each head and row of queries beside the latest keys; `refined`: exchanged in training.
+
+    Every `every` steps each head gives up the blocks that got least for those whose mean keys agree most.
+    """
+
+    def __init__(self, setting: Setting, *, refined: bool, every: int = 10) -> None:
+        super().__init__()
+        self.setting, self.every, self.step = setting, every, 0
+        self.beyond, self.moves = masks.causal() & ~setting.near, None
+        rows = -(-setting.tokens // setting.block)
+        generator = torch.Generator().manual_seed(7)
+        self.listed = masks.block_list(
+            [[self._drawn(row, generator) for row in range(rows)] for _ in range(setting.heads)], block=setting.block
+        )
+        if refined:
+            last = setting.steps * 3 // 4
+            self.moves = fd.schedules.cosine(rows * setting.most // 3, 0, last)
+            self.tracker = fd.ImportanceTracker(setting.heads, rows, rows, decay=0.5)
+
+    def _drawn(self, row: int, generator: torch.Generator) -> list[int]:
+        """Of the blocks before the row's latest keys."""
+        before = max(0, row + 1 - self.setting.keys // 2 // self.setting.block)
+        return torch.randperm(before, generator=generator)[: self.setting.most].sort().values.tolist()
+
+    @property
+    def pattern(self) -> masks.Pattern:
+        return (self.listed | self.setting.near) & masks.causal()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not self.training or self.moves is None:
+            return fd.attend(q, k, v, self.pattern)
+        out, lse = fd.attend(q, k, v, self.pattern, return_lse=True)
+        self.step += 1
+        if self.step % self.every == 0 and self.moves(self.step):
+            self._refine(q.detach(), k.detach(), lse.detach())
+        return out
+
+    def _refine(self, q: Tensor, k: Tensor, lse: Tensor) -> None:
+        block = self.setting.block
+        self.tracker.update(fd.block_mass(q, k, lse, self.pattern, block=block))
+        scores = fd.pooled_scores(q, k, block=block, lse=lse)
+        options = {"scores": scores, "moves": self.moves(self.step), "within": self.beyond}
+        self.listed, _, grown = fd.refine(self.listed, self.tracker.importance(), **options)
+        self.tracker.restart(grown)
+
+
+# The model
+
+
+class Layer(nn.Module):
+    """Attention and an MLP. A key knows the bytes before its own, whose value it brings; half of it is rotated."""
+
+    def __init__(self, setting: Setting, attention: nn.Module) -> None:
+        super().__init__()
+        width, self.heads = setting.heads * setting.head_dim, setting.heads
+        self.norm, self.inner = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        # Queries and keys begin alike, so that what stands before a query's byte is soon found where it stood before.
+        self.qkv.weight.data[width : 2 * width] = self.qkv.weight.data[:width]
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.attention = attention
+
+    def forward(self, x: Float[Tensor, "B N E"], angles: Float[Tensor, "N A"]) -> Float[Tensor, "B N E"]:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = _rotated(q, angles), _rotated(pad(k, (0, 0, 1, -1)), angles)
+        x = x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.inner(x))
+
+
+def _rotated(x: Float[Tensor, "B H N D"], angles: Float[Tensor, "N A"]) -> Float[Tensor, "B H N D"]:
+    real, imaginary, rest = x.split([angles.shape[1], angles.shape[1], x.shape[-1] - 2 * angles.shape[1]], -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos, rest], -1)
+
+
+class ByteModel(nn.Module):
+    """The next byte's logits. A convolution tells each position of the bytes just before it."""
+
+    def __init__(self, setting: Setting, make: Make) -> None:
+        super().__init__()
+        width = setting.heads * setting.head_dim
+        self.embed, self.near = nn.Embedding(256, width), nn.Conv1d(width, width, 6)
+        self.layers = nn.ModuleList(Layer(setting, make()) for _ in range(setting.layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        pairs = setting.head_dim // 4
+        self.speeds = 10_000.0 ** (-torch.arange(pairs) / pairs)
+
+    def forward(self, text: Int64[Tensor, "B N"]) -> Float[Tensor, "B N V"]:
+        x = self.embed(text)
+        x = x + self.near(pad(x.mT, (5, 0))).mT
+        angles = torch.arange(text.shape[1])[:, None] * self.speeds
+        for layer in self.layers:
+            x = layer(x, angles)
+        return self.head(self.norm(x))
+
+    def reading(self, make: Make) -> ByteModel:
+        """The same model, which reads in another way from now on."""
+        for layer in self.layers:
+            layer.attention = make().train(self.training)
+        return self
+
+    def bits(self, windows: Int64[Tensor, "B M"]) -> Float[Tensor, "B N"]:
+        """Of each byte but the first, by those before it."""
+        logits = self(windows[:, :-1])
+        return cross_entropy(logits.mT, windows[:, 1:], reduction="none") / _BITS
+
+
+def laid_out(window: Tensor, setting: Setting) -> Int64[Tensor, "B M"]:
+    """Windows of tokens + 1 bytes as the model gets them."""
+    if setting.copied:
+        half = window[:, : setting.tokens // 2]
+        window = torch.cat([half, half, half[:, :1]], 1)
+    return window.long()
+
+
+def trained(make: Make, corpus: Corpus, setting: Setting, seed: int) -> ByteModel:
+    torch.manual_seed(seed)
+    model = ByteModel(setting, make)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=setting.steps)
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for _ in range(setting.steps):
+        begins = torch.randint(len(corpus.train) - setting.tokens, (setting.batch, 1), generator=generator)
+        window = corpus.train[begins + torch.arange(setting.tokens + 1)]
+        loss = model.bits(laid_out(window, setting)).mean() * _BITS
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    return model.eval()
