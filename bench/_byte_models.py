@@ -9,13 +9,12 @@ from math import log
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.cli._demo_data import Corpus
 
 # B batch, H heads, N tokens, D head dim
 
@@ -209,15 +208,16 @@ def laid_out(window: Tensor, setting: Setting) -> Int64[Tensor, "B M"]:
     return window.long()
 
 
-def trained(make: Make, corpus: Corpus, setting: Setting, seed: int) -> ByteModel:
+def trained(make: Make, text: UInt8[Tensor, " bytes"], setting: Setting, seed: int) -> ByteModel:
+    """A model after its steps over windows of the text, drawn as the seed says."""
     torch.manual_seed(seed)
     model = ByteModel(setting, make)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=setting.steps)
     generator = torch.Generator().manual_seed(1000 + seed)
     for _ in range(setting.steps):
-        begins = torch.randint(len(corpus.train) - setting.tokens, (setting.batch, 1), generator=generator)
-        window = corpus.train[begins + torch.arange(setting.tokens + 1)]
+        begins = torch.randint(len(text) - setting.tokens, (setting.batch, 1), generator=generator)
+        window = text[begins + torch.arange(setting.tokens + 1)]
         loss = model.bits(laid_out(window, setting)).mean() * _BITS
         optimizer.zero_grad()
         loss.backward()

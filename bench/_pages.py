@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import _kernels, _tables
+from . import _kernels, _selection_tables, _tables
 from ._catalogue import ENTRIES, MILLION, Entry
 from ._guard_cases import CASES
 from ._jobs import tokens_text
@@ -204,9 +204,12 @@ PAGES: dict[Path, dict[str, Part]] = {
         ),
     },
     _DOCS / "selection.md": {
-        **_from("selection_cost", cost=_tables.chosen_cost),
-        **_from("needles", found=_tables.found),
+        **_from("selection_cost", cost=_selection_tables.chosen_cost),
+        **_from("needles", found=_selection_tables.found),
+        **_from("byte_model", learned=_selection_tables.bits(0), read=_selection_tables.bits(1)),
+        **_from("byte_step", step=_selection_tables.step_times),
     },
+    _DOCS / "refinement.md": _from("byte_training", exchanged=_selection_tables.exchanges),
     _DOCS / "attention_received.md": _from("received", received=_tables.received),
     _DOCS / "describe.md": _from("describe", describe=_tables.described),
     _DOCS / "benchmarks.md": {"measures": _measures, "cases": _cases},

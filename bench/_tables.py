@@ -23,7 +23,7 @@ def reached(row: Figures) -> str:
     return "yes" if row["met"] else "**no**"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
@@ -43,15 +43,15 @@ _SHARES = ("useful", "beyond", "below", "moves", "sums", "merges", "masks", "fil
 
 
 def _rate_line(name: str, figure: Figures, dense: float) -> tuple[str, ...]:
-    rates = (f"{figure['rate'] / 1e9:.0f}", _percent(figure["of_matmul"]), _percent(figure["rate"] / dense))
-    shares = (_percent(figure["shares"][kind]) for kind in _SHARES)
+    rates = (f"{figure['rate'] / 1e9:.0f}", percent(figure["of_matmul"]), percent(figure["rate"] / dense))
+    shares = (percent(figure["shares"][kind]) for kind in _SHARES)
     return (name, *rates, f"{figure['waste']:.2f}", *shares)
 
 
 def kernel(document: Document) -> str:
     detail = document["rows"][0]["detail"]
     lines = [
-        (shape, *(_percent(rate / detail["matmul_rate"]) for rate in both.values()))
+        (shape, *(percent(rate / detail["matmul_rate"]) for rate in both.values()))
         for shape, both in detail["kernel_rates"].items()
     ]
     return markdown(lines, ("queries × keys", "forward, of matmul", "backward, of matmul"))
@@ -305,45 +305,3 @@ def described(document: Document) -> str:
     parts = ("plan and blocks", "heads, gaps", "overlap", "receptive field")
     headers = ("", "heads", *parts, "layers, at least", "reached after these")
     return f"{markdown(lines, headers)}\n\nOne thread. {condition(document)}"
-
-
-# docs/selection.md
-
-
-def chosen_cost(document: Document) -> str:
-    """A line a way and length: times as fast as dense attention, and the share of choosing."""
-    lines: dict[tuple[str, str], list[str]] = {}
-    for row in document["rows"]:
-        way, _, rest = row["measure"].rpartition(", forward")
-        if "choosing_share" not in row["detail"]:
-            continue
-        way, _, tokens = way.rpartition(", ")
-        line = lines.setdefault((way, tokens), [])
-        line.append(row["measured_text"])
-        if not rest.startswith(" + backward"):
-            line.append(_percent(row["detail"]["choosing_share"]))
-    even = [row for row in document["rows"] if "times_as_fast" in row["detail"]]
-    table = [(way, tokens, *line) for (way, tokens), line in lines.items()]
-    headers = ("who chooses", "tokens", "forward", "of it choosing", "forward + backward")
-    from_on = [f"{row['measure'].partition(', forward')[0]}: {row['measured_text']}" for row in even]
-    told = f"No slower than dense attention from, forward: {'; '.join(from_on)}."
-    return f"{markdown(table, headers)}\n\n{told}\n\n{condition(document)}"
-
-
-def found(document: Document) -> str:
-    """A line a way of reading: the share found in each task, and paired differences."""
-    tasks = {row["measure"].partition(" in ")[0]: row["detail"]["ways"] for row in document["rows"]}
-    headers = ["keys read", *(f"{task}{each}" for task in tasks for each in ("", ", over the window", ", over exact"))]
-    lines = []
-    for way in next(iter(tasks.values())):
-        line = [way]
-        for ways in tasks.values():
-            figure = ways[way]
-            line += [_percent(figure["found"]), _between(figure["over_window"]), _between(figure.get("over_exact"))]
-        lines.append(line)
-    return with_condition(lines, headers, document)
-
-
-def _between(ends: list[float] | None) -> str:
-    """An interval of differences, in points."""
-    return "" if ends is None or ends[0] == ends[1] == 0 else f"{100 * ends[0]:+.0f} to {100 * ends[1]:+.0f}"

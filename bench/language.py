@@ -93,7 +93,7 @@ def _learned(
     read: Scores = {}
     for seed in range(seeds):
         for name, make in ways.items():
-            model = trained(make, corpus, setting, seed)
+            model = trained(make, corpus.train, setting, seed)
             _note(learned, name, whole.bits(model))
             say(f"seed {seed}, {name}: " + ", ".join(f"{at} {each[-1]:.3f}" for at, each in learned[name].items()))
             if name == next(iter(ways)):

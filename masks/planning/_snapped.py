@@ -24,6 +24,8 @@ def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> S
       whole blocks; rates and offsets stay. Segments that are no multiple of their rate are left as they are.
     * `blockwise`: blocks up to a multiple of the side. Longer segments and blocks begin at other tokens: on the whole
       there are more pairs, and a single one may go. Nothing is wasted on those that are whole.
+    * `selected_blocks`: sides up to one that divides the kernel's or is a multiple of it, for whoever makes the tables
+      to choose in; as it is where it carries its table.
     * `block_list`: as it is, if its side divides the kernel's or is a multiple of it; else a ValueError.
 
     `&`, `|`, `+`, choices by head, `after` and `per_document` are changed in their parts. `causal` and `every` have no

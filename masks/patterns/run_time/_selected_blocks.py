@@ -55,6 +55,13 @@ class SelectedBlocks(RunTime):
     def phrase(self) -> Phrase:
         return call(self.kind, self.name, block=self.block, most=self.most)
 
+    def snapped(self, q_side: int, k_side: int) -> SelectedBlocks | None:
+        """Sides up to one that divides the kernels' or is a multiple of it; a choice for each query stays one."""
+        if self.given is not None:
+            return None  # its numbers are of its own blocks
+        q_block, k_block = (_whole(own, side) for own, side in zip(self.block, (q_side, k_side), strict=True))
+        return replace(self, block=(q_block, k_block))
+
     def table(self, tensor: Tensor, extent: Extent) -> SelectedTable:
         rows, first = self.rows(tensor, extent)
         return SelectedTable.of(padded(rows), self.block, first)
@@ -213,6 +220,11 @@ def _canonical(rows: Int64[Tensor, "... W"]) -> Int64[Tensor, "... W"]:
     rows = torch.where(rows < 0, NOTHING, rows).sort(-1).values
     again = rows[..., 1:] == rows[..., :-1]
     return torch.cat([rows[..., :1], rows[..., 1:].masked_fill(again, NOTHING)], -1).sort(-1).values
+
+
+def _whole(own: int, side: int) -> int:
+    """The least number from `own` on that divides `side` or is a multiple of it."""
+    return next(size for size in range(own, own + side) if size % side == 0 or side % size == 0)
 
 
 def _sides(block: Any) -> tuple[int, int]:

@@ -27,6 +27,13 @@ blocks_of_windows = st.builds(
 )
 
 
+def selected(q_block, k_block):
+    return masks.selected_blocks("chosen", block=(q_block, k_block), most=2)
+
+
+GIVEN = masks.selected_blocks(torch.zeros(1, 2, 1, dtype=torch.int64), block=(1, 48), most=1)
+
+
 def counts(pattern, num_tokens):
     """(H, N, N): how often each pair is allowed."""
     h, t = torch.arange(HEADS)[:, None, None], torch.arange(num_tokens)
@@ -130,6 +137,11 @@ def test_any_pattern_is_taken(twin, side):
         (masks.block_list([[0]], block=32), 64, masks.block_list([[0]], block=32)),
         (masks.block_list([[0]], block=192), 64, masks.block_list([[0]], block=192)),
         (masks.chunked(100).per_document("ids"), 64, masks.chunked(128).per_document("ids")),
+        (selected(1, 48), 128, selected(1, 64)),
+        (selected(24, 100), 128, selected(32, 128)),
+        (selected(64, 130), (64, 128), selected(64, 256)),
+        (selected(65, 32), (64, 128), selected(128, 32)),
+        (GIVEN, 128, GIVEN),
     ],
     ids=repr,
 )
