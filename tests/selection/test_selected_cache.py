@@ -115,6 +115,21 @@ def test_a_row_that_is_not_known_is_refused() -> None:
     assert cache.num_tokens == 10
 
 
+def test_a_row_of_the_coarse_choice_that_is_not_known_is_refused() -> None:
+    """Position 12 begins a row of 4, within one of 8 that is not the last."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 20, 4)
+    coarse = fd.BlockSelector(block=8, query_block=8, query_summary="first", choose=fd.TopK(1))
+    selector = fd.BlockSelector(block=4, query_block=4, query_summary="first", choose=fd.TopK(1), coarse=coarse)
+    whole = fd.SelectedAttention(selector)(q, q, q)
+    cache = fd.SelectedAttention(selector).cache(num_heads=2)
+    cache.attend(*(q,) * 3)
+    with pytest.raises(ValueError, match=r"crop to a position where a row begins, .* got position 12"):
+        cache.crop(12)
+    cache.crop(8)
+    assert_close(cache.attend(*(q[:, :, 8:],) * 3), whole[:, :, 8:])
+
+
 def test_pools_of_full_blocks_are_not_made_again() -> None:
     """What is written over keys of full blocks changes no choice, as nobody looks there again; of others it does."""
     torch.manual_seed(0)
