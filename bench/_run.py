@@ -20,6 +20,7 @@ from . import (
     packing,
     planning,
     ranks,
+    recipes,
     roofline,
     selection,
     sharding,
@@ -30,7 +31,7 @@ from ._processes import DiedApart, run_apart
 
 # In the order in which they are measured and shown; importing a subject has registered its measures.
 _SUBJECTS = (
-    *(attention, selection, language, block_masks, planning, decoding, models, packing, compiling, memory),
+    *(attention, selection, recipes, language, block_masks, planning, decoding, models, packing, compiling, memory),
     *(sharding, ranks, buffers, catalogue, roofline, claims),
 )
 MEASURES: dict[str, Measure] = {

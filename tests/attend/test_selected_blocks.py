@@ -72,10 +72,17 @@ def packed(draw: st.DrawFn, beside: str, largest: int = 60) -> Packed:
     return Packed(of_pattern(twin.pattern), counts, *shape, sizes.q_offset, sizes.k_offset)
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["one by one", "grouped"])
+WAYS = {
+    "one by one": {},
+    "in groups": {"_FEW_QUERIES": 0, "_FEW_KEYS": 0},
+    "from where keys lie": {"_READS_OF_A_COPY": 0},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("beside", BESIDE)
 @given(data=st.data())
-def test_a_table_is_the_oracle(beside: str, grouped: bool, data: st.DataObject):
+def test_a_table_is_the_oracle(beside: str, way: str, data: st.DataObject):
     """Output, lse and gradients; few queries, which gain nothing by being grouped, in groups as well."""
     case = data.draw(packed(beside))
     drawn = data.draw(tensors(case, batch=case.batch))
@@ -84,8 +91,7 @@ def test_a_table_is_the_oracle(beside: str, grouped: bool, data: st.DataObject):
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return fd.attend(q, k, v, case.pattern, sinks=sinks, enable_gqa=True, return_lse=True, **case.offsets)
 
-    few = {"_FEW_QUERIES": 0, "_FEW_KEYS": 0} if grouped else {}
-    with mock.patch.multiple(_query_rows, _PARTS_BYTES=1 << 12, **few):
+    with mock.patch.multiple(_query_rows, _PARTS_BYTES=1 << 12, **WAYS[way]):
         assert_agrees(attend, drawn + (sinks if data.draw(st.booleans()) else ()), case.counts)
 
 

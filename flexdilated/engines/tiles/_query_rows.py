@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import lcm
+from math import gcd, lcm
 
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped, UInt8
@@ -26,11 +26,12 @@ from ._tile_blocks import GATHERED_BYTES
 _MANY_QUERIES = 16  # of a row, from which it is computed by itself
 _FEW_QUERIES = 16  # up to which, and of blocks with so few keys, nothing is gained by grouping
 _FEW_KEYS = 8
+_READS_OF_A_COPY = 2  # of a key that is laid out in a block: read and written
 _MOST_ROWS = 128  # of a problem
 _PARTS_BYTES = 128 << 20  # of results that wait to be joined
 _CELLS = 1 << 18  # pairs evaluated at once
 
-_Blocks = tuple[Float[Tensor, "G C K D"], Float[Tensor, "G C K D"]]
+_Blocks = tuple[Tensor, Tensor]  # keys and values, of (G, C, K, D); or, to read few of them, of (G, M, D)
 # Sets that do the same; queries, blocks and places of problems; 2 where a query sees a whole block, 1 where it may see
 # some of it, 0 where there is none, or None where all are seen.
 _Calls = tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor | None]
@@ -93,7 +94,8 @@ class QueryRows:
         return torch.stack(out), torch.stack(lse)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        rows, blocks, wide = self._by_set(q), (self._by_block(k), self._by_block(v)), sum_dtype(q)
+        rows, wide = self._by_set(q), sum_dtype(q)
+        blocks = (k, v) if self._reads_few else (self._by_block(k), self._by_block(v))
         out = torch.empty_like(rows, dtype=wide, memory_format=torch.contiguous_format)
         lse = rows.new_empty(rows.shape[:3], dtype=wide)
         for sets, queries in self._portions(rows):
@@ -113,8 +115,8 @@ class QueryRows:
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
     def _attend(self, each: Problems, rows: Tensor, blocks: _Blocks, scale: float) -> tuple[Tensor, Tensor]:
-        groups = rows.shape[2]
-        keys, values = (each.clear_keys(self._keys(each, x)) for x in blocks)
+        groups, read = rows.shape[2], self._few_keys if self._reads_few else self._keys
+        keys, values = (each.clear_keys(read(each, x)) for x in blocks)
         own = each.clear_rows(each.rows(rows), groups, 0.0)
         out, lse = flash_forward(own, keys, values, scale=scale, mask=each.mask(groups, own.dtype))
         lse = each.clear_rows(lse, groups, -torch.inf)
@@ -173,6 +175,13 @@ class QueryRows:
         return few or self._unit > 1
 
     @cached_property
+    def _reads_few(self) -> bool:
+        """Whether rows read so few keys that to lay out all in blocks would be more, as in a step of decoding."""
+        key, (_, rows, entries) = self.listed.key, self._columns.shape
+        read = self._num_sets * rows * entries * self.listed.block[1]
+        return self._gathers and _READS_OF_A_COPY * read <= key.num_kv_heads * key.num_keys
+
+    @cached_property
     def _num_sets(self) -> int:
         return lcm(self.listed.num_tables, self.listed.key.num_kv_heads)
 
@@ -181,6 +190,18 @@ class QueryRows:
 
     def _keys(self, each: Problems, x: Float[Tensor, "G C K D"]) -> Float[Tensor, "n 1 LK D"]:
         return picked(x, self._key_head(each.set)[:, None] * x.shape[1] + each.block)
+
+    def _few_keys(self, each: Problems, x: Float[Tensor, "G M D"]) -> Float[Tensor, "n 1 LK D"]:
+        """The same of keys that are not laid out in blocks, one by one; beyond the last it is the last again."""
+        side = self.listed.block[1]
+        at = (each.block[..., None] * side + torch.arange(side)).flatten(1).clamp(max=x.shape[1] - 1)
+        x = x if x.stride(2) == 1 and x.stride(1) else x.contiguous()
+        # Rows, of all heads, a unit apart: index_select copies each at once.
+        unit = gcd(*x.stride()[:2])
+        last = sum((size - 1) * stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
+        rows = x.as_strided((last // unit + 1, x.shape[2]), (unit, 1))
+        at = (self._key_head(each.set)[:, None] * x.stride(0) + at * x.stride(1)) // unit
+        return rows.index_select(0, at.flatten()).view(len(at), 1, -1, x.shape[2])
 
     def _by_set(self, x: Shaped[Tensor, "H N ..."]) -> Shaped[Tensor, "X N g ..."]:
         return x.unflatten(0, (self._num_sets, -1)).transpose(1, 2).contiguous()
