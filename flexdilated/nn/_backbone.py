@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import masks
 from .._attend import autocast_dtype
+from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from .._validate import require_dense
 from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
@@ -22,7 +23,6 @@ from ..selection import SelectedAttention
 from ._call_masks import without_padding
 from ._longnet_block import Block, KeysValues, norm
 from ._longnet_config import LongNetConfig
-from ._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from ._positions import turns
 from ._pretrained import Pretrained
 

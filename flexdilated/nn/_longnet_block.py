@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._attend import attend
+from .._over_ranks import OverRanks
 from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
 from ..selection import SelectedAttention
 from ._longnet_config import LongNetConfig
-from ._over_ranks import OverRanks
 from ._positions import Turns
 
 # B batch, N tokens, M tokens of the memory, E embed dim, H query heads, G key/value heads, D head dim
