@@ -197,15 +197,15 @@ class SelectedAttention(nn.Module):
         """
         if self.gradient != "distill":
             raise ValueError(f"distill_loss is that of gradient='distill'; got gradient={self.gradient!r}")
-        q, k, _ = autocast(q.detach(), k.detach(), k.detach())
+        q, k, _ = autocast(q, k, k)
         runs = self._runs(q, k, k, enable_gqa=enable_gqa, scale=scale, q_offset=q_offset, within=within)
         if teacher is not None and (teacher[0].shape, teacher[1].shape) != (q.shape, k.shape):
             came = f"{tuple(teacher[0].shape)} and {tuple(teacher[1].shape)} for {tuple(q.shape)} and {tuple(k.shape)}"
             raise ValueError(f"the teacher's q and k must have the shapes of those that the module gets; got {came}")
         require_int("q_offset", q_offset, minimum=0)
         options = {"scale": resolve_scale(scale, q.shape[-1]), "bindings": bindings, "within": within}
-        exact_q, exact_k = (q, k) if teacher is None else (x.detach() for x in teacher)
-        (k,), (exact_k,) = runs.whole(k), runs.whole(exact_k)
+        q, (k,) = q.detach(), runs.whole(k.detach())
+        exact_q, exact_k = (q, k) if teacher is None else (teacher[0].detach(), *runs.whole(teacher[1].detach()))
         lacks, taught = [], []
         for (start, own), (_, exact) in zip(runs.parts(q), runs.parts(exact_q), strict=True):
             each = distill_loss(self.selector, own, k, (exact, exact_k), q_offset=start, **options)

@@ -14,7 +14,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -228,8 +227,8 @@ def test_traces_without_a_graph_break() -> None:
     on_ranks(3, graphs)
 
 
-def gathered_bytes(sharding: Sharding) -> tuple[int, int, int, int, set[str]]:
-    """Received and sent in a forward, in its backward, and for what."""
+def gathered_bytes(sharding: Sharding) -> tuple[list[int], set[str]]:
+    """Received and sent in a forward, and in its backward; received for a loss, also with a teacher; and for what."""
     q, k, v, _ = drawn()
     held = sharding.positions(dist.get_rank())
     q, k, v = (x[:, :, held].float().requires_grad_() for x in (q, k, v))
@@ -240,78 +239,25 @@ def gathered_bytes(sharding: Sharding) -> tuple[int, int, int, int, set[str]]:
     counted += [got["shards"], gone["shards"]]
     out.sum().backward()
     counted += [got["shards"] - counted[0], gone["shards"] - counted[1]]
-    return *counted, {role for role, number in got.items() if number}
+    taught = fd.SelectedAttention(
+        fd.BlockSelector(block=4, scorer=gate().float(), choose=fd.TopK(2)), "distill", mesh=line(), sharding=sharding
+    )
+    for teacher in (None, (q, k)):
+        before = got["shards"]
+        taught.distill_loss(q, k, enable_gqa=True, teacher=teacher)
+        counted.append(got["shards"] - before)
+    return counted, {role for role, number in got.items() if number}
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
 def test_what_travels_is_all_keys_and_values(sharding: Sharding) -> None:
     """Forward 2 · B · G · (N − L) · D numbers come and (W − 1) · L go to others; backward the other way round."""
     token_bytes = 2 * B * G * D * 4
-    for rank, (got, gone, back_got, back_gone, roles) in enumerate(on_ranks(3, gathered_bytes, sharding)):
-        mine, others = sharding.length(rank), N - sharding.length(rank)
-        assert (got, gone) == (others * token_bytes, 2 * mine * token_bytes)
-        assert (back_got, back_gone) == (gone, got)
+    for rank, (counted, roles) in enumerate(on_ranks(3, gathered_bytes, sharding)):
+        others, own = (N - sharding.length(rank)) * token_bytes, 2 * sharding.length(rank) * token_bytes
+        # A loss needs the keys alone, and of each other rank the number of its rows.
+        assert counted == [others, own, own, others, others // 2 + 16, others + 16]
         assert roles <= {"shards", "set-up"}
-
-
-def config(**changes: Any) -> fd.LongNetConfig:
-    selection = fd.SelectedLayers(block=4, most=2, layers=(1,), gradient="bias", query_block=4)
-    sizes = {"vocab_size": 17, "embed_dim": 24, "depth": 3, "num_heads": 6, "num_kv_heads": 3}
-    branches = {"segment_lengths": (8, 32), "dilation_rates": (1, 4), "selection": selection}
-    return fd.LongNetConfig(**(sizes | branches | changes))
-
-
-def longnet(changes: dict[str, Any], **over_ranks: Any) -> fd.LongNet:
-    """The same weights on every rank."""
-    torch.manual_seed(0)
-    return fd.LongNet(config(**changes), **over_ranks).double()
-
-
-def loss_of(model: Any, tokens: Tensor, held: Tensor, **call: Any) -> Tensor:
-    """A sum over tokens, so that shards' losses add up to the whole text's."""
-    logits = model(tokens[:, held], **call)
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, held + 1].flatten(), reduction="sum")
-
-
-def text() -> Tensor:
-    return torch.randint(17, (2, N + 1), generator=torch.Generator().manual_seed(1))
-
-
-def train_longnet(
-    sharding: Sharding, changes: dict[str, Any], call: dict[str, Any], schedule: str, trace: bool
-) -> None:
-    model = longnet(changes, mesh=line(), sharding=sharding, schedule=schedule)
-    run = torch.compile(model, fullgraph=True, backend="aot_eager") if trace else model
-    one = longnet(changes)
-    loss = loss_of(run, text(), sharding.positions(dist.get_rank()), **call)
-    expected = loss_of(one, text(), torch.arange(N), **call)
-    for each in (loss, expected):
-        each.backward()
-    assert_close(summed(loss), expected.detach(), **TIGHT)
-    for mine, true in zip(model.parameters(), one.parameters(), strict=True):
-        assert_close(summed(mine.grad), true.grad, **TIGHT)
-
-
-PADDED = {"key_padding_mask": torch.arange(N) >= torch.tensor([[N - 3], [N - 20]])}
-MODELS = {
-    "ragged": ("ragged", {}, {}, "auto"),
-    "zigzag, heads": ("zigzag", {}, {}, "heads"),
-    "padded": ("zigzag", {}, PADDED, "exchange"),
-    "all layers choose": ("ragged zigzag", {"selection": fd.SelectedLayers(block=4, most=2)}, {}, "ring"),
-    "checkpoint": ("ragged", {"checkpoint": True}, {}, "exchange"),
-    "in no order": ("contiguous", {"causal": False, "checkpoint": True}, PADDED, "auto"),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_longnet_is_that_of_one_rank(name: str) -> None:
-    """Loss and gradients, with layers that attend by a pattern beside those that choose."""
-    sharding, changes, call, schedule = MODELS[name]
-    on_ranks(3, train_longnet, SHARDINGS[sharding], changes, call, schedule, False)
-
-
-def test_longnet_traces_without_a_graph_break() -> None:
-    on_ranks(3, train_longnet, SHARDINGS["ragged zigzag"], {}, {}, "exchange", True)
 
 
 def copies_and_equal_shards() -> str:
@@ -340,11 +286,6 @@ def refusals() -> list[str]:
         selector = fd.BlockSelector(choose=fd.TopK(most), **{"block": 4, **options})
         return fd.SelectedAttention(selector, gradient, mesh=mesh, sharding=sharding)
 
-    def assigned() -> None:
-        model = longnet({}, mesh=mesh)
-        model.blocks[0].selected = fd.SelectedAttention(fd.BlockSelector(block=4, choose=fd.TopK(2)))
-        model(text()[:, :8])
-
     nested = fd.BlockSelector(**rows | {"query_block": 8}, choose=fd.TopK(2))
     coarse = fd.BlockSelector(**rows, choose=fd.TopK(2), coarse=nested)
     calls = [
@@ -358,9 +299,6 @@ def refusals() -> list[str]:
         lambda: attention(sharding=Sharding(12, 2))(q, q, q),
         lambda: attention(sharding=Sharding(12, 3)),
         lambda: attention().cache(num_heads=2),
-        lambda: longnet({}, mesh=mesh, codec="bf16"),
-        assigned,
-        lambda: longnet({}, mesh=mesh).new_caches(),
     ]
     return [error_of(call) for call in calls]
 
@@ -393,9 +331,6 @@ def test_what_it_refuses_before_anything_is_sent() -> None:
             "ValueError: q, k and v must be this rank's shard: the sharding gives rank 0 of 2 6 of 12 tokens; got 8",
             "ValueError: the sharding must be over the ranks of the mesh, 2; got 3",
             "ValueError: decoding is on one rank: make the cache of a SelectedAttention of this selector without",
-            "ValueError: layers that choose their keys gather these as they are",
-            "ValueError: the attention that is assigned to a block must have the mesh and the sharding of its model",
-            "ValueError: new_caches needs a model on one rank",
         ],
         strict=True,
     ):
