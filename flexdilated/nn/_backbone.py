@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import masks
 from .._attend import autocast_dtype
+from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from .._validate import require_dense
 from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
@@ -22,7 +23,6 @@ from ..selection import SelectedAttention
 from ._call_masks import without_padding
 from ._longnet_block import Block, KeysValues, norm
 from ._longnet_config import LongNetConfig
-from ._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from ._positions import turns
 from ._pretrained import Pretrained
 
@@ -53,7 +53,8 @@ class LongNetBackbone(Pretrained):
     mesh: the ranks over which every sequence lies. Each gives its tokens, maybe none, and gets their features;
     everything but attention needs no other rank. The tokens then stay in their order, as with layout="natural".
     The parameters' gradients are of this rank's tokens: those of all ranks add up. schedule, sharding, codec,
-    error_bound, pool: as in `BlockSparseAttention`. The state_dict is that of a model without a mesh.
+    error_bound, pool: as in `BlockSparseAttention`. Layers that choose their keys gather all of them instead, whatever
+    the schedule is, and take no codec. The state_dict is that of a model without a mesh.
     memory_dim: the width of another sequence, to which every block attends as well. scales: (factor of x in the blocks'
     sums, gain of the weights that write to them), where they are not those of a stack by itself.
 
@@ -210,7 +211,8 @@ class LongNetBackbone(Pretrained):
     def _selection(self, index: int) -> SelectedAttention | None:
         if self.config.selection is None or not self.config.selects(index):
             return None
-        return self.config.selection.attention(causal=self.config.causal, engine=self.config.engine)
+        options = {"causal": self.config.causal, "engine": self.config.engine, "over_ranks": self.over_ranks}
+        return self.config.selection.attention(**options)
 
     def _block(self, index: int) -> Block:
         block = self.blocks[index]
@@ -240,8 +242,11 @@ class LongNetBackbone(Pretrained):
     def _check_mesh(self) -> None:
         if self.over_ranks is None:
             return
-        if self.config.selection is not None:
-            raise ValueError("with a mesh no layer chooses its keys from the data: selection must be None; got one")
+        if self.config.selection is not None and self.over_ranks.codec is not None:
+            raise ValueError(
+                "layers that choose their keys gather these as they are, as rounded ones would be chosen otherwise: "
+                f"with a selection codec must be None; got codec={self.over_ranks.codec!r}"
+            )
         if self.config.layout == "residue":
             raise ValueError(
                 "with a mesh the tokens stay in their order: layout must be 'auto' or 'natural'; got 'residue'"

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from .._attend import attend, autocast
 from .._engines import check_engine
+from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from .._validate import check_tensors, resolve_scale
 from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
 from ..masks.core import require_bool, require_expression, require_int
 from ..masks.planning import block_sides
 from ._call_masks import without_padding
-from ._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

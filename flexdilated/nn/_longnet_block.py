@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._attend import attend
+from .._over_ranks import OverRanks
 from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
 from ..selection import SelectedAttention
 from ._longnet_config import LongNetConfig
-from ._over_ranks import OverRanks
 from ._positions import Turns
 
 # B batch, N tokens, M tokens of the memory, E embed dim, H query heads, G key/value heads, D head dim
@@ -141,15 +141,28 @@ class Block(nn.Module):
         qk, v = heads.split((H + G, G), dim=2)
         q, k = qk.split((H, G), dim=2) if turns is None else turns.apply(qk, H, G)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        if self.over_ranks is not None:
-            out = self.over_ranks.attend(q, k, v, pattern, enable_gqa=H != G, engine=self.engine)
-        elif cache is None and self.selected is not None:
+        if cache is None and self.selected is not None:
+            self._check_ranks(self.selected)
             out = self.selected(q, k, v, enable_gqa=H != G, within=visible)
+        elif self.over_ranks is not None:
+            out = self.over_ranks.attend(q, k, v, pattern, enable_gqa=H != G, engine=self.engine)
         elif cache is None:
             out = attend(q, k, v, pattern, enable_gqa=H != G, layout=layout, engine=self.engine)
         else:
             out = cache.attend(q, k, v)
         return self.attention_out(_joined(out, self.attention_inner_norm))
+
+    def _check_ranks(self, selected: SelectedAttention) -> None:
+        """One that was assigned would take this rank's tokens for all of them, or for others."""
+        ours, theirs = (
+            None if over is None else (over.ranks, over.sharding) for over in (self.over_ranks, selected.over_ranks)
+        )
+        if ours != theirs:
+            raise ValueError(
+                "the attention that is assigned to a block must have the mesh and the sharding of its model: give "
+                f"SelectedAttention(selector, mesh=..., sharding=...) the same; got {selected.extra_repr()} in a model "
+                f"with {self.over_ranks or 'no mesh'}"
+            )
 
     def _attend_to(
         self, memory: KeysValues, x: Float[Tensor, "B N E"], pattern: Pattern | Mixture

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from .._attend import attend
 from .._engines import check_engine
+from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from ..masks.core import require_bool, require_finite, require_int
 from ._call_masks import require_causal_mask, without_padding
 from ._dilated_attention import dilated_pattern
 from ._multihead_projections import MultiheadProjections, refuse_weights
-from ._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

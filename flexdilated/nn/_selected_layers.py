@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .. import masks
+from .._over_ranks import OverRanks
 from ..masks import Pattern
 from ..masks.core import require_int
 from ..selection import BlockSelector, SelectedAttention, TopK
@@ -52,8 +53,10 @@ class SelectedLayers:
             )
         self.attention(causal=True)
 
-    def attention(self, *, causal: bool, engine: str | None = None) -> SelectedAttention:
-        """The attention of one of these layers."""
+    def attention(
+        self, *, causal: bool, engine: str | None = None, over_ranks: OverRanks | None = None
+    ) -> SelectedAttention:
+        """The attention of one of these layers, over the ranks of the model."""
         always = masks.chunked(self.block) if self.always is None else masks.parse(self.always)
         if not isinstance(always, Pattern):
             raise TypeError(f"always must be the text of a set pattern; got {self.always!r}")
@@ -67,4 +70,5 @@ class SelectedLayers:
             share=self.share,
             query_summary="first" if causal else "mean",
         )
-        return SelectedAttention(selector, self.gradient, engine=engine)
+        where = {} if over_ranks is None else {"mesh": over_ranks.mesh, "sharding": over_ranks.sharding}
+        return SelectedAttention(selector, self.gradient, engine=engine, **where)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
+from ..engines import sum_dtype
 from ..masks import Pattern
 from ._choose import masked_lse
 from ._select_op import select_blocks
@@ -20,26 +21,28 @@ def distill_loss(
     selector: BlockSelector,
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
+    exact: tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"]],
     *,
     scale: float,
     q_offset: int,
     bindings: Mapping[str, Tensor] | None,
     within: Pattern | None,
-    teacher: tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"]] | None = None,
-) -> Float[Tensor, ""]:
-    """KL(block mass ‖ softmax of the module's scores) over the candidates of a row, the mean over rows that have some.
+) -> tuple[Float[Tensor, ""], Int64[Tensor, ""]]:
+    """(KL(block mass ‖ softmax of the module's scores) over the candidates of a row, summed over rows, their number).
 
-    teacher: the q and k of the attention, where the module gets others. The loss reaches the module alone. A row whose
-    candidates have no mass that a float holds teaches nothing.
+    exact: the q and k of the attention, where the module may get others. The loss reaches the module alone, as no q and
+    k that come here require a gradient. Rows without candidates, or whose candidates have no mass that a float holds,
+    teach nothing.
     """
-    q, k = q.detach(), k.detach()
+    if 0 in q.shape or 0 in k.shape:
+        zero = q.new_zeros((), dtype=sum_dtype(q))
+        return sum((x.sum() * 0.0 for x in selector.parameters()), zero), zero.long()
     coarse, tensors, call = selector.prepared(q, k, scale=scale, q_offset=q_offset, bindings=bindings, within=within)
     num_blocks = call.rows(q, k).blocks
     # All candidates, each with its score; heads that share a table have the mean of their shares.
     call = call._replace(most=num_blocks, amount=1.0, kind="top_p")
     student = selector.selected(q, k, coarse, tensors, call)
     with torch.no_grad():
-        exact = (q, k) if teacher is None else (teacher[0].detach(), teacher[1].detach())
         blocks, _, mass, *_ = select_blocks(*exact, None, coarse, tensors, *call._replace(scorer="mass"))
         candidates = _by_block(student._replace(scores=torch.zeros_like(student.scores)), num_blocks) == 0
         logs = _by_block(Selection(blocks, mass, mass, mass), num_blocks)
@@ -51,7 +54,7 @@ def distill_loss(
     own = scores - masked_lse(scores, candidates).masked_fill(~candidates.any(-1), 0.0).unsqueeze(-1)
     # A share of 0 has no part in the sum, whatever its logarithm is.
     lacks = torch.where(shares > 0, shares * (target.masked_fill(shares == 0, 0.0) - own), 0.0)
-    return lacks.sum() / taught.sum().clamp(min=1)
+    return lacks.sum(), taught.sum()
 
 
 def _by_block(found: Selection, num_blocks: int) -> Float[Tensor, "B T R C"]:

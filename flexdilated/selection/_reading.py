@@ -10,9 +10,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from .._attend import attend
+from .._validate import run_time_tensors
 from ..engines import merge
 from ..masks import Pattern, selected_blocks
 from ..masks.patterns import names
+from ._select_op import selection_pairs
 from ._selector import BlockSelector
 
 # B batch, H query heads, N queries, M keys, D head dim, T tables, R rows
@@ -67,6 +69,12 @@ class Reading(NamedTuple):
 
     def _leaf(self, most: int) -> Pattern:
         return selected_blocks(self.table, block=(self.own.query_block, self.own.block), most=most)
+
+    def pairs(self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]) -> Int64[Tensor, ""]:
+        """How many pairs `rule` allows, over all heads and batch entries: what a density is a share of."""
+        call = self.own.call(self.rule, self.options["q_offset"], 1.0)
+        both = self.rule if self.own.always is None else self.rule | self.own.always
+        return selection_pairs(q, k, run_time_tensors(both, self.bindings, has_values=not q.is_meta), *call)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: Int64[Tensor, "B T R most"] | None = None

@@ -295,3 +295,21 @@ def _(q, k, bindings, *options):
     call = SelectionCall._make(options)
     sees = q.new_empty((*q.shape[:2], call.rows(q, k).number, call.query_block), dtype=torch.bool)
     return sees, k.new_empty(k.shape[:3], dtype=torch.bool)
+
+
+@flat_op("flexdilated::selection_pairs")
+def selection_pairs(q: Tensor, k: Tensor, bindings: list[Tensor], call: SelectionCall) -> Tensor:
+    """int64 (): the pairs that `within` allows, over all heads and batch entries."""
+    if 0 in q.shape or 0 in k.shape:
+        return torch.zeros((), dtype=torch.int64, device=q.device)
+    rows, number = call.rows(q, k), 0
+    for part in parts_of(call, bindings, q, k):
+        for some in rows.portions(q.shape[0] * q.shape[1] * rows.blocks):
+            pairs = boxes_of(part.rule, rows, some, q.device).pairs
+            number += pairs * part.of_queries(q).shape[:2].numel()
+    return torch.tensor(number, device=q.device)
+
+
+@selection_pairs.register_fake
+def _(q, k, bindings, *options):
+    return q.new_empty((), dtype=torch.int64)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from .._attend import autocast
 from .._engines import check_engine
+from .._over_ranks import over_ranks
 from .._validate import check_sinks, check_tensors, resolve_scale
 from ..engines import merge, with_sinks
 from ..masks import Pattern
 from ..masks.core import require_choice, require_int
 from ._distill import distill_loss
 from ._reading import Reading
+from ._runs import Runs, joined, runs_over
 from ._selected_cache import SelectedCache
 from ._selector import BlockSelector, Selection
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed import Sharding
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows
 
@@ -43,12 +52,18 @@ class SelectedAttention(nn.Module):
         "distill": by `distill_loss`, a term for the caller to add; the selector's scorer must be a module. What is
             computed is that of "none".
     engine: as in `attend`.
+    mesh: the ranks over which the sequence lies, a DeviceMesh of one dimension. q, k, v and the output are then this
+        rank's tokens, at the positions that `sharding` gives it (None: as many on each rank, in order), and the choice
+        is that of one rank with all tokens. Every rank gets all keys and values, and in the backward sends their
+        gradients back. Each run of a rank's positions must begin where a row of queries begins, and a module must score
+        block by block and row by row, as in a cache. bindings and `within` are of the whole sequence.
 
     Under `torch.utils.checkpoint` the choice is made again in the backward, from the same numbers by the same
     operations, so it is the same where the forward before it is deterministic; to keep the first one, save the op
     torch.ops.flexdilated.select_blocks by a policy of selective checkpointing.
 
-    Raises TypeError or ValueError for other values, and for gradient="distill" without a module.
+    Raises TypeError or ValueError for other values, for gradient="distill" without a module, and for a sharding
+    without a mesh.
     Sources: MoBA, arXiv 2502.13189; SeerAttention, arXiv 2410.13276.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
@@ -57,7 +72,15 @@ class SelectedAttention(nn.Module):
     torch.Size([1, 4, 256, 64])
     """
 
-    def __init__(self, selector: BlockSelector, gradient: str = "none", *, engine: str | None = None) -> None:
+    def __init__(
+        self,
+        selector: BlockSelector,
+        gradient: str = "none",
+        *,
+        engine: str | None = None,
+        mesh: DeviceMesh | None = None,
+        sharding: Sharding | None = None,
+    ) -> None:
         super().__init__()
         if not isinstance(selector, BlockSelector):
             raise TypeError(f"selector must be a BlockSelector; got {type(selector).__name__}")
@@ -69,6 +92,7 @@ class SelectedAttention(nn.Module):
             )
         check_engine(engine)
         self.selector, self.engine = selector, engine
+        self.over_ranks = over_ranks(mesh, schedule="auto", sharding=sharding)
         self.beyond = None if selector.always is None else ~selector.always  # here, as no graph traces ~
 
     def forward(
@@ -85,31 +109,52 @@ class SelectedAttention(nn.Module):
         sinks: Float[Tensor, " H"] | None = None,
         return_selection: bool = False,
     ) -> Float[Tensor, "B H N D"] | tuple[Float[Tensor, "B H N D"], Selection]:
-        """Query i stands at position q_offset + i, key j at j.
+        """Query i stands at position q_offset + i, key j at j; with a mesh both where the sharding has them.
 
         enable_gqa, scale, sinks: as in `attend`; the scale is that of the scorer, too. bindings, within: as in the
-        selector. return_selection: (out, the `Selection`), whose scores have a gradient with "bias" alone.
-        Raises ValueError or TypeError, before any work, for inputs that do not fit together.
+        selector. return_selection: (out, the `Selection`), whose scores have a gradient with "bias" alone. With a mesh
+        its rows are those of this rank's tokens, in their order, and so are density and cut.
+
+        Raises ValueError or TypeError, before any work, for inputs that do not fit together; with a mesh before
+        anything is sent where all ranks can tell: where their calls differ, or a run begins within a row.
         """
         q, k, v = autocast(q, k, v)
-        check_tensors(q, k, v, enable_gqa=enable_gqa)
+        runs = self._runs(q, k, v, enable_gqa=enable_gqa, scale=scale, q_offset=q_offset, within=within)
         check_sinks(sinks, q)
-        found = self.selector(q, k, scale=scale, q_offset=q_offset, bindings=bindings, within=within)
-        options = {"scale": scale, "q_offset": q_offset, "engine": self.engine}
-        call = Reading.of(self.selector, self.beyond, self.selector.rule(within), bindings, **options)
+        k, v = runs.whole(k, v)
+        outs, found = [], []
+        for start, own in runs.parts(q):
+            selection = self.selector(own, k, scale=scale, q_offset=start, bindings=bindings, within=within)
+            options = {"scale": scale, "q_offset": start, "engine": self.engine}
+            call = Reading.of(self.selector, self.beyond, self.selector.rule(within), bindings, **options)
+            if self.gradient != "bias":
+                selection = selection._replace(scores=selection.scores.detach())
+            outs.append(self._attend(own, k, v, call, selection, sinks).to(q.dtype))
+            found.append((selection, call, own))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+        return (out, joined(found, k)) if return_selection else out
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Reading, found: Selection, sinks: Tensor | None
+    ) -> Float[Tensor, "B H N D"]:
         if 0 in q.shape or 0 in k.shape:
             out, lse = call.attend(q, k, v, call.rule)
+            if self.gradient == "bias":  # a parameter without a gradient is one that DDP waits for
+                out = sum((x.sum() * 0.0 for x in self.selector.parameters()), out)
         elif self.gradient == "bias":
             out, lse = call.chosen(q, k, v, found.blocks, found.scores)
             if self.selector.always is not None:
                 out, lse = merge(out, lse, *call.attend(q, k, v, call.always))
         else:
-            found = found._replace(scores=found.scores.detach())
             out, lse = call.attend(q, k, v, call.read, found.blocks)
-        if sinks is not None:
-            out, _ = with_sinks(out, lse, sinks)
-        out = out.to(q.dtype)
-        return (out, found) if return_selection else out
+        return out if sinks is None else with_sinks(out, lse, sinks)[0]
+
+    def _runs(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Runs:
+        """Where the queries stand, and which ranks have the keys; after checks."""
+        if self.over_ranks is not None:
+            return runs_over(self.over_ranks, self.selector, q, k, v, gradient=self.gradient, **call)
+        check_tensors(q, k, v, enable_gqa=call["enable_gqa"])
+        return Runs([call["q_offset"]], [q.shape[2]])
 
     def distill_loss(
         self,
@@ -125,6 +170,9 @@ class SelectedAttention(nn.Module):
     ) -> Float[Tensor, ""]:
         """KL(p ‖ softmax(s)) of each row over its candidates, in nats; the mean over rows that have some.
 
+        With a mesh it is this rank's share of that mean, over the rows of all ranks: the ranks' losses, and their
+        gradients, add up to those of one rank.
+
         s are the scores of the selector's module, and p the blocks' exact shares of the row's attention (those of
         scorer="mass", computed in portions), normalised over the candidates and without a gradient: the loss reaches
         the module's parameters alone. A coarse selector restricts the candidates, and is taught by a module of its own.
@@ -134,7 +182,7 @@ class SelectedAttention(nn.Module):
         teacher: the q and k of the attention, of the same shapes, where the module gets others: a gate with a rotary
         embedding of its own gets them before the model's. Heads that share a table have the mean of their shares on
         both sides. Other arguments as in `forward`. Raises ValueError for a module that was not made with
-        gradient="distill", and for a teacher of other shapes.
+        gradient="distill", for a teacher of other shapes, and as `forward` does.
 
         >>> class Gate(torch.nn.Module):
         ...     def __init__(self):
@@ -150,16 +198,20 @@ class SelectedAttention(nn.Module):
         if self.gradient != "distill":
             raise ValueError(f"distill_loss is that of gradient='distill'; got gradient={self.gradient!r}")
         q, k, _ = autocast(q, k, k)
-        check_tensors(q, k, k, enable_gqa=enable_gqa)
+        runs = self._runs(q, k, k, enable_gqa=enable_gqa, scale=scale, q_offset=q_offset, within=within)
         if teacher is not None and (teacher[0].shape, teacher[1].shape) != (q.shape, k.shape):
             came = f"{tuple(teacher[0].shape)} and {tuple(teacher[1].shape)} for {tuple(q.shape)} and {tuple(k.shape)}"
             raise ValueError(f"the teacher's q and k must have the shapes of those that the module gets; got {came}")
         require_int("q_offset", q_offset, minimum=0)
-        if 0 in q.shape or 0 in k.shape:
-            return sum((x.sum() * 0.0 for x in self.selector.parameters()), q.new_zeros(()))
-        factor = resolve_scale(scale, q.shape[-1])
-        options = {"scale": factor, "q_offset": q_offset, "bindings": bindings, "within": within, "teacher": teacher}
-        return distill_loss(self.selector, q, k, **options)
+        options = {"scale": resolve_scale(scale, q.shape[-1]), "bindings": bindings, "within": within}
+        q, (k,) = q.detach(), runs.whole(k.detach())
+        exact_q, exact_k = (q, k) if teacher is None else (teacher[0].detach(), *runs.whole(teacher[1].detach()))
+        lacks, taught = [], []
+        for (start, own), (_, exact) in zip(runs.parts(q), runs.parts(exact_q), strict=True):
+            each = distill_loss(self.selector, own, k, (exact, exact_k), q_offset=start, **options)
+            lacks.append(each[0])
+            taught.append(each[1])
+        return torch.stack(lacks).sum() / runs.total(torch.stack(taught).sum()).clamp(min=1)
 
     def cache(self, *, num_heads: int, capacity: int | None = None, scale: float | None = None) -> SelectedCache:
         """A `KVCache` for the next tokens of a sequence, which choose and attend as one pass over all would.
@@ -171,13 +223,19 @@ class SelectedAttention(nn.Module):
 
         num_heads: query heads. capacity, scale: as in `KVCache`. Raises ValueError for a selector that looks ahead
         (future_in_choice=True), for a `within` that is not causal or has run-time tensors, and for a module that
-        scores where `always` leaves some of a query's own block open: it judges whole blocks, and that one is growing.
+        scores where `always` leaves some of a query's own block open: it judges whole blocks, and that one is growing;
+        and with a mesh.
 
         >>> selector = fd.BlockSelector(block=32, choose=fd.TopK(2), always=masks.chunked(32))
         >>> cache = fd.SelectedAttention(selector).cache(num_heads=4)
         >>> cache.attend(*torch.randn(3, 1, 4, 100, 64)).shape
         torch.Size([1, 4, 100, 64])
         """
+        if self.over_ranks is not None:
+            raise ValueError(
+                "decoding is on one rank: make the cache of a SelectedAttention of this selector without a mesh; this "
+                f"one has {self.over_ranks.mesh_text}"
+            )
         return SelectedCache(
             self.selector,
             self.beyond,
@@ -189,4 +247,6 @@ class SelectedAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"gradient={self.gradient!r}, engine={self.engine!r}"
+        over = self.over_ranks
+        ranks = "" if over is None else f", {over.mesh_text}, sharding={over.sharding!r}"
+        return f"gradient={self.gradient!r}, engine={self.engine!r}{ranks}"

@@ -269,6 +269,11 @@ class BlockSelector(nn.Module):
         return Selection(scores.new_full(shape, -1, dtype=torch.int64), scores, zero, zero.clone())
 
     @property
+    def largest_row(self) -> int:
+        """Queries of the largest rows that choose together, those of coarse choices among them."""
+        return self.query_block if self.coarse is None else self.coarse.largest_row
+
+    @property
     def _whole(self) -> bool:
         return self.query_block > 1 and self.query_summary == "mean"
 

@@ -29,9 +29,9 @@ ROOMS = [
     *("masks.core", "masks.patterns", "masks.recipes", "masks.text", "masks.orders", "masks.blocks"),
     *("masks.plan_cache", "masks.planning", "masks.needs", "masks.inspection", "masks"),
     *("schedules", "_validate", "engines", "_engines", "tuning", "memory", "_attend", "decoding", "observe"),
-    *("selection", "refinement"),
-    *("distributed.group", "distributed.wire", "distributed.counts", "distributed.exchange", "distributed.ring"),
-    *("distributed.heads", "distributed._attend", "distributed", "nn", "_plan", "integrations", "root"),
+    *("refinement", "distributed.group", "distributed.wire", "distributed.counts", "distributed.exchange"),
+    *("distributed.ring", "distributed.heads", "distributed._attend", "distributed"),
+    *("_over_ranks", "selection", "nn", "_plan", "integrations", "root"),
     *("testing", "viewer", "cli", "__main__"),
 ]
 GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)

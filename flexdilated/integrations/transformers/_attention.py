@@ -219,7 +219,7 @@ def _selected(
             "future_in_choice=True is for prefill: a step of decoding would choose otherwise. Give the selector "
             f"query_summary='first'; got queries from position {begun} on"
         )
-    side = max(own.query_block, 1 if own.coarse is None else own.coarse.query_block)
+    side = own.largest_row
     if begun % side:
         raise ValueError(
             "queries read what the first query of their row chose, which a later call does not know: decode with "

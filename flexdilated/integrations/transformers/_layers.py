@@ -84,6 +84,11 @@ def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], com
 
 def _check(number: int, layer: nn.Module, pattern: Any) -> None:
     if isinstance(pattern, SelectedAttention):
+        if pattern.over_ranks is not None:
+            raise ValueError(
+                "a model of transformers has all tokens on one rank: give its layers a SelectedAttention without a "
+                f"mesh; layer {number} got one with {pattern.over_ranks.mesh_text}"
+            )
         return
     if not isinstance(pattern, Pattern | Mixture):
         raise TypeError(f"layer {number} must get a pattern or None; got {pattern!r}")

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -96,3 +99,14 @@ def test_what_it_refuses() -> None:
         model(TOKENS[:, 75:], past_key_values=cache)
     with pytest.raises(ValueError, match="needs all keys: leave the cache to transformers"):
         model(TOKENS, past_key_values=FlexdilatedCache())
+
+
+def test_a_mesh_is_refused() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        layer = fd.SelectedAttention(fd.BlockSelector(block=8, choose=fd.TopK(2)), mesh=mesh)
+        with pytest.raises(ValueError, match="without a mesh; layer 0 got one with mesh=1 rank"):
+            set_pattern(llama(), layer)
+    finally:
+        dist.destroy_process_group()

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated._over_ranks import LONGEST
 from flexdilated.distributed import BufferPool
 from flexdilated.masks.core._spelling import bytes_text
 from flexdilated.masks.planning._planner import plan
-from flexdilated.nn._over_ranks import LONGEST
 
 PATTERN = masks.longnet([16, 64], [1, 4]) & masks.causal()
 MANY = [[*range(1, 301)], [1] * 300]

@@ -10,16 +10,16 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ..engines import ScoreMod
-from ..masks import Mixture, Pattern
-from ..masks.core import require_choice, shortened
+from .engines import ScoreMod
+from .masks import Mixture, Pattern
+from .masks.core import require_choice, shortened
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..distributed import Sharding
-    from ..distributed.group import Ranks
-    from ..distributed.wire import CodecChoice, PoolChoice
+    from .distributed import Sharding
+    from .distributed.group import Ranks
+    from .distributed.wire import CodecChoice, PoolChoice
 
 
 SCHEDULES = ("auto", "exchange", "ring", "heads")
@@ -47,8 +47,8 @@ class OverRanks:
     ranks: Ranks = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        from ..distributed.group import Ranks, check_sharding
-        from ..distributed.wire import check_codec, name_of
+        from .distributed.group import Ranks, check_sharding
+        from .distributed.wire import check_codec, name_of
 
         require_choice("schedule", self.schedule, SCHEDULES)
         object.__setattr__(self, "ranks", Ranks.of(self.mesh))
@@ -70,9 +70,9 @@ class OverRanks:
 
     def sharding_of(self, length: int) -> Sharding:
         """Where the tokens of a call are in which this rank has `length` of them."""
-        from ..distributed import Sharding
+        from .distributed.group import equal_shards
 
-        return Sharding(self.ranks.size * length, self.ranks.size) if self.sharding is None else self.sharding
+        return equal_shards(length, self.ranks) if self.sharding is None else self.sharding
 
     def positions(self, length: int, device: torch.device) -> Int64[Tensor, " L"]:
         """Where in the sequence this rank's tokens stand. Raises ValueError unless it has as many as `length`."""
@@ -98,13 +98,13 @@ class OverRanks:
         """This rank's part of attention over the whole sequence; options as in `attend`."""
         sharding = self.sharding_of(q.shape[2])
         if self.schedule == "heads":
-            from ..distributed.heads import attend_heads
+            from .distributed.heads import attend_heads
 
             options |= {"ranks": self.ranks, "sharding": sharding, "score_mod": score_mod, "bindings": bindings}
             out = attend_heads(q, k, v, pattern, **options)
             assert isinstance(out, Tensor)  # no lse was asked for
             return out
-        from ..distributed import attend
+        from .distributed import attend
 
         if score_mod is not None:
             raise ValueError("with a mesh, score_mod needs schedule='heads', or HeadParallelDilatedAttention")
@@ -112,13 +112,17 @@ class OverRanks:
         options |= {"codec": self.codec, "error_bound": self.error_bound, "pool": self.pool}
         return attend(q, k, v, pattern, bindings=bindings, **options)
 
-    def __str__(self) -> str:
+    @property
+    def mesh_text(self) -> str:
+        """The mesh, as a repr shows it."""
         named = f" of axis {self.mesh.mesh_dim_names[0]!r}" if self.mesh.mesh_dim_names else ""
+        return f"mesh={self.ranks.size} rank{'' if self.ranks.size == 1 else 's'}{named}"
+
+    def __str__(self) -> str:
         options = {"sharding": self.sharding, "codec": self.codec, "error_bound": self.error_bound}
         rest = "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
         pool = "" if self.schedule == "heads" else f", pool={self.pool!r}"
-        ranks = f"{self.ranks.size} rank{'' if self.ranks.size == 1 else 's'}"
-        return f"mesh={ranks}{named}, schedule={self.schedule!r}{rest}{pool}"
+        return f"{self.mesh_text}, schedule={self.schedule!r}{rest}{pool}"
 
 
 def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRanks | None:

@@ -1,0 +1,338 @@
+"""Blocks chosen over ranks: the tables, rows and gradients of one rank that has all tokens."""
+
+import copy
+import pickle
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.distributed import Sharding, traffic
+from tests.selection.cases import Case, cases
+from tests.selection.test_selected_attention import Gate, table_of
+from tests.support.agreement import TIGHT
+from tests.support.ranks import on_ranks
+
+# B batch, H query heads, G key/value heads, N tokens, D head dim
+
+B, H, G, N, D = 2, 4, 2, 47, 4
+SHARDINGS = {
+    "contiguous": Sharding(N, 3),
+    "zigzag": Sharding(N, 3, "zigzag"),
+    "ragged": Sharding(N, 3, shard_lengths=(24, 0, 23)),
+    "ragged zigzag": Sharding(N, 3, "zigzag", (0, 31, 16)),
+}
+DOCUMENTS = torch.tensor([0] * 13 + [1] * 20 + [2] * 14)
+
+
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def summed(x: Tensor) -> Tensor:
+    total = x.detach().clone()
+    dist.all_reduce(total)
+    return total
+
+
+def gate(seed: int = 0) -> Gate:
+    torch.manual_seed(seed)
+    return Gate(D)
+
+
+def selectors() -> dict[str, tuple[dict[str, Any], str, dict[str, Any]]]:
+    """Name -> (options of the selector, gradient, options of the call)."""
+    first, own = {"query_block": 4, "query_summary": "first"}, {"always": masks.chunked(4)}
+    few = fd.TopK(2)
+    coarse = fd.BlockSelector(block=8, query_block=8, query_summary="first", choose=few, share="group")
+    packed = {"within": masks.causal() & masks.documents("docs")}
+    hidden = {"within": masks.visible_keys("shown"), "bindings": {"shown": torch.arange(N) % 5 > 0}}
+    sinks = torch.linspace(-1, 1, H, dtype=torch.float64)
+    return {
+        "mean": ({"choose": few, **own}, "none", {}),
+        "minmax": ({"choose": fd.TopP(0.5, most=3), "scorer": "minmax", "share": "group", **first}, "none", {}),
+        "mass": ({"choose": fd.Threshold(0.1, most=2), "scorer": "mass", "share": "all"}, "none", {"sinks": sinks}),
+        "antidiagonal": (
+            {"choose": few, "scorer": "antidiagonal", "stride": 2, "query_block": 4, "within": masks.every()},
+            "bias",
+            {"scale": 0.7},
+        ),
+        "coarse": ({"choose": few, "coarse": coarse, **first, **own}, "none", {}),
+        "bias": ({"choose": few, **first, **own}, "bias", {"sinks": sinks, **hidden}),
+        "documents": ({"choose": few, **packed}, "bias", {"bindings": {"docs": DOCUMENTS}}),
+        "gate": ({"choose": few, "scorer": gate(), **own}, "bias", {}),
+        "gate of rows": ({"choose": few, "scorer": gate(), "share": "group", **first, **own}, "bias", {}),
+    }
+
+
+def drawn(seed: int = 1) -> list[Tensor]:
+    """q, k, v and the gradient of the output, of all tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(B, heads, N, D, dtype=torch.float64, generator=generator) for heads in (H, G, G, H)]
+
+
+def rows_of(sharding: Sharding, side: int) -> Tensor:
+    """Of a whole choice, the rows that are this rank's."""
+    return (sharding.positions(dist.get_rank()) // side).unique()
+
+
+def assert_is_one_rank(
+    options: dict[str, Any],
+    gradient: str,
+    call: dict[str, Any],
+    sharding: Sharding,
+    whole: list[Tensor],
+    run: Any = None,
+) -> None:
+    """Tables to the bit, output and gradients to rounding; density and cut are those of this rank's rows."""
+    selector, (*inputs, grad) = fd.BlockSelector(**options), whole
+    parameters = tuple(selector.parameters())
+    held, rows = sharding.positions(dist.get_rank()), rows_of(sharding, selector.query_block)
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    given = {"enable_gqa": True, "return_selection": True, **call}
+    out, chosen = fd.SelectedAttention(selector, gradient)(*inputs, **given)
+    expected = torch.autograd.grad((out * grad).sum(), (*inputs, *parameters))
+    shards = [x.detach()[:, :, held].requires_grad_() for x in inputs]
+    many = fd.SelectedAttention(selector, gradient, mesh=line(), sharding=sharding)
+    mine, found = (many if run is None else partial(run, many))(*shards, **given)
+    assert found.blocks.equal(chosen.blocks[:, :, rows])
+    assert_close(found.scores, chosen.scores[:, :, rows], **TIGHT)
+    assert_close(mine, out[:, :, held], **TIGHT)
+    got = torch.autograd.grad((mine * grad[:, :, held]).sum(), (*shards, *parameters))
+    for one, other in zip(got[:3], expected[:3], strict=True):
+        assert_close(one, other[:, :, held], **TIGHT)
+    for one, other in zip(got[3:], expected[3:], strict=True):
+        assert_close(summed(one), other, **TIGHT)
+    bindings = dict(call.get("bindings") or {})
+    within = selector.rule(call.get("within"))
+    case = Case(options | {"within": within}, *(x.detach() for x in inputs[:2]), 0, bindings)
+    seen = case.table(within)[:, :, held].sum()
+    read = table_of(case, chosen.blocks)[:, :, held].sum()
+    assert_close(found.density, read.double() / seen.clamp(min=1), **TIGHT)
+    cut = found.cut * len(rows)
+    assert_close(summed(cut) / chosen.blocks.shape[2], chosen.cut, **TIGHT)
+
+
+def all_selectors(sharding: Sharding) -> None:
+    for options, gradient, call in selectors().values():
+        assert_is_one_rank({"block": 4, **options}, gradient, call, sharding, drawn())
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
+def test_choices_rows_and_gradients_are_those_of_one_rank(sharding: Sharding) -> None:
+    """A rank without tokens has its part in all of them."""
+    on_ranks(3, all_selectors, sharding)
+
+
+def one_case(case: Case, gradient: str, sharding: Sharding) -> None:
+    grad = torch.randn(case.q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = [case.q, case.k, case.k.roll(1, 2), grad]
+    assert_is_one_rank(case.options, gradient, {"bindings": case.bindings}, sharding, whole)
+
+
+@settings(max_examples=25)
+@given(cases(), st.sampled_from(["none", "bias"]), st.data())
+def test_drawn_choices_are_those_of_one_rank(case: Case, gradient: str, data) -> None:
+    """Rules with tensors, of each head, of rows that see nothing; shards of whole rows, some of none."""
+    tokens, side = case.q.shape[2], case.options["query_block"]
+    assume(case.q_offset == 0 and case.k.shape[2] == tokens)
+    if case.options["query_summary"] == "mean" and side > 1:
+        case = replace(case, options=case.options | {"within": masks.every(), "future_in_choice": False}, bindings={})
+    rows = -(-tokens // side)
+    ends = sorted(data.draw(st.integers(0, rows), label="end of a shard") * side for _ in range(2))
+    ends = [0, *(min(end, tokens) for end in ends), tokens]
+    lengths = [end - begin for begin, end in pairwise(ends)]
+    order = "zigzag" if side == 1 and data.draw(st.booleans(), label="zigzag") else "contiguous"
+    on_ranks(3, one_case, case, gradient, Sharding(tokens, 3, order, lengths))
+
+
+def prefill() -> None:
+    """Rows that look with all of their queries, which later ones are among: without gradients."""
+    options = {"choose": fd.TopP(0.5, most=2), "scorer": "antidiagonal", "stride": 2, "query_block": 4}
+    selector = fd.BlockSelector(block=4, **options, future_in_choice=True)
+    sharding, (q, k, v, _) = SHARDINGS["zigzag"], drawn()
+    held = sharding.positions(dist.get_rank())
+    out, chosen = fd.SelectedAttention(selector)(q, k, v, enable_gqa=True, return_selection=True)
+    many = fd.SelectedAttention(selector, mesh=line(), sharding=sharding)
+    mine, found = many(*(x[:, :, held] for x in (q, k, v)), enable_gqa=True, return_selection=True)
+    assert found.blocks.equal(chosen.blocks[:, :, rows_of(sharding, 4)])
+    assert_close(mine, out[:, :, held], **TIGHT)
+
+
+def test_prefill_that_looks_ahead() -> None:
+    on_ranks(3, prefill)
+
+
+def distilled(sharding: Sharding) -> None:
+    """Of rows of one query and of several, with and without a teacher; the first rows have no candidate."""
+    q, k, v, other = drawn()
+    held = sharding.positions(dist.get_rank())
+    for rows in ({}, {"query_block": 4, "query_summary": "first", "share": "group"}):
+        selector = fd.BlockSelector(block=4, scorer=gate(), choose=fd.TopK(2), always=masks.chunked(4), **rows)
+        for teacher in (None, (other, v)):
+            loss = fd.SelectedAttention(selector, "distill").distill_loss(q, k, enable_gqa=True, teacher=teacher)
+            (expected,) = torch.autograd.grad(loss, selector.scorer.weight)
+            many = fd.SelectedAttention(selector, "distill", mesh=line(), sharding=sharding)
+            mine = None if teacher is None else tuple(x[:, :, held] for x in teacher)
+            share = many.distill_loss(*(x[:, :, held] for x in (q, k)), enable_gqa=True, teacher=mine)
+            (got,) = torch.autograd.grad(share, selector.scorer.weight)
+            assert_close(summed(share), loss.detach(), **TIGHT)
+            assert_close(summed(got), expected, **TIGHT)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
+def test_the_ranks_shares_of_distillation_add_up(sharding: Sharding) -> None:
+    on_ranks(3, distilled, sharding)
+
+
+def checkpointed(attention: nn.Module, *given: Tensor, **call) -> Any:
+    return checkpoint(attention, *given, use_reentrant=False, **call)
+
+
+def checkpoints() -> None:
+    for gradient in ("none", "bias"):
+        options = {"block": 4, "scorer": gate() if gradient == "bias" else "mean", "choose": fd.TopK(2)}
+        assert_is_one_rank(options, gradient, {}, SHARDINGS["ragged"], drawn(), run=checkpointed)
+
+
+def test_under_a_checkpoint_everyone_gathers_again() -> None:
+    """Also the rank without tokens, which has nothing to compute again."""
+    on_ranks(3, checkpoints)
+
+
+def traced(attention: nn.Module, *given: Tensor, **call: Any) -> Any:
+    return torch.compile(attention, fullgraph=True, backend="aot_eager")(*given, **call)
+
+
+def graphs() -> None:
+    options, gradient, call = selectors()["bias"]
+    call = {"sinks": call["sinks"]}
+    assert_is_one_rank({"block": 4, **options}, gradient, call, SHARDINGS["ragged zigzag"], drawn(), run=traced)
+
+
+def test_traces_without_a_graph_break() -> None:
+    """Tables and density too: of a rank without tokens, of one with two runs, and of one with one."""
+    on_ranks(3, graphs)
+
+
+def gathered_bytes(sharding: Sharding) -> tuple[list[int], set[str]]:
+    """Received and sent in a forward, and in its backward; received for a loss, also with a teacher; and for what."""
+    q, k, v, _ = drawn()
+    held = sharding.positions(dist.get_rank())
+    q, k, v = (x[:, :, held].float().requires_grad_() for x in (q, k, v))
+    many = fd.SelectedAttention(fd.BlockSelector(block=4, choose=fd.TopK(2)), mesh=line(), sharding=sharding)
+    counted, (got, gone) = [], (traffic().received, traffic().sent)
+    traffic().reset()
+    out = many(q, k, v, enable_gqa=True)
+    counted += [got["shards"], gone["shards"]]
+    out.sum().backward()
+    counted += [got["shards"] - counted[0], gone["shards"] - counted[1]]
+    taught = fd.SelectedAttention(
+        fd.BlockSelector(block=4, scorer=gate().float(), choose=fd.TopK(2)), "distill", mesh=line(), sharding=sharding
+    )
+    for teacher in (None, (q, k)):
+        before = got["shards"]
+        taught.distill_loss(q, k, enable_gqa=True, teacher=teacher)
+        counted.append(got["shards"] - before)
+    return counted, {role for role, number in got.items() if number}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
+def test_what_travels_is_all_keys_and_values(sharding: Sharding) -> None:
+    """Forward 2 · B · G · (N − L) · D numbers come and (W − 1) · L go to others; backward the other way round."""
+    token_bytes = 2 * B * G * D * 4
+    for rank, (counted, roles) in enumerate(on_ranks(3, gathered_bytes, sharding)):
+        others, own = (N - sharding.length(rank)) * token_bytes, 2 * sharding.length(rank) * token_bytes
+        # A loss needs the keys alone, and of each other rank the number of its rows.
+        assert counted == [others, own, own, others, others // 2 + 16, others + 16]
+        assert roles <= {"shards", "set-up"}
+
+
+def copies_and_equal_shards() -> str:
+    """Copied and pickled it is the same over these ranks; without a sharding, as many tokens on every rank."""
+    q, k, v, _ = (x[:, :, :24] for x in drawn())
+    selector = fd.BlockSelector(block=4, query_block=4, query_summary="first", choose=fd.TopK(2))
+    many, held = fd.SelectedAttention(selector, mesh=line()), Sharding(24, 2).positions(dist.get_rank())
+    expected = fd.SelectedAttention(selector)(q, k, v, enable_gqa=True)[:, :, held]
+    for each in (many, copy.deepcopy(many), pickle.loads(pickle.dumps(many))):
+        assert_close(each(*(x[:, :, held] for x in (q, k, v)), enable_gqa=True), expected, **TIGHT)
+    return repr(many)
+
+
+def test_copies_and_equal_shards() -> None:
+    shown = on_ranks(2, copies_and_equal_shards)[0]
+    assert "gradient='none', engine=None, mesh=2 ranks, sharding=None" in shown
+
+
+def refusals() -> list[str]:
+    """What each call says on this rank; `differing` ones are made otherwise on each rank."""
+    mesh, rank = line(), dist.get_rank()
+    q = torch.ones(1, 2, 8, D)
+    rows = {"block": 4, "query_block": 4, "query_summary": "first"}
+
+    def attention(most: int = 2, gradient: str = "none", sharding: Sharding | None = None, **options: Any):
+        selector = fd.BlockSelector(choose=fd.TopK(most), **{"block": 4, **options})
+        return fd.SelectedAttention(selector, gradient, mesh=mesh, sharding=sharding)
+
+    nested = fd.BlockSelector(**rows | {"query_block": 8}, choose=fd.TopK(2))
+    coarse = fd.BlockSelector(**rows, choose=fd.TopK(2), coarse=nested)
+    calls = [
+        lambda: attention(most=2 + rank)(q, q, q),
+        lambda: attention()(q, q.clone().requires_grad_(rank == 0), q),
+        lambda: attention()(q[:, :, : 8 - rank], q[:, :, : 8 - rank], q[:, :, : 8 - rank]),
+        lambda: attention(**rows)(*[q[:, :, :6]] * 3),
+        lambda: attention(**rows, sharding=Sharding(24, 2, "zigzag"))(*[torch.ones(1, 2, 12, D)] * 3),
+        lambda: attention(block=2, query_block=2, query_summary="first", coarse=coarse)(*[q[:, :, :4]] * 3),
+        lambda: attention()(q, q, q, q_offset=8),
+        lambda: attention(sharding=Sharding(12, 2))(q, q, q),
+        lambda: attention(sharding=Sharding(12, 3)),
+        lambda: attention().cache(num_heads=2),
+    ]
+    return [error_of(call) for call in calls]
+
+
+def error_of(call) -> str:
+    before = traffic().sent["shards"]
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}" if traffic().sent["shards"] == before else f"sent, then {error}"
+    return "no error"
+
+
+def test_what_it_refuses_before_anything_is_sent() -> None:
+    first, second = on_ranks(2, refusals)
+    agree = "ValueError: all ranks must make the same call; they disagree in"
+    within = "ValueError: queries that choose together must be on one rank: each run of a rank's positions must begin"
+    for found, expected in zip(
+        first,
+        [
+            f"{agree} most: rank 0 has 2; rank 1 has 3",
+            f"{agree} gradients wanted: rank 0 has True; rank 1 has False",
+            f"{agree} sharding: rank 0 has Sharding(num_tokens=16",
+            f"{within} at a multiple of 4, the queries of a row: give the sharding shard_lengths of multiples of 4, in "
+            "zigzag order of 8; got a run from position 6 on in Sharding(num_tokens=12",
+            f"{within} at a multiple of 4, the queries of a row: give the sharding shard_lengths of multiples of 4, in "
+            "zigzag order of 8; got a run from position 18 on in Sharding(num_tokens=24",
+            f"{within} at a multiple of 8",
+            "ValueError: with a mesh the sharding gives the positions: q_offset must be 0; got q_offset=8",
+            "ValueError: q, k and v must be this rank's shard: the sharding gives rank 0 of 2 6 of 12 tokens; got 8",
+            "ValueError: the sharding must be over the ranks of the mesh, 2; got 3",
+            "ValueError: decoding is on one rank: make the cache of a SelectedAttention of this selector without",
+        ],
+        strict=True,
+    ):
+        assert found.startswith(expected), found
+    assert first[:6] == second[:6]
