@@ -196,7 +196,7 @@ class LongNetBackbone(Pretrained):
         x = self._embedded(x, positions, first + num_tokens)
         pattern = on_host(without_padding(self.pattern, padding, (tokens.shape[0], num_tokens)))
         visible = None
-        if padding is not None and self.config.selection is not None:
+        if padding is not None and self._selects:
             visible = on_host(without_padding(masks.every(), padding, (tokens.shape[0], num_tokens)))
         told = turns(self.config, positions, first + num_tokens, x.dtype)
         again = caches is None and self.config.checkpoint and torch.is_grad_enabled()
@@ -207,6 +207,11 @@ class LongNetBackbone(Pretrained):
             x = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=draws) if again else block(*given)
         x = self.norm(x)
         return x if layout is None else layout.invert(x, dim=1)
+
+    @property
+    def _selects(self) -> bool:
+        """Whether a block chooses its keys from the data, by the configuration or since it was made."""
+        return any(self._block(index).selected is not None for index in range(len(self.blocks)))
 
     def _selection(self, index: int) -> SelectedAttention | None:
         if self.config.selection is None or not self.config.selects(index):
@@ -230,7 +235,7 @@ class LongNetBackbone(Pretrained):
 
     def _layout(self, num_tokens: int, device: torch.device) -> Layout | None:
         """The model's token order at this length; None for the natural one."""
-        if self.config.layout == "natural" or self.over_ranks is not None or self.config.selection is not None:
+        if self.config.layout == "natural" or self.over_ranks is not None or self._selects:
             return None
         if self.config.layout == "residue":
             return masks.Layout(num_tokens, self.residue_rate)

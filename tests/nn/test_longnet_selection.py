@@ -58,6 +58,11 @@ def test_named_layers_choose_and_the_others_do_not() -> None:
     selector = fd.BlockSelector(block=8, choose=fd.TopK(2), always=always)
     other.blocks[1].selected = fd.SelectedAttention(selector)
     assert_close(model(tokens), other(tokens))
+    tokens, padding = padded()
+    assert_close(model(tokens, key_padding_mask=padding), other(tokens, key_padding_mask=padding))
+    # In whose order blocks would hold other tokens.
+    other.config, other.residue_rate = replace(other.config, layout="residue"), 4
+    assert_close(model(tokens), other(tokens))
 
 
 def test_padding_is_not_chosen() -> None:
