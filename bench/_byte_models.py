@@ -126,15 +126,15 @@ class Listed(nn.Module):
             return fd.attend(q, k, v, self.pattern)
         out, lse = fd.attend(q, k, v, self.pattern, return_lse=True)
         self.step += 1
-        if self.step % self.every == 0 and self.moves(self.step):
-            self._refine(q.detach(), k.detach(), lse.detach())
+        if self.step % self.every == 0 and (moves := self.moves(self.step)):
+            self._refine(q.detach(), k.detach(), lse.detach(), moves)
         return out
 
-    def _refine(self, q: Tensor, k: Tensor, lse: Tensor) -> None:
+    def _refine(self, q: Tensor, k: Tensor, lse: Tensor, moves: int) -> None:
         block = self.setting.block
         self.tracker.update(fd.block_mass(q, k, lse, self.pattern, block=block))
         scores = fd.pooled_scores(q, k, block=block, lse=lse)
-        options = {"scores": scores, "moves": self.moves(self.step), "within": self.beyond}
+        options = {"scores": scores, "moves": moves, "within": self.beyond}
         self.listed, _, grown = fd.refine(self.listed, self.tracker.importance(), **options)
         self.tracker.restart(grown)
 
