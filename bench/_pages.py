@@ -21,6 +21,7 @@ from ._report import (
     read,
     sections,
     short,
+    sizes,
     with_condition,
 )
 from ._run import MEASURES
@@ -154,7 +155,7 @@ def _from(name: str, **renders: Callable[[Document], str]) -> dict[str, Part]:
 
 _DOCS = Path("docs")
 PAGES: dict[Path, dict[str, Part]] = {
-    Path("README.md"): {"answers": answers, "short": short, "growth": growth, "machines": machines},
+    Path("README.md"): {"sizes": sizes},
     _DOCS / "catalogue.md": {
         **_from("catalogue", all_patterns=_catalogue_table),
         **{entry.name: _section_of(entry) for entry in ENTRIES},
@@ -208,10 +209,14 @@ PAGES: dict[Path, dict[str, Part]] = {
         **_from("needles", found=_selection_tables.found),
         **_from("byte_model", learned=_selection_tables.bits(0), read=_selection_tables.bits(1)),
         **_from("byte_step", step=_selection_tables.step_times),
+        **_from("recipe_cost", recipes=_tables.every_row),
     },
     _DOCS / "refinement.md": _from("byte_training", exchanged=_selection_tables.exchanges),
     _DOCS / "attention_received.md": _from("received", received=_tables.received),
     _DOCS / "describe.md": _from("describe", describe=_tables.described),
     _DOCS / "benchmarks.md": {"measures": _measures, "cases": _cases},
-    _DOCS / "results.md": {"results": sections, "machines": measured_with},
+    _DOCS / "results.md": {
+        **{"answers": answers, "short": short, "growth": growth, "machines": machines},
+        **{"results": sections, "conditions": measured_with},
+    },
 }

@@ -157,6 +157,27 @@ def machines(results: Path) -> str:
 def growth(results: Path) -> str:
     """What is swept, and a line a length: each figure of the library, and beside it that of dense attention."""
     document = read(results, "sweep")
+    return _spaced(f"{_swept(document['config'])}\n\n{_swept_lines(document, lambda _: True)}")
+
+
+def sizes(results: Path) -> str:
+    """Some lengths of the sweep, and the longest of all in one sentence."""
+    document = read(results, "sweep")
+    ours, dense = dict.fromkeys(point["attention"] for point in document["points"])
+    found = {(point["num_tokens"], point["attention"]): point["forward"]["median_s"] for point in document["points"]}
+    longest = max(tokens for tokens, attention in found if attention == dense)
+    times = found[longest, ours], found[longest, dense]
+    told = f"A forward pass over {tokens_text(longest)} tokens takes {with_unit(times[0], 's')} in place of "
+    told += f"{with_unit(times[1], 's')}: {times[1] / times[0]:.0f} times as fast."
+    table = _swept_lines(document, _SHOWN.__contains__)
+    return _spaced(f"{told} {_swept(document['config'])}\n\n{table}\n\n{_machine(document)}")
+
+
+_SHOWN = (16384, 65536, 262144)
+
+
+def _swept_lines(document: Document, shown: Callable[[int], bool]) -> str:
+    """A line a length that is shown."""
     points, names = document["points"], {"forward": "forward", "backward": "backward", "peak_bytes": "peak memory"}
     attentions = list(dict.fromkeys(point["attention"] for point in points))
     found = {(point["num_tokens"], point["attention"]): point for point in points}
@@ -164,8 +185,9 @@ def growth(results: Path) -> str:
     lines = [
         [tokens_text(tokens), *(_cell(found.get((tokens, each)), key) for key in names for each in attentions)]
         for tokens in dict.fromkeys(point["num_tokens"] for point in points)
+        if shown(tokens)
     ]
-    return _spaced(f"{_swept(document['config'])}\n\n{markdown(lines, headers)}")
+    return markdown(lines, headers)
 
 
 def _headlines(results: Path) -> list[Document]:
