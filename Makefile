@@ -9,6 +9,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 TRITON := $(VENV)/triton
 VISION := $(VENV)/vision
+SITE := $(VENV)/docs
 # Build isolation would install a torch of its own choice; `setuptools` comes from the constraints instead.
 INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation
 
@@ -21,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 
 .DEFAULT_GOAL := help
-.PHONY: help demo browser test test-kernels guard bench lint format types clean
+.PHONY: help demo browser test test-kernels guard bench lint format types docs clean
 # One environment serves every target: two installs at once would break it.
 .NOTPARALLEL:
 .SUFFIXES:
@@ -64,9 +65,13 @@ format: $(VENV)/.dev  ## Format, and mend what ruff can mend
 types: $(VENV)/.dev  ## Check the types
 	$(PY) -m pyright --pythonpath $(PY) $(ARGS)
 
+# The theme announces its successor at each build; the variable is its own way to say that this was read.
+docs: $(SITE)/.ready  ## Build the documentation's site in build/site, from docs/ and the docstrings
+	PYTHONPATH=$(SITE) NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build $(ARGS)
+
 clean:  ## Remove builds and caches; .venv and demo-out/ stay
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
-	find bench flexdilated masks tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find bench docs flexdilated masks tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(TRITON)/.ready: $(READY) tests/interpreted/constraints.txt
 	rm -rf $(TRITON)
@@ -81,6 +86,11 @@ $(VISION)/.ready: $(READY) tests/integrations/convert/constraints.txt
 	@mkdir -p $(VISION)
 	@$(PY) -m pip install --quiet --no-deps --target $(VISION) --requirement tests/integrations/convert/constraints.txt \
 		&& touch $@ || echo "timm was not installed: the tests of its models, and of dilated-attention-pytorch, will be skipped."
+
+$(SITE)/.ready: $(READY) docs/constraints.txt
+	rm -rf $(SITE)
+	$(PY) -m pip install --quiet --no-deps --target $(SITE) --requirement docs/constraints.txt
+	@touch $@
 
 # The first half of the set-up: an environment with the pinned torch and nothing that could choose another.
 $(READY): constraints.txt
