@@ -168,9 +168,9 @@ def sizes(results: Path) -> str:
     longest = max(tokens for tokens, attention in found if attention == dense)
     times = found[longest, ours], found[longest, dense]
     told = f"A forward pass over {tokens_text(longest)} tokens takes {with_unit(times[0], 's')} in place of "
-    told += f"{with_unit(times[1], 's')}: {times[1] / times[0]:.0f} times as fast."
+    told += f"{with_unit(times[1], 's')}: {times[1] / times[0]:.0f} times as fast, o{_machine(document)[1:]}"
     table = _swept_lines(document, _SHOWN.__contains__)
-    return _spaced(f"{told} {_swept(document['config'])}\n\n{table}\n\n{_machine(document)}")
+    return _spaced(f"{told} {_swept(document['config'])}\n\n{table}")
 
 
 _SHOWN = (16384, 65536, 262144)
