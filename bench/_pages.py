@@ -154,6 +154,10 @@ def _from(name: str, **renders: Callable[[Document], str]) -> dict[str, Part]:
 
 
 _DOCS = Path("docs")
+_RECIPES = (
+    *("moba", "quest", "xattention", "seer_attention", "seer_attention_r"),
+    *("NativeSparseAttention", "CoarseToFineAttention"),
+)
 PAGES: dict[Path, dict[str, Part]] = {
     Path("README.md"): {"sizes": sizes},
     _DOCS / "catalogue.md": {
@@ -209,7 +213,7 @@ PAGES: dict[Path, dict[str, Part]] = {
         **_from("needles", found=_selection_tables.found),
         **_from("byte_model", learned=_selection_tables.bits(0), read=_selection_tables.bits(1)),
         **_from("byte_step", step=_selection_tables.step_times),
-        **_from("recipe_cost", recipes=_tables.every_row),
+        **{name: from_result("recipe_cost", _selection_tables.recipe(name)) for name in _RECIPES},
     },
     _DOCS / "refinement.md": _from("byte_training", exchanged=_selection_tables.exchanges),
     _DOCS / "attention_received.md": _from("received", received=_tables.received),

@@ -93,6 +93,21 @@ def step_times(document: Document) -> str:
     return with_condition(lines, ("keys read", *columns), document)
 
 
+def recipe(name: str) -> Callable[[Document], str]:
+    """A recipe's figures in one sentence."""
+
+    def render(document: Document) -> str:
+        rows = [row for row in document["rows"] if row["measure"].startswith(f"{name}, ")]
+        figures = [f"{_case(row['measure'])}: {row['measured_text']}" for row in rows]
+        return f"`{name}` over dense attention: {'; '.join(figures)}."
+
+    return render
+
+
+def _case(measure: str) -> str:
+    return measure.partition(", ")[2].removesuffix(": times as fast as dense")
+
+
 def _apart(ends: list[float] | None) -> str:
     """An interval of differences in bits."""
     return "" if ends is None else f"{ends[0]:+.2f} to {ends[1]:+.2f}"
