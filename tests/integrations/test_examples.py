@@ -1,14 +1,20 @@
 """The scripts of docs/examples/, in small."""
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers.utils import logging
 
+import flexdilated as fd
+from flexdilated import masks
 from flexdilated.integrations.torchscale import LongNetEncoderConfig, SlideEncoder, SlideEncoderConfig, slide_segments
+from tests.support.ranks import on_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 
@@ -23,9 +29,13 @@ def test_each_script_is_run_here() -> None:
         "adapt_llama",
         "convert_vit",
         "encode_slide",
+        "inspect_pattern",
+        "many_ranks",
+        "pack_documents",
         "train_longnet",
     }
-    assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 100 for path in EXAMPLES.glob("*.py"))
+    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in EXAMPLES.glob("*.*")}
+    assert {name: length for name, length in lengths.items() if length >= 100} == {}
 
 
 @pytest.mark.slow
@@ -92,3 +102,65 @@ def test_a_text_that_is_too_short(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"short")
     with pytest.raises(SystemExit, match="must hold two sequences of 257 bytes; it has 5 bytes"):
         run("train_longnet", f"--text {tmp_path / 'text'} --tokens 256")
+
+
+def test_pack_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Packed sequences hold every byte once, and a document gets there what it gets alone."""
+    texts = [b"abc" * size for size in (60, 17, 4, 31, 2, 90)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_bytes(text)
+    before, after = run("pack_documents", f"--documents {tmp_path}/*.txt --tokens 200 --steps 30 --embed-dim 16")
+    assert before > 7
+    assert after < 4
+    assert "6 documents in 3 sequences, 9.7% padding" in capsys.readouterr().out
+    example = runpy.run_path(str(EXAMPLES / "pack_documents.py"))
+    rows, numbers = example["packed"](texts, 200)
+    found = [
+        bytes(row[number == each].tolist())
+        for row, number in zip(rows, numbers, strict=True)
+        for each in range(int(number.max()) + 1)
+    ]
+    assert sorted(found) == sorted(text[:200] for text in texts)
+    x, layer = torch.randn(*rows.shape, 16), example["Layer"](16)
+    packed = layer(x, numbers)
+    part = numbers[-1] == 1
+    alone = layer(x[-1:, part], torch.zeros(1, int(part.sum()), dtype=torch.long))
+    torch.testing.assert_close(packed[-1:, part], alone)
+
+
+def test_documents_that_fill_one_sequence(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"short")
+    with pytest.raises(SystemExit, match=r"must fill two sequences; .*text are 1"):
+        run("pack_documents", f"--documents {tmp_path}/text")
+
+
+def bits_over_ranks() -> list[float]:
+    kept = mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT)
+    with kept, mock.patch.object(torch.cuda, "is_available", return_value=False):
+        return run("many_ranks", "--tokens 300 --steps 4 --embed-dim 32 --segments 50 300 --rates 1 3")
+
+
+@pytest.mark.slow
+def test_many_ranks_train_as_one() -> None:
+    """Three shards of different lengths."""
+    (alone,), ranks = on_ranks(1, bits_over_ranks), on_ranks(3, bits_over_ranks)
+    for bits in ranks:
+        assert bits == pytest.approx(alone, abs=1e-3)
+    assert alone[-1] < alone[0]
+
+
+def test_inspect_pattern(capsys: pytest.CaptureFixture[str]) -> None:
+    """The notebook's cells, in their order."""
+    pytest.importorskip("matplotlib", reason="draws with matplotlib")
+    notebook = json.loads((EXAMPLES / "inspect_pattern.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"]
+            exec("".join(cell["source"]), names)
+    pattern, size = names["pattern"], {"num_heads": names["heads"]}
+    printed = capsys.readouterr().out
+    shown = masks.show(pattern, names["tokens"], head=1, **size)
+    for text in (shown, str(names["description"]), str(fd.plan(pattern, names["tokens"], **size))):
+        assert str(text) in printed
+    assert "query 3009, key 17, head 1 of 4: allowed" in printed
