@@ -10,6 +10,7 @@ READY := $(VENV)/.ready
 TRITON := $(VENV)/triton
 VISION := $(VENV)/vision
 SITE := $(VENV)/docs
+RELEASE := $(VENV)/release
 # Build isolation would install a torch of its own choice; `setuptools` comes from the constraints instead.
 INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation
 
@@ -22,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 
 .DEFAULT_GOAL := help
-.PHONY: help demo browser test test-kernels guard bench lint format types docs clean
+.PHONY: help demo browser test test-kernels guard bench lint format types docs release clean
 # One environment serves every target: two installs at once would break it.
 .NOTPARALLEL:
 .SUFFIXES:
@@ -69,6 +70,9 @@ types: $(VENV)/.dev  ## Check the types
 docs: $(SITE)/.ready  ## Build the documentation's site in build/site, from docs/ and the docstrings
 	PYTHONPATH=$(SITE) NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build $(ARGS)
 
+release: $(VENV)/.dev $(RELEASE)/.ready  ## Build dist/, and hold what it installs to the whole suite
+	.ci/release $(ARGS)
+
 clean:  ## Remove builds and caches; .venv and demo-out/ stay
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find bench docs flexdilated masks tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -90,6 +94,11 @@ $(VISION)/.ready: $(READY) tests/integrations/convert/constraints.txt
 $(SITE)/.ready: $(READY) docs/constraints.txt
 	rm -rf $(SITE)
 	$(PY) -m pip install --quiet --no-deps --target $(SITE) --requirement docs/constraints.txt
+	@touch $@
+
+$(RELEASE)/.ready: $(READY) .ci/constraints.txt
+	rm -rf $(RELEASE)
+	$(PY) -m pip install --quiet --no-deps --target $(RELEASE) --requirement .ci/constraints.txt
 	@touch $@
 
 # The first half of the set-up: an environment with the pinned torch and nothing that could choose another.
