@@ -17,9 +17,7 @@ from ._report import (
     growth,
     machines,
     markdown,
-    measured_with,
     read,
-    sections,
     short,
     sizes,
     with_condition,
@@ -31,7 +29,7 @@ from .claims import CLAIMS
 Figures = Mapping[str, Any]
 
 
-# docs/benchmarks.md
+# docs/contributing/benchmarks.md
 
 
 def _measures(_: Path) -> str:
@@ -63,15 +61,14 @@ def _section(entry: Entry, figures: Figures) -> str:
     lines = [
         f"![{entry.name}](images/catalogue/{file_name(entry)})",
         "",
-        f"Drawn: `{entry.small}`  ",
-        f"Measured: `{entry.text}`{heads}: {_density(figures)} of pairs, waste {figures['waste']:.3f} "
-        f"({figures['layout']})  ",
-        f"Tables for {tokens_text(figures['built_tokens'])} tokens{larger}: {_cost(figures, 'build')}",
+        f"Drawn: `{entry.small}`. Measured: `{entry.text}`{heads}, {_density(figures)} of pairs, "
+        f"waste {figures['waste']:.3f} ({figures['layout']});",
+        f"tables for {tokens_text(figures['built_tokens'])} tokens{larger} in {_cost(figures, 'build')}.",
     ]
     if not WASTE.met_by(figures["waste"]):
-        lines += ["", f"*Waste:* {entry.waste_why}"]
+        lines.append(f"*Waste:* {entry.waste_why}")
     if not _built(figures) and entry.build_why:
-        lines += ["", f"*At a million tokens:* {entry.build_why}"]
+        lines.append(f"*At a million tokens:* {entry.build_why}")
     return "\n".join(lines)
 
 
@@ -103,7 +100,7 @@ def _built(figures: Figures) -> bool:
     return within and figures["built_tokens"] == MILLION
 
 
-# docs/claims.md
+# docs/performance.md
 
 
 def _claims(document: Document) -> str:
@@ -154,6 +151,7 @@ def _from(name: str, **renders: Callable[[Document], str]) -> dict[str, Part]:
 
 
 _DOCS = Path("docs")
+_HOWTO, _CONTRIBUTING = _DOCS / "howto", _DOCS / "contributing"
 _RECIPES = (
     *("moba", "quest", "xattention", "seer_attention", "seer_attention_r"),
     *("NativeSparseAttention", "CoarseToFineAttention"),
@@ -164,43 +162,47 @@ PAGES: dict[Path, dict[str, Part]] = {
         **_from("catalogue", all_patterns=_catalogue_table),
         **{entry.name: _section_of(entry) for entry in ENTRIES},
     },
-    _DOCS / "performance.md": _from(
-        "roofline",
-        forward=_tables.directions("forward"),
-        backward=_tables.directions("backward"),
-        kernel=_tables.kernel,
-        machine=_tables.matmul,
-    ),
-    _DOCS / "compiling.md": {
-        **_from("first_step", first_step=_tables.first_steps),
-        **_from("changing_lengths", lengths=_tables.lengths),
-    },
-    _DOCS / "memory.md": {
+    _DOCS / "performance.md": {
+        **{"answers": answers, "short": short, "growth": growth, "machines": machines},
+        **_from(
+            "roofline",
+            forward=_tables.directions("forward"),
+            backward=_tables.directions("backward"),
+            kernel=_tables.kernel,
+            machine=_tables.matmul,
+        ),
         **_from("training_memory", against_dense=_tables.against_dense),
+        **_from("fits", predicted_and_measured=_tables.peaks),
+        **_from("buffer_reuse", reuse=_tables.reuse),
+        **_from("pool", pool_claims=_tables.pool_claims),
+        **_from("claims", claims=_claims, notes=_notes),
+    },
+    _HOWTO / "adaptive.md": {
+        **_from("selection_cost", cost=_selection_tables.chosen_cost),
+        **_from("needles", found=_selection_tables.found),
+        **_from("byte_model", learned=_selection_tables.bits(0), read=_selection_tables.bits(1)),
+        **_from("byte_step", step=_selection_tables.step_times),
+        **_from("byte_training", exchanged=_selection_tables.exchanges),
+        **{name: from_result("recipe_cost", _selection_tables.recipe(name)) for name in _RECIPES},
+    },
+    _HOWTO / "choosing.md": {
         **_from(
             "fits",
-            predicted_and_measured=_tables.peaks,
             what_fits_on_cpu=lambda document: _tables.longest(document, "cpu"),
             what_fits_on_cuda=lambda document: _tables.longest(document, "cuda"),
         ),
         **_from("checkpointing", checkpointing=_tables.checkpointing),
     },
-    _DOCS / "distributed.md": {
+    _HOWTO / "compiling.md": {
+        **_from("first_step", first_step=_tables.first_steps),
+        **_from("changing_lengths", lengths=_tables.lengths),
+    },
+    _HOWTO / "ranks.md": {
         **_from("exchange_bytes", keys_received=_tables.keys_received),
         **_from("rank_accuracy", exactness=_tables.every_row),
         **_from("work_balance", balance=_tables.balance),
         **_from("ring_memory", ring_memory=_tables.every_row),
-    },
-    _DOCS / "kernels_without_a_device.md": {
-        **_from("interpreted_kernels", interpreted=_kernels.interpreted),
-        **_from("kernel_code", code=_kernels.code),
-        **_from("flex_program", program=_kernels.counted),
-        **_from("flex_bytes", moved=_kernels.counted),
-    },
-    _DOCS / "claims.md": _from("claims", claims=_claims, notes=_notes),
-    _DOCS / "communication_buffers.md": {
-        **_from("buffer_reuse", reuse=_tables.reuse),
-        **_from("pool", single_buffers=_tables.single_buffers, pool_claims=_tables.pool_claims),
+        **_from("pool", single_buffers=_tables.single_buffers),
         **_from(
             "codec",
             codec_bytes=_tables.codec_bytes,
@@ -208,19 +210,12 @@ PAGES: dict[Path, dict[str, Part]] = {
             codec_choice=_tables.codec_choice,
         ),
     },
-    _DOCS / "selection.md": {
-        **_from("selection_cost", cost=_selection_tables.chosen_cost),
-        **_from("needles", found=_selection_tables.found),
-        **_from("byte_model", learned=_selection_tables.bits(0), read=_selection_tables.bits(1)),
-        **_from("byte_step", step=_selection_tables.step_times),
-        **{name: from_result("recipe_cost", _selection_tables.recipe(name)) for name in _RECIPES},
-    },
-    _DOCS / "refinement.md": _from("byte_training", exchanged=_selection_tables.exchanges),
-    _DOCS / "attention_received.md": _from("received", received=_tables.received),
-    _DOCS / "describe.md": _from("describe", describe=_tables.described),
-    _DOCS / "benchmarks.md": {"measures": _measures, "cases": _cases},
-    _DOCS / "results.md": {
-        **{"answers": answers, "short": short, "growth": growth, "machines": machines},
-        **{"results": sections, "conditions": measured_with},
+    _HOWTO / "slide_encoder.md": _from("received", received=_tables.received),
+    _CONTRIBUTING / "benchmarks.md": {"measures": _measures, "cases": _cases},
+    _CONTRIBUTING / "kernels.md": {
+        **_from("interpreted_kernels", interpreted=_kernels.interpreted),
+        **_from("kernel_code", code=_kernels.code),
+        **_from("flex_program", program=_kernels.counted),
+        **_from("flex_bytes", moved=_kernels.counted),
     },
 }

@@ -247,17 +247,24 @@ def _machine(document: Document) -> str:
 # The page of results: a section a measure, every row against its target.
 
 
-def sections(results: Path) -> str:
-    return _spaced("\n\n".join(_section(document, results) for document in all_documents(results)))
+_ABOUT_RESULTS = """# Results: every figure against its target
+
+Each row as it was measured, a measure a section: what was run, its target, the figure, and whether it is met. Where a
+table's first column has a title of its own, that says what its figures are. Each section links its file, with the
+timings and the configuration.
+"""
 
 
-def measured_with(results: Path) -> str:
-    return _spaced("\n\n".join(conditions(all_documents(results))))
+def results_page(results: Path) -> str:
+    """The site's page of results."""
+    documents = all_documents(results)
+    parts = [_ABOUT_RESULTS, *map(_section, documents), "## Machines", *conditions(documents)]
+    return "\n\n".join(parts) + "\n"
 
 
-def _section(document: Document, results: Path) -> str:
+def _section(document: Document) -> str:
     name = document["name"]
-    asked = f"{question(document)} [{name}.json](../{results.as_posix()}/{name}.json)"
+    asked = f"{question(document)} [{name}.json](../bench/results/{name}.json)"
     parts = [f"## {name}", asked]
     if document["rows"]:
         parts.append(_rows(document["rows"]))

@@ -62,7 +62,7 @@ def matmul(document: Document) -> str:
     return f"The matmul ran at {rate:.0f} GFLOP/s. {condition(document)}"
 
 
-# docs/compiling.md
+# docs/howto/compiling.md
 
 
 def first_steps(document: Document) -> str:
@@ -92,7 +92,7 @@ def lengths(document: Document) -> str:
     return f"{markdown(lines, headers)}\n\n{name}: {condition(document)}"
 
 
-# docs/memory.md
+# docs/howto/choosing.md and docs/performance.md
 
 
 def against_dense(document: Document) -> str:
@@ -156,7 +156,7 @@ def longest(document: Document, device: str) -> str:
     return with_condition(lines, ("", *names), document)
 
 
-# docs/distributed.md
+# docs/howto/ranks.md
 
 
 def keys_received(document: Document) -> str:
@@ -189,7 +189,7 @@ def balance(document: Document) -> str:
     return with_condition(lines, ("", "contiguous", "zigzag"), document)
 
 
-# docs/communication_buffers.md
+# docs/howto/ranks.md and docs/performance.md
 
 
 def reuse(document: Document) -> str:
@@ -273,7 +273,7 @@ def codec_choice(document: Document) -> str:
     return with_condition(lines, ("", "takes", "saved", "measured"), document)
 
 
-# docs/attention_received.md
+# docs/howto/slide_encoder.md
 
 
 def received(document: Document) -> str:
@@ -286,22 +286,3 @@ def received(document: Document) -> str:
         lines.append((row["measure"].partition(": attention_received")[0], forward, received, peaks, matrix))
     headers = ("", "forward", "attention received", "peak memory of the two", "an N x M matrix")
     return with_condition(lines, headers, document)
-
-
-# docs/describe.md
-
-
-def described(document: Document) -> str:
-    lines = [
-        (
-            name,
-            str(figure["heads"]),
-            *(f"{figure['parts'][part]:.2f} s" for part in ("plan", "pairs", "overlap", "field")),
-            f"{figure['layers']:,}",
-            f"{figure['reached']:.2%} +/- {figure['error']:.2%}",
-        )
-        for name, figure in document["rows"][0]["detail"]["patterns"].items()
-    ]
-    parts = ("plan and blocks", "heads, gaps", "overlap", "receptive field")
-    headers = ("", "heads", *parts, "layers, at least", "reached after these")
-    return f"{markdown(lines, headers)}\n\nOne thread. {condition(document)}"

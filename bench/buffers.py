@@ -35,7 +35,7 @@ from ._rules import longnet_n
 
 # N tokens, G key/value heads, D head dim
 
-# What was claimed of pools of buffers and of compressed messages: docs/communication_buffers.md shows it.
+# What was claimed of pools of buffers and of compressed messages: docs/performance.md shows it.
 _FINDINGS = (
     f"{DARCSTAR}, commit f6094f7, "
     "docs/benchmarks/by-type/other/2025-06-26-1121-UTC/block-sparse-optimization-findings.md"

@@ -65,7 +65,7 @@ class Layer(nn.Module):
 def bits_per_byte(model: nn.ModuleDict, text: Tensor, numbers: Tensor) -> Tensor:
     """Mean over the bytes that have one before them in their document."""
     x = model["embed"](text)
-    for layer in model["layers"]:
+    for layer in model["layers"].children():
         x = layer(x, numbers)
     follows = (numbers[:, 1:] == numbers[:, :-1]) & (numbers[:, 1:] >= 0)
     return F.cross_entropy(model["head"](x[:, :-1][follows]), text[:, 1:][follows]) / math.log(2)

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/gallery.md into the folder `gallery` beside this file, each by the code above it.
+"""Draw the pictures of docs/howto/inspecting.md into the folder `gallery` beside this file, each by the code above it.
 
 Run from a checkout with the extra `plot` installed: python docs/images/make_gallery.py
 """
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "gallery.md"
+PAGE = HERE.parent / "howto" / "inspecting.md"
 # A block of code, and the picture right below it, if there is one.
 _BLOCK = re.compile(
-    r"^```python\n(?P<code>.*?)^```\n(?:\n!\[[^\]]+\]\(images/(?P<picture>gallery/[^)]+)\))?", re.M | re.S
+    r"^```python\n(?P<code>.*?)^```\n(?:\n!\[[^\]]+\]\(\.\./images/(?P<picture>gallery/[^)]+)\))?", re.M | re.S
 )
 
 

@@ -17,7 +17,8 @@ from flexdilated import masks
 
 BLOCK, TOP = 64, 3
 SETTING = Setting(block=BLOCK, keys=TOP * BLOCK, steps=300)
-PAGE, SHOWN = Path(__file__).parents[1] / "custom.md", 30  # blocks
+DOCS, SHOWN = Path(__file__).parents[1], 30  # blocks
+PAGE = DOCS / "concepts" / "orders.md"
 
 
 def attention() -> fd.SelectedAttention:
@@ -61,7 +62,7 @@ def draw(text: bytes, blocks: Tensor, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    pages = [page.read_bytes() for page in sorted(PAGE.parent.glob("*.md")) if page != PAGE]
+    pages = [page.read_bytes() for page in sorted(DOCS.rglob("*.md")) if page != PAGE]
     model = trained(attention, as_bytes(b"\n".join(pages)), SETTING, seed=0)
     last, operands = model.layers[-1].attention, []
     last.register_forward_pre_hook(lambda _, given: operands.extend(given[:2]))

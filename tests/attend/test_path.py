@@ -1,4 +1,4 @@
-"""The path of a call, as docs/engines.md tells it: each function is called, somewhere below the one above it."""
+"""The path of a call, as docs/concepts/engines.md tells it: each function is called, below the one above it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engines.test_flex import dense_flex
 
 Called = tuple[str, str]  # a function and its file
 
-PAGE = Path(__file__).parents[2] / "docs/engines.md"
+PAGE = Path(__file__).parents[2] / "docs/concepts/engines.md"
 PATTERN = masks.longnet((16, 64), (1, 4)) & masks.causal()
 
 

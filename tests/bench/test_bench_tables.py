@@ -14,7 +14,7 @@ def part(page: str, name: str, results: Path) -> str:
 
 def test_nothing_measured_is_nothing_shown(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        part("compiling", "first step", tmp_path)
+        part("howto/compiling", "first step", tmp_path)
 
 
 def test_first_steps(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_first_steps(tmp_path: Path) -> None:
     }
     cold = {"measure": "a model: cold first step, over that with torch's own attention", "detail": detail}
     write(tmp_path, "first_step", [cold, {"measure": "import", "measured_text": "0.2 s", "detail": {}}])
-    shown = part("compiling", "first step", tmp_path)
+    shown = part("howto/compiling", "first step", tmp_path)
     assert cells(shown, "a model") == ["a model: cold first step", "12.3 s", "11 s", "0.01 s"]
     assert "* import: 0.2 s" in shown
     assert "a CPU, 2 cores" in shown
@@ -37,7 +37,7 @@ def test_lengths(tmp_path: Path) -> None:
     }
     detail = {"lengths": [5, 6, 7], "steps_that_nowhere_compile": 1, "ways": ways}
     write(tmp_path, "changing_lengths", [{"measure": "a net, 3 lengths: compilations", "detail": detail}])
-    shown = part("compiling", "lengths", tmp_path)
+    shown = part("howto/compiling", "lengths", tmp_path)
     assert cells(shown, "lengths")[2:] == ["all 3 steps", "the 1 steps that nowhere compile"]
     assert cells(shown, "as they come") == ["as they come", "2", "9.87 s", "1.25 s"]
     assert cells(shown, "padded")[1] == "4"
@@ -63,7 +63,7 @@ def test_ranks(tmp_path: Path) -> None:
     for name, found in rows.items():
         write(tmp_path, name, found)
     names = ("keys received", "exactness", "balance", "ring memory")
-    parts = {name: part("distributed", name, tmp_path) for name in names}
+    parts = {name: part("howto/ranks", name, tmp_path) for name in names}
     assert cells(parts["keys received"], "a net") == ["a net, 4K, 2 ranks", "zigzag, 4 heads", "4", "1,200", "300 ×"]
     assert "run" not in parts["keys received"]
     assert cells(parts["balance"], "a net") == ["a net, 4K, 2 ranks", "1.500", "1.000"]

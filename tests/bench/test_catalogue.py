@@ -37,7 +37,7 @@ def kind(entry: Entry) -> str:
 
 
 def test_every_pattern_and_every_recipe_has_a_section_and_an_entry() -> None:
-    """Who adds a pattern adds it here: docs/adding_a_pattern.md says how."""
+    """Who adds a pattern adds it here: docs/contributing/adding_a_pattern.md says how."""
     wanted = PATTERNS | {*masks.recipes.__all__}
     assert {kind(entry) for entry in ENTRIES} == wanted
     assert set(re.findall(r"^### (\w+)$", TEXT, re.MULTILINE)) == wanted

@@ -24,7 +24,7 @@ from bench.peers import block_rows, dense_attention
 from tests.support.measured import MEASURED
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, BENCHMARKS = Path("docs/claims.md"), Path("docs/benchmarks.md")
+PAGE, BENCHMARKS = Path("docs/performance.md"), Path("docs/contributing/benchmarks.md")
 FULL, SMALL = MEASURES["claims"].full, MEASURES["claims"].small
 
 
@@ -120,8 +120,9 @@ def test_each_claim_is_measured_once() -> None:
 
 def test_every_claim_is_in_a_table() -> None:
     assert list(CLAIMS) == [value for value in vars(claims).values() if isinstance(value, Claim)]
-    pool = (ROOT / "docs/communication_buffers.md").read_text(encoding="utf-8")
-    assert all(value.claimed in pool for value in vars(buffers).values() if isinstance(value, Claim))
+    pages = (PAGE, Path("docs/howto/ranks.md"))
+    shown = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
+    assert all(value.claimed in shown for value in vars(buffers).values() if isinstance(value, Claim))
 
 
 def test_the_page_says_what_is_missed(tmp_path, monkeypatch) -> None:
@@ -130,7 +131,7 @@ def test_the_page_says_what_is_missed(tmp_path, monkeypatch) -> None:
     row = claim.row(1.0, (Timing("job", (0.25,)),), peak_bytes=3 << 20, some_percent=5.0, n=1234, best="x").to_data()
     (tmp_path / "claims.json").write_text(json.dumps({"rows": [row], **MEASURED}))
     monkeypatch.setattr(_pages, "CLAIMS", (claim,))
-    parts = {name: part(tmp_path) for name, part in PAGES[PAGE].items()}
+    parts = {name: PAGES[PAGE][name](tmp_path) for name in ("claims", "notes")}
     assert "| m       | 2 times   | 1 ×    | **no**    |" in parts["claims"]
     assert parts["notes"].strip() == "1. This. Job 250 ms; peak: 3 MiB; some: 5 %; n: 1,234; best: x. Source: a/b."
 
@@ -156,7 +157,11 @@ def test_a_part_without_its_result_stays_as_it_is(tmp_path, monkeypatch, capsys)
     before = "<!-- claims -->\nold\n<!-- end claims -->\n<!-- notes -->\nold\n<!-- end notes -->\n"
     PAGE.write_text(before, encoding="utf-8")
     other.write_text("<!-- figure -->\nold\n<!-- end figure -->\n", encoding="utf-8")
-    monkeypatch.setattr(command, "PAGES", {PAGE: PAGES[PAGE], other: {"figure": lambda _: "new"}})
+    monkeypatch.setattr(
+        command,
+        "PAGES",
+        {PAGE: {name: PAGES[PAGE][name] for name in ("claims", "notes")}, other: {"figure": lambda _: "new"}},
+    )
     assert command.main(["pages"]) == 0
     said = f"{PAGE}, claims: stays as it is; bench/results/claims.json is not there"
     assert said in capsys.readouterr().err

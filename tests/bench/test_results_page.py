@@ -8,6 +8,7 @@ import pytest
 
 from bench._measures import Gap, Row, at_least, at_most
 from bench._pages import PAGES
+from bench._report import results_page
 from tests.support.measured import MEASURED
 
 FAST, SLOW, MISSED = (
@@ -44,7 +45,10 @@ def written(tmp_path: Path):
 
 
 def results_parts(results: Path) -> dict[str, str]:
-    return {name: part(results) for name, part in PAGES[Path("docs/results.md")].items()}
+    at_a_glance = {
+        name: PAGES[Path("docs/performance.md")][name] for name in ("answers", "short", "growth", "machines")
+    }
+    return {name: part(results) for name, part in at_a_glance.items()} | {"results": results_page(results)}
 
 
 def cells(parts: Mapping[str, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The training script of docs/distributed.md, on ranks as torchrun would start them."""
+"""The training script of docs/howto/ranks.md, on ranks as torchrun would start them."""
 
 import io
 import re
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import on_ranks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "distributed.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "ranks.md"
 
 
 def script() -> str:

@@ -1,4 +1,4 @@
-"""Planted bugs: what each puts in the place of what, who looks, and what is said; the table of docs/planted_bugs.md."""
+"""Planted bugs: what each puts in the place of what, who looks, what is said: a table of contributing/tests.md."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from tests.support.planted_bugs_in_patterns import IN_PATTERNS
 from tests.support.planted_bugs_of_others import OF_OTHERS
 
 BUGS = (*OF_OTHERS, *IN_PATTERNS, *IN_ENGINES)
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "planted_bugs.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "contributing" / "tests.md"
 _BEGIN, _END = "<!-- planted bugs begin -->\n", "<!-- planted bugs end -->"
 
 

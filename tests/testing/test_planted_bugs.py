@@ -1,4 +1,4 @@
-"""Every planted bug is caught, by the check that its row of docs/planted_bugs.md names and in the words it quotes."""
+"""Every planted bug is caught, by the check that its row of contributing/tests.md names and in the words it quotes."""
 
 import pytest
 

@@ -1,1 +1,1 @@
-"""What other attention libraries compute, and what is written here in its place: docs/migration.md."""
+"""What other attention libraries compute, and what is written here in its place: docs/integrations/migration.md."""

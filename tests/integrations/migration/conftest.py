@@ -1,4 +1,4 @@
-"""The functions that docs/migration.md writes down."""
+"""The functions that docs/integrations/migration.md writes down."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,4 +11,4 @@ from tests.project.test_docs import run
 @pytest.fixture(scope="session")
 def page() -> SimpleNamespace:
     """What the examples of the page define."""
-    return SimpleNamespace(**run(Path(__file__).resolve().parents[3] / "docs" / "migration.md"))
+    return SimpleNamespace(**run(Path(__file__).resolve().parents[3] / "docs" / "integrations" / "migration.md"))

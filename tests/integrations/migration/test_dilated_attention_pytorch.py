@@ -61,7 +61,7 @@ def heads_last(num_heads: int = 4, num_tokens: int = 128, dtype: torch.dtype = t
 
 
 def pattern_of(segment_lengths: Sequence[int], dilation_rates: Sequence[int], causal: bool = False) -> masks.Pattern:
-    """The pairs of theirs, as docs/migration.md has them."""
+    """The pairs of theirs, as docs/integrations/migration.md has them."""
     branches = zip(segment_lengths, dilation_rates, strict=True)
     groups = masks.head_groups([masks.dilated(w, r, offset=i % r) for i, (w, r) in enumerate(branches)])
     return groups & masks.causal() if causal else groups
@@ -142,7 +142,7 @@ def test_sizes_that_only_they_refuse(package: Any) -> None:
 
 
 def test_their_weights_load(package: Any, page: SimpleNamespace) -> None:
-    """The module of docs/migration.md has their parameters; with one branch over all, and no division, it is dense."""
+    """The module of the page has their parameters; with one branch over all, and no division, it is dense."""
     module = page.MagnetoAttention
     weights = package.MultiheadDilatedAttention(64, 4, RATES, SEGMENTS).state_dict()
     module(64, 4, pattern_of(SEGMENTS, RATES)).load_state_dict(weights)

@@ -1,4 +1,4 @@
-"""NATTEN's neighbourhoods, restated, against the function that docs/migration.md writes in their place.
+"""NATTEN's neighbourhoods, restated, against the function that docs/integrations/migration.md writes in their place.
 
 Source: https://github.com/SHI-Labs/NATTEN, `natten.functional` and its documentation of windows and dilation.
 """

@@ -1,4 +1,4 @@
-"""xFormers' attention biases, restated as dense masks, against what docs/migration.md writes in their place.
+"""xFormers' attention biases, restated as dense masks, against what migration.md writes in their place.
 
 Source: https://github.com/facebookresearch/xformers, `xformers/ops/fmha/attn_bias.py` before it moved to mslk, whose
 `materialize` says what each bias is.

@@ -32,7 +32,7 @@ from .plain import (
     sparse_model,
 )
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "training.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "integrations" / "frameworks.md"
 
 
 def loader() -> DataLoader:
@@ -152,7 +152,7 @@ def titan(inner: nn.Module) -> Titan:
 
 @pytest.fixture(scope="module")
 def page() -> SimpleNamespace:
-    """What the examples of docs/training.md define."""
+    """What the examples of docs/integrations/frameworks.md define."""
     return SimpleNamespace(**run(PAGE))
 
 
