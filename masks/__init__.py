@@ -1,6 +1,6 @@
 """Attention patterns: values that say who attends to whom, their algebra, layouts and block masks.
 
-A new pattern is one more file in `patterns`. docs/contributing/adding_a_pattern.md writes one, with all that it touches;
+A new pattern is one more file in `patterns`; docs/contributing/adding_a_pattern.md writes one, and what it touches;
 tests/masks/core/test_boxes.py holds its bounds to its pairs, tests/engines/test_tiles.py what is computed with it to
 float64.
 

@@ -122,3 +122,13 @@ def test_every_page_can_be_reached() -> None:
         found = [(page.parent / link.partition("#")[0]).resolve() for link in links(page)]
         ahead += [target for target in found if target.suffix == ".md" and target not in known]
     assert set(PAGES) <= known
+
+
+def test_errors_that_the_faq_quotes_are_raised_somewhere() -> None:
+    quoted = re.findall(r'\*\*"([^"]+)"', (DOCS / "faq.md").read_text(encoding="utf-8"))
+    sources = [
+        file.read_text(encoding="utf-8") for room in ("flexdilated", "masks") for file in (ROOT / room).rglob("*.py")
+    ]
+    said = re.sub(r'"\s*f?"', "", "".join(sources))  # a text in several lines
+    assert [quote for quote in quoted if quote not in said] == []
+    assert len(quoted) > 8
