@@ -108,3 +108,14 @@ def test_a_length_without_dense_attention_has_dashes(written) -> None:
 def test_readme_says_what_the_longest_length_takes(written) -> None:
     (part,) = PAGES[Path("README.md")].values()
     assert "over 1K tokens takes 0.25 s in place of 0.5 s: 2 times as fast" in part(written(FAST))
+
+
+def test_readme_and_start_say_how_long_their_commands_take() -> None:
+    rows = {
+        row["measure"]: row["measured"] for row in json.loads(Path("bench/results/commands.json").read_text())["rows"]
+    }
+    for page in ("README.md", "docs/index.md"):
+        text = Path(page).read_text(encoding="utf-8")
+        for command in ("make demo", "make test"):
+            (line,) = (line for line in text.splitlines() if line.startswith(f"{command}  #"))
+            assert line.endswith(f"in {rows[command] / 60:.0f} minutes")
