@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import flexdilated
 from flexdilated.engines.flex._flex import compiled_flex
 from tests.support.vision import vision
 
@@ -126,9 +127,8 @@ def test_every_page_can_be_reached() -> None:
 
 def test_errors_that_the_faq_quotes_are_raised_somewhere() -> None:
     quoted = re.findall(r'\*\*"([^"]+)"', (DOCS / "faq.md").read_text(encoding="utf-8"))
-    sources = [
-        file.read_text(encoding="utf-8") for room in ("flexdilated", "masks") for file in (ROOT / room).rglob("*.py")
-    ]
+    rooms = [Path(package.__path__[0]) for package in (flexdilated, flexdilated.masks)]
+    sources = [file.read_text(encoding="utf-8") for room in rooms for file in room.rglob("*.py")]
     said = re.sub(r'"\s*f?"', "", "".join(sources))  # a text in several lines
     assert [quote for quote in quoted if quote not in said] == []
     assert len(quoted) > 8
