@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 
 .DEFAULT_GOAL := help
-.PHONY: help demo browser test test-kernels guard bench lint format types docs release clean
+.PHONY: help demo browser test test-kernels guard bench lint format types docs pictures release clean
 # One environment serves every target: two installs at once would break it.
 .NOTPARALLEL:
 .SUFFIXES:
@@ -69,6 +69,10 @@ types: $(VENV)/.dev  ## Check the types
 # The theme announces its successor at each build; the variable is its own way to say that this was read.
 docs: $(SITE)/.ready  ## Build the documentation's site in build/site, from docs/ and the docstrings
 	PYTHONPATH=$(SITE) NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build $(ARGS)
+
+pictures: $(VENV)/.test browser  ## Draw the documentation's pictures again, in some minutes
+	set -e; for each in docs/images/make_*.py; do echo $$each; $(PY) -m docs.images.$$(basename $$each .py); done
+	$(PY) -m bench pictures
 
 release: $(VENV)/.dev $(RELEASE)/.ready  ## Build dist/, and hold what it installs to the whole suite
 	.ci/release $(ARGS)
