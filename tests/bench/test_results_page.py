@@ -108,10 +108,12 @@ def test_a_length_without_dense_attention_has_dashes(written) -> None:
 def test_readme_says_what_the_longest_length_takes(written) -> None:
     (part,) = PAGES[Path("README.md")].values()
     results = written(FAST)
-    (results / "vs_branch_loop.json").rename(results / "vs_flex_attention.json")
+    measures = {"mixture": 55.4, "union": 31.8}
+    rows = [{"measure": f"LongNet, full, 8K, {kind}, forward", "measured": gain} for kind, gain in measures.items()]
+    (results / "vs_flex_attention.json").write_text(json.dumps({"rows": rows}))
     told = part(results)
     assert "over 1K tokens takes 0.25 s in place of 0.5 s: 2 times as fast" in told
-    assert "FlexAttention takes 9 times as long for the same mask in the order of the text (LongNet, 1K)." in told
+    assert "takes 32 times as long as this library for the union of such branches, and 55 times" in told
 
 
 def test_readme_and_start_say_how_long_their_commands_take() -> None:
