@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
+from inspect import signature
 from statistics import median
 from textwrap import shorten
 from typing import Any, Literal, TypeVar
@@ -168,11 +169,15 @@ REGISTERED: list[Measure] = []
 _F = TypeVar("_F", bound=Callable[..., Answer])
 
 
-def measure(code: str = "", *, full: Mapping[str, Any], small: Mapping[str, Any]) -> Callable[[_F], _F]:
-    """Register a function under its own name. The first line of its docstring is the question that it answers."""
+def measure(code: str = "", **tiny: Any) -> Callable[[_F], _F]:
+    """Register a function under its own name. The first line of its docstring is the question that it answers.
+
+    Its defaults are what is measured; `tiny` stands in their place where only is to be seen that everything runs.
+    """
 
     def register(function: _F) -> _F:
-        REGISTERED.append(Measure(function.__name__, function, full, small, code))
+        full = {name: parameter.default for name, parameter in signature(function).parameters.items()}
+        REGISTERED.append(Measure(function.__name__, function, full, full | tiny, code))
         return function
 
     return register

@@ -34,12 +34,8 @@ _BOTH_SMALL = (LONGNET_4.shrunk(32), LONGNET_4.shrunk(32).as_causal())
 _TINY = (Size(512, num_heads=4, repeats=1),)
 
 
-@measure(
-    "C1",
-    full={"spec": LONGNET_4, "size": Size(16384, num_heads=8)},
-    small={"spec": LONGNET_4.shrunk(32), "size": Size(512, num_heads=8, repeats=1)},
-)
-def forward_vs_dense(spec: LongNet, size: Size) -> Iterator[Row]:
+@measure("C1", spec=LONGNET_4.shrunk(32), size=Size(512, num_heads=8, repeats=1))
+def forward_vs_dense(spec: LongNet = LONGNET_4, size: Size = Size(16384, num_heads=8)) -> Iterator[Row]:
     """Does a LongNet forward do useful work at the rate of dense attention?"""
     ours, theirs = _beside_dense(spec, Problem.draw(size))
     flops = [
@@ -52,12 +48,11 @@ def forward_vs_dense(spec: LongNet, size: Size) -> Iterator[Row]:
     yield replace(row, detail={"dense_gflop_per_s": rates[0], "useful_gflop_per_s": rates[1], **row.detail})
 
 
-@measure(
-    "C3",
-    full={"specs": _BOTH, "sizes": (Size(16384, num_heads=4, repeats=3), Size(65536, num_heads=1, repeats=2))},
-    small={"specs": _BOTH_SMALL, "sizes": _TINY},
-)
-def training_vs_dense(specs: tuple[LongNet, ...], sizes: tuple[Size, ...]) -> Iterator[Row]:
+@measure("C3", specs=_BOTH_SMALL, sizes=_TINY)
+def training_vs_dense(
+    specs: tuple[LongNet, ...] = _BOTH,
+    sizes: tuple[Size, ...] = (Size(16384, num_heads=4, repeats=3), Size(65536, num_heads=1, repeats=2)),
+) -> Iterator[Row]:
     """Does a LongNet training step gain over dense attention what its smaller work promises?
 
     The speed-up over dense SDPA divided by the ratio of their useful FLOP; causal against causal.
@@ -70,12 +65,10 @@ def training_vs_dense(specs: tuple[LongNet, ...], sizes: tuple[Size, ...]) -> It
         yield _race(what, target, theirs, ours, "forward + backward", size, over=flop_ratio)
 
 
-@measure(
-    "C4",
-    full={"specs": _BOTH, "sizes": (Size(16384, num_heads=4), Size(65536, num_heads=1))},
-    small={"specs": _BOTH_SMALL, "sizes": _TINY},
-)
-def vs_branch_loop(specs: tuple[LongNet, ...], sizes: tuple[Size, ...]) -> Iterator[Row]:
+@measure("C4", specs=_BOTH_SMALL, sizes=_TINY)
+def vs_branch_loop(
+    specs: tuple[LongNet, ...] = _BOTH, sizes: tuple[Size, ...] = (Size(16384, num_heads=4), Size(65536, num_heads=1))
+) -> Iterator[Row]:
     """How much faster is it than torchscale's way, a loop over branches, on the same kernels?
 
     Forward and backward. The loop leaves the branch weights out of its gradient.
@@ -89,14 +82,13 @@ def vs_branch_loop(specs: tuple[LongNet, ...], sizes: tuple[Size, ...]) -> Itera
 
 @measure(
     "C2",
-    full={"spec": LONGNET_4.shrunk(2), "size": Size(8192, num_heads=4, repeats=3), "backend": "inductor"},
-    small={
-        "spec": LongNet("LongNet-2", (64, 128), (1, 2)),
-        "size": Size(128, num_heads=2, head_dim=16, repeats=1),
-        "backend": "eager",
-    },
+    spec=LongNet("LongNet-2", (64, 128), (1, 2)),
+    size=Size(128, num_heads=2, head_dim=16, repeats=1),
+    backend="eager",
 )
-def vs_flex_attention(spec: LongNet, size: Size, backend: str) -> Iterator[Row]:
+def vs_flex_attention(
+    spec: LongNet = LONGNET_4.shrunk(2), size: Size = Size(8192, num_heads=4, repeats=3), backend: str = "inductor"
+) -> Iterator[Row]:
     """How much faster is it than compiled FlexAttention in natural token order?
 
     The same mixture (a score_mod there), and the union of its branches as a mask.
@@ -111,15 +103,11 @@ def vs_flex_attention(spec: LongNet, size: Size, backend: str) -> Iterator[Row]:
         yield _race(what, at_least(bound, "×"), theirs, _ours(rule, problem), "forward", size)
 
 
-@measure(
-    "C9",
-    full={"specs": _BOTH, "sizes": tuple(Size(tokens, num_heads=1, repeats=3) for tokens in (16384, 65536, 262144))},
-    small={
-        "specs": _BOTH_SMALL[:1],
-        "sizes": tuple(Size(tokens, num_heads=1, repeats=1) for tokens in (512, 1024)),
-    },
-)
-def linear_time(specs: tuple[LongNet, ...], sizes: tuple[Size, ...]) -> Iterator[Row]:
+@measure("C9", specs=_BOTH_SMALL[:1], sizes=tuple(Size(tokens, num_heads=1, repeats=1) for tokens in (512, 1024)))
+def linear_time(
+    specs: tuple[LongNet, ...] = _BOTH,
+    sizes: tuple[Size, ...] = tuple(Size(tokens, num_heads=1, repeats=3) for tokens in (16384, 65536, 262144)),
+) -> Iterator[Row]:
     """Does the time of a token stay the same as the sequence grows?
 
     Forward and backward, of the longest sequence over the shortest's.
@@ -138,20 +126,17 @@ def linear_time(specs: tuple[LongNet, ...], sizes: tuple[Size, ...]) -> Iterator
 
 
 @measure(
-    full={
-        "spec": LONGNET_4,
-        "sizes": tuple(
-            Size(1024 * kilo, num_heads=1, repeats=2 if kilo > 16 else 5) for kilo in (4, 8, 16, 32, 64, 128, 256)
-        ),
-        "dense_tokens": 65536,
-    },
-    small={
-        "spec": LONGNET_4.shrunk(8),
-        "sizes": tuple(Size(tokens, num_heads=1, repeats=1) for tokens in (1024, 2048)),
-        "dense_tokens": 1024,
-    },
+    spec=LONGNET_4.shrunk(8),
+    sizes=tuple(Size(tokens, num_heads=1, repeats=1) for tokens in (1024, 2048)),
+    dense_tokens=1024,
 )
-def sweep(spec: LongNet, sizes: tuple[Size, ...], dense_tokens: int) -> Iterator[Mapping[str, Any]]:
+def sweep(
+    spec: LongNet = LONGNET_4,
+    sizes: tuple[Size, ...] = tuple(
+        Size(1024 * kilo, num_heads=1, repeats=2 if kilo > 16 else 5) for kilo in (4, 8, 16, 32, 64, 128, 256)
+    ),
+    dense_tokens: int = 65536,
+) -> Iterator[Mapping[str, Any]]:
     """How do forward, backward and peak memory grow with the sequence?
 
     Measured points only; dense attention only up to `dense_tokens`, beyond it takes too long.
@@ -217,15 +202,11 @@ def _each(sizes: tuple[Size, ...], specs: tuple[LongNet, ...]) -> Iterator[tuple
 _NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-@measure(
-    "C8",
-    full={"specs": (LONGNET_4.shrunk(8), LONGNET_4.shrunk(8).as_causal()), "size": Size(2048, num_heads=2)},
-    small={
-        "specs": (LONGNET_4.shrunk(64), LONGNET_4.shrunk(64).as_causal()),
-        "size": Size(256, num_heads=4, head_dim=16),
-    },
-)
-def accuracy(specs: tuple[LongNet, ...], size: Size) -> Iterator[Row]:
+@measure("C8", specs=(LONGNET_4.shrunk(64), LONGNET_4.shrunk(64).as_causal()), size=Size(256, num_heads=4, head_dim=16))
+def accuracy(
+    specs: tuple[LongNet, ...] = (LONGNET_4.shrunk(8), LONGNET_4.shrunk(8).as_causal()),
+    size: Size = Size(2048, num_heads=2),
+) -> Iterator[Row]:
     """Are output and gradients as exact as dense attention's own?
 
     Relative error against float64 over dense SDPA's own at the same size, the worst of all. The size must allow an
@@ -280,20 +261,13 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, rule: LongNet) -> tuple[Tensor, Tens
     return out, lse
 
 
-@measure(
-    full={
-        "spec": LONGNET_5,
-        "sizes": (Size(16384, num_heads=4), Size(65536, num_heads=4, repeats=3)),
-        "verified": Size(2048, num_heads=2),
-    },
-    small={
-        "spec": LONGNET_5.shrunk(64),
-        "sizes": (Size(512, num_heads=2, repeats=1),),
-        "verified": Size(256, num_heads=2),
-    },
-)
+@measure(spec=LONGNET_5.shrunk(64), sizes=(Size(512, num_heads=2, repeats=1),), verified=Size(256, num_heads=2))
 @torch.no_grad()
-def received(spec: LongNet, sizes: tuple[Size, ...], verified: Size) -> Iterator[Row]:
+def received(
+    spec: LongNet = LONGNET_5,
+    sizes: tuple[Size, ...] = (Size(16384, num_heads=4), Size(65536, num_heads=4, repeats=3)),
+    verified: Size = Size(2048, num_heads=2),
+) -> Iterator[Row]:
     """What does it cost to ask how much attention each key got, beside the forward pass it follows?
 
     Time over that of a forward pass with lse, and peak memory over that pass's.

@@ -22,15 +22,10 @@ from .peers import natural_block_mask
 _BLOCK = 128
 
 
-@measure(
-    "C5",
-    full={"specs": (LONGNET_4, LONGNET_4.as_causal()), "size": Size(8192, num_heads=4, repeats=3)},
-    small={
-        "specs": (LONGNET_4.shrunk(4), LONGNET_4.shrunk(4).as_causal()),
-        "size": Size(1024, num_heads=2, repeats=1),
-    },
-)
-def mask_build(specs: tuple[LongNet, ...], size: Size) -> Iterator[Row]:
+@measure("C5", specs=(LONGNET_4.shrunk(4), LONGNET_4.shrunk(4).as_causal()), size=Size(1024, num_heads=2, repeats=1))
+def mask_build(
+    specs: tuple[LongNet, ...] = (LONGNET_4, LONGNET_4.as_causal()), size: Size = Size(8192, num_heads=4, repeats=3)
+) -> Iterator[Row]:
     """How much faster than `create_block_mask` is a BlockMask built, and is it the same?
 
     In token order with blocks of 128 and nothing cached; both sides' block lists are compared first.
@@ -82,12 +77,10 @@ _TABLES = (
 )  # fmt: skip
 
 
-@measure(
-    "C7",
-    full={"specs": (LONGNET_5,), "size": Size(1 << 20, num_heads=16, repeats=3)},
-    small={"specs": (LONGNET_5.shrunk(8),), "size": Size(8192, num_heads=16, repeats=1)},
-)
-def million_token_tables(specs: tuple[LongNet, ...], size: Size) -> Iterator[Row]:
+@measure("C7", specs=(LONGNET_5.shrunk(8),), size=Size(8192, num_heads=16, repeats=1))
+def million_token_tables(
+    specs: tuple[LongNet, ...] = (LONGNET_5,), size: Size = Size(1 << 20, num_heads=16, repeats=3)
+) -> Iterator[Row]:
     """What do block tables of a million tokens cost: bytes over dense ones', time, memory?
 
     All branches in one residue-major BlockMask.
@@ -162,21 +155,18 @@ def _random(num_tokens: int) -> Case:
     return Case("window, global tokens, random blocks", masks.to_json(pattern), num_tokens)
 
 
-@measure(
-    full={
-        "cases": (
-            _window(1 << 20),
-            _longnet(65536, num_heads=16),
-            _longnet(65536, num_heads=16, rate=16),
-            _longnet(1 << 20, num_heads=1),
-            _random(65536),
-            _random(1 << 20),
-        ),
-        "repeats": 5,
-    },
-    small={"cases": (_window(2048), _longnet(2048, num_heads=4, shrunk=32, rate=16), _random(2048)), "repeats": 1},
-)
-def cache(cases: tuple[Case, ...], repeats: int) -> Iterator[Row]:
+@measure(cases=(_window(2048), _longnet(2048, num_heads=4, shrunk=32, rate=16), _random(2048)), repeats=1)
+def cache(
+    cases: tuple[Case, ...] = (
+        _window(1 << 20),
+        _longnet(65536, num_heads=16),
+        _longnet(65536, num_heads=16, rate=16),
+        _longnet(1 << 20, num_heads=1),
+        _random(65536),
+        _random(1 << 20),
+    ),
+    repeats: int = 5,
+) -> Iterator[Row]:
     """How small is a cached block list, and how much sooner is it there again than built anew?
 
     Lists are compared after a round trip. Bytes are those of the tensors, and of what the cache keeps.

@@ -123,8 +123,8 @@ _FULL = Steps(
 _SMALL = Steps(Size(256, num_heads=2, head_dim=8, repeats=3), 2, 1 << 10, 2)
 
 
-@measure("D6", full={"steps": _FULL}, small={"steps": _SMALL})
-def buffer_reuse(steps: Steps) -> Iterator[Row]:
+@measure("D6", steps=_SMALL)
+def buffer_reuse(steps: Steps = _FULL) -> Iterator[Row]:
     """Are buffers for what is sent there again after warm-up, and how many are made a step?
 
     With and without a pool, outputs and gradients are seen to be equal bit by bit.
@@ -147,11 +147,10 @@ def buffer_reuse(steps: Steps) -> Iterator[Row]:
         yield Row(f"{name}: buffers allocated a step, after warm-up", at_most(0), made, detail=detail)
 
 
-@measure(
-    full={"steps": _FULL, "buffer_bytes": tuple(1 << power for power in range(16, 27))},
-    small={"steps": _SMALL, "buffer_bytes": (1 << 16, 1 << 23, 1 << 24)},
-)
-def pool(steps: Steps, buffer_bytes: tuple[int, ...]) -> Iterator[Row]:
+@measure(steps=_SMALL, buffer_bytes=(1 << 16, 1 << 23, 1 << 24))
+def pool(
+    steps: Steps = _FULL, buffer_bytes: tuple[int, ...] = tuple(1 << power for power in range(16, 27))
+) -> Iterator[Row]:
     """Where does a pool of buffers save time or memory?
 
     Beside what was claimed of pools elsewhere. A step's rows are those of `buffer_reuse`, measured anew.
@@ -273,11 +272,8 @@ KINDS: dict[str, Draw] = {
 }
 
 
-@measure(
-    full={"size": Size(4096, num_heads=8, repeats=5), "window": 1024},
-    small={"size": Size(128, num_heads=2, head_dim=16, repeats=1), "window": 32},
-)
-def codec(size: Size, window: int) -> Iterator[Row]:
+@measure(size=Size(128, num_heads=2, head_dim=16, repeats=1), window=32)
+def codec(size: Size = Size(4096, num_heads=8, repeats=5), window: int = 1024) -> Iterator[Row]:
     """How many bytes do the wire codecs save, what does that do to rows and to what attention makes of them?
 
     Keys and values of each kind, under causal attention to a window. Errors are relative, in the Euclidean norm: of

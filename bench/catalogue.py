@@ -36,16 +36,15 @@ _FEW = ("strided", "random_blocks", "per_document")
 
 
 @measure(
-    full={"entries": ENTRIES, "num_tokens": 65536, "most": MILLION, "checked": 4096, "repeats": 3},
-    small={
-        "entries": tuple(entry for entry in ENTRIES if entry.name in _FEW),
-        "num_tokens": 1024,
-        "most": 2048,
-        "checked": 512,
-        "repeats": 1,
-    },
+    entries=tuple(entry for entry in ENTRIES if entry.name in _FEW), num_tokens=1024, most=2048, checked=512, repeats=1
 )
-def catalogue(entries: tuple[Entry, ...], num_tokens: int, most: int, checked: int, repeats: int) -> Iterator[Row]:
+def catalogue(
+    entries: tuple[Entry, ...] = ENTRIES,
+    num_tokens: int = 65536,
+    most: int = MILLION,
+    checked: int = 4096,
+    repeats: int = 3,
+) -> Iterator[Row]:
     """What does each pattern of the catalogue cost: computed for useful pairs at 64K tokens, its tables at a million?
 
     The worst of the patterns that can meet a target; all figures, and the reasons of the others, as detail. Pairs are
@@ -169,8 +168,8 @@ _OF_CATALOGUE = (
 _ENTRIES = (*_OWN, *(entry for entry in ENTRIES if entry.name in _OF_CATALOGUE))
 
 
-@measure(full={"entries": _ENTRIES, "num_tokens": MILLION}, small={"entries": _ENTRIES[1:3], "num_tokens": 2048})
-def describe(entries: tuple[Entry, ...], num_tokens: int) -> Iterator[Row]:
+@measure(entries=_ENTRIES[1:3], num_tokens=2048)
+def describe(entries: tuple[Entry, ...] = _ENTRIES, num_tokens: int = MILLION) -> Iterator[Row]:
     """How long does `describe` take to tell all it knows of a pattern at a million tokens?
 
     The slowest of the patterns on one thread, with the parts of each as detail; each is checked pair by pair at the

@@ -15,13 +15,13 @@ _TEST = "tests/project/test_site.py::test_docstrings_become_markdown"
 
 
 @measure(
-    full={"demo": ("make", "demo", "ARGS=--out {folder}"), "test": ("make", "test", "ARGS=--junitxml={report}")},
-    small={
-        "demo": (sys.executable, "-m", "flexdilated", "demo", "--steps", "1", "--context", "256", "--out", "{folder}"),
-        "test": (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml={report}", _TEST),
-    },
+    demo=(sys.executable, "-m", "flexdilated", "demo", "--steps", "1", "--context", "256", "--out", "{folder}"),
+    test=(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml={report}", _TEST),
 )
-def commands(demo: tuple[str, ...], test: tuple[str, ...]) -> Iterator[Row]:
+def commands(
+    demo: tuple[str, ...] = ("make", "demo", "ARGS=--out {folder}"),
+    test: tuple[str, ...] = ("make", "test", "ARGS=--junitxml={report}"),
+) -> Iterator[Row]:
     """How long do `make demo` and `make test` take, their environments there, and the slowest test?"""
     with TemporaryDirectory() as folder:
         report = Path(folder, "tests.xml")

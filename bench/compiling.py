@@ -89,12 +89,12 @@ WAYS: dict[str, Callable[[int], int]] = {
 }
 
 
-@measure(
-    "C11",
-    full={"spec": LONGNET_4.shrunk(8).as_causal(), "lengths": Lengths(50, 200, 4096), "backend": "inductor"},
-    small={"spec": LONGNET_4.shrunk(64).as_causal(), "lengths": Lengths(3, 60, 300), "backend": "aot_eager"},
-)
-def changing_lengths(spec: LongNet, lengths: Lengths, backend: str) -> list[Row]:
+@measure("C11", spec=LONGNET_4.shrunk(64).as_causal(), lengths=Lengths(3, 60, 300), backend="aot_eager")
+def changing_lengths(
+    spec: LongNet = LONGNET_4.shrunk(8).as_causal(),
+    lengths: Lengths = Lengths(50, 200, 4096),
+    backend: str = "inductor",
+) -> list[Row]:
     """When lengths keep changing: how many compilations, graph breaks, and how slow unpadded?
 
     Each way starts with nothing compiled, in a process and with a folder of its own. Padding is on the right,
@@ -203,17 +203,14 @@ class FirstSteps(NamedTuple):
 
 
 @measure(
-    full={"config": First(LONGNET_4.as_causal(), Size(8192, num_heads=4))},
-    small={
-        "config": First(
-            *(LONGNET_4.shrunk(64).as_causal(), Size(256, 4), 60, 8, 100, 2),
-            repeats=1,
-            backend="aot_eager",
-            starts=("cold",),
-        )
-    },
+    config=First(
+        *(LONGNET_4.shrunk(64).as_causal(), Size(256, 4), 60, 8, 100, 2),
+        repeats=1,
+        backend="aot_eager",
+        starts=("cold",),
+    )
 )
-def first_step(config: First) -> Iterator[Row]:
+def first_step(config: First = First(LONGNET_4.as_causal(), Size(8192, num_heads=4))) -> Iterator[Row]:
     """How long does the first step take, with nothing compiled yet, with torch's cache on disk, and then?
 
     First steps beside those of the same with torch's own attention, which costs what torch.compile costs anyhow.

@@ -18,23 +18,20 @@ from .peers import dense_attention
 
 @measure(
     "C10",
-    full={
-        "spec": LONGNET_5.as_causal(),
-        "size": Size(65536, num_heads=16, repeats=31),
-        "past": (65536, 1048576),
-        "phases": (1000, 11000, 21000, 32000),
-        "steps": 16,
-    },
-    small={
-        "spec": LONGNET_5.shrunk(64).as_causal(),
-        "size": Size(1024, num_heads=16, repeats=2),
-        "past": (1024, 8192),
-        "phases": (100, 490),
-        "steps": 4,
-    },
+    spec=LONGNET_5.shrunk(64).as_causal(),
+    size=Size(1024, num_heads=16, repeats=2),
+    past=(1024, 8192),
+    phases=(100, 490),
+    steps=4,
 )
 @torch.no_grad()
-def decoding(spec: LongNet, size: Size, past: tuple[int, int], phases: tuple[int, ...], steps: int) -> Iterator[Row]:
+def decoding(
+    spec: LongNet = LONGNET_5.as_causal(),
+    size: Size = Size(65536, num_heads=16, repeats=31),
+    past: tuple[int, int] = (65536, 1048576),
+    phases: tuple[int, ...] = (1000, 11000, 21000, 32000),
+    steps: int = 16,
+) -> Iterator[Row]:
     """Is a decoding step as quick after a million tokens as after 64 thousand, at equal phase?
 
     `phases`, ascending, are the places in the longest segment at which the timed steps begin. The past numbers
@@ -97,26 +94,21 @@ def _check(spec: LongNet, problem: Problem, out: Tensor, first: int, name: str) 
 
 @measure(
     "C14",
-    full={
-        "spec": LONGNET_4.as_causal(),
-        "size": Size(16384, num_heads=8, repeats=15),
-        "past": (4096, 16384),
-        "queries": (1, 4, 16),
-        "steps": 4,
-        "counted": 1000,
-    },
-    small={
-        "spec": LONGNET_4.shrunk(64).as_causal(),
-        "size": Size(256, num_heads=8, repeats=2),
-        "past": (256,),
-        "queries": (1, 16),
-        "steps": 2,
-        "counted": 50,
-    },
+    spec=LONGNET_4.shrunk(64).as_causal(),
+    size=Size(256, num_heads=8, repeats=2),
+    past=(256,),
+    queries=(1, 16),
+    steps=2,
+    counted=50,
 )
 @torch.no_grad()
 def few_queries(
-    spec: LongNet, size: Size, past: tuple[int, ...], queries: tuple[int, ...], steps: int, counted: int
+    spec: LongNet = LONGNET_4.as_causal(),
+    size: Size = Size(16384, num_heads=8, repeats=15),
+    past: tuple[int, ...] = (4096, 16384),
+    queries: tuple[int, ...] = (1, 4, 16),
+    steps: int = 4,
+    counted: int = 1000,
 ) -> Iterator[Row]:
     """Is a call with a new query offset as quick as a step of a cache, and does it leave anything behind?
 

@@ -143,8 +143,8 @@ def _ways(setting: Setting) -> dict[str, Make]:
     }
 
 
-@measure(full={"setting": Setting(), "seeds": 3}, small={"setting": _SMALL, "seeds": 2})
-def byte_model(setting: Setting, seeds: int) -> Iterator[Row]:
+@measure(setting=_SMALL, seeds=2)
+def byte_model(setting: Setting = Setting(), seeds: int = 3) -> Iterator[Row]:
     """What do models of bytes learn that read chosen blocks, against a window of as many keys, dense and exact choice?
 
     Equal parameters, texts and steps. Bits of texts held out: of all bytes, by their position, and of those whose eight
@@ -169,11 +169,8 @@ def byte_model(setting: Setting, seeds: int) -> Iterator[Row]:
     yield _row(f"{what}, of a dense model: saved by mean keys over the window, at least", read, *compared)
 
 
-@measure(
-    full={"setting": Setting(), "seeds": 3, "coarse": 64, "fine": 8},
-    small={"setting": _SMALL, "seeds": 2, "coarse": 8, "fine": 2},
-)
-def byte_training(setting: Setting, seeds: int, coarse: int, fine: int) -> Iterator[Row]:
+@measure(setting=_SMALL, seeds=2, coarse=8, fine=2)
+def byte_training(setting: Setting = Setting(), seeds: int = 3, coarse: int = 64, fine: int = 8) -> Iterator[Row]:
     """Do refined blocks beat drawn ones, a narrowing schedule a fixed width, a choice from coarse to fine a flat one?
 
     As in `byte_model`, each two of equal keys. Drawn and refined blocks also where the second half of each text repeats
@@ -202,11 +199,10 @@ def byte_training(setting: Setting, seeds: int, coarse: int, fine: int) -> Itera
     yield _row(what, copied, "refined blocks", "drawn blocks", ("drawn blocks",))
 
 
-@measure(
-    full={"settings": (Setting(), Setting(tokens=8192, batch=1)), "repeats": 5},
-    small={"settings": (_SMALL,), "repeats": 1},
-)
-def byte_step(settings: tuple[Setting, ...], repeats: int) -> Iterator[Row]:
+@measure(settings=(_SMALL,), repeats=1)
+def byte_step(
+    settings: tuple[Setting, ...] = (Setting(), Setting(tokens=8192, batch=1)), repeats: int = 5
+) -> Iterator[Row]:
     """What does a training step of these models cost, against the dense one?"""
     for setting in settings:
         ways = _ways(setting) | {"refined blocks": partial(Listed, setting, refined=True)}

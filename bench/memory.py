@@ -25,15 +25,11 @@ Point = Mapping[str, Any]
 _M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
-@measure(
-    "C13",
-    full={
-        "specs": (LONGNET_4, LONGNET_4.as_causal(), Window("window of 1024, causal", 1023, 0)),
-        "size": Size(65536, num_heads=2),
-    },
-    small={"specs": (LONGNET_4.shrunk(8),), "size": Size(4096, num_heads=1)},
-)
-def training_memory(specs: tuple[LongNet | Window, ...], size: Size) -> Iterator[Row]:
+@measure("C13", specs=(LONGNET_4.shrunk(8),), size=Size(4096, num_heads=1))
+def training_memory(
+    specs: tuple[LongNet | Window, ...] = (LONGNET_4, LONGNET_4.as_causal(), Window("window of 1024, causal", 1023, 0)),
+    size: Size = Size(65536, num_heads=2),
+) -> Iterator[Row]:
     """Does a training step of sparse attention fit where dense attention's does?
 
     Peak memory of forward and backward, inputs and gradients included, over dense SDPA's.
@@ -55,34 +51,15 @@ _PATTERNS = (
 )
 
 
-@measure(
-    full={
-        "patterns": _PATTERNS,
-        "dtypes": ("float32", "bfloat16"),
-        "num_tokens": 65536,
-        "embed_dim": 128,
-        "depth": 2,
-        "num_heads": 2,
-        "budgets": BUDGETS,
-    },
-    small={
-        "patterns": _PATTERNS[:1],
-        "dtypes": ("float32",),
-        "num_tokens": 512,
-        "embed_dim": 32,
-        "depth": 2,
-        "num_heads": 1,
-        "budgets": (),
-    },
-)
+@measure(patterns=_PATTERNS[:1], dtypes=("float32",), num_tokens=512, embed_dim=32, num_heads=1, budgets=())
 def fits(
-    patterns: tuple[tuple[str, str], ...],
-    dtypes: tuple[str, ...],
-    num_tokens: int,
-    embed_dim: int,
-    depth: int,
-    num_heads: int,
-    budgets: tuple[int, ...],
+    patterns: tuple[tuple[str, str], ...] = _PATTERNS,
+    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    num_tokens: int = 65536,
+    embed_dim: int = 128,
+    depth: int = 2,
+    num_heads: int = 2,
+    budgets: tuple[int, ...] = BUDGETS,
 ) -> Iterator[Row]:
     """Does `plan` know how much memory attention and a LongNet's training step take?
 
@@ -157,15 +134,15 @@ def _give_back_what_is_freed() -> None:
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
-_CHECKPOINTED = {"name": "LongNet-4, causal", "pattern": _LONGNET_4, "num_tokens": 16384, "embed_dim": 128, "depth": 8}
-
-
-@measure(
-    full={**_CHECKPOINTED, "num_heads": 2, "repeats": 3},
-    small={**_CHECKPOINTED, "num_tokens": 512, "embed_dim": 32, "depth": 2, "num_heads": 2, "repeats": 1},
-)
+@measure(num_tokens=512, embed_dim=32, depth=2, repeats=1)
 def checkpointing(
-    name: str, pattern: str, num_tokens: int, embed_dim: int, depth: int, num_heads: int, repeats: int
+    name: str = "LongNet-4, causal",
+    pattern: str = _LONGNET_4,
+    num_tokens: int = 16384,
+    embed_dim: int = 128,
+    depth: int = 8,
+    num_heads: int = 2,
+    repeats: int = 3,
 ) -> Iterator[Row]:
     """What does gradient checkpointing save in memory, and cost in time?
 

@@ -28,12 +28,10 @@ def planned_call(pattern: masks.Pattern | masks.Mixture, num_heads: int, num_tok
     return _programs(CallKey.of(pattern.text, *sizes, [128, 128]), [], 1)[0][1]
 
 
-@measure(
-    "C6",
-    full={"spec": LONGNET_5.as_causal(), "size": Size(65536, num_heads=16, repeats=9), "lookups": 2000},
-    small={"spec": LONGNET_5.shrunk(32).as_causal(), "size": Size(2048, num_heads=16, repeats=3), "lookups": 100},
-)
-def plan_lookup(spec: LongNet, size: Size, lookups: int) -> Iterator[Row]:
+@measure("C6", spec=LONGNET_5.shrunk(32).as_causal(), size=Size(2048, num_heads=16, repeats=3), lookups=100)
+def plan_lookup(
+    spec: LongNet = LONGNET_5.as_causal(), size: Size = Size(65536, num_heads=16, repeats=9), lookups: int = 2000
+) -> Iterator[Row]:
     """How long does a call wait for a plan that is already there?
 
     What every call of the tiles engine looks up, and the plan behind it by pattern and sizes.
@@ -52,16 +50,12 @@ def plan_lookup(spec: LongNet, size: Size, lookups: int) -> Iterator[Row]:
         yield Row(what, at_most(20, "µs"), each.median_s * 1e6, (each,), {"lookups_a_repeat": lookups})
 
 
-@measure(
-    "C12",
-    full={
-        "specs": (LONGNET_4, LONGNET_5, PAPER_5, GIGAPATH_5),
-        "num_tokens": (16384, 32768, 65536, 131072, 262144),
-        "num_heads": 16,
-    },
-    small={"specs": (LONGNET_4, PAPER_5, GIGAPATH_5), "num_tokens": (4096, 16384), "num_heads": 4},
-)
-def computed_pairs(specs: tuple[LongNet, ...], num_tokens: tuple[int, ...], num_heads: int) -> Iterator[Row]:
+@measure("C12", specs=(LONGNET_4, PAPER_5, GIGAPATH_5), num_tokens=(4096, 16384), num_heads=4)
+def computed_pairs(
+    specs: tuple[LongNet, ...] = (LONGNET_4, LONGNET_5, PAPER_5, GIGAPATH_5),
+    num_tokens: tuple[int, ...] = (16384, 32768, 65536, 131072, 262144),
+    num_heads: int = 16,
+) -> Iterator[Row]:
     """How many pairs does the planner's choice compute for each useful one?
 
     Pairs in the plan's listed blocks of 128 over useful pairs; the worst size of each LongNet, full and causal. The
@@ -82,20 +76,14 @@ def computed_pairs(specs: tuple[LongNet, ...], num_tokens: tuple[int, ...], num_
 
 
 @measure(
-    full={
-        "names": ("LongNet-4", "GigaPath-5", "local window", "BigBird", "strided"),
-        "size": Size(16384, num_heads=2),
-        "constants": ON_CPU,
-        "seconds": 1.0,
-    },
-    small={
-        "names": ("LongNet-4", "strided"),
-        "size": Size(256, num_heads=1, head_dim=16),
-        "constants": Sizes(128, 2, 128),
-        "seconds": 0.0,
-    },
+    names=("LongNet-4", "strided"), size=Size(256, num_heads=1, head_dim=16), constants=Sizes(128, 2, 128), seconds=0.0
 )
-def choice(names: tuple[str, ...], size: Size, constants: Sizes, seconds: float) -> Iterator[Row]:
+def choice(
+    names: tuple[str, ...] = ("LongNet-4", "GigaPath-5", "local window", "BigBird", "strided"),
+    size: Size = Size(16384, num_heads=2),
+    constants: Sizes = ON_CPU,
+    seconds: float = 1.0,
+) -> Iterator[Row]:
     """Is the planner's choice the fastest way, and how far are its predictions off?
 
     Forward and backward of what the planner takes over the fastest of all ways, with constants measured before.

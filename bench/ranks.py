@@ -41,25 +41,13 @@ _ORDERS: tuple[Order, ...] = ("contiguous", "zigzag")
 _SCHEDULES: tuple[Schedule, ...] = ("exchange", "ring", "heads")
 
 
-@measure(
-    "D2",
-    full={
-        "spec": LONGNET_4.shrunk(8),
-        "size": Size(2048, num_heads=8, head_dim=16),
-        "ranks": 4,
-        "schedules": _SCHEDULES,
-        "steps": 4,
-    },
-    small={
-        "spec": LONGNET_4.shrunk(128),
-        "size": Size(128, num_heads=4, head_dim=8),
-        "ranks": 2,
-        "schedules": _SCHEDULES,
-        "steps": 1,
-    },
-)
+@measure("D2", spec=LONGNET_4.shrunk(128), size=Size(128, num_heads=4, head_dim=8), ranks=2, steps=1)
 def planning_collectives(
-    spec: LongNet, size: Size, ranks: int, schedules: tuple[Schedule, ...], steps: int
+    spec: LongNet = LONGNET_4.shrunk(8),
+    size: Size = Size(2048, num_heads=8, head_dim=16),
+    ranks: int = 4,
+    schedules: tuple[Schedule, ...] = _SCHEDULES,
+    steps: int = 4,
 ) -> Iterator[Row]:
     """How many collectives does a step need besides those that carry keys and gradients?
 
@@ -117,30 +105,18 @@ _WINDOW = Window("window of 400", 300, 99)
 
 @measure(
     "D3",
-    full={
-        "specs": (_SHRUNK, _SHRUNK.as_causal(), dense(1024, causal=True), _WINDOW),
-        "size": Size(1024, num_heads=8, head_dim=32),
-        "ranks": (2, 4, 8),
-        "schedules": _SCHEDULES,
-        "orders": _ORDERS,
-        "dtypes": ("float32", "bfloat16"),
-    },
-    small={
-        "specs": (LONGNET_4.shrunk(128).as_causal(), replace(_WINDOW, left=40, right=9)),
-        "size": Size(128, num_heads=4, head_dim=8),
-        "ranks": (2,),
-        "schedules": _SCHEDULES,
-        "orders": ("zigzag",),
-        "dtypes": ("float32", "bfloat16"),
-    },
+    specs=(LONGNET_4.shrunk(128).as_causal(), replace(_WINDOW, left=40, right=9)),
+    size=Size(128, num_heads=4, head_dim=8),
+    ranks=(2,),
+    orders=("zigzag",),
 )
 def rank_accuracy(
-    specs: tuple[LongNet | Window, ...],
-    size: Size,
-    ranks: tuple[int, ...],
-    schedules: tuple[Schedule, ...],
-    orders: tuple[Order, ...],
-    dtypes: tuple[str, ...],
+    specs: tuple[LongNet | Window, ...] = (_SHRUNK, _SHRUNK.as_causal(), dense(1024, causal=True), _WINDOW),
+    size: Size = Size(1024, num_heads=8, head_dim=32),
+    ranks: tuple[int, ...] = (2, 4, 8),
+    schedules: tuple[Schedule, ...] = _SCHEDULES,
+    orders: tuple[Order, ...] = _ORDERS,
+    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
 ) -> list[Row]:
     """Is attention on many ranks as exact as on one?
 
@@ -194,16 +170,12 @@ _PARTS = ("forward", "backward")
 _ROLES: dict[Role, str] = {"keys": "K and V", "gradients": "gradients of K and V"}
 
 
-@measure(
-    "D5",
-    full={
-        "specs": (dense(4096, causal=False), longnet_n(4096)),
-        "size": Size(4096, num_heads=4, head_dim=32),
-        "ranks": (2, 4, 8),
-    },
-    small={"specs": (dense(256, causal=False),), "size": Size(256, num_heads=2, head_dim=8), "ranks": (4,)},
-)
-def ring_memory(specs: tuple[LongNet, ...], size: Size, ranks: tuple[int, ...]) -> Iterator[Row]:
+@measure("D5", specs=(dense(256, causal=False),), size=Size(256, num_heads=2, head_dim=8), ranks=(4,))
+def ring_memory(
+    specs: tuple[LongNet, ...] = (dense(4096, causal=False), longnet_n(4096)),
+    size: Size = Size(4096, num_heads=4, head_dim=32),
+    ranks: tuple[int, ...] = (2, 4, 8),
+) -> Iterator[Row]:
     """How many shards of other ranks' keys and values does a ring hold at one time?
 
     Buffers that messages come into or go out of, each until it is freed; the most of any rank. Causal in zigzag, full

@@ -37,11 +37,8 @@ def _ways(size: Size) -> dict[str, tuple[Attention, bool]]:
     }
 
 
-@measure(
-    full={"size": Size(16384, 4, repeats=3), "past": 65536, "steps": 32},
-    small={"size": Size(512, 2, 16, repeats=1), "past": 256, "steps": 2},
-)
-def recipe_cost(size: Size, past: int, steps: int) -> Iterator[Row]:
+@measure(size=Size(512, 2, 16, repeats=1), past=256, steps=2)
+def recipe_cost(size: Size = Size(16384, 4, repeats=3), past: int = 65536, steps: int = 32) -> Iterator[Row]:
     """How much faster than dense attention is each published way to choose blocks, choosing included?
 
     Of the whole sequence, forward, and forward and backward of those that train; then of steps of decoding after `past`

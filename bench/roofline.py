@@ -88,16 +88,13 @@ _SIDES = ((128, 384), (128, 1152), (256, 512), (256, 1280), (512, 1536), (1024, 
 SHAPES = tuple(Shape(*sides, pairs=1 << 24) for sides in _SIDES)
 
 
-@measure(
-    full={"cases": CASES, "size": Size(16384, num_heads=2, repeats=3), "matmul": 4096, "shapes": SHAPES},
-    small={
-        "cases": CASES[:2],
-        "size": Size(512, num_heads=2, repeats=1),
-        "matmul": 64,
-        "shapes": (Shape(8, 16, pairs=1 << 8),),
-    },
-)
-def roofline(cases: tuple[Case, ...], size: Size, matmul: int, shapes: tuple[Shape, ...]) -> list[Row]:
+@measure(cases=CASES[:2], size=Size(512, num_heads=2, repeats=1), matmul=64, shapes=(Shape(8, 16, pairs=1 << 8),))
+def roofline(
+    cases: tuple[Case, ...] = CASES,
+    size: Size = Size(16384, num_heads=2, repeats=3),
+    matmul: int = 4096,
+    shapes: tuple[Shape, ...] = SHAPES,
+) -> list[Row]:
     """How much of the machine's matmul rate does useful work get, pattern by pattern, and what takes the rest?
 
     Every pattern is verified; all are timed in turns, beside a product of matrices of side `matmul` and dense

@@ -63,21 +63,17 @@ _LADDER = (512, 768, 1024, 1536, 2048, 3072, 4096)
 
 
 @measure(
-    full={
-        "choices": _CHOICES,
-        "sizes": (Size(4096, 4), Size(16384, 4, repeats=3), Size(65536, 1, repeats=3)),
-        "ladder": _LADDER,
-    },
-    small={
-        "choices": tuple(
-            replace(each, block=each.block // 8, keys=64, query_block=q)
-            for each, q in zip(_CHOICES, (16, 1), strict=True)
-        ),
-        "sizes": (Size(256, 2, 16, repeats=1),),
-        "ladder": (128, 256),
-    },
+    choices=tuple(
+        replace(each, block=each.block // 8, keys=64, query_block=q) for each, q in zip(_CHOICES, (16, 1), strict=True)
+    ),
+    sizes=(Size(256, 2, 16, repeats=1),),
+    ladder=(128, 256),
 )
-def selection_cost(choices: tuple[Choice, ...], sizes: tuple[Size, ...], ladder: tuple[int, ...]) -> Iterator[Row]:
+def selection_cost(
+    choices: tuple[Choice, ...] = _CHOICES,
+    sizes: tuple[Size, ...] = (Size(4096, 4), Size(16384, 4, repeats=3), Size(65536, 1, repeats=3)),
+    ladder: tuple[int, ...] = _LADDER,
+) -> Iterator[Row]:
     """How much faster than dense attention is attention over chosen blocks, choosing included, and from what length on?
 
     512 keys a query, its own block among them. Forward, and forward and backward, of causal float32 attention.
@@ -272,34 +268,15 @@ def _score(model: Retriever, task: Task, read: Reading, seed: int, batches: int)
     return mean(scores)
 
 
-@measure(
-    full={
-        "tasks": (Task("one needle", 1), Task("four needles", 4)),
-        "keys": 128,
-        "blocks": (64, 16, 8),
-        "seeds": 3,
-        "steps": 600,
-        "sizes": (16, 4, 32),
-        "batches": 8,
-    },
-    small={
-        "tasks": (Task("one needle", 1, 64, 4, 128),),
-        "keys": 16,
-        "blocks": (8,),
-        "seeds": 2,
-        "steps": 3,
-        "sizes": (2, 2, 8),
-        "batches": 1,
-    },
-)
+@measure(tasks=(Task("one needle", 1, 64, 4, 128),), keys=16, blocks=(8,), seeds=2, steps=3, sizes=(2, 2, 8), batches=1)
 def needles(
-    tasks: tuple[Task, ...],
-    keys: int,
-    blocks: tuple[int, ...],
-    seeds: int,
-    steps: int,
-    sizes: tuple[int, int, int],
-    batches: int,
+    tasks: tuple[Task, ...] = (Task("one needle", 1), Task("four needles", 4)),
+    keys: int = 128,
+    blocks: tuple[int, ...] = (64, 16, 8),
+    seeds: int = 3,
+    steps: int = 600,
+    sizes: tuple[int, int, int] = (16, 4, 32),
+    batches: int = 8,
 ) -> Iterator[Row]:
     """Do chosen blocks find what a window of as many keys does not, and how far are they below the exact choice?
 

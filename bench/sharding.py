@@ -42,33 +42,21 @@ class Heads:
 
 @measure(
     "D1",
-    full={
-        "counted": longnet_n(_MILLION),
-        "counted_tokens": _MILLION,
-        "counted_ranks": 8,
-        "heads": (Heads(16, 16), Heads(16, 4)),
-        "run": longnet_n(4096),
-        "size": Size(4096, num_heads=4),
-        "ranks": (2, 4, 8),
-    },
-    small={
-        "counted": longnet_n(65536).shrunk(16),
-        "counted_tokens": 4096,
-        "counted_ranks": 8,
-        "heads": (Heads(4, 2),),
-        "run": longnet_n(4096).shrunk(16),
-        "size": Size(256, 4, head_dim=8),
-        "ranks": (2,),
-    },
+    counted=longnet_n(65536).shrunk(16),
+    counted_tokens=4096,
+    heads=(Heads(4, 2),),
+    run=longnet_n(4096).shrunk(16),
+    size=Size(256, 4, head_dim=8),
+    ranks=(2,),
 )
 def exchange_bytes(
-    counted: LongNet,
-    counted_tokens: int,
-    counted_ranks: int,
-    heads: tuple[Heads, ...],
-    run: LongNet,
-    size: Size,
-    ranks: tuple[int, ...],
+    counted: LongNet = longnet_n(_MILLION),
+    counted_tokens: int = _MILLION,
+    counted_ranks: int = 8,
+    heads: tuple[Heads, ...] = (Heads(16, 16), Heads(16, 4)),
+    run: LongNet = longnet_n(4096),
+    size: Size = Size(4096, num_heads=4),
+    ranks: tuple[int, ...] = (2, 4, 8),
 ) -> Iterator[Row]:
     """Does each rank receive just the keys and values that its queries need?
 
@@ -156,18 +144,12 @@ def _worst(received: Sequence[float], least: Sequence[int]) -> float:
     return max((got / needed for got, needed in zip(received, least, strict=True) if needed), default=1.0)
 
 
-@measure(
-    "D4",
-    full={
-        "specs": (LONGNET_4.as_causal(), LONGNET_5.as_causal()),
-        "tokens": (1 << 17, 1 << 20),
-        "num_heads": 16,
-        "ranks": (8, 64),
-    },
-    small={"specs": (LONGNET_5.shrunk(64).as_causal(),), "tokens": (4096,), "num_heads": 4, "ranks": (4,)},
-)
+@measure("D4", specs=(LONGNET_5.shrunk(64).as_causal(),), tokens=(4096,), num_heads=4, ranks=(4,))
 def work_balance(
-    specs: tuple[LongNet, ...], tokens: tuple[int, ...], num_heads: int, ranks: tuple[int, ...]
+    specs: tuple[LongNet, ...] = (LONGNET_4.as_causal(), LONGNET_5.as_causal()),
+    tokens: tuple[int, ...] = (1 << 17, 1 << 20),
+    num_heads: int = 16,
+    ranks: tuple[int, ...] = (8, 64),
 ) -> Iterator[Row]:
     """Do ranks that hold early and late tokens of a causal sequence compute alike?
 
