@@ -28,7 +28,7 @@ Key = tuple[str, str, str]  # measure, its row, what of it
 
 LEAST_NOISE = 0.05
 _NOISE_OF_ONE_RUN = 0.10
-_FIELDS = ("name", "small", "config", "rows", "points", "machine", "versions")
+_FIELDS = {"small": bool, "config": dict, "rows": list, "points": list, "machine": dict, "versions": dict}
 _TIME = re.compile(r"s|ms|µs|us|ns|min|.*/s")
 _PEERS = re.compile(r"dense|SDPA|create_block_mask|FlexAttention|loop over|plain", re.IGNORECASE)
 BOUND = 1.2
@@ -72,30 +72,18 @@ def read_results(path: Path) -> tuple[dict[str, Document], list[str]]:
 def _read(path: Path) -> Document:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(document, dict) and document.get("name") in CODES:
-            document["name"] = CODES[document["name"]]  # written when measures had codes
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"a result must be JSON; {path} is not: {error}") from error
-    missing = [name for name in _FIELDS if not isinstance(document, dict) or name not in document]
-    if missing:
-        raise ValueError(f"a result must be as `python -m bench` writes it; {path} lacks {', '.join(missing)}")
     try:
-        _check(document)
+        document["name"] = CODES.get(document["name"], document["name"])  # measures had codes before
+        for name, kind in _FIELDS.items():
+            if not isinstance(document[name], kind):
+                raise TypeError(f"{name} must be a {kind.__name__}; got {type(document[name]).__name__}")
+        values(document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         kind = type(error).__name__
         raise ValueError(f"a result must be as `python -m bench` writes it; {path}: {kind}: {error}") from error
     return document
-
-
-def _check(document: Document) -> None:
-    """Raise an error of some kind unless everything that is compared is there."""
-    for name, kind in (("machine", dict), ("versions", dict), ("config", dict), ("rows", list), ("points", list)):
-        if not isinstance(document[name], kind):
-            raise TypeError(f"{name} must be a {kind.__name__}; got {type(document[name]).__name__}")
-    for row in document["rows"]:
-        if row["met"] not in (True, False, None):
-            raise ValueError(f"met must be true, false or null; got {row['met']!r}")
-    values(document)
 
 
 def values(document: Document) -> dict[Key, Value]:

@@ -1,14 +1,13 @@
 """The pages that show figures: for each the parts between its marks, rendered from the files of results."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import _kernels, _selection_tables, _tables
+from . import _selection_tables, _tables
 from ._catalogue import ENTRIES, MILLION, Entry
 from ._guard_cases import CASES
 from ._jobs import tokens_text
-from ._measures import Claim, with_unit
 from ._report import (
     Document,
     Part,
@@ -24,7 +23,6 @@ from ._report import (
 )
 from ._run import MEASURES
 from .catalogue import BUILD_MB, BUILD_S, WASTE, file_name
-from .claims import CLAIMS
 
 Figures = Mapping[str, Any]
 
@@ -48,7 +46,7 @@ def _cases(_: Path) -> str:
 def _catalogue_table(document: Document) -> str:
     figures = document["rows"][0]["detail"]["patterns"]
     headers = ("pattern", "density", "waste", "computed as", "tokens", "`BlockMask`", "plan and lists")
-    return with_condition([_line(entry, figures[entry.name]) for entry in ENTRIES], headers, document)
+    return with_condition(markdown([_line(entry, figures[entry.name]) for entry in ENTRIES], headers), document)
 
 
 def _section_of(entry: Entry) -> Part:
@@ -100,51 +98,6 @@ def _built(figures: Figures) -> bool:
     return within and figures["built_tokens"] == MILLION
 
 
-# docs/performance.md
-
-
-def _claims(document: Document) -> str:
-    lines = [
-        (str(number), claim.says, claim.claimed, row["measured_text"], _tables.reached(row))
-        for number, claim, row in _numbered(document)
-    ]
-    return with_condition(lines, ("", "claim", "claimed", "here", "reached"), document)
-
-
-def _notes(document: Document) -> str:
-    return "\n".join(f"{number}. {_note(claim, row)}" for number, claim, row in _numbered(document))
-
-
-def _numbered(document: Document) -> Iterable[tuple[int, Claim, Figures]]:
-    rows = {row["measure"]: row for row in document["rows"]}
-    return [(number, claim, rows[claim.says]) for number, claim in enumerate(CLAIMS, start=1)]
-
-
-_TEXTS = ("claimed", "source")
-_UNITS = {"bytes": (2**20, "MiB"), "percent": (1, "%")}
-
-
-def _note(claim: Claim, row: Mapping[str, Any]) -> str:
-    times = [f"{timing['name']} {with_unit(timing['median_s'] * 1e3, 'ms')}" for timing in row["timings"]]
-    beside = [_beside(name, value) for name, value in row["detail"].items() if name not in _TEXTS]
-    return f"{_sentence(claim.here)} {_sentence('; '.join((*times, *beside)))} Source: {claim.source}."
-
-
-def _beside(name: str, value: float | str) -> str:
-    """A detail in words: its name, and its value in the unit that the name holds."""
-    words = name.replace("_", " ")
-    if isinstance(value, str):
-        return f"{words}: {value}"
-    for word, (size, unit) in _UNITS.items():
-        if word in name.split("_"):
-            return f"{' '.join(words.replace(word, '').split())}: {with_unit(value / size, unit)}"
-    return f"{words}: {value:,}" if isinstance(value, int) else f"{words}: {value:.3g}"
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
 def _from(name: str, **renders: Callable[[Document], str]) -> dict[str, Part]:
     """Parts of one result; a part's name has spaces for underscores."""
     return {part.replace("_", " "): from_result(name, render) for part, render in renders.items()}
@@ -175,7 +128,7 @@ PAGES: dict[Path, dict[str, Part]] = {
         **_from("fits", predicted_and_measured=_tables.peaks),
         **_from("buffer_reuse", reuse=_tables.reuse),
         **_from("pool", pool_claims=_tables.pool_claims),
-        **_from("claims", claims=_claims, notes=_notes),
+        **_from("claims", claims=_tables.claims, notes=_tables.claims_notes),
     },
     _HOWTO / "adaptive.md": {
         **_from("selection_cost", cost=_selection_tables.chosen_cost),
@@ -188,8 +141,8 @@ PAGES: dict[Path, dict[str, Part]] = {
     _HOWTO / "choosing.md": {
         **_from(
             "fits",
-            what_fits_on_cpu=lambda document: _tables.longest(document, "cpu"),
-            what_fits_on_cuda=lambda document: _tables.longest(document, "cuda"),
+            what_fits_on_cpu=_tables.longest("cpu"),
+            what_fits_on_cuda=_tables.longest("cuda"),
         ),
         **_from("checkpointing", checkpointing=_tables.checkpointing),
     },
@@ -213,9 +166,9 @@ PAGES: dict[Path, dict[str, Part]] = {
     _HOWTO / "slide_encoder.md": _from("received", received=_tables.received),
     _CONTRIBUTING / "benchmarks.md": {"measures": _measures, "cases": _cases},
     _CONTRIBUTING / "kernels.md": {
-        **_from("interpreted_kernels", interpreted=_kernels.interpreted),
-        **_from("kernel_code", code=_kernels.code),
-        **_from("flex_program", program=_kernels.counted),
-        **_from("flex_bytes", moved=_kernels.counted),
+        **_from("interpreted_kernels", interpreted=_tables.interpreted),
+        **_from("kernel_code", code=_tables.code),
+        **_from("flex_program", program=_tables.counted),
+        **_from("flex_bytes", moved=_tables.counted),
     },
 }

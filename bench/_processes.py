@@ -80,7 +80,7 @@ def run_together(
     started: list[_Started] = []
     try:
         for function, args in calls:
-            started.append(_start(_send_result, function, args))
+            started.append(_start(function, args))
         return _results(started, limit_s)
     except BaseException:
         for each in started:
@@ -93,7 +93,7 @@ def run_together(
 
 def each_apart(function: Callable[..., Iterable[Any]], *args: Any, limit_s: float) -> Iterator[Any]:
     """What function(*args) yields in a fresh process, one by one as it comes; raises as `run_apart` does."""
-    end, started = monotonic() + limit_s, _start(_send_each, function, args)
+    end, started = monotonic() + limit_s, _start(function, args, stream=True)
     try:
         while True:
             if not started.receiver.poll(max(0.0, end - monotonic())):
@@ -107,11 +107,11 @@ def each_apart(function: Callable[..., Iterable[Any]], *args: Any, limit_s: floa
         started.end()
 
 
-def _start(send: Callable[..., None], function: Callable[..., Any], args: tuple[Any, ...]) -> _Started:
+def _start(function: Callable[..., Any], args: tuple[Any, ...], *, stream: bool = False) -> _Started:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, send, function, args))
+    process = context.Process(target=_send, args=(sender, stream, function, args))
     process.start()
     sender.close()
     return _Started(process, receiver)
@@ -130,24 +130,18 @@ def _results(started: Sequence[_Started], limit_s: float | None) -> list[Any]:
     return [results[each.receiver] for each in started]
 
 
-def _send(sender: Connection, send: Callable[..., None], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _send(sender: Connection, stream: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """What the function returns, or, as a stream, each thing that it yields."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        send(sender, function, args)
+        for found in function(*args) if stream else [function(*args)]:
+            sender.send(found)
+        if stream:
+            sender.send(_NoMore())
     except Exception as error:  # whatever it is, it is told
         traceback.print_exc()
         sender.send(_Raised(f"{type(error).__name__}: {error}"))
     sender.close()
-
-
-def _send_result(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    sender.send(function(*args))
-
-
-def _send_each(sender: Connection, function: Callable[..., Iterable[Any]], args: tuple[Any, ...]) -> None:
-    for found in function(*args):
-        sender.send(found)
-    sender.send(_NoMore())
 
 
 def _end_with_parent() -> None:

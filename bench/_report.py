@@ -76,9 +76,9 @@ def conditions(documents: list[Document]) -> list[str]:
     return [f"{', '.join(shared)}: {text}" for text, shared in names.items()]
 
 
-def with_condition(lines: Iterable[Sequence[object]], headers: Sequence[str], document: Document) -> str:
-    """A table in Markdown, and under it with what its answer was measured."""
-    return f"{markdown(lines, headers)}\n\n{condition(document)}"
+def with_condition(table: str, document: Document) -> str:
+    """A table, and under it with what its answer was measured."""
+    return f"{table}\n\n{condition(document)}"
 
 
 def terminal_table(documents: Iterable[Document]) -> str:

@@ -11,7 +11,6 @@ from . import (
     block_masks,
     buffers,
     catalogue,
-    claims,
     commands,
     compiling,
     decoding,
@@ -33,7 +32,7 @@ from ._processes import DiedApart, run_apart
 # In the order in which they are measured and shown; importing a subject has registered its measures.
 _SUBJECTS = (
     *(attention, selection, recipes, language, block_masks, planning, decoding, models, packing, compiling, memory),
-    *(sharding, ranks, buffers, catalogue, roofline, claims, commands),
+    *(sharding, ranks, buffers, catalogue, roofline, commands),
 )
 MEASURES: dict[str, Measure] = {
     each.name: each for module in _SUBJECTS for each in REGISTERED if each.run.__module__ == module.__name__

@@ -1,22 +1,37 @@
-"""Tables of the pages about a subject: each function renders the file of one result."""
+"""Tables of the pages about a subject: each renders the file of one result."""
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from statistics import mean
 from typing import Any
 
 from flexdilated.cli._sizes import bytes_text, tokens_text
 
+from ._catalogue import ENTRIES
+from ._measures import with_unit
 from ._report import Document, condition, markdown, with_condition
 
 Figures = Mapping[str, Any]
-_OTHER = "torch's own attention"
-_MIB = 1 << 20
+Render = Callable[[Document], str]
+Columns = Mapping[str, Callable[[Any], object]]  # of each header the cell of a line
 
 
-def every_row(document: Document) -> str:
-    lines = [(row["measure"], row["target"], row["measured_text"]) for row in document["rows"]]
-    return with_condition(lines, ("", "target", "measured"), document)
+def table(lines: Iterable[Any], columns: Columns) -> str:
+    return markdown([[cell(line) for cell in columns.values()] for line in lines], list(columns))
+
+
+def of_rows(columns: Columns, lines: Callable[[Document], Iterable[Any]] = itemgetter("rows")) -> Render:
+    """A line for each of a result's rows, or of what `lines` makes of it; under it with what that was measured."""
+    return lambda document: with_condition(table(lines(document), columns), document)
+
+
+def detail(name: str, as_text: Callable[[Any], str] = str) -> Callable[[Figures], str]:
+    return lambda row: as_text(row["detail"][name])
+
+
+def before(mark: str) -> Callable[[Figures], str]:
+    """What a row measures, up to this mark."""
+    return lambda row: row["measure"].partition(mark)[0]
 
 
 def reached(row: Figures) -> str:
@@ -27,262 +42,313 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def seconds(number: float) -> str:
+    return f"{number:.3g} s"
+
+
+_MEASURE, _TARGET, _FIGURE = map(itemgetter, ("measure", "target", "measured_text"))
+_HELD = {"": _MEASURE, "target": _TARGET, "measured": _FIGURE}
+every_row = of_rows(_HELD)
+
 # docs/performance.md
-
-
-def directions(direction: str) -> Callable[[Document], str]:
-    def render(document: Document) -> str:
-        figures = document["rows"][0]["detail"]["patterns"][direction]
-        headers = ("pattern", "GFLOP/s", "of matmul", "of dense", "computed / useful", *_SHARES)
-        return markdown([_rate_line(name, each, figures["dense"]["rate"]) for name, each in figures.items()], headers)
-
-    return render
-
 
 _SHARES = ("useful", "beyond", "below", "moves", "sums", "merges", "masks", "fills", "rest")
 
 
-def _rate_line(name: str, figure: Figures, dense: float) -> tuple[str, ...]:
-    rates = (f"{figure['rate'] / 1e9:.0f}", percent(figure["of_matmul"]), percent(figure["rate"] / dense))
-    shares = (percent(figure["shares"][kind]) for kind in _SHARES)
-    return (name, *rates, f"{figure['waste']:.2f}", *shares)
+def directions(direction: str) -> Render:
+    def render(document: Document) -> str:
+        figures = document["rows"][0]["detail"]["patterns"][direction]
+        columns = {
+            "pattern": itemgetter(0),
+            "GFLOP/s": lambda each: f"{each[1]['rate'] / 1e9:.0f}",
+            "of matmul": lambda each: percent(each[1]["of_matmul"]),
+            "of dense": lambda each: percent(each[1]["rate"] / figures["dense"]["rate"]),
+            "computed / useful": lambda each: f"{each[1]['waste']:.2f}",
+        }
+        columns |= {kind: lambda each, kind=kind: percent(each[1]["shares"][kind]) for kind in _SHARES}
+        return table(figures.items(), columns)
+
+    return render
 
 
 def kernel(document: Document) -> str:
-    detail = document["rows"][0]["detail"]
-    lines = [
-        (shape, *(percent(rate / detail["matmul_rate"]) for rate in both.values()))
-        for shape, both in detail["kernel_rates"].items()
-    ]
+    found = document["rows"][0]["detail"]
+    lines = [(shape, *(percent(rate / found["matmul_rate"]) for rate in both.values()))
+             for shape, both in found["kernel_rates"].items()]  # fmt: skip
     return markdown(lines, ("queries × keys", "forward, of matmul", "backward, of matmul"))
 
 
 def matmul(document: Document) -> str:
-    rate = document["rows"][0]["detail"]["matmul_rate"] / 1e9
-    return f"The matmul ran at {rate:.0f} GFLOP/s. {condition(document)}"
+    return f"The matmul ran at {document['rows'][0]['detail']['matmul_rate'] / 1e9:.0f} GFLOP/s. {condition(document)}"
+
+
+_CLAIMED = {"claim": _MEASURE, "claimed": detail("claimed"), "here": _FIGURE, "reached": reached}
+
+
+def claims(document: Document) -> str:
+    lines = list(enumerate(document["rows"], start=1))
+    columns = {"": itemgetter(0)} | {name: lambda each, cell=cell: cell(each[1]) for name, cell in _CLAIMED.items()}
+    return with_condition(table(lines, columns), document)
+
+
+def claims_notes(document: Document) -> str:
+    return "\n".join(f"{number}. {_note(row)}" for number, row in enumerate(document["rows"], start=1))
+
+
+def _note(row: Figures) -> str:
+    """What was measured in a claim's stead, with times in ms and each detail in the unit that its name holds."""
+    found = dict(row["detail"])
+    here, source, _ = (found.pop(name) for name in ("here", "source", "claimed"))
+    times = [f"{timing['name']} {with_unit(timing['median_s'] * 1e3, 'ms')}" for timing in row["timings"]]
+    beside = "; ".join((*times, *(_beside(name, value) for name, value in found.items())))
+    return f"{here[0].upper()}{here[1:]}. {beside[0].upper()}{beside[1:]}. Source: {source}."
+
+
+def _beside(name: str, value: float | str) -> str:
+    words = name.split("_")
+    for unit, shown, size in (("bytes", "MiB", 2**20), ("percent", "%", 1)):
+        if unit in words and not isinstance(value, str):
+            return f"{' '.join(word for word in words if word != unit)}: {with_unit(value / size, shown)}"
+    text = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    return f"{' '.join(words)}: {text}"
+
+
+def pool_claims(document: Document) -> str:
+    rows = [row for row in document["rows"] if "claimed" in row["detail"]]
+    sources = "\n".join(f"* {source}" for source in dict.fromkeys(row["detail"]["source"] for row in rows))
+    return with_condition(f"{table(rows, _CLAIMED)}\n\nSources:\n\n{sources}", document)
 
 
 # docs/howto/compiling.md
 
+_OTHER = "torch's own attention"
+
 
 def first_steps(document: Document) -> str:
     """Seconds of each first step, and what is measured beside them in a line below."""
-    lines, others = [], []
-    for row in document["rows"]:
-        if _OTHER not in row["detail"]:
-            others.append(f"* {row['measure']}: {row['measured_text']}")
-            continue
-        ours, theirs = row["detail"]["flexdilated"], row["detail"][_OTHER]
-        name = row["measure"].removesuffix(f", over that with {_OTHER}")
-        lines.append((name, *(f"{each:.3g} s" for each in (ours["first_s"], theirs["first_s"], ours["later_s"]))))
-    table = markdown(lines, ("", "flexdilated", f"with {_OTHER}", "a later step"))
-    return "\n".join((table, "", *others, "", condition(document)))
+    compared = [row for row in document["rows"] if _OTHER in row["detail"]]
+    columns = {
+        "": lambda row: row["measure"].removesuffix(f", over that with {_OTHER}"),
+        "flexdilated": lambda row: seconds(row["detail"]["flexdilated"]["first_s"]),
+        f"with {_OTHER}": lambda row: seconds(row["detail"][_OTHER]["first_s"]),
+        "a later step": lambda row: seconds(row["detail"]["flexdilated"]["later_s"]),
+    }
+    others = [f"* {row['measure']}: {row['measured_text']}" for row in document["rows"] if row not in compared]
+    return with_condition("\n".join((table(compared, columns), "", *others)), document)
 
 
 def lengths(document: Document) -> str:
-    detail = document["rows"][0]["detail"]
-    names = ("seconds_of_all_steps", "seconds_of_steps_that_nowhere_compile")
-    lines = [
-        (way, found["compilations"], *(f"{found[name]:.3g} s" for name in names))
-        for way, found in detail["ways"].items()
-    ]
-    number = detail["steps_that_nowhere_compile"]
-    headers = ("lengths", "graphs", f"all {len(detail['lengths'])} steps", f"the {number} steps that nowhere compile")
-    name = document["rows"][0]["measure"].partition(":")[0]
-    return f"{markdown(lines, headers)}\n\n{name}: {condition(document)}"
+    found = document["rows"][0]["detail"]
+    columns = {
+        "lengths": itemgetter(0),
+        "graphs": lambda each: each[1]["compilations"],
+        f"all {len(found['lengths'])} steps": lambda each: seconds(each[1]["seconds_of_all_steps"]),
+        f"the {found['steps_that_nowhere_compile']} steps that nowhere compile": lambda each: seconds(
+            each[1]["seconds_of_steps_that_nowhere_compile"]
+        ),
+    }
+    name = before(":")(document["rows"][0])
+    return f"{table(found['ways'].items(), columns)}\n\n{name}: {condition(document)}"
 
 
 # docs/howto/choosing.md and docs/performance.md
 
-
-def against_dense(document: Document) -> str:
-    lines = [
-        (
-            row["measure"].partition(", forward")[0],
-            bytes_text(row["detail"]["peak_bytes"]),
-            bytes_text(row["detail"]["dense_peak_bytes"]),
-            row["measured_text"],
-        )
-        for row in document["rows"]
-    ]
-    return with_condition(lines, ("forward + backward", "peak", "dense SDPA's", "ratio"), document)
-
-
-def peaks(document: Document) -> str:
-    lines = [
-        (
-            _what(point),
-            point["pattern"],
-            point["dtype"],
-            bytes_text(point["predicted_bytes"]),
-            bytes_text(point["measured_bytes"]),
-            f"{100 * (point['predicted_bytes'] / point['measured_bytes'] - 1):+.1f} %",
-        )
-        for row in document["rows"]
-        for point in row["detail"]["peaks"]
-    ]
-    return with_condition(lines, ("", "pattern", "dtype", "predicted", "measured", "deviation"), document)
-
-
-def _what(point: Mapping[str, Any]) -> str:
-    if point["checkpoint"] is None:
-        return "`attend`"
-    return "LongNet, checkpointed" if point["checkpoint"] else "LongNet"
+against_dense = of_rows(
+    {
+        "forward + backward": before(", forward"),
+        "peak": detail("peak_bytes", bytes_text),
+        "dense SDPA's": detail("dense_peak_bytes", bytes_text),
+        "ratio": _FIGURE,
+    }
+)
+peaks = of_rows(
+    {
+        "": lambda point: {None: "`attend`", False: "LongNet", True: "LongNet, checkpointed"}[point["checkpoint"]],
+        "pattern": itemgetter("pattern"),
+        "dtype": itemgetter("dtype"),
+        "predicted": lambda point: bytes_text(point["predicted_bytes"]),
+        "measured": lambda point: bytes_text(point["measured_bytes"]),
+        "deviation": lambda point: f"{100 * (point['predicted_bytes'] / point['measured_bytes'] - 1):+.1f} %",
+    },
+    lambda document: [point for row in document["rows"] for point in row["detail"]["peaks"]],
+)
 
 
 def checkpointing(document: Document) -> str:
     memory, time = document["rows"]
-    detail, timings = memory["detail"], {timing["name"]: timing["median_s"] for timing in time["timings"]}
     lines = [
-        ("plain", bytes_text(detail["peak_bytes"]), bytes_text(detail["predicted_bytes"]), f"{timings['plain']:.3g} s"),
-        (
-            "with checkpointing",
-            bytes_text(detail["checkpointed_peak_bytes"]),
-            bytes_text(detail["predicted_checkpointed_bytes"]),
-            f"{timings['checkpointed']:.3g} s",
-        ),
-        ("ratio", memory["measured_text"], "", time["measured_text"]),
+        (way, *(bytes_text(memory["detail"][name]) for name in names), seconds(timing["median_s"]))
+        for way, timing, names in (
+            ("plain", time["timings"][0], ("peak_bytes", "predicted_bytes")),
+            ("with checkpointing", time["timings"][1], ("checkpointed_peak_bytes", "predicted_checkpointed_bytes")),
+        )
     ]
-    name = memory["measure"].partition(", forward")[0]
-    return with_condition(lines, (name, "peak memory", "predicted", "a step"), document)
+    lines.append(("ratio", memory["measured_text"], "", time["measured_text"]))
+    headers = (before(", forward")(memory), "peak memory", "predicted", "a step")
+    return with_condition(markdown(lines, headers), document)
 
 
-def longest(document: Document, device: str) -> str:
-    found = document["rows"][0]["detail"]["longest"][device]
-    names = list(found["bytes_a_token"])
-    lines = [("bytes a token", *(bytes_text(each) for each in found["bytes_a_token"].values()))]
-    for each in found["longest"]:
-        lines.append((bytes_text(each["budget_bytes"]), *(tokens_text(each[name]) for name in names)))
-    return with_condition(lines, ("", *names), document)
+def longest(device: str) -> Render:
+    def render(document: Document) -> str:
+        found = document["rows"][0]["detail"]["longest"][device]
+        names = list(found["bytes_a_token"])
+        lines = [("bytes a token", *(bytes_text(each) for each in found["bytes_a_token"].values()))]
+        for each in found["longest"]:
+            lines.append((bytes_text(each["budget_bytes"]), *(tokens_text(each[name]) for name in names)))
+        return with_condition(markdown(lines, ("", *names)), document)
+
+    return render
 
 
 # docs/howto/ranks.md
 
-
-def keys_received(document: Document) -> str:
-    """Of the rows that were counted without processes: what an exchange receives beside an all-gather."""
-    lines = [
-        (
-            row["measure"].partition(", counted")[0],
-            case,
-            f"{mean(figures['tokens_a_kv_head']):,.0f}",
-            f"{figures['all_gather_tokens_a_kv_head']:,.0f}",
-            f"{figures['all_gather_ratio']:.0f} ×",
-        )
+# Of the rows that were counted without processes: what an exchange receives beside an all-gather.
+keys_received = of_rows(
+    {
+        "": itemgetter(0),
+        "order and heads": itemgetter(1),
+        "needed, mean of ranks": lambda each: f"{mean(each[2]['tokens_a_kv_head']):,.0f}",
+        "all-gather": lambda each: f"{each[2]['all_gather_tokens_a_kv_head']:,.0f}",
+        "ratio": lambda each: f"{each[2]['all_gather_ratio']:.0f} ×",
+    },
+    lambda document: [
+        (before(", counted")(row), case, figures)
         for row in document["rows"]
         for case, figures in row["detail"].items()
         if "all_gather_ratio" in figures
-    ]
-    headers = ("", "order and heads", "needed, mean of ranks", "all-gather", "ratio")
-    return with_condition(lines, headers, document)
-
-
-def balance(document: Document) -> str:
-    """Most over mean work of a rank in either order."""
-    lines = [
-        (
-            row["measure"].partition(", zigzag")[0],
-            *(f"{row['detail'][order]['max_over_mean']:.3f}" for order in ("contiguous", "zigzag")),
-        )
-        for row in document["rows"]
-    ]
-    return with_condition(lines, ("", "contiguous", "zigzag"), document)
-
-
-# docs/howto/ranks.md and docs/performance.md
+    ],
+)
+# Most over mean work of a rank in either order.
+balance = of_rows(
+    {
+        "": before(", zigzag"),
+        **{name: detail(name, lambda each: f"{each['max_over_mean']:.3f}") for name in ("contiguous", "zigzag")},
+    }
+)
 
 
 def reuse(document: Document) -> str:
-    lines = [
-        (row["measure"], row["target"], row["measured_text"])
-        for row in document["rows"]
-        if "leases_a_step" in row["detail"]
-    ]
-    details = {json.dumps(row["detail"]): row for row in document["rows"] if "leases_a_step" in row["detail"]}
-    notes = [
-        f"{row['measure'].split(', forward')[0].split(', ')[-1]}: {detail['leases_a_step']:.0f} leases a step, "
-        f"{bytes_text(detail['peak_bytes'])} held at the peak, {detail['held_over_leased_at_peak']:.2f} times what "
-        "was leased then"
-        for row in details.values()
-        for detail in (row["detail"],)
-    ]
-    return f"{markdown(lines, ('', 'target', 'measured'))}\n\n{'; '.join(notes)}.\n\n{condition(document)}"
+    rows = [row for row in document["rows"] if "leases_a_step" in row["detail"]]
+    notes = dict.fromkeys(
+        f"{before(', forward')(row).split(', ')[-1]}: {row['detail']['leases_a_step']:.0f} leases a step, "
+        f"{bytes_text(row['detail']['peak_bytes'])} held at the peak, "
+        f"{row['detail']['held_over_leased_at_peak']:.2f} times what was leased then"
+        for row in rows
+    )
+    return with_condition(f"{table(rows, _HELD)}\n\n{'; '.join(notes)}.", document)
 
 
 def single_buffers(document: Document) -> str:
-    (detail,) = (row["detail"] for row in document["rows"] if "sizes" in row["detail"])
-    lines = [
-        (
-            bytes_text(each["bytes"]),
-            f"{1e6 * each['leased_s']:,.0f} µs",
-            f"{1e6 * each['made_s']:,.0f} µs",
-            f"{100 * (1 - each['leased_s'] / each['made_s']):+.0f} %",
-        )
-        for each in detail["sizes"]
-    ]
-    from_there = detail["break_even_bytes"]
+    (found,) = (row["detail"] for row in document["rows"] if "sizes" in row["detail"])
+    columns = {
+        "size": lambda each: bytes_text(each["bytes"]),
+        "leased": lambda each: f"{1e6 * each['leased_s']:,.0f} µs",
+        "made by torch": lambda each: f"{1e6 * each['made_s']:,.0f} µs",
+        "time saved": lambda each: f"{100 * (1 - each['leased_s'] / each['made_s']):+.0f} %",
+    }
+    from_there = found["break_even_bytes"]
     pays = f"from {bytes_text(from_there)}" if from_there <= 1 << 26 else "at no size up to 64 MiB"
-    table = markdown(lines, ("size", "leased", "made by torch", "time saved"))
-    return f'{table}\n\nBy its own, quicker measurement there, "auto" leased {pays}.\n\n{condition(document)}'
-
-
-def pool_claims(document: Document) -> str:
-    claimed = [row for row in document["rows"] if "claimed" in row["detail"]]
-    lines = [(row["measure"], row["detail"]["claimed"], row["measured_text"], reached(row)) for row in claimed]
-    sources = "\n".join(f"* {source}" for source in dict.fromkeys(row["detail"]["source"] for row in claimed))
-    table = markdown(lines, ("claim", "claimed", "here", "reached"))
-    return f"{table}\n\nSources:\n\n{sources}\n\n{condition(document)}"
+    told = f'By its own, quicker measurement there, "auto" leased {pays}.'
+    return with_condition(f"{table(found['sizes'], columns)}\n\n{told}", document)
 
 
 def codec_bytes(document: Document) -> str:
     rows = [row for row in document["rows"] if "claimed" in row["detail"]]
-    lines = [
-        (
-            f"`{row['detail']['codec']}`",
-            row["measured_text"],
-            f"{row['detail']['percent_saved_of_bfloat16']:.3g} %",
-            row["detail"]["claimed"],
-            f"{bytes_text(row['detail']['pays_below_bytes_a_second'])}/s",
-        )
-        for row in rows
-    ]
-    headers = ("codec", "saved of float32", "saved of bfloat16", "claimed", "pays on links below")
-    source = f"The claim: {rows[0]['detail']['source']}."
-    return f"{markdown(lines, headers)}\n\n{source}\n\n{condition(document)}"
+    columns = {
+        "codec": detail("codec", "`{}`".format),
+        "saved of float32": _FIGURE,
+        "saved of bfloat16": detail("percent_saved_of_bfloat16", "{:.3g} %".format),
+        "claimed": detail("claimed"),
+        "pays on links below": detail("pays_below_bytes_a_second", lambda rate: f"{bytes_text(rate)}/s"),
+    }
+    return with_condition(f"{table(rows, columns)}\n\nThe claim: {rows[0]['detail']['source']}.", document)
 
 
 _ERRORS = ("mean_row_error", "largest_row_error", "proven_bound", "output_error")
-
-
-def codec_errors(document: Document) -> str:
-    lines = [
-        (f"`{row['measure'].partition(':')[0]}`", kind, *(f"{100 * figures[name]:.2g} %" for name in _ERRORS))
+codec_errors = of_rows(
+    {
+        "codec": itemgetter(0),
+        "rows": itemgetter(1),
+        **{name.replace("_", " "): lambda each, name=name: f"{100 * each[2][name]:.2g} %" for name in _ERRORS},
+    },
+    lambda document: [
+        (f"`{before(':')(row)}`", kind, figures)
         for row in document["rows"]
         if "normal" in row["detail"]
         for kind, figures in row["detail"].items()
-    ]
-    return with_condition(lines, ("codec", "rows", *(name.replace("_", " ") for name in _ERRORS)), document)
+    ],
+)
+codec_choice = of_rows(
+    {
+        "": _MEASURE,
+        "takes": detail("codec", "`{}`".format),
+        "saved": detail("percent_saved", "{:.3g} %".format),
+        "measured": _FIGURE,
+    },
+    lambda document: [row for row in document["rows"] if row["measure"].startswith('"auto"')],
+)
+
+# docs/howto/slide_encoder.md: of the rows of times, whose detail holds the peaks too
+
+_MIB = 1 << 20
+received = of_rows(
+    {
+        "": before(": attention_received"),
+        "forward": lambda row: seconds(row["timings"][0]["median_s"]),
+        "attention received": lambda row: seconds(row["timings"][1]["median_s"]),
+        "peak memory of the two": detail(
+            "peak_bytes", lambda peak: " and ".join(f"{peak[name] / _MIB:.0f} MiB" for name in ("forward", "received"))
+        ),
+        "an N x M matrix": detail("matrix_bytes", lambda size: f"{size / _MIB:,.0f} MiB"),
+    },
+    lambda document: document["rows"][::2],
+)
+
+# docs/contributing/kernels.md
 
 
-def codec_choice(document: Document) -> str:
-    lines = [
-        (row["measure"], f"`{row['detail']['codec']}`", f"{row['detail']['percent_saved']:.3g} %", row["measured_text"])
-        for row in document["rows"]
-        if row["measure"].startswith('"auto"')
-    ]
-    return with_condition(lines, ("", "takes", "saved", "measured"), document)
-
-
-# docs/howto/slide_encoder.md
-
-
-def received(document: Document) -> str:
-    """Of the rows of times, whose detail holds the peaks too."""
+def interpreted(document: Document) -> str:
+    """Of each result the largest share of its budget, by dtype."""
+    cases = document["cases"].values()
+    names = sorted({name for case in cases for name in case["shares"]}, key=_order)
     lines = []
-    for row in document["rows"][::2]:
-        forward, received = (f"{timing['median_s']:.3g} s" for timing in row["timings"])
-        peaks = " and ".join(f"{row['detail']['peak_bytes'][name] / _MIB:.0f} MiB" for name in ("forward", "received"))
-        matrix = f"{row['detail']['matrix_bytes'] / _MIB:,.0f} MiB"
-        lines.append((row["measure"].partition(": attention_received")[0], forward, received, peaks, matrix))
-    headers = ("", "forward", "attention received", "peak memory of the two", "an N x M matrix")
-    return with_condition(lines, headers, document)
+    for dtype in sorted({case["dtype"] for case in cases}):
+        mine = [case for case in cases if case["dtype"] == dtype]
+        dims = ", ".join(map(str, sorted({case["head_dim"] for case in mine})))
+        largest = (f"{max(case['shares'].get(name, 0.0) for case in mine):.2f}" for name in names)
+        lines.append((dtype, str(len(mine)), dims, *largest))
+    return with_condition(markdown(lines, ("dtype", "cases", "head dims", *names)), document)
+
+
+def _order(name: str) -> tuple[bool, bool, str]:
+    return name not in ("out", "lse"), name not in ("out", "lse", "dq", "dk", "dv"), name
+
+
+# What was counted of the program, and what it may be.
+counted = of_rows(
+    {
+        "": itemgetter(0),
+        "target": lambda each: f"≤ {each[1]['target']:g}",
+        "found": lambda each: f"{each[1]['figure']:g}",
+    },
+    lambda document: document["cases"].items(),
+)
+
+
+def code(document: Document) -> str:
+    """Bytes spilled by forward and backward of each pattern."""
+    cases = document["cases"]
+    columns = list(dict.fromkeys((key.split(", ")[0], key.rsplit(", ", 1)[1]) for key in cases))
+    columns.sort(key=lambda each: (each[0] != "sm_90", int(each[1])))
+    lines = [
+        (entry.name, *(_spills(cases.get(f"{device}, {entry.name}, {dim}")) for device, dim in columns))
+        for entry in ENTRIES
+    ]
+    headers = ("pattern", *(f"{device}, head dim {dim}" for device, dim in columns))
+    return with_condition(markdown(lines, headers), document)
+
+
+def _spills(figures: Figures | None) -> str:
+    if figures is None:
+        return "not made"
+    return ", ".join(f"{figures[way]['spill_stores']:,}" for way in ("forward", "backward"))

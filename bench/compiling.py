@@ -89,7 +89,7 @@ WAYS: dict[str, Callable[[int], int]] = {
 }
 
 
-@measure("C11", spec=LONGNET_4.shrunk(64).as_causal(), lengths=Lengths(3, 60, 300), backend="aot_eager")
+@measure("C11", spec=LONGNET_4.shrunk(64).as_causal(), lengths=Lengths(3, 60, 300), backend="eager")
 def changing_lengths(
     spec: LongNet = LONGNET_4.shrunk(8).as_causal(),
     lengths: Lengths = Lengths(50, 200, 4096),
@@ -206,7 +206,7 @@ class FirstSteps(NamedTuple):
     config=First(
         *(LONGNET_4.shrunk(64).as_causal(), Size(256, 4), 60, 8, 100, 2),
         repeats=1,
-        backend="aot_eager",
+        backend="eager",
         starts=("cold",),
     )
 )

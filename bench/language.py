@@ -122,7 +122,7 @@ def _row(what: str, scores: Scores, better: str, than: str, references: Sequence
     return Row(what, at_least(0.0, "bits"), low, detail={"ways": ways})
 
 
-_SMALL = Setting(tokens=64, keys=16, block=4, heads=2, head_dim=8, layers=1, batch=1, steps=3, windows=2)
+_SMALL = Setting(tokens=64, keys=16, block=4, heads=2, head_dim=8, layers=1, batch=1, steps=2, windows=2)
 
 
 def _ways(setting: Setting) -> dict[str, Make]:

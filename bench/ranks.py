@@ -4,7 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -105,7 +105,7 @@ _WINDOW = Window("window of 400", 300, 99)
 
 @measure(
     "D3",
-    specs=(LONGNET_4.shrunk(128).as_causal(), replace(_WINDOW, left=40, right=9)),
+    specs=(LONGNET_4.shrunk(128).as_causal(),),
     size=Size(128, num_heads=4, head_dim=8),
     ranks=(2,),
     orders=("zigzag",),

@@ -60,7 +60,7 @@ def exchange_bytes(
 ) -> Iterator[Row]:
     """Does each rank receive just the keys and values that its queries need?
 
-    Over the marks of the rule in closed form where nothing runs (`counted`), over the dense rule where ranks do.
+    Over the marks of the rule in closed form, where nothing runs (`counted`) and where ranks do.
     """
     for spec in (counted, counted.as_causal()):
         yield counted_row(spec, counted_tokens, counted_ranks, heads)
@@ -111,7 +111,7 @@ def _bytes(spec: LongNet, step: Step, found: Taken, num_ranks: int) -> dict[str,
     """K, V and their gradients are rows of the head dim, in the dtype of the step."""
     size = step.size
     shards = shard_ranges(size.num_tokens, num_ranks, step.order)
-    least = _least_by_dense_rule(spec, size, step.num_kv_heads, shards)
+    least = least_received(spec, size.num_tokens, shards, Heads(size.num_heads, step.num_kv_heads))
     row = 2 * size.head_dim * getattr(torch, step.dtype).itemsize
     # Keys are received; what comes back to their owners is sent.
     received = [counts["keys"] / row for counts in found.received]
@@ -123,19 +123,6 @@ def _bytes(spec: LongNet, step: Step, found: Taken, num_ranks: int) -> dict[str,
         "received_bytes": [counts["keys"] for counts in found.received],
         "least_bytes": [row * number for number in least],
     }
-
-
-def _least_by_dense_rule(spec: LongNet, size: Size, num_kv_heads: int, shards: Sequence[Ranges]) -> list[int]:
-    """Every pair looked at: the keys outside of the shard that a query of it may attend to, by key/value head."""
-    least = []
-    for shard in shards:
-        rows = torch.cat([torch.arange(piece.start, piece.stop) for piece in shard])
-        branches = spec.masks(rows, num_tokens=size.num_tokens, num_heads=size.num_heads)
-        seen = torch.stack([branch.any(1) for branch in branches]).any(0)
-        by_kv_head = seen.unflatten(0, (num_kv_heads, -1)).any(1)
-        by_kv_head[:, rows] = False
-        least.append(int(by_kv_head.sum()))
-    return least
 
 
 def _worst(received: Sequence[float], least: Sequence[int]) -> float:

@@ -15,12 +15,10 @@ from bench.__main__ import main
 from bench._checks import by_definition, check_forward, check_training
 from bench._jobs import Job, Problem, Size, interleave, peak_bytes
 from bench._measures import Gap, Measure, Row, Timing, at_least, at_most
-from bench._processes import DiedApart, run_apart
-from bench._report import markdown_table
-from bench._rules import GIGAPATH_5, LONGNET_4, LONGNET_5, PAPER_5, LongNet, Union, dense
+from bench._rules import GIGAPATH_5, LONGNET_4, LONGNET_5, PAPER_5, LongNet, Union, dense, longnet_n
 from bench._run import MEASURES
 from bench.block_masks import block_lists
-from bench.peers import branch_loop, dense_attention, natural_block_mask
+from bench.peers import block_rows, branch_loop, dense_attention, natural_block_mask
 
 SIZE = Size(256, num_heads=4, head_dim=16, repeats=1)
 SPECS = [LONGNET_4.shrunk(64), LONGNET_4.shrunk(64).as_causal()]
@@ -46,11 +44,21 @@ def test_definition_is_the_librarys_reference(spec) -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 70, 128])
 @pytest.mark.parametrize("spec", [*SPECS, replace(ODD, causal=False), ODD, dense(64, causal=True)])
-def test_closed_form_counts_the_pairs_of_the_definition(spec, num_tokens) -> None:
-    allowed = spec.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=5)
-    assert spec.pairs(num_tokens=num_tokens, num_heads=5) == sum(int(mask.sum()) for mask in allowed)
+def test_closed_form_counts_the_pairs_of_the_definition(spec) -> None:
+    for num_tokens in (1, 70, 128):
+        allowed = spec.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=5)
+        assert spec.pairs(num_tokens=num_tokens, num_heads=5) == sum(int(mask.sum()) for mask in allowed)
+
+
+def test_named_rules() -> None:
+    """What stands on docs/performance.md under their names."""
+    assert LONGNET_4.branches == ((2048, 1), (4096, 2), (8192, 4), (16384, 8))
+    assert LONGNET_5.branches == (*LONGNET_4.branches, (32768, 16))
+    assert (PAPER_5.segment_lengths, PAPER_5.dilation_rates) == (LONGNET_5.segment_lengths, (1, 2, 4, 6, 12))
+    assert GIGAPATH_5.branches == ((1024, 1), (5792, 2), (32768, 4), (185363, 8), (1048576, 16))
+    assert longnet_n(2048).branches == ((2048, 1),)
+    assert (longnet_n(1 << 20).branches[-1], len(longnet_n(1 << 20).branches)) == ((1 << 20, 512), 10)
 
 
 @label
@@ -68,9 +76,6 @@ def test_branch_loop_has_the_output_but_not_the_gradient(spec) -> None:
     check_training(branch_loop(spec), problem, spec, constant_weights=True)
     with pytest.raises(AssertionError, match="dq must be within"):
         check_training(branch_loop(spec), problem, spec)
-
-
-def test_branch_loop_refuses_what_it_cannot_cut() -> None:
     x = torch.zeros(1, 2, 100, 4)
     with pytest.raises(ValueError, match=r"rate \| segment \| tokens; got rate=1, length=64, 100 tokens"):
         branch_loop(LongNet("cut", (64,), (1,)))(x, x, x)
@@ -92,6 +97,25 @@ def test_check_sees_a_wrong_attention(change) -> None:
         check_training(wrong, problem, spec)
 
 
+@pytest.mark.parametrize("masked", [True, False], ids=["masked", "whole blocks"])
+@pytest.mark.parametrize("rows_at_once", [1, 3, 100])
+def test_rows_of_blocks_are_those_of_the_definition(masked, rows_at_once) -> None:
+    """Any number of rows at once, with two heads and pairs hidden within the blocks."""
+    problem, block = Problem.draw(Size(40, num_heads=2, head_dim=4)), 8
+    columns = torch.tensor([[0, 1], [4, 1], [2, 3], [0, 2], [3, 4]])
+    allowed = torch.rand(5, block, 2 * block, generator=torch.Generator().manual_seed(0)) < 0.5
+    allowed[..., 0] = True
+    wanted = torch.zeros(40, 40, dtype=torch.bool)
+    for row, listed in enumerate(columns.tolist()):
+        for place, column in enumerate(listed):
+            tile = allowed[row, :, place * block : (place + 1) * block] if masked else True
+            wanted[row * block : (row + 1) * block, column * block : (column + 1) * block] = tile
+    found = block_rows(columns, block=block, allowed=allowed if masked else None, rows_at_once=rows_at_once)
+    scores = problem.q.double() @ problem.k.double().mT * problem.q.shape[-1] ** -0.5
+    dense = (scores.masked_fill(~wanted, -torch.inf).softmax(-1) @ problem.v.double()).float()
+    torch.testing.assert_close(found(problem.q, problem.k, problem.v), dense, rtol=1e-4, atol=1e-5)
+
+
 def test_block_lists_see_a_difference() -> None:
     full, causal = (
         natural_block_mask(dense(256, causal=causal), num_heads=1, num_tokens=256) for causal in (False, True)
@@ -101,13 +125,6 @@ def test_block_lists_see_a_difference() -> None:
     assert lists["full, key side"].tolist() == [[[False, False], [True, False]]] * 2
     assert lists["full, query side"].tolist() == [[[False, True], [False, False]]] * 2
     assert block_lists(full, 1)["full, key side"].all()
-
-
-def test_configurations_are_those_of_the_targets() -> None:
-    assert LONGNET_4.branches == ((2048, 1), (4096, 2), (8192, 4), (16384, 8))
-    assert LONGNET_5.branches == (*LONGNET_4.branches, (32768, 16))
-    assert (PAPER_5.segment_lengths, PAPER_5.dilation_rates) == (LONGNET_5.segment_lengths, (1, 2, 4, 6, 12))
-    assert GIGAPATH_5.branches == ((1024, 1), (5792, 2), (32768, 4), (185363, 8), (1048576, 16))
 
 
 def test_jobs_take_turns() -> None:
@@ -143,11 +160,6 @@ def test_peak_memory_is_what_the_work_adds() -> None:
     assert peak_bytes(allocate, 64) == pytest.approx(64 << 20, rel=0.05)
 
 
-def test_a_process_that_dies_is_reported() -> None:
-    with pytest.raises(DiedApart, match="exit code 3"):
-        run_apart(os._exit, 3)
-
-
 def here(function, *arguments, limit_s=None):
     """Instead of `run_apart`, in this process."""
     return function(*arguments)
@@ -159,21 +171,6 @@ def in_this_process(monkeypatch):
         monkeypatch.setattr(f"bench.{module}.run_apart", here)
 
 
-def test_a_measure_that_fails_does_not_stop_the_others(monkeypatch, capsys) -> None:
-    def fail_or(function, name, small):
-        if name == "plan_lookup":
-            raise DiedApart("exit code 3")
-        return function(name, small)
-
-    monkeypatch.setattr(_run, "run_apart", fail_or)
-    assert main(["--small", "plan_lookup", "work_balance"]) == 1
-    out, err = capsys.readouterr()
-    assert "work_balance" in out
-    assert "plan_lookup" not in out
-    assert "plan_lookup failed: exit code 3" in err
-    assert err.endswith("failed: plan_lookup\n")
-
-
 def test_names(capsys) -> None:
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -182,18 +179,16 @@ def test_names(capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["C99"])
     assert "a name must be one of forward_vs_dense, " in capsys.readouterr().err
-
-
-def test_earlier_codes_are_accepted() -> None:
     codes = [each.code for each in MEASURES.values() if each.code]
     assert sorted(codes) == sorted([*(f"C{n}" for n in range(1, 16)), *(f"D{n}" for n in range(1, 7))])
     for code, name in {"C4": "vs_branch_loop", "c14": "few_queries", "D2": "planning_collectives"}.items():
-        assert __main__._name(code) == name
-    assert all(__main__._name(name.upper()) == name for name in MEASURES)
+        assert __main__._name(code) == __main__._name(name.upper()) == name
+    with pytest.raises(FileNotFoundError, match="`python -m bench` writes them"):
+        main(["table", "--out", "no_such_folder"])
 
 
 COMPILES = {"changing_lengths": 3, "first_step": 5}
-ELSEWHERE = {"claims", "roofline", "accuracy"}  # other tests run them at these sizes
+ELSEWHERE = {"roofline", "accuracy", "rank_accuracy", "ring_memory"}  # other tests run them at these sizes
 
 
 @pytest.mark.slow
@@ -218,34 +213,30 @@ def test_measure_runs_at_tiny_sizes(name, tmp_path, capsys) -> None:
 
 
 @pytest.mark.slow
-def test_measures_in_processes_of_their_own(tmp_path, capsys) -> None:
-    """From one command: a file for each, and their rows in one table."""
-    names = ["plan_lookup", "cache", "work_balance"]
-    assert main(["--small", "--out", str(tmp_path), *names]) == 0
-    table = capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{name}.json" for name in names)
-    documents = [json.loads((tmp_path / f"{name}.json").read_text()) for name in names]
-    assert [document["name"] for document in documents] == names
+def test_measures_in_processes_of_their_own(tmp_path, monkeypatch, capsys) -> None:
+    """From one command: a file for each, and their rows in one table; one that fails does not stop the others."""
+    names, apart = ["cache", "plan_lookup", "work_balance"], _run.run_apart
+
+    def fail_or(function, name, small):
+        return apart(os._exit, 3) if name == "plan_lookup" else apart(function, name, small)
+
+    monkeypatch.setattr(_run, "run_apart", fail_or)
+    assert main(["--small", "--out", str(tmp_path), *names]) == 1
+    table, err = capsys.readouterr()
+    assert "plan_lookup failed: the process ended with exit code 3" in err
+    assert err.endswith("failed: plan_lookup\n")
+    assert "plan_lookup" not in table
+    documents = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("cache", "work_balance")]
+    assert len([*tmp_path.iterdir()]) == len(documents)
     assert all(row["measure"] in table for document in documents for row in document["rows"])
     assert main(["table", "--out", str(tmp_path)]) == 0
     markdown = capsys.readouterr().out
-    assert all(f"`{tmp_path}/{name}.json`" in markdown for name in names)
+    assert all(f"`{tmp_path}/{document['name']}.json`" in markdown for document in documents)
 
 
 def check_document(document) -> None:
-    wanted = {
-        "name",
-        "question",
-        "small",
-        "config",
-        "rows",
-        "points",
-        "machine",
-        "versions",
-        "commit",
-        "date",
-    }
-    assert set(document) == wanted
+    about = {"name", "question", "small", "config", "machine", "versions", "commit", "date"}
+    assert set(document) == about | {"rows", "points"}
     assert set(document["machine"]) == {"cpu", "cores", "threads", "memory_gib", "system"}
     assert set(document["versions"]) == {"python", "torch", "flexdilated"}
     assert document["small"] is True
@@ -280,11 +271,6 @@ def test_accuracy_measures_the_error(monkeypatch) -> None:
     bad = next(iter(attention.accuracy(**config)))
     assert good.met
     assert bad.measured > 1000
-
-
-def test_markdown_needs_results(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match="`python -m bench` writes them"):
-        markdown_table(tmp_path)
 
 
 def test_python_m_bench_starts(monkeypatch, capsys) -> None:

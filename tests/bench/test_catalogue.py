@@ -2,23 +2,17 @@
 
 import json
 import re
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import _pages, catalogue
-from bench.__main__ import main
+from bench import catalogue
 from bench._catalogue import ENTRIES, MILLION, PICTURED, Entry, dense
-from bench._pages import PAGES
-from bench._report import filled
 from bench._run import MEASURES
 from bench.catalogue import OVERVIEW, check, draw_all, file_name, picture, shown_heads
 from flexdilated import masks
 from flexdilated.masks.core._expression import CONSTRUCTORS
-from tests.support.measured import MEASURED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("docs/catalogue.md")
@@ -28,7 +22,6 @@ RESULTS = ROOT / "bench/results"
 
 PATTERNS = {name for name, made in CONSTRUCTORS.items() if made.__module__.startswith("flexdilated.masks.")}
 PATTERNS = {name for name in PATTERNS if "." not in name} - {"full"} | {"custom", "per_document"}  # full is every
-BUILT, PLAN = {"build_s": 0.01, "build_mb": 1.0}, {"plan_s": 0.02, "plan_mb": 2.0}
 each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 
 
@@ -48,14 +41,6 @@ def test_every_pattern_and_every_recipe_has_a_section_and_an_entry() -> None:
 def test_an_entry_is_of_the_pattern_it_is_named_for(entry: Entry) -> None:
     prefix = {"per_document": ".", **dict.fromkeys(masks.recipes.__all__, "recipes.")}.get(kind(entry), "masks.")
     assert all(f"{prefix}{kind(entry)}(" in text for text in (entry.text, entry.small, entry.million or entry.text))
-
-
-@each_entry
-def test_every_picture_exists_and_stands_in_the_section_of_its_pattern(entry: Entry) -> None:
-    section = re.split(r"^##+ ", TEXT, flags=re.MULTILINE)
-    (mine,) = (text for text in section if text.startswith(f"{kind(entry)}\n"))
-    assert f"(images/catalogue/{file_name(entry)})" in mine
-    assert f"`{entry.text}`" in mine
 
 
 def test_pictures_are_those_of_the_entries() -> None:
@@ -90,19 +75,6 @@ def test_what_is_drawn(entry: Entry) -> None:
         assert torch.equal(blue, expected)
 
 
-def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No number without its file: `python -m bench pages` makes each page what it is, from results of full size."""
-    assert not any(json.loads(path.read_text()).get("small") for path in RESULTS.glob("*.json"))
-    pages = {path: (ROOT / path).read_text(encoding="utf-8") for path in PAGES}
-    shutil.copytree(RESULTS, tmp_path / "bench/results")
-    for path, text in pages.items():
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(text.replace("| yes ", "| perhaps ").replace("waste 1.", "waste 9."), "utf-8")
-    monkeypatch.chdir(tmp_path)
-    assert main(["pages"]) == 0
-    assert {path: path.read_text(encoding="utf-8") for path in pages} == pages
-
-
 @each_entry
 def test_what_misses_its_target_has_its_reason(entry: Entry) -> None:
     """A reason that has become untrue goes, too."""
@@ -112,23 +84,6 @@ def test_what_misses_its_target_has_its_reason(entry: Entry) -> None:
         described = masks.describe(entry.pattern(65536), 65536, num_heads=entry.num_heads)
         assert described.waste == pytest.approx(figures["waste"])
     assert entry.largest == MILLION or entry.build_why
-
-
-@pytest.mark.parametrize("change", ["", "waste", "build_s", "build_mb", "built_tokens"])
-def test_a_figure_beyond_its_target_is_bold_and_has_its_reason(change: str, tmp_path: Path, monkeypatch) -> None:
-    entry = replace(ENTRIES[0], waste_why="too narrow", build_why="too many blocks")
-    monkeypatch.setattr(_pages, "ENTRIES", (entry,))
-    figures = {"density": 0.123, "waste": 1.0, "layout": "natural", "built_tokens": MILLION, **BUILT, **PLAN}
-    figures |= {change: MILLION // 2 if change == "built_tokens" else 1e6} if change else {}
-    found = {"rows": [{"detail": {"patterns": {entry.name: figures}}}], **MEASURED}
-    (tmp_path / "catalogue.json").write_text(json.dumps(found))
-    table = PAGES[PAGE]["all patterns"](tmp_path)
-    section = _pages._section_of(entry)(tmp_path)
-    (line,) = (line for line in table.splitlines() if line.startswith(f"| [{entry.name}]"))
-    assert line.count("**") == (2 if change else 0)
-    assert "| 12 % " in line
-    assert ("too narrow" in section) == (change == "waste")
-    assert ("too many blocks" in section) == change.startswith("built" if change == "built_tokens" else "build")
 
 
 def test_a_wrong_pattern_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,19 +104,6 @@ def test_a_wrong_pattern_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def of_another(function):
     return lambda pattern, *args, **kw: function(masks.local_window(left=0, right=0), *args, **kw)
-
-
-def test_marks_must_be_those_of_the_parts() -> None:
-    text = "a\n<!-- one -->\nold\n<!-- end one -->\nb\n"
-    assert filled(text, {"one": "new"}) == "a\n<!-- one -->\nnew\n<!-- end one -->\nb\n"
-    with pytest.raises(ValueError, match=r"got marks \['one'\] for parts \['one', 'two'\]"):
-        filled(text, {"one": "new", "two": "x"})
-
-
-def test_dense_is_the_rule_of_one_head() -> None:
-    both = masks.per_head([masks.causal(), masks.every()])
-    assert torch.equal(dense(both, 0, 2, 5), torch.ones(5, 5).tril().bool())
-    assert dense(both, 1, 2, 5).all()
 
 
 @pytest.mark.slow

@@ -41,10 +41,6 @@ def test_every_odd_case_is_right_on_cpu(name) -> None:
     assert list(judge(name, HERE)) == []
 
 
-def test_every_pattern_of_the_catalogue_is_a_case() -> None:
-    assert {f"catalogue: {entry.name}" for entry in device.ENTRIES} < set(cases())
-
-
 @pytest.fixture
 def in_this_process(monkeypatch):
     monkeypatch.setattr(device, "run_apart", lambda function, *args: function(*args))
@@ -77,15 +73,18 @@ def test_dry_run(tmp_path, capsys) -> None:
     assert {path.name: path.read_text() for path in unpacked.iterdir()} == texts
 
 
-def test_the_script_starts_the_command() -> None:
+def test_names(capsys) -> None:
+    """The script hands them on, and earlier codes stand for them."""
     command = [ROOT / "bench" / "h200.sh", "G5", "--small"]
     done = subprocess.run(command, env={**os.environ, "PYTHON": "echo"}, capture_output=True, text=True, check=True)
     assert done.stdout == "-m bench device G5 --small\n"
-
-
-def test_earlier_codes_are_accepted() -> None:
     assert sorted(CODES) == sorted(f"G{number}" for number in range(12))
     assert set(CODES.values()) == set(NAMES)
+    assert {f"catalogue: {entry.name}" for entry in device.ENTRIES} < set(cases())
+    assert main(["device", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("\t")[0] for line in lines] == [row.name for row in ROWS]
+    assert all(line.endswith("?") for line in lines)
 
 
 def test_targets_are_those_of_the_page() -> None:
@@ -196,16 +195,10 @@ def test_what_is_no_plain_call_runs_in_the_default_engine_alone(monkeypatch) -> 
     assert calls == ["flex", "flex", "tiles"]
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        LONGNET_5.shrunk(256),
-        LONGNET_5.shrunk(256).as_causal(),
-        GIGAPATH_5.shrunk(256),
-        LongNet("odd", (100, 7), (3, 2)),
-    ],
-    ids=lambda spec: spec.label,
-)
+REACHING = [LONGNET_5.shrunk(256), LONGNET_5.shrunk(256).as_causal(), GIGAPATH_5.shrunk(256)]
+
+
+@pytest.mark.parametrize("spec", [*REACHING, LongNet("odd", (100, 7), (3, 2))], ids=lambda spec: spec.label)
 def test_ranks_have_every_key_that_their_queries_reach(spec) -> None:
     """And the first and last of these are reached, but where a segment has an odd end or its first tokens are idle."""
     num_tokens, num_heads = 1000, 2
@@ -223,9 +216,7 @@ def test_ranks_have_every_key_that_their_queries_reach(spec) -> None:
 
 
 @pytest.mark.parametrize("what", ["forward", "exchange backward", "ring backward"])
-@pytest.mark.parametrize(
-    "spec", [LONGNET_5.shrunk(128), LONGNET_5.shrunk(128).as_causal()], ids=lambda spec: spec.label
-)
+@pytest.mark.parametrize("spec", [SHORT, SHORT.as_causal()], ids=lambda spec: spec.label)
 def test_ranks_in_turn_compute_what_one_call_does(spec, what) -> None:
     """Also where a ring's rank needs a third shard, and where it needs none but its own."""
     problem = Problem.draw(replace(SIZE, num_tokens=256))
@@ -329,10 +320,3 @@ def test_calls_that_are_refused(monkeypatch, capsys, arguments, message) -> None
     with pytest.raises(SystemExit, match="2"):
         main(["device", *arguments])
     assert message in capsys.readouterr().err
-
-
-def test_rows_are_listed(capsys) -> None:
-    assert main(["device", "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("\t")[0] for line in lines] == [row.name for row in ROWS]
-    assert all(line.endswith("?") for line in lines)

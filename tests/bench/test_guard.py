@@ -10,7 +10,7 @@ import torch
 import flexdilated as fd
 from bench import _guard
 from bench.__main__ import main
-from bench._guard import BOUND, RECORDED, Verdict, check, read
+from bench._guard import BOUND, RECORDED, check, read
 from bench._guard_cases import CASES, Pair
 from flexdilated.masks.plan_cache._cache import Cache
 
@@ -58,31 +58,19 @@ def quick(monkeypatch):
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_case_within_the_bound_needs_one_try() -> None:
-    verdict = check("case", lambda: Pair(Scripted(3.0), Scripted(2.0)), recorded=1.0, bound=1.6)
-    assert (verdict.ratio, verdict.tries, verdict.failed, verdict.text) == (1.5, 1, False, "ok")
-
-
-@pytest.mark.usefixtures("quick")
-def test_noise_is_forgiven_by_further_tries() -> None:
-    """The fastest runs of all tries count, each side's own."""
-    verdict = check("case", lambda: Pair(Scripted(9.0, 4.0, 3.0), Scripted(2.0, 8.0)), recorded=1.0, bound=1.6)
-    assert (verdict.ratio, verdict.tries, verdict.failed) == (1.5, 3, False)
-
-
-@pytest.mark.usefixtures("quick")
-def test_twice_as_slow_fails_every_try() -> None:
-    """A plain job that is slowed down for a while does not hide it."""
-    library = Scripted(2.0)
-    verdict = check("case", lambda: Pair(library, Scripted(9.0, 1.0)), recorded=1.0)
-    assert not verdict.failed  # the first try alone saw a slow plain job
-    verdict = check("case", lambda: Pair(library, Scripted(1.0, 9.0)), recorded=1.0)
-    assert (verdict.ratio, verdict.tries, verdict.failed, verdict.text) == (2.0, 3, True, "SLOWER")
-
-
-def test_a_much_faster_case_asks_to_be_recorded() -> None:
-    assert Verdict("case", 2.0, 1.0, 1, 1.7).text == "faster: record it anew"
-    assert Verdict("case", 2.0, 1.3, 1, 1.7).text == "ok"
+@pytest.mark.parametrize(
+    ("library", "plain", "verdict"),
+    [
+        ((3.0,), (2.0,), (1.5, 1, "ok")),
+        ((9.0, 4.0, 3.0), (2.0, 8.0), (1.5, 3, "ok")),  # noise: the fastest runs of all tries count, each side's own
+        ((2.0,), (9.0, 1.0), (2 / 9, 1, "faster: record it anew")),  # the first try alone saw a slow plain job
+        ((2.0,), (1.0, 9.0), (2.0, 3, "SLOWER")),  # a plain job that is slowed down for a while does not hide it
+    ],
+)
+def test_a_case_has_up_to_three_tries(library, plain, verdict) -> None:
+    found = check("case", lambda: Pair(Scripted(*library), Scripted(*plain)), recorded=1.0, bound=1.6)
+    assert (found.ratio, found.tries, found.text) == verdict
+    assert found.failed == (found.text == "SLOWER")
 
 
 def test_a_try_takes_turns_for_its_time(monkeypatch) -> None:
@@ -92,17 +80,13 @@ def test_a_try_takes_turns_for_its_time(monkeypatch) -> None:
     assert library.runs == plain.runs == _guard._ROUNDS_A_TRY
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_both_jobs_of_a_case_run(name) -> None:
+def test_both_jobs_of_each_case_run_and_are_recorded() -> None:
     """A case checks its outputs itself; its times are positive."""
-    pair = CASES[name]()
-    assert pair.library.seconds(process_time) > 0
-    assert pair.plain.seconds(process_time) > 0
-
-
-def test_every_case_is_recorded_and_nothing_else() -> None:
-    recorded = read(RECORDED)
-    assert list(recorded) == list(CASES)
+    assert list(read(RECORDED)) == list(CASES)
+    for case in CASES.values():
+        pair = case()
+        assert pair.library.seconds(process_time) > 0
+        assert pair.plain.seconds(process_time) > 0
 
 
 @pytest.mark.slow
@@ -126,31 +110,25 @@ def test_a_planted_slow_down_is_caught(name, tmp_path, monkeypatch, capsys) -> N
 
 
 def test_recording_some_keeps_the_others(tmp_path, monkeypatch, quick) -> None:
-    file = tmp_path / "guard.json"
+    """On one thread, with as many again afterwards."""
+    file, seen, before = tmp_path / "guard.json", [], torch.get_num_threads()
     file.write_text(json.dumps({"ratios": {"decoding": 7.5, "gone": 1.0}}))
-    monkeypatch.setitem(CASES, "small_call", lambda: Pair(Scripted(3.0), Scripted(2.0)))
-    assert main(["guard", "small_call", "--record", "--file", str(file)]) == 0
-    document = json.loads(file.read_text())
-    assert document["ratios"] == {"small_call": 1.5, "decoding": 7.5}
-    assert set(document) == {"ratios", "machine", "versions", "commit", "date"}
-
-
-def test_the_number_of_threads_stays_as_it_was(tmp_path, quick, monkeypatch) -> None:
-    seen = []
 
     def case() -> Pair:
         seen.append(torch.get_num_threads())
-        return Pair(Scripted(1.0), Scripted(1.0))
+        return Pair(Scripted(3.0), Scripted(2.0))
 
     monkeypatch.setitem(CASES, "small_call", case)
-    before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert main(["guard", "small_call", "--record", "--file", str(tmp_path / "guard.json")]) == 0
+        assert main(["guard", "small_call", "--record", "--file", str(file)]) == 0
         seen.append(torch.get_num_threads())
     finally:
         torch.set_num_threads(before)
     assert seen == [1, 3]
+    document = json.loads(file.read_text())
+    assert document["ratios"] == {"small_call": 1.5, "decoding": 7.5}
+    assert set(document) == {"ratios", "machine", "versions", "commit", "date"}
 
 
 BAD_CALLS = {

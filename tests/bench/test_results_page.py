@@ -1,14 +1,17 @@
 """The tables of README and of the page of results, from results made up here: nothing that falls short is hidden."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from bench import _compare, _guard
+from bench.__main__ import main
 from bench._measures import Gap, Row, at_least, at_most
 from bench._pages import PAGES
-from bench._report import results_page
+from bench._report import filled, results_page
 from tests.support.measured import MEASURED
 
 FAST, SLOW, MISSED = (
@@ -114,6 +117,44 @@ def test_readme_says_what_the_longest_length_takes(written) -> None:
     told = part(results)
     assert "over 1K tokens takes 0.25 s in place of 0.5 s: 2 times as fast" in told
     assert "takes 32 times as long as this library for the union of such branches, and 55 times" in told
+
+
+def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch, capsys) -> None:
+    """No number without its file: `python -m bench pages` makes each page what it is, from results of full size.
+
+    A part whose result is not there stays as it is, and that is said.
+    """
+    root = Path.cwd()
+    results = root / "bench/results"
+    assert not any(json.loads(path.read_text()).get("small") for path in results.glob("*.json"))
+    pages = {path: (root / path).read_text(encoding="utf-8") for path in PAGES}
+    shutil.copytree(results, tmp_path / "bench/results")
+    for path, text in pages.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text.replace("| yes ", "| perhaps ").replace("waste 1.", "waste 9."), "utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["pages"]) == 0
+    assert {path: path.read_text(encoding="utf-8") for path in pages} == pages
+    Path("bench/results/fits.json").unlink()
+    capsys.readouterr()
+    assert main(["pages"]) == 0
+    said = "docs/howto/choosing.md, what fits on cpu: stays as it is; bench/results/fits.json is not there"
+    assert said in capsys.readouterr().err
+    assert {path: path.read_text(encoding="utf-8") for path in pages} == pages
+
+
+def test_marks_must_be_those_of_the_parts() -> None:
+    text = "a\n<!-- one -->\nold\n<!-- end one -->\nb\n"
+    assert filled(text, {"one": "new"}) == "a\n<!-- one -->\nnew\n<!-- end one -->\nb\n"
+    with pytest.raises(ValueError, match=r"got marks \['one'\] for parts \['one', 'two'\]"):
+        filled(text, {"one": "new", "two": "x"})
+
+
+def test_the_page_of_benchmarks_names_the_bounds() -> None:
+    text = Path("docs/contributing/benchmarks.md").read_text(encoding="utf-8")
+    assert f"the bound, {_compare.BOUND:g} unless you say otherwise" in " ".join(text.split())
+    assert f"It may be {_guard.BOUND:g} times the ratio" in text
+    assert f"{_compare.LEAST_NOISE:.0%}".replace("%", " %") in text
 
 
 def test_readme_and_start_say_how_long_their_commands_take() -> None:
