@@ -304,13 +304,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("before", type=Path, metavar="A", help="a file or a folder of results")
     parser.add_argument("after", type=Path, metavar="B", help="those to compare with it")
     parser.add_argument(
-        "--bound", type=_bound, default=BOUND, metavar="FACTOR", help=f"most that anything may get worse ({BOUND})"
+        "--bound",
+        type=at_least_one,
+        default=BOUND,
+        metavar="FACTOR",
+        help=f"most that anything may get worse ({BOUND})",
     )
     parser.add_argument("--all", action="store_true", help="print what stayed the same, too")
     return parser
 
 
-def _bound(text: str) -> float:
+def at_least_one(text: str) -> float:
+    """A bound of the command line."""
     try:
         bound = float(text)
     except ValueError:

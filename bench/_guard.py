@@ -22,6 +22,7 @@ from tabulate import tabulate
 
 from flexdilated.cli._machine import one_thread
 
+from ._compare import at_least_one
 from ._guard_cases import CASES, Pair
 from ._machine import conditions
 
@@ -147,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("cases", nargs="*", metavar="CASE", type=_case, help=f"all, or some of {', '.join(CASES)}")
     parser.add_argument("--record", action="store_true", help="measure, and write the ratios down as those to hold")
     parser.add_argument(
-        "--bound", type=_bound, default=BOUND, metavar="FACTOR", help=f"times the recorded ratio ({BOUND})"
+        "--bound", type=at_least_one, default=BOUND, metavar="FACTOR", help=f"times the recorded ratio ({BOUND})"
     )
     parser.add_argument("--file", type=Path, default=RECORDED, metavar="FILE", help=f"recorded ratios ({RECORDED})")
     return parser
@@ -159,16 +160,6 @@ def _case(text: str) -> str:
     return text
 
 
-def _bound(text: str) -> float:
-    try:
-        bound = float(text)
-    except ValueError:
-        bound = 0.0
-    if not 1.0 < bound < float("inf"):
-        raise argparse.ArgumentTypeError(f"a bound must be a number above 1; got {text!r}")
-    return bound
-
-
 def _is_ratio(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
@@ -177,12 +168,8 @@ def _table(verdicts: Sequence[Verdict]) -> str:
     headers = ("case", "recorded", "now", "now / recorded", "tries", "")
     lines = [
         (
-            each.name,
-            f"{each.recorded:.3g}",
-            f"{each.ratio:.3g}",
-            f"{each.ratio / each.recorded:.2f}",
-            each.tries,
-            each.text,
+            *(each.name, f"{each.recorded:.3g}", f"{each.ratio:.3g}"),
+            *(f"{each.ratio / each.recorded:.2f}", each.tries, each.text),
         )
         for each in verdicts
     ]

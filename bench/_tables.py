@@ -73,8 +73,10 @@ def directions(direction: str) -> Render:
 
 def kernel(document: Document) -> str:
     found = document["rows"][0]["detail"]
-    lines = [(shape, *(percent(rate / found["matmul_rate"]) for rate in both.values()))
-             for shape, both in found["kernel_rates"].items()]  # fmt: skip
+    lines = [
+        (shape, *(percent(rate / found["matmul_rate"]) for rate in both.values()))
+        for shape, both in found["kernel_rates"].items()
+    ]
     return markdown(lines, ("queries × keys", "forward, of matmul", "backward, of matmul"))
 
 

@@ -188,7 +188,7 @@ def test_names(capsys) -> None:
 
 
 COMPILES = {"changing_lengths": 3, "first_step": 5}
-ELSEWHERE = {"roofline", "accuracy", "rank_accuracy", "ring_memory"}  # other tests run them at these sizes
+ELSEWHERE = {"roofline", "accuracy", "catalogue", "rank_accuracy", "ring_memory"}  # other tests run them at these sizes
 
 
 @pytest.mark.slow
