@@ -5,6 +5,6 @@ others are not. None imports its library: a model of it has done so.
 """
 
 from ._convert import convert
-from ._report import Left, Replaced, Report
+from ._found import Left, Replaced, Report
 
 __all__ = ["Left", "Replaced", "Report", "convert"]

@@ -11,9 +11,8 @@ from torch import nn
 from ...masks import Mixture, Pattern
 from ...masks.patterns import names
 from . import _timm, _torch, _x_transformers
-from ._found import Found
+from ._found import Found, Left, Replaced, Report
 from ._replaced_class import Converted, Given, check_restorable, original_class, replace_class, restore_class
-from ._report import Left, Replaced, Report
 
 Expression = Pattern | Mixture
 Chosen = Callable[[str, nn.Module], Expression | None]

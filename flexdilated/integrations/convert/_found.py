@@ -1,11 +1,14 @@
-"""An attention module of a model, as the files of the libraries describe it."""
+"""The attention modules of a model, as the files of the libraries describe them, and what convert did with each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tabulate import tabulate
 from torch import nn
 
+from ...masks import Mixture, Pattern
+from ...masks.core import shortened
 from ._replaced_class import Converted, original_class
 
 
@@ -42,3 +45,40 @@ def ancestors(name: str, model: nn.Module) -> list[nn.Module]:
     """The modules that hold the one of this name, outermost first."""
     parts = name.split(".")
     return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))] if name else []
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """An attention module that attends by a pattern: its name in the model, its kind, its heads, the pattern."""
+
+    name: str
+    kind: str
+    num_heads: int
+    pattern: Pattern | Mixture
+
+
+@dataclass(frozen=True)
+class Left:
+    """An attention module that computes what it did: its name in the model, its kind, and why it was left."""
+
+    name: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `convert` replaced and what it left, in the order of `model.named_modules()`; printed as two tables."""
+
+    replaced: tuple[Replaced, ...]
+    left: tuple[Left, ...]
+
+    def __str__(self) -> str:
+        done = [(each.name, each.kind, each.num_heads, shortened(repr(each.pattern))) for each in self.replaced]
+        rest = [(each.name, each.kind, each.reason) for each in self.left]
+        tables = []
+        if done:
+            tables.append(tabulate(done, ("replaced", "kind", "heads", "pattern"), disable_numparse=True))
+        if rest:
+            tables.append(tabulate(rest, ("left", "kind", "why"), disable_numparse=True))
+        return "\n\n".join(tables) or "no attention module"
