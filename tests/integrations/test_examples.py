@@ -25,17 +25,8 @@ def run(name: str, arguments: str) -> Any:
 
 
 def test_each_script_is_run_here() -> None:
-    assert {path.stem for path in EXAMPLES.iterdir()} - {"__pycache__"} == {
-        "adapt_llama",
-        "convert_vit",
-        "encode_slide",
-        "inspect_pattern",
-        "many_ranks",
-        "pack_documents",
-        "train_longnet",
-    }
-    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in EXAMPLES.glob("*.*")}
-    assert {name: length for name, length in lengths.items() if length >= 100} == {}
+    tested = ("adapt_llama", "convert_vit", "encode_slide", "inspect_pattern", "many_ranks", "pack_documents")
+    assert {path.stem for path in EXAMPLES.iterdir()} - {"__pycache__"} == {*tested, "train_longnet"}
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """LongNetEncoder: torchscale's function at every length, its gradients on demand, its configs and its errors."""
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,10 +93,14 @@ def test_exact_mode_is_one_attention() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("merge_grad", ["exact", "detached"])
-def test_it_compiles(merge_grad) -> None:
-    """Without a graph break, and with rows that are shifted; tests of `attend` hold the kernels that inductor makes."""
-    encoder = made(merge_grad=merge_grad).layers[0]
+def test_it_compiles() -> None:
+    """Without a graph break, at two lengths, with rows that are shifted at one of them in a branch and at both.
+
+    Exact weights are compiled in the slide encoder; tests of `attend` hold the kernels that inductor makes.
+    """
+    torch.manual_seed(0)
+    branches = {"segment_length": "[20, 50]", "dilated_ratio": "[3, 4]"}
+    encoder = LongNetEncoder.from_torchscale(SIZES | branches, merge_grad="detached").double().layers[0]
     compiled = torch.compile(encoder, fullgraph=True, backend="aot_eager")
     for N in (40, 97):
         x = torch.randn(2, N, 24, dtype=torch.float64)
@@ -182,14 +184,3 @@ def test_configs_are_checked(change, says) -> None:
     fields = vars(LongNetEncoderConfig.from_torchscale(SIZES))
     with pytest.raises(ValueError, match=says):
         LongNetEncoderConfig(**fields | change)
-
-
-def test_nothing_else_is_imported() -> None:
-    """Nothing of torchscale, fairscale, xformers, flash-attn or numpy."""
-    folder = Path(fd.integrations.torchscale.__file__).parent
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in folder.glob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    found = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
-    found |= {each.name for node in nodes if isinstance(node, ast.Import) for each in node.names}
-    tops = {str(name).partition(".")[0] for name in found}
-    assert tops == {"__future__", "ast", "collections", "dataclasses", "jaxtyping", "math", "torch", "typing"}

@@ -39,7 +39,7 @@ def model_with(name: str, pattern: str) -> Any:
 def test_tokens_of_a_dynamic_cache(name: str, pattern: str, way: str) -> None:
     model = model_with(name, pattern)
     one = way in ("prompt lookup", "assisted")  # transformers runs these on one sequence
-    rows, options = tokens()[: 1 if one else 2], {"max_new_tokens": 30, "do_sample": False}
+    rows, options = tokens()[: 1 if one else 2], {"max_new_tokens": 16, "do_sample": False}
     if way == "assisted":
         options["assistant_model"] = model_of("llama", num_hidden_layers=1)
     want = model.generate(rows, **options, **WAYS[way])

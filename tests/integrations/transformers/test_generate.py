@@ -27,14 +27,14 @@ ONE_ROW = ("prompt lookup", "assisted")  # transformers runs these on one sequen
 
 
 def generated(model, way: str, **options: Any) -> torch.Tensor:
-    """24 tokens after each row of a batch whose second row is padded on the left, or after one row."""
+    """10 tokens after each row of a batch whose second row is padded on the left, or after one row."""
     batch = batch_of("llama", "left")
     if way in ONE_ROW:
         batch = {name: x[:1] for name, x in batch.items()}
     chosen = {**WAYS[way], **options}
     if "assistant_model" in chosen:
         chosen["assistant_model"] = model_of("llama", num_hidden_layers=1)
-    return model.generate(**batch, max_new_tokens=24, do_sample=False, **chosen)
+    return model.generate(**batch, max_new_tokens=10, do_sample=False, **chosen)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -53,7 +53,7 @@ def test_tokens_of_whole_passes(name: str, way: str) -> None:
     model = model_of(name)
     set_pattern(model, masks.longnet((4, 32), (1, 4)))
     found = generated(model, way)
-    alone = model.generate(tokens()[:1], max_new_tokens=24, do_sample=False, use_cache=False)
+    alone = model.generate(tokens()[:1], max_new_tokens=10, do_sample=False, use_cache=False)
     want = alone if way in ONE_ROW else generated(model, "greedy", use_cache=False)
     assert torch.equal(found, want)
 

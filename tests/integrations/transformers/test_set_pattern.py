@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.integrations.transformers import attention_layers, register, set_pattern
+from flexdilated.integrations.transformers import set_pattern
 
 from .models import NUM_HEADS, batch_of, model_of, real_logits, tokens
 
@@ -66,15 +67,12 @@ def test_a_custom_pattern_is_asked_for_again(tmp_path: Path) -> None:
         set_pattern(loaded)
 
 
-def test_another_name() -> None:
-    model = model_of("llama")
-    set_pattern(model, LONGNET, name="sparse")
-    assert model.config._attn_implementation == "sparse"
-
-
 def test_a_module_around_a_model() -> None:
-    wrapped = nn.Sequential(model_of("llama"))
-    set_pattern(wrapped, LONGNET)
+    """And another name of the implementation, twice."""
+    wrapped: Any = nn.Sequential(model_of("llama"))
+    for _ in range(2):
+        set_pattern(wrapped, LONGNET, name="sparse")
+    assert wrapped[0].config._attn_implementation == "sparse"
     alone = model_of("llama")
     set_pattern(alone, LONGNET)
     assert torch.equal(logits(wrapped[0]), logits(alone))
@@ -101,7 +99,7 @@ def test_one_graph_for_all_values() -> None:
     """Padding on either side, and inside, and packed sequences: values are not read while a model is traced."""
     model = model_of("llama").train()
     set_pattern(model, LONGNET)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     before = fd.compilations()
     for padding in ("left", "right", "inside"):
         batch = batch_of("llama", padding)
@@ -164,9 +162,3 @@ def test_calls_that_it_does_not_serve() -> None:
     with pytest.raises(ValueError, match=r"no attention weights to drop from; got dropout=0\.1"):
         dropping(tokens())
     dropping.eval()(tokens())
-
-
-def test_registering_again_is_no_matter() -> None:
-    register()
-    register()
-    assert len(attention_layers(model_of("llama"))) == 2
