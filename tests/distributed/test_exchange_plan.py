@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.distributed.counts import _chunks, _dilated
+from flexdilated.distributed.counts import _chunks, _dilated, _tokens
 from flexdilated.distributed.counts._tokens import token_counts
 from flexdilated.distributed.exchange._plan import ExchangePlan, local_indices
 from flexdilated.masks.core._bound import Extent
@@ -115,15 +115,16 @@ def ladders(draw: st.DrawFn) -> Many:
 
 @given(ladders())
 def test_counts_in_closed_form(many: Many):
-    """By the closed form and without it, which takes over where it would take too much memory."""
+    """By the closed form, a rank at a time too, and by what counts other patterns."""
     expected = minimum(many.needed(), many.sharding)
-    with pytest.MonkeyPatch.context() as patch:
-        # What is called for other patterns.
-        patch.setattr("flexdilated.distributed.counts._tokens._of_group", None)
-        assert torch.equal(token_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_dilated, "_MOST_VALUES", 0)
-        assert torch.equal(token_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
+    for module, name, value in (
+        (_tokens, "_of_group", None),
+        (_dilated, "_MOST_VALUES", 0),
+        (_tokens, "as_branches", lambda _: None),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, value)
+            assert torch.equal(token_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
 
 
 def check_counts_by_many_chunks_at_once(many: Many) -> None:
@@ -191,10 +192,13 @@ def test_longnet_of_a_million_tokens_on_eight_ranks():
     assert [int(each) for each in widest] == [1024, 1536, 1792]
 
 
-@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(
-    "pattern",
-    [LADDER & masks.causal(), LADDER, masks.local_window(left=300_000, right=0) | masks.first_tokens(4)],
+    ("pattern", "order"),
+    [
+        (LADDER & masks.causal(), "zigzag"),
+        (LADDER, "contiguous"),
+        (masks.local_window(left=300_000, right=0) | masks.first_tokens(4), "zigzag"),
+    ],
     ids=["longnet, causal", "longnet", "window and first tokens"],
 )
 def test_counts_of_many_ranks(pattern, order):
@@ -286,12 +290,9 @@ def test_plans_come_from_the_cache():
 def test_errors_name_the_rule(error, message, changed):
     values = {"pattern": masks.causal(), "sharding": Sharding(8, 2), "rank": 0, "num_heads": 4, "num_kv_heads": 2}
     values |= {"num_heads_global": 4, **changed}
+    pattern, sharding, rank = (values.pop(name) for name in ("pattern", "sharding", "rank"))
     with pytest.raises(error, match=message):
-        ExchangePlan.of(values.pop("pattern"), values.pop("sharding"), values.pop("rank"), **values)
-
-
-def test_counts_raise_the_same_errors():
-    with pytest.raises(ValueError, match="num_kv_heads must divide num_heads"):
-        token_counts(masks.causal(), Sharding(8, 2), num_heads=4, num_kv_heads=3)
-    with pytest.raises(ValueError, match="a grid of 2x2 holds 4 tokens"):
-        token_counts(masks.neighborhood((2, 2), 0), Sharding(8, 2), num_heads=1, num_kv_heads=1)
+        ExchangePlan.of(pattern, sharding, rank, **values)
+    if "rank" not in changed:
+        with pytest.raises(error, match=message):
+            token_counts(pattern, sharding, **values)

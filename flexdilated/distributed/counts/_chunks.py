@@ -56,6 +56,11 @@ class Chunks:
         turns[again, self.rank[order]] = order
         return turns if bool(again.any()) else turns[:1]
 
+    def positions(self, run: Progression) -> Progression:
+        """Those of the chunks of each run, which is one of their numbers."""
+        first = self.start[run.first]
+        return Progression(first, 1, self.stop[run.last] - first)
+
     def by_target(self, table: Bool[Tensor, "n n"]) -> Bool[Tensor, "W n"]:
         """Where any chunk of the rank has an entry."""
         rows = torch.cat([table, torch.zeros(1, len(self), dtype=torch.bool)])
@@ -67,28 +72,6 @@ class Chunks:
         return counts.index_add_(1, self.rank, tokens).fill_diagonal_(0)
 
 
-@dataclass(frozen=True)
-class _Nodes:
-    """Squares of pairs: chunks a_begin to a_end - 1 of queries, and chunks c_begin to c_end - 1 of keys."""
-
-    a_begin: Tensor
-    a_end: Tensor
-    c_begin: Tensor
-    c_end: Tensor
-
-    def __len__(self) -> int:
-        return len(self.a_begin)
-
-    def select(self, index: Tensor) -> _Nodes:
-        return _Nodes(self.a_begin[index], self.a_end[index], self.c_begin[index], self.c_end[index])
-
-    def halves(self) -> _Nodes:
-        """Each side halved, where it has more than one chunk."""
-        a_begin, a_end, node = _halved(self.a_begin, self.a_end)
-        c_begin, c_end, part = _halved(self.c_begin[node], self.c_end[node])
-        return _Nodes(a_begin[part], a_end[part], c_begin, c_end)
-
-
 def sort_pairs(
     rule: Pattern, head: int, num_heads: int, chunks: Chunks
 ) -> tuple[Bool[Tensor, "n n"], Int64[Tensor, "m 2"]]:
@@ -98,53 +81,50 @@ def sort_pairs(
     """
     every = torch.zeros(len(chunks), len(chunks), dtype=torch.bool)
     doubtful = [torch.empty(0, 2, dtype=torch.int64)]
-    stack = [_roots(len(chunks))]
+    stack = [_roots(len(chunks), head)]
     while stack:
-        nodes = stack.pop()
-        if len(nodes) > _FRONTIER:
-            stack += [nodes.select(half) for half in torch.arange(len(nodes)).tensor_split(2)]
+        squares = stack.pop()  # of chunks, by their numbers
+        if len(squares.head) > _FRONTIER:
+            stack += [squares.select(half) for half in torch.arange(len(squares.head)).tensor_split(2)]
             continue
-        box = _box(nodes, chunks, head)
+        box = Box(squares.head, chunks.positions(squares.q), chunks.positions(squares.k))
         bounds = rule.count(box, num_heads=num_heads)
-        single = (nodes.a_end - nodes.a_begin == 1) & (nodes.c_end - nodes.c_begin == 1)
+        single = squares.area == 1
         # A key that no query needs misses all of them; of several chunks every pair must be one that counts.
         full = torch.where(single, box.area - bounds.low < box.q.count, box.area == bounds.low)
-        _mark(every, nodes.select(full))
-        left = nodes.select((bounds.high > 0) & ~full & single)
-        doubtful.append(torch.stack([left.a_begin, left.c_begin], 1))
-        inner = nodes.select((bounds.high > 0) & ~full & ~single)
-        if len(inner):
-            stack.append(inner.halves())
+        every[squares.q.first[full & single], squares.k.first[full & single]] = True
+        large = squares.select(full & ~single)
+        for begin, end, first, last in torch.stack(
+            [large.q.first, large.q.last, large.k.first, large.k.last], 1
+        ).tolist():
+            every[begin : end + 1, first : last + 1] = True
+        open_squares = (bounds.high > 0) & ~full
+        left = squares.select(open_squares & single)
+        doubtful.append(torch.stack([left.q.first, left.k.first], 1))
+        if bool((open_squares & ~single).any()):
+            stack.append(_halves(squares.select(open_squares & ~single)))
     return every, torch.cat(doubtful)
 
 
-def _roots(num_chunks: int) -> _Nodes:
+def _roots(num_chunks: int, head: int) -> Box:
     """All pairs at once; as single ones where they are few."""
-    cuts = torch.arange(num_chunks + 1) if num_chunks <= _FEW_CHUNKS else torch.tensor([0, num_chunks])
-    part, other = torch.cartesian_prod(torch.arange(len(cuts) - 1), torch.arange(len(cuts) - 1)).unbind(1)
-    return _Nodes(cuts[part], cuts[part + 1], cuts[other], cuts[other + 1])
+    each = 1 if num_chunks <= _FEW_CHUNKS else num_chunks
+    first = torch.arange(0, num_chunks, each)
+    q, k = torch.cartesian_prod(first, first).unbind(1)
+    count = torch.full_like(q, each)
+    return Box(torch.full_like(q, head), Progression(q, 1, count), Progression(k, 1, count))
 
 
-def _box(nodes: _Nodes, chunks: Chunks, head: int) -> Box:
-    sides = []
-    for begin, end in ((nodes.a_begin, nodes.a_end), (nodes.c_begin, nodes.c_end)):
-        first = chunks.start[begin]
-        sides.append(Progression(first, 1, chunks.stop[end - 1] - first))
-    return Box(torch.full_like(nodes.a_begin, head), *sides)
+def _halves(squares: Box) -> Box:
+    """Each side halved, where it has more than one chunk."""
+    square, q = _halved(squares.q)
+    part, k = _halved(squares.k.select(square))
+    return Box(squares.head[square][part], q.select(part), k)
 
 
-def _mark(table: Tensor, nodes: _Nodes) -> None:
-    single = (nodes.a_end - nodes.a_begin == 1) & (nodes.c_end - nodes.c_begin == 1)
-    table[nodes.a_begin[single], nodes.c_begin[single]] = True
-    large = nodes.select(~single)
-    sides = (large.a_begin, large.a_end, large.c_begin, large.c_end)
-    for a_begin, a_end, c_begin, c_end in zip(*(side.tolist() for side in sides), strict=True):
-        table[a_begin:a_end, c_begin:c_end] = True
-
-
-def _halved(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(begin, end, which it comes from) of the halves of longer runs, and of the others as they are."""
-    middle = torch.where(end - begin > 1, (begin + end + 1) // 2, end)
-    cut = (middle < end).nonzero().squeeze(1)
-    origin = torch.cat([torch.arange(len(begin)), cut])
-    return torch.cat([begin, middle[cut]]), torch.cat([middle, end[cut]]), origin
+def _halved(side: Progression) -> tuple[Tensor, Progression]:
+    """(which it comes from, it) of the halves of longer runs, and of the others as they are."""
+    half = (side.count + 1) // 2
+    cut = (half < side.count).nonzero().squeeze(1)
+    first = torch.cat([side.first, (side.first + half)[cut]])
+    return torch.cat([torch.arange(len(half)), cut]), Progression(first, 1, torch.cat([half, (side.count - half)[cut]]))

@@ -46,10 +46,9 @@ def tokens_by_chunk(
     chunks = Chunks.of(sharding)
     groups = Counter(needs.groups)
     dilated = {group: as_branches([rule for rule, _ in group]) for group in groups}
-    known = dilated_tokens([(each, groups[group]) for group, each in dilated.items() if each], chunks)
-    tokens = torch.zeros(sharding.num_ranks, len(chunks), dtype=torch.int64) if known is None else known
+    tokens = dilated_tokens([(each, groups[group]) for group, each in dilated.items() if each], chunks)
     for group, times in groups.items():
-        if known is None or dilated[group] is None:
+        if dilated[group] is None:
             tokens += times * _of_group(group, needs, chunks)
     return tokens, chunks
 
