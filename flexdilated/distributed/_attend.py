@@ -241,7 +241,7 @@ def _best(
     """The schedule that counting bytes and memory finds best."""
     coded = codec_named(None if codec == "auto" else codec)  # what "auto" will find is not known yet
     head_dim = index(q.shape[3])
-    sizes = (
+    sizes: tuple[tuple[str, Any], ...] = (
         ("num_heads", index(q.shape[1])),
         ("num_kv_heads", index(k.shape[1])),
         ("head_dim", head_dim),

@@ -276,38 +276,44 @@ def test_with_tensor_parallelism() -> None:
     on_ranks(4, tensor_and_sequences)
 
 
-def compile_longnet(schedule: str, backend: str) -> None:
+def compile_longnet(schedule: str) -> None:
     model = longnet(mesh=line(), sharding=Sharding(N, 2, "zigzag"), schedule=schedule, depth=1)
     eager = longnet(mesh=line(), sharding=Sharding(N, 2, "zigzag"), schedule=schedule, depth=1)
     held = Sharding(N, 2, "zigzag").positions(dist.get_rank())
     tokens, following = (x[:, held] for x in text())
-    loss_of(torch.compile(model, fullgraph=True, backend=backend), tokens, following).backward()
+    loss_of(torch.compile(model, fullgraph=True, backend="aot_eager"), tokens, following).backward()
     loss_of(eager, tokens, following).backward()
     for found, truth in zip(gradients(model), gradients(eager), strict=True):
         assert_close(found, truth, **TIGHT)
 
 
-def compile_attention() -> None:
+@pytest.mark.parametrize("schedule", ["auto", "heads"])
+def test_traces_without_a_graph_break(schedule: str) -> None:
+    """Exchange and ring by themselves are compiled in test_distributed_attend.py."""
+    on_ranks(2, compile_longnet, schedule)
+
+
+def compile_attention(schedules: tuple[str, ...], backend: str) -> None:
     """Without a sharding, which then follows from the shape."""
-    for schedule in SCHEDULES:
+    for schedule in schedules:
         module = fd.BlockSparseAttention(masks.causal() & masks.longnet(*BRANCHES), mesh=line(), schedule=schedule)
-        q, k, v = torch.randn(3, 1, 4, 10, 8, dtype=torch.float64)
-        assert_close(torch.compile(module, fullgraph=True, backend="eager")(q, k, v), module(q, k, v), **TIGHT)
+        leaves = [x.requires_grad_() for x in torch.randn(3, 1, 4, 10, 8, dtype=torch.float64)]
+        results = []
+        for run in (module, torch.compile(module, fullgraph=True, backend=backend)):
+            out = run(*leaves)
+            results.append((out.detach(), *torch.autograd.grad(out.sum(), leaves)))
+        for compiled, eager in zip(*results, strict=True):
+            assert_close(compiled, eager, **TIGHT)
 
 
 def test_traces_without_a_sharding() -> None:
-    on_ranks(2, compile_attention)
-
-
-@pytest.mark.parametrize("schedule", ["auto", "heads"])
-def test_traces_without_a_graph_break(schedule: str) -> None:
-    """The ring by itself is compiled in test_distributed_attend.py."""
-    on_ranks(2, compile_longnet, schedule, "aot_eager")
+    on_ranks(2, compile_attention, SCHEDULES, "eager")
 
 
 @pytest.mark.slow
 def test_compiles() -> None:
-    on_ranks(2, compile_longnet, "exchange", "inductor")
+    """LongNet without a mesh is compiled in tests/nn/."""
+    on_ranks(2, compile_attention, ("exchange",), "inductor")
 
 
 def live() -> str:

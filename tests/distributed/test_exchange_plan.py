@@ -13,6 +13,7 @@ from torch import Tensor
 from flexdilated import masks
 from flexdilated.distributed import Sharding
 from flexdilated.distributed.counts import _chunks, _dilated, _tokens
+from flexdilated.distributed.counts._schedule import choose_schedule
 from flexdilated.distributed.counts._tokens import token_counts
 from flexdilated.distributed.exchange._plan import ExchangePlan, local_indices
 from flexdilated.masks.core._bound import Extent
@@ -81,6 +82,7 @@ def test_plans_and_counts(many: Many):
     check_minimum(many)
     check_counts_by_many_chunks_at_once(many)
     check_sender_and_receiver_agree(many)
+    check_bytes_of_schedules(many)
 
 
 def check_minimum(many: Many) -> None:
@@ -154,6 +156,23 @@ def check_sender_and_receiver_agree(many: Many) -> None:
         for (head, position), index in zip(came, received.index.tolist(), strict=True):
             keys = [key for run in plan.others.keys[head] for key in run]
             assert keys[index] == position
+
+
+def check_bytes_of_schedules(many: Many):
+    """Of the rank that has most of each: what it receives, on the wire, and holds; in a ring whole runs, two shards."""
+    sharding, needed, ranks = many.sharding, many.needed(), range(many.sharding.num_ranks)
+    runs = [
+        [[len(run) for run in sharding.ranges(other) if needed[:, rank, run.start : run.stop].any()] for other in ranks]
+        for rank in ranks
+    ]
+    shards = many.num_kv_heads * torch.tensor([[sum(each) for each in row] for row in runs]).fill_diagonal_(0)
+    exchanged, ringed = int(minimum(needed, sharding).sum(1).max()), int(shards.sum(1).max())
+    held = int(shards.sort(1, descending=True).values[:, :2].sum(1).max())
+    how = {"head_dim": 3, "dtype": torch.float32, "batch": 2, "wire_row_bytes": 7}
+    choice = choose_schedule(many.twin.pattern, sharding, **many.sizes, **how)
+    row, wire = 2 * 2 * 3 * 4, 2 * 2 * 7
+    assert (choice.exchange_bytes, choice.exchange_memory) == (wire * exchanged, row * exchanged)
+    assert (choice.ring_bytes, choice.ring_memory) == (wire * ringed, row * held)
 
 
 def _places(by_head):

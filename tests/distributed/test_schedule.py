@@ -4,58 +4,16 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
 from flexdilated.distributed.counts import _schedule as module
 from flexdilated.distributed.counts._schedule import _choose, choose_schedule
-from flexdilated.testing.strategies import shardings
-from tests.support.strategies import whole_cases
 
 # W ranks, H query heads, G key/value heads, N tokens
 
 LONGNET = masks.longnet([32, 64, 128, 256, 512], [1, 2, 4, 8, 16])
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.bfloat16}
-
-
-def tokens_of_runs(needed: Tensor, runs: tuple[range, ...]) -> int:
-    """Tokens of the runs of which any KV head needs one."""
-    return sum(len(run) for run in runs if needed[:, run.start : run.stop].any())
-
-
-@given(st.data())
-def test_bytes_are_those_of_the_dense_rule(data: st.DataObject) -> None:
-    case = data.draw(whole_cases())
-    sharding = data.draw(shardings(case.num_queries, max_ranks=6))
-    kv_heads = data.draw(st.sampled_from([G for G in range(1, case.num_heads + 1) if case.num_heads % G == 0]))
-    batch, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
-    choice = choose_schedule(
-        case.twin.pattern,
-        sharding,
-        num_heads=case.num_heads,
-        num_kv_heads=kv_heads,
-        head_dim=width,
-        dtype=torch.float32,
-        batch=batch,
-        wire_row_bytes=width + 4,
-    )
-    seen = (case.counts() > 0).unflatten(0, (kv_heads, -1)).any(1)  # by KV head
-    exchanged, ringed, held = [], [], []
-    for rank in range(sharding.num_ranks):
-        needed = seen[:, sharding.positions(rank)].any(1)
-        others = [other for other in range(sharding.num_ranks) if other != rank]
-        shards = sorted((kv_heads * tokens_of_runs(needed, sharding.ranges(other)) for other in others), reverse=True)
-        exchanged.append(sum(int(needed[:, sharding.positions(other)].sum()) for other in others))
-        ringed.append(sum(shards))
-        held.append(sum(shards[:2]))
-    row = 2 * batch * 4 * width
-    assert choice.exchange_bytes == max(exchanged) * 2 * batch * (width + 4)
-    assert choice.exchange_memory == max(exchanged) * row
-    assert choice.ring_bytes == max(ringed) * 2 * batch * (width + 4)
-    assert choice.ring_memory == max(held) * row
 
 
 CHOICES = {

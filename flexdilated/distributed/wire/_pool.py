@@ -191,7 +191,14 @@ class BufferPool:
     def statistics(self) -> PoolStatistics:
         """As of now; what comes later does not change it."""
         with self._lock:
-            return self._now()
+            return replace(
+                self._counts,
+                allocated_bytes=self._held,
+                idle_bytes=sum(buffer.num_bytes for buffer in self._idle),
+                leased_bytes=self._leased,
+                leases_by_role=self._counts.leases_by_role.copy(),
+                bytes_by_role=self._counts.bytes_by_role.copy(),
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, as of a module that has a pool, is an empty pool with the same settings."""
@@ -216,16 +223,6 @@ class BufferPool:
     @property
     def _leased(self) -> int:
         return sum(lease._num_bytes for lease in self._open)
-
-    def _now(self) -> PoolStatistics:
-        return replace(
-            self._counts,
-            allocated_bytes=self._held,
-            idle_bytes=sum(buffer.num_bytes for buffer in self._idle),
-            leased_bytes=self._leased,
-            leases_by_role=self._counts.leases_by_role.copy(),
-            bytes_by_role=self._counts.bytes_by_role.copy(),
-        )
 
     def _count(self, num_bytes: int, role: Role) -> None:
         counts = self._counts
