@@ -241,7 +241,7 @@ def _best(
     """The schedule that counting bytes and memory finds best."""
     coded = codec_named(None if codec == "auto" else codec)  # what "auto" will find is not known yet
     head_dim = index(q.shape[3])
-    sizes: tuple[tuple[str, Any], ...] = (
+    sizes = (
         ("num_heads", index(q.shape[1])),
         ("num_kv_heads", index(k.shape[1])),
         ("head_dim", head_dim),
@@ -258,7 +258,8 @@ def _best(
             "schedule='auto' counts with the values of run-time tensors, which a graph being compiled does not have: "
             "name 'exchange' or 'ring'"
         )
-    return choose_schedule(whole_rule(pattern.text, bindings, sharding.num_tokens), sharding, **dict(sizes)).name
+    given: dict[str, Any] = dict(sizes)
+    return choose_schedule(whole_rule(pattern.text, bindings, sharding.num_tokens), sharding, **given).name
 
 
 def _counted(pattern: str, sharding: tuple[int, ...], sizes: tuple[tuple[str, Any], ...]) -> Schedule:

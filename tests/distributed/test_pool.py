@@ -59,6 +59,43 @@ def test_an_exception_returns_the_buffer() -> None:
     assert (pool.statistics.leased_bytes, pool.statistics.idle_bytes) == (0, MIB)
 
 
+def test_buckets_are_powers_of_two() -> None:
+    pool = BufferPool(threshold_bytes=0)
+    for num_bytes, bucket in [(1, 1), (2, 2), (3, 4), (MIB, MIB), (MIB + 1, 2 * MIB), (3 * MIB, 4 * MIB)]:
+        with lease(pool, num_bytes):
+            assert pool.statistics.allocated_bytes == bucket
+            assert pool.statistics.fragmentation == bucket / num_bytes
+        assert pool.statistics.fragmentation == float("inf")
+        pool.release()
+        assert (pool.statistics.allocated_bytes, pool.statistics.fragmentation) == (0, 1)
+
+
+def test_the_budget_lets_go_what_was_returned_longest_ago() -> None:
+    pool = BufferPool(budget_bytes=7 * MIB)
+    one, two, four = lease(pool, MIB), lease(pool, 2 * MIB), lease(pool, 4 * MIB)
+    for each in (two, one, four):
+        each.release()
+    assert pool.statistics.idle_bytes == 7 * MIB
+    lease(pool, 2 * MIB).release()  # used, and so the last to go
+    other = lease(pool, 512 * KIB + MIB)  # its bucket, 2 MiB, is there
+    assert pool.statistics.num_allocations == 3
+    lease(pool, 2 * MIB).release()  # 2 MiB more: the one has to go, and the four
+    assert pool.statistics.allocated_bytes == 4 * MIB
+    other.release()
+    assert pool.statistics.idle_bytes == 4 * MIB
+
+
+def test_a_lease_over_the_budget_is_served_and_not_kept() -> None:
+    pool = BufferPool(budget_bytes=MIB)
+    with lease(pool, 3 * MIB) as large:
+        assert large.nbytes == 3 * MIB
+        assert pool.statistics.allocated_bytes == 4 * MIB
+    assert (pool.statistics.allocated_bytes, pool.statistics.peak_bytes) == (0, 4 * MIB)
+    nothing = BufferPool(budget_bytes=0)
+    lease(nothing, MIB).release()
+    assert nothing.statistics.allocated_bytes == 0
+
+
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_full_memory_lets_all_idle_buffers_go_and_tries_once_more(monkeypatch, failures) -> None:
     pool, allocate, left = BufferPool(), _pool._allocate, [failures]

@@ -53,7 +53,7 @@ def says_where() -> tuple[int, int, str | None, int]:
     return dist.get_rank(), dist.get_world_size(), os.environ.get("FLEXDILATED_MACHINE"), torch.get_num_threads()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 3])
 def test_results_come_by_rank(size: int) -> None:
     value = torch.tensor([1.0, 2.0], requires_grad=True)
     totals = on_ranks(size, scaled_sum, value.detach())
@@ -95,11 +95,3 @@ def test_a_death_is_told() -> None:
     (first, second) = outcomes_on_ranks(2, dies_on_rank_1)
     assert (first.result, first.error) == (0, None)
     assert (second.result, second.error) == (None, "died with exit code 7")
-
-
-def test_outcomes_wait_for_the_group_to_give_up() -> None:
-    (first, second) = outcomes_on_ranks(2, fails_on_rank_1)
-    assert first.error is not None
-    assert "Traceback" in first.error
-    assert second.error is not None
-    assert "it is rank 1 that fails" in second.error
