@@ -31,7 +31,7 @@ def transfers_of_three_checks() -> list[int]:
     ranks, counts = all_ranks(), []
     for num_tokens in (8, 8, 9):
         before = traffic().transfers["set-up"]
-        check_agreement(ranks, {"pattern": masks.causal(), "num_tokens": num_tokens})
+        check_agreement(ranks, {"pattern": masks.causal(), "num_tokens": num_tokens}, once=lambda: {"values": "slow"})
         counts.append(traffic().transfers["set-up"] - before)
     return counts
 

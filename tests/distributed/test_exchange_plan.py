@@ -80,7 +80,6 @@ def manies(draw: st.DrawFn) -> Many:
 @given(manies())
 def test_plans_and_counts(many: Many):
     check_minimum(many)
-    check_counts_by_many_chunks_at_once(many)
     check_sender_and_receiver_agree(many)
     check_bytes_of_schedules(many)
 
@@ -94,9 +93,12 @@ def check_minimum(many: Many) -> None:
                 positions = [key for each in keys for key in each]
                 held = sharding.positions(source) if source != rank else torch.arange(0)
                 assert sorted(positions) == held[needed[head, rank, held]].tolist()
-    counts = token_counts(many.twin.pattern, sharding, **many.sizes)
-    assert counts.dtype == torch.int64
-    assert torch.equal(counts, minimum(needed, sharding))
+    for at_once in (_chunks._MOST_COUNTS, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_chunks, "_MOST_COUNTS", at_once)
+            counts = token_counts(many.twin.pattern, sharding, **many.sizes)
+        assert counts.dtype == torch.int64
+        assert torch.equal(counts, minimum(needed, sharding))
 
 
 @st.composite
@@ -127,15 +129,6 @@ def test_counts_in_closed_form(many: Many):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, name, value)
             assert torch.equal(token_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
-
-
-def check_counts_by_many_chunks_at_once(many: Many) -> None:
-    """Bounds decide squares of chunks, few at a time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_chunks, "_FEW_CHUNKS", 0)
-        patch.setattr(_chunks, "_FRONTIER", 5)
-        counts = token_counts(many.twin.pattern, many.sharding, **many.sizes)
-    assert torch.equal(counts, minimum(many.needed(), many.sharding))
 
 
 def check_sender_and_receiver_agree(many: Many) -> None:
@@ -240,13 +233,6 @@ def test_counts_of_many_ranks(pattern, order):
         ]
         expected = sum(len(keys) for ranges in needed for keys in ranges) if target != source else 0
         assert int(counts[target, source]) == expected
-
-
-def test_squares_of_chunks_are_no_single_chunks(monkeypatch):
-    """Two tokens need two between them, and the first of them one."""
-    monkeypatch.setattr(_chunks, "_FEW_CHUNKS", 0)
-    counts = token_counts(masks.causal(), Sharding(8, 8), num_heads=1, num_kv_heads=1)
-    assert torch.equal(counts, torch.ones(8, 8, dtype=torch.int64).tril(-1))
 
 
 def test_offsets_differ_where_segments_do_not_begin_at_multiples_of_a_rate():
