@@ -24,8 +24,7 @@ from flexdilated.distributed.wire._codec import (
     codec_named,
     row_peak,
 )
-from flexdilated.distributed.wire._pool import lease_from
-from flexdilated.distributed.wire._pools import break_even_bytes
+from flexdilated.distributed.wire._pool import break_even_bytes, lease_from
 
 from ._checks import relative_error
 from ._jobs import Job, Problem, Size, interleave, peak_here

@@ -16,7 +16,7 @@ from .._engines import choose_engine
 from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
 from ..engines import nothing, padded_rows, placed_engine
 from ..masks import Mixture, Pattern
-from ..masks.core import Expression, require_bool, require_choice, require_expression
+from ..masks.core import require_bool, require_choice, require_expression
 from ..masks.planning import block_sides
 from ..masks.text import read_text
 from .counts import Schedule, choose_schedule
@@ -141,9 +141,14 @@ def attend(
     heads = index(check_sizes(pattern, q, q_offset=0, k_offset=0, **where))
     tensors = run_time_tensors(pattern, bindings)
     check_codec(codec, error_bound, q.dtype)
-    chosen = _named(schedule, q, k, pattern.unpadded, tensors, shards, head_offset, heads, codec)
+    chosen = schedule
+    if schedule == "auto":
+        chosen = _best(q, k, pattern.unpadded, tensors, shards, head_offset, heads, codec)
     needs_lse = return_lse or pattern.pads
-    chosen_engine = _engine(engine, q, k, v, pattern, head_offset, sinks, needs_lse or chosen == "ring")
+    features = {"score_mod": None, "sinks": sinks, "return_lse": needs_lse or chosen == "ring"}
+    chosen_engine = placed_engine(
+        choose_engine(engine, q, k, v, pattern, first=(head_offset, 0, 0), **features), q.device
+    )
     call = PlainCall(
         pattern=pattern.unpadded.text,
         scale=resolve_scale(scale, index(q.shape[-1])),
@@ -176,20 +181,6 @@ def attend(
         return out
     assert lse is not None
     return out, lse
-
-
-def _engine(
-    engine: str | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | Mixture,
-    head_offset: int,
-    sinks: Tensor | None,
-    needs_lse: bool,
-) -> str:
-    features = {"score_mod": None, "sinks": sinks, "return_lse": needs_lse}
-    return placed_engine(choose_engine(engine, q, k, v, pattern, first=(head_offset, 0, 0), **features), q.device)
 
 
 def _facts(
@@ -237,8 +228,7 @@ def _named_facts(facts: tuple[tuple[str, object], ...]) -> dict[str, object]:
     return named | {"sharding": Sharding.of(numbers)}
 
 
-def _named(
-    schedule: str,
+def _best(
     q: Tensor,
     k: Tensor,
     pattern: Pattern | Mixture,
@@ -248,9 +238,7 @@ def _named(
     num_heads_global: int,
     codec: CodecChoice,
 ) -> Schedule:
-    """The schedule that is named, or the one that counting bytes and memory finds best."""
-    if schedule != "auto":
-        return "ring" if schedule == "ring" else "exchange"
+    """The schedule that counting bytes and memory finds best."""
     coded = codec_named(None if codec == "auto" else codec)  # what "auto" will find is not known yet
     head_dim = index(q.shape[3])
     sizes = (
@@ -270,15 +258,12 @@ def _named(
             "schedule='auto' counts with the values of run-time tensors, which a graph being compiled does not have: "
             "name 'exchange' or 'ring'"
         )
-    return _best(whole_rule(pattern.text, bindings, sharding.num_tokens), sharding, sizes)
+    given: dict[str, Any] = dict(sizes)
+    return choose_schedule(whole_rule(pattern.text, bindings, sharding.num_tokens), sharding, **given).name
 
 
 def _counted(pattern: str, sharding: tuple[int, ...], sizes: tuple[tuple[str, Any], ...]) -> Schedule:
-    return _best(read_text(pattern), Sharding.of(sharding), sizes)
-
-
-def _best(rule: Expression, sharding: Sharding, sizes: tuple[tuple[str, Any], ...]) -> Schedule:
-    return choose_schedule(rule, sharding, **dict(sizes)).name
+    return choose_schedule(read_text(pattern), Sharding.of(sharding), **dict(sizes)).name
 
 
 # What torch.compile takes for constants of the graph: the check is made, and the schedule chosen, while it traces.

@@ -3,7 +3,7 @@
 import copy
 import io
 import pickle
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ SHARDINGS = {
     "ragged": Sharding(N, 3, shard_lengths=(30, 0, 11)),
     "ragged zigzag": Sharding(N, 3, "zigzag", (0, 40, 1)),
 }
+PADDED = {"key_padding_mask": torch.arange(N) >= torch.tensor([[N - 7], [N - 30]])}
 
 
 def config(**changes) -> fd.LongNetConfig:
@@ -57,10 +58,11 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def one_rank(**call) -> tuple[Tensor, list[Tensor]]:
+@cache
+def one_rank(padded: bool) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients of a model without a mesh."""
     model = longnet()
-    loss = loss_of(model, *text(), **call)
+    loss = loss_of(model, *text(), **(PADDED if padded else {}))
     loss.backward()
     return loss.detach(), gradients(model)
 
@@ -75,43 +77,39 @@ def summed(x: Tensor, group=None) -> Tensor:
     return total
 
 
-def assert_is_one_rank(model, run, sharding: Sharding, **call) -> None:
+TRAINED = {
+    (schedule, name): features
+    for schedule in SCHEDULES
+    for name, features in zip(SHARDINGS, ({"padded": True}, {"checkpoint": True}, {}), strict=True)
+}
+TRAINED["ring", "ragged zigzag"] = {"pool": "auto"}
+
+
+def train_longnets() -> None:
     """Over all ranks, loss and gradients add up to one rank's."""
-    held = sharding.positions(dist.get_rank())
-    loss = loss_of(run, *(x[:, held] for x in text()), **call)
-    loss.backward()
-    true_loss, true_gradients = one_rank(**call)
-    assert_close(summed(loss), true_loss, **TIGHT)
-    for found, truth in zip(gradients(model), true_gradients, strict=True):
-        assert_close(summed(found), truth, **TIGHT)
+    for (schedule, name), features in TRAINED.items():
+        changes, sharding = dict(features), SHARDINGS[name]
+        padded = changes.pop("padded", False)
+        model = longnet(mesh=line(), sharding=sharding, schedule=schedule, **changes)
+        held = sharding.positions(dist.get_rank())
+        loss = loss_of(model, *(x[:, held] for x in text()), **(PADDED if padded else {}))
+        loss.backward()
+        true_loss, true_gradients = one_rank(padded)
+
+        def about(text: str, what: tuple = (schedule, name, features)) -> str:
+            return f"{what}: {text}"
+
+        assert_close(summed(loss), true_loss, **TIGHT, msg=about)
+        for found, truth in zip(gradients(model), true_gradients, strict=True):
+            assert_close(summed(found), truth, **TIGHT, msg=about)
 
 
-def train_longnet(schedule: str, sharding: Sharding, changes: dict, call: dict) -> None:
-    model = longnet(mesh=line(), sharding=sharding, schedule=schedule, **changes)
-    assert_is_one_rank(model, model, sharding, **call)
+def test_longnet_is_that_of_one_rank() -> None:
+    """Logits, by way of the loss, and the parameters' gradients; a rank without tokens has its part in them.
 
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
-def test_longnet_is_that_of_one_rank(schedule: str, sharding: Sharding) -> None:
-    """Logits, by way of the loss, and the parameters' gradients; a rank without tokens has its part in them."""
-    on_ranks(3, train_longnet, schedule, sharding, {}, {})
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_longnet_with_checkpointing(schedule: str) -> None:
-    """Blocks run again in the backward, and so does what they send."""
-    on_ranks(3, train_longnet, schedule, SHARDINGS["zigzag"], {"checkpoint": True}, {})
-
-
-def test_longnet_with_a_pool() -> None:
-    on_ranks(3, train_longnet, "ring", SHARDINGS["zigzag"], {"pool": "auto"}, {})
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_padding_is_of_the_whole_sequence(schedule: str) -> None:
-    padding = torch.arange(N) >= torch.tensor([[N - 7], [N - 30]])
-    on_ranks(3, train_longnet, schedule, SHARDINGS["zigzag"], {}, {"key_padding_mask": padding})
+    Padding is of the whole sequence. With checkpointing blocks run again in the backward, and so does what they send.
+    """
+    on_ranks(3, train_longnets)
 
 
 def features_in_equal_shards() -> None:
@@ -157,12 +155,14 @@ def attend_in_module(kind: str, sharding: Sharding) -> None:
         assert_close(found, truth[:, :, held], **TIGHT)
 
 
-@pytest.mark.parametrize(
-    "kind", ["heads", "ring", "exchange", "auto", "sinks, heads", "sinks, ring", "sinks, exchange"]
-)
-def test_attention_modules_are_one_rank(kind: str) -> None:
+def attend_in_modules() -> None:
+    for kind in ("heads", "ring", "exchange", "auto", "sinks, heads", "sinks, ring", "sinks, exchange"):
+        attend_in_module(kind, SHARDINGS["ragged"])
+
+
+def test_attention_modules_are_one_rank() -> None:
     """Output and gradients of q, k and v, with key/value heads that several query heads share."""
-    on_ranks(3, attend_in_module, kind, SHARDINGS["ragged"])
+    on_ranks(3, attend_in_modules)
 
 
 def attend_multihead(schedule: str, batch_first: bool) -> None:
@@ -187,10 +187,13 @@ def attend_multihead(schedule: str, batch_first: bool) -> None:
         assert_close(summed(found), true_gradient, **TIGHT)
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("schedule", ["exchange", "heads"])
-def test_multihead_is_that_of_one_rank(schedule: str, batch_first: bool) -> None:
-    on_ranks(3, attend_multihead, schedule, batch_first)
+def attend_multiheads() -> None:
+    for schedule, batch_first in (("exchange", True), ("heads", False)):
+        attend_multihead(schedule, batch_first)
+
+
+def test_multihead_is_that_of_one_rank() -> None:
+    on_ranks(3, attend_multiheads)
 
 
 def data_and_sequence(wrapper: str, schedule: str) -> None:
@@ -212,17 +215,26 @@ def data_and_sequence(wrapper: str, schedule: str) -> None:
     )
     loss = loss_of(run, *(x[mine, held] for x in text()))
     loss.backward()
-    true_loss, true_gradients = one_rank()
+    true_loss, true_gradients = one_rank(False)
     assert_close(summed(loss), true_loss, **TIGHT)
     for found, truth in zip(gradients(model), true_gradients, strict=True):
         whole = found.full_tensor() if hasattr(found, "full_tensor") else found
         assert_close(4 * whole, truth, **TIGHT)
 
 
-@pytest.mark.parametrize("schedule", ["exchange", "ring", "heads"])
-@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2", "FSDP2, checkpoint"])
-def test_under_data_parallelism(wrapper: str, schedule: str) -> None:
-    on_ranks(4, data_and_sequence, wrapper, schedule)
+def data_and_sequences() -> None:
+    for wrapper, schedule in (
+        ("DDP", "ring"),
+        ("DDP", "heads"),
+        ("FSDP2", "exchange"),
+        ("FSDP2, checkpoint", "ring"),
+        ("FSDP2, checkpoint", "heads"),
+    ):
+        data_and_sequence(wrapper, schedule)
+
+
+def test_under_data_parallelism() -> None:
+    on_ranks(4, data_and_sequences)
 
 
 def tensor_and_sequence(schedule: str) -> None:
@@ -254,43 +266,54 @@ def tensor_and_sequence(schedule: str) -> None:
         assert_close(summed(mine_alone, mesh.get_group("sp")), true_gradient[chosen], **TIGHT)
 
 
-@pytest.mark.parametrize("schedule", ["exchange", "ring", "heads"])
-def test_with_tensor_parallelism(schedule: str) -> None:
+def tensor_and_sequences() -> None:
+    for schedule in ("exchange", "ring", "heads"):
+        tensor_and_sequence(schedule)
+
+
+def test_with_tensor_parallelism() -> None:
     """Dilation offsets are those of the head among all heads, wherever it lives."""
-    on_ranks(4, tensor_and_sequence, schedule)
+    on_ranks(4, tensor_and_sequences)
 
 
-def compile_longnet(schedule: str, backend: str) -> None:
+def compile_longnet(schedule: str) -> None:
     model = longnet(mesh=line(), sharding=Sharding(N, 2, "zigzag"), schedule=schedule, depth=1)
     eager = longnet(mesh=line(), sharding=Sharding(N, 2, "zigzag"), schedule=schedule, depth=1)
     held = Sharding(N, 2, "zigzag").positions(dist.get_rank())
     tokens, following = (x[:, held] for x in text())
-    loss_of(torch.compile(model, fullgraph=True, backend=backend), tokens, following).backward()
+    loss_of(torch.compile(model, fullgraph=True, backend="aot_eager"), tokens, following).backward()
     loss_of(eager, tokens, following).backward()
     for found, truth in zip(gradients(model), gradients(eager), strict=True):
         assert_close(found, truth, **TIGHT)
 
 
-def compile_attention(schedule: str) -> None:
-    """Without a sharding, which then follows from the shape."""
-    module = fd.BlockSparseAttention(masks.causal() & masks.longnet(*BRANCHES), mesh=line(), schedule=schedule)
-    q, k, v = torch.randn(3, 1, 4, 10, 8, dtype=torch.float64)
-    assert_close(torch.compile(module, fullgraph=True, backend="eager")(q, k, v), module(q, k, v), **TIGHT)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_traces_without_a_sharding(schedule: str) -> None:
-    on_ranks(2, compile_attention, schedule)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["auto", "heads"])
 def test_traces_without_a_graph_break(schedule: str) -> None:
-    on_ranks(2, compile_longnet, schedule, "aot_eager")
+    """Exchange and ring by themselves are compiled in test_distributed_attend.py."""
+    on_ranks(2, compile_longnet, schedule)
+
+
+def compile_attention(schedules: tuple[str, ...], backend: str) -> None:
+    """Without a sharding, which then follows from the shape."""
+    for schedule in schedules:
+        module = fd.BlockSparseAttention(masks.causal() & masks.longnet(*BRANCHES), mesh=line(), schedule=schedule)
+        leaves = [x.requires_grad_() for x in torch.randn(3, 1, 4, 10, 8, dtype=torch.float64)]
+        results = []
+        for run in (module, torch.compile(module, fullgraph=True, backend=backend)):
+            out = run(*leaves)
+            results.append((out.detach(), *torch.autograd.grad(out.sum(), leaves)))
+        for compiled, eager in zip(*results, strict=True):
+            assert_close(compiled, eager, **TIGHT)
+
+
+def test_traces_without_a_sharding() -> None:
+    on_ranks(2, compile_attention, SCHEDULES, "eager")
 
 
 @pytest.mark.slow
 def test_compiles() -> None:
-    on_ranks(2, compile_longnet, "exchange", "inductor")
+    """LongNet without a mesh is compiled in tests/nn/."""
+    on_ranks(2, compile_attention, ("exchange",), "inductor")
 
 
 def live() -> str:
@@ -321,34 +344,11 @@ def test_a_module_with_a_mesh_lives_as_any_module() -> None:
     assert "schedule='heads', sharding=Sharding(num_tokens=41, num_ranks=2, order='contiguous'" in shown
 
 
-REFUSED = {
-    "layout": (lambda mesh: longnet(mesh=mesh, layout="residue"), "layout must be 'auto' or 'natural'"),
-    "no mesh": (lambda mesh: fd.RingDilatedAttention(*BRANCHES, mesh=None), "one rank takes DilatedAttention"),
+REFUSED = {  # tests/project/errors.md has more
     "schedule": (lambda mesh: fd.RingDilatedAttention(*BRANCHES, mesh=mesh, schedule="heads"), "HeadParallelDilated"),
-    "unknown schedule": (
-        lambda mesh: longnet(mesh=mesh, schedule="tree"),
-        "schedule must be one of 'auto', 'exchange'",
-    ),
-    "a mesh of two": (lambda mesh: longnet(mesh=init_device_mesh("cpu", (1, 2))), "mesh must have one dimension"),
-    "no mesh at all": (lambda mesh: longnet(mesh=2), "mesh must be a torch.distributed DeviceMesh; got int"),
-    "sharding": (
-        lambda mesh: longnet(mesh=mesh, sharding=[4, 4]),
-        "a flexdilated.distributed.Sharding or None; got list",
-    ),
     "other ranks": (lambda mesh: longnet(mesh=mesh, sharding=Sharding(N, 3)), "over the ranks of the mesh, 2; got 3"),
     "pool": (lambda mesh: longnet(mesh=mesh, pool="big"), 'pool must be None, a BufferPool or "auto"'),
-    "pool of heads": (
-        lambda mesh: longnet(mesh=mesh, schedule="heads", pool="auto"),
-        "with schedule='heads' they must",
-    ),
-    "schedule alone": (lambda mesh: longnet(schedule="ring"), "schedule says how the ranks of a mesh share the work"),
-    "sharding alone": (lambda mesh: longnet(sharding=Sharding(N, 2)), "sharding says how the ranks of a mesh share"),
     "caches": (lambda mesh: longnet(mesh=mesh).new_caches(), "new_caches needs a model on one rank"),
-    "generate": (
-        lambda mesh: longnet(mesh=mesh).generate(text()[0], max_new_tokens=1),
-        "generate needs a model on one rank: load the state_dict into a LongNet without a mesh",
-    ),
-    "autotune": (lambda mesh: fd.BlockSparseAttention(masks.causal(), mesh=mesh, autotune=True), "must be False"),
     "tokens": (
         lambda mesh: longnet(mesh=mesh, sharding=Sharding(N, 2))(text()[0]),
         "gives rank 0 of 2 21 of 41 tokens",
@@ -357,13 +357,7 @@ REFUSED = {
         lambda mesh: longnet(mesh=mesh)(text()[0], key_padding_mask=torch.zeros(2, N, dtype=torch.bool)),
         "key_padding_mask must have shape (2, 82)",
     ),
-    "offsets": (lambda mesh: attend_ones(mesh, q_offset=1), "q_offset and k_offset must be 0"),
-    "score_mod": (lambda mesh: attend_ones(mesh, score_mod=lambda score, b, h, q, k: score), "schedule='heads'"),
 }
-
-
-def attend_ones(mesh: DeviceMesh, **call) -> Tensor:
-    return fd.BlockSparseAttention(masks.causal(), mesh=mesh)(*torch.ones(3, 1, 2, 4, 8), **call)
 
 
 def refusals() -> dict[str, str]:

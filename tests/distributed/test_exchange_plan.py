@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.distributed.counts import _chunks, _dilated
+from flexdilated.distributed.counts import _chunks, _dilated, _tokens
+from flexdilated.distributed.counts._schedule import choose_schedule
 from flexdilated.distributed.counts._tokens import token_counts
 from flexdilated.distributed.exchange._plan import ExchangePlan, local_indices
 from flexdilated.masks.core._bound import Extent
@@ -79,8 +80,8 @@ def manies(draw: st.DrawFn) -> Many:
 @given(manies())
 def test_plans_and_counts(many: Many):
     check_minimum(many)
-    check_counts_by_many_chunks_at_once(many)
     check_sender_and_receiver_agree(many)
+    check_bytes_of_schedules(many)
 
 
 def check_minimum(many: Many) -> None:
@@ -92,9 +93,12 @@ def check_minimum(many: Many) -> None:
                 positions = [key for each in keys for key in each]
                 held = sharding.positions(source) if source != rank else torch.arange(0)
                 assert sorted(positions) == held[needed[head, rank, held]].tolist()
-    counts = token_counts(many.twin.pattern, sharding, **many.sizes)
-    assert counts.dtype == torch.int64
-    assert torch.equal(counts, minimum(needed, sharding))
+    for at_once in (_chunks._MOST_COUNTS, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_chunks, "_MOST_COUNTS", at_once)
+            counts = token_counts(many.twin.pattern, sharding, **many.sizes)
+        assert counts.dtype == torch.int64
+        assert torch.equal(counts, minimum(needed, sharding))
 
 
 @st.composite
@@ -115,24 +119,16 @@ def ladders(draw: st.DrawFn) -> Many:
 
 @given(ladders())
 def test_counts_in_closed_form(many: Many):
-    """By the closed form and without it, which takes over where it would take too much memory."""
+    """By the closed form, a rank at a time too, and by what counts other patterns."""
     expected = minimum(many.needed(), many.sharding)
-    with pytest.MonkeyPatch.context() as patch:
-        # What is called for other patterns.
-        patch.setattr("flexdilated.distributed.counts._tokens._of_group", None)
-        assert torch.equal(token_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_dilated, "_MOST_VALUES", 0)
-        assert torch.equal(token_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
-
-
-def check_counts_by_many_chunks_at_once(many: Many) -> None:
-    """Bounds decide squares of chunks, few at a time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_chunks, "_FEW_CHUNKS", 0)
-        patch.setattr(_chunks, "_FRONTIER", 5)
-        counts = token_counts(many.twin.pattern, many.sharding, **many.sizes)
-    assert torch.equal(counts, minimum(many.needed(), many.sharding))
+    for module, name, value in (
+        (_tokens, "_of_group", None),
+        (_dilated, "_MOST_VALUES", 0),
+        (_tokens, "as_branches", lambda _: None),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, value)
+            assert torch.equal(token_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
 
 
 def check_sender_and_receiver_agree(many: Many) -> None:
@@ -153,6 +149,23 @@ def check_sender_and_receiver_agree(many: Many) -> None:
         for (head, position), index in zip(came, received.index.tolist(), strict=True):
             keys = [key for run in plan.others.keys[head] for key in run]
             assert keys[index] == position
+
+
+def check_bytes_of_schedules(many: Many):
+    """Of the rank that has most of each: what it receives, on the wire, and holds; in a ring whole runs, two shards."""
+    sharding, needed, ranks = many.sharding, many.needed(), range(many.sharding.num_ranks)
+    runs = [
+        [[len(run) for run in sharding.ranges(other) if needed[:, rank, run.start : run.stop].any()] for other in ranks]
+        for rank in ranks
+    ]
+    shards = many.num_kv_heads * torch.tensor([[sum(each) for each in row] for row in runs]).fill_diagonal_(0)
+    exchanged, ringed = int(minimum(needed, sharding).sum(1).max()), int(shards.sum(1).max())
+    held = int(shards.sort(1, descending=True).values[:, :2].sum(1).max())
+    how = {"head_dim": 3, "dtype": torch.float32, "batch": 2, "wire_row_bytes": 7}
+    choice = choose_schedule(many.twin.pattern, sharding, **many.sizes, **how)
+    row, wire = 2 * 2 * 3 * 4, 2 * 2 * 7
+    assert (choice.exchange_bytes, choice.exchange_memory) == (wire * exchanged, row * exchanged)
+    assert (choice.ring_bytes, choice.ring_memory) == (wire * ringed, row * held)
 
 
 def _places(by_head):
@@ -191,10 +204,13 @@ def test_longnet_of_a_million_tokens_on_eight_ranks():
     assert [int(each) for each in widest] == [1024, 1536, 1792]
 
 
-@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(
-    "pattern",
-    [LADDER & masks.causal(), LADDER, masks.local_window(left=300_000, right=0) | masks.first_tokens(4)],
+    ("pattern", "order"),
+    [
+        (LADDER & masks.causal(), "zigzag"),
+        (LADDER, "contiguous"),
+        (masks.local_window(left=300_000, right=0) | masks.first_tokens(4), "zigzag"),
+    ],
     ids=["longnet, causal", "longnet", "window and first tokens"],
 )
 def test_counts_of_many_ranks(pattern, order):
@@ -217,13 +233,6 @@ def test_counts_of_many_ranks(pattern, order):
         ]
         expected = sum(len(keys) for ranges in needed for keys in ranges) if target != source else 0
         assert int(counts[target, source]) == expected
-
-
-def test_squares_of_chunks_are_no_single_chunks(monkeypatch):
-    """Two tokens need two between them, and the first of them one."""
-    monkeypatch.setattr(_chunks, "_FEW_CHUNKS", 0)
-    counts = token_counts(masks.causal(), Sharding(8, 8), num_heads=1, num_kv_heads=1)
-    assert torch.equal(counts, torch.ones(8, 8, dtype=torch.int64).tril(-1))
 
 
 def test_offsets_differ_where_segments_do_not_begin_at_multiples_of_a_rate():
@@ -286,12 +295,9 @@ def test_plans_come_from_the_cache():
 def test_errors_name_the_rule(error, message, changed):
     values = {"pattern": masks.causal(), "sharding": Sharding(8, 2), "rank": 0, "num_heads": 4, "num_kv_heads": 2}
     values |= {"num_heads_global": 4, **changed}
+    pattern, sharding, rank = (values.pop(name) for name in ("pattern", "sharding", "rank"))
     with pytest.raises(error, match=message):
-        ExchangePlan.of(values.pop("pattern"), values.pop("sharding"), values.pop("rank"), **values)
-
-
-def test_counts_raise_the_same_errors():
-    with pytest.raises(ValueError, match="num_kv_heads must divide num_heads"):
-        token_counts(masks.causal(), Sharding(8, 2), num_heads=4, num_kv_heads=3)
-    with pytest.raises(ValueError, match="a grid of 2x2 holds 4 tokens"):
-        token_counts(masks.neighborhood((2, 2), 0), Sharding(8, 2), num_heads=1, num_kv_heads=1)
+        ExchangePlan.of(pattern, sharding, rank, **values)
+    if "rank" not in changed:
+        with pytest.raises(error, match=message):
+            token_counts(pattern, sharding, **values)

@@ -1,5 +1,6 @@
 """LongNets whose layers choose their keys from the data, over ranks: loss and gradients of one rank."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated.distributed import Sharding
-from tests.distributed.test_selection_over_ranks import SHARDINGS, N, line, summed
+from tests.distributed.test_selection_over_ranks import SHARDINGS, N, summed
 from tests.support.agreement import TIGHT
 from tests.support.ranks import on_ranks
+from tests.support.sharded_cases import line
 
 
 def config(**changes: Any) -> fd.LongNetConfig:
@@ -65,15 +67,20 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_longnet_is_that_of_one_rank(name: str) -> None:
+def train_longnets() -> None:
+    for sharding, changes, call, schedule in MODELS.values():
+        train_longnet(SHARDINGS[sharding], changes, call, schedule, False)
+
+
+def test_longnet_is_that_of_one_rank() -> None:
     """Loss and gradients, with layers that attend by a pattern beside those that choose."""
-    sharding, changes, call, schedule = MODELS[name]
-    on_ranks(3, train_longnet, SHARDINGS[sharding], changes, call, schedule, False)
+    on_ranks(3, train_longnets)
 
 
 def test_longnet_traces_without_a_graph_break() -> None:
-    on_ranks(3, train_longnet, SHARDINGS["ragged zigzag"], {}, {}, "exchange", True)
+    """One layer, which chooses; those that attend by a pattern are traced in test_distributed_modules.py."""
+    changes = {"depth": 1, "selection": replace(config().selection, layers=(0,))}
+    on_ranks(3, train_longnet, SHARDINGS["ragged zigzag"], changes, {}, "exchange", True)
 
 
 def refusals() -> list[str]:
@@ -86,7 +93,6 @@ def refusals() -> list[str]:
         model(text()[:, :8])
 
     for call in (
-        lambda: longnet({}, mesh=mesh, codec="bf16"),
         lambda: longnet({}, mesh=mesh).new_caches(),
         lambda: assigned(fd.SelectedAttention(selector), mesh=mesh),
         lambda: assigned(fd.SelectedAttention(selector, mesh=mesh)),
@@ -100,6 +106,6 @@ def refusals() -> list[str]:
 
 def test_what_it_refuses() -> None:
     assigned = "the attention that is assigned to a block must have the mesh and the sharding of its model"
-    expected = ["layers that choose their keys gather these as they are", "new_caches needs a model on one rank"]
-    for found, beginning in zip(on_ranks(2, refusals)[0], [*expected, *[assigned] * 3], strict=True):
+    expected = ["new_caches needs a model on one rank", *[assigned] * 3]
+    for found, beginning in zip(on_ranks(2, refusals)[0], expected, strict=True):
         assert found.startswith(beginning), found

@@ -1,15 +1,23 @@
-"""BufferPool: who gets which memory, what is counted, what is kept and for how long."""
+"""BufferPool: who gets which memory and for how long, what is counted, and which pool a call takes."""
 
 import copy
+import gc
 import pickle
+import sys
+import threading
+import time
 
 import pytest
 import torch
 
+from flexdilated import distributed
 from flexdilated.distributed import BufferPool
 from flexdilated.distributed.wire import _pool
+from flexdilated.distributed.wire._pool import break_even_bytes, name_of, pool_named
 
+CPU = torch.device("cpu")
 KIB, MIB = 1 << 10, 1 << 20
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]
 
 
 def lease(pool, num_bytes, **kwargs):
@@ -21,28 +29,18 @@ def address(leased):
 
 
 def test_a_lease_is_a_contiguous_tensor_that_comes_back() -> None:
+    assert BufferPool().threshold_bytes == MIB
     pool = BufferPool(threshold_bytes=0)
-    assert pool.statistics.allocated_bytes == 0
     with pool.lease((3, 5, 7), torch.float32, "cpu") as x:
         assert (x.shape, x.dtype, x.device.type, x.is_contiguous()) == ((3, 5, 7), torch.float32, "cpu", True)
         x.fill_(1)
         first = x.untyped_storage().data_ptr()
-        assert (pool.statistics.leased_bytes, pool.statistics.idle_bytes) == (420, 0)
+        before = pool.statistics
     with pool.lease([105], torch.int32, "cpu") as y:  # another type and shape of the same bucket
         assert y.untyped_storage().data_ptr() == first
         assert y.tolist() == [0x3F800000] * 105, "leases are not filled"
+    assert (before.leased_bytes, before.num_leases) == (420, 1), "statistics are of their moment"
     assert (pool.statistics.num_leases, pool.statistics.num_allocations, pool.statistics.reuse_rate) == (2, 1, 0.5)
-
-
-def test_live_leases_never_share() -> None:
-    pool = BufferPool()
-    leases = [lease(pool, MIB) for _ in range(5)]
-    assert len({address(each) for each in leases}) == 5
-    leases[2].release()
-    again = [lease(pool, MIB), lease(pool, MIB)]
-    held = [*leases[:2], *leases[3:], *again]
-    assert len({address(each) for each in held}) == 6
-    assert pool.statistics.num_allocations == 6
 
 
 def test_the_latest_return_is_leased_first() -> None:
@@ -54,6 +52,13 @@ def test_the_latest_return_is_leased_first() -> None:
     assert address(lease(pool, MIB)) == latest
 
 
+def test_an_exception_returns_the_buffer() -> None:
+    pool = BufferPool()
+    with pytest.raises(ZeroDivisionError), pool.lease((MIB,), torch.uint8, "cpu"):
+        _ = 1 / 0
+    assert (pool.statistics.leased_bytes, pool.statistics.idle_bytes) == (0, MIB)
+
+
 def test_buckets_are_powers_of_two() -> None:
     pool = BufferPool(threshold_bytes=0)
     for num_bytes, bucket in [(1, 1), (2, 2), (3, 4), (MIB, MIB), (MIB + 1, 2 * MIB), (3 * MIB, 4 * MIB)]:
@@ -63,32 +68,6 @@ def test_buckets_are_powers_of_two() -> None:
         assert pool.statistics.fragmentation == float("inf")
         pool.release()
         assert (pool.statistics.allocated_bytes, pool.statistics.fragmentation) == (0, 1)
-
-
-def test_lengths_that_change_hold_less_than_twice_the_buckets_of_the_longest() -> None:
-    pool, longest = BufferPool("cpu", threshold_bytes=0), 1 << 10
-    for step in range(1, 2 * longest + 1):
-        leases = [lease(pool, (step - 1) % longest + 1) for _ in range(3)]
-        for each in leases:
-            each.release()
-    assert pool.statistics.num_allocations == 3 * 11
-    assert pool.statistics.allocated_bytes == 3 * (2 * longest - 1)
-
-
-def test_an_exception_returns_the_buffer() -> None:
-    pool = BufferPool()
-    with pytest.raises(ZeroDivisionError), pool.lease((MIB,), torch.uint8, "cpu"):
-        _ = 1 / 0
-    assert (pool.statistics.leased_bytes, pool.statistics.idle_bytes) == (0, MIB)
-
-
-def test_under_the_threshold_torch_makes_the_tensor() -> None:
-    pool = BufferPool()
-    with lease(pool, MIB - 1) as small, pool.lease((0, 4), torch.float32, "cpu") as empty:
-        assert (small.shape, empty.shape) == ((MIB - 1,), (0, 4))
-    assert (pool.statistics.num_plain, pool.statistics.num_leases, pool.statistics.peak_bytes) == (2, 0, 0)
-    with BufferPool(threshold_bytes=0).lease((2, 0), torch.int8, "cpu") as empty:
-        assert empty.shape == (2, 0)
 
 
 def test_the_budget_lets_go_what_was_returned_longest_ago() -> None:
@@ -117,32 +96,6 @@ def test_a_lease_over_the_budget_is_served_and_not_kept() -> None:
     assert nothing.statistics.allocated_bytes == 0
 
 
-def test_release_keeps_what_is_leased() -> None:
-    pool = BufferPool()
-    kept, returned = lease(pool, MIB), lease(pool, MIB)
-    kept.tensor.fill_(7)
-    returned.release()
-    pool.release()
-    assert (pool.statistics.allocated_bytes, pool.statistics.idle_bytes) == (MIB, 0)
-    assert bool((kept.tensor == 7).all())
-
-
-def test_reset_counts_anew_and_keeps_buffers() -> None:
-    pool = BufferPool()
-    with lease(pool, 3 * MIB), lease(pool, MIB, role="gradients"):
-        before = pool.statistics
-        assert before.leases_by_role == {"keys": 1, "gradients": 1}
-        assert before.bytes_by_role == {"keys": 3 * MIB, "gradients": MIB}
-    open_still = lease(pool, MIB)
-    pool.reset()
-    after = pool.statistics
-    assert (after.num_leases, after.num_allocations, after.leases_by_role, after.bytes_by_role) == (0, 0, {}, {})
-    assert (after.allocated_bytes, after.idle_bytes, after.leased_bytes) == (5 * MIB, 4 * MIB, MIB)
-    assert (after.peak_bytes, after.peak_leased_bytes) == (5 * MIB, MIB)
-    open_still.release()
-    assert (before.num_leases, before.peak_leased_bytes) == (2, 4 * MIB), "statistics are of their moment"
-
-
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_full_memory_lets_all_idle_buffers_go_and_tries_once_more(monkeypatch, failures) -> None:
     pool, allocate, left = BufferPool(), _pool._allocate, [failures]
@@ -168,17 +121,23 @@ def test_a_full_memory_lets_all_idle_buffers_go_and_tries_once_more(monkeypatch,
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
-        (lambda: BufferPool(threshold_bytes=-1), ValueError, "threshold_bytes must be an integer, at least 0; got -1"),
-        (lambda: BufferPool(budget_bytes=1.5), ValueError, "budget_bytes must be an integer, at least 0; got 1.5"),
+        (
+            lambda: BufferPool(threshold_bytes=1.5),
+            ValueError,
+            "threshold_bytes must be an integer, at least 0; got 1.5",
+        ),
         (lambda: BufferPool("meta", pinned=True), ValueError, "device must be \"cpu\"; got 'meta'"),
         (lambda: BufferPool(pinned=True), ValueError, 'device must be "cpu"; got None'),
-        (lambda: BufferPool("cpu").lease((1,), torch.uint8, "meta"), ValueError, "serves cpu; got a lease on meta"),
         (
             lambda: lease(BufferPool(), 1, role="key"),
             ValueError,
-            "role must be one of 'keys', 'gradients', .*got 'key'",
+            "role must be one of 'keys', 'gradients', .*got role='key'",
         ),
         (lambda: BufferPool().lease((-1,), torch.uint8), RuntimeError, "negative dimension -1"),
+        *(
+            (lambda wrong=wrong: name_of(wrong), TypeError, 'pool must be None, a BufferPool or "auto"; got ')
+            for wrong in ("Auto", True, 0, BufferPool)
+        ),
     ],
 )
 def test_bad_input(act, error, message) -> None:
@@ -206,24 +165,224 @@ def test_one_pool_serves_more_than_one_device() -> None:
     assert pool.statistics.num_allocations == 2
 
 
-def test_steps_of_a_ring_allocate_once() -> None:
-    """Two foreign shards and the gradients of one, as a ring holds them, through 1,000 steps of uneven shards."""
+def test_after_the_end() -> None:
+    pool = BufferPool()
+    for leased in (lease(pool, MIB), lease(pool, 1)):
+        leased.release()
+        leased.release()
+        with pytest.raises(RuntimeError, match="may be used until its lease ends; this lease has ended"):
+            _ = leased.tensor
+    assert pool.statistics.idle_bytes == MIB, "released twice, returned once"
+
+
+def test_a_lost_lease_takes_its_buffer_along() -> None:
+    pool = BufferPool()
+    tensor = lease(pool, MIB).tensor
+    gc.collect()
+    tensor.fill_(1)
+    assert (pool.statistics.allocated_bytes, pool.statistics.leased_bytes) == (0, 0)
+    assert address(lease(pool, MIB)) != tensor.data_ptr()
+
+
+def test_debug_shows_use_after_return_and_before_writing() -> None:
+    pool = BufferPool(threshold_bytes=0, debug=True)
+    for dtype in FLOATS:
+        with pool.lease((3, 5), dtype, "cpu") as x:
+            assert x.float().isnan().all()
+            x.copy_(torch.ones(3, 5))
+        assert x.float().isnan().all()
+        with pool.lease((), dtype, "cpu") as scalar:  # in another bucket
+            assert scalar.float().isnan()
+    with pool.lease((4,), torch.int64, "cpu") as x:
+        assert x.tolist() == [-1] * 4
+        x.zero_()
+    assert x.tolist() == [-1] * 4
+
+
+def test_debug_finds_who_writes_after_return() -> None:
+    pool = BufferPool(debug=True)
+    with lease(pool, MIB) as x:
+        pass
+    x[77] = 1
+    with pytest.raises(RuntimeError, match="until its lease ends; one was written to after that"):
+        lease(pool, MIB)
+    with lease(pool, MIB):
+        assert pool.statistics.allocated_bytes == MIB
+
+
+def test_debug_lets_autograd_see_what_a_backward_has_saved() -> None:
+    pool = BufferPool(threshold_bytes=0, debug=True)
+    weight = torch.ones(3, requires_grad=True)
+    with pool.lease((3,), torch.float32, "cpu") as x:
+        x.fill_(2)
+        product = weight * x
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_a_lease_has_no_part_in_the_graph_of_an_earlier_one() -> None:
     pool = BufferPool(threshold_bytes=0)
-    lengths = (1000, 900, 0, 1100)
+    with pool.lease((3,), torch.float32, "cpu") as x:
+        x.copy_(torch.ones(3, requires_grad=True))
+        assert x.requires_grad
+    with torch.inference_mode(), pool.lease((3,), torch.float32, "cpu") as y:
+        y.zero_()
+    with pool.lease((3,), torch.float32, "cpu") as z:
+        assert not z.requires_grad
+        assert not z.is_inference()
 
-    def step() -> None:
-        arriving = pool.lease((2, lengths[0], 8), torch.float32, "cpu")
-        for length in lengths[1:]:
-            here, arriving = arriving, pool.lease((2, length, 8), torch.float32, "cpu")
-            with pool.lease((2, here.tensor.shape[1], 8), torch.float32, "cpu", role="gradients"):
-                here.release()
-        arriving.release()
 
-    step()
-    pool.reset()
-    for _ in range(1000):
-        step()
+class Stream:
+    """What a pool asks of an accelerator's stream; events note who waited for them."""
+
+    def __init__(self) -> None:
+        self.waited_for, self.synchronized = [], 0
+
+    def wait_stream(self, other) -> None:
+        self.waited_for.append(other)
+
+    def record_event(self):
+        return self
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+
+def test_a_buffer_stays_on_its_stream(monkeypatch) -> None:
+    """No accelerator is here: the streams are stand-ins, the memory is the CPU's."""
+    pool, current = BufferPool(), [Stream()]
+    monkeypatch.setattr(_pool, "_current_stream", lambda device: current[0])
+    first, leased = current[0], lease(pool, MIB)
+    memory, current[0] = address(leased), Stream()
+    leased.release()
+    assert first.waited_for == [current[0]], "what was enqueued on the second stream comes before the next lease"
+    assert address(lease(pool, MIB)) != memory
+    current[0] = first
+    assert address(lease(pool, MIB)) == memory
+    assert first.waited_for == first.waited_for[:1]
+
+
+def test_a_pinned_buffer_is_leased_once_copies_from_it_are_done(monkeypatch) -> None:
+    """No accelerator is here: the memory is not pinned."""
+    stream, allocate = Stream(), _pool._allocate
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+    monkeypatch.setattr(_pool, "_allocate", lambda num_bytes, device, pinned: allocate(num_bytes, device, not pinned))
+    pool = BufferPool("cpu", pinned=True)
+    lease(pool, MIB).release()
+    assert stream.synchronized == 0
+    lease(pool, MIB).release()
+    assert stream.synchronized == 1
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator can be copied to from pinned memory")
+def test_pinned_memory_needs_an_accelerator() -> None:
+    with pytest.raises(RuntimeError, match="pinned memory serves copies to an accelerator; torch finds none here"):
+        BufferPool("cpu", pinned=True)
+
+
+def test_a_captured_graph_gets_memory_of_its_own(monkeypatch) -> None:
+    pool = BufferPool()
+    monkeypatch.setattr(_pool, "_is_capturing", lambda device: True)
+    lease(pool, MIB).release()
+    assert (pool.statistics.num_plain, pool.statistics.allocated_bytes) == (1, 0)
+
+
+def test_threads_take_turns() -> None:
+    """Each writes its number, waits, and finds it still there; the sums hold at every moment and at the end."""
+    pool, wrong, num_threads, num_steps = BufferPool(threshold_bytes=0, budget_bytes=64 * KIB), [], 8, 200
+
+    def work(number) -> None:
+        for step in range(num_steps):
+            with pool.lease((1 + (step * number) % 5000,), torch.uint8, "cpu") as x:
+                x.fill_(number)
+                statistics = pool.statistics
+                if statistics.idle_bytes + statistics.leased_bytes > statistics.allocated_bytes:
+                    wrong.append(statistics)
+                if not bool((x == number).all()):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, num_threads + 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
     statistics = pool.statistics
-    assert statistics.num_allocations == 0
-    assert statistics.reuse_rate == 1
-    assert statistics.leases_by_role == {"keys": 3000, "gradients": 2000}
+    assert (statistics.num_leases, statistics.leased_bytes) == (num_threads * num_steps, 0)
+    assert statistics.idle_bytes == statistics.allocated_bytes <= 64 * KIB
+
+
+@pytest.fixture
+def forget():
+    """Before and after: what was measured in earlier tests, and the pools made of it."""
+    for function in (_pool._pool_for, break_even_bytes):
+        function.cache_clear()
+    yield
+    for function in (_pool._pool_for, break_even_bytes):
+        function.cache_clear()
+
+
+def test_what_the_argument_stands_for(forget, monkeypatch) -> None:
+    monkeypatch.setattr(_pool, "break_even_bytes", lambda device: 4 * MIB)
+    pool = BufferPool()
+    assert pool_named(name_of(None), CPU) is None
+    assert pool_named(name_of(pool), CPU) is pool
+    assert pool_named(name_of("auto"), CPU) is distributed.pool("cpu") is distributed.pool(torch.device("cpu", 0))
+    assert distributed.pool("cpu") is not distributed.pool("meta")
+    assert distributed.pool("cpu").threshold_bytes == 4 * MIB
+    assert distributed.pool("cpu").device == CPU
+
+
+def test_threads_that_ask_at_once_get_one_pool(forget, monkeypatch) -> None:
+    monkeypatch.setattr(_pool, "break_even_bytes", lambda device: time.sleep(0.05) or MIB)
+    found, start = [], threading.Barrier(4)
+
+    def ask() -> None:
+        start.wait()
+        found.append(distributed.pool("cpu"))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len({id(pool) for pool in found}) == 1
+
+
+def test_a_pool_that_is_no_more() -> None:
+    pool = BufferPool()
+    name = pool.name
+    del pool
+    with pytest.raises(RuntimeError, match=f"a BufferPool must live as long as what was compiled with it; '{name}' is"):
+        pool_named(name, CPU)
+
+
+def test_a_graph_takes_the_name_of_the_pool_it_is_given() -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def named(x, pool):
+        return x + 1, name_of(pool)
+
+    pools = [BufferPool(), BufferPool()]
+    names = [named(torch.ones(2), pool)[1] for pool in (None, *pools, "auto")]
+    assert names == ["", *(pool.name for pool in pools), "auto"]
+
+
+@pytest.mark.parametrize(
+    ("smallest", "gain"), [(1 << 16, 0.2), (1 << 21, 0.2), (1 << 26, 0.2), (None, 0.2), (None, 0.05)]
+)
+def test_break_even_is_where_leases_are_a_tenth_faster_from_there_on(forget, monkeypatch, smallest, gain) -> None:
+    asked = set()
+
+    def seconds(pool, num_bytes, device):
+        asked.add(num_bytes)
+        faster = (smallest is not None and num_bytes >= smallest) or gain < 0.1
+        return 1.0 - gain if pool is not None and faster else 1.0
+
+    monkeypatch.setattr(_pool, "_seconds", seconds)
+    assert break_even_bytes(CPU) == (smallest or sys.maxsize)
+    assert min(asked) >= (smallest or 1 << 26) // 2, "measured no further down than needed"
+    asked.clear()
+    assert break_even_bytes(CPU) == (smallest or sys.maxsize)
+    assert asked == set(), "measured once"

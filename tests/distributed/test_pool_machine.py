@@ -25,7 +25,8 @@ class Machine(RuleBasedStateMachine):
         self.pool = BufferPool(threshold_bytes=threshold, budget_bytes=budget, debug=debug)
         self.threshold, self.budget = threshold, budget
         self.open, self.idle, self.next = {}, [], 0
-        self.counts = {"leases": 0, "allocations": 0, "plain": 0, "keys": 0, "gradients": 0, "peak": 0}
+        self.counts = {"leases": 0, "allocations": 0, "plain": 0, "keys": 0, "gradients": 0}
+        self.counts |= {"peak": 0, "peak leased": 0}
 
     @property
     def held(self) -> int:
@@ -45,6 +46,9 @@ class Machine(RuleBasedStateMachine):
         x.view(torch.uint8).fill_(number % 251)
         self.open[number] = (leased, bucket, x.nbytes)
         self.counts["peak"] = max(self.counts["peak"], self.held)
+        self.counts["peak leased"] = max(
+            self.counts["peak leased"], sum(n for _, size, n in self.open.values() if size)
+        )
         if bucket:
             self.counts["leases"] += 1
             self.counts[role] += x.nbytes
@@ -86,7 +90,8 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.pool.reset()
-        self.counts = {**dict.fromkeys(self.counts, 0), "peak": self.held}
+        leased = sum(num_bytes for _, bucket, num_bytes in self.open.values() if bucket)
+        self.counts = {**dict.fromkeys(self.counts, 0), "peak": self.held, "peak leased": leased}
 
     @invariant()
     def live_leases_share_nothing(self) -> None:
@@ -100,11 +105,14 @@ class Machine(RuleBasedStateMachine):
         assert found.idle_bytes == sum(self.idle)
         assert found.leased_bytes == sum(num_bytes for _, _, num_bytes in leased)
         assert found.allocated_bytes == self.held
-        assert found.peak_bytes == self.counts["peak"]
+        assert (found.peak_bytes, found.peak_leased_bytes) == (self.counts["peak"], self.counts["peak leased"])
         assert (found.num_leases, found.num_allocations) == (self.counts["leases"], self.counts["allocations"])
         assert found.num_plain == self.counts["plain"]
         assert dict(found.bytes_by_role) == {role: n for role in ("keys", "gradients") if (n := self.counts[role])}
         assert found.leases_by_role.total() == found.num_leases
+        assert found.reuse_rate == (1 - found.num_allocations / found.num_leases if found.num_leases else 0)
+        wanted = found.allocated_bytes / found.leased_bytes if leased else float("inf") if self.held else 1
+        assert found.fragmentation == wanted
 
     @invariant()
     def the_budget_holds(self) -> None:

@@ -1,9 +1,7 @@
 """Simulation: what is planned is what ranks then send; links and steps by hand."""
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import flexdilated as fd
 from flexdilated import masks
@@ -12,6 +10,7 @@ from flexdilated.distributed import Sharding
 from flexdilated.memory._memory import AttentionSize, attention_memory
 from tests.support import commands
 from tests.support.ranks import on_ranks
+from tests.support.sharded_cases import line
 
 # B batch, H query heads, G key/value heads, L tokens of a rank, D head dim
 
@@ -23,32 +22,41 @@ PATTERNS = {
 }
 
 
-def bytes_received(pattern: str, sharding: tuple[int, ...], schedule: str, codec: str | None) -> dict[str, int]:
+STEPS = [  # pattern, order, schedule, codec
+    *(("longnet", "contiguous", "exchange", None), ("longnet", "zigzag", "exchange", "int8")),
+    *(("longnet", "zigzag", "ring", None), ("window", "zigzag", "exchange", None)),
+    *(("window", "contiguous", "ring", "bf16"), ("causal", "contiguous", "exchange", "int8")),
+    *(("causal", "contiguous", "ring", None), ("causal", "zigzag", "ring", "bf16")),
+]
+
+
+def sharding_in(order: str) -> Sharding:
+    return Sharding(500, 3, order, (140, 200, 160))
+
+
+def bytes_received() -> list[dict[str, int]]:
     """What this rank receives in a forward and a backward of 2 sequences, 4 heads over 2 of 8 numbers."""
-    held, mesh = Sharding.of(sharding), init_device_mesh("cpu", (dist.get_world_size(),))
-    length = held.length(dist.get_rank())
-    q, k, v = (torch.randn(2, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
-    traffic = fd.distributed.traffic()
-    traffic.reset()
-    how = {"mesh": mesh, "sharding": held, "schedule": schedule, "codec": codec, "enable_gqa": True}
-    fd.distributed.attend(q, k, v, masks.from_json(pattern), **how).sum().backward()
-    return {role: traffic.received[role] for role in ("keys", "gradients")}
+    found, traffic = [], fd.distributed.traffic()
+    for name, order, schedule, codec in STEPS:
+        sharding = sharding_in(order)
+        length = sharding.length(dist.get_rank())
+        q, k, v = (torch.randn(2, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
+        traffic.reset()
+        how = {"mesh": line(), "sharding": sharding, "schedule": schedule, "codec": codec, "enable_gqa": True}
+        fd.distributed.attend(q, k, v, PATTERNS[name], **how).sum().backward()
+        found.append({role: traffic.received[role] for role in ("keys", "gradients")})
+    return found
 
 
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-@pytest.mark.parametrize(
-    ("schedule", "codec"), [("exchange", None), ("exchange", "int8"), ("ring", None), ("ring", "bf16")]
-)
-def test_what_is_planned_is_what_is_sent(pattern, order, schedule, codec, monkeypatch) -> None:
+def test_what_is_planned_is_what_is_sent(monkeypatch) -> None:
     monkeypatch.setattr("flexdilated.cli._simulation.attention_memory", commands.memory_of_call)  # takes seconds
-    sharding = Sharding(500, 3, order, (140, 200, 160))
-    found = simulate(pattern, sharding, AttentionSize(500, 4, 8, torch.float32, 2, 2), codec=codec)
-    way = found.ways[schedule]
-    sent = on_ranks(3, bytes_received, masks.to_json(pattern), sharding.numbers(), schedule, codec)
-    fetches = 2 if schedule == "ring" else 1  # in the backward once more
-    assert [each["keys"] for each in sent] == (fetches * way.keys.sum(1)).tolist()
-    assert [each["gradients"] for each in sent] == (way.gradient_bytes * way.tokens.sum(0)).tolist()
+    by_rank = on_ranks(3, bytes_received)
+    for place, (name, order, schedule, codec) in enumerate(STEPS):
+        size = AttentionSize(500, 4, 8, torch.float32, 2, 2)
+        way = simulate(PATTERNS[name], sharding_in(order), size, codec=codec).ways[schedule]
+        fetches = 2 if schedule == "ring" else 1  # in the backward once more
+        assert [sent[place]["keys"] for sent in by_rank] == (fetches * way.keys.sum(1)).tolist()
+        assert [sent[place]["gradients"] for sent in by_rank] == (way.gradient_bytes * way.tokens.sum(0)).tolist()
 
 
 def test_a_rule_that_takes_no_shard_alone() -> None:

@@ -1,5 +1,6 @@
 """max_batch: steps that take known sizes, on CPU for real and on a device that is made up."""
 
+import gc
 import re
 from pathlib import Path
 
@@ -14,13 +15,22 @@ MIB = 1 << 20
 UNIT = 48 * MIB  # of one in a batch; so large that glibc takes and returns each by itself
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage():
+    """Each step collects garbage, which takes a third of a second with all that other tests have made."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def touching(number: int) -> torch.Tensor:
     """That many bytes in use."""
     return torch.ones(number, dtype=torch.uint8)
 
 
 @needs_proc
-@pytest.mark.parametrize(("probes", "fixed"), [((1, 2), 0), ((1, 2), 100), ((2, 3), 30)])
+@pytest.mark.parametrize(("probes", "fixed"), [((1, 2), 0), ((2, 3), 60)])
 def test_the_largest_that_fits(probes, fixed):
     """Within a tenth of a unit: of the process other pages come and go as well."""
     sizes = []

@@ -1,6 +1,6 @@
 """What ranks need of each other, counted for all ranks at once and without their plans, and the schedule that follows.
 
-Closed forms for dilated branches; bounds on pairs of chunks, and exact needs where these leave doubt, for all others.
+Closed forms for dilated branches, exact needs of each rank for all others.
 """
 
 from ._schedule import (

@@ -1,4 +1,4 @@
-"""Chunks: the runs of positions that ranks hold; and which pairs of them need all keys, some, or none."""
+"""Chunks: the runs of positions that ranks hold, in the order of the sequence."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
-from ...masks.core import Box, Pattern, Progression
+from ...masks.core import Ranges
 from ..group import Sharding
 
-# n chunks, m pairs of them, W ranks, T turns (a rank's first chunk, its second)
+# n chunks, W ranks, T turns (a rank's first chunk, its second)
 
-_FRONTIER = 1 << 18  # pairs that are counted together: bounds the memory
-_FEW_CHUNKS = 64  # so many have few enough pairs to count each
+_MOST_COUNTS = 1 << 20  # of a range in a chunk, at once: bounds the memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +41,6 @@ class Chunks:
         return self.stop - self.start
 
     @cached_property
-    def runs(self) -> list[range]:
-        """The positions of each chunk."""
-        return [range(*run) for run in zip(self.start.tolist(), self.stop.tolist(), strict=True)]
-
-    @cached_property
     def by_turn(self) -> Int64[Tensor, "T W"]:
         """The number of each rank's first chunk, and of its second if any rank has two; -1 where it has none."""
         turns = torch.full((2, self.num_ranks), -1)
@@ -56,95 +50,19 @@ class Chunks:
         turns[again, self.rank[order]] = order
         return turns if bool(again.any()) else turns[:1]
 
-    def by_target(self, table: Bool[Tensor, "n n"]) -> Bool[Tensor, "W n"]:
-        """Where any chunk of the rank has an entry."""
-        rows = torch.cat([table, torch.zeros(1, len(self), dtype=torch.bool)])
-        return torch.stack([rows[turn] for turn in self.by_turn]).any(0)
-
     def by_source(self, tokens: Int64[Tensor, "W n"]) -> Int64[Tensor, "W W"]:
         """Sums over the chunks of each rank; nothing of itself."""
         counts = torch.zeros(self.num_ranks, self.num_ranks, dtype=torch.int64)
         return counts.index_add_(1, self.rank, tokens).fill_diagonal_(0)
 
-
-@dataclass(frozen=True)
-class _Nodes:
-    """Squares of pairs: chunks a_begin to a_end - 1 of queries, and chunks c_begin to c_end - 1 of keys."""
-
-    a_begin: Tensor
-    a_end: Tensor
-    c_begin: Tensor
-    c_end: Tensor
-
-    def __len__(self) -> int:
-        return len(self.a_begin)
-
-    def select(self, index: Tensor) -> _Nodes:
-        return _Nodes(self.a_begin[index], self.a_end[index], self.c_begin[index], self.c_end[index])
-
-    def halves(self) -> _Nodes:
-        """Each side halved, where it has more than one chunk."""
-        a_begin, a_end, node = _halved(self.a_begin, self.a_end)
-        c_begin, c_end, part = _halved(self.c_begin[node], self.c_end[node])
-        return _Nodes(a_begin[part], a_end[part], c_begin, c_end)
-
-
-def sort_pairs(
-    rule: Pattern, head: int, num_heads: int, chunks: Chunks
-) -> tuple[Bool[Tensor, "n n"], Int64[Tensor, "m 2"]]:
-    """(where the queries of a chunk need all keys of another, pairs that bounds leave in doubt); others need none.
-
-    By a rule for one head, which this head follows; bounds are computed for many chunks at once where they decide.
-    """
-    every = torch.zeros(len(chunks), len(chunks), dtype=torch.bool)
-    doubtful = [torch.empty(0, 2, dtype=torch.int64)]
-    stack = [_roots(len(chunks))]
-    while stack:
-        nodes = stack.pop()
-        if len(nodes) > _FRONTIER:
-            stack += [nodes.select(half) for half in torch.arange(len(nodes)).tensor_split(2)]
-            continue
-        box = _box(nodes, chunks, head)
-        bounds = rule.count(box, num_heads=num_heads)
-        single = (nodes.a_end - nodes.a_begin == 1) & (nodes.c_end - nodes.c_begin == 1)
-        # A key that no query needs misses all of them; of several chunks every pair must be one that counts.
-        full = torch.where(single, box.area - bounds.low < box.q.count, box.area == bounds.low)
-        _mark(every, nodes.select(full))
-        left = nodes.select((bounds.high > 0) & ~full & single)
-        doubtful.append(torch.stack([left.a_begin, left.c_begin], 1))
-        inner = nodes.select((bounds.high > 0) & ~full & ~single)
-        if len(inner):
-            stack.append(inner.halves())
-    return every, torch.cat(doubtful)
-
-
-def _roots(num_chunks: int) -> _Nodes:
-    """All pairs at once; as single ones where they are few."""
-    cuts = torch.arange(num_chunks + 1) if num_chunks <= _FEW_CHUNKS else torch.tensor([0, num_chunks])
-    part, other = torch.cartesian_prod(torch.arange(len(cuts) - 1), torch.arange(len(cuts) - 1)).unbind(1)
-    return _Nodes(cuts[part], cuts[part + 1], cuts[other], cuts[other + 1])
-
-
-def _box(nodes: _Nodes, chunks: Chunks, head: int) -> Box:
-    sides = []
-    for begin, end in ((nodes.a_begin, nodes.a_end), (nodes.c_begin, nodes.c_end)):
-        first = chunks.start[begin]
-        sides.append(Progression(first, 1, chunks.stop[end - 1] - first))
-    return Box(torch.full_like(nodes.a_begin, head), *sides)
-
-
-def _mark(table: Tensor, nodes: _Nodes) -> None:
-    single = (nodes.a_end - nodes.a_begin == 1) & (nodes.c_end - nodes.c_begin == 1)
-    table[nodes.a_begin[single], nodes.c_begin[single]] = True
-    large = nodes.select(~single)
-    sides = (large.a_begin, large.a_end, large.c_begin, large.c_end)
-    for a_begin, a_end, c_begin, c_end in zip(*(side.tolist() for side in sides), strict=True):
-        table[a_begin:a_end, c_begin:c_end] = True
-
-
-def _halved(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(begin, end, which it comes from) of the halves of longer runs, and of the others as they are."""
-    middle = torch.where(end - begin > 1, (begin + end + 1) // 2, end)
-    cut = (middle < end).nonzero().squeeze(1)
-    origin = torch.cat([torch.arange(len(begin)), cut])
-    return torch.cat([begin, middle[cut]]), torch.cat([middle, end[cut]]), origin
+    def holding(self, positions: Ranges) -> Int64[Tensor, " n"]:
+        """How many of these positions each chunk holds."""
+        first, stop, step = torch.tensor([(run.start, run.stop, run.step) for run in positions] or [(0, 0, 1)]).T
+        counts = torch.zeros(len(self), dtype=torch.int64)
+        for some in torch.arange(len(first)).split(max(1, _MOST_COUNTS // len(self))):
+            before = []
+            for edge in (self.start, self.stop):
+                span = (edge[:, None].minimum(stop[some]) - first[some]).clamp(min=0)
+                before.append((span + step[some] - 1) // step[some])
+            counts += (before[1] - before[0]).sum(1)
+        return counts

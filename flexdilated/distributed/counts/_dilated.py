@@ -14,16 +14,16 @@ from itertools import pairwise
 from math import gcd
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 from ...masks.core import And, Pattern
 from ...masks.patterns import Causal, Dilated
 from ._chunks import Chunks
 
-# W ranks, n chunks, B branches, T turns (a rank's first chunk, its second), p pieces, D kinds of ranks
+# W ranks, R some of them, n chunks, T turns (a rank's first chunk, its second)
 
-_MOST_VALUES = 1 << 26  # pieces times kinds: bounds the memory
+_MOST_VALUES = 1 << 18  # pairs of a rank and a chunk that are counted together, so that they stay in the cache
 
 
 @dataclass(frozen=True)
@@ -57,25 +57,52 @@ def _as_branch(rule: Pattern) -> Branch | None:
     return Branch(base.segment, base.rate, base.offset, bool(others))
 
 
-def dilated_tokens(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) -> Int64[Tensor, "W n"] | None:
-    """Tokens that each rank needs of each chunk, summed over groups of branches, each as often as it counts.
+def dilated_tokens(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) -> Int64[Tensor, "W n"]:
+    """Tokens that each rank needs of each chunk, summed over groups of branches, each as often as it counts."""
+    tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
+    for group, times in _distinct(groups, chunks):
+        for ranks in torch.arange(chunks.num_ranks).split(max(1, _MOST_VALUES // len(chunks))):
+            tokens[ranks] += times * _of_group(group, chunks, chunks.by_turn[:, ranks])
+    return tokens
 
-    None where ranks come in too many kinds, by which branches have an active query among their tokens.
+
+def _of_group(group: tuple[Branch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]) -> Int64[Tensor, "R n"]:
+    """What ranks with these chunks need, of each chunk: finer classes less the coarser ones that hold them."""
+    total = torch.zeros(turns.shape[1], len(chunks), dtype=torch.int64)
+    covered: list[tuple[Tensor, Tensor]] = []
+    for index, branch in enumerate(group):
+        head, tail = _reached(branch, chunks, turns)
+        _, *holders = _lineage(group, index)
+        known_head, known_tail = covered[holders[0]] if holders else (chunks.start, chunks.stop)
+        # At the beginning up to `head` and at the end from `tail` on, less what is known.
+        total += _count(branch, known_head, torch.minimum(head, known_tail))
+        total += _count(branch, torch.maximum(torch.maximum(tail, head), known_head), known_tail)
+        covered.append((torch.maximum(head, known_head), torch.minimum(tail, known_tail)))
+    return total
+
+
+def _reached(
+    branch: Branch, chunks: Chunks, turns: Int64[Tensor, "T R"]
+) -> tuple[Int64[Tensor, "R n"], Int64[Tensor, "R n"]]:
+    """(where the beginning of a chunk ends that earlier queries need, where the end begins that later ones need).
+
+    Queries reach back to where their first segment begins and, unless causal, on to where their last one ends; if one
+    of them is active there.
     """
-    if not groups:
-        return torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
-    groups = _distinct(groups, chunks)
-    pieces = _Pieces(chunks, sorted({branch.segment for group, _ in groups for branch in group}))
-    active = [_active_queries(group, chunks) for group, _ in groups]
-    kinds, kind = torch.cat(active, 1).unique(dim=0, return_inverse=True)
-    if len(kinds) * len(pieces) > _MOST_VALUES:
-        return None
-    values = torch.zeros(len(pieces), len(kinds), dtype=torch.int64)
-    widths = [each.shape[1] for each in active]
-    for (group, times), own in zip(groups, kinds.split(widths, 1), strict=True):
-        rows, row = own.unique(dim=0, return_inverse=True)
-        values += times * _Union(group, pieces).count(rows.unflatten(1, (len(chunks.by_turn), 2, -1)))[:, row]
-    return values.flatten()[pieces.of_pair * len(kinds) + kind[:, None]]
+    begin, end = chunks.start // branch.segment * branch.segment, -(-chunks.stop // branch.segment) * branch.segment
+    nowhere = int(chunks.stop[-1])
+    looks_back = _count(branch, chunks.start, torch.minimum(chunks.stop, begin + branch.segment)) > 0
+    looks_on = _count(branch, torch.maximum(chunks.start, end - branch.segment), chunks.stop) > 0
+    # One more, at -1, for ranks without a chunk.
+    back_to = torch.cat([torch.where(looks_back, begin, nowhere), torch.tensor([nowhere])])
+    on_to = torch.cat([torch.where(looks_on, end, 0) * (not branch.causal), torch.tensor([0])])
+    head, tail = chunks.start, chunks.stop
+    each = torch.arange(len(chunks))
+    for queries in turns[..., None]:
+        later = torch.where(queries < each, on_to[queries], 0)
+        head = torch.maximum(head, torch.minimum(later, chunks.stop))
+        tail = torch.minimum(tail, torch.maximum(torch.where(queries > each, back_to[queries], nowhere), chunks.start))
+    return head, tail
 
 
 def _distinct(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) -> list[tuple[tuple[Branch, ...], int]]:
@@ -106,111 +133,6 @@ def _lineage(group: tuple[Branch, ...], index: int) -> list[int]:
         if (group[lineage[-1]].offset - group[at].offset) % group[at].rate == 0:
             lineage.append(at)
     return lineage
-
-
-def _active_queries(group: tuple[Branch, ...], chunks: Chunks) -> Bool[Tensor, "W 4B"]:
-    """By turn, side and branch: whether the chunk holds a query that is active in its first segment, in its last one.
-
-    In its first segment queries share keys with chunks before theirs, in its last one with chunks after it.
-    """
-    active = torch.zeros(len(chunks) + 1, 2, len(group), dtype=torch.bool)  # one row more, for ranks without a chunk
-    for index, branch in enumerate(group):
-        end = torch.minimum(chunks.stop, _segment_start(chunks.start, branch) + branch.segment)
-        active[:-1, 0, index] = _count(branch, chunks.start, end) > 0
-        if not branch.causal:
-            begin = torch.maximum(chunks.start, _segment_start(chunks.stop - 1, branch))
-            active[:-1, 1, index] = _count(branch, begin, chunks.stop) > 0
-    return active[chunks.by_turn].transpose(0, 1).flatten(1)
-
-
-class _Pieces:
-    """Pairs of a rank and a chunk in pieces: ranks in a row whose queries share the same segments with the chunk."""
-
-    def __init__(self, chunks: Chunks, widths: Sequence[int]) -> None:
-        self.chunks, self.widths = chunks, list(widths)
-        begins = [chunks.start // width * width for width in widths]
-        ends = [(chunks.stop - 1) // width * width + width for width in widths]
-        # By width and chunk: the first and the last chunk that shares a segment with it.
-        self.first = torch.stack([torch.searchsorted(chunks.stop, begin, right=True) for begin in begins])
-        self.last = torch.stack([torch.searchsorted(chunks.start, end) - 1 for end in ends])
-        levels = self._levels()
-        begins_here = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.bool)
-        begins_here[0] = True
-        for turn in chunks.by_turn:
-            begins_here[1:] |= levels[turn[1:]] != levels[turn[:-1]]
-        column, rank = begins_here.T.nonzero().unbind(1)
-        self.of_pair = (begins_here.T.flatten().cumsum(0) - 1).view(len(chunks), -1).T
-        self.chunk, self.queries = column, chunks.by_turn[:, rank]
-
-    def __len__(self) -> int:
-        return len(self.chunk)
-
-    def _levels(self) -> Tensor:
-        """(n + 1, n): in how many widths a chunk shares a segment with another; below 0 where it comes before it.
-
-        The widths that do are the same where as many do: segments that reach further hold what is nearer.
-        """
-        size = len(self.chunks)
-        after, before = (torch.zeros(size + 1, size, dtype=torch.int16) for _ in range(2))
-        one, columns = torch.ones(size, dtype=torch.int16), torch.arange(size)
-        for first, last in zip(self.first, self.last, strict=True):
-            before.index_put_((first, columns), one, accumulate=True)
-            after.index_put_((last, columns), one, accumulate=True)
-        chunk = torch.arange(size)[:, None]
-        after = after[:-1].flip(0).cumsum(0, dtype=torch.int16).flip(0)
-        before = before[:-1].cumsum(0, dtype=torch.int16)
-        level = torch.where(chunk > columns, 1 + after, torch.where(chunk < columns, -1 - before, 0))
-        return torch.cat([level, level.new_zeros(1, size)])  # one row more, for ranks without a chunk
-
-
-class _Union:
-    """What a group of branches needs of each piece's chunk: coarser classes beside the finer ones that hold them."""
-
-    def __init__(self, group: tuple[Branch, ...], pieces: _Pieces) -> None:
-        self.group, self.pieces = group, pieces
-        self.start = pieces.chunks.start[pieces.chunk][:, None]
-        self.stop = pieces.chunks.stop[pieces.chunk][:, None]
-
-    def count(self, active: Bool[Tensor, "D T 2 B"]) -> Int64[Tensor, "p D"]:
-        """Tokens by piece, for ranks of each kind."""
-        total = torch.zeros(len(self.pieces), len(active), dtype=torch.int64)
-        covered: list[tuple[Tensor, Tensor, Tensor]] = []
-        for index, branch in enumerate(self.group):
-            # Kinds that differ in other branches only are counted together: in most branches all are active.
-            lineage, row = _lineage(self.group, index), torch.zeros(len(active), dtype=torch.int64)
-            if not bool(active[..., lineage].all()):
-                row = active[..., lineage].flatten(1).unique(dim=0, return_inverse=True)[1]
-            one_of_each = torch.zeros(int(row.max()) + 1, dtype=torch.int64)
-            one_of_each[row] = torch.arange(len(active))
-            head, tail = self._reached(branch, active[one_of_each][..., index])
-            head_known, tail_known = self.start, self.stop
-            if len(lineage) > 1:
-                *known, kind = covered[lineage[1]]
-                head_known, tail_known = (each[:, kind[one_of_each]] for each in known)
-            # At the beginning up to `head` and at the end from `tail` on, less what is known.
-            found = _count(branch, head_known, torch.minimum(head, tail_known))
-            found += _count(branch, torch.maximum(torch.maximum(tail, head), head_known), tail_known)
-            total += found[:, row]
-            covered.append((torch.maximum(head, head_known), torch.minimum(tail, tail_known), row))
-        return total
-
-    def _reached(self, branch: Branch, active: Bool[Tensor, "D T 2"]) -> tuple[Tensor, Tensor]:
-        """(where the beginning ends that earlier chunks need, where the end begins that later ones need)."""
-        width, chunk = self.pieces.widths.index(branch.segment), self.pieces.chunk
-        first, last = self.pieces.first[width, chunk], self.pieces.last[width, chunk]
-        before, after = (torch.zeros(len(chunk), len(active), dtype=torch.bool) for _ in range(2))
-        for turn, queries in enumerate(self.pieces.queries):
-            shares_after = (queries > chunk) & (queries <= last)
-            shares_before = (queries < chunk) & (queries >= first)
-            after |= shares_after[:, None] & active[None, :, turn, 0]
-            before |= shares_before[:, None] & active[None, :, turn, 1]
-        head = torch.minimum(self.stop, _segment_start(self.start, branch) + branch.segment)
-        tail = torch.maximum(self.start, _segment_start(self.stop - 1, branch))
-        return torch.where(before, head, self.start), torch.where(after, tail, self.stop)
-
-
-def _segment_start(position: Tensor, branch: Branch) -> Tensor:
-    return position // branch.segment * branch.segment
 
 
 def _count(branch: Branch, begin: Tensor, end: Tensor) -> Tensor:

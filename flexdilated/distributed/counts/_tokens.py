@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from ...masks.core import Expression, Pattern, Ranges, common_period, require_ex
 from ...masks.needs import KeyQuery, keys_of_any, moved, rules_of_heads
 from ...masks.patterns import missing, run_time_leaves
 from ..group import Sharding
-from ._chunks import Chunks, sort_pairs
+from ._chunks import Chunks
 from ._dilated import as_branches, dilated_tokens
 
 # W ranks, n chunks
@@ -46,28 +46,20 @@ def tokens_by_chunk(
     chunks = Chunks.of(sharding)
     groups = Counter(needs.groups)
     dilated = {group: as_branches([rule for rule, _ in group]) for group in groups}
-    known = dilated_tokens([(each, groups[group]) for group, each in dilated.items() if each], chunks)
-    tokens = torch.zeros(sharding.num_ranks, len(chunks), dtype=torch.int64) if known is None else known
+    tokens = dilated_tokens([(each, groups[group]) for group, each in dilated.items() if each], chunks)
     for group, times in groups.items():
-        if known is None or dilated[group] is None:
-            tokens += times * _of_group(group, needs, chunks)
+        if dilated[group] is None:
+            tokens += times * _of_group(group, needs, sharding, chunks)
     return tokens, chunks
 
 
-def _of_group(group: tuple[HeadRule, ...], needs: KVNeeds, chunks: Chunks) -> Int64[Tensor, "W n"]:
-    """For one KV head. Bounds on chunks decide most pairs; those in doubt are counted by rank and chunk."""
-    tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
-    doubts: dict[tuple[int, int], list[tuple[HeadRule, range]]] = defaultdict(list)
-    every = torch.zeros_like(tokens, dtype=torch.bool)
-    for rule, head in group:
-        full, doubtful = sort_pairs(rule, head, needs.num_heads_global, chunks)
-        every |= chunks.by_target(full)
-        for target, source in doubtful.tolist():
-            doubts[int(chunks.rank[target]), source].append(((rule, head), chunks.runs[target]))
-    torch.where(every, chunks.length, tokens, out=tokens)
-    for (rank, source), queries in doubts.items():
-        if rank != int(chunks.rank[source]) and not every[rank, source]:
-            tokens[rank, source] = sum(map(len, needs.of_any(queries, (chunks.runs[source],))))
+def _of_group(group: tuple[HeadRule, ...], needs: KVNeeds, sharding: Sharding, chunks: Chunks) -> Int64[Tensor, "W n"]:
+    """For one KV head: what each rank needs of the whole sequence, counted by chunk."""
+    tokens = torch.zeros(sharding.num_ranks, len(chunks), dtype=torch.int64)
+    for rank in range(sharding.num_ranks):
+        queries = [(rule, run) for rule in group for run in sharding.ranges(rank)]
+        if queries:
+            tokens[rank] = chunks.holding(needs.of_any(queries, (range(sharding.num_tokens),)))
     return tokens
 
 

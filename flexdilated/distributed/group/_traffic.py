@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Literal, get_args
 
+from ...masks.core import require_choice
+
 Role = Literal["keys", "gradients", "heads", "shards", "set-up"]
 
 
@@ -34,8 +36,7 @@ class Traffic:
 
     def add(self, role: Role, sent: int, received: int) -> None:
         """Count one transfer."""
-        if role not in get_args(Role):
-            raise ValueError(f"role must be one of {', '.join(map(repr, get_args(Role)))}; got {role!r}")
+        require_choice("role", role, get_args(Role))
         with self._lock:
             self.sent[role] += sent
             self.received[role] += received

@@ -1,22 +1,27 @@
-"""BufferPool: memory for what is sent and received, kept from step to step instead of asked for anew."""
+"""BufferPool: memory for what is sent and received, kept from step to step instead of asked for anew.
+
+And the pool of each device, which leases from the size where that was measured to pay.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from math import prod
+from statistics import median
 from sys import maxsize
 from threading import Lock
-from typing import Any, get_args
+from time import perf_counter
+from typing import Any, Literal, get_args
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from ...masks.core import bytes_text
+from ...masks.core import bytes_text, require_choice
 from ...masks.plan_cache import ByteSize, DeferredLog
 from ..group import Role
 
@@ -158,8 +163,7 @@ class BufferPool:
         where = with_index(device or self.device or torch.get_default_device())
         if self.device not in (None, where):
             raise ValueError(f"this pool serves {self.device}; got a lease on {where}")
-        if role not in get_args(Role):
-            raise ValueError(f"role must be one of {', '.join(map(repr, get_args(Role)))}; got {role!r}")
+        require_choice("role", role, get_args(Role))
         num_bytes = prod(shape) * dtype.itemsize
         with self._lock:
             if num_bytes < max(self.threshold_bytes, 1) or _is_capturing(where):
@@ -187,7 +191,14 @@ class BufferPool:
     def statistics(self) -> PoolStatistics:
         """As of now; what comes later does not change it."""
         with self._lock:
-            return self._now()
+            return replace(
+                self._counts,
+                allocated_bytes=self._held,
+                idle_bytes=sum(buffer.num_bytes for buffer in self._idle),
+                leased_bytes=self._leased,
+                leases_by_role=self._counts.leases_by_role.copy(),
+                bytes_by_role=self._counts.bytes_by_role.copy(),
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, as of a module that has a pool, is an empty pool with the same settings."""
@@ -212,16 +223,6 @@ class BufferPool:
     @property
     def _leased(self) -> int:
         return sum(lease._num_bytes for lease in self._open)
-
-    def _now(self) -> PoolStatistics:
-        return replace(
-            self._counts,
-            allocated_bytes=self._held,
-            idle_bytes=sum(buffer.num_bytes for buffer in self._idle),
-            leased_bytes=self._leased,
-            leases_by_role=self._counts.leases_by_role.copy(),
-            bytes_by_role=self._counts.bytes_by_role.copy(),
-        )
 
     def _count(self, num_bytes: int, role: Role) -> None:
         counts = self._counts
@@ -314,3 +315,73 @@ def _current_stream(device: torch.device) -> Any:
 def _is_capturing(device: torch.device) -> bool:
     """A captured graph replays on the addresses it has seen: they must be its own, never a pool's."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+_PAGE = 4096
+_of_devices, _deferred = Lock(), DeferredLog()
+
+PoolChoice = BufferPool | Literal["auto"] | None
+
+
+def name_of(pool: PoolChoice) -> str:
+    """The argument `pool` of a call as a custom op can take it. Raises TypeError for anything else."""
+    if isinstance(pool, BufferPool):
+        return pool.name
+    if pool is not None and pool != "auto":
+        raise TypeError(f'pool must be None, a BufferPool or "auto"; got {pool!r}')
+    return pool or ""
+
+
+def pool_named(name: str, device: torch.device) -> BufferPool | None:
+    """What `name_of` named. Raises RuntimeError where that pool is no more, as in a graph that has outlived it."""
+    if name in ("", "auto"):
+        return pool_for(device) if name else None
+    pool = named.get(name)
+    if pool is None:
+        raise RuntimeError(f"a BufferPool must live as long as what was compiled with it; {name!r} is no more")
+    return pool
+
+
+def pool_for(device: torch.device | str) -> BufferPool:
+    """The one pool of this device in this process. It leases from the size where that was measured to pay.
+
+    >>> pool = fd.distributed.pool('cpu')
+    """
+    with _of_devices:  # two threads that ask at once get the same one
+        pool = _pool_for(with_index(device))
+    _deferred.emit()
+    return pool
+
+
+@cache
+def _pool_for(device: torch.device) -> BufferPool:
+    pool = BufferPool(device, threshold_bytes=break_even_bytes(device))
+    _deferred.queue("made %r, the pool of its device: from that size a lease was measured to be quicker", pool)
+    return pool
+
+
+@cache
+def break_even_bytes(device: torch.device) -> int:
+    """The size, a power of two from 64 KiB to 64 MiB, from which a lease takes less time than a new tensor.
+
+    By a tenth, with one write to each page, in the median of three; maxsize if 64 MiB do not pay. It is measured
+    when first asked for, from the largest size down, and remembered.
+    """
+    pool, answer = BufferPool(device, threshold_bytes=0), maxsize
+    for size in reversed([1 << power for power in range(16, 27)]):
+        rounds = [[_seconds(lessor, size, device) for lessor in (pool, None)] for _ in range(4)]
+        leased, made = (median(times) for times in zip(*rounds[1:], strict=True))
+        if leased > 0.9 * made:
+            break
+        answer = size
+    return answer
+
+
+def _seconds(pool: BufferPool | None, num_bytes: int, device: torch.device) -> float:
+    start = perf_counter()
+    with lease_from(pool, (num_bytes,), torch.uint8, device, role="keys") as buffer:
+        buffer[::_PAGE].zero_()
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)
+    del buffer
+    return perf_counter() - start
