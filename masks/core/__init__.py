@@ -39,6 +39,7 @@ from ._pattern import (
     MaskMod,
     Mixture,
     Pattern,
+    content_digest,
     index_dtype,
     parameters,
     require_expression,

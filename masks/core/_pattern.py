@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from ctypes import c_char
 from functools import reduce
+from hashlib import sha256
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -20,7 +22,6 @@ from ._spelling import AND, SUM, Phrase, chain
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
 
@@ -35,6 +36,12 @@ def index_dtype(device: torch.device, least: int, most: int) -> torch.dtype:
 def parameters(device: torch.device, *numbers: int) -> list[Tensor]:
     """Numbers of a rule as tensors for its closure."""
     return [torch.tensor(number, dtype=index_dtype(device, number, number), device=device) for number in numbers]
+
+
+def content_digest(tensor: Tensor) -> str:
+    """A digest of the bytes of a contiguous tensor on the CPU; kinds and shapes do not count."""
+    content = (c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
+    return sha256(content).hexdigest()
 
 
 class Pattern(Expression):

@@ -101,7 +101,7 @@ class _Text:
                 parts = [*_chain(node)]
                 mark, join = _OPERATORS[type(node.op)]
                 at = self._text.index(mark, self._end(parts[0]))
-                return self._join(at, mark, lambda *parts: reduce(join, parts), parts)
+                return self._join(at, mark, join, parts)
             case ast.List() | ast.Tuple():
                 values = [self._of(each) for each in node.elts]
                 return tuple(values) if isinstance(node, ast.Tuple) else values
@@ -194,10 +194,15 @@ def _dotted(node: ast.expr) -> str:
     return ".".join([node.id, *reversed(words)]) if isinstance(node, ast.Name) else ""
 
 
-_OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
-    ast.BitOr: ("|", operator.or_),
-    ast.BitAnd: ("&", operator.and_),
-    ast.Add: ("+", operator.add),
+def _intersect(*parts: Any) -> Expression:
+    """A mixture last: one of many branches then meets the intersection of all sets at once."""
+    return reduce(operator.and_, sorted(parts, key=lambda part: isinstance(part, Mixture)))
+
+
+_OPERATORS: dict[type[ast.operator], tuple[str, Callable[..., Expression]]] = {
+    ast.BitOr: ("|", lambda *parts: reduce(operator.or_, parts)),
+    ast.BitAnd: ("&", _intersect),
+    ast.Add: ("+", lambda *parts: reduce(operator.add, parts)),
 }
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ctypes import c_char
 from dataclasses import dataclass, field, fields, replace
-from hashlib import sha256
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,6 +20,7 @@ from ...core import (
     Pattern,
     Phrase,
     Reason,
+    content_digest,
     every,
     numbered,
     parameters,
@@ -173,8 +172,7 @@ class Table(Pattern):
     def of(cls, rows: Tensor, reach: int | None = None) -> Self:
         """The rule of these rows, which must not change any more."""
         rows = rows.contiguous()
-        content = (c_char * rows.nbytes).from_address(rows.data_ptr())
-        return cls(rows, f"{tuple(rows.shape)} {sha256(content).hexdigest()}", reach)
+        return cls(rows, f"{tuple(rows.shape)} {content_digest(rows)}", reach)
 
     def parameters(self) -> dict[str, Any]:
         return {"digest": self.digest, "source": self.source}

@@ -34,7 +34,7 @@ from ...core import (
     pattern_kind,
     require_int,
 )
-from .._block_table import NOTHING, BlockTable, padded
+from .._block_table import NOTHING, BlockTable, by_halving, padded
 from ._run_time import RunTime, Table, of_tensor
 
 # B batch entries, T tables, R rows of query blocks, W entries of a row
@@ -149,15 +149,12 @@ class SelectedTable(Table):
         tables, height, width = self.rows.shape[1:]
         numbers = (num_heads // tables, tables, height, *self.block, self.first)
         per_table, tables, rows, q_block, k_block, first = parameters(device, *numbers)
-        halves = parameters(device, *(1 << bit for bit in reversed(range(width.bit_length() - 1))))
+        named = by_halving(width, device)
 
         def seen(b, h, q, k):
             row, column = q // q_block - first, k // k_block
             line = (b * step * tables + h // per_table) * rows + torch.minimum(row.clamp(min=0), rows - 1)
-            place = column - column
-            for half in halves:
-                place = place + torch.where(held.rows[line, place + half - 1] < column, half, 0)
-            return (held.rows[line, place] == column) & (row >= 0) & (row < rows)
+            return named(held.rows, line, column) & (row >= 0) & (row < rows)
 
         return seen
 
