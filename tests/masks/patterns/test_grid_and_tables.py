@@ -1,4 +1,4 @@
-"""Random blocks, block lists and neighbourhoods: small masks by hand, laws, counts that are exact, bad parameters."""
+"""Random blocks, block lists and neighbourhoods: the draw, laws, bounds of large tables, rows."""
 
 import json
 import pickle
@@ -14,51 +14,13 @@ from flexdilated import masks
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.orders._layout import Layout
 from flexdilated.masks.patterns import _block_table
-from flexdilated.masks.patterns._grid import fits
-from tests.masks.core.test_boxes import BOXES, allowed, progressions
+from tests.masks.core.test_boxes import BOXES, allowed, assert_sound, progressions
 from tests.masks.patterns.test_patterns import evaluated
-from tests.support import oracle
+from tests.support import oracle, twins
 from tests.support.strategies import block_lists, neighborhoods, random_blocks
 from tests.support.twins import Twin
 
-BY_HAND = {
-    "a window that stays whole at the ends": (
-        masks.neighborhood((6,), 1),
-        "###... ###... .###.. ..###. ...### ...###",
-    ),
-    "every other token": (
-        masks.neighborhood((7,), 1, rate=2),
-        "#.#.#.. .#.#.#. #.#.#.. .#.#.#. ..#.#.# .#.#.#. ..#.#.#",
-    ),
-    "one row of an image": (masks.neighborhood((2, 3), (0, 1)), 3 * "###... " + 3 * "...### "),
-    "one column of an image": (masks.neighborhood((3, 2), (1, 0)), 3 * "#.#.#. .#.#.# "),
-    "itself": (masks.neighborhood((2, 2, 1), 0), "#... .#.. ..#. ...#"),
-    "rows of blocks": (
-        masks.block_list([[1], [], [2, 0]], block=2),
-        "..##.. ..##.. ...... ...... ##..## ##..##",
-    ),
-    "no rows left": (masks.block_list([[0]], block=1), "#... .... .... ...."),
-    "a short last block": (masks.block_list([[0, 1], [1]], block=3), "##### ##### ##### ...## ...##"),
-}
-
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("name", BY_HAND)
-def test_small_masks_by_hand(name):
-    pattern, picture = BY_HAND[name]
-    rows = picture.split()
-    mask = evaluated(pattern.bind(num_heads=1, num_queries=len(rows), num_keys=len(rows[0])))[0]
-    assert ["".join("#" if pair else "." for pair in row) for row in mask.tolist()] == rows
-
-
-def test_an_image_by_hand():
-    """A 4 x 5 image, one pixel to each side: windows of 3 x 3, shifted inwards at the border."""
-    mask = evaluated(masks.neighborhood((4, 5), 1).bind(num_heads=1, num_queries=20, num_keys=20))[0]
-    assert mask[0].nonzero().flatten().tolist() == [0, 1, 2, 5, 6, 7, 10, 11, 12]
-    assert mask[12].nonzero().flatten().tolist() == [6, 7, 8, 11, 12, 13, 16, 17, 18]
-    assert mask[14].nonzero().flatten().tolist() == [7, 8, 9, 12, 13, 14, 17, 18, 19]
-    assert (mask.sum(1) == 9).all()
 
 
 # --- the draw ---
@@ -265,31 +227,6 @@ def test_a_grid_over_documents():
 # --- counts ---
 
 
-@given(neighborhoods(), st.data())
-def test_neighbourhoods_count_exactly(twin, data):
-    """Over equal steps that go evenly through the rows: runs of tokens, and residue classes."""
-    grid = twin.pattern.grid
-    step = data.draw(st.sampled_from([step for step in range(1, 13) if fits(step, grid)]))
-    sides = [data.draw(progressions(step)) for _ in range(2)]
-    box = Box(torch.zeros(BOXES, dtype=torch.int64), *sides)
-    found, truth = twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1)
-    assert torch.equal(found.low, truth)
-    assert torch.equal(found.high, truth)
-
-
-@given(st.one_of(random_blocks(), block_lists()), st.data(), st.integers(1, 3))
-def test_tables_count_exactly_over_a_few_rows(twin, data, num_heads):
-    queries = data.draw(progressions())
-    most = max(1, (8 * twin.pattern.block - 1) // queries.step)  # eight blocks at most, wherever it starts
-    first = queries.first // twin.pattern.block * twin.pattern.block
-    q = Progression(first, queries.step, queries.count.clamp(max=most))
-    heads = st.lists(st.integers(0, num_heads - 1), min_size=BOXES, max_size=BOXES)
-    box = Box(torch.tensor(data.draw(heads)), q, data.draw(progressions()))
-    found, truth = twin.pattern.count(box, num_heads=num_heads), allowed(twin.rule, box, num_heads)
-    assert torch.equal(found.low, truth)
-    assert torch.equal(found.high, truth)
-
-
 @given(st.one_of(random_blocks(), block_lists()), st.data())
 def test_the_coarse_picture_is_sound(twin, data):
     """Where a table has more blocks than the picture has cells, several share one."""
@@ -300,9 +237,7 @@ def test_the_coarse_picture_is_sound(twin, data):
         box = Box(torch.zeros(BOXES, dtype=torch.int64), data.draw(progressions()), data.draw(progressions()))
         found, truth = twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1)
     _block_table_of(twin)
-    assert (found.low <= truth).all()
-    assert (truth <= found.high).all()
-    assert (found.high <= box.area).all()
+    assert_sound(found, truth, box.area)
 
 
 def _block_table_of(twin: Twin) -> None:
@@ -337,11 +272,20 @@ def test_neighbourhoods_leave_no_doubt_in_residue_order(rate):
 
 # --- rows, as a decode step asks for them ---
 
+positions = st.integers(0, 110)
+landmarks = st.sampled_from([(True, True), (True, False), (False, True)]).flatmap(
+    lambda sides: st.builds(twins.landmark_tokens, st.integers(1, 9), rows=st.just(sides[0]), columns=st.just(sides[1]))
+)
 
-@given(st.one_of(random_blocks(), block_lists(), neighborhoods()), st.integers(0, 110), *(st.integers(0, 110),) * 2)
-def test_rows_in_closed_form(twin, query, start, stop):
-    rule = twin.pattern.for_head(0, 2)
-    keys = rule.row(query, range(start, stop))
+
+@given(
+    st.one_of(random_blocks(), block_lists(), neighborhoods(), landmarks), positions, positions, positions, st.data()
+)
+def test_rows_in_closed_form(twin, query, start, stop, data):
+    """Also over blocks of several sizes."""
+    block = data.draw(st.integers(0, 5))
+    twin = twins.blockwise(twin, block) if block else twin
+    keys = twin.pattern.for_head(0, 2).row(query, range(start, stop))
     seen = twin.rule(0, 2, torch.tensor([query]), torch.arange(stop))[0] if stop else torch.zeros(0)
     expected = [key for key in seen.nonzero().flatten().tolist() if key >= start]
     assert sorted(key for part in keys for key in part) == expected
