@@ -13,7 +13,7 @@ from flexdilated.masks.blocks._estimate import estimate_blocks
 from flexdilated.masks.planning.lowering._ways import shared_terms
 from tests.masks.blocks.test_block_mask import verdicts
 from tests.support import oracle
-from tests.support.ladders import GIGAPATH_5, LADDERS, PAPER_5, scaled
+from tests.support.ladders import LADDERS
 from tests.support.strategies import cases, sets
 
 
@@ -51,15 +51,6 @@ def test_ladders_at_full_size(name, heads, offsets):
         for branch in bound.pattern.branches()
     )
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("ladder", [PAPER_5, GIGAPATH_5], ids=["paper-5", "gigapath-5"])
-def test_ladders_scaled_down(ladder):
-    segments, rates = scaled(ladder, 200)
-    bound = masks.longnet(segments, rates).bind(num_heads=16, num_queries=301, num_keys=301)
-    positions = torch.arange(301)
-    expected = oracle.counts(oracle.longnet(segments, rates), range(16), 16, positions, positions)
-    assert torch.equal(multiplicity(bound, torch.device("cpu"))[0], expected)
 
 
 @given(sets(3), sets(3))
