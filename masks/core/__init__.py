@@ -1,6 +1,6 @@
 """What every pattern is made of: Pattern, Mixture and Bound, their algebra, boxes and progressions, ranges, checks."""
 
-from ._algebra import And, Composite, Every, Not, Or, both, both_bounds, common_period, every, full
+from ._algebra import And, Composite, Every, Not, OnePart, Or, both, both_bounds, common_period, every, full
 from ._ambient import own_modes, plans
 from ._bound import EMPTY, FULL, PARTIAL, Bound, Extent
 from ._box import (
@@ -39,6 +39,7 @@ from ._pattern import (
     MaskMod,
     Mixture,
     Pattern,
+    content_digest,
     index_dtype,
     parameters,
     require_expression,

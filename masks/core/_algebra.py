@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import gcd, lcm
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,31 @@ class Composite(Pattern):
         return tuple(rate for part in self.parts for rate in part.rates())
 
 
+@dataclass(frozen=True)
+class OnePart(Pattern):
+    """A pattern of one part. One that `recounts` hands its part other numbers than the positions of tokens."""
+
+    recounts: ClassVar[bool] = True
+
+    part: Pattern
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.part, Pattern):
+            raise TypeError(f"{self.kind} needs a set pattern; got {self.part!r}")
+        if self.recounts and self.part.varies:
+            raise ValueError(
+                f"{self.kind} needs a pattern without run-time tensors, which go by token: intersect the result with "
+                f"their pattern instead; got {self.part!r}"
+            )
+        super().__post_init__()
+
+    def direct_parts(self) -> tuple[Pattern, ...]:
+        return (self.part,)
+
+    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return replace(self, part=change(self.part))
+
+
 def common_period(parts: tuple[Pattern, ...]) -> int | None:
     """The least shift that leaves every part as it is, or None; None too where no sequence is as long."""
     periods = [part.period() for part in parts]
@@ -49,6 +74,10 @@ def common_period(parts: tuple[Pattern, ...]) -> int | None:
 
 @dataclass(frozen=True)
 class _Combination(Composite):
+    binding: ClassVar[int]
+    joined: ClassVar[Callable[[MaskMod, MaskMod], MaskMod]]
+    joined_bounds: ClassVar[Callable[[Bounds, Bounds, Tensor], Bounds]]
+
     @classmethod
     def of(cls, *parts: Pattern) -> Pattern:
         """Combine, with nested combinations of the same kind flattened and repeats dropped; `And.of()` is `every`."""
@@ -71,16 +100,42 @@ class _Combination(Composite):
     def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
         return type(self).of(*map(change, self.parts))
 
-    def _mods(self, num_heads: int, device: torch.device) -> list[MaskMod]:
-        return [part.mask_mod(num_heads=num_heads, device=device) for part in self.parts]
+    def phrase(self) -> Phrase:
+        return chain((part.phrase() for part in self.parts), self.binding)
 
-    def _counts(self, box: Box, num_heads: int) -> list[Bounds]:
-        return [part.count(box, num_heads=num_heads) for part in self.parts]
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        return reduce(self.joined, [part.mask_mod(num_heads=num_heads, device=device) for part in self.parts])
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        area = box.area
+        counts = [part.count(box, num_heads=num_heads) for part in self.parts]
+        return reduce(lambda a, b: self.joined_bounds(a, b, area), counts)
+
+
+def both(first: MaskMod, second: MaskMod) -> MaskMod:
+    return lambda b, h, q, k: first(b, h, q, k) & second(b, h, q, k)
+
+
+def either(first: MaskMod, second: MaskMod) -> MaskMod:
+    return lambda b, h, q, k: first(b, h, q, k) | second(b, h, q, k)
+
+
+def both_bounds(a: Bounds, b: Bounds, area: Tensor) -> Bounds:
+    """Bounds on the pairs that two rules allow both, of boxes of this area."""
+    return Bounds((a.low + b.low - area).clamp(min=0), torch.minimum(a.high, b.high))
+
+
+def either_bounds(a: Bounds, b: Bounds, area: Tensor) -> Bounds:
+    return Bounds(torch.maximum(a.low, b.low), torch.minimum(a.high + b.high, area))
 
 
 @pattern_kind("and")
 class And(_Combination):
     """Pairs that every part allows."""
+
+    binding = AND
+    joined = staticmethod(both)
+    joined_bounds = staticmethod(both_bounds)
 
     @classmethod
     def of(cls, *parts: Pattern) -> Pattern:
@@ -103,27 +158,17 @@ class And(_Combination):
         listed = (part.squares(head, num_heads) for part in self.parts)
         return next((squares for squares in listed if squares is not None), None)
 
-    def phrase(self) -> Phrase:
-        return chain((part.phrase() for part in self.parts), AND)
-
     def confined(self) -> bool:
         return any(part.confined() for part in self.parts)
 
     def spacing(self) -> int:
         return lcm(*(part.spacing() for part in self.parts))
 
-    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return reduce(both, self._mods(num_heads, device))
-
     def reason(self, pair: Pair) -> Reason:
         parts = tuple(part.reason(pair) for part in self.parts)
         against = [index for index, part in enumerate(parts, 1) if not part.allowed]
         text = _among("forbidden", against, parts) if against else f"all {len(parts)} parts allow it"
         return Reason(self, not against, text, parts)
-
-    def count(self, box: Box, *, num_heads: int) -> Bounds:
-        area = box.area
-        return reduce(lambda a, b: both_bounds(a, b, area), self._counts(box, num_heads))
 
     def row(self, query: int, keys: range) -> Ranges | None:
         common: Ranges | None = as_ranges(keys)
@@ -138,6 +183,10 @@ class And(_Combination):
 @pattern_kind("or")
 class Or(_Combination):
     """Pairs that at least one part allows."""
+
+    binding = OR
+    joined = staticmethod(either)
+    joined_bounds = staticmethod(either_bounds)
 
     @classmethod
     def without_shared_factors(cls, parts: tuple[Pattern, ...]) -> Pattern:
@@ -157,31 +206,17 @@ class Or(_Combination):
     def alternatives(self) -> tuple[Pattern, ...]:
         return self.parts
 
-    def phrase(self) -> Phrase:
-        return chain((part.phrase() for part in self.parts), OR)
-
     def confined(self) -> bool:
         return all(part.confined() for part in self.parts)
 
     def spacing(self) -> int:
         return gcd(*(part.spacing() for part in self.parts))
 
-    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return reduce(either, self._mods(num_heads, device))
-
     def reason(self, pair: Pair) -> Reason:
         parts = tuple(part.reason(pair) for part in self.parts)
         by = [index for index, part in enumerate(parts, 1) if part.allowed]
         text = _among("allowed", by, parts) if by else f"none of {len(parts)} parts allows it"
         return Reason(self, bool(by), text, parts)
-
-    def count(self, box: Box, *, num_heads: int) -> Bounds:
-        area = box.area
-
-        def unite(a: Bounds, b: Bounds) -> Bounds:
-            return Bounds(torch.maximum(a.low, b.low), torch.minimum(a.high + b.high, area))
-
-        return reduce(unite, self._counts(box, num_heads))
 
     def row(self, query: int, keys: range) -> Ranges | None:
         rows = [part.row(query, keys) for part in self.parts]
@@ -212,20 +247,15 @@ class Every(Pattern):
 
 
 @pattern_kind("not")
-class Not(Pattern):
+class Not(OnePart):
     """Pairs that the part forbids."""
 
-    part: Pattern
+    recounts = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.part, Pattern):
-            raise TypeError(f"~ needs a set pattern; got {self.part!r}")
         if isinstance(self.part, Not):
             raise ValueError(f"the complement of a complement is its part: use ~; got {self.part!r}")
         super().__post_init__()
-
-    def direct_parts(self) -> tuple[Pattern, ...]:
-        return (self.part,)
 
     def __invert__(self) -> Pattern:
         return self.part
@@ -280,16 +310,3 @@ def full() -> Pattern:
 
 def _among(verdict: str, which: list[int], parts: tuple[Reason, ...]) -> str:
     return f"{verdict} by part{'s' * (len(which) > 1)} {listing(which)} of {len(parts)}"
-
-
-def both_bounds(a: Bounds, b: Bounds, area: Tensor) -> Bounds:
-    """Bounds on the pairs that two rules allow both, of boxes of this area."""
-    return Bounds((a.low + b.low - area).clamp(min=0), torch.minimum(a.high, b.high))
-
-
-def both(first: MaskMod, second: MaskMod) -> MaskMod:
-    return lambda b, h, q, k: first(b, h, q, k) & second(b, h, q, k)
-
-
-def either(first: MaskMod, second: MaskMod) -> MaskMod:
-    return lambda b, h, q, k: first(b, h, q, k) | second(b, h, q, k)

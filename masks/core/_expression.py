@@ -9,6 +9,7 @@ from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
+import torch
 from torch import Tensor
 
 from ._ambient import plans
@@ -125,7 +126,7 @@ class Expression:
         head, query: global heads, of num_heads, and positions, below num_tokens, which broadcast against each other.
         num_tokens: the whole sequence, for which the padding is made.
         """
-        raise NotImplementedError  # Pattern and Mixture
+        return torch.zeros_like(head + query)
 
     def write(self) -> str:
         """Canonical JSON of the kind and the stored fields: no spaces, sorted keys, parts by their own texts."""
@@ -168,13 +169,17 @@ class Expression:
         """The pairs with any weight at all, as one set pattern."""
         raise NotImplementedError
 
+    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
+        """The same composition of changed parts; a pattern that has none is left as it is."""
+        return self
+
     def leaves(self) -> tuple[Pattern, ...]:
         """The patterns without parts that this is composed of, each use of one."""
-        raise NotImplementedError
+        return tuple(leaf for part in self.direct_parts() for leaf in part.leaves()) or (self,)  # type: ignore[return-value]
 
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
+    def map_leaves(self, change: Callable[[Any], Pattern]) -> Any:
         """The same composition of changed leaves."""
-        raise NotImplementedError
+        return self.map_parts(lambda part: part.map_leaves(change)) if self.direct_parts() else change(self)
 
     def below(self, positions: int) -> Any:
         """The same rule where all positions are below this number: no more is drawn."""
@@ -229,13 +234,13 @@ class Expression:
 
     def check_heads(self, num_heads: int) -> None:
         """Raise ValueError if the expression cannot be bound to this many (global) heads."""
-        for branch in self.branches():
-            branch.check_heads(num_heads)
+        for part in self.direct_parts():
+            part.check_heads(num_heads)
 
     def check_tokens(self, queries: range, keys: range) -> None:
         """Raise ValueError if the expression cannot be bound to queries and keys at these positions."""
-        for branch in self.branches():
-            branch.check_tokens(queries, keys)
+        for part in self.direct_parts():
+            part.check_tokens(queries, keys)
 
     def bind(
         self,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from ctypes import c_char
 from functools import reduce
+from hashlib import sha256
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -20,7 +22,6 @@ from ._spelling import AND, SUM, Phrase, chain
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
 
@@ -35,6 +36,12 @@ def index_dtype(device: torch.device, least: int, most: int) -> torch.dtype:
 def parameters(device: torch.device, *numbers: int) -> list[Tensor]:
     """Numbers of a rule as tensors for its closure."""
     return [torch.tensor(number, dtype=index_dtype(device, number, number), device=device) for number in numbers]
+
+
+def content_digest(tensor: Tensor) -> str:
+    """A digest of the bytes of a contiguous tensor on the CPU; kinds and shapes do not count."""
+    content = (c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
+    return sha256(content).hexdigest()
 
 
 class Pattern(Expression):
@@ -62,9 +69,6 @@ class Pattern(Expression):
         """Whether one pair is allowed and why, stated in plain numbers for people; by default the key's distance."""
         mod, at = self.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu")), pair.indices()
         return Reason(self, bool(mod(*at)), pair.distance)
-
-    def zero_keys(self, head: Tensor, query: Tensor, *, num_heads: int, num_tokens: int) -> Tensor:
-        return torch.zeros_like(head + query)
 
     def factors(self) -> tuple[Pattern, ...]:
         """The patterns whose intersection this is."""
@@ -143,24 +147,6 @@ class Pattern(Expression):
     def branches(self) -> tuple[Pattern, ...]:
         return (self,)
 
-    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
-        """The same pattern of changed parts; a pattern that has none is left as it is."""
-        return self
-
-    def leaves(self) -> tuple[Pattern, ...]:
-        return all_leaves(self.direct_parts()) or (self,)
-
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
-        return self.map_parts(lambda part: part.map_leaves(change)) if self.direct_parts() else change(self)
-
-    def check_heads(self, num_heads: int) -> None:
-        for part in self.direct_parts():
-            part.check_heads(num_heads)
-
-    def check_tokens(self, queries: range, keys: range) -> None:
-        for part in self.direct_parts():
-            part.check_tokens(queries, keys)
-
     def __and__(self, other: Expression) -> Any:
         if isinstance(other, Mixture):
             return other & self
@@ -204,7 +190,7 @@ class Mixture(Expression):
 
     @property
     def unpadded(self) -> Mixture:
-        return Mixture(tuple(part.unpadded for part in self.parts)) if self.pads else self
+        return self.map_parts(lambda part: part.unpadded) if self.pads else self
 
     def zero_keys(self, head: Tensor, query: Tensor, *, num_heads: int, num_tokens: int) -> Tensor:
         sizes = {"num_heads": num_heads, "num_tokens": num_tokens}
@@ -221,18 +207,15 @@ class Mixture(Expression):
     def branches(self) -> tuple[Pattern, ...]:
         return self.parts
 
-    def leaves(self) -> tuple[Pattern, ...]:
-        return all_leaves(self.parts)
-
-    def map_leaves(self, change: Callable[[Pattern], Pattern]) -> Any:
-        return Mixture(tuple(part.map_leaves(change) for part in self.parts))
+    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return Mixture(tuple(map(change, self.parts)))
 
     def __and__(self, other: Expression) -> Mixture:
         if isinstance(other, Mixture):
             raise TypeError(_needs_set("&", self, other))
         if not isinstance(other, Pattern):
             return NotImplemented
-        return Mixture(tuple(part & other for part in self.parts))
+        return self.map_parts(lambda part: part & other)
 
     def __or__(self, other: Expression) -> Mixture:
         raise TypeError(_needs_set("|", self, other))
@@ -256,10 +239,6 @@ def require_set_patterns(what: str, parts: object, *, least: int) -> None:
     if len(parts) < least:
         alone = ": a set pattern alone stands for itself" if least > 1 else ""
         raise ValueError(f"{what} takes at least {least} set pattern{'s' * (least > 1)}{alone}; got {parts!r:.200}")
-
-
-def all_leaves(parts: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
-    return tuple(leaf for part in parts for leaf in part.leaves())
 
 
 def sum_phrase(parts: Sequence[Pattern]) -> Phrase:

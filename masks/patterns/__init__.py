@@ -1,12 +1,11 @@
 """The patterns, a file for each family; a new one is one more file here."""
 
 from ._after import After
-from ._axis import Axis
 from ._band import Band, Causal, LocalWindow, Strided, causal, dilated_window, local_window, strided
 from ._block_list import BlockList, block_list
 from ._blockwise import Blockwise, blockwise
 from ._dilated import Dilated, chunked, dilated, longnet
-from ._grid import Rectangle, select
+from ._grid import Axis, Rectangle, select
 from ._marked_tokens import GlobalTokens, MarkedTokens, first_tokens, fixed, global_tokens, landmark_tokens, prefix_lm
 from ._neighborhood import Neighborhood, neighborhood
 from ._per_document import PerDocument

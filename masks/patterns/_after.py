@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ..core import (
     Expression,
     MaskMod,
     Mixture,
+    OnePart,
     Pair,
     Pattern,
     Phrase,
@@ -29,14 +29,12 @@ from ..core import (
     require_int,
     sum_phrase,
 )
-from .run_time._run_time import run_time_leaves
 
 
 @pattern_kind("after")
-class After(Pattern):
+class After(OnePart):
     """Allowed iff neither position lies before `start` and `part` allows them counted from there."""
 
-    part: Pattern
     start: int
 
     @staticmethod
@@ -47,21 +45,8 @@ class After(Pattern):
         return Mixture.of(*(_after(part, start) for part in pattern.branches()))
 
     def __post_init__(self) -> None:
-        if not isinstance(self.part, Pattern):
-            raise TypeError(f"after needs a set pattern; got {self.part!r}")
         require_int("start", self.start, minimum=1)
-        if run_time_leaves(self.part):
-            raise ValueError(
-                f"after counts positions from {self.start} on, where a run-time tensor inside has no meaning: "
-                f"intersect with it outside, p.after({self.start}) & it; got {self.part!r}"
-            )
         super().__post_init__()
-
-    def direct_parts(self) -> tuple[Pattern, ...]:
-        return (self.part,)
-
-    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
-        return replace(self, part=change(self.part))
 
     def phrase(self) -> Phrase:
         return self._phrase_of(self.part.phrase())
@@ -82,18 +67,19 @@ class After(Pattern):
         return self.part.spacing()
 
     def row(self, query: int, keys: range) -> Ranges | None:
-        counted = range(max(0, keys.start - self.start), max(0, keys.stop - self.start))
+        counted = self._counted(keys)
         if query < self.start or not counted:
             return ()
         found = self.part.row(query - self.start, counted)
-        shift = self.start
-        return (
-            None if found is None else tuple(range(each.start + shift, each.stop + shift, each.step) for each in found)
-        )
+        if found is None:
+            return None
+        return tuple(range(each.start + self.start, each.stop + self.start, each.step) for each in found)
 
     def check_tokens(self, queries: range, keys: range) -> None:
-        counted = (range(max(0, each.start - self.start), max(0, each.stop - self.start)) for each in (queries, keys))
-        self.part.check_tokens(*counted)
+        self.part.check_tokens(self._counted(queries), self._counted(keys))
+
+    def _counted(self, positions: range) -> range:
+        return range(max(0, positions.start - self.start), max(0, positions.stop - self.start))
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         inner = self.part.mask_mod(num_heads=num_heads, device=device)

@@ -145,17 +145,25 @@ def _compared(entries: Tensor, device: torch.device) -> Listed:
 
 
 def _halved(entries: Tensor, device: torch.device) -> Listed:
-    """By halving the row: `place` ends at the only entry that can be the column."""
-    halves = parameters(device, *(1 << bit for bit in reversed(range(entries.shape[1].bit_length() - 1))))
+    named = by_halving(entries.shape[1], device)
     entries = entries.to(device, index_dtype(device, 0, entries.numel()))
+    return lambda line, inside, column: named(entries, line, column) & inside
 
-    def listed(line, inside, column):
+
+def by_halving(width: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Whether a line of ascending entries, a power of two of them, names a column; as (entries, line, column) -> bool.
+
+    The line is halved until `place` is at the only entry that can be the column.
+    """
+    halves = parameters(device, *(1 << bit for bit in reversed(range(width.bit_length() - 1))))
+
+    def named(entries, line, column):
         place = column - column
         for half in halves:
             place = place + torch.where(entries[line, place + half - 1] < column, half, 0)
-        return (entries[line, place] == column) & inside
+        return entries[line, place] == column
 
-    return listed
+    return named
 
 
 class TableRule(Pattern):

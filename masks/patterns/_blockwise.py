@@ -13,6 +13,7 @@ from ..core import (
     Box,
     Counts,
     MaskMod,
+    OnePart,
     Pair,
     Pattern,
     Progression,
@@ -24,31 +25,17 @@ from ..core import (
     pattern_kind,
     require_int,
 )
-from .run_time._run_time import run_time_leaves
 
 
 @pattern_kind("blockwise", positional=2)
-class Blockwise(Pattern):
+class Blockwise(OnePart):
     """Allowed iff `part` allows the query's block and the key's block: position t lies in block floor(t / block)."""
 
-    part: Pattern
     block: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.part, Pattern):
-            raise TypeError(f"blockwise needs a set pattern; got {self.part!r}")
-        if run_time_leaves(self.part):
-            raise ValueError(
-                f"blockwise needs a pattern without run-time tensors, which go by token; got {self.part!r}"
-            )
         require_int("block", self.block, minimum=1)
         super().__post_init__()
-
-    def direct_parts(self) -> tuple[Pattern, ...]:
-        return (self.part,)
-
-    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
-        return replace(self, part=change(self.part))
 
     def leaves(self) -> tuple[Pattern, ...]:
         return (self,)  # its part counts blocks, and callers of `leaves` count tokens

@@ -1,14 +1,27 @@
-"""Token grids in row-major order: progressions of positions as rectangles of coordinates."""
+"""Token grids in row-major order: positions as rectangles of coordinates, and the windows along an axis, counted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
+from dataclasses import dataclass
+from math import gcd, prod
 
 import torch
 from torch import Tensor
 
-from ..core import Progression
+from ..core import (
+    Bounds,
+    Box,
+    Progression,
+    clip,
+    count_below,
+    count_multiples,
+    count_within,
+    terms_of_class,
+)
+
+_MOST_CLASSES = 64  # of places, or of queries by their place in a group, that are counted one by one
+_FEW_CLASSES = 3  # a whole number of groups takes as many sums
 
 # One progression for each axis of the grid, the outermost first: their product.
 Rectangle = tuple[Progression, ...]
@@ -64,3 +77,121 @@ def _coordinates(row: Tensor, grid: list[int]) -> Rectangle:
     coordinates = [row // prod(grid[axis + 1 :]) for axis in range(len(grid))]
     inner = [coordinate % length for coordinate, length in zip(coordinates[1:], grid[1:], strict=True)]
     return tuple(Progression(first, 1, one) for first in (coordinates[0], *inner))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a grid and the windows along it, of `size` keys each.
+
+    Tokens of one residue modulo `rate` are a class, numbered from 0, and see each other only. `stride` queries in a
+    row of a class are a group, and have one window: that of a leader among them. With `is_causal` the leader is the
+    last of the group, its window ends with it, and each query sees what of it is not after itself. Else the leader is
+    the middle of the group, of two the later one; before it are size // 2 keys of its window, after it the others.
+    Windows that would reach over an end of the class are shifted inwards; NATTEN's causal ones begin with the class
+    instead, which is the same to a query that sees no key after itself.
+    """
+
+    length: int
+    size: int
+    rate: int = 1
+    stride: int = 1
+    is_causal: bool = False
+
+    @property
+    def lead(self) -> int:
+        """Keys of a window before its group's first query, in numbers of the class. At least 0, as stride <= size."""
+        return self.size - self.stride if self.is_causal else self.size // 2 - self.stride // 2
+
+    def window(self, place: int) -> range:
+        """The places that a query at this place sees."""
+        number, residue = divmod(place, self.rate)
+        begin = min(max(number // self.stride * self.stride - self.lead, 0), self._held(residue) - self.size)
+        stop = number + 1 if self.is_causal else begin + self.size
+        return range(residue + self.rate * begin, residue + self.rate * (stop - 1) + 1, self.rate)
+
+    def count(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
+        """Pairs of places, each n progressions, whose key lies in the query's window. Progressions may be empty.
+
+        Exact for equal steps, with up to 64 classes of places, and of queries by their place in a group.
+        """
+        if self.rate > _MOST_CLASSES:
+            return self._count_by_distance(head, q, k)
+        low = high = torch.zeros_like(q.first)
+        for residue in range(self.rate):
+            box = Box(head, terms_of_class(q, self.rate, residue), terms_of_class(k, self.rate, residue))
+            bounds = self._count_in_class(box, self._held(residue))
+            low, high = low + bounds.low, high + bounds.high
+        return Bounds(low, high)
+
+    def _held(self, residue: int) -> int:
+        """Places of a class."""
+        return (self.length - 1 - residue) // self.rate + 1
+
+    def _count_by_distance(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
+        """Keys of the class at distances that all groups see, wherever windows are; and at those that any may see."""
+        box = Box(head, *(clip(side, 0, self.length) for side in (q, k)))
+        if q.step != k.step:
+            return Bounds(torch.zeros_like(q.first), count_multiples(box, self.rate).high)
+        surely = -self.lead, self.size - self.stride - self.lead
+        perhaps = 1 - self.size, 0 if self.is_causal else self.size - 1
+        near, far = (
+            count_multiples(box, self.rate, reach=(least * self.rate, most * self.rate))
+            for least, most in (surely, perhaps)
+        )
+        return Bounds(near.low, far.high)
+
+    def _count_in_class(self, box: Box, held: int) -> Bounds:
+        """A window holds the keys before its end, less those before its begin, and both are sums over the groups."""
+        q, k = clip(box.q, 0, held), clip(box.k, 0, held)
+        groups = list(self._groups(q))
+        unlike = q.step != k.step if self.is_causal else any(first.step % k.step for first, _ in groups)
+        if unlike or not groups:
+            return self._count_by_ends(q, k, held)
+        latest = count_within(k, 0, held - self.size)
+        pairs = -sum(times * _keys_before(first, -self.lead, k, 0, latest) for first, times in groups)
+        if self.is_causal:
+            pairs = pairs + count_below(Box(box.head, q, k), 0).low
+        else:
+            end, soonest = self.size - self.lead, count_within(k, 0, self.size)
+            pairs = pairs + sum(times * _keys_before(first, end, k, soonest, k.count) for first, times in groups)
+        pairs = torch.where(q.count > 0, pairs, 0)
+        return Bounds(pairs, pairs)
+
+    def _groups(self, q: Progression) -> Iterator[tuple[Progression, Tensor | int]]:
+        """The first numbers of the queries' groups as progressions, and how often each counts; none for many classes.
+
+        Either each class of queries that steps over whole groups; or all groups, less what of the first and the last
+        are no terms.
+        """
+        stride, cycle = self.stride, self.stride // gcd(self.stride, q.step)
+        if q.step * cycle == stride and cycle > _FEW_CLASSES:
+            begin, end, one = q.first // stride, q.last // stride, torch.ones_like(q.first)
+            yield Progression(begin * stride, stride, end - begin + 1), cycle
+            yield Progression(begin * stride, stride, one), -(q.first % stride // q.step)
+            yield Progression(end * stride, stride, one), q.last % stride // q.step + 1 - cycle
+        elif cycle <= _MOST_CLASSES:
+            for index in range(cycle):
+                first = (q.first + q.step * index) // stride * stride
+                yield Progression(first, q.step * cycle, (q.count - index + cycle - 1) // cycle), 1
+
+    def _count_by_ends(self, q: Progression, k: Progression, held: int) -> Bounds:
+        """No window begins or ends before that of the first query, or after that of the last one."""
+        begin, last = (
+            (end // self.stride * self.stride - self.lead).clamp(min=0, max=held - self.size)
+            for end in (q.first, q.last)
+        )
+        end, stop = (q.first + 1, q.last + 1) if self.is_causal else (begin + self.size, last + self.size)
+        shared = count_within(k, last, torch.maximum(last, end))
+        return Bounds(*(torch.where(q.count > 0, q.count * keys, 0) for keys in (shared, count_within(k, begin, stop))))
+
+
+def _keys_before(groups: Progression, ahead: int, k: Progression, least: Tensor | int, most: Tensor) -> Tensor:
+    """Over the groups, how many keys are before their first number + `ahead`, summed; for each at least and at most."""
+    step, count = groups.step // k.step, groups.count
+    first = (groups.first + ahead - k.first + k.step - 1).div(k.step, rounding_mode="floor")
+    fewer, further = (
+        (limit - first + step - 1).div(step, rounding_mode="floor").clamp(min=0).minimum(count)
+        for limit in (least, most)
+    )
+    ramp = (further - fewer) * first + step * ((further - fewer) * (fewer + further - 1) // 2)
+    return fewer * least + ramp + (count - further) * most

@@ -34,8 +34,7 @@ from ..core import (
     span,
     within,
 )
-from ._axis import Axis
-from ._grid import Rectangle, fits, hull, rectangles, select
+from ._grid import Axis, Rectangle, fits, hull, rectangles, select
 
 _SEQUENCES = (list, tuple)
 _FEW_PAIRS = 1 << 16  # so many are looked at one by one sooner than counted

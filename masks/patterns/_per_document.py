@@ -17,6 +17,7 @@ from ..core import (
     Expression,
     MaskMod,
     Mixture,
+    OnePart,
     Pair,
     Pattern,
     Phrase,
@@ -28,17 +29,15 @@ from ..core import (
 from ._after import count_from
 from .run_time._documents import Documents, Lengths, Spans
 from .run_time._documents import documents as documents_pattern
-from .run_time._run_time import run_time_leaves
 
 
 @pattern_kind("per_document")
-class PerDocument(Pattern):
+class PerDocument(OnePart):
     """Allowed iff both positions lie in one span and `part` allows them counted from the span's start.
 
     `spans` is a run-time pattern of documents or lengths, and Spans once its values are known.
     """
 
-    part: Pattern
     spans: Pattern
 
     @staticmethod
@@ -49,15 +48,9 @@ class PerDocument(Pattern):
         return Mixture(parts) if isinstance(pattern, Mixture) else parts[0]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.part, Pattern) or not isinstance(self.spans, Documents | Lengths | Spans):
+        if not isinstance(self.spans, Documents | Lengths | Spans):
             raise TypeError(
-                "per_document needs a set pattern and document ids, or a pattern of documents or lengths; "
-                f"got {self.part!r} and {self.spans!r}"
-            )
-        if run_time_leaves(self.part):
-            raise ValueError(
-                "per_document counts positions from each document's start, where a run-time tensor inside has no "
-                f"meaning: intersect with it outside, p.per_document(ids) & it; got {self.part!r}"
+                f"per_document needs document ids, or a pattern of documents or lengths; got {self.spans!r}"
             )
         super().__post_init__()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
+from functools import reduce
 from typing import Any
 
-from ..core import CONSTRUCTORS, CUT, DEEPEST, LONGEST, QUOTED, And, Expression, Mixture, Or, Pattern, shortened
-
-_Join = Callable[[Sequence[Any]], Expression]
+from ..core import CONSTRUCTORS, CUT, DEEPEST, LONGEST, QUOTED, Expression, Mixture, Pattern, shortened
 
 _METHODS = ("after", "per_document")
 _PREFIX = "masks."
@@ -96,11 +96,12 @@ class _Text:
                 at, times = 0, 0
                 while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
                     node, at, times = node.operand, self._index(node.col_offset), times + 1
-                return self._join(at, "~", lambda parts: ~parts[0] if times % 2 else ~~parts[0], [node])
+                return self._join(at, "~", lambda part: ~part if times % 2 else ~~part, [node])
             case ast.BinOp(op=ast.BitOr() | ast.BitAnd() | ast.Add()):
                 parts = [*_chain(node)]
-                mark, join = _JOINS[type(node.op)]
-                return self._join(self._text.index(mark, self._end(parts[0])), mark, join, parts)
+                mark, join = _OPERATORS[type(node.op)]
+                at = self._text.index(mark, self._end(parts[0]))
+                return self._join(at, mark, join, parts)
             case ast.List() | ast.Tuple():
                 values = [self._of(each) for each in node.elts]
                 return tuple(values) if isinstance(node, ast.Tuple) else values
@@ -111,14 +112,13 @@ class _Text:
                 raise self._error(self._end(node), f"{name} must be called: {name}{_parameters(function)}")
         raise self._error_at(node, "an expression has calls, numbers, strings, lists and the operators ~ + & |")
 
-    def _join(self, at: int, mark: str, join: _Join, nodes: Sequence[ast.expr]) -> Expression:
-        """All parts at once: two at a time, long chains would take long."""
+    def _join(self, at: int, mark: str, join: Callable[..., Any], nodes: Sequence[ast.expr]) -> Expression:
         parts = [self._of(node) for node in nodes]
         for part in parts:
             if not isinstance(part, Expression):
                 raise self._error(at, f"{mark} takes patterns; got {part!r:.80}")
         try:
-            return join(parts)
+            return join(*parts)
         except TypeError as error:
             raise self._error(at, str(error)) from error
 
@@ -194,29 +194,15 @@ def _dotted(node: ast.expr) -> str:
     return ".".join([node.id, *reversed(words)]) if isinstance(node, ast.Name) else ""
 
 
-def _unite(parts: Sequence[Any]) -> Expression:
-    mixtures = [part for part in parts if isinstance(part, Mixture)]
-    if mixtures:  # its own operator says why not
-        return parts[0] | (parts[1] if parts[0] is mixtures[0] else mixtures[0])
-    return Or.of(*parts)
+def _intersect(*parts: Any) -> Expression:
+    """A mixture last: one of many branches then meets the intersection of all sets at once."""
+    return reduce(operator.and_, sorted(parts, key=lambda part: isinstance(part, Mixture)))
 
 
-def _intersect(parts: Sequence[Any]) -> Expression:
-    mixtures = [part for part in parts if isinstance(part, Mixture)]
-    if len(mixtures) > 1:
-        return mixtures[0] & mixtures[1]
-    sets = And.of(*(part for part in parts if isinstance(part, Pattern)))
-    return mixtures[0] & sets if mixtures else sets
-
-
-def _add(parts: Sequence[Any]) -> Expression:
-    return Mixture(tuple(branch for part in parts for branch in part.branches()))
-
-
-_JOINS: dict[type[ast.operator], tuple[str, _Join]] = {
-    ast.BitOr: ("|", _unite),
+_OPERATORS: dict[type[ast.operator], tuple[str, Callable[..., Expression]]] = {
+    ast.BitOr: ("|", lambda *parts: reduce(operator.or_, parts)),
     ast.BitAnd: ("&", _intersect),
-    ast.Add: ("+", _add),
+    ast.Add: ("+", lambda *parts: reduce(operator.add, parts)),
 }
 
 

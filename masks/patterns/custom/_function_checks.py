@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ...core import EMPTY, FULL, PARTIAL
 
@@ -18,7 +21,6 @@ _MAKER = "def make(window): return lambda b, h, q, k: q - k < window"
 _HEADS = (3, 2, 1)
 _TOKENS = (17, 9, 5, 3, 2, 1)
 _POINTS = 40
-_CLASSIFY = "(head, q_first, q_last, k_first, k_last)"
 # What turns a tensor's values into Python's: then the rule is no longer one expression for all positions.
 _READS_VALUES = {
     *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__"),
@@ -78,32 +80,39 @@ def require_mask_mod(function: object) -> types.FunctionType:
                 "a BlockMask is taken for its mask_mod, and this one has lists of blocks alone: give them to "
                 "masks.block_list(rows, block=...)"
             )
-    if not isinstance(function, types.FunctionType):
-        rule = f"a custom function must be a plain function of (b, h, q, k), its values captured, as in `{_MAKER}`"
-        raise TypeError(f"{rule}; got {type(function).__name__}")
-    code, name = function.__code__, function.__qualname__
-    if function.__defaults__ or function.__kwdefaults__:
+    if isinstance(function, types.FunctionType) and (function.__defaults__ or function.__kwdefaults__):
         rule = f"a custom function must have no default arguments, as compilers keep stale ones: write `{_MAKER}`"
-        raise TypeError(f"{rule}; got {name!r}")
-    variable = bool(code.co_flags & (0x04 | 0x08))  # *args, **kwargs
-    if variable or code.co_argcount != 4 or code.co_kwonlyargcount:
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        got = f"{name!r} with ({', '.join((*names, '...') if variable else names)})"
-        raise TypeError(f"a custom function must take exactly (b, h, q, k); got {got}")
-    return function
+        raise TypeError(f"{rule}; got {function.__qualname__!r}")
+    return _require_function("a custom function", function, "(b, h, q, k)", f", its values captured, as in `{_MAKER}`")
 
 
-def check_mask_mod(function: types.FunctionType, captured: Iterable[Tensor]) -> Traits:
+def require_classify(classify: object) -> types.FunctionType:
+    """The value itself, if it is a plain function of five arguments; TypeError otherwise."""
+    return _require_function("classify", classify, "(head, q_first, q_last, k_first, k_last)")
+
+
+def _require_function(what: str, value: object, takes: str, how: str = "") -> types.FunctionType:
+    if not isinstance(value, types.FunctionType):
+        raise TypeError(f"{what} must be a plain function of {takes}{how}; got {type(value).__name__}")
+    code = value.__code__
+    variable = bool(code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS))
+    if variable or code.co_argcount != takes.count(",") + 1 or code.co_kwonlyargcount:
+        names = (*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *["..."] * variable)
+        raise TypeError(f"{what} must take exactly {takes}; got {value.__qualname__!r} with ({', '.join(names)})")
+    return value
+
+
+def check_mask_mod(function: types.FunctionType, captured: Sequence[Tensor]) -> Traits:
     """Evaluate the function on small grids; ValueError or TypeError, naming the rule it breaks, if it breaks one."""
     before = torch.get_rng_state()
     try:
-        return _check(function, tuple(captured))
+        return _check(function, captured)
     except (TypeError, ValueError):
         torch.set_rng_state(before)  # a function that draws random numbers is refused and leaves no trace
         raise
 
 
-def _check(function: types.FunctionType, captured: tuple[Tensor, ...]) -> Traits:
+def _check(function: types.FunctionType, captured: Sequence[Tensor]) -> Traits:
     name, versions = function.__qualname__, [tensor._version for tensor in captured]
     grid = _largest_grid(function)
     before = [part.clone() for part in grid]
@@ -123,17 +132,17 @@ def _check(function: types.FunctionType, captured: tuple[Tensor, ...]) -> Traits
 
 def _largest_grid(function: types.FunctionType) -> Grid:
     """Positions from 0 on, fewer where what the function captured does not reach as far."""
-    grids = [_grid(heads, tokens) for tokens in _TOKENS for heads in _HEADS]
-    for grid in grids[:-1]:
+    grid = _grid(_HEADS[0], _TOKENS[0])
+    for tokens, heads in product(_TOKENS, _HEADS):
+        grid = _grid(heads, tokens)
         try:
             function(*(part.clone() for part in grid))
         except IndexError:
             continue
         except Exception:  # the checked call reports it
-            return grid
-        else:
-            return grid
-    return grids[-1]
+            break
+        break
+    return grid
 
 
 def _grid(heads: int, tokens: int) -> Grid:
@@ -202,27 +211,12 @@ def _check_same(function: types.FunctionType, when: str, cells: Tensor, expected
         raise ValueError(f"{rule} and give the same answer {when}; {got}")
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, tuple | list) else []
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _is_one_of(tensor: Tensor, marked: list[Tensor]) -> bool:
     return any(tensor is each for each in marked)
-
-
-def require_classify(classify: object) -> types.FunctionType:
-    """The value itself, if it is a plain function of five arguments; TypeError otherwise."""
-    if not isinstance(classify, types.FunctionType):
-        raise TypeError(f"classify must be a plain function of {_CLASSIFY}; got {type(classify).__name__}")
-    code = classify.__code__
-    if code.co_argcount != 5 or code.co_kwonlyargcount or code.co_flags & 0x0C:
-        names = ", ".join(code.co_varnames[: code.co_argcount])
-        raise TypeError(f"classify must take exactly {_CLASSIFY}; got {classify.__qualname__!r} with ({names})")
-    return classify
 
 
 def classes_of(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:

@@ -7,7 +7,6 @@ import dis
 import json
 import types
 from collections.abc import Iterator, Set
-from ctypes import c_char
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import takewhile
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...core import content_digest
 
 # What is plain data: its repr tells two values apart.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis))
@@ -137,10 +138,10 @@ class _Reader:
         if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
             raise TypeError(f"the custom function {self.name!r} needs plain dense tensors; {what} is {value.layout}")
         with torch.inference_mode(False):
-            copy = value.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
-            copy = copy.resolve_conj().resolve_neg()
+            value = value.detach().resolve_conj().resolve_neg()
+            copy = value.to(self.device, copy=True, memory_format=torch.contiguous_format)
         self.tensors.append(copy)
-        content = _content_digest(copy if copy.device.type == "cpu" else value)
+        content = content_digest(copy if copy.device.type == "cpu" else value.cpu().contiguous())
         return ["tensor", str(copy.dtype), list(copy.shape), content], copy
 
     def _check_assignments(self, code: types.CodeType) -> None:
@@ -199,8 +200,3 @@ def _fixed_name(value: Any) -> str | None:
     else:
         return None
     return f"{module}:{name}" if module.partition(".")[0] in _FIXED_MODULES else None
-
-
-def _content_digest(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    return sha256((c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b"").hexdigest()

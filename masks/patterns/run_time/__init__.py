@@ -6,6 +6,7 @@ from ._run_time import (
     Rows,
     RunTime,
     Table,
+    Windows,
     alike,
     as_written,
     blank,
@@ -17,7 +18,5 @@ from ._run_time import (
     run_time_leaves,
     tables,
 )
-from ._selected_blocks import SelectedBlocks, require_row, require_tables, selected_blocks
-from ._selection import Selection, selection_of
+from ._selected_blocks import SelectedBlocks, Selection, require_row, require_tables, selected_blocks, selection_of
 from ._visible_keys import KeySet, VisibleKeys, visible_keys
-from ._window_list import Windows

@@ -28,8 +28,7 @@ from ...core import (
     require_choice,
     require_int,
 )
-from ._run_time import RunTime, Table, integers, of_tensor
-from ._window_list import Windows
+from ._run_time import RunTime, Table, Windows, integers, of_tensor
 
 # B batch entries, L positions, S spans
 

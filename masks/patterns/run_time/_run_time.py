@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ctypes import c_char
-from dataclasses import dataclass, field, replace
-from hashlib import sha256
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from ...core import (
@@ -22,13 +20,14 @@ from ...core import (
     Pattern,
     Phrase,
     Reason,
+    content_digest,
     every,
+    numbered,
     parameters,
 )
 from .._band import local_window
-from ._window_list import Windows
 
-# B batch entries (or one for all of them), L positions
+# B batch entries (or one for all of them), L positions, W windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +94,57 @@ class RunTime(Pattern):
 
 
 @dataclass(frozen=True)
+class Windows:
+    """Rectangles without overlap: queries q_start[i] to q_stop[i] - 1 with keys k_start[i] to k_stop[i] - 1.
+
+    `origin` is the position from which the rule inside counts.
+    """
+
+    q_start: Int64[Tensor, " W"]
+    q_stop: Int64[Tensor, " W"]
+    k_start: Int64[Tensor, " W"]
+    k_stop: Int64[Tensor, " W"]
+    origin: Int64[Tensor, " W"]
+
+    @classmethod
+    def squares(cls, start: Int64[Tensor, " W"], stop: Int64[Tensor, " W"]) -> Windows:
+        """Runs of positions that see themselves."""
+        return cls(start, stop, start, stop, torch.zeros_like(start))
+
+    def __len__(self) -> int:
+        return len(self.q_start)
+
+    def select(self, index: Tensor | slice) -> Windows:
+        return Windows(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    def from_start(self) -> Windows:
+        """The same, with a rule that counts from where the queries begin."""
+        return Windows(self.q_start, self.q_stop, self.k_start, self.k_stop, self.q_start)
+
+    def within(self, queries: range, keys: range) -> Windows:
+        """What lies in these ranges, without windows that are left empty."""
+        q_start, q_stop = (edge.clamp(queries.start, queries.stop) for edge in (self.q_start, self.q_stop))
+        k_start, k_stop = (edge.clamp(keys.start, keys.stop) for edge in (self.k_start, self.k_stop))
+        cut = Windows(q_start, q_stop, k_start, k_stop, self.origin)
+        return cut.select((q_start < q_stop) & (k_start < k_stop))
+
+    def counted_from(self, period: int | None) -> Int64[Tensor, " W"]:
+        """The position from which the rule may count as well, so that no window lies a period or more behind it."""
+        if period is None:
+            return self.origin
+        ahead = torch.minimum(self.q_start, self.k_start) - self.origin
+        return self.origin + ahead // period * period
+
+    def kinds(self, period: int | None) -> tuple[Int64[Tensor, " n"], ...]:
+        """The windows in which a rule of this period looks the same: an ascending index for each kind, by its first."""
+        start, queries = self.counted_from(period), self.q_stop - self.q_start
+        ahead, keys = self.k_start - self.q_start, self.k_stop - self.k_start
+        kind, _ = numbered(queries, keys - queries, ahead, self.q_start - start)
+        found = kind.argsort(stable=True).split(kind.bincount().tolist()) if len(self) else ()
+        return tuple(sorted(found, key=lambda index: int(index[0])))
+
+
+@dataclass(frozen=True)
 class Table(Pattern):
     """A rule in a CPU tensor, one row for each batch entry or one for all; equal rows of one source are equal rules.
 
@@ -122,8 +172,7 @@ class Table(Pattern):
     def of(cls, rows: Tensor, reach: int | None = None) -> Self:
         """The rule of these rows, which must not change any more."""
         rows = rows.contiguous()
-        content = (c_char * rows.nbytes).from_address(rows.data_ptr())
-        return cls(rows, f"{tuple(rows.shape)} {sha256(content).hexdigest()}", reach)
+        return cls(rows, f"{tuple(rows.shape)} {content_digest(rows)}", reach)
 
     def parameters(self) -> dict[str, Any]:
         return {"digest": self.digest, "source": self.source}
@@ -274,19 +323,11 @@ def require_values(name: str, tensor: Any) -> Tensor:
     """The tensor itself, if it is a dense one that has values."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"bindings must hold tensors; got {type(tensor).__name__} for {name!r}")
-    kind = _kind_without_values(tensor)
-    if kind is not None:
-        raise ValueError(f"the run-time tensor {name!r} must be a dense one with values; got a tensor that is {kind}")
+    if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided or tensor.is_meta:
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
+        got = f"a tensor that is {kind} on {tensor.device}"
+        raise ValueError(f"the run-time tensor {name!r} must be a dense one with values; got {got}")
     return tensor
-
-
-def _kind_without_values(tensor: Tensor) -> str | None:
-    """What the tensor is in place of a dense one with values; None for a dense one."""
-    if tensor.is_nested or tensor.is_quantized:
-        return "nested" if tensor.is_nested else "quantized"
-    if tensor.layout != torch.strided or tensor.device.type == "meta":
-        return f"{tensor.layout} on {tensor.device}"
-    return None
 
 
 def integers(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -11,10 +11,15 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ...core import (
+    And,
     Bounds,
     Box,
+    Every,
+    Expression,
     Extent,
     MaskMod,
+    Mixture,
+    Or,
     Pair,
     Pattern,
     Phrase,
@@ -23,14 +28,13 @@ from ...core import (
     Reason,
     call,
     constructor,
-    every,
     index_dtype,
     listing,
     parameters,
     pattern_kind,
     require_int,
 )
-from .._block_table import NOTHING, BlockTable, padded
+from .._block_table import NOTHING, BlockTable, by_halving, padded
 from ._run_time import RunTime, Table, of_tensor
 
 # B batch entries, T tables, R rows of query blocks, W entries of a row
@@ -145,15 +149,12 @@ class SelectedTable(Table):
         tables, height, width = self.rows.shape[1:]
         numbers = (num_heads // tables, tables, height, *self.block, self.first)
         per_table, tables, rows, q_block, k_block, first = parameters(device, *numbers)
-        halves = parameters(device, *(1 << bit for bit in reversed(range(width.bit_length() - 1))))
+        named = by_halving(width, device)
 
         def seen(b, h, q, k):
             row, column = q // q_block - first, k // k_block
             line = (b * step * tables + h // per_table) * rows + torch.minimum(row.clamp(min=0), rows - 1)
-            place = column - column
-            for half in halves:
-                place = place + torch.where(held.rows[line, place + half - 1] < column, half, 0)
-            return (held.rows[line, place] == column) & (row >= 0) & (row < rows)
+            return named(held.rows, line, column) & (row >= 0) & (row < rows)
 
         return seen
 
@@ -195,7 +196,7 @@ class SelectedTable(Table):
         return self._table.row(0, query - self.first * self.block[0], keys)
 
     def superset(self) -> Pattern:
-        return every()
+        return Every()
 
 
 def require_tables(tables: int, num_heads: int) -> None:
@@ -256,3 +257,53 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
     12288
     """
     return of_tensor(SelectedBlocks, blocks, name, block=block, most=most)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Pairs of `others`, with their multiplicity, and pairs that both the table and `rest` allow; a pair is in one."""
+
+    leaf: SelectedBlocks
+    rest: Pattern
+    others: Expression | None
+
+
+def selection_of(pattern: Expression) -> Selection | None:
+    """How the pattern is parted, where one table of selected blocks takes part by `|`, `&` and `+` alone."""
+    branches = pattern.branches()
+    chosen = [index for index, branch in enumerate(branches) if _uses(branch)]
+    if len(chosen) != 1:
+        return None
+    own = _parted(branches[chosen[0]])
+    if own is None:
+        return None
+    beside = [
+        *branches[: chosen[0]],
+        *([] if own.others is None else own.others.branches()),
+        *branches[chosen[0] + 1 :],
+    ]
+    return Selection(own.leaf, own.rest, Mixture.of(*beside) if beside else None)
+
+
+def _uses(pattern: Pattern) -> int:
+    return sum(isinstance(leaf, SelectedBlocks) for leaf in pattern.leaves())
+
+
+def _parted(pattern: Pattern) -> Selection | None:
+    if isinstance(pattern, SelectedBlocks):
+        return Selection(pattern, Every(), None)
+    if not isinstance(pattern, And | Or):
+        return None
+    own = [part for part in pattern.direct_parts() if _uses(part)]
+    if len(own) != 1 or (inner := _parted(own[0])) is None:
+        return None
+    beside = type(pattern).of(*(part for part in pattern.direct_parts() if part is not own[0]))
+    rest, others = inner.rest, inner.others
+    assert others is None or isinstance(others, Pattern)
+    if isinstance(pattern, Or):
+        return Selection(inner.leaf, _both(rest, ~beside), beside if others is None else Or.of(others, beside))
+    return Selection(inner.leaf, _both(rest, beside), None if others is None else And.of(others, beside))
+
+
+def _both(first: Pattern, second: Pattern) -> Pattern:
+    return second if first == Every() else And.of(first, second)

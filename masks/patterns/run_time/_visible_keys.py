@@ -10,8 +10,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ...core import Bounds, Box, Extent, MaskMod, Pair, Pattern, Reason, constructor, pattern_kind
-from ._run_time import RunTime, Table, of_tensor
-from ._window_list import Windows
+from ._run_time import RunTime, Table, Windows, of_tensor
 
 # B batch entries, L positions
 

@@ -1,6 +1,8 @@
 """Boxes of progressions: bounds that never lie, and that are exact where the builder counts on it."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,29 +12,49 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.masks.core._bound import EMPTY, FULL, PARTIAL
-from flexdilated.masks.core._box import Box, Progression, clip, count_below, count_residue
-from tests.support import oracle, twins
-from tests.support.strategies import dilated, expressions, local_windows
+from flexdilated.masks.core._box import (
+    EXACT_RUNS,
+    Bounds,
+    Box,
+    Progression,
+    clip,
+    count_below,
+    count_multiples,
+    count_residue,
+)
+from flexdilated.masks.patterns._dilated import Dilated
+from flexdilated.masks.patterns._grid import fits
+from flexdilated.masks.patterns._marked_tokens import sum_of_quotients
+from tests.support import oracle, strategies, twins
+from tests.support.strategies import expressions
+from tests.support.twins import Twin
 
 BOXES = 12
+
+
+def twelve(numbers: st.SearchStrategy[int]) -> st.SearchStrategy[Tensor]:
+    return st.lists(numbers, min_size=BOXES, max_size=BOXES).map(torch.tensor)
 
 
 @st.composite
 def progressions(draw: st.DrawFn, step: int | None = None) -> Progression:
     """Twelve short progressions of one step."""
-    numbers = st.lists(st.integers(0, 30), min_size=BOXES, max_size=BOXES)
-    counts = st.lists(st.integers(1, 9), min_size=BOXES, max_size=BOXES)
-    step = draw(st.integers(1, 6)) if step is None else step
-    return Progression(torch.tensor(draw(numbers)), step, torch.tensor(draw(counts)))
+    first, step = draw(twelve(st.integers(0, 30))), draw(st.integers(1, 6)) if step is None else step
+    return Progression(first, step, draw(twelve(st.integers(1, 9))))
 
 
 @st.composite
-def boxes(draw: st.DrawFn, num_heads: int) -> Box:
+def boxes(draw: st.DrawFn, num_heads: int = 1) -> Box:
     """Equal steps, as in a layout that both sides share, or different ones."""
     q = draw(progressions())
     k = draw(st.one_of(progressions(q.step), progressions()))
-    heads = st.lists(st.integers(0, num_heads - 1), min_size=BOXES, max_size=BOXES)
-    return Box(torch.tensor(draw(heads)), q, k)
+    return Box(draw(twelve(st.integers(0, num_heads - 1))), q, k)
+
+
+@st.composite
+def boxes_of_one_step(draw: st.DrawFn, step: int | None = None) -> Box:
+    q = draw(progressions(step))
+    return Box(torch.zeros(BOXES, dtype=torch.int64), q, draw(progressions(q.step)))
 
 
 def terms(progression: Progression, index: int) -> Tensor:
@@ -47,70 +69,132 @@ def allowed(rule: oracle.Rule, box: Box, num_heads: int) -> Tensor:
     ])  # fmt: skip
 
 
+def assert_sound(found: Bounds, truth: Tensor, area: Tensor) -> None:
+    assert ((found.low >= 0) & (found.low <= truth) & (truth <= found.high) & (found.high <= area)).all()
+
+
 @given(st.data(), st.integers(1, 4))
-def test_bounds_hold(data, num_heads):
+def test_bounds_hold_and_classes_are_certain(data, num_heads):
     twin, box = data.draw(expressions(num_heads)), data.draw(boxes(num_heads))
     bound = twin.pattern.bind(num_heads=num_heads, num_queries=100, num_keys=100)
-    found, truth = bound.count(box), allowed(twin.rule, box, num_heads)
-    assert (found.low >= 0).all()
-    assert (found.low <= truth).all()
-    assert (truth <= found.high).all()
-    assert (found.high <= box.area).all()
-
-
-@given(st.data(), st.integers(1, 4))
-def test_classes_are_certain(data, num_heads):
-    twin, box = data.draw(expressions(num_heads)), data.draw(boxes(num_heads))
-    verdict = twin.pattern.bind(num_heads=num_heads, num_queries=100, num_keys=100).classify(box)
-    truth = allowed(twin.rule, box, num_heads)
+    truth, verdict = allowed(twin.rule, box, num_heads), bound.classify(box)
+    assert_sound(bound.count(box), truth, box.area)
     assert set(verdict.tolist()) <= {EMPTY, PARTIAL, FULL}
     assert (truth[verdict == EMPTY] == 0).all()
     assert torch.equal(truth[verdict == FULL], box.area[verdict == FULL])
 
 
-@given(st.data(), st.integers(1, 4))
-def test_dilated_counts_exactly(data, num_heads):
-    """Over boxes of a few segments, in any steps: this is what prunes a reordered sequence."""
-    twin, box = data.draw(dilated()), data.draw(boxes(num_heads))
+Draw = Callable[[Any], tuple[Twin, Box]]
+
+
+def dilated_segments(data) -> tuple[Twin, Box]:
+    """Boxes of a few segments, in any steps: this is what prunes a reordered sequence."""
+    twin, box = data.draw(strategies.dilated()), data.draw(boxes(4))
     assume((torch.maximum(box.q.last, box.k.last) < 8 * twin.pattern.leaves()[0].segment).all())
-    found, truth = twin.pattern.count(box, num_heads=num_heads), allowed(twin.rule, box, num_heads)
-    assert torch.equal(found.low, truth)
-    assert torch.equal(found.high, truth)
+    return twin, box
 
 
-@given(st.one_of(local_windows(), st.builds(twins.causal)), st.data())
-def test_order_and_windows_count_exactly_over_equal_steps(twin, data):
-    q = data.draw(progressions())
-    box = Box(torch.zeros(BOXES, dtype=torch.int64), q, data.draw(progressions(q.step)))
-    found, truth = twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1)
+def strides(data) -> tuple[Twin, Box]:
+    """In natural order and in every residue-major one; over many chunks the bounds are those of the area."""
+    twin, box = data.draw(strategies.strided_kinds()), data.draw(boxes_of_one_step())
+    if isinstance(twin.pattern, Dilated):
+        spanned = torch.maximum(box.q.last, box.k.last) // twin.pattern.segment
+        spanned -= torch.minimum(box.q.first, box.k.first) // twin.pattern.segment
+        assume((spanned < EXACT_RUNS).all())
+    return twin, box
+
+
+def summaries(data) -> tuple[Twin, Box]:
+    stride = data.draw(st.integers(1, 24))
+    return twins.fixed(stride, summary=data.draw(st.integers(1, stride))), data.draw(boxes())
+
+
+def grids(data) -> tuple[Twin, Box]:
+    """Steps that go evenly through the rows: runs of tokens, and residue classes."""
+    twin = data.draw(strategies.neighborhoods())
+    step = data.draw(st.sampled_from([step for step in range(1, 13) if fits(step, twin.pattern.grid)]))
+    return twin, data.draw(boxes_of_one_step(step))
+
+
+def tables(data) -> tuple[Twin, Box]:
+    """Eight rows of blocks at most, wherever they begin."""
+    twin, box = data.draw(st.one_of(strategies.random_blocks(), strategies.block_lists())), data.draw(boxes(3))
+    block = twin.pattern.block
+    most = max(1, (8 * block - 1) // box.q.step)
+    return twin, replace(box, q=Progression(box.q.first // block * block, box.q.step, box.q.count.clamp(max=most)))
+
+
+BLOCK_PARTS = [
+    twins.causal(),
+    twins.local_window(left=1, right=2),
+    twins.landmark_tokens(3, rows=True, columns=False),
+    twins.dilated(40, 3, 1),
+]
+
+
+def blocks(data) -> tuple[Twin, Box]:
+    """Steps that divide the block or are multiples of it; boxes that begin and end anywhere."""
+    block = data.draw(st.sampled_from([1, 2, 4, 6]))
+    step = data.draw(st.sampled_from([step for step in range(1, 13) if block % step == 0 or step % block == 0]))
+    return twins.blockwise(data.draw(st.sampled_from(BLOCK_PARTS)), block), data.draw(boxes_of_one_step(step))
+
+
+EXACT: dict[str, Draw] = {
+    "dilated": dilated_segments,
+    "order": lambda data: (twins.causal(), data.draw(boxes_of_one_step())),
+    "windows": lambda data: (data.draw(strategies.local_windows()), data.draw(boxes_of_one_step())),
+    "dilated windows": lambda data: (data.draw(strategies.dilated_windows()), data.draw(boxes_of_one_step())),
+    "strides": strides,
+    "global tokens": lambda data: (
+        data.draw(strategies.global_kinds().filter(lambda twin: "causal" not in twin.pattern.text)),
+        data.draw(boxes()),
+    ),
+    "summaries": summaries,
+    "grids": grids,
+    "tables": tables,
+    "blocks": blocks,
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+@given(data=st.data())
+def test_counts_are_exact(name, data):
+    twin, box = EXACT[name](data)
+    found, truth = twin.pattern.count(box, num_heads=4), allowed(twin.rule, box, 4)
     assert torch.equal(found.low, truth)
     assert torch.equal(found.high, truth)
 
 
 @given(st.data(), st.integers(-20, 20))
 def test_order_knows_its_extremes_over_any_steps(data, shift):
-    box = data.draw(boxes(1))
+    box = data.draw(boxes())
     found = count_below(box, shift)
     truth = allowed(lambda h, H, q, k: (k[None] - q[:, None] <= shift).long(), box, 1)
     assert torch.equal(found.high == 0, truth == 0)
     assert torch.equal(found.low == box.area, truth == box.area)
 
 
-@given(progressions(), st.integers(1, 12), st.data())
-def test_count_residue(progression, modulus, data):
-    residue = torch.tensor(data.draw(st.lists(st.integers(0, 40), min_size=BOXES, max_size=BOXES)))
-    truth = [((terms(progression, index) - residue[index]) % modulus == 0).sum() for index in range(BOXES)]
-    assert count_residue(progression, modulus, residue).tolist() == [int(number) for number in truth]
+@given(st.data(), st.integers(1, 12))
+def test_multiples_over_unequal_steps(data, rate):
+    """Bounds that hold, and that meet wherever every key, or every query, of a class fits alike."""
+    box = data.draw(boxes())
+    found = count_multiples(box, rate)
+    assert_sound(found, allowed(oracle.strided(rate), box, 1), box.area)
+    if box.k.step % rate == 0 or box.q.step % rate == 0:
+        assert torch.equal(found.low, found.high)
 
 
-@given(progressions(), st.data())
-def test_clip(progression, data):
-    number = st.lists(st.integers(0, 80), min_size=BOXES, max_size=BOXES)
-    start, length = torch.tensor(data.draw(number)), torch.tensor(data.draw(number))
-    clipped = clip(progression, start, start + length)
+@given(progressions(), st.integers(1, 40), twelve(st.integers(0, 80)), twelve(st.integers(0, 80)))
+def test_progressions(progression, modulus, start, length):
+    """Terms of a residue, terms in a run, and the sum of quotients, each against a walk over the terms."""
+    residues, clipped = count_residue(progression, modulus, start), clip(progression, start, start + length)
+    sums = sum_of_quotients(progression.count, progression.step, progression.first, modulus)
     for index in range(BOXES):
-        inside = [t for t in terms(progression, index) if start[index] <= t < start[index] + length[index]]
-        assert terms(clipped, index).tolist() == inside
+        all_terms = terms(progression, index)
+        assert residues[index] == ((all_terms - start[index]) % modulus == 0).sum()
+        inside = (all_terms >= start[index]) & (all_terms < start[index] + length[index])
+        assert terms(clipped, index).tolist() == all_terms[inside].tolist()
+        assert sums[index] == (all_terms // modulus).sum()
 
 
 def test_bounds_for_no_boxes():
@@ -162,7 +246,7 @@ def test_bounds_in_grids_are_counts() -> None:
     for q_step, k_step in ((1, 1), (2, 1), (1, 3), (3, 3)):
         box, truth = _progressions(allowed, q_step, k_step)
         bounds = pattern.count(box, num_heads=1)
-        assert ((bounds.low >= 0) & (bounds.low <= truth) & (truth <= bounds.high) & (bounds.high <= box.area)).all()
+        assert_sound(bounds, truth, box.area)
 
 
 @pytest.mark.parametrize("part", [masks.causal(), masks.every(), masks.dilated(4, 2)], ids=str)
@@ -178,7 +262,7 @@ def test_bounds_within_documents_are_sound(part: masks.Pattern) -> None:
         for k_step in (1, 3, 7):
             box, truth = _progressions(allowed.expand(12, 12), q_step, k_step)
             bounds = rule.count(box, num_heads=1)
-            assert ((bounds.low <= truth) & (truth <= bounds.high) & (bounds.high <= box.area)).all()
+            assert_sound(bounds, truth, box.area)
 
 
 def _progressions(allowed: Tensor, q_step: int, k_step: int) -> tuple[Box, Tensor]:

@@ -1,4 +1,4 @@
-"""Large parameters: numbers above 2**31 - 1 are refused, and those up to it are counted without overflow."""
+"""Large parameters: numbers up to 2**31 - 1 are counted without overflow."""
 
 import pytest
 import torch
@@ -6,37 +6,9 @@ import torch
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks.core._box import Box, Progression
-from flexdilated.masks.core._check import LARGEST, require_finite, require_int
-from flexdilated.masks.patterns import _axis
+from flexdilated.masks.core._check import LARGEST
+from flexdilated.masks.patterns import _grid
 from flexdilated.testing import check_pattern
-
-BUILDERS = {
-    "window": lambda n: masks.local_window(left=n, right=0),
-    "window ahead": lambda n: masks.local_window(left=0, right=n),
-    "dilated window": lambda n: masks.dilated_window(left=1, right=1, rate=n),
-    "strided": masks.strided,
-    "fixed": masks.fixed,
-    "chunked": masks.chunked,
-    "segment": lambda n: masks.dilated(n, 2),
-    "rate": lambda n: masks.dilated(8, n),
-    "branch": lambda n: masks.longnet([8, n], [1, 2]),
-    "global": masks.global_tokens,
-    "first": masks.first_tokens,
-    "prefix": masks.prefix_lm,
-    "landmarks": masks.landmark_tokens,
-    "block of blocks": lambda n: masks.blockwise(masks.causal(), n),
-    "block of a list": lambda n: masks.block_list([[0]], block=n),
-    "drawn blocks": lambda n: masks.random_blocks(n, block=n, count=1),
-    "grid": lambda n: masks.neighborhood((4, n), 1),
-    "period": lambda n: masks.custom(lambda b, h, q, k: q >= k, period=n),
-}
-
-
-@pytest.mark.parametrize("number", [LARGEST + 1, 2**63, 10**5000], ids=["2^31", "2^63", "10^5000"])
-@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
-def test_larger_numbers_are_refused(build, number):
-    with pytest.raises(ValueError, match="must be at most 2147483647; got"):
-        build(number)
 
 
 def test_a_grid_of_more_tokens_is_refused():
@@ -92,9 +64,9 @@ def test_large_numbers_do_not_overflow(large, small, engine):
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_bounds_by_distance_are_sound(pattern, most, monkeypatch):
     """As large rates have them, and groups of many queries: at every rate, at those above 1, and at small ones."""
-    monkeypatch.setattr(_axis, "_MOST_CLASSES", most)
-    monkeypatch.setattr(_axis, "_FEW_CLASSES", 100)  # no counts by groups
-    check_pattern(pattern, num_heads=1, max_tokens=97, examples=40)
+    monkeypatch.setattr(_grid, "_MOST_CLASSES", most)
+    monkeypatch.setattr(_grid, "_FEW_CLASSES", 100)  # no counts by groups
+    check_pattern(pattern, num_heads=1, max_tokens=97, examples=10)
 
 
 def test_a_row_of_large_numbers_is_short_work():
@@ -136,14 +108,3 @@ def test_periods_beyond_any_sequence_are_none():
     assert chunks.period() is None
     assert masks.blockwise(masks.chunked(LARGEST), 2).period() is None
     assert masks.blockwise(masks.chunked(2**30), 1).period() == 2**30
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_numbers_too_long_to_write_are_answered(sign):
-    with pytest.raises(ValueError, match="got rate=an integer of 16610 bits"):
-        require_int("rate", sign * 10**5000, minimum=1)
-    with pytest.raises(ValueError, match="scale must be finite; got scale=an integer of 16610 bits"):
-        require_finite("scale", sign * 10**5000)
-    q = torch.zeros(1, 1, 2, 8)
-    with pytest.raises(ValueError, match="scale must be finite; got "):
-        fd.attend(q, q, q, masks.causal(), scale=sign * 10**400)

@@ -1,6 +1,13 @@
-"""Laws that any exact attention obeys, whatever computes it: each relates two calls, none needs an oracle."""
+"""Laws that any exact attention obeys, whatever computes it: each relates two calls, none needs an oracle.
 
+Laws of one kind of case are held on the same draws: what is planned for one serves the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
 from math import log
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +20,23 @@ import flexdilated as fd
 from flexdilated import masks
 from tests.support import twins
 from tests.support.agreement import TIGHT
-from tests.support.strategies import Case, cases, causal_twins, longnets, mixtures, sets, tensors, whole_cases
+from tests.support.strategies import Case, cases, causal_twins, sets, tensors, whole_cases
 
 
-def attend(case: Case, q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
-    return fd.attend(q, k, v, case.twin.pattern, enable_gqa=True, return_lse=True, **case.sizes | options)
+@dataclass
+class Call:
+    """A drawn case with its tensors, and what attention over it gives."""
+
+    case: Case
+    data: Any
+
+    def __post_init__(self) -> None:
+        self.q, self.k, self.v = self.tensors = self.data.draw(tensors(self.case))
+        self.out, self.lse = self.both = self.attend(*self.tensors)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pattern: Any = None, **options) -> tuple[Tensor, Tensor]:
+        pattern = self.case.twin.pattern if pattern is None else pattern
+        return fd.attend(q, k, v, pattern, enable_gqa=True, return_lse=True, **self.case.sizes | options)
 
 
 def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -32,171 +51,162 @@ def disturbed(x: Tensor, tokens: Tensor) -> Tensor:
     return changed
 
 
-@given(st.data())
-def test_the_future_does_not_matter(data):
-    """A causal pattern: rows up to t are the same whatever follows, and send no gradient there."""
-    case = data.draw(whole_cases(causal_twins))
-    q, k, v = data.draw(tensors(case))
-    t = data.draw(st.integers(0, case.num_keys - 1))
-    future = torch.arange(t + 1, case.num_keys)
-    out, lse = attend(case, q, k, v)
-    other = attend(case, *(disturbed(x, future) for x in (q, k, v)))
-    assert_same((out[:, :, : t + 1], lse[:, :, : t + 1]), tuple(x[:, :, : t + 1] for x in other))
-    present = lse[:, :, : t + 1].isfinite()
-    for grad in torch.autograd.grad(out[:, :, : t + 1].sum() + lse[:, :, : t + 1][present].sum(), (q, k, v)):
+# A causal pattern
+
+
+def the_future_does_not_matter(call: Call) -> None:
+    """Rows up to t are the same whatever follows, and send no gradient there."""
+    t = call.data.draw(st.integers(0, call.case.num_keys - 1))
+    other = call.attend(*(disturbed(x, torch.arange(t + 1, call.case.num_keys)) for x in call.tensors))
+    out, lse = (x[:, :, : t + 1] for x in call.both)
+    assert_same((out, lse), tuple(x[:, :, : t + 1] for x in other))
+    for grad in torch.autograd.grad(out.sum() + lse[lse.isfinite()].sum(), call.tensors):
         assert grad[:, :, t + 1 :].abs().sum() == 0
 
 
+def a_prefix_is_a_shorter_sequence(call: Call) -> None:
+    n = call.data.draw(st.integers(1, call.case.num_keys))
+    assert_same(call.attend(*(x[:, :, :n] for x in call.tensors)), tuple(x[:, :, :n] for x in call.both))
+
+
 @given(st.data())
-def test_a_prefix_is_a_shorter_sequence(data):
-    """A causal pattern over fewer tokens gives the first rows of the whole."""
-    case = data.draw(whole_cases(causal_twins))
-    q, k, v = data.draw(tensors(case))
-    n = data.draw(st.integers(1, case.num_keys))
-    out, lse = attend(case, q, k, v)
-    assert_same(attend(case, q[:, :, :n], k[:, :, :n], v[:, :, :n]), (out[:, :, :n], lse[:, :, :n]))
+def test_causal_attention(data):
+    call = Call(data.draw(whole_cases(causal_twins)), data)
+    the_future_does_not_matter(call)
+    a_prefix_is_a_shorter_sequence(call)
+
+
+# Any call
+
+
+def inactive_tokens_are_never_read(call: Call) -> None:
+    """Keys and values that no pair allows do not matter."""
+    unseen = (call.case.counts().sum((0, 1)) == 0).nonzero().squeeze(1)
+    assert_same(call.both, call.attend(call.q, disturbed(call.k, unseen), disturbed(call.v, unseen)))
+
+
+def batch_entries_are_strangers(call: Call) -> None:
+    q, k, v = (torch.cat([x, x.flip(2), x * 0.5]) for x in call.tensors)
+    together = call.attend(q, k, v)
+    for entry in range(len(q)):
+        alone = call.attend(*(x[entry : entry + 1] for x in (q, k, v)))
+        assert_same(tuple(x[entry : entry + 1] for x in together), alone)
+
+
+def heads_are_strangers(call: Call) -> None:
+    """Softmax runs over keys, never over heads: what happens in one head is not seen in another."""
+    groups = call.case.num_heads // call.k.shape[1]
+    chosen = call.data.draw(st.integers(0, call.k.shape[1] - 1))
+    changed = [x.detach().clone() for x in call.tensors]
+    for x, heads in zip(changed, (slice(chosen * groups, (chosen + 1) * groups), chosen, chosen), strict=True):
+        x[:, heads] += 3.0
+    kept = torch.arange(call.case.num_heads) // groups != chosen
+    assert_same(tuple(x[:, kept] for x in call.both), tuple(x[:, kept] for x in call.attend(*changed)))
+
+
+def rows_without_keys_are_zero(call: Call) -> None:
+    """Output 0, lse -inf, and no gradient from or to them; weights of all other rows add up to 1."""
+    out, lse = call.both
+    empty = (call.case.counts().sum(-1) == 0).expand(lse.shape)
+    assert torch.equal(lse == -torch.inf, empty)
+    assert (out[empty] == 0).all()
+    (dq,) = torch.autograd.grad(out.sum() + lse[~empty].sum(), call.q, retain_graph=True)
+    assert (dq[empty] == 0).all()
+    for grad in torch.autograd.grad(out[empty].sum(), call.tensors, retain_graph=True):
+        assert (grad == 0).all()
+    ones, _ = call.attend(call.q, call.k, torch.ones_like(call.v))
+    assert_close(ones[~empty], torch.ones_like(ones[~empty]))
+
+
+def a_sum_with_itself_adds_log_m(call: Call) -> None:
+    """Every pair counts m times as often: the output stays, the lse grows by log m."""
+    pattern, m = call.case.twin.pattern, call.data.draw(st.integers(2, 4))
+    repeated = call.attend(*call.tensors, masks.Mixture(pattern.branches() * m))
+    assert_same(repeated, (call.out, call.lse + log(m)))
+
+
+def shared_heads_are_repeated_heads(call: Call) -> None:
+    """Grouped key/value heads give what copies of them give; their gradient is the sum over the copies."""
+    copies = [x.repeat_interleave(call.case.num_heads // call.k.shape[1], dim=1) for x in (call.k, call.v)]
+    repeated = call.attend(call.q, *copies)
+    assert_same(call.both, repeated)
+    outs = call.out, repeated[0]
+    assert_same(*(torch.autograd.grad(out.square().sum(), call.tensors, retain_graph=True) for out in outs))
+
+
+def scale_belongs_to_the_scores(call: Call) -> None:
+    factor = call.data.draw(st.sampled_from([-1.5, 0.25, 2.0]))
+    scaled = call.attend(*call.tensors, scale=0.5 * factor)
+    assert_same(call.attend(call.q * factor, call.k, call.v, scale=0.5), scaled)
+    assert_same(call.both, call.attend(*call.tensors, scale=call.q.shape[-1] ** -0.5))
+
+
+def block_sides_do_not_matter(call: Call) -> None:
+    assert_same(call.attend(*call.tensors, block_size=(2, 5)), call.both)
+
+
+@given(st.data())
+def test_any_call(data):
+    call = Call(data.draw(cases()), data)
+    inactive_tokens_are_never_read(call)
+    batch_entries_are_strangers(call)
+    heads_are_strangers(call)
+    rows_without_keys_are_zero(call)
+    a_sum_with_itself_adds_log_m(call)
+    shared_heads_are_repeated_heads(call)
+    scale_belongs_to_the_scores(call)
+    block_sides_do_not_matter(call)
+
+
+# Self-attention over the whole sequence
+
+
+def a_layout_changes_the_order_only(call: Call) -> None:
+    layout = masks.Layout(call.case.num_keys, call.data.draw(st.integers(1, 9)))
+    out, lse = call.attend(*(layout.apply(x) for x in call.tensors), layout=layout)
+    assert_same((layout.invert(out), layout.invert(lse, dim=-1)), call.both)
+
+
+def some_heads_are_a_slice_of_all(call: Call) -> None:
+    """Heads on several devices: each computes its own, told where they stand among all."""
+    num_heads = call.case.num_heads
+    q, k, v = (x[:, :1].expand(-1, num_heads, -1, -1) + 0 for x in call.tensors)
+    cut, whole = call.data.draw(st.integers(0, num_heads)), call.attend(q, k, v)
+    for first, last in ((0, cut), (cut, num_heads)):
+        if first < last:
+            part = call.attend(*(x[:, first:last] for x in (q, k, v)), head_offset=first)
+            assert_same(part, tuple(x[:, first:last] for x in whole))
+
+
+def queries_in_chunks_are_one_pass(call: Call) -> None:
+    """Equal chunks at different positions: only q_offset tells them apart."""
+    chunk = call.data.draw(st.integers(1, 20))
+    firsts = range(0, call.case.num_queries, chunk)
+    parts = [call.attend(call.q[:, :, at : at + chunk], call.k, call.v, q_offset=at) for at in firsts]
+    assert_same(tuple(torch.cat(part, dim=2) for part in zip(*parts, strict=True)), call.both)
+
+
+@given(st.data())
+def test_whole_sequences(data):
+    call = Call(data.draw(whole_cases()), data)
+    a_layout_changes_the_order_only(call)
+    some_heads_are_a_slice_of_all(call)
+    queries_in_chunks_are_one_pass(call)
 
 
 @given(st.data(), st.integers(1, 12), st.integers(1, 4))
 def test_segments_are_isolated(data, segment, number):
     """Where all segments divide one length, tokens of other stretches of that length do not matter."""
-    H = data.draw(st.integers(1, 4))
     divisors = [w for w in range(1, segment + 1) if segment % w == 0]
     widths = data.draw(st.lists(st.sampled_from(divisors), min_size=1, max_size=3))
     rates = [data.draw(st.integers(1, 5)) for _ in widths]
     N = data.draw(st.integers(1, number * segment))
-    case = Case.whole(twins.longnet(widths, rates), H, N)
-    q, k, v = data.draw(tensors(case))
+    call = Call(Case.whole(twins.longnet(widths, rates), data.draw(st.integers(1, 4)), N), data)
     stretch = torch.arange(N) // segment
     chosen = data.draw(st.integers(0, int(stretch.max())))
-    other = attend(case, *(disturbed(x, (stretch == chosen).nonzero().squeeze(1)) for x in (q, k, v)))
+    other = call.attend(*(disturbed(x, (stretch == chosen).nonzero().squeeze(1)) for x in call.tensors))
     kept = stretch != chosen
-    assert_same(tuple(x[:, :, kept] for x in attend(case, q, k, v)), tuple(x[:, :, kept] for x in other))
-
-
-@given(st.data())
-def test_inactive_tokens_are_never_read(data):
-    """Keys and values that no pair allows do not matter."""
-    case = data.draw(cases())
-    q, k, v = data.draw(tensors(case))
-    unseen = (case.counts().sum((0, 1)) == 0).nonzero().squeeze(1)
-    assert_same(attend(case, q, k, v), attend(case, q, disturbed(k, unseen), disturbed(v, unseen)))
-
-
-@given(st.data(), st.integers(1, 9))
-def test_a_layout_changes_the_order_only(data, rate):
-    case = data.draw(whole_cases())
-    q, k, v = data.draw(tensors(case))
-    layout = masks.Layout(case.num_keys, rate)
-    out, lse = attend(case, *(layout.apply(x) for x in (q, k, v)), layout=layout)
-    assert_same((layout.invert(out), layout.invert(lse, dim=-1)), attend(case, q, k, v))
-
-
-@given(st.data())
-def test_batch_entries_are_strangers(data):
-    case = data.draw(cases())
-    q, k, v = (torch.cat([x, x.flip(2), x * 0.5]) for x in data.draw(tensors(case)))
-    together = attend(case, q, k, v)
-    for entry in range(len(q)):
-        alone = attend(case, *(x[entry : entry + 1] for x in (q, k, v)))
-        assert_same(tuple(x[entry : entry + 1] for x in together), alone)
-
-
-@given(st.data())
-def test_heads_are_strangers(data):
-    """Softmax runs over keys, never over heads: what happens in one head is not seen in another."""
-    case = data.draw(cases())
-    q, k, v = data.draw(tensors(case))
-    groups = case.num_heads // k.shape[1]
-    chosen = data.draw(st.integers(0, k.shape[1] - 1))
-    changed = [x.detach().clone() for x in (q, k, v)]
-    for x, heads in zip(changed, (slice(chosen * groups, (chosen + 1) * groups), chosen, chosen), strict=True):
-        x[:, heads] += 3.0
-    kept = torch.arange(case.num_heads) // groups != chosen
-    assert_same(tuple(x[:, kept] for x in attend(case, q, k, v)), tuple(x[:, kept] for x in attend(case, *changed)))
-
-
-@given(st.data())
-def test_rows_without_keys_are_zero(data):
-    """Output 0, lse -inf, and no gradient from or to them; weights of all other rows add up to 1."""
-    case = data.draw(cases())
-    q, k, v = data.draw(tensors(case))
-    out, lse = attend(case, q, k, v)
-    empty = (case.counts().sum(-1) == 0).expand(lse.shape)
-    assert torch.equal(lse == -torch.inf, empty)
-    assert (out[empty] == 0).all()
-    (dq,) = torch.autograd.grad(out.sum() + lse[~empty].sum(), q, retain_graph=True)
-    assert (dq[empty] == 0).all()
-    for grad in torch.autograd.grad(out[empty].sum(), (q, k, v)):
-        assert (grad == 0).all()
-    ones, _ = attend(case, q, k, torch.ones_like(v))
-    assert_close(ones[~empty], torch.ones_like(ones[~empty]))
-
-
-@given(st.data())
-def test_some_heads_are_a_slice_of_all(data):
-    """Heads on several devices: each computes its own, told where they stand among all."""
-    case = data.draw(whole_cases())
-    q, k, v = (x[:, :1].expand(-1, case.num_heads, -1, -1) + 0 for x in data.draw(tensors(case)))
-    cut = data.draw(st.integers(0, case.num_heads))
-    whole = attend(case, q, k, v)
-    for first, last in ((0, cut), (cut, case.num_heads)):
-        if first < last:
-            part = attend(case, *(x[:, first:last] for x in (q, k, v)), head_offset=first)
-            assert_same(part, tuple(x[:, first:last] for x in whole))
-
-
-@given(st.data(), st.integers(1, 20))
-def test_queries_in_chunks_are_one_pass(data, chunk):
-    """Equal chunks at different positions: only q_offset tells them apart."""
-    case = data.draw(whole_cases())
-    q, k, v = data.draw(tensors(case))
-    parts = [
-        attend(case, q[:, :, first : first + chunk], k, v, q_offset=first)
-        for first in range(0, case.num_queries, chunk)
-    ]
-    joined = tuple(torch.cat(part, dim=2) for part in zip(*parts, strict=True))
-    assert_same(joined, attend(case, q, k, v))
-
-
-@given(st.data(), st.integers(1, 3))
-def test_a_sum_with_itself_adds_log_2(data, times):
-    """Every pair counts m times as often: the output stays, the lse grows by log m."""
-    case = data.draw(cases(lambda H: st.one_of(sets(H), mixtures(H), longnets())))
-    q, k, v = data.draw(tensors(case))
-    out, lse = attend(case, q, k, v)
-    pattern = case.twin.pattern
-    for _ in range(times):
-        pattern = pattern + case.twin.pattern
-    repeated = fd.attend(q, k, v, pattern, enable_gqa=True, return_lse=True, **case.sizes)
-    assert_same(repeated, (out, lse + log(times + 1)))
-
-
-@given(st.data())
-def test_shared_heads_are_repeated_heads(data):
-    """Grouped key/value heads give what copies of them give; their gradient is the sum over the copies."""
-    case = data.draw(cases())
-    q, k, v = data.draw(tensors(case))
-    copies = [x.repeat_interleave(case.num_heads // k.shape[1], dim=1) for x in (k, v)]
-    shared, repeated = attend(case, q, k, v), attend(case, q, *copies)
-    assert_same(shared, repeated)
-    grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out, _ in (shared, repeated)]
-    assert_same(*grads)
-
-
-@given(st.data(), st.sampled_from([-1.5, 0.25, 2.0]))
-def test_scale_belongs_to_the_scores(data, factor):
-    case = data.draw(cases())
-    q, k, v = data.draw(tensors(case))
-    assert_same(attend(case, q * factor, k, v, scale=0.5), attend(case, q, k, v, scale=0.5 * factor))
-    assert_same(attend(case, q, k, v), attend(case, q, k, v, scale=q.shape[-1] ** -0.5))
-
-
-@given(st.data())
-def test_block_sides_do_not_matter(data):
-    case = data.draw(cases())
-    q, k, v = data.draw(tensors(case))
-    assert_same(attend(case, q, k, v, block_size=(2, 5)), attend(case, q, k, v))
+    assert_same(tuple(x[:, :, kept] for x in call.both), tuple(x[:, :, kept] for x in other))
 
 
 @given(st.data())

@@ -128,7 +128,7 @@ def test_doubts_are_settled_a_few_at_a_time():
     most = []
     settle = _blocks.count_pairs
     pattern = masks.custom(diagonal)
-    for N in (2048, 8192):
+    for N in (1024, 4096):
         held: list[int] = []
 
         def noting(rule, places, shape, held=held):
@@ -137,13 +137,13 @@ def test_doubts_are_settled_a_few_at_a_time():
 
         (term,) = shared_terms(pattern, 1, pattern.bind(num_heads=1, num_queries=N, num_keys=N), 1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_blocks, "_DOUBTS_AT_ONCE", 4096)
+            patch.setattr(_blocks, "_DOUBTS_AT_ONCE", 1024)
             patch.setattr(_blocks, "count_pairs", noting)
             blocks: Blocks = build_blocks(term.table_rule(), q_block=32, k_block=32)
         assert len(blocks.row) == N // 32
         assert sum(held) == (N // 32) ** 2
         most.append(max(held))
-    assert max(most) <= 4096
+    assert max(most) <= 1024
 
 
 def test_estimates_of_opaque_rules_take_a_bounded_sample(monkeypatch):

@@ -11,20 +11,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import flexdilated as fd
 from flexdilated import masks
+from tests.support.custom_rules import TABLE, by_global, diagonal
 
-WIDTH = 5
-TABLE = torch.tensor([3, 1, 2, 1, 3, 2])
 LIST = [1, 2]
 _ONE = torch.zeros(1, 1, 1, dtype=torch.int32)
 LISTS_ALONE = BlockMask.from_kv_blocks(_ONE, _ONE[..., None])
-
-
-def by_global(b, h, q, k):
-    return (q - k < WIDTH) & (q >= k)
-
-
-def diagonal(b, h, q, k):
-    return q == k
 
 
 def composed(inner):

@@ -1,7 +1,6 @@
-"""Random blocks, block lists and neighbourhoods: small masks by hand, laws, counts that are exact, bad parameters."""
+"""Random blocks, block lists and neighbourhoods: the draw, laws, bounds of large tables, rows."""
 
 import json
-import pickle
 from dataclasses import astuple
 from math import prod
 
@@ -14,51 +13,13 @@ from flexdilated import masks
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.orders._layout import Layout
 from flexdilated.masks.patterns import _block_table
-from flexdilated.masks.patterns._grid import fits
-from tests.masks.core.test_boxes import BOXES, allowed, progressions
+from tests.masks.core.test_boxes import BOXES, allowed, assert_sound, progressions
 from tests.masks.patterns.test_patterns import evaluated
-from tests.support import oracle
+from tests.support import oracle, twins
 from tests.support.strategies import block_lists, neighborhoods, random_blocks
 from tests.support.twins import Twin
 
-BY_HAND = {
-    "a window that stays whole at the ends": (
-        masks.neighborhood((6,), 1),
-        "###... ###... .###.. ..###. ...### ...###",
-    ),
-    "every other token": (
-        masks.neighborhood((7,), 1, rate=2),
-        "#.#.#.. .#.#.#. #.#.#.. .#.#.#. ..#.#.# .#.#.#. ..#.#.#",
-    ),
-    "one row of an image": (masks.neighborhood((2, 3), (0, 1)), 3 * "###... " + 3 * "...### "),
-    "one column of an image": (masks.neighborhood((3, 2), (1, 0)), 3 * "#.#.#. .#.#.# "),
-    "itself": (masks.neighborhood((2, 2, 1), 0), "#... .#.. ..#. ...#"),
-    "rows of blocks": (
-        masks.block_list([[1], [], [2, 0]], block=2),
-        "..##.. ..##.. ...... ...... ##..## ##..##",
-    ),
-    "no rows left": (masks.block_list([[0]], block=1), "#... .... .... ...."),
-    "a short last block": (masks.block_list([[0, 1], [1]], block=3), "##### ##### ##### ...## ...##"),
-}
-
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("name", BY_HAND)
-def test_small_masks_by_hand(name):
-    pattern, picture = BY_HAND[name]
-    rows = picture.split()
-    mask = evaluated(pattern.bind(num_heads=1, num_queries=len(rows), num_keys=len(rows[0])))[0]
-    assert ["".join("#" if pair else "." for pair in row) for row in mask.tolist()] == rows
-
-
-def test_an_image_by_hand():
-    """A 4 x 5 image, one pixel to each side: windows of 3 x 3, shifted inwards at the border."""
-    mask = evaluated(masks.neighborhood((4, 5), 1).bind(num_heads=1, num_queries=20, num_keys=20))[0]
-    assert mask[0].nonzero().flatten().tolist() == [0, 1, 2, 5, 6, 7, 10, 11, 12]
-    assert mask[12].nonzero().flatten().tolist() == [6, 7, 8, 11, 12, 13, 16, 17, 18]
-    assert mask[14].nonzero().flatten().tolist() == [7, 8, 9, 12, 13, 14, 17, 18, 19]
-    assert (mask.sum(1) == 9).all()
 
 
 # --- the draw ---
@@ -168,36 +129,12 @@ def test_the_text_is_canonical_json(twin):
         assert pattern.text == json.dumps(pattern.to_data(), separators=(",", ":"), sort_keys=True)
 
 
-@given(block_lists(), block_lists())
-def test_lists_unite_row_by_row(one, other):
-    a, b = one.pattern, other.pattern
-    if a.block != b.block:
-        b = masks.block_list(b.rows, block=a.block)
-    height = max(len(a.rows), len(b.rows))
-    rows = [sorted({*(*a.rows, *[()] * height)[row], *(*b.rows, *[()] * height)[row]}) for row in range(height)]
-    sizes = {"num_heads": 1, "num_queries": height * a.block, "num_keys": height * a.block}
-    joined = masks.block_list(rows, block=a.block)
-    assert torch.equal(evaluated(joined.bind(**sizes)), evaluated((a | b).bind(**sizes)))
-
-
 def test_a_list_of_diagonal_blocks_is_chunked():
     listed, chunked = masks.block_list([[row] for row in range(9)], block=16), masks.chunked(16)
     for block_size in (16, (32, 8), 24):
         found, expected = (masks.block_mask(p, 133, num_heads=1, block_size=block_size) for p in (listed, chunked))
         assert torch.equal(found.to_dense(), expected.to_dense())
         assert torch.equal(found.full_kv_num_blocks, expected.full_kv_num_blocks)
-
-
-def test_values_hash_and_pickle():
-    for pattern in (
-        masks.random_blocks(1000, seed=3),
-        masks.block_list([[[1, 0]], [[2]]], block=4),
-        masks.neighborhood([4, 6], [1, 2], rate=[1, 1]),
-    ):
-        pattern.bind(num_heads=2, num_queries=12, num_keys=12).mask_mod()
-        assert pickle.loads(pickle.dumps(pattern)) == pattern
-        assert len({pattern, pickle.loads(pickle.dumps(pattern))}) == 1
-    assert masks.neighborhood((4, 6), 1) == masks.neighborhood([4, 6], (1, 1), rate=1)
 
 
 # --- neighbourhoods ---
@@ -224,24 +161,17 @@ def test_a_grid_too_large_for_one_number_of_32_bits():
 
 
 @given(neighborhoods())
-def test_every_query_sees_a_whole_window(twin):
-    pattern, tokens = twin.pattern, torch.Size(twin.pattern.grid).numel()
-    mask = evaluated(pattern.bind(num_heads=1, num_queries=tokens, num_keys=tokens))[0]
+def test_windows_are_whole_and_axes_may_be_swapped(twin):
+    """The same picture with its axes in reverse order, tokens permuted along."""
+    pattern, grid = twin.pattern, twin.pattern.grid
+    sizes = {"num_heads": 1, "num_queries": prod(grid), "num_keys": prod(grid)}
+    mask = evaluated(pattern.bind(**sizes))[0]
     window = prod(axis.size for axis in pattern.axes)
     assert (mask.sum(1) <= window if pattern.causal else mask.sum(1) == window).all()
     assert mask.diagonal().all()
-
-
-@given(neighborhoods())
-def test_axes_may_be_swapped(twin):
-    """The same picture with its axes in reverse order, tokens permuted along."""
-    grid = twin.pattern.grid
-    grid_of, size, rate, stride, causal = zip(*(astuple(axis) for axis in reversed(twin.pattern.axes)), strict=True)
+    grid_of, size, rate, stride, causal = zip(*(astuple(axis) for axis in reversed(pattern.axes)), strict=True)
     other = masks.neighborhood(grid_of, kernel_size=size, rate=rate, stride=stride, causal=causal)
-    tokens = torch.Size(grid).numel()
-    order = torch.arange(tokens).view(grid).permute(*reversed(range(len(grid)))).flatten()
-    sizes = {"num_heads": 1, "num_queries": tokens, "num_keys": tokens}
-    mask = evaluated(twin.pattern.bind(**sizes))[0]
+    order = torch.arange(prod(grid)).view(grid).permute(*reversed(range(len(grid)))).flatten()
     assert torch.equal(evaluated(other.bind(**sizes))[0], mask[order][:, order])
 
 
@@ -265,31 +195,6 @@ def test_a_grid_over_documents():
 # --- counts ---
 
 
-@given(neighborhoods(), st.data())
-def test_neighbourhoods_count_exactly(twin, data):
-    """Over equal steps that go evenly through the rows: runs of tokens, and residue classes."""
-    grid = twin.pattern.grid
-    step = data.draw(st.sampled_from([step for step in range(1, 13) if fits(step, grid)]))
-    sides = [data.draw(progressions(step)) for _ in range(2)]
-    box = Box(torch.zeros(BOXES, dtype=torch.int64), *sides)
-    found, truth = twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1)
-    assert torch.equal(found.low, truth)
-    assert torch.equal(found.high, truth)
-
-
-@given(st.one_of(random_blocks(), block_lists()), st.data(), st.integers(1, 3))
-def test_tables_count_exactly_over_a_few_rows(twin, data, num_heads):
-    queries = data.draw(progressions())
-    most = max(1, (8 * twin.pattern.block - 1) // queries.step)  # eight blocks at most, wherever it starts
-    first = queries.first // twin.pattern.block * twin.pattern.block
-    q = Progression(first, queries.step, queries.count.clamp(max=most))
-    heads = st.lists(st.integers(0, num_heads - 1), min_size=BOXES, max_size=BOXES)
-    box = Box(torch.tensor(data.draw(heads)), q, data.draw(progressions()))
-    found, truth = twin.pattern.count(box, num_heads=num_heads), allowed(twin.rule, box, num_heads)
-    assert torch.equal(found.low, truth)
-    assert torch.equal(found.high, truth)
-
-
 @given(st.one_of(random_blocks(), block_lists()), st.data())
 def test_the_coarse_picture_is_sound(twin, data):
     """Where a table has more blocks than the picture has cells, several share one."""
@@ -300,9 +205,7 @@ def test_the_coarse_picture_is_sound(twin, data):
         box = Box(torch.zeros(BOXES, dtype=torch.int64), data.draw(progressions()), data.draw(progressions()))
         found, truth = twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1)
     _block_table_of(twin)
-    assert (found.low <= truth).all()
-    assert (truth <= found.high).all()
-    assert (found.high <= box.area).all()
+    assert_sound(found, truth, box.area)
 
 
 def _block_table_of(twin: Twin) -> None:
@@ -337,11 +240,20 @@ def test_neighbourhoods_leave_no_doubt_in_residue_order(rate):
 
 # --- rows, as a decode step asks for them ---
 
+positions = st.integers(0, 110)
+landmarks = st.sampled_from([(True, True), (True, False), (False, True)]).flatmap(
+    lambda sides: st.builds(twins.landmark_tokens, st.integers(1, 9), rows=st.just(sides[0]), columns=st.just(sides[1]))
+)
 
-@given(st.one_of(random_blocks(), block_lists(), neighborhoods()), st.integers(0, 110), *(st.integers(0, 110),) * 2)
-def test_rows_in_closed_form(twin, query, start, stop):
-    rule = twin.pattern.for_head(0, 2)
-    keys = rule.row(query, range(start, stop))
+
+@given(
+    st.one_of(random_blocks(), block_lists(), neighborhoods(), landmarks), positions, positions, positions, st.data()
+)
+def test_rows_in_closed_form(twin, query, start, stop, data):
+    """Also over blocks of several sizes."""
+    block = data.draw(st.integers(0, 5))
+    twin = twins.blockwise(twin, block) if block else twin
+    keys = twin.pattern.for_head(0, 2).row(query, range(start, stop))
     seen = twin.rule(0, 2, torch.tensor([query]), torch.arange(stop))[0] if stop else torch.zeros(0)
     expected = [key for key in seen.nonzero().flatten().tolist() if key >= start]
     assert sorted(key for part in keys for key in part) == expected

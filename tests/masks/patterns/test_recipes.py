@@ -20,11 +20,11 @@ lengths = st.integers(1, 40)
 small = st.integers(1, 6)
 
 
-def allowed(pattern: masks.Pattern, N: int, head: int = 0) -> Tensor:
-    """(N, N): the recipe's own rule for one head of two."""
-    t = torch.arange(N)
+def allowed(pattern: masks.Pattern, N: int, head: int = 0, every: int = 1) -> Tensor:
+    """The recipe's own rule for one head of two: every so many of the N queries, and of the N keys."""
+    t = torch.arange(0, N, every)
     mod = pattern.bind(num_heads=2, num_queries=N, num_keys=N).mask_mod()
-    return mod(torch.tensor(0), torch.tensor(head), t[:, None], t[None, :]).expand(N, N)
+    return mod(torch.tensor(0), torch.tensor(head), t[:, None], t[None, :]).expand(len(t), len(t))
 
 
 def dense(N: int, rule) -> Tensor:
@@ -146,8 +146,8 @@ def test_darcstar_defaults_are_the_forks():
     window = {(row, column) for row in range(n) for column in near(row, 2, n)}
     expected = of_blocks(32, 1, window)
     for pattern in (recipes.darcstar_local_window(), recipes.darcstar_global_local()):
-        assert torch.equal(allowed(pattern, 4096)[::128, ::128], expected)
-    seen = allowed(recipes.darcstar_hierarchical(), 4096)[::64, ::64].sum(1).tolist()
+        assert torch.equal(allowed(pattern, 4096, every=128), expected)
+    seen = allowed(recipes.darcstar_hierarchical(), 4096, every=64).sum(1).tolist()
     assert seen[:6] == [64, 4, 5, 5, 13, 5]  # block 0 sees all, block 4 up to 8 to each side, others 2
     assert seen[16] == 64
 
@@ -185,53 +185,3 @@ def test_recipes_are_read_and_attend(text):
 def test_each_recipe_is_tried():
     assert {text.partition("(")[0] for text in CALLS} == set(recipes.__all__)
     assert all(inspect.getdoc(getattr(recipes, name)) for name in recipes.__all__)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "says"),
-    [
-        (lambda: recipes.longformer(-1, 2), ValueError, "radius must be at least 0; got radius=-1"),
-        (lambda: recipes.longformer(4, 0), ValueError, "num_global must be at least 1; got num_global=0"),
-        (lambda: recipes.longformer(4, 2, rate=0), ValueError, "rate must be at least 1; got rate=0"),
-        (lambda: recipes.bigbird(0), ValueError, "num_tokens must be at least 1; got num_tokens=0"),
-        (lambda: recipes.bigbird(100, block=0), ValueError, "block must be at least 1; got block=0"),
-        (lambda: recipes.bigbird(1000, radius=-1), ValueError, "radius must be at least 0; got radius=-1"),
-        (lambda: recipes.bigbird(1000, num_global=0), ValueError, "num_global must be at least 1"),
-        (lambda: recipes.bigbird(1000, num_random=0), ValueError, "num_random must be at least 1; got num_random=0"),
-        (
-            lambda: recipes.bigbird(1000, num_random=17),
-            ValueError,
-            "got count=17, and 1000 tokens hold 16 blocks of 64",
-        ),
-        (lambda: recipes.sparse_transformer_strided(0), ValueError, "stride must be at least 1; got stride=0"),
-        (lambda: recipes.sparse_transformer_strided(2.0), TypeError, "stride must be an integer; got stride=2.0"),
-        (lambda: recipes.sparse_transformer_fixed(0), ValueError, "stride must be at least 1; got stride=0"),
-        (lambda: recipes.sparse_transformer_fixed(8, summary=9), ValueError, "got summary=9, stride=8"),
-        (lambda: recipes.streaming_llm(0), ValueError, "recent must be at least 1; got recent=0"),
-        (lambda: recipes.streaming_llm(8, num_sinks=0), ValueError, "num_sinks must be at least 1; got num_sinks=0"),
-        (lambda: recipes.darcstar_local_window(block_size=0), ValueError, "block_size must be at least 1"),
-        (
-            lambda: recipes.darcstar_local_window(local_window_size=-1),
-            ValueError,
-            "local_window_size must be at least 0",
-        ),
-        (lambda: recipes.darcstar_dilated_sparse([]), ValueError, r"at least one integer; got dilation_rates=\[\]"),
-        (lambda: recipes.darcstar_dilated_sparse(2), TypeError, "dilation_rates must be a sequence"),
-        (lambda: recipes.darcstar_dilated_sparse([1, 0]), ValueError, r"dilation_rates\[1\] must be at least 1"),
-        (lambda: recipes.darcstar_dilated_sparse([1, 2, 3, -4]), ValueError, r"dilation_rates\[3\] must be at least 1"),
-        (lambda: recipes.darcstar_global_local(global_tokens=-1), ValueError, "global_tokens must be at least 0"),
-        (lambda: recipes.darcstar_hierarchical([]), ValueError, r"levels must have at least one .*; got levels=\[\]"),
-        (lambda: recipes.darcstar_hierarchical(4), TypeError, "levels must be a sequence"),
-        (lambda: recipes.darcstar_hierarchical([64]), TypeError, r"levels\[0\] must be a pair .*; got 64"),
-        (lambda: recipes.darcstar_hierarchical([(64, 8), (64,)]), ValueError, r"levels\[1\] must be a pair"),
-        (lambda: recipes.darcstar_hierarchical([(0, 8)]), ValueError, r"the stride of levels\[0\] must be at least 1"),
-        (
-            lambda: recipes.darcstar_hierarchical([(8, -2)]),
-            ValueError,
-            r"window size of levels\[0\] must be at least -1",
-        ),
-    ],
-)
-def test_bad_parameters(build, error, says):
-    with pytest.raises(error, match=says):
-        build()

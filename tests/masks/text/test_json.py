@@ -11,24 +11,22 @@ from hypothesis import strategies as st
 from flexdilated import masks
 from tests.support.strategies import written_expressions
 
+NAMESPACE = {name: getattr(masks, name) for name in masks.__all__} | {"masks": masks}
+
 
 @given(st.integers(1, 4).flatmap(written_expressions))
 def test_round_trips(twin):
+    """By JSON, by pickle and copy, by what is printed, and by that run as Python."""
     pattern = twin.pattern
-    text = masks.to_json(pattern)
-    again = masks.from_json(text)
-    assert again == pattern
-    assert type(again) is type(pattern)
-    assert hash(again) == hash(pattern)
-    assert masks.to_json(again) == text
-    assert pickle.loads(pickle.dumps(pattern)) == copy.deepcopy(pattern) == pattern
-    assert pickle.loads(pickle.dumps(pattern)).text == text
-
-
-@given(st.data())
-def test_texts_tell_patterns_apart(data):
-    a, b = (data.draw(written_expressions(3)).pattern for _ in range(2))
-    assert (a == b) == (masks.to_json(a) == masks.to_json(b))
+    text, printed = masks.to_json(pattern), repr(pattern)
+    assert text == json.dumps(pattern.to_data(), separators=(",", ":"), sort_keys=True)
+    others = masks.from_json(text), masks.parse(printed), eval(printed, dict(NAMESPACE)), copy.deepcopy(pattern)
+    for again in (*others, pickle.loads(pickle.dumps(pattern))):
+        assert again == pattern
+        assert type(again) is type(pattern)
+        assert hash(again) == hash(pattern)
+        assert masks.to_json(again) == again.text == text
+        assert repr(again) == printed
 
 
 def test_reads_any_spacing_and_order():
@@ -65,6 +63,20 @@ def nested(depth: int) -> str:
         ('{"kind":"not","part":{"kind":"mixture","parts":[{"kind":"causal"}]}}', "set pattern"),
         ('{"kind":"block_list","rows":[[1],[],[2,1]],"block":2}', "in ascending order"),
         ('{"kind":"block_list","rows":[[[1]],[[2,1]]],"block":2}', "in ascending order"),
+        ('{"kind":"dilated_window","left":1,"right":1,"rate":1}', "rate must be at least 2; got rate=1"),
+        ('{"kind":"dilated_window","left":1,"right":1}', "'left', 'right', 'rate'"),
+        ('{"kind":"global_tokens","tokens":0,"rows":true,"columns":true}', "tokens must be at least 1; got tokens=0"),
+        ('{"kind":"global_tokens","tokens":1,"rows":1,"columns":true}', "rows must be True or False; got rows=1"),
+        ('{"kind":"global_tokens","tokens":1,"rows":false,"columns":false}', "rows=False and columns=False"),
+        ('{"kind":"strided","stride":-3}', "stride=-3"),
+        ('{"kind":"fixed","stride":3,"summary":4}', "summary=4, stride=3"),
+        ('{"kind":"fixed","stride":3}', "'stride', 'summary'"),
+        ('{"kind":"random_blocks","num_tokens":64,"block":8,"count":3,"seed":0,"head":-1}', "head must be at least 0"),
+        ('{"kind":"neighborhood","grid":[14],"radius":[3],"rate":[1],"sizes":[7]}', "has the fields"),
+        ('{"kind":"neighborhood","grid":[14],"radius":[3],"rate":[1],"kernel_size":[7]}', "one of radius and kernel"),
+        ('{"kind":"neighborhood","grid":[14],"radius":[3],"rate":[1],"causal":[1]}', r"causal\[0\] must be True or"),
+        ('{"kind":"neighborhood","grid":[14],"rate":[1]}', "one of radius and kernel_size"),
+        ('{"kind":"neighborhood","grid":[14],"radius":[3]}', "has the fields"),
         (nested(33), "at most 32 levels"),
         (nested(5000), "pattern must"),
     ],

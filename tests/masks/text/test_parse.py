@@ -6,29 +6,12 @@ from time import process_time
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.masks.core._expression import CONSTRUCTORS, constructor, pattern_kind
-from tests.support.strategies import written_expressions
-
-NAMESPACE = {name: getattr(masks, name) for name in masks.__all__} | {"masks": masks}
-
-
-@given(st.integers(1, 4).flatmap(written_expressions))
-def test_what_is_printed_is_read_back(twin):
-    text = repr(twin.pattern)
-    again = masks.parse(text)
-    assert again == twin.pattern
-    assert type(again) is type(twin.pattern)
-    assert repr(again) == text
-
-
-@given(st.integers(1, 4).flatmap(written_expressions))
-def test_what_is_printed_is_python(twin):
-    assert eval(repr(twin.pattern), dict(NAMESPACE)) == twin.pattern
-
+from tests.masks.text.test_json import NAMESPACE
 
 numbers = st.integers(-1, 9).map(str)
 sequences = st.lists(numbers, min_size=1, max_size=3).map(lambda each: f"[{', '.join(each)}]")
@@ -120,6 +103,10 @@ def test_reads(text, expected):
         (masks.first_tokens(4), "first_tokens(4)"),
         (masks.global_tokens(4), "global_tokens(4)"),
         (masks.global_tokens(4, columns=False), "global_tokens(4, columns=False)"),
+        (S, "strided(4)"),
+        (masks.fixed(4), "fixed(4)"),
+        (masks.fixed(4, summary=2), "fixed(4, summary=2)"),
+        (masks.prefix_lm(4), "causal() | first_tokens(4)"),
         (masks.landmark_tokens(4), "landmark_tokens(4)"),
         (masks.landmark_tokens(4, rows=False), "landmark_tokens(4, rows=False)"),
         (masks.blockwise(C | S, 64), "blockwise(causal() | strided(4), 64)"),
@@ -196,7 +183,7 @@ def test_patterns_from_elsewhere_print_too():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: masks.block_list([[block % 7] for block in range(100_000)], block=128),
+        lambda: masks.block_list([[block % 7] for block in range(5_000)], block=128),
         lambda: masks.per_head([masks.dilated(8, 4, 1)] * 2000),
         lambda: masks.longnet([8] * 3000, [2] * 3000),
     ],
@@ -310,55 +297,6 @@ def test_only_text_is_read(text):
         masks.parse(text)
 
 
-def is_answered(text: str) -> None:
-    """A pattern, or a ValueError that fits on a screen; soon."""
-    begin = process_time()
-    answer: object
-    try:
-        answer = masks.parse(text)
-    except ValueError as error:
-        answer = error
-    assert process_time() - begin < 5.0
-    assert isinstance(answer, masks.Pattern | masks.Mixture) or (type(answer) is ValueError and len(str(answer)) < 1300)
-
-
-scraps = st.sampled_from(
-    [*"~&|+-()[],=. '\"_19", "causal()", "longnet(", "dilated(8, 2)", "per_head([", "])", "left=", "masks.", "recipes."]
-    + [
-        "True",
-        "None",
-        "'interleaved'",
-        "…",
-        "\n",
-        "\0",
-        "×",
-        "1e9",
-        str(2**62),
-        "9" * 50,
-        ".per_document(",
-        "documents(",
-    ]
-    + [f"{name}(" for name in sorted(CONSTRUCTORS)]
-)
-
-
-@given(st.one_of(st.text(max_size=200), st.lists(scraps, max_size=40).map("".join)))
-def test_any_text_is_answered(text):
-    is_answered(text)
-
-
-@given(st.integers(1, 3).flatmap(written_expressions), st.data())
-def test_spoilt_expressions_are_answered(twin, data):
-    """Characters lost, doubled, replaced and put in between."""
-    text = repr(twin.pattern)
-    assume(len(text) < 2000)
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(text)))
-        cut = data.draw(st.integers(0, 3))
-        text = text[:at] + data.draw(scraps) + text[at + cut :]
-    is_answered(text)
-
-
 HOSTILE = {
     "parentheses": "(" * 4096,
     "brackets": "per_head([" * 400,
@@ -391,8 +329,16 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_text_is_answered(text):
+    """A pattern, or a ValueError that fits on a screen; soon."""
     assert len(text) <= 4096
-    is_answered(text)
+    begin = process_time()
+    answer: object
+    try:
+        answer = masks.parse(text)
+    except ValueError as error:
+        answer = error
+    assert process_time() - begin < 5.0
+    assert isinstance(answer, masks.Pattern | masks.Mixture) or (type(answer) is ValueError and len(str(answer)) < 1300)
 
 
 def test_long_text_is_refused_unread():

@@ -1,0 +1,167 @@
+"""Numbers that patterns are written and bound with: out of range, or no integers, they are refused by name."""
+
+import re
+
+import pytest
+import torch
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.masks import recipes
+from flexdilated.masks.core import LARGEST, require_finite, require_int
+
+C = masks.causal()
+
+
+def diagonal(b, h, q, k):
+    return q == k
+
+
+# What the error names, the least number, and where it is given.
+NUMBERS = [
+    ("segment", 1, lambda n: masks.dilated(n, 2)),
+    ("rate", 1, lambda n: masks.dilated(8, n)),
+    ("offset", 0, lambda n: masks.dilated(8, 2, n)),
+    ("segment_lengths[1]", 1, lambda n: masks.longnet([8, n], [1, 2])),
+    ("dilation_rates[0]", 1, lambda n: masks.longnet([8, 16], [n, 2])),
+    ("size", 1, masks.chunked),
+    ("left", 0, lambda n: masks.local_window(left=n, right=0)),
+    ("right", 0, lambda n: masks.local_window(left=0, right=n)),
+    ("left", 0, lambda n: masks.dilated_window(left=n, right=0, rate=2)),
+    ("right", 0, lambda n: masks.dilated_window(left=0, right=n, rate=2)),
+    ("rate", 1, lambda n: masks.dilated_window(left=1, right=1, rate=n)),
+    ("stride", 1, masks.strided),
+    ("stride", 1, masks.fixed),
+    ("summary", 1, lambda n: masks.fixed(4, summary=n)),
+    ("count", 1, masks.global_tokens),
+    ("count", 1, masks.first_tokens),
+    ("prefix", 1, masks.prefix_lm),
+    ("stride", 1, masks.landmark_tokens),
+    ("block", 1, lambda n: masks.blockwise(C, n)),
+    ("start", 0, lambda n: C.after(n)),
+    ("longest", 1, lambda n: masks.documents("ids", longest=n)),
+    ("block", 1, lambda n: masks.selected_blocks("chosen", block=(4, n), most=2)),
+    ("most", 1, lambda n: masks.selected_blocks("chosen", block=4, most=n)),
+    ("block", 1, lambda n: masks.block_list([[0]], block=n)),
+    ("rows[1][0]", 0, lambda n: masks.block_list([[0], [n]], block=4)),
+    ("rows[0][0][1]", 0, lambda n: masks.block_list([[[0, n]]], block=4)),
+    ("num_tokens", 1, masks.random_blocks),
+    ("block", 1, lambda n: masks.random_blocks(64, block=n)),
+    ("count", 1, lambda n: masks.random_blocks(64, block=8, count=n)),
+    ("head", 0, lambda n: masks.random_blocks(64, block=8, head=n)),
+    ("grid[1]", 1, lambda n: masks.neighborhood((4, n), 0)),
+    ("radius[0]", 0, lambda n: masks.neighborhood((9, 9), n)),
+    ("kernel_size[0]", 1, lambda n: masks.neighborhood((9, 9), kernel_size=n)),
+    ("rate[0]", 1, lambda n: masks.neighborhood((9, 9), 1, rate=n)),
+    ("stride[0]", 1, lambda n: masks.neighborhood((9, 9), 1, stride=n)),
+    ("period", 1, lambda n: masks.custom(diagonal, period=n)),
+    ("radius", 0, lambda n: recipes.longformer(n, 2)),
+    ("num_global", 1, lambda n: recipes.longformer(4, n)),
+    ("rate", 1, lambda n: recipes.longformer(4, 2, rate=n)),
+    ("num_tokens", 1, recipes.bigbird),
+    ("block", 1, lambda n: recipes.bigbird(100, block=n)),
+    ("radius", 0, lambda n: recipes.bigbird(1000, radius=n)),
+    ("num_global", 1, lambda n: recipes.bigbird(1000, num_global=n)),
+    ("num_random", 1, lambda n: recipes.bigbird(1000, num_random=n)),
+    ("stride", 1, recipes.sparse_transformer_strided),
+    ("stride", 1, recipes.sparse_transformer_fixed),
+    ("summary", 1, lambda n: recipes.sparse_transformer_fixed(8, summary=n)),
+    ("recent", 1, recipes.streaming_llm),
+    ("num_sinks", 1, lambda n: recipes.streaming_llm(8, num_sinks=n)),
+    ("block_size", 1, lambda n: recipes.darcstar_local_window(block_size=n)),
+    ("local_window_size", 0, lambda n: recipes.darcstar_local_window(local_window_size=n)),
+    ("dilation_rates[3]", 1, lambda n: recipes.darcstar_dilated_sparse([1, 2, 3, n])),
+    ("global_tokens", 0, lambda n: recipes.darcstar_global_local(global_tokens=n)),
+    ("the stride of levels[0]", 1, lambda n: recipes.darcstar_hierarchical([(n, 8)])),
+    ("the window size of levels[0]", -1, lambda n: recipes.darcstar_hierarchical([(8, n)])),
+    ("num_heads", 1, lambda n: C.bind(num_heads=n, num_queries=4, num_keys=4)),
+    ("num_queries", 1, lambda n: C.bind(num_heads=1, num_queries=n, num_keys=4)),
+    ("num_keys", 1, lambda n: C.bind(num_heads=1, num_queries=4, num_keys=n)),
+    ("head_offset", 0, lambda n: C.bind(num_heads=1, num_queries=4, num_keys=4, head_offset=n)),
+    ("q_offset", 0, lambda n: C.bind(num_heads=1, num_queries=4, num_keys=4, q_offset=n)),
+    ("k_offset", 0, lambda n: C.bind(num_heads=1, num_queries=4, num_keys=4, k_offset=n)),
+    ("batch", 1, lambda n: C.bind(num_heads=1, num_queries=4, num_keys=4, batch=n)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "build"), NUMBERS, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(NUMBERS)]
+)
+def test_numbers_have_a_range(name, least, build):
+    """Kernels count positions in int32; and a number of thousands of digits is one that Python does not write."""
+    with pytest.raises(ValueError, match=re.escape(f"{name} must be at least {least}; got {name}={least - 1}")):
+        build(least - 1)
+    for number in (LARGEST + 1, 2**63, 10**5000):
+        with pytest.raises(ValueError, match=re.escape(f"{name} must be at most {LARGEST}; got {name}=")):
+            build(number)
+    for wrong in (2.5, True):
+        with pytest.raises(TypeError, match=re.escape(f"{name} must be an integer; got {name}={wrong} of type")):
+            build(wrong)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_too_long_to_write_are_answered(sign):
+    with pytest.raises(ValueError, match="got rate=an integer of 16610 bits"):
+        require_int("rate", sign * 10**5000, minimum=1)
+    with pytest.raises(ValueError, match="scale must be finite; got scale=an integer of 16610 bits"):
+        require_finite("scale", sign * 10**5000)
+    q = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(ValueError, match="scale must be finite; got "):
+        fd.attend(q, q, q, C, scale=sign * 10**400)
+
+
+LISTED = masks.block_list([[0], [2], [1]], block=4)
+BY_HEAD = masks.block_list([[[0]], [[0, 5]]], block=4)
+GRID = masks.neighborhood((3, 4), 1)
+MIXTURE = masks.longnet([8, 16], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sizes", "says"),
+    [
+        (C, {"head_offset": 2, "num_heads_global": 3}, "num_heads_global=3"),
+        (masks.per_head([C]), {}, "got 1 for 2 heads"),
+        (~masks.per_head([C]) & C, {}, "got 1 for 2 heads"),
+        (masks.longnet([4] * 3, [1] * 3, heads="grouped"), {}, "num_heads=2"),
+        (MIXTURE & masks.per_head([C] * 3), {}, "got 3 for 2 heads"),
+        (masks.blockwise(masks.per_head([C] * 3), 4), {}, "got 3 for 2 heads"),
+        # A part that has rules for three heads is no rule for two.
+        (masks.per_head([masks.head_groups([C] * 3), C]), {}, "3 head groups"),
+        (LISTED, {"num_keys": 8}, "row 1 names key block 2, but 8 tokens hold 2 blocks of 4"),
+        (LISTED & C, {"num_keys": 8}, "row 1 names key block 2"),
+        (~LISTED | C, {"num_keys": 8}, "row 1 names key block 2"),
+        (LISTED + C, {"num_keys": 8}, "row 1 names key block 2"),
+        (masks.per_head([C, LISTED]), {"num_keys": 8}, "row 1 names key block 2"),
+        (masks.blockwise(LISTED, 3), {"num_queries": 24, "num_keys": 24}, "row 1 names key block 2, but 8 tokens hold"),
+        (
+            masks.blockwise(masks.block_list([[0], [1], [4]], block=1), 4),
+            {"num_queries": 12, "num_keys": 16},
+            "block 4",
+        ),
+        (BY_HEAD, {"num_queries": 1}, "row 0 of head 1 names key block 5, but 20 tokens hold 5 blocks of 4"),
+        (BY_HEAD, {"num_heads": 3, "num_keys": 30}, "block_list needs one table a head; got 2 for 3 heads"),
+        (
+            GRID,
+            {"num_queries": 13, "num_keys": 12},
+            "a grid of 3x4 holds 12 tokens; got queries up to 13",
+        ),
+        (GRID | C, {"num_queries": 1, "num_keys": 13}, "got queries up to 1 and keys up to 13"),
+    ],
+)
+def test_bad_sizes(pattern, sizes, says):
+    with pytest.raises(ValueError, match=says):
+        pattern.bind(**{"num_heads": 2, "num_queries": 8, "num_keys": 20} | sizes)
+
+
+def test_only_the_rows_of_these_queries_are_asked():
+    """A decode step holds the keys so far: rows that come later may name later blocks."""
+    LISTED.bind(num_heads=1, num_queries=4, num_keys=4)
+    LISTED.bind(num_heads=1, num_queries=4, num_keys=5, q_offset=8)
+    LISTED.bind(num_heads=1, num_queries=5, num_keys=9)
+    LISTED.bind(num_heads=1, num_queries=100, num_keys=1, k_offset=8)
+    GRID.bind(num_heads=1, num_queries=4, num_keys=12, q_offset=8)
+    masks.blockwise(LISTED, 3).bind(num_heads=1, num_queries=36, num_keys=36)
+    late = masks.block_list([[0], [1], [5]], block=8)
+    late.bind(num_heads=1, num_queries=8, num_keys=40)
+    with pytest.raises(ValueError, match="row 2 names key block 5"):
+        late.bind(num_heads=1, num_queries=8, num_keys=40, q_offset=16)
