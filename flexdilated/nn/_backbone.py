@@ -21,9 +21,8 @@ from ..masks.core import require_int
 from ..masks.patterns import on_host
 from ..selection import SelectedAttention
 from ._call_masks import without_padding
-from ._longnet_block import Block, KeysValues, norm
+from ._longnet_block import Block, KeysValues, norm, turns
 from ._longnet_config import LongNetConfig
-from ._positions import turns
 from ._pretrained import Pretrained
 
 if TYPE_CHECKING:
