@@ -11,7 +11,7 @@ from .._over_ranks import OverRanks
 from ..masks import Mixture, Pattern
 from ..masks.core import require_bool, require_choice, require_finite, require_int
 from ..selection import BlockSelector, SelectedAttention, TopK
-from ._dilated_attention import dilated_pattern
+from ._attention import dilated_pattern
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from .._engines import check_engine
 from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from .._validate import require_dense
 from ..masks.core import require_bool, require_finite, require_int
+from ._attention import dilated_pattern
 from ._call_masks import require_causal_mask, without_padding
-from ._dilated_attention import dilated_pattern
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

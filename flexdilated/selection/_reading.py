@@ -50,7 +50,7 @@ class Reading(NamedTuple):
     ) -> Reading:
         """options: scale, q_offset and engine of `attend`."""
         table = "chosen"
-        needed = names(rule if own.always is None else rule | own.always)
+        needed = names(own.with_always(rule))
         while table in needed:
             table += "_"
         given = {} if bindings is None else {name: x for name, x in bindings.items() if name in needed}
@@ -78,7 +78,7 @@ class Reading(NamedTuple):
     def pairs(self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]) -> Int64[Tensor, ""]:
         """How many pairs `rule` allows, over all heads and batch entries: what a density is a share of."""
         call = self.own.call(self.rule, self.options["q_offset"], 1.0)
-        both = self.rule if self.own.always is None else self.rule | self.own.always
+        both = self.own.with_always(self.rule)
         return selection_pairs(q, k, run_time_tensors(both, self.bindings, has_values=not q.is_meta), *call)
 
     def attend(
