@@ -28,10 +28,27 @@ class Run(NamedTuple):
         return self.first + self.length
 
 
-class KeyStore:
-    """Keys are appended at growing positions, and found again as views: a range of positions is one slice a run."""
+_PAGE = 64  # keys that are kept or evicted together
+_LEAST_SLOTS = 256
 
-    def __init__(self, like: Float[Tensor, "B G N D"], num_slots: int) -> None:
+
+class HeldKeys:
+    """The keys of consecutive tokens, found again as views: a range of positions is one slice a run.
+
+    The buffer is packed when it is full: each token is moved about once. `sources` hold the rule of every head;
+    `capacity` fixes the slots; what queries up to `undo` tokens before the next can see is kept, too.
+    """
+
+    def __init__(
+        self,
+        like: Float[Tensor, "B G N D"],
+        sources: Sequence[RowSource],
+        *,
+        capacity: int | None = None,
+        undo: int = 0,
+    ) -> None:
+        self.sources, self.capacity, self.undo = sources, capacity, undo
+        num_slots = _LEAST_SLOTS if capacity is None else capacity
         self.keys, self.values = _buffer(like, num_slots), _buffer(like, num_slots)
         self.runs: list[Run] = []
 
@@ -48,7 +65,25 @@ class KeyStore:
         return self.runs[-1].slot + self.runs[-1].length if self.runs else 0
 
     def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N D"], first: int) -> None:
-        """Keys of the positions from `first` on, for which there must be room."""
+        """Hold the keys of the tokens from `first` on, and of none that was appended there before.
+
+        Raises ValueError where they and those still visible exceed the capacity.
+        """
+        self.drop_from(first)  # of a call that was broken off
+        room = k.shape[2]
+        if self.num_slots - self.num_used < room:
+            kept = self.visible(max(0, first - self.undo))
+            live = sum(map(len, kept))
+            if self.capacity is not None and live + room > self.capacity:
+                raise ValueError(
+                    f"the cache holds at most capacity={self.capacity} keys; {live} that later queries may see and "
+                    f"{room} new ones do not fit: raise the capacity, or pass the new tokens in smaller chunks"
+                )
+            self._pack(kept, self.capacity or _with_room(live + room))
+        self._write(k, v, first)
+
+    def _write(self, k: Tensor, v: Tensor, first: int) -> None:
+        """Into the slots behind the last run, where there is room."""
         slot, length = self.num_used, k.shape[2]
         self.keys[:, :, slot : slot + length] = k
         self.values[:, :, slot : slot + length] = v
@@ -57,7 +92,25 @@ class KeyStore:
             first, slot, length = last.first, last.slot, last.length + length
         self.runs.append(Run(first, slot, length))
 
-    def snapshot(self) -> KeyStore:
+    def _pack(self, kept: Sequence[range], num_slots: int) -> None:
+        """Keep the keys of these runs of positions only, in a buffer of this size."""
+        old_keys, old_values, old = self.keys, self.values, [self.slices(positions) for positions in kept]
+        self.keys, self.values, self.runs = _buffer(old_keys, num_slots), _buffer(old_values, num_slots), []
+        for positions, slices in zip(kept, old, strict=True):
+            first = positions.start
+            for part in slices:
+                self._write(old_keys[:, :, part], old_values[:, :, part], first)
+                first += part.stop - part.start
+
+    def shrink(self, query: int) -> None:
+        """Give back what a large chunk took, if queries from `query` on see little of it."""
+        if self.capacity is None and self.num_slots > _LEAST_SLOTS:
+            kept = self.visible(max(0, query - self.undo))
+            num_slots = _with_room(sum(map(len, kept)))
+            if 2 * num_slots < self.num_slots:
+                self._pack(kept, num_slots)
+
+    def snapshot(self) -> HeldKeys:
         """What is held now: the same buffers, in which this one may write behind it."""
         other = copy(self)
         other.runs = list(self.runs)
@@ -73,16 +126,6 @@ class KeyStore:
     def select(self, entries: Int64[Tensor, " C"]) -> None:
         """Keep these batch entries, in this order, each as often as it is named."""
         self.keys, self.values = (x.index_select(0, entries.to(x.device)) for x in (self.keys, self.values))
-
-    def pack(self, kept: Sequence[range], num_slots: int) -> None:
-        """Keep the keys of these runs of positions only, in a buffer of this size."""
-        old_keys, old_values, old = self.keys, self.values, [self.slices(positions) for positions in kept]
-        self.keys, self.values, self.runs = _buffer(old_keys, num_slots), _buffer(old_values, num_slots), []
-        for positions, slices in zip(kept, old, strict=True):
-            first = positions.start
-            for part in slices:
-                self.append(old_keys[:, :, part], old_values[:, :, part], first)
-                first += part.stop - part.start
 
     def slices(self, positions: range) -> list[slice]:
         """The slots of an ascending range of positions that are all held."""
@@ -100,69 +143,13 @@ class KeyStore:
         shifts = torch.tensor([run.slot - run.first for run in self.runs])
         return positions + shifts[torch.searchsorted(firsts, positions, right=True) - 1]
 
-
-def _buffer(like: Tensor, num_slots: int) -> Tensor:
-    batch, heads, _, head_dim = like.shape
-    # Inside inference mode too: a buffer made there could not be written to outside.
-    with torch.inference_mode(False):
-        return torch.empty(batch, heads, num_slots, head_dim, dtype=like.dtype, device=like.device)
-
-
-_PAGE = 64  # keys that are kept or evicted together
-_LEAST_SLOTS = 256
-
-
-class HeldKeys:
-    """A store of the keys of consecutive tokens, packed when it is full: each token is moved about once.
-
-    `sources` hold the rule of every head; `capacity` fixes the slots of the store; what queries up to `undo` tokens
-    before the next can see is kept, too.
-    """
-
-    def __init__(
-        self,
-        like: Float[Tensor, "B G N D"],
-        sources: Sequence[RowSource],
-        *,
-        capacity: int | None = None,
-        undo: int = 0,
-    ) -> None:
-        self.sources, self.capacity, self.undo = sources, capacity, undo
-        self.store = KeyStore(like, _LEAST_SLOTS if capacity is None else capacity)
-
-    def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N D"], first: int) -> None:
-        """Hold the keys of the tokens from `first` on, and of none that was appended there before.
-
-        Raises ValueError where they and those still visible exceed the capacity.
-        """
-        self.store.drop_from(first)  # of a call that was broken off
-        room = k.shape[2]
-        if self.store.num_slots - self.store.num_used < room:
-            kept = self.visible(max(0, first - self.undo))
-            live = sum(map(len, kept))
-            if self.capacity is not None and live + room > self.capacity:
-                raise ValueError(
-                    f"the cache holds at most capacity={self.capacity} keys; {live} that later queries may see and "
-                    f"{room} new ones do not fit: raise the capacity, or pass the new tokens in smaller chunks"
-                )
-            self.store.pack(kept, self.capacity or _with_room(live + room))
-        self.store.append(k, v, first)
-
-    def shrink(self, query: int) -> None:
-        """Give back what a large chunk took, if queries from `query` on see little of it."""
-        if self.capacity is None and self.store.num_slots > _LEAST_SLOTS:
-            kept = self.visible(max(0, query - self.undo))
-            num_slots = _with_room(sum(map(len, kept)))
-            if 2 * num_slots < self.store.num_slots:
-                self.store.pack(kept, num_slots)
-
     @plans
     def visible(self, query: int, num_queries: int = FOREVER) -> list[range]:
         """Runs of the positions held, those apart that none of the queries from `query` on can see.
 
         By pages: a run may hold a few others.
         """
-        pages = [page for run in self.store.runs for page in _pages(run.first, run.stop)]
+        pages = [page for run in self.runs for page in _pages(run.first, run.stop)]
         kept: list[range] = []
         for page, seen in zip(pages, self._seen_from(pages, query, num_queries), strict=True):
             if seen and kept and kept[-1].stop == page.start:
@@ -174,8 +161,8 @@ class HeldKeys:
     @plans
     def lacks(self, query: int) -> bool:
         """Whether a key before `query` is evicted that queries from there on may see, as far as bounds tell."""
-        ends = [0, *(run.stop for run in self.store.runs)]
-        starts = [*(run.first for run in self.store.runs), query]
+        ends = [0, *(run.stop for run in self.runs)]
+        starts = [*(run.first for run in self.runs), query]
         gaps = (_pages(end, min(start, query)) for end, start in zip(ends, starts, strict=True) if end < query)
         return any(self._seen_from([page for pages in gaps for page in pages], query, FOREVER))
 
@@ -184,6 +171,13 @@ class HeldKeys:
         firsts = torch.tensor([page.start for page in pages], dtype=torch.int64)
         lengths = torch.tensor([len(page) for page in pages], dtype=torch.int64)
         return visible(self.sources, firsts, lengths, query, num_queries).tolist()
+
+
+def _buffer(like: Tensor, num_slots: int) -> Tensor:
+    batch, heads, _, head_dim = like.shape
+    # Inside inference mode too: a buffer made there could not be written to outside.
+    with torch.inference_mode(False):
+        return torch.empty(batch, heads, num_slots, head_dim, dtype=like.dtype, device=like.device)
 
 
 def _pages(first: int, stop: int) -> list[range]:

@@ -31,7 +31,7 @@ from ..masks import Bound, Mixture, Pattern, causal
 from ..masks.core import bytes_text, common_period, require_expression, require_int, shortened
 from ..masks.needs import FOREVER, RowSource, causal_by_form, later_pair
 from ..masks.patterns import names
-from ._held_keys import HeldKeys, KeyStore
+from ._held_keys import HeldKeys
 
 # B batch, H query heads, G key/value heads, N new tokens, M tokens held, D head dim, C batch entries chosen
 
@@ -115,12 +115,12 @@ class KVCache:
     @property
     def num_kept(self) -> int:
         """Keys held at the moment, evicted ones not counted."""
-        return 0 if self._held is None else self._held.store.num_used
+        return 0 if self._held is None else self._held.num_used
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers of keys and values, with their room for more."""
-        return 0 if self._held is None else self._held.store.nbytes
+        return 0 if self._held is None else self._held.nbytes
 
     def attend(
         self,
@@ -174,7 +174,7 @@ class KVCache:
                 f"the cache holds no longer what queries from position {num_tokens} on may see; it can take back "
                 f"undo={self.undo} tokens for certain, and {self._seen} were seen. Make it with a larger undo"
             )
-        self._held.store.drop_from(num_tokens)
+        self._held.drop_from(num_tokens)
         self._seen = num_tokens
 
     def select(self, entries: Int64[Tensor, " C"]) -> None:
@@ -186,10 +186,10 @@ class KVCache:
             raise TypeError(f"entries must be a tensor of integers of shape (C,); got {entries!r:.80}")
         if self._held is None:
             return
-        batch = self._held.store.keys.shape[0]
+        batch = self._held.keys.shape[0]
         if not len(entries) or int(entries.min()) < 0 or int(entries.max()) >= batch:
             raise ValueError(f"entries must lie between 0 and {batch - 1}, and be at least one; got {entries.tolist()}")
-        self._held.store.select(entries.long())
+        self._held.select(entries.long())
 
     def held(self) -> tuple[Int64[Tensor, " M"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:
         """(positions, keys, values) of the tokens whose keys are held, ascending; keys and values are views.
@@ -198,22 +198,19 @@ class KVCache:
         """
         if self._held is None:
             raise ValueError("a cache that has seen no tokens holds no keys")
-        store = self._held.store
-        positions = [torch.arange(run.first, run.stop) for run in store.runs]
-        slots = slice(0, store.num_used)
-        return torch.cat([torch.arange(0), *positions]), store.keys[:, :, slots], store.values[:, :, slots]
+        held = self._held
+        positions = [torch.arange(run.first, run.stop) for run in held.runs]
+        slots = slice(0, held.num_used)
+        return torch.cat([torch.arange(0), *positions]), held.keys[:, :, slots], held.values[:, :, slots]
 
     @contextmanager
     def _as_before_on_error(self) -> Iterator[None]:
         """A call that raises leaves the cache as it was: what it wrote lies behind what was held, or in new buffers."""
-        before = self._held, self._groups, self._seen
-        store = None if self._held is None else self._held.store.snapshot()
+        before = None if self._held is None else self._held.snapshot(), self._groups, self._seen
         try:
             yield
         except BaseException:
             self._held, self._groups, self._seen = before
-            if self._held is not None and store is not None:
-                self._held.store = store
             raise
 
     def _take(self, k: Tensor, v: Tensor) -> HeldKeys:
@@ -231,11 +228,11 @@ class KVCache:
 
     def _rows(self, q: Tensor, held: HeldKeys) -> tuple[Tensor, Tensor]:
         """Queries over the keys that they see, a few at a time."""
-        store, found, first = held.store, [], self._seen
+        found, first = [], self._seen
         for few in q.split(MOST_ROWS, dim=2):
             queries = range(first, first + few.shape[2])
-            parts = row_parts(self._groups, queries, range(queries.stop), store)
-            found.append(row_forward(parts, few, store.keys, store.values, resolve_scale(self._scale, q.shape[-1])))
+            parts = row_parts(self._groups, queries, range(queries.stop), held)
+            found.append(row_forward(parts, few, held.keys, held.values, resolve_scale(self._scale, q.shape[-1])))
             first = queries.stop
         outs, lses = zip(*found, strict=True)
         return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
@@ -249,20 +246,20 @@ class KVCache:
         if not runs:
             wide = sum_dtype(q)
             return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-        out, lse = self._attend_run(q, runs[0], held.store)
+        out, lse = self._attend_run(q, runs[0], held)
         for run in runs[1:]:
-            out, lse = merge(out.to(lse.dtype), lse, *self._attend_run(q, run, held.store))
+            out, lse = merge(out.to(lse.dtype), lse, *self._attend_run(q, run, held))
         return out, lse
 
-    def _attend_run(self, q: Tensor, run: range, store: KeyStore) -> tuple[Tensor, Tensor]:
-        (slots,) = store.slices(run)
+    def _attend_run(self, q: Tensor, run: range, held: HeldKeys) -> tuple[Tensor, Tensor]:
+        (slots,) = held.slices(run)
         # Shifted together by a multiple of the period, equal calls share one plan.
         earliest = min(run.start, self._seen)
         shift = earliest - earliest % self._period if self._period else 0
         return attend(
             q,
-            store.keys[:, :, slots],
-            store.values[:, :, slots],
+            held.keys[:, :, slots],
+            held.values[:, :, slots],
             self.pattern,
             scale=self._scale,
             enable_gqa=True,
@@ -287,7 +284,7 @@ class KVCache:
         if self.num_heads % k.shape[1]:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of the key/value heads; got {k.shape[1]}")
         if self._held is not None:
-            _check_continues(self._held.store.keys, k)
+            _check_continues(self._held.keys, k)
         queries = range(self._seen, self._seen + k.shape[2])
         for leaf in self._limited:
             # A rule may name keys that are yet to come; what no keys make right is an error.

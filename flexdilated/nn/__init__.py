@@ -1,16 +1,13 @@
 """Modules: attention by a pattern, dilated attention, a drop-in for `nn.MultiheadAttention`, and the LongNet model."""
 
+from ._attention import BlockSparseAttention, DilatedAttention, HeadParallelDilatedAttention, RingDilatedAttention
 from ._backbone import LongNetBackbone
-from ._block_sparse import BlockSparseAttention
 from ._call_masks import require_causal_mask, without_padding
-from ._dilated_attention import DilatedAttention, HeadParallelDilatedAttention, RingDilatedAttention
 from ._generate import Sampling, generate
 from ._longnet import LongNet, LongNetClassifier, LongNetEncoderDecoder
-from ._longnet_config import LongNetConfig
+from ._longnet_config import LongNetConfig, SelectedLayers
 from ._model_memory import ModelMemory, ModelSize, attention_size, model_memory
-from ._multihead import MultiheadDilatedAttention
-from ._multihead_projections import MultiheadProjections, refuse_weights
-from ._selected_layers import SelectedLayers
+from ._multihead import MultiheadDilatedAttention, MultiheadProjections, refuse_weights
 
 __all__ = [
     "BlockSparseAttention",

@@ -21,9 +21,8 @@ from ..masks.core import require_int
 from ..masks.patterns import on_host
 from ..selection import SelectedAttention
 from ._call_masks import without_padding
-from ._longnet_block import Block, KeysValues, norm
+from ._longnet_block import Block, KeysValues, norm, turns
 from ._longnet_config import LongNetConfig
-from ._positions import turns
 from ._pretrained import Pretrained
 
 if TYPE_CHECKING:
@@ -141,7 +140,12 @@ class LongNetBackbone(Pretrained):
         """
         if caches is not None and key_padding_mask is not None:
             raise ValueError("caches know no padding: give the real tokens alone, without key_padding_mask")
-        return self.features(tokens, caches, key_padding_mask, self.read(memory, memory_padding_mask))
+        x = self.features(tokens, caches, key_padding_mask, self.read(memory, memory_padding_mask))
+        return self._outputs(x)
+
+    def _outputs(self, x: Float[Tensor, "... E"]) -> Tensor:
+        """What a call gives of the features."""
+        return x
 
     def new_caches(self, *, capacity: int | None = None) -> list[KVCache]:
         """Empty caches, one a block, for the tokens of a batch to go through in order. For a causal model.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..decoding import KVCache
 from ..masks.core import require_choice, require_int
 from ._backbone import LongNetBackbone
 from ._generate import Sampling, generate
@@ -26,6 +24,7 @@ POOLINGS = ("mean", "first", "last")
 class LongNet(LongNetBackbone):
     """A LongNet with one projection to logits: a language model, or features where config.vocab_size is None.
 
+    A call takes what `LongNetBackbone` takes, and gives logits (B, N, V) for tokens in [0, vocab_size).
     options: as in `LongNetBackbone`, of which this is one. Source: LongNet, arXiv 2307.02486.
 
     >>> config = fd.LongNetConfig(
@@ -44,19 +43,6 @@ class LongNet(LongNetBackbone):
                 config.embed_dim, weight.shape[0], bias=False, device=weight.device, dtype=weight.dtype
             )
             nn.init.normal_(self.head.weight, std=0.1 * config.embed_dim**-0.5)  # logits near 0
-
-    def forward(
-        self,
-        tokens: Int64[Tensor, "B N"] | Float[Tensor, "B N E"],
-        *,
-        key_padding_mask: Bool[Tensor, "B N"] | None = None,
-        caches: Sequence[KVCache] | None = None,
-        memory: Float[Tensor, "B M E_memory"] | None = None,
-        memory_padding_mask: Bool[Tensor, "B M"] | None = None,
-    ) -> Float[Tensor, "B N V"] | Float[Tensor, "B N E"]:
-        """Logits for tokens in [0, vocab_size); with vocab_size=None, features. All else as in `LongNetBackbone`."""
-        given = {"key_padding_mask": key_padding_mask, "caches": caches}
-        return self._logits(super().forward(tokens, **given, memory=memory, memory_padding_mask=memory_padding_mask))
 
     @torch.no_grad()
     def generate(
@@ -96,12 +82,13 @@ class LongNet(LongNetBackbone):
         caches, read = self.new_caches(), self.read(memory, memory_padding_mask)
 
         def next_logits(following: Tensor) -> Tensor:
-            return self._logits(self.features(following, caches, memory=read)[:, -1])
+            return self._outputs(self.features(following, caches, memory=read)[:, -1])
 
         options = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk}
         return torch.cat([tokens, generate(next_logits, tokens, sampling, stop=stop, **options)], dim=1)
 
-    def _logits(self, x: Float[Tensor, "... E"]) -> Tensor:
+    def _outputs(self, x: Float[Tensor, "... E"]) -> Tensor:
+        """Logits, or the features of a model without a vocabulary."""
         if self.head is not None:
             return self.head(x)
         return x if self.embedding is None else F.linear(x, self.embedding.weight)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Int32, Int64, UInt8
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..masks import Pattern, cache
 from ..masks.blocks import allowed_pairs
@@ -102,8 +101,7 @@ class HeadRule(NamedTuple):
         return mod(torch.zeros_like(head), head, q, k)
 
 
-@dataclass(frozen=True, eq=False)
-class OwnPools:
+class OwnPools(NamedTuple):
     """Boxes that a row sees in part, in pieces of one block each; `at` says where in the pieces each box lies.
 
     place: row * C + block, ascending. mask: which keys of the block the row sees.
@@ -116,8 +114,7 @@ class OwnPools:
     mask: Bool[Tensor, "p w block"]
 
 
-@dataclass(frozen=True, eq=False)
-class Boxes:
+class Boxes(NamedTuple):
     """The boxes of some rows under one rule. Rows are counted from the first of them.
 
     state: see the names above. place, gain: of listed boxes, row * C + block, ascending, and the pairs that choosing
@@ -134,23 +131,13 @@ class Boxes:
     pairs: int
     open: int
 
-    @cached_property
-    def tensors(self) -> list[Tensor]:
-        held = [self, self.own] if self.own is not None else [self]
-        found = [getattr(each, field.name) for each in held for field in fields(each)]
-        return [x for x in found if isinstance(x, Tensor)]
-
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.tensors)
+        return sum(x.nbytes for x in tree_leaves(self) if isinstance(x, Tensor))
 
     def on(self, device: torch.device) -> Boxes:
         """The same on another device."""
-
-        def moved(held):
-            return type(held)(**{field.name: _to(getattr(held, field.name), device, moved) for field in fields(held)})
-
-        return moved(self)
+        return tree_map_only(Tensor, lambda x: x.to(device), self)
 
     def gains(self, rows: Rows, part: range, blocks: Int64[Tensor, "B T n most"]) -> Int64[Tensor, "B T n most"]:
         """The pairs that reading these blocks adds for one head; 0 for -1."""
@@ -163,12 +150,6 @@ class Boxes:
             return area
         at, _ = found_in(self.place, row * rows.blocks + known)
         return torch.where(state > PLAIN, self.gain[at].long(), area)
-
-
-def _to(value, device: torch.device, moved):
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return moved(value) if isinstance(value, OwnPools) else value
 
 
 def found_in(
@@ -251,10 +232,6 @@ def _evaluate(rule: HeadRule, rows: Rows, box: Box, r: Tensor, j: Tensor) -> _Ev
         left = rule.leaves(q, k, seen)
         view, choice = (seen.any(1), left) if rows.whole else (seen[:, 0], left[:, :1])
         found.append((seen.sum((1, 2)), left.sum((1, 2)), choice.any(2).any(1), view, seen.any(2)))
-    if not found:
-        none, nowhere = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
-        sides = (torch.zeros(0, side, dtype=torch.bool) for side in (rows.block, rows.query_block))
-        return _Evaluated(none, none, none, none, nowhere, *sides)
     return _Evaluated(r, j, *(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 

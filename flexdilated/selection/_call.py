@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..masks import Pattern
+from ..masks import Mixture, Pattern
 from ..masks.core import Extent, plans
-from ..masks.patterns import names
+from ..masks.patterns import alike, names
 from ..masks.text import read_text
 from ._boxes import HeadRule, Rows
 
@@ -52,12 +52,10 @@ class SelectionCall(NamedTuple):
         """T, the tables of each batch entry."""
         return {"head": q.shape[1], "group": k.shape[1], "all": 1}[self.share]
 
-    def patterns(self, bindings: Sequence[Tensor], extent: Extent) -> tuple[Pattern, Pattern | None]:
-        """`within` and `always` with the values of run-time tensors, which come in the order of their names."""
-        both = [read_text(text) for text in (self.within, self.always) if text]
-        given = dict(zip(sorted({name for each in both for name in names(each)}), bindings, strict=True))
-        within, *always = (each.resolve(given, extent) for each in both)
-        return within, always[0] if always else None
+    def both(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
+        """`within`, and `always` behind it, with the values of run-time tensors in the order of their names."""
+        both = Mixture.of(*(read_text(text) for text in (self.within, self.always) if text))
+        return both.resolve(dict(zip(names(both), bindings, strict=True)), extent)
 
 
 class HeadPart(NamedTuple):
@@ -89,12 +87,9 @@ def parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tens
     batch, heads, groups = q.shape[0], q.shape[1], k.shape[1]
     extent = Extent(call.q_offset + q.shape[2], k.shape[2])
     sizes = {"num_heads": heads, "num_queries": q.shape[2], "num_keys": k.shape[2], "q_offset": call.q_offset}
-    given = [each for each in call.patterns(bindings, extent) if each is not None]
-    for each in given:
-        each.require_entries(batch)
     found: list[HeadPart] = []
-    for entries, patterns in _alike(given, batch):
-        rules = [each.bind(**sizes).union for each in patterns]
+    for entries, both in alike(call.both(bindings, extent), batch):
+        rules = [each.bind(**sizes).union for each in both.branches()]
         of_head: dict[tuple[Pattern, ...], int] = {}
         firsts = [
             of_head.setdefault(tuple(rule.for_head(head, heads) for rule in rules), head) for head in range(heads)
@@ -109,16 +104,3 @@ def parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tens
             key_head = head * groups // heads
             found.append(HeadPart(entries, slice(head, head + 1), slice(key_head, key_head + 1), made[first]))
     return found
-
-
-def _alike(patterns: list[Pattern], batch: int) -> Iterator[tuple[slice, list[Pattern]]]:
-    """(batch entries, their patterns) for each run of neighbours that have the same."""
-    if all(each.num_entries() == 1 for each in patterns):
-        yield slice(None), patterns
-        return
-    begin, known = 0, [each.entry(0) for each in patterns]
-    for index in range(1, batch + 1):
-        own = [each.entry(index) for each in patterns] if index < batch else []
-        if [each.text for each in own] != [each.text for each in known]:
-            yield slice(begin, index), known
-            begin, known = index, own

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from .._attend import autocast
 from .._engines import check_engine
 from .._over_ranks import over_ranks
 from .._validate import check_sinks, check_tensors, resolve_scale
-from ..engines import merge, with_sinks
+from ..engines import merge, sum_dtype, with_sinks
 from ..masks import Pattern
 from ..masks.core import require_choice, require_int
-from ._distill import distill_loss
-from ._reading import Reading
-from ._runs import Runs, joined, runs_over
+from ._choose import masked_lse
+from ._reading import Reading, Runs, joined, runs_over
+from ._select_op import select_blocks
 from ._selected_cache import SelectedCache
 from ._selector import BlockSelector, Selection
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from ..distributed import Sharding
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys
+
 
 _GRADIENTS = ("none", "bias", "distill")
 
@@ -250,3 +251,50 @@ class SelectedAttention(nn.Module):
         over = self.over_ranks
         ranks = "" if over is None else f", {over.mesh_text}, sharding={over.sharding!r}"
         return f"gradient={self.gradient!r}, engine={self.engine!r}{ranks}"
+
+
+def distill_loss(
+    selector: BlockSelector,
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    exact: tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"]],
+    *,
+    scale: float,
+    q_offset: int,
+    bindings: Mapping[str, Tensor] | None,
+    within: Pattern | None,
+) -> tuple[Float[Tensor, ""], Int64[Tensor, ""]]:
+    """(KL(block mass ‖ softmax of the module's scores) over the candidates of a row, summed over rows, their number).
+
+    exact: the q and k of the attention, where the module may get others. The loss reaches the module alone, as no q and
+    k that come here require a gradient. Rows without candidates, or whose candidates have no mass that a float holds,
+    teach nothing.
+    """
+    if 0 in q.shape or 0 in k.shape:
+        zero = q.new_zeros((), dtype=sum_dtype(q))
+        return sum((x.sum() * 0.0 for x in selector.parameters()), zero), zero.long()
+    coarse, tensors, call = selector.prepared(q, k, scale=scale, q_offset=q_offset, bindings=bindings, within=within)
+    num_blocks = call.rows(q, k).blocks
+    # All candidates, each with its score; heads that share a table have the mean of their shares.
+    call = call._replace(most=num_blocks, amount=1.0, kind="top_p")
+    student = selector.selected(q, k, coarse, tensors, call)
+    with torch.no_grad():
+        blocks, _, mass, *_ = select_blocks(*exact, None, coarse, tensors, *call._replace(scorer="mass"))
+        candidates = _by_block(student._replace(scores=torch.zeros_like(student.scores)), num_blocks) == 0
+        logs = _by_block(Selection(blocks, mass, mass, mass), num_blocks)
+        total = masked_lse(logs, candidates)
+        taught = total > -torch.inf
+        target = (logs - total.masked_fill(~taught, 0.0).unsqueeze(-1)).masked_fill(~candidates, -torch.inf)
+        shares = target.exp()
+    scores = _by_block(student, num_blocks)
+    own = scores - masked_lse(scores, candidates).masked_fill(~candidates.any(-1), 0.0).unsqueeze(-1)
+    # A share of 0 has no part in the sum, whatever its logarithm is.
+    lacks = torch.where(shares > 0, shares * (target.masked_fill(shares == 0, 0.0) - own), 0.0)
+    return lacks.sum(), taught.sum()
+
+
+def _by_block(found: Selection, num_blocks: int) -> Float[Tensor, "B T R C"]:
+    """The score of each block; -inf where it is no candidate."""
+    columns = found.scores.new_full((*found.scores.shape[:3], num_blocks + 1), -torch.inf)
+    at = torch.where(found.blocks < 0, num_blocks, found.blocks)
+    return columns.scatter(-1, at, found.scores)[..., :num_blocks]

@@ -128,7 +128,7 @@ class BlockSelector(nn.Module):
         self.future_in_choice = require_bool("future_in_choice", future_in_choice)
         self._check_view()
         self.stride = self._stride(stride)
-        self._own_names = set(names(self.within if self.always is None else self.within | self.always))
+        self._own_names = set(names(self.with_always(self.within)))
         self._names = self._own_names if coarse is None else self._own_names | coarse._names
 
     def forward(
@@ -172,6 +172,10 @@ class BlockSelector(nn.Module):
         """What holds in a call: this selector's `within`, and that of the call."""
         return self.within if within is None else self.within & _set_pattern("within", within)
 
+    def with_always(self, rule: Pattern) -> Pattern:
+        """Of which `bindings` may name the run-time tensors: what holds in a call, and what is read in any case."""
+        return rule if self.always is None else rule | self.always
+
     def prepared(
         self,
         q: Tensor,
@@ -193,8 +197,8 @@ class BlockSelector(nn.Module):
                 None if bindings is None else _of_names(bindings, (set(bindings) - self._names) | self._own_names)
             )
         rule = self.rule(within)
-        both = rule if self.always is None else rule | self.always
-        return coarse, run_time_tensors(both, bindings, has_values=not q.is_meta), self.call(rule, q_offset, scale)
+        tensors = run_time_tensors(self.with_always(rule), bindings, has_values=not q.is_meta)
+        return coarse, tensors, self.call(rule, q_offset, scale)
 
     def selected(
         self, q: Tensor, k: Tensor, coarse: Tensor | None, bindings: list[Tensor], call: SelectionCall

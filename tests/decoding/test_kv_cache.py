@@ -62,14 +62,20 @@ def draw_tensors(H=4, G=2, N=700, D=8, B=2, dtype=torch.float64, seed=0):
 
 @given(data=st.data())
 def test_decoding_equals_prefill(data: st.DataObject) -> None:
-    """Every causal pattern, in chunks of any sizes, with keys evicted on the way: the dense oracle's output."""
+    """Every causal pattern, in chunks of any sizes, with keys evicted on the way: the dense oracle's output.
+
+    The first tokens may come without queries.
+    """
     case = data.draw(strategies.whole_cases(strategies.causal_twins))
     q, k, v = (x.detach() for x in data.draw(strategies.tensors(case)))
     chunks = data.draw(st.lists(st.sampled_from([1, 1, 2, 5, 30]), min_size=1, max_size=4))
     sizes = {name: data.draw(st.sampled_from([1, 2, 5])) for name in ("page", "least_slots", "rows")}
+    begun = data.draw(st.one_of(st.just(0), st.integers(0, case.num_keys - 1)))
     with tiny_sizes(**sizes):
-        out = decode(fd.KVCache(case.twin.pattern, num_heads=case.num_heads), q, k, v, chunks)
-    assert_close(out, oracle.attention(q, k, v, case.counts())[0], **TIGHT)
+        cache = fd.KVCache(case.twin.pattern, num_heads=case.num_heads)
+        cache.append(k[:, :, :begun], v[:, :, :begun])
+        out = decode(cache, *(x[:, :, begun:] for x in (q, k, v)), chunks)
+    assert_close(out, oracle.attention(q, k, v, case.counts())[0][:, :, begun:], **TIGHT)
 
 
 @given(data=st.data())
@@ -127,19 +133,10 @@ def test_a_large_prompt_is_given_back() -> None:
 
 
 def test_unbounded_patterns_keep_everything() -> None:
-    q, k, v = draw_tensors(N=2000)
-    cache = fd.KVCache(masks.causal(), num_heads=4)
-    decode(cache, q, k, v, (400, 1, 1))
-    assert cache.num_kept == 2000
-
-
-@pytest.mark.parametrize("pattern", [LONGNET, STREAMING], ids=["longnet", "streaming"])
-def test_appended_tokens_are_seen(pattern) -> None:
     q, k, v = draw_tensors()
-    cache = fd.KVCache(pattern, num_heads=4)
-    cache.append(k[:, :, :600], v[:, :, :600])
-    out = decode(cache, q[:, :, 600:], k[:, :, 600:], v[:, :, 600:], (1,))
-    assert_close(out, fd.attend(q, k, v, pattern, enable_gqa=True)[:, :, 600:], **TIGHT)
+    cache = fd.KVCache(masks.causal(), num_heads=4)
+    decode(cache, q, k, v, (200, 1, 1))
+    assert cache.num_kept == 700
 
 
 @pytest.mark.parametrize("G", [1, 2, 3, 6])
@@ -251,9 +248,9 @@ def test_reset_and_copies() -> None:
 
 def test_capacity_is_all_that_is_allocated() -> None:
     """A window of 101 keys goes on for ever in 256 slots; where they do not suffice, nothing changes."""
-    q, k, v = draw_tensors(N=2000)
+    q, k, v = draw_tensors(N=1000)
     cache = fd.KVCache(WINDOW, num_heads=4, capacity=256)
-    out = decode(cache, q, k, v, (1, 20, 1, 60))
+    out = decode(cache, q, k, v, (20, 1, 60))
     assert cache.nbytes == 2 * 2 * 2 * 256 * 8 * 8
     assert_close(out, fd.attend(q, k, v, WINDOW, enable_gqa=True), **TIGHT)
     before = cache.num_tokens, cache.num_kept
@@ -262,16 +259,10 @@ def test_capacity_is_all_that_is_allocated() -> None:
     assert (cache.num_tokens, cache.num_kept) == before
     with pytest.raises(ValueError, match="at most capacity=10 keys; 0 that later queries may see and 11 new"):
         fd.KVCache(WINDOW, num_heads=4, capacity=10).attend(q[:, :, :11], k[:, :, :11], v[:, :, :11])
-
-
-def test_a_cache_of_fixed_capacity_keeps_its_size() -> None:
-    """After a large chunk of which little stays visible, too."""
-    tokens = torch.randn(3, 1, 2, 900, 8)
-    kept = fd.KVCache(masks.local_window(left=3, right=0), num_heads=2, capacity=1000)
-    kept.attend(*(x[:, :, :600] for x in tokens))
-    assert kept.nbytes == 2 * 2 * 1000 * 8 * 4
-    kept.attend(*(x[:, :, 600:] for x in tokens))
-    assert kept.nbytes == 2 * 2 * 1000 * 8 * 4
+    kept = fd.KVCache(masks.local_window(left=3, right=0), num_heads=4, capacity=1000)
+    for part in (slice(600), slice(600, 900)):  # chunks of which little stays visible
+        kept.attend(*(x[:, :, part] for x in (q, k, v)))
+        assert kept.nbytes == 2 * 2 * 2 * 1000 * 8 * 8
 
 
 @pytest.mark.parametrize("seen", [1, 2, 30])

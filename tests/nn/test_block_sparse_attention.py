@@ -1,11 +1,11 @@
-"""BlockSparseAttention: attend with a pattern inside, and its life as a module."""
+"""BlockSparseAttention and DilatedAttention: attend with a pattern inside, and their life as modules."""
 
 import copy
 import pickle
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
@@ -14,6 +14,7 @@ import flexdilated as fd
 from flexdilated import masks
 from tests.support import oracle
 from tests.support.agreement import TIGHT
+from tests.support.longnet_oracle import multiplicity
 from tests.support.strategies import cases, tensors
 
 PATTERN = masks.longnet([8, 16], [2, 4]) & masks.causal()
@@ -84,22 +85,52 @@ def test_sinks_are_a_parameter():
     assert other.to("meta").sinks.is_meta
 
 
-def test_dilated_attention_is_one_of_them():
-    module = fd.DilatedAttention([8, 16], [2, 4], causal=True)
+branches = st.lists(st.tuples(st.integers(1, 24), st.integers(1, 9)), min_size=1, max_size=3)
+engines = st.sampled_from([None, "tiles", "reference"])
+
+
+@example([(8, 2)], False, None, 1, 16, 16)  # half of the rows have no keys
+@given(branches, st.booleans(), engines, st.integers(1, 5), st.integers(1, 37), st.integers(1, 37))
+def test_dilated_attention_is_its_definition(pairs, causal, engine, H, N, M):
+    """Values and gradients of any branches over any sizes; a module holds nothing of a call."""
+    segments, rates = zip(*pairs, strict=True)
+    module = fd.DilatedAttention(segments, rates, causal, engine=engine)
     assert isinstance(module, fd.BlockSparseAttention)
-    assert module.pattern == PATTERN
-    assert_close(module(*qkv()), fd.BlockSparseAttention(PATTERN)(*qkv()), rtol=0, atol=0)
+    inputs, before = tuple(x.requires_grad_() for x in qkv(H, H, N, M)), dict(vars(module))
+    counts = multiplicity(segments, rates, num_heads=H, num_queries=N, num_keys=M, causal=causal)
+    out, (truth, _) = module(*inputs), oracle.attention(*inputs, counts)
+    assert_close(out, truth, **TIGHT)
+    cotangent = torch.randn_like(truth)
+    found, expected = (torch.autograd.grad(each, inputs, cotangent) for each in (out, truth))
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, **TIGHT)
+    assert vars(module) == before
+    assert not list(module.parameters())
+    assert not module.state_dict()
+
+
+def test_the_options_of_dilated_attention():
+    """Its pattern is that of the constructors; the rest goes where BlockSparseAttention has it."""
+    for rules in ({}, {"offsets": "contiguous"}, {"heads": "grouped"}):
+        pattern = masks.longnet([8, 16], [2, 4], **rules)
+        assert fd.DilatedAttention([8, 16], [2, 4], **rules).pattern == pattern
+        assert fd.DilatedAttention([8, 16], [2, 4], causal=True, **rules).pattern == pattern & masks.causal()
+    options = {"scale": 0.7, "enable_gqa": True, "engine": "reference"}
+    module, other = fd.DilatedAttention([8, 16], [2, 4], True, **options), fd.BlockSparseAttention(PATTERN, **options)
+    assert repr(module) == repr(other).replace("BlockSparse", "Dilated")
+    assert_close(module(*qkv(G=2)), other(*qkv(G=2)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("remake", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_and_pickles(remake):
-    module = fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=4, scale=0.5, block_size=(16, 32)).double()
-    torch.nn.init.normal_(module.sinks)
-    module(*qkv())
-    again = remake(module)
-    assert again.pattern == module.pattern
-    assert again.sinks is not module.sinks
-    assert_close(again(*qkv()), module(*qkv()), rtol=0, atol=0)
+    sparse = fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=4, scale=0.5, block_size=(16, 32)).double()
+    torch.nn.init.normal_(sparse.sinks)
+    for module in (sparse, fd.DilatedAttention((8, 16), (1, 2), True, scale=0.5)):
+        module(*qkv())
+        again = remake(module)
+        assert again.pattern == module.pattern
+        assert again.sinks is None or again.sinks is not module.sinks
+        assert_close(again(*qkv()), module(*qkv()), rtol=0, atol=0)
 
 
 def test_repr_names_the_pattern_and_the_engine():
@@ -147,12 +178,35 @@ def test_bad_arguments(arguments, options, error, says):
         fd.BlockSparseAttention(*arguments, **options)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "says"),
+    [
+        (((8, 16), (1,)), {}, ValueError, "one entry each a branch"),
+        (((), ()), {}, ValueError, "one entry each a branch"),
+        (((0,), (1,)), {}, ValueError, "at least 1"),
+        (((8,), (0,)), {}, ValueError, "at least 1"),
+        (((8,), (1.5,)), {}, TypeError, "must be an integer"),
+        (((8,), (1,), None), {}, TypeError, "causal must be True or False; got causal=None"),
+        (((8,), (1,)), {"offsets": "random"}, ValueError, "'interleaved', 'contiguous'; got offsets='random'"),
+        (((8,), (1,)), {"heads": "some"}, ValueError, "'all', 'grouped'; got heads='some'"),
+        (((8,), (1,)), {"scale": "1"}, TypeError, "scale must be a real number"),
+    ],
+)
+def test_bad_branches(arguments, options, error, says):
+    with pytest.raises(error, match=says):
+        fd.DilatedAttention(*arguments, **options)
+
+
 def test_bad_calls():
     q, k, v = qkv()
     with pytest.raises(ValueError, match=r"one logit for each head of q, shape \(4,\); got \(2,\)"):
         fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=2)(q, k, v)
     with pytest.raises(ValueError, match="need enable_gqa=True"):
         fd.BlockSparseAttention(PATTERN)(q, k[:, :2], v[:, :2])
+    with pytest.raises(ValueError, match="4 dims"):
+        fd.BlockSparseAttention(PATTERN)(q[0], k, v)
+    with pytest.raises(ValueError, match="one dtype"):
+        fd.BlockSparseAttention(PATTERN)(q.float(), k, v)
     with pytest.raises(ValueError, match="q_offset must be at least 0"):
         fd.BlockSparseAttention(PATTERN)(q, k, v, q_offset=-1)
     for mask in (None, torch.zeros(2, 9, dtype=torch.bool)):

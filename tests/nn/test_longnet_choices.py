@@ -1,8 +1,8 @@
-"""LongNet's choices: positions, norms, biases, scales, dropout; against the dense definition and their own laws."""
+"""LongNet's choices: positions, dropout, scales, what a configuration refuses; by their own laws."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
@@ -10,64 +10,15 @@ import torch
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated.nn import LongNetConfig
-from flexdilated.nn._longnet_block import Block, residual_scales
-from tests.support import longnet_oracle
+from flexdilated.nn._longnet_block import Block, residual_scales, rotary_table, rotate
+from tests.nn.test_longnet import CONFIGS, EMBEDDED, TOLERANCE, V, input_of, model_of
 from tests.support.longnet_oracle import TINY
-
-N, V = 37, TINY.vocab_size
-TOLERANCE = {"rtol": 1e-8, "atol": 1e-9}
-CHOICES = {
-    "bias": replace(TINY, bias=True),
-    "rms": replace(TINY, norm="rms"),
-    "rms, bias": replace(TINY, norm="rms", bias=True, subln=True),
-    "xpos": replace(TINY, position="xpos", xpos_scale=5),
-    "learned": replace(TINY, position="learned", max_positions=N),
-    "no positions": replace(TINY, position=None, num_heads=8),  # of an odd head dim
-    "subln": replace(TINY, subln=True, num_kv_heads=2),
-    "deepnorm": replace(TINY, deepnorm=True, bias=True),
-    "deepnorm, rms, learned": replace(TINY, deepnorm=True, norm="rms", position="learned", max_positions=50),
-    "encoder": replace(TINY, vocab_size=None, causal=False, subln=True, bias=True, position=None),
-    "checkpoint": replace(TINY, deepnorm=True, checkpoint=True),
-}
-
-
-def model_of(config: LongNetConfig, seed: int = 0) -> fd.LongNet:
-    torch.manual_seed(seed)
-    model = fd.LongNet(config, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms and biases begin at 1 and 0, which hides what they do
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
-
-
-def input_of(config: LongNetConfig, length: int = N) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(5)
-    if config.vocab_size is not None:
-        return torch.randint(config.vocab_size, (2, length), generator=generator)
-    return torch.randn(2, length, config.embed_dim, dtype=torch.float64, generator=generator)
-
-
-@pytest.mark.parametrize("layout", ["natural", "residue"])
-@pytest.mark.parametrize("name", CHOICES)
-def test_equals_the_definition(name, layout):
-    config = replace(CHOICES[name], layout=layout)
-    model, x = model_of(config), input_of(config)
-    weights = dict(model.named_parameters())
-    deep = (2 * config.depth) ** 0.25
-    out, expected = model(x), longnet_oracle.longnet(config, weights, x, deep=deep)
-    assert_close(out, expected, **TOLERANCE)
-    cotangent = torch.randn_like(expected)
-    got, want = (torch.autograd.grad(y, list(weights.values()), cotangent) for y in (out, expected))
-    for parameter, ours, theirs in zip(weights, got, want, strict=True):
-        assert_close(ours, theirs, rtol=1e-7, atol=1e-8, msg=lambda text, name=parameter: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("name", ["xpos", "learned", "no positions", "subln", "deepnorm"])
 @torch.no_grad()
 def test_caches_give_what_one_pass_gives(name):
-    model, x = model_of(CHOICES[name]), input_of(CHOICES[name])
+    model, x = model_of(CONFIGS[name]), input_of(CONFIGS[name])
     caches = model.new_caches()
     steps = torch.cat([model(part, caches=caches) for part in x.split((20, 1, 1, 15), dim=1)], dim=1)
     assert_close(steps, model(x), **TOLERANCE)
@@ -88,7 +39,7 @@ def test_xpos_goes_as_far_as_it_says():
 
 @torch.no_grad()
 def test_learned_positions_end():
-    model = model_of(CHOICES["learned"])
+    model = model_of(CONFIGS["learned"])
     caches = model.new_caches()
     model(input_of(TINY, 30), caches=caches)
     with pytest.raises(ValueError, match="has 37 learned positions; got 38 tokens"):
@@ -98,7 +49,7 @@ def test_learned_positions_end():
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("kind", [{"dropout": 0.5}, {"drop_path": 0.5}])
 def test_dropout_is_of_training(kind, checkpoint):
-    config = replace(TINY, vocab_size=None, checkpoint=checkpoint)
+    config = replace(EMBEDDED, checkpoint=checkpoint)
     plain, model = model_of(config), model_of(replace(config, **kind))
     x = input_of(config).repeat(4, 1, 1)
     assert_close(model.eval()(x), plain(x), rtol=0, atol=0)
@@ -122,7 +73,7 @@ def test_dropout_is_of_training(kind, checkpoint):
 
 
 def test_drop_path_leaves_sequences_out_more_often_the_deeper_they_are():
-    model = model_of(replace(TINY, vocab_size=None, depth=3, drop_path=0.5)).train()
+    model = model_of(replace(EMBEDDED, depth=3, drop_path=0.5)).train()
     assert [block.drop_path for block in model.blocks] == [0.0, 0.25, 0.5]
     x, unchanged = torch.randn(400, 2, 24, dtype=torch.float64), []
     torch.manual_seed(0)
@@ -133,7 +84,7 @@ def test_drop_path_leaves_sequences_out_more_often_the_deeper_they_are():
 
 
 def test_a_mean_over_dropped_paths_is_the_path():
-    model = model_of(replace(TINY, vocab_size=None, depth=1, drop_path=0.5)).train()
+    model = model_of(replace(EMBEDDED, depth=1, drop_path=0.5)).train()
     block = model.blocks[0]
     block.drop_path = 0.5
     x = torch.randn(1, 2, 24, dtype=torch.float64).expand(4000, 2, 24)
@@ -149,7 +100,7 @@ def test_features_and_gradients_keep_their_scale_at_any_depth(kind):
     sizes = []
     for depth in (2, 32):
         torch.manual_seed(0)
-        model = fd.LongNet(replace(TINY, vocab_size=None, depth=depth, **kind))
+        model = fd.LongNet(replace(EMBEDDED, depth=depth, **kind))
         x = torch.randn(1, 64, 24, requires_grad=True)
         out = model(x)
         (gradient,) = torch.autograd.grad(out.square().sum(), x)
@@ -186,3 +137,76 @@ def test_weights_begin_with_the_gain_of_their_scales(kind, residual):
     ):
         assert weight.std().item() * weight.shape[1] ** 0.5 == pytest.approx(expected, rel=0.02)
     assert not any(layer.bias.any() for layer in (block.qkv, block.attention_out, block.ffn_in, block.ffn_out))
+
+
+def test_rotary_angles_are_exact_a_million_tokens_in():
+    positions = torch.tensor([0, 1, 999_999])
+    x = torch.randn(1, 3, 2, 8, dtype=torch.float64)
+    angles = positions[:, None] * 100.0 ** -(torch.arange(4).double() / 4)
+    units = torch.polar(torch.ones_like(angles), angles)
+    turned = torch.complex(x[..., :4], x[..., 4:]) * units[:, None]
+    expected = torch.cat((turned.real, turned.imag), dim=-1)
+    for dtype, table_dtype, error in (
+        (torch.float64, torch.float64, 1e-12),
+        (torch.float32, torch.float32, 1e-6),
+        (torch.bfloat16, torch.float32, 1e-2),
+    ):
+        table = rotary_table(positions, head_dim=8, base=100.0, dtype=dtype)
+        got = rotate(x.to(dtype), table)
+        assert (got.dtype, table[0].dtype) == (dtype, table_dtype)
+        assert (got - expected).norm() <= error * expected.norm()
+
+
+def test_config_holds_tuples_and_hashes():
+    config = replace(TINY, segment_lengths=[4, 8], dilation_rates=[1, 2])
+    assert config.segment_lengths == (4, 8)
+    assert hash(config) == hash(replace(TINY, segment_lengths=(4, 8), dilation_rates=(1, 2)))
+    assert (config.hidden_dim, config.kv_heads, config.head_dim) == (96, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_heads": 5}, ValueError, "multiple of num_heads; got embed_dim=24 and num_heads=5"),
+        ({"num_heads": 8}, ValueError, "must be even, .* got 24 / 8 = 3"),
+        ({"num_kv_heads": 3}, ValueError, "multiple of num_kv_heads; got num_heads=4 and num_kv_heads=3"),
+        ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1"),
+        ({"depth": 0}, ValueError, "depth must be at least 1"),
+        ({"depth": 2.0}, TypeError, "depth must be an integer"),
+        ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1"),
+        ({"ffn_dim": 0}, ValueError, "ffn_dim must be at least 1"),
+        ({"rotary_base": 1.0}, ValueError, "rotary_base must be above 1; got rotary_base=1.0"),
+        ({"rotary_base": float("nan")}, ValueError, "rotary_base must be finite"),
+        ({"position": "alibi"}, ValueError, "'rotary', 'xpos', 'learned'; got position='alibi'"),
+        (
+            {"position": "learned"},
+            ValueError,
+            "needs it; got position='learned', max_positions=None",
+        ),
+        ({"max_positions": 9}, ValueError, "position='learned' needs it; got position='rotary', max_positions=9"),
+        ({"position": "xpos", "causal": False}, ValueError, "position='xpos' needs causal=True"),
+        ({"xpos_scale": 0}, ValueError, "xpos_scale must be at least 1"),
+        ({"norm": "batch"}, ValueError, "'layer', 'rms'; got norm='batch'"),
+        ({"dropout": 1}, ValueError, "dropout must be at least 0 and below 1; got dropout=1"),
+        ({"drop_path": -0.1}, ValueError, "drop_path must be at least 0"),
+        ({"bias": None}, TypeError, "bias must be True or False"),
+        ({"subln": True, "deepnorm": True}, ValueError, "take one of them; got both"),
+        ({"layout": "random"}, ValueError, "'auto', 'natural', 'residue'; got layout='random'"),
+        ({"engine": "dense"}, ValueError, "got engine='dense'"),
+        ({"checkpoint": 1}, TypeError, "checkpoint must be True or False"),
+        ({"causal": None}, TypeError, "causal must be True or False"),
+        ({"vocab_size": None, "tie_embeddings": True}, ValueError, "tie_embeddings needs a token embedding"),
+        ({"segment_lengths": (4,)}, ValueError, "one entry each a branch"),
+        ({"segment_lengths": 4}, TypeError, "segment_lengths must be a sequence"),
+        ({"dilation_rates": (1, 2, 0)}, ValueError, "at least 1"),
+        ({"heads": "grouped", "num_heads": 2}, ValueError, "3 head groups need a head each"),
+    ],
+)
+def test_bad_configs(changes, error, message):
+    with pytest.raises(error, match=message):
+        replace(TINY, **changes)
+
+
+def test_a_model_needs_a_config():
+    with pytest.raises(TypeError, match="must be a LongNetConfig; got dict"):
+        fd.LongNet(asdict(TINY))

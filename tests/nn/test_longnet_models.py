@@ -61,10 +61,11 @@ def test_a_classifier_learns():
         (2, lambda out: F.cross_entropy(out, (share > 0.5).long())),
         (1, lambda out: F.mse_loss(out[:, 0], share)),
     ):
-        model = fd.LongNetClassifier(replace(TINY, causal=False, position=None), outputs)
+        sizes = {"depth": 1, "segment_lengths": (24,), "dilation_rates": (1,), "position": None}
+        model = fd.LongNetClassifier(replace(TINY, causal=False, **sizes), outputs)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses = []
-        for _ in range(40):
+        for _ in range(80):
             loss = loss_of(model(tokens))
             optimizer.zero_grad()
             loss.backward()
@@ -121,7 +122,7 @@ def test_checkpointed_encoder_and_decoder_have_the_same_gradients():
 @pytest.mark.slow
 def test_encoder_and_decoder_compile():
     torch.compiler.reset()
-    model = pair_of().float()
+    model = pair_of(depth=1).float()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for lengths in ((31, 12), (40, 9)):
         source, tokens = tokens_of(lengths[0], 23), tokens_of(lengths[1])

@@ -91,7 +91,7 @@ def test_caches_and_generate_follow_one_pass(gradient: str, query_block: int) ->
 def test_it_trains_with_and_without_checkpoints(gradient: str) -> None:
     """Loss goes down, and gradients with checkpoints are those without."""
     model, _ = twins(fd.SelectedLayers(block=8, most=2, gradient=gradient), checkpoint=True)
-    tokens = padded()[0]
+    tokens = padded()[0][:, :50]
 
     def loss(each: fd.LongNet) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(each(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -101,8 +101,8 @@ def test_it_trains_with_and_without_checkpoints(gradient: str) -> None:
     grads = [torch.autograd.grad(loss(each), tuple(each.parameters())) for each in (model, plain)]
     for one, other in zip(*grads, strict=True):
         assert_close(one, other)
-    optimizer, before = torch.optim.Adam(model.parameters(), lr=3e-3), loss(model).item()
-    for _ in range(25):
+    optimizer, before = torch.optim.Adam(model.parameters(), lr=1e-2), loss(model).item()
+    for _ in range(12):
         optimizer.zero_grad()
         loss(model).backward()
         optimizer.step()

@@ -65,7 +65,7 @@ def test_tokens_in_another_order(case, data, rate, engine):
 
 
 @pytest.mark.parametrize("engine", ["tiles", "reference"])
-@pytest.mark.parametrize(("num_tokens", "cut"), [(2, 1), (16, 8), (37, 9), (40, 39)])
+@pytest.mark.parametrize(("num_tokens", "cut"), [(2, 1), (37, 9)])
 def test_parts_of_the_keys_stand_side_by_side(num_tokens, cut, engine):
     """With the lse of all keys, each part is told what it got."""
     torch.manual_seed(num_tokens)
@@ -79,7 +79,7 @@ def test_parts_of_the_keys_stand_side_by_side(num_tokens, cut, engine):
 
 
 @pytest.mark.parametrize("engine", ["tiles", "reference"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 8), (8, 1, 3), (10, 2, 1), (5, 1, 4)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 8), (8, 1, 3), (10, 2, 1)])
 def test_query_heads_that_share_keys_are_told_apart(heads, kv_heads, dim, engine):
     """Also where a group has more heads than there are columns."""
     torch.manual_seed(heads)
@@ -108,7 +108,7 @@ def test_half_precision_runs_in_float32_on_cpu(case, data, dtype):
 
 
 @pytest.mark.parametrize("sides", [8, 16, (16, 32)])
-@pytest.mark.parametrize("num_tokens", [1, 31, 48])
+@pytest.mark.parametrize("num_tokens", [1, 48])
 def test_block_sides_change_nothing(sides, num_tokens):
     torch.manual_seed(num_tokens)
     pattern = masks.neighborhood((6, 8), 1) | masks.first_tokens(2)
@@ -176,7 +176,8 @@ def test_autocast_is_that_of_the_call():
         ({"lse": torch.zeros(2, 4, 49)}, ValueError, r"lse must have the shape \(2, 4, 50\)"),
         ({"lse": torch.zeros(2, 4, 50, device="meta")}, ValueError, "lse must be on the device of q"),
         ({"pattern": "causal()"}, TypeError, "pattern must be a pattern or mixture"),
-        ({"engine": "flex"}, ValueError, "needs a backward, and flex has none on CPU"),
+        ({"engine": "flex"}, ValueError, "needs a backward, and flex has none on CPU; engine='tiles' serves it"),
+        ({"k": torch.zeros(2, 2, 50, 8).double()}, ValueError, "need enable_gqa=True"),
         ({"engine": "dense"}, ValueError, "engine must be None or one of"),
         ({"scale": float("nan")}, ValueError, "scale must be finite"),
         ({"bindings": {"ids": torch.zeros(50)}}, ValueError, "bindings must name run-time tensors"),
@@ -186,14 +187,6 @@ def test_autocast_is_that_of_the_call():
 )
 def test_what_does_not_fit_is_refused(change, error, message):
     q, k, lse, _ = one_call()
-    given = {"lse": lse, "pattern": PATTERN} | change
+    given = {"k": k, "lse": lse, "pattern": PATTERN} | change
     with pytest.raises(error, match=message):
-        fd.attention_received(q, k, given.pop("lse"), given.pop("pattern"), **given)
-
-
-def test_grouped_heads_are_asked_for_and_flex_needs_an_accelerator():
-    q, k, lse, _ = one_call(torch.float32)
-    with pytest.raises(ValueError, match="need enable_gqa=True"):
-        fd.attention_received(q, k[:, :2], lse, PATTERN)
-    with pytest.raises(ValueError, match="needs a backward, and flex has none on CPU; engine='tiles' serves it"):
-        fd.attention_received(q, k, lse, PATTERN, engine="flex")
+        fd.attention_received(q, given.pop("k"), given.pop("lse"), given.pop("pattern"), **given)

@@ -8,19 +8,9 @@ from hypothesis import strategies as st
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.refinement import _block_mass
+from tests.observe.test_received import weights as shares
 from tests.support.run_time_strategies import packed_cases
 from tests.support.strategies import block_sides, cases, tensors, whole_cases
-
-
-def shares(q, k, counts, scale=None, sinks=None):
-    """(B, H, N, M): the softmax weight of each pair times its count, and the lse, in float64."""
-    q, k = q.detach().double(), k.detach().double().repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale) + counts.double().log()
-    lse = scores.logsumexp(-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.double()[:, None])
-    weights = (scores - lse[..., None]).exp()
-    return torch.where(counts > 0, weights, 0.0), lse
 
 
 def by_block(weights, lse, sides, q_offset=0, k_offset=0):
@@ -51,7 +41,7 @@ def pair(side):
 def test_sums_of_dense_attention(case, data, side, scale):
     """Any pattern, mixtures too; grouped heads, ragged ends, offsets, some of all heads."""
     q, k, _ = data.draw(tensors(case))
-    weights, lse = shares(q, k, case.counts(), scale)
+    weights, lse = shares(q, k, case.counts(), scale=scale)
     mass = fd.block_mass(q, k, lse, case.twin.pattern, block=side, scale=scale, enable_gqa=True, **case.sizes)
     assert mass.dtype == torch.float64
     assert not mass.requires_grad
@@ -72,8 +62,9 @@ def test_what_sinks_take_is_missing(case, data, side):
     q, k, v = data.draw(tensors(case))
     sinks = torch.linspace(-1.0, 2.0, case.num_heads, dtype=q.dtype)
     _, lse = fd.attend(q, k, v, case.twin.pattern, enable_gqa=True, sinks=sinks, return_lse=True)
+    expected_lse = torch.logaddexp(shares(q, k, case.counts())[1], sinks.double()[:, None])
     mass = fd.block_mass(q, k, lse, case.twin.pattern, block=side, enable_gqa=True)
-    weights, expected_lse = shares(q, k, case.counts(), sinks=sinks)
+    weights, _ = shares(q, k, case.counts(), expected_lse)
     torch.testing.assert_close(mass, by_block(weights, expected_lse, pair(side)), rtol=1e-8, atol=1e-10)
     assert bool((mass.sum(-1) < 1).all())
 

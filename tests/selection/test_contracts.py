@@ -5,13 +5,11 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from copy import deepcopy
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,8 +19,8 @@ from flexdilated.selection import _boxes, _scores
 from flexdilated.selection._boxes import HeadRule, Rows, _build
 from flexdilated.selection._select_op import choose_blocks
 from tests.selection.cases import Case, cases, with_coarse
+from tests.selection.test_selected_attention import Gate
 from tests.support import selection_oracle as oracle
-from tests.support.oracle import attention
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -33,7 +31,7 @@ def row_of(found: fd.Selection, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     return found.blocks[:, :, row], found.scores[:, :, row]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(cases(), st.data())
 def test_later_tokens_change_no_earlier_choice(case: Case, data) -> None:
     """Rows that begin before a changed token choose as before, to the last bit, where no later key is allowed."""
@@ -50,17 +48,6 @@ def test_later_tokens_change_no_earlier_choice(case: Case, data) -> None:
     for row, queries in enumerate(oracle.rows_of(case.q.shape[2], case.q_offset, case.selector.query_block)):
         if case.q_offset + queries[0] < t:
             assert all(map(torch.equal, row_of(before, row), row_of(after, row)))
-
-
-def test_a_row_that_looks_with_its_first_query_sees_what_that_one_sees() -> None:
-    """Row 1 begins at position 4, in the middle of block 1: of its keys 3 to 5 the row sees 3 and 4."""
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 8, 4, dtype=torch.float64)
-    selector = fd.BlockSelector(block=3, query_block=4, query_summary="first", choose=fd.TopK(3))
-    found = selector(q, k)
-    expected = torch.stack([q[0, 0, 4] @ k[0, 0, keys].mean(0) / 2 for keys in (slice(0, 3), slice(3, 5))])
-    assert sorted(found.blocks[0, 0, 1].tolist()) == [-1, 0, 1]
-    assert_close(found.scores[0, 0, 1, :2], expected.sort(descending=True).values)
 
 
 CAUSAL = [
@@ -98,7 +85,7 @@ def test_rows_of_other_rules_may_look_with_all_queries(within: masks.Pattern) ->
     fd.BlockSelector(block=4, query_block=2, choose=fd.TopK(2), within=within)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(cases(), st.data(), BAD)
 def test_hidden_keys_touch_nothing(case: Case, data, value: float) -> None:
     """Keys that a row's view does not see, whatever they hold, for rows drawn one at a time."""
@@ -127,60 +114,6 @@ def test_gradients_of_hidden_tokens_are_zero(case: Case, value: float) -> None:
     for one, other in zip(gradients(value), gradients(0.0), strict=True):
         assert torch.equal(one, other)
         assert not one.isnan().any()
-
-
-@given(cases())
-def test_entries_choose_for_themselves(case: Case) -> None:
-    assume(case.q.shape[0] == 2)
-    found = case.run()
-    for b in range(2):
-        own = {name: x[b : b + 1] if x.dim() == 2 or name == "real" else x for name, x in case.bindings.items()}
-        alone = replace(case, q=case.q[b : b + 1], k=case.k[b : b + 1], bindings=own).run()
-        assert alone.blocks.equal(found.blocks[b : b + 1])
-        assert_close(alone.scores, found.scores[b : b + 1], rtol=1e-12, atol=1e-12)
-
-
-@given(cases())
-def test_enough_for_all_blocks_is_dense(case: Case) -> None:
-    """Rows that look with all they have choose every block with a pair: nothing of `within` is left out."""
-    options = case.options | {"choose": fd.TopK(30)}
-    assume(case.selector._whole or case.selector.query_block == 1)
-    found = replace(case, options=options).run()
-    assert found.density == float(case.table(case.selector.within).any())
-    assert found.cut == 0
-
-
-@given(cases())
-def test_the_density_is_that_of_the_attention_that_reads_the_table(case: Case) -> None:
-    """The pairs of (selected_blocks(...) | always) & within, and `attend` over them; all pairs where all are chosen."""
-    own, found, heads = case.selector, case.run(), case.q.shape[1]
-    chosen = masks.selected_blocks("chosen", block=(own.query_block, own.block), most=own.choose.most)
-    read = (chosen if own.always is None else chosen | own.always) & own.within
-    bindings = case.bindings | {"chosen": found.blocks}
-    pairs = replace(case, bindings=bindings).table(read)
-    within = case.table(own.within)
-    assert_close(found.density.item(), pairs.sum().item() / max(1, within.sum().item()), rtol=1e-6, atol=1e-6)
-    options = {"enable_gqa": True, "q_offset": case.q_offset, "bindings": bindings}
-    out = fd.attend(case.q, case.k, case.k, read, **options)
-    keys = case.k.repeat_interleave(heads // case.k.shape[1], 1)
-    assert_close(out, attention(case.q, keys, keys, pairs.long())[0])
-
-
-@given(cases(scorers=("mean", "minmax", "mass")), st.integers(1, 4))
-def test_chunks_choose_as_one_pass(case: Case, rows: int) -> None:
-    """Of whole rows, after the keys of all before them."""
-    assume(not case.selector._whole and not case.bindings)
-    options = case.options | {"within": case.options["within"] & masks.causal()}
-    tokens = case.q.shape[2]
-    k = case.k[:, :, :1].expand(-1, -1, tokens, -1) + torch.randn(case.k.shape[0], case.k.shape[1], tokens, 1).double()
-    case = replace(case, options=options, q_offset=0, k=k)
-    whole, step = case.run(), rows * case.options["query_block"]
-    for at in range(0, tokens, step):
-        end = min(at + step, tokens)
-        chunk = replace(case, q=case.q[:, :, at:end], k=k[:, :, :end], q_offset=at).run()
-        here = slice(at // case.options["query_block"], at // case.options["query_block"] + chunk.blocks.shape[2])
-        assert chunk.blocks.equal(whole.blocks[:, :, here])
-        assert_close(chunk.scores, whole.scores[:, :, here], rtol=1e-9, atol=1e-9)
 
 
 @given(cases(), st.booleans(), st.integers(1, 3))
@@ -271,7 +204,7 @@ RULES = [masks.causal(), masks.local_window(left=40, right=0), masks.causal() & 
 @pytest.mark.parametrize("scorer", ["mean", "minmax", "mass", "antidiagonal"])
 @pytest.mark.parametrize("coarse", [False, True])
 def test_a_second_call_reads_nothing_on_the_host(within: masks.Pattern, scorer: str, coarse: bool) -> None:
-    """Inside of an op no mode sees anything: the op's own function is watched."""
+    """Inside of an op no mode sees anything: the op's own function is watched. What it kept goes with the pattern."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 2, 100, 8)
     options = {"within": within, "future_in_choice": True, "always": masks.chunked(8)}
@@ -282,15 +215,12 @@ def test_a_second_call_reads_nothing_on_the_host(within: masks.Pattern, scorer: 
     misses = masks.cache().stats().misses
     with Watched() as watched:
         found = choose_blocks(q, k, None, chosen, [], call)
-    assert +watched.reads == Counter()
+        assert +watched.reads == Counter()
+        found[0].sum().item()
+    assert watched.reads["_local_scalar_dense"] == 1
     assert masks.cache().stats().misses == misses
     assert all(map(torch.equal, found, expected))
-
-
-def test_the_watch_sees_a_read() -> None:
-    with Watched() as watched:
-        torch.ones(3).sum().item()
-    assert watched.reads["_local_scalar_dense"] == 1
+    assert masks.cache().forget(within) > 0
 
 
 @pytest.mark.parametrize(("scorer", "N"), [("mean", 16_384), ("minmax", 16_384), ("mass", 4_096)])
@@ -311,29 +241,12 @@ def test_nothing_is_as_large_as_queries_by_keys(scorer: str, N: int) -> None:
     assert 0 < built.largest <= 4 * 2 * N * N // 16
 
 
-def test_boxes_are_forgotten_with_their_pattern() -> None:
-    within = masks.causal() & masks.strided(5)
-    fd.BlockSelector(block=4, choose=fd.TopK(2), within=within)(*torch.randn(2, 1, 1, 30, 4))
-    assert masks.cache().forget(within) > 0
-
-
-class Sum(nn.Module):
-    """A gate with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([0.7, -0.2, 1.3]))
-
-    def forward(self, queries, pools):
-        return sum(w * (queries @ pool.mT) for w, pool in zip(self.weight, pools, strict=True))
-
-
 COMPILED = {
     "mean": {"scorer": "mean", "choose": fd.TopK(3), "within": masks.causal() & masks.documents("docs")},
     "minmax": {"scorer": "minmax", "choose": fd.TopP(0.7, most=3), "query_block": 8, "query_summary": "first"},
     "mass": {"scorer": "mass", "choose": fd.Threshold(0.1, most=3), "share": "all"},
     "antidiagonal": {"scorer": "antidiagonal", "choose": fd.TopK(2), "query_block": 8, "within": masks.every()},
-    "module": {"scorer": Sum(), "choose": fd.TopK(2), "always": masks.chunked(8)},
+    "module": {"scorer": Gate(8).float(), "choose": fd.TopK(2), "always": masks.chunked(8)},
     "coarse": {
         "choose": fd.TopK(2),
         "coarse": fd.BlockSelector(block=16, choose=fd.TopK(2), share="all"),
@@ -345,7 +258,7 @@ COMPILED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_equals_eager(name: str) -> None:
-    """In one graph, with the gradients of what follows."""
+    """In one graph, with the gradients of what follows; ops are opaque to Inductor, which one of them stands for."""
     torch.compiler.reset()
     selector = fd.BlockSelector(block=8, **COMPILED[name])
     bindings = {"docs": torch.arange(100) // 37} if name == "mean" else None
@@ -354,7 +267,7 @@ def test_compiled_equals_eager(name: str) -> None:
         found = selector(q, k, bindings=bindings)
         return found, found.scores.masked_fill(found.blocks < 0, 0.0).sin().sum()
 
-    compiled = torch.compile(run, fullgraph=True)
+    compiled = torch.compile(run, fullgraph=True, backend="inductor" if name == "mean" else "aot_eager")
     for tokens in (100,) if name == "mean" else (100, 60):
         torch.manual_seed(tokens)
         q, k = (torch.randn(2, 2, tokens, 8, requires_grad=True) for _ in range(2))

@@ -6,8 +6,7 @@ blocks are modules, `NativeSparseAttention` and `CoarseToFineAttention`.
 
 from ._coarse_to_fine import CoarseToFineAttention
 from ._native import NativeSparseAttention
-from ._seer_gate import SeerGate
-from ._selectors import moba, quest, seer_attention, seer_attention_r, xattention
+from ._selectors import SeerGate, moba, quest, seer_attention, seer_attention_r, xattention
 
 __all__ = [
     "CoarseToFineAttention",
