@@ -142,7 +142,7 @@ def _attention_time(config: LongNetConfig, context: int, device: str) -> dict[st
         return None
     shape, generator = (1, config.num_heads, context, config.head_dim), torch.Generator().manual_seed(0)
     q, k, v, grad = torch.randn(4, *shape, generator=generator).to(device)
-    found = {"repetitions": _REPETITIONS}
+    found: dict[str, float] = {"repetitions": _REPETITIONS}
     ways = {
         "longnet_ms": partial(attend, pattern=config.pattern),
         "dense_ms": partial(scaled_dot_product_attention, is_causal=True),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
@@ -64,7 +64,7 @@ def _on_two_processes(sent: bytes) -> list[bytes]:
     """
     with tempfile.TemporaryDirectory() as name:
         folder, end = Path(name), monotonic() + LIMIT_S
-        started = start_processes(_rank, (folder, sent, LIMIT_S), nprocs=RANKS, join=False, daemon=True)
+        started: Any = start_processes(_rank, (folder, sent, LIMIT_S), nprocs=RANKS, join=False, daemon=True)
         try:
             while not started.join(timeout=max(0.0, end - monotonic())):
                 if monotonic() >= end:
