@@ -19,11 +19,11 @@ CAUSAL = masks.causal(), [oracle.causal()]
 # module, what it claims to be, the checks that must fail among others, those that must pass, and words of a report
 WRONG = {
     "softmax over heads": ("SoftmaxOverHeads", WINDOW, {"agreement", "coverage"}, {"lengths"}, "runs over the heads"),
-    "blocks apart": ("BlocksApart", CAUSAL, {"agreement"}, {"causality"}, "add up to 2"),
+    "blocks apart": ("BlocksApart", CAUSAL, {"agreement", "coverage"}, {"causality"}, "add up to 2"),
     "causal leak": (
         "CausalLeak",
         WINDOW,
-        {"causality", "coverage"},
+        {"agreement", "causality", "coverage"},
         {"determinism"},
         "position query +1 counts once more",
     ),
