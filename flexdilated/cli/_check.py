@@ -7,10 +7,13 @@ import json
 import sys
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
+from .._attend import attend
 from ..masks import Mixture, Pattern
 from ..masks.patterns import names
-from ..testing import check_pattern
-from ..testing._attend_trials import attend_trials, run_trial
+from ..testing import Calls, check_attention_module, check_pattern
 from ..testing._inputs import takes
 from ..testing._problem import tokens
 from ._command_parser import CommandParser, UsageError
@@ -21,7 +24,10 @@ from ._pattern import PATTERN, fitting_heads, read_pattern
 _HEADS = 4
 _MOST_PAIRS = 1 << 22  # over all heads: the tables in which each is looked at then fill most of a gigabyte
 _SEEDS = 1 << 62  # torch's generators take 64 bits, and the number of the example is added
-_AT_ONCE = 25  # examples of the rule's check between two steps of the bar
+_BOXES, _CALLS = 25, 100  # examples between two steps of the bar
+_HEAD_DIMS = (8, 1, 3, 16)
+# Four calls a length: two kinds of values, gradients through output and lse, and queries that begin later.
+_CHECKS = ("agreement", "gradients", "decoding")
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -99,10 +105,25 @@ def _steps(
 ) -> Iterator[tuple[int, str]]:
     """(examples that were good, what they were of)."""
     sizes = {"num_heads": num_heads, "max_tokens": max_tokens}
-    for first in range(0, examples, _AT_ONCE):
-        number = min(_AT_ONCE, examples - first)
+    for first in range(0, examples, _BOXES):
+        number = min(_BOXES, examples - first)
         check_pattern(pattern, **sizes, examples=number, seed=seed + first)
         yield number, "the rule"
-    for trial in attend_trials(pattern, **sizes, examples=examples, seed=seed):
-        run_trial(pattern, trial)
-        yield 1, "attend"
+
+    def whole(module: object, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attend(q, k, v, pattern, enable_gqa=True, return_lse=True)
+
+    def in_two(module: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A third of the queries, then the others."""
+        cut = q.shape[2] // 3
+        places = [(0, cut), (cut, q.shape[2])] if cut else [(0, q.shape[2])]
+        parts = [attend(q[:, :, a:b], k, v, pattern, enable_gqa=True, q_offset=a) for a, b in places]
+        return torch.cat(parts, dim=2)
+
+    calls, groups = Calls(plain=whole, decoded=in_two), [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+    for turn, first in enumerate(range(0, examples, _CALLS)):
+        number = min(_CALLS, examples - first)
+        tried = {"examples": max(2, number // 4), "calls": calls, "checks": _CHECKS, "seed": seed + first}
+        shapes = {"num_kv_heads": groups[turn % len(groups)], "head_dim": _HEAD_DIMS[turn % len(_HEAD_DIMS)]}
+        check_attention_module(lambda: attend, pattern, **sizes, **shapes, **tried)
+        yield number, "attend"

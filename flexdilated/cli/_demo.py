@@ -5,28 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from math import isfinite
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
 import torch
 from tabulate import tabulate
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.benchmark import Timer
 
 from .. import __version__, masks
 from .._attend import attend
-from ..masks.plan_cache import CacheStats
 from ..nn import LongNetConfig
 from ._command_parser import CommandParser, UsageError
-from ._demo_data import Corpus, bigram_bits, load_corpus, unigram_bits, validation_windows
-from ._demo_model import build_model, draw_sample, model_config, sample_text
+from ._demo_data import bigram_bits, load_corpus, unigram_bits, validation_windows
+from ._demo_model import ByteModel, draw_sample, model_config, sample_text
 from ._demo_slide import demo_slide
-from ._demo_training import CHECKPOINT, Interrupt, Run, load_checkpoint, mean_bits, running_mean, train
+from ._demo_training import CHECKPOINT, Interrupt, Run, load_checkpoint, mean_bits, train
 from ._machine import available_devices, find, missing_line, num_devices
 from ._output import prepare, replace
 from ._pattern import refusals
@@ -92,12 +92,16 @@ def run_demo(options: argparse.Namespace) -> None:
     context, seed, out = options.context, options.seed, options.out
     prepare(out)
     corpus = load_corpus(options.data, context=context)
-    identity = {"context": context, "seed": seed, "corpus": corpus.fingerprint}
-    identity["model"] = asdict(model_config(context))
-    run = Run(build_model(context, seed=seed).to(options.device), identity)
+    config = model_config(context)
+    identity = {"context": context, "seed": seed, "corpus": corpus.fingerprint, "model": asdict(config)}
+    run = Run(ByteModel(config, seed=seed).to(options.device), identity)
     if options.resume:
         run.load(load_checkpoint(out, identity=identity))
-    _introduce(run, corpus)
+    parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    print(f"text      {corpus}")
+    print(f"model     causal LongNet, {parameters:,} parameters, {_branches(config)}")
+    if run.step:
+        print(f"resumed   at step {run.step}")
     windows = validation_windows(corpus.validation, context=context, limit=_VALIDATION_WINDOWS)
     with Interrupt() as interrupt:
         if run.step == 0:
@@ -107,31 +111,21 @@ def run_demo(options: argparse.Namespace) -> None:
         if interrupt.requested:
             print("stopping early; a second Ctrl-C ends at once, without results")
         stats = masks.cache().stats()  # before the timing, which looks up plans of its own
+        facts = masks.describe(config.pattern, context, num_heads=config.num_heads, head_dim=config.head_dim)
         results = {
             "before": run.before,
             "after": mean_bits(run.model, windows) if run.step else run.before,
             "unigram": unigram_bits(corpus.train, windows),
             "bigram": bigram_bits(corpus.train, windows),
-            **_measured(run, context, options.device, interrupt),
-            "ended_by": ended_by,
-            "cache": asdict(stats),
+            **{"parameters": parameters, "steps": run.step, "seconds": run.seconds, "context": context},
+            "time": None if interrupt.requested else _attention_time(config, context, options.device),
+            **{"density": facts.density, "block_density": facts.block_density, "waste": facts.waste},
+            **{"ended_by": ended_by, "cache": asdict(stats)},
         }
-        print(f"\n{_table(results, stats)}\n")
+        print(f"\n{_table(results)}\n")
         if options.sample:
             _sample(run, windows[0], options)
         _leave(results, run, options)
-
-
-def _introduce(run: Run, corpus: Corpus) -> None:
-    sides = ("training", corpus.train, corpus.train_files), ("validation", corpus.validation, corpus.validation_files)
-    sizes = ", ".join(
-        f"{name} {len(text) / 1e6:.2f} MB in {len(files)} file{'s' if len(files) != 1 else ''}"
-        for name, text, files in sides
-    )
-    print(f"text      {corpus.source}: {sizes}")
-    print(f"model     causal LongNet, {_parameters(run):,} parameters, {_branches(run.model.trunk.config)}")
-    if run.step:
-        print(f"resumed   at step {run.step}")
 
 
 def _branches(config: LongNetConfig) -> str:
@@ -139,65 +133,38 @@ def _branches(config: LongNetConfig) -> str:
     return f"segments {segments} at rates {rates}"
 
 
-def _parameters(run: Run) -> int:
-    return sum(parameter.numel() for parameter in run.model.parameters())
+def _attention_time(config: LongNetConfig, context: int, device: str) -> dict[str, float] | None:
+    """Milliseconds of one layer's attention beside causal dense SDPA, forward and backward, means after a warm-up.
 
-
-def _measured(run: Run, context: int, device: str, interrupt: Interrupt) -> dict[str, Any]:
-    """Densities are shares of all (query, key) pairs: of those that branches allow, and of those in computed blocks."""
-    pattern, config = run.model.trunk.pattern, run.model.trunk.config
-    facts = masks.describe(pattern, context, num_heads=config.num_heads, head_dim=config.head_dim)
-    return {
-        **{"parameters": _parameters(run), "steps": run.step, "seconds": run.seconds, "context": context},
-        "time": _attention_time(run, (1, config.num_heads, context, config.head_dim), device, interrupt),
-        **{"density": facts.density, "block_density": facts.block_density, "waste": facts.waste},
-    }
-
-
-def _attention_time(run: Run, shape: tuple[int, ...], device: str, interrupt: Interrupt) -> dict[str, float] | None:
-    """Milliseconds of one layer's attention beside causal dense SDPA, forward and backward, medians after a warm-up.
-
-    None above _LONGEST_DENSE tokens and where the user interrupts.
+    None above _LONGEST_DENSE tokens.
     """
-    q, k, v, grad = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0)).to(device)
-    contestants: tuple[Callable[..., Tensor], ...] = (
-        lambda a, b, c: attend(a, b, c, run.model.trunk.pattern),
-        lambda a, b, c: F.scaled_dot_product_attention(a, b, c, is_causal=True),
-    )
-
-    def milliseconds(attention: Callable[..., Tensor]) -> float:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        _synchronize(device)
-        start = perf_counter()
-        attention(*leaves).backward(grad)
-        _synchronize(device)
-        return 1e3 * (perf_counter() - start)
-
-    times: list[list[float]] = []
-    for _ in range(1 + _REPETITIONS):
-        if interrupt.requested or shape[2] > _LONGEST_DENSE:
-            return None
-        times.append([milliseconds(contestant) for contestant in contestants])
-    longnet, dense = (median(column) for column in zip(*times[1:], strict=True))
-    return {"longnet_ms": longnet, "dense_ms": dense, "repetitions": _REPETITIONS}
+    if context > _LONGEST_DENSE:
+        return None
+    shape, generator = (1, config.num_heads, context, config.head_dim), torch.Generator().manual_seed(0)
+    q, k, v, grad = torch.randn(4, *shape, generator=generator).to(device)
+    found: dict[str, float] = {"repetitions": _REPETITIONS}
+    ways = {
+        "longnet_ms": partial(attend, pattern=config.pattern),
+        "dense_ms": partial(scaled_dot_product_attention, is_causal=True),
+    }
+    for name, attention in ways.items():
+        given = {"attention": attention, "leaves": [x.detach().requires_grad_() for x in (q, k, v)], "grad": grad}
+        timer = Timer("attention(*leaves).backward(grad)", globals=given, num_threads=torch.get_num_threads())
+        found[name] = 1e3 * timer.timeit(_REPETITIONS).mean
+    return found
 
 
-def _synchronize(device: str) -> None:
-    if torch.device(device).type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def _table(found: dict[str, Any], cache: CacheStats) -> str:
+def _table(found: dict[str, Any]) -> str:
     """Every result with its name, for people."""
-    time = found["time"]
+    time, cache = found["time"], found["cache"]
     what = f"attention forward + backward at {found['context']:,} tokens"
     times = [(what, f"not timed (interrupted, or above {_LONGEST_DENSE:,} tokens)")]
     if time is not None:
         times = [
             (f"{what}, LongNet", f"{time['longnet_ms']:.1f} ms"),
             (f"{what}, dense SDPA", f"{time['dense_ms']:.1f} ms"),
+            ("LongNet faster by", f"{time['dense_ms'] / time['longnet_ms']:.1f}x"),
         ]
-        times.append(("LongNet faster by", f"{time['dense_ms'] / time['longnet_ms']:.1f}x"))
     rows = [
         ("validation bits per byte, before", f"{found['before']:.3f}"),
         ("validation bits per byte, after", f"{found['after']:.3f}"),
@@ -214,9 +181,7 @@ def _table(found: dict[str, Any], cache: CacheStats) -> str:
         ("density, pairs of all pairs", f"{found['density']:.3%}"),
         ("density, computed in blocks", f"{found['block_density']:.3%}"),
         ("computed / useful pairs", f"{found['waste']:.3f}"),
-        ("plan cache, hits and misses", f"{cache.hits:,} and {cache.misses:,} ({cache.hit_rate:.1%} hits)"),
-        ("plan cache, entries", f"{cache.entries:,}, {cache.bytes / 2**20:.2f} MiB"),
-        ("plan cache, time to build", f"{1e3 * cache.build_seconds:.0f} ms"),
+        ("plan cache, hits and misses", f"{cache['hits']:,} and {cache['misses']:,}"),
     ]
     return tabulate(rows, headers=["measure", "value"], disable_numparse=True, colalign=("left", "right"))
 
@@ -260,7 +225,7 @@ def _save_mask(path: Path) -> None:
     masks.plot(small.pattern, _PICTURE_TOKENS, **sizes, **how).savefig(path, format="png")
 
 
-def _save_losses(path: Path, losses: Sequence[float], results: dict[str, Any]) -> None:
+def _save_losses(path: Path, losses: list[float], results: dict[str, Any]) -> None:
     """The loss of each step, its running mean, the validation's two and the two baselines."""
     from matplotlib.figure import Figure
 
@@ -268,7 +233,8 @@ def _save_losses(path: Path, losses: Sequence[float], results: dict[str, Any]) -
     axes, steps = figure.subplots(), range(1, len(losses) + 1)
     before, after = results["before"], results["after"]
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.9, label="training, each step")
-    axes.plot(steps, running_mean(losses), color="#08519c", linewidth=2, label="training, mean of 10")
+    means = [fmean(losses[max(0, last - 10) : last]) for last in steps]
+    axes.plot(steps, means, color="#08519c", linewidth=2, label="training, mean of 10")
     axes.plot([0, len(losses)], [before, after], "o", color="#d94801", zorder=3, label="validation, before and after")
     axes.annotate(f"{after:.2f}", (len(losses), after), xytext=(7, -3), textcoords="offset points", color="#d94801")
     for name, style in (("unigram", "--"), ("bigram", ":")):

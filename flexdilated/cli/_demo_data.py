@@ -36,6 +36,14 @@ class Corpus:
     validation_files: tuple[str, ...]
     fingerprint: str
 
+    def __str__(self) -> str:
+        sides = ("training", self.train, self.train_files), ("validation", self.validation, self.validation_files)
+        sizes = (
+            f"{name} {len(text) / 1e6:.2f} MB in {len(files)} file{'s' if len(files) != 1 else ''}"
+            for name, text, files in sides
+        )
+        return f"{self.source}: {', '.join(sizes)}"
+
 
 def load_corpus(data: Path | None, *, context: int) -> Corpus:
     """Read a file or folder, or the standard library's source where `data` is None.

@@ -27,30 +27,28 @@ def model_config(context: int, *, shortest: int = 256) -> LongNetConfig:
     while segments[-1] < context:
         segments.append(segments[-1] * _SEGMENT_RATIO)
     segments[-1] = context
-    return LongNetConfig(
-        vocab_size=None,
-        embed_dim=_EMBED_DIM,
-        depth=_DEPTH,
-        num_heads=_NUM_HEADS,
-        segment_lengths=tuple(segments),
-        dilation_rates=tuple(_RATE_RATIO**branch for branch in range(len(segments))),
-    )
+    rates = tuple(_RATE_RATIO**branch for branch in range(len(segments)))
+    sizes = {"vocab_size": None, "embed_dim": _EMBED_DIM, "depth": _DEPTH, "num_heads": _NUM_HEADS}
+    return LongNetConfig(**sizes, segment_lengths=tuple(segments), dilation_rates=rates)
 
 
 class ByteModel(nn.Module):
     """Logits of each next byte, from the bytes up to it.
 
     A byte enters as the sum of an embedding of itself and, from tables of their own, of the bytes just before it: what
-    attention would learn first, and slowest, in a short training.
+    attention would learn first, and slowest, in a short training. Parameters are drawn from `seed`; the caller's
+    random state stays as it is.
     """
 
-    def __init__(self, config: LongNetConfig) -> None:
+    def __init__(self, config: LongNetConfig, *, seed: int) -> None:
         super().__init__()
-        self.embeddings = nn.ModuleList(nn.Embedding(_BYTES, config.embed_dim) for _ in range(_LOOKBACK))
-        self.trunk = LongNet(config)
-        self.head = nn.Linear(config.embed_dim, _BYTES)
-        for table in self.embeddings.parameters():
-            nn.init.normal_(table, std=_LOOKBACK**-0.5)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embeddings = nn.ModuleList(nn.Embedding(_BYTES, config.embed_dim) for _ in range(_LOOKBACK))
+            self.trunk = LongNet(config)
+            self.head = nn.Linear(config.embed_dim, _BYTES)
+            for table in self.embeddings.parameters():
+                nn.init.normal_(table, std=_LOOKBACK**-0.5)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -64,30 +62,36 @@ class ByteModel(nn.Module):
             x = x + F.pad(table(tokens[:, : max(0, length - distance)]), (0, 0, min(distance, length), 0))
         return x
 
+    def optimizers(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        """Muon for the blocks' matrices, AdamW for everything else; each group's full rate is its "initial_lr".
 
-def build_model(context: int, *, seed: int) -> ByteModel:
-    """The model with parameters drawn from `seed`; the caller's random state stays as it is."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return ByteModel(model_config(context))
+        Muon makes every direction of a matrix's update count alike, which in a run of a few hundred steps is worth a
+        multiple of them. Source: Keller Jordan, "Muon: an optimizer for hidden layers", 2024.
+        """
+        matrices = [p for p in self.trunk.parameters() if p.dim() == 2]
+        chosen = {id(p) for p in matrices}
+        groups = (
+            {"params": matrices, "initial_lr": _MATRIX_RATE},
+            {"params": [p for p in self.parameters() if id(p) not in chosen], "initial_lr": _OTHER_RATE},
+        )
+        return (
+            torch.optim.Muon([groups[0]], momentum=0.9, weight_decay=0.0),
+            torch.optim.AdamW([groups[1]], betas=(0.9, 0.95), weight_decay=0.0),
+        )
 
+    def next_logits(self) -> Callable[[Int64[Tensor, "1 N"]], Float[Tensor, "1 256"]]:
+        """A function of consecutive bytes that returns the logits of the next: it keeps what earlier ones left."""
+        caches = self.trunk.new_caches()
+        recent = torch.empty(1, 0, dtype=torch.int64, device=self.head.weight.device)
 
-def optimizers_of(model: ByteModel) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    """Muon for the blocks' matrices, AdamW for everything else; each group's full rate is its "initial_lr".
+        def following(tokens: Tensor) -> Tensor:
+            nonlocal recent
+            window = torch.cat([recent, tokens], dim=1)
+            embedded = self.embed(window)[:, recent.shape[1] :]
+            recent = window[:, -(_LOOKBACK - 1) :]
+            return self.head(self.trunk(embedded, caches=caches)[:, -1])
 
-    Muon makes every direction of a matrix's update count alike, which in a run of a few hundred steps is worth a
-    multiple of them. Source: Keller Jordan, "Muon: an optimizer for hidden layers", 2024.
-    """
-    matrices = [p for p in model.trunk.parameters() if p.dim() == 2]
-    chosen = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in chosen]
-    found = (
-        torch.optim.Muon(matrices, lr=_MATRIX_RATE, momentum=0.9, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=_OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.0),
-    )
-    for group in (group for optimizer in found for group in optimizer.param_groups):
-        group["initial_lr"] = group["lr"]
-    return found
+        return following
 
 
 @torch.no_grad()
@@ -95,23 +99,8 @@ def draw_sample(model: ByteModel, prompt: UInt8[Tensor, " n"], *, num_bytes: int
     """What the model makes of the prompt, byte by byte; the same seed draws the same bytes."""
     device = model.head.weight.device
     sampling = Sampling(temperature=_TEMPERATURE, generator=torch.Generator(device).manual_seed(seed))
-    drawn = generate(next_logits(model), prompt.to(device, torch.int64)[None], sampling, max_new_tokens=num_bytes)
+    drawn = generate(model.next_logits(), prompt.to(device, torch.int64)[None], sampling, max_new_tokens=num_bytes)
     return bytes(drawn[0].tolist())
-
-
-def next_logits(model: ByteModel) -> Callable[[Int64[Tensor, "1 N"]], Float[Tensor, "1 256"]]:
-    """A function of consecutive bytes that returns the logits of the next: it keeps what earlier ones left."""
-    caches = model.trunk.new_caches()
-    recent = torch.empty(1, 0, dtype=torch.int64, device=model.head.weight.device)
-
-    def following(tokens: Tensor) -> Tensor:
-        nonlocal recent
-        window = torch.cat([recent, tokens], dim=1)
-        embedded = model.embed(window)[:, recent.shape[1] :]
-        recent = window[:, -(_LOOKBACK - 1) :]
-        return model.head(model.trunk(embedded, caches=caches)[:, -1])
-
-    return following
 
 
 def sample_text(prompt: bytes, continuation: bytes) -> str:

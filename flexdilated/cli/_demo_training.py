@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import BytesIO
 from math import log
 from pathlib import Path
+from statistics import fmean
 from time import monotonic
 from types import FrameType
 from typing import Any
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from ._bindings import read_torch
 from ._command_parser import UsageError
 from ._demo_data import training_window
-from ._demo_model import ByteModel, optimizers_of
+from ._demo_model import ByteModel
 from ._output import progress, replace
 
 CHECKPOINT = "checkpoint.pt"
@@ -63,7 +64,7 @@ class Run:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.optimizers = optimizers_of(self.model)
+        self.optimizers = self.model.optimizers()
 
     @property
     def step(self) -> int:
@@ -71,10 +72,12 @@ class Run:
         return len(self.losses)
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint in place of an earlier one."""
-        state = {"identity": self.identity, "model": self.model.state_dict(), "losses": self.losses}
-        state |= {"optimizers": [each.state_dict() for each in self.optimizers]}
-        save_checkpoint(folder, state | {"before": self.before, "seconds": self.seconds})
+        """Write a checkpoint, plain data and tensors, in place of an earlier one."""
+        state = {name: getattr(self, name) for name in ("identity", "losses", "before", "seconds")}
+        state |= {"model": self.model.state_dict(), "optimizers": [each.state_dict() for each in self.optimizers]}
+        buffer = BytesIO()  # where the disk is full, torch.save on a file raises what does not say so
+        torch.save(state, buffer)
+        replace(folder / CHECKPOINT, lambda path: path.write_bytes(buffer.getbuffer()))
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
@@ -83,12 +86,17 @@ class Run:
             optimizer.load_state_dict(part)
         self.losses, self.before, self.seconds = state["losses"], state["before"], state["seconds"]
 
-
-def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
-    """Plain data and tensors, in one piece."""
-    buffer = BytesIO()  # where the disk is full, torch.save on a file raises what does not say so
-    torch.save(state, buffer)
-    replace(folder / CHECKPOINT, lambda path: path.write_bytes(buffer.getbuffer()))
+    def take(self, window: UInt8[Tensor, " m"], share: float) -> None:
+        """One step, at this share of the full learning rates."""
+        loss = loss_bits(self.model, window)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), _GRADIENT_NORM_LIMIT)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * share
+            optimizer.step()
+            optimizer.zero_grad()
+        self.losses.append(loss.item())
 
 
 def load_checkpoint(folder: Path, *, identity: dict[str, Any]) -> dict[str, Any]:
@@ -128,12 +136,12 @@ def train(
     with progress("training", unit="step", done=run.step, total=steps) as bar:
         while run.step < planned and not interrupt.requested:
             window = training_window(text, run.step, context=context, seed=seed)
-            run.losses.append(_step(run, window, learning_rate_factor(run.step, steps=planned)))
+            run.take(window, learning_rate_share(run.step, steps=planned))
             now = monotonic()
             run.seconds = earlier + now - began
             pace = {"ran": run.step - first, "elapsed_seconds": now - began, "limit_seconds": 60.0 * minutes}
             planned = planned_steps(steps=steps, done=run.step, **pace)
-            bar.step(run.step, planned, f"{running_mean(run.losses[-10:])[-1]:.3f} bits per byte")
+            bar.step(run.step, planned, f"{fmean(run.losses[-10:]):.3f} bits per byte")
             if now - saved > _SECONDS_BETWEEN_CHECKPOINTS:
                 saved = now
                 save()
@@ -141,18 +149,6 @@ def train(
     if run.step >= steps:
         return "all steps"
     return "Ctrl-C" if interrupt.requested else f"the limit of {minutes:g} minutes"
-
-
-def _step(run: Run, window: UInt8[Tensor, " m"], factor: float) -> float:
-    loss = loss_bits(run.model, window)
-    loss.backward()
-    nn.utils.clip_grad_norm_(run.model.parameters(), _GRADIENT_NORM_LIMIT)
-    for optimizer in run.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.item()
 
 
 def loss_bits(model: ByteModel, window: UInt8[Tensor, " m"]) -> Float[Tensor, ""]:
@@ -164,10 +160,10 @@ def loss_bits(model: ByteModel, window: UInt8[Tensor, " m"]) -> Float[Tensor, ""
 @torch.no_grad()
 def mean_bits(model: ByteModel, windows: UInt8[Tensor, "w m"]) -> float:
     """Bits per byte over all windows, each read from its start with nothing before it."""
-    return sum(float(loss_bits(model, window)) for window in windows) / len(windows)
+    return fmean(float(loss_bits(model, window)) for window in windows)
 
 
-def learning_rate_factor(step: int, *, steps: int) -> float:
+def learning_rate_share(step: int, *, steps: int) -> float:
     """Share of the full rate at a step: up in a few steps, then down in a line to 0 at `steps`."""
     return min(1.0, (step + 1) / _WARMUP_STEPS) * (1.0 - step / steps)
 
@@ -182,9 +178,3 @@ def planned_steps(*, steps: int, done: int, ran: int, elapsed_seconds: float, li
         return steps
     left = max(0.0, limit_seconds - elapsed_seconds)
     return min(steps, done + int(left * ran / elapsed_seconds))
-
-
-def running_mean(values: Sequence[float]) -> list[float]:
-    """Mean of each value and those just before it, ten in all where there are as many."""
-    lasts = (values[max(0, end - 10) : end] for end in range(1, len(values) + 1))
-    return [sum(last) / len(last) for last in lasts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -16,6 +17,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.nn.attention
 from tabulate import tabulate
 from torch import Tensor
 
@@ -39,12 +41,10 @@ from ..nn import (
 from ..observe import VARIABLE as PROFILE_VARIABLE
 from ..observe import compilations, folder_from_environment
 from ..testing import Calls, examine_attention_module, identity_projections
-from ..testing._module import Failure, Subject
-from ..testing._ranks_check import examine_over_ranks
 from . import _machine
 from ._command_parser import CommandParser
-from ._flash import active_implementation, is_flash_backend_importable, other_implementations
 from ._machine import EXTRAS, available_devices
+from ._output import progress
 from ._sizes import seconds_text
 
 Finding = tuple[str, str]
@@ -103,10 +103,9 @@ def _versions() -> list[Finding]:
 
 
 def _installed() -> list[Finding]:
-    """Compiler, engines, packages. The active FlashAttention is named, never changed: it holds for the process."""
-    missing, flex = missing_compiler(), ", flex (by name; inference, one set pattern)"
-    compiler = "found: engine 'flex' and torch.compile can build for the CPU"
-    if missing:
+    """Compiler, engines, packages."""
+    flex, compiler = ", flex (by name; inference, one set pattern)", "found: engine 'flex' and torch.compile can build"
+    if missing := missing_compiler():
         flex, compiler = (
             "",
             (
@@ -114,18 +113,27 @@ def _installed() -> list[Finding]:
                 "Install g++ or clang++, or name one in CXX"
             ),
         )
-    others = ", ".join(other_implementations())
-    known = f"; torch.nn.attention.activate_flash_attention_impl knows {others}" if others else ""
-    importable = "flash_attn.cute is importable" if is_flash_backend_importable() else "no flash_attn.cute"
     accelerators = (device for device in available_devices() if device != "cpu")
     extras = {package: "found" if _machine.find(package) else _machine.missing_line(package) for package in EXTRAS}
     return [
         ("C++ compiler", compiler),
         ("engines on cpu", f"tiles (default){flex}, reference (dense)"),
         *((f"engines on {device}", "flex (default), reference (dense)") for device in accelerators),
-        ("flash attention on cuda", f"{active_implementation()} is active{known}"),
-        ("FLASH backend of flex", f"{importable}; it serves CUDA only, where kernel_options ask for it"),
+        *_flash_attention(),
         *extras.items(),
+    ]
+
+
+def _flash_attention() -> list[Finding]:
+    """What is active is named, never changed: it holds for the process. Older torch has FA2 alone."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+    others = ", ".join(getattr(torch.nn.attention, "list_flash_attention_impls", list)())
+    known = f"; torch.nn.attention.activate_flash_attention_impl knows {others}" if others else ""
+    is_there = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    importable = "flash_attn.cute is importable" if is_there else "no flash_attn.cute"
+    return [
+        ("flash attention on cuda", f"{current() or 'FA2'} is active{known}"),
+        ("FLASH backend of flex", f"{importable}; it serves CUDA only, where kernel_options ask for it"),
     ]
 
 
@@ -165,8 +173,8 @@ def cases(device: str) -> Iterator[Case]:
     """All that runs on this kind of device, engines first."""
 
     def case(name: str, module: Callable[[], Any], pattern: Pattern | Mixture, *checks: str, **options: Any) -> Case:
-        skipped, chosen = options.pop("skipped", None), checks or _BOTH
-        return Case(name, device, chosen, lambda: _failures(module, pattern, chosen, device, **options), skipped)
+        skipped, where, chosen = options.pop("skipped", None), options.pop("where", device), checks or _BOTH
+        return Case(name, where, chosen, lambda: _failures(module, pattern, chosen, device, **options), skipped)
 
     def engine(name: str) -> Callable[[], Any]:
         return lambda: partial(attend, pattern=_MIXTURE, engine=name)
@@ -191,6 +199,11 @@ def cases(device: str) -> Iterator[Case]:
     yield Case("LongNet", device, _BOTH, lambda: _failures_of_a_model(device))
     decoding = {"calls": Calls(decoded=_one_by_one), "lengths": (1, 130)}
     yield case("KVCache, decode as prefill", _dilated, _MIXTURE, "decoding", **decoding)
+    if device == "cpu":
+        has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+        over = {"lengths": (300,), "where": "2 ranks", "skipped": None if has_gloo else "this torch has no gloo"}
+        for name, made in OVER_RANKS.items():
+            yield case(name, _dilated, _MIXTURE, "ranks", calls=Calls(over_ranks=made), **over)
 
 
 def _failures(
@@ -264,33 +277,17 @@ OVER_RANKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _over_ranks() -> Iterator[Case]:
-    """The same two processes for all of these."""
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        skipped = "this torch has no gloo"
-        yield from (Case(name, "2 ranks", ("ranks",), list, skipped) for name in OVER_RANKS)
-        return
-    sizes = (4, 4, 32, (300,), torch.float32, torch.device("cpu"), 0)
-    subjects = [Subject(_dilated, _MIXTURE, Calls(over_ranks=made), *sizes) for made in OVER_RANKS.values()]
-    for name, found in zip(OVER_RANKS, examine_over_ranks(subjects), strict=True):
-        failures = [f"ranks: {_first_line(str(found))}"] if isinstance(found, Failure) else []
-        yield Case(name, "2 ranks", ("ranks",), failures.copy)
-
-
 def verify(*, as_json: bool) -> int:
     """Check all cases and print what came out; 0 where all that could be tried is right, else 1."""
     begin, verdicts = perf_counter(), []
-    for case in chain.from_iterable([*map(cases, available_devices()), _over_ranks()]):
-        if sys.stderr.isatty():  # in place of the line before
-            print(f"\r\033[K{len(verdicts)} tried, now {case.name}", end="", file=sys.stderr, flush=True)
-        verdicts.append(_verdict(case))
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    tried = list(chain.from_iterable(map(cases, available_devices())))
+    with progress("checking", unit="case", done=0, total=len(tried), lines=sys.stderr) as bar:
+        for number, case in enumerate(tried, start=1):
+            verdicts.append(_verdict(case))
+            bar.step(number, len(tried), case.name)
     works = all(each["verdict"] != "failed" for each in verdicts)
-    if as_json:
-        print(json.dumps({"works": works, "jobs": verdicts}, indent=1))
-    else:
-        print(_report(verdicts, perf_counter() - begin))
+    data = {"works": works, "jobs": verdicts}
+    print(json.dumps(data, indent=1) if as_json else _report(verdicts, perf_counter() - begin))
     return 0 if works else 1
 
 
@@ -303,13 +300,8 @@ def _verdict(case: Case) -> dict[str, Any]:
         except Exception as error:  # whatever it is: to say what does not work is what a doctor is for
             found = [f"raises {_raised(error)}"]
     verdict = "skipped" if case.skipped is not None else "failed" if found else "passed"
-    return {
-        "name": case.name,
-        "device": case.device,
-        "checks": list(case.checks),
-        "verdict": verdict,
-        "cause": case.skipped or "; ".join(found) or None,
-    }
+    told = {"name": case.name, "device": case.device, "checks": list(case.checks)}
+    return told | {"verdict": verdict, "cause": case.skipped or "; ".join(found) or None}
 
 
 def _report(verdicts: list[dict[str, Any]], seconds: float) -> str:
@@ -318,17 +310,17 @@ def _report(verdicts: list[dict[str, Any]], seconds: float) -> str:
         (each["name"], each["device"], ", ".join(each["checks"]), each["verdict"].replace("failed", "FAILED"))
         for each in verdicts
     ]
-    sorted_out = {kind: [each for each in verdicts if each["verdict"] == kind] for kind in ("failed", "skipped")}
     layout = {"width": shutil.get_terminal_size().columns, "initial_indent": "* ", "subsequent_indent": "  "}
-    lines = [
-        fill(f"{each['name']} on {each['device']} {kind}: {each['cause']}", break_long_words=False, **layout)
-        for kind, several in sorted_out.items()
-        for each in several
+    told = sorted((each for each in verdicts if each["cause"]), key=lambda each: each["verdict"])
+    causes = [
+        fill(f"{each['name']} on {each['device']} {each['verdict']}: {each['cause']}", break_long_words=False, **layout)
+        for each in told
     ]
-    tried, wrong = len(verdicts) - len(sorted_out["skipped"]), len(sorted_out["failed"])
+    wrong = sum(each["verdict"] == "failed" for each in verdicts)
+    tried = len(verdicts) - len(told) + wrong
     end = f"All {tried} that were tried are right" if not wrong else f"{wrong} of {tried} are not right"
     table = tabulate(rows, headers=("what", "where", "checks", "verdict"), disable_numparse=True)
-    return "\n\n".join([table, *(["\n".join(lines)] if lines else []), f"{end}, in {seconds_text(seconds)}."])
+    return "\n\n".join([table, *(["\n".join(causes)] if causes else []), f"{end}, in {seconds_text(seconds)}."])
 
 
 def _trial(device: str) -> str | None:

@@ -141,8 +141,7 @@ def _widths(options: argparse.Namespace, num_heads: int) -> tuple[int, int]:
 def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
     """Bytes a token, and the longest sequence for each budget. Raises ValueError where the pattern does not bind."""
     size.pattern.check_heads(size.num_heads)
-    memories, most = _Memories(size), longest_bound(size.pattern)
-    peaks = _peaks(memories)
+    peaks, most = _peaks(size), longest_bound(size.pattern)
     between = min(_BETWEEN[0], most // 2), min(_BETWEEN[1], most)
     return {
         "pattern": repr(size.pattern),
@@ -162,13 +161,32 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _peaks(memories: _Memories) -> dict[str, Peak]:
+def _peaks(size: PlanSize) -> dict[str, Peak]:
+    """Of the pattern's attention and of a LongNet around it, at any number of tokens; each is found once."""
+    has_line = longest_bound(size.pattern) >= _LINE[1]
+
+    @cache
+    def run_dry(num_tokens: int, in_model: bool) -> AttentionMemory:
+        call = attention_size(size.model, num_tokens) if in_model else size.attention(num_tokens)
+        return attention_memory(size.pattern, call, device=size.device)
+
+    def attention(num_tokens: int, in_model: bool = False) -> AttentionMemory:
+        """A call at its size, or, where that takes long to run dry, on the line through two that are smaller."""
+        if num_tokens < _LINE[0] or not has_line:
+            return run_dry(num_tokens, in_model)
+        smaller, larger = (run_dry(number, in_model) for number in _LINE)
+        return smaller.at(num_tokens, larger, _LINE)
+
+    @cache
+    def model(num_tokens: int, checkpoint: bool = False) -> ModelMemory:
+        return model_memory(size.model, num_tokens, attention(num_tokens, in_model=True), checkpoint=checkpoint)
+
     return {
-        "attention, inference": lambda tokens: memories.attention(tokens).inference_peak,
-        "attention, training": lambda tokens: memories.attention(tokens).training_peak,
-        "model, inference": lambda tokens: memories.model(tokens, False).inference_peak,
-        "model, training": lambda tokens: memories.model(tokens, False).training_peak,
-        "model, training, checkpointed": lambda tokens: memories.model(tokens, True).training_peak,
+        "attention, inference": lambda tokens: attention(tokens).inference_peak,
+        "attention, training": lambda tokens: attention(tokens).training_peak,
+        "model, inference": lambda tokens: model(tokens).inference_peak,
+        "model, training": lambda tokens: model(tokens).training_peak,
+        "model, training, checkpointed": lambda tokens: model(tokens, True).training_peak,
     }
 
 
@@ -188,35 +206,6 @@ def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
     )
     table = tabulate(lines, headers, disable_numparse=True, colalign=("left", *["right"] * 5))
     return f"{data['pattern']}\n{heads_text(size)}, {kind}\n\n{table}\n\n{note}"
-
-
-class _Memories:
-    """Memory of a pattern's attention and of a LongNet around it, at any number of tokens; each is found once."""
-
-    def __init__(self, size: PlanSize) -> None:
-        self._size = size
-        self.attention = cache(self._attention)
-        self.model = cache(self._model)
-        self._call = cache(self._measured_call)
-
-    def _attention(self, num_tokens: int) -> AttentionMemory:
-        return self._on_line(num_tokens, in_model=False)
-
-    def _model(self, num_tokens: int, checkpoint: bool) -> ModelMemory:
-        call = self._on_line(num_tokens, in_model=True)
-        return model_memory(self._size.model, num_tokens, call, checkpoint=checkpoint)
-
-    def _on_line(self, num_tokens: int, *, in_model: bool) -> AttentionMemory:
-        """A call at its size, or, where that takes long to run dry, on the line through two that are smaller."""
-        if num_tokens < _LINE[0] or longest_bound(self._size.pattern) < _LINE[1]:
-            return self._call(num_tokens, in_model)
-        smaller, larger = (self._call(number, in_model) for number in _LINE)
-        return smaller.at(num_tokens, larger, _LINE)
-
-    def _measured_call(self, num_tokens: int, in_model: bool) -> AttentionMemory:
-        size = self._size
-        call = attention_size(size.model, num_tokens) if in_model else size.attention(num_tokens)
-        return attention_memory(size.pattern, call, device=size.device)
 
 
 def longest(peak: Peak, budget: int, *, most: int = _MOST) -> int:

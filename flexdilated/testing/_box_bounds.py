@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..masks import Pattern
-from ..masks.core import Bounds, Box, Progression
-from ._inputs import shrunk
+from ..masks.core import Box, Progression
 
 # H heads, T tokens
 
@@ -75,74 +73,90 @@ _STEPS = ((1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (1, 2), (3, 1), (2, 5))
 
 
 @dataclass(frozen=True)
-class Terms:
-    """A progression of positions: first, first + step, ..."""
-
-    first: int
-    step: int
-    count: int
-
-    @property
-    def last(self) -> int:
-        return self.first + self.step * (self.count - 1)
-
-    def smaller(self) -> Iterator[Terms]:
-        """Simpler progressions: shorter from either end, nearer to 0, without gaps."""
-        for count in dict.fromkeys((1, self.count // 2, self.count - 1)):
-            if 0 < count < self.count:
-                yield replace(self, count=count)
-                yield Terms(self.first + self.step * (self.count - count), self.step, count)
-        if self.step > 1:
-            yield replace(self, step=1)
-        yield from (
-            replace(self, first=first)
-            for first in dict.fromkeys((0, self.first // 2, self.first - 1))
-            if 0 <= first < self.first
-        )
-
-    def __str__(self) -> str:
-        span = str(self.first) if self.count == 1 else f"{self.first} to {self.last}"
-        return span if self.step == 1 else f"{span} in steps of {self.step}"
-
-
-@dataclass(frozen=True)
 class Place:
     """One box."""
 
     head: int
-    q: Terms
-    k: Terms
+    q: range
+    k: range
 
     def box(self) -> Box:
-        q, k = (Progression(_one(part.first), part.step, _one(part.count)) for part in (self.q, self.k))
-        return Box(_one(self.head), q, k)
+        q, k = (
+            Progression(torch.tensor([side.start]), side.step, torch.tensor([len(side)])) for side in (self.q, self.k)
+        )
+        return Box(torch.tensor([self.head]), q, k)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Ranges are simpler than progressions with gaps, then fewer pairs than more."""
+        return self.q.step + self.k.step, len(self.q) * len(self.k)
 
     def smaller(self) -> Iterator[Place]:
-        yield from (replace(self, q=q) for q in self.q.smaller())
-        yield from (replace(self, k=k) for k in self.k.smaller())
+        yield from (replace(self, q=q) for q in _smaller(self.q))
+        yield from (replace(self, k=k) for k in _smaller(self.k))
         if self.head:
             yield replace(self, head=0)
 
     def __str__(self) -> str:
-        return f"head {self.head}, queries {self.q}, keys {self.k}"
+        return f"head {self.head}, queries {_span(self.q)}, keys {_span(self.k)}"
+
+
+def _smaller(side: range) -> Iterator[range]:
+    """Simpler progressions: shorter from either end, without gaps, nearer to 0."""
+    number, first = len(side), side.start
+    for count in dict.fromkeys((1, number // 2, number - 1)):
+        if 0 < count < number:
+            yield side[:count]
+            yield side[number - count :]
+    if side.step > 1:
+        yield range(first, first + number)
+    for start in dict.fromkeys((0, first // 2, first - 1)):
+        if 0 <= start < first:
+            yield range(start, start + side.step * number, side.step)
+
+
+def _span(side: range) -> str:
+    span = str(side.start) if len(side) == 1 else f"{side.start} to {side[-1]}"
+    return span if side.step == 1 else f"{span} in steps of {side.step}"
 
 
 def check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
-    """0 <= low <= allowed pairs <= high <= area for every box that is looked at."""
+    """0 <= low <= allowed pairs <= high <= area for every box that is looked at; the smallest that fails is told."""
     failures = list(_failures(dense, examples, generator))
     if failures:
-        fails = partial(_fails, dense)
-        smallest = min((shrunk(place, Place.smaller, fails, tries=_TRIES) for place in failures), key=_size)
-        raise AssertionError(_report(dense, smallest))
+        place = min((_shrunk(dense, place) for place in failures), key=lambda place: place.size)
+        box = place.box()
+        bounds, area = dense.pattern.count(box, num_heads=dense.num_heads), int(box.area)
+        low, high = int(bounds.low), int(bounds.high)
+        verdict = " (FULL)" if low == area else " (EMPTY)" if high == 0 else ""
+        raise AssertionError(
+            f"{dense.pattern!r}: count must bound the allowed pairs of each box; {place}: {_pairs(dense, place)} of "
+            f"{area} pairs are allowed, count says {low} to {high}{verdict}"
+        )
 
 
 def _failures(dense: DenseRule, examples: int, generator: torch.Generator) -> Iterator[Place]:
     """The first failure of each kind of box."""
     for box, truth in _all_boxes(dense, examples, generator):
-        bounds = dense.pattern.count(box, num_heads=dense.num_heads)
-        wrong = _is_wrong(bounds, truth, box.area).nonzero().flatten().tolist()
-        if wrong:
+        if wrong := _wrong(dense, box, truth):
             yield _place(box, wrong[0])
+
+
+def _shrunk(dense: DenseRule, place: Place) -> Place:
+    """A box that fails too and of which no smaller one does, as far as so many tries lead."""
+    tries, ahead = _TRIES, place.smaller()
+    while tries and (other := next(ahead, None)):
+        tries -= 1
+        is_inside = max(other.q[-1], other.k[-1]) < dense.num_tokens
+        if is_inside and _wrong(dense, other.box(), torch.tensor([_pairs(dense, other)])):
+            place, ahead = other, other.smaller()
+    return place
+
+
+def _wrong(dense: DenseRule, box: Box, truth: Tensor) -> list[int]:
+    bounds = dense.pattern.count(box, num_heads=dense.num_heads)
+    wrong = (bounds.low < 0) | (bounds.low > truth) | (truth > bounds.high) | (bounds.high > box.area)
+    return wrong.nonzero().flatten().tolist()
 
 
 def _all_boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Iterator[tuple[Box, Tensor]]:
@@ -184,41 +198,11 @@ def _drawn(dense: DenseRule, q_step: int, k_step: int, examples: int, generator:
 
 
 def _pairs(dense: DenseRule, place: Place) -> int:
-    q, k = (slice(part.first, part.last + 1, part.step) for part in (place.q, place.k))
+    q, k = (slice(side.start, side.stop, side.step) for side in (place.q, place.k))
     return int(dense.table[place.head, q, k].sum())
 
 
 def _place(box: Box, index: int) -> Place:
-    q, k = (Terms(int(side.first[index]), side.step, int(side.count[index])) for side in (box.q, box.k))
+    firsts = [(int(side.first[index]), int(side.count[index]), side.step) for side in (box.q, box.k)]
+    q, k = (range(first, first + step * (count - 1) + 1, step) for first, count, step in firsts)
     return Place(int(box.head[index]), q, k)
-
-
-def _is_wrong(bounds: Bounds, truth: Tensor, area: Tensor) -> Tensor:
-    return (bounds.low < 0) | (bounds.low > truth) | (truth > bounds.high) | (bounds.high > area)
-
-
-def _size(place: Place) -> tuple[int, int]:
-    """Ranges are simpler than progressions with gaps, then fewer pairs than more."""
-    return place.q.step + place.k.step, place.q.count * place.k.count
-
-
-def _fails(dense: DenseRule, place: Place) -> bool:
-    if max(place.q.last, place.k.last) >= dense.num_tokens:
-        return False
-    box = place.box()
-    bounds = dense.pattern.count(box, num_heads=dense.num_heads)
-    return bool(_is_wrong(bounds, _one(_pairs(dense, place)), box.area).any())
-
-
-def _report(dense: DenseRule, place: Place) -> str:
-    box = place.box()
-    bounds = dense.pattern.count(box, num_heads=dense.num_heads)
-    low, high, area = int(bounds.low), int(bounds.high), int(box.area)
-    verdict = " (FULL)" if low == area else " (EMPTY)" if high == 0 else ""
-    truth = f"{_pairs(dense, place)} of {area} pairs are allowed"
-    rule = f"{dense.pattern!r}: count must bound the allowed pairs of each box"
-    return f"{rule}; {place}: {truth}, count says {low} to {high}{verdict}"
-
-
-def _one(value: int) -> Tensor:
-    return torch.tensor([value])

@@ -165,9 +165,9 @@ def assert_attention_close(
         head_offset=head_offset,
         num_heads_global=num_heads_global,
     )
-    _check_result("out", out, q.shape, q.device)
+    check_result("out", out, q.shape, q.device)
     if lse is not None:
-        _check_result("lse", lse, q.shape[:3], q.device)
+        check_result("lse", lse, q.shape[:3], q.device)
     if require_finite("margin", margin) <= 0:
         raise ValueError(f"margin must be above 0; got {margin=}")
     if require_bool("gradients", gradients) and not all(x.requires_grad for x in (q, k, v)):
@@ -221,7 +221,8 @@ def gradients_of(problem: Problem, out: Tensor, lse: Tensor | None) -> tuple[Ten
     return tuple(torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True))
 
 
-def _check_result(name: str, x: Tensor, shape: torch.Size, device: torch.device) -> None:
+def check_result(name: str, x: object, shape: torch.Size, device: torch.device) -> None:
+    """TypeError where x is no tensor, AssertionError where it is one that cannot be compared."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
     if x.shape != shape:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
-from math import inf
 from operator import mul
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
@@ -15,8 +14,6 @@ from torch import Tensor
 from ..masks import Mixture, Pattern
 
 # B batch, H query heads, G key/value heads, X heads of one of them, N tokens, D head dim
-
-Case = TypeVar("Case")
 
 _NO_LENGTHS = ("seed", "head", "rows")
 
@@ -70,21 +67,6 @@ def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, 
         return tuple(possible)
     places = torch.linspace(0, len(possible) - 1, examples).round().long().unique().tolist()
     return tuple(possible[place] for place in places)
-
-
-def shrunk(
-    case: Case, smaller: Callable[[Case], Iterable[Case]], fails: Callable[[Case], bool], *, tries: float = inf
-) -> Case:
-    """A case that fails too and of which no smaller one does, as far as so many tries lead."""
-    while tries > 0:
-        for other in smaller(case):
-            tries -= 1
-            if fails(other):
-                case = other
-                break
-        else:
-            return case
-    return case
 
 
 def takes(pattern: Pattern | Mixture, num_heads: int, num_tokens: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..masks import Mixture, Pattern
 from ..masks.core import require_choice
-from ._closeness import expected, hold
+from ._closeness import check_result, expected, hold
 from ._inputs import KINDS, values
 from ._problem import Problem
 
@@ -174,9 +174,6 @@ class Subject:
             for kind in others if len(self.lengths) == 1 else (others[index % len(others)],):
                 yield length, kind
 
-    def in_dtype(self, dtype: torch.dtype) -> Subject:
-        return replace(self, dtype=dtype)
-
     def table(self, num_tokens: int) -> Tensor:
         """(H, N, N): how often each pair is allowed; the first batch entry's."""
         return self.problem(*self.inputs(num_tokens, batch=1)).times()[0]
@@ -217,14 +214,10 @@ def failing(where: str) -> Iterator[None]:
         raise Failure(f"{where}: {error}") from None
 
 
-def _compared(out: object, q: Tensor) -> Tensor:
+def _compared(out: Any, q: Tensor) -> Tensor:
     """The output, if it can be compared, else Failure; q in the module's layout."""
-    if not isinstance(out, Tensor):
-        raise Failure(f"the output must be a tensor; got {type(out).__name__}")
-    if out.shape != q.shape:
-        raise Failure(f"the output must have the shape of q, {tuple(q.shape)}; got {tuple(out.shape)}")
-    if not out.dtype.is_floating_point:
-        raise Failure(f"the output must be of floating point numbers; got {out.dtype}")
-    if out.device != q.device:
-        raise Failure(f"the output must be on the device of q, {q.device}; got {out.device}")
+    try:
+        check_result("the output", out, q.shape, q.device)
+    except (AssertionError, TypeError) as error:
+        raise Failure(str(error)) from None
     return out

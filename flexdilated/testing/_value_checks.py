@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -127,7 +129,7 @@ def check_gradients(subject: Subject) -> str:
 def check_half_precision(subject: Subject) -> str:
     """bfloat16 and float16: within what rounding to these may change, and in the dtype that came in."""
     for dtype in (torch.bfloat16, torch.float16):
-        half = subject.in_dtype(dtype)
+        half = replace(subject, dtype=dtype)
         for length in half.spread:
             q, k, v = half.inputs(length)
             out, _ = half.run(half.module(), q, k, v)

@@ -6,8 +6,6 @@ import pytest
 
 from flexdilated import masks
 from flexdilated.cli import _check, main
-from flexdilated.testing import _attend_trials
-from flexdilated.testing._attend_trials import Trial, attend_trials, run_trial
 
 FEW = ["--examples", "8", "--heads", "2", "--max-tokens", "20"]
 
@@ -84,15 +82,19 @@ def test_a_file_that_raises(text, words, tmp_path, capsys) -> None:
     assert words in capsys.readouterr().err
 
 
-def test_a_seed_is_that_of_all_that_is_drawn(monkeypatch) -> None:
-    """Portions of the rule's examples have seeds of their own, and calls the one that is given."""
-    seeds: dict[str, list[int]] = {"rule": [], "calls": []}
-    monkeypatch.setattr(_check, "check_pattern", lambda pattern, *, seed, **sizes: seeds["rule"].append(seed))
-    monkeypatch.setattr(_check, "attend_trials", lambda pattern, *, seed, **sizes: seeds["calls"].append(seed) or ())
-    assert main(["check", "causal()", "--seed", "1000", "--examples", "60"]) == 0
-    assert seeds["calls"] == [1000]
-    assert len(set(seeds["rule"])) == len(seeds["rule"]) > 1
-    assert all(1000 <= seed < 1060 for seed in seeds["rule"])
+def test_what_is_drawn(monkeypatch) -> None:
+    """Portions of the examples have seeds of their own; those of attend all groups of heads, and several head dims."""
+    rules, calls = [], []
+    monkeypatch.setattr(_check, "check_pattern", lambda pattern, **sizes: rules.append(sizes))
+    monkeypatch.setattr(_check, "check_attention_module", lambda factory, pattern, **sizes: calls.append(sizes))
+    assert main(["check", "causal()", "--seed", "1000", "--examples", "360"]) == 0
+    for told, examples in ((rules, 360), (calls, 90)):
+        seeds = [each["seed"] for each in told]
+        assert len(set(seeds)) == len(seeds) > 1
+        assert all(1000 <= seed < 1360 for seed in seeds)
+        assert sum(each["examples"] for each in told) == examples
+    assert {each["num_kv_heads"] for each in calls} == {1, 2, 4}
+    assert len({each["head_dim"] for each in calls}) == 4
 
 
 def test_a_seed_that_is_too_large(capsys) -> None:
@@ -100,40 +102,23 @@ def test_a_seed_that_is_too_large(capsys) -> None:
     assert "--seed must be of less than 63 bits; got 99999" in capsys.readouterr().err
 
 
-def test_an_attend_that_is_wrong(monkeypatch, capsys) -> None:
-    """The rule is right, so what attend gets wrong is found by the second half; the trial shrinks."""
-    attend = _attend_trials.attend
+@pytest.mark.parametrize("later", [False, True])
+def test_an_attend_that_is_wrong(later, monkeypatch, capsys) -> None:
+    """The rule is right, so what attend gets wrong is found by the second half, in the shortest case."""
+    attend = _check.attend
 
-    def from_nine_on(q, k, v, pattern, **options):
-        if k.shape[2] >= 9:
+    def from_nine_on(q, k, v, pattern, *, q_offset=0, **options):
+        if k.shape[2] >= 9 and (q_offset or not later):
             pattern = pattern | masks.causal()
-        return attend(q, k, v, pattern, **options)
+        return attend(q, k, v, pattern, q_offset=q_offset, **options)
 
-    monkeypatch.setattr(_attend_trials, "attend", from_nine_on)
+    monkeypatch.setattr(_check, "attend", from_nine_on)
     assert main(["check", "local_window(left=2, right=0)", *FEW, "--examples", "30"]) == 1
     said = capsys.readouterr().out
-    assert "attend must be the definition; for 9 tokens" in said
-    assert "batch 1, 2 heads on" in said
-    assert "ordinary values" in said
+    checks = 1 if later else 3
+    assert f"{checks} of 3 checks failed" in said
+    assert "9 tokens" in said
     assert "out is wrong" in said
-
-
-def test_trials_are_drawn_at_the_edges() -> None:
-    pattern = masks.chunked(7)
-    trials = list(attend_trials(pattern, num_heads=4, max_tokens=40, examples=200, seed=1))
-    assert trials == list(attend_trials(pattern, num_heads=4, max_tokens=40, examples=200, seed=1))
-    assert {trial.num_tokens for trial in trials} >= {1, 6, 7, 8, 13, 14, 15, 40}
-    assert {trial.num_kv_heads for trial in trials} == {1, 2, 4}
-    assert any(trial.num_queries < trial.num_tokens for trial in trials)
-    for trial in trials[:10]:
-        run_trial(pattern, trial)
-    only = list(attend_trials(masks.neighborhood((3, 4), (1, 1)), num_heads=1, max_tokens=20, examples=5, seed=0))
-    assert {trial.num_tokens for trial in only} <= set(range(1, 13))
-
-
-def test_trials_say_what_they_are() -> None:
-    trial = Trial(4, 2, 9, 3, 8, 1, "large scores", 5)
-    assert str(trial) == "9 tokens, the last 3 of them queries, batch 1, 4 heads on 2, head dim 8, large scores, seed 5"
 
 
 @pytest.mark.parametrize(

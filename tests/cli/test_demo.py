@@ -6,6 +6,8 @@ import random
 import shutil
 import signal
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -23,20 +25,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def text(tmp_path_factory) -> Path:
     """A folder of 24 files of made-up source, 60 kB."""
     folder = tmp_path_factory.mktemp("text")
-    words = [
-        "def ",
-        "return ",
-        "self",
-        "(",
-        ")",
-        ":\n    ",
-        "value",
-        " = ",
-        "None\n",
-        "import ",
-        "for ",
-        "in ",
-    ]
+    words = ["def ", "return ", "self", "(", ")", ":\n    ", "value", " = ", "None\n", "import ", "for ", "in "]
     draw = random.Random(0)
     for number in range(24):
         (folder / f"{number}.py").write_text("".join(draw.choices(words, k=600)), encoding="utf-8")
@@ -60,11 +49,13 @@ def no_pictures(request, monkeypatch) -> None:
 
 @pytest.fixture(scope="module")
 def finished(text: Path, tmp_path_factory) -> Path:
-    """The folder of a run of 6 steps; those who go on from it take a copy."""
+    """The folder of a run of 6 steps without extras, and what it printed; those who go on from it take a copy."""
     folder = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib", None)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+        for package in ("matplotlib", "tqdm"):
+            patch.setitem(sys.modules, package, None)
         assert run(folder, text) == 0
+    (folder / "printed").write_text(printed.getvalue(), encoding="utf-8")
     return folder
 
 
@@ -112,15 +103,14 @@ def test_another_seed_is_another_run(tmp_path: Path, text: Path, finished: Path)
 
 def test_resume_equals_an_uninterrupted_run(tmp_path: Path, text: Path, finished: Path, monkeypatch, capsys) -> None:
     """Stopped after 4 of 6 steps and resumed: bit for bit the losses and the results of 6 steps in one go; then 8."""
-    step_taken = _demo_training._step
-    stop_after(4, monkeypatch)
-    assert run(tmp_path, text) == 0
+    with monkeypatch.context() as patch:
+        stop_after(4, patch)
+        assert run(tmp_path, text) == 0
     printed, errors = capsys.readouterr()
     assert "training ended by" in printed
     assert "Traceback" not in errors
     assert report(tmp_path)["results"]["ended_by"] == "Ctrl-C"
     assert report(tmp_path)["history"] == report(finished)["history"][:4]
-    monkeypatch.setattr(_demo_training, "_step", step_taken)
     assert run(tmp_path, text, "--resume") == 0
     assert report(tmp_path)["history"] == report(finished)["history"]
     for name in ("before", "after"):
@@ -131,16 +121,14 @@ def test_resume_equals_an_uninterrupted_run(tmp_path: Path, text: Path, finished
 
 def stop_after(steps: int, monkeypatch) -> None:
     """Send this process SIGINT, as Ctrl-C does, within the given step."""
+    take = _demo_training.Run.take
 
-    def interrupted_loss(*arguments):
-        nonlocal steps
-        steps -= 1
-        if steps == 0:
+    def interrupted(self, window, share):
+        if self.step + 1 == steps:
             os.kill(os.getpid(), signal.SIGINT)
-        return step_taken(*arguments)
+        take(self, window, share)
 
-    step_taken = _demo_training._step
-    monkeypatch.setattr(_demo_training, "_step", interrupted_loss)
+    monkeypatch.setattr(_demo_training.Run, "take", interrupted)
 
 
 def test_sample(tmp_path: Path, text: Path, finished: Path, capsys) -> None:
@@ -165,6 +153,16 @@ def test_sample(tmp_path: Path, text: Path, finished: Path, capsys) -> None:
     assert report(tmp_path)["history"] == report(finished)["history"]
     assert report(tmp_path)["results"]["after"] == report(finished)["results"]["after"]
     assert parsers()["demo"].parse_args(["--sample"]).sample == 400
+
+
+def test_without_extras(finished: Path) -> None:
+    """The command runs, and names what is missing and how to get it."""
+    printed = (finished / "printed").read_text(encoding="utf-8")
+    for missing, extra in (("tqdm", "demo"), ("matplotlib", "plot")):
+        assert f"{missing} is not installed" in printed
+        assert f'pip install "flexdilated[{extra}]"' in printed
+    assert "step 6 of 6" in printed
+    assert not (finished / "mask.png").exists()
 
 
 @pytest.mark.pictures
@@ -194,18 +192,6 @@ def test_ctrl_c_outside_the_training(tmp_path: Path, text: Path, monkeypatch, ca
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_without_extras(tmp_path: Path, text: Path, monkeypatch, capsys) -> None:
-    """The command runs, and names what is missing and how to get it."""
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert run(tmp_path, text, "--steps", "1") == 0
-    printed = capsys.readouterr().out
-    for missing, extra in (("tqdm", "demo"), ("matplotlib", "plot")):
-        assert f"{missing} is not installed" in printed
-        assert f'pip install "flexdilated[{extra}]"' in printed
-    assert "step 1 of 1" in printed
-    assert not (tmp_path / "mask.png").exists()
-
-
 BAD = {
     "context of 1": (["--context", "1"], "--context must be at least 2; got 1"),
     "negative steps": (["--steps", "-1"], "--steps must be at least 0; got -1"),
@@ -230,12 +216,6 @@ def test_bad_arguments(tmp_path: Path, text: Path, capsys, arguments: list[str],
     assert message in errors
     assert errors.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_arguments_of_another_kind(capsys) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["demo", "--steps", "many"])
-    assert "invalid int value: 'many'" in capsys.readouterr().err
 
 
 def test_out_that_is_a_file(tmp_path: Path, text: Path, capsys) -> None:

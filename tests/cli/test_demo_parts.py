@@ -10,9 +10,13 @@ import torch
 
 from flexdilated.cli._command_parser import UsageError
 from flexdilated.cli._demo_data import bigram_bits, load_corpus, training_window, unigram_bits, validation_windows
-from flexdilated.cli._demo_model import build_model, model_config, next_logits, sample_text
-from flexdilated.cli._demo_training import Interrupt, learning_rate_factor, planned_steps, running_mean
+from flexdilated.cli._demo_model import ByteModel, model_config, sample_text
+from flexdilated.cli._demo_training import Interrupt, learning_rate_share, planned_steps
 from flexdilated.cli._output import replace
+
+
+def build_model(context: int) -> ByteModel:
+    return ByteModel(model_config(context), seed=0)
 
 
 def text_of(data) -> torch.Tensor:
@@ -32,24 +36,19 @@ def test_the_standard_library_is_split_by_file() -> None:
 
 
 def test_a_folder_with_odd_files(tmp_path: Path) -> None:
-    """Empty files and links to nowhere are left out; bytes are kept as they are, in the order of names."""
+    """Empty files and links to nowhere are left out, long ones not held out; bytes stay, in the order of names."""
     for number in range(20):
         (tmp_path / f"{number:02}.bin").write_bytes(bytes([number, 0xFF]) * 50)
+    (tmp_path / "long").write_bytes(b"y" * 1000)
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     corpus = load_corpus(tmp_path, context=8)
-    assert len(corpus.train_files) + len(corpus.validation_files) == 20
+    assert len(corpus.train_files) + len(corpus.validation_files) == 21
+    assert "long" in corpus.train_files
     for side, files in ((corpus.train, corpus.train_files), (corpus.validation, corpus.validation_files)):
         assert list(files) == sorted(files)
         expected = b"".join((tmp_path / name).read_bytes() + b"\0" for name in files)
         assert bytes(side.tolist()) == expected
-
-
-def test_a_long_file_is_held_out_last(tmp_path: Path) -> None:
-    for number in range(40):
-        (tmp_path / f"{number}").write_bytes(b"x" * 100)
-    (tmp_path / "long").write_bytes(b"y" * 4000)
-    assert "long" in load_corpus(tmp_path, context=8).train_files
 
 
 def test_a_single_file_is_split_at_its_end(tmp_path: Path) -> None:
@@ -98,33 +97,23 @@ def test_validation_windows_do_not_overlap() -> None:
 
 
 def test_learning_rate() -> None:
-    factors = [learning_rate_factor(step, steps=100) for step in range(100)]
+    factors = [learning_rate_share(step, steps=100) for step in range(100)]
     assert max(factors) == factors[9] == pytest.approx(0.91)
     assert factors[0] == pytest.approx(0.1)
     assert factors[-1] == pytest.approx(0.01)
 
 
-PACES = [
-    (0, 0.0, 100),
-    (4, 30.0, 100),
-    (10, 5.0, 100),
-    (10, 10.0, 80),
-    (20, 40.0, 50),
-    (20, 61.0, 40),
-    (1, 90.0, 21),
-]
-
-
-@pytest.mark.parametrize(("ran", "elapsed", "planned"), PACES)
-def test_planned_steps(ran: int, elapsed: float, planned: int) -> None:
+def test_planned_steps() -> None:
     """100 steps, 20 of them behind before, and a minute: what fits at the pace so far, once that is known."""
-    sizes = {"steps": 100, "done": 20 + ran, "ran": ran}
-    assert planned_steps(**sizes, elapsed_seconds=elapsed, limit_seconds=60.0) == planned
+    paces = [(0, 0.0, 100), (4, 30.0, 100), (10, 5.0, 100), (10, 10.0, 80), (20, 40.0, 50), (20, 61.0, 40)]
+    for ran, elapsed, planned in [*paces, (1, 90.0, 21)]:
+        sizes = {"steps": 100, "done": 20 + ran, "ran": ran}
+        assert planned_steps(**sizes, elapsed_seconds=elapsed, limit_seconds=60.0) == planned
 
 
 def test_the_model_is_causal() -> None:
     """A changed byte changes no logit before it: not through the look-back, nor the attention."""
-    model = build_model(300, seed=0)
+    model = build_model(300)
     torch.nn.init.normal_(model.head.weight)
     tokens = torch.randint(256, (1, 300), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
@@ -137,7 +126,7 @@ def test_the_model_is_causal() -> None:
 
 def test_a_byte_is_seen_with_the_three_before_it() -> None:
     """Without the trunk, a byte changes its own logits and the next three."""
-    model = build_model(16, seed=0)
+    model = build_model(16)
     torch.nn.init.normal_(model.head.weight)
     model.trunk = torch.nn.Identity()
     tokens = torch.zeros(1, 16, dtype=torch.int64)
@@ -149,23 +138,24 @@ def test_a_byte_is_seen_with_the_three_before_it() -> None:
     weights = torch.stack([parameter[0] for parameter in model.embeddings.parameters()])
     for seen in range(4):  # before the first byte there is nothing, not another byte
         torch.testing.assert_close(first[seen], weights[: seen + 1].sum(0))
+    assert model(torch.tensor([[65]])).shape == (1, 1, 256)
 
 
-@pytest.mark.parametrize("context", [2, 3, 255, 256, 257, 16384, 100_000])
-def test_segments_end_at_the_context(context: int) -> None:
-    config = model_config(context)
-    assert max(config.segment_lengths) == config.segment_lengths[-1] >= context
-    assert config.segment_lengths[0] == min(256, context)
-    assert len(config.dilation_rates) == len(config.segment_lengths)
+def test_segments_end_at_the_context() -> None:
+    for context in (2, 3, 255, 256, 257, 16384, 100_000):
+        config = model_config(context)
+        assert max(config.segment_lengths) == config.segment_lengths[-1] >= context
+        assert config.segment_lengths[0] == min(256, context)
+        assert len(config.dilation_rates) == len(config.segment_lengths)
 
 
 @pytest.mark.parametrize("sizes", [[1] * 40, [30, 1, 9], [2, 1, 37]], ids=["steps", "prompt", "short prompt"])
 def test_a_sample_is_drawn_from_the_models_logits(sizes: list[int]) -> None:
     """Byte by byte or in chunks, through caches and look-back: the logits of a whole pass."""
-    model = build_model(40, seed=0).double()
+    model = build_model(40).double()
     torch.nn.init.normal_(model.head.weight)
     tokens = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(0))
-    following, behind = next_logits(model), 0
+    following, behind = model.next_logits(), 0
     with torch.no_grad():
         expected = model(tokens)
         for part in tokens.split(sizes, dim=1):
@@ -178,12 +168,6 @@ def test_what_is_printed_of_a_sample_leaves_the_terminal_alone() -> None:
     shown = "\N{REPLACEMENT CHARACTER}"
     expected = f"a\tb\n\u00e9\n--- the model goes on ---\n{shown}[2J{shown}{shown}{shown}{shown}c\n"
     assert found == expected
-
-
-def test_short_inputs() -> None:
-    """Fewer bytes than the look-back."""
-    model = build_model(2, seed=0)
-    assert model(torch.tensor([[65]])).shape == (1, 1, 256)
 
 
 def test_a_second_interrupt_ends_at_once() -> None:
@@ -209,8 +193,3 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         replace(path, fail)
     assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
     assert path.read_text(encoding="utf-8") == "old"
-
-
-def test_running_mean() -> None:
-    assert running_mean([4.0, 2.0, 0.0]) == [4.0, 3.0, 2.0]
-    assert running_mean([float(i) for i in range(12)])[-1] == sum(range(2, 12)) / 10

@@ -13,7 +13,7 @@ from torch._dynamo.utils import clear_compilation_metrics, counters
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.cli import _doctor, _flash, main
+from flexdilated.cli import _doctor, main
 from flexdilated.cli._doctor import Case
 from tests.support import ranks
 
@@ -90,32 +90,43 @@ def test_without_a_compiler(capsys, monkeypatch) -> None:
     assert found["attention on cpu"] == "works"
 
 
-def test_flash_attention_is_named_and_left_alone(capsys, monkeypatch) -> None:
-    """Which implementation is active holds for the process: the doctor reads it."""
-    assert "FA2 is active" in examine(capsys)[1]
-    assert "no flash_attn.cute" in examine(capsys)[1]
-    monkeypatch.setattr(_flash.torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
-    monkeypatch.setattr(_doctor, "is_flash_backend_importable", lambda: True)
-    printed = examine(capsys)[1]
-    assert "FA3 is active" in printed
-    assert "flash_attn.cute is importable" in printed
+def test_flash_attention_is_named_and_left_alone(monkeypatch) -> None:
+    """Which implementation is active holds for the process: the doctor reads it; an older torch has one alone."""
 
+    def told() -> str:
+        return str(_doctor._flash_attention())
 
-def test_flash_attention_of_an_older_torch(monkeypatch) -> None:
+    assert "FA2 is active" in told()
+    assert "no flash_attn.cute" in told()
+    attention = torch.nn.attention
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert "FA3 is active" in told()
+    assert "flash_attn.cute is importable" in told()
     for name in ("current_flash_attention_impl", "list_flash_attention_impls"):
-        monkeypatch.delattr(_flash.torch.nn.attention, name, raising=False)
-    assert (_flash.active_implementation(), _flash.other_implementations()) == ("FA2", [])
+        monkeypatch.delattr(attention, name, raising=False)
+    assert _doctor._flash_attention()[0][1] == "FA2 is active"
 
 
-@pytest.mark.parametrize(("missing", "extra"), [("tqdm", "demo"), ("matplotlib", "plot")])
-def test_without_an_extra(capsys, monkeypatch, missing: str, extra: str) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
+@pytest.fixture
+def nothing_tried(monkeypatch) -> None:
+    """For what is said of the machine: attention and the compiler have tests of their own."""
+    monkeypatch.setattr(_doctor, "_failures", lambda *given, **named: [])
+
+
+@pytest.mark.usefixtures("nothing_tried")
+def test_without_extras(capsys, monkeypatch) -> None:
+    extras = {"tqdm": "demo", "matplotlib": "plot"}
+    for missing in extras:
+        monkeypatch.setitem(sys.modules, missing, None)
     status, printed = examine(capsys)
     assert status == 0
-    assert f"{missing} is not installed" in printed
-    assert f'pip install "flexdilated[{extra}]"' in printed
+    for missing, extra in extras.items():
+        assert f"{missing} is not installed" in printed
+        assert f'pip install "flexdilated[{extra}]"' in printed
 
 
+@pytest.mark.usefixtures("nothing_tried")
 def test_environment(capsys, monkeypatch) -> None:
     monkeypatch.setenv("FLEXDILATED_CACHE_BYTES", "4096")
     monkeypatch.setenv("FLEXDILATED_CASH_BYTES", "4096")
@@ -124,9 +135,6 @@ def test_environment(capsys, monkeypatch) -> None:
     assert "is read as 4096" in printed
     assert "FLEXDILATED_CASH_BYTES" in printed
     assert "is unknown, and has no effect" in printed
-
-
-def test_environment_that_does_not_parse(capsys, monkeypatch) -> None:
     monkeypatch.setenv("FLEXDILATED_CACHE_BYTES", "lots")
     status, printed = examine(capsys)
     assert status == 1
@@ -135,17 +143,15 @@ def test_environment_that_does_not_parse(capsys, monkeypatch) -> None:
     assert "Attention does not work on this machine." in printed
 
 
-@pytest.mark.parametrize(
-    ("version", "verdict"),
-    [
-        ("2.10.1", "too old: 2.11 or newer is needed"),
-        ("2.11.0+cpu", "supported"),
-        ("2.16.0.dev1", "newer than 2.15"),
-    ],
-)
-def test_versions_of_torch(capsys, monkeypatch, version: str, verdict: str) -> None:
-    monkeypatch.setattr(_doctor.torch, "__version__", version)
-    assert verdict in examine(capsys)[1]
+@pytest.mark.usefixtures("nothing_tried")
+def test_versions_of_torch(capsys, monkeypatch) -> None:
+    for version, verdict in {
+        "2.10.1": "too old: 2.11 or newer is needed",
+        "2.11.0+cpu": "supported",
+        "2.16.0.dev1": "newer than 2.15",
+    }.items():
+        monkeypatch.setattr(_doctor.torch, "__version__", version)
+        assert verdict in examine(capsys)[1]
 
 
 def test_torch_compile_is_tried_and_counted(capsys) -> None:
@@ -184,12 +190,11 @@ def clear_counts() -> None:
 
 @pytest.fixture
 def only(monkeypatch) -> Callable[..., None]:
-    """Verify these cases instead of all; of those over ranks none unless they are given."""
+    """Verify these cases instead of all."""
 
-    def replace(*cases: Case, ranks: tuple[Case, ...] = ()) -> None:
+    def replace(*cases: Case) -> None:
         monkeypatch.setattr(_doctor, "available_devices", lambda: ("cpu",))
         monkeypatch.setattr(_doctor, "cases", lambda device: cases)
-        monkeypatch.setattr(_doctor, "_over_ranks", lambda: ranks)
 
     return replace
 
@@ -203,7 +208,7 @@ def broken() -> list[str]:
 
 
 def test_all_right(only, capsys) -> None:
-    only(case("one"), ranks=(case("two", device="2 ranks"),))
+    only(case("one"), case("two", device="2 ranks"))
     assert main(["doctor", "--verify"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert ["one", "cpu", "agreement,", "gradients", "passed"] in [line.split() for line in lines]
@@ -218,7 +223,7 @@ def test_each_failure_is_told_with_its_cause(only, capsys, monkeypatch) -> None:
         case("off", "agreement: out is wrong", "gradients: dq is wrong"),
         Case("broken", "cpu", ("agreement",), broken),
         case("lacking", "never asked", skipped="no compiler"),
-        ranks=(case("far", late, device="2 ranks"),),
+        case("far", late, device="2 ranks"),
     )
     assert main(["doctor", "--verify"]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -232,7 +237,7 @@ def test_each_failure_is_told_with_its_cause(only, capsys, monkeypatch) -> None:
 
 
 def test_json(only, capsys) -> None:
-    only(case("one"), ranks=(case("far", "ranks: rank 0 of 2 ended with exit code 7", device="2 ranks"),))
+    only(case("one"), case("far", "ranks: rank 0 of 2 ended with exit code 7", device="2 ranks"))
     assert main(["doctor", "--verify", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     one, far = found["jobs"]

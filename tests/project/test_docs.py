@@ -115,16 +115,6 @@ def test_links(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def test_every_page_can_be_reached() -> None:
-    known, ahead = set(), [ROOT / "README.md"]
-    while ahead:
-        page = ahead.pop()
-        known.add(page)
-        found = [(page.parent / link.partition("#")[0]).resolve() for link in links(page)]
-        ahead += [target for target in found if target.suffix == ".md" and target not in known]
-    assert set(PAGES) <= known
-
-
 def test_errors_that_the_faq_quotes_are_raised_somewhere() -> None:
     quoted = re.findall(r'\*\*"([^"]+)"', (DOCS / "faq.md").read_text(encoding="utf-8"))
     rooms = [Path(package.__path__[0]) for package in (flexdilated, flexdilated.masks)]

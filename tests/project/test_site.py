@@ -1,12 +1,9 @@
-"""The documentation's site: each page has one place in it, each public name is on an API page, docstrings are read."""
+"""The documentation's site: each public name is on an API page, once."""
 
 import re
-import runpy
-import sys
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -34,57 +31,3 @@ def test_every_public_name_is_on_an_api_page(room: str) -> None:
 def test_an_api_page_shows_what_is_public_and_shows_it_once() -> None:
     assert {path: times for path, times in Counter(SHOWN).items() if times > 1} == {}
     assert {path.rpartition(".")[0] for path in SHOWN} <= set(ROOMS)
-
-
-def test_every_page_has_one_place() -> None:
-    _, _, places = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")
-    pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
-    made = ["CONTRIBUTING.md", "CHANGELOG.md", "results.md"]  # by docs/_pages.py
-    assert sorted(re.findall(r"[\w/]+\.md", places)) == sorted([*pages, *made])
-
-
-DOCSTRING = """
-The rule. Sentences may hold a colon: this one goes on, at a
-margin: as it is.
-
-left, right: keys on each side,
-    counted from the query. rate: tokens from one
-    to the next.
-mesh,
-device: where.
-A line at the margin below goes on with its entry.
-Raises ValueError for the rest.
-Source: a paper.
-
->>> two(1)  # rate: 1
-2
-"""
-
-MARKDOWN = """
-The rule. Sentences may hold a colon: this one goes on, at a
-margin: as it is.
-
-- `left`, `right`: keys on each side, counted from the query.
-
-- `rate`: tokens from one to the next.
-
-- `mesh`, `device`: where. A line at the margin below goes on with its entry.
-
-Raises ValueError for the rest.
-
-Source: a paper.
-
-```pycon
->>> two(1)  # rate: 1
-2
-```
-"""
-
-
-def test_docstrings_become_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """griffe lies in a folder of its own, if at all; reading the file takes only the class that it extends."""
-    griffe = ModuleType("griffe")
-    griffe.Extension = object
-    monkeypatch.setitem(sys.modules, "griffe", griffe)
-    as_markdown = runpy.run_path(str(DOCS / "_docstrings.py"))["as_markdown"]
-    assert as_markdown(DOCSTRING.strip()) == MARKDOWN.strip()

@@ -1,4 +1,4 @@
-"""Planted bugs: what each puts in the place of what, who looks, what is said: a table of contributing/tests.md."""
+"""Planted bugs: what each puts in the place of what, who looks, and what is said."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tabulate import tabulate
 
 from flexdilated import masks
 
@@ -21,15 +20,14 @@ Look = Callable[[], object]
 class Bug:
     """One mutation: `wrong` makes of what stands at `where` ("module:name") what stands there instead.
 
-    `look` passes without it, and with it fails by `check` with `says` in its message. `seen_in`: a library that has, or
-    had, this very bug.
+    `look` passes without it, and with it fails with `says` in its message. `seen_in`: a library that has, or had, this
+    very bug.
     """
 
     what: str
     where: str
     wrong: Callable[[Any], Any]
     look: Look
-    check: str
     says: str
     seen_in: str = ""
 
@@ -48,13 +46,3 @@ def nothing_kept() -> Iterator[None]:
         yield
     finally:
         masks.cache().clear()
-
-
-def table(bugs: tuple[Bug, ...]) -> str:
-    """The bugs in Markdown, as the page shows them."""
-    rows = [
-        (number, bug.what, f"`{bug.where.replace('flexdilated.', '')}`", bug.seen_in, bug.check, f"“{bug.says}”")
-        for number, bug in enumerate(bugs, 1)
-    ]
-    headers = ("", "the bug", "planted in", "seen in", "caught by", "which says")
-    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)

@@ -202,85 +202,83 @@ def _unguarded(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 IN_ENGINES = (
     Bug(
         "lse taken for a logarithm to base 2 in the merge", f"{ENGINES}._gather:merge_", lambda _: _in_base_two,
-        module(MIXTURE, "agreement"), "check_attention_module: agreement", "out is wrong",
+        module(MIXTURE, "agreement"), "out is wrong",
     ),
     Bug(
         "merge of two parts that are both empty: (-inf) - (-inf)", f"{ENGINES}._gather:merge_", lambda _: _unguarded,
-        module(SPARSE, "empty rows"), "check_attention_module: empty rows", "sees no key",
+        module(SPARSE, "empty rows"), "sees no key",
     ),
     Bug(
         "log-weight of a branch that counts twice forgotten", f"{ENGINES}.tiles._tiles:log",
         lambda _: lambda number: 0.0,
         module(masks.causal() + masks.causal() + masks.dilated(6, 2), "agreement"),
-        "check_attention_module: agreement", "lse is wrong",
+        "lse is wrong",
     ),
     Bug(
         "backward fed each part's own lse instead of the whole's", f"{ENGINES}.tiles._tiles:Step.backward", _by_own_lse,
-        module(MIXTURE, "gradients"), "check_attention_module: gradients", "dq is wrong",
+        module(MIXTURE, "gradients"), "dq is wrong",
     ),
     Bug(
         "gradient of the lse ignored", f"{ENGINES}.tiles._tiles_op:run_backward",
         lambda right: lambda program, q, k, v, whole, scale, **options: right(
             program, q, k, v, replace(whole, grad_lse=None), scale, **options
         ),
-        module(MIXTURE, "gradients"), "check_attention_module: gradients", "dq is wrong",
+        module(MIXTURE, "gradients"), "dq is wrong",
     ),
     Bug(
         "sinks left out of the backward", f"{ENGINES}._ops:sinks_gradient",
         lambda right: lambda sinks, *others: torch.zeros_like(sinks),
-        _sinks, "the oracle of tests/support/agreement.py", "dsinks",
+        _sinks, "dsinks",
     ),
     Bug(
         "sinks left out of the lse that the backward is fed", f"{ENGINES}.tiles._tiles:add_sinks",
         lambda right: lambda out, lse, sinks: (right(out, lse, sinks)[0], lse),
-        _sinks, "the oracle of tests/support/agreement.py", "not close",
+        _sinks, "not close",
     ),
     Bug(
         "scores scaled by 1 / D", "flexdilated._attend:resolve_scale", lambda _: lambda scale, head_dim: 1 / head_dim,
-        module(MIXTURE, "agreement"), "check_attention_module: agreement", "lse is wrong",
+        module(MIXTURE, "agreement"), "lse is wrong",
     ),
     Bug(
         "query head h reads key/value head h mod G", f"{ENGINES}.tiles._tile_blocks:_places", _heads_modulo,
-        module(MIXTURE, "agreement", groups=2), "check_attention_module: agreement",
-        "as if query head h reads key/value head h % G, not h // (H / G)",
+        module(MIXTURE, "agreement", groups=2), "as if query head h reads key/value head h % G, not h // (H / G)",
     ),
     Bug(
         "the layout's inverse is the layout", f"{MASKS}.orders._layout:Layout.slots", lambda _: masks.Layout.positions,
-        _laid_out, "check_attention_module: agreement", "out is wrong",
+        _laid_out, "out is wrong",
     ),
     Bug(
         "plans kept without the pattern", f"{MASKS}.plan_cache._cache:Cache.get", _without(pattern=""),
-        _one_pattern_after_another, "the oracle of tests/support/oracle.py", "window of 5",
+        _one_pattern_after_another, "window of 5",
     ),
     Bug(
         "plans kept without the head offset", f"{MASKS}.plan_cache._cache:Cache.get", _without(head_offset=0),
-        _heads_apart, "check_attention_module: agreement", "out is wrong",
+        _heads_apart, "out is wrong",
     ),
     Bug(
         "plans kept without the query offset", f"{MASKS}.plan_cache._cache:Cache.get", _without(q_offset=0),
-        decoded(MIXTURE, _in_chunks, lengths=(3 * (MOST_ROWS + 1),)), "check_attention_module: decoding",
-        "out is wrong",
+        decoded(MIXTURE, _in_chunks, lengths=(3 * (MOST_ROWS + 1),)), "out is wrong",
     ),
     Bug(
         "plans kept without the number of tokens", f"{MASKS}.plan_cache._cache:Cache.get",
         _without(num_queries=0, num_keys=0),
-        module(MIXTURE, "lengths"), "check_attention_module: lengths", "raises RuntimeError",
+        module(MIXTURE, "lengths"), "raises RuntimeError",
     ),
     Bug(
         "head offset ignored", f"{ENGINES}._call_key:CallKey.bound", _bound_without(head_offset=0),
-        _heads_apart, "check_attention_module: agreement", "out is wrong",
+        _heads_apart, "out is wrong",
     ),
     Bug(
         "query offset ignored while decoding", f"{ENGINES}._call_key:CallKey.bound", _bound_without(q_offset=0),
-        decoded(MIXTURE, _one_by_one), "check_attention_module: decoding", "out is wrong",
+        decoded(MIXTURE, _one_by_one), "out is wrong",
     ),
     Bug(
         "keys evicted that the next query still sees", "flexdilated.decoding._held_keys:visible",
         lambda right: lambda sources, firsts, lengths, query, num: right(sources, firsts, lengths, query + 3, num),
-        decoded(WINDOW, _from_a_cache, lengths=(200,)), "check_attention_module: decoding", "key evicted",
+        decoded(WINDOW, _from_a_cache, lengths=(200,)), "key evicted",
     ),
     Bug(
         "one live buffer handed out twice", "flexdilated.distributed.wire._pool:BufferPool._buffer", _still_idle,
-        _two_leases, "two leases of one pool", "read back were", "darcstar",
+        _two_leases, "read back were", "darcstar",
     ),
 )  # fmt: skip

@@ -117,76 +117,76 @@ IN_PATTERNS = (
     Bug(
         "segment one token too long in the rule", f"{MASKS}.patterns._dilated:_same_segment",
         lambda right: lambda segment: right(segment + 1),
-        claims(masks.dilated(6, 1)), "check_pattern", "count must bound the allowed pairs of each box",
+        claims(masks.dilated(6, 1)), "count must bound the allowed pairs of each box",
     ),
     Bug(
         "offset of the next head, in the rule and in its bounds alike", f"{MASKS}.patterns._dilated:Dilated.offset_of",
         lambda right: lambda self, head, num_heads: right(self, (head + 1) % num_heads, num_heads),
         rule(masks.dilated(8, 2, "interleaved"), oracle.dilated(8, 2, "interleaved")),
-        "the dense rule of tests/support/oracle.py", "pairs differ from the definition",
+        "pairs differ from the definition",
     ),
     Bug(
         "torchscale's offsets rounded down: floor(h / floor(H / r))", f"{MASKS}.patterns._dilated:Dilated.offset_of",
         lambda _: lambda self, head, num_heads: head // max(num_heads // self.rate, 1) % self.rate,
         rule(masks.dilated(9, 3, "contiguous"), oracle.dilated(9, 3, "contiguous")),
-        "the dense rule of tests/support/oracle.py", "pairs differ from the definition",
+        "pairs differ from the definition",
     ),
     Bug(
         "causal: a query does not see its own key", f"{MASKS}.patterns._band:_not_after",
         lambda _: lambda b, h, q, k: k < q,
-        claims(masks.causal()), "check_pattern", "count must bound the allowed pairs of each box",
+        claims(masks.causal()), "count must bound the allowed pairs of each box",
     ),
     Bug(
         "causal: the bounds let a query see the next key", f"{MASKS}.core._box:count_below", _shifted(1),
-        claims(masks.causal()), "check_pattern", "count says",
+        claims(masks.causal()), "count says",
     ),
     Bug(
         "window one key short on the left, in the bounds", f"{MASKS}.patterns._band:LocalWindow.count",
         lambda right: lambda self, box, **heads: right(replace(self, left=self.left - 1), box, **heads),
-        claims(masks.local_window(left=3, right=1)), "check_pattern", "count must bound the allowed pairs of each box",
+        claims(masks.local_window(left=3, right=1)), "count must bound the allowed pairs of each box",
     ),
     Bug(
         "blocks marked full that miss residues", f"{MASKS}.patterns._band:DilatedWindow.count", _as_full,
-        claims(masks.dilated_window(left=4, right=4, rate=2)), "check_pattern", "(FULL)", "NATTEN",
+        claims(masks.dilated_window(left=4, right=4, rate=2)), "(FULL)", "NATTEN",
     ),
     Bug(
         "blocks dropped where the sides of a block differ", f"{MASKS}.blocks._cover:descend", _square_only,
-        claims(masks.causal()), "check_pattern", "is not listed", "attention-gym",
+        claims(masks.causal()), "is not listed", "attention-gym",
     ),
     Bug(
         "last tokens lost that do not fill a row of the layout", f"{MASKS}.orders._layout:Layout.pieces", _even_pieces,
-        claims(masks.causal()), "check_pattern", "is listed with another count",
+        claims(masks.causal()), "is listed with another count",
     ),
     Bug(
         "period one token short", f"{MASKS}.patterns._dilated:Dilated.period", lambda _: lambda self: self.segment - 1,
-        claims(masks.dilated(6, 1)), "check_pattern", "period",
+        claims(masks.dilated(6, 1)), "period",
     ),
     Bug(
         "a window said to be confined to its period", f"{MASKS}.patterns._band:LocalWindow.confined",
         lambda _: lambda self: True,
-        claims(masks.local_window(left=2, right=0)), "check_pattern", "confined",
+        claims(masks.local_window(left=2, right=0)), "confined",
     ),
     Bug(
         "one head's rule for all heads", f"{MASKS}.patterns._dilated:Dilated.for_head",
         lambda right: lambda self, head, num_heads: right(self, 0, num_heads),
-        claims(LONGNET), "check_pattern", "for_head(",
+        claims(LONGNET), "for_head(",
     ),
     Bug(
         "one radius written twice into the JSON", f"{MASKS}.patterns._band:LocalWindow.parameters",
         lambda _: lambda self: {"left": self.left, "right": self.left},
-        claims(masks.local_window(left=3, right=1)), "check_pattern", "JSON",
+        claims(masks.local_window(left=3, right=1)), "JSON",
     ),
     Bug(
         "tokens put back by the order they came in", f"{MASKS}.orders._layout:Layout.slots",
         lambda _: masks.Layout.positions,
-        _order, "apply, then invert", "apply, then invert gives",
+        _order, "apply, then invert gives",
     ),
     Bug(
         "pairs counted in 32 bits", f"{MASKS}.core._box:count_below", _in_32_bits,
-        _pairs_of_a_million, "the closed form over a million tokens", "pairs; got",
+        _pairs_of_a_million, "pairs; got",
     ),
     Bug(
         "tables kept without their device", f"{MASKS}.plan_cache._cache:Cache.get", _any_device,
-        _tables_per_device, "block_mask on a second device", "and came on cpu",
+        _tables_per_device, "and came on cpu",
     ),
 )  # fmt: skip

@@ -38,14 +38,9 @@ class Dense(nn.Module):
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.mT * q.shape[-1] ** -0.5
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """`hidden` (B, M): keys that padding hides."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (self.expand(x, q.shape[1]) for x in (k, v))
-        times = self.times(q, k)
-        return self.weights(self.scores(q, k), times if hidden is None else self.without(times, hidden)) @ v
-
-    def without(self, times: Tensor, hidden: Tensor) -> Tensor:
-        return times * ~hidden[:, None, None, :]
+        return self.weights(self.scores(q, k), self.times(q, k)) @ v
 
     def weights(self, scores: Tensor, times: Tensor) -> Tensor:
         logits = scores + times.clamp(min=1).to(scores.dtype).log()
@@ -135,20 +130,6 @@ class SummedMerge(Dense):
 
     def forward(self, q, k, v):
         return len(self.rules) * AveragedMerge(*self.rules)(q, k, v)
-
-
-class PaddingUnread(Dense):
-    """A padding mask that nothing reads (darcstar, torchscale)."""
-
-    def without(self, times, hidden):
-        return times
-
-
-class PaddingOfFirst(Dense):
-    """The first entry's padding mask is used for the whole batch."""
-
-    def without(self, times, hidden):
-        return super().without(times, hidden[:1])
 
 
 class OtherShards(Dense):
@@ -257,7 +238,7 @@ class GraphEachLength(Dense):
         return self.weights(self.scores(q, k), ones.tril().long()) @ v
 
 
-# What two processes are given, which import it: modules over ranks, and jobs.
+# What two processes are given, which import it: modules over ranks.
 
 
 def over_ranks(mesh: Any) -> nn.Module:
@@ -295,11 +276,7 @@ def ends_on_a_rank(mesh: Any) -> nn.Module:
     return over_ranks(mesh)
 
 
-def own_rank(mesh: Any) -> int:
-    return mesh.get_rank()
-
-
-def hang_on_a_rank(mesh: Any) -> int:
+def hangs_on_a_rank(mesh: Any) -> nn.Module:
     if mesh.get_rank() == 0:
         time.sleep(3600)
-    return mesh.get_rank()
+    return over_ranks(mesh)

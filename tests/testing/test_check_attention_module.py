@@ -1,6 +1,7 @@
 """check_attention_module: right modules pass, and each wrong one fails the check that is about its mistake."""
 
 import multiprocessing
+import re
 import threading
 
 import pytest
@@ -11,14 +12,20 @@ from flexdilated import masks
 from flexdilated.testing import (
     MODULE_CHECKS,
     Calls,
+    _ranks_check,
     check_attention_module,
     examine_attention_module,
     identity_projections,
 )
-from flexdilated.testing._module import Subject
-from flexdilated.testing._ranks_check import examine_over_ranks, on_two_processes
 from tests.support import oracle, ranks, wrong_attention
-from tests.support.wrong_attention import WithoutGradients, ends_on_a_rank, over_ranks, raises_on_a_rank, without_ranks
+from tests.support.wrong_attention import (
+    WithoutGradients,
+    ends_on_a_rank,
+    hangs_on_a_rank,
+    over_ranks,
+    raises_on_a_rank,
+    without_ranks,
+)
 
 COMPILING = ("compile", "recompilation", "ranks")
 WINDOW = masks.local_window(left=2, right=0), [oracle.local_window(2, 0)]
@@ -127,178 +134,42 @@ def test_an_lse_is_checked_where_there_is_one() -> None:
     assert report["agreement"].detail.startswith("1 token, ordinary values: lse is wrong")
 
 
-# module, what it claims to be, the checks that must fail among others, those that must pass, and words of a report
-WRONG = {
-    "softmax over heads": ("SoftmaxOverHeads", WINDOW, {"agreement", "coverage"}, {"lengths"}, "runs over the heads"),
-    "blocks apart": ("BlocksApart", (masks.causal(), [oracle.causal()]), {"agreement"}, {"causality"}, "add up to 2"),
-    "causal leak": (
-        "CausalLeak",
-        WINDOW,
-        {"causality", "coverage"},
-        {"determinism"},
-        "position query +1 counts once more",
-    ),
-    "divided by all": ("DividedByAll", WINDOW, {"agreement", "causality"}, {"determinism"}, "is hidden from query"),
-    "unwritten heads": (
-        "UnwrittenHeads",
-        WINDOW,
-        {"agreement", "coverage"},
-        {"causality"},
-        "nothing is written: zeros",
-    ),
-    "zero padding": ("ZeroPadding", SEGMENTS, {"agreement"}, {"isolation"}, "keys more, of score 0 and value 0"),
-    "detached merge": ("DetachedMerge", SPARSE, {"gradients"}, {"agreement", "coverage"}, "dq is wrong"),
-    "averaged merge": ("AveragedMerge", SPARSE, {"agreement"}, {"isolation"}, "results are averaged"),
-    "NaN on empty rows": ("NaNOnEmptyRows", GAPS, {"empty rows"}, {"agreement", "coverage"}, "must be 0; got nan"),
-    "cycled heads": ("CycledHeads", WINDOW, {"agreement", "coverage"}, {"causality"}, "head h % G, not h // (H / G)"),
-    "stale mask": ("StaleMask", SEGMENTS, {"lengths"}, {"agreement", "coverage"}, "something of the other length"),
-    "mixed batch": ("MixedBatch", WINDOW, {"batch"}, {"determinism"}, "another one than alone"),
-    "in place": ("InPlace", WINDOW, {"determinism"}, {"gradients"}, "the call changes q"),
-    "noisy": ("Noisy", WINDOW, {"determinism"}, set(), "two calls with the same inputs"),
-    "wide half": ("WideHalf", WINDOW, {"half precision"}, {"agreement"}, "must have the dtype of q"),
-    "growing state": ("GrowingState", WINDOW, {"state dict"}, {"agreement"}, "names in state_dict: mask"),
-    "frozen weight": ("FrozenWeight", WINDOW, {"state dict"}, {"agreement"}, "after load_state_dict"),
-}
-
-
-# Mistakes that one check alone can see.
-ONE_CHECK = ("detached merge", "NaN on empty rows", "stale mask", "frozen weight", "wide half")
-SMALL = {"max_tokens": 14, "examples": 9, "skip": COMPILING}
-
-
-@pytest.mark.parametrize("mistake", WRONG)
-def test_a_mistake_fails_its_check(mistake) -> None:
-    name, (pattern, rules), failing, passing, words = WRONG[mistake]
-    kind = getattr(wrong_attention, name)
-    heads = {"num_kv_heads": 2} if name == "CycledHeads" else {}
-    report = examine_attention_module(lambda: kind(*rules), pattern, **SMALL, **heads)
-    failed = {result.name for result in report.failures}
-    assert failed >= failing, str(report)
-    assert all(report[check].verdict == "passed" for check in passing), str(report)
-    assert words in str(report)
-    if mistake in ONE_CHECK:
-        assert failed - ({"gradients"} if mistake == "NaN on empty rows" else set()) == failing, str(report)
-
-
-@pytest.mark.parametrize(
-    ("claim", "heads"), [(WINDOW, {}), (WINDOW, {"num_kv_heads": 2}), (SPARSE, {}), (SEGMENTS, {}), (GAPS, {})]
-)
-def test_dense_attention_without_a_mistake_passes(claim, heads) -> None:
-    pattern, rules = claim
-    assert check_attention_module(lambda: wrong_attention.Dense(*rules), pattern, **SMALL, **heads).passed
-
-
-def test_a_failed_check_raises_with_the_report() -> None:
-    options = {"max_tokens": 6, "checks": ["agreement", "coverage"]}
-    report = examine_attention_module(lambda: wrong_attention.CausalLeak(*WINDOW[1]), WINDOW[0], **options)
-    with pytest.raises(AssertionError, match="checks failed") as caught:
-        check_attention_module(lambda: wrong_attention.CausalLeak(*WINDOW[1]), WINDOW[0], **options)
-    assert str(caught.value) == str(report)
-
-
-def no_mask(module, q, k, v, hidden):
-    return module(q, k, v)
-
-
-def no_offset(module, q, k, v):
-    steps = range(q.shape[2])
-    return torch.cat([module(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1]) for t in steps], 2)
-
-
-def left_padding_forgotten(module, q, k, v, hidden):
-    tail = hidden.clone()
-    tail[:, : hidden.shape[1] // 2] = False
-    return module(q, k, v, key_padding_mask=tail)
-
-
-@pytest.mark.parametrize(
-    ("check", "call"),
-    [
-        ("padding", {"padded": no_mask}),
-        ("padding", {"padded": left_padding_forgotten}),
-        ("packing", {"packed": no_mask}),
-        ("decoding", {"decoded": no_offset}),
-    ],
-)
-def test_a_wrong_call_fails_its_check(check, call) -> None:
-    pattern = WINDOW[0]
-    report = examine_attention_module(
-        lambda: fd.BlockSparseAttention(pattern),
-        pattern,
-        calls=Calls(**call),
-        max_tokens=12,
-        checks=[check, "agreement"],
-    )
-    assert [result.name for result in report.failures] == [check]
-    assert report[check].detail[:8] in ("2 tokens", "3 tokens")
-
-
-def test_documents_may_cut_or_restart() -> None:
-    pattern = masks.chunked(3)
-
-    def cut(module, q, k, v, ids):
-        return fd.attend(q, k, v, pattern & masks.documents(ids))
-
-    options = {"max_tokens": 12, "checks": ["packing"]}
-    factory = lambda: fd.BlockSparseAttention(pattern)  # noqa: E731
-    check_attention_module(factory, pattern, calls=Calls(packed=cut, documents="cut"), **options)
-    assert not examine_attention_module(factory, pattern, calls=Calls(packed=cut), **options).passed
-
-
-@pytest.mark.slow
-def test_mistakes_under_compile() -> None:
-    rules = [oracle.causal()]
-    options = {"max_tokens": 20, "checks": ["compile", "recompilation", "agreement"]}
-    report = examine_attention_module(lambda: wrong_attention.BreaksGraphs(*rules), masks.causal(), **options)
-    assert [result.name for result in report.failures] == ["compile", "recompilation"]
-    assert "torch.compile(fullgraph=True) raises" in report["compile"].detail
-    report = examine_attention_module(lambda: wrong_attention.GraphEachLength(*rules), masks.causal(), **options)
-    assert "recompilation" in [result.name for result in report.failures]
-    assert "graphs for" in report["recompilation"].detail
-
-
-def subject_over_ranks(made) -> Subject:
-    def factory():
-        return fd.BlockSparseAttention(WINDOW[0])
-
-    return Subject(factory, WINDOW[0], Calls(over_ranks=made), 4, 2, 8, (30,), torch.float32, torch.device("cpu"), 0)
-
-
-@pytest.fixture(autouse=True)
-def ready_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked from one that has imported torch, as those of other tests are."""
+def found_over_ranks(made, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By processes forked from one that has imported torch, as those of other tests are."""
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: ranks.context)
-
-
-@pytest.mark.slow
-def test_over_ranks() -> None:
-    """On the same two processes: right, without the other rank's keys, without its gradients; then one raises."""
-    made = (over_ranks, without_ranks, WithoutGradients, raises_on_a_rank, over_ranks)
-    right, alone, detached, raised, after = examine_over_ranks([subject_over_ranks(each) for each in made])
-    assert right == "30 tokens on 2 ranks: as on one"
-    assert str(alone).startswith("30 tokens on 2 ranks: out is wrong")
-    assert str(detached).startswith("30 tokens on 2 ranks: dk is wrong")
-    assert str(raised) == "rank 1 of 2 raises ZeroDivisionError: by this rank\nand no other"
-    assert str(after) == "was not tried, as the job before it came to no result"
-
-
-@pytest.mark.slow
-def test_a_rank_that_ends() -> None:
-    """The other one waits forever, and is ended at once."""
     report = examine_attention_module(
-        lambda: fd.BlockSparseAttention(WINDOW[0]), WINDOW[0], calls=Calls(over_ranks=ends_on_a_rank), checks=["ranks"]
+        lambda: fd.BlockSparseAttention(WINDOW[0], enable_gqa=True),
+        WINDOW[0],
+        num_kv_heads=2,
+        lengths=[30],
+        calls=Calls(over_ranks=made),
+        checks=["ranks"],
     )
-    assert report["ranks"].detail == "rank 1 of 2 ended with exit code 7"
+    return report["ranks"].detail
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs() -> None:
-    """The hang ends its job and those after it; what came before stays."""
-    jobs = [wrong_attention.own_rank, wrong_attention.hang_on_a_rank, wrong_attention.own_rank]
-    fine, hung, after = on_two_processes(jobs, job_s=2.0)
-    assert fine == [0, 1]
-    assert str(hung) == "rank 0 of 2 did not end within 2 s, and was ended"
-    assert str(after) == "was not tried, as the job before it came to no result"
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        (over_ranks, "30 tokens on 2 ranks: as on one"),
+        (without_ranks, "30 tokens on 2 ranks: out is wrong"),
+        (WithoutGradients, "30 tokens on 2 ranks: dk is wrong"),
+        (raises_on_a_rank, "rank 1 of 2 raises ZeroDivisionError: by this rank\nand no other"),
+        (ends_on_a_rank, "rank 1 of 2 ended with exit code 7"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_over_ranks(made, found, monkeypatch) -> None:
+    """Right; without the other rank's keys, without its gradients; one raises, or ends, while the other waits."""
+    assert found_over_ranks(made, monkeypatch).startswith(found)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs(monkeypatch) -> None:
+    monkeypatch.setattr(_ranks_check, "LIMIT_S", 5.0)
+    said = found_over_ranks(hangs_on_a_rank, monkeypatch)
+    assert re.fullmatch(r"rank (0|0 and 1) of 2 did not end within 5 s, and was ended", said)
 
 
 def test_a_module_over_ranks_that_cannot_be_sent() -> None:
@@ -307,34 +178,6 @@ def test_a_module_over_ranks_that_cannot_be_sent() -> None:
         lambda: fd.BlockSparseAttention(WINDOW[0]), WINDOW[0], calls=calls, checks=["ranks"]
     )
     assert report["ranks"].detail.startswith("over_ranks and plain must be functions of a module, to be pickled: ")
-
-
-def test_what_fails_is_the_shortest_case() -> None:
-    """Wrong from 7 tokens on: 7 is no length that is tried at first."""
-
-    class LateLeak(wrong_attention.Dense):
-        def times(self, q, k):
-            times = super().times(q, k)
-            return times if q.shape[2] < 6 else torch.ones_like(times)
-
-    rules = WINDOW[1]
-    report = examine_attention_module(
-        lambda: LateLeak(*rules), WINDOW[0], max_tokens=32, examples=3, checks=["agreement", "causality", "coverage"]
-    )
-    assert all(result.detail.startswith("6 tokens") for result in report.failures), str(report)
-    assert len(report.failures) == 3
-
-
-def test_a_module_that_raises_fails() -> None:
-    def no_long_ones(q, k, v):
-        if q.shape[2] > 4:
-            raise ValueError("too long")
-        return fd.attend(q, k, v, WINDOW[0])
-
-    report = examine_attention_module(lambda: no_long_ones, WINDOW[0], max_tokens=12, checks=["agreement", "lengths"])
-    assert report["agreement"].detail == "5 tokens: raises ValueError: too long"
-    assert report["lengths"].detail == "1 and 5 tokens: raises ValueError: too long"
-    assert str(report).startswith("no_long_ones, claimed to be local_window(left=2, right=0), H=4")
 
 
 def test_lengths_can_be_given() -> None:
@@ -346,20 +189,6 @@ def test_lengths_can_be_given() -> None:
 
     report = check_attention_module(lambda: fours, WINDOW[0], lengths=[8, 4, 12], skip=COMPILING)
     assert report["agreement"].detail.startswith("3 lengths from 4 to 12")
-
-
-def test_coverage_looks_at_every_key() -> None:
-    """Beyond the first head_dim keys too, which one call of the module can show."""
-
-    class LastKeyToo(wrong_attention.Dense):
-        def times(self, q, k):
-            return super().times(q, k) | (torch.arange(k.shape[2]) == 18)
-
-    report = examine_attention_module(
-        lambda: LastKeyToo(*WINDOW[1]), WINDOW[0], lengths=[19], checks=["coverage", "recompilation"]
-    )
-    assert report["coverage"].detail.startswith("19 tokens: head 0, query 0, key 18 is not allowed and takes part")
-    assert report["recompilation"].verdict == "does not apply"
 
 
 def test_lengths_that_a_pattern_does_not_take_are_not_tried() -> None:
@@ -396,3 +225,68 @@ def test_a_pattern_of_one_length() -> None:
     pattern = masks.neighborhood((3, 4), (1, 1))
     report = check_attention_module(lambda: fd.BlockSparseAttention(pattern), pattern, max_tokens=12, skip=COMPILING)
     assert report["agreement"].verdict == "passed"
+
+
+def test_weights_are_no_lse() -> None:
+    """Averaged over heads they have its shape where there are as many tokens as heads."""
+
+    def with_weights(q, k, v):
+        return fd.attend(q, k, v, WINDOW[0]), torch.ones(q.shape[0], q.shape[2], q.shape[2]) / q.shape[2]
+
+    check_attention_module(lambda: with_weights, WINDOW[0], max_tokens=6, checks=["agreement", "gradients"])
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (lambda out: out > 0, "must be of floating point numbers; got torch.bool"),
+        (lambda out: out.to("meta"), "must be on the device of q, cpu; got meta"),
+        (lambda out: (), "must be a tensor; got tuple"),
+        (lambda out: out[:, :, :0], "must have shape (2, 1, 4, 8); got (2, 1, 0, 8)"),
+    ],
+)
+def test_an_output_that_is_none(broken, words) -> None:
+    def by_tokens(q, k, v):
+        return broken(fd.attend(*(x.transpose(1, 2) for x in (q, k, v)), WINDOW[0]).transpose(1, 2))
+
+    calls = Calls(layout="BNHD")
+    report = examine_attention_module(lambda: by_tokens, WINDOW[0], calls=calls, max_tokens=4, checks=["agreement"])
+    assert report["agreement"].detail == f"the output {words}"
+
+
+def test_a_mistake_after_a_block_is_found() -> None:
+    """One token in the last block of 128, which sees too much; also for a pattern without numbers."""
+
+    def leaking(q, k, v):
+        return fd.attend(q, k, v, masks.every() if q.shape[2] == 129 else masks.causal())
+
+    sizes = {"num_heads": 1, "head_dim": 2, "max_tokens": 150}
+    report = examine_attention_module(lambda: leaking, masks.causal(), checks=["causality"], **sizes)
+    assert report["causality"].detail.startswith("129 tokens: key 1 is hidden from query 0 of head 0")
+
+
+def test_a_module_that_is_never_the_same_twice() -> None:
+    calls: list[int] = []
+
+    def changing(q, k, v):
+        calls.append(1)
+        return fd.attend(q, k, v, WINDOW[0]) + len(calls)
+
+    report = examine_attention_module(lambda: changing, WINDOW[0], max_tokens=4, checks=["lengths"])
+    assert report["lengths"].detail.startswith("2 tokens: a new module gives ")
+    assert "kept" not in report["lengths"].detail
+
+
+def test_a_report_fits_the_page() -> None:
+    def wordy(q, k, v):
+        raise RuntimeError("a long line of words " * 9 + "\nand another" * 40)
+
+    text = str(examine_attention_module(lambda: wordy, WINDOW[0], max_tokens=4, checks=["half precision", "padding"]))
+    assert max(map(len, text.partition("\nhalf precision:")[0].splitlines())) <= 120
+    assert text.endswith("\nand another\n... and 33 more lines")
+
+
+@pytest.mark.parametrize("given", [{"seed": "x"}, {"dtype": torch.int64}, {"dtype": "float32"}])
+def test_settings_of_the_wrong_kind(given) -> None:
+    with pytest.raises(TypeError, match=f"^{next(iter(given))} must be"):
+        examine_attention_module(lambda: print, WINDOW[0], **given)
