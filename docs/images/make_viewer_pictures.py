@@ -42,7 +42,7 @@ def draw(browser: Browser, address: str, name: str, *, dark: bool, held: tuple[i
     tab = browser.open(address, dark=dark, **WINDOW)
     tab.settle()
     if held is not None:
-        tab.evaluate(f"(viewer.hold({held[0]}, {held[1]}), viewer.explain(), viewer.askFrame())")
+        tab.evaluate(f"viewer.hold({held[0]}, {held[1]})")
         tab.settle()
     picture = Path(__file__).with_name(f"{name}.png")
     tab.screenshot(picture)

@@ -33,11 +33,7 @@ _MOST_RESIDUES = 4096  # more classes than a screen has pixels would be drawn as
 _LONGEST_PATTERN = 400
 _TILES = 256  # along each side of the picture
 _MOST_GRIDS = 16  # of tiles, over all branches and heads
-# Each builds on those before it.
-_SCRIPTS = (
-    *("numbers", "order", "program", "density", "colours", "viewport", "link", "ranks", "drawing", "panel"),
-    *("controls", "app"),
-)
+_SCRIPTS = ("view", "program", "density", "picture", "panel", "app")  # each builds on those before it
 
 
 @plans

@@ -89,8 +89,7 @@ class Program:
         return self.add(abs(int(value)), "const", int(value))
 
     def lookup(self, table: Tensor, indices: list[int]) -> int:
-        known = (index for index, each in enumerate(self.tables) if each is table or _are_equal(each, table))
-        number = next(known, len(self.tables))
+        number = next((n for n, each in enumerate(self.tables) if _are_equal(each, table)), len(self.tables))
         if number == len(self.tables):
             self.tables.append(table)
             if sum(each.numel() for each in self.tables) > MOST_ENTRIES:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from ..blocks import settle_by_diagonals
@@ -18,9 +18,9 @@ from ..core import (
     Pattern,
     by_size,
     cut_classes,
-    distinct_boxes,
     few_at_once,
     halves,
+    join,
     look_at_pairs,
     num_classes,
     residue_factors,
@@ -35,29 +35,23 @@ _SAMPLED_AT_ONCE = 1 << 20
 # Steps of a sequence that fills the unit square evenly: Roberts' R2, from the plastic number.
 _ROW_STEP, _COLUMN_STEP = 0.7548776662466927, 0.5698402909980532
 
-_Cuts = list[tuple[int, bool]]  # (factor, whether queries and keys agree modulo it)
-
 
 class PairCounts(NamedTuple):
-    """Allowed pairs of n boxes: at least `low`, at most `high`, about `likely`; all three the same where counted."""
+    """Allowed pairs of boxes or cells: at least `low`, at most `high`, about `likely`; the same where counted."""
 
-    low: Counts
-    high: Counts
-    likely: Float64[Tensor, " n"]
+    low: Int64[Tensor, "..."]
+    high: Int64[Tensor, "..."]
+    likely: Float64[Tensor, "..."]
 
     @classmethod
-    def of(cls, bounds: Bounds) -> PairCounts:
-        return cls(bounds.low.clone(), bounds.high.clone(), bounds.low.double())
+    def zeros(cls, number: int) -> PairCounts:
+        low, high = torch.zeros(2, number, dtype=torch.int64)
+        return cls(low, high, torch.zeros(number, dtype=torch.float64))
 
-    def put(self, index: Tensor, found: PairCounts) -> None:
-        """Replace those of the boxes at these indices."""
-        for mine, theirs in zip(self, found, strict=True):
-            mine[index] = theirs
-
-    def of_owners(self, owner: Tensor, part: Tensor, number: int) -> PairCounts:
-        """Sums over what each owner has: parts of these numbers."""
-        low, high, likely = (each.new_zeros(number).index_add_(0, owner, each[part]) for each in self)
-        return PairCounts(low, high, likely)
+    def add(self, owner: Tensor, *found: Tensor) -> None:
+        """Add to each owner's counts those of what it owns: exact ones, or (low, high, likely)."""
+        for mine, theirs in zip(self, found if len(found) > 1 else found * 3, strict=True):
+            mine.index_add_(0, owner, theirs.to(mine.dtype))
 
 
 @dataclass
@@ -80,108 +74,81 @@ class Budget:
 def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
     """Allowed pairs of each box, of a rule for one head; both sides of the boxes have one step.
 
-    Boxes that bounds leave undecided are cut, all alike, until all are decided or the budget is spent; parts that
-    repeat are counted once. Of boxes that stay undecided `likely` is an estimate from a few pairs, evenly placed.
+    Boxes that bounds leave undecided are cut, all alike, into residue classes and then into halves, until all are
+    decided or the budget is spent. Of parts that stay undecided `likely` is an estimate from a few pairs, evenly
+    placed.
     """
-    cuts: _Cuts = []
+    cuts: list[tuple[int, bool]] = []  # (factor, whether queries and keys agree modulo it)
     if box.q.step == box.k.step == 1:  # else a layout's classes, in which its rules are dense
         together, apart = residue_factors(rule)
         cuts = [*((factor, True) for factor in together), *((factor, False) for factor in apart)]
-    return _Search(rule, budget).pairs(box, cuts)
-
-
-class _Search:
-    """A rule, and the budget that is left."""
-
-    def __init__(self, rule: Pattern, budget: Budget) -> None:
-        self.rule, self.budget = rule, budget
-
-    def pairs(self, box: Box, cuts: _Cuts) -> PairCounts:
-        """The pairs of each box; cut into these residue classes first, where undecided."""
-        found = PairCounts.of(self._bounds(box))
-        undecided = (found.low < found.high).nonzero().squeeze(1)
-        if len(undecided):
-            rest = box.select(undecided)
-            found.put(undecided, self._by_classes(rest, cuts) if cuts else self._closely(rest))
-        return found
-
-    def _by_classes(self, box: Box, cuts: _Cuts) -> PairCounts:
-        (factor, together), *others = cuts
-        whole = Owned(torch.arange(len(box.head)), box)
-        if not self.budget.afford(len(whole) * num_classes(whole, factor, together)):
-            return self._closely(box)
-        parts = cut_classes(whole, factor, together)
-        return self._of_parts(parts, len(box.head), others)
-
-    def _closely(self, box: Box) -> PairCounts:
-        """By all diagonals and by all pairs of small boxes within the budget, by halves else, or a sample."""
-        found = PairCounts.of(Bounds(torch.zeros_like(box.area), box.area))
-        for alike in by_size(Owned(torch.arange(len(box.head)), box)):
-            self._settle(alike, found)
-        undecided = found.low < found.high
-        large = torch.maximum(box.q.count, box.k.count) > _CELL_SIDE
-        if not self.budget.afford(2 * int((undecided & large).sum())):
+    found, rest = PairCounts.zeros(len(box.head)), Owned(torch.arange(len(box.head)), box)
+    rest = settle(rule, rest, found)
+    while len(rest):
+        budget.left -= len(rest) * _COUNT
+        if cuts and budget.afford(len(rest) * num_classes(rest, *cuts[0])):
+            rest = settle(rule, cut_classes(rest, *cuts.pop(0)), found)
+            continue
+        cuts = []
+        rest = _settle_closely(rule, rest, found, budget)
+        large = torch.maximum(rest.box.q.count, rest.box.k.count) > _CELL_SIDE
+        if not budget.afford(2 * int(large.sum())):
             large = torch.zeros_like(large)
-        for index, count in (((undecided & large), self._by_halves), ((undecided & ~large), self._sampled)):
-            where = index.nonzero().squeeze(1)
-            if len(where):
-                found.put(where, count(box.select(where)))
-        return found
-
-    def _by_halves(self, box: Box) -> PairCounts:
-        parts = halves(Owned(torch.arange(len(box.head)), box), self.rule.period() or 1)
-        return self._of_parts(parts, len(box.head), [])
-
-    def _of_parts(self, parts: Owned, number: int, cuts: _Cuts) -> PairCounts:
-        period = self.rule.period()
-        if period is None:
-            alike, box = torch.arange(len(parts)), parts.box
-        else:
-            alike, box = distinct_boxes(parts.box, period)
-        return self.pairs(box, cuts).of_owners(parts.owner, alike, number)
-
-    def _settle(self, owned: Owned, found: PairCounts) -> None:
-        """Put the counts by diagonals, and by all pairs, of boxes of about one size."""
-        q, k = owned.box.q.count, owned.box.k.count
-        before, each = self.budget.left, int(q.max()) + int(k.max())
-        where = self.budget.take(torch.maximum(q, k) <= 2 * torch.minimum(q, k), each)
-        bounds = self.rule.count(owned.box, num_heads=1)
-        bounds = settle_by_diagonals(self.rule, owned.box, bounds, num_heads=1, where=where)
-        exact = bounds.low == bounds.high
-        self.budget.left = before - int(exact.sum()) * each
-        wanted = ~exact & (torch.maximum(q, k) <= _CELL_SIDE)
-        evaluated = self.budget.take(wanted, int(q.max()) * int(k.max())).nonzero().squeeze(1)
-        pairs = bounds.low.clone()
-        pairs[evaluated] = 0
-        small = Owned(evaluated, owned.box.select(evaluated))
-        look_at_pairs(self.rule, small, pairs)
-        exact[evaluated] = True
-        counted = PairCounts.of(Bounds(pairs, torch.where(exact, pairs, bounds.high)))
-        found.put(owned.owner, counted)
-
-    def _bounds(self, box: Box) -> Bounds:
-        some = [self.rule.count(few.box, num_heads=1) for few in few_at_once(Owned(box.head, box), _FRONTIER)]
-        self.budget.left -= len(box.head) * _COUNT
-        return Bounds(torch.cat([each.low for each in some]), torch.cat([each.high for each in some]))
-
-    def _sampled(self, box: Box) -> PairCounts:
-        bounds = self._bounds(box)
-        samples = min(_MOST_SAMPLES, max(1, _SAMPLES // len(box.head)))
-        share, at_once = [], max(1, _SAMPLED_AT_ONCE // samples)
-        for begin, few in enumerate(few_at_once(Owned(box.head, box), at_once)):
-            share.append(_share(self.rule, few.box, samples, begin * at_once * samples))
-        likely = (torch.cat(share) * box.area).clamp(bounds.low.double(), bounds.high.double())
-        return PairCounts(bounds.low, bounds.high, likely)
+        _sample(rule, rest.select((~large).nonzero().squeeze(1)), found)
+        rest = settle(rule, halves(rest.select(large.nonzero().squeeze(1)), rule.period() or 1), found)
+    return found
 
 
-def _share(rule: Pattern, box: Box, samples: int, begin: int) -> Float64[Tensor, " n"]:
-    """The share of allowed pairs among some of each box."""
-    row, column = even_places((len(box.head), samples), begin)
-    q = _place(box.q.count, row) * box.q.step + box.q.first[:, None]
-    k = _place(box.k.count, column) * box.k.step + box.k.first[:, None]
-    head = box.head[:, None]
-    mask_mod = rule.mask_mod(num_heads=1, device=torch.device("cpu"))
-    return mask_mod(torch.zeros_like(head), head, q, k).double().mean(1)
+def settle(rule: Pattern, owned: Owned, found: PairCounts) -> Owned:
+    """Add what bounds decide; returns the others."""
+    left = [owned.select(torch.arange(0))]
+    for few in few_at_once(owned, _FRONTIER):
+        left.append(_add_exact(few, rule.count(few.box, num_heads=1), found))
+    return join(left)
+
+
+def _add_exact(owned: Owned, bounds: Bounds, found: PairCounts) -> Owned:
+    exact = bounds.low == bounds.high
+    found.add(owned.owner[exact], bounds.low[exact])
+    return owned.select((~exact).nonzero().squeeze(1))
+
+
+def _settle_closely(rule: Pattern, owned: Owned, found: PairCounts, budget: Budget) -> Owned:
+    """The same by all diagonals, and by all pairs of small boxes, within the budget. Boxes of one size cost alike."""
+    left = []
+    for alike in by_size(owned):
+        q, k = alike.box.q.count, alike.box.k.count
+        before, each = budget.left, int(q.max()) + int(k.max())
+        where = budget.take(torch.maximum(q, k) <= 2 * torch.minimum(q, k), each)
+        bounds = rule.count(alike.box, num_heads=1)
+        rest = _add_exact(alike, settle_by_diagonals(rule, alike.box, bounds, num_heads=1, where=where), found)
+        budget.left = before - (len(alike) - len(rest)) * each
+        q, k = rest.box.q.count, rest.box.k.count
+        small = torch.maximum(q, k) <= _CELL_SIDE
+        looked = budget.take(small, int(q.max()) * int(k.max()) if len(rest) else 0)
+        some, pairs = rest.select(looked.nonzero().squeeze(1)), torch.zeros_like(found.low)
+        look_at_pairs(rule, some, pairs)
+        found.add(torch.arange(len(pairs)), pairs)
+        left.append(rest.select((~looked).nonzero().squeeze(1)))
+    return join(left)
+
+
+def _sample(rule: Pattern, owned: Owned, found: PairCounts) -> None:
+    """Add bounds, and the share of allowed pairs among some of each box."""
+    if not len(owned):
+        return
+    samples = min(_MOST_SAMPLES, max(1, _SAMPLES // len(owned)))
+    begin = 0
+    for few in few_at_once(owned, max(1, _SAMPLED_AT_ONCE // samples)):
+        box, bounds = few.box, rule.count(few.box, num_heads=1)
+        row, column = even_places((len(few), samples), begin)
+        q = _place(box.q.count, row) * box.q.step + box.q.first[:, None]
+        k = _place(box.k.count, column) * box.k.step + box.k.first[:, None]
+        head = box.head[:, None]
+        allowed = rule.mask_mod(num_heads=1, device=torch.device("cpu"))(torch.zeros_like(head), head, q, k)
+        likely = (allowed.double().mean(1) * box.area).clamp(bounds.low.double(), bounds.high.double())
+        found.add(few.owner, bounds.low, bounds.high, likely)
+        begin += len(few) * samples
 
 
 def even_places(shape: tuple[int, int], begin: int = 0) -> tuple[Float64[Tensor, "n m"], Float64[Tensor, "n m"]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float64, Int64
@@ -24,7 +22,7 @@ from ..core import (
     require_int,
 )
 from ..orders import Layout
-from ._bounded_pairs import Budget, PairCounts, bounded_pairs, even_places
+from ._bounded_pairs import Budget, PairCounts, bounded_pairs, even_places, settle
 
 # R rows, C columns of cells; B branches; P parts of cells
 
@@ -32,17 +30,10 @@ _BUDGET = 1 << 24  # single pairs, and what takes as long
 _MOST_CELLS = 1 << 22
 _EVERY_PAIR = 1 << 21  # windows of so many pairs are evaluated pair by pair
 _MOST_BOXES = 1 << 20
+_MOST_PARTS = 1 << 28  # pairs of parts, of which those that may meet are found
 _SAMPLES, _LEAST_SAMPLES = 1 << 22, 1 << 6  # pairs evaluated where boxes are too many: in all, and in a cell
 _PAIRS_AT_ONCE = 1 << 20
-_BOXES_AT_ONCE = 1 << 18
-
-
-class CellCounts(NamedTuple):
-    """Allowed pairs of each cell: at least `low`, at most `high`, about `likely`."""
-
-    low: Int64[Tensor, "R C"]
-    high: Int64[Tensor, "R C"]
-    likely: Float64[Tensor, "R C"]
+_PARTS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -57,8 +48,8 @@ class Cells:
     row_edges: Int64[Tensor, " R+1"]
     column_edges: Int64[Tensor, " C+1"]
     area: Int64[Tensor, "R C"]
-    total: CellCounts
-    branches: tuple[CellCounts, ...]
+    total: PairCounts
+    branches: tuple[PairCounts, ...]
 
     @property
     def low(self) -> Int64[Tensor, "R C"]:
@@ -125,7 +116,7 @@ def count_cells(
     parts = [branch.for_head(head, num_heads) for branch in rule.branches()]
     found = _count_each(set(parts), q, k)
     branches = tuple(found[part] for part in parts)
-    total = CellCounts(*(torch.stack(each).sum(0) for each in zip(*branches, strict=True)))
+    total = PairCounts(*(torch.stack(each).sum(0) for each in zip(*branches, strict=True)))
     return Cells((q.window, k.window), q.edges, k.edges, q.sizes[:, None] * k.sizes, total, branches)
 
 
@@ -141,7 +132,7 @@ def _edges_at_multiples(window: range, side: int) -> Int64[Tensor, " cells+1"]:
     return (torch.arange(first, last + 1) * side).clamp(window.start, window.stop)
 
 
-def _count_each(rules: set[Pattern], q: Side, k: Side) -> dict[Pattern, CellCounts]:
+def _count_each(rules: set[Pattern], q: Side, k: Side) -> dict[Pattern, PairCounts]:
     """Each rule with its share of the budget that is left. Those that meet the fewest classes come first."""
     found, left = {}, _BUDGET
     for waiting, rule in enumerate(sorted(rules, key=lambda rule: (-rule.spacing(), rule.text))):
@@ -152,7 +143,7 @@ def _count_each(rules: set[Pattern], q: Side, k: Side) -> dict[Pattern, CellCoun
     return found
 
 
-def _count(rule: Pattern, q: Side, k: Side, budget: Budget) -> CellCounts:
+def _count(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
     """The cells of a branch, as a rule for one head."""
     few = len(q.window) * len(k.window) <= _EVERY_PAIR
     try:
@@ -160,7 +151,7 @@ def _count(rule: Pattern, q: Side, k: Side, budget: Budget) -> CellCounts:
     except IndexError as error:
         asked = f"queries below {q.layout.num_tokens} and keys below {k.layout.num_tokens}"
         raise ValueError(f"{rule!r} has no answer for some of {asked}: {error}") from error
-    return CellCounts(*(each.view(q.cells, k.cells) for each in found))
+    return PairCounts(*(each.view(q.cells, k.cells) for each in found))
 
 
 def _every_pair(rule: Pattern, q: Side, k: Side) -> PairCounts:
@@ -181,23 +172,29 @@ def _every_pair(rule: Pattern, q: Side, k: Side) -> PairCounts:
 
 def _by_boxes(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
     """Boxes counted by their bounds, undecided ones by parts; boxes that differ by whole periods are counted once."""
-    pairings = Pairings.of(rule, q.parts(), k.parts())
-    if pairings.number > _MOST_BOXES:
+    (row, queries), (column, keys) = q.parts(), k.parts()
+    # Positions of a part agree modulo its step, and those of a pair modulo the rule's spacing: so parts that meet agree
+    # modulo what divides both.
+    classes = gcd(queries.step, rule.spacing())
+    own, theirs = queries.first.remainder(classes), keys.first.remainder(classes)
+    boxes = int((torch.bincount(own, minlength=classes) * torch.bincount(theirs, minlength=classes)).sum())
+    if boxes > _MOST_BOXES or len(own) * len(theirs) > _MOST_PARTS:
         return _sampled(rule, q, k)
-    low, undecided = torch.zeros(q.cells * k.cells, dtype=torch.int64), []
-    for owned in pairings.boxes(k.cells):
-        bounds = rule.count(owned.box, num_heads=1)
-        exact = bounds.low == bounds.high
-        low.index_add_(0, owned.owner[exact], bounds.low[exact])
-        undecided.append(owned.select((~exact).nonzero().squeeze(1)))
-    high, likely = low.clone(), low.double()
-    rest = join(undecided) if undecided else None
-    if rest is not None and len(rest):
+    found, undecided = PairCounts.zeros(q.cells * k.cells), []
+    for some in torch.arange(len(own)).split(max(1, _PARTS_AT_ONCE // len(theirs))):
+        mine, other = (own[some, None] == theirs).nonzero().unbind(1)
+        mine = some[mine]
+        owned = Owned(
+            row[mine] * k.cells + column[other],
+            Box(torch.zeros_like(mine), queries.select(mine), keys.select(other)),
+        )
+        undecided.append(settle(rule, owned, found))
+    rest = join(undecided)
+    if len(rest):
         period = rule.period()
         alike, box = (torch.arange(len(rest)), rest.box) if period is None else distinct_boxes(rest.box, period)
-        for sums, found in zip((low, high, likely), bounded_pairs(rule, box, budget), strict=True):
-            sums.index_add_(0, rest.owner, found[alike])
-    return PairCounts(low, high, likely)
+        found.add(rest.owner, *(each[alike] for each in bounded_pairs(rule, box, budget)))
+    return found
 
 
 def _sampled(rule: Pattern, q: Side, k: Side) -> PairCounts:
@@ -250,42 +247,3 @@ class Side:
         start, cell = cuts[:-1], torch.searchsorted(self.edges, cuts[:-1], right=True) - 1
         first = pieces.position(torch.zeros_like(start), start)
         return cell, Progression(first, pieces.step, cuts.diff())
-
-
-class Pairings(NamedTuple):
-    """Which parts of keys each part of queries meets: number[i] of them, order[begin[i]] and what follows it there."""
-
-    queries: tuple[Tensor, Progression]
-    keys: tuple[Tensor, Progression]
-    order: Tensor
-    begin: Tensor
-    partners: Tensor
-
-    @classmethod
-    def of(cls, rule: Pattern, queries: tuple[Tensor, Progression], keys: tuple[Tensor, Progression]) -> Pairings:
-        """All but those that the rule's spacing rules out.
-
-        Positions of a part agree modulo its step, and those of a pair modulo the spacing: so parts agree modulo
-        what divides both.
-        """
-        classes = gcd(queries[1].step, rule.spacing())
-        residue = keys[1].first.remainder(classes)
-        order = residue.argsort(stable=True)
-        own, theirs = queries[1].first.remainder(classes), residue[order]
-        begin = torch.searchsorted(theirs, own)
-        return cls(queries, keys, order, begin, torch.searchsorted(theirs, own, right=True) - begin)
-
-    @property
-    def number(self) -> int:
-        return int(self.partners.sum())
-
-    def boxes(self, columns: int) -> Iterator[Owned]:
-        """Each as a box, with the number of its cell."""
-        (row, q), (column, k) = self.queries, self.keys
-        last = (self.partners.cumsum(0) - self.partners) // _BOXES_AT_ONCE
-        for some in torch.arange(len(self.partners)).split(last.unique_consecutive(return_counts=True)[1].tolist()):
-            each = torch.repeat_interleave(self.partners[some])
-            nth = torch.arange(len(each)) - (self.partners[some].cumsum(0) - self.partners[some])[each]
-            mine, other = some[each], self.order[self.begin[some][each] + nth]
-            box = Box(torch.zeros_like(mine), q.select(mine), k.select(other))
-            yield Owned(row[mine] * columns + column[other], box)

@@ -167,29 +167,19 @@ def _right(columns: int) -> tuple[str, ...]:
     return ("left", *("right",) * columns)
 
 
+_COUNTS = ("useful_pairs", "computed_pairs", "full_blocks", "partial_blocks", "table_bytes")
+
+
 def description_data(counts: Description) -> dict[str, Any]:
     """All numbers of a description, for JSON; None for what is not known or has no meaning."""
     field, multiplicity = counts.receptive_field() if counts.is_self_attention else None, counts.multiplicity
+    sizes = ("num_queries", "num_keys", "num_heads", "head_dim", "all_pairs", "zero_keys", "distinct_pairs")
+    derived = ("density", "block_density", "forward_flops", "backward_flops")
     return {
         "pattern": repr(counts.pattern),
-        "num_queries": counts.num_queries,
-        "num_keys": counts.num_keys,
-        "num_heads": counts.num_heads,
-        "head_dim": counts.head_dim,
-        "all_pairs": counts.all_pairs,
-        "useful_pairs": counts.useful_pairs,
-        "zero_keys": counts.zero_keys,
-        "distinct_pairs": counts.distinct_pairs,
+        **{name: getattr(counts, name) for name in (*sizes, *_COUNTS, *derived)},
         "distinct_pairs_exact": multiplicity.exact,
-        "computed_pairs": counts.computed_pairs,
-        "density": counts.density,
-        "block_density": counts.block_density,
         "waste": counts.waste if counts.useful_pairs else None,
-        "full_blocks": counts.full_blocks,
-        "partial_blocks": counts.partial_blocks,
-        "forward_flops": counts.forward_flops,
-        "backward_flops": counts.backward_flops,
-        "table_bytes": counts.table_bytes,
         "computed": [_computed(branch) for branch in counts.branches],
         "branches": [
             {"pattern": repr(each.pattern), "multiplicity": each.multiplicity, "useful_pairs": each.pairs}
@@ -215,14 +205,5 @@ def description_data(counts: Description) -> dict[str, Any]:
 def _computed(branch: BranchDescription) -> dict[str, Any]:
     """How one branch, or all of them together, are computed."""
     chosen, *others = ({"layout": option.layout, "predicted_s": option.cost.seconds} for option in branch.options)
-    return {
-        "pattern": repr(branch.pattern),
-        "multiplicity": branch.multiplicity,
-        "useful_pairs": branch.useful_pairs,
-        "computed_pairs": branch.computed_pairs,
-        "full_blocks": branch.full_blocks,
-        "partial_blocks": branch.partial_blocks,
-        "table_bytes": branch.table_bytes,
-        "chosen": chosen,
-        "others": others,
-    }
+    counts = {name: getattr(branch, name) for name in ("multiplicity", *_COUNTS)}
+    return {"pattern": repr(branch.pattern), **counts, "chosen": chosen, "others": others}

@@ -283,13 +283,14 @@ def ticks(slots: range, most: int) -> list[int]:
 
 
 def title_lines(picture: Picture, *, letters: int) -> list[str]:
-    """The title in lines of so many letters, and what is seen."""
-    if picture.title is not None:
+    """The title in lines of so many letters, and what is seen, in smaller ones."""
+    if picture.title is None:
+        text = shorten(repr(picture.pattern), _TITLE_LINES * letters - 8, placeholder=" …")
+        lines = wrap(text, letters, break_on_hyphens=False)[:_TITLE_LINES]
+    else:
         lines = [line for part in picture.title.splitlines() for line in wrap(part, letters)]
-        return lines if not lines or not picture.legend else [*lines, *wrap(_sizes_text(picture), int(letters * 1.15))]
-    text = shorten(repr(picture.pattern), _TITLE_LINES * letters - 8, placeholder=" …")
-    lines = wrap(text, letters, break_on_hyphens=False)[:_TITLE_LINES]
-    return [*lines, *wrap(_sizes_text(picture), int(letters * 1.15))]
+    says_sizes = picture.title is None or (lines and picture.legend)
+    return [*lines, *(wrap(_sizes_text(picture), int(letters * 1.15)) if says_sizes else [])]
 
 
 def panel_title(picture: Picture, panel: Panel) -> str:
@@ -315,11 +316,9 @@ def _sizes_text(picture: Picture) -> str:
     if picture.num_keys != picture.num_tokens:
         sizes = [f"{tokens_text(picture.num_tokens)} queries, {tokens_text(picture.num_keys)} keys"]
     if picture.num_heads > 1:
-        one, some = (
-            f"head {picture.heads[0]} of {picture.num_heads}",
-            f"{len(picture.heads)} of {picture.num_heads} heads",
-        )
-        sizes.append(one if len(picture.heads) == 1 else some.removeprefix(f"{picture.num_heads} of "))
+        number, all_heads = len(picture.heads), picture.num_heads
+        some = f"{all_heads} heads" if number == all_heads else f"{number} of {all_heads} heads"
+        sizes.append(f"head {picture.heads[0]} of {all_heads}" if number == 1 else some)
     if picture.block is not None:
         sizes.append("blocks of {} × {}".format(*picture.block))
     if max(window.queries.cell, window.keys.cell) > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from math import ceil
 from textwrap import wrap
 from typing import Any
@@ -71,87 +70,46 @@ class SameBytes(Figure):
             super().savefig(fname, metadata=metadata, **kwargs)
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where panels and texts are placed, in pixels from the top left."""
-
-    columns: int
-    rows: int
-    labels: int
-    panel: tuple[int, int]
-    least: int
-    heading: int = 0
-    subheading: int = 0
-    footer: int = 0
-
-    @property
-    def width(self) -> int:
-        return self._panels + 2 * self._aside
-
-    @property
-    def _panels(self) -> int:
-        return self.columns * self._across - _GAP + _RIGHT
-
-    @property
-    def _aside(self) -> int:
-        """Room beside panels that are narrower than the texts."""
-        return max(0, self.least - self._panels) // 2
-
-    @property
-    def _across(self) -> int:
-        return self.panel[0] + _LEFT + self.labels + _GAP
-
-    @property
-    def height(self) -> int:
-        return self.heading + self.rows * (self.subheading + self.panel[1] + _BELOW) + self.footer
-
-    def corner(self, place: int) -> tuple[int, int]:
-        row, column = divmod(place, self.columns)
-        top = self.heading + row * (self.subheading + self.panel[1] + _BELOW) + self.subheading
-        return self._aside + _LEFT + self.labels + column * self._across, top
-
-
 def draw(picture: Picture) -> Figure:
-    """Count and draw all panels."""
+    """Count and draw all panels, in rows; a row for each head where orders are compared. All sizes are pixels."""
     panels = [panel_of(picture, head, order) for head in picture.heads for order in picture.orders]
     window = picture.window
-    # A row for each head where orders are compared; else rows of a few.
     compared = len(picture.orders) > 1 and len(picture.heads) > 1
     columns = len(picture.orders) if compared else min(len(panels), _COLUMNS)
-    places = Places(
-        columns=columns,
-        rows=ceil(len(panels) / columns),
-        labels=ceil(label_width(window.queries)),
-        panel=(window.keys.length, window.queries.length),
-        least=_LEAST if picture.legend else 0,
-    )
-    title = title_lines(picture, letters=int(places.width / _LETTER))
+    panel_width, panel_height = window.keys.length, window.queries.length
+    left = _LEFT + ceil(label_width(window.queries))
+    across = left + panel_width + _GAP
+    of_panels = columns * across - _GAP + _RIGHT
+    aside = max(0, (_LEAST if picture.legend else 0) - of_panels) // 2  # of panels that are narrower than the texts
+    width = of_panels + 2 * aside
+    title = title_lines(picture, letters=int(width / _LETTER))
     titles = [_panel_lines(picture, panel) for panel in panels]
     legends = [
-        (entries, _legend_columns(entries, places.width))
-        for entries in (legends_of(picture, panels, width=places.width) if picture.legend else [])
+        (entries, _legend_columns(entries, width))
+        for entries in (legends_of(picture, panels, width=width) if picture.legend else [])
     ]
     heights = [ceil(len(entries) / columns) * _LEGEND + 6 for entries, columns in legends]
-    places = replace(
-        places,
-        heading=_EDGE + len(title) * _TITLE + (6 if title else 0),
-        subheading=max(len(lines) for lines in titles) * _PANEL_TITLE + 8,
-        footer=_EDGE // 2 + sum(heights),
-    )
-    figure = SameBytes(figsize=(places.width / _DPI, places.height / _DPI), dpi=_DPI)
+    heading = _EDGE + len(title) * _TITLE + (6 if title else 0)
+    subheading = max(len(lines) for lines in titles) * _PANEL_TITLE + 8
+    down = subheading + panel_height + _BELOW
+    footer = _EDGE // 2 + sum(heights)
+    height = heading + ceil(len(panels) / columns) * down + footer
+    figure = SameBytes(figsize=(width / _DPI, height / _DPI), dpi=_DPI)
     for place, (panel, lines) in enumerate(zip(panels, titles, strict=True)):
-        (left, top), (width, height) = places.corner(place), places.panel
-        bottom = places.height - top - height
-        box = (left / places.width, bottom / places.height, width / places.width, height / places.height)
-        axes = figure.add_axes(box)
+        row, column = divmod(place, columns)
+        bottom = height - heading - row * down - subheading - panel_height
+        corner = (aside + left + column * across) / width, bottom / height
+        axes = figure.add_axes((*corner, panel_width / width, panel_height / height))
         _draw_panel(axes, picture, panel)
         if lines:
             axes.set_title("\n".join(lines), fontsize=9, pad=6, linespacing=1.4)
-    _write_title(figure, places, title)
-    below = places.footer
-    for (entries, columns), height in zip(legends, heights, strict=True):
-        below -= height
-        _add_legend(figure, entries, columns, below / places.height)
+    for number, line in enumerate(title):
+        y = 1 - (_EDGE + (number + 0.5) * _TITLE) / height
+        size, colour = (9, "#555555") if number and line == title[-1] else (10.5, "#000000")
+        figure.text(0.5, y, line, ha="center", va="center", fontsize=size, color=colour)
+    for (entries, legend_columns), each in zip(legends, heights, strict=True):
+        footer -= each
+        _add_legend(figure, entries, legend_columns, footer / height)
     return figure
 
 
@@ -175,13 +133,6 @@ def _draw_panel(axes: Axes, picture: Picture, panel: Panel) -> None:
         if picture.color_by != BY_BLOCK:
             draw_frames(axes, panel.blocks, window)
     draw_ticks(axes, window, word="slot" if panel.rate > 1 else "position")
-
-
-def _write_title(figure: Figure, places: Places, lines: list[str]) -> None:
-    for number, line in enumerate(lines):
-        y = 1 - (_EDGE + (number + 0.5) * _TITLE) / places.height
-        size, colour = (9, "#555555") if number and line == lines[-1] else (10.5, "#000000")
-        figure.text(0.5, y, line, ha="center", va="center", fontsize=size, color=colour)
 
 
 def _add_legend(figure: Figure, entries: Sequence[Patch], columns: int, bottom: float) -> None:
@@ -215,14 +166,17 @@ def draw_image(axes: Axes, colours: Tensor, window: Window) -> None:
 def draw_grid(axes: Axes, blocks: Blocks, window: Window) -> None:
     """Lines between blocks, where there is room for them."""
     q, k = window.queries, window.keys
-    lines = []
-    for axis, side, is_row in ((q, blocks.sides[0], True), (k, blocks.sides[1], False)):
-        if axis.pixels_of(side) < _LEAST_BLOCK:
-            return
-        for at in range(-(-(axis.slots.start + 1) // side) * side, axis.slots.stop, side):
-            ends = (k.slots.start, k.slots.stop) if is_row else (q.slots.start, q.slots.stop)
-            lines.append([(end, at) if is_row else (at, end) for end in ends])
+    (height, width) = blocks.sides
+    if min(q.pixels_of(height), k.pixels_of(width)) < _LEAST_BLOCK:
+        return
+    lines = [[(k.slots.start, y), (k.slots.stop, y)] for y in _borders(q.slots, height)]
+    lines += [[(x, q.slots.start), (x, q.slots.stop)] for x in _borders(k.slots, width)]
     axes.add_collection(LineCollection(lines, colors=_GRID, linewidths=0.4, gid="grid"), autolim=False)
+
+
+def _borders(slots: range, side: int) -> range:
+    """Between blocks, inside the window."""
+    return range(-(-(slots.start + 1) // side) * side, slots.stop, side)
 
 
 def draw_frames(axes: Axes, blocks: Blocks, window: Window) -> None:

@@ -19,7 +19,7 @@ from tests.support.browser import Browser, Tab
 SAMPLED = """
 (({ places }) => {
   const { view, image } = viewer.state;
-  const { rows, columns, share, certain, coarse, width } = image.density;
+  const { rows, columns, share, coarse, width } = image.density;
   const paper = viewer.palette.paper.join();
   const blank = new OffscreenCanvas(viewer.canvas.width, viewer.canvas.height);
   const copy = blank.getContext("2d", { willReadFrequently: true });
@@ -35,10 +35,9 @@ SAMPLED = """
     const x = RULER.left + pixel(columns, column, view.k), y = RULER.top + pixel(rows, row, view.q);
     const colour = [...copy.getImageData(x, y, 1, 1).data].slice(0, 3).join();
     const cell = row * width + column;
-    const labelled = x > blank.width - 200 && y < RULER.top + 40; // under the label of samples
     return { rows: [rows[row], rows[row + 1]], columns: [columns[column], columns[column + 1]],
-      empty: colour === paper, labelled, share: share.reduce((total, each) => total + each[cell], 0),
-      certain: certain.every((each) => each[cell]), coarse };
+      empty: colour === paper, share: share.reduce((total, each) => total + each[cell], 0),
+      certain: image.density.isCertain(cell), coarse };
   });
 })
 """
@@ -55,15 +54,13 @@ def pages(browser: Browser, folder: Path) -> Iterator[Callable[..., Tab]]:
         *,
         link: str = "",
         window: dict[str, Any] | None = None,
-        settled: bool = True,
         **how: Any,
     ) -> Tab:
         file = folder / f"{len(tabs)}.html"
         file.write_text(page(pattern, tokens, **how), "utf-8")
         tab = browser.open(file.as_uri() + (f"#{link}" if link else ""), **(window or {}))
         tabs.append((tab, file.as_uri()))
-        if settled:
-            tab.settle()
+        tab.settle()
         return tab
 
     yield show
@@ -109,7 +106,7 @@ def sampled(tab: Tab, generator: torch.Generator, number: int = 200) -> list[dic
 
 def look(tab: Tab, link: str) -> None:
     """Follow a link as the page does when its address changes, without its wait before it writes the address."""
-    tab.evaluate(f"viewer.followLink({json.dumps(link)})")
+    tab.evaluate(f"viewer.follow({json.dumps(link)})")
     tab.settle()
 
 
@@ -124,7 +121,7 @@ def hold(
     for cell in found:
         q, k = (torch.arange(*(int(edge) for edge in cell[side])) for side in ("rows", "columns"))
         truth = float(counts(q[:, None], k[None, :]).double().mean())
-        assert cell["labelled"] or cell["empty"] == (cell["share"] == 0), cell
+        assert cell["empty"] == (cell["share"] == 0), cell
         if tiles:
             assert cell["share"] > 0 or truth == 0, (cell, truth)
         if cell["certain"] and not (cell["coarse"] and cell["share"]):

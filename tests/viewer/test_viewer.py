@@ -24,7 +24,7 @@ PLACE = "(() => {{ const box = document.querySelector('{}').getBoundingClientRec
 UNDER = """
 (() => {{
   const box = viewer.canvas.getBoundingClientRect();
-  const {{ q, k }} = viewer.slotsAt({} - RULER.left - box.left, {} - RULER.top - box.top);
+  const {{ q, k }} = viewer.state.view.slotsAt({} - RULER.left - box.left, {} - RULER.top - box.top);
   return [q, k];
 }})()
 """
@@ -55,12 +55,12 @@ def test_the_wheel_zooms_from_everything_to_single_pairs(show):
     assert hold(sampled(tab, torch.Generator().manual_seed(1)), lambda q, k: case.counts(0, q, k)) >= 0
     for _ in range(200):
         tab.wheel(x, y, 1200)
-        if tab.evaluate("viewer.state.view.scale === wholeScale(viewer.state.view)"):
+        if tab.evaluate("viewer.state.view.scale === viewer.state.view.wholeScale"):
             break
     assert tab.evaluate("viewer.state.view.scale") == scales[0]
 
 
-def test_dragging_and_arrows_move(show):
+def test_dragging_and_arrows_move_and_two_fingers_pinch(show):
     tab = show(LONGNET, 100_000, num_heads=4, link="q=50000&k=50000&span=2000&head=0")
     view = tab.evaluate("viewer.state.view")
     tab.drag((600, 500), (500, 430))
@@ -73,10 +73,6 @@ def test_dragging_and_arrows_move(show):
     there = tab.evaluate("viewer.state.view")
     assert there["k"] - moved["k"] == pytest.approx(view["width"] * view["scale"] / 8)
     assert moved["q"] - there["q"] == pytest.approx(view["height"] * view["scale"] / 8)
-
-
-def test_two_fingers_pinch(show):
-    tab = show(LONGNET, 100_000, num_heads=4, link="q=50000&k=50000&span=2000&head=0")
     before = tab.evaluate("viewer.state.view.scale")
     tab.touch("touchStart", [(400, 400), (600, 400)])
     tab.touch("touchMove", [(300, 400), (700, 400)])
@@ -111,8 +107,7 @@ def test_keys_do_all_that_a_mouse_does(show):
 def test_controls_choose_head_order_and_blocks(show):
     tab = show(LONGNET, 20_000, num_heads=4, window={"width": 900, "height": 500})
     for field, value in (("head", "2"), ("block", "512")):
-        change = "dispatchEvent(new Event('change', { bubbles: true }))"
-        tab.evaluate(f"(() => {{ const it = viewer.form.elements.{field}; it.value = '{value}'; it.{change}; }})()")
+        choose(tab, field, value)
     box = tab.evaluate(PLACE.format("#residue"))
     tab.click(box[0] + 8, box[1] + 8)
     tab.settle()
@@ -152,13 +147,12 @@ def test_a_link_restores_what_was_seen(show):
 
 
 def test_a_link_that_makes_no_sense_is_left_out(show):
-    first, *others = "q=x&k=&span=nan&head=99&order=upside&block=-1&ranks=many", "span=0", "span=1e300&q=9e99", "%%%"
-    tab = show(LONGNET, 5_000, num_heads=4, link=first, window=SMALL)
-    for link in [None, *others]:
-        if link is not None:
-            look(tab, link)
+    link = "q=x&k=&span=nan&head=99&order=upside&block=-1&ranks=many"
+    tab = show(LONGNET, 5_000, num_heads=4, link=link, window=SMALL)
+    for link in ("span=0", "span=1e300&q=9e99", "%%%"):
         assert tab.evaluate("[viewer.state.head, viewer.state.order, viewer.state.block]") == [0, "natural", 128]
-        assert tab.evaluate("viewer.state.view.scale === wholeScale(viewer.state.view)")
+        assert tab.evaluate("viewer.state.view.scale === viewer.state.view.wholeScale")
+        look(tab, link)
 
 
 def test_a_pair_is_explained(show):
@@ -207,69 +201,39 @@ def pixel_of(tab: Tab, query: int, key: int) -> tuple[float, float]:
     return x, y
 
 
-@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
-def test_ranks_and_their_bytes(show, sharding):
-    ranks = Ranks(num_ranks=4, sharding=sharding, num_kv_heads=2, head_dim=32, dtype=torch.bfloat16)
+def choose(tab: Tab, field: str, value: str) -> None:
+    change = "dispatchEvent(new Event('change', { bubbles: true }))"
+    tab.evaluate(f"(() => {{ const it = viewer.form.elements.{field}; it.value = '{value}'; it.{change}; }})()")
+    tab.settle()
+
+
+def test_ranks_and_their_bytes(show):
+    """Those of both shardings; drawn in natural order, and named for a pair in both orders."""
+    ranks = Ranks(num_ranks=4, sharding="zigzag", num_kv_heads=2, head_dim=32, dtype=torch.bfloat16)
     tab = show(LONGNET, 20_000, num_heads=4, ranks=ranks, window=SMALL)
-    held = Sharding(20_000, 4, sharding)
-    counts = token_counts(LONGNET, held, num_heads=4, num_kv_heads=2)
-    assert tab.evaluate("viewer.state.data.ranks.shardings[viewer.state.sharding].received") == (counts * 128).tolist()
-    for rank in range(4):
-        for run in held.ranges(rank):
-            asked = f"[{run.start}, {run.stop - 1}].map((t) => rankOf(viewer.state.data.ranks.shardings.{sharding}, t))"
-            assert tab.evaluate(asked) == [rank, rank]
-    with_ranks = tab.evaluate("viewer.canvas.toDataURL()")
-    tab.evaluate("viewer.chooseRanks('off')")
-    tab.settle()
-    assert tab.evaluate("viewer.canvas.toDataURL()") != with_ranks
-    tab.evaluate(f"viewer.chooseRanks('{sharding}')")
-    query = held.ranges(2)[0].start + 3
-    tab.evaluate(f"viewer.hold({query}, 1)")
-    tab.evaluate("viewer.explain()")
-    size = int(counts[2, 0]) * 128
-    much = f"{tab.evaluate(f'bytesText({size})')} of keys and values" if size else "nothing"
-    said = tab.evaluate("document.getElementById('reasons').innerText")
-    assert f"the query lies on rank 2, which receives {much} from the key's rank 0" in said
-
-
-@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
-def test_ranks_in_residue_order(show, sharding):
-    """Each slot lies in the run of the rank that holds its position; far away, the page says why it draws none."""
-    tab = show(
-        LONGNET,
-        20_003,
-        num_heads=4,
-        ranks=Ranks(num_ranks=8, sharding=sharding),
-        link="order=residue&span=3000",
-        window={"width": 820, "height": 640},
-    )
-    held = Sharding(20_003, 8, sharding)
-    rank_of = torch.empty(20_003, dtype=torch.long)
-    for rank in range(8):
-        for run in held.ranges(rank):
-            rank_of[run.start : run.stop] = rank
-    ranks = rank_of[masks.Layout(20_003, 8).positions()]
-    start, seen = 2_321.5, 4_711.25
-    asked = f"slotRuns(viewer.state.data.ranks.shardings.{sharding}, viewer.state.keys, {start}, {seen}, 20003)"
-    runs = tab.evaluate(asked)
-    assert runs[0][0] <= start
-    assert runs[-1][1] >= start + seen
-    for (first, end, rank), (following, *_) in zip(runs, [*runs[1:], [runs[-1][1]]], strict=True):
-        assert end == following
-        assert ranks[first:end].eq(rank).all()
-    borders = ranks.diff().ne(0).nonzero().flatten() + 1
-    inner = {first for first, *_ in runs[1:]}
-    assert set(borders[(borders > start) & (borders < start + seen)].tolist()) <= inner
-    note = "document.getElementById('rank-note').textContent"
-    assert tab.evaluate(note) == tab.evaluate("viewer.state.data.ranks.note")
-    with_ranks = tab.evaluate("viewer.canvas.toDataURL()")
-    tab.evaluate("viewer.chooseRanks('off')")
-    tab.settle()
-    assert tab.evaluate("viewer.canvas.toDataURL()") != with_ranks
-    tab.evaluate(f"viewer.chooseRanks('{sharding}')")
-    tab.evaluate("(viewer.followLink('span=20003'), viewer.report())")
-    pieces = sum(len(held.ranges(rank)) for rank in range(8))
-    assert f"each of the 8 residue classes is cut into {pieces} runs" in tab.evaluate(note)
+    assert tab.evaluate("viewer.state.sharding") == "zigzag"
+    choose(tab, "ranks", "off")
+    pictures = {tab.evaluate("viewer.canvas.toDataURL()")}
+    for sharding in ("contiguous", "zigzag"):
+        choose(tab, "ranks", sharding)
+        pictures.add(tab.evaluate("viewer.canvas.toDataURL()"))
+        held = Sharding(20_000, 4, sharding)
+        counts = token_counts(LONGNET, held, num_heads=4, num_kv_heads=2)
+        for rank in (2, 0):
+            query = held.ranges(rank)[-1].stop - 1
+            tab.evaluate(GO_TO.format(query, held.ranges(0)[0].start + 1))
+            size = int(counts[2, 0]) * 128
+            much = f"{tab.evaluate(f'bytesText({size})')} of keys and values" if size else "nothing"
+            receives = f"the query lies on rank 2, which receives {much} from the key's rank 0"
+            said = tab.evaluate("document.getElementById('reasons').innerText")
+            assert (receives if rank else "query and key both lie on rank 0") in said
+        look(tab, "span=20000")
+    assert len(pictures) == 3
+    assert tab.evaluate("document.getElementById('rank-note').textContent === viewer.state.data.ranks.note")
+    look(tab, "order=residue")
+    assert "drawn in natural order" in tab.evaluate("document.getElementById('rank-note').textContent")
+    sizes = "[0, 1023, 1024, 1536, 102400, 5 * 2 ** 50].map(bytesText)"
+    assert tab.evaluate(sizes) == ["0 B", "1,023 B", "1 KiB", "1.5 KiB", "100 KiB", "5,120 TiB"]
 
 
 def test_narrow_windows_and_the_dark(show):

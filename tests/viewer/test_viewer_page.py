@@ -6,7 +6,6 @@ import json
 import re
 from base64 import b64decode, b64encode
 from hashlib import sha256
-from importlib.resources import files
 from zlib import decompress
 
 import pytest
@@ -15,11 +14,10 @@ import torch
 from flexdilated import masks
 from flexdilated.distributed import Sharding
 from flexdilated.viewer import Ranks, _page, page
-from flexdilated.viewer._page import _SCRIPTS, LARGEST_PAGE
+from flexdilated.viewer._page import LARGEST_PAGE
 from tests.support import oracle
 
 LONGNET = masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]) & masks.causal()
-WEB = files("flexdilated.viewer").joinpath("web")
 
 
 def data_of(text: str) -> dict:
@@ -44,11 +42,6 @@ def test_the_title_is_text_and_nothing_else():
     text = page(masks.causal(), 8, title='<script>alert("&")</script> {{data}}')
     assert "<title>&lt;script&gt;alert(&quot;&amp;&quot;)&lt;/script&gt; {{data}}</title>" in text
     assert "<title>Who attends to whom</title>" in page(masks.causal(), 8)
-
-
-def test_every_file_is_used_once():
-    scripts = {file.name.removesuffix(".js") for file in WEB.iterdir() if file.name.endswith(".js")}
-    assert sorted(scripts) == sorted(_SCRIPTS)
 
 
 def test_the_data_is_the_traced_pattern_and_its_sizes():

@@ -17,27 +17,17 @@ pytestmark = pytest.mark.slow
 
 LONGNET = masks.longnet([512, 2048, 8192], [1, 4, 8]) & masks.causal()
 DOCUMENTS = torch.tensor([0] * 700 + [1] * 1 + [2] * 2000 + [3] * 33 + [-1] * 266)
+# What drawing tells apart: branches, orders, heads, unequal sides, tables, and rules whose tiles are known or not.
 SHOWN = {
     "longnet": Shown(LONGNET, 20_000),
     "contiguous": Shown(masks.longnet([300, 7000], [3, 7], offsets="contiguous"), 9_999),
-    "windows": Shown(masks.local_window(left=40, right=0) | masks.dilated_window(left=9, right=9, rate=64), 30_000),
-    "bigbird": Shown(masks.recipes.bigbird(16_384), 16_384),
     "random": Shown(masks.random_blocks(20_000, block=32, count=2, seed=9) & masks.causal(), 20_000),
-    "sparse transformer": Shown(masks.recipes.sparse_transformer_fixed(256) & masks.causal(), 12_000),
-    "strided": Shown(masks.strided(100) & ~masks.local_window(left=300, right=300), 12_000),
-    "landmarks": Shown(masks.landmark_tokens(500, rows=False) & masks.causal(), 12_000),
-    "grid": Shown(masks.neighborhood((60, 90), (4, 6), rate=(2, 1)), 5_400),
     "grid and strides": Shown(~masks.strided(7) & masks.neighborhood((60, 90), (4, 6)), 5_400),
-    "blocks": Shown(masks.block_list([[0], [], [0, 2], [1, 3]], block=700) + masks.first_tokens(5), 2_800),
-    "blockwise": Shown(masks.blockwise(masks.dilated(6, 2, 1), 100), 9_000),
     "custom": Shown(masks.custom(lambda b, h, q, k: (q - k).abs() % 900 < 9 * h) & masks.causal(), 12_000),
     "heads": Shown(
         masks.per_head([masks.causal(), masks.every(), ~masks.causal(), masks.dilated(999, 5, "interleaved")]), 7_000
     ),
-    "groups": Shown(masks.longnet([64, 512], [1, 2], heads="grouped"), 6_000),
     "packed": Shown(LONGNET.per_document(DOCUMENTS), 3_000),
-    "hidden": Shown(masks.causal() & masks.visible_keys(torch.arange(3_000) % 71 > 60), 3_000),
-    "padded": Shown(masks.strided(9) & masks.lengths(torch.tensor(1_777), padding="left"), 3_000),
     "cross": Shown(masks.local_window(left=99, right=5), 4_000, keys=9_000),
 }
 
@@ -93,7 +83,7 @@ def sampled_diagonal(tab: Tab, number: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("tokens", "keys"), [(1, 1), (1, 5), (3, 1), (2, 2**31 - 1), (2**31 - 1, 2**31 - 1)])
 def test_any_size(show, tokens, keys):
     tab = show(masks.longnet([4, 2**31 - 1], [1, 3]), tokens, num_keys=keys, num_heads=2)
-    assert tab.evaluate("viewer.state.image.density.isDrawn()")
+    assert tab.evaluate("viewer.state.image.density.isDrawn")
     found = tab.evaluate(f"{SAMPLED}({json.dumps({'places': [[0, 0]]})})")[0]
     assert not found["empty"]
 
@@ -106,10 +96,10 @@ WORKED = """
   const { state } = viewer;
   const { rows, columns } = state.image.density;
   const density = new Density({ ...state, tiles: state.data.tiles, grids: gridsOf(state) }, rows, columns);
-  viewer.state.image.density = density;
+  state.image.density = density;
   return steps.map((number) => {
     for (let step = 0; step < number && !density.finished; step++) density.step();
-    return [workText(density), density.round, density.finished];
+    return [density.progress, density.round, density.finished];
   });
 })
 """
@@ -120,18 +110,16 @@ def test_samples_are_marked_and_alike_at_every_visit(show):
     tab = show(SLOW, 1 << 20, window={"width": 560, "height": 420}, link="block=0")
     tab.wait("viewer.state.image.density.finished", 60)
     tab.evaluate("(viewer.askFrame = () => {})")  # the work is done by hand
-    blocks = tab.evaluate("viewer.state.image.density.blocks.length")
-    (none, *_), (some, *_), (first, one, _), (last, *_, finished) = tab.evaluate(f"{WORKED}([0, 1, {blocks - 1}, 1e9])")
+    strips = tab.evaluate("Math.ceil(viewer.state.image.density.height / viewer.state.image.density.high)")
+    (none, *_), (some, *_), (first, one, _), (last, *_, finished) = tab.evaluate(f"{WORKED}([0, 1, {strips - 1}, 1e9])")
     assert none == "0 % drawn"
-    assert int(some.split()[0]) == 100 // blocks
+    assert 1 <= int(some.split()[0]) <= 100 // (strips - 1)
     assert one == 1
     assert finished
-    assert first == last
+    assert first.partition(" from ")[0] == last.partition(" from ")[0]
     assert 45 <= int(last.split()[1]) <= 60  # the lower triangle, in percent
-    assert last.endswith("% sampled")
-    assert "sampled from 64 pairs a pixel" in tab.evaluate(
-        "(viewer.report(), document.getElementById('state').textContent)"
-    )
+    assert last.endswith("% sampled from 64 pairs a pixel")
+    assert last in tab.evaluate("(viewer.report(), document.getElementById('state').textContent)")
     assert "(sampled: 64 of them)" in tab.evaluate(NOTE.format(900_000, 300_000))
     assert tab.evaluate(NOTE.format(300_000, 900_000)).endswith("allowed: none")
     shares = "[...viewer.state.image.density.share[0]]"
@@ -149,4 +137,4 @@ def test_a_counted_tile_is_drawn_where_it_is_small(show):
     assert not tab.evaluate("viewer.state.image.density.coarse")
     assert "(sampled: 64 of them)" in tab.evaluate(NOTE.format(300_500, 280_500))
     look(tab, "q=300000&k=280000&span=1000")
-    assert tab.evaluate("workText(viewer.state.image.density)") == "counted"
+    assert tab.evaluate("viewer.state.image.density.progress") == "counted"

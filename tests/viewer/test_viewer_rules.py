@@ -16,7 +16,6 @@ from flexdilated import masks
 from flexdilated.masks.core._bound import Extent
 from flexdilated.viewer import page
 from flexdilated.viewer._page import _data, _tiles
-from tests.support import oracle
 from tests.support.browser import Browser, Tab
 from tests.support.run_time_strategies import packed_cases
 from tests.support.strategies import cases
@@ -214,30 +213,37 @@ def test_parts_are_named_as_written_and_those_of_other_heads_are_marked():
     assert [part["phrase"] for part in second["parts"][1]["parts"]] == ["strided(2)"]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "rule", "tokens"),
-    [
-        (masks.causal(), oracle.causal(), 700),
-        (masks.dilated(64, 4, "interleaved"), oracle.dilated(64, 4, "interleaved"), 513),
-        (~masks.local_window(left=40, right=0), oracle.neither(oracle.local_window(40, 0)), 257),
-        (
-            masks.landmark_tokens(31) & masks.causal(),
-            oracle.both(oracle.landmark_tokens(31, True, True), oracle.causal()),
-            600,
-        ),
-    ],
-    ids=["causal", "dilated", "complement", "landmarks"],
-)  # fmt: skip
-def test_tiles_are_counted_by_the_dense_rule(pattern, rule, tokens):
+TILED = {
+    "causal": (masks.causal(), 700),
+    "dilated": (masks.dilated(64, 4, "interleaved"), 513),
+    "complement": (~masks.local_window(left=40, right=0), 257),
+    "landmarks": (masks.landmark_tokens(31) & masks.causal(), 600),
+    "windows": (masks.local_window(left=40, right=0) | masks.dilated_window(left=9, right=9, rate=64), 700),
+    "bigbird": (masks.recipes.bigbird(640), 640),
+    "sparse transformer": (masks.recipes.sparse_transformer_fixed(64) & masks.causal(), 600),
+    "strided": (masks.strided(100) & ~masks.local_window(left=300, right=300), 600),
+    "grid": (masks.neighborhood((20, 30), (4, 6), rate=(2, 1)), 600),
+    "blocks": (masks.block_list([[0], [], [0, 2], [1, 3]], block=150) | masks.first_tokens(5), 600),
+    "blockwise": (masks.blockwise(masks.dilated(6, 2, 1), 100), 600),
+    "groups": (masks.head_groups([masks.dilated(64, 1), masks.dilated(512, 2)]), 600),
+    "hidden": (masks.causal() & masks.visible_keys(torch.arange(600) % 71 > 60), 600),
+    "padded": (masks.strided(9) & masks.lengths(torch.tensor(377), padding="left"), 600),
+}
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_tiles_are_counted_by_the_dense_rule(name):
+    """What a tile says is so: its share, that it is empty, and that its bounds know something."""
+    pattern, tokens = TILED[name]
     bound = pattern.bind(num_heads=2, num_queries=tokens, num_keys=tokens)
     tiles = _tiles(bound, 1)
     side = tiles["sides"][0]
-    positions = torch.arange(tokens)
-    dense = oracle.counts(rule, range(2), 2, positions, positions).double()
+    positions, zero = torch.arange(tokens), torch.tensor(0)
     number = -(-tokens // side)
     for head in range(2):
         grid = torch.tensor(tiles["grids"][tiles["grid_of"][0][head]]).view(number, number)
-        sums = torch.nn.functional.pad(dense[head], (0, number * side - tokens) * 2).unflatten(1, (-1, side)).sum(2)
+        dense = bound.mask_mod()(zero, zero + head, positions[:, None], positions).expand(tokens, tokens).double()
+        sums = torch.nn.functional.pad(dense, (0, number * side - tokens) * 2).unflatten(1, (-1, side)).sum(2)
         sums = sums.unflatten(0, (-1, side)).sum(1)
         sizes = (tokens - side * torch.arange(number)).clamp(max=side)
         truth = sums / (sizes[:, None] * sizes)

@@ -1,20 +1,27 @@
-// The page: its state, and a frame at a time what follows from it.
+// The page: its state, a frame at a time what follows from it, and what wheel, pointers, keys and controls change.
 
 const SLICE = 24; // milliseconds of counting a frame
 const REPAINT = 180; // milliseconds between two looks at a picture that still changes
-const LINK_EVERY = 400; // milliseconds: browsers refuse addresses that change more often for long
+const LINK_AFTER = 200; // milliseconds of rest: browsers refuse addresses that change too often
 const MOST_SHARES = 24e6; // numbers of a picture: on large screens with many branches a cell is several pixels
+const WHEEL = 0.0018; // of a doubling, for one pixel of the wheel
+const NUDGE = 1 / 8; // of the view, for one press of an arrow key
+const CLOSE = 1 / 24; // tokens a pixel at which a pair that is asked for is shown
+const ARROWS = { ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0] };
 
 class App {
   constructor(data) {
     this.canvas = document.getElementById("picture");
     this.context = this.canvas.getContext("2d");
     this.form = document.getElementById("controls");
+    this.palette = paletteOf(data.branches.length);
+    this.painted = -Infinity;
+    this.frameAsked = false;
     this.state = {
       data,
       program: programOf(data.program),
       outputs: data.branches.map((branch) => branch.node),
-      view: viewport(data.num_queries, data.num_keys),
+      view: new View(data.num_queries, data.num_keys),
       head: data.head,
       order: "natural",
       block: 128,
@@ -23,45 +30,31 @@ class App {
       cursor: null,
       pinned: false,
       image: null,
-      before: null,
+      before: null, // what was seen last, which stands in for cells that are not known yet
       ratio: 1,
     };
-    this.painted = 0;
-    this.frameAsked = false;
-    this.linked = -Infinity;
-  }
-
-  start() {
-    this.setPalette();
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (this.setPalette(), this.restart()));
-    this.followLink(location.hash);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.setPalette());
     addEventListener("hashchange", ({ newURL }) => {
       const { hash } = new URL(newURL);
-      if (hash.slice(1) !== linkOf(this.state)) this.followLink(hash);
+      if (hash.slice(1) !== linkOf(this.state)) this.follow(hash);
     });
     new ResizeObserver(() => this.resize()).observe(this.canvas.parentElement);
     listenToCanvas(this.canvas, this);
     listenToForm(this.form, this);
+    this.follow(location.hash);
+    this.setPalette();
   }
 
   setPalette() {
-    const { data, shown } = this.state;
-    this.palette = paletteOf(document.documentElement, Math.max(1, data.branches.length));
-    const changed = (branch, on) => ((shown[branch] = on), this.repaint());
-    buildLegend(document.getElementById("legend"), data, this.palette, shown, changed);
-    drawScale(document.getElementById("scale"), this.palette);
+    this.palette = paletteOf(this.state.data.branches.length);
+    buildLegend(this.state, this.palette, () => this.repaint());
+    this.explain();
+    this.repaint();
   }
 
-  followLink(hash) {
-    const { state } = this;
+  follow(hash) {
     this.measure();
-    const { q, k, span } = readLink(hash, state, state.data);
-    showWhole(state.view);
-    if (span !== null) {
-      setSpan(state.view, span);
-      [state.view.q, state.view.k] = [q ?? 0, k ?? 0];
-      keepInside(state.view);
-    }
+    followLink(hash, this.state);
     this.settingsChanged();
   }
 
@@ -78,54 +71,36 @@ class App {
 
   resize() {
     const { view } = this.state;
-    const [width, height] = [view.width, view.height];
-    const whole = view.scale >= wholeScale(view) * 0.999;
+    const [width, height, whole] = [view.width, view.height, view.scale >= view.wholeScale * 0.999];
     this.measure();
-    if (width === view.width && height === view.height) return;
-    if (whole) showWhole(view);
-    keepInside(view);
+    if (width === view.width && height === view.height) return this.askFrame(); // measuring has cleared the canvas
+    view.show(view.q, view.k, whole ? view.wholeScale : view.scale);
     this.viewChanged();
   }
 
-  /** Head, order or ranks are others. */
+  /** Head or order are others. */
   settingsChanged() {
     const { state } = this;
-    const { data, order } = state;
-    const rate = order === "residue" ? data.residue : 1;
+    const { data } = state;
+    const rate = state.order === "residue" ? data.residue : 1;
     state.queries = orderOf(data.num_queries, rate);
     state.keys = orderOf(data.num_keys, rate);
-    state.image = state.before = null;
+    state.before = state.image = null;
     fillForm(this.form, state);
     this.viewChanged();
   }
 
+  /** Count the cells of what is seen now. */
   viewChanged() {
-    this.writeLink();
-    this.restart();
-  }
-
-  writeLink() {
-    clearTimeout(this.linkTimer);
-    const wait = this.linked + LINK_EVERY - performance.now();
-    if (wait > 0) {
-      this.linkTimer = setTimeout(() => this.writeLink(), wait);
-      return;
-    }
-    const link = linkOf(this.state);
-    if (location.hash.slice(1) === link) return;
-    history.replaceState(null, "", `#${link}`);
-    this.linked = performance.now();
-  }
-
-  /** Count the cells of the view; until they are known, what was seen before stands in for them. */
-  restart() {
     const { state } = this;
-    const { view } = state;
-    if (state.image?.density.isDrawn()) state.before = keepsake(state.image);
+    const { view, data } = state;
+    clearTimeout(this.linkTimer);
+    this.linkTimer = setTimeout(() => history.replaceState(null, "", `#${linkOf(state)}`), LINK_AFTER);
+    if (state.image?.density.isDrawn) state.before = state.image;
     const side = Math.ceil(Math.sqrt((view.width * view.height * state.outputs.length) / MOST_SHARES));
     const rows = cellEdges(view.q, side * view.scale, Math.ceil(view.height / side), view.numQueries);
     const columns = cellEdges(view.k, side * view.scale, Math.ceil(view.width / side), view.numKeys);
-    state.image = imageOf(new Density({ ...state, tiles: state.data.tiles, grids: gridsOf(state) }, rows, columns));
+    state.image = imageOf(new Density({ ...state, tiles: data.tiles, grids: gridsOf(state) }, rows, columns));
     this.painted = -Infinity;
     this.explain();
     this.askFrame();
@@ -141,16 +116,14 @@ class App {
     this.frameAsked = false;
     const { state } = this;
     const { density } = state.image;
-    const now = performance.now();
-    const wasDrawn = density.isDrawn();
-    const changed = density.work(now + SLICE);
-    const complete = !wasDrawn && density.isDrawn();
-    if (changed && (complete || density.finished || now - this.painted > REPAINT)) {
+    const [now, wasFinished, wasDrawn] = [performance.now(), density.finished, density.isDrawn];
+    density.work(now + SLICE);
+    if (!wasFinished && (density.finished || density.isDrawn !== wasDrawn || now - this.painted > REPAINT)) {
       repaint(state.image, this.palette, state.shown);
       this.painted = now;
       this.explain();
     }
-    if (density.isDrawn()) state.before = null;
+    if (density.isDrawn) state.before = null;
     drawAll(this.context, state, this.palette);
     this.report();
     if (!density.finished) this.askFrame();
@@ -161,133 +134,186 @@ class App {
     this.askFrame();
   }
 
+  /** The line below the picture: its scale, and how far it has come. */
   report() {
-    const { view, image, sharding } = this.state;
+    const { view, image, order, data, sharding } = this.state;
     const note = document.getElementById("rank-note");
     note.hidden = !sharding;
-    if (sharding) note.textContent = rankLegend(this.state);
-    const { density } = image;
+    if (sharding) note.textContent = order === "natural" ? data.ranks.note : "Ranks are drawn in natural order.";
     const [tokens, pixels] = [grouped(Math.round(view.scale)), Math.round(1 / view.scale)];
     const size = view.scale > 1 ? `1 pixel is ${tokens} tokens a side` : `1 token is ${plural(pixels, "pixel")}`;
-    const pairs = density.samples ? ` from ${grouped(density.asked(0, 0))} pairs a pixel` : "";
-    const work = `${workText(density)}${pairs}${density.finished ? "" : ", in progress"}`;
-    const fine = sharding && areRanksTooFine(this.state) ? ", and ranks are too fine to draw" : "";
-    const order = this.state.order === "residue" ? ` · rulers count slots${fine}` : "";
-    document.getElementById("state").textContent = `${size} · ${work}${order}`;
+    const slots = order === "residue" ? " · rulers count slots" : "";
+    const work = `${image.density.progress}${image.density.finished ? "" : ", in progress"}`;
+    document.getElementById("state").textContent = `${size} · ${work}${slots}`;
   }
 
   explain() {
-    showReasons(document.getElementById("reasons"), this.state, this.palette);
+    showReasons(this.state, this.palette);
   }
 
-  pointAt(x, y) {
-    const { state } = this;
-    if (state.pinned) return;
-    state.cursor = x === null ? null : this.slotsAt(x, y);
+  /** The pair at hand: under the pointer, or held until it is let go. */
+  setCursor(cursor, pinned) {
+    Object.assign(this.state, { cursor, pinned: pinned && cursor !== null });
     this.explain();
     this.askFrame();
   }
 
-  slotsAt(x, y) {
+  /** Hold a pair of slots; the view follows. */
+  hold(q, k, scale = this.state.view.scale) {
     const { view } = this.state;
-    if (x < 0 || y < 0) return null;
-    const q = slotUnder(view.q, view.scale, y, view.numQueries);
-    const k = slotUnder(view.k, view.scale, x, view.numKeys);
-    return q === null || k === null ? null : { q, k };
+    const cursor = { q: clamp(q, 0, view.numQueries - 1), k: clamp(k, 0, view.numKeys - 1) };
+    const [x, y] = view.pixelOf(cursor);
+    const isSeen = x >= 0 && y >= 0 && x < view.width && y < view.height;
+    if (!isSeen || scale !== view.scale) view.centreOn(cursor, scale);
+    this.setCursor(cursor, true);
+    const { title, verdict, notes } = reasonsFor(this.state);
+    document.getElementById("spoken").textContent = `${title}: ${verdict}. ${notes[0]}.`;
+    this.viewChanged();
   }
 
-  pin(x, y) {
-    const { state } = this;
-    if (state.pinned) return this.unpin();
-    state.cursor = this.slotsAt(x, y);
-    state.pinned = state.cursor !== null;
-    this.explain();
-    this.askFrame();
-  }
-
-  unpin() {
-    this.state.pinned = false;
-    this.state.cursor = null;
-    this.explain();
-    this.askFrame();
-  }
-
-  /** By one pair, or one pixel where that is more; the view follows. */
+  /** By one pair, or one pixel where that is more. */
   moveCursor(right, down) {
-    const { state } = this;
-    const { view } = state;
+    const { view, cursor } = this.state;
     const by = Math.max(1, Math.round(view.scale));
-    const middle = (start, pixels) => Math.floor(start + (pixels * view.scale) / 2);
-    const from = state.cursor ?? { q: middle(view.q, view.height), k: middle(view.k, view.width) };
+    const from = cursor ?? view.slotsAt(view.width / 2, view.height / 2);
     this.hold(from.q + down * by, from.k + right * by);
   }
 
-  hold(q, k) {
-    const { state } = this;
-    const { view } = state;
-    state.cursor = { q: clamp(q, 0, view.numQueries - 1), k: clamp(k, 0, view.numKeys - 1) };
-    state.pinned = true;
-    const [x, y] = [(state.cursor.k - view.k) / view.scale, (state.cursor.q - view.q) / view.scale];
-    if (x < 0 || y < 0 || x >= view.width || y >= view.height) centreOn(view, state.cursor.q, state.cursor.k);
-    document.getElementById("spoken").textContent = spokenReason(state);
-  }
-
-  /** Closer to the pair at hand, in the end pair by pair. */
-  approach() {
-    const { view, cursor } = this.state;
-    view.scale /= 4;
-    keepInside(view);
-    centreOn(view, cursor.q, cursor.k);
-  }
-
-  /** The pair of these positions. */
+  /** The pair of these positions, close by. */
   goTo(query, key) {
-    const { state } = this;
-    const [q, k] = [Number(query), Number(key)];
-    if (!Number.isInteger(q) || !Number.isInteger(k)) return;
-    const { view } = state;
-    if (view.scale > 1 / 24) view.scale = 1 / 24;
-    const slot = (order, position, tokens) => order.slot(clamp(position, 0, tokens - 1));
-    this.hold(slot(state.queries, q, view.numQueries), slot(state.keys, k, view.numKeys));
-    keepInside(view);
-    centreOn(view, state.cursor.q, state.cursor.k);
+    const { view, queries, keys } = this.state;
+    if (!Number.isInteger(query) || !Number.isInteger(key)) return;
+    const slot = (order, position) => order.slot(clamp(position, 0, order.numTokens - 1));
+    this.hold(slot(queries, query), slot(keys, key), Math.min(view.scale, CLOSE));
+  }
+
+  /** Change the view by one of its own methods. */
+  look(method, ...how) {
+    this.state.view[method](...how);
     this.viewChanged();
   }
 
   zoom(factor) {
-    const { view } = this.state;
-    zoomAt(view, factor, view.width / 2, view.height / 2);
-  }
-
-  chooseHead(text) {
-    const { state } = this;
-    const head = Math.floor(Number(text));
-    if (head >= 0 && head < state.data.num_heads) state.head = head;
-    this.settingsChanged();
-  }
-
-  chooseOrder(order) {
-    this.state.order = order;
-    this.state.cursor = null;
-    this.state.pinned = false;
-    this.settingsChanged();
-  }
-
-  chooseBlock(block) {
-    this.state.block = block;
-    this.viewChanged();
-  }
-
-  chooseRanks(name) {
-    this.state.sharding = name === "off" ? null : name;
-    this.viewChanged();
+    this.look("zoomAt", factor, this.state.view.width / 2, this.state.view.height / 2);
   }
 }
 
 /** What is known of tiles of each branch for the head: nothing where slots are in another order. */
-function gridsOf({ data, head, order }) {
-  const { grids, grid_of: gridOf } = data.tiles;
-  return gridOf.map((heads) => (order === "natural" ? grids[heads[head]] ?? null : null));
+function gridsOf({ data: { tiles }, head, order }) {
+  return tiles.grid_of.map((heads) => (order === "natural" ? tiles.grids[heads[head]] ?? null : null));
+}
+
+function listenToCanvas(canvas, app) {
+  const { view } = app.state;
+  const held = new Map(); // pointers that are down, and where they are
+  let moved = 0;
+  const placeOf = (event) => {
+    const box = canvas.getBoundingClientRect();
+    return [event.clientX - box.left - RULER.left, event.clientY - box.top - RULER.top];
+  };
+  canvas.addEventListener("wheel", (event) => {
+    event.preventDefault();
+    const lines = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? 24 : 1;
+    app.look("zoomAt", 2 ** (-event.deltaY * lines * WHEEL * (event.ctrlKey ? 4 : 1)), ...placeOf(event));
+  }, { passive: false });
+  canvas.addEventListener("keydown", (event) => {
+    if (pressKey(event, app)) event.preventDefault();
+  });
+  canvas.addEventListener("pointerdown", (event) => {
+    canvas.setPointerCapture(event.pointerId);
+    held.set(event.pointerId, placeOf(event));
+    if (held.size === 1) moved = 0;
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    const place = placeOf(event);
+    if (!held.has(event.pointerId)) return app.state.pinned || app.setCursor(view.slotsAt(...place), false);
+    const from = grip(held);
+    moved += Math.hypot(...place.map((at, axis) => at - held.get(event.pointerId)[axis]));
+    held.set(event.pointerId, place);
+    const to = grip(held);
+    view.panBy(from.x - to.x, from.y - to.y);
+    app.look("zoomAt", from.apart && to.apart ? to.apart / from.apart : 1, to.x, to.y);
+  });
+  const release = (event) => {
+    const last = held.get(event.pointerId);
+    held.delete(event.pointerId);
+    if (!last || held.size || moved >= 4 || event.type !== "pointerup") return;
+    app.setCursor(app.state.pinned ? null : view.slotsAt(...last), true);
+  };
+  for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, release);
+  canvas.addEventListener("pointerleave", () => held.size || app.state.pinned || app.setCursor(null, false));
+}
+
+/** One pointer drags; two pinch, about the point between them. */
+function grip(held) {
+  const [first, second = first] = [...held.values()];
+  const apart = Math.hypot(first[0] - second[0], first[1] - second[1]);
+  return { x: (first[0] + second[0]) / 2, y: (first[1] + second[1]) / 2, apart };
+}
+
+/** Whether the key means anything here. */
+function pressKey(event, app) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return false;
+  const { view, cursor } = app.state;
+  const arrow = ARROWS[event.key];
+  if (arrow && event.shiftKey) app.moveCursor(...arrow);
+  else if (arrow) app.look("panBy", arrow[0] * view.width * NUDGE, arrow[1] * view.height * NUDGE);
+  else if (event.key === "+" || event.key === "=") app.zoom(Math.SQRT2);
+  else if (event.key === "-" || event.key === "_") app.zoom(Math.SQRT1_2);
+  else if (event.key === "0" || event.key === "Home") app.look("showWhole");
+  else if (event.key === "Enter" && cursor) app.look("centreOn", cursor, view.scale / 4);
+  else if (event.key === "Escape") app.setCursor(null, false);
+  else return false;
+  return true;
+}
+
+/** The form above the picture: its fields show the state, and change it. */
+function listenToForm(form, app) {
+  const { state } = app;
+  const { head, block, ranks, query, key } = form.elements;
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    app.goTo(Number(query.value || NaN), Number(key.value || NaN));
+  });
+  form.addEventListener("change", ({ target }) => {
+    if (target === query || target === key) return;
+    const chosen = Math.floor(Number(head.value));
+    if (chosen >= 0 && chosen < state.data.num_heads) state.head = chosen;
+    if (target.name === "order") Object.assign(state, { order: target.value, cursor: null, pinned: false });
+    state.block = Number(block.value);
+    if (state.data.ranks) state.sharding = ranks.value === "off" ? null : ranks.value;
+    if (target === block || target === ranks) app.viewChanged();
+    else app.settingsChanged();
+  });
+  const press = (name, action) => form.querySelector(`[data-press=${name}]`).addEventListener("click", action);
+  press("in", () => app.zoom(2));
+  press("out", () => app.zoom(0.5));
+  press("whole", () => app.look("showWhole"));
+}
+
+/** What the fields show. */
+function fillForm({ elements }, { data, head, order, block, sharding }) {
+  elements.head.value = String(head);
+  elements.head.max = String(data.num_heads - 1);
+  elements.order.value = order;
+  const isOffered = [...elements.block.options].some((option) => Number(option.value) === block);
+  if (!isOffered) elements.block.add(new Option(grouped(block), String(block)));
+  elements.block.value = String(block);
+  if (data.ranks) elements.ranks.value = sharding ?? "off";
+}
+
+/** What a pattern is called, how large it is, and which of the controls mean anything for it. */
+function describePage(data) {
+  const [queries, keys] = [data.num_queries, data.num_keys].map(shortTokens);
+  const sizes = queries === keys ? `${queries} tokens` : `${queries} queries, ${keys} keys`;
+  const at = (name) => document.getElementById(name);
+  at("pattern").textContent = at("pattern").title = data.phrase; // the header shows two lines of it
+  at("sizes").textContent = `${sizes}, ${plural(data.num_heads, "head")}`;
+  at("residue").textContent = `residue, R = ${data.residue}`;
+  at("heads").hidden = data.num_heads === 1;
+  at("orders").hidden = !data.residue;
+  at("rank-choice").hidden = !data.ranks;
+  at("often").hidden = data.branches.length < 2;
 }
 
 /** The page's data: JSON that is deflated and written in base64. */
@@ -298,23 +324,7 @@ async function readData() {
   return JSON.parse(await new Response(stream).text());
 }
 
-/** What a pattern is called, how large it is, and which of the controls mean anything for it. */
-function describePage(data) {
-  const [queries, keys] = [data.num_queries, data.num_keys].map(shortTokens);
-  const sizes = queries === keys ? `${queries} tokens` : `${queries} queries, ${keys} keys`;
-  const pattern = document.getElementById("pattern");
-  pattern.textContent = pattern.title = data.phrase; // the header shows two lines of it
-  document.getElementById("sizes").textContent = `${sizes}, ${plural(data.num_heads, "head")}`;
-  document.getElementById("heads").hidden = data.num_heads === 1;
-  document.getElementById("orders").hidden = !data.residue;
-  document.getElementById("residue").textContent = data.residue ? `residue, R = ${data.residue}` : "";
-  document.getElementById("rank-choice").hidden = !data.ranks;
-  document.getElementById("often").hidden = data.branches.length < 2;
-}
-
 readData().then((data) => {
   describePage(data);
-  const app = new App(data);
-  app.start();
-  globalThis.viewer = app; // for the console, and for tests
+  globalThis.viewer = new App(data); // for the console, and for tests
 });

@@ -6,8 +6,7 @@
 const COUNTED_SIDE = 8; // tokens: cells up to this side are counted
 const SAMPLES = 4; // along each side of a cell, for each round
 const ROUNDS = 4;
-const SIDE = 256; // positions along each side of the blocks that are evaluated at once
-const COUNTED = "counted";
+const PAIRS = 2 ** 16; // evaluated at once
 const FAINTEST = 1e-6; // the share of a cell that may hold pairs, but showed none
 const UNKNOWN = -2; // a tile's share; -1 where it may hold pairs
 const TILE_PIXELS = 8; // tiles up to this side are drawn as they are counted
@@ -17,125 +16,99 @@ class Density {
   constructor({ program, outputs, head, queries, keys, tiles, grids }, rows, columns) {
     Object.assign(this, { program, outputs, head, queries, keys, tiles, grids, rows, columns });
     this.needed = neededFor(program, outputs);
-    this.across = Math.ceil(keys.numTokens / tiles.sides[1]);
-    [this.rowTiles, this.columnTiles] = [tilesOf(rows, tiles.sides[0]), tilesOf(columns, tiles.sides[1])];
-    this.height = rows.length - 1;
-    this.width = columns.length - 1;
+    [this.height, this.width] = [rows.length - 1, columns.length - 1];
     this.cells = this.height * this.width;
-    this.hits = outputs.map(() => new Uint32Array(this.cells));
     this.share = outputs.map(() => new Float32Array(this.cells).fill(-1)); // what is drawn; -1 for nothing yet
-    this.certain = outputs.map(() => new Uint8Array(this.cells));
-    this.largest = Math.max(largestStep(rows), largestStep(columns));
-    this.counted = this.largest <= COUNTED_SIDE;
-    this.each = this.counted ? this.largest : SAMPLES; // positions along a side of a cell
-    this.coarse = this.largest * TILE_PIXELS >= Math.max(...tiles.sides) && !this.counted;
+    this.hits = outputs.map(() => new Uint32Array(this.cells));
+    this.certain = outputs.map(() => new Uint8Array(this.cells)); // whether a share is counted
+    const largest = Math.max(largestStep(rows), largestStep(columns));
+    this.counted = largest <= COUNTED_SIDE;
+    this.coarse = largest * TILE_PIXELS >= Math.max(...tiles.sides) && !this.counted;
     this.rounds = this.counted ? 1 : ROUNDS;
-    this.round = 0;
-    this.blocks = this.blocksOf(Math.max(1, quotient(SIDE, this.each)));
-    this.at = 0;
-    this.spent = 0; // milliseconds
+    const each = this.counted ? largest : SAMPLES; // positions along a side of a cell
+    this.high = Math.max(1, quotient(PAIRS, each ** 2 * this.width)); // rows of cells at once
+    [this.round, this.top] = [0, 0];
     this.finished = this.cells === 0;
   }
 
-  blocksOf(side) {
-    const blocks = [];
-    for (let top = 0; top < this.height; top += side) {
-      for (let left = 0; left < this.width; left += side) {
-        blocks.push([top, Math.min(top + side, this.height), left, Math.min(left + side, this.width)]);
-      }
-    }
-    return blocks;
+  get isDrawn() {
+    return this.finished || this.round > 0;
   }
 
-  /** Work until the clock says `deadline`; whether anything changed. */
+  /** Work until the clock says `deadline`. */
   work(deadline) {
-    const begun = performance.now();
-    let [now, changed] = [begun, false];
-    while (!this.finished && now < deadline) {
-      this.step();
-      changed = true;
-      now = performance.now();
-    }
-    this.spent += now - begun;
-    return changed;
+    while (!this.finished && performance.now() < deadline) this.step();
   }
 
-  /** One block of cells, once. */
+  /** Some rows of cells, once. */
   step() {
-    const block = this.blocks[this.at++];
-    if (this.round === 0) this.readTiles(block);
-    if (!this.isCertain(block)) this.look(block);
-    if (this.at < this.blocks.length) return;
-    this.at = 0;
+    const rows = steps(this.top, Math.min(this.top + this.high, this.height));
+    if (this.round === 0) this.readTiles(rows);
+    this.look(rows);
+    this.top += rows.length;
+    if (this.top < this.height) return;
+    this.top = 0;
     this.finished = ++this.round === this.rounds;
   }
 
   /** Cells that their tiles decide; where a tile may hold pairs, a cell is drawn faintly until one is met. */
-  readTiles([top, bottom, left, right]) {
-    this.grids.forEach((grid, branch) => {
-      if (!grid) return;
-      for (let row = top; row < bottom; row++) {
-        for (let column = left; column < right; column++) {
-          const [cell, found] = [row * this.width + column, this.tileOf(grid, row, column)];
-          if (found === 0 || found === 1 || (found > 0 && this.coarse)) this.certain[branch][cell] = 1;
-          this.share[branch][cell] = this.certain[branch][cell] ? found : found === UNKNOWN ? 0 : FAINTEST;
+  readTiles(rows) {
+    const known = (found) => found === 0 || found === 1 || (found > 0 && this.coarse);
+    for (const row of rows) {
+      for (let column = 0, cell = row * this.width; column < this.width; column++, cell++) {
+        this.grids.forEach((grid, branch) => {
+          const found = grid ? this.tileOf(grid, row, column) : UNKNOWN;
+          this.certain[branch][cell] = Number(known(found));
+          this.share[branch][cell] = known(found) ? found : found === UNKNOWN ? 0 : FAINTEST;
+        });
+      }
+    }
+  }
+
+  /** The share of pairs in the tiles that a cell touches, on average; else whether something is known of all. */
+  tileOf(grid, row, column) {
+    const { rows, columns, tiles, keys } = this;
+    const [high, wide] = tiles.sides;
+    const [bottom, right] = [quotient(rows[row + 1] - 1, high), quotient(columns[column + 1] - 1, wide)];
+    let [least, sum, number] = [1, 0, 0];
+    for (let y = quotient(rows[row], high); y <= bottom; y++) {
+      for (let x = quotient(columns[column], wide); x <= right; x++, number++) {
+        const tile = grid[y * Math.ceil(keys.numTokens / wide) + x];
+        least = Math.min(least, tile);
+        sum += tile;
+      }
+    }
+    return least < 0 ? least : sum / number;
+  }
+
+  /** Evaluate this round's pairs of the cells that are not certain yet. */
+  look(rows) {
+    const { program, outputs, needed, head, width } = this;
+    const open = steps(0, width).filter((column) => rows.some((row) => !this.isCertain(row * width + column)));
+    if (!open.length) return;
+    const queries = this.positions(this.queries, this.rows, rows);
+    const keys = this.positions(this.keys, this.columns, open);
+    const found = evaluate(program, outputs, needed, head, queries.positions, keys.positions);
+    found.forEach((allowed, branch) => {
+      const [hits, shares, certain] = [this.hits[branch], this.share[branch], this.certain[branch]];
+      let pair = 0;
+      for (const row of queries.cells) for (const column of keys.cells) hits[row * width + column] += allowed[pair++];
+      for (const row of rows) {
+        for (const column of open) {
+          const cell = row * width + column;
+          if (certain[cell]) continue;
+          // No hit is no proof: where a tile may hold pairs, a cell stays as faint as can be seen.
+          const least = this.counted ? 0 : Math.min(shares[cell], FAINTEST);
+          shares[cell] = hits[cell] / this.asked(row, column, this.round + 1) || least;
+          certain[cell] = Number(this.counted);
         }
       }
     });
   }
 
-  /** The share of pairs in the tiles that a cell touches, on average; else whether something is known of all. */
-  tileOf(grid, row, column) {
-    const { rowTiles, columnTiles, across } = this;
-    let [least, sum, tiles] = [1, 0, 0];
-    for (let y = rowTiles.first[row]; y <= rowTiles.last[row]; y++) {
-      for (let x = columnTiles.first[column]; x <= columnTiles.last[column]; x++) {
-        const tile = grid[y * across + x];
-        least = Math.min(least, tile);
-        sum += tile;
-        tiles++;
-      }
-    }
-    return least < 0 ? least : sum / tiles;
-  }
-
-  isCertain([top, bottom, left, right]) {
-    for (let row = top; row < bottom; row++) {
-      const start = row * this.width;
-      if (this.certain.some((flags) => flags.subarray(start + left, start + right).includes(0))) return false;
-    }
-    return true;
-  }
-
-  /** Evaluate the pairs of a block that are this round's. */
-  look(block) {
-    const [top, bottom, left, right] = block;
-    const rows = this.positions(this.queries, this.rows, top, bottom);
-    const columns = this.positions(this.keys, this.columns, left, right);
-    const { program, outputs, needed, head } = this;
-    const found = evaluate(program, outputs, needed, head, rows.positions, columns.positions);
-    found.forEach((allowed, branch) => {
-      const hits = this.hits[branch];
-      for (let i = 0, pair = 0; i < rows.cells.length; i++) {
-        const start = rows.cells[i] * this.width;
-        for (let j = 0; j < columns.cells.length; j++) hits[start + columns.cells[j]] += allowed[pair++];
-      }
-      this.learn(branch, block);
-    });
-  }
-
-  learn(branch, [top, bottom, left, right]) {
-    const [certain, shares, hits] = [this.certain[branch], this.share[branch], this.hits[branch]];
-    for (let row = top; row < bottom; row++) {
-      for (let column = left; column < right; column++) {
-        const cell = row * this.width + column;
-        if (certain[cell]) continue;
-        // No hit is no proof: where a tile may hold pairs, a cell stays as faint as can be seen.
-        const least = this.counted ? 0 : Math.min(Math.max(shares[cell], 0), FAINTEST);
-        shares[cell] = hits[cell] / this.asked(row, column, this.round + 1) || least;
-        if (this.counted) certain[cell] = 1;
-      }
-    }
+  /** Whether all of a cell is counted. */
+  isCertain(cell) {
+    return this.certain.every((flags) => flags[cell]);
   }
 
   /** How many pairs of a cell were evaluated after so many rounds. */
@@ -144,10 +117,10 @@ class Density {
     return (this.rows[row + 1] - this.rows[row]) * (this.columns[column + 1] - this.columns[column]);
   }
 
-  /** Positions of the cells [from, to) along one side, and the cell of each. */
-  positions(order, edges, from, to) {
+  /** This round's positions of some cells along one side, and the cell of each. */
+  positions(order, edges, chosen) {
     const [positions, cells] = [[], []];
-    for (let cell = from; cell < to; cell++) {
+    for (const cell of chosen) {
       const [start, length] = [edges[cell], edges[cell + 1] - edges[cell]];
       const number = this.counted ? length : SAMPLES;
       for (let index = 0; index < number; index++) {
@@ -159,29 +132,23 @@ class Density {
     return { positions: Float64Array.from(positions), cells: Int32Array.from(cells) };
   }
 
-  isDrawn() {
-    return this.finished || this.round > 0;
+  /** How far the picture has come: what is drawn of it, then what is a sample. 0 % and 100 % mean none and all. */
+  get progress() {
+    if (!this.isDrawn) return `${Math.floor((100 * this.top) / this.height)} % drawn`;
+    if (this.counted) return "counted";
+    this.samples ??= steps(0, this.cells).filter((cell) => !this.isCertain(cell)).length; // known after a round
+    if (!this.samples) return "counted";
+    const percent = Math.ceil((100 * this.samples) / this.cells);
+    return `≈ ${percent} % sampled from ${grouped(this.asked(0, 0))} pairs a pixel`;
   }
+}
 
-  /** How many cells of all branches are a sample. */
-  sampled() {
-    return this.certain.reduce((total, flags) => flags.reduce((count, flag) => count + 1 - flag, total), 0);
-  }
+function steps(start, stop) {
+  return Array.from({ length: stop - start }, (_, index) => start + index);
 }
 
 function largestStep(edges) {
-  let largest = 0;
-  for (let at = 1; at < edges.length; at++) largest = Math.max(largest, edges[at] - edges[at - 1]);
-  return largest;
-}
-
-/** The first and the last tile that each cell touches. */
-function tilesOf(edges, side) {
-  const cells = Int32Array.from({ length: edges.length - 1 }, (_, cell) => cell);
-  return {
-    first: cells.map((cell) => quotient(edges[cell], side)),
-    last: cells.map((cell) => quotient(edges[cell + 1] - 1, side)),
-  };
+  return edges.reduce((most, edge, at) => (at ? Math.max(most, edge - edges[at - 1]) : 0), 0);
 }
 
 /** A number in [0, 1) that belongs to these two: mixed as in the finalizer of MurmurHash3. */
@@ -190,14 +157,4 @@ function randomPart(start, index) {
   mixed = Math.imul(mixed ^ (mixed >>> 16), 0x85ebca6b);
   mixed = Math.imul(mixed ^ (mixed >>> 13), 0xc2b2ae35);
   return ((mixed ^ (mixed >>> 16)) >>> 0) / 2 ** 32;
-}
-
-/** How far a picture has come: what is drawn of it, then what is a sample. 0 % and 100 % mean none and all. */
-function workText(density) {
-  if (!density.isDrawn()) return `${Math.floor((100 * density.at) / density.blocks.length)} % drawn`;
-  if (density.counted) return COUNTED;
-  density.samples ??= density.sampled(); // known after the first round
-  if (!density.samples) return COUNTED;
-  const all = density.cells * density.outputs.length;
-  return `≈ ${Math.ceil((100 * density.samples) / all)} % sampled`;
 }

@@ -8,15 +8,21 @@ function element(name, properties = {}, ...children) {
   return made;
 }
 
-/** One line a branch, each with a box that hides it; `changed` is called with what is shown. */
-function buildLegend(place, data, palette, shown, changed) {
+/** One line a branch, each with a box that hides it; `changed` is called then. */
+function buildLegend({ data, shown }, palette, changed) {
   const lines = data.branches.map((branch, index) => {
     const box = element("input", { type: "checkbox", checked: shown[index] });
-    box.addEventListener("change", () => changed(index, box.checked));
+    box.addEventListener("change", () => ((shown[index] = box.checked), changed()));
     const phrase = element("code", { textContent: branch.phrase });
     return element("li", {}, element("label", {}, box, swatch(palette, index), phrase));
   });
-  place.replaceChildren(...lines);
+  document.getElementById("legend").replaceChildren(...lines);
+  const canvas = document.getElementById("scale");
+  const context = canvas.getContext("2d");
+  for (let x = 0; x < canvas.width; x++) {
+    context.fillStyle = `rgb(${colourOf([10 ** (4 * (x / (canvas.width - 1) - 1))], palette).join(" ")})`;
+    context.fillRect(x, 0, 1, canvas.height);
+  }
 }
 
 function swatch(palette, branch) {
@@ -25,69 +31,49 @@ function swatch(palette, branch) {
   return made;
 }
 
-/** The shades of densities, as a strip of colour. */
-function drawScale(canvas, palette) {
-  const context = canvas.getContext("2d");
-  const [least, out] = [-4, [0, 0, 0]]; // powers of ten
-  for (let x = 0; x < canvas.width; x++) {
-    colourOf([10 ** (least * (1 - x / (canvas.width - 1)))], palette, out);
-    context.fillStyle = `rgb(${out.join(" ")})`;
-    context.fillRect(x, 0, 1, canvas.height);
-  }
-}
-
-function showReasons(place, state, palette) {
-  const { cursor } = state;
-  if (!cursor) {
-    place.replaceChildren(element("p", { className: "hint", textContent: HINT }));
-    return;
-  }
-  const reasons = reasonsFor(state, cursor);
-  const branches = reasons.branches.map((branch, index) => branchItem(branch, palette, index));
-  const notes = [...reasons.notes, cellNote(state)].filter(Boolean);
+function showReasons(state, palette) {
+  const place = document.getElementById("reasons");
+  if (!state.cursor) return place.replaceChildren(element("p", { className: "hint", textContent: HINT }));
+  const { title, verdict, allowed, notes, branches } = reasonsFor(state);
+  const items = branches.map(reasonItem);
+  items.forEach((item, branch) => item.firstChild.prepend(swatch(palette, branch)));
   place.replaceChildren(
-    element("h3", { textContent: reasons.title }),
-    element("p", { className: reasons.allowing ? "verdict yes" : "verdict no", textContent: reasons.verdict }),
-    ...notes.map((note) => element("p", { className: "note", textContent: note })),
-    element("ol", { className: "branches" }, ...branches),
+    element("h3", { textContent: title }),
+    element("p", { className: `verdict ${allowed ? "yes" : "no"}`, textContent: verdict }),
+    ...notes.filter(Boolean).map((note) => element("p", { className: "note", textContent: note })),
+    element("ol", { className: "branches" }, ...items),
   );
 }
 
-function branchItem(branch, palette, index) {
-  const item = reasonItem(branch);
-  item.firstChild.prepend(swatch(palette, index));
-  return item;
-}
-
 function reasonItem({ phrase, allowed, parts }) {
-  const [className, textContent, title] = allowed ? ["mark yes", "✓ ", "allowed"] : ["mark no", "✗ ", "not allowed"];
-  const mark = element("span", { className, textContent, title });
+  const [kind, textContent, title] = allowed ? ["yes", "✓ ", "allowed"] : ["no", "✗ ", "not allowed"];
+  const mark = element("span", { className: `mark ${kind}`, textContent, title });
   const code = element("code", { textContent: phrase });
   const item = element("li", {}, element("div", { className: "rule" }, mark, code));
   if (parts.length) item.append(element("ul", {}, ...parts.map(reasonItem)));
   return item;
 }
 
-/** The same in one sentence, for those who listen. */
-function spokenReason(state) {
-  const { title, verdict, notes } = reasonsFor(state, state.cursor);
-  return `${title}: ${verdict}. ${notes[0]}.`;
-}
-
-/** What the page says of a pair of slots. */
-function reasonsFor(state, cursor) {
-  const { queries, keys, data } = state;
+/** What the page says of the pair at hand, and of the cell it is drawn in. */
+function reasonsFor(state) {
+  const { queries, keys, data, cursor, order, head } = state;
   const [q, k] = [queries.position(cursor.q), keys.position(cursor.k)];
   const branches = answersFor(state, q, k);
-  const allowing = branches.filter((branch) => branch.allowed).length;
-  const inResidues = state.order === "residue";
-  const slots = inResidues ? `slots ${grouped(cursor.q)} and ${grouped(cursor.k)} of the residue-major order` : "";
-  const heads = data.num_heads > 1 ? `head ${state.head} of ${data.num_heads}` : "";
+  const weight = branches.filter(({ allowed }) => allowed).length;
+  const [single, of] = [branches.length === 1, `${weight} of ${branches.length} branches: weight ${weight}`];
+  const before = `the key comes ${plural(Math.abs(q - k), "token")} ${k > q ? "after" : "before"} the query`;
+  const slots = `slots ${grouped(cursor.q)} and ${grouped(cursor.k)} of the residue-major order`;
   return {
     title: `query ${grouped(q)}, key ${grouped(k)}`,
-    verdict: verdictOf(allowing, branches.length),
-    allowing,
-    notes: [distanceText(q, k), slots, heads, rankNote(state, q, k)],
+    verdict: !weight ? "not allowed" : single ? "allowed" : `allowed by ${of}`,
+    allowed: weight > 0,
+    notes: [
+      k === q ? "the key is the query itself" : before,
+      order === "residue" ? slots : "",
+      data.num_heads > 1 ? `head ${head} of ${data.num_heads}` : "",
+      rankNote(state, q, k),
+      cellNote(state),
+    ],
     branches,
   };
 }
@@ -103,51 +89,33 @@ function answersFor({ data, program, head }, q, k) {
   return data.branches.map(answer);
 }
 
-function verdictOf(allowing, branches) {
-  if (!allowing) return "not allowed";
-  return branches === 1 ? "allowed" : `allowed by ${allowing} of ${branches} branches: weight ${allowing}`;
-}
-
-function distanceText(q, k) {
-  if (k === q) return "the key is the query itself";
-  return `the key comes ${plural(Math.abs(q - k), "token")} ${k > q ? "after" : "before"} the query`;
-}
-
-function rankNote(state, q, k) {
-  const sharding = state.data.ranks?.shardings[state.sharding];
+function rankNote({ data, sharding: name }, q, k) {
+  const sharding = data.ranks?.shardings[name];
   if (!sharding) return "";
-  const [target, source] = [rankOf(sharding, q), rankOf(sharding, k)];
+  const holds = (position) => ([start, stop]) => position >= start && position < stop;
+  const [target, source] = [q, k].map((position) => sharding.runs.findIndex((runs) => runs.some(holds(position))));
   if (target === source) return `query and key both lie on rank ${target}`;
   const bytes = sharding.received[target][source];
   const much = bytes ? `${bytesText(bytes)} of keys and values` : "nothing";
   return `the query lies on rank ${target}, which receives ${much} from the key's rank ${source}`;
 }
 
-/** How full the cell under a pair of slots is; null where a cell is one pair, or not of this picture. */
-function cellNote({ image, view, cursor }) {
-  if (!image || view.scale <= 1 || !cursor) return null;
-  const { rows, columns, width, height } = image.density;
-  const [row, column] = [firstAbove(rows, cursor.q) - 1, firstAbove(columns, cursor.k) - 1];
-  if (row < 0 || column < 0 || row >= height || column >= width) return null;
-  const size = `${grouped(rows[row + 1] - rows[row])} × ${grouped(columns[column + 1] - columns[column])}`;
-  const found = shareOfCell(image.density, row, column);
-  return found && `the pixel stands for ${size} pairs; allowed: ${found}`;
-}
-
-/** The share that is drawn, marked where it is a sample; null where nothing is known yet. */
-function shareOfCell(density, row, column) {
-  const cell = row * density.width + column;
-  if (density.share.some((each) => each[cell] < 0)) return null;
-  const share = density.share.reduce((total, each) => total + each[cell], 0);
-  if (density.certain.every((each) => each[cell])) {
-    const [high, wide] = density.tiles.sides.map(grouped);
-    return partText(share) + (share > 0 && density.coarse ? ` (counted in tiles of ${high} × ${wide})` : "");
+/** How full the cell under the pair is, marked where it is a sample; nothing where it is one pair, or not drawn yet. */
+function cellNote({ image: { density }, view, cursor }) {
+  const { rows, columns, width, height, share } = density;
+  const row = rows.findLastIndex((edge) => edge <= cursor.q);
+  const column = columns.findLastIndex((edge) => edge <= cursor.k);
+  if (view.scale <= 1 || row < 0 || column < 0 || row >= height || column >= width) return "";
+  const cell = row * width + column;
+  if (share.some((each) => each[cell] < 0)) return "";
+  const total = share.reduce((sum, each) => sum + each[cell], 0);
+  let allowed = shareText(total);
+  if (!density.isCertain(cell)) {
+    const met = total > 2 * FAINTEST * share.length;
+    allowed = `${met ? `about ${allowed}` : "none found"} (sampled: ${grouped(density.asked(row, column))} of them)`;
+  } else if (total && density.coarse) {
+    allowed += ` (counted in tiles of ${density.tiles.sides.map(grouped).join(" × ")})`;
   }
-  const found = share > 2 * FAINTEST * density.share.length ? `about ${partText(share)}` : "none found";
-  return `${found} (sampled: ${grouped(density.asked(row, column))} of them)`;
-}
-
-/** A share of all pairs; above 1 where branches count pairs several times. */
-function partText(share) {
-  return share > 1 ? `${Number(share.toPrecision(3))} times all` : shareText(share, 1);
+  const size = `${grouped(rows[row + 1] - rows[row])} × ${grouped(columns[column + 1] - columns[column])}`;
+  return `the pixel stands for ${size} pairs; allowed: ${allowed}`;
 }

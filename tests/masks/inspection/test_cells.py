@@ -9,7 +9,7 @@ from time import process_time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -86,7 +86,7 @@ def counted(way: str) -> Iterator[None]:
         patch.setattr(_cells, "_EVERY_PAIR", every_pair)
         patch.setattr(_cells, "_BUDGET", budget)
         patch.setattr(_cells, "_MOST_BOXES", boxes)
-        patch.setattr(_cells, "_BOXES_AT_ONCE", 200)
+        patch.setattr(_cells, "_PARTS_AT_ONCE", 200)
         patch.setattr(_cells, "_SAMPLES", 500)
         patch.setattr(_bounded_pairs, "_SAMPLES", 500)
         patch.setattr(_bounded_pairs, "_CELL_SIDE", side)
@@ -100,7 +100,6 @@ def from_zero(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=25)
 @given(data=st.data())
 def test_cells_hold_the_pairs_of_the_dense_rule(way: str, data: st.DataObject) -> None:
     case = data.draw(cases(largest=30).map(from_zero).filter(lambda case: in_range(case.bind)))
@@ -117,7 +116,6 @@ def test_cells_hold_the_pairs_of_the_dense_rule(way: str, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=25)
 @given(data=st.data())
 def test_cells_of_run_time_tensors(way: str, data: st.DataObject) -> None:
     packed: Packed = data.draw(packed_cases().filter(lambda packed: packed.q_offset == packed.k_offset == 0))

@@ -22,7 +22,7 @@ PATTERNS = [
     WINDOW,
     WINDOW + masks.local_window(left=20, right=0) + WINDOW,
     masks.per_head([masks.causal(), masks.dilated(16, 4), WINDOW, ~masks.causal()]),
-    masks.recipes.bigbird(64, block=4, num_random=2),
+    masks.recipes.bigbird(48, block=4, num_random=2),
     masks.causal() & ~masks.causal(),
 ]
 
@@ -72,13 +72,12 @@ def expected(pattern, shares: torch.Tensor, ground: str = WHITE) -> torch.Tensor
     return result
 
 
-@pytest.mark.parametrize("head", [0, 3])
-@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize(("pattern", "head"), [(PATTERNS[0], 0), *((pattern, 3) for pattern in PATTERNS)], ids=str)
 def test_every_pair_has_its_colour(pattern, head: int) -> None:
-    shown = image(masks.plot(pattern, 64, num_heads=4, head=head))
-    wanted = expected(pattern, dense(pattern, 64, 64, head).double())
+    shown = image(masks.plot(pattern, 48, num_heads=4, head=head))
+    wanted = expected(pattern, dense(pattern, 48, 48, head).double())
     assert (shown - wanted).abs().max() <= 1
-    assert torch.equal(is_colour(shown, WHITE), ~dense(pattern, 64, 64, head).any(0))
+    assert torch.equal(is_colour(shown, WHITE), ~dense(pattern, 48, 48, head).any(0))
 
 
 def test_a_branch_alone_has_its_hue_and_overlaps_are_darker() -> None:
@@ -99,7 +98,7 @@ def test_many_branches_have_a_colour_each() -> None:
     assert len(colours) == len(legend.get_patches()) == 10
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(1, 90), st.data())
 def test_windows_are_cut_from_the_whole(size: int, data) -> None:
     """Of any number of tokens, pair by pair."""
@@ -227,7 +226,7 @@ def test_blocks_of_many_cells() -> None:
 
 def test_far_out_in_a_million_tokens() -> None:
     pattern = masks.longnet((2048, 65536), (1, 32)) & masks.causal()
-    rows, columns = range(700_000, 700_080), range(699_990, 700_100)
+    rows, columns = range(700_000, 700_030), range(699_990, 700_030)
     shown = image(masks.plot(pattern, 1 << 20, num_heads=8, head=5, queries=rows, keys=columns))
     q, k = (torch.arange(side.start, side.stop) for side in (rows, columns))
     zero = torch.tensor(0)

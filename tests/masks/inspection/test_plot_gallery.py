@@ -1,7 +1,6 @@
-"""The gallery: each picture is what the code above it draws, and no other picture lies there."""
+"""The gallery: each picture is what the code above it draws."""
 
 import importlib.util
-import re
 from pathlib import Path
 from types import ModuleType
 
@@ -11,9 +10,6 @@ import torch
 pytest.importorskip("matplotlib", reason="draws with matplotlib")
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-TEXT = (DOCS / "howto/inspecting.md").read_text(encoding="utf-8")
-FOLDER = DOCS / "images/gallery"
-LARGEST, ALL = 60_000, 1_500_000  # bytes
 
 
 def script() -> ModuleType:
@@ -23,26 +19,6 @@ def script() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_the_page_shows_every_picture_once() -> None:
-    shown = re.findall(r"!\[[^\]]+\]\(\.\./images/gallery/([^)]+)\)", TEXT)
-    assert sorted(shown) == sorted(path.name for path in FOLDER.iterdir())
-    assert len(shown) > 5
-
-
-def test_above_each_picture_stands_the_call_that_draws_it() -> None:
-    above = re.findall(
-        r"^```python\n((?:(?!```).)*)```\n\n!\[[^\]]+\]\(\.\./images/gallery", TEXT, re.MULTILINE | re.DOTALL
-    )
-    assert len(above) == TEXT.count("images/gallery/")
-    assert all("figure = masks.plot(" in code for code in above)
-
-
-def test_files_are_small() -> None:
-    sizes = [path.stat().st_size for path in FOLDER.iterdir()]
-    assert max(sizes) < LARGEST
-    assert sum(sizes) < ALL
 
 
 def test_the_pictures_are_those_that_the_code_draws() -> None:

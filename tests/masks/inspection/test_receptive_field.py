@@ -82,29 +82,23 @@ BLOCKED = {
     "beside padded documents": lambda N: listed(N, 8) & masks.causal() | padded(N),
     "in documents": lambda N: listed(N, 8) & masks.causal().per_document(torch.arange(N) // 9),
     "anew in documents": lambda N: masks.random_blocks(9, block=2, count=1).per_document(torch.arange(N) // 9),
+    "a window over active tokens": lambda N: masks.dilated(9, 3, 1) & masks.local_window(left=4, right=3),
     "chain": lambda N: masks.block_list([[max(0, row - 1)] for row in range(N)], block=1),
 }
 
 
 @pytest.mark.parametrize("name", BLOCKED)
 def test_blocks_of_each_length(name: str):
-    for num_tokens in (*range(1, 14), 26, 65):
+    for num_tokens in (1, 2, 3, 5, 8, 13, 26, 65):
         first = num_tokens % 2 * 3
         sizes = {"num_queries": num_tokens, "num_keys": num_tokens, "q_offset": first, "k_offset": first}
         bound = BLOCKED[name](first + num_tokens).bind(num_heads=2, **sizes)
         assert_field(bound, dense(bound))
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(bound_rules(stretch_rules) | bound_rules(run_rules, visible=True))
 def test_rules_by_blocks_and_windows_over_visible_keys(bound: Bound):
-    assert_field(bound, dense(bound))
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5, 30, 31])
-def test_a_window_over_active_tokens(num_tokens: int):
-    rule = masks.dilated(9, 3, 1) & masks.local_window(left=4, right=3)
-    bound = rule.bind(num_heads=1, num_queries=num_tokens, num_keys=num_tokens)
     assert_field(bound, dense(bound))
 
 
@@ -151,24 +145,24 @@ def test_longnet_keeps_to_its_longest_segments(causal: bool):
 
 
 def test_global_tokens_reach_everyone_in_two_layers():
-    found = told(masks.recipes.bigbird(MILLION, block=128), num_heads=2)
-    assert (found.layers_at_least, {reached[-1] for reached in found.reached}) == (2, {MILLION})
+    found = told(masks.recipes.bigbird(1 << 16, block=128), 1 << 16, num_heads=2)
+    assert (found.layers_at_least, {reached[-1] for reached in found.reached}) == (2, {1 << 16})
 
 
 def test_documents_never_meet():
-    lengths = torch.tensor([1000, 48_576, 1_000_000 - 1000])
+    lengths = torch.tensor([60, 3_000, 62_476])
     ids = torch.repeat_interleave(torch.arange(3), lengths)
-    found = told(masks.local_window(left=20_000, right=20_000) & masks.documents(ids), int(lengths.sum()))
+    found = told(masks.local_window(left=1300, right=1300) & masks.documents(ids), int(lengths.sum()))
     assert all(found.finished)
     assert [reached[-1] for reached in found.reached] == [int(lengths[ids[token]]) for token in found.tokens]
 
 
-def test_random_blocks_at_a_million_tokens():
+def test_random_blocks_of_many_tokens():
     """Tokens of a block reach what their block does among as many tokens as blocks."""
-    side, blocks = 1024, MILLION // 1024
+    side, blocks = 128, 512
     bounds = (
         masks.random_blocks(size, block=block, count=3).bind(num_heads=1, num_queries=size, num_keys=size)
-        for size, block in ((MILLION, side), (blocks, 1))
+        for size, block in ((blocks * side, side), (blocks, 1))
     )
     many, few = (follow_tokens(bound, 8) for bound in bounds)
     assert [token // side for token in many.tokens] == list(few.tokens)
@@ -193,12 +187,12 @@ def test_a_sample_estimates_the_mean_within_its_error():
     ]
 
 
-@pytest.mark.parametrize("number", [2, 8, 63])
+@pytest.mark.parametrize("number", [2, 8])
 def test_samples_estimate_without_bias(monkeypatch: pytest.MonkeyPatch, number: int):
     """Over many samples the mean is that of all tokens, and standard errors are about as large as the errors."""
     bound = (masks.dilated(32, 2) & masks.causal()).bind(num_heads=1, num_queries=64, num_keys=64)
     wanted, found = float(fields(dense(bound))[1].double().sum(1).mean()), []
-    for seed in range(200):
+    for seed in range(100):
         monkeypatch.setattr("flexdilated.masks.inspection._pair_counts._SEED", seed)
         growth = follow_tokens(bound, number).growth
         found.append(growth[0][1:] if growth else (1.0, 0.0))  # tokens of odd number reach themselves alone

@@ -1,0 +1,252 @@
+// The picture on its canvas: cells in the branches' colours, grids, ranks, rulers and the pair that is explained.
+
+const RULER = { left: 72, top: 30 };
+const STRIPES_FROM = 7; // pixels a pair: branches stand beside each other instead of mixed
+const GRID_FROM = 7; // pixels a block
+const TICK_EVERY = 90; // pixels, about
+const PALEST = 0.2; // the shade of a cell with a single pair among millions: thin windows stay visible
+const DARKEST_MIX = 0.6;
+const NAMED_TILE = [38, 26]; // pixels that a tile of two ranks needs to be written in
+const SMALLEST_TILE = 10;
+const [LETTER, SMALLEST_FONT] = [0.68, 8]; // the width of a letter in heights; pixels
+
+/** The colours of the page's theme, as [red, green, blue]. */
+function paletteOf(branches) {
+  const style = getComputedStyle(document.documentElement);
+  const css = (name) => style.getPropertyValue(name).trim();
+  const colour = (name) => [1, 3, 5].map((at) => parseInt(css(name).slice(at, at + 2), 16));
+  const hues = Array.from({ length: branches }, (_, index) => colour(`--branch-${index % 8}`));
+  return { paper: colour("--paper"), ink: colour("--ink"), hues, css };
+}
+
+/**
+ * The colour of a cell where branch b allows the share densities[b] of its pairs: a hue a branch, mixed where branches
+ * meet; the shade says how full. A pair that m branches allow counts m times: from one time a pair on, more of them
+ * lead from the hue towards the ink.
+ */
+function colourOf(densities, { paper, ink, hues }) {
+  let [total, weight, red, green, blue] = [0, 0, 0, 0, 0];
+  for (let branch = 0; branch < densities.length; branch++) {
+    const share = Math.sqrt(densities[branch]); // a sparse branch tints what a dense one fills
+    total += densities[branch];
+    weight += share;
+    red += share * hues[branch][0];
+    green += share * hues[branch][1];
+    blue += share * hues[branch][2];
+  }
+  if (!weight) return paper;
+  const often = total > 1 ? DARKEST_MIX * (1 - 1 / total) : 0;
+  const shade = PALEST + (1 - PALEST) * Math.min(1, total) ** 0.4;
+  const mixed = (hue, at) => Math.round(paper[at] + shade * (hue + often * (ink[at] - hue) - paper[at]));
+  return [mixed(red / weight, 0), mixed(green / weight, 1), mixed(blue / weight, 2)];
+}
+
+/** A density with its picture, one pixel a cell. */
+function imageOf(density) {
+  const canvas = new OffscreenCanvas(Math.max(1, density.width), Math.max(1, density.height));
+  return { canvas, context: canvas.getContext("2d"), density };
+}
+
+/** All cells as pixels. Those that nothing is known of yet stay transparent. */
+function repaint({ context, density }, palette, shown) {
+  const { width, height, cells, share } = density;
+  if (!cells) return;
+  const pixels = context.createImageData(width, height);
+  const densities = new Float64Array(share.length).fill(NaN);
+  let colour = palette.paper;
+  for (let cell = 0; cell < cells; cell++) {
+    let [known, changed] = [true, false];
+    for (let branch = 0; branch < share.length; branch++) {
+      const drawn = shown[branch] ? share[branch][cell] : 0;
+      known &&= share[branch][cell] >= 0;
+      changed ||= drawn !== densities[branch];
+      densities[branch] = drawn;
+    }
+    if (!known) continue;
+    if (changed) colour = colourOf(densities, palette); // neighbours are mostly alike
+    pixels.data.set(colour, 4 * cell);
+    pixels.data[4 * cell + 3] = 255;
+  }
+  context.putImageData(pixels, 0, 0);
+}
+
+function drawAll(context, state, palette) {
+  const { view, image } = state;
+  context.setTransform(state.ratio, 0, 0, state.ratio, 0, 0);
+  context.fillStyle = palette.css("--outside");
+  context.fillRect(0, 0, RULER.left + view.width, RULER.top + view.height);
+  context.save();
+  context.beginPath();
+  context.rect(RULER.left, RULER.top, view.width, view.height);
+  context.clip();
+  context.translate(RULER.left, RULER.top);
+  context.fillStyle = palette.css("--pending");
+  context.fillRect(...[-view.k, -view.q, view.numKeys, view.numQueries].map((tokens) => tokens / view.scale));
+  context.imageSmoothingEnabled = false;
+  for (const each of [state.before, image]) if (each) placeImage(context, view, each);
+  if (view.scale < 1 / STRIPES_FROM) drawPairs(context, state, palette);
+  drawBlocks(context, state, palette);
+  drawRanks(context, state, palette);
+  drawCursor(context, state, palette);
+  context.restore();
+  drawRuler(context, view, palette, true);
+  drawRuler(context, view, palette, false);
+}
+
+/** An image lies where its slots lie now, whatever was seen when it was begun. */
+function placeImage(context, view, { canvas, density: { rows, columns, width, height } }) {
+  if (!width || !height) return;
+  const [left, top] = view.pixelOf({ q: rows[0], k: columns[0] });
+  const [right, bottom] = view.pixelOf({ q: rows[height], k: columns[width] });
+  // Whole pixels where a cell is one: the image is then copied as it is.
+  const exact = Math.abs(right - left - width) < 1.5 && view.scale > 1;
+  if (exact) context.drawImage(canvas, Math.round(left), Math.round(top));
+  else context.drawImage(canvas, left, top, right - left, bottom - top);
+}
+
+/** Pairs as squares apart, in stripes where several branches allow one. */
+function drawPairs(context, { view, image: { density }, shown }, palette) {
+  const { rows, columns, share, width, height } = density;
+  const gap = Math.min(2, 0.1 / view.scale);
+  const [left, top] = view.pixelOf({ q: rows[0], k: columns[0] });
+  context.fillStyle = palette.css("--paper");
+  context.fillRect(left, top, width / view.scale, height / view.scale);
+  for (let cell = 0; cell < density.cells; cell++) {
+    const allowing = steps(0, share.length).filter((branch) => shown[branch] && share[branch][cell] > 0);
+    const [x, y] = view.pixelOf({ q: rows[quotient(cell, width)], k: columns[cell % width] });
+    const [side, stripe] = [1 / view.scale - 2 * gap, (1 / view.scale - 2 * gap) / allowing.length];
+    allowing.forEach((branch, index) => {
+      context.fillStyle = `rgb(${palette.hues[branch].join(" ")})`;
+      context.fillRect(x + gap + index * stripe, y + gap, stripe, side);
+    });
+  }
+}
+
+/** Lines between blocks, and where residue classes begin, where there is room for them. */
+function drawBlocks(context, { view, order, queries, keys, block }, palette) {
+  if (!block) return;
+  const right = Math.min(view.k + view.width * view.scale, view.numKeys);
+  const bottom = Math.min(view.q + view.height * view.scale, view.numQueries);
+  const lines = (across, down) => drawLines(context, view, across, down, palette.css("--grid"), 1);
+  if (block / view.scale >= GRID_FROM) {
+    lines(multiplesIn(view.k, right, block), multiplesIn(view.q, bottom, block));
+  }
+  if (order === "residue" && view.numKeys / keys.rate / view.scale >= GRID_FROM) {
+    lines(keys.starts().slice(1), queries.starts().slice(1));
+  }
+}
+
+function multiplesIn(start, stop, step) {
+  const first = Math.max(0, Math.ceil(start / step));
+  return steps(first, Math.max(first, Math.floor(stop / step) + 1)).map((index) => index * step);
+}
+
+/** Lines at these keys and queries, sharp on whole pixels. */
+function drawLines(context, view, keys, queries, colour, width) {
+  context.fillStyle = colour;
+  const [left, top] = view.pixelOf({ q: 0, k: 0 }).map((edge) => Math.max(0, edge));
+  const end = view.pixelOf({ q: view.numQueries, k: view.numKeys });
+  const [right, bottom] = [Math.min(view.width, end[0]), Math.min(view.height, end[1])];
+  const at = (tokens) => Math.round(tokens / view.scale - width / 2);
+  for (const key of keys) context.fillRect(at(key - view.k), top, width, bottom - top);
+  for (const query of queries) context.fillRect(left, at(query - view.q), right - left, width);
+}
+
+/** What ranks hold and receive, in the order of the text; residue order cuts every class into as many runs. */
+function drawnSharding({ data, order, sharding }) {
+  return order === "natural" ? data.ranks?.shardings[sharding] ?? null : null;
+}
+
+/** Borders between ranks, and the bytes that one receives from another. */
+function drawRanks(context, state, palette) {
+  const { view } = state;
+  const sharding = drawnSharding(state);
+  if (!sharding) return;
+  const runs = sharding.runs.flatMap((held, rank) => held.map(([start, stop]) => ({ start, stop, rank })));
+  const most = Math.max(1, ...sharding.received.flat());
+  for (const row of runs) {
+    for (const column of runs) {
+      const [x, y] = view.pixelOf({ q: row.start, k: column.start });
+      const [right, bottom] = view.pixelOf({ q: row.stop, k: column.stop });
+      const box = [Math.max(x, 0), Math.max(y, 0), Math.min(right, view.width), Math.min(bottom, view.height)];
+      const isSeen = Math.min(right - x, bottom - y) >= SMALLEST_TILE && box[2] > box[0] && box[3] > box[1];
+      const bytes = sharding.received[row.rank][column.rank];
+      if (isSeen) drawTile(context, palette, box, bytes, most, row.rank, column.rank);
+    }
+  }
+  const starts = runs.map(({ start }) => start).filter((start) => start > 0);
+  drawLines(context, view, starts, starts, palette.css("--rank-line"), 2);
+}
+
+/** A wash that says how many bytes, on a scale of powers of two, and where there is room the bytes in words. */
+function drawTile(context, palette, [left, top, right, bottom], bytes, most, target, source) {
+  if (bytes) {
+    context.globalAlpha = 0.03 + 0.12 * Math.max(0, 1 + Math.log2(bytes / most) / 12);
+    context.fillStyle = palette.css("--ink");
+    context.fillRect(left, top, right - left, bottom - top);
+    context.globalAlpha = 1;
+  }
+  const lines = bytes ? [`${target} ← ${source}`, bytesText(bytes)] : target === source ? [`rank ${target}`] : [];
+  const size = Math.min(12, (right - left) / (LETTER * Math.max(...lines.map((line) => line.length))));
+  if (right - left < NAMED_TILE[0] || bottom - top < NAMED_TILE[1] || !lines.length || size < SMALLEST_FONT) return;
+  // A rank's own name stands in a corner: most patterns are densest along the diagonal.
+  const [x, y] = bytes ? [(left + right) / 2, (top + bottom) / 2] : [right - 2.4 * size, top + size];
+  context.font = `600 ${size}px ${palette.css("--font")}`;
+  const width = Math.max(...lines.map((line) => context.measureText(line).width)) + size / 2;
+  const height = 1.2 * size * lines.length + 2;
+  context.fillStyle = palette.css("--label");
+  context.beginPath();
+  context.roundRect(x - width / 2, y - height / 2, width, height, 5);
+  context.fill();
+  context.fillStyle = palette.css("--ink");
+  [context.textAlign, context.textBaseline] = ["center", "middle"];
+  lines.forEach((line, index) => context.fillText(line, x, y + 1.2 * size * (index - (lines.length - 1) / 2)));
+}
+
+function drawCursor(context, { view, cursor, pinned }, palette) {
+  if (!cursor) return;
+  const side = Math.max(1, 1 / view.scale);
+  const [x, y] = view.pixelOf(cursor);
+  context.fillStyle = palette.css("--cross");
+  context.fillRect(0, y, view.width, side);
+  context.fillRect(x, 0, side, view.height);
+  if (!pinned) return;
+  context.strokeStyle = palette.css("--accent");
+  context.lineWidth = 2;
+  const room = Math.max(side, 9);
+  context.strokeRect(x + side / 2 - room / 2, y + side / 2 - room / 2, room, room);
+}
+
+/** Round slots along one side, powers of two apart, as sizes here are. */
+function drawRuler(context, view, palette, across) {
+  const [start, tokens, pixels] = across ? [view.k, view.numKeys, view.width] : [view.q, view.numQueries, view.height];
+  const rectangle = (at, aside, length, thickness) => {
+    if (across) context.fillRect(RULER.left + at, RULER.top + aside, length, thickness);
+    else context.fillRect(RULER.left + aside, RULER.top + at, thickness, length);
+  };
+  const margin = across ? RULER.top : RULER.left;
+  context.fillStyle = palette.css("--surface");
+  rectangle(across ? -RULER.left : 0, -margin, pixels + RULER.left, margin);
+  context.fillStyle = palette.css("--line");
+  rectangle(0, -1, pixels, 1);
+  const half = view.scale < 1 / 8 ? 0.5 : 0; // ticks stand at the middle of a pair that is seen as one
+  const step = 2 ** Math.max(0, Math.round(Math.log2(TICK_EVERY * view.scale)));
+  context.font = `12px ${palette.css("--font")}`;
+  for (const slot of multiplesIn(start, Math.min(start + pixels * view.scale, tokens - 1), step)) {
+    const at = (slot + half - start) / view.scale;
+    if (at < 0 || at > pixels) continue;
+    context.fillStyle = palette.css("--line");
+    rectangle(at, -6, 1, 6);
+    context.fillStyle = palette.css("--muted");
+    const label = step < 1024 ? grouped(slot) : shortTokens(slot); // one unit for all ticks
+    const end = at > pixels - 24;
+    context.textAlign = !across || end ? "right" : at < 24 && label.length > 3 ? "left" : "center";
+    context.textBaseline = across ? "middle" : at < 6 ? "top" : end ? "bottom" : "middle";
+    context.fillText(label, across ? RULER.left + at : RULER.left - 10, across ? RULER.top / 2 - 2 : RULER.top + at);
+  }
+  if (!across) return;
+  context.font = `11px ${palette.css("--font")}`;
+  [context.textAlign, context.textBaseline] = ["left", "middle"];
+  context.fillText("keys →", 6, 9);
+  context.fillText("queries ↓", 6, 22);
+}
