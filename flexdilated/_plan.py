@@ -12,7 +12,6 @@ from tabulate import tabulate
 
 from .engines import allowed_on
 from .masks.core import (
-    Bound,
     Expression,
     Mixture,
     bytes_text,
@@ -260,6 +259,9 @@ def report(size: PlanSize, *, measure: bool) -> PlanReport:
     plain, checkpointed = (
         model_memory(size.model, size.num_tokens, inside, checkpoint=checkpoint) for checkpoint in (False, True)
     )
+    timed = ()
+    if measure:
+        timed = measure_options(bound, size.device, size.dtype, size.head_dim, size.num_kv_heads, backward=False)
     return PlanReport(
         **{each.name: getattr(size, each.name) for each in fields(PlanSize)},
         engine="tiles" if size.device == "cpu" else "flex",
@@ -275,7 +277,7 @@ def report(size: PlanSize, *, measure: bool) -> PlanReport:
             for number, options in enumerate(best.options, start=1)
             for option in options
         ),
-        measured=_measured(size, bound) if measure else (),
+        measured=tuple(MeasuredOption(*each) for each in timed),
         attention_memory=attention_memory(size.pattern, asked, device=size.device),
         model_memory=plain,
         checkpointed_memory=checkpointed,
@@ -306,11 +308,6 @@ def _option(number: int, option: Option, chosen: bool) -> WeighedOption:
     return WeighedOption(
         branch, option.layout, cost.computed_pairs, cost.gather_bytes, cost.launches, cost.seconds, chosen
     )
-
-
-def _measured(size: PlanSize, bound: Bound) -> tuple[MeasuredOption, ...]:
-    found = measure_options(bound, size.device, size.dtype, size.head_dim, size.num_kv_heads, backward=False)
-    return tuple(MeasuredOption(*each) for each in found)
 
 
 def _facts(found: PlanReport) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 
@@ -33,7 +34,7 @@ def demo_slide(options: argparse.Namespace) -> int:
         return 1
     prepare(options.out)
     torch.manual_seed(options.seed)
-    image = _image()
+    image = torch.from_numpy(import_module("skimage.data").immunohistochemistry()).permute(2, 0, 1).float() / 255
     tiles, corners = cut(image)
     layers = LongNetEncoderConfig(embed_dim=64, depth=3, num_heads=4, segment_lengths=_SEGMENTS, dilation_rates=_RATES)
     sizes = SlideEncoderConfig(layers, tile_dim=tiles.shape[1], grid_size=max(image.shape) // _TILE, tile_size=_TILE)
@@ -50,13 +51,6 @@ def demo_slide(options: argparse.Namespace) -> int:
     replace(options.out / PICTURE, lambda path: draw(path, image, received))
     print(f"written   {options.out / PICTURE}")
     return 0
-
-
-def _image() -> Float[Tensor, "3 Y X"]:
-    """The slide's colours, from 0 to 1."""
-    from skimage.data import immunohistochemistry
-
-    return torch.from_numpy(immunohistochemistry()).permute(2, 0, 1).float() / 255
 
 
 def cut(image: Float[Tensor, "3 Y X"]) -> tuple[Float[Tensor, "L C"], Int64[Tensor, "L 2"]]:

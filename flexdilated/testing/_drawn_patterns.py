@@ -21,23 +21,6 @@ OFFSET_RULES = ("interleaved", "contiguous")
 _SIDES = ((True, True), (True, False), (False, True))  # rows, columns
 
 
-def leaves(words: Any, *, largest: int, max_positions: int, closures: bool) -> st.SearchStrategy:
-    """Of every kind: dilated sets, which most of the library is about, most often, causal order least."""
-    kinds = [
-        windows(words, largest),
-        strided_kinds(words, largest),
-        dilated_windows(words, largest),
-        landmarks(words, largest),
-        dilated(words, largest),
-        global_kinds(words, largest),
-        random_blocks(words, largest),
-        block_lists(words, largest),
-        large_grids(words, max_positions),
-        *[functions(words, largest)] * closures,
-    ]
-    return any_of(st.builds(words.causal), *kinds, *kinds, *[dilated(words, largest)] * 6)
-
-
 def rates_up_to(largest: int) -> st.SearchStrategy[int]:
     """Dilation rates, kept small: with one above the tokens nothing happens."""
     return st.integers(1, min(7, largest))
@@ -186,7 +169,7 @@ class Grammar:
         require_bool("closures", self.closures)
 
     def leaves(self) -> st.SearchStrategy:
-        """Sets without parts."""
+        """Sets without parts, of every kind."""
         return _sets(self, 0)
 
     def sets(self, depth: int = 2) -> st.SearchStrategy:
@@ -212,10 +195,14 @@ class Grammar:
 # Hypothesis looks through a strategy when it is first drawn from: one is made, not one a draw.
 @lru_cache(maxsize=64)
 def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
+    """Without depth leaves: dilated sets, which most of the library is about, most often, causal order least."""
     if depth:
         return _composed(grammar, depth)
-    limits = {"largest": grammar.max_number, "max_positions": grammar.max_positions, "closures": grammar.closures}
-    return leaves(grammar.words, **limits)
+    words, largest = grammar.words, grammar.max_number
+    makers = (windows, strided_kinds, dilated_windows, landmarks, dilated, global_kinds, random_blocks, block_lists)
+    kinds = [*(make(words, largest) for make in makers), large_grids(words, grammar.max_positions)]
+    kinds += [functions(words, largest)] * grammar.closures
+    return any_of(st.builds(words.causal), *kinds, *kinds, *[dilated(words, largest)] * 6)
 
 
 @st.composite

@@ -20,14 +20,6 @@ _LISTED_BRANCHES = 12
 
 
 @dataclass(frozen=True, eq=False)
-class _Suspect:
-    """A mistake, and the output (B, H, N, D) in float64 that a module with this mistake would have."""
-
-    name: str
-    out: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class _Rows:
     """Wrong rows (R, D), or one (D).
 
@@ -60,12 +52,12 @@ def explain(problem: Problem, found: Tensor, budget: Tensor, wrong: Tensor) -> s
     allowed = 4 * torch.maximum(limit, limit.mean())
     rows = _Rows(found[b, h, q].double(), wide.attention()[0][b, h, q], limit, allowed)
     counts: Counter[str] = Counter()
-    for suspect in _suspects(wide):
-        close = rows.accounted_for(suspect.out[b, h, q])
+    for name, out in _suspects(wide):
+        close = rows.accounted_for(out[b, h, q])
         if close[0]:
-            counts[suspect.name] = int(close.sum())
-    for name, close in _by_row(wide, places, rows):
-        counts[name] = max(counts[name], close)
+            counts[name] = int(close.sum())
+    for name, number in _by_row(wide, places, rows):
+        counts[name] = max(counts[name], number)
     name, number = max(counts.items(), key=lambda item: item[1], default=("", 0))
     if 2 * number < len(places) or not number:
         return None
@@ -73,35 +65,35 @@ def explain(problem: Problem, found: Tensor, budget: Tensor, wrong: Tensor) -> s
     return f"{name} (accounts for {number} of {len(places)} wrong rows{seen})"
 
 
-def _suspects(problem: Problem) -> Iterator[_Suspect]:
-    """Mistakes of a whole module."""
+def _suspects(problem: Problem) -> Iterator[tuple[str, Tensor]]:
+    """(a mistake of a whole module, the output (B, H, N, D) in float64 that a module with this mistake would have)."""
     scores, values = problem.scores(), problem.for_query_heads(problem.v)
     sinks = problem.sinks
 
     def outcome(times: Tensor, scores: Tensor = scores, values: Tensor = values) -> Tensor:
         return _softmax(times.expand_as(scores), scores, sinks) @ values
 
-    yield _Suspect("nothing is written: zeros", torch.zeros_like(problem.q))
+    yield "nothing is written: zeros", torch.zeros_like(problem.q)
     for name, bound in _other_rules(problem):
-        yield _Suspect(name, outcome(multiplicity(bound, problem.q.device)))
+        yield name, outcome(multiplicity(bound, problem.q.device))
     times = problem.times()
     branches = problem.bound.pattern.branches()
     if len(branches) > 1:
-        yield _Suspect("a pair of several branches counts once", outcome(times.clamp(max=1)))
+        yield "a pair of several branches counts once", outcome(times.clamp(max=1))
         parts = [outcome(multiplicity(replace(problem.bound, pattern=branch), problem.q.device)) for branch in branches]
-        yield _Suspect("each branch has a softmax of its own, and the results are summed", sum(parts, torch.zeros(())))
+        yield "each branch has a softmax of its own, and the results are summed", sum(parts, torch.zeros(()))
         mean = sum(parts, torch.zeros(())) / len(parts)
-        yield _Suspect("each branch has a softmax of its own, and the results are averaged", mean)
+        yield "each branch has a softmax of its own, and the results are averaged", mean
     for name, other in _other_tables(times):
-        yield _Suspect(name, outcome(other))
-    yield _Suspect("scores are not scaled", outcome(times, scores / problem.scale))
-    yield _Suspect("the softmax runs over the heads", _over_heads(times, scores) @ values)
+        yield name, outcome(other)
+    yield "scores are not scaled", outcome(times, scores / problem.scale)
+    yield "the softmax runs over the heads", _over_heads(times, scores) @ values
     groups, heads = problem.k.shape[1], problem.q.shape[1]
     if 1 < groups < heads:
         cycled = torch.arange(heads, device=problem.q.device) % groups
         k, v = problem.k[:, cycled], problem.v[:, cycled]
         other = replace(problem, k=k, v=v).scores()
-        yield _Suspect("query head h reads key/value head h % G, not h // (H / G)", outcome(times, other, v))
+        yield "query head h reads key/value head h % G, not h // (H / G)", outcome(times, other, v)
 
 
 def _other_rules(problem: Problem) -> Iterator[tuple[str, Bound]]:

@@ -22,7 +22,7 @@ from tests.support.strategies import expressions, functions
 QUICK = {"num_heads": 3, "max_tokens": 40, "examples": 10}
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(expressions(3))
 def test_true_patterns_pass(twin):
     try:

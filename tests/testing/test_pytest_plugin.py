@@ -4,13 +4,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis.errors import InvalidArgument
 
-from pytest_flexdilated import register_profiles
+from pytest_flexdilated import pytest_configure, register_profiles
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "pytest_flexdilated", "-rs", "-q"]
@@ -65,32 +66,33 @@ def test_the_default_device(flexdilated_device, request) -> None:
     assert flexdilated_device == torch.device(request.config.getoption("--flexdilated-device"))
 
 
-def test_profiles_by_option(tmp_path) -> None:
-    """hypothesis's own option loads them, and one of a user's with our prefix; all others stay."""
+def test_a_profile_by_option(tmp_path) -> None:
+    """hypothesis's own option loads it; all others stay."""
     code = """
     from hypothesis import settings
 
     def test_profile():
-        assert settings().max_examples == {examples}
+        assert settings().max_examples == 15
         assert settings.get_profile("team").max_examples == 77
         assert settings.get_profile("default").max_examples == 100
     """
-    own = """
-    from hypothesis import settings
-    settings.register_profile('team', max_examples=77)
-    settings.register_profile('flexdilated-own', max_examples=7)
-    """
-    for profile, examples in {"dev": 15, "own": 7}.items():
-        option = f"--hypothesis-profile=flexdilated-{profile}"
-        done = run_pytest(tmp_path, code.replace("{examples}", str(examples)), option, conftest=own)
-        assert done.returncode == 0, done.stdout + done.stderr
+    own = "from hypothesis import settings; settings.register_profile('team', max_examples=77)"
+    done = run_pytest(tmp_path, code, "--hypothesis-profile=flexdilated-dev", conftest=own)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_profile_that_nobody_registered(tmp_path) -> None:
-    done = run_pytest(tmp_path, "def test_nothing(): pass", "--hypothesis-profile=flexdilated-nope")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--hypothesis-profile must be one of 'flexdilated-dev', 'flexdilated-ci'" in done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
+def test_profiles_that_may_be_named() -> None:
+    """Ours, one of a user's with our prefix, and any other; but none with our prefix that nobody registered."""
+
+    def name(profile: str | None) -> None:
+        pytest_configure(SimpleNamespace(getoption=lambda option, default: profile))
+
+    settings.register_profile("flexdilated-own", max_examples=7)
+    for profile in ("flexdilated-own", "flexdilated-thorough", "theirs", None):
+        name(profile)
+    assert settings.get_profile("flexdilated-own").max_examples == 7
+    with pytest.raises(pytest.UsageError, match="must be one of 'flexdilated-dev', 'flexdilated-ci'"):
+        name("flexdilated-nope")
 
 
 def test_profiles() -> None:
