@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import sqrt
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from ._byte_models import (
 )
 from ._jobs import Job, interleave, ratio, say
 from ._measures import Row, at_least, at_most, measure
+from ._seeds import beyond
 
 # N tokens, M tokens and one more, W windows
 
@@ -103,24 +103,6 @@ def _learned(
     return learned, read
 
 
-# Differences are taken seed by seed, and an interval says how far they can be trusted.
-
-_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 % of so many seeds
-
-
-def _interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Of the mean, with 95 % confidence, by Student's distribution; ends that are not known are infinite."""
-    if len(differences) < 2:
-        return float("-inf"), float("inf")
-    half = _STUDENT[len(differences)] * stdev(differences) / sqrt(len(differences))
-    return mean(differences) - half, mean(differences) + half
-
-
-def _beyond(these: Sequence[float], those: Sequence[float]) -> tuple[float, float]:
-    """How much more these are than those of the same seeds."""
-    return _interval([a - b for a, b in zip(these, those, strict=True)])
-
-
 def _note(scores: Scores, name: str, bits: dict[str, float]) -> None:
     for where, number in bits.items():
         scores.setdefault(name, {}).setdefault(where, []).append(number)
@@ -132,11 +114,11 @@ def _row(what: str, scores: Scores, better: str, than: str, references: Sequence
     for name, by_place in scores.items():
         ways[name] = {"bits": {at: mean(each) for at, each in by_place.items()}, "by_seed": by_place}
         ways[name]["over"] = {
-            other: {at: _beyond(each, scores[other][at]) for at, each in by_place.items()}
+            other: {at: beyond(each, scores[other][at]) for at, each in by_place.items()}
             for other in references
             if other != name
         }
-    low, _ = _beyond(scores[than][_FAR], scores[better][_FAR])
+    low, _ = beyond(scores[than][_FAR], scores[better][_FAR])
     return Row(what, at_least(0.0, "bits"), low, detail={"ways": ways})
 
 

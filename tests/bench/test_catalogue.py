@@ -106,10 +106,8 @@ def of_another(function):
     return lambda pattern, *args, **kw: function(masks.local_window(left=0, right=0), *args, **kw)
 
 
-def test_the_question_runs_at_small_sizes(monkeypatch) -> None:
-    """In this process."""
-    monkeypatch.setattr(catalogue, "run_apart", lambda function, *args: function(*args))
-    monkeypatch.setattr(catalogue, "peak_bytes", lambda prepare, *args: 0 * len(str(prepare(*args)())))
+@pytest.mark.slow
+def test_the_question_runs_at_small_sizes() -> None:
     small = MEASURES["catalogue"].small
     entries = small["entries"][:2]
     waste, seconds, megabytes = catalogue.catalogue(**{**small, "entries": entries})
