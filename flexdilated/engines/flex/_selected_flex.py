@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.nn.functional import pad
 
 from ...masks.core import MaskMod
-from .._merge import sum_dtype
+from .._merge import shares_of, sum_dtype
 from .._score_mod import ScoreMod, new_score
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -193,12 +193,8 @@ def _gathered_rows(
     parts = gathered(parts, at.place, at.pair[..., None]).unflatten(2, (-1, of.most)).unflatten(4, (unit, dim))
     lses = gathered(lse.unflatten(2, (-1, unit)), at.place, at.pair[..., None]).unflatten(2, (-1, of.most))
     lses = torch.where(named[..., None], lses, -torch.inf)
-    top = lses.detach().amax(3, keepdim=True)
-    weights = torch.exp(lses - torch.where(top == -torch.inf, 0.0, top))
-    total = weights.sum(3)
-    some = torch.where(total == 0, 1.0, total)
-    joined = (parts.to(sum_dtype(q)) * (weights / some.unsqueeze(3))[..., None]).sum(3)
-    whole = torch.where(total == 0, -torch.inf, torch.where(top == -torch.inf, 0.0, top).squeeze(3) + some.log())
+    shares, whole = shares_of(lses, 3)
+    joined = (parts.to(sum_dtype(q)) * shares[..., None]).sum(3)
     return joined.flatten(2, 3)[:, :, :tokens], whole.flatten(2, 3)[:, :, :tokens]
 
 

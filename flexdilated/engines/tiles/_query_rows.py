@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from ...masks.blocks import allowed_pairs
 from .._distinct_masks import added
-from .._merge import WholeRows, sum_dtype
+from .._merge import WholeRows, shares_of, sum_dtype
 from ..kernels._kernel import flash_backward, flash_forward
 from ._selected_listed import Listed
 from ._tile_blocks import GATHERED_BYTES
@@ -110,8 +110,12 @@ class QueryRows:
                 place, there = each.places((each.set - sets.start) * len(queries) * entries, each.place)
                 parts.flatten(0, 2)[place] = found.flatten(0, 1)[there].to(wide)
                 lses.flatten(0, 2)[place] = found_lse.flatten(0, 1)[there].to(wide)
-            some = slice(queries.start, queries.stop)
-            out[sets.start : sets.stop, some], lse[sets.start : sets.stop, some] = _joined(parts, lses)
+            at = slice(sets.start, sets.stop), slice(queries.start, queries.stop)
+            if entries == 1:
+                out[at], lse[at] = parts[:, :, 0], lses[:, :, 0]
+            else:
+                shares, lse[at] = shares_of(lses, 2)
+                out[at] = parts.mul_(shares.unsqueeze(-1)).sum(2)
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
     def _attend(self, each: Problems, rows: Tensor, blocks: _Blocks, scale: float) -> tuple[Tensor, Tensor]:
@@ -311,16 +315,3 @@ def picked(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[
     """What is listed for each problem, one after the other: index counts over the first two dims."""
     found = x.flatten(0, 1).index_select(0, index.flatten())
     return found.unflatten(0, index.shape).flatten(1, 2).unsqueeze(1)
-
-
-def _joined(
-    parts: Float[Tensor, "X N W g D"], lses: Float[Tensor, "X N W g"]
-) -> tuple[Float[Tensor, "X N g D"], Float[Tensor, "X N g"]]:
-    """One softmax over the entries of each row."""
-    if parts.shape[2] == 1:
-        return parts[:, :, 0], lses[:, :, 0]
-    top = lses.amax(2, keepdim=True).clamp(min=torch.finfo(lses.dtype).min)
-    weights = (lses - top).exp_()
-    total = weights.sum(2)
-    out = parts.mul_(weights.unsqueeze(-1)).sum(2)
-    return out.div_(total.clamp(min=torch.finfo(lses.dtype).tiny).unsqueeze(-1)), total.log() + top.squeeze(2)
