@@ -182,7 +182,8 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,), at = grads, _At(*ctx.side, Rows(*ctx.saved_tensors))
+        (grad,), (kind, numbers, start) = grads, ctx.side
+        at = _At(kind, numbers, start, Rows(*ctx.saved_tensors))
         if ctx.to_slots:
             grad, groups = _to_tokens(grad, at, ctx.length, 0.0, 1), at.numbers[0]
             if groups > 1:
