@@ -273,7 +273,8 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
     `groups` query heads share a key/value head.
     """
     if placement is not None:
-        return query_side(term), key_side(term, placement, groups)
+        queries = _side(term.q, term.heads, term.heads, lambda head, tokens: tokens)  # counted as q holds them
+        return queries, _placed_keys(term, placement, groups)
     assert not isinstance(term.q, Listed)
     assert not isinstance(term.k, Listed)
     kv_heads = tuple(head // groups for head in term.heads)
@@ -281,13 +282,8 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
     return side_of(term.q, plan.layout, term.heads), side_of(term.k, key_layout, kv_heads)
 
 
-def query_side(term: Term) -> Strands | Picked:
-    """The side of a term's queries, which are counted as q holds them."""
-    return _side(term.q, term.heads, term.heads, lambda head, tokens: tokens)
-
-
-def key_side(term: Term, placement: Placement, groups: int) -> Strands | Picked:
-    """The side of a term's keys, which are counted by position; `groups` query heads share a key/value head.
+def _placed_keys(term: Term, placement: Placement, groups: int) -> Strands | Picked:
+    """The side of a term's keys, which are counted by position.
 
     Where all query heads of all key/value heads see the same slots, each of these is there once.
     """

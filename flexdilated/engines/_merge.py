@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int64
@@ -36,25 +36,43 @@ def merge(
     return torch.lerp(out, part.to(out.dtype), share.unsqueeze(-1).to(out.dtype)), joined
 
 
+def shares_of(lses: Float[Tensor, "..."], dim: int) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+    """(the share of each part along `dim` in one softmax over all of them, the lse of all).
+
+    Of a row without keys all shares are 0 and the lse is -inf, with gradient 0.
+    """
+    # Clamped, rows without keys have weights 0 over a sum of 0, and no difference of infinities.
+    top = lses.detach().amax(dim, keepdim=True).clamp(min=torch.finfo(lses.dtype).min)
+    weights = (lses - top).exp()
+    total = weights.sum(dim, keepdim=True)
+    some = total.clamp(min=1.0)  # what the sum is at least, where there is a key
+    lse = torch.where(total == 0, -torch.inf, some.log() + top)
+    return weights / some, lse.squeeze(dim)
+
+
 def with_sinks(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], sinks: Float[Tensor, " H"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """(out, lse) with each row's sink in its softmax: a part with output 0 and the sink for its lse."""
-    logits = sinks.to(lse.dtype)[:, None].expand_as(lse)
-    return merge(out, lse, out.new_zeros(()).expand_as(out), logits)
+    return _with_scores(out, lse, sinks.to(lse.dtype)[:, None])
 
 
 def with_zero_keys(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], count: Int64[Tensor, "H N"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out, lse) with so many more keys of score 0 and value 0 in each row, which the padding of a pattern gives it.
+    """(out, lse) with so many more keys of score 0 and value 0 in each row, which the padding of a pattern gives it."""
+    return _with_scores(out, lse, count.to(lse.dtype).log())
+
+
+def _with_scores(out: Tensor, lse: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) with one more key of this score, or -inf for none, and of value 0 in each row.
 
     Not by `merge`, whose share of the other part, where that is nearly all, leaves few digits of the rest.
     """
-    none, logs = count == 0, count.clamp(min=1).to(lse.dtype).log()
-    finite = lse.masked_fill(none, 0.0)  # a row of no branch has lse -inf, and no zero keys
-    kept = torch.sigmoid(finite - logs).masked_fill(none, 1.0)
-    return out * kept.unsqueeze(-1).to(out.dtype), torch.where(none, lse, torch.logaddexp(finite, logs))
+    none = scores == -torch.inf
+    finite, scores = lse.masked_fill(none, 0.0), scores.masked_fill(none, 0.0)
+    kept = torch.sigmoid(finite - scores).masked_fill(none, 1.0)
+    return out * kept.unsqueeze(-1).to(out.dtype), torch.where(none, lse, torch.logaddexp(finite, scores))
 
 
 def padded_rows(
@@ -94,27 +112,6 @@ def add_sinks(
     # A row without keys keeps nothing; its difference may be that of two infinities.
     kept = (lse - joined).exp().masked_fill(lse == -torch.inf, 0.0)
     return out.mul_(kept[..., None]), joined
-
-
-def sinks_gradient(
-    sinks: Float[Tensor, " H"],
-    out: Float[Tensor, "B H N D"],
-    lse: Float[Tensor, "B H N"],
-    grad_out: Float[Tensor, "B H N D"],
-    grad_lse: Float[Tensor, "B H N"] | None,
-) -> Float[Tensor, " H"]:
-    """Gradient of the sinks, from the out and lse of which they are part.
-
-    A sink has weight exp(sink - lse) and value 0, so like any score it gets that weight times
-    (grad_out · value - grad_out · out + grad_lse).
-    """
-    # A row without keys has output 0, whatever its gradient holds.
-    delta = torch.where(out == 0, 0.0, grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    if grad_lse is not None:
-        delta = delta - grad_lse.to(lse.dtype)
-    absent = lse == -torch.inf
-    weight = (sinks.to(lse.dtype)[:, None] - lse.masked_fill(absent, torch.inf)).exp()
-    return -(weight * delta).sum((0, 2)).to(sinks.dtype)
 
 
 @dataclass(frozen=True)
@@ -158,3 +155,15 @@ class WholeRows:
 def _dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     """The product of each two rows, in a type that is wide enough for it."""
     return (x.to(dtype) * y).sum(-1)
+
+
+def sinks_gradient(sinks: Float[Tensor, " H"], whole: WholeRows) -> Float[Tensor, " H"]:
+    """Gradient of the sinks, from rows of which they are part.
+
+    A sink has weight exp(sink - lse) and value 0, so like any score it gets that weight times
+    (grad_out · value - grad_out · out + grad_lse).
+    """
+    # A row without keys has output 0, whatever its gradient holds.
+    delta = replace(whole, grad_out=whole.grad_out.masked_fill(whole.out == 0, 0.0)).delta()
+    weight = (sinks.to(delta.dtype)[:, None] - whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf)).exp()
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)

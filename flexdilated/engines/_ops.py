@@ -14,7 +14,7 @@ from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 
 from ..masks.text import kept_functions
-from ._merge import sinks_gradient
+from ._merge import WholeRows, sinks_gradient
 
 if TYPE_CHECKING:
     from torch._library.custom_ops import CustomOpDef
@@ -163,7 +163,7 @@ def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, ove
         grads = backward_op(grad_out, grad_lse, q, k, v, out, lse, *kept, bindings, *ctx.options)
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            grad_sinks = sinks_gradient(sinks, out, lse, grad_out, grad_lse)
+            grad_sinks = sinks_gradient(sinks, WholeRows(out, lse, grad_out, grad_lse))
         return *grads, grad_sinks, *without
 
     op.register_autograd(backward, setup_context=remember)

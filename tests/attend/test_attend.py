@@ -89,6 +89,8 @@ def test_sparse_tensors_are_refused():
         ({"scale": torch.tensor(1.0)}, TypeError, "scale must be a real number"),
         ({"q_offset": -1}, ValueError, "q_offset must be at least 0; got q_offset=-1"),
         ({"q_offset": 1.0}, TypeError, "q_offset must be an integer; got q_offset=1.0"),
+        ({"q_offset": True}, TypeError, "q_offset must be an integer; got q_offset=True"),
+        ({"k_offset": -1}, ValueError, "k_offset must be at least 0; got k_offset=-1"),
         ({"head_offset": -1}, ValueError, "head_offset must be at least 0; got head_offset=-1"),
         ({"head_offset": None}, TypeError, "head_offset must be an integer; got head_offset=None"),
         ({"head_offset": 1, "num_heads_global": 4}, ValueError, "num_heads_global"),
@@ -140,10 +142,16 @@ def test_a_layout_is_for_as_many_queries_as_keys():
     [
         (tensors(requires_grad=True), masks.causal(), {}, "no backward on CPU.*engine='tiles' serves it"),
         (tensors(), masks.causal(), {"return_lse": True}, "no lse on CPU; engine='tiles' serves it"),
+        (
+            tensors(),
+            masks.causal(),
+            {"sinks": torch.zeros(4)},
+            "no lse on CPU, which sinks need; engine='tiles' serves",
+        ),
         (tensors(), PATTERN, {}, "2 branches of a mixture; engine='tiles' serves it"),
         (tensors(dtype=torch.float64), masks.causal(), {}, "no float64.*engine='tiles'"),
     ],
-    ids=["gradient", "lse", "mixture", "float64"],
+    ids=["gradient", "lse", "sinks", "mixture", "float64"],
 )
 def test_flex_says_what_it_cannot_serve_on_cpu(given, pattern, options, says):
     """Nothing falls back silently: the error names the engine that can."""
@@ -151,6 +159,8 @@ def test_flex_says_what_it_cannot_serve_on_cpu(given, pattern, options, says):
 
 
 def test_flex_says_that_it_needs_a_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    refused(ValueError, "no-such-compiler.*engine='tiles' serves it", *tensors(), masks.causal(), engine="flex")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     refused(ValueError, "no C.. compiler.*engine='tiles' serves it", *tensors(), masks.causal(), engine="flex")

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated import masks
-from tests.engines.test_flex import attend_by, call_key, qkv
+from tests.engines.test_flex import attend_by, call_key
 from tests.support import twins
 from tests.support.agreement import assert_agrees
 from tests.support.strategies import Case, block_sides, cases, leaves, tensors
@@ -58,25 +57,3 @@ def test_only_the_distance_of_windows_counts(data, side, shift):
     moved = replace(case, q_offset=case.q_offset + shift, k_offset=case.k_offset + shift)
     for one, other in zip(*(by("tiles", each, k.shape[1], side)(q, k, v) for each in (case, moved)), strict=True):
         assert_close(one, other)
-
-
-PER_HEAD = masks.per_head([masks.local_window(left=width, right=0) for width in (3, 40, 100, 17)])
-
-
-@pytest.mark.parametrize("engine", ["tiles", "flex", "reference"])
-@pytest.mark.parametrize(
-    ("call", "error", "says"),
-    [
-        (lambda attend, q: attend(q, q[:, :2], q[:, :2]), ValueError, "need enable_gqa=True; got 4 and 2"),
-        (lambda attend, q: attend(q, q[:, :3], q[:, :3], enable_gqa=True), ValueError, "multiple of .*; got 4 and 3"),
-        (lambda attend, q: attend(q[:, :2], q, q, enable_gqa=True), ValueError, "multiple of .*; got 2 and 4"),
-        (lambda attend, q: attend(q, q, q[:, :, 1:]), ValueError, "k and v must have one shape"),
-        (lambda attend, q: attend(q[:, :2], q[:, :1], q[:, :1], enable_gqa=True), ValueError, "got 4 for 2 heads"),
-        (lambda attend, q: attend(q, q, q, k_offset=-1), ValueError, "k_offset must be at least 0; got k_offset=-1"),
-        (lambda attend, q: attend(q, q, q, q_offset=True), TypeError, "q_offset must be an integer"),
-    ],
-)
-def test_what_does_not_fit(engine, call: Callable, error, says):
-    q, _, _ = qkv(32)
-    with pytest.raises(error, match=says):
-        call(lambda q, k, v, **options: fd.attend(q, k, v, PER_HEAD, engine=engine, **options), q)

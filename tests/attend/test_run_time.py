@@ -102,26 +102,6 @@ def test_padded_equals_unpadded(twin, length, padding, side):
         assert_close(found[:, :, real], expected, **TIGHT)
 
 
-def test_named_and_carried_tensors_are_the_same():
-    ids = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 4, 4]])
-    q, k, v = torch.randn(3, 2, 2, 6, 4, dtype=torch.float64)
-    carried = fd.attend(q, k, v, LONGNET & masks.documents(ids))
-    named = fd.attend(q, k, v, LONGNET & masks.documents("documents"), bindings={"documents": ids})
-    assert torch.equal(carried, named)
-
-
-def test_values_are_read_at_each_call():
-    """The same pattern with other contents in its tensor is another rule: nothing stale comes out of a cache."""
-    ids = torch.zeros(8, dtype=torch.int64)
-    pattern = masks.causal() & masks.documents(ids)
-    q, k, v = torch.randn(3, 1, 1, 8, 4, dtype=torch.float64)
-    before = fd.attend(q, k, v, pattern)
-    ids[4:] = 1
-    after = fd.attend(q, k, v, pattern)
-    assert_close(before[:, :, :4], after[:, :, :4], **TIGHT)
-    assert_close(after[:, :, 4:], fd.attend(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], masks.causal()), **TIGHT)
-
-
 def test_documents_compute_no_pair_across():
     """Cut along documents, work is the documents' own: a block list would compute whole blocks."""
     from flexdilated.masks.planning._planner import plan

@@ -232,16 +232,6 @@ def test_compiled_on_cpu(indices, compiled, compiler):
     assert {step.indices.translate for step in static_program(key, CPU).steps} == {indices}
 
 
-def test_every_kind_of_indices_is_drawn_somewhere():
-    """What the planner chooses for small sizes, over all the options it weighs, covers all three."""
-    kinds = set()
-    for pattern in PATTERNS.values():
-        for N in (40, 300):
-            key = CallKey(pattern.text, 2, 2, N, N, 0, 0, 0, 2, 1, (8, 8))
-            kinds |= {step.indices.translate for step in static_program(key, CPU).steps}
-    assert kinds == {in_segments, in_order, shifted}
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_only")
 def test_the_same_function_compiles_once():

@@ -144,9 +144,3 @@ def test_bad_sinks(sinks, error, says):
     with pytest.raises(error, match=says):
         fd.attend(*qkv(), PATTERN, sinks=sinks, enable_gqa=True)
     assert masks.cache().stats() == before
-
-
-def test_flex_on_cpu_has_no_lse_for_sinks():
-    q, k, v = (x.detach().float() for x in qkv(kv_heads=4))
-    with pytest.raises(ValueError, match="no lse on CPU, which sinks need; engine='tiles' serves it"):
-        fd.attend(q, k, v, masks.causal(), sinks=torch.zeros(4), engine="flex")

@@ -28,16 +28,14 @@ from tests.support.strategies import block_sides
 # B batch, H query heads, G key/value heads, D head dim
 
 
-@given(part=parts(complete=False))
-def test_runs_of_keys(part: Part):
-    """Keys that are not there are left out, also where the rule allows them."""
-    call = part.call()
-    assert_agrees(lambda q, k, v: call.forward(q, k, v, None, []), part.tensors(), part.counts, scale=0.5)
+@pytest.mark.parametrize("complete", [False, True], ids=["runs of keys", "needed keys"])
+@given(data=st.data())
+def test_the_keys_that_are_held(complete: bool, data: st.DataObject):
+    """Keys that are not there are left out, also where the rule allows them.
 
-
-@given(part=parts(complete=True))
-def test_the_needed_keys_of_each_head(part: Part):
-    """Own keys or none of them, then others in any order, with room to spare where a head has fewer."""
+    Complete: own keys or none of them, then others in any order, with room to spare where a head has fewer.
+    """
+    part = data.draw(parts(complete=complete))
     call = part.call()
     assert_agrees(lambda q, k, v: call.forward(q, k, v, None, []), part.tensors(), part.counts, scale=0.5)
 
@@ -147,6 +145,7 @@ def test_text_is_the_placement(part: Part):
     ("queries", "keys", "complete", "told"),
     [
         ((range(0, 8, 2),), ((range(8),),), True, "queries must stand in runs of step 1"),
+        ((range(2),), ((range(3), range(4, 9, 2)),), False, "keys must stand in runs of step 1"),
         ((range(8),), ((range(0, 8, 2),),), False, "keys must stand in runs of step 1, the same for all heads"),
         ((range(8),), ((range(8),), (range(8),)), False, "keys must stand in runs of step 1, the same for all heads"),
         ((range(8),), ((range(0),),), True, "keys must be ascending ranges of positions, none of them empty"),
@@ -169,11 +168,6 @@ def test_engines_that_run_no_parts():
         placed_engine("reference", torch.device("cpu"))
     with pytest.raises(ValueError, match="on CPU only"):
         placed_engine("tiles", torch.device("cuda"))
-
-
-def test_keys_of_an_incomplete_placement_stand_side_by_side() -> None:
-    with pytest.raises(ValueError, match="keys must stand in runs of step 1"):
-        Placement((range(2),), ((range(3), range(4, 9, 2)),), complete=False)
 
 
 def test_run_time_tensors_reach_to_the_last_token_here() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from ...masks import cache
@@ -23,10 +22,10 @@ from .._ops import flat_op
 from .._score_mod import ScoreMod
 from .._tuned import chosen
 from ._flex import run_flex
-from ._program import TABLES, FlexProgram, FlexStep, list_width, make_flex_program
+from ._program import TABLES, FlexProgram, FlexStep, list_width, make_flex_program, mask_of, tables_of
 from ._selected_flex import copies_of
 from ._selected_op import Parts, parts_of, selected_flex, takes_table
-from ._traced import Traced, keep_traced, traced_name
+from ._traced import MAKERS, traced
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -95,57 +94,48 @@ def _cached(
         return make_flex_program(planned(), key.layout, placement=placement, **options)
 
     name = ("flex", key._replace(pattern=rule), device, machine_of(device.type).text, choice, operands)
-    return cache().get(name, build, _program_bytes, pattern=key.pattern, device=device)
-
-
-def _program_bytes(program: FlexProgram) -> int:
-    return program.nbytes
+    return cache().get(name, build, lambda program: program.nbytes, pattern=key.pattern, device=device)
 
 
 @flat_op("flexdilated::run_time_tables")
 def run_time_tables(q: Tensor, bindings: list[Tensor], key: CallKey) -> list[Tensor]:
     """For each step of the program its block tables, as in BlockMask, run-time tables' rows, what it hides."""
-    found: list[Tensor] = []
-    for step in run_time_program(key, q.device, bindings, len(q), key.operands(q)).steps:
-        for name, width in _widths(step).items():
-            table = getattr(step.mask, name)
-            found.append(table.clone() if width is None else pad(table, (0, width - table.shape[-1])))
-        found += [table.copied_to(q.device) for table in tables(step.term.rule)]
-        found += [side.clone() for side in _hidden_sides(step)]
-    return found
+    program = run_time_program(key, q.device, bindings, len(q), key.operands(q))
+    return [x.clone() if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x, width in _widths(program)]
 
 
 @run_time_tables.register_fake
 def _(q, bindings, *key):
     found = CallKey.of(*key)
-    shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
     with own_modes():
-        for step in blank_program(found, q.device, bindings, int(q.shape[0]), found.operands(q)).steps:
-            for name, width in _widths(step).items():
-                table = getattr(step.mask, name)
-                shapes.append((tuple(table.shape) if width is None else (*table.shape[:-1], width), table.dtype))
-            rows = [table.copied_to(q.device) for table in tables(step.term.rule)]
-            shapes += [(tuple(each.shape), each.dtype) for each in (*rows, *_hidden_sides(step))]
+        program = blank_program(found, q.device, bindings, int(q.shape[0]), found.operands(q))
+        shapes = [((*x.shape[:-1], width), x.dtype) for x, width in _widths(program)]
     return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
-def _widths(step: FlexStep) -> dict[str, int | None]:
-    """How long the lists of each table of a BlockMask are in a graph; None for tables that hold no lists."""
-    by_row, by_column = list_width(step.term, step.structure.sides, step.mask.kv_num_blocks.device)
-    return {name: by_row if "kv" in name else by_column for name in TABLES} | {
-        name: None for name in TABLES if name.endswith("num_blocks")
-    }
+def _widths(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
+    """What of a program depends on values, and how long its last dim is in a graph: lists of blocks for all values."""
+    for step in program.steps:
+        device = step.mask.kv_num_blocks.device
+        by_row, by_column = list_width(step.term, step.structure.sides, device)
+        for name, table in tables_of(step).items():
+            width = by_row if "kv" in name else by_column
+            yield table, table.shape[-1] if name.endswith("num_blocks") else width
+        for x in (*(table.on(device).rows for table in tables(step.term.rule)), *_hidden_sides(step)):
+            yield x, x.shape[-1]
 
 
 def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
     """The program with other tables, as `run_time_tables` returned them; traced by torch.compile."""
     steps, following = [], iter(found)
     for step in program.steps:
-        named = {name: next(following) for name in TABLES}
+        mask = mask_of(step, {name: next(following) for name in TABLES})
         for held in step.held:
             held.rows = next(following)
         hidden = Hidden(*(next(following) for _ in _hidden_sides(step))) if step.held else step.hidden
-        steps.append(_with_mask(step, named, hidden))
+        steps.append(
+            FlexStep(mask, hidden, step.term, step.held, step.indices, step.queries, step.keys, step.structure)
+        )
     return FlexProgram(tuple(steps), program.shares_rows, program.enter, None, ())
 
 
@@ -157,13 +147,6 @@ def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:
         torch.zeros(*lead, slots, dtype=torch.bool, device=device) if side is None else side.expand(*lead, -1)
         for side, slots in (sides if step.held else ())
     )
-
-
-def _with_mask(step: FlexStep, named: dict[str, Tensor], hidden: Hidden) -> FlexStep:
-    sizes: dict[str, Any] = {"seq_lengths": step.mask.seq_lengths, "BLOCK_SIZE": step.mask.BLOCK_SIZE}
-    sizes.update(named)
-    mask = BlockMask(**sizes, mask_mod=step.mask.mask_mod)
-    return FlexStep(mask, hidden, step.term, step.held, step.indices, step.queries, step.keys, step.structure)
 
 
 # In half precision kernels for accelerators have tiles of up to so many rows, which must divide a block.
@@ -210,12 +193,6 @@ def heads_of_part(x: Tensor, part: range, kv_heads: int) -> Tensor:
     return x.narrow(1 if x.dim() == 4 else 0, part.start * each, len(part) * each)
 
 
-def joined(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of all heads."""
-    outs, lses = zip(*parts, strict=True)
-    return torch.cat(outs, dim=1), None if lses[0] is None else torch.cat(lses, dim=1)
-
-
 def flex(
     q: Tensor,
     k: Tensor,
@@ -249,7 +226,8 @@ def flex(
         some_q, some_k, some_v = (heads_of_part(x, part, k.shape[1]) for x in (q, k, v))
         some_sinks = None if sinks is None else heads_of_part(sinks, part, k.shape[1])
         found.append(_flex(some_q, some_k, some_v, bindings, key_of_part(key, part), sinks=some_sinks, **options))
-    return joined(found)
+    outs, lses = zip(*found, strict=True)
+    return torch.cat(outs, dim=1), None if lses[0] is None else torch.cat(lses, dim=1)
 
 
 def _flex(
@@ -259,9 +237,7 @@ def _flex(
     if table is not None and takes_table(table, key):
         return _with_table(q, k, v, bindings, key, table, **options)
     if torch.compiler.is_compiling():
-        # Tracing can read a plain dict but not build a plan; the op's shape rule runs while tracing, and can.
-        _prepare(q, bindings, *key)
-        program = getattr(Traced, traced_name("program", key, bindings, q))
+        program = traced("program", q, bindings, key)
         program = with_tables(program, run_time_tables(q, bindings, *key)) if bindings else program
         return run_flex(program, q, k, v, **options)
     if bindings:
@@ -296,21 +272,10 @@ def _with_table(
     return out.to(q.dtype), lse
 
 
-@flat_op("flexdilated::prepare_flex")
-def _prepare(q: Tensor, bindings: list[Tensor], key: CallKey) -> Tensor:
-    """Nothing at run time; while tracing, its shape rule puts the program of these sizes where the trace finds it."""
-    return q.new_empty(0)
+def _traced_program(key: CallKey, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
+    if bindings:
+        return blank_program(key, q.device, bindings, int(q.shape[0]), key.operands(q))
+    return static_program(key, q.device, chosen(key, q), key.operands(q))
 
 
-@_prepare.register_fake
-def _(q, bindings, *key):
-    found, batch = CallKey.of(*key), int(q.shape[0])
-
-    def make() -> FlexProgram:
-        with own_modes():
-            if bindings:
-                return blank_program(found, q.device, bindings, batch, found.operands(q))
-            return static_program(found, q.device, chosen(found, q), found.operands(q))
-
-    keep_traced(traced_name("program", found, bindings, q), make)
-    return q.new_empty(0)
+MAKERS["program"] = _traced_program

@@ -144,7 +144,7 @@ def make_flex_program(
         packed = torch.cat([each.flatten() for own in tables for each in own.values()])
         sizes = tuple(size for own in tables for size in _sizes(own))
         found = unpacked(packed, [step.structure.lead for step in steps], sizes)
-        steps = [replace(step, mask=_mask_of(step, own)) for step, own in zip(steps, found, strict=True)]
+        steps = [replace(step, mask=mask_of(step, own)) for step, own in zip(steps, found, strict=True)]
     enter = None
     if given != plan.layout:
         queries, keys = (in_order(order, device) for order in (given, Layout(plan.bound.num_keys, given.rate)))
@@ -229,7 +229,8 @@ def unpacked(packed: Tensor, leads: Sequence[Lead], sizes: Sequence[int]) -> lis
     return found
 
 
-def _mask_of(step: FlexStep, tables: Tables) -> BlockMask:
+def mask_of(step: FlexStep, tables: Tables) -> BlockMask:
+    """The step's mask with these block tables; traced by torch.compile."""
     numbers: dict[str, Any] = {"seq_lengths": step.mask.seq_lengths, "BLOCK_SIZE": step.mask.BLOCK_SIZE, **tables}
     return BlockMask(**numbers, mask_mod=step.mask.mask_mod)
 

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.nn.functional import pad
 
 from ...masks.core import MaskMod
-from .._merge import sum_dtype
+from .._merge import shares_of, sum_dtype
 from .._score_mod import ScoreMod, new_score
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -97,109 +97,65 @@ def attend_selected(
     rows: blocks of keys, counted from the call's first, for each row from that of the first query on.
     classes: of rows and blocks that are tiles: 2 where `rest` allows every pair; None where that is not known.
     """
-    blocks = -(-k.shape[2] // of.k_block)
+    blocks, tokens, unit = -(-k.shape[2] // of.k_block), q.shape[2], of.unit
     rows = rows.repeat_interleave(q.shape[1] // rows.shape[1], 1).expand(q.shape[0], -1, -1, -1)
     rows = rows.sort(-1).values
     again = pad(rows[..., 1:] == rows[..., :-1], (1, 0))
     named = (rows >= 0) & (rows < blocks) & ~again
     rows = torch.where(named, rows, 0)
-    if of.unit == 0:
-        return _by_rows(of, rest, where, rows, named, classes, q, k, v, score_mod, scale, kernel)
-    return _gathered_rows(of, rest, where, rows, named, q, k, v, score_mod, scale, kernel)
+    if not unit:
+        out, lse = _run(
+            of, _tables_of_rows(rows, named, classes, blocks), rest, where, q, k, v, score_mod, scale, kernel
+        )
+        return out.to(sum_dtype(q)), lse
+    if unit != of.q_block:
+        row = (where.row + torch.arange(tokens, device=q.device)) // of.q_block
+        rows, named = rows[:, :, row], named[:, :, row]
+    at = _places(rows.flatten(2), named.flatten(2), blocks, TILE // unit)
+    own_row = torch.where(at.pair >= 0, at.pair // of.most, -1)
+    short = rows.shape[2] * unit - tokens
+    own = (pad(q, (0, 0, 0, short)) if short else q).unflatten(2, (-1, unit)).flatten(3)
+    own = gathered(own, own_row, at.place.unflatten(2, (-1, of.most))).unflatten(3, (unit, -1)).flatten(2, 3)
+    own_block = at.block.repeat_interleave(TILE // unit, 2)
+
+    def position(b, h, place):
+        return (own_row[b, h, place // unit] * unit + place % unit + where.query).clamp(min=0)
+
+    def inside(b, h, place, key):
+        return (own_row[b, h, place // unit] >= 0) & (key // of.k_block == own_block[b, h, place // unit])
+
+    tables = _tables_of_tiles(of, at)
+    out, lse = _run(of, tables, rest, where, own, k, v, score_mod, scale, kernel, position, inside)
+    parts = out.unflatten(2, (-1, unit)).flatten(3)
+    parts = gathered(parts, at.place, at.pair[..., None]).unflatten(2, (-1, of.most)).unflatten(4, (unit, -1))
+    lses = gathered(lse.unflatten(2, (-1, unit)), at.place, at.pair[..., None]).unflatten(2, (-1, of.most))
+    shares, whole = shares_of(torch.where(named[..., None], lses, -torch.inf), 3)
+    joined = (parts.to(sum_dtype(q)) * shares[..., None]).sum(3)
+    return joined.flatten(2, 3)[:, :, :tokens], whole.flatten(2, 3)[:, :, :tokens]
 
 
-def _by_rows(
-    of: SelectedBlocksOf,
-    rest: MaskMod,
-    where: Where,
+def _tables_of_rows(
     rows: Int64[Tensor, "B H R W"],
     named: Bool[Tensor, "B H R W"],
     classes: Int32[Tensor, "h R C"] | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score_mod: ScoreMod | None,
-    scale: float,
-    kernel: Kernel,
-) -> tuple[Tensor, Tensor]:
-    columns = -(-k.shape[2] // of.k_block)
+    columns: int,
+) -> dict[str, Tensor]:
+    """The tables of a BlockMask whose rows are these, whole tiles."""
     full = torch.zeros_like(named)
     if classes is not None:
-        head = torch.arange(rows.shape[1], device=q.device)[:, None, None] % classes.shape[0]
-        row = torch.arange(rows.shape[2], device=q.device)[:, None]
+        head = torch.arange(rows.shape[1], device=rows.device)[:, None, None] % classes.shape[0]
+        row = torch.arange(rows.shape[2], device=rows.device)[:, None]
         full = named & (classes[head, row, rows] == 2)
     tables: dict[str, Tensor] = {}
     for prefix, listed in (("", named & ~full), ("full_", full)):
         tables[f"{prefix}kv_num_blocks"] = listed.sum(-1, dtype=torch.int32)
         order = (~listed).to(torch.int8).argsort(dim=-1, stable=True)
         tables[f"{prefix}kv_indices"] = rows.gather(-1, order).int()
-        dense = torch.zeros(*rows.shape[:3], columns + 1, dtype=torch.int8, device=q.device)
+        dense = torch.zeros(*rows.shape[:3], columns + 1, dtype=torch.int8, device=rows.device)
         dense = dense.scatter(3, torch.where(listed, rows, columns), 1)[..., :columns].mT
         tables[f"{prefix}q_num_blocks"] = dense.sum(-1, dtype=torch.int32)
         tables[f"{prefix}q_indices"] = (1 - dense).argsort(dim=-1, stable=True).int()
-
-    def mask_mod(b, h, query, key):
-        return rest(b, h + where.head, query + where.query, key + where.key)
-
-    def scored(score, b, h, query, key):
-        assert score_mod is not None
-        return new_score(score_mod(score, b, h + where.head, query + where.query, key + where.key))
-
-    numbers: dict[str, Any] = {"BLOCK_SIZE": (of.q_block, of.k_block), **tables}
-    mask = BlockMask(seq_lengths=(q.shape[2], k.shape[2]), **numbers, mask_mod=mask_mod)
-    out, lse = _run(kernel, mask, q, k, v, scale, None if score_mod is None else scored)
-    return out.to(sum_dtype(q)), lse
-
-
-def _gathered_rows(
-    of: SelectedBlocksOf,
-    rest: MaskMod,
-    where: Where,
-    rows: Int64[Tensor, "B H R W"],
-    named: Bool[Tensor, "B H R W"],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score_mod: ScoreMod | None,
-    scale: float,
-    kernel: Kernel,
-) -> tuple[Tensor, Tensor]:
-    unit, tokens, dim = of.unit, q.shape[2], q.shape[3]
-    if unit != of.q_block:
-        row = (where.row + torch.arange(tokens, device=q.device)) // of.q_block
-        rows, named = rows[:, :, row], named[:, :, row]
-    at = _places(rows.flatten(2), named.flatten(2), -(-k.shape[2] // of.k_block), TILE // unit)
-    place_of_pair = at.place.unflatten(2, (-1, of.most))
-    own_row = torch.where(at.pair >= 0, at.pair // of.most, -1)
-    short = rows.shape[2] * unit - tokens
-    own = (pad(q, (0, 0, 0, short)) if short else q).unflatten(2, (-1, unit)).flatten(3)
-    own = gathered(own, own_row, place_of_pair).unflatten(3, (unit, dim)).flatten(2, 3)
-    own_block = at.block.repeat_interleave(TILE // unit, 2)
-
-    def position(b, h, place):
-        return own_row[b, h, place // unit] * unit + place % unit + where.query
-
-    def mask_mod(b, h, place, key):
-        inside = (own_row[b, h, place // unit] >= 0) & (key // of.k_block == own_block[b, h, place // unit])
-        return inside & rest(b, h + where.head, position(b, h, place).clamp(min=0), key + where.key)
-
-    def scored(score, b, h, place, key):
-        assert score_mod is not None
-        return new_score(score_mod(score, b, h + where.head, position(b, h, place).clamp(min=0), key + where.key))
-
-    mask = _mask_of_tiles(of, at, own.shape[2], k.shape[2], mask_mod)
-    out, lse = _run(kernel, mask, own, k, v, scale, None if score_mod is None else scored)
-    parts = out.unflatten(2, (-1, unit)).flatten(3)
-    parts = gathered(parts, at.place, at.pair[..., None]).unflatten(2, (-1, of.most)).unflatten(4, (unit, dim))
-    lses = gathered(lse.unflatten(2, (-1, unit)), at.place, at.pair[..., None]).unflatten(2, (-1, of.most))
-    lses = torch.where(named[..., None], lses, -torch.inf)
-    top = lses.detach().amax(3, keepdim=True)
-    weights = torch.exp(lses - torch.where(top == -torch.inf, 0.0, top))
-    total = weights.sum(3)
-    some = torch.where(total == 0, 1.0, total)
-    joined = (parts.to(sum_dtype(q)) * (weights / some.unsqueeze(3))[..., None]).sum(3)
-    whole = torch.where(total == 0, -torch.inf, torch.where(top == -torch.inf, 0.0, top).squeeze(3) + some.log())
-    return joined.flatten(2, 3)[:, :, :tokens], whole.flatten(2, 3)[:, :, :tokens]
+    return tables
 
 
 class Places(NamedTuple):
@@ -238,39 +194,60 @@ def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], block
     return Places(place, pair, torch.searchsorted(end, wanted, right=True), begin, number)
 
 
-def _mask_of_tiles(of: SelectedBlocksOf, at: Places, places: int, keys: int, mask_mod: MaskMod) -> BlockMask:
-    """Each tile of places sees one block of keys, or the one that holds its smaller block."""
-    side = max(of.k_block, TILE)
-    joined = side // of.k_block
-    columns, tiles = -(-keys // side), at.block.shape[2]
-    short = columns * joined - at.number.shape[2]
-    number = pad(at.number, (0, short)).unflatten(2, (-1, joined)).sum(-1)
+def _tables_of_tiles(of: SelectedBlocksOf, at: Places) -> dict[str, Tensor]:
+    """The tables by which each tile of places sees one block of keys, or the one that holds its smaller block."""
+    joined, blocks, tiles = max(of.k_block, TILE) // of.k_block, at.number.shape[2], at.block.shape[2]
+    number = pad(at.number, (0, -blocks % joined)).unflatten(2, (-1, joined)).sum(-1)
     begin = number.cumsum(-1) - number
-    there = at.block < at.number.shape[2]
+    there = at.block < blocks
     of_column = begin[..., None] + torch.arange(tiles, device=begin.device)
-    none = torch.zeros_like(there, dtype=torch.int32), torch.zeros_like(number, dtype=torch.int32)
     by_row = torch.where(there, at.block // joined, 0)[..., None].int()
     by_column = of_column.clamp(max=tiles - 1).int()
-    numbers: dict[str, Any] = {
-        "BLOCK_SIZE": (TILE, side),
+    return {
         "kv_num_blocks": there.int(),
         "kv_indices": by_row,
-        "full_kv_num_blocks": none[0],
+        "full_kv_num_blocks": torch.zeros_like(there, dtype=torch.int32),
         "full_kv_indices": by_row,
         "q_num_blocks": number.int(),
         "q_indices": by_column,
-        "full_q_num_blocks": none[1],
+        "full_q_num_blocks": torch.zeros_like(number, dtype=torch.int32),
         "full_q_indices": by_column,
     }
-    return BlockMask(seq_lengths=(places, keys), **numbers, mask_mod=mask_mod)
 
 
 def _run(
-    kernel: Kernel, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, scale: float, score_mod: ScoreMod | None
+    of: SelectedBlocksOf,
+    tables: dict[str, Tensor],
+    rest: MaskMod,
+    where: Where,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: ScoreMod | None,
+    scale: float,
+    kernel: Kernel,
+    position: Callable[[Any, Any, Any], Any] | None = None,
+    inside: MaskMod | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the kernel; where queries are gathered, `position` is theirs, and `inside` the pairs to compute."""
+
+    def query_at(b, h, query):
+        return query + where.query if position is None else position(b, h, query)
+
+    def mask_mod(b, h, query, key):
+        allowed = rest(b, h + where.head, query_at(b, h, query), key + where.key)
+        return allowed if inside is None else inside(b, h, query, key) & allowed
+
+    def scored(score, b, h, query, key):
+        assert score_mod is not None
+        return new_score(score_mod(score, b, h + where.head, query_at(b, h, query), key + where.key))
+
+    sides = (TILE, max(of.k_block, TILE)) if of.unit else (of.q_block, of.k_block)
+    numbers: dict[str, Any] = {"seq_lengths": (q.shape[2], k.shape[2]), "BLOCK_SIZE": sides, **tables}
+    mask = BlockMask(**numbers, mask_mod=mask_mod)
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if score_mod is not None:
-        options["score_mod"] = score_mod
+        options["score_mod"] = scored
     out, aux = kernel(q, k, v, **options, return_aux=AuxRequest(lse=True))
     return torch.where((aux.lse == -torch.inf)[..., None], 0.0, out), aux.lse
 

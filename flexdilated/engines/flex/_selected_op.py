@@ -21,11 +21,10 @@ from .._score_mod import ScoreMod, plain_values
 from .._selection import parted, selection_in, tensors_of
 from ._flex import compiled_flex, flex_in_graph, kind_of, require_compiling
 from ._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
-from ._traced import Traced, keep_traced, traced_name
+from ._traced import MAKERS, traced
 
 # T tables, R rows of query blocks, C key blocks
 
-_NAME = "selected"  # of what is prepared, among what is traced
 _DEPTH = 64  # of functions within functions: patterns of patterns
 _MOST_CLASSES = 1 << 24  # of rows and blocks whose pairs are known to be all allowed; beyond, the rule is asked
 
@@ -156,8 +155,7 @@ def selected_flex(
     """(out, lse) of the table's pairs; works eagerly, where it is compiled alone, and under fullgraph=True."""
     table = bindings[parts.names.index(parts.leaf)].to(q.device)
     if torch.compiler.is_compiling():
-        _prepare(q, bindings, *key)
-        found = getattr(Traced, traced_name(_NAME, key, bindings, q))
+        found: Prepared = traced("selected", q, bindings, key)
         if found.held:
             for held, rows in zip(found.held, _held_rows(q, bindings, *key), strict=True):
                 held.rows = rows
@@ -189,22 +187,7 @@ def _call_selected(of, rest, where, rows, classes, q, k, v, score_mod, scale):
     return attend_selected(of, rest, where, rows, classes, q, k, v, score_mod, float(scale), flex_in_graph)
 
 
-@flat_op("flexdilated::prepare_selected")
-def _prepare(q: Tensor, bindings: list[Tensor], key: CallKey) -> Tensor:
-    """Nothing at run time; while tracing, its shape rule puts what is prepared where the trace finds it."""
-    return q.new_empty(0)
-
-
-@_prepare.register_fake
-def _(q, bindings, *key):
-    found = CallKey.of(*key)
-
-    def make() -> Prepared:
-        with own_modes():
-            return prepared(found, q.device, bindings, blank_rest=True)
-
-    keep_traced(traced_name(_NAME, found, bindings, q), make)
-    return q.new_empty(0)
+MAKERS["selected"] = lambda key, q, bindings: prepared(key, q.device, bindings, blank_rest=True)
 
 
 @flat_op("flexdilated::selected_rows")

@@ -61,11 +61,11 @@ class Slots(torch.nn.Module):
             slots = rows.listed.shape[1]
         if self.kind == "heads":
             slots = x.shape[2]
-        return x if self.kind == "all" else take(x, self.kind, self.numbers, start, slots, *rows)
+        return x if self.kind == "all" else moved(x, True, self.kind, self.numbers, start, slots, 0.0, *rows)
 
     def put(self, x: Shaped[Tensor, "B H S ..."], rows: Rows, start: int, tokens: int, empty: float) -> Tensor:
         """The tokens of all query heads, `empty` where they have no slot."""
-        return x if self.kind == "all" else put(x, self.kind, self.numbers, start, tokens, empty, *rows)
+        return x if self.kind == "all" else moved(x, False, self.kind, self.numbers, start, tokens, empty, *rows)
 
 
 class Side(NamedTuple):
@@ -167,46 +167,34 @@ def _read(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, empty: f
     return torch.where(there[..., None] if x.dim() == 4 else there, found, empty)
 
 
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, numbers: _Numbers, start: int, slots: int, *rows: Any) -> Tensor:
-        ctx.kind, ctx.numbers, ctx.start, ctx.tokens = kind, numbers, start, x.shape[2]
-        ctx.save_for_backward(*rows)
-        return _to_slots(x, _At(kind, numbers, start, Rows(*rows)), slots, 0)
+class _Moved(torch.autograd.Function):
+    """What is at the tokens to a side's slots, or the other way; the gradient goes back by the inverse."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,), groups = grads, ctx.numbers[0]
-        at = _At(ctx.kind, ctx.numbers, ctx.start, Rows(*ctx.saved_tensors))
-        grad = _to_tokens(grad, at, ctx.tokens, 0.0, 1)
-        if groups > 1:
-            grad = grad.unflatten(1, (-1, groups)).sum(2, dtype=sum_dtype(grad)).to(grad.dtype)
-        return grad, *([None] * (4 + len(Rows._fields)))
-
-
-class _Put(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, kind: str, numbers: _Numbers, start: int, tokens: int, empty: float, *rows: Any
-    ) -> Tensor:
-        ctx.kind, ctx.numbers, ctx.start, ctx.slots = kind, numbers, start, x.shape[2]
+        ctx: Any, x: Tensor, to_slots: bool, kind: str, numbers: _Numbers, start: int, length: int, empty: float,
+        *rows: Any,
+    ) -> Tensor:  # fmt: skip
+        ctx.to_slots, ctx.side, ctx.length = to_slots, (kind, numbers, start), x.shape[2]
         ctx.save_for_backward(*rows)
-        return _to_tokens(x, _At(kind, numbers, start, Rows(*rows)), tokens, empty, 0)
+        at = _At(kind, numbers, start, Rows(*rows))
+        return _to_slots(x, at, length, 0) if to_slots else _to_tokens(x, at, length, empty, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        at = _At(ctx.kind, ctx.numbers, ctx.start, Rows(*ctx.saved_tensors))
-        grad = _to_slots(grad, at, ctx.slots, 1)
-        return grad, *([None] * (5 + len(Rows._fields)))
+        (grad,), (kind, numbers, start) = grads, ctx.side
+        at = _At(kind, numbers, start, Rows(*ctx.saved_tensors))
+        if ctx.to_slots:
+            grad, groups = _to_tokens(grad, at, ctx.length, 0.0, 1), at.numbers[0]
+            if groups > 1:
+                grad = grad.unflatten(1, (-1, groups)).sum(2, dtype=sum_dtype(grad)).to(grad.dtype)
+        else:
+            grad = _to_slots(grad, at, ctx.length, 1)
+        return grad, *([None] * (6 + len(Rows._fields)))
 
 
-def take(x, kind, numbers, start, slots, *rows):
-    return _Take.apply(x, kind, numbers, start, slots, *rows)
-
-
-def put(x, kind, numbers, start, tokens, empty, *rows):
-    return _Put.apply(x, kind, numbers, start, tokens, empty, *rows)
+def moved(x, to_slots, kind, numbers, start, length, empty, *rows):
+    return _Moved.apply(x, to_slots, kind, numbers, start, length, empty, *rows)
 
 
 def sides_of(

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...masks.core import own_modes
 from .._call_key import CallKey
+from .._ops import flat_op
 from ._selected_flex import gathered
-from ._slots import put, take
+from ._slots import moved
 
 
 class Traced:
@@ -36,16 +38,38 @@ def traced_name(what: str, key: CallKey, bindings: Sequence[Tensor], q: Tensor) 
     return f"{what} {q.device.type} {sizes} {placement} {key.pattern}"
 
 
-def keep_traced(name: str, make: Callable[[], Any]) -> None:
-    """Put what is made where a trace finds it, unless it is there."""
+# By name, (call, q, bindings) -> what a trace reads of such a call, with the values of run-time tensors left open.
+MAKERS: dict[str, Callable[[CallKey, Tensor, list[Tensor]], Any]] = {}
+
+
+def traced(what: str, q: Tensor, bindings: list[Tensor], key: CallKey) -> Any:
+    """What the maker of this name makes of a call that is traced.
+
+    Tracing can read an attribute but not build a plan; an op's shape rule runs while tracing, and can.
+    """
+    _prepare(q, bindings, what, *key)
+    return getattr(Traced, traced_name(what, key, bindings, q))
+
+
+@flat_op("flexdilated::prepare")
+def _prepare(q: Tensor, bindings: list[Tensor], what: str, key: CallKey) -> Tensor:
+    """Nothing at run time; while tracing, its shape rule puts what is made where the trace finds it."""
+    return q.new_empty(0)
+
+
+@_prepare.register_fake
+def _(q, bindings, what, *key):
+    found = CallKey.of(*key)
+    name = traced_name(what, found, bindings, q)
     let_trace()
-    if name in vars(Traced):
-        return
-    made = make()
-    known = [each for each in vars(Traced) if not each.startswith("__")]
-    for oldest in known[: len(known) - _MOST_TRACED + 1]:
-        delattr(Traced, oldest)
-    setattr(Traced, name, made)
+    if name not in vars(Traced):
+        with own_modes():
+            made = MAKERS[what](found, q, bindings)
+        known = [each for each in vars(Traced) if not each.startswith("__")]
+        for oldest in known[: len(known) - _MOST_TRACED + 1]:
+            delattr(Traced, oldest)
+        setattr(Traced, name, made)
+    return q.new_empty(0)
 
 
 @cache
@@ -54,5 +78,5 @@ def let_trace() -> None:
 
     Tracing into one fails where kernels' own graphs follow. Not at import, as that would import the whole compiler.
     """
-    for function in (take, put, gathered):
+    for function in (moved, gathered):
         torch.compiler.allow_in_graph(function)

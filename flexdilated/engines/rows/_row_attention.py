@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from ...masks.needs import RowSource
-from .._merge import WholeRows, sum_dtype
+from .._merge import WholeRows, shares_of, sum_dtype
 from ..kernels._kernel import flash_forward
 
 # B batch, H query heads, G key/value heads, N queries, S slots, D head dim
@@ -94,7 +94,10 @@ def row_forward(
         out, lse = _attend(part, q, k, v, scale)
         outs[part.level][:, part.group.queries, part.rows] = part.to_heads(out).to(outs.dtype)
         lses[part.level][:, part.group.queries, part.rows] = part.to_heads(lse)
-    return (outs[0], lses[0]) if levels == 1 else _joined(outs, lses)
+    if levels == 1:
+        return outs[0], lses[0]
+    shares, lse = shares_of(lses, 0)
+    return (shares.unsqueeze(-1) * outs).sum(0), lse
 
 
 def row_backward(
@@ -129,16 +132,6 @@ def _attend(part: Part, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[
     else:
         out, lse = matrix_forward(rows, keys, values, scale=scale, bias=bias)
     return out, lse + part.log_weight if part.log_weight else lse
-
-
-def _joined(outs: Float[Tensor, "L B H N D"], lses: Float[Tensor, "L B H N"]) -> tuple[Tensor, Tensor]:
-    """One softmax over the keys of all levels."""
-    # Clamped, rows without keys have weights 0 over a sum of 0, and no difference of infinities.
-    top = lses.amax(0).clamp(min=torch.finfo(lses.dtype).min)
-    weights = (lses - top).exp_()
-    total = weights.sum(0)
-    out = (weights.unsqueeze(-1) * outs).sum(0) / total.clamp(min=torch.finfo(lses.dtype).tiny).unsqueeze(-1)
-    return out, total.log() + top
 
 
 def matrix_forward(

@@ -122,17 +122,28 @@ def parts_of_call(key: CallKey, rule: Expression | None, device: torch.device) -
 
     What is cached is the same for all offsets and numbers of tokens; what is made of run-time tensors is not kept.
     """
+
+    def build() -> tuple[Expression, tuple[GroupedBranch, ...]]:
+        read = read_text(key.pattern) if rule is None else rule
+        where = {"head_offset": key.head_offset, "num_heads_global": key.num_heads_global}
+        # Of the rule as it is: what a bound one draws ends with the positions of its call.
+        branches = branch_rules(read, num_heads=key.num_heads, **where)
+        return read, group_heads(branches, num_heads=key.num_heads, num_kv_heads=key.num_kv_heads, device=device)
+
     if rule is None:
         heads = (key.num_heads, key.num_kv_heads, key.head_offset, key.num_heads_global)
         name = ("rows", key.pattern, *heads, device)
-        rules = cache().get(name, lambda: _Rules.of(key, None, device), lambda rules: rules.nbytes, pattern=key.pattern)
+        read, branches = cache().get(name, build, _rules_bytes, pattern=key.pattern)
     else:
-        rules = _Rules.of(key, rule, device)
-    bound = key.bound(rules.rule)
+        read, branches = build()
+    bound = key.bound(read)
     queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
     keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
+    return row_parts(branches, queries, keys, _InOrder(keys.start))
 
-    return row_parts(rules.branches, queries, keys, _InOrder(keys.start))
+
+def _rules_bytes(rules: tuple[Expression, tuple[GroupedBranch, ...]]) -> int:
+    return _GROUP_BYTES * sum(len(branch.groups) for branch in rules[1])
 
 
 class Slots(Protocol):
@@ -158,27 +169,6 @@ class _InOrder:
 
     def slots(self, positions: Tensor) -> Tensor:
         return positions - self.first
-
-
-@dataclass(frozen=True)
-class _Rules:
-    """A pattern for some heads, wherever queries and keys stand."""
-
-    rule: Expression
-    branches: tuple[GroupedBranch, ...]
-
-    @classmethod
-    def of(cls, key: CallKey, rule: Expression | None, device: torch.device) -> _Rules:
-        rule = read_text(key.pattern) if rule is None else rule
-        where = {"head_offset": key.head_offset, "num_heads_global": key.num_heads_global}
-        # Of the rule as it is: what a bound one draws ends with the positions of its call.
-        branches = branch_rules(rule, num_heads=key.num_heads, **where)
-        grouped = group_heads(branches, num_heads=key.num_heads, num_kv_heads=key.num_kv_heads, device=device)
-        return cls(rule, grouped)
-
-    @property
-    def nbytes(self) -> int:
-        return _GROUP_BYTES * sum(len(branch.groups) for branch in self.branches)
 
 
 @plans

@@ -1,8 +1,11 @@
-"""Rows of queries and the blocks of keys that they name: gathered row by row, or queries grouped by block."""
+"""Rows of queries and the blocks of keys that a table names for them: gathered row by row, or queries grouped by block.
+
+No plan is made of a table's values, and none is kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, lcm
@@ -13,10 +16,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...masks.blocks import allowed_pairs
+from ...masks.core import Box, Pattern, Progression, plans
+from ...masks.patterns import Selection, names, require_row, require_tables
+from .._call_key import CallKey
 from .._distinct_masks import added
-from .._merge import WholeRows, sum_dtype
+from .._merge import WholeRows, shares_of, sum_dtype
+from .._selection import tensors_of
 from ..kernels._kernel import flash_backward, flash_forward
-from ._selected_listed import Listed
 from ._tile_blocks import GATHERED_BYTES
 
 # H query heads, G key/value heads, T tables, N queries, M keys, D head dim, W entries of a row, C blocks of K keys
@@ -35,6 +41,22 @@ _Blocks = tuple[Tensor, Tensor]  # keys and values, of (G, C, K, D); or, to read
 # Sets that do the same; queries, blocks and places of problems; 2 where a query sees a whole block, 1 where it may see
 # some of it, 0 where there is none, or None where all are seen.
 _Calls = tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor | None]
+
+
+@plans
+def selected_rows(key: CallKey, selection: Selection, bindings: Sequence[Tensor], batch: int) -> list[QueryRows]:
+    """What computes the pairs of the table and the rest, for each batch entry, or for all where they are alike."""
+    leaf, rest = selection.leaf, selection.rest
+    (table,) = tensors_of(key, leaf, bindings)
+    rows, first = leaf.rows(table, key.extent)
+    rule = rest.resolve(dict(zip(names(rest), tensors_of(key, rest, bindings), strict=True)), key.extent)
+    rule.require_entries(batch)
+    if len(rows) not in (1, batch):
+        raise ValueError(
+            f"selected blocks must have one table, or one for each of {batch} batch entries; got {len(rows)}"
+        )
+    entries = range(max(len(rows), rule.num_entries()))
+    return [QueryRows.of(key, rule.entry(each), rows[each % len(rows)], leaf.block, first) for each in entries]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +103,37 @@ class Problems:
 
 @dataclass(frozen=True, eq=False)
 class QueryRows:
-    """The listed blocks of a call, ready to run."""
+    """The blocks that a table names for a call, without those in which the rest of the rule has no pair.
 
-    listed: Listed
+    Entry w of row r of table t names key block column[t, r, w] of the call's, or -1; `full`: all its pairs count. Row 0
+    is about the block of the call's first query, column 0 about that of its first key.
+    """
+
+    key: CallKey
+    rule: Pattern
+    block: tuple[int, int]
+    column: Int64[Tensor, "T R W"]
+    full: Bool[Tensor, "T R W"]
+
+    @classmethod
+    def of(
+        cls, key: CallKey, rule: Pattern, rows: Int64[Tensor, "T R W"], block: tuple[int, int], first: int
+    ) -> QueryRows:
+        """rows: ascending, from query block `first` on."""
+        q_block, k_block = block
+        require_tables(len(rows), key.num_heads_global)
+        require_row(q_block, first, rows.shape[1], key.q_offset)
+        rows = _of_heads(key, rule, rows)[:, key.q_offset // q_block - first :]
+        shape, row = rows.shape, (key.q_offset // q_block + torch.arange(rows.shape[1]))[None, :, None]
+        head = torch.arange(shape[0])[:, None, None] * (key.num_heads // shape[0]) + key.head_offset
+        q = _within(row * q_block, q_block, key.q_offset, key.num_queries)
+        k = _within(rows * k_block, k_block, key.k_offset, key.num_keys)
+        head, *sides = (x.expand(shape).reshape(-1).contiguous() for x in (head, *q, *k))
+        box = Box(head, Progression(sides[0], 1, sides[1]), Progression(sides[2], 1, sides[3]))
+        bounds = rule.count(box, num_heads=key.num_heads_global)
+        there = ((bounds.high > 0) & (box.area > 0)).view(shape)
+        column = torch.where(there, rows - key.k_offset // k_block, -1)
+        return cls(key, rule, block, column, (bounds.low == box.area).view(shape) & there)
 
     def forward(
         self, q: Float[Tensor, "b H N D"], k: Float[Tensor, "b G M D"], v: Float[Tensor, "b G M D"], scale: float
@@ -99,7 +149,7 @@ class QueryRows:
         out = torch.empty_like(rows, dtype=wide, memory_format=torch.contiguous_format)
         lse = rows.new_empty(rows.shape[:3], dtype=wide)
         for sets, queries in self._portions(rows):
-            entries = 1 if self._gathers else self._columns.shape[2]
+            entries = 1 if self._gathers else self.column.shape[2]
             shape = (len(sets), len(queries), entries, rows.shape[2])
             parts, lses = (
                 rows.new_zeros(*shape, rows.shape[3], dtype=wide),
@@ -110,8 +160,12 @@ class QueryRows:
                 place, there = each.places((each.set - sets.start) * len(queries) * entries, each.place)
                 parts.flatten(0, 2)[place] = found.flatten(0, 1)[there].to(wide)
                 lses.flatten(0, 2)[place] = found_lse.flatten(0, 1)[there].to(wide)
-            some = slice(queries.start, queries.stop)
-            out[sets.start : sets.stop, some], lse[sets.start : sets.stop, some] = _joined(parts, lses)
+            at = slice(sets.start, sets.stop), slice(queries.start, queries.stop)
+            if entries == 1:
+                out[at], lse[at] = parts[:, :, 0], lses[:, :, 0]
+            else:
+                shares, lse[at] = shares_of(lses, 2)
+                out[at] = parts.mul_(shares.unsqueeze(-1)).sum(2)
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
     def _attend(self, each: Problems, rows: Tensor, blocks: _Blocks, scale: float) -> tuple[Tensor, Tensor]:
@@ -165,35 +219,35 @@ class QueryRows:
     @cached_property
     def _unit(self) -> int:
         """Queries that share a row, and are computed together."""
-        side = self.listed.block[0]
-        return side if side >= _MANY_QUERIES and self.listed.key.q_offset % side == 0 else 1
+        side = self.block[0]
+        return side if side >= _MANY_QUERIES and self.key.q_offset % side == 0 else 1
 
     @cached_property
     def _gathers(self) -> bool:
         """Whether keys are gathered row by row."""
-        few = self.listed.key.num_queries <= _FEW_QUERIES or self.listed.block[1] <= _FEW_KEYS
+        few = self.key.num_queries <= _FEW_QUERIES or self.block[1] <= _FEW_KEYS
         return few or self._unit > 1
 
     @cached_property
     def _reads_few(self) -> bool:
         """Whether rows read so few keys that to lay out all in blocks would be more, as in a step of decoding."""
-        key, (_, rows, entries) = self.listed.key, self._columns.shape
-        read = self._num_sets * rows * entries * self.listed.block[1]
+        key, (_, rows, entries) = self.key, self.column.shape
+        read = self._num_sets * rows * entries * self.block[1]
         return self._gathers and _READS_OF_A_COPY * read <= key.num_kv_heads * key.num_keys
 
     @cached_property
     def _num_sets(self) -> int:
-        return lcm(self.listed.num_tables, self.listed.key.num_kv_heads)
+        return lcm(self._num_tables, self.key.num_kv_heads)
 
     def _key_head(self, sets: Tensor) -> Tensor:
-        return sets * self.listed.key.num_kv_heads // self._num_sets
+        return sets * self.key.num_kv_heads // self._num_sets
 
     def _keys(self, each: Problems, x: Float[Tensor, "G C K D"]) -> Float[Tensor, "n 1 LK D"]:
         return picked(x, self._key_head(each.set)[:, None] * x.shape[1] + each.block)
 
     def _few_keys(self, each: Problems, x: Float[Tensor, "G M D"]) -> Float[Tensor, "n 1 LK D"]:
         """The same of keys that are not laid out in blocks, one by one; beyond the last it is the last again."""
-        side = self.listed.block[1]
+        side = self.block[1]
         at = (each.block[..., None] * side + torch.arange(side)).flatten(1).clamp(max=x.shape[1] - 1)
         x = x if x.stride(2) == 1 and x.stride(1) else x.contiguous()
         # Rows, of all heads, a unit apart: index_select copies each at once.
@@ -207,23 +261,23 @@ class QueryRows:
         return x.unflatten(0, (self._num_sets, -1)).transpose(1, 2).contiguous()
 
     def _by_block(self, x: Float[Tensor, "G M D"]) -> Float[Tensor, "G C K D"]:
-        side = self.listed.block[1]
+        side = self.block[1]
         missing = -x.shape[1] % side
         return (pad(x, (0, 0, 0, missing)) if missing else x).unflatten(1, (-1, side)).contiguous()
 
     @cached_property
     def _row_of_query(self) -> Int64[Tensor, " N"]:
-        key, side = self.listed.key, self.listed.block[0]
+        key, side = self.key, self.block[0]
         return (key.q_offset % side + torch.arange(key.num_queries)) // side
 
     @property
-    def _columns(self) -> Int64[Tensor, "T R W"]:
-        return self.listed.column
+    def _num_tables(self) -> int:
+        return len(self.column)
 
     @cached_property
     def _whole(self) -> Bool[Tensor, "T R W"]:
         """Whether the queries of a row see all keys of a block that is not cut off."""
-        return self.listed.full & ((self._columns + 1) * self.listed.block[1] <= self.listed.key.num_keys)
+        return self.full & ((self.column + 1) * self.block[1] <= self.key.num_keys)
 
     def _portions(self, rows: Float[Tensor, "X N g D"]) -> Iterator[tuple[range, range]]:
         """(sets, queries) whose results wait to be joined: those that share a table, and so many that these are few."""
@@ -231,8 +285,8 @@ class QueryRows:
         if self._gathers:
             yield range(self._num_sets), range(queries)
             return
-        sets = self._num_sets // self.listed.num_tables
-        numbers = sets * rows.shape[2] * rows.shape[3] * self._columns.shape[2]
+        sets = self._num_sets // self._num_tables
+        numbers = sets * rows.shape[2] * rows.shape[3] * self.column.shape[2]
         at_once = max(_MOST_ROWS, _PARTS_BYTES // (4 * numbers))
         for first in range(0, self._num_sets, sets):
             for begin in range(0, queries, at_once):
@@ -241,7 +295,7 @@ class QueryRows:
     def _problems(self, sets: range, queries: range, rows: Float[Tensor, "X N g D"]) -> Iterator[Problems]:
         """The calls of some queries of some sets."""
         for owners, query, block, place, seen in self._gathered() if self._gathers else self._grouped(sets, queries):
-            bytes_each = block.shape[1] * self.listed.block[1] * (2 * rows.shape[3] + query.shape[1] * rows.shape[2])
+            bytes_each = block.shape[1] * self.block[1] * (2 * rows.shape[3] + query.shape[1] * rows.shape[2])
             at_once = max(1, GATHERED_BYTES // (bytes_each * rows.element_size()))
             for begin in range(0, len(query), at_once):
                 some = slice(begin, begin + at_once)
@@ -251,23 +305,23 @@ class QueryRows:
 
     def _gathered(self) -> Iterator[_Calls]:
         """Each row over its blocks: those that see them whole, and others."""
-        tables = torch.arange(self._num_sets) * self.listed.num_tables // self._num_sets
+        tables = torch.arange(self._num_sets) * self._num_tables // self._num_sets
         row = self._row_of_query[:: self._unit]
         query = torch.arange(len(row))[:, None] * self._unit + torch.arange(self._unit)
-        place = torch.where(query < self.listed.key.num_queries, query, -1)
+        place = torch.where(query < self.key.num_queries, query, -1)
         plain = self._whole.all(2)[tables][:, row]
         for which in (plain, ~plain):
             owner, at = which.nonzero().unbind(1)
             if not len(owner):
                 continue
-            column, whole = (x[tables[owner], row[at]] for x in (self._columns, self._whole))
+            column, whole = (x[tables[owner], row[at]] for x in (self.column, self._whole))
             seen = None if which is plain else ((column >= 0).byte() + whole.byte())[:, None].expand(-1, self._unit, -1)
             yield [owner], place[at].clamp(min=0), column.clamp(min=0), place[at], seen
 
     def _grouped(self, sets: range, queries: range) -> Iterator[_Calls]:
         """Queries that name a block, over it: those that see it whole, and those that see it in part."""
         table, row = sets.start // len(sets), self._row_of_query[queries.start : queries.stop]
-        column, whole = self._columns[table, row], self._whole[table, row]
+        column, whole = self.column[table, row], self._whole[table, row]
         there = column >= 0
         for which in (there & whole, there & ~whole):
             pairs = which.flatten().nonzero().squeeze(1)
@@ -294,15 +348,15 @@ class QueryRows:
         block: Int64[Tensor, "n L"],
         seen: UInt8[Tensor, "n Q L"],
     ) -> Bool[Tensor, "n Q LK"]:
-        key, side = self.listed.key, self.listed.block[1]
+        key, side = self.key, self.block[1]
         shown = (seen == 2)[..., None].repeat(1, 1, 1, side)
-        heads = owner * self.listed.num_tables // self._num_sets * (key.num_heads // self.listed.num_tables)
+        heads = owner * self._num_tables // self._num_sets * (key.num_heads // self._num_tables)
         for some in (seen == 1).nonzero().split(max(1, _CELLS // side)):
             problem, row, entry = some.unbind(1)
             keys = block[problem, entry][:, None] * side + torch.arange(side)
             at = query[problem, row][:, None] + key.q_offset, keys.clamp(max=key.num_keys - 1) + key.k_offset
             head = heads[problem][:, None] + key.head_offset
-            allowed = allowed_pairs(self.listed.rule, key.num_heads_global, head, *at)
+            allowed = allowed_pairs(self.rule, key.num_heads_global, head, *at)
             shown[problem, row, entry] = allowed & (keys < key.num_keys)
         return shown.flatten(2)
 
@@ -313,14 +367,19 @@ def picked(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[
     return found.unflatten(0, index.shape).flatten(1, 2).unsqueeze(1)
 
 
-def _joined(
-    parts: Float[Tensor, "X N W g D"], lses: Float[Tensor, "X N W g"]
-) -> tuple[Float[Tensor, "X N g D"], Float[Tensor, "X N g"]]:
-    """One softmax over the entries of each row."""
-    if parts.shape[2] == 1:
-        return parts[:, :, 0], lses[:, :, 0]
-    top = lses.amax(2, keepdim=True).clamp(min=torch.finfo(lses.dtype).min)
-    weights = (lses - top).exp_()
-    total = weights.sum(2)
-    out = parts.mul_(weights.unsqueeze(-1)).sum(2)
-    return out.div_(total.clamp(min=torch.finfo(lses.dtype).tiny).unsqueeze(-1)), total.log() + top.squeeze(2)
+def _within(begin: Tensor, length: int, first: int, number: int) -> tuple[Tensor, Tensor]:
+    """(first, how many) of the positions from `begin` on that lie among `number` from `first` on."""
+    start, stop = begin.clamp(min=first), (begin + length).clamp(max=first + number)
+    return start, (stop - start).clamp(min=0)
+
+
+def _of_heads(key: CallKey, rule: Pattern, rows: Int64[Tensor, "T R W"]) -> Int64[Tensor, "t R W"]:
+    """The tables of this device's heads: as they are where each serves as many heads whose rule is one, or by head."""
+    heads = range(key.head_offset, key.head_offset + key.num_heads)
+    tables = [head * len(rows) // key.num_heads_global for head in heads]
+    used = range(tables[0], tables[-1] + 1)
+    each = key.num_heads // len(used)
+    even = all(tables.count(table) == each for table in used)
+    if even and (each == 1 or len({rule.for_head(head, key.num_heads_global) for head in heads}) == 1):
+        return rows[used.start : used.stop]
+    return rows[tables]

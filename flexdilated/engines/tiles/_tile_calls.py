@@ -187,17 +187,14 @@ def plan_calls(term: Term, blocks: Blocks) -> Calls:
     lists = _join_rows(_lists(blocks, ids, told_apart=masks is not None), blocks)
     calls = list(_grouped(lists, blocks, ids))
     complete = int(lists.num_queries.sum()) == blocks.num_tables * blocks.num_q_slots
-    cut = any(isinstance(call.keys, Listed) and _is_cut(call.keys) for call in calls)
+    listed = (call.keys for call in calls if isinstance(call.keys, Listed))
+    cut = any(keys.length < keys.blocks.shape[1] * keys.side for keys in listed)
     key_slots = blocks.num_columns * blocks.k_block if cut else blocks.num_k_slots
     heads = tuple(
         tuple(head for head, own in enumerate(blocks.heads) if own == table) for table in range(blocks.num_tables)
     )
     hidden = hidden_slots(rule, blocks, ids, masks)
     return Calls(rule, blocks.shape, heads, tuple(calls), complete, key_slots, masks, hidden)
-
-
-def _is_cut(keys: Listed) -> bool:
-    return keys.length < keys.blocks.shape[1] * keys.side
 
 
 @dataclass(frozen=True)

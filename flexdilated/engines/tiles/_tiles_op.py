@@ -12,7 +12,7 @@ from torch import Tensor
 from ...masks import Layout, cache
 from ...masks.core import Bound, Expression
 from ...masks.orders import Placement
-from ...masks.patterns import Selection, alike, tables
+from ...masks.patterns import alike, tables
 from ...masks.planning import (
     SLOTS_AT_ONCE,
     Allowed,
@@ -33,8 +33,7 @@ from .._selection import selection_in, without_table
 from .._tuned import chosen
 from ..rows._row_attention import Part, row_backward, row_forward
 from ..rows._row_parts import parts_of_call, takes_rows
-from ._query_rows import QueryRows
-from ._selected import selected_rows
+from ._query_rows import QueryRows, selected_rows
 from ._tiles import Entries, Packed, Program, Some, as_given, make_program, rows_of, run_backward, run_forward
 
 _Parts = tuple[Part, ...]
@@ -103,53 +102,21 @@ def attention(
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call; out in the dtype of q, or as wide as it is summed."""
-    selection = selection_in(key)
-    if selection is not None:
-        return _selected_attention(key, selection, q, k, v, sinks, bindings, scale, wide=wide)
-    return _run(_programs_for(key, bindings, q), q, k, v, sinks, scale, wide=wide)
-
-
-def _selected_attention(
-    key: CallKey,
-    selection: Selection,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    bindings: list[Tensor],
-    scale: float,
-    *,
-    wide: bool,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the blocks that a table names, joined with what the pattern allows without it."""
-    chosen = _by_entry(selected_rows(key, selection, bindings, q.shape[0]))
-    out, lse = _run(chosen, q, k, v, None, scale, wide=True)
-    if selection.others is not None:
-        others, needed = without_table(key, selection, bindings)
-        part, part_lse = attention(others, q, k, v, None, needed, scale, wide=True)
-        merge_(out, lse, part, part_lse)
+    programs, others = _programs_for(key, bindings, q)
+    own_sinks = sinks if others is None else None
+    out, lse = _run(programs, q, k, v, own_sinks, scale, wide=wide or others is not None)
+    if others is None:
+        return out, lse
+    merge_(out, lse, *attention(others[0], q, k, v, None, others[1], scale, wide=True))
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
     return out if wide else as_given(out, q), lse
 
 
-def _by_entry(programs: Sequence[_Runs]) -> list[tuple[Entries, _Runs]]:
-    """A program for each batch entry, or one for all."""
-    if len(programs) == 1:
-        return [(Some(slice(None)), programs[0])]
-    return [(Some(slice(entry, entry + 1)), each) for entry, each in enumerate(programs)]
-
-
 def _run(
-    programs: Sequence[tuple[Entries, _Runs]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    *,
-    wide: bool,
-) -> tuple[Tensor, Tensor]:
+    programs: Sequence[tuple[Entries, _Runs]], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float,
+    *, wide: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if len(programs) == 1 and isinstance(programs[0][0], Some):
         return _forward(programs[0][1], q, k, v, scale, sinks, wide=wide)
     sums = sum_dtype(q)
@@ -159,6 +126,18 @@ def _run(
         for x, part in zip((out, lse), found, strict=True):
             entries.put(x, part)
     return out, lse
+
+
+def _forward(
+    program: _Runs, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, *, wide: bool
+) -> tuple[Tensor, Tensor]:
+    if isinstance(program, Program):
+        return run_forward(program, q, k, v, scale, sinks, wide=wide)
+    run = program.forward if isinstance(program, QueryRows) else partial(row_forward, program)
+    out, lse = run(q, k, v, scale)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out if wide else as_given(out, q), lse
 
 
 @tiles.register_fake
@@ -200,28 +179,19 @@ def gradients(
     wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a call, in the dtype of q, k and v, or as wide as they are summed."""
-    selection = selection_in(key)
-    if selection is None:
-        return _run_backward(_programs_for(key, bindings, q), q, k, v, whole, scale, wide=wide)
-    chosen = _by_entry(selected_rows(key, selection, bindings, q.shape[0]))
-    found = _run_backward(chosen, q, k, v, whole, scale, wide=True)
-    if selection.others is not None:
-        others, needed = without_table(key, selection, bindings)
-        beside = gradients(others, q, k, v, needed, whole, scale, wide=True)
-        found = found[0].add_(beside[0]), found[1].add_(beside[1]), found[2].add_(beside[2])
-    return found if wide else (as_given(found[0], q), as_given(found[1], k), as_given(found[2], v))
+    programs, others = _programs_for(key, bindings, q)
+    found = _run_backward(programs, q, k, v, whole, scale, wide=wide or others is not None)
+    if others is None:
+        return found
+    beside = gradients(others[0], q, k, v, others[1], whole, scale, wide=True)
+    dq, dk, dv = (total.add_(part) for total, part in zip(found, beside, strict=True))
+    return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
 
 
 def _run_backward(
-    programs: Sequence[tuple[Entries, _Runs]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    whole: WholeRows,
-    scale: float,
-    *,
-    wide: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    programs: Sequence[tuple[Entries, _Runs]], q: Tensor, k: Tensor, v: Tensor, whole: WholeRows, scale: float,
+    *, wide: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if len(programs) == 1 and isinstance(programs[0][0], Some):
         return _backward(programs[0][1], q, k, v, whole, scale, wide=wide)
     dtype = whole.lse.dtype if wide else q.dtype
@@ -232,6 +202,16 @@ def _run_backward(
         for x, part in zip((dq, dk, dv), found, strict=True):
             entries.put(x, part)
     return dq, dk, dv
+
+
+def _backward(
+    program: _Runs, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows, scale: float, *, wide: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if isinstance(program, Program):
+        return run_backward(program, q, k, v, whole, scale, wide=wide)
+    run = program.backward if isinstance(program, QueryRows) else partial(row_backward, program)
+    dq, dk, dv = run(q, k, v, whole, scale)
+    return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
 
 
 @tiles_backward.register_fake
@@ -247,35 +227,24 @@ set_gradient(
 )
 
 
-def _forward(
-    program: _Runs, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, *, wide: bool
-) -> tuple[Tensor, Tensor]:
-    if isinstance(program, Program):
-        return run_forward(program, q, k, v, scale, sinks, wide=wide)
-    run = program.forward if isinstance(program, QueryRows) else partial(row_forward, program)
-    out, lse = run(q, k, v, scale)
-    if sinks is not None:
-        out, lse = add_sinks(out, lse, sinks)
-    return out if wide else as_given(out, q), lse
+def _programs_for(
+    key: CallKey, bindings: list[Tensor], q: Tensor
+) -> tuple[Sequence[tuple[Entries, _Runs]], tuple[CallKey, list[Tensor]] | None]:
+    """(batch entries and how they are computed, the call of the pairs that are not among these, if there is one).
 
-
-def _backward(
-    program: _Runs, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows, scale: float, *, wide: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if isinstance(program, Program):
-        return run_backward(program, q, k, v, whole, scale, wide=wide)
-    run = program.backward if isinstance(program, QueryRows) else partial(row_backward, program)
-    dq, dk, dv = run(q, k, v, whole, scale)
-    return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
-
-
-def _programs_for(key: CallKey, bindings: list[Tensor], q: Tensor) -> Sequence[tuple[Entries, _Runs]]:
-    """(batch entries, how they are computed): a few rows as they are, and otherwise by a program."""
+    Blocks that a table names are computed as they are, and so are a few rows; the rest by a program.
+    """
+    selection = selection_in(key)
+    if selection is not None:
+        rows = selected_rows(key, selection, bindings, len(q))
+        entries = [slice(None)] if len(rows) == 1 else [slice(entry, entry + 1) for entry in range(len(rows))]
+        others = None if selection.others is None else without_table(key, selection, bindings)
+        return [(Some(some), each) for some, each in zip(entries, rows, strict=True)], others
     choice = chosen(key, q)
     if not takes_rows(key) or q.device.type != "cpu" or choice is not None:
-        return _programs(key, bindings, q.shape[0], q.device.type, choice, key.operands(q))
+        return _programs(key, bindings, q.shape[0], q.device.type, choice, key.operands(q)), None
     rules = alike(key.rules(bindings), q.shape[0]) if bindings else [(slice(None), None)]
-    return [(Some(rows), parts_of_call(key, rule, q.device)) for rows, rule in rules]
+    return [(Some(rows), parts_of_call(key, rule, q.device)) for rows, rule in rules], None
 
 
 def _programs(
@@ -302,17 +271,12 @@ def _programs(
     ]
 
 
-def _is_short(key: CallKey) -> bool:
-    """Whether the tokens of a call are a few that see each other, so that several calls could be one."""
-    is_whole = key.num_queries == key.num_keys and not (key.q_offset or key.k_offset or key.placement)
-    return is_whole and key.rate == 1 and key.num_queries * key.num_heads <= SLOTS_AT_ONCE
-
-
 def _packed(key: CallKey, rule: Expression, batch: int) -> tuple[CallKey, list[tuple[Entries, Expression]]] | None:
-    """All batch entries as one sequence, where they are too short to be worth a program each."""
+    """All batch entries as one sequence, where each is of few tokens that see each other: too short for a program."""
     tokens = key.num_queries
     rule.require_entries(batch)
-    if not _is_short(key):
+    is_whole = tokens == key.num_keys and not (key.q_offset or key.k_offset or key.placement)
+    if not is_whole or key.rate != 1 or tokens * key.num_heads > SLOTS_AT_ONCE:
         return None
     if all(torch.equal(table.rows, table.rows[:1].expand_as(table.rows)) for table in tables(rule)):
         return None
