@@ -103,12 +103,12 @@ def of_fold(term: Term, counts: Tensor, fold: int) -> Tensor:
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize(("causal", "rate"), [(False, 1), (True, 4), (False, 48), (True, 48)])
+@pytest.mark.parametrize(("causal", "rate"), [(False, 1), (True, 48)])
 @pytest.mark.parametrize("name", LADDERS)
 def test_ladders(name, causal, rate):
     """At full size over 801 tokens: segments longer than the sequence, rates that do not divide them."""
     segments, rates = LADDERS[name]
-    N, H, sides = 801, 3, (32, 64)
+    N, H, sides = 801, 2, (32, 64)
     pattern = masks.longnet(segments, rates)
     pattern = pattern & masks.causal() if causal else pattern
     bound = pattern.bind(num_heads=H, num_queries=N, num_keys=N)
