@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.blocks import _class_pairs, _quadtree
+from flexdilated.masks.blocks import _cover, _quadtree
 from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks
 from flexdilated.masks.blocks._estimate import estimate_blocks
 from flexdilated.masks.blocks._rule import Rule
@@ -60,7 +60,7 @@ def in_order(case: Case, q: Layout, k: Layout) -> Tensor:
 
 @given(
     *(cases(sets), st.integers(1, 7) | st.integers(8, 130), block_sides, block_sides),
-    *(st.sampled_from([0, _quadtree._FEW_BLOCKS]), st.sampled_from([0, _class_pairs._FEW_PAIRS])),
+    *(st.sampled_from([0, _quadtree._FEW_BLOCKS]), st.sampled_from([0, _cover._FEW_PAIRS])),
 )
 def test_lists_are_the_dense_rule(case, rate, q_block, k_block, few, few_pairs):
     """Natural and residue-major order, unequal sides, ragged ends, some of the heads, any queries.
@@ -72,8 +72,8 @@ def test_lists_are_the_dense_rule(case, rate, q_block, k_block, few, few_pairs):
     pairs = in_blocks(in_order(case, term.q, term.k), q_block, k_block)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_quadtree, "_FEW_BLOCKS", few)
-        patch.setattr(_class_pairs, "_FEW_PAIRS", few_pairs)
-        patch.setattr(_class_pairs, "_ALL_PAIRS", few_pairs)
+        patch.setattr(_cover, "_FEW_PAIRS", few_pairs)
+        patch.setattr(_cover, "_ALL_PAIRS", few_pairs)
         patch.setattr(_term, "_MANY_CLASSES", 1 if few_pairs == 0 else _term._MANY_CLASSES)
         assert_lists(term.blocks(q_block, k_block), pairs)
         assert_lists(term.blocks(q_block, k_block, settle=False), pairs, exact=False)

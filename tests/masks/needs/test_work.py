@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from flexdilated import masks
 from flexdilated.distributed import Sharding
 from flexdilated.distributed.counts._tokens import work_of_ranks
-from flexdilated.masks.blocks import _exact_pairs
-from flexdilated.masks.blocks._exact_pairs import exact_pairs
-from flexdilated.masks.blocks._query_pairs import pairs_of_queries
+from flexdilated.masks.blocks import _query_pairs
+from flexdilated.masks.blocks._query_pairs import exact_pairs, pairs_of_queries
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.testing.strategies import shardings
 from tests.support.strategies import sets, whole_cases
@@ -26,8 +25,8 @@ def steps(request):
     """The sizes at which the count changes its ways, and the same at the sizes of the drawn cases."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "in small steps":
-            patch.setattr(_exact_pairs, "_CELL_SIDE", 2)
-            patch.setattr(_exact_pairs, "_FRONTIER", 5)
+            patch.setattr(_query_pairs, "_CELL_SIDE", 2)
+            patch.setattr(_query_pairs, "_FRONTIER", 5)
         yield request.param
 
 
@@ -78,6 +77,8 @@ def test_runs_without_queries() -> None:
     at = torch.tensor([3, 0])
     assert pairs_of_queries(masks.causal(), at, at, 7).tolist() == [0, 0]
     assert pairs_of_queries(masks.chunked(2), at[:0], at[:0], 7).tolist() == []
+    empty = Progression(at * 0, 1, at * 0)
+    assert exact_pairs(masks.neighborhood((120,), 1), Box(at * 0, empty, empty)).tolist() == [0, 0]
 
 
 @given(data=st.data())
