@@ -190,7 +190,7 @@ def _look(
         found.append(leaves)
         held += len(leaves.row)
         if held > _LEAVES_AT_ONCE:
-            found = [_join_leaves(found, shape)]
+            found = [join_leaves(found, shape)]
             held = max(0, 2 * len(found[0].row) - _LEAVES_AT_ONCE)
     return found
 
@@ -202,7 +202,7 @@ def _halves(some: range) -> list[range]:
 
 def _list(rule: Rule, found: list[Leaves], shape: tuple[int, int, int, int], settle: bool) -> tuple[Tensor, ...]:
     _, _, q_block, k_block = shape
-    leaves = _join_leaves(found, shape)
+    leaves = join_leaves(found, shape)
     table, row, column, low, high = leaves.table, leaves.row, leaves.column, leaves.low, leaves.high
     whole = q_block * k_block
     if settle:
@@ -238,7 +238,7 @@ def evaluate(
         yield rule.allowed(tables, q.clamp(max=num_q - 1), k.clamp(max=num_k - 1)) & inside
 
 
-def _join_leaves(found: list[Leaves], shape: tuple[int, int, int, int]) -> Leaves:
+def join_leaves(found: list[Leaves], shape: tuple[int, int, int, int]) -> Leaves:
     """Sorted by (table, row, column), with those of one block added up."""
     table, row, column, low, high = (
         torch.cat([getattr(leaves, name) for leaves in found]) for name in ("table", "row", "column", "low", "high")

@@ -1,22 +1,30 @@
-"""Where to look for blocks: in the squares that tables list, where a rule has tables, else everywhere."""
+"""Where to look for blocks: in the squares that tables list, where a rule has tables, else in pairs of runs of slots.
+
+Positions of a run are a progression, and bounds are computed for pairs of runs. In an order of residue classes there
+may be as many runs as tokens: most pairs of them are ruled out by the rule's spacing, modulo which the positions of a
+pair agree, and by bounds on each run with all of the other side.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
+from math import gcd
 
 import torch
 from torch import Tensor
 
-from ..core import Or, Pattern, Squares
+from ..core import Box, Or, Pattern, Progression, Squares
 from ..orders import Pieces
-from ._class_pairs import descend_blocks, descend_classes, has_many_pairs, roots
 from ._quadtree import Leaves, Slots, descend, join_nodes
-from ._rule import Nodes, Rule, Run
+from ._rule import Nodes, Rule, Run, enumerated, span
 
 _MOST_ALTERNATIVES = 16
 _MOST_LEAVES = 1 << 20
+_ALL_PAIRS = 1 << 12  # of runs: computing bounds for so many is faster than ruling some out
+_FEW_PAIRS = 1 << 16  # of classes: so many are searched as they are
+_NODES_AT_ONCE = 1 << 20
 
 
 def find_leaves(rule: Rule, tables: Sequence[int], slots: Slots, q_block: int, k_block: int) -> Iterator[Leaves]:
@@ -116,3 +124,143 @@ def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
             if len(key) > _MOST_LEAVES:
                 return None
     return torch.cat([key, *new]).unique()
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The runs of one table that may meet: q run i with partners[i] runs of k, order[begin[i]] and those after it."""
+
+    table: int
+    q: Run
+    k: Run
+    order: Tensor
+    begin: Tensor
+    partners: Tensor
+
+    @classmethod
+    def of(cls, rule: Rule, pattern: Pattern, table: int, q: Run, k: Run) -> Meeting:
+        """All but those that the spacing of a part of the rule rules out."""
+        own = pattern.for_head(rule.heads[table], rule.num_heads)
+        classes = gcd(rule.q.step, rule.k.step, own.spacing())
+        q_class, k_class = (side.firsts[table, run.piece] % classes for side, run in ((rule.q, q), (rule.k, k)))
+        k_class, order = k_class.sort(stable=True)
+        begin = torch.searchsorted(k_class, q_class)
+        return cls(table, q, k, order, begin, torch.searchsorted(k_class, q_class, right=True) - begin)
+
+    @property
+    def number(self) -> int:
+        return int(self.partners.sum())
+
+    def nodes(self) -> Nodes:
+        q, nth = enumerated(self.partners)
+        k = self.order[self.begin[q] + nth]
+        return Nodes(torch.full_like(q, self.table), self.q.select(q), self.k.select(k))
+
+
+def roots(rule: Rule, tables: Sequence[int], slots: Slots) -> Nodes:
+    """The pairs of runs, within these query slots, that may hold pairs."""
+    _, q = runs_in(rule.q, slots)
+    k = Run.of(rule.k)
+    if len(q.start) * len(k.start) <= _ALL_PAIRS:
+        indices = [torch.tensor(tables), torch.arange(len(q.start)), torch.arange(len(k.start))]
+        table, mine, other = torch.cartesian_prod(*indices).unbind(1)
+        return Nodes(table, q.select(mine), k.select(other))
+    return join_nodes([Meeting.of(rule, rule.pattern, table, q, k).nodes() for table in tables])
+
+
+def has_many_pairs(rule: Rule, tables: Sequence[int], slots: Slots) -> bool:
+    """Whether the rule has runs other than residue classes, and the pairs of classes are many."""
+    if rule.rows is None:
+        return False
+    _, q = runs_in(rule.q, slots)
+    return sum(Meeting.of(rule, rule.pattern, table, q, Run.of(rule.k)).number for table in tables) > _FEW_PAIRS
+
+
+def descend_classes(
+    rule: Rule, part: Pattern, tables: Sequence[int], slots: Slots, q_block: int, k_block: int
+) -> Iterator[Leaves]:
+    """The leaves of a part of the rule, over classes or over rows of them, whichever are fewer pairs."""
+    assert rule.rows is not None
+    ways = []
+    for each in (replace(rule, pattern=part, rows=None), replace(rule.rows, pattern=part)):
+        _, q = runs_in(each.q, slots)
+        found = []
+        for table in tables:
+            sides = (_that_see(each, table, q, Run.of(each.k), by_query=by_query) for by_query in (True, False))
+            found.append(Meeting.of(each, part, table, *sides))
+        ways.append((sum(meeting.number for meeting in found), each, found))
+    _, best, found = min(ways, key=lambda way: way[0])
+    yield from descend(best, join_nodes([meeting.nodes() for meeting in found]), q_block, k_block)
+
+
+def descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], q_block: int, k_block: int) -> Iterator[Leaves]:
+    """The leaves of these blocks, numbered table by table and row by row."""
+    rows, columns = shape
+    rule = _shorter(rule, q_block, k_block)
+    q, k = (_in_blocks(*side) for side in ((rule.q, rows, q_block), (rule.k, columns, k_block)))
+    nodes = q.number[key // columns % rows] * k.number[key % columns]
+    for some in torch.arange(len(key)).split(max(1, _NODES_AT_ONCE // int(nodes.max()) if len(key) else 1)):
+        block, index = enumerated(nodes[some])
+        number = key[some][block]
+        row, column = number // columns % rows, number % columns
+        width = k.number[column]
+        sides = q.run.select(q.begin[row] + index // width), k.run.select(k.begin[column] + index % width)
+        yield from descend(rule, Nodes(number // (rows * columns), *sides), q_block, k_block)
+
+
+@dataclass(frozen=True)
+class _InBlocks:
+    """What of runs lies in each block of a side: number[i] of them, from begin[i] on."""
+
+    run: Run
+    begin: Tensor
+    number: Tensor
+
+
+def _in_blocks(pieces: Pieces, blocks: int, block: int) -> _InBlocks:
+    stretch, run = runs_in(pieces, Slots.of_rows(torch.arange(blocks), block))
+    order = stretch.argsort(stable=True)
+    number = torch.bincount(stretch, minlength=blocks)
+    return _InBlocks(run.select(order), number.cumsum(0) - number, number)
+
+
+def runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
+    """What of each piece lies in each stretch of slots, and the number of the stretch."""
+    first, last = slots.first, slots.last
+    if pieces.strides is None:  # of runs one after the other only some lie in a stretch
+        begin = torch.searchsorted(pieces.starts, first, right=True) - 1
+        stretch, nth = enumerated(torch.searchsorted(pieces.starts, last) - begin)
+        piece = begin[stretch] + nth
+    else:
+        stretch, piece = torch.cartesian_prod(torch.arange(len(first)), torch.arange(len(pieces.starts))).unbind(1)
+    run = Run.of(pieces).select(piece).within(first[stretch], last[stretch])
+    held = (run.count > 0).nonzero().squeeze(1)
+    return stretch[held], run.select(held)
+
+
+def _that_see(rule: Rule, table: int, q: Run, k: Run, *, by_query: bool) -> Run:
+    """The runs of queries that may see any key, or those of keys that any query may see."""
+    own, other = (q, rule.k) if by_query else (k, rule.q)
+    number = torch.full_like(own.piece, table)
+    first = other.firsts[table]
+    length = (first + other.step * (other.lengths - 1)).max() + 1 - first.min()
+    hull = Progression(first.min().expand(len(number)), 1, length.expand(len(number)))
+    mine = span(rule.q if by_query else rule.k, number, own)
+    sides = (mine, hull) if by_query else (hull, mine)
+    box = Box(torch.tensor(rule.heads)[number], *sides)
+    return own.select((rule.pattern.count(box, num_heads=rule.num_heads).high > 0).nonzero().squeeze(1))
+
+
+def _shorter(rule: Rule, q_block: int, k_block: int) -> Rule:
+    """Classes, or rows of them: of whichever fewer pairs lie in a block."""
+    if rule.rows is None:
+        return rule
+    classes = _most_in_block(rule.q, q_block) * _most_in_block(rule.k, k_block)
+    rows = _most_in_block(rule.rows.q, q_block) * _most_in_block(rule.rows.k, k_block)
+    return replace(rule.rows, pattern=rule.pattern) if rows < classes else replace(rule, rows=None)
+
+
+def _most_in_block(pieces: Pieces, block: int) -> int:
+    if pieces.strides is None:
+        return block // max(1, int(pieces.lengths.min())) + 1
+    return min(int(pieces.strides.max()), block)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._blocks import join_leaves
 from ._cover import leaves_everywhere
 from ._quadtree import Slots
 from ._rule import Rule
@@ -42,20 +43,15 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
 def _rows_of(rule: Rule, tables: Tensor, sampled: Tensor, shape: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
     """(table and row in one number, blocks listed, whether they are neighbours, whether any is partial) by row."""
     num_q, num_k, q_block, k_block = shape
-    rows, columns = -(-num_q // q_block), -(-num_k // k_block)
+    rows = -(-num_q // q_block)
     slots = Slots.of_rows(range(rows) if len(sampled) == rows else sampled, q_block)
-    parts = [
-        ((leaves.table * rows + leaves.row) * columns + leaves.column, leaves.low)
-        for leaves in leaves_everywhere(rule, tables.tolist(), slots, q_block, k_block)
-    ]
     # A block that pieces share has a leaf for each, and is full where these together are.
-    block, index = torch.cat([block for block, _ in parts]).unique(return_inverse=True)
-    allowed = torch.zeros_like(block).index_add_(0, index, torch.cat([low for _, low in parts]))
-    line, column = block // columns, block % columns
-    height = (num_q - line % rows * q_block).clamp(max=q_block)
-    width = (num_k - column * k_block).clamp(max=k_block)
-    line, of, length = line.unique_consecutive(return_inverse=True, return_counts=True)
-    partial = torch.zeros(len(line), dtype=torch.int64).index_add_(0, of, (allowed < height * width).long())
+    found = join_leaves(list(leaves_everywhere(rule, tables.tolist(), slots, q_block, k_block)), shape)
+    height = (num_q - found.row * q_block).clamp(max=q_block)
+    width = (num_k - found.column * k_block).clamp(max=k_block)
+    line, of, length = (found.table * rows + found.row).unique_consecutive(return_inverse=True, return_counts=True)
+    partial = torch.zeros(len(line), dtype=torch.int64).index_add_(0, of, (found.low < height * width).long())
+    column = found.column
     last = length.cumsum(0) - 1
     return line, length, column[last] - column[last - length + 1] == length - 1, partial > 0
 

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..core import Box, Pattern, Progression
-from ._exact_pairs import exact_pairs
+from ..core import (
+    Box,
+    Counts,
+    Owned,
+    Pattern,
+    Progression,
+    by_size,
+    cut_classes,
+    few_at_once,
+    halves,
+    join,
+    look_at_pairs,
+    num_classes,
+    residue_factors,
+)
+from ._diagonals import settle_by_diagonals
 
 # n runs of queries
 
-_LEAST_ROWS = 1 << 10  # of a stretch, where a rule repeats sooner
+_CELL_SIDE = 64  # boxes up to this side are looked at pair by pair
+_FRONTIER = 1 << 16  # boxes counted together
+_MOST_CLASSES = 1 << 20  # into which boxes are cut together
+_LONGEST = 1 << 20  # side of a box whose diagonals are looked at together
 
 
 def pairs_of_queries(
@@ -22,20 +38,29 @@ def pairs_of_queries(
 ) -> Int64[Tensor, " n"]:
     """Allowed pairs of the queries [start, stop) of each run with the keys [0, num_tokens), of a rule for one head.
 
-    Where a rule repeats and sees only so far, stretches of rows that look alike are counted once, wherever they lie.
+    Where no pair leaves its period, whole periods are counted once, wherever they lie.
     """
-    stretch = _stretch(rule, num_tokens)
+    period = rule.period() if rule.confined() else None
+    rows = num_tokens if period is None else min(period, num_tokens)
+    first, last = start // rows, (stop - 1).clamp(min=0) // rows
     parts = [
-        _rows_within(start, stop, 0, stretch.low, range(min(num_tokens, stretch.low + stretch.after))),
-        _rows_within(start, stop, stretch.high, num_tokens, range(stretch.high - stretch.before, num_tokens)),
-        *_inner_parts(start.clamp(stretch.low, stretch.high), stop.clamp(stretch.low, stretch.high), stretch),
+        (first, start - first * rows, torch.minimum(stop - first * rows, torch.full_like(stop, rows)), 1),
+        (first + 1, torch.zeros_like(start), torch.full_like(start, rows), last - first - 1),
+        (last, torch.zeros_like(start), stop - last * rows, last > first),
     ]
-    run, times, *box = (torch.cat(column) for column in zip(*parts, strict=True))
-    one_of_each, kind = _kinds(box)
-    q_first, q_count, k_first, k_count = (column[one_of_each] for column in box)
-    head = torch.zeros_like(q_first)
-    pairs = exact_pairs(rule, Box(head, Progression(q_first, 1, q_count), Progression(k_first, 1, k_count)))
-    return torch.zeros_like(start).index_add_(0, run, times * pairs[kind])
+    index, begin, end, times = (
+        torch.cat([torch.as_tensor(each).expand_as(start) for each in column]) for column in zip(*parts, strict=True)
+    )
+    run = torch.arange(len(start)).repeat(len(parts))
+    held = ((end > begin) & (times > 0)).nonzero().squeeze(1)
+    # All periods look like the first, as far as there are tokens.
+    keys = (num_tokens - index * rows).clamp(max=rows)
+    begin, count, keys = begin[held], (end - begin)[held], keys[held]
+    one_of_each, kind = _kinds((begin, count, keys))
+    q_first, q_count, k_count = (each[one_of_each] for each in (begin, count, keys))
+    none = torch.zeros_like(q_first)
+    pairs = exact_pairs(rule, Box(none, Progression(q_first, 1, q_count), Progression(none, 1, k_count)))
+    return torch.zeros_like(start).index_add_(0, run[held], times[held].long() * pairs[kind])
 
 
 def _kinds(columns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -48,81 +73,46 @@ def _kinds(columns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return one_of_each.scatter_(0, kind, torch.arange(len(kind))), kind
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """Stretches of `rows` queries that all look alike in [low, high); they see `before` keys before, `after` after."""
+def exact_pairs(rule: Pattern, box: Box) -> Counts:
+    """Allowed pairs of each box of step 1, of a rule for one head.
 
-    rows: int
-    before: int
-    after: int
-    low: int
-    high: int
-
-
-def _stretch(rule: Pattern, num_tokens: int) -> _Stretch:
-    """The stretches of a rule; none where it does not repeat, or sees too far."""
-    none = _Stretch(num_tokens, 0, 0, num_tokens, num_tokens)
-    period = rule.period()
-    if period is None or period >= num_tokens:
-        return none
-    reach = (0, 0) if rule.confined() else _reach(rule, period, num_tokens)
-    if reach is None:
-        return none
-    before, after = reach
-    rows = period if rule.confined() else -(-max(before, after, _LEAST_ROWS) // period) * period
-    low, high = -(-before // rows) * rows, (num_tokens - after) // rows * rows
-    return none if high <= low else _Stretch(rows, before, after, low, high)
-
-
-def _reach(rule: Pattern, period: int, num_tokens: int) -> tuple[int, int] | None:
-    """How far before its first row a stretch of whole periods sees, and after its last, at most; None for any distance.
-
-    Asked of the first and the last rows, of which each sees as far to its side as any row like it.
+    What bounds leave in doubt is cut: into residue classes, in which dilated rules are dense, and then into halves.
+    Boxes about as long as wide are settled by their diagonals where the rule repeats along them, small ones pair by
+    pair.
     """
-    distance = torch.tensor([0, *(1 << power for power in range(num_tokens.bit_length()) if 1 << power < num_tokens)])
-    last = (num_tokens // period - 1) * period
-    before = _nearest_empty(rule, distance, range(last, num_tokens), 0, last - distance)
-    after = _nearest_empty(rule, distance, range(period), period + distance, num_tokens)
-    # Rows beyond the last whole period were asked together with it.
-    return None if before is None or after is None else (before + period, after)
+    pairs = torch.zeros_like(box.area)
+    together, apart = residue_factors(rule)
+    cuts = [*((factor, True) for factor in together), *((factor, False) for factor in apart)]
+    held = Owned(torch.arange(len(pairs)), box).select((box.area > 0).nonzero().squeeze(1))
+    stack = [(0, part) for part in few_at_once(held, _FRONTIER)]
+    while stack:
+        level, part = stack.pop()
+        classes = num_classes(part, *cuts[level]) if level < len(cuts) else 0
+        if 0 < classes <= _MOST_CLASSES:
+            left = few_at_once(_settle(rule, part, pairs), max(1, _MOST_CLASSES // classes))
+            parts = [cut_classes(some, *cuts[level]) for some in left]
+        else:
+            level, parts = len(cuts), [halves(_settle_all(rule, part, pairs))]
+        stack.extend((level + 1, few) for rest in parts for few in few_at_once(rest, _FRONTIER))
+    return pairs
 
 
-def _nearest_empty(
-    rule: Pattern, distance: Tensor, queries: range, k_start: Tensor | int, k_stop: Tensor | int
-) -> int | None:
-    """The least distance for which the queries see none of the keys [k_start, k_stop), which depend on it."""
-    each = torch.ones_like(distance)
-    count = (each * k_stop - each * k_start).clamp(min=0)
-    some = (count > 0).nonzero().squeeze(1)
-    keys = Progression((each * k_start)[some], 1, count[some])
-    asked = Box(torch.zeros_like(some), Progression(each[some] * queries.start, 1, each[some] * len(queries)), keys)
-    seen = torch.zeros_like(distance)
-    if len(some):
-        seen[some] = rule.count(asked, num_heads=1).high
-    empty = distance[seen == 0]
-    return int(empty[0]) if len(empty) else None
+def _settle(rule: Pattern, owned: Owned, pairs: Counts, *, by_diagonals: bool = False) -> Owned:
+    """Add up what is certain; returns the others."""
+    box = owned.box
+    bounds = rule.count(box, num_heads=1)
+    if by_diagonals:
+        longer, shorter = torch.maximum(box.q.count, box.k.count), torch.minimum(box.q.count, box.k.count)
+        where = (longer <= 2 * shorter) & (longer <= _LONGEST)
+        bounds = settle_by_diagonals(rule, box, bounds, num_heads=1, where=where)
+    exact = bounds.low == bounds.high
+    pairs.index_add_(0, owned.owner[exact], bounds.low[exact])
+    return owned.select((~exact).nonzero().squeeze(1))
 
 
-def _rows_within(start: Tensor, stop: Tensor, low: int, high: int, keys: range) -> tuple[Tensor, ...]:
-    """(run, times, first and number of queries, first and number of keys) of the runs' queries in [low, high)."""
-    return _part(start.clamp(low, high), stop.clamp(low, high), 0, keys, torch.ones_like(start))
-
-
-def _part(start: Tensor, stop: Tensor, shift: Tensor | int, keys: range, times: Tensor) -> tuple[Tensor, ...]:
-    run = ((stop > start) & (times > 0)).nonzero().squeeze(1)
-    ones = torch.ones_like(run)
-    return run, times[run], (start - shift)[run], (stop - start)[run], ones * keys.start, ones * len(keys)
-
-
-def _inner_parts(start: Tensor, stop: Tensor, stretch: _Stretch) -> list[tuple[Tensor, ...]]:
-    """The first stretch of each run, the whole ones after it, and the last, all moved to where stretches begin."""
-    rows, low = stretch.rows, stretch.low
-    keys = range(low - stretch.before, low + rows + stretch.after)
-    first, last = start // rows * rows, (stop - 1).clamp(min=0) // rows * rows
-    once, several = torch.ones_like(start), last > first
-    whole = torch.full_like(start, low)
-    return [
-        _part(start, torch.minimum(stop, first + rows), first - low, keys, once),
-        _part(whole, whole + rows, 0, keys, ((last - first) // rows - 1).clamp(min=0)),
-        _part(torch.where(several, last, stop), stop, last - low, keys, once),
-    ]
+def _settle_all(rule: Pattern, owned: Owned, pairs: Counts) -> Owned:
+    """The same, with all diagonals and small boxes besides. Boxes of about one size have as many diagonals."""
+    left = join([_settle(rule, part, pairs, by_diagonals=True) for part in by_size(owned)])
+    small = torch.maximum(left.box.q.count, left.box.k.count) <= _CELL_SIDE
+    look_at_pairs(rule, left.select(small.nonzero().squeeze(1)), pairs)
+    return left.select((~small).nonzero().squeeze(1))

@@ -171,10 +171,8 @@ class Layout(Permutation):
         ]
         starts = torch.cat([first * (each + 1) + torch.arange(held) for first, _, held in groups])
         firsts = torch.cat([first + origin + self.rate * torch.arange(held) for first, _, held in groups])
-        lengths, strides = (
-            torch.cat([torch.full((held,), value) for (_, _, held), value in zip(groups, values, strict=True)])
-            for values in ([number for _, number, _ in groups], [held for *_, held in groups])
-        )
+        numbers, counts = (torch.tensor([group[index] for group in groups]) for index in (1, 2))
+        lengths, strides = numbers.repeat_interleave(counts), counts.repeat_interleave(counts)
         return Pieces(starts, lengths, firsts[None], 1, strides)
 
 

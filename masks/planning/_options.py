@@ -11,7 +11,7 @@ from ..core import And, Bound, Expression, Pattern
 from ..orders import Compact, Layout
 from ._cost import Cost, Operands, cost_of, least_seconds, least_seconds_in_larger
 from .lowering._nested import chains, nested_terms
-from .lowering._padded import padded_terms
+from .lowering._shared_lists import padded_terms
 from .lowering._term import Term
 from .lowering._ways import split_causal, ways
 from .lowering._windows import window_terms

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flexdilated.masks import Layout, cache
 from flexdilated.masks.planning import Operands, Plan, _options, machine_of
 from flexdilated.masks.planning._options import Option
-from flexdilated.masks.planning.lowering._padded import padded_terms
+from flexdilated.masks.planning.lowering import padded_terms
 from flexdilated.testing import strategies as fst
 from tests.support import twins
 from tests.support.strategies import Case

@@ -1,7 +1,6 @@
 """What a plan is made of: a branch as terms in some order of tokens."""
 
-from ._intervals import IntervalTerm, interval_terms
-from ._padded import PaddedTerm, SharedListTerm
+from ._shared_lists import IntervalTerm, PaddedTerm, SharedListTerm, interval_terms, padded_terms
 from ._term import Term
 from ._ways import compact_terms, shared_terms
 from ._windows import one_after_another

@@ -8,7 +8,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from ._machine import NUMBERS, BlockRates, Machine
 
 FORMAT, VERSION = "flexdilated machine constants", 1
 _FIELDS = {"format", "version", "measured_on", "date", "versions", "constants", "spread"}
-_BLOCK_FIELDS = {"side", "runs_flops_per_s", "plain_flops_per_s", "masked_flops_per_s"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def read_machine(path: Path) -> tuple[MachineKey, Machine]:
         raise ValueError(f"{path} holds no JSON: {error}") from None
     try:
         return _parse(data, str(path))
-    except (ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:  # also of fields that are missing or unknown
         raise ValueError(f"{path} holds no constants of this version: {error}") from None
 
 
@@ -125,27 +124,16 @@ def write_json(path: Path, data: object) -> None:
 
 
 def _parse(data: Any, source: str) -> tuple[MachineKey, Machine]:
-    _require_fields("the file", data, _FIELDS)
+    if not isinstance(data, dict) or set(data) != _FIELDS:
+        got = sorted(data) if isinstance(data, dict) else repr(data)
+        raise ValueError(f"it must have the fields {', '.join(sorted(_FIELDS))}; got {got!s:.200}")
     if (data["format"], data["version"]) != (FORMAT, VERSION):
         raise ValueError(
             f"needed {FORMAT!r}, version {VERSION}; got {data['format']!r:.80}, version {data['version']!r:.80}"
         )
-    _require_fields("measured_on", data["measured_on"], {"kind", "name", "capability", "torch", "threads"})
-    constants = data["constants"]
-    _require_fields("constants", constants, {*NUMBERS, "blocks"})
-    if not isinstance(constants["blocks"], list):
-        raise ValueError(f"blocks must be a list; got {constants['blocks']!r:.80}")
-    for each in constants["blocks"]:
-        _require_fields("each of blocks", each, _BLOCK_FIELDS)
-    blocks = tuple(BlockRates(**each) for each in constants["blocks"])
-    machine = Machine(**{name: constants[name] for name in NUMBERS}, blocks=blocks)
-    return MachineKey(**data["measured_on"]), replace(machine, source=source)
-
-
-def _require_fields(name: str, value: Any, wanted: set[str]) -> None:
-    if not isinstance(value, dict) or set(value) != wanted:
-        got = sorted(value) if isinstance(value, dict) else repr(value)
-        raise ValueError(f"{name} must have the fields {', '.join(sorted(wanted))}; got {got!s:.200}")
+    blocks = tuple(BlockRates(**each) for each in data["constants"]["blocks"])
+    machine = Machine(**data["constants"] | {"blocks": blocks}, source=source)
+    return MachineKey(**data["measured_on"]), machine
 
 
 @cache

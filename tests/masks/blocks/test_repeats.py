@@ -1,12 +1,12 @@
 """Rules that repeat from period to period: their blocks are copies of one square's, and the same as without copying."""
 
 import pytest
-import torch
 
 from flexdilated import masks
 from flexdilated.masks.core._pattern import Pattern
 from flexdilated.masks.planning.lowering._term import Term
 from flexdilated.masks.planning.lowering._ways import shared_terms
+from tests.masks.blocks.test_packed_blocks import assert_same
 
 UNION = masks.dilated(64, 2) | masks.dilated(32, 1)
 CONFINED = {
@@ -41,10 +41,7 @@ def test_copies_are_what_building_gives(monkeypatch, name, side, rate):
     copied = shared.blocks(q_block, k_block)
     monkeypatch.setattr(Term, "_square", lambda *_: None)
     built = shared.blocks(q_block, k_block)
-    assert copied.shape == built.shape
-    assert copied.heads == built.heads
-    for field in ("table", "row", "column", "full", "pairs"):
-        assert torch.equal(getattr(copied, field), getattr(built, field)), field
+    assert_same(copied, built)
 
 
 @pytest.mark.parametrize("name", FREE)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.masks.orders._layout import Compact
+from tests.masks.orders.test_tiling import tilings
 
 tokens, layout_rates = st.integers(1, 70), st.integers(1, 12)
 
@@ -17,17 +18,11 @@ def test_order_is_residue_major(N, rate):
     assert masks.Layout(N, rate).positions().tolist() == expected
 
 
-@given(tokens, layout_rates)
-def test_slots_invert_positions(N, rate):
-    layout = masks.Layout(N, rate)
-    assert layout.slots()[layout.positions()].tolist() == list(range(N))
-
-
-@given(tokens, layout_rates, st.sampled_from([0, 1, 2, -1, -2, -3]))
-def test_invert_undoes_apply(N, rate, dim):
-    layout = masks.Layout(N, rate)
-    shape = [2, 3, 4]
+@given(st.one_of(st.builds(masks.Layout, tokens, layout_rates), tilings()), st.sampled_from([0, 1, 2, -1, -2, -3]))
+def test_invert_undoes_apply(layout, dim):
+    N, shape = layout.num_slots, [2, 3, 4]
     shape[dim] = N
+    assert layout.slots()[layout.positions()].tolist() == list(range(N))
     x = torch.randn(shape)
     assert torch.equal(layout.invert(layout.apply(x, dim=dim), dim=dim), x)
     assert torch.equal(layout.apply(layout.invert(x, dim=dim), dim=dim), x)

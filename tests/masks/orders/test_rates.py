@@ -14,8 +14,7 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks import recipes
-from flexdilated.masks.blocks._exact_pairs import exact_pairs
-from flexdilated.masks.blocks._query_pairs import pairs_of_queries
+from flexdilated.masks.blocks._query_pairs import exact_pairs, pairs_of_queries
 from flexdilated.masks.core._algebra import And
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.core._check import LARGEST
@@ -25,6 +24,7 @@ from flexdilated.masks.orders._layout import residue_rate
 from flexdilated.masks.patterns import _random_blocks
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.lowering._ways import shared_terms
+from tests.masks.blocks.test_blocks import in_blocks
 
 # N tokens
 
@@ -113,7 +113,8 @@ def test_the_dense_rule_for_any_numbers(case, N, side):
         for layout in (None, order):
             mask = masks.block_mask(pattern, N, num_heads=1, layout=layout, block_size=side)
             place = position if layout is None else layout.positions()
-            assert torch.equal(mask.to_dense()[0, 0].bool(), _in_blocks(table[place][:, place], side))
+            pairs = in_blocks(table[place][:, place].long()[None], side, side)
+            assert torch.equal(mask.to_dense()[0, 0].bool(), pairs[0] > 0)
         assert int(count_cells(pattern, N, shape=(1, 1)).low.sum()) == int(table.sum())
         one = torch.tensor([0]), Progression(torch.tensor([0]), 1, torch.tensor([N]))
         assert int(exact_pairs(pattern, Box(one[0], one[1], one[1]))) == int(table.sum())
@@ -139,13 +140,6 @@ def test_told_and_decoded_for_any_numbers(case, N):
     with torch.no_grad():
         out = torch.cat([cache.attend(*each) for each in zip(*(x.split(1, 2) for x in (q, k, v)), strict=True)], 2)
     torch.testing.assert_close(out, _dense(table, q, k, v), rtol=1e-9, atol=1e-9)
-
-
-def _in_blocks(table: Tensor, side: int) -> Tensor:
-    rows = -(-len(table) // side)
-    padded = torch.zeros(rows * side, rows * side, dtype=torch.bool)
-    padded[: len(table), : len(table)] = table
-    return padded.view(rows, side, rows, side).any(3).any(1)
 
 
 def _boxes_of(patch: pytest.MonkeyPatch, kind: type[Pattern]) -> list[int]:

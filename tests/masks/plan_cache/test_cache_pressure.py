@@ -42,16 +42,6 @@ def test_copies_go_before_masters_and_the_oldest_first():
     assert cache.stats().evictions == 4
 
 
-def test_a_new_copy_is_not_its_own_victim():
-    """Where masters fill the budget, the oldest of them makes room."""
-    cache = Cache(100)
-    look_up(cache, "old", 50)
-    look_up(cache, "new", 50)
-    look_up(cache, "copy", 40, META)
-    assert held(cache) == ["copy", "new"]
-    assert look_up(cache, "copy", 40, META)
-
-
 def test_the_number_of_entries_is_bounded_too():
     cache = Cache(1000, 3)
     for key in "abcd":
@@ -109,16 +99,6 @@ def test_an_entry_stays_until_the_last_pin_goes():
     outer.release()
     look_up(cache, "b", 50)
     assert held(cache) == ["b"]
-
-
-def test_what_is_unpinned_is_the_last_used():
-    cache = Cache(100)
-    with cache.pin() as pins:
-        look_up(cache, "pinned", 40)
-    look_up(cache, "b", 40)
-    pins.release()
-    look_up(cache, "c", 40)
-    assert held(cache) == ["pinned", "c"]
 
 
 def test_pins_of_a_block_that_failed_are_released():

@@ -15,8 +15,7 @@ from flexdilated.distributed import Sharding
 from flexdilated.masks.core import Bound
 from flexdilated.masks.orders import Placement
 from flexdilated.masks.planning import Allowed, IntervalTerm, PaddedTerm, plan, plan_at
-from flexdilated.masks.planning.lowering import interval_terms
-from flexdilated.masks.planning.lowering._padded import padded_terms
+from flexdilated.masks.planning.lowering import interval_terms, padded_terms
 from tests.support.padded import padded_cases, padded_plan
 from tests.support.placed import parts
 from tests.support.strategies import block_sides

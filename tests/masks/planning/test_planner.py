@@ -186,23 +186,6 @@ def test_a_branch_that_counts_twice_is_computed_once():
     assert sorted(term.multiplicity for term in planned.terms) == [1, 2]
 
 
-def test_plans_are_kept_by_their_sizes():
-    def planned(**change: int):
-        sizes = {"num_heads": 2, "num_queries": 30, "num_keys": 40} | change
-        return plan(masks.longnet([8], [2]).bind(**sizes))
-
-    assert planned() is planned()
-    for change in (
-        {"q_offset": 3},
-        {"num_queries": 29},
-        {"num_keys": 41},
-        {"head_offset": 1},
-        {"num_heads": 3},
-    ):
-        assert planned(**change) is not planned()
-        assert planned(**change).bound != planned().bound
-
-
 def test_recommends_a_layout_only_where_rates_ask_for_one():
     assert recommended_layout(masks.causal(), 4096, num_heads=2) is None
     assert recommended_layout(masks.longnet([8], [2]), 1, num_heads=2) is None

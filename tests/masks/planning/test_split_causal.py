@@ -7,13 +7,11 @@ from dataclasses import replace
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.orders._layout import Compact
 from flexdilated.masks.planning._planner import plan
-from flexdilated.masks.planning.lowering._term import Term
 from flexdilated.masks.planning.lowering._ways import compact_terms, shared_terms, split_causal
+from tests.masks.planning.test_planner import weight_of_all
 from tests.support import oracle
 
 RULES = {
@@ -25,30 +23,6 @@ RULES = {
     ),
     "strided": (masks.strided(4) & masks.causal(), oracle.both(oracle.strided(4), oracle.causal())),
 }
-
-
-def pairs(terms: tuple[Term, ...], bound: masks.Bound) -> Tensor:
-    """How often each (head, query, key) is computed and allowed."""
-    found = torch.zeros(bound.num_heads, bound.num_queries, bound.num_keys, dtype=torch.int64)
-    for term in terms:
-        sides = [side if isinstance(side, Compact) else whole(side, term) for side in (term.q, term.k)]
-        q, k = (side.tokens() for side in sides)
-        slots = torch.arange(q.shape[2])[:, None] >= torch.arange(k.shape[2])
-        for index, head in enumerate(term.heads):
-            for rows, columns in zip(q[index], k[index], strict=True):
-                if term.shape == "blocks":
-                    at = rows[:, None] + bound.q_offset, columns[None] + bound.k_offset
-                    seen = term.rule.mask_mod(num_heads=bound.num_heads, device=torch.device("cpu"))(
-                        torch.tensor(0), torch.tensor(head), *at
-                    ).expand(len(rows), len(columns))
-                else:
-                    seen = slots if term.shape == "causal" else torch.ones_like(slots)
-                found[head][rows[:, None], columns[None]] += seen.long()
-    return found
-
-
-def whole(side, term: Term) -> Compact:
-    return Compact(term.heads, (0,) * len(term.heads), 1, side.num_slots, 1, side.num_slots)
 
 
 @given(
@@ -67,7 +41,7 @@ def test_the_same_pairs_each_once(name, sizes, offsets, heads):
     for terms in (compact_terms(pattern, 1, bound), shared_terms(pattern, 1, bound, 1)):
         split = None if terms is None else split_causal(terms)
         if split is not None:
-            assert torch.equal(pairs(split, bound), expected)
+            assert torch.equal(weight_of_all(split, expected.shape), expected)
 
 
 def test_queries_after_all_keys_are_one_dense_term():

@@ -1,6 +1,7 @@
-"""Padded lowering: a dilated branch as one block list over the active tokens of all its segments.
+"""Lists that all heads share: a branch as one list of blocks over the active tokens of all its segments.
 
-For engines whose kernels take lists of blocks: one term a branch, the same of every length.
+For engines whose kernels take lists of blocks: one term a branch, the same of every length, and over the tokens that a
+device holds however many runs of positions these are.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ...blocks import UNKNOWN, Blocks, ListedBlocks
-from ...core import Bound, Every, MaskMod, Pattern, index_dtype
-from ...orders import Padded
-from ...patterns import Causal
+from ...core import And, Bound, Every, MaskMod, Pattern, Ranges, index_dtype
+from ...orders import Held, Padded, Placement
+from ...patterns import Band, Causal, Dilated
 from ._term import Term
 from ._ways import split_dilated
 
-# H heads, F segments, R rows of blocks in a segment, C columns, S slots
+# H heads, T tables, F segments, S slots, Q of queries, K of keys, R rows of blocks (in a segment), C columns
 
 
 class SharedListTerm(Term):
@@ -49,8 +50,18 @@ class SharedListTerm(Term):
         """The slots of tokens that are in no pair, of queries and of keys; None where a side has none."""
         raise NotImplementedError
 
-    def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "..."], Bool[Tensor, "..."]]:
-        """Which blocks are full, and which are partial."""
+    def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
+        """The block list over all slots; segments must be filled up to such blocks."""
+        full, partial = self._listed(q_block, k_block)
+        segment, row, column = (full | partial).nonzero().unbind(1)
+        rows, columns = full.shape[1:]
+        table = torch.zeros(len(row), dtype=torch.int32)
+        places = (segment * rows + row).int(), (segment * columns + column).int()
+        unknown, shape = torch.full_like(table, UNKNOWN), (self.q.num_slots, self.k.num_slots, q_block, k_block)
+        return Blocks(*shape, self.tables(), table, *places, full[segment, row, column], unknown)
+
+    def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
+        """Which blocks of each segment are full, and which are partial; of all slots together where it has no slots."""
         raise NotImplementedError
 
 
@@ -90,19 +101,6 @@ class PaddedTerm(SharedListTerm):
     def moved(self, q_tokens: int, k_tokens: int) -> PaddedTerm:
         q, k = self.q.moved(q_tokens), self.k.moved(k_tokens)
         return replace(self, q=q, k=k, q_offset=self.q_offset - q_tokens, k_offset=self.k_offset - k_tokens)
-
-    def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
-        """The block list over all slots; segments must be filled up to such blocks."""
-        full, partial = self._listed(q_block, k_block)
-        segment, row, column = (full | partial).nonzero().unbind(1)
-        rows, columns = full.shape[1:]
-        table = torch.zeros(len(row), dtype=torch.int32)
-        shape = (self.q.num_slots, self.k.num_slots, q_block, k_block)
-        place = (segment * rows + row).int(), (segment * columns + column).int()
-        order = (place[0].long() * shape[1] + place[1]).argsort()
-        is_full = full[segment, row, column]
-        parts = (table, *place, is_full, torch.full_like(table, UNKNOWN))
-        return Blocks(*shape, self.tables(), *(each[order] for each in parts))
 
     def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
         """Which blocks of each segment are full, and which are partial."""
@@ -222,3 +220,118 @@ def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> t
     )  # fmt: skip
     # Where no token of either side is active nothing is to be computed.
     return (q, k) if all(bool((side.held()[1] > side.held()[0]).any()) for side in (q, k)) else None
+
+
+class IntervalTerm(SharedListTerm):
+    """Each query with the keys from one slot to another. Tokens are counted by position, of queries and of keys."""
+
+    q: Held  # pyright: ignore[reportIncompatibleVariableOverride]
+    k: Held  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @cached_property
+    def limits(self) -> tuple[Int64[Tensor, "T Q"], Int64[Tensor, "T Q"]]:
+        """Of each query of each row the slot of its first key, and one past its last; twice the same if it has none."""
+        queries, keys = self.q.positions, self.k.positions
+        first, past = _interval(self.rule.factors(), queries)
+        known = torch.where(keys < 0, torch.iinfo(torch.int64).max, keys)
+        low, high = (torch.searchsorted(known, each.contiguous()) for each in (first, past))
+        return low, torch.where(queries < 0, low, high.maximum(low))
+
+    def in_blocks_of(self, q_block: int, k_block: int) -> IntervalTerm:
+        return replace(self, q=self.q.in_blocks_of(q_block), k=self.k.in_blocks_of(k_block))
+
+    def pairs_of_heads(self) -> Int64[Tensor, " H"]:
+        """The pairs of each head, each once."""
+        low, high = self.limits
+        return (high - low).sum(1)[list(self.q.rows)]
+
+    def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "1 R C"], Bool[Tensor, "1 R C"]]:
+        """Which blocks are full, and which are partial."""
+        low, high = self.limits
+        rows, columns = -(-low.shape[1] // q_block), -(-self.k.num_slots // k_block)
+        some = high > low
+        row = torch.arange(low.shape[1]).expand_as(low)[some] // q_block
+        touched = torch.zeros(rows, columns + 1, dtype=torch.int32)
+        one = torch.ones_like(row, dtype=torch.int32)
+        touched.index_put_((row, low[some] // k_block), one, accumulate=True)
+        touched.index_put_((row, (high[some] - 1) // k_block + 1), -one, accumulate=True)
+        latest = torch.zeros(rows * q_block, dtype=torch.int64)
+        latest[: low.shape[1]] = low.amax(0)
+        soonest = torch.zeros(rows * q_block, dtype=torch.int64)  # of slots beyond the last: no block is full for them
+        soonest[: low.shape[1]] = high.amin(0)
+        latest, soonest = latest.view(rows, -1).amax(1), soonest.view(rows, -1).amin(1)
+        begin = torch.arange(columns) * k_block
+        full = (begin >= latest[:, None]) & (begin + k_block <= soonest[:, None])
+        return full[None], ((touched.cumsum(1)[:, :-1] > 0) & ~full)[None]
+
+    def hidden(self) -> tuple[Bool[Tensor, "1 H Q"] | None, Bool[Tensor, "1 H K"] | None]:
+        """The slots of tokens that are in no pair, of queries and of keys; None where a side has none."""
+        low, high = self.limits
+        steps = torch.zeros(len(low), self.k.num_slots + 1, dtype=torch.int64)
+        one = (high > low).long()
+        seen = steps.scatter_add(1, low, one).scatter_add(1, high, -one).cumsum(1)[:, :-1]
+        found = (low == high) & (self.q.positions >= 0), (seen == 0) & (self.k.positions >= 0)
+        rows = list(self.q.rows)
+        queries, keys = (side[None, rows] if bool(side.any()) else None for side in found)
+        return queries, keys
+
+    def mask_mod(self, device: torch.device) -> MaskMod:
+        """Closure (b, h, q slot, k slot) -> bool over the term's own heads."""
+        dtype = index_dtype(device, 0, self.k.num_slots)
+        rows = torch.tensor(self.q.rows, dtype=dtype, device=device)
+        return _between(rows, *(limit.to(device, dtype) for limit in self.limits))
+
+
+def _between(rows: Int64[Tensor, " H"], low: Int64[Tensor, "T Q"], high: Int64[Tensor, "T Q"]) -> MaskMod:
+    def seen(b, h, q, k):
+        row = rows[h]
+        return (low[row, q] <= k) & (k < high[row, q])
+
+    return seen
+
+
+def interval_terms(branch: Pattern, multiplicity: int, bound: Bound, placement: Placement) -> list[Term] | None:
+    """One term for all heads with the same segments, rates and rule; None if the rule of a head has no such form.
+
+    A head's rule must be an intersection of bands without steps and of dilated segments, one of these with a rate.
+    """
+    groups: dict[tuple[Pattern, int, int], dict[int, tuple[int, Ranges]]] = {}
+    of_head = placement.keys
+    for head in range(bound.num_heads):
+        factors = branch.for_head(head + bound.head_offset, bound.num_heads_global).factors()
+        sparse = [each for each in factors if isinstance(each, Dilated) and each.rate > 1]
+        if len(sparse) > 1 or not all(map(_is_interval, factors)):
+            return None
+        base = sparse[0] if sparse else Dilated(1, 1, 0)
+        assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
+        # What is left of a dilated segment once its active tokens are chosen.
+        left = And.of(*(Dilated(base.segment, 1, 0) if each == base else each for each in factors))
+        row = base.offset, of_head[head * len(of_head) // bound.num_heads]
+        groups.setdefault((left, base.segment, base.rate), {})[head] = row
+    terms: list[Term] = []
+    for (rule, segment, rate), row_of in groups.items():
+        rows = tuple(dict.fromkeys(row_of.values()))
+        where = tuple(map(rows.index, row_of.values())), rate, segment
+        offsets, runs = zip(*rows, strict=True)
+        sides = Held(offsets, (placement.queries,) * len(rows), *where), Held(offsets, runs, *where)
+        term = IntervalTerm.of(bound, rule, "blocks", multiplicity, *cast(Any, sides), heads=tuple(row_of))
+        if term.counted_pairs():
+            terms.append(term)
+    return terms
+
+
+def _is_interval(factor: Pattern) -> bool:
+    return isinstance(factor, Dilated | Every) or (isinstance(factor, Band) and factor.step == 1)
+
+
+def _interval(factors: tuple[Pattern, ...], query: Int64[Tensor, "H Q"]) -> tuple[Tensor, Tensor]:
+    """The first position that each query may see, and one past the last."""
+    first, past = torch.zeros_like(query), torch.full_like(query, torch.iinfo(torch.int64).max)
+    for factor in factors:
+        if isinstance(factor, Dilated):
+            begin = query - query % factor.segment
+            first, past = first.maximum(begin), past.minimum(begin + factor.segment)
+        elif isinstance(factor, Band):
+            first = first if factor.least is None else first.maximum(query + factor.least)
+            past = past if factor.most is None else past.minimum(query + factor.most + 1)
+    return first, past
