@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.attention
 
 import flexdilated
-from flexdilated.cli._flash import active_implementation
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 _READ_OUT = {
@@ -94,7 +94,7 @@ def _accelerator_versions() -> dict[str, str]:
         "cuda": torch.version.cuda or "none",
         "cudnn": "none" if cudnn is None else str(cudnn),
         **{key: version for key, version in found.items() if version is not None},
-        "flash_attention": active_implementation(),
+        "flash_attention": getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)() or "FA2",
     }
 
 

@@ -68,7 +68,7 @@ def test_more_blocks_than_are_held(data):
     sizes, sides = {"num_queries": 40, "num_keys": 40}, (4, 8)
     found = built(pattern, sizes, sides)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_cover, "_MOST_LEAVES", 3)
+        patch.setattr(_cover, "_MOST_LEAVES", data.draw(st.integers(3, 20)))
         assert same(found, built(pattern, sizes, sides))
 
 

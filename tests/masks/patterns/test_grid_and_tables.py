@@ -114,6 +114,14 @@ def test_a_table_a_head():
     assert last.tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
 
 
+def test_long_rows_are_searched():
+    """Rows of more blocks than are compared one by one, beside short and empty ones."""
+    rows = [range(0, 40, 3), range(1, 40, 2), [5], [], range(40)]
+    mask = evaluated(masks.block_list(rows, block=2).bind(num_heads=1, num_queries=10, num_keys=81))
+    expected = oracle.counts(oracle.block_list([rows], 2), range(1), 1, torch.arange(10), torch.arange(81))
+    assert torch.equal(mask.long(), expected)
+
+
 def test_the_order_of_a_row_does_not_matter():
     one, other = masks.block_list([[2, 0, 1]], block=4), masks.block_list(((0, 1, 2),), block=4)
     assert one == other
@@ -250,10 +258,12 @@ landmarks = st.sampled_from([(True, True), (True, False), (False, True)]).flatma
     st.one_of(random_blocks(), block_lists(), neighborhoods(), landmarks), positions, positions, positions, st.data()
 )
 def test_rows_in_closed_form(twin, query, start, stop, data):
-    """Also over blocks of several sizes."""
+    """Also over blocks of several sizes, and counted from a position on."""
     block = data.draw(st.integers(0, 5))
     twin = twins.blockwise(twin, block) if block else twin
+    twin = twin.after(data.draw(st.integers(0, 20)))
     keys = twin.pattern.for_head(0, 2).row(query, range(start, stop))
+    assert keys is not None
     seen = twin.rule(0, 2, torch.tensor([query]), torch.arange(stop))[0] if stop else torch.zeros(0)
     expected = [key for key in seen.nonzero().flatten().tolist() if key >= start]
     assert sorted(key for part in keys for key in part) == expected
