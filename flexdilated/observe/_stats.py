@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -60,7 +61,7 @@ class Stats:
 
     def to_data(self) -> dict[str, Any]:
         """The same as dictionaries, lists, numbers and text, which JSON takes."""
-        return _plain(asdict(self))
+        return json.loads(json.dumps(asdict(self)))
 
     def __str__(self) -> str:
         """A part for each, under its name; text in the order of the fields."""
@@ -125,9 +126,3 @@ def _plan_sources(found: Stats) -> str:
     rows = [(f"constants of {kind}", source) for kind, source in found.constants] or [("constants", "none used yet")]
     rows.append(("calls that autotune chose for", f"{found.measured:,}"))
     return tabulate(rows, tablefmt="plain", disable_numparse=True)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value

@@ -54,7 +54,8 @@ class SelectionCall(NamedTuple):
 
     def both(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
         """`within`, and `always` behind it, with the values of run-time tensors in the order of their names."""
-        both = Mixture.of(*(read_text(text) for text in (self.within, self.always) if text))
+        patterns: list[Any] = [read_text(text) for text in (self.within, self.always) if text]
+        both = Mixture.of(*patterns)
         return both.resolve(dict(zip(names(both), bindings, strict=True)), extent)
 
 

@@ -275,7 +275,7 @@ def test_a_call_that_fails_leaves_no_trace(seen, monkeypatch) -> None:
             patch.setattr(_kv_cache, name, mock.Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 cache.attend(*(x[:, :, seen:stop] for x in (q, k, v)))
-        assert cache.num_tokens == seen
+        assert cache.num_tokens == cache.num_kept == seen
     second = decode(cache, *(x[:, :, seen:] for x in (q, k, v)), (1,))
     assert_close(torch.cat([first, second], 2), fd.attend(q, k, v, LONGNET, enable_gqa=True), **TIGHT)
 

@@ -63,9 +63,9 @@ def test_a_classifier_learns():
     ):
         sizes = {"depth": 1, "segment_lengths": (24,), "dilation_rates": (1,), "position": None}
         model = fd.LongNetClassifier(replace(TINY, causal=False, **sizes), outputs)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
         losses = []
-        for _ in range(80):
+        for _ in range(40):
             loss = loss_of(model(tokens))
             optimizer.zero_grad()
             loss.backward()
@@ -122,7 +122,7 @@ def test_checkpointed_encoder_and_decoder_have_the_same_gradients():
 @pytest.mark.slow
 def test_encoder_and_decoder_compile():
     torch.compiler.reset()
-    model = pair_of(depth=1).float()
+    model = pair_of(depth=1, segment_lengths=(16,), dilation_rates=(2,)).float()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for lengths in ((31, 12), (40, 9)):
         source, tokens = tokens_of(lengths[0], 23), tokens_of(lengths[1])

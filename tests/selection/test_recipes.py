@@ -173,26 +173,8 @@ def test_native_sparse_attention_is_its_plain_statement(size, options, seed) -> 
         assert_close(*(torch.zeros_like(leaf) if grad is None else grad for grad in (one, other)))
 
 
-def test_native_sparse_attention_knows_no_later_token() -> None:
-    """To the last bit, the choice included; and in two chunks as in one pass."""
-    torch.manual_seed(0)
-    layer = layer_of(4, 2, NSA)
-    x, q, (k, v) = (
-        torch.randn(1, 40, 3).double(),
-        torch.randn(1, 4, 40, 4).double(),
-        torch.randn(2, 3, 1, 2, 40, 4).double(),
-    )
-    whole = layer(x, q, k, v)
-    later = layer(x, *(torch.cat([y[..., :23, :], 5 - y[..., 23:, :]], -2) for y in (q, k, v)))
-    assert later[:, :, :23].equal(whole[:, :, :23])
-    first = layer(x[:, :23], q[:, :, :23], k[..., :23, :], v[..., :23, :])
-    second = layer(x[:, 23:], q[:, :, 23:], k, v, q_offset=23)
-    assert_close(torch.cat([first, second], 2), whole)
-
-
-def test_portions_of_queries_choose_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flexdilated.selection.recipes import _native
-
+def test_native_sparse_attention_knows_no_later_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, the choice included; in two chunks as in one pass, and in portions of the queries."""
     torch.manual_seed(0)
     layer = layer_of(4, 2, NSA)
     x, q, (k, v) = (
@@ -201,8 +183,14 @@ def test_portions_of_queries_choose_as_all_at_once(monkeypatch: pytest.MonkeyPat
         torch.randn(2, 3, 2, 2, 40, 4).double(),
     )
     whole = layer(x, q, k, v)
-    monkeypatch.setattr(_native, "_AT_ONCE", 2 * 4 * 19 * 7)
-    assert_close(layer(x, q, k, v), whole)
+    with monkeypatch.context() as patch:
+        patch.setattr("flexdilated.selection.recipes._native._AT_ONCE", 2 * 4 * 19 * 7)
+        assert_close(layer(x, q, k, v), whole)
+    later = layer(x, *(torch.cat([y[..., :23, :], 5 - y[..., 23:, :]], -2) for y in (q, k, v)))
+    assert later[:, :, :23].equal(whole[:, :, :23])
+    first = layer(x[:, :23], q[:, :, :23], k[..., :23, :], v[..., :23, :])
+    second = layer(x[:, 23:], q[:, :, 23:], k, v, q_offset=23)
+    assert_close(torch.cat([first, second], 2), whole)
 
 
 @settings(max_examples=15)
