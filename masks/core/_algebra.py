@@ -50,7 +50,9 @@ class OnePart(Pattern):
     def __post_init__(self) -> None:
         if not isinstance(self.part, Pattern):
             raise TypeError(f"{self.kind} needs a set pattern; got {self.part!r}")
-        if self.recounts and self.part.varies:
+        if self.recounts and any(
+            leaf.is_run_time for leaf in self.part.leaves()
+        ):  # not `varies`: a graph takes no lock
             raise ValueError(
                 f"{self.kind} needs a pattern without run-time tensors, which go by token: intersect the result with "
                 f"their pattern instead; got {self.part!r}"

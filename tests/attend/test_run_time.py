@@ -191,7 +191,7 @@ ROW, PAIR = torch.tensor([0, 0, 1, 1]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]
             r"shape \(4,\) or \(batch, 4\), one for each position",
         ),
         (lambda: masks.causal().per_document(masks.causal()), TypeError, "document ids, or a pattern of documents"),
-        (lambda: masks.lengths([1, 2]).per_document(ROW), ValueError, "positions from each document's start"),
+        (lambda: masks.lengths([1, 2]).per_document(ROW), ValueError, "per_document needs a pattern without run-time"),
         (lambda: masks.documents(ROW) | masks.documents(PAIR), ValueError, "two tensors go by the name 'documents'"),
         (lambda: masks.documents("ids"), ValueError, "needs the run-time tensor 'ids'"),
     ],
