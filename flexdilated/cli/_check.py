@@ -24,8 +24,9 @@ from ._pattern import PATTERN, fitting_heads, read_pattern
 _HEADS = 4
 _MOST_PAIRS = 1 << 22  # over all heads: the tables in which each is looked at then fill most of a gigabyte
 _SEEDS = 1 << 62  # torch's generators take 64 bits, and the number of the example is added
-_BOXES, _CALLS = 25, 100  # examples between two steps of the bar
+_BOXES = 25  # examples between two steps of the bar
 _HEAD_DIMS = (8, 1, 3, 16)
+_LEAST_CALLS = 8  # of one number of key/value heads and one head dim
 # Four calls a length: two kinds of values, gradients through output and lse, and queries that begin later.
 _CHECKS = ("agreement", "gradients", "decoding")
 
@@ -120,10 +121,12 @@ def _steps(
         parts = [attend(q[:, :, a:b], k, v, pattern, enable_gqa=True, q_offset=a) for a, b in places]
         return torch.cat(parts, dim=2)
 
-    calls, groups = Calls(plain=whole, decoded=in_two), [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-    for turn, first in enumerate(range(0, examples, _CALLS)):
-        number = min(_CALLS, examples - first)
-        tried = {"examples": max(2, number // 4), "calls": calls, "checks": _CHECKS, "seed": seed + first}
-        shapes = {"num_kv_heads": groups[turn % len(groups)], "head_dim": _HEAD_DIMS[turn % len(_HEAD_DIMS)]}
-        check_attention_module(lambda: attend, pattern, **sizes, **shapes, **tried)
+    groups = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+    shapes = [{"num_kv_heads": group, "head_dim": dim} for dim in _HEAD_DIMS for group in groups]
+    each = max(_LEAST_CALLS, -(-examples // len(shapes)))
+    for turn, first in enumerate(range(0, examples, each)):
+        number = min(each, examples - first)
+        tried = {"examples": max(2, number // 4), "calls": Calls(plain=whole, decoded=in_two), "checks": _CHECKS}
+        shape = shapes[turn % len(shapes)]
+        check_attention_module(lambda: attend, pattern, **sizes, **shape, **tried, seed=seed + first)
         yield number, "attend"

@@ -129,7 +129,10 @@ def _flash_attention() -> list[Finding]:
     current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
     others = ", ".join(getattr(torch.nn.attention, "list_flash_attention_impls", list)())
     known = f"; torch.nn.attention.activate_flash_attention_impl knows {others}" if others else ""
-    is_there = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    try:
+        is_there = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    except ImportError:  # what was built for another torch fails as it is looked into
+        is_there = None
     importable = "flash_attn.cute is importable" if is_there else "no flash_attn.cute"
     return [
         ("flash attention on cuda", f"{current() or 'FA2'} is active{known}"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .. import __version__
 from . import _check, _demo, _doctor, _explain, _plan, _show, _tune
 from ._command_parser import CommandParser, UsageError
-from ._output import tell, written
+from ._output import require_open, tell, written
 
 # What `python -m flexdilated --help` says of each command, and where its arguments stand.
 _COMMANDS = {
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "flexdilated"
 def _run(arguments: Sequence[str] | None, program: str) -> int:
     try:
         options = _parser(program).parse_args(arguments)
+        require_open()
         return options.command(options)
     except UsageError as error:
         tell(str(error))

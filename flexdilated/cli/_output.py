@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from time import monotonic
@@ -28,10 +28,12 @@ _SECONDS_BETWEEN_LINES = 10.0
 def written(run: Callable[[], int]) -> int:
     """Run, write what is left of the output, and return the exit status: 2 if it cannot be written, 141 if unread."""
     try:
-        try:
-            return run()
-        finally:
-            sys.stdout.flush()  # not left to the interpreter's end, which would print a traceback
+        with _standard_error():
+            try:
+                return run()
+            finally:
+                if sys.stdout is not None:  # not left to the interpreter's end, which would print a traceback
+                    sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as `head` has
         _discard()
         return _UNREAD
@@ -43,9 +45,26 @@ def written(run: Callable[[], int]) -> int:
         return 2
 
 
+def require_open() -> None:
+    """Raise UsageError where standard output was closed before the command began, as by `>&-` in a shell."""
+    if sys.stdout is None:
+        raise UsageError("standard output must be open, as the answer is printed there; got it closed")
+
+
 def tell(error: str) -> None:
-    """One line on standard error."""
-    print(f"flexdilated: error: {error}", file=sys.stderr, flush=True)
+    """One line on standard error, if it can be written."""
+    with _standard_error(), suppress(OSError):
+        print(f"flexdilated: error: {error}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _standard_error() -> Iterator[None]:
+    """Where it was closed, as by `2>&-`, what is written to it goes nowhere, and not to standard output."""
+    if sys.stderr is not None:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
+        yield
 
 
 def _discard() -> None:
@@ -90,8 +109,8 @@ def prepare(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise UsageError(f"--out must be a folder that can be written; {folder}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--out must be a folder that can be written; {_said(folder, error)}") from None
 
 
 def require_file(flag: str, path: Path | None, kinds: Sequence[str]) -> None:
@@ -117,8 +136,13 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
             write(path)
         else:
             _move_in(Path(os.path.realpath(path)), path.suffix, write)
-    except OSError as error:
-        raise UsageError(f"the file must be one that can be written; {path}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the file must be one that can be written; {_said(path, error)}") from None
+
+
+def _said(path: Path, error: OSError | ValueError) -> str:
+    """A path and what is wrong with it; one that holds a NUL is a ValueError."""
+    return f"{path}: {error.strerror}" if isinstance(error, OSError) else f"{str(path)!r}: {error}"
 
 
 def _move_in(path: Path, suffix: str, write: Callable[[Path], object]) -> None:

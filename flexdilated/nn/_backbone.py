@@ -128,9 +128,10 @@ class LongNetBackbone(Pretrained):
         caches: Sequence[KVCache] | None = None,
         memory: Float[Tensor, "B M E_memory"] | None = None,
         memory_padding_mask: Bool[Tensor, "B M"] | None = None,
-    ) -> Float[Tensor, "B N E"]:
-        """Features of tokens in [0, vocab_size); with vocab_size=None, of embedded inputs.
+    ) -> Float[Tensor, "B N out"]:
+        """Features (B, N, E) of tokens in [0, vocab_size), or of embedded inputs with vocab_size=None.
 
+        A `LongNet` gives logits (B, N, vocab_size) of the next tokens, or features where it has no vocabulary.
         key_padding_mask: True for tokens to which no token may attend; pad on the right, as positions count from
         the first token; with a mesh it is the mask of the whole sequence. With `caches`, from `new_caches`, the
         tokens follow those that went through them before. memory: what every token attends to, of a model with

@@ -83,13 +83,13 @@ def _on_two_processes(sent: bytes) -> list[bytes]:
 
 def _rank(rank: int, folder: Path, sent: bytes, timeout_s: float) -> None:
     """One process: its answer in a file, or what it raised in another."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
     torch.set_num_threads(1)
     if sys.platform == "linux":  # elsewhere gloo finds the way by the host's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
         meeting = f"file://{folder / 'meeting'}"
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=timeout)

@@ -87,11 +87,11 @@ def test_what_is_drawn(monkeypatch) -> None:
     rules, calls = [], []
     monkeypatch.setattr(_check, "check_pattern", lambda pattern, **sizes: rules.append(sizes))
     monkeypatch.setattr(_check, "check_attention_module", lambda factory, pattern, **sizes: calls.append(sizes))
-    assert main(["check", "causal()", "--seed", "1000", "--examples", "360"]) == 0
-    for told, examples in ((rules, 360), (calls, 90)):
+    assert main(["check", "causal()", "--seed", "1000", "--examples", "384"]) == 0
+    for told, examples in ((rules, 384), (calls, 96)):
         seeds = [each["seed"] for each in told]
         assert len(set(seeds)) == len(seeds) > 1
-        assert all(1000 <= seed < 1360 for seed in seeds)
+        assert all(1000 <= seed < 1384 for seed in seeds)
         assert sum(each["examples"] for each in told) == examples
     assert {each["num_kv_heads"] for each in calls} == {1, 2, 4}
     assert len({each["head_dim"] for each in calls}) == 4

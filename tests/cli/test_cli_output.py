@@ -52,6 +52,23 @@ def test_a_reader_that_has_gone_is_no_error(command, monkeypatch, capsys) -> Non
     assert "error" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [COMMANDS["show"], COMMANDS["explain"], ["demo"], ["tune"]])
+def test_a_closed_output_is_refused_before_any_work(command, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(command) == 2
+    rule = "standard output must be open, as the answer is printed there; got it closed"
+    assert capsys.readouterr().err == f"flexdilated: error: {rule}\n"
+
+
+def test_closed_standard_error_does_not_end_in_the_output(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    assert main(COMMANDS["check"]) == 0
+    assert main(["show", "casual()"]) == 2
+    printed = capsys.readouterr().out
+    assert printed.startswith("causal(): no counterexample")
+    assert "casual" not in printed
+
+
 def test_an_error_that_is_not_of_the_output_stays_one(monkeypatch) -> None:
     def missing():
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "a library's own file")

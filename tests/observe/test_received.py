@@ -108,7 +108,7 @@ def test_half_precision_runs_in_float32_on_cpu(case, data, dtype):
 
 
 @pytest.mark.parametrize("sides", [8, 16, (16, 32)])
-@pytest.mark.parametrize("num_tokens", [1, 48])
+@pytest.mark.parametrize("num_tokens", [1, 47])
 def test_block_sides_change_nothing(sides, num_tokens):
     torch.manual_seed(num_tokens)
     pattern = masks.neighborhood((6, 8), 1) | masks.first_tokens(2)

@@ -59,6 +59,7 @@ flexdilated.masks: BlockRates Bound EMPTY FULL Layout Machine Mixture PARTIAL Pa
     explain from_json layout machine parse plot recipes recommended_layout set_machine show snapped to_json
 """  # and the constructors of masks, which register themselves
 PUBLIC = {name: names.split() for name, names in re.findall(r"^([\w.]+):((?:.*\n)(?: .*\n)*)", _PUBLIC, re.MULTILINE)}
+assert len(PUBLIC) == _PUBLIC.count(":"), "every package of the text is read"
 
 
 def sources() -> dict[str, Path]:
