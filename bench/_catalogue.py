@@ -52,7 +52,7 @@ def _read(text: str, num_tokens: int) -> Pattern | Mixture:
 _LONGNET = "masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])"
 _LONGNET_SMALL = "masks.longnet([16, 32, 64], [1, 2, 4])"
 
-_QUADRATIC = "The number of blocks grows with the square of the tokens, so fewer tokens are measured."
+QUADRATIC = "The number of blocks grows with the square of the tokens, so fewer tokens are measured."
 _WIDE_ROW = (
     "A `BlockMask` is as wide as its longest row, and {} lists every block: 8,192 x 8,192 entries, once by queries "
     "and once by keys. The lists behind it are short."
@@ -66,8 +66,8 @@ _ROW_MAJOR = (
 )
 
 ENTRIES = (
-    Entry("causal", "masks.causal()", "masks.causal()", largest=1 << 18, build_why=_QUADRATIC),
-    Entry("every", "masks.every()", "masks.every()", largest=1 << 17, build_why=_QUADRATIC),
+    Entry("causal", "masks.causal()", "masks.causal()", largest=1 << 18, build_why=QUADRATIC),
+    Entry("every", "masks.every()", "masks.every()", largest=1 << 17, build_why=QUADRATIC),
     Entry("local_window", "masks.local_window(left=4095, right=0)", "masks.local_window(left=20, right=0)"),
     Entry(
         "dilated_window",
@@ -82,7 +82,7 @@ ENTRIES = (
         "masks.fixed(16, summary=4) & masks.causal()",
         largest=1 << 18,
         waste_why=_QUARTER,
-        build_why=_QUADRATIC,
+        build_why=QUADRATIC,
     ),
     Entry("dilated", "masks.dilated(8192, 4) & masks.causal()", "masks.dilated(32, 4) & masks.causal()"),
     Entry("longnet", f"{_LONGNET} & masks.causal()", f"{_LONGNET_SMALL} & masks.causal()", num_heads=4),
@@ -110,7 +110,7 @@ ENTRIES = (
         "masks.landmark_tokens(64, rows=False) & masks.causal()",
         "masks.landmark_tokens(8, rows=False) & masks.causal()",
     ),
-    Entry("prefix_lm", "masks.prefix_lm(8192)", "masks.prefix_lm(20)", largest=1 << 18, build_why=_QUADRATIC),
+    Entry("prefix_lm", "masks.prefix_lm(8192)", "masks.prefix_lm(20)", largest=1 << 18, build_why=QUADRATIC),
     Entry(
         "random_blocks",
         "masks.random_blocks(num_tokens, block=128, count=3)",
@@ -228,7 +228,7 @@ ENTRIES = (
         "recipes.sparse_transformer_fixed(16, summary=4)",
         largest=1 << 18,
         waste_why=_QUARTER,
-        build_why=_QUADRATIC,
+        build_why=QUADRATIC,
     ),
     Entry("streaming_llm", "recipes.streaming_llm(4096)", "recipes.streaming_llm(16)"),
     Entry(

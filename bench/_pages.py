@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _selection_tables, _tables
-from ._catalogue import ENTRIES, MILLION, Entry
+from ._catalogue import ENTRIES, MILLION, QUADRATIC, Entry
 from ._guard_cases import CASES
 from ._jobs import tokens_text
 from ._report import (
@@ -55,17 +55,15 @@ def _section_of(entry: Entry) -> Part:
 
 def _section(entry: Entry, figures: Figures) -> str:
     heads = f", {entry.num_heads} heads" if entry.num_heads > 1 else ""
-    larger = f" (`{entry.million}`)" if entry.million else ""
+    larger = f", at a million tokens `{entry.million}`" if entry.million else ""
     lines = [
         f"![{entry.name}](images/catalogue/{file_name(entry)})",
         "",
-        f"Drawn: `{entry.small}`. Measured: `{entry.text}`{heads}, {_density(figures)} of pairs, "
-        f"waste {figures['waste']:.3f} ({figures['layout']});",
-        f"tables for {tokens_text(figures['built_tokens'])} tokens{larger} in {_cost(figures, 'build')}.",
+        f"Drawn: `{entry.small}`. Measured: `{entry.text}`{heads}{larger}.",
     ]
     if not WASTE.met_by(figures["waste"]):
         lines.append(f"*Waste:* {entry.waste_why}")
-    if not _built(figures) and entry.build_why:
+    if not _built(figures) and entry.build_why not in ("", QUADRATIC):  # which the page says once
         lines.append(f"*At a million tokens:* {entry.build_why}")
     return "\n".join(lines)
 
