@@ -41,9 +41,7 @@ _ORDERS: tuple[Order, ...] = ("contiguous", "zigzag")
 _SCHEDULES: tuple[Schedule, ...] = ("exchange", "ring", "heads")
 
 
-@measure(
-    "D2", spec=LONGNET_4.shrunk(128), size=Size(128, num_heads=4, head_dim=8), ranks=2, schedules=("exchange",), steps=1
-)
+@measure("D2", spec=LONGNET_4.shrunk(128), size=Size(128, num_heads=4, head_dim=8), ranks=2, steps=1)
 def planning_collectives(
     spec: LongNet = LONGNET_4.shrunk(8),
     size: Size = Size(2048, num_heads=8, head_dim=16),

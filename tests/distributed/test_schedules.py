@@ -308,18 +308,21 @@ def test_flex_attends_to_what_came():
     assert max(on_ranks(2, flex_and_refusals, a_case(2, D=16))) < 1e-5
 
 
-def steps_and_transfers(case: ShardedCase) -> list[dict[str, int]]:
+def steps_and_transfers(case: ShardedCase, schedule: str) -> list[dict[str, int]]:
     """The transfers of each of three steps."""
     found = []
     for _ in range(3):
         traffic().reset()
-        call(case, *leaves_of(case), schedule="exchange")[0].sum().backward()
+        call(case, *leaves_of(case), schedule=schedule)[0].sum().backward()
         found.append(dict(traffic().transfers))
     return found
 
 
 def test_nothing_is_planned_together_after_the_first_step():
-    """One all-to-all for the keys and one for the gradients; the set-up's check is made once."""
-    for steps in on_ranks(3, steps_and_transfers, a_case(3)):
+    """The set-up's check is made once. An exchange is one all-to-all for the keys and one for the gradients."""
+    for steps in on_ranks(3, steps_and_transfers, a_case(3), "exchange"):
         assert steps[0] == {"set-up": 1, "keys": 1, "gradients": 1}
         assert steps[1:] == [{"keys": 1, "gradients": 1}] * 2
+    for first, *later in on_ranks(3, steps_and_transfers, a_case(3), "ring"):
+        assert first["set-up"] == 1
+        assert later == [{role: times for role, times in first.items() if role != "set-up"}] * 2

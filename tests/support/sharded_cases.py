@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing import assert_close
 
 from flexdilated import masks
-from flexdilated.distributed import BufferPool, Sharding, attend, traffic
+from flexdilated.distributed import Sharding, attend, traffic
 from flexdilated.distributed.group._ranks import Ranks
 from flexdilated.distributed.heads._heads import attend_heads
 from flexdilated.testing import MEMORY_LAYOUTS, laid_out
@@ -29,7 +29,7 @@ from tests.support.twins import Twin
 # B batch, H query heads, G key/value heads, N tokens of all ranks, D head dim
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
-Way = Mapping[str, Any]  # options of the call; "pool": True is one of the rank's own
+Way = Mapping[str, Any]  # options of the call
 WAYS: tuple[Way, ...] = ({"schedule": "exchange"}, {"schedule": "ring"})
 HEADS: Way = {"schedule": "heads"}
 
@@ -95,9 +95,7 @@ def by_way(cases: Sequence[ShardedCase], ways: Sequence[Way] = WAYS) -> Iterator
 
 def run(cases: Sequence[ShardedCase], ways: Sequence[Way]) -> list[list[Shares]]:
     """On a rank: its shares of every case, each way."""
-    pool = BufferPool(threshold_bytes=0, debug=True)
-    given = [{**way, **({"pool": pool} if way.get("pool") is True else {})} for way in ways]
-    return [[shares_of(case, **way) for way in given] for case in cases]
+    return [[shares_of(case, **way) for way in ways] for case in cases]
 
 
 def line() -> DeviceMesh:

@@ -25,7 +25,9 @@ def test_the_pictures_are_those_that_the_code_draws() -> None:
     """In the middles of cells, where lines do not reach; letters may differ by the fonts at hand."""
     from matplotlib.image import imread
 
-    for name, figure in script().pictures():
+    pictures = dict(script().pictures())
+    assert set(pictures) == {f"gallery/{path.name}" for path in (DOCS / "images" / "gallery").iterdir()}
+    for name, figure in pictures.items():
         pixels = (torch.from_numpy(imread(DOCS / "images" / name))[..., :3] * 255).round().long()
         width, height = (round(float(side) * figure.dpi) for side in figure.get_size_inches())
         assert pixels.shape[:2] == (height, width), name
