@@ -1,7 +1,7 @@
 """One embedding for a slide, from the features of its tiles and their places, by Prov-GigaPath's slide encoder.
 
 python docs/examples/encode_slide.py --features tiles.pt --weights slide_encoder.pth --out embedding.pt
-python docs/examples/encode_slide.py --embed-dim 64 --depth 2 --heads 4     # a real slide, random weights
+python docs/examples/encode_slide.py --embed-dim 64 --depth 2 --heads 4     # a real slide (extra demo), random weights
 
 tiles.pt: a dict of "tile_embeds" (tiles, features) and "coords" (tiles, 2), corners in pixels, written by `torch.save`.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -19,11 +20,16 @@ EXTRAS = {
 
 
 def find(package: str) -> ModuleType | None:
-    """The imported package, or None where it is not installed."""
+    """The imported package, or None where it is not installed.
+
+    Copies that setuptools brings for itself do not count: torch puts them on the path when it looks for a compiler, and
+    other processes do not have them.
+    """
     try:
-        return import_module(package)
+        found = import_module(package)
     except ImportError:
         return None
+    return None if "_vendor" in Path(found.__file__ or "").parts else found
 
 
 def missing_line(package: str) -> str:

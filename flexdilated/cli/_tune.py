@@ -12,7 +12,7 @@ from ..engines import CallKey, TuningKey
 from ..masks.planning import Machine, MachineKey, Measured, forget_machines, stored_path, write_json
 from ..tuning import KINDS, Inputs, Trialled, Trials, keep, measure, measure_machine
 from ._command_parser import CommandParser, UsageError
-from ._machine import available_devices, missing_line
+from ._machine import available_devices, find, missing_line
 from ._pattern import MOST_HEADS, AskedPattern, add_pattern_arguments, asked_from, one_rule
 
 _FAR_APART = 1.5  # slowest over fastest, beyond which constants say little
@@ -66,7 +66,7 @@ def _tune_machine(options: argparse.Namespace) -> int:
 
 
 def _stored(device: str) -> Path:
-    path = stored_path(MachineKey.of(device))
+    path = stored_path(MachineKey.of(device)) if find("platformdirs") else None
     if path is None:
         raise UsageError(f"{missing_line('platformdirs')}, or name a file: --out FILE")
     return path

@@ -15,6 +15,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.cli import _doctor, main
 from flexdilated.cli._doctor import Case
+from flexdilated.cli._machine import find
 from tests.support import ranks
 
 
@@ -333,3 +334,16 @@ def test_the_case_of_flex(monkeypatch) -> None:
     assert flex.skipped is None
     assert flex.failures() == []
     assert set(asked) == {"flex"}
+
+
+def test_a_copy_that_setuptools_brings_is_not_installed(tmp_path, monkeypatch) -> None:
+    """torch puts such copies on the path when it looks for a compiler; later processes do not have them."""
+    copies = tmp_path / "setuptools" / "_vendor"
+    copies.mkdir(parents=True)
+    (copies / "brought_along.py").touch()
+    (tmp_path / "installed_here.py").touch()
+    for folder in (copies, tmp_path):
+        monkeypatch.syspath_prepend(folder)
+    assert find("brought_along") is None
+    assert find("installed_here") is not None
+    assert find("nowhere_at_all") is None
