@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -134,7 +134,9 @@ def _branches(config: LongNetConfig) -> str:
 
 
 def _attention_time(config: LongNetConfig, context: int, device: str) -> dict[str, float] | None:
-    """Milliseconds of one layer's attention beside causal dense SDPA, forward and backward, means after a warm-up.
+    """Milliseconds of one layer's attention beside causal dense SDPA, forward and backward, medians after a warm-up.
+
+    They take turns, so that a busy machine slows both.
 
     None above _LONGEST_DENSE tokens.
     """
@@ -142,16 +144,19 @@ def _attention_time(config: LongNetConfig, context: int, device: str) -> dict[st
         return None
     shape, generator = (1, config.num_heads, context, config.head_dim), torch.Generator().manual_seed(0)
     q, k, v, grad = torch.randn(4, *shape, generator=generator).to(device)
-    found: dict[str, float] = {"repetitions": _REPETITIONS}
-    ways = {
-        "longnet_ms": partial(attend, pattern=config.pattern),
-        "dense_ms": partial(scaled_dot_product_attention, is_causal=True),
-    }
-    for name, attention in ways.items():
-        given = {"attention": attention, "leaves": [x.detach().requires_grad_() for x in (q, k, v)], "grad": grad}
-        timer = Timer("attention(*leaves).backward(grad)", globals=given, num_threads=torch.get_num_threads())
-        found[name] = 1e3 * timer.timeit(_REPETITIONS).mean
-    return found
+    given = {"leaves": [x.requires_grad_() for x in (q, k, v)], "grad": grad, "gradients": torch.autograd.grad}
+    ways = (partial(attend, pattern=config.pattern), partial(scaled_dot_product_attention, is_causal=True))
+    timers = [
+        Timer(
+            "gradients(attention(*leaves), leaves, grad)",
+            globals=given | {"attention": way},
+            num_threads=torch.get_num_threads(),
+        )
+        for way in ways
+    ]
+    times = [[1e3 * timer.timeit(1).median for timer in timers] for _ in range(_REPETITIONS)]  # each warms up
+    longnet, dense = (median(column) for column in zip(*times, strict=True))
+    return {"longnet_ms": longnet, "dense_ms": dense, "repetitions": _REPETITIONS}
 
 
 def _table(found: dict[str, Any]) -> str:

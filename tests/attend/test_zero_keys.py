@@ -120,8 +120,7 @@ def test_a_sum_keeps_them() -> None:
 def test_it_compiles() -> None:
     """Without a graph break, for lengths that change, with gradients."""
     pattern = masks.longnet(*LADDER, offsets="contiguous", padding="zeros")  # of which no call has cached anything
-    options = {"fullgraph": True, "dynamic": True, "backend": "aot_eager"}
-    attend = torch.compile(lambda q, k, v: fd.attend(q, k, v, pattern), **options)
+    attend = torch.compile(lambda q, k, v: fd.attend(q, k, v, pattern), fullgraph=True, dynamic=True)
     for N in (57, 90, 103):
         q, k, v = drawn(3, N, requires_grad=True)
         out, truth = attend(q, k, v), published.dilated_attention(q, k, v, *LADDER, shifted=False)[0]

@@ -89,8 +89,8 @@ def disagreeing() -> dict[str, str]:
         "schedule": (plain, PATTERN, {"schedule": "ring" if rank else "exchange"}),
         "scale": (plain, PATTERN, {"scale": 0.5 if rank else None}),
         "codec": (plain, PATTERN, {"codec": "int8" if rank else None}),
-        "visible_keys": (plain, visible, {}),
-        "ids": (plain, packed, {"bindings": {"ids": torch.arange(N) // (5 + rank)}}),
+        "run-time tensor 'visible_keys'": (plain, visible, {}),
+        "run-time tensor 'ids'": (plain, packed, {"bindings": {"ids": torch.arange(N) // (5 + rank)}}),
         "gradients wanted": (plain if rank else shards(Sharding(N, 2)), PATTERN, {}),
     }
     for place, (what, (tensors, pattern, options)) in enumerate(calls.items()):
@@ -104,7 +104,7 @@ def disagreeing() -> dict[str, str]:
 def test_ranks_that_disagree_are_told_in_what():
     for told in on_ranks(2, disagreeing):
         for what, text in told.items():
-            assert what in text[text.index("disagree in") :]
+            assert f"disagree in {what}" in text
             assert "rank 0 has" in text
             assert "rank 1 has" in text
 

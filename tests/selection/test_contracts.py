@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,6 +115,33 @@ def test_gradients_of_hidden_tokens_are_zero(case: Case, value: float) -> None:
     for one, other in zip(gradients(value), gradients(0.0), strict=True):
         assert torch.equal(one, other)
         assert not one.isnan().any()
+
+
+@given(cases())
+def test_enough_for_all_blocks_is_dense(case: Case) -> None:
+    """Rows that look with all they have choose every block with a pair: nothing of `within` is left out."""
+    options = case.options | {"choose": fd.TopK(30)}
+    assume(case.selector._whole or case.selector.query_block == 1)
+    found = replace(case, options=options).run()
+    assert found.density == float(case.table(case.selector.within).any())
+    assert found.cut == 0
+
+
+@given(cases(scorers=("mean", "minmax", "mass")), st.integers(1, 4))
+def test_chunks_choose_as_one_pass(case: Case, rows: int) -> None:
+    """Of whole rows, after the keys of all before them."""
+    assume(not case.selector._whole and not case.bindings)
+    options = case.options | {"within": case.options["within"] & masks.causal()}
+    tokens = case.q.shape[2]
+    k = case.k[:, :, :1].expand(-1, -1, tokens, -1) + torch.randn(case.k.shape[0], case.k.shape[1], tokens, 1).double()
+    case = replace(case, options=options, q_offset=0, k=k)
+    whole, step = case.run(), rows * case.options["query_block"]
+    for at in range(0, tokens, step):
+        end = min(at + step, tokens)
+        chunk = replace(case, q=case.q[:, :, at:end], k=k[:, :, :end], q_offset=at).run()
+        here = slice(at // case.options["query_block"], at // case.options["query_block"] + chunk.blocks.shape[2])
+        assert chunk.blocks.equal(whole.blocks[:, :, here])
+        assert_close(chunk.scores, whole.scores[:, :, here], rtol=1e-9, atol=1e-9)
 
 
 @given(cases(), st.booleans(), st.integers(1, 3))

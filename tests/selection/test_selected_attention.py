@@ -203,6 +203,20 @@ def test_later_tokens_and_hidden_keys_touch_nothing(gradient: str, case: Case, d
     assert attention(case.q, k, k, **options).equal(before)
 
 
+@settings(max_examples=30)
+@given(trained())
+def test_enough_for_all_blocks_is_dense_and_no_row_is_empty(case: Case) -> None:
+    q, k = case.q[:, :, : case.k.shape[2]], case.k[:, :, : case.q.shape[2]]
+    options = {"choose": fd.TopK(30), "within": masks.causal(), "query_block": 1, "query_summary": "mean"}
+    case = replace(case, options=case.options | options, q=q, k=k, q_offset=0, bindings={})
+    out, found = fd.SelectedAttention(case.selector)(q, k, k, enable_gqa=True, return_selection=True)
+    assert_close(out, fd.attend(q, k, k, masks.causal(), enable_gqa=True))
+    assert found.density == 1
+    few = replace(case, options=case.options | {"choose": fd.TopK(1)})
+    chosen = fd.SelectedAttention(few.selector)(q, k, k, enable_gqa=True, return_selection=True)[1]
+    assert table_of(few, chosen.blocks).any(-1).all()
+
+
 @pytest.mark.parametrize("gradient", ["none", "bias"])
 @given(case=trained())
 def test_entries_are_attended_for_themselves(gradient: str, case: Case) -> None:

@@ -113,7 +113,7 @@ def test_copies_and_pickles_are_converted(name: str) -> None:
 def test_compiled(name: str) -> None:
     """In one graph; a model that is compiled already takes notice of being converted, and of being given back."""
     model = model_of(name).train()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(outputs(compiled, name), outputs(model, name), rtol=0, atol=1e-5)
     fd.convert(model, WINDOW)
     want, grads = step(model, name)
@@ -128,11 +128,11 @@ def test_compiled(name: str) -> None:
 
 @pytest.mark.slow
 def test_padding_and_causal_order_compiled() -> None:
-    """With autograd, and with values of masks that the graph does not know."""
+    """By inductor, with values of masks that the graph does not know."""
     torch.manual_seed(0)
     model, (x,) = encoder().train(), features()
     fd.convert(model, WINDOW | masks.first_tokens(1))
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True)
     mask = nn.Transformer.generate_square_subsequent_mask(21)
     for hidden in (slice(15, 21), slice(9, 12)):
         padding = torch.zeros(2, 21)

@@ -99,7 +99,7 @@ def test_one_graph_for_all_values() -> None:
     """Padding on either side, and inside, and packed sequences: values are not read while a model is traced."""
     model = model_of("llama").train()
     set_pattern(model, LONGNET)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     before = fd.compilations()
     for padding in ("left", "right", "inside"):
         batch = batch_of("llama", padding)
