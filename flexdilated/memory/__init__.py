@@ -3,11 +3,11 @@
 from ._max_batch import MaxBatch, Trial, max_batch
 from ._memory import (
     LARGEST_RUN,
+    NOWHERE,
     AttentionMemory,
     AttentionSize,
     Hidden,
     LiveBytes,
     attention_memory,
-    fake_tensors,
     nbytes,
 )

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..engines import (
     GATHERED_BYTES,
@@ -49,7 +48,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts each storage that an operation returns, from then until it is freed; views cost nothing.
 
     `live` and `peak` are in bytes. What a kernel allocates inside is not seen, but for operators in `hidden`.
-    Over fake tensors, which have sizes and no memory, the counts are those of a real run.
+    Over tensors of device "meta", which have sizes and no memory, the counts are those of a run on CPU; tensors with
+    values may take part.
     """
 
     def __init__(self, *held: Tensor, hidden: Mapping[object, Hidden] | None = None) -> None:
@@ -64,8 +64,11 @@ class LiveBytes(TorchDispatchMode):
         hidden = self._hidden.get(func)
         if hidden is not None:
             self.peak = max(self.peak, self.live + hidden.work)
-        results = func(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.device.type != "meta"]
+        args, kwargs = _without_values((args, kwargs or {}))
+        results = func(*args, **kwargs)
+        if func is torch.ops.aten.empty_like.default and kwargs.get("device") == NOWHERE:
+            return results  # the engine asks for strides alone
+        tensors = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
         for x in tensors:
             self._hold(x)
         if hidden is not None and hidden.kept:
@@ -93,14 +96,19 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
+NOWHERE = torch.device("meta")  # tensors there have sizes and no memory
+
+
+def _without_values(arguments: Any) -> Any:
+    """Arguments of an operator, those with values as tensors without memory where another has none either."""
+    if len({x.is_meta for x in tree_leaves(arguments) if isinstance(x, Tensor)}) < 2:
+        return arguments
+    return tree_map_only(Tensor, lambda x: x if x.is_meta else x.to(NOWHERE), arguments)
+
+
 def nbytes(*tensors: Tensor) -> int:
     """Bytes of the tensors' elements."""
     return sum(x.numel() * x.element_size() for x in tensors)
-
-
-def fake_tensors() -> FakeTensorMode:
-    """A mode in which tensors have sizes and no memory; real ones may take part."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 # Beyond, every part grows in proportion to the tokens: whole tensors do, and what is gathered at once has a bound.
@@ -213,9 +221,8 @@ def _dry_run(pattern: Expression, size: AttentionSize, device: str, choice: Choi
         attention, tables = tiles_attention_of(key, pattern, size.operands, key_bytes=key_bytes, choice=choice)
     else:
         attention, tables = flex_attention_of(key, pattern, size.operands, device=device, choice=choice)
-    with fake_tensors():
+    with NOWHERE:  # not the engine: what it does with its tables alone is done, as it decides by their values
         q, k, v = (_empty(heads, size) for heads in (size.num_heads, size.kv_heads, size.kv_heads))
-    # Outside of the mode: what the engine does with its tables alone is done, as it decides by their values.
     return _measure(attention, q, k, v, tables)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import masks
 from ..masks import Mixture, Pattern
-from ..memory import AttentionMemory, AttentionSize, Hidden, LiveBytes, fake_tensors, nbytes
+from ..memory import NOWHERE, AttentionMemory, AttentionSize, Hidden, LiveBytes, nbytes
 from ._longnet import LongNet
 from ._longnet_config import LongNetConfig
 
@@ -86,7 +86,7 @@ def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *
 
     The model's code runs once over tensors without memory. Nothing is computed.
     """
-    with fake_tensors():
+    with NOWHERE:
         model = longnet_around(masks.every(), size, checkpoint=checkpoint)
         weights = list(model.parameters())
         x = torch.empty(size.batch, num_tokens, size.embed_dim, dtype=size.dtype)

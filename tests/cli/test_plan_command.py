@@ -15,7 +15,7 @@ from flexdilated.cli._plan import BUDGETS, longest, longest_bound, rounded, slop
 from flexdilated.cli._sizes import bytes_text, parse_bytes, parse_tokens, tokens_text
 from flexdilated.engines.kernels import _kernel
 from flexdilated.masks.inspection._describe import MOST_DESCRIBED
-from flexdilated.memory._memory import AttentionSize, LiveBytes, attention_memory, fake_tensors
+from flexdilated.memory._memory import NOWHERE, AttentionSize, LiveBytes, attention_memory
 from flexdilated.nn._model_memory import model_memory
 from tests.support import commands
 
@@ -317,7 +317,7 @@ def test_a_billion_tokens_are_counted_where_no_blocks_are_listed(capsys: pytest.
 def test_two_of_many_alike_calls_tell_the_memory_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """In half precision problems are copied to float32 a few at a time; without values the others are left out."""
     monkeypatch.setattr(_kernel, "_FLOAT32_BYTES", 1)
-    with fake_tensors():
+    with NOWHERE:
         q, k, v, out, grad = (torch.empty(12, 2, 64, 16, dtype=torch.float16) for _ in range(5))
         lse = torch.empty(12, 2, 64)
     peaks = {}
