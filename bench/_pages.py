@@ -104,8 +104,12 @@ def _from(name: str, **renders: Callable[[Document], str]) -> dict[str, Part]:
 _DOCS = Path("docs")
 _HOWTO, _CONTRIBUTING = _DOCS / "howto", _DOCS / "contributing"
 _RECIPES = (
-    *("moba", "quest", "xattention", "seer_attention", "seer_attention_r"),
-    *("NativeSparseAttention", "CoarseToFineAttention"),
+    ("moba",),
+    ("quest",),
+    ("xattention",),
+    ("seer_attention", "seer_attention_r"),
+    ("NativeSparseAttention",),
+    ("CoarseToFineAttention",),
 )
 PAGES: dict[Path, dict[str, Part]] = {
     Path("README.md"): {"sizes": sizes},
@@ -131,10 +135,10 @@ PAGES: dict[Path, dict[str, Part]] = {
     _HOWTO / "adaptive.md": {
         **_from("selection_cost", cost=_selection_tables.chosen_cost),
         **_from("needles", found=_selection_tables.found),
-        **_from("byte_model", learned=_selection_tables.bits(0), read=_selection_tables.bits(1)),
-        **_from("byte_step", step=_selection_tables.step_times),
+        "learned": _selection_tables.learned,
+        **_from("byte_model", read=_selection_tables.read_untrained),
         **_from("byte_training", exchanged=_selection_tables.exchanges),
-        **{name: from_result("recipe_cost", _selection_tables.recipe(name)) for name in _RECIPES},
+        **{names[0]: from_result("recipe_cost", _selection_tables.recipe(*names)) for names in _RECIPES},
     },
     _HOWTO / "choosing.md": {
         **_from(
@@ -150,16 +154,9 @@ PAGES: dict[Path, dict[str, Part]] = {
     },
     _HOWTO / "ranks.md": {
         **_from("exchange_bytes", keys_received=_tables.keys_received),
-        **_from("rank_accuracy", exactness=_tables.every_row),
         **_from("work_balance", balance=_tables.balance),
-        **_from("ring_memory", ring_memory=_tables.every_row),
         **_from("pool", single_buffers=_tables.single_buffers),
-        **_from(
-            "codec",
-            codec_bytes=_tables.codec_bytes,
-            codec_errors=_tables.codec_errors,
-            codec_choice=_tables.codec_choice,
-        ),
+        **_from("codec", codec_bytes=_tables.codec_bytes, codec_errors=_tables.codec_errors),
     },
     _HOWTO / "slide_encoder.md": _from("received", received=_tables.received),
     _CONTRIBUTING / "benchmarks.md": {"measures": _measures, "cases": _cases},

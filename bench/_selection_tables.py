@@ -1,10 +1,13 @@
 """Tables of what chosen, drawn and refined blocks cost and find."""
 
-from ._report import Document, markdown, with_condition
+from collections.abc import Mapping
+from pathlib import Path
+
+from ._report import Document, conditions, markdown, read, with_condition
 from ._tables import Figures, Render, before, percent
 
 _ALL, _FAR = "all bytes", "copies from afar"
-_PLACES = (_ALL, "quarter 1", "quarter 4", _FAR)
+_PLACES = (_ALL, _FAR)
 
 
 def chosen_cost(document: Document) -> str:
@@ -44,24 +47,35 @@ def _bits(ends: list[float] | None) -> str:
     return "" if ends is None else f"{ends[0]:+.2f} to {ends[1]:+.2f}"
 
 
-def bits(row: int) -> Render:
-    """A line a way of reading: bits of all bytes and of copies from afar; of these, what the way costs over others."""
+def learned(results: Path) -> str:
+    """What each way of reading learned, and the time of its training step over that of dense attention."""
+    document, steps = read(results, "byte_model"), read(results, "byte_step")
+    times = {f"a step, {before(', ')(row)}": row["detail"]["times"] for row in steps["rows"]}
+    measured = "\n\n".join(conditions([document, steps]))
+    return f"\n{_bits_table(document['rows'][0]['detail']['ways'], times)}\n\n{measured}\n"
 
-    def render(document: Document) -> str:
-        ways = document["rows"][row]["detail"]["ways"]
-        references = _references(ways)
-        lines = [
+
+def read_untrained(document: Document) -> str:
+    """The same of dense models that are read in other ways; measured with what learned."""
+    return _bits_table(document["rows"][1]["detail"]["ways"], {})
+
+
+def _bits_table(ways: Figures, times: Mapping[str, Figures]) -> str:
+    """A line a way: bits of all bytes and of copies from afar; of these, what the way costs over others; its times."""
+    references = _references(ways)
+    lines = []
+    for name in dict.fromkeys([*ways, *(way for column in times.values() for way in column)]):
+        figure = ways.get(name, {"bits": {}, "over": {}})
+        lines.append(
             (
                 name,
-                *(f"{figure['bits'][place]:.2f}" for place in _PLACES),
+                *(f"{figure['bits'][place]:.2f}" if place in figure["bits"] else "" for place in _PLACES),
                 *(_bits(figure["over"].get(other, {}).get(_FAR)) for other in references),
+                *(f"{column[name]:.2f} ×" for column in times.values()),
             )
-            for name, figure in ways.items()
-        ]
-        headers = ("keys read", *_PLACES, *(f"{_FAR}, over {name}" for name in references))
-        return with_condition(markdown(lines, headers), document)
-
-    return render
+        )
+    headers = ("keys read", *_PLACES, *(f"{_FAR}, over {name}" for name in references), *times)
+    return markdown(lines, headers)
 
 
 def exchanges(document: Document) -> str:
@@ -84,23 +98,15 @@ def _references(ways: Figures) -> list[str]:
     return [name for name in ways if any(name in figure["over"] for figure in ways.values())]
 
 
-def step_times(document: Document) -> str:
-    """A line a way: a training step's time over dense attention's."""
-    columns = {before(", ")(row): row["detail"]["times"] for row in document["rows"]}
-    ways = next(iter(columns.values()))
-    lines = [(way, *(f"{times[way]:.2f} ×" for times in columns.values())) for way in ways]
-    return with_condition(markdown(lines, ("keys read", *columns)), document)
+def recipe(*names: str) -> Render:
+    """The figures of recipes, a sentence each."""
+    return lambda document: "\n".join(_sentence(name, document) for name in names)
 
 
-def recipe(name: str) -> Render:
-    """A recipe's figures in one sentence."""
-
-    def render(document: Document) -> str:
-        cases = {
-            row["measure"].partition(", ")[2].removesuffix(": times as fast as dense"): row["measured_text"]
-            for row in document["rows"]
-            if row["measure"].startswith(f"{name}, ")
-        }
-        return f"`{name}` over dense attention: {'; '.join(f'{case}: {text}' for case, text in cases.items())}."
-
-    return render
+def _sentence(name: str, document: Document) -> str:
+    cases = {
+        row["measure"].partition(", ")[2].removesuffix(": times as fast as dense"): row["measured_text"]
+        for row in document["rows"]
+        if row["measure"].startswith(f"{name}, ")
+    }
+    return f"`{name}` over dense attention: {'; '.join(f'{case}: {text}' for case, text in cases.items())}."

@@ -48,7 +48,6 @@ def seconds(number: float) -> str:
 
 _MEASURE, _TARGET, _FIGURE = map(itemgetter, ("measure", "target", "measured_text"))
 _HELD = {"": _MEASURE, "target": _TARGET, "measured": _FIGURE}
-every_row = of_rows(_HELD)
 
 # docs/performance.md
 
@@ -190,12 +189,17 @@ def checkpointing(document: Document) -> str:
     return with_condition(markdown(lines, headers), document)
 
 
+_SHOWN = (8, 24, 80, 141)  # GiB
+
+
 def longest(device: str) -> Render:
     def render(document: Document) -> str:
         found = document["rows"][0]["detail"]["longest"][device]
         names = list(found["bytes_a_token"])
         lines = [("bytes a token", *(bytes_text(each) for each in found["bytes_a_token"].values()))]
         for each in found["longest"]:
+            if each["budget_bytes"] >> 30 not in _SHOWN:
+                continue
             lines.append((bytes_text(each["budget_bytes"]), *(tokens_text(each[name]) for name in names)))
         return with_condition(markdown(lines, ("", *names)), document)
 
@@ -204,7 +208,7 @@ def longest(device: str) -> Render:
 
 # docs/howto/ranks.md
 
-# Of the rows that were counted without processes: what an exchange receives beside an all-gather.
+# Of rows that were counted without processes: what an exchange receives beside an all-gather, if no heads share keys.
 keys_received = of_rows(
     {
         "": itemgetter(0),
@@ -217,15 +221,16 @@ keys_received = of_rows(
         (before(", counted")(row), case, figures)
         for row in document["rows"]
         for case, figures in row["detail"].items()
-        if "all_gather_ratio" in figures
+        if "all_gather_ratio" in figures and case.endswith(", 16 of keys")
     ],
 )
-# Most over mean work of a rank in either order.
+# Most over mean work of a rank in either order, where there are most ranks.
 balance = of_rows(
     {
         "": before(", zigzag"),
         **{name: detail(name, lambda each: f"{each['max_over_mean']:.3f}") for name in ("contiguous", "zigzag")},
-    }
+    },
+    lambda document: [row for row in document["rows"] if ", 64 ranks," in row["measure"]],
 )
 
 
@@ -251,7 +256,7 @@ def single_buffers(document: Document) -> str:
     from_there = found["break_even_bytes"]
     pays = f"from {bytes_text(from_there)}" if from_there <= 1 << 26 else "at no size up to 64 MiB"
     told = f'By its own, quicker measurement there, "auto" leased {pays}.'
-    return with_condition(f"{table(found['sizes'], columns)}\n\n{told}", document)
+    return with_condition(f"{table(found['sizes'][::2], columns)}\n\n{told}", document)
 
 
 def codec_bytes(document: Document) -> str:
@@ -279,15 +284,6 @@ codec_errors = of_rows(
         if "normal" in row["detail"]
         for kind, figures in row["detail"].items()
     ],
-)
-codec_choice = of_rows(
-    {
-        "": _MEASURE,
-        "takes": detail("codec", "`{}`".format),
-        "saved": detail("percent_saved", "{:.3g} %".format),
-        "measured": _FIGURE,
-    },
-    lambda document: [row for row in document["rows"] if row["measure"].startswith('"auto"')],
 )
 
 # docs/howto/slide_encoder.md: of the rows of times, whose detail holds the peaks too
