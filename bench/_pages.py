@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _selection_tables, _tables
-from ._catalogue import ENTRIES, MILLION, QUADRATIC, Entry
+from ._catalogue import ENTRIES, MILLION, QUADRATIC, WIDE_ROW, Entry
 from ._guard_cases import CASES
 from ._jobs import tokens_text
 from ._report import (
@@ -49,8 +49,14 @@ def _catalogue_table(document: Document) -> str:
     return with_condition(markdown([_line(entry, figures[entry.name]) for entry in ENTRIES], headers), document)
 
 
-def _section_of(entry: Entry) -> Part:
-    return lambda results: _section(entry, read(results, "catalogue")["rows"][0]["detail"]["patterns"][entry.name])
+def _section_of(name: str) -> Part:
+    """The pictures of a constructor's entries, each with what it shows and what keeps it from a target."""
+
+    def part(results: Path) -> str:
+        figures = read(results, "catalogue")["rows"][0]["detail"]["patterns"]
+        return "\n\n".join(_section(entry, figures[entry.name]) for entry in ENTRIES if entry.kind == name)
+
+    return part
 
 
 def _section(entry: Entry, figures: Figures) -> str:
@@ -63,15 +69,14 @@ def _section(entry: Entry, figures: Figures) -> str:
     ]
     if not WASTE.met_by(figures["waste"]):
         lines.append(f"*Waste:* {entry.waste_why}")
-    if not _built(figures) and entry.build_why not in ("", QUADRATIC):  # which the page says once
+    if not _built(figures) and entry.build_why not in ("", QUADRATIC, WIDE_ROW):  # which the page says once
         lines.append(f"*At a million tokens:* {entry.build_why}")
     return "\n".join(lines)
 
 
 def _line(entry: Entry, figures: Figures) -> tuple[str, ...]:
-    anchor = entry.name.partition(",")[0]
     return (
-        f"[{entry.name}](#{anchor})",
+        f"[{entry.name}](#{entry.kind})",
         _density(figures),
         f"{figures['waste']:.3f}" if WASTE.met_by(figures["waste"]) else f"**{figures['waste']:.3f}**",
         figures["layout"],
@@ -111,17 +116,11 @@ PAGES: dict[Path, dict[str, Part]] = {
     Path("README.md"): {"sizes": sizes},
     _DOCS / "catalogue.md": {
         **_from("catalogue", all_patterns=_catalogue_table),
-        **{entry.name: _section_of(entry) for entry in ENTRIES},
+        **{entry.kind: _section_of(entry.kind) for entry in ENTRIES},
     },
     _DOCS / "performance.md": {
         **{"answers": answers, "short": short, "growth": growth, "machines": machines},
-        **_from(
-            "roofline",
-            forward=_tables.directions("forward"),
-            backward=_tables.directions("backward"),
-            kernel=_tables.kernel,
-            machine=_tables.matmul,
-        ),
+        **_from("roofline", rates=_tables.rates),
         **_from("training_memory", against_dense=_tables.against_dense),
         **_from("fits", predicted_and_measured=_tables.peaks),
         **_from("buffer_reuse", reuse=_tables.reuse),
