@@ -21,18 +21,12 @@ from ._report import (
     sizes,
     with_condition,
 )
-from ._run import MEASURES
 from .catalogue import BUILD_MB, BUILD_S, WASTE, file_name
 
 Figures = Mapping[str, Any]
 
 
 # docs/contributing/benchmarks.md
-
-
-def _measures(_: Path) -> str:
-    lines = [(f"`{each.name}`", each.question, f"`{each.code}`" * bool(each.code)) for each in MEASURES.values()]
-    return f"\n{markdown(lines, ('name', 'question', 'also'))}\n"
 
 
 def _cases(_: Path) -> str:
@@ -161,7 +155,7 @@ PAGES: dict[Path, dict[str, Part]] = {
         ),
     },
     _HOWTO / "slide_encoder.md": _from("received", received=_tables.received),
-    _CONTRIBUTING / "benchmarks.md": {"measures": _measures, "cases": _cases},
+    _CONTRIBUTING / "benchmarks.md": {"cases": _cases},
     _CONTRIBUTING / "kernels.md": {
         **_from("interpreted_kernels", interpreted=_tables.interpreted),
         **_from("kernel_code", code=_tables.code),
