@@ -366,7 +366,8 @@ def code(document: Document) -> str:
         for way in _WAYS:
             spilled = {name: figures[way]["spill_stores"] for name, figures in patterns.items()}
             most = max(spilled, key=spilled.__getitem__)
-            line += [f"{median(spilled.values()):,.0f}", f"{spilled[most]:,} ({most})"]
+            worst = f"{spilled[most]:,} ({most})" if spilled[most] else "0"
+            line += [f"{median(spilled.values()):,.0f}", worst]
         lines.append(line)
     headers = ("", "patterns", "forward, median", "most", "backward, median", "most")
     return with_condition(markdown(lines, headers), document)
