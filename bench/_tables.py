@@ -240,17 +240,6 @@ balance = of_rows(
 )
 
 
-def reuse(document: Document) -> str:
-    rows = [row for row in document["rows"] if "leases_a_step" in row["detail"]]
-    notes = dict.fromkeys(
-        f"{before(', forward')(row).split(', ')[-1]}: {row['detail']['leases_a_step']:.0f} leases a step, "
-        f"{bytes_text(row['detail']['peak_bytes'])} held at the peak, "
-        f"{row['detail']['held_over_leased_at_peak']:.2f} times what was leased then"
-        for row in rows
-    )
-    return with_condition(f"{'; '.join(notes)}.", document)
-
-
 def single_buffers(document: Document) -> str:
     (found,) = (row["detail"] for row in document["rows"] if "sizes" in row["detail"])
     columns = {
