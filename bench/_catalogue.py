@@ -35,6 +35,11 @@ class Entry:
     waste_why: str = ""
     build_why: str = ""
 
+    @property
+    def kind(self) -> str:
+        """The name of its constructor."""
+        return self.name.partition(",")[0]
+
     def pattern(self, num_tokens: int) -> Pattern | Mixture:
         """The pattern over this many tokens."""
         return _read(self.million if self.million and num_tokens == MILLION else self.text, num_tokens)
@@ -53,9 +58,9 @@ _LONGNET = "masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])"
 _LONGNET_SMALL = "masks.longnet([16, 32, 64], [1, 2, 4])"
 
 QUADRATIC = "The number of blocks grows with the square of the tokens, so fewer tokens are measured."
-_WIDE_ROW = (
-    "A `BlockMask` is as wide as its longest row, and {} lists every block: 8,192 x 8,192 entries, once by queries "
-    "and once by keys. The lists behind it are short."
+WIDE_ROW = (
+    "A `BlockMask` is as wide as its longest row. Where a token sees all, or all see it, that is every block: "
+    "8,192 x 8,192 entries, once by queries and once by keys."
 )
 _QUARTER = (
     "A residue class has 512 tokens here, four blocks: of the ten blocks on and below its diagonal, four are half used."
@@ -91,7 +96,7 @@ ENTRIES = (
         "global_tokens",
         "masks.global_tokens(128)",
         "masks.global_tokens(6)",
-        build_why=_WIDE_ROW.format("a global query"),
+        build_why=WIDE_ROW,
     ),
     Entry(
         "first_tokens",
@@ -103,7 +108,7 @@ ENTRIES = (
         "landmark_tokens",
         "masks.landmark_tokens(256)",
         "masks.landmark_tokens(16)",
-        build_why=_WIDE_ROW.format("a landmark"),
+        build_why=WIDE_ROW,
     ),
     Entry(
         "landmark_tokens, keys",
@@ -195,19 +200,19 @@ ENTRIES = (
         "recipes.longformer(256, 16)",
         "recipes.longformer(8, 3)",
         waste_why="16 global tokens in a block of 128, and a window of 513 keys in five blocks.",
-        build_why=_WIDE_ROW.format("a global query"),
+        build_why=WIDE_ROW,
     ),
     Entry(
         "bigbird",
         "recipes.bigbird(num_tokens)",
         "recipes.bigbird(num_tokens, block=4, num_random=2)",
-        build_why=_WIDE_ROW.format("a global query"),
+        build_why=WIDE_ROW,
     ),
     Entry(
         "bigbird, block 128",
         "recipes.bigbird(num_tokens, block=128)",
         "recipes.bigbird(num_tokens, block=8, num_global=1, num_random=1)",
-        build_why=_WIDE_ROW.format("a global query"),
+        build_why=WIDE_ROW,
     ),
     Entry(
         "sparse_transformer_strided",

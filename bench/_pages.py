@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _selection_tables, _tables
-from ._catalogue import ENTRIES, MILLION, QUADRATIC, Entry
+from ._catalogue import ENTRIES, MILLION, QUADRATIC, WIDE_ROW, Entry
 from ._guard_cases import CASES
 from ._jobs import tokens_text
 from ._report import (
@@ -21,18 +21,12 @@ from ._report import (
     sizes,
     with_condition,
 )
-from ._run import MEASURES
 from .catalogue import BUILD_MB, BUILD_S, WASTE, file_name
 
 Figures = Mapping[str, Any]
 
 
 # docs/contributing/benchmarks.md
-
-
-def _measures(_: Path) -> str:
-    lines = [(f"`{each.name}`", each.question, f"`{each.code}`" * bool(each.code)) for each in MEASURES.values()]
-    return f"\n{markdown(lines, ('name', 'question', 'also'))}\n"
 
 
 def _cases(_: Path) -> str:
@@ -49,8 +43,14 @@ def _catalogue_table(document: Document) -> str:
     return with_condition(markdown([_line(entry, figures[entry.name]) for entry in ENTRIES], headers), document)
 
 
-def _section_of(entry: Entry) -> Part:
-    return lambda results: _section(entry, read(results, "catalogue")["rows"][0]["detail"]["patterns"][entry.name])
+def _section_of(name: str) -> Part:
+    """The pictures of a constructor's entries, each with what it shows and what keeps it from a target."""
+
+    def part(results: Path) -> str:
+        figures = read(results, "catalogue")["rows"][0]["detail"]["patterns"]
+        return "\n\n".join(_section(entry, figures[entry.name]) for entry in ENTRIES if entry.kind == name)
+
+    return part
 
 
 def _section(entry: Entry, figures: Figures) -> str:
@@ -63,15 +63,14 @@ def _section(entry: Entry, figures: Figures) -> str:
     ]
     if not WASTE.met_by(figures["waste"]):
         lines.append(f"*Waste:* {entry.waste_why}")
-    if not _built(figures) and entry.build_why not in ("", QUADRATIC):  # which the page says once
+    if not _built(figures) and entry.build_why not in ("", QUADRATIC, WIDE_ROW):  # which the page says once
         lines.append(f"*At a million tokens:* {entry.build_why}")
     return "\n".join(lines)
 
 
 def _line(entry: Entry, figures: Figures) -> tuple[str, ...]:
-    anchor = entry.name.partition(",")[0]
     return (
-        f"[{entry.name}](#{anchor})",
+        f"[{entry.name}](#{entry.kind})",
         _density(figures),
         f"{figures['waste']:.3f}" if WASTE.met_by(figures["waste"]) else f"**{figures['waste']:.3f}**",
         figures["layout"],
@@ -115,20 +114,13 @@ PAGES: dict[Path, dict[str, Part]] = {
     Path("README.md"): {"sizes": sizes},
     _DOCS / "catalogue.md": {
         **_from("catalogue", all_patterns=_catalogue_table),
-        **{entry.name: _section_of(entry) for entry in ENTRIES},
+        **{entry.kind: _section_of(entry.kind) for entry in ENTRIES},
     },
     _DOCS / "performance.md": {
         **{"answers": answers, "short": short, "growth": growth, "machines": machines},
-        **_from(
-            "roofline",
-            forward=_tables.directions("forward"),
-            backward=_tables.directions("backward"),
-            kernel=_tables.kernel,
-            machine=_tables.matmul,
-        ),
+        **_from("roofline", rates=_tables.rates),
         **_from("training_memory", against_dense=_tables.against_dense),
         **_from("fits", predicted_and_measured=_tables.peaks),
-        **_from("buffer_reuse", reuse=_tables.reuse),
         **_from("pool", pool_claims=_tables.pool_claims),
         **_from("claims", claims=_tables.claims, notes=_tables.claims_notes),
     },
@@ -159,7 +151,7 @@ PAGES: dict[Path, dict[str, Part]] = {
         **_from("codec", codec_bytes=_tables.codec_bytes, codec_errors=_tables.codec_errors),
     },
     _HOWTO / "slide_encoder.md": _from("received", received=_tables.received),
-    _CONTRIBUTING / "benchmarks.md": {"measures": _measures, "cases": _cases},
+    _CONTRIBUTING / "benchmarks.md": {"cases": _cases},
     _CONTRIBUTING / "kernels.md": {
         **_from("interpreted_kernels", interpreted=_tables.interpreted),
         **_from("kernel_code", code=_tables.code),

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from flexdilated.cli._sizes import bytes_text, tokens_text
 
-from ._catalogue import ENTRIES
 from ._measures import with_unit
 from ._report import Document, condition, markdown, with_condition
 
@@ -51,36 +50,32 @@ _HELD = {"": _MEASURE, "target": _TARGET, "measured": _FIGURE}
 
 # docs/performance.md
 
-_SHARES = ("useful", "beyond", "below", "moves", "sums", "merges", "masks", "fills", "rest")
+_WAYS = ("forward", "backward")
+_AROUND = ("moves", "sums", "merges", "masks", "fills", "rest")  # shares of the time beside the kernel's
 
 
-def directions(direction: str) -> Render:
-    def render(document: Document) -> str:
-        figures = document["rows"][0]["detail"]["patterns"][direction]
-        columns = {
-            "pattern": itemgetter(0),
-            "GFLOP/s": lambda each: f"{each[1]['rate'] / 1e9:.0f}",
-            "of matmul": lambda each: percent(each[1]["of_matmul"]),
-            "of dense": lambda each: percent(each[1]["rate"] / figures["dense"]["rate"]),
-            "computed / useful": lambda each: f"{each[1]['waste']:.2f}",
-        }
-        columns |= {kind: lambda each, kind=kind: percent(each[1]["shares"][kind]) for kind in _SHARES}
-        return table(figures.items(), columns)
-
-    return render
-
-
-def kernel(document: Document) -> str:
-    found = document["rows"][0]["detail"]
-    lines = [
-        (shape, *(percent(rate / found["matmul_rate"]) for rate in both.values()))
-        for shape, both in found["kernel_rates"].items()
-    ]
-    return markdown(lines, ("queries × keys", "forward, of matmul", "backward, of matmul"))
+def rates(document: Document) -> str:
+    """Each pattern's useful FLOPs a second in either direction, and below them what the kernel alone reaches."""
+    about = document["rows"][0]["detail"]
+    found, headers = about["patterns"], ["pattern", "computed / useful"]
+    for way in _WAYS:
+        headers += [f"{way}, GFLOP/s", "of matmul", "of dense", "around the kernel"]
+    lines = []
+    for name, forward in found["forward"].items():
+        line = [name, f"{forward['waste']:.2f}"]
+        for figures, dense in ((found[way][name], found[way]["dense"]) for way in _WAYS):
+            around = sum(figures["shares"][kind] for kind in _AROUND)
+            shares = figures["of_matmul"], figures["rate"] / dense["rate"], around
+            line += [f"{figures['rate'] / 1e9:.0f}", *map(percent, shares)]
+        lines.append(line)
+    first, *_, last = (_kernel(about, shape) for shape in about["kernel_rates"])
+    matmul = f"The matmul ran at {about['matmul_rate'] / 1e9:.0f} GFLOP/s; of that PyTorch's kernel alone reaches"
+    return with_condition(f"{markdown(lines, headers)}\n\n{matmul} {first}, and {last}.", document)
 
 
-def matmul(document: Document) -> str:
-    return f"The matmul ran at {document['rows'][0]['detail']['matmul_rate'] / 1e9:.0f} GFLOP/s. {condition(document)}"
+def _kernel(about: Figures, shape: str) -> str:
+    forward, backward = (percent(about["kernel_rates"][shape][way] / about["matmul_rate"]) for way in _WAYS)
+    return f"{forward} forward and {backward} backward on problems of {shape} queries × keys"
 
 
 _CLAIMED = {"claim": _MEASURE, "claimed": detail("claimed"), "here": _FIGURE, "reached": reached}
@@ -162,16 +157,32 @@ against_dense = of_rows(
         "ratio": _FIGURE,
     }
 )
+
+
+def _deviation(point: Figures) -> float:
+    return point["predicted_bytes"] / point["measured_bytes"] - 1
+
+
+def _worst(document: Document) -> list[tuple[str, int, Figures]]:
+    """Of each kind of step how many points there are, and the one whose prediction is farthest off."""
+    points = [point for row in document["rows"] for point in row["detail"]["peaks"]]
+    lines = []
+    for kind, name in {None: "`attend`", False: "LongNet", True: "LongNet, checkpointed"}.items():
+        of_kind = [point for point in points if point["checkpoint"] is kind]
+        lines.append((name, len(of_kind), max(of_kind, key=lambda point: abs(_deviation(point)))))
+    return lines
+
+
 peaks = of_rows(
     {
-        "": lambda point: {None: "`attend`", False: "LongNet", True: "LongNet, checkpointed"}[point["checkpoint"]],
-        "pattern": itemgetter("pattern"),
-        "dtype": itemgetter("dtype"),
-        "predicted": lambda point: bytes_text(point["predicted_bytes"]),
-        "measured": lambda point: bytes_text(point["measured_bytes"]),
-        "deviation": lambda point: f"{100 * (point['predicted_bytes'] / point['measured_bytes'] - 1):+.1f} %",
+        "": itemgetter(0),
+        "cases": itemgetter(1),
+        "the farthest off": lambda each: f"{each[2]['pattern']}, {each[2]['dtype']}",
+        "predicted": lambda each: bytes_text(each[2]["predicted_bytes"]),
+        "measured": lambda each: bytes_text(each[2]["measured_bytes"]),
+        "deviation": lambda each: f"{100 * _deviation(each[2]):+.1f} %",
     },
-    lambda document: [point for row in document["rows"] for point in row["detail"]["peaks"]],
+    _worst,
 )
 
 
@@ -232,17 +243,6 @@ balance = of_rows(
     },
     lambda document: [row for row in document["rows"] if ", 64 ranks," in row["measure"]],
 )
-
-
-def reuse(document: Document) -> str:
-    rows = [row for row in document["rows"] if "leases_a_step" in row["detail"]]
-    notes = dict.fromkeys(
-        f"{before(', forward')(row).split(', ')[-1]}: {row['detail']['leases_a_step']:.0f} leases a step, "
-        f"{bytes_text(row['detail']['peak_bytes'])} held at the peak, "
-        f"{row['detail']['held_over_leased_at_peak']:.2f} times what was leased then"
-        for row in rows
-    )
-    return with_condition(f"{table(rows, _HELD)}\n\n{'; '.join(notes)}.", document)
 
 
 def single_buffers(document: Document) -> str:
@@ -322,31 +322,37 @@ def _order(name: str) -> tuple[bool, bool, str]:
     return name not in ("out", "lse"), name not in ("out", "lse", "dq", "dk", "dv"), name
 
 
-# What was counted of the program, and what it may be.
-counted = of_rows(
-    {
-        "": itemgetter(0),
-        "target": lambda each: f"≤ {each[1]['target']:g}",
-        "found": lambda each: f"{each[1]['figure']:g}",
-    },
-    lambda document: document["cases"].items(),
-)
+def counted(document: Document) -> str:
+    """A line for the cases of one figure and target: what their names share, and the range of what was found."""
+    groups: dict[tuple[str, float], list[tuple[list[str], float]]] = {}
+    for name, case in document["cases"].items():
+        parts = name.split(", ")
+        groups.setdefault((parts[0], case["target"]), []).append((parts, case["figure"]))
+    lines = []
+    for (_, target), cases in groups.items():
+        names, figures = [parts for parts, _ in cases], [figure for _, figure in cases]
+        shared = ", ".join(part for part in names[0] if all(part in name for name in names))
+        low, high = (f"{bound(figures):g}" for bound in (min, max))
+        lines.append((shared, len(cases), f"≤ {target:g}", high if low == high else f"{low} to {high}"))
+    return with_condition(markdown(lines, ("", "cases", "target", "found")), document)
 
 
 def code(document: Document) -> str:
-    """Bytes spilled by forward and backward of each pattern."""
-    cases = document["cases"]
-    columns = list(dict.fromkeys((key.split(", ")[0], key.rsplit(", ", 1)[1]) for key in cases))
-    columns.sort(key=lambda each: (each[0] != "sm_90", int(each[1])))
-    lines = [
-        (entry.name, *(_spills(cases.get(f"{device}, {entry.name}, {dim}")) for device, dim in columns))
-        for entry in ENTRIES
-    ]
-    headers = ("pattern", *(f"{device}, head dim {dim}" for device, dim in columns))
+    """Of each device and head dim the bytes that the patterns' kernels spill: the median, and the most."""
+    found: dict[tuple[str, str], dict[str, Figures]] = {}
+    for key, figures in document["cases"].items():
+        device, _, rest = key.partition(", ")
+        pattern, _, dim = rest.rpartition(", ")
+        found.setdefault((device, dim), {})[pattern] = figures
+    lines = []
+    for device, dim in sorted(found, key=lambda each: (each[0] != "sm_90", int(each[1]))):
+        patterns = found[device, dim]
+        line = [f"{device}, head dim {dim}", str(len(patterns))]
+        for way in _WAYS:
+            spilled = {name: figures[way]["spill_stores"] for name, figures in patterns.items()}
+            most = max(spilled, key=spilled.__getitem__)
+            worst = f"{spilled[most]:,} ({most})" if spilled[most] else "0"
+            line += [f"{median(spilled.values()):,.0f}", worst]
+        lines.append(line)
+    headers = ("", "patterns", "forward, median", "most", "backward, median", "most")
     return with_condition(markdown(lines, headers), document)
-
-
-def _spills(figures: Figures | None) -> str:
-    if figures is None:
-        return "not made"
-    return ", ".join(f"{figures[way]['spill_stores']:,}" for way in ("forward", "backward"))
