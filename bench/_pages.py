@@ -16,6 +16,7 @@ from ._report import (
     growth,
     machines,
     markdown,
+    missed,
     read,
     short,
     sizes,
@@ -111,7 +112,7 @@ _RECIPES = (
     ("CoarseToFineAttention",),
 )
 PAGES: dict[Path, dict[str, Part]] = {
-    Path("README.md"): {"sizes": sizes},
+    Path("README.md"): {"sizes": sizes, "missed": missed},
     _DOCS / "catalogue.md": {
         **_from("catalogue", all_patterns=_catalogue_table),
         **{entry.kind: _section_of(entry.kind) for entry in ENTRIES},

@@ -149,6 +149,15 @@ def short(results: Path) -> str:
     return _spaced("\n".join(lines) or "Nothing: every target is met.")
 
 
+def missed(results: Path) -> str:
+    """The same in a line for each kind of figure: all that was measured of it where it misses its target."""
+    found: dict[tuple[str, str], list[Document]] = {}
+    for row in (row for document in _headlines(results) for row in document["rows"] if not counts(row)):
+        found.setdefault((row["measure"].rpartition(": ")[2], row["target"]), []).append(row)
+    lines = [f"* {what}: **{_range(rows)}**, target {target}" for (what, target), rows in found.items()]
+    return "\n".join(lines) or "Nothing: every target is met."
+
+
 def machines(results: Path) -> str:
     shown = [document for document in all_documents(results) if is_headline(document["name"])]
     return "  \n".join(dict.fromkeys(_machine(document) for document in shown))
@@ -169,12 +178,13 @@ def sizes(results: Path) -> str:
     times = found[longest, ours], found[longest, dense]
     told = f"A forward pass over {tokens_text(longest)} tokens takes {with_unit(times[0], 's')} in place of "
     told += f"{with_unit(times[1], 's')}: {times[1] / times[0]:.0f} times as fast, o{_machine(document)[1:]}"
-    flex = {row["measure"].split(", ")[3]: row["measured"] for row in read(results, "vs_flex_attention")["rows"]}
-    told += " Compiled FlexAttention, in the order of the text, takes"
-    told += f" {flex['union']:.0f} times as long as this library for the union of such branches,"
-    told += f" and {flex['mixture']:.0f} times for their mixture."
+    flex = read(results, "vs_flex_attention")
+    times_of = {row["measure"].split(", ")[3]: f"{row['measured']:.0f} times" for row in flex["rows"]}
+    told += f" At {tokens_text(flex['config']['size']['num_tokens'])} it is {times_of['union']} as fast as compiled"
+    told += f" FlexAttention in the order of the text for the union of such branches, {times_of['mixture']} for their"
+    told += " mixture. It holds more memory than dense attention does, as the last columns say."
     table = _swept_lines(document, _SHOWN.__contains__)
-    return _spaced(f"{told} {_swept(document['config'])}\n\n{table}")
+    return f"{told} {_swept(document['config'])}\n\n{table}"
 
 
 _SHOWN = (16384, 65536, 262144)

@@ -20,6 +20,7 @@ from .masks.core import (
     require_choice,
     require_expression,
     require_int,
+    seconds_text,
     shortened,
     tokens_text,
 )
@@ -356,16 +357,16 @@ def _slots(term: PlannedTerm) -> str:
 def _options_table(options: Sequence[WeighedOption], columns: int) -> str:
     lines = [
         (str(option.branch), option.layout, f"{option.computed_pairs:,}", bytes_text(option.moved_bytes),
-         f"{option.launches:,}", f"{option.predicted_s * 1e3:.3g}", "chosen" if option.chosen else "")
+         f"{option.launches:,}", seconds_text(option.predicted_s), "chosen" if option.chosen else "")
         for option in options
     ]  # fmt: skip
-    headers = ("branch", "layout", "computed pairs", "moved", "launches", "predicted ms", "")
+    headers = ("branch", "layout", "computed pairs", "moved", "launches", "predicted", "")
     return fitted_table(lines, headers, columns=columns, align=("left", "left", "right", "right", "right", "right"))
 
 
 def _measured_table(measured: Sequence[MeasuredOption]) -> str:
-    lines = [(each.option, f"{each.predicted_s * 1e3:.3g}", f"{each.measured_s * 1e3:.3g}") for each in measured]
-    return tabulate(lines, ("option", "predicted ms", "measured ms"), disable_numparse=True)
+    lines = [(each.option, seconds_text(each.predicted_s), seconds_text(each.measured_s)) for each in measured]
+    return tabulate(lines, ("option", "predicted", "measured"), disable_numparse=True)
 
 
 def _memory_table(found: PlanReport) -> str:

@@ -26,6 +26,7 @@ from .._attend import attend
 from ..decoding import KVCache
 from ..engines import missing_compiler
 from ..masks import Mixture, Pattern
+from ..masks.core import seconds_text
 from ..masks.plan_cache import BYTES_VARIABLE, ENTRIES_VARIABLE, bytes_from_environment, entries_from_environment
 from ..masks.planning import VARIABLE as MACHINE_VARIABLE
 from ..masks.planning import machine_from_environment
@@ -45,7 +46,6 @@ from . import _machine
 from ._command_parser import CommandParser
 from ._machine import EXTRAS, available_devices
 from ._output import progress
-from ._sizes import seconds_text
 
 Finding = tuple[str, str]
 

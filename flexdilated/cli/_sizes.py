@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from ..masks.core import bytes_text as bytes_text
+from ..masks.core import seconds_text as seconds_text
 from ..masks.core import tokens_text as tokens_text
 from ._command_parser import UsageError
 
@@ -64,9 +65,3 @@ def _parse(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:
     if found is None or found["unit"].lower() not in sizes or len(found["number"]) > 20:
         return None
     return Fraction(found["number"]) * sizes[found["unit"].lower()]
-
-
-def seconds_text(number: float) -> str:
-    """Three digits and a unit."""
-    unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if number >= size), ("us", 1e-6))
-    return f"{number / size:,.0f} {unit}" if number / size >= 100 else f"{number / size:.3g} {unit}"

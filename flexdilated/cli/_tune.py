@@ -9,6 +9,7 @@ import torch
 from tabulate import tabulate
 
 from ..engines import CallKey, TuningKey
+from ..masks.core import seconds_text
 from ..masks.planning import Machine, MachineKey, Measured, forget_machines, stored_path, write_json
 from ..tuning import KINDS, Inputs, Trialled, Trials, keep, measure, measure_machine
 from ._command_parser import CommandParser, UsageError
@@ -131,11 +132,11 @@ def _remembered(asked: AskedPattern, kv_heads: int, x: Inputs, found: Trials, *,
 
 def _options_table(found: Trials) -> str:
     rows = [_line(each, found) for each in found.all]
-    headers = ("branch", "computed as", "predicted ms", "measured ms", "slowest / fastest", "")
+    headers = ("branch", "computed as", "predicted", "measured", "slowest / fastest", "")
     return tabulate(rows, headers, disable_numparse=True, colalign=("left", "left", "right", "right", "right", "left"))
 
 
 def _line(each: Trialled, found: Trials) -> tuple[str, ...]:
     branch = "all" if each.branch is None else str(each.branch + 1)
-    predicted, measured = (f"{1e3 * seconds:.3g}" for seconds in (each.predicted_s, each.times.median_s))
+    predicted, measured = (seconds_text(seconds) for seconds in (each.predicted_s, each.times.median_s))
     return branch, each.name, predicted, measured, f"{each.times.spread:.2f}", "fastest" if found.won(each) else ""

@@ -55,6 +55,12 @@ def bytes_text(number: float) -> str:
     return f"{number:,.0f} TiB" if number >= 100 else f"{number:.3g} TiB"
 
 
+def seconds_text(number: float) -> str:
+    """Three digits and a unit."""
+    unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if number >= size), ("us", 1e-6))
+    return f"{number / size:,.0f} {unit}" if number / size >= 100 else f"{number / size:.3g} {unit}"
+
+
 def tokens_text(number: int) -> str:
     """16384 as 16K, 1048576 as 1M; other numbers in full."""
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from ..core import shortened
+from ..core import seconds_text, shortened
 from ._fitted_table import fitted_facts, fitted_table
 from ._gaps import Gap
 
@@ -87,12 +87,12 @@ def _percent(part: float, whole: float) -> str:
 
 def _how_computed(counts: Description, columns: int) -> str:
     rows = [_row(branch, counts.all_pairs) for branch in counts.branches]
-    headers = ("branch", "times", "density", "computed / useful", "layout (predicted ms)", "others (predicted ms)")
+    headers = ("branch", "times", "density", "computed / useful", "layout (predicted)", "others (predicted)")
     return fitted_table(rows, headers, columns=columns)
 
 
 def _row(branch: BranchDescription, all_pairs: int) -> tuple[str, ...]:
-    chosen, *others = (f"{option.layout} ({option.cost.seconds * 1e3:.3g})" for option in branch.options)
+    chosen, *others = (f"{option.layout} ({seconds_text(option.cost.seconds)})" for option in branch.options)
     density = f"{branch.useful_pairs / all_pairs:.4%}"
     pattern = shortened(repr(branch.pattern), _LONGEST_PATTERN)
     return pattern, str(branch.multiplicity), density, f"{branch.waste:.3f}", chosen, ", ".join(others)
