@@ -108,7 +108,7 @@ class LongNetConfig:
     checkpoint: keep only the blocks' inputs in training and run each block again in the backward.
     engine: as in `attend`.
     selection: layers that choose their keys from the data, as `SelectedLayers` or the same as a mapping; they attend to
-        no branches. The tokens then keep their natural order, and lie on one rank.
+        no branches. The tokens then keep their natural order; over ranks these layers gather all keys.
 
     Raises ValueError or TypeError for sizes and choices that do not fit together.
 

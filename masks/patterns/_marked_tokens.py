@@ -235,7 +235,7 @@ def landmark_tokens(stride: int, *, rows: bool = True, columns: bool = True) -> 
 
     Either alone is allowed; neither is a ValueError, as is a stride below 1.
 
-    >>> masks.describe(masks.landmark_tokens(4, rows=False), 8).useful_pairs  # 8 queries, keys 3 and 7
+    >>> masks.describe(masks.landmark_tokens(4, rows=False), 8).useful_pairs  # 8 queries, keys 0 and 4
     16
     """
     return LandmarkTokens(stride, rows, columns)

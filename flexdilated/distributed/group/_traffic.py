@@ -17,8 +17,8 @@ class Traffic:
     """Bytes of payload to and from other ranks, and transfers, by role, since the process began or since `reset`.
 
     keys: K and V on their way to queries. gradients: of K and V on their way back. heads: what head parallelism
-    exchanges. shards: `shard` and `unshard`. set-up: the check that all ranks agree. A transfer is one collective, or
-    one message to or from another rank.
+    exchanges. shards: `shard` and `unshard`, and so all that a `SelectedAttention` gathers. set-up: the check that all
+    ranks agree. A transfer is one collective, or one message to or from another rank.
 
     >>> sent = fd.distributed.traffic().sent  # bytes, by role
     """

@@ -79,7 +79,8 @@ def xattention(
     `threshold`. Pairs that `within` hides are left out of antidiagonals; the paper's code leaves those of tiles on the
     diagonal in.
 
-    For prefill alone, since queries of a block choose together (`future_in_choice`).
+    For prefill alone, since queries of a block choose together (`future_in_choice`). Random queries and keys attend
+    everywhere, so that `threshold` takes nearly all blocks: try it on those of a model.
 
     most: width of the table, which the paper does not bound; `Selection.cut` tells how many rows wanted more. block:
     tokens of a block, of queries and of keys, a multiple of `stride`: 8 or 16 in the paper. threshold: above 0, at
