@@ -6,13 +6,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ._blocks import join_leaves
+from ._blocks import Places, evaluate, join_leaves
 from ._cover import leaves_everywhere
 from ._quadtree import Slots
 from ._rule import Rule
 
 _SAMPLED_BLOCKS = 1 << 14  # blocks looked at, beside those of the first rows
+_FEW_CELLS = 1 << 16  # of all blocks and tables: looked at one by one, which is then faster than bounds are
 _FIRST_ROWS = 4  # global tokens there may see everyone: each stands for itself alone
 
 
@@ -29,14 +31,34 @@ class ListedBlocks(NamedTuple):
 
 
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
-    """The mean over tables, from evenly sampled rows and tables; doubtful blocks count, so it is rather too high."""
+    """The mean over tables, from evenly sampled rows and tables; doubtful blocks count, so it is rather too high.
+
+    Of few cells, it is counted.
+    """
     shape = (int(rule.q.lengths.sum()), int(rule.k.lengths.sum()), q_block, k_block)
     rows, columns = -(-shape[0] // q_block), -(-shape[1] // k_block)
+    if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_CELLS:
+        return _counted(rule, rows, columns, shape)
     tables = _evenly(len(rule.heads), 4)
     first = min(rows, _FIRST_ROWS)
     others = first + _evenly(rows - first, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
     line, length, run, masked = _rows_of(rule, tables, torch.cat([torch.arange(first), others]), shape)
     each = torch.where(line % rows < first, 1.0, (rows - first) / max(len(others), 1)) * length / len(tables)
+    return ListedBlocks(*(float(each[kind].sum()) for kind in (run, ~run & ~masked, ~run & masked)))
+
+
+def _counted(rule: Rule, rows: int, columns: int, shape: tuple[int, int, int, int]) -> ListedBlocks:
+    """The same of all rows and tables, pair by pair."""
+    num_q, num_k, q_block, k_block = shape
+    everywhere = torch.cartesian_prod(torch.arange(len(rule.heads)), torch.arange(rows), torch.arange(columns))
+    places = Places(*everywhere.unbind(1))
+    pairs = torch.cat([tiles.sum((1, 2)) for tiles in evaluate(rule, places, shape)])
+    height = (num_q - places.row * q_block).clamp(max=q_block)
+    width = (num_k - places.column * k_block).clamp(max=k_block)
+    listed, full = ((pairs > least).view(-1, columns) for least in (torch.tensor(0), height * width - 1))
+    run = (pad(listed.int(), (1, 0)).diff(dim=1) == 1).sum(1) == 1
+    masked = (listed & ~full).any(1)
+    each = listed.sum(1) / len(rule.heads)
     return ListedBlocks(*(float(each[kind].sum()) for kind in (run, ~run & ~masked, ~run & masked)))
 
 

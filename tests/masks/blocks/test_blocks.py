@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.blocks import _cover, _quadtree
+from flexdilated.masks.blocks import _cover, _estimate, _quadtree
 from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks
 from flexdilated.masks.blocks._estimate import estimate_blocks
 from flexdilated.masks.blocks._rule import Rule
@@ -77,6 +77,25 @@ def test_lists_are_the_dense_rule(case, rate, q_block, k_block, few, few_pairs):
         patch.setattr(_term, "_MANY_CLASSES", 1 if few_pairs == 0 else _term._MANY_CLASSES)
         assert_lists(term.blocks(q_block, k_block), pairs)
         assert_lists(term.blocks(q_block, k_block, settle=False), pairs, exact=False)
+
+
+@given(cases(sets), st.integers(1, 7), block_sides, block_sides)
+def test_estimates_of_few_blocks_are_counts(case, rate, q_block, k_block):
+    """In rows of neighbours, and in others without and with a block that needs a mask."""
+    (term,) = shared_terms(case.twin.pattern, 1, case.bind(), rate)
+    tables = term.tables()
+    pairs = in_order(case, term.q, term.k)[[tables.index(table) for table in range(max(tables) + 1)]]
+    found, cells = (in_blocks(x, q_block, k_block) for x in (pairs, torch.ones_like(pairs)))
+    counted = [0, 0, 0]
+    for row, size in zip(found.flatten(0, 1), cells.flatten(0, 1), strict=True):
+        columns = row.nonzero().squeeze(1)
+        if len(columns):
+            others = 1 + int((row < size)[columns].any())
+            counted[0 if int(columns[-1] - columns[0]) == len(columns) - 1 else others] += len(columns)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_estimate, "_FEW_CELLS", 1 << 30)
+        estimate = estimate_blocks(term.table_rule(), q_block=q_block, k_block=k_block)
+    assert list(estimate) == pytest.approx([number / len(pairs) for number in counted])
 
 
 @given(cases(lambda H: st.one_of(dilated(), dilated_and_more(H))), block_sides, block_sides)
