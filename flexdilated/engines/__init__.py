@@ -3,7 +3,17 @@
 from ._call_key import CallKey
 from ._gather import merge_, side_of
 from ._merge import WholeRows, add_sinks, merge, nothing, padded_rows, sum_dtype, with_sinks, with_zero_keys
-from ._ops import copies, flat_op, is_transformed, no_gradients, own_op, refuse, refuse_transforms, set_gradient
+from ._ops import (
+    copies,
+    flat_op,
+    is_transformed,
+    no_gradients,
+    own_op,
+    refuse,
+    refuse_transforms,
+    set_gradient,
+    tensors_in,
+)
 from ._placed_call import PlacedCall, placed_engine
 from ._reference import modified_scores, multiplicity, reference_attention
 from ._score_mod import ScoreMod, probe

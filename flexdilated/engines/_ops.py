@@ -36,7 +36,7 @@ def refuse_transforms(what: str, inputs: Iterable[Any]) -> None:
     if not is_transformed():
         return
     in_func = peek_interpreter_stack() is not None
-    for x in _tensors(inputs):
+    for x in tensors_in(inputs):
         if is_batchedtensor(x):
             refuse_vmap()
         if torch._VF._unpack_dual(x, level=0).tangent is not None:
@@ -54,12 +54,13 @@ def refuse_vmap(*_: Any) -> NoReturn:
     )
 
 
-def _tensors(inputs: Iterable[Any]) -> Iterable[Tensor]:
-    for x in inputs:
+def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
+    """The tensors among an operator's arguments or results, those in lists as well."""
+    for x in values:
         if isinstance(x, Tensor):
             yield x
         elif isinstance(x, list | tuple):
-            yield from _tensors(x)
+            yield from tensors_in(x)
 
 
 _library = torch.library.Library("flexdilated", "FRAGMENT")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..engines import (
     GATHERED_BYTES,
@@ -24,6 +24,7 @@ from ..engines import (
     program_of,
     run_backward,
     run_forward,
+    tensors_in,
 )
 from ..masks.core import Expression, require_int
 from ..masks.patterns import names
@@ -64,11 +65,13 @@ class LiveBytes(TorchDispatchMode):
         hidden = self._hidden.get(func)
         if hidden is not None:
             self.peak = max(self.peak, self.live + hidden.work)
-        args, kwargs = _without_values((args, kwargs or {}))
+        kwargs = kwargs or {}
+        if len({x.is_meta for x in tensors_in((*args, *kwargs.values()))}) > 1:
+            args, kwargs = tree_map_only(Tensor, lambda x: x.to(NOWHERE), (args, kwargs))
         results = func(*args, **kwargs)
         if func is torch.ops.aten.empty_like.default and kwargs.get("device") == NOWHERE:
             return results  # the engine asks for strides alone
-        tensors = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
+        tensors = list(tensors_in((results,)))
         for x in tensors:
             self._hold(x)
         if hidden is not None and hidden.kept:
@@ -97,13 +100,6 @@ class LiveBytes(TorchDispatchMode):
 
 
 NOWHERE = torch.device("meta")  # tensors there have sizes and no memory
-
-
-def _without_values(arguments: Any) -> Any:
-    """Arguments of an operator, those with values as tensors without memory where another has none either."""
-    if len({x.is_meta for x in tree_leaves(arguments) if isinstance(x, Tensor)}) < 2:
-        return arguments
-    return tree_map_only(Tensor, lambda x: x if x.is_meta else x.to(NOWHERE), arguments)
 
 
 def nbytes(*tensors: Tensor) -> int:
