@@ -121,8 +121,8 @@ def test_masks_are_right_where_positions_outgrow_32_bits(pattern: fd.masks.Patte
 def test_a_turn_of_a_ring() -> None:
     """What one rank holds with what another does, in two runs each: rows by index, an interval of keys a query."""
     ladder, H = ((256, 1024), (1, 2)), 2
-    split = Sharding(900, 2, order="zigzag")
-    place = Placement(split.ranges(0), (split.ranges(1),), complete=False, num_tokens=900)
+    split = Sharding(600, 2, order="zigzag")
+    place = Placement(split.ranges(0), (split.ranges(1),), complete=False, num_tokens=600)
     call = PlacedCall((fd.masks.longnet(*ladder) & fd.masks.causal()).text, place, 0.25, 0, H, "flex")
     rule = oracle.both(oracle.longnet(*map(list, ladder)), oracle.causal())
     counts = oracle.counts(rule, range(H), H, split.positions(0), split.positions(1))
