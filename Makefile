@@ -16,7 +16,7 @@ INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt --no-build-
 
 # The workers share the cores, so each runs torch and the C++ compiler on one thread.
 PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
-	$(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(PY) -m pytest --numprocesses auto --dist worksteal
 KERNELS := PYTHONPATH=$(TRITON) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/kernels TRITON_CACHE_DIR=$(CURDIR)/build/kernels/triton
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -41,6 +41,12 @@ settings.register_profile("suite", settings.get_profile("flexdilated-ci"), max_e
 settings.load_profile("suite")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores, as some tests wait for processes of their own; not more, as each holds a gigabyte."""
+    return min(4, (os.cpu_count() or 1) + 1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread_a_worker():
     """Where several workers share the cores, each computes on one thread."""
