@@ -226,9 +226,17 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What autocast, where it is on for this kind of device, casts to."""
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+    if not _knows_autocast(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
+
+
+def _knows_autocast(kind: str) -> bool:
+    """A constant of graphs, as torch 2.11 cannot trace the question."""
+    return torch.amp.is_autocast_available(kind)
+
+
+_knows_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _pad(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: CallKey) -> tuple[Tensor, Tensor]:
