@@ -64,11 +64,15 @@ def test_results_come_by_rank(size: int) -> None:
 
 @needs_proc
 def test_processes_are_used_again_and_leak_no_file() -> None:
+    """Connections of an earlier group may be closed late, so that files become fewer."""
+    on_ranks(2, scaled_sum, torch.ones(3))
     before = on_ranks(2, process_and_files)
     here = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         on_ranks(2, scaled_sum, torch.ones(3))
-    assert on_ranks(2, process_and_files) == before
+    for (process, files), (process_before, files_before) in zip(on_ranks(2, process_and_files), before, strict=True):
+        assert process == process_before
+        assert files <= files_before
     assert len(os.listdir("/proc/self/fd")) == here
 
 
