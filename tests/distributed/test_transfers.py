@@ -330,7 +330,7 @@ def failing(case: ShardedCase, schedule: str, how: str, where: str) -> Any:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_rank_that_fails_leaves_no_other_waiting_and_no_buffer_leased(schedule: str, how: str, where: str):
     """The lease ends after the transfer; where an exchange fails in the forward, others miss it in the backward."""
-    outcomes = outcomes_on_ranks(3, failing, a_case(3), schedule, how, where, group_timeout=8)
+    outcomes = outcomes_on_ranks(3, failing, a_case(3), schedule, how, where, group_timeout=6)
     if how == "dies":
         assert "died with exit code 7" in (outcomes[1].error or "")
     else:
