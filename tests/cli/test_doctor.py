@@ -265,27 +265,29 @@ def of_another(right):
     return lambda *given, **named: right(*given[:-2], (32, 256), (1, 4), **named)
 
 
-# What stands in the place of a name in the doctor, and the cases that must fail by it.
+# What stands in the place of a name in the doctor, the cases that must fail by it, and at how many tokens it shows.
 WRONG = {
-    "attend": (a_little_more, {"engine tiles", "engine reference", "attend, documents at run time"}),
-    "DilatedAttention": (of_another, {"DilatedAttention"}),
+    "attend": (a_little_more, {"engine tiles", "engine reference", "attend, documents at run time"}, 9),
+    "DilatedAttention": (of_another, {"DilatedAttention"}, 40),
     "BlockSparseAttention": (
         lambda right: lambda pattern: right(masks.local_window(left=98, right=0)),
         {"BlockSparseAttention"},
+        101,
     ),
-    "MultiheadDilatedAttention": (of_another, {"MultiheadDilatedAttention"}),
-    "replace": (lambda right: lambda config, **named: right(config, dilation_rates=(1, 2), **named), {"LongNet"}),
+    "MultiheadDilatedAttention": (of_another, {"MultiheadDilatedAttention"}, 40),
+    "replace": (lambda right: lambda config, **named: right(config, dilation_rates=(1, 2), **named), {"LongNet"}, 1),
     "KVCache": (
         lambda right: lambda pattern, **named: right(masks.causal(), **named),
         {"KVCache, decode as prefill"},
+        1,
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_result_is_found(monkeypatch, name: str) -> None:
-    wrong, failing = WRONG[name]
-    monkeypatch.setitem(_doctor._SIZES, "lengths", (1, 130))
+    wrong, failing, length = WRONG[name]
+    monkeypatch.setitem(_doctor._SIZES, "lengths", (1, length))
     monkeypatch.setattr(_doctor, name, wrong(getattr(_doctor, name)))
     tried = [each for each in _doctor.cases("cpu") if each.name in failing]
     assert len(tried) == len(failing)

@@ -138,7 +138,7 @@ def die() -> None:
     x = torch.ones(1, 2, 4, D)
     call = {"ranks": ranks, "sharding": Sharding(8, 2)}
     attend_heads(x, x, x, masks.causal(), **call)
-    set_group_timeout(5)
+    set_group_timeout(3)
     if ranks.rank == 1:
         os._exit(7)
     with pytest.raises(dist.DistError, match="the exchange of heads failed"):

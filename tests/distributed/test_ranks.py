@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from tests.support import ranks
 from tests.support.rank_worker import set_group_timeout
 from tests.support.ranks import on_ranks, outcomes_on_ranks
 
@@ -64,15 +65,20 @@ def test_results_come_by_rank(size: int) -> None:
 
 @needs_proc
 def test_processes_are_used_again_and_leak_no_file() -> None:
+    """Connections of an earlier group may be closed late, so that files become fewer."""
+    on_ranks(2, scaled_sum, torch.ones(3))
     before = on_ranks(2, process_and_files)
     here = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         on_ranks(2, scaled_sum, torch.ones(3))
-    assert on_ranks(2, process_and_files) == before
+    for (process, files), (process_before, files_before) in zip(on_ranks(2, process_and_files), before, strict=True):
+        assert process == process_before
+        assert files <= files_before
     assert len(os.listdir("/proc/self/fd")) == here
 
 
-def test_an_exception_on_one_rank_is_raised_with_all_ranks_errors() -> None:
+def test_an_exception_on_one_rank_is_raised_with_all_ranks_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
     with pytest.raises(AssertionError, match=r"(?s)rank 0 of 2: did not end.*rank 1 of 2.*it is rank 1 that fails"):
         on_ranks(2, fails_on_rank_1)
     assert on_ranks(2, says_where)[1][:2] == (1, 2)

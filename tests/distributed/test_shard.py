@@ -12,7 +12,7 @@ from flexdilated.distributed import Sharding, shard, traffic, unshard
 from flexdilated.testing.strategies import shardings
 from tests.distributed.test_schedules import DRAWN
 from tests.support.ranks import on_ranks
-from tests.support.sharded_cases import line
+from tests.support.sharded_cases import compiled_on_the_last, line
 
 # B batch, H heads, N tokens, L of one rank, D head dim
 
@@ -124,7 +124,7 @@ def compiled_is_eager() -> list[bool]:
     def roundtrip(x: Tensor, sharding: Sharding) -> Tensor:
         return unshard(shard(x, mesh, sharding).square(), mesh, sharding)
 
-    compiled = torch.compile(roundtrip, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = compiled_on_the_last(roundtrip, backend="aot_eager", dynamic=True)
     for sharding in (Sharding(7, 2), Sharding(9, 2, "zigzag")):
         grads = []
         for function in (roundtrip, compiled):

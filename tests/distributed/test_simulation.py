@@ -16,7 +16,7 @@ from tests.support.sharded_cases import line
 
 
 PATTERNS = {
-    "longnet": masks.longnet((32, 128, 512), (1, 4, 16)) & masks.causal(),
+    "longnet": masks.longnet((32, 128), (1, 4)) & masks.causal(),
     "window": masks.local_window(left=40, right=7),
     "causal": masks.causal(),
 }
@@ -31,7 +31,7 @@ STEPS = [  # pattern, order, schedule, codec
 
 
 def sharding_in(order: str) -> Sharding:
-    return Sharding(500, 3, order, (140, 200, 160))
+    return Sharding(200, 3, order, (56, 80, 64))
 
 
 def bytes_received() -> list[dict[str, int]]:
@@ -52,7 +52,7 @@ def test_what_is_planned_is_what_is_sent(monkeypatch) -> None:
     monkeypatch.setattr("flexdilated.cli._simulation.attention_memory", commands.memory_of_call)  # takes seconds
     by_rank = on_ranks(3, bytes_received)
     for place, (name, order, schedule, codec) in enumerate(STEPS):
-        size = AttentionSize(500, 4, 8, torch.float32, 2, 2)
+        size = AttentionSize(200, 4, 8, torch.float32, 2, 2)
         way = simulate(PATTERNS[name], sharding_in(order), size, codec=codec).ways[schedule]
         fetches = 2 if schedule == "ring" else 1  # in the backward once more
         assert [sent[place]["keys"] for sent in by_rank] == (fetches * way.keys.sum(1)).tolist()

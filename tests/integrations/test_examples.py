@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from transformers.utils import logging
 
 import flexdilated as fd
 from flexdilated import masks
@@ -32,6 +31,8 @@ def test_each_script_is_run_here() -> None:
 @pytest.mark.slow
 def test_adapt_llama(capsys: pytest.CaptureFixture[str]) -> None:
     """The pattern is felt at once, training with it helps, and the model writes by it."""
+    from transformers.utils import logging  # not on the ranks of another test, which need none of it
+
     logging.disable_progress_bar()
     losses = run(
         "adapt_llama", "--tokens 128 --steps 30 --hidden-size 32 --write 12 --pattern local_window(left=3,right=0)"

@@ -13,10 +13,11 @@ compiled code, caches, counters. A warning is an error there, as in the suite. A
 processes are killed, and the next call gets new ones.
 
 Each pytest process has its own workers, as many as its calls have asked for so far. They are forked from one process
-that has imported torch and done nothing else of weight: a worker starts within a tenth of a second, and shares the
-memory of the imports. So tests that use ranks need no xdist group of their own: four pytest processes with eight ranks
-each take some 2 GiB before they compute, and ranks that wait for each other take no processor time. Where it matters
-that a group gives up soon, ranks call `set_group_timeout` where they begin to fail, and not before.
+that has imported what most of them need, compilers too, and done nothing else of weight: a worker starts within a tenth
+of a second, and shares the memory of the imports. So tests that use ranks need no xdist group of their own: four pytest
+processes with eight ranks each take some 2 GiB before they compute, and ranks that wait for each other take no
+processor time. Where it matters that a group gives up soon, ranks call `set_group_timeout` where they begin to fail,
+and not before.
 """
 
 import atexit
@@ -33,6 +34,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from bench._processes import PRELOADED
 from tests.support.rank_worker import Order, serve
 
 START_TIMEOUT_S = 300
@@ -41,9 +43,9 @@ GRACE_S = 2.0  # once a rank has failed, the others get this long to say that th
 
 context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 if sys.platform == "linux":
-    context.set_forkserver_preload(
-        ["pytest", "hypothesis", "torch", "torch.distributed", "torch._dynamo", "flexdilated"]
-    )
+    # A pytest process has one server: the benchmark's processes are forked from it too.
+    PRELOADED += ["pytest", "torch._inductor.compile_fx", "tests.support.sharded_cases"]
+    context.set_forkserver_preload(PRELOADED)
 _folder = tempfile.TemporaryDirectory(prefix="ranks-")
 _workers: list["_Worker"] = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -101,6 +101,12 @@ def run(cases: Sequence[ShardedCase], ways: Sequence[Way]) -> list[list[Shares]]
 def line() -> DeviceMesh:
     """On a rank: the mesh of all of them."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def compiled_on_the_last(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """On a rank: the function in one graph if it is the last; the others run it as it is, and do their part in it."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    return torch.compile(function, fullgraph=True, **options) if last else function
 
 
 def leaves_of(case: ShardedCase) -> list[Tensor]:
