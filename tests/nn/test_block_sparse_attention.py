@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
@@ -27,6 +27,7 @@ def qkv(H: int = 4, G: int = 4, N: int = 37, M: int = 37) -> tuple[Tensor, Tenso
     return q, k, v
 
 
+@settings(max_examples=8)  # the call is attend's; these are its options, handed on
 @given(st.data(), st.booleans())
 def test_is_the_oracle(data, sinks):
     """Any queries over any keys, grouped key/value heads, with and without sinks, and all the gradients."""
@@ -90,6 +91,7 @@ engines = st.sampled_from([None, "tiles", "reference"])
 
 
 @example([(8, 2)], False, None, 1, 16, 16)  # half of the rows have no keys
+@settings(max_examples=12)
 @given(branches, st.booleans(), engines, st.integers(1, 5), st.integers(1, 37), st.integers(1, 37))
 def test_dilated_attention_is_its_definition(pairs, causal, engine, H, N, M):
     """Values and gradients of any branches over any sizes; a module holds nothing of a call."""
@@ -151,7 +153,7 @@ def test_compiles_once_for_all_lengths():
 
     module = fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=4).double()
     compiled = torch.compile(module, fullgraph=True, backend=keep)
-    for N in (37, 50, 61, 80):
+    for N in (37, 50, 61):
         inputs = qkv(N=N, M=N)
         found = torch.autograd.grad(compiled(*inputs).square().sum(), module.sinks)
         assert_close(found, torch.autograd.grad(module(*inputs).square().sum(), module.sinks))

@@ -182,10 +182,10 @@ def test_bfloat16_autocast_trains_close_to_float32():
 def test_begins_near_uniform_and_learns():
     torch.manual_seed(0)
     model = fd.LongNet(TINY)
-    tokens = torch.arange(64).remainder(7)[None].repeat(2, 1)
+    tokens = torch.arange(40).remainder(7)[None]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for _ in range(30):
+    for _ in range(20):
         loss = bits_of(model, tokens)
         optimizer.zero_grad()
         loss.backward()
@@ -209,27 +209,20 @@ def test_the_residual_stream_keeps_its_scale_at_any_depth():
 
 @pytest.mark.slow
 def test_compiled_training_step_equals_eager():
+    """By Inductor: outputs, loss and gradients."""
     torch.compiler.reset()
     model = model_of(replace(TINY, depth=1, layout="residue"), dtype=torch.float32)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    parameters = list(model.parameters())
+    compiled, parameters = torch.compile(model, fullgraph=True), list(model.parameters())
     for num_tokens in (N, 24):
         tokens = tokens_of(N=num_tokens)
-        loss, expected = bits_of(compiled, tokens), bits_of(model, tokens)
-        assert_close(loss, expected, rtol=1e-5, atol=0)
-        gradients = torch.autograd.grad(loss, parameters)
-        for ours, wanted in zip(gradients, torch.autograd.grad(expected, parameters), strict=True):
+        # One graph for both lengths. With dynamic=True torch would trace it twice, for the floats of the modules.
+        torch._dynamo.mark_dynamic(tokens, 1)
+        outs = compiled(tokens), model(tokens)
+        assert_close(*outs, rtol=1e-5, atol=1e-5)
+        losses = [F.cross_entropy(out[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) for out in outs]
+        assert_close(*losses, rtol=1e-5, atol=0)
+        for ours, wanted in zip(*(torch.autograd.grad(loss, parameters) for loss in losses), strict=True):
             assert (ours - wanted).norm() <= 1e-4 * wanted.norm()
-
-
-@pytest.mark.slow
-def test_inductor_computes_what_eager_does():
-    torch.compiler.reset()
-    model = model_of(replace(TINY, depth=1, layout="residue"), dtype=torch.float32)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)  # one graph for both lengths: half the C++
-    with torch.no_grad():
-        for num_tokens in (N, 24):
-            assert_close(compiled(tokens_of(N=num_tokens)), model(tokens_of(N=num_tokens)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("remake", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -31,8 +31,7 @@ def pair_of(**options) -> fd.LongNetEncoderDecoder:
     return fd.LongNetEncoderDecoder(replace(ENCODER, **options), replace(TINY, num_kv_heads=2, **options), **kinds)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("pooling", "causal"), [("mean", False), ("mean", True), ("first", False), ("last", True)])
 def test_a_padded_sequence_gets_the_outputs_it_gets_alone(pooling, causal):
     torch.manual_seed(0)
     config = replace(TINY, causal=causal, layout="residue")
@@ -53,25 +52,22 @@ def test_a_padded_sequence_gets_the_outputs_it_gets_alone(pooling, causal):
 
 
 def test_a_classifier_learns():
-    """Which of two tokens a sequence holds more often, by cross entropy; and how often, by squares."""
+    """Which of two tokens a sequence holds more often, by cross entropy, and how often, by squares: three outputs."""
     torch.manual_seed(0)
-    tokens = torch.randint(2, (64, 24))
+    tokens = torch.randint(2, (24, 12))
     share = tokens.float().mean(1)
-    for outputs, loss_of in (
-        (2, lambda out: F.cross_entropy(out, (share > 0.5).long())),
-        (1, lambda out: F.mse_loss(out[:, 0], share)),
-    ):
-        sizes = {"depth": 1, "segment_lengths": (24,), "dilation_rates": (1,), "position": None}
-        model = fd.LongNetClassifier(replace(TINY, causal=False, **sizes), outputs)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
-        losses = []
-        for _ in range(40):
-            loss = loss_of(model(tokens))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[-1] < 0.4 * losses[0]
+    sizes = {"depth": 1, "segment_lengths": (12,), "dilation_rates": (1,), "position": None, "num_heads": 1}
+    model = fd.LongNetClassifier(replace(TINY, causal=False, **sizes), 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    losses = []
+    for _ in range(40):
+        out = model(tokens)
+        loss = torch.stack([F.cross_entropy(out[:, :2], (share > 0.5).long()), F.mse_loss(out[:, 2], share)])
+        optimizer.zero_grad()
+        loss.sum().backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    assert (losses[-1] < 0.4 * losses[0]).all()
 
 
 @pytest.mark.parametrize("options", [{}, {"subln": True, "bias": True}, {"deepnorm": True}])
@@ -105,8 +101,7 @@ def test_generation_takes_the_likeliest_token_of_the_whole_pass():
     model = pair_of()
     source, tokens = tokens_of(31, 23), tokens_of(3)
     drawn = model.generate(source, tokens, max_new_tokens=6, temperature=0, prefill_chunk=2)
-    for length in range(3, 9):
-        assert_close(drawn[:, length], model(source, drawn[:, :length])[:, -1].argmax(-1))
+    assert_close(drawn[:, 3:], model(source, drawn[:, :-1])[:, 2:].argmax(-1))
 
 
 def test_checkpointed_encoder_and_decoder_have_the_same_gradients():
@@ -123,7 +118,7 @@ def test_checkpointed_encoder_and_decoder_have_the_same_gradients():
 def test_encoder_and_decoder_compile():
     torch.compiler.reset()
     model = pair_of(depth=1, segment_lengths=(16,), dilation_rates=(2,)).float()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")  # blocks' ops are compiled elsewhere
     for lengths in ((31, 12), (40, 9)):
         source, tokens = tokens_of(lengths[0], 23), tokens_of(lengths[1])
         assert_close(compiled(source, tokens), model(source, tokens), rtol=1e-5, atol=1e-5)

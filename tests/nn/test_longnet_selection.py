@@ -72,8 +72,7 @@ def test_padding_is_not_chosen() -> None:
     assert_close(model(tokens, key_padding_mask=padding)[1, :61], model(tokens[1:, :61])[0])
 
 
-@pytest.mark.parametrize("gradient", ["none", "bias"])
-@pytest.mark.parametrize("query_block", [1, 4])
+@pytest.mark.parametrize(("gradient", "query_block"), [("none", 4), ("bias", 1), ("bias", 4)])
 def test_caches_and_generate_follow_one_pass(gradient: str, query_block: int) -> None:
     selection = fd.SelectedLayers(block=8, most=2, gradient=gradient, query_block=query_block, scorer="minmax")
     model, _ = twins(selection)
@@ -83,15 +82,14 @@ def test_caches_and_generate_follow_one_pass(gradient: str, query_block: int) ->
         parts = [model(part, caches=caches) for part in tokens.split([40, 1, 1, 33, 15], dim=1)]
     assert_close(torch.cat(parts, 1), whole)
     found = model.generate(tokens, max_new_tokens=6, temperature=0, prefill_chunk=37)
-    for at in range(90, 96):
-        assert found[:, at].equal(model(found[:, :at])[:, -1].argmax(-1))
+    assert found[:, 90:].equal(model(found[:, :-1])[:, 89:].argmax(-1))
 
 
 @pytest.mark.parametrize("gradient", ["none", "bias"])
 def test_it_trains_with_and_without_checkpoints(gradient: str) -> None:
     """Loss goes down, and gradients with checkpoints are those without."""
     model, _ = twins(fd.SelectedLayers(block=8, most=2, gradient=gradient), checkpoint=True)
-    tokens = padded()[0][:, :50]
+    tokens = padded()[0][:1, :30]
 
     def loss(each: fd.LongNet) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(each(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -102,7 +100,7 @@ def test_it_trains_with_and_without_checkpoints(gradient: str) -> None:
     for one, other in zip(*grads, strict=True):
         assert_close(one, other)
     optimizer, before = torch.optim.Adam(model.parameters(), lr=1e-2), loss(model).item()
-    for _ in range(12):
+    for _ in range(6):
         optimizer.zero_grad()
         loss(model).backward()
         optimizer.step()

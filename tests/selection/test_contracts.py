@@ -32,15 +32,16 @@ def row_of(found: fd.Selection, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     return found.blocks[:, :, row], found.scores[:, :, row]
 
 
-@settings(max_examples=40)
-@given(cases(), st.data())
+@settings(max_examples=25)
+@given(cases(scorers=("mean", "minmax", "mass")), st.data())
 def test_later_tokens_change_no_earlier_choice(case: Case, data) -> None:
     """Rows that begin before a changed token choose as before, to the last bit, where no later key is allowed."""
-    assume(not case.selector._whole)
-    tokens = case.q_offset + case.q.shape[2]
-    within = case.table(case.selector.within)
+    within, tokens = case.options["within"], case.q_offset + case.q.shape[2]
     positions = case.q_offset + torch.arange(case.q.shape[2])
-    assume(not (within & (torch.arange(case.k.shape[2]) > positions[:, None])).any())
+    if (case.table(within) & (torch.arange(case.k.shape[2]) > positions[:, None])).any():
+        within = within & masks.causal()
+    own = {"within": within, "query_summary": "first", "future_in_choice": False}
+    case = replace(case, options=case.options | own)
     t = data.draw(st.integers(0, tokens), label="t")
     q, k = case.q.clone(), case.k.clone()
     q[:, :, max(0, t - case.q_offset) :] += 1
@@ -86,7 +87,7 @@ def test_rows_of_other_rules_may_look_with_all_queries(within: masks.Pattern) ->
     fd.BlockSelector(block=4, query_block=2, choose=fd.TopK(2), within=within)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(cases(), st.data(), BAD)
 def test_hidden_keys_touch_nothing(case: Case, data, value: float) -> None:
     """Keys that a row's view does not see, whatever they hold, for rows drawn one at a time."""
@@ -127,6 +128,7 @@ def test_enough_for_all_blocks_is_dense(case: Case) -> None:
     assert found.cut == 0
 
 
+@settings(max_examples=12)
 @given(cases(scorers=("mean", "minmax", "mass")), st.integers(1, 4))
 def test_chunks_choose_as_one_pass(case: Case, rows: int) -> None:
     """Of whole rows, after the keys of all before them."""
@@ -144,6 +146,7 @@ def test_chunks_choose_as_one_pass(case: Case, rows: int) -> None:
         assert_close(chunk.scores, whole.scores[:, :, here], rtol=1e-9, atol=1e-9)
 
 
+@settings(max_examples=12)
 @given(cases(), st.booleans(), st.integers(1, 3))
 def test_what_bounds_memory_cuts_the_work_and_only_that(case: Case, by_coarse: bool, few: int) -> None:
     """A few rows at a time, and a few of all that is computed for them at once, with nothing kept: the same numbers."""
@@ -251,7 +254,7 @@ def test_a_second_call_reads_nothing_on_the_host(within: masks.Pattern, scorer: 
     assert masks.cache().forget(within) > 0
 
 
-@pytest.mark.parametrize(("scorer", "N"), [("mean", 16_384), ("minmax", 16_384), ("mass", 4_096)])
+@pytest.mark.parametrize(("scorer", "N"), [("mean", 8_192), ("minmax", 8_192), ("mass", 4_096)])
 def test_nothing_is_as_large_as_queries_by_keys(scorer: str, N: int) -> None:
     """Tensors stay below a sixteenth of the scores of all pairs, also where the boxes are built."""
     torch.manual_seed(0)
@@ -286,7 +289,10 @@ COMPILED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_equals_eager(name: str) -> None:
-    """In one graph, with the gradients of what follows; ops are opaque to Inductor, which one of them stands for."""
+    """In one graph, with the gradients of what follows; ops are opaque to Inductor, which one of them stands for.
+
+    A module goes through AOT in tests of SelectedAttention.
+    """
     torch.compiler.reset()
     selector = fd.BlockSelector(block=8, **COMPILED[name])
     bindings = {"docs": torch.arange(100) // 37} if name == "mean" else None
@@ -295,7 +301,8 @@ def test_compiled_equals_eager(name: str) -> None:
         found = selector(q, k, bindings=bindings)
         return found, found.scores.masked_fill(found.blocks < 0, 0.0).sin().sum()
 
-    compiled = torch.compile(run, fullgraph=True, backend="inductor" if name == "mean" else "aot_eager")
+    backend = {"mean": "inductor", "module": "eager"}.get(name, "aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
     for tokens in (100,) if name == "mean" else (100, 60):
         torch.manual_seed(tokens)
         q, k = (torch.randn(2, 2, tokens, 8, requires_grad=True) for _ in range(2))

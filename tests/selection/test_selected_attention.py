@@ -90,7 +90,7 @@ def gradients(out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad((out * weights).sum(), leaves, materialize_grads=True)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(cases())
 def test_it_attends_to_what_was_chosen(case: Case) -> None:
     """Output, gradients and density are those of dense attention over (chosen | always) & within."""
@@ -109,7 +109,7 @@ def test_it_attends_to_what_was_chosen(case: Case) -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["mean", "gate"])
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_a_bias_is_added_to_the_logits_of_what_was_chosen(gated: bool, data) -> None:
     """The formula of the docstring as a dense softmax; gradients reach q, k, v and the gate."""
@@ -128,7 +128,7 @@ def test_a_bias_is_added_to_the_logits_of_what_was_chosen(gated: bool, data) -> 
         assert_close(one, other)
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(trained(gated=True), st.sampled_from(["top_k", "top_p"]))
 def test_distillation_is_the_kl_to_the_block_mass(case: Case, kind: str) -> None:
     """By sums over dense weights; a gradient reaches the gate alone."""
@@ -165,16 +165,16 @@ def test_distillation_is_the_kl_to_the_block_mass(case: Case, kind: str) -> None
 def test_a_bias_trains_the_gate() -> None:
     """The values that a query needs lie in one block, which keys alone do not tell: the gate learns to prefer it."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 4, 1, 64, 8, dtype=torch.float64)
+    q, k, v = torch.randn(3, 2, 1, 64, 8, dtype=torch.float64)
     k[:, :, 16:24, 0] += 2  # a mark of the block, to which queries are blind at first
     v[:, :, 16:24] = 1.0
     gate = Gate(8)
     nn.init.zeros_(gate.weight)
     selector = fd.BlockSelector(block=8, scorer=gate, choose=fd.TopK(4), always=masks.chunked(8))
     attention = fd.SelectedAttention(selector, "bias")
-    optimizer = torch.optim.Adam(gate.parameters(), lr=0.05)
+    optimizer = torch.optim.Adam(gate.parameters(), lr=0.1)
     losses = []
-    for _ in range(20):
+    for _ in range(12):
         losses.append((attention(q, k, v)[:, :, 40:] - 1).square().mean())
         optimizer.zero_grad()
         losses[-1].backward()
@@ -183,7 +183,7 @@ def test_a_bias_trains_the_gate() -> None:
 
 
 @pytest.mark.parametrize("gradient", ["none", "bias"])
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(case=trained(), data=st.data())
 def test_later_tokens_and_hidden_keys_touch_nothing(gradient: str, case: Case, data) -> None:
     """Outputs before a changed token stay to the last bit; what `within` hides from all may hold NaN."""
@@ -203,7 +203,7 @@ def test_later_tokens_and_hidden_keys_touch_nothing(gradient: str, case: Case, d
     assert attention(case.q, k, k, **options).equal(before)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(trained())
 def test_enough_for_all_blocks_is_dense_and_no_row_is_empty(case: Case) -> None:
     q, k = case.q[:, :, : case.k.shape[2]], case.k[:, :, : case.q.shape[2]]
@@ -218,6 +218,7 @@ def test_enough_for_all_blocks_is_dense_and_no_row_is_empty(case: Case) -> None:
 
 
 @pytest.mark.parametrize("gradient", ["none", "bias"])
+@settings(max_examples=12)
 @given(case=trained())
 def test_entries_are_attended_for_themselves(gradient: str, case: Case) -> None:
     assume(case.q.shape[0] == 2)
@@ -287,9 +288,9 @@ def test_checkpointing_uses_the_choice_of_the_forward(gradient: str, kept: bool,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gradient", ["none", "bias", "distill"])
+@pytest.mark.parametrize("gradient", ["bias", "distill"])
 def test_compiled_equals_eager(gradient: str) -> None:
-    """In one graph, with all gradients."""
+    """In one graph, with all gradients; those of "distill" are of both losses, the first of them as with "none"."""
     torch.compiler.reset()
     torch.manual_seed(0)
     selector = fd.BlockSelector(block=8, scorer=Gate(8), choose=fd.TopK(2), always=masks.chunked(8))
@@ -297,8 +298,8 @@ def test_compiled_equals_eager(gradient: str) -> None:
 
     def run(q, k, v):
         out, found = attention(q, k, v, return_selection=True)
-        loss = attention.distill_loss(q, k) if gradient == "distill" else out.sin().sum()
-        return out, found.blocks, loss
+        taught = attention.distill_loss(q, k) if gradient == "distill" else 0.0
+        return out, found.blocks, out.sin().sum() + taught
 
     leaves = [torch.randn(1, 2, 60, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     results = []

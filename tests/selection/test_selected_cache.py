@@ -54,7 +54,7 @@ def drawn_chunks(data: st.DataObject, tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("gradient", ["none", "bias"])
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(case=sequences(), data=st.data())
 def test_chunks_and_steps_are_one_pass(gradient: str, case: Case, data) -> None:
     """At any borders: the choice of the row that is under way bitwise, and the outputs."""
@@ -73,7 +73,7 @@ def test_chunks_and_steps_are_one_pass(gradient: str, case: Case, data) -> None:
     assert_close(torch.cat(outs, 2), whole)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(case=sequences(), data=st.data())
 def test_tokens_are_taken_back_and_entries_chosen(case: Case, data) -> None:
     """After crop, and append in place of attend, it is as if the tokens had never been, or had been seen."""

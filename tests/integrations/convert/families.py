@@ -29,7 +29,7 @@ class Family:
     replaced: in how many modules. fused: these call `scaled_dot_product_attention` when they train.
     """
 
-    make: Callable[[], nn.Module]
+    make: Callable[..., nn.Module]
     inputs: Callable[[], tuple[Tensor, ...]]
     tokens: int
     replaced: int
@@ -100,9 +100,8 @@ def torchvision_vit() -> nn.Module:
 
 
 def language_model(**options: Any) -> nn.Module:
-    layers = x_transformers.Decoder(
-        dim=WIDTH, depth=2, heads=HEADS, attn_dim_head=32, **{"rotary_pos_emb": True, "rotary_emb_dim": 32, **options}
-    )
+    sizes = {"depth": 2, "attn_dim_head": 32, "rotary_pos_emb": True, "rotary_emb_dim": 32}
+    layers = x_transformers.Decoder(dim=WIDTH, heads=HEADS, **{**sizes, **options})
     return x_transformers.TransformerWrapper(num_tokens=50, max_seq_len=64, attn_layers=layers)
 
 
@@ -135,10 +134,10 @@ FAMILIES = {
 }
 
 
-def model_of(name: str) -> Any:
+def model_of(name: str, **options: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = FAMILIES[name].make()
+        model = FAMILIES[name].make(**options)
         for x in model.parameters():  # what begins at 0, or near it, would hide what attention does
             nn.init.normal_(x, *((0.5, 0.3) if x.dim() == 1 else (0.0, x[0].numel() ** -0.5)))
         return model

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
@@ -39,6 +39,7 @@ def gradients(encoder: LongNetEncoder, out: torch.Tensor) -> dict[str, torch.Ten
     return dict(zip(names, torch.autograd.grad(out.sin().sum(), parameters), strict=True))
 
 
+@settings(max_examples=12)
 @given(st.integers(1, 130), st.integers(0, 10))
 def test_every_length_is_published(N, seed) -> None:
     """Segments that are cut, one that is longer than the sequence, and several that their rate does not divide."""
@@ -48,6 +49,7 @@ def test_every_length_is_published(N, seed) -> None:
     assert_close(encoder(x, all_layers=True), tuple(truth[:-1]), **TIGHT)
 
 
+@settings(max_examples=12)
 @given(st.lists(st.tuples(st.integers(9, 60), st.integers(1, 6)), min_size=1, max_size=3), st.integers(1, 130))
 def test_any_branches(branches, N) -> None:
     segments, rates = (list(each) for each in zip(*branches, strict=True))
@@ -96,12 +98,12 @@ def test_exact_mode_is_one_attention() -> None:
 def test_it_compiles() -> None:
     """Without a graph break, at two lengths, with rows that are shifted at one of them in a branch and at both.
 
-    Exact weights are compiled in the slide encoder; tests of `attend` hold the kernels that inductor makes.
+    The slide encoder goes through AOT; tests of `attend` hold exact weights, and the kernels that inductor makes.
     """
     torch.manual_seed(0)
     branches = {"segment_length": "[20, 50]", "dilated_ratio": "[3, 4]"}
     encoder = LongNetEncoder.from_torchscale(SIZES | branches, merge_grad="detached").double().layers[0]
-    compiled = torch.compile(encoder, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(encoder, fullgraph=True, backend="eager")
     for N in (40, 97):
         x = torch.randn(2, N, 24, dtype=torch.float64)
         assert_close(compiled(x), encoder(x), **TIGHT)
@@ -113,12 +115,12 @@ def test_training_leaves_out() -> None:
     assert not torch.equal(encoder(x), encoder(x))
     encoder.eval()
     assert torch.equal(encoder(x), encoder(x))
-    encoder, rows = made(drop_path=0.5), x[:1].expand(400, -1, -1)
+    encoder, rows = made(drop_path=0.5), x[:1, :9].expand(400, -1, -1)
     first, after, last = encoder(rows, all_layers=True)
     assert (after == after[0]).all(), "the first layer is never left out"
     both = (last == after).all((1, 2)).double().mean()  # neither attention nor feed-forward
     assert 0.15 < both < 0.35
-    mean, scale = last.mean(0), made(drop_path=0.0)(x[:1], all_layers=True)[2]
+    mean, scale = last.mean(0), made(drop_path=0.0)(x[:1, :9], all_layers=True)[2]
     assert (mean - scale[0]).norm() < 0.25 * (scale[0] - first[0]).norm()
 
 

@@ -48,7 +48,7 @@ def test_full_width_is_published() -> None:
     weights = SlideEncoder(config).state_dict()
     model, exact = (SlideEncoder.from_checkpoint(weights, config, padding=each).eval() for each in ("zeros", None))
     how = {"num_heads": 16, "branches": (slide_segments(), (1, 2, 4, 8, 16)), "grid": 1000}
-    for L in (100, 1500):
+    for L in (100, 1100):
         tiles, corners = slide(config, L, dtype=torch.float32)
         with torch.no_grad():
             truth = plain.slide_encoder(weights, tiles, corners, **how)[-1]
@@ -104,7 +104,7 @@ def test_places() -> None:
 @pytest.mark.slow
 def test_it_compiles() -> None:
     torch.manual_seed(0)
-    model = SlideEncoder(SMALL)
+    model = SlideEncoder(replace(SMALL, encoder=replace(LAYERS, depth=1, merge_grad="detached")))
     tiles, corners = slide(SMALL, 96, dtype=torch.float32)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_close(compiled(tiles, corners), model(tiles, corners), rtol=1e-4, atol=1e-5)

@@ -20,7 +20,7 @@ def losses(model, folder: Path) -> list[float]:
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
-        str(folder), per_device_train_batch_size=2, max_steps=4, learning_rate=1e-2, logging_steps=1, use_cpu=True,
+        str(folder), per_device_train_batch_size=2, max_steps=2, learning_rate=1e-2, logging_steps=1, use_cpu=True,
         report_to=[], save_strategy="no", disable_tqdm=True, data_seed=0, seed=0,
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in (*tokens(), *tokens())]

@@ -178,11 +178,11 @@ def capturing() -> list[masks.Pattern]:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["flex", "tiles"])
 def test_each_runs_with_what_it_captured(engine):
-    """By itself, for changing ints; and the last in one graph with its caller."""
+    """By itself, for changing ints; and the last in one graph with its caller. In flex the next test has the others."""
     q, k, v = torch.randn(3, 1, 2, 200, 16)
     patterns = capturing()
     with without_inductor(), torch.no_grad():
-        for pattern in patterns:
+        for pattern in patterns[: 2 if engine == "flex" else None]:
             found = fd.attend(q, k, v, pattern & masks.causal(), engine=engine)
             exact = fd.attend(q, k, v, pattern & masks.causal(), engine="reference")
             torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
