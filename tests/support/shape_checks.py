@@ -18,7 +18,7 @@ from unittest.mock import patch
 import jaxtyping
 from jaxtyping import AbstractArray, install_import_hook, jaxtyped
 
-_FIRST, _EVERY = 100, 16  # calls of a function that are checked: the first ones, then one of so many
+_FIRST, _EVERY = 100, 64  # calls of a function that are checked: the first ones, then one of so many
 
 
 @contextmanager
