@@ -42,6 +42,14 @@ def test_every_odd_case_is_right_on_cpu(name) -> None:
 
 
 @pytest.fixture
+def tiny(monkeypatch):
+    """Half and a quarter of the tokens that --small has, and segments to match."""
+    size = lambda self, tokens, *_, **__: replace(SIZE, num_tokens=max(256, tokens // 2048))  # noqa: E731
+    monkeypatch.setattr(Device, "size", size)
+    monkeypatch.setattr(Device, "longnet", lambda self, causal: SHORT.as_causal() if causal else SHORT)
+
+
+@pytest.fixture
 def in_this_process(monkeypatch):
     monkeypatch.setattr(device, "run_apart", lambda function, *args: function(*args))
     monkeypatch.setattr(device, "each_apart", lambda function, *args, limit_s: function(*args))
@@ -50,7 +58,7 @@ def in_this_process(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("in_this_process", "tiny")
 def test_dry_run(tmp_path, capsys) -> None:
     """A number in every row, none marked; files that make tables; one of them holds all others."""
     assert main(["device", *DRY, "--out", str(tmp_path), "--commit", "abc123"]) == 0
@@ -262,6 +270,7 @@ REFUSED |= {"gpu_vs_natural_order": 0, "gpu_ranks": 0}
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_rows_go_the_way_of_a_device(pretended, row) -> None:
     """In `tiles` there are numbers; what FlexAttention cannot do on CPU is reported in words."""

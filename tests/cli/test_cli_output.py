@@ -25,6 +25,12 @@ each_command = pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMAND
 full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 
 
+@pytest.fixture(autouse=True)
+def no_compilation(monkeypatch) -> None:
+    """test_doctor.py holds what is compiled."""
+    monkeypatch.setattr("flexdilated.cli._doctor._compiled_trial", lambda: None)
+
+
 def status(command: list[str]) -> int:
     try:
         return main(command)

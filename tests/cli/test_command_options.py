@@ -62,9 +62,11 @@ def test_every_option_of_every_command_is_tried() -> None:
 
 
 @pytest.mark.parametrize("command", OPTIONS)
-def test_two_options_are_refused_as_declared_or_both_have_an_effect(command: str, capsys) -> None:
+def test_two_options_are_refused_as_declared_or_both_have_an_effect(command: str, capsys, monkeypatch) -> None:
     if command == "show":
         pytest.importorskip("matplotlib", reason="draws with matplotlib")
+        told = lambda pattern, **named: f"{[each.tolist() for each in pattern.given_tensors().values()]} {named}"  # noqa: E731
+        monkeypatch.setattr("flexdilated.cli._show.page", told)
     known: dict[tuple[str, ...], tuple[int, str, str]] = {}
 
     def result(words: list[str]) -> tuple[int, str, str]:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flexdilated
 from flexdilated import distributed, integrations, masks, schedules, selection, testing, viewer
+from tests.support.commands import make_memory_up
 
 PACKAGES = (flexdilated, masks, distributed, integrations.torchscale, schedules, selection.recipes, testing, viewer)
 
@@ -26,6 +27,7 @@ def mesh(tmp_path_factory) -> Iterator[DeviceMesh]:
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_every_public_name_has_an_example_that_runs(package, mesh, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    make_memory_up(monkeypatch)  # no example prints a plan's bytes
     given = {"fd": flexdilated, "masks": masks, "mesh": mesh, "testing": testing, "torch": torch, "viewer": viewer}
     printed: list[str] = []
     for name in package.__all__:

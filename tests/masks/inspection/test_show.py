@@ -125,22 +125,23 @@ def read(lines: Sequence[str], columns: int, *, colour: bool) -> list[list[int]]
     return table
 
 
-@pytest.mark.parametrize("size", [(40, 16), (200, 60), (24, 50)])
-@pytest.mark.parametrize("colour", ["always", "never"])
-@pytest.mark.parametrize(
-    "question",
-    [
-        (LONGNET, "-n", "1M"),
-        (LONGNET, "-n", "1M", "--rows", "1000K:1M", "--cols", "0:3"),
-        ("local_window(left=5, right=0)", "-n", "17"),
-        ("longnet((60, 3000), (1, 7))", "-n", "12345", "--order", "residue"),
-        ("causal()", "-n", "1"),
-        ("causal()", "-n", "2000000000"),
-        ("dilated(8, 2, 1)", "-n", "1000", "--rows", "7:9"),
-    ],
-)
-def test_it_fits_the_terminal(size, colour, question, monkeypatch):
-    columns, height = size
+QUESTIONS = [
+    (LONGNET, "-n", "1M"),
+    (LONGNET, "-n", "1M", "--rows", "1000K:1M", "--cols", "0:3"),
+    ("local_window(left=5, right=0)", "-n", "17"),
+    ("longnet((60, 3000), (1, 7))", "-n", "12345", "--order", "residue"),
+    ("causal()", "-n", "1"),
+    ("causal()", "-n", "2000000000"),
+    ("dilated(8, 2, 1)", "-n", "1000", "--rows", "7:9"),
+]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("turn", range(3))
+def test_it_fits_the_terminal(turn, question, monkeypatch):
+    """In every size, and with and without colour in turn."""
+    columns, height = [(40, 16), (200, 60), (24, 50)][turn]
+    colour = ["always", "never"][(turn + QUESTIONS.index(question)) % 2]
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("LINES", str(height))
     lines = [_ANSI.sub("", line) for line in drawn(*question, "--color", colour)]
