@@ -170,21 +170,30 @@ def growth(results: Path) -> str:
 
 
 def sizes(results: Path) -> str:
-    """Some lengths of the sweep, and the longest of all in one sentence."""
+    """Some lengths of the sweep and the longest of all in a sentence; and how fast others are that compute the same."""
     document = read(results, "sweep")
     ours, dense = dict.fromkeys(point["attention"] for point in document["points"])
     found = {(point["num_tokens"], point["attention"]): point["forward"]["median_s"] for point in document["points"]}
     longest = max(tokens for tokens, attention in found if attention == dense)
-    times = found[longest, ours], found[longest, dense]
-    told = f"A forward pass over {tokens_text(longest)} tokens takes {with_unit(times[0], 's')} in place of "
-    told += f"{with_unit(times[1], 's')}: {times[1] / times[0]:.0f} times as fast, o{_machine(document)[1:]}"
+    times, spec = (found[longest, ours], found[longest, dense]), document["config"]["spec"]
+    keys = sum(segment / rate**2 for segment, rate in zip(spec["segment_lengths"], spec["dilation_rates"], strict=True))
+    told = f"A call over {tokens_text(longest)} tokens takes {with_unit(times[0], 's')} forward, where dense attention"
+    told += f" takes {with_unit(times[1], 's')}: {times[1] / times[0]:.0f} times as fast, by computing"
+    told += f" {100 * keys / longest:.2g} % of the pairs. {_swept(document['config'])[:-1]},"
+    told += f" o{_machine(document)[1:-1]}; the peak is that of forward and backward, dense attention"
+    told += " `scaled_dot_product_attention`:"
+    loop = _range(read(results, "vs_branch_loop")["rows"])
     flex = read(results, "vs_flex_attention")
-    times_of = {row["measure"].split(", ")[3]: f"{row['measured']:.0f} times" for row in flex["rows"]}
-    told += f" At {tokens_text(flex['config']['size']['num_tokens'])} it is {times_of['union']} as fast as compiled"
-    told += f" FlexAttention in the order of the text for the union of such branches, {times_of['mixture']} for their"
-    told += " mixture. It holds more memory than dense attention does, as the last columns say."
-    table = _swept_lines(document, _SHOWN.__contains__)
-    return f"{told} {_swept(document['config'])}\n\n{table}"
+    times_of = {row["measure"].split(", ")[3]: f"{row['measured']:.0f}" for row in flex["rows"]}
+    others = (
+        f"Beside others that compute the same: {loop} as fast as torchscale's loop over branches, forward and backward;"
+    )
+    others += (
+        f" {times_of['union']} × (of a union of branches) and {times_of['mixture']} × (of their mixture) as fast as"
+    )
+    others += " compiled FlexAttention in the order of the text,"
+    others += f" {tokens_text(flex['config']['size']['num_tokens'])} tokens, forward."
+    return f"{told}\n\n{_swept_lines(document, _SHOWN.__contains__)}\n\n{others}"
 
 
 _SHOWN = (16384, 65536, 262144)

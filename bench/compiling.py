@@ -122,7 +122,7 @@ def changing_lengths(
         Row(f"{name}: compilations, at most one a power of two", bound, dynamic.compilations, detail=detail),
         Row(f"{name}: graph breaks and frames left to eager", at_most(0), left, detail=dynamic.detail),
         Row(
-            f"{name}: once compiled, steps of lengths as they come over those padded",
+            f"{name}: once compiled, time of steps of ever new lengths over that of padded ones",
             at_most(1.5),
             slower,
             (later[0], best) if any(ready) else (),
