@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
@@ -25,8 +24,8 @@ from tests.support.compilers import as_it_is, without_inductor
 # B batch, H heads, N tokens, D head dim
 
 PATTERN = masks.longnet([16, 48], [1, 3]) & masks.causal()
-WINDOWS = tuple(masks.local_window(left=left, right=1) for left in range(4, 9))
-LIMIT = 3  # of compilations of one function, for these tests; torch's own is 8
+WINDOWS = tuple(masks.local_window(left=left, right=1) for left in range(4, 7))
+LIMIT = 2  # of compilations of one function, for these tests; torch's own is 8
 
 
 def draw(N: int, *, batch: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -70,17 +69,6 @@ def runs_of_tiles(monkeypatch) -> list[int]:
     return runs
 
 
-def test_nothing_is_counted_or_imported_before_the_first_compilation() -> None:
-    """The compiler takes a second to import, and who compiles nothing does not wait for it."""
-    code = (
-        "import sys, flexdilated as fd\n"
-        "found = fd.compilations()\n"
-        "print('torch._dynamo' in sys.modules, found.graphs, found.seconds, found.latest)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False 0 0.0 ()"
-
-
 def test_graphs_and_why_they_were_compiled_again() -> None:
     def squared(q: Tensor) -> Tensor:
         return fd.attend(q, q, q, PATTERN).square()
@@ -122,6 +110,11 @@ def test_a_table_without_compilations_has_no_reasons() -> None:
 
 
 STARTS = """
+import sys, flexdilated as fd
+found = fd.compilations()
+print('torch._dynamo' in sys.modules, found.graphs, found.seconds, found.latest)
+"""
+COMPILES = """
 import torch, flexdilated as fd
 pattern = fd.masks.longnet([16, 48], [1, 3]) & fd.masks.causal()
 q = torch.randn(1, 2, 40, 16)
@@ -132,12 +125,16 @@ print(fd.compilations().graphs, fd.compilations().found_on_disk)
 
 
 @pytest.mark.slow
-def test_a_warm_start_finds_its_graph_on_disk(tmp_path) -> None:
-    """The operator can be part of what torch keeps: the second process compiles nothing."""
-    for found in ("1 0", "1 1"):
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, env=environment)
-        assert done.stdout.strip() == found, done.stderr
+def test_a_warm_start_finds_its_graph_on_disk(tmp_path, monkeypatch, capsys) -> None:
+    """The operator can be part of what torch keeps: what one process compiled, this one does not compile.
+
+    Before its first compilation the other one has counted nothing, and not imported the compiler, which takes a second.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", STARTS + COMPILES], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["False 0 0.0 ()", "1 0"], done.stderr
+    exec(COMPILES, {})
+    assert capsys.readouterr().out == "1 1\n"
 
 
 @pytest.mark.slow
@@ -243,7 +240,7 @@ def test_flex_serves_every_mode_of_a_call(traced_only) -> None:
     """Gradients recorded or not, inference, batches: in any order, and no function gives up."""
     plain: dict[int, Tensor] = {}
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        for batch in (4, 1, 2):
+        for batch in (2, 1):
             with mode():
                 found = fd.attend(*[draw(20, batch=batch)] * 3, WINDOWS[0], engine="flex")
             assert_close(found, plain.setdefault(batch, found), rtol=0, atol=0)
@@ -279,7 +276,7 @@ def test_flex_does_not_run_uncompiled(traced_only) -> None:
 def test_blocks_compiled_one_by_one_share_their_graphs() -> None:
     """The time to compile does not grow with depth: two graphs, one for the first length and one for all others."""
     branches = {"segment_lengths": (16, 48), "dilation_rates": (1, 3), "causal": True}
-    model = fd.LongNet(fd.LongNetConfig(vocab_size=11, embed_dim=16, num_heads=2, depth=12, **branches))
+    model = fd.LongNet(fd.LongNetConfig(vocab_size=11, embed_dim=16, num_heads=2, depth=4, **branches))
     tokens = torch.arange(60)[None] % 11
     with torch.no_grad():
         expected = [model(tokens[:, :N]) for N in (40, 41, 60)]

@@ -144,10 +144,10 @@ def test_patterns_are_built_in_a_graph_from_a_size_that_varies(graphs):
         return [fd.attend(x, x, x, pattern) for pattern in patterns]
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=graphs)
-    for N in (8, 12, 16):
+    for N in (8, 12):
         x = torch.randn(1, 2, N, 4)
         assert_close(compiled(x), attend(x))
-    assert len(graphs.kept) == 3
+    assert len(graphs.kept) == 2
 
 
 @pytest.mark.slow
@@ -196,7 +196,9 @@ def test_a_package_of_aotinductor_runs_in_another_process(tmp_path):
     sizes = (*[{0: batch, 2: tokens}] * 3, {0: batch, 1: tokens})
     with torch.no_grad():
         exported = torch.export.export(Packed(), packed(2, 256), dynamic_shapes=sizes)
-        package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "packed.pt2"))
+        options = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # what the C++ compiler makes of it is not tested
+        path = str(tmp_path / "packed.pt2")
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=options)
     given = [packed(2, 256), packed(3, 301), packed(1, 77)]
     torch.save(given, tmp_path / "given")
     call = [sys.executable, "-W", "ignore", "-c", PACKAGE, package, tmp_path / "given", tmp_path / "found"]

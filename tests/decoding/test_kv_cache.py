@@ -98,7 +98,7 @@ CHUNKS = {"window": [(1,), (16, 17), MIXED], "streaming": [(1,), MIXED], "longne
 @pytest.mark.parametrize("name", [*BOUNDED, *UNBOUNDED])
 def test_over_many_evictions(name) -> None:
     """At the cache's own sizes, over many times the look-back: one pass of `attend`, in float64."""
-    q, k, v = draw_tensors()
+    q, k, v = draw_tensors(N=500)
     pattern = (BOUNDED | UNBOUNDED)[name]
     expected = fd.attend(q, k, v, pattern, enable_gqa=True)
     for chunks in CHUNKS.get(name, [MIXED]):
@@ -108,7 +108,7 @@ def test_over_many_evictions(name) -> None:
 @pytest.mark.parametrize(("name", "bound"), [("window", 164), ("streaming", 228), ("longnet", 256)])
 def test_memory_stays_bounded(name, bound) -> None:
     """Far beyond the look-back: never more keys than twice those visible, which `bound` counts with whole pages."""
-    N = 1200
+    N = 800
     q, k, v = draw_tensors(H=1, G=1, N=N, B=1, D=2, dtype=torch.float32)
     cache = fd.KVCache(BOUNDED[name], num_heads=1)
     most, most_bytes = 0, 0

@@ -18,9 +18,15 @@ Attention = Callable[..., tuple[Tensor, Tensor]]
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 
 
-def gradients(attend: Attention, tensors: tuple[Tensor, ...], *, through_lse: bool = True) -> tuple[Tensor, ...]:
-    """The gradients of a fixed functional of output and lse; without the lse nothing flows into it at all."""
-    out, lse = attend(*tensors)
+def gradients(attend: Attention, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The gradients of a fixed functional of output and lse."""
+    return gradients_of(*attend(*tensors), tensors)
+
+
+def gradients_of(
+    out: Tensor, lse: Tensor, tensors: tuple[Tensor, ...], *, through_lse: bool = True
+) -> tuple[Tensor, ...]:
+    """Those of what came of one call, which can be asked again; without the lse nothing flows into it at all."""
     if not out.requires_grad:
         return tuple(torch.zeros_like(x) for x in tensors)
     grad_out, grad_lse = cotangents(out, lse, through_lse=through_lse)
@@ -30,22 +36,19 @@ def gradients(attend: Attention, tensors: tuple[Tensor, ...], *, through_lse: bo
     outputs, sent = [out], [grad_out.to(out.dtype)]
     if through_lse:
         outputs, sent = [out, lse], [*sent, grad_lse.to(lse.dtype)]
-    return torch.autograd.grad(outputs, tensors, sent)
+    return torch.autograd.grad(outputs, tensors, sent, retain_graph=True)
 
 
 def assert_agrees(
     attend: Attention, tensors: tuple[Tensor, ...], counts: Tensor, *, scale: float | None = None, **features
 ) -> None:
     """The attention is the oracle's, on float64 q, k, v and maybe sinks, with and without a gradient through lse."""
-
-    def expected(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return oracle.attention(q, k, v, counts, scale, sinks, **features)
-
-    for found, truth in zip(attend(*tensors), expected(*tensors), strict=True):
-        assert_close(found, truth, **TIGHT)
+    q, k, v, *sinks = tensors
+    found, truth = attend(*tensors), oracle.attention(q, k, v, counts, scale, *sinks, **features)
+    for one, true in zip(found, truth, strict=True):
+        assert_close(one, true, **TIGHT)
     for through_lse in (True, False):
-        found = gradients(attend, tensors, through_lse=through_lse)
-        truth = gradients(expected, tensors, through_lse=through_lse)
+        grads, true_grads = (gradients_of(*each, tensors, through_lse=through_lse) for each in (found, truth))
         names = ("q", "k", "v", "sinks")[: len(tensors)]
-        for name, grad, true_grad in zip(names, found, truth, strict=True):
+        for name, grad, true_grad in zip(names, grads, true_grads, strict=True):
             assert_close(grad, true_grad, **TIGHT, msg=lambda text, name=name: f"d{name}: {text}")
