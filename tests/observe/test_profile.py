@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from flexdilated.observe._profile import VARIABLE, folder_from_environment, prof
 def at_exit(monkeypatch) -> list[Callable[[], None]]:
     """What would run as the process ends."""
     registered: list[Callable[[], None]] = []
-    monkeypatch.setattr(_profile.atexit, "register", registered.append)
+    monkeypatch.setattr(_profile, "atexit", SimpleNamespace(register=registered.append))  # not of all modules
     return registered
 
 

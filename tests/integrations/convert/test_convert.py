@@ -133,7 +133,7 @@ def test_compiled(name: str) -> None:
 def test_padding_and_causal_order_compiled() -> None:
     """By inductor, with values of masks that the graph does not know."""
     torch.manual_seed(0)
-    model, (x,) = encoder().layers[0].train(), features()
+    model, (x,) = encoder().get_submodule("layers.0").train(), features()
     fd.convert(model, WINDOW | masks.first_tokens(1))
     compiled = torch.compile(model, fullgraph=True)
     mask = nn.Transformer.generate_square_subsequent_mask(21)
