@@ -11,6 +11,7 @@ from tabulate import tabulate
 
 from ._jobs import tokens_text
 from ._measures import with_unit
+from ._rules import LongNet
 from ._run import MEASURES
 from .device import NAMES as DEVICE_NAMES
 
@@ -170,30 +171,31 @@ def growth(results: Path) -> str:
 
 
 def sizes(results: Path) -> str:
-    """Some lengths of the sweep and the longest of all in a sentence; and how fast others are that compute the same."""
+    """Some lengths of the sweep, the longest of all in a sentence, and how fast others are that compute the same."""
     document = read(results, "sweep")
-    ours, dense = dict.fromkeys(point["attention"] for point in document["points"])
+    config, ours, dense = document["config"], *dict.fromkeys(point["attention"] for point in document["points"])
     found = {(point["num_tokens"], point["attention"]): point["forward"]["median_s"] for point in document["points"]}
     longest = max(tokens for tokens, attention in found if attention == dense)
-    times, spec = (found[longest, ours], found[longest, dense]), document["config"]["spec"]
-    keys = sum(segment / rate**2 for segment, rate in zip(spec["segment_lengths"], spec["dilation_rates"], strict=True))
+    times, heads = (found[longest, ours], found[longest, dense]), config["sizes"][0]["num_heads"]
+    share = LongNet(**config["spec"]).pairs(num_tokens=longest, num_heads=heads) / (heads * longest**2)
     told = f"A call over {tokens_text(longest)} tokens takes {with_unit(times[0], 's')} forward, where dense attention"
-    told += f" takes {with_unit(times[1], 's')}: {times[1] / times[0]:.0f} times as fast, by computing"
-    told += f" {100 * keys / longest:.2g} % of the pairs. {_swept(document['config'])[:-1]},"
-    told += f" o{_machine(document)[1:-1]}; the peak is that of forward and backward, dense attention"
-    told += " `scaled_dot_product_attention`:"
-    loop = _range(read(results, "vs_branch_loop")["rows"])
-    flex = read(results, "vs_flex_attention")
-    times_of = {row["measure"].split(", ")[3]: f"{row['measured']:.0f}" for row in flex["rows"]}
-    others = (
-        f"Beside others that compute the same: {loop} as fast as torchscale's loop over branches, forward and backward;"
+    told += (
+        f" takes {with_unit(times[1], 's')}: {times[1] / times[0]:.0f} times as fast, by computing {100 * share:.2g} %"
     )
-    others += (
-        f" {times_of['union']} × (of a union of branches) and {times_of['mixture']} × (of their mixture) as fast as"
+    told += f" of the pairs. {_swept(config)[:-1]}, o{_machine(document)[1:-1]}; the peak is that of forward and"
+    told += " backward, dense attention `scaled_dot_product_attention`:"
+    return f"{told}\n\n{_swept_lines(document, _SHOWN.__contains__)}\n\n{_beside_others(results)}"
+
+
+def _beside_others(results: Path) -> str:
+    loop, flex = read(results, "vs_branch_loop"), read(results, "vs_flex_attention")
+    times = {row["measure"].split(", ")[3]: f"{row['measured']:.0f} ×" for row in flex["rows"]}
+    tokens = tokens_text(flex["config"]["size"]["num_tokens"])
+    return (
+        f"Beside others that compute the same: {_range(loop['rows'])} as fast as torchscale's loop over branches, "
+        f"forward and backward; {times['union']} (of a union of branches) and {times['mixture']} (of their mixture) as "
+        f"fast as compiled FlexAttention in the order of the text, {tokens} tokens, forward."
     )
-    others += " compiled FlexAttention in the order of the text,"
-    others += f" {tokens_text(flex['config']['size']['num_tokens'])} tokens, forward."
-    return f"{told}\n\n{_swept_lines(document, _SHOWN.__contains__)}\n\n{others}"
 
 
 _SHOWN = (16384, 65536, 262144)

@@ -55,7 +55,8 @@ def _counted(rule: Rule, rows: int, columns: int, shape: tuple[int, int, int, in
     pairs = torch.cat([tiles.sum((1, 2)) for tiles in evaluate(rule, places, shape)])
     height = (num_q - places.row * q_block).clamp(max=q_block)
     width = (num_k - places.column * k_block).clamp(max=k_block)
-    listed, full = ((pairs > least).view(-1, columns) for least in (torch.tensor(0), height * width - 1))
+    lines = len(rule.heads) * rows, columns
+    listed, full = (pairs > 0).view(lines), (pairs == height * width).view(lines)
     run = (pad(listed.int(), (1, 0)).diff(dim=1) == 1).sum(1) == 1
     masked = (listed & ~full).any(1)
     each = listed.sum(1) / len(rule.heads)
