@@ -118,10 +118,12 @@ $(READY): constraints.txt
 
 # The second half: the project, editable, with one extra. What cannot be resolved fails in the dry run, with nothing
 # changed. An install that is interrupted leaves no $(READY) behind, so that the next run starts from an empty environment
-# instead of a half-written one. `mv` keeps its time.
+# instead of a half-written one. `mv` keeps its time. An extra holds others, which need no install of their own.
+WITH_dev := .test .demo
+WITH_test := .demo
 $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(READY) pyproject.toml
 	@$(INSTALL) --dry-run --editable '.[$*]'
 	@mv $(READY) $(READY).installing
 	$(INSTALL) --editable '.[$*]'
 	@mv $(READY).installing $(READY)
-	@touch $@
+	@cd $(VENV) && touch .$* $(WITH_$*)

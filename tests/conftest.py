@@ -1,5 +1,6 @@
 """Set-up of the whole suite: shape checks on the modules that compute, hypothesis profiles, threads."""
 
+import gc
 import os
 
 import pytest
@@ -29,6 +30,9 @@ CHECKED = [
     *(f"flexdilated.engines.tiles._{name}" for name in ("tiles", "tile_blocks", "tile_calls")),
 ]
 
+# What is imported and collected stays: nothing is to be found there that could be freed.
+gc.disable()
+
 # Plans are those of the constants that come with the library, whatever was measured on this machine.
 os.environ["FLEXDILATED_MACHINE"] = "builtin"
 
@@ -45,6 +49,11 @@ settings.load_profile("suite")
 def pytest_xdist_auto_num_workers() -> int:
     """One more than cores, as some tests wait for processes of their own; not more, as each holds a gigabyte."""
     return min(4, (os.cpu_count() or 1) + 1)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
