@@ -171,7 +171,7 @@ def _answer(name: str, answer: Any) -> None:
 
 
 def _quicken() -> None:
-    """Without checks that compiled code has none of, and patches of what is patched: half of the interpreter's time."""
+    """Without checks that compiled code has none of, or patches of what is patched; rows of reductions side by side."""
     interpreter, language = triton("runtime.interpreter"), triton("language")
     builder, patch_language = interpreter.interpreter_builder, interpreter._patch_lang
     builder.options = replace(builder.options, sanitize_overflow=False)
@@ -186,6 +186,16 @@ def _quicken() -> None:
         return SimpleNamespace(restore=lambda: patched.pop().restore())
 
     interpreter._patch_lang = patch_once
+    autotuned = triton_heuristics.cached_autotune
+
+    def autotuned_in_rows(size_hints: Any, configs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """A GPU has a program for each row, or for a few."""
+        for blocks in (config.kwargs for config in configs if size_hints):
+            if "XBLOCK" in blocks and "RSPLIT_SIZE" not in blocks:
+                blocks["XBLOCK"] = max(blocks["XBLOCK"], min(size_hints["x"], 4096))
+        return autotuned(size_hints, configs, *args, **kwargs)
+
+    triton_heuristics.cached_autotune = autotuned_in_rows
 
 
 def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
