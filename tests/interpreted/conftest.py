@@ -36,17 +36,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _found.setdefault(file, {})[key] = value
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """What passing tests noted as properties "file: key" is recorded, beside what is there if tests were chosen."""
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """What passing tests noted as properties "file: key" is recorded, beside what is there unless all ran and passed."""
     config = session.config
     if hasattr(config, "workerinput") or not config.getoption("--all", default=False):
         return
-    chosen = config.getoption("keyword") or any("::" in each for each in config.args)
+    some = exitstatus or config.getoption("keyword") or any("::" in each for each in config.args)
     for file, cases in _found.items():
         path, measured = RESULTS / f"{file}.json", conditions()
         measured["versions"]["triton"] = metadata.version("triton")
         cases = {key: {**value, "commit": (measured["commit"] or "")[:10]} for key, value in cases.items()}
-        if chosen and path.exists():
+        if some and path.exists():
             cases = json.loads(path.read_text(encoding="utf-8"))["cases"] | cases
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(cases.items()))
         head = json.dumps({"name": file, "small": False, **measured}, indent=1).removesuffix("\n}")
