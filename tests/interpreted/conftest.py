@@ -37,7 +37,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """What passing tests noted as properties "file: key" is recorded, beside what is there unless all ran and passed."""
+    """What passing tests noted as properties "file: key" is recorded, beside what is there unless all ran well."""
     config = session.config
     if hasattr(config, "workerinput") or not config.getoption("--all", default=False):
         return
