@@ -159,22 +159,27 @@ UNION_RULE = oracle.both(oracle.either(oracle.dilated(64, 1, 0), oracle.dilated(
 
 @pytest.mark.slow
 def test_built_by_inductor():
-    """Queries straight from a Linear, planned while tracing; lists with full blocks, partial ones, and some left out.
-
-    Heads are narrow: with vectors of 8 floats, torch's template multiplied 16 keys where 8 were left at the end, and
-    so the next head's, which are large (296 = 2 * 128 + 2 * 16 + 8).
-    """
+    """Queries straight from a Linear, planned while tracing; full blocks, partial ones, and some left out."""
     torch.manual_seed(0)
-    project = torch.nn.Linear(8, (4 + 2 + 2) * 8).requires_grad_(False)
+    project = torch.nn.Linear(8, (4 + 2 + 2) * 24).requires_grad_(False)
     pattern, x = masks.local_window(left=300, right=20), torch.randn(1, 296, 8)
 
     def model(x: Tensor, engine: str) -> Tensor:
-        q, k, v = project(x).unflatten(-1, (8, 8)).transpose(1, 2).split([4, 2, 2], 1)
-        k = k * torch.tensor([1.0, 1e4])[:, None, None]
+        q, k, v = project(x).unflatten(-1, (8, 24)).transpose(1, 2).split([4, 2, 2], 1)
         return fd.attend(q, k, v, pattern, engine=engine, enable_gqa=True)
 
     out = torch.compile(model, fullgraph=True, dynamic=False)(x, "flex")
     torch.testing.assert_close(out, model(x, "reference"))
+
+
+@pytest.mark.slow
+def test_narrow_heads_read_no_keys_of_the_next_head():
+    """With vectors of 8 floats, torch's template multiplied 16 keys where 8 were left (40 = 2 * 16 + 8)."""
+    q, k, v = (torch.randn(1, heads, 40, 8) for heads in (4, 2, 2))
+    k[:, 1] *= 1e4
+    pattern = masks.local_window(left=20, right=20)
+    out, expected = (fd.attend(q, k, v, pattern, engine=engine, enable_gqa=True) for engine in ("flex", "reference"))
+    torch.testing.assert_close(out, expected)
 
 
 def test_block_mask_of_a_user():
