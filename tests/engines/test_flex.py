@@ -153,21 +153,23 @@ def assert_near(found: Tensor, q: Tensor, k: Tensor, v: Tensor, rule: oracle.Rul
     assert (found.double() - truth).norm() / truth.norm() <= budget
 
 
-RULE = oracle.both(oracle.dilated(64, 2, 1), oracle.causal())
-PATTERN = masks.dilated(64, 2, 1) & masks.causal()
 UNION = (masks.dilated(64, 1) | masks.dilated(256, 4, 2)) & masks.causal()
 UNION_RULE = oracle.both(oracle.either(oracle.dilated(64, 1, 0), oracle.dilated(256, 4, 2)), oracle.causal())
 
 
 @pytest.mark.slow
-def test_compiled_block_mask():
-    """The BlockMask a FlexAttention user takes, in residue order; 300 tokens are no multiple of the block."""
-    q, k, v = qkv(300, dtype=torch.bfloat16)
-    layout = masks.Layout(300, 4)
-    mask = masks.block_mask(UNION, 300, num_heads=4, layout=layout)
-    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-    found = layout.invert(compiled(*(layout.apply(x) for x in (q, k, v)), block_mask=mask))
-    assert_near(found, q, k, v, UNION_RULE)
+def test_built_by_inductor():
+    """Queries straight from a Linear, planned while tracing; full blocks, partial ones, and some left out."""
+    torch.manual_seed(0)
+    project = torch.nn.Linear(8, (4 + 2 + 2) * 24).requires_grad_(False)
+    pattern, x = masks.local_window(left=300, right=20), torch.randn(1, 296, 8)
+
+    def model(x: Tensor, engine: str) -> Tensor:
+        q, k, v = project(x).unflatten(-1, (8, 24)).transpose(1, 2).split([4, 2, 2], 1)
+        return fd.attend(q, k, v, pattern, engine=engine, enable_gqa=True)
+
+    out = torch.compile(model, fullgraph=True, dynamic=False)(x, "flex")
+    torch.testing.assert_close(out, model(x, "reference"))
 
 
 @pytest.mark.slow
@@ -180,25 +182,29 @@ def test_narrow_heads_read_no_keys_of_the_next_head():
     torch.testing.assert_close(out, expected)
 
 
-@pytest.mark.slow
-def test_fullgraph_from_a_projection():
-    """Queries straight from a Linear, planned while tracing, at two lengths and back; once with C++ of the whole."""
-    torch.manual_seed(0)
-    project = torch.nn.Linear(8, 3 * 4 * 16).requires_grad_(False)
+def test_block_mask_of_a_user():
+    """In residue order: as FlexAttention traces it, and by its lists; 300 tokens are no multiple of the blocks."""
+    layout = masks.Layout(300, 4)
+    mask = masks.block_mask(UNION, 300, num_heads=4, layout=layout)
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False, backend="eager")
+    for dtype, kernel in ((torch.bfloat16, compiled), (torch.float32, listed_blocks)):
+        q, k, v = qkv(300, dtype=dtype)
+        found = layout.invert(kernel(*(layout.apply(x) for x in (q, k, v)), block_mask=mask))
+        assert_near(found, q, k, v, UNION_RULE)
 
-    def split(x: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = project(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-        return q, k, v
 
-    def model(x: Tensor) -> Tensor:
-        return fd.attend(*split(x), PATTERN, engine="flex")
+def listed_blocks(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask) -> Tensor:
+    return dense_flex(q, k, v, block_mask=block_mask, scale=0.25, enable_gqa=False, return_aux=None)[0]
 
-    for backend, lengths in (("aot_eager", (256, 130, 256)), ("inductor", (256,))):
-        torch.compiler.reset()
-        compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
-        for N in lengths:
-            x = torch.randn(1, N, 8)
-            assert_near(compiled(x), *split(x), RULE)
+
+def test_planned_while_tracing_at_two_lengths_and_back():
+    pattern, rule = masks.dilated(64, 2, 1) & masks.causal(), oracle.both(oracle.dilated(64, 2, 1), oracle.causal())
+    torch.compiler.reset()
+    attend = torch.compile(
+        lambda *x: fd.attend(*x, pattern, engine="flex"), fullgraph=True, dynamic=False, backend="eager"
+    )
+    for N in (256, 130, 256):
+        assert_near(attend(*qkv(N)), *qkv(N), rule)
 
 
 def test_no_pair_at_all_is_zero_and_differentiable():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
@@ -28,18 +28,36 @@ from tests.support.strategies import block_sides
 # B batch, H query heads, G key/value heads, D head dim
 
 
-@pytest.mark.parametrize("complete", [False, True], ids=["runs of keys", "needed keys"])
-@given(data=st.data())
-def test_the_keys_that_are_held(complete: bool, data: st.DataObject):
-    """Keys that are not there are left out, also where the rule allows them.
-
-    Complete: own keys or none of them, then others in any order, with room to spare where a head has fewer.
-    """
-    part = data.draw(parts(complete=complete))
+@settings(max_examples=12)
+@given(part=parts(complete=True))
+def test_the_needed_keys_are_held(part: Part):
+    """Own keys or none of them, then others in any order, with room to spare where a head has fewer."""
     call = part.call()
     assert_agrees(lambda q, k, v: call.forward(q, k, v, None, []), part.tensors(), part.counts, scale=0.5)
+    assert Placement.read(part.placement.text) == part.placement
 
 
+@settings(max_examples=12)
+@given(part=parts(complete=False))
+def test_runs_of_keys_are_held(part: Part):
+    """Keys that are not there are left out, also where the rule allows them.
+
+    What an engine without a backward of its own sends into a part, by public means, makes the same gradients.
+    """
+    call = part.call()
+    assert_agrees(lambda q, k, v: call.forward(q, k, v, None, []), part.tensors(), part.counts, scale=0.5)
+    q, k, v = part.tensors()
+    out, lse = call.forward(q, k, v, None, [])
+    assert lse is not None
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
+    whole = WholeRows(out.detach(), lse.detach(), grad_out, grad_lse)
+    sent = whole.gradients_of(out.detach(), lse.detach())
+    by_parts = torch.autograd.grad((out, lse), (q, k, v), sent)
+    for found, truth in zip(by_parts, call.backward(q.detach(), k.detach(), v.detach(), [], whole), strict=True):
+        assert_close(found, truth, **TIGHT)
+
+
+@settings(max_examples=12)
 @given(part=parts(complete=True), cut=st.integers(0, 48))
 def test_gradients_of_parts_add_up(part: Part, cut: int):
     """Each part of the keys, fed the rows' whole outcome, gives its share of dq, and its own dk and dv."""
@@ -76,21 +94,6 @@ def test_gradients_of_a_part_of_the_keys_come_as_they_are_summed() -> None:
     out, lse = call.forward(q, k, v, None, [])
     assert lse is not None
     assert {x.dtype for x in call.backward(q, k, v, [], WholeRows(out, lse, grad, None))} == {torch.float32}
-
-
-@given(part=parts(complete=False))
-def test_weights_of_a_part_by_public_means(part: Part):
-    """What an engine without a backward of its own sends into a part makes the same gradients."""
-    q, k, v = part.tensors()
-    call = part.call()
-    out, lse = call.forward(q, k, v, None, [])
-    assert lse is not None
-    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0)
-    whole = WholeRows(out.detach(), lse.detach(), grad_out, grad_lse)
-    sent = whole.gradients_of(out.detach(), lse.detach())
-    by_parts = torch.autograd.grad((out, lse), (q, k, v), sent)
-    for found, truth in zip(by_parts, call.backward(q.detach(), k.detach(), v.detach(), [], whole), strict=True):
-        assert_close(found, truth, **TIGHT)
 
 
 def test_partly_overlapping_terms_start_from_nothing():
@@ -134,11 +137,6 @@ def test_flex_runs_parts(complete: bool):
             for engine in ("flex", "tiles")
         )
     assert_close(found, truth, rtol=1e-4, atol=1e-5)
-
-
-@given(part=parts(complete=True))
-def test_text_is_the_placement(part: Part):
-    assert Placement.read(part.placement.text) == part.placement
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,10 @@ def test_every_option_is_the_oracle(data, side):
 
 
 LADDERS = {
-    "longnet-5": scaled(LONGNET_5, 64),
-    "paper-5": scaled(PAPER_5, 64),
+    "longnet-5": scaled(LONGNET_5, 128),
+    "paper-5": scaled(PAPER_5, 128),
     "paper-5, full size": PAPER_5,
-    "gigapath-5": scaled(GIGAPATH_5, 90),
+    "gigapath-5": scaled(GIGAPATH_5, 180),
     "gigapath-5, full size": GIGAPATH_5,
 }
 
@@ -84,7 +84,7 @@ LADDERS = {
 def test_ladders(name, causal, rate):
     """Grouped heads of different offsets; N a multiple of nothing; in the natural order and in another."""
     segments, rates = LADDERS[name]
-    N, H, G = 701, 4, 2
+    N, H, G = 351, 4, 2
     pattern, rule = masks.longnet(segments, rates), oracle.longnet(segments, rates)
     if causal:
         pattern, rule = pattern & masks.causal(), oracle.both(rule, oracle.causal())

@@ -50,18 +50,17 @@ def kinds_in(data) -> set[str]:
 
 def test_every_kind_is_drawn() -> None:
     """All that a text may hold, and functions, which have none; in not too many examples."""
+    wanted = {kind for kind, made in KINDS.items() if made.__module__.startswith("flexdilated.")}
     found: set[str] = set()
+    varying = fst.attention_sizes(num_heads=2, max_tokens=12).flatmap(fst.run_time_patterns)
+    drawn = st.one_of(fst.patterns(num_heads=2, closures=True), varying, fst.longnets(padding=True))
 
-    @settings(SEARCH, max_examples=400, phases=[Phase.generate])
-    @given(st.data())
-    def draw(data):
-        sizes = data.draw(fst.attention_sizes(num_heads=2, max_tokens=12))
-        padded = fst.longnets(padding=True)
-        strategy = st.one_of(fst.patterns(num_heads=2, closures=True), fst.run_time_patterns(sizes), padded)
-        found.update(kinds_in(data.draw(strategy).to_data()))
+    def is_last(pattern: masks.Pattern | masks.Mixture) -> bool:
+        found.update(kinds_in(pattern.to_data()))
+        return found >= wanted
 
-    draw()
-    assert found == {kind for kind, made in KINDS.items() if made.__module__.startswith("flexdilated.")}
+    find(drawn, is_last, settings=settings(SEARCH, max_examples=400, phases=[Phase.generate]))
+    assert found == wanted
 
 
 def test_neighborhoods_fill_their_grids() -> None:

@@ -55,7 +55,7 @@ WRONG = {
 
 # Mistakes that one check alone can see.
 ONE_CHECK = ("detached merge", "NaN on empty rows", "stale mask", "frozen weight", "wide half")
-SMALL = {"max_tokens": 14, "examples": 9, "skip": COMPILING}
+SMALL = {"max_tokens": 14, "examples": 4, "skip": COMPILING}
 
 
 @pytest.mark.parametrize("mistake", WRONG)
@@ -73,9 +73,7 @@ def test_a_mistake_fails_its_check(mistake) -> None:
         assert failed - ({"gradients"} if mistake == "NaN on empty rows" else set()) == failing, str(report)
 
 
-@pytest.mark.parametrize(
-    ("claim", "heads"), [(WINDOW, {}), (WINDOW, {"num_kv_heads": 2}), (SPARSE, {}), (SEGMENTS, {}), (GAPS, {})]
-)
+@pytest.mark.parametrize(("claim", "heads"), [(WINDOW, {"num_kv_heads": 2}), (SPARSE, {}), (SEGMENTS, {}), (GAPS, {})])
 def test_dense_attention_without_a_mistake_passes(claim, heads) -> None:
     pattern, rules = claim
     assert check_attention_module(lambda: wrong_attention.Dense(*rules), pattern, **SMALL, **heads).passed
