@@ -337,9 +337,13 @@ def test_compiled_equals_eager(by_module: bool) -> None:
 @pytest.mark.usefixtures("from_the_start")
 @torch.no_grad()
 def test_inductor_takes_a_choice_as_it_is() -> None:
-    """The op is opaque to it: strides and dtypes of what it returns are those it was told."""
+    """The op is opaque to it: a kernel reads what it returns by the strides and dtypes that it was told."""
     selector = fd.BlockSelector(block=8, **COMPILED["minmax"])
     q, k = torch.randn(2, 2, 2, 60, 8)
-    for one, other in zip(torch.compile(selector, fullgraph=True)(q, k), selector(q, k), strict=True):
+
+    def run(q, k):
+        found = selector(q, k)
+        return found.blocks + 1, found.scores.masked_fill(found.blocks < 0, 0.0).sin()
+
+    for one, other in zip(torch.compile(run, fullgraph=True)(q, k), run(q, k), strict=True):
         assert_close(one, other)
-        assert one.stride() == other.stride()
